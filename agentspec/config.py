@@ -1,0 +1,69 @@
+"""Engine settings: frozen, validated once, units in the docstrings.
+
+The one set of engine flags of `serve` and `replay` maps to EngineConfig field by field. `auto` values are resolved where
+the facts are known (engine.py), into new objects: a config is never edited.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from agentspec.errors import ConfigError
+from agentspec.types import BLOCK_TOKENS, MAX_DRAFT_TOKENS
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Everything that `serve`, `replay` and `Engine(...)` can choose."""
+
+    model: str | None = None
+    """A checkpoint directory, or a hub id. None: the bundled model."""
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    """Weights and activations; recurrent state and gates are always float32."""
+    draft_tokens: int | Literal["auto"] = "auto"
+    """Drafts a step: a fixed k, or chosen per step by the depth policy."""
+    prefix_cache: bool = True
+    overlap: bool = True
+    """Read the results of a step while the next one runs."""
+    max_running: int = 8
+    """Requests that decode at the same time: slots."""
+    prefill_budget: int = 512
+    """Prompt tokens computed in one step at most, so that a long prompt never stalls running streams."""
+    memory_gib: float | None = None
+    """GiB for state rows and KV pages together. None: 1 GiB on the CPU, 85% of what is free on a GPU."""
+    seed: int = 0
+    """Seeds requests that bring no seed of their own, and random weights."""
+    random_weights: bool = False
+    """Build the model from its config alone, without weights: for benchmarks."""
+    force_acceptance: tuple[float, ...] | None = None
+    """Benchmarks only: accept draft i with this probability (given that the ones before it were accepted), whatever the model says."""
+    session_hold_seconds: float = 5.0
+    """How long the path of a session is held after a turn, so that a tool's result finds it."""
+
+    def __post_init__(self) -> None:
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ConfigError("device", self.device, "must be auto, cpu or cuda")
+        if self.dtype not in ("auto", "float32", "bfloat16"):
+            raise ConfigError("dtype", self.dtype, "must be auto, float32 or bfloat16")
+        if self.draft_tokens != "auto" and not (isinstance(self.draft_tokens, int) and 0 <= self.draft_tokens <= MAX_DRAFT_TOKENS):
+            raise ConfigError("draft_tokens", self.draft_tokens, f"must be auto, or 0 to {MAX_DRAFT_TOKENS}")
+        if self.max_running < 1:
+            raise ConfigError("max_running", self.max_running, "must be at least 1")
+        if self.prefill_budget < BLOCK_TOKENS:
+            raise ConfigError("prefill_budget", self.prefill_budget, f"must be at least one block ({BLOCK_TOKENS} tokens)")
+        if self.memory_gib is not None and not self.memory_gib > 0:
+            raise ConfigError("memory", self.memory_gib, "must be above 0 GiB")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError("seed", self.seed, "must be between 0 and 2**63 - 1")
+        if not self.session_hold_seconds >= 0:
+            raise ConfigError("session_hold_seconds", self.session_hold_seconds, "must not be negative")
+        if self.force_acceptance is not None:
+            if not 1 <= len(self.force_acceptance) <= MAX_DRAFT_TOKENS:
+                raise ConfigError("force_acceptance", self.force_acceptance, f"needs 1 to {MAX_DRAFT_TOKENS} rates")
+            if any(not 0.0 <= rate <= 1.0 for rate in self.force_acceptance):
+                raise ConfigError("force_acceptance", self.force_acceptance, "every rate must be between 0 and 1")

@@ -1,0 +1,103 @@
+"""What the runtime asks of a model: four device operations over rows and pages, and nothing about layers.
+
+Shape letters: B slots in the step, T tokens a slot (k+1 in a verify), N tokens of a prefill chunk, H hidden size, V vocabulary,
+P pages a sequence. Token ids, rows, lengths and positions are int64; page ids int32.
+
+Every method is free of host reads in the steady path: a CUDA model must run `verify`, `mtp` and both heads inside a graph
+capture. Row and page ids are pointers; no method copies the state of one row to another.
+
+State rules that every implementation keeps (the hash-chain model in tests/fakes proves the engine against them):
+
+- Row r holds everything recurrent about a prefix of length n: recurrent state, conv rows, and `hidden`, the post-final-norm hidden of
+  token n-1. Row ZERO_ROW stands for the empty prefix: all zeros.
+- Attention K/V of the token at position p lies in page page_table[p // block], offset p % block.
+- MTP K/V at position p belongs to the pair (hidden of token p-1, token p), so it depends on tokens 0..p alone. Position 0 has no
+  pair: MTP attention never reads position 0.
+- Reading and writing the same row in one call is allowed: a program loads a row before it stores to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from agentspec.types import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyBatch:
+    """Input of one target forward over the window of every slot of a decode step."""
+
+    tokens_BT: Tensor
+    """int64. Column 0: the last emitted token, not yet in the state. Columns 1..k: drafts."""
+    length_B: Tensor
+    """int64. Tokens already in the state: position of column 0."""
+    read_row_B: Tensor
+    """int64. Row that holds the state after `length` tokens."""
+    write_rows_BT: Tensor
+    """int64. Row that receives the state after column t. SCRATCH_ROW throughout for inert slots."""
+    page_table_BP: Tensor
+    """int32. Pages of the sequence, in block order; SCRATCH_PAGE throughout for inert slots. Covers length + T + k tokens at least."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillChunk:
+    """A run of prompt tokens of one sequence. The host knows every length here."""
+
+    token_ids: Tensor
+    """int64 [N], on the model's device."""
+    start: int
+    """Position of token_ids[0]."""
+    read_row: int
+    """Row that holds the state after `start` tokens (ZERO_ROW when start is 0)."""
+    state_writes: tuple[tuple[int, int], ...]
+    """(count, row): after `count` tokens of this chunk the state goes to `row`. Ascending counts, 1 <= count <= N; the last one has count N."""
+    page_ids: Tensor
+    """int32 [P], covering start + N tokens at least."""
+
+
+class StepModel(Protocol):
+    """A model that the runtime can drive. models/qwen3_5.py is the real one."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    def allocate(self, *, num_rows: int, num_pages: int) -> None:
+        """Allocate the state pools. ZERO_ROW is zeroed; nothing else may be read before it was written."""
+        ...
+
+    def verify(self, batch: VerifyBatch) -> Tensor:
+        """Target forward over every slot's window. Returns hidden_BTH, post final norm.
+
+        Writes attention K/V at positions length..length+T-1, and after column t the whole state (recurrent, conv, hidden) to write_rows_BT[:, t]."""
+        ...
+
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> list[Tensor]:
+        """Target forward over chunks of distinct sequences. Returns hidden_NH per chunk; writes K/V and the wanted states."""
+        ...
+
+    def mtp(self, tokens_BT: Tensor, hidden_BTH: Tensor, start_B: Tensor, page_table_BP: Tensor) -> Tensor:
+        """MTP layer over pairs: column t pairs hidden_BTH[:, t] (of the token before) with tokens_BT[:, t] at position start+t.
+
+        Writes MTP K/V at positions start..start+T-1, attends to positions 1..start+t. Returns m_BTH, post mtp.norm: what
+        `draft_head` scores, and the hidden to pair with the drafted token at the next position."""
+        ...
+
+    def mtp_prefill(self, chunks: Sequence[PrefillChunk], previous_NH: Sequence[Tensor]) -> None:
+        """MTP K/V for the positions of each chunk: previous_NH[i][t] is the hidden of the token before chunk i's token t."""
+        ...
+
+    def read_hidden(self, rows_B: Tensor) -> Tensor:
+        """hidden_BH of the given rows (a gather of one vector each)."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [..., V] scores of the target head; padding ids (>= num_real_tokens) are -inf."""
+        ...
+
+    def draft_head(self, m: Tensor) -> Tensor:
+        """int64 [...]: the most likely next token by the MTP head, over the (possibly trimmed) draft vocabulary."""
+        ...

@@ -1,0 +1,118 @@
+"""What the host asks the device to do in one step, and what it learns back: plain integers, no torch.
+
+The scheduler writes a StepPlan; an Executor launches it and, one step later, hands over its StepOutcome. `ModelExecutor`
+(runtime/executor.py) runs a real model; the dry run drives the same scheduler with an executor that only counts.
+
+Order inside one launch: leaves, page updates, prefill chunks, joins, decode. So a request whose last chunk is in the plan joins and decodes in
+the same step.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from agentspec.types import SamplingParams, TokenScore
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkPlan:
+    """A prefill chunk. Fields as in models.protocol.PrefillChunk, with host lists."""
+
+    request_id: str
+    token_ids: array[int]
+    start: int
+    read_row: int
+    state_writes: tuple[tuple[int, int], ...]
+    page_ids: list[int]
+    next_token: int
+    """The prompt token after the chunk: what the last row of a scored prompt is scored against."""
+    score_top: int | None = None
+    """Not None: return a TokenScore for each of token_ids[1:] + [next_token], with that many alternatives."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotJoin:
+    """A request enters a slot: everything that the device must know of it from now on."""
+
+    request_id: str
+    slot: int
+    length: int
+    """Tokens in the state: all of the prompt but its last token."""
+    last_token: int
+    """The token at position `length`, not yet in the state."""
+    read_row: int
+    write_rows: list[int]
+    """max k + 1 rows of the request's own."""
+    spare_rows: tuple[int, int]
+    """The two rows that the rolling checkpoints rotate through."""
+    page_ids: list[int]
+    length_limit: int
+    """Sequence length (tokens, emitted ones included) at which the request ends with LENGTH."""
+    stop_ids: tuple[int, ...]
+    seed: int
+    sampling: SamplingParams
+    prompt_ids: array[int]
+    """For the repetition penalty."""
+    output_ids: array[int]
+    """Tokens generated before a preemption; penalties count them."""
+
+
+@dataclass(kw_only=True, slots=True)
+class StepPlan:
+    leaves: list[int] = field(default_factory=list)
+    """Slots that become inert."""
+    page_updates: list[tuple[int, int, int]] = field(default_factory=list)
+    """(slot, block index, page id)."""
+    chunks: list[ChunkPlan] = field(default_factory=list)
+    joins: list[SlotJoin] = field(default_factory=list)
+    decode_slots: list[int] = field(default_factory=list)
+    num_drafted: int = 0
+    """k of this step, for every slot in it."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.leaves or self.page_updates or self.chunks or self.joins or self.decode_slots)
+
+
+STOP_RUNNING = 0
+STOP_ID = 1
+STOP_LENGTH = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotOutcome:
+    """One slot's part of a decode step. An inert slot (finished in an earlier step) has no emitted ids."""
+
+    slot: int
+    emitted: list[int]
+    """num_accepted accepted drafts and one token more, cut after a stop."""
+    num_drafted: int
+    """Drafts that were really offered to this slot in this step (0 in the first step of a slot that joined without drafts)."""
+    num_accepted: int
+    stop: int
+    """STOP_RUNNING, STOP_ID or STOP_LENGTH, as the device saw it."""
+    length: int
+    """Tokens in the committed state after the step."""
+    checkpoints: tuple[tuple[int, int], tuple[int, int]]
+    """(row, length) of the newer and the older rolling checkpoint after the step; length 0: a spare row, no checkpoint."""
+
+
+@dataclass(kw_only=True, slots=True)
+class StepOutcome:
+    slots: list[SlotOutcome] = field(default_factory=list)
+    scores: dict[str, list[TokenScore]] = field(default_factory=dict)
+    """Scores of this step's chunks, by request id."""
+
+
+class Executor(Protocol):
+    """Launches plans in order; results are collected in the same order."""
+
+    def launch(self, plan: StepPlan) -> Any:
+        """Start the plan; returns a ticket for `collect`. Must not wait for the device."""
+        ...
+
+    def collect(self, ticket: Any) -> StepOutcome:
+        """Wait for a launched plan and return what it did."""
+        ...

@@ -1,0 +1,170 @@
+"""The words that every room shares: no torch, no behaviour beyond validation.
+
+Token ids travel as `array('i')` inside the engine: four bytes a token, and a slice's bytes are the key of a block in
+the prefix tree.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from agentspec.errors import RequestError
+
+BLOCK_TOKENS = 64
+"""Tokens in a block: a KV page, a Gated DeltaNet chunk and the grid on which checkpoints may stand."""
+
+MAX_DRAFT_TOKENS = 7
+"""Two steps of at most k+1 tokens each must stay inside one block of the smallest size that tests use (16)."""
+
+ZERO_ROW = 0
+"""The state row that is all zeros. Every new sequence reads it; nobody ever writes it."""
+
+SCRATCH_ROW = 1
+"""The state row that inert slots and rejected work write to. Nobody ever reads it."""
+
+SCRATCH_PAGE = 0
+"""The KV page that inert slots write to. No request's page table contains it below its length."""
+
+
+def tokens(ids: Iterable[int] = ()) -> array[int]:
+    """Token ids as the engine carries them."""
+    return array("i", ids)
+
+
+class CheckpointKind(enum.IntEnum):
+    """Why a checkpoint stands where it stands (docs/vocabulary.md)."""
+
+    SYSTEM = 0
+    """End of system prompt and tools: shared by sessions, never superseded."""
+    USER = 1
+    """End of the last user message, before the generation prompt: where chat templates diverge."""
+    TURN = 2
+    """The rolling checkpoint of the generated turn."""
+    BRANCH = 3
+    """An observed branching point: two requests parted here. Never superseded."""
+    GRID = 4
+    """One of a coarse grid over long, unstructured prefill. Evicted first."""
+
+
+class Breakpoint(msgspec.Struct, frozen=True, array_like=True):
+    """A token offset where a later prompt may diverge from this one."""
+
+    offset: int
+    """Tokens from the start of the prompt; the cache rounds it down to a block boundary."""
+    kind: CheckpointKind
+
+
+class FinishReason(enum.StrEnum):
+    """How a request ended. Every accepted request ends in exactly one of these."""
+
+    STOP = "stop"
+    """A stop id or a stop string."""
+    LENGTH = "length"
+    """`max_tokens`, or the context limit."""
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How the next token is chosen. `validate` is called once, at the door (the engine's submit)."""
+
+    temperature: float = 1.0
+    """0 means greedy."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of every token already generated (OpenAI's definition)."""
+    frequency_penalty: float = 0.0
+    """Subtracted per occurrence among the generated tokens."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens seen in prompt or output (CTRL, arXiv 1909.05858)."""
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    """0 to 2**63 - 1. None: the engine derives one from its own seed and the request's number."""
+    max_tokens: int | None = None
+    """New tokens at most; None means up to the context limit. 0 scores the prompt only."""
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    """Beside the model's own stop ids."""
+    ignore_eos: bool = False
+    """Do not stop at the model's own stop ids."""
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    def validate(self, *, vocab_size: int) -> None:
+        """Raise RequestError naming the first field that is out of range."""
+        _range("temperature", self.temperature, 0.0, 100.0)
+        if not 0 <= self.top_k <= vocab_size:
+            raise RequestError("top_k", self.top_k, f"must be between 0 and the vocabulary size {vocab_size}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise RequestError("top_p", self.top_p, "must be in (0, 1]")
+        if not 0.0 <= self.min_p < 1.0:
+            raise RequestError("min_p", self.min_p, "must be in [0, 1)")
+        _range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if not 0.0 < self.repetition_penalty <= 10.0:
+            raise RequestError("repetition_penalty", self.repetition_penalty, "must be in (0, 10]")
+        for token, bias in self.logit_bias.items():
+            if not 0 <= token < vocab_size:
+                raise RequestError("logit_bias", token, f"is not a token id below {vocab_size}")
+            _range(f"logit_bias[{token}]", bias, -100.0, 100.0)
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise RequestError("seed", self.seed, "must be between 0 and 2**63 - 1")
+        if self.max_tokens is not None and self.max_tokens < 0:
+            raise RequestError("max_tokens", self.max_tokens, "must not be negative")
+        if any(not text for text in self.stop):
+            raise RequestError("stop", list(self.stop), "must not contain an empty string")
+        if len(self.stop) > 16:
+            raise RequestError("stop", list(self.stop), "at most 16 stop strings")
+        if len(self.stop_token_ids) > 16:
+            raise RequestError("stop_token_ids", list(self.stop_token_ids), "at most 16 ids")
+        for token in self.stop_token_ids:
+            if not 0 <= token < vocab_size:
+                raise RequestError("stop_token_ids", token, f"is not a token id below {vocab_size}")
+
+
+def _range(field: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:  # also refuses NaN
+        raise RequestError(field, value, f"must be between {low:g} and {high:g}")
+
+
+class TokenScore(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of one prompt token given everything before it, and the most likely tokens in its place."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+    """(token id, log-probability), most likely first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """What the engine must know of a model without touching it."""
+
+    name: str
+    vocab_size: int
+    """Rows of the output head; ids at or above `num_real_tokens` are padding and never sampled."""
+    num_real_tokens: int
+    max_context: int
+    """Tokens, prompt and output together."""
+    has_mtp: bool
+    stop_token_ids: tuple[int, ...]
+    """Union of generation_config's, config's and the tokenizer's end ids."""
+    row_bytes: int
+    """One state row over all layers: recurrent state, conv rows and the hidden column."""
+    page_bytes: int
+    """One KV page over all attention layers and the MTP layer."""
+    block_tokens: int = BLOCK_TOKENS

@@ -1,0 +1,116 @@
+"""Messages between an engine and its clients: plain structs, so that they cross a process boundary as they are.
+
+A client sends `Submit` and `Abort`. The engine answers each accepted `Submit` with any number of
+`TokensEvent`, then exactly one `FinishEvent`. A refused `Submit` raises `errors.RequestError` at the door and has
+no events at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+import msgspec
+
+from agentspec.types import Breakpoint, FinishReason, SamplingParams, TokenScore
+
+
+class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
+    """One turn: a prompt, where it may diverge later, and how to continue it."""
+
+    request_id: str
+    prompt_ids: list[int]
+    """At least one id."""
+    sampling: SamplingParams = SamplingParams()
+    breakpoints: list[Breakpoint] = []
+    """From the text layer; ascending offsets, each between 0 and the prompt's length."""
+    session_id: str | None = None
+    """Requests of one session share it: admission and the hold while a tool runs go by session."""
+    namespace: str = ""
+    """Prefixes are shared only inside one namespace (adapter, the caller's cache salt)."""
+    prompt_logprobs: int | None = None
+    """None: no scores. n: the log-probability of every prompt token after the first, and the n most likely there."""
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    request_id: str
+
+
+class SpecStats(msgspec.Struct, kw_only=True):
+    """What speculation did for one request. Lists are indexed by draft position, first draft first."""
+
+    num_steps: int = 0
+    """Decode steps that the request took part in."""
+    num_drafted: int = 0
+    num_accepted: int = 0
+    """Accepted drafts; the bonus token of each step is not counted."""
+    drafted_by_position: list[int] = []
+    accepted_by_position: list[int] = []
+    histogram: list[int] = []
+    """histogram[n]: steps that accepted exactly n drafts."""
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens that were not computed because a checkpoint stood behind them (at first admission)."""
+    spec: SpecStats = msgspec.field(default_factory=SpecStats)
+
+
+class TokensEvent(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
+    """What one step added to a stream."""
+
+    request_id: str
+    token_ids: list[int]
+    text: str
+    """Text that is safe to show: held back while it may be the start of a stop string or half a character.
+    Always "" for a checkpoint without a tokenizer."""
+
+
+class FinishEvent(msgspec.Struct, frozen=True, kw_only=True, tag="finish"):
+    """The one terminal event of a request."""
+
+    request_id: str
+    reason: FinishReason
+    usage: Usage
+    text: str = ""
+    """Held-back text that turned out to be no stop string."""
+    stop_match: int | str | None = None
+    """The stop id or the stop string that ended the request. A stop string itself is never part of any text."""
+    error: str | None = None
+    prompt_scores: list[TokenScore] | None = None
+    """One per prompt token after the first, when the submit asked for them."""
+
+
+Event = TokensEvent | FinishEvent
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client may know of the served model."""
+
+    model_id: str
+    vocab_size: int
+    max_context: int
+    stop_token_ids: tuple[int, ...]
+    max_draft_tokens: int
+    """Drafts a step at most; 0: no speculation."""
+    forced_acceptance: tuple[float, ...] | None = None
+    """Set in benchmarks only: acceptance is synthetic, so the text is not the model's."""
+
+
+class EngineClient(Protocol):
+    """What the server needs of an engine: in process, or behind a process boundary."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    def stream(self, submit: Submit) -> AsyncIterator[Event]:
+        """Submit and yield this request's events. Closing the iterator early aborts the request.
+
+        Raises RequestError (from the first `anext`) when the request is refused."""
+        ...
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-ready counters of the whole engine (runtime/metrics.py names them)."""
+        ...
