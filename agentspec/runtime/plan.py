@@ -47,6 +47,8 @@ class SlotJoin:
     """max k + 1 rows of the request's own."""
     spare_rows: tuple[int, int]
     """The two rows that the rolling checkpoints rotate through."""
+    checkpoint_length: int = 0
+    """Not 0: prefill already left the state at this boundary in spare_rows[0], so it is the first rolling checkpoint."""
     page_ids: list[int]
     length_limit: int
     """Sequence length (tokens, emitted ones included) at which the request ends with LENGTH."""
@@ -104,6 +106,8 @@ class StepOutcome:
     slots: list[SlotOutcome] = field(default_factory=list)
     scores: dict[str, list[TokenScore]] = field(default_factory=dict)
     """Scores of this step's chunks, by request id."""
+    decode_seconds: float = 0.0
+    """Device time of the decode part (0 when there was none, or when the executor doesn't measure)."""
 
 
 class Executor(Protocol):

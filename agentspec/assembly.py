@@ -1,0 +1,161 @@
+"""Puts the rooms together: from an EngineConfig, or from a model that is there already, to a loop that can run.
+
+The only place that knows every part. `auto` settings are resolved here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from agentspec.cache.hybrid_cache import HybridCache
+from agentspec.config import EngineConfig
+from agentspec.errors import ConfigError
+from agentspec.models.protocol import StepModel
+from agentspec.models.registry import load_model
+from agentspec.models.weights import resolve_checkpoint
+from agentspec.mtp.depth_policy import AdaptiveDepth, FixedDepth
+from agentspec.runtime.admission import SessionGate
+from agentspec.runtime.executor import ModelExecutor
+from agentspec.runtime.memory_plan import MemoryPlan, plan_memory
+from agentspec.runtime.metrics import EngineMetrics
+from agentspec.runtime.scheduler import Scheduler
+from agentspec.runtime.step_loop import DepthPolicy, StepLoop
+from agentspec.text.tokenizer import Tokenizer
+from agentspec.types import ModelSpec
+from agentspec.wire import ModelInfo
+
+AUTO_MAX_DRAFTS = 3
+"""Most drafts that `draft_tokens=auto` may choose: the recommendation of the model's authors, and near the optimum for one user."""
+
+CPU = torch.device("cpu")
+CPU_MEMORY_BYTES = 2**30
+GPU_MEMORY_SHARE = 0.85
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assembly:
+    """A house that is ready to run."""
+
+    config: EngineConfig
+    spec: ModelSpec
+    info: ModelInfo
+    model: StepModel
+    tokenizer: Tokenizer | None
+    model_dir: Path | None
+    cache: HybridCache
+    loop: StepLoop
+
+
+def assemble(config: EngineConfig) -> Assembly:
+    """Load the model that `config` names and build an engine around it.
+
+    Raises CheckpointError when it can't be loaded, ConfigError when a setting doesn't fit it."""
+    if config.model is None:
+        raise ConfigError("model", None, "name a checkpoint directory or a hub id (no model is bundled yet)")
+    device = _device(config)
+    dtype = _dtype(config, device)
+    model_dir = resolve_checkpoint(config.model)
+    model = load_model(model_dir, device=device, dtype=dtype, random_weights=config.random_weights, seed=config.seed)
+    max_draft_tokens = _max_draft_tokens(config, model.spec)
+    memory = plan_memory(model.spec, memory_bytes=_memory_bytes(config, device), max_running=config.max_running, max_draft_tokens=max_draft_tokens)
+    return build(model, config=config, memory=memory, device=device, tokenizer=Tokenizer.from_directory(model_dir), model_dir=model_dir)
+
+
+def build(
+    model: StepModel,
+    *,
+    config: EngineConfig,
+    memory: MemoryPlan,
+    device: torch.device = CPU,
+    tokenizer: Tokenizer | None = None,
+    model_dir: Path | None = None,
+    depth_policy: DepthPolicy | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Assembly:
+    """Build an engine around a model; allocates its state pools."""
+    spec = model.spec
+    max_draft_tokens = _max_draft_tokens(config, spec)
+    model.allocate(num_rows=memory.num_rows, num_pages=memory.num_pages)
+    budget_bytes = memory.num_rows * spec.row_bytes + memory.num_pages * spec.page_bytes
+    cache = HybridCache(
+        num_rows=memory.num_rows,
+        num_pages=memory.num_pages,
+        row_bytes=spec.row_bytes,
+        page_bytes=spec.page_bytes,
+        block_tokens=spec.block_tokens,
+        enabled=config.prefix_cache,
+        clock=clock,
+    )
+    metrics = EngineMetrics()
+    scheduler = Scheduler(
+        cache=cache,
+        gate=SessionGate(budget_bytes=budget_bytes, hold_seconds=config.session_hold_seconds, clock=clock),
+        metrics=metrics,
+        max_running=config.max_running,
+        max_draft_tokens=max_draft_tokens,
+        prefill_budget=config.prefill_budget,
+        block_tokens=spec.block_tokens,
+        row_bytes=spec.row_bytes,
+        page_bytes=spec.page_bytes,
+        hold_seconds=config.session_hold_seconds,
+    )
+    executor = ModelExecutor(
+        model,
+        max_running=config.max_running,
+        max_draft_tokens=max_draft_tokens,
+        max_pages_per_slot=-(-(memory.max_length + 4 * (max_draft_tokens + 1)) // spec.block_tokens),
+        force_acceptance=config.force_acceptance,
+        device=device,
+    )
+    if depth_policy is None:
+        adaptive = config.draft_tokens == "auto" and max_draft_tokens > 0
+        depth_policy = AdaptiveDepth(max_draft_tokens) if adaptive else FixedDepth(max_draft_tokens)
+    info = ModelInfo(
+        model_id=spec.name,
+        vocab_size=spec.vocab_size,
+        max_context=memory.max_length,
+        stop_token_ids=spec.stop_token_ids,
+        max_draft_tokens=max_draft_tokens,
+        forced_acceptance=config.force_acceptance,
+    )
+    loop = StepLoop(scheduler=scheduler, executor=executor, depth_policy=depth_policy, metrics=metrics, overlap=config.overlap)
+    return Assembly(config=config, spec=spec, info=info, model=model, tokenizer=tokenizer, model_dir=model_dir, cache=cache, loop=loop)
+
+
+def _device(config: EngineConfig) -> torch.device:
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        raise ConfigError("device", "cuda", "no CUDA device is available")
+    return torch.device("cuda" if available and config.device != "cpu" else "cpu")
+
+
+def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    if config.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+
+
+def _max_draft_tokens(config: EngineConfig, spec: ModelSpec) -> int:
+    rates = config.force_acceptance
+    if config.draft_tokens == "auto":
+        wanted = AUTO_MAX_DRAFTS if rates is None else len(rates)
+        return wanted if spec.has_mtp else 0
+    if config.draft_tokens > 0 and not spec.has_mtp:
+        raise ConfigError("draft_tokens", config.draft_tokens, f"{spec.name} has no MTP head; use 0 or auto")
+    if rates is not None and len(rates) < config.draft_tokens:
+        raise ConfigError("force_acceptance", rates, f"needs a rate for each of {config.draft_tokens} drafts")
+    return config.draft_tokens
+
+
+def _memory_bytes(config: EngineConfig, device: torch.device) -> int:
+    if config.memory_gib is not None:
+        return int(config.memory_gib * 2**30)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * GPU_MEMORY_SHARE)
+    return CPU_MEMORY_BYTES

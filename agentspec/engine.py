@@ -1,0 +1,319 @@
+"""The embedding API: an engine in this process, driven by the caller (`Engine`) or by its own thread (`AsyncEngine`).
+
+Builds the house from one EngineConfig: model, memory, cache, executor, scheduler, loop. Speaks wire messages; knows nothing of
+HTTP, templates or messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from agentspec.assembly import Assembly, assemble
+from agentspec.config import EngineConfig
+from agentspec.errors import AgentspecError, EngineClosedError, RequestError
+from agentspec.runtime.request import Request, new_request
+from agentspec.text.tokenizer import Tokenizer
+from agentspec.types import FinishReason
+from agentspec.wire import Event, FinishEvent, ModelInfo, Submit, Usage
+
+logger = logging.getLogger("agentspec")
+
+
+class _Core:
+    """What both engines share: an assembly, the numbering of requests, and the checks at the door. Not thread-safe."""
+
+    def __init__(self, assembly: Assembly) -> None:
+        self._assembly = assembly
+        self._number = 0
+        self.loop = assembly.loop
+
+    def submit(self, submit: Submit) -> Request:
+        if self.loop.scheduler.knows(submit.request_id):
+            raise RequestError("request_id", submit.request_id, "is in use by a running request")
+        parts = self._assembly
+        request = new_request(
+            submit,
+            number=self._number,
+            spec=parts.spec,
+            max_length=parts.info.max_context,
+            engine_seed=parts.config.seed,
+            token_bytes=None if parts.tokenizer is None else parts.tokenizer.token_bytes,
+        )
+        self._number += 1
+        self.loop.submit(request)
+        return request
+
+    def stats(self) -> dict[str, Any]:
+        scheduler = self.loop.scheduler
+        return {
+            "model": self._assembly.info.model_id,
+            "waiting": scheduler.num_waiting,
+            "running": scheduler.num_running,
+            "engine": self.loop.metrics.as_dict(),
+            "cache": self._assembly.cache.stats(),
+        }
+
+
+class Engine:
+    """An engine that runs when its caller asks for events: for scripts, notebooks and tests.
+
+        with Engine(EngineConfig(model="path/to/checkpoint")) as engine:
+            for event in engine.stream(Submit(request_id="a", prompt_ids=[1, 2, 3])):
+                ...
+
+    Several requests submitted with `submit` run together, batched. Not thread-safe."""
+
+    def __init__(self, config: EngineConfig | Assembly) -> None:
+        self._assembly = config if isinstance(config, Assembly) else assemble(config)
+        self._core = _Core(self._assembly)
+        self._events: dict[str, deque[Event]] = {}
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._assembly.info
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._assembly.tokenizer
+
+    def submit(self, submit: Submit) -> None:
+        """Queue a request. Raises RequestError when it is refused. Read it with `events`."""
+        self._check_open()
+        self._core.submit(submit)
+        self._events[submit.request_id] = deque()
+
+    def step(self) -> bool:
+        """Run one step for everyone; False when there was nothing to do."""
+        self._check_open()
+        if not self._core.loop.has_work:
+            return False
+        for event in self._core.loop.run_once():
+            self._events[event.request_id].append(event)
+        return True
+
+    def events(self, request_id: str) -> Iterator[Event]:
+        """The events of a submitted request, running the engine as needed. Closing the iterator early aborts the request."""
+        if request_id not in self._events:
+            raise RequestError("request_id", request_id, "was not submitted, or was read already")
+        finished = False
+        try:
+            while not finished:
+                while not self._events[request_id]:
+                    self.step()
+                event = self._events[request_id].popleft()
+                finished = isinstance(event, FinishEvent)
+                yield event
+        finally:
+            if not finished and not self._closed:
+                self.abort(request_id)
+                while not self._events[request_id] or not isinstance(self._events[request_id][-1], FinishEvent):
+                    self.step()
+            del self._events[request_id]
+
+    def stream(self, submit: Submit) -> Iterator[Event]:
+        """Submit and yield this request's events, the FinishEvent last. Raises RequestError when it is refused."""
+        self.submit(submit)
+        return self.events(submit.request_id)
+
+    def generate(self, submit: Submit) -> tuple[list[int], FinishEvent]:
+        """Run one request to its end: the emitted ids and the terminal event."""
+        emitted: list[int] = []
+        for event in self.stream(submit):
+            if isinstance(event, FinishEvent):
+                return emitted, event
+            emitted.extend(event.token_ids)
+        raise AssertionError("a stream ends with its FinishEvent")
+
+    def abort(self, request_id: str) -> None:
+        """End a request early; its FinishEvent says abort. Unknown and ended ids are ignored: an abort may cross the end."""
+        self._check_open()
+        self._core.loop.abort(request_id)
+
+    def stats(self) -> dict[str, Any]:
+        return self._core.stats()
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError("the engine is closed")
+
+
+class AsyncEngine:
+    """An engine on its own thread, for asyncio callers: the server, agent frameworks. Implements wire.EngineClient.
+
+        async with AsyncEngine(EngineConfig(model="path/to/checkpoint")) as engine:
+            async for event in engine.stream(Submit(request_id="a", prompt_ids=[1, 2, 3])):
+                ...
+
+    If the engine's thread dies, every open stream ends with an ERROR event and later submits raise EngineClosedError."""
+
+    def __init__(self, config: EngineConfig | Assembly) -> None:
+        self._assembly = config if isinstance(config, Assembly) else assemble(config)
+        self._core = _Core(self._assembly)
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._streams: dict[str, asyncio.Queue[Event]] = {}
+        self._asyncio: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._death: str | None = None
+        self._stopping = False
+
+    async def __aenter__(self) -> Self:
+        self._asyncio = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="agentspec-engine", daemon=True)
+        self._thread.start()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._assembly.info
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._assembly.tokenizer
+
+    @property
+    def model_dir(self) -> Path | None:
+        return self._assembly.model_dir
+
+    @property
+    def alive(self) -> bool:
+        return self._thread is not None and self._death is None and not self._stopping
+
+    async def stream(self, submit: Submit) -> AsyncIterator[Event]:
+        """Submit and yield this request's events, the FinishEvent last. Leaving early aborts the request.
+
+        Raises RequestError when the request is refused, EngineClosedError when the engine is not running."""
+        await self._submit(submit)
+        events = self._streams[submit.request_id]
+        finished = False
+        try:
+            while not finished:
+                event = await events.get()
+                finished = isinstance(event, FinishEvent)
+                yield event
+        finally:
+            del self._streams[submit.request_id]
+            if not finished:
+                self._inbox.put(("abort", submit.request_id))
+
+    async def abort(self, request_id: str) -> None:
+        """End a request early; its stream ends with an ABORT event."""
+        self._inbox.put(("abort", request_id))
+
+    def stats(self) -> dict[str, Any]:
+        """A snapshot; taken without stopping the engine, so counters may be a step apart from each other."""
+        return self._core.stats()
+
+    async def close(self) -> None:
+        """Stop the thread. Requests still running end with an ABORT event."""
+        if self._thread is None or self._stopping:
+            return
+        self._stopping = True
+        self._inbox.put(("stop", None))
+        await asyncio.to_thread(self._thread.join)
+
+    async def _submit(self, submit: Submit) -> None:
+        if not self.alive or self._asyncio is None:
+            raise EngineClosedError(f"the engine is not running{': ' + self._death if self._death else ''}")
+        if submit.request_id in self._streams:
+            raise RequestError("request_id", submit.request_id, "is in use by a running request")
+        accepted: asyncio.Future[None] = self._asyncio.create_future()
+        self._streams[submit.request_id] = asyncio.Queue()
+        self._inbox.put(("submit", (submit, accepted)))
+        try:
+            await accepted
+        except BaseException:
+            del self._streams[submit.request_id]
+            self._inbox.put(("abort", submit.request_id))
+            raise
+
+    def _run(self) -> None:
+        """The engine's thread: commands between steps, steps while there is work."""
+        try:
+            while self._take_commands():
+                if self._core.loop.has_work:
+                    self._deliver(self._core.loop.run_once())
+            self._end_all(FinishReason.ABORT, "the engine was closed")
+        except Exception as error:
+            logger.exception("the engine's thread died")
+            self._death = f"{type(error).__name__}: {error}"
+            self._end_all(FinishReason.ERROR, self._death)
+
+    def _take_commands(self) -> bool:
+        """Handle what is in the inbox, waiting when there is no work; False when told to stop."""
+        while True:
+            try:
+                command, payload = self._inbox.get(block=not self._core.loop.has_work)
+            except queue.Empty:
+                return True
+            if command == "stop":
+                return False
+            if command == "abort":
+                self._core.loop.abort(payload)
+            else:
+                self._accept(*payload)
+
+    def _accept(self, submit: Submit, accepted: asyncio.Future[None]) -> None:
+        try:
+            self._core.submit(submit)
+        except AgentspecError as error:
+            self._call(_settle, accepted, error)
+        else:
+            self._call(_settle, accepted, None)
+
+    def _deliver(self, events: list[Event]) -> None:
+        if events:
+            self._call(self._hand_out, events)
+
+    def _hand_out(self, events: list[Event]) -> None:
+        for event in events:
+            stream = self._streams.get(event.request_id)
+            if stream is not None:
+                stream.put_nowait(event)
+
+    def _end_all(self, reason: FinishReason, error: str) -> None:
+        """The thread is about to end: close every stream, and refuse submits that nobody will take any more."""
+        self._call(self._hand_out_end, reason, error)
+        while not self._inbox.empty():
+            command, payload = self._inbox.get()
+            if command == "submit":
+                self._call(_settle, payload[1], EngineClosedError(error))
+
+    def _hand_out_end(self, reason: FinishReason, error: str) -> None:
+        shown = error if reason is FinishReason.ERROR else None
+        for request_id, stream in self._streams.items():
+            stream.put_nowait(FinishEvent(request_id=request_id, reason=reason, usage=Usage(), error=shown))
+
+    def _call(self, function: Any, *arguments: Any) -> None:
+        assert self._asyncio is not None
+        if not self._asyncio.is_closed():
+            self._asyncio.call_soon_threadsafe(function, *arguments)
+
+
+def _settle(accepted: asyncio.Future[None], error: Exception | None) -> None:
+    if accepted.done():
+        return
+    if error is None:
+        accepted.set_result(None)
+    else:
+        accepted.set_exception(error)

@@ -1,0 +1,90 @@
+"""Where a prompt is cut into chunks and where its checkpoints go: pure decisions on integers.
+
+Checkpoints stand where templates diverge, not on a grid: at the last block boundary at or before each breakpoint that the text layer
+marked, at an observed branching point, and, over long stretches with none of those, on a coarse grid. The last
+boundary of the prompt is kept in one of the request's own rows, as the first rolling checkpoint of the turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from agentspec.runtime.plan import ChunkPlan
+from agentspec.runtime.request import PendingCheckpoint, Request
+from agentspec.types import CheckpointKind
+
+BRANCH_GAP_BLOCKS = 4
+"""A branching checkpoint must save at least this many blocks (256 tokens): nearer ones cost a row and save little."""
+
+GRID_BLOCKS = 64
+"""Spacing of the grid over unstructured prefill (4,096 tokens)."""
+
+PROTECTION = (CheckpointKind.SYSTEM, CheckpointKind.BRANCH, CheckpointKind.USER, CheckpointKind.TURN, CheckpointKind.GRID)
+"""Most protected kind first: where two fall on one boundary, the first one names it."""
+
+
+def wanted_checkpoints(request: Request, branch_tokens: int, block: int) -> list[PendingCheckpoint]:
+    """Boundaries after the hit and up to the end of prefill where this request should leave a checkpoint, ascending."""
+    wanted: dict[int, CheckpointKind] = {}
+    start, end = request.computed, request.prefill_end
+
+    def want(length: int, kind: CheckpointKind) -> None:
+        if start < length <= end and (length not in wanted or PROTECTION.index(kind) < PROTECTION.index(wanted[length])):
+            wanted[length] = kind
+
+    for point in request.submit.breakpoints:
+        want(point.offset // block * block, point.kind)
+    if not request.submit.breakpoints:
+        want(min(request.prompt_length, end) // block * block, CheckpointKind.USER)
+    if branch_tokens - start >= BRANCH_GAP_BLOCKS * block:
+        want(branch_tokens, CheckpointKind.BRANCH)
+    spacing = GRID_BLOCKS * block
+    previous = start
+    for length in [*sorted(wanted), end]:
+        while length - previous > 2 * spacing:
+            previous += spacing
+            want(previous, CheckpointKind.GRID)
+        previous = length
+    return [PendingCheckpoint(length, wanted[length]) for length in sorted(wanted)]
+
+
+def plan_chunk(
+    request: Request, budget: int, block: int, take_row: Callable[[Request], int | None]
+) -> tuple[ChunkPlan | None, list[tuple[int, int, CheckpointKind]]]:
+    """The next chunk of at most `budget` tokens, and the checkpoints that it leaves: (length, row, kind).
+
+    A chunk that doesn't end the prompt ends on a block boundary, so that every chunk starts on one. None when the budget
+    doesn't reach the next boundary. A checkpoint for which no row can be had is left out."""
+    assert request.lease is not None
+    start, end = request.computed, request.prefill_end
+    stop = min(end, start + budget)
+    if stop < end:
+        stop = stop // block * block
+    if stop <= start:
+        return None, []
+    checkpoints: list[tuple[int, int, CheckpointKind]] = []
+    writes: list[tuple[int, int]] = []
+    covered = 0
+    while request.pending and request.pending[0].length <= stop:
+        wanted = request.pending.pop(0)
+        row = take_row(request)
+        if row is not None:
+            checkpoints.append((wanted.length, row, wanted.kind))
+            writes.append((wanted.length - start, row))
+            covered = wanted.length
+    last = end // block * block
+    if start < last <= stop and covered < last and request.decodes:
+        writes.append((last - start, request.own_rows[-2]))
+        request.prompt_checkpoint = last
+    writes.append((stop - start, request.own_rows[0]))
+    chunk = ChunkPlan(
+        request_id=request.request_id,
+        token_ids=request.sequence[start:stop],
+        start=start,
+        read_row=request.state_row,
+        state_writes=tuple(writes),
+        page_ids=list(request.lease.page_ids),
+        next_token=request.sequence[stop],
+        score_top=request.submit.prompt_logprobs if request.needs_scores else None,
+    )
+    return chunk, checkpoints

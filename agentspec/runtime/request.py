@@ -1,0 +1,206 @@
+"""One request from submit to its terminal event: what is known of it, and how its text and usage grow.
+
+Owns no decisions (the scheduler's) and no device facts beyond row ids and lengths. Knows token ids, never logits.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from dataclasses import dataclass, field
+
+from agentspec.cache.hybrid_cache import Lease
+from agentspec.errors import ContextLengthError, RequestError
+from agentspec.runtime.plan import SlotOutcome
+from agentspec.text.detokenizer import Detokenizer
+from agentspec.types import CheckpointKind, FinishReason, ModelSpec, TokenScore, tokens
+from agentspec.wire import FinishEvent, SpecStats, Submit, TokensEvent, Usage
+
+
+class Phase(enum.Enum):
+    WAITING = enum.auto()
+    PREFILL = enum.auto()
+    DECODE = enum.auto()
+    LEAVING = enum.auto()
+    """Ended or retracted by the host while a step that contains it is still in flight."""
+    DONE = enum.auto()
+
+
+@dataclass(slots=True)
+class PendingCheckpoint:
+    """A boundary at which prefill is to leave a checkpoint."""
+
+    length: int
+    kind: CheckpointKind
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A turn in flight. `sequence` is prompt + output: every token that is known and kept."""
+
+    submit: Submit
+    number: int
+    """Order of arrival."""
+    seed: int
+    stop_ids: tuple[int, ...]
+    length_limit: int
+    """Length of `sequence` at which the request ends with LENGTH."""
+    detokenizer: Detokenizer | None
+    sequence: array[int]
+    phase: Phase = Phase.WAITING
+    usage: Usage = field(default_factory=Usage)
+    scores: list[TokenScore] = field(default_factory=list)
+
+    lease: Lease | None = None
+    slot: int | None = None
+    admitted: int = -1
+    """Order of admission; the last admitted is the first to be preempted."""
+    state_row: int = 0
+    """Row that holds the state after `computed` tokens, as far as prefill has been planned."""
+    computed: int = 0
+    """Tokens that planned prefill chunks have brought into the state."""
+    own_rows: list[int] = field(default_factory=list)
+    """max k + 1 write rows, then the two spare rows."""
+    need_bytes: int = 0
+    """What admission last reckoned that this turn would take of the memory; 0: not reckoned yet."""
+    pending: list[PendingCheckpoint] = field(default_factory=list)
+    prompt_checkpoint: int = 0
+    """Length of the rolling checkpoint that prefill leaves in the first spare row; 0: none."""
+    rolling: tuple[tuple[int, int], ...] = ()
+    """(row, length) of the rolling checkpoints as of the last collected step."""
+    in_flight: int = 0
+    """Launched and not yet collected steps that contain this request."""
+    ending: FinishReason | None = None
+    """Why a LEAVING request leaves; None: it is retracted and will come back."""
+    stop_match: int | str | None = None
+    preemptions: int = 0
+    counted_cached: bool = False
+
+    @property
+    def request_id(self) -> str:
+        return self.submit.request_id
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.submit.prompt_ids)
+
+    @property
+    def prefill_end(self) -> int:
+        """Prefill brings all tokens but the last into the state; the last enters with the first decode step."""
+        return len(self.sequence) - 1
+
+    @property
+    def needs_scores(self) -> bool:
+        """Prompt scores were asked for and are not complete. They need every position computed, so such a request resumes from nothing."""
+        return self.submit.prompt_logprobs is not None and len(self.scores) < self.prompt_length - 1
+
+    @property
+    def decodes(self) -> bool:
+        """False for a request that only wants its prompt computed (max_tokens 0)."""
+        return self.length_limit > self.prompt_length
+
+    def take(self, outcome: SlotOutcome) -> TokensEvent | None:
+        """Add what one step emitted; sets `ending` and `stop_match` when the request ends here.
+
+        Tokens after a stop string are not kept. Returns the event to send, or None when the step added nothing."""
+        self._count(outcome)
+        self.rolling = outcome.checkpoints
+        ids = outcome.emitted
+        if not ids:
+            return None
+        text = ""
+        shown = ids[:-1] if outcome.stop == 1 else ids  # a stop id is never part of the text
+        if self.detokenizer is not None:
+            pushed = self.detokenizer.push(shown)
+            text = pushed.text
+            if pushed.stop is not None:
+                ids = ids[: pushed.num_tokens]
+                self.ending, self.stop_match = FinishReason.STOP, pushed.stop
+        self.sequence.extend(ids)
+        self.usage.completion_tokens += len(ids)
+        if self.ending is None and outcome.stop:
+            self.ending = FinishReason.STOP if outcome.stop == 1 else FinishReason.LENGTH
+            self.stop_match = ids[-1] if outcome.stop == 1 else None
+        return TokensEvent(request_id=self.request_id, token_ids=ids, text=text)
+
+    def finish(self, reason: FinishReason, error: str | None = None) -> FinishEvent:
+        """The terminal event. Text still held back is text after all, unless a stop string ended the request."""
+        held = ""
+        if self.detokenizer is not None and not isinstance(self.stop_match, str):
+            held = self.detokenizer.flush()
+        return FinishEvent(
+            request_id=self.request_id,
+            reason=reason,
+            usage=self.usage,
+            text=held,
+            stop_match=self.stop_match,
+            error=error,
+            prompt_scores=None if self.submit.prompt_logprobs is None or self.needs_scores else self.scores,
+        )
+
+    def _count(self, outcome: SlotOutcome) -> None:
+        if not outcome.emitted:
+            return
+        spec = self.usage.spec
+        spec.num_steps += 1
+        accepted = min(outcome.num_accepted, outcome.num_drafted)
+        spec.num_drafted += outcome.num_drafted
+        spec.num_accepted += accepted
+        _add_ones(spec.drafted_by_position, outcome.num_drafted)
+        _add_ones(spec.accepted_by_position, accepted)
+        if len(spec.histogram) <= accepted:
+            spec.histogram.extend([0] * (accepted + 1 - len(spec.histogram)))
+        spec.histogram[accepted] += 1
+
+
+def _add_ones(counts: list[int], upto: int) -> None:
+    if len(counts) < upto:
+        counts.extend([0] * (upto - len(counts)))
+    for position in range(upto):
+        counts[position] += 1
+
+
+def new_request(submit: Submit, *, number: int, spec: ModelSpec, max_length: int, engine_seed: int, token_bytes: list[bytes] | None) -> Request:
+    """Check a submit against the model and make its request.
+
+    `max_length` is the longest sequence that the engine can hold. Raises RequestError naming the field that is wrong."""
+    ids, sampling = submit.prompt_ids, submit.sampling
+    if not ids:
+        raise RequestError("prompt_ids", ids, "must hold at least one token")
+    if min(ids) < 0 or max(ids) >= spec.vocab_size:
+        bad = next(token for token in ids if not 0 <= token < spec.vocab_size)
+        raise RequestError("prompt_ids", bad, f"is not a token id below {spec.vocab_size}")
+    sampling.validate(vocab_size=spec.vocab_size)
+    wanted = len(ids) + (1 if sampling.max_tokens is None else sampling.max_tokens)
+    if wanted > max_length:
+        asked = "at least one new token" if sampling.max_tokens is None else f"max_tokens {sampling.max_tokens}"
+        raise ContextLengthError("prompt_ids", f"{len(ids)} tokens", f"with {asked} exceeds the context limit of {max_length} tokens")
+    if sampling.stop and token_bytes is None:
+        raise RequestError("stop", list(sampling.stop), "needs a tokenizer, and this checkpoint has none")
+    if submit.prompt_logprobs is not None and not 0 <= submit.prompt_logprobs <= 20:
+        raise RequestError("prompt_logprobs", submit.prompt_logprobs, "must be between 0 and 20")
+    previous = 0
+    for point in submit.breakpoints:
+        if not previous <= point.offset <= len(ids):
+            raise RequestError("breakpoints", point.offset, "offsets must ascend and lie inside the prompt")
+        previous = point.offset
+    stop_ids = sampling.stop_token_ids if sampling.ignore_eos else (*spec.stop_token_ids, *sampling.stop_token_ids)
+    return Request(
+        submit=submit,
+        number=number,
+        seed=sampling.seed if sampling.seed is not None else derive_seed(engine_seed, number),
+        stop_ids=tuple(dict.fromkeys(stop_ids)),
+        length_limit=max_length if sampling.max_tokens is None else wanted,
+        detokenizer=None if token_bytes is None else Detokenizer(token_bytes, sampling.stop),
+        sequence=tokens(ids),
+        usage=Usage(prompt_tokens=len(ids), spec=SpecStats()),
+    )
+
+
+def derive_seed(engine_seed: int, number: int) -> int:
+    """A seed for a request that brought none: splitmix64 of the engine's seed and the order of arrival, without the sign bit."""
+    mask = (1 << 64) - 1
+    z = (engine_seed + (number + 1) * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return (z ^ (z >> 31)) >> 1

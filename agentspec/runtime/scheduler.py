@@ -1,0 +1,392 @@
+"""What runs next: continuous batching, chunked prefill, admission by rows and pages, preemption, and what each step taught us.
+
+`plan` writes the next step; `apply` reads the outcome of an earlier one and returns the events to send. Between the two lies
+the device, possibly one step behind. No torch, no model: rows, pages and tokens are integers here.
+
+Who owns what: a request's lease owns its rows and pages until they are published (then the tree does) or released. Nothing is
+released while a step in flight may still write to it. The exception is a request that the *device* ended: its slot
+is inert from then on, so its rows and pages can go at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from agentspec.cache.hybrid_cache import HybridCache, Match
+from agentspec.runtime.admission import SessionGate
+from agentspec.runtime.metrics import EngineMetrics
+from agentspec.runtime.plan import STOP_RUNNING, ChunkPlan, SlotJoin, SlotOutcome, StepOutcome, StepPlan
+from agentspec.runtime.prefill_plan import plan_chunk, wanted_checkpoints
+from agentspec.runtime.request import Phase, Request
+from agentspec.types import CheckpointKind, FinishReason, tokens
+from agentspec.wire import Event
+
+
+@dataclass(slots=True)
+class Flight:
+    """A launched step: who was in it, so that its outcome finds them."""
+
+    plan: StepPlan
+    occupants: dict[int, Request] = field(default_factory=dict)
+    chunks: list[tuple[Request, list[tuple[int, int, CheckpointKind]]]] = field(default_factory=list)
+    """Each chunk's request, and the checkpoints it leaves: (length, row, kind)."""
+    requests: set[Request] = field(default_factory=set)
+
+
+class Scheduler:
+    """Owns the queue, the slots and every request that is not done."""
+
+    def __init__(
+        self,
+        *,
+        cache: HybridCache,
+        gate: SessionGate,
+        metrics: EngineMetrics,
+        max_running: int,
+        max_draft_tokens: int,
+        prefill_budget: int,
+        block_tokens: int,
+        row_bytes: int,
+        page_bytes: int,
+        hold_seconds: float,
+    ) -> None:
+        self._cache = cache
+        self._gate = gate
+        self._metrics = metrics
+        self._max_draft_tokens = max_draft_tokens
+        self._prefill_budget = prefill_budget
+        self._block = block_tokens
+        self._row_bytes = row_bytes
+        self._page_bytes = page_bytes
+        self._hold_seconds = hold_seconds
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+        """Everyone with a lease, in order of admission."""
+        self._by_id: dict[str, Request] = {}
+        self._free_slots = list(range(max_running))[::-1]
+        self._leaves: list[int] = []
+        self._admissions = 0
+        self._num_let_go = 0
+        self._full_since = -1
+        """`_num_let_go` when a waiting request last found no room."""
+        self._events: list[Event] = []
+
+    @property
+    def rows_per_request(self) -> int:
+        """max k + 1 write rows and two spare rows."""
+        return self._max_draft_tokens + 3
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running or self._leaves or self._events)
+
+    def knows(self, request_id: str) -> bool:
+        return request_id in self._by_id
+
+    def add(self, request: Request) -> None:
+        self._by_id[request.request_id] = request
+        self._waiting.append(request)
+        self._metrics.requests += 1
+        self._metrics.prompt_tokens += request.prompt_length
+
+    def abort(self, request_id: str) -> None:
+        """End a request. Its FinishEvent comes when no step in flight contains it any more. An unknown or ended id is no error:
+        an abort may cross the request's own end."""
+        request = self._by_id.get(request_id)
+        if request is not None and request.ending is None:
+            self._end(request, FinishReason.ABORT)
+
+    def plan(self, choose_depth: Callable[[int], int]) -> Flight:
+        """The next step. `choose_depth(batch size) -> k`."""
+        flight = Flight(StepPlan())
+        decoding = self._grow_decoding(flight.plan)
+        self._admit()
+        joined = self._plan_prefill(flight)
+        decoding = [request for request in decoding if request.phase is Phase.DECODE] + joined
+        if decoding:
+            flight.plan.num_drafted = choose_depth(len(decoding))
+            assert 0 <= flight.plan.num_drafted <= self._max_draft_tokens
+        for request in decoding:
+            assert request.slot is not None
+            flight.plan.decode_slots.append(request.slot)
+            flight.occupants[request.slot] = request
+            flight.requests.add(request)
+        flight.plan.leaves, self._leaves = self._leaves, []
+        for request in flight.requests:
+            request.in_flight += 1
+        if not flight.plan.is_empty:
+            self._metrics.steps += 1
+        if decoding:
+            self._metrics.decode_steps += 1
+            self._metrics.decode_slots += len(decoding)
+        return flight
+
+    def drain_events(self) -> list[Event]:
+        """Events of requests that ended outside `apply`."""
+        events, self._events = self._events, []
+        return events
+
+    def _pages_needed(self, request: Request, steps_ahead: int) -> int:
+        """Pages that cover every position a request may touch within `steps_ahead` more steps, drafts included."""
+        window = self._max_draft_tokens + 1
+        length = min(len(request.sequence) - 1 + (steps_ahead - 1) * window, request.length_limit)
+        return -(-(length + 2 * window) // self._block)
+
+    def _grow_decoding(self, plan: StepPlan) -> list[Request]:
+        """Make sure of pages for every decoding request, oldest first; preempt the youngest when there are none."""
+        ready = []
+        for request in list(self._running):
+            if request.phase is not Phase.DECODE:
+                continue
+            if self._grow(request, plan):
+                ready.append(request)
+        return ready
+
+    def _grow(self, request: Request, plan: StepPlan) -> bool:
+        lease = request.lease
+        assert lease is not None
+        assert request.slot is not None
+        have = len(lease.page_ids)
+        need = self._pages_needed(request, request.in_flight + 1)
+        while need > have and not self._cache.grow_pages(lease, need):
+            if any(other.phase is Phase.LEAVING for other in self._running):
+                return False  # somebody is on the way out already: try again next step
+            assert len(self._running) > 1, "one request alone always fits: new_request checked its limit"
+            victim = self._running[-1]
+            self._retract(victim)
+            if victim is request or victim.phase is Phase.LEAVING:
+                return False
+        plan.page_updates.extend((request.slot, index, lease.page_ids[index]) for index in range(have, len(lease.page_ids)))
+        return True
+
+    def _admit(self) -> None:
+        """Give waiting requests a slot, rows and pages, in order of arrival; a request whose session must wait is passed over.
+
+        Who found no room is not tried again before somebody has let go of some."""
+        for request in list(self._waiting):
+            if not self._free_slots or self._full_since == self._num_let_go:
+                return
+            if request.need_bytes and self._running and not self._gate.allows(request.submit.session_id, request.need_bytes):
+                continue
+            limit = 0 if request.needs_scores else len(request.sequence) - 1
+            match = self._cache.match(request.submit.namespace, request.sequence, limit=limit)
+            pages = self._pages_needed(request, 2)
+            new_pages = pages - match.num_tokens // self._block
+            request.need_bytes = new_pages * self._page_bytes + (self.rows_per_request + 1) * self._row_bytes
+            if self._running and not self._gate.allows(request.submit.session_id, request.need_bytes):
+                continue
+            if not self._take_room(request, match, pages):
+                assert self._running, "one request alone always fits: new_request checked its limit"
+                self._full_since = self._num_let_go
+                return
+            request.pending = wanted_checkpoints(request, match.branch_tokens, self._block)
+            self._enter(request)
+
+    def _take_room(self, request: Request, match: Match, pages: int) -> bool:
+        """Lease the match, and take pages and rows for the request; False, with everything given back, when they can't be had."""
+        lease = self._cache.acquire(match, session_id=request.submit.session_id)
+        rows = self._cache.take_rows(lease, self.rows_per_request) if self._cache.grow_pages(lease, pages) else None
+        # One that was preempted leaves the others a page each to grow into, or it is preempted again at once.
+        margin = len(self._running) if request.preemptions else 0
+        if rows is None or (margin and self._cache.available_pages() < margin):
+            self._cache.release(lease)
+            return False
+        request.lease, request.own_rows = lease, rows
+        request.state_row, request.computed = lease.read_row, lease.num_cached
+        request.prompt_checkpoint, request.rolling = 0, ()
+        return True
+
+    def _enter(self, request: Request) -> None:
+        assert request.lease is not None
+        self._waiting.remove(request)
+        if request.needs_scores:
+            request.scores.clear()  # a preempted request scores its prompt anew
+        request.slot = self._free_slots.pop()
+        request.phase = Phase.PREFILL
+        request.admitted = self._admissions
+        self._admissions += 1
+        self._running.append(request)
+        self._gate.enter(request.submit.session_id, request.need_bytes)
+        if not request.counted_cached:
+            request.counted_cached = True
+            request.usage.cached_tokens = request.lease.num_cached
+            self._metrics.cached_tokens += request.lease.num_cached
+
+    def _plan_prefill(self, flight: Flight) -> list[Request]:
+        """Spend the step's prefill budget; whoever is through joins the decode of the same step.
+
+        The oldest prompt gets half of the budget, the shortest remainders the rest: a long prompt moves on in every step, and the
+        short appends of running sessions don't queue behind it."""
+        budget = self._prefill_budget
+        prefilling = [request for request in self._running if request.phase is Phase.PREFILL]
+        shortest = sorted(prefilling[1:], key=lambda request: request.prefill_end - request.computed)
+        joined = []
+        for request in prefilling[:1] + shortest:
+            if request.computed < request.prefill_end:
+                share = max(self._block, budget // 2) if request is prefilling[0] and shortest else budget
+                chunk, checkpoints = plan_chunk(request, share, self._block, self._take_row)
+                if chunk is None:
+                    continue
+                budget -= len(chunk.token_ids)
+                self._launch_chunk(flight, request, chunk, checkpoints)
+            if request.computed == request.prefill_end:
+                if request.decodes:
+                    flight.plan.joins.append(self._join(request))
+                    joined.append(request)
+                elif not request.in_flight and request not in flight.requests:
+                    self._end(request, FinishReason.LENGTH)
+        return joined
+
+    def _launch_chunk(self, flight: Flight, request: Request, chunk: ChunkPlan, checkpoints: list[tuple[int, int, CheckpointKind]]) -> None:
+        flight.plan.chunks.append(chunk)
+        flight.chunks.append((request, checkpoints))
+        flight.requests.add(request)
+        request.computed += len(chunk.token_ids)
+        request.state_row = request.own_rows[0]
+        self._metrics.prefill_tokens += len(chunk.token_ids)
+
+    def _take_row(self, request: Request) -> int | None:
+        assert request.lease is not None
+        rows = self._cache.take_rows(request.lease, 1)
+        if rows is None:
+            self._metrics.checkpoints_skipped += 1
+            return None
+        return rows[0]
+
+    def _join(self, request: Request) -> SlotJoin:
+        assert request.lease is not None
+        assert request.slot is not None
+        request.phase = Phase.DECODE
+        newer, older = request.own_rows[-2:]
+        request.rolling = ((newer, request.prompt_checkpoint), (older, 0))
+        return SlotJoin(
+            request_id=request.request_id,
+            slot=request.slot,
+            length=request.computed,
+            last_token=request.sequence[-1],
+            read_row=request.state_row,
+            write_rows=request.own_rows[:-2],
+            spare_rows=(newer, older),
+            checkpoint_length=request.prompt_checkpoint,
+            page_ids=list(request.lease.page_ids),
+            length_limit=request.length_limit,
+            stop_ids=request.stop_ids,
+            seed=request.seed,
+            sampling=request.submit.sampling,
+            prompt_ids=tokens(request.submit.prompt_ids),
+            output_ids=request.sequence[request.prompt_length :],
+        )
+
+    def apply(self, flight: Flight, outcome: StepOutcome) -> list[Event]:
+        """Take in what a step did: publish its checkpoints, extend its streams, end and release what ended."""
+        events: list[Event] = []
+        for request in flight.requests:
+            request.in_flight -= 1
+        for request, checkpoints in flight.chunks:
+            request.scores.extend(outcome.scores.get(request.request_id, ()))
+            self._publish_prefill(request, checkpoints)
+        for slot in outcome.slots:
+            request = flight.occupants[slot.slot]
+            if request.phase not in (Phase.DECODE, Phase.LEAVING):
+                continue
+            if request.ending is not None:
+                request.rolling = slot.checkpoints  # what it emitted lies beyond its end
+                continue
+            event = request.take(slot)
+            if event is not None:
+                events.append(event)
+                self._metrics.emitted_tokens += len(event.token_ids)
+            self._end_if_over(request, slot)
+        for request in flight.requests:
+            self._settle(request)
+        return events + self.drain_events()
+
+    def _end_if_over(self, request: Request, slot: SlotOutcome) -> None:
+        """A retracted request that ended in its last step is let go with that step, like all that are leaving."""
+        if request.ending is not None and request.phase is Phase.DECODE:
+            self._end(request, request.ending, device_inert=slot.stop != STOP_RUNNING)
+
+    def _settle(self, request: Request) -> None:
+        """After a step has landed: end who only waited for it."""
+        if request.in_flight:
+            return
+        if request.phase is Phase.LEAVING:
+            self._let_go(request)
+        elif request.phase is Phase.PREFILL and not request.decodes and request.computed == request.prefill_end:
+            self._end(request, FinishReason.LENGTH)
+
+    def _publish_prefill(self, request: Request, checkpoints: list[tuple[int, int, CheckpointKind]]) -> None:
+        lease = request.lease
+        assert lease is not None, "a request with a chunk in flight still has its lease"
+        for length, row, kind in checkpoints:
+            if not self._cache.publish(lease, request.submit.namespace, request.sequence, length, row, kind):
+                self._cache.give_rows(lease, [row])
+
+    def _end(self, request: Request, reason: FinishReason, *, device_inert: bool = False) -> None:
+        """End a request now if nothing in flight can write for it, else when that has landed."""
+        request.ending = reason
+        if request.phase is Phase.WAITING:
+            self._waiting.remove(request)
+            self._finish(request)
+            return
+        if request.in_flight and not device_inert:
+            request.phase = Phase.LEAVING
+            return
+        self._let_go(request)
+
+    def _retract(self, request: Request) -> None:
+        """Preempt: give everything back but the last checkpoint, and queue again in order of arrival."""
+        assert request.ending is None
+        request.preemptions += 1
+        self._metrics.preemptions += 1
+        if request.in_flight:
+            request.phase = Phase.LEAVING
+        else:
+            self._let_go(request)
+
+    def _let_go(self, request: Request) -> None:
+        """Publish the rolling checkpoint, release the lease and the slot; then finish, or wait again."""
+        lease, session_id = request.lease, request.submit.session_id
+        self._num_let_go += 1
+        assert lease is not None
+        assert request.slot is not None
+        self._publish_rolling(request)
+        self._gate.leave(session_id, self._cache.private_bytes(lease))
+        hold = self._hold_seconds if session_id is not None and request.ending is not FinishReason.ABORT else 0.0
+        self._cache.release(lease, hold_seconds=hold)
+        self._leaves.append(request.slot)
+        self._free_slots.append(request.slot)
+        self._running.remove(request)
+        request.lease, request.slot, request.own_rows, request.rolling = None, None, [], ()
+        if request.ending is not None:
+            self._finish(request)
+            return
+        request.phase = Phase.WAITING
+        self._waiting.append(request)
+        self._waiting.sort(key=lambda waiting: waiting.number)
+
+    def _publish_rolling(self, request: Request) -> None:
+        """Publish the deepest rolling checkpoint whose tokens were all kept.
+
+        With the host a step behind, the newer one may lie beyond a stop that only the host saw; then the older one stands."""
+        assert request.lease is not None
+        kept = [(length, row) for row, length in request.rolling if 0 < length <= len(request.sequence)]
+        if kept:
+            length, row = max(kept)
+            self._cache.publish(request.lease, request.submit.namespace, request.sequence, length, row, CheckpointKind.TURN)
+
+    def _finish(self, request: Request) -> None:
+        assert request.ending is not None
+        request.phase = Phase.DONE
+        del self._by_id[request.request_id]
+        self._metrics.count_finished(request.ending, request.usage)
+        self._events.append(request.finish(request.ending))

@@ -1,0 +1,82 @@
+"""The loop: launch the next step, then read the results of the one before.
+
+With overlap the host is one step behind: while the device runs step n+1, the host reads step n, publishes, streams and
+releases. Without it each step is read before the next is planned. Both give the same tokens.
+
+Owns the order of things; the scheduler owns the decisions. Single-threaded: everything here runs on the
+engine's one thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, Protocol
+
+from agentspec.runtime.metrics import EngineMetrics
+from agentspec.runtime.plan import Executor, StepOutcome
+from agentspec.runtime.request import Request
+from agentspec.runtime.scheduler import Flight, Scheduler
+from agentspec.wire import Event
+
+
+class DepthPolicy(Protocol):
+    """Chooses how many drafts a step verifies; mtp/depth_policy.py has the implementations."""
+
+    def choose(self, batch_size: int) -> int: ...
+
+    def observe(self, *, num_drafted: int, slots: list[tuple[int, int]], seconds: float) -> None:
+        """What a decode step did: per slot (drafts offered, drafts accepted), and the device time of the step."""
+        ...
+
+
+class StepLoop:
+    """Drives one scheduler and one executor."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        executor: Executor,
+        depth_policy: DepthPolicy,
+        metrics: EngineMetrics,
+        overlap: bool,
+    ) -> None:
+        self.scheduler = scheduler
+        self.metrics = metrics
+        self._executor = executor
+        self._depth_policy = depth_policy
+        self._overlap = overlap
+        self._in_flight: deque[tuple[Flight, Any]] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._in_flight) or self.scheduler.has_work
+
+    def submit(self, request: Request) -> None:
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.abort(request_id)
+
+    def run_once(self) -> list[Event]:
+        """Plan and launch one step, read what is due, and return the events in order."""
+        flight = self.scheduler.plan(self._depth_policy.choose)
+        events = self.scheduler.drain_events()
+        launched = not flight.plan.is_empty
+        if launched:
+            self._in_flight.append((flight, self._executor.launch(flight.plan)))
+        behind = 1 if launched and self._overlap else 0
+        while len(self._in_flight) > behind:
+            events.extend(self._collect())
+        return events
+
+    def _collect(self) -> list[Event]:
+        flight, ticket = self._in_flight.popleft()
+        outcome = self._executor.collect(ticket)
+        self._observe(flight, outcome)
+        return self.scheduler.apply(flight, outcome)
+
+    def _observe(self, flight: Flight, outcome: StepOutcome) -> None:
+        offered = [(slot.num_drafted, slot.num_accepted) for slot in outcome.slots if slot.emitted]
+        if offered:
+            self._depth_policy.observe(num_drafted=flight.plan.num_drafted, slots=offered, seconds=outcome.decode_seconds)

@@ -1,0 +1,42 @@
+"""How bytes become rows and pages."""
+
+from __future__ import annotations
+
+import pytest
+
+from agentspec.errors import ConfigError
+from agentspec.runtime.memory_plan import longest_sequence, plan_memory
+from agentspec.types import ModelSpec
+
+SPEC = ModelSpec(
+    name="m",
+    vocab_size=100,
+    num_real_tokens=100,
+    max_context=4096,
+    has_mtp=True,
+    stop_token_ids=(),
+    row_bytes=1_000_000,
+    page_bytes=50_000,
+)
+
+
+@pytest.mark.parametrize("memory_bytes", [50_000_000, 200_000_000, 10**9, 10**11])
+@pytest.mark.parametrize("max_running", [1, 4])
+@pytest.mark.parametrize("max_draft_tokens", [0, 3, 7])
+def test_a_plan_stays_inside_its_budget(memory_bytes: int, max_running: int, max_draft_tokens: int) -> None:
+    plan = plan_memory(SPEC, memory_bytes=memory_bytes, max_running=max_running, max_draft_tokens=max_draft_tokens)
+    assert plan.num_rows * SPEC.row_bytes + plan.num_pages * SPEC.page_bytes <= memory_bytes
+    assert plan.num_rows >= 2 + max_running * (max_draft_tokens + 3)
+    assert 0 < plan.max_length <= SPEC.max_context
+
+
+def test_the_longest_sequence_fits_with_every_position_that_a_step_may_touch() -> None:
+    for num_pages in (3, 10, 65):
+        for drafts in (0, 3, 7):
+            length = longest_sequence(num_pages, drafts, 64)
+            assert -(-(length + 2 * (drafts + 1)) // 64) <= num_pages - 1
+
+
+def test_too_little_memory_says_how_much_is_needed() -> None:
+    with pytest.raises(ConfigError, match=r"memory='0\.009 GiB'.*need at least 0\.0"):
+        plan_memory(SPEC, memory_bytes=10_000_000, max_running=4, max_draft_tokens=3)
