@@ -105,6 +105,11 @@ class EngineClient(Protocol):
     @property
     def info(self) -> ModelInfo: ...
 
+    @property
+    def alive(self) -> bool:
+        """False once the engine was closed or its loop died: every submit is refused from then on."""
+        ...
+
     def stream(self, submit: Submit) -> AsyncIterator[Event]:
         """Submit and yield this request's events. Closing the iterator early aborts the request.
 

@@ -1,0 +1,159 @@
+"""The `agentspec` command: its flags, the one set of engine flags, and exit codes. Imports no torch.
+
+A command's own module is loaded only when the command runs, and the engine only when the command needs one, both by `_load`: so
+`--help`, `import` and a replay against another server work without torch. Exit codes: 0, 2 for an error that the user
+can mend (one line on stderr), 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import signal
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any, Literal, NoReturn
+
+from agentspec.config import EngineConfig
+from agentspec.errors import AgentspecError, ConfigError
+from agentspec.replay import importers
+from agentspec.replay import options as replay_options
+from agentspec.types import MAX_DRAFT_TOKENS
+
+INTERRUPTED = 130
+USER_ERROR = 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, and takes no abbreviated flags."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USER_ERROR, f"agentspec: error: {message}\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="agentspec", description="An inference engine for tool-calling agents on the Qwen3.5 family.")
+    parser.add_argument("--version", action="version", version=f"agentspec {metadata.version('agentspec')}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    serve = commands.add_parser("serve", help="serve the OpenAI API over HTTP")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
+    serve.add_argument("--port", type=int, default=8000, help="port to listen on (default 8000; 0: any free one)")
+    add_engine_arguments(serve)
+    replay = commands.add_parser("replay", help="replay recorded agent sessions and report what they cost")
+    replay_options.add_arguments(replay)
+    add_engine_arguments(replay)
+    importers.add_arguments(commands.add_parser("import", help="turn another tool's trace into a replay file"))
+    return parser
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of EngineConfig. `serve` and `replay` have the same ones."""
+    group = parser.add_argument_group("engine")
+    group.add_argument("--model", metavar="PATH|ID", help="checkpoint directory or hub id (default: the bundled model)")
+    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="weights and activations")
+    group.add_argument("--draft-tokens", type=_draft_tokens, default="auto", metavar="K|auto", help=f"drafts a step, 0 to {MAX_DRAFT_TOKENS}")
+    group.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt from its first token")
+    group.add_argument("--no-overlap", action="store_true", help="wait for each step's results before the next step")
+    group.add_argument("--max-running", type=int, default=8, metavar="N", help="requests that decode at the same time (default 8)")
+    group.add_argument("--prefill-budget", type=int, default=512, metavar="N", help="prompt tokens computed in one step at most (default 512)")
+    group.add_argument(
+        "--memory", type=float, metavar="GIB", help="GiB for state rows and KV pages together (default: 1 on the CPU, 85%% of a GPU's free)"
+    )
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="for requests without a seed, and random weights (default 0)")
+    group.add_argument("--random-weights", action="store_true", help="benchmarks only: build the model from its config alone")
+    group.add_argument(
+        "--force-acceptance",
+        metavar="RATES",
+        help="benchmarks only: accept draft i with the i-th of these comma-separated rates, given that the ones before it were accepted; "
+        "one number above 1 means emitted tokens a step (3.39) and needs a fixed --draft-tokens",
+    )
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The engine's settings that the flags ask for. Raises ConfigError naming the setting and its value."""
+    return EngineConfig(
+        model=args.model,
+        device=args.device,
+        dtype=args.dtype,
+        draft_tokens=args.draft_tokens,
+        prefix_cache=not args.no_prefix_cache,
+        overlap=not args.no_overlap,
+        max_running=args.max_running,
+        prefill_budget=args.prefill_budget,
+        memory_gib=args.memory,
+        seed=args.seed,
+        random_weights=args.random_weights,
+        force_acceptance=None if args.force_acceptance is None else acceptance_rates(args.force_acceptance, args.draft_tokens),
+    )
+
+
+def acceptance_rates(text: str, draft_tokens: int | Literal["auto"]) -> tuple[float, ...]:
+    """Rates by draft position: as listed, or one rate for all k positions that emits the given tokens a step.
+
+    With the same rate p at each of k positions a step emits 1 + p + ... + p^k tokens, which grows with p: bisection finds p."""
+    try:
+        numbers = tuple(float(number) for number in text.split(","))
+    except ValueError:
+        raise ConfigError("force_acceptance", text, "must be rates from 0 to 1 separated by commas, or emitted tokens a step") from None
+    emitted = numbers[0]
+    if len(numbers) > 1 or not emitted > 1:
+        return numbers
+    if draft_tokens == "auto":
+        raise ConfigError("force_acceptance", text, "emitted tokens a step need a fixed --draft-tokens")
+    if emitted > draft_tokens + 1:
+        raise ConfigError("force_acceptance", text, f"a step with {draft_tokens} drafts emits at most {draft_tokens + 1} tokens")
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        rate = (low + high) / 2
+        if sum(rate**position for position in range(draft_tokens + 1)) < emitted:
+            low = rate
+        else:
+            high = rate
+    return (high,) * draft_tokens
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    args = build_parser().parse_args(argv)
+    try:
+        return _run(args)
+    except AgentspecError as error:
+        print(f"agentspec: error: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.command == "import":
+        return int(importers.main(args))
+    config = engine_config(args)
+    if args.command == "serve":
+        caught = _load("agentspec.serve_command").run(config, args.host, args.port)
+        return INTERRUPTED if caught is signal.SIGINT else 0
+    if args.base_url is not None:
+        _refuse_engine_flags(args)
+    return int(_load("agentspec.replay_command").run(args, lambda: _load("agentspec.local_server").load(config).client()))
+
+
+def _refuse_engine_flags(args: argparse.Namespace) -> None:
+    """With --base-url there is no engine here; --seed alone still has a meaning, for the replay itself."""
+    parser = _Parser()
+    add_engine_arguments(parser)
+    for name, default in vars(parser.parse_args([])).items():
+        if name != "seed" and getattr(args, name) != default:
+            raise ConfigError(name, getattr(args, name), "is for an engine in this process; leave it out with --base-url")
+
+
+def _draft_tokens(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+def _load(module: str) -> Any:
+    """The one place where a module is imported late: what it needs (torch, a web server) is needed by its command alone."""
+    return importlib.import_module(module)

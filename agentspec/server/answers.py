@@ -1,0 +1,95 @@
+"""What every answer says about its own cost: OpenAI's usage, and what speculation did.
+
+Knows wire.Usage and nothing of chat, text or HTTP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from itertools import zip_longest
+from typing import Any
+
+import msgspec
+
+from agentspec.wire import ModelInfo, SpecStats, Usage
+
+
+class Head(msgspec.Struct, frozen=True, kw_only=True):
+    """What every object of one answer, whole or chunk, begins with."""
+
+    id: str
+    object: str
+    model: str
+    created: int = msgspec.field(default_factory=lambda: int(time.time()))
+
+    def body(self, **fields: Any) -> dict[str, Any]:
+        return {"id": self.id, "object": self.object, "created": self.created, "model": self.model, **fields}
+
+
+def usage_body(usage: Usage) -> dict[str, Any]:
+    """OpenAI's usage. Reasoning tokens are absent: they aren't counted."""
+    spec = usage.spec
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": spec.num_accepted,
+            "rejected_prediction_tokens": spec.num_drafted - spec.num_accepted,
+        },
+    }
+
+
+def metrics_body(spec: SpecStats, info: ModelInfo) -> dict[str, Any]:
+    """`metrics.speculative_decoding`, in the shape that vLLM introduced; a rate that nothing was measured for is null.
+
+    mean_acceptance_length counts the bonus token: 1 + accepted drafts / steps. acceptance_by_position[i] is the share of
+    the drafts at position i that were accepted; its two counts are in by_source, so that a reader can pool requests."""
+    source = {
+        "num_draft_tokens": spec.num_drafted,
+        "num_accepted_draft_tokens": spec.num_accepted,
+        "drafted_by_position": spec.drafted_by_position,
+        "accepted_by_position": spec.accepted_by_position,
+    }
+    accepted_by_position = zip_longest(spec.accepted_by_position, spec.drafted_by_position, fillvalue=0)
+    body: dict[str, Any] = {
+        "mean_acceptance_length": 1 + spec.num_accepted / spec.num_steps if spec.num_steps else None,
+        "draft_acceptance_rate": _share(spec.num_accepted, spec.num_drafted),
+        "acceptance_histogram": spec.histogram,
+        "num_accepted_draft_tokens": spec.num_accepted,
+        "num_draft_tokens": spec.num_drafted,
+        "num_spec_steps": spec.num_steps,
+        "num_spec_tokens": info.max_draft_tokens,
+        "acceptance_by_position": [_share(accepted, drafted) for accepted, drafted in accepted_by_position],
+        "by_source": {"mtp": source} if info.max_draft_tokens else {},
+    }
+    if info.forced_acceptance is not None:
+        body["forced"] = True
+    return {"speculative_decoding": body}
+
+
+def total(usages: Iterable[Usage]) -> Usage:
+    """The sum over the requests of one answer."""
+    whole = Usage()
+    for usage in usages:
+        whole.prompt_tokens += usage.prompt_tokens
+        whole.completion_tokens += usage.completion_tokens
+        whole.cached_tokens += usage.cached_tokens
+        one, spec = usage.spec, whole.spec
+        spec.num_steps += one.num_steps
+        spec.num_drafted += one.num_drafted
+        spec.num_accepted += one.num_accepted
+        spec.drafted_by_position = _add(spec.drafted_by_position, one.drafted_by_position)
+        spec.accepted_by_position = _add(spec.accepted_by_position, one.accepted_by_position)
+        spec.histogram = _add(spec.histogram, one.histogram)
+    return whole
+
+
+def _add(left: list[int], right: list[int]) -> list[int]:
+    return [a + b for a, b in zip_longest(left, right, fillvalue=0)]
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None

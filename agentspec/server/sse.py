@@ -1,0 +1,69 @@
+"""Server-sent events: the frames of one streamed answer, ended by exactly one terminal frame.
+
+The terminal frame is `[DONE]` after a finish, or one error object when the request fails half-way. What the chunks say is
+the business of chat.py and completions.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, Protocol
+
+import msgspec
+
+from agentspec.errors import AgentspecError
+from agentspec.server.errors import ApiError, api_error
+from agentspec.wire import Event, FinishEvent, TokensEvent
+
+MEDIA_TYPE = "text/event-stream"
+DONE = b"data: [DONE]\n\n"
+
+_log = logging.getLogger(__name__)
+
+
+class Chunks(Protocol):
+    """Turns the events of one request into the chunk objects of its answer."""
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Chunks that come before anything generated; called once, when the first event is there."""
+        ...
+
+    def tokens(self, event: TokensEvent) -> list[dict[str, Any]]: ...
+
+    def finish(self, event: FinishEvent) -> list[dict[str, Any]]:
+        """The rest of the text, the finish reason, and what the answer cost."""
+        ...
+
+
+def frame(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+
+async def frames(events: AsyncGenerator[Event, None], chunks: Chunks) -> AsyncGenerator[bytes, None]:
+    """The frames of `events`, one item per engine event and a terminal one.
+
+    An error before the first event is raised, since the status line is still open; a later one becomes the terminal frame."""
+    started = False
+    async with aclosing(events):
+        try:
+            async for event in events:
+                opening = [] if started else chunks.opening()
+                started = True
+                added = chunks.finish(event) if isinstance(event, FinishEvent) else chunks.tokens(event)
+                if opening or added:
+                    yield b"".join(map(frame, opening + added))
+        except Exception as error:
+            if not started:
+                raise
+            yield frame(_described(error).body())
+            return
+    yield DONE
+
+
+def _described(error: Exception) -> ApiError:
+    if isinstance(error, AgentspecError):
+        return api_error(error)
+    _log.error("a stream failed half-way", exc_info=error)
+    return ApiError(500, "internal error")

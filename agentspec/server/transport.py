@@ -1,0 +1,134 @@
+"""An httpx transport to an ASGI app in the same process: no socket, and a body that streams as the app sends it.
+
+httpx's own ASGITransport collects the whole body first, which would hide every first-token time. Closing a response early
+reaches the app as `http.disconnect`, and the close returns when the app has returned. An exception of the app is raised to
+the caller that waits for the response or reads it. Knows nothing of agentspec.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from typing import Any
+
+import httpx
+
+Message = MutableMapping[str, Any]
+App = Callable[[MutableMapping[str, Any], Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
+
+
+class InProcessTransport(httpx.AsyncBaseTransport):
+    """Runs `app` once per request, as a task of the caller's event loop."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        exchange = _Exchange(await request.aread())
+        exchange.start(self._app, _scope(request))
+        try:
+            status, headers = await exchange.head()
+        except BaseException:
+            await exchange.hang_up()
+            raise
+        return httpx.Response(status, headers=headers, stream=_Body(exchange))
+
+
+class _Exchange:
+    """One request and its response: the app's side runs as a task, the caller's side reads a queue.
+
+    The queue is unbounded, as if the socket's buffer held the whole answer: a slow reader doesn't slow the engine."""
+
+    def __init__(self, body: bytes) -> None:
+        self._request: Message | None = {"type": "http.request", "body": body, "more_body": False}
+        self._messages: asyncio.Queue[Message | None] = asyncio.Queue()
+        self._closed = asyncio.Event()
+        self._complete = False
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, app: App, scope: MutableMapping[str, Any]) -> None:
+        async def run() -> None:
+            try:
+                await app(scope, self._receive, self._send)
+            finally:
+                self._closed.set()
+                self._messages.put_nowait(None)
+
+        self._task = asyncio.create_task(run())
+
+    async def head(self) -> tuple[int, list[tuple[bytes, bytes]]]:
+        message = await self._next()
+        if message is None:
+            raise RuntimeError("the app returned without starting a response")
+        return message["status"], list(message.get("headers", []))
+
+    async def body(self) -> AsyncIterator[bytes]:
+        while True:
+            message = await self._next()
+            if message is None:
+                if not self._complete:
+                    raise httpx.RemoteProtocolError("the app returned before the body was complete")
+                return
+            if message.get("body"):
+                yield message["body"]
+
+    async def hang_up(self) -> None:
+        """Tell the app that nobody listens, and wait until it has returned."""
+        self._closed.set()
+        assert self._task is not None
+        await asyncio.wait((self._task,))
+        if not self._task.cancelled():
+            self._task.exception()  # a failure after the caller left has nobody to go to
+
+    async def _next(self) -> Message | None:
+        message = await self._messages.get()
+        if message is None:
+            assert self._task is not None
+            self._messages.put_nowait(None)
+            await self._task  # raises what the app raised
+        return message
+
+    async def _receive(self) -> Message:
+        if self._request is not None:
+            request, self._request = self._request, None
+            return request
+        await self._closed.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        if self._closed.is_set():
+            return
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self._complete = True
+            self._closed.set()
+        self._messages.put_nowait(message)
+        await asyncio.sleep(0)  # a send yields to the reader, as a write to a socket may
+
+
+class _Body(httpx.AsyncByteStream):
+    def __init__(self, exchange: _Exchange) -> None:
+        self._exchange = exchange
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for part in self._exchange.body():
+            yield part
+
+    async def aclose(self) -> None:
+        await self._exchange.hang_up()
+
+
+def _scope(request: httpx.Request) -> dict[str, Any]:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": request.method,
+        "scheme": request.url.scheme,
+        "path": request.url.path,
+        "raw_path": request.url.raw_path.split(b"?")[0],
+        "query_string": request.url.query,
+        "root_path": "",
+        "headers": [(name.lower(), value) for name, value in request.headers.raw],
+        "client": ("in-process", 0),
+        "server": (request.url.host, request.url.port),
+    }

@@ -1,0 +1,69 @@
+"""An engine client that plays back scripts: no model, no scheduler, and every step under the test's control."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable
+from typing import Any
+
+from agentspec.types import FinishReason, TokenScore
+from agentspec.wire import Event, FinishEvent, ModelInfo, SpecStats, Submit, TokensEvent, Usage
+
+INFO = ModelInfo(model_id="scripted", vocab_size=1000, max_context=4096, stop_token_ids=(2,), max_draft_tokens=3)
+SPEC = SpecStats(num_steps=4, num_drafted=9, num_accepted=5, drafted_by_position=[4, 3, 2], accepted_by_position=[3, 2, 0], histogram=[1, 1, 2])
+
+
+def said(*texts: str) -> list[TokensEvent]:
+    """One event per text, with one token id for each of its characters."""
+    return [TokensEvent(request_id="", token_ids=[ord(letter) % 1000 for letter in text] or [0], text=text) for text in texts]
+
+
+def ended(
+    reason: FinishReason = FinishReason.STOP,
+    *,
+    stop_match: int | str | None = 2,
+    text: str = "",
+    error: str | None = None,
+    scores: list[TokenScore] | None = None,
+) -> FinishEvent:
+    usage = Usage(prompt_tokens=10, completion_tokens=6, cached_tokens=4, spec=SPEC)
+    return FinishEvent(request_id="", reason=reason, usage=usage, text=text, stop_match=stop_match, error=error, prompt_scores=scores)
+
+
+class ScriptedEngine:
+    """Plays one script per submit; the last script serves all later ones.
+
+    A script holds events, exceptions to raise, and asyncio.Events to wait for."""
+
+    def __init__(self, *scripts: Iterable[Event | Exception | asyncio.Event], info: ModelInfo = INFO) -> None:
+        self.info = info
+        self.submits: list[Submit] = []
+        self.produced = 0
+        """Events handed out so far, over all requests."""
+        self.aborted: list[str] = []
+        """Requests whose stream was closed before its terminal event."""
+        self.alive = True
+        self._scripts = [list(script) for script in scripts] or [[ended()]]
+
+    async def stream(self, submit: Submit) -> AsyncGenerator[Event, None]:
+        self.submits.append(submit)
+        script = self._scripts[min(len(self.submits), len(self._scripts)) - 1]
+        finished = False
+        try:
+            for step in script:
+                await asyncio.sleep(0)
+                if isinstance(step, asyncio.Event):
+                    await step.wait()
+                elif isinstance(step, Exception):
+                    finished = True
+                    raise step
+                else:
+                    finished = isinstance(step, FinishEvent)
+                    self.produced += 1
+                    yield step
+        finally:
+            if not finished:
+                self.aborted.append(submit.request_id)
+
+    def stats(self) -> dict[str, Any]:
+        return {"requests": len(self.submits)}

@@ -1,0 +1,52 @@
+"""What an answer says of its cost."""
+
+from __future__ import annotations
+
+import msgspec
+
+from agentspec.server.answers import metrics_body, total, usage_body
+from agentspec.wire import SpecStats, Usage
+from tests.fakes.engine_client import INFO, SPEC
+
+
+def test_metrics_have_the_familiar_shape() -> None:
+    body = metrics_body(SPEC, INFO)["speculative_decoding"]
+    assert body == {
+        "mean_acceptance_length": 1 + 5 / 4,
+        "draft_acceptance_rate": 5 / 9,
+        "acceptance_histogram": [1, 1, 2],
+        "num_accepted_draft_tokens": 5,
+        "num_draft_tokens": 9,
+        "num_spec_steps": 4,
+        "num_spec_tokens": 3,
+        "acceptance_by_position": [3 / 4, 2 / 3, 0.0],
+        "by_source": {
+            "mtp": {"num_draft_tokens": 9, "num_accepted_draft_tokens": 5, "drafted_by_position": [4, 3, 2], "accepted_by_position": [3, 2, 0]}
+        },
+    }
+
+
+def test_forced_acceptance_is_labelled() -> None:
+    forced = msgspec.structs.replace(INFO, forced_acceptance=(0.5,))
+    assert metrics_body(SPEC, forced)["speculative_decoding"]["forced"] is True
+    assert "forced" not in metrics_body(SPEC, INFO)["speculative_decoding"]
+
+
+def test_a_model_without_drafts_has_no_source() -> None:
+    plain = msgspec.structs.replace(INFO, max_draft_tokens=0)
+    body = metrics_body(SpecStats(num_steps=2, histogram=[2]), plain)["speculative_decoding"]
+    assert (body["by_source"], body["mean_acceptance_length"], body["draft_acceptance_rate"]) == ({}, 1.0, None)
+
+
+def test_positions_that_no_draft_was_accepted_at_count() -> None:
+    body = metrics_body(SpecStats(num_steps=1, num_drafted=2, drafted_by_position=[1, 1]), INFO)["speculative_decoding"]
+    assert body["acceptance_by_position"] == [0.0, 0.0]
+
+
+def test_totals_add_up_lists_of_any_length() -> None:
+    one = Usage(prompt_tokens=1, completion_tokens=2, cached_tokens=3, spec=SPEC)
+    two = Usage(prompt_tokens=10, spec=SpecStats(num_steps=1, histogram=[0, 0, 0, 5]))
+    whole = total([one, two])
+    assert (whole.prompt_tokens, whole.completion_tokens, whole.cached_tokens, whole.spec.histogram) == (11, 2, 3, [1, 1, 2, 5])
+    assert usage_body(whole)["total_tokens"] == 13
+    assert SPEC.histogram == [1, 1, 2]

@@ -1,0 +1,194 @@
+"""The command line: its flags are frozen, engine flags map to EngineConfig field by field, and errors are one line."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentspec import cli
+from agentspec.config import EngineConfig
+from agentspec.errors import CheckpointError, ConfigError
+
+ENGINE_FLAGS = {
+    "--model", "--device", "--dtype", "--draft-tokens", "--no-prefix-cache", "--no-overlap", "--max-running", "--prefill-budget",
+    "--memory", "--seed", "--random-weights", "--force-acceptance",
+}  # fmt: skip
+FLAGS = {
+    "serve": ENGINE_FLAGS | {"--host", "--port"},
+    "replay": ENGINE_FLAGS | {
+        "file", "--sessions", "--max-turns", "--history", "--output", "--token-ids", "--concurrency", "--arrival", "--speed", "--tool-delay",
+        "--timeout", "--base-url", "--api-key", "--served-model", "--json", "--html", "--quiet",
+    },
+    "import": {"format", "input", "output", "--link"},
+}  # fmt: skip
+"""A flag is a promise: adding or changing one is a decision, and changes this list."""
+
+
+def subparsers() -> dict[str, argparse.ArgumentParser]:
+    (action,) = (action for action in cli.build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(action.choices)
+
+
+def config(*flags: str) -> EngineConfig:
+    return cli.engine_config(cli.build_parser().parse_args(["serve", *flags]))
+
+
+def test_the_flags_are_frozen() -> None:
+    found = {
+        name: {text for action in parser._actions if action.dest != "help" for text in action.option_strings or [action.dest]}
+        for name, parser in subparsers().items()
+    }
+    assert found == FLAGS
+
+
+def test_without_flags_the_settings_are_the_defaults() -> None:
+    assert config() == EngineConfig()
+
+
+@pytest.mark.parametrize(
+    ("flags", "field", "value"),
+    [
+        (["--model", "dir"], "model", "dir"),
+        (["--device", "cpu"], "device", "cpu"),
+        (["--dtype", "bfloat16"], "dtype", "bfloat16"),
+        (["--draft-tokens", "3"], "draft_tokens", 3),
+        (["--draft-tokens", "0"], "draft_tokens", 0),
+        (["--no-prefix-cache"], "prefix_cache", False),
+        (["--no-overlap"], "overlap", False),
+        (["--max-running", "2"], "max_running", 2),
+        (["--prefill-budget", "64"], "prefill_budget", 64),
+        (["--memory", "0.5"], "memory_gib", 0.5),
+        (["--seed", "7"], "seed", 7),
+        (["--random-weights"], "random_weights", True),
+        (["--force-acceptance", "0.9,0.5"], "force_acceptance", (0.9, 0.5)),
+        (["--force-acceptance", "0.5"], "force_acceptance", (0.5,)),
+    ],
+)
+def test_each_flag_sets_its_field_alone(flags: list[str], field: str, value: Any) -> None:
+    assert config(*flags) == dataclasses.replace(EngineConfig(), **{field: value})
+
+
+def test_every_setting_but_the_hold_has_a_flag() -> None:
+    parser = argparse.ArgumentParser()
+    cli.add_engine_arguments(parser)
+    assert len(vars(parser.parse_args([]))) == len(dataclasses.fields(EngineConfig)) - 1
+
+
+@pytest.mark.parametrize(("emitted", "drafts"), [("3.39", 3), ("2", 1), ("1.5", 7), ("1.001", 2), ("8", 7)])
+def test_emitted_tokens_a_step_become_rates(emitted: str, drafts: int) -> None:
+    rates = cli.acceptance_rates(emitted, drafts)
+    assert len(rates) == drafts
+    assert sum(rates[0] ** position for position in range(drafts + 1)) == pytest.approx(float(emitted))
+    assert all(0 <= rate <= 1 for rate in rates)
+
+
+@pytest.mark.parametrize(
+    ("text", "drafts", "words"),
+    [("3.39", "auto", "fixed --draft-tokens"), ("3.39", 2, "at most 3"), ("a,b", 2, "must be rates"), ("", 2, "must be rates")],
+)
+def test_acceptance_that_cannot_be_forced(text: str, drafts: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        cli.acceptance_rates(text, drafts)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "COMMAND"),
+        (["bake"], "bake"),
+        (["serve", "--modell", "x"], "--modell"),
+        (["serve", "--mod", "x"], "--mod"),
+        (["serve", "--max-running", "many"], "many"),
+        (["serve", "--draft-tokens", "some"], "some"),
+        (["serve", "--max-running", "0"], "max_running=0"),
+        (["serve", "--draft-tokens", "9"], "draft_tokens=9"),
+        (["serve", "--force-acceptance", "0.5,1.5"], "force_acceptance"),
+        (["serve", "--memory", "nan"], "memory=nan"),
+        (["serve", "--port", "70000"], "port=70000"),
+        (["serve", "--host", "256.0.0.1", "--port", "0"], "256.0.0.1"),
+        (["replay", "no-such-file.jsonl"], "no-such-file.jsonl"),
+        (["replay", "f", "--base-url", "http://localhost", "--max-running", "2"], "max_running=2"),
+        (["replay", "f", "--speed", "0"], "speed=0"),
+        (["replay", "f", "--json", "no/such/directory/out.json"], "no/such/directory/out.json"),
+        (["import", "mooncake", "no-such-file", "out"], "no-such-file"),
+    ],
+)
+def test_user_errors_are_one_line_and_exit_2(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = cli.main(argv)
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else -1
+    shown = capsys.readouterr()
+    assert code == 2
+    assert shown.out == ""
+    assert shown.err.startswith("agentspec: error: ")
+    assert shown.err.count("\n") == 1
+    assert words in shown.err
+
+
+class Loaded:
+    """Stands for a module that the command line loads late."""
+
+    def __init__(self, result: Any) -> None:
+        self.result = result
+        self.arguments: tuple[Any, ...] = ()
+
+    def run(self, *arguments: Any) -> Any:
+        self.arguments = arguments
+        if isinstance(self.result, BaseException):
+            raise self.result
+        return self.result
+
+
+@pytest.mark.parametrize(
+    ("result", "code"),
+    [(None, 0), (signal.SIGTERM, 0), (signal.SIGINT, 130), (KeyboardInterrupt(), 130), (CheckpointError("config.json: no such file"), 2)],
+)
+def test_how_serving_can_end(result: Any, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = Loaded(result)
+    monkeypatch.setattr(cli, "_load", {"agentspec.serve_command": command}.__getitem__)
+    assert cli.main(["serve", "--model", "m", "--port", "9"]) == code
+    assert command.arguments == (EngineConfig(model="m"), "127.0.0.1", 9)
+
+
+def test_replay_opens_an_engine_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = Loaded(1)
+    loaded: list[str] = []
+
+    def load(name: str) -> Any:
+        loaded.append(name)
+        return command
+
+    monkeypatch.setattr(cli, "_load", load)
+    assert cli.main(["replay", "f", "--base-url", "http://localhost", "--seed", "3"]) == 1
+    assert loaded == ["agentspec.replay_command"]
+    args, _ = command.arguments
+    assert (args.file, args.seed) == ("f", 3)
+
+
+def test_help_and_errors_load_no_torch() -> None:
+    code = "import sys; from agentspec import cli, replay_command\ncli.build_parser()\nprint('torch' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "False"
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out.startswith("agentspec ")
+
+
+def test_import_writes_a_replay_file(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(json.dumps({"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}) + "\n")
+    assert cli.main(["import", "mooncake", str(trace), str(tmp_path / "out.jsonl")]) == 0
+    assert (tmp_path / "out.jsonl").exists()
