@@ -45,6 +45,11 @@ def build_parser() -> argparse.ArgumentParser:
     add_engine_arguments(serve)
     replay = commands.add_parser("replay", help="replay recorded agent sessions and report what they cost")
     replay_options.add_arguments(replay)
+    dry = replay.add_argument_group("dry run")
+    dry.add_argument("--dry-run", metavar="COSTS", help="run scheduler and cache alone, with the costs of a named model (27b, 27b-bf16-state, ...)")
+    dry.add_argument(
+        "--template", default="qwen35", choices=("qwen35", "stable"), help="dry run: how history is rendered (stable: as it was generated)"
+    )
     add_engine_arguments(replay)
     importers.add_arguments(commands.add_parser("import", help="turn another tool's trace into a replay file"))
     return parser
@@ -136,6 +141,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.command == "serve":
         caught = _load("agentspec.serve_command").run(config, args.host, args.port)
         return INTERRUPTED if caught is signal.SIGINT else 0
+    if args.dry_run is not None:
+        return int(_load("agentspec.dry_run_command").run(args, config))
     if args.base_url is not None:
         _refuse_engine_flags(args)
     return int(_load("agentspec.replay_command").run(args, lambda: _load("agentspec.local_server").load(config).client()))

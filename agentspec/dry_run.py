@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import random
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from agentspec.cache.hybrid_cache import HybridCache
@@ -141,39 +141,12 @@ class DryRunResult:
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
-def dry_run(
-    sessions: Iterable[tuple[str, Sequence[DryTurn] | Iterator[DryTurn]]],
-    *,
-    costs: ModelCosts,
-    memory_gib: float | None,
-    concurrency: int,
-    max_running: int,
-    num_drafted: int,
-    prefill_budget: int,
-    hold_seconds: float,
-    seed: int,
-) -> DryRunResult:
-    """Replay sessions in `concurrency` closed-loop lanes. `memory_gib` bounds checkpoints and pages; None: no bound.
-
-    The rows in which running requests write are not counted against it (k + 3 rows each), as no cache could use them."""
-    driver = _Driver(
-        costs=costs,
-        memory_gib=memory_gib,
-        max_running=max_running,
-        num_drafted=num_drafted,
-        prefill_budget=prefill_budget,
-        hold_seconds=hold_seconds,
-        seed=seed,
-    )
-    return driver.run(iter(sessions), concurrency)
-
-
 UNBOUNDED_BYTES = 1 << 50
 UNBOUNDED_PAGES = 1 << 20
 UNBOUNDED_ROWS = 1 << 17
 
 
-class _Driver:
+class DryRun:
     """Feeds turns to the loop on the virtual clock: turn k+1 of a session is due `delay` after turn k ended."""
 
     def __init__(
@@ -186,7 +159,11 @@ class _Driver:
         prefill_budget: int,
         hold_seconds: float,
         seed: int,
+        on_submit: Callable[[DryTurn], None],
     ) -> None:
+        """`memory_gib` bounds checkpoints and pages; None: no bound. The rows in which running requests write (k + 3 each) are not
+        counted against it, since no cache could use them. `on_submit` sees every turn in the order of submission."""
+        self._on_submit = on_submit
         block = BLOCK_TOKENS
         page_bytes = costs.kv_bytes_per_token * block
         running_rows = RESERVED + max_running * (num_drafted + 3)
@@ -235,7 +212,8 @@ class _Driver:
     def _clock(self) -> float:
         return self._executor.now
 
-    def run(self, sessions: Iterator[tuple[str, Sequence[DryTurn] | Iterator[DryTurn]]], concurrency: int) -> DryRunResult:
+    def run(self, sessions: Iterator[tuple[str, Iterator[DryTurn]]], concurrency: int) -> DryRunResult:
+        """Replay sessions in `concurrency` closed-loop lanes, to the end."""
         for _ in range(concurrency):
             self._start_session(sessions)
         while self._due or self._loop.has_work:
@@ -253,7 +231,7 @@ class _Driver:
         result.num_requests, result.cache = metrics.requests, self._cache.stats()
         return result
 
-    def _start_session(self, sessions: Iterator[tuple[str, Sequence[DryTurn] | Iterator[DryTurn]]]) -> None:
+    def _start_session(self, sessions: Iterator[tuple[str, Iterator[DryTurn]]]) -> None:
         for session_id, turns in sessions:
             rest = iter(turns)
             first = next(rest, None)
@@ -270,7 +248,8 @@ class _Driver:
         _, number, session_id, rest, turn = due
         request_id = f"{session_id}/{number}"
         if len(turn.prompt) + len(turn.output) > self._max_length:
-            raise ConfigError("memory", f"{self._max_length} tokens", f"session {session_id} needs {len(turn.prompt) + len(turn.output)}")
+            needed = len(turn.prompt) + len(turn.output)
+            raise ConfigError("memory", f"{self._max_length} tokens of KV", f"a turn of session {session_id} needs {needed}")
         submit = Submit(
             request_id=request_id,
             prompt_ids=list(turn.prompt),
@@ -278,11 +257,12 @@ class _Driver:
             breakpoints=turn.breakpoints,
             session_id=session_id,
         )
+        self._on_submit(turn)
         self._executor.scripts[request_id] = turn.output
         self._lanes[request_id] = (session_id, rest)
         self._loop.submit(new_request(submit, number=number, spec=self._spec, max_length=self._max_length, engine_seed=0, token_bytes=None))
 
-    def _finished(self, event: FinishEvent, sessions: Iterator[tuple[str, Sequence[DryTurn] | Iterator[DryTurn]]]) -> None:
+    def _finished(self, event: FinishEvent, sessions: Iterator[tuple[str, Iterator[DryTurn]]]) -> None:
         session_id, rest = self._lanes.pop(event.request_id)
         del self._executor.scripts[event.request_id]
         self.result.cached_by_request.append((event.request_id, event.usage.prompt_tokens, event.usage.cached_tokens))

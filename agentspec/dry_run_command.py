@@ -1,0 +1,147 @@
+"""`agentspec replay FILE --dry-run MODEL`: renders the file's sessions, runs them dry, and prints what the cache reached beside the file's ideal.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from array import array
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from agentspec.config import EngineConfig
+from agentspec.dry_run import DryRun, DryRunResult, DryTurn
+from agentspec.errors import ConfigError
+from agentspec.model_costs import ModelCosts, model_costs
+from agentspec.replay.encoders import find_encoder
+from agentspec.replay.ideal import IdealPrefix
+from agentspec.replay.options import ReplayOptions
+from agentspec.replay.render import TraceRenderer
+from agentspec.replay.schema import ReplayFile, Session, load
+from agentspec.replay.token_runs import TokenRuns
+
+DEFAULT_DRAFTS = 3
+
+
+def run(args: argparse.Namespace, config: EngineConfig) -> int:
+    """Dry-run as asked and report. Raises ConfigError for flags that mean nothing without a model."""
+    options = ReplayOptions.from_args(args, seed=args.seed)
+    _refuse(args, options)
+    costs = model_costs(args.dry_run)
+    file = load(args.file)
+    encoder = find_encoder(config.model)
+    renderer = TraceRenderer(encoder, args.template, token_runs=TokenRuns(options.seed, *options.token_ids))
+    ideal = IdealPrefix()
+    ideal_tokens = 0
+
+    def on_submit(turn: DryTurn) -> None:
+        nonlocal ideal_tokens
+        ideal_tokens += ideal.request(turn.prompt, turn.output)
+
+    dry = DryRun(
+        costs=costs,
+        memory_gib=config.memory_gib,
+        max_running=config.max_running,
+        num_drafted=DEFAULT_DRAFTS if config.draft_tokens == "auto" else config.draft_tokens,
+        prefill_budget=config.prefill_budget,
+        hold_seconds=config.session_hold_seconds,
+        seed=config.seed,
+        on_submit=on_submit,
+    )
+    lanes = options.lanes
+    assert lanes is not None, "a dry run is a closed loop"
+    result = dry.run(_sessions(file, renderer, options), lanes)
+    summary = _summary(file, encoder.name, args.template, costs, config, lanes, result, ideal_tokens)
+    print(_table(summary))
+    if options.json_path is not None:
+        rows = [dict(zip(("request", "prompt_tokens", "cached_tokens"), row, strict=True)) for row in result.cached_by_request]
+        Path(options.json_path).write_text(json.dumps({"summary": summary, "requests": rows}, indent=1) + "\n")
+    return 0
+
+
+def _refuse(args: argparse.Namespace, options: ReplayOptions) -> None:
+    for field, given in (("base_url", options.base_url), ("html", options.html_path), ("force_acceptance", args.force_acceptance)):
+        if given is not None:
+            raise ConfigError(field, given, "has no effect on a dry run")
+    if options.arrival != "closed":
+        raise ConfigError("arrival", options.arrival, "a dry run is a closed loop")
+    if args.no_prefix_cache:
+        raise ConfigError("no_prefix_cache", True, "a dry run measures the prefix cache")
+
+
+def _sessions(file: ReplayFile, renderer: TraceRenderer, options: ReplayOptions) -> Iterator[tuple[str, Iterator[DryTurn]]]:
+    for session in itertools.islice(file.sessions, options.sessions):
+        yield session.session_id, _turns(file, session, renderer, options)
+
+
+def _turns(file: ReplayFile, session: Session, renderer: TraceRenderer, options: ReplayOptions) -> Iterator[DryTurn]:
+    turns = zip(session.turns, renderer.turns(file, session), strict=False)  # the renderer stops where nothing was recorded
+    for turn, rendered in itertools.islice(turns, options.max_turns):
+        yield DryTurn(
+            prompt=rendered.prompt_ids,
+            output=rendered.output_ids or array("i", [0]),
+            breakpoints=rendered.breakpoints,
+            delay_seconds=(turn.delay_ms or 0) / 1000 * options.delay_scale,
+        )
+
+
+def _summary(
+    file: ReplayFile,
+    encoder: str,
+    template: str,
+    costs: ModelCosts,
+    config: EngineConfig,
+    lanes: int,
+    result: DryRunResult,
+    ideal_tokens: int,
+) -> dict[str, Any]:
+    requests = max(result.num_requests, 1)
+    return {
+        "file": Path(file.path).name,
+        "tokens_by": encoder,
+        "template": template,
+        "costs": asdict(costs),
+        "memory_gib": config.memory_gib,
+        "lanes": lanes,
+        "max_running": config.max_running,
+        "sessions": result.num_sessions,
+        "requests": result.num_requests,
+        "prompt_tokens": result.prompt_tokens,
+        "output_tokens": result.output_tokens,
+        "ideal_hit_share": ideal_tokens / max(result.prompt_tokens, 1),
+        "hit_share": result.hit_share,
+        "computed_tokens_per_request": result.prefill_tokens / requests,
+        "preemptions": result.preemptions,
+        "virtual_seconds": result.virtual_seconds,
+        "cache": result.cache,
+    }
+
+
+def _table(summary: dict[str, Any]) -> str:
+    cache, costs = summary["cache"], summary["costs"]
+    memory = "no bound" if summary["memory_gib"] is None else f"{summary['memory_gib']:g} GiB for checkpoints and pages"
+    state_gib = cache["checkpoints_peak"] * costs["row_bytes"] / 2**30
+    lines = [
+        ("file", f"{summary['file']}, {summary['sessions']} sessions, {summary['requests']} requests"),
+        ("tokens", f"{summary['prompt_tokens']:,} prompt, {summary['output_tokens']:,} output, by {summary['tokens_by']}"),
+        ("template", summary["template"]),
+        ("costs of", f"{costs['name']}: {costs['row_bytes'] / 1e6:.1f} MB a checkpoint, {costs['kv_bytes_per_token']:,} B of KV a token"),
+        ("memory", memory),
+        ("lanes", f"{summary['lanes']} sessions at the same time, {summary['max_running']} slots"),
+        ("ideal hit share", f"{summary['ideal_hit_share']:.2%}  (infinite cache, every token restorable)"),
+        ("hit share", f"{summary['hit_share']:.2%}"),
+        ("computed a request", f"{summary['computed_tokens_per_request']:,.0f} prompt tokens"),
+        (
+            "checkpoints",
+            f"{cache['checkpoints_created']:,} created, {cache['checkpoints_superseded']:,} superseded, {cache['checkpoints_evicted']:,} evicted",
+        ),
+        ("live checkpoints", f"{cache['checkpoints_live']:,} at the end, {cache['checkpoints_peak']:,} at most ({state_gib:,.1f} GiB)"),
+        ("preemptions", f"{summary['preemptions']}"),
+    ]
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(["dry run: no forward pass, recorded outputs, virtual clock", *(f"  {name:<{width}}  {value}" for name, value in lines)])

@@ -1,0 +1,443 @@
+"""The rules of the house, read from the sources: who may import whom, how big things get, and that the documents tell the truth.
+
+Nothing of agentspec is imported here, so the rules hold for modules that need a GPU or an optional package too. A failure says which line breaks
+which rule and what to do about it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "agentspec"
+
+FOUNDATION = ("errors", "types", "config", "wire")
+"""L0. Everything may import it; it imports nothing but itself."""
+
+ROOMS: dict[str, tuple[str, ...]] = {
+    "text": FOUNDATION,
+    "kernels": FOUNDATION,
+    "cache": FOUNDATION,
+    "replay": ("errors", "types"),
+    "server": (*FOUNDATION, "text"),
+    "models": (*FOUNDATION, "kernels"),
+    "mtp": (*FOUNDATION, "kernels", "models", "cache"),
+    "runtime": (*FOUNDATION, "text", "kernels", "models", "cache", "mtp"),
+}
+"""What each room may import besides itself. A top-level module that is not listed here stands above the rooms and may import them all."""
+
+TOP_LEVEL: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(FOUNDATION, FOUNDATION),
+    "__init__": (),
+    "model_costs": FOUNDATION,
+    "cli": (*FOUNDATION, "replay"),
+}
+"""Top-level modules that may import less than all."""
+
+TORCH_FREE = (
+    *FOUNDATION,
+    "cli",
+    "model_costs",
+    "dry_run",
+    "replay_command",
+    "text",
+    "server",
+    "replay",
+    "cache",
+    "mtp.depth_policy",
+    "runtime.admission",
+    "runtime.memory_plan",
+    "runtime.metrics",
+    "runtime.plan",
+    "runtime.prefill_plan",
+    "runtime.request",
+    "runtime.scheduler",
+    "runtime.step_loop",
+)
+"""Rooms and modules that load without torch, whatever they import in turn."""
+
+ONLY_IN = {"triton": "kernels", "flashinfer": "kernels", "xgrammar": "runtime.grammar"}
+"""Packages that one place alone may import."""
+
+LATE_LOADER = ("cli", "_load")
+"""The one function that may import a module late: commands load what they need."""
+
+ENGINE_FLAGS = {
+    "--model",
+    "--device",
+    "--dtype",
+    "--draft-tokens",
+    "--no-prefix-cache",
+    "--no-overlap",
+    "--max-running",
+    "--prefill-budget",
+    "--memory",
+    "--seed",
+    "--random-weights",
+    "--force-acceptance",
+}
+"""The flags of `serve` and `replay` that shape the engine. A new one is a decision of its own: it must be documented, tested and kept for good."""
+
+MAX_FILE_LINES = 500
+MAX_KERNEL_FILE_LINES = 800
+MAX_FUNCTION_LINES = 80
+MAX_PACKAGE_LINES = 12_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Module:
+    name: str
+    """Dotted, without the leading `agentspec.`; a package by its own name, the top one as `__init__`."""
+    path: Path
+    source: str
+    tree: ast.Module
+
+    @property
+    def room(self) -> str:
+        return self.name.partition(".")[0]
+
+    def at(self, line: int) -> str:
+        return f"{self.path.relative_to(ROOT)}:{line}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Import:
+    target: str
+    """Dotted, as written after resolving relative imports and names that are modules."""
+    line: int
+    function: str | None
+    """The function around it; None at the top of the module."""
+    for_types_only: bool
+    """Under `if TYPE_CHECKING`."""
+
+
+def module_name(path: Path) -> str:
+    parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
+    if parts[-1] == "__init__" and len(parts) > 1:
+        parts.pop()
+    return ".".join(parts)
+
+
+@functools.cache
+def modules() -> dict[str, Module]:
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        name = module_name(path)
+        found[name] = Module(name=name, path=path, source=source, tree=ast.parse(source, filename=str(path)))
+    return found
+
+
+def python_files() -> list[Path]:
+    folders = (PACKAGE, ROOT / "tests", ROOT / "workloads", ROOT / "benchmarks", ROOT / "scripts")
+    return sorted(path for folder in folders for path in folder.rglob("*.py"))
+
+
+def documents() -> list[Path]:
+    return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def imports_of(tree: ast.Module) -> list[Import]:
+    """Every import of a module, late and typing-only ones included."""
+    found: list[Import] = []
+
+    def visit(node: ast.AST, function: str | None, for_types_only: bool) -> None:
+        targets: list[str] = []
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            targets = [f"{base}.{alias.name}" if f"{base}.{alias.name}".removeprefix("agentspec.") in modules() else base for alias in node.names]
+        found.extend(Import(target=t, line=node.lineno, function=function, for_types_only=for_types_only) for t in targets if hasattr(node, "lineno"))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            function = node.name
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            for_types_only = True
+        for child in ast.iter_child_nodes(node):
+            visit(child, function, for_types_only)
+
+    visit(tree, None, False)
+    return found
+
+
+@functools.cache
+def imports_by_module() -> dict[str, list[Import]]:
+    return {name: imports_of(module.tree) for name, module in modules().items()}
+
+
+def inner(target: str) -> str | None:
+    """The name of an agentspec module, None for anything else."""
+    if target == "agentspec":
+        return "__init__"
+    return target.removeprefix("agentspec.") if target.startswith("agentspec.") else None
+
+
+def inner_imports(name: str, *, with_packages: bool = False) -> Iterator[tuple[str, Import]]:
+    """(imported module, import) for what agentspec's module `name` imports of agentspec. with_packages: and the packages on the way there."""
+    for found in imports_by_module()[name]:
+        target = inner(found.target)
+        if target is None:
+            continue
+        yield target, found
+        if with_packages:
+            for package in packages_above(target):
+                yield package, found
+
+
+def packages_above(name: str) -> list[str]:
+    """The packages that Python runs before it runs a module."""
+    parts = name.split(".")
+    return ["__init__", *(".".join(parts[:depth]) for depth in range(1, len(parts)))]
+
+
+def lies_in(name: str, places: tuple[str, ...]) -> bool:
+    return any(name == place or name.startswith(place + ".") for place in places)
+
+
+def report(rule: str, failures: list[str]) -> None:
+    if failures:
+        pytest.fail(rule + "\n  " + "\n  ".join(failures), pytrace=False)
+
+
+def test_the_scan_sees_the_package() -> None:
+    assert set(FOUNDATION) <= set(modules())
+    assert {module.room for module in modules().values() if "." in module.name} <= set(ROOMS), "a new room needs its place in ROOMS"
+
+
+def test_imports_are_absolute() -> None:
+    failures = [
+        f"{module.at(found.line)} imports {found.target}"
+        for name, module in modules().items()
+        for found in imports_by_module()[name]
+        if found.target.startswith(".")
+    ]
+    report("Imports name the whole path, so that a reader and these tests see where they lead. Write agentspec.…:", failures)
+
+
+def test_imports_point_one_way() -> None:
+    failures = []
+    for name, module in modules().items():
+        allowed = ROOMS.get(module.room) or TOP_LEVEL.get(name)
+        if allowed is None:
+            continue
+        for target, found in inner_imports(name):
+            if not lies_in(target, (*allowed, module.room)):
+                failures.append(f"{module.at(found.line)} imports agentspec.{target}; {module.room} may import {', '.join(allowed) or 'nothing'}")
+    report("Imports point one way (docs/design.md). Move the shared part down, or pass it in as an argument or a Protocol:", failures)
+
+
+def test_no_import_cycles() -> None:
+    graph = {name: sorted({target for target, found in inner_imports(name) if not found.for_types_only and target != name}) for name in modules()}
+    done: set[str] = set()
+    failures: list[str] = []
+
+    def walk(name: str, path: list[str]) -> None:
+        if name in path:
+            failures.append(" -> ".join([*path[path.index(name) :], name]))
+            return
+        if name in done or name not in graph:
+            return
+        for target in graph[name]:
+            walk(target, [*path, name])
+        done.add(name)
+
+    for name in graph:
+        walk(name, [])
+    report("Modules import each other in a circle. Move what both need into a third module:", failures)
+
+
+def test_no_late_imports() -> None:
+    failures = [
+        f"{module.at(found.line)} imports {found.target} inside {found.function}()"
+        for name, module in modules().items()
+        for found in imports_by_module()[name]
+        if found.function is not None and inner(found.target) is not None
+    ]
+    for name, module in modules().items():
+        excused = {node for function in functions_of(module.tree) if (name, function.name) == LATE_LOADER for node in ast.walk(function)}
+        failures += [
+            f"{module.at(node.lineno)} calls {ast.unparse(node.func)}"
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.Call) and node not in excused and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__")
+        ]
+    report(
+        f"Imports of agentspec stand at the top of a module; only {'.'.join(LATE_LOADER)} loads late. Move the import up, or break the cycle:",
+        failures,
+    )
+
+
+def way_to_torch(name: str) -> str | None:
+    """The shortest chain of imports from a module to torch, package __init__ files included; None when there is none."""
+    trail: dict[str, str] = {start: f"agentspec.{start}" for start in (name, *packages_above(name)) if start in modules()}
+    queue = list(trail)
+    while queue:
+        current = queue.pop(0)
+        for found in imports_by_module()[current]:
+            if found.target.partition(".")[0] == "torch" and not found.for_types_only:
+                return f"{trail[current]} -> torch ({modules()[current].at(found.line)})"
+        for target, found in inner_imports(current, with_packages=True):
+            if target in modules() and target not in trail and not found.for_types_only:
+                trail[target] = f"{trail[current]} -> {target}"
+                queue.append(target)
+    return None
+
+
+def test_torch_stays_out_of_pure_modules() -> None:
+    failures = [way for name in modules() if lies_in(name, TORCH_FREE) and (way := way_to_torch(name))]
+    report("These modules decide or translate, and must load where torch isn't installed. Move the tensor work to its own module:", failures)
+
+
+@pytest.mark.parametrize("package", ONLY_IN)
+def test_optional_packages_have_one_door(package: str) -> None:
+    failures = [
+        f"{module.at(found.line)} imports {found.target}"
+        for name, module in modules().items()
+        for found in imports_by_module()[name]
+        if found.target.partition(".")[0] == package and not lies_in(name, (ONLY_IN[package],))
+    ]
+    report(f"Only agentspec/{ONLY_IN[package].replace('.', '/')} imports {package}. Call it through there:", failures)
+
+
+def test_workloads_import_nothing_of_the_engine() -> None:
+    failures = []
+    for path in sorted((ROOT / "workloads").rglob("*.py")):
+        for found in imports_of(ast.parse(path.read_text(encoding="utf-8"))):
+            if found.target.partition(".")[0] == "agentspec":
+                failures.append(f"{path.relative_to(ROOT)}:{found.line} imports {found.target}")
+    report("workloads/ speaks files and HTTP only, so that it measures any server. Write what you need there again:", failures)
+
+
+def functions_of(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def test_files_and_functions_stay_small() -> None:
+    failures = []
+    for module in modules().values():
+        lines = module.source.count("\n")
+        cap = MAX_KERNEL_FILE_LINES if module.room == "kernels" else MAX_FILE_LINES
+        if lines > cap:
+            failures.append(f"{module.path.relative_to(ROOT)} has {lines} lines, the cap is {cap}")
+        for function in functions_of(module.tree):
+            length = (function.end_lineno or function.lineno) - function.lineno + 1
+            if length > MAX_FUNCTION_LINES:
+                failures.append(f"{module.at(function.lineno)} {function.name}() has {length} lines, the cap is {MAX_FUNCTION_LINES}")
+    report("Too long to read at once. Split it along what it owns:", failures)
+
+
+def test_the_package_stays_small() -> None:
+    rooms: Counter[str] = Counter()
+    for module in modules().values():
+        rooms[module.room if "." in module.name or module.room in ROOMS else "top level"] += module.source.count("\n")
+    if rooms.total() > MAX_PACKAGE_LINES:
+        report(
+            f"agentspec/ has {rooms.total():,} lines, the cap is {MAX_PACKAGE_LINES:,}. Remove something, or raise the cap in a commit of its own:",
+            [f"{lines:6,} {room}" for room, lines in rooms.most_common()],
+        )
+
+
+def test_every_module_says_what_it_owns() -> None:
+    failures = [
+        str(module.path.relative_to(ROOT))
+        for module in modules().values()
+        if module.source.strip() and not (ast.get_docstring(module.tree) or "").strip()
+    ]
+    report("A module opens with a docstring: what it owns, and what it must not know (an empty __init__.py needs none):", failures)
+
+
+def test_the_exception_tree_is_drawn() -> None:
+    tree = modules()["errors"].tree
+    drawn = re.findall(r"^ *[│├└─ ]*(\w+(?:Error))\b", ast.get_docstring(tree) or "", re.MULTILINE)
+    defined = [node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    assert sorted(drawn) == sorted(defined), "draw every public exception of agentspec/errors.py, and nothing else, in its module docstring"
+
+
+def test_the_engine_flags_are_frozen() -> None:
+    (function,) = [function for function in functions_of(modules()["cli"].tree) if function.name == "add_engine_arguments"]
+    flags = {
+        node.args[0].value
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument") and isinstance(node.args[0], ast.Constant)
+    }
+    assert flags == ENGINE_FLAGS, (
+        "the engine's flags changed: update ENGINE_FLAGS, README.md and CHANGELOG.md in the same commit, or take the change back"
+    )
+
+
+UNOWNED_MARK = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|X" + r"XX)\b(?!\(#\d+\))")
+DEVELOPER_PATH = re.compile(r"(?<![\w.:/])/(?:home|Users|root|work|mnt|data)/\w")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "rule"),
+    [
+        pytest.param(UNOWNED_MARK, "A mark for later names its issue, as in TO" + "DO(#12), or isn't there:", id="unowned-marks"),
+        pytest.param(DEVELOPER_PATH, "A path of one machine. Make it relative to the repository, or a flag:", id="developer-paths"),
+    ],
+)
+def test_sources_hold_no_leftovers(pattern: re.Pattern[str], rule: str) -> None:
+    files = [*python_files(), *documents(), ROOT / "Makefile", ROOT / "pyproject.toml", *(ROOT / "scripts").glob("*.sh"), ROOT / ".ci" / "run"]
+    failures = [
+        f"{path.relative_to(ROOT)}:{number} {line.strip()[:100]}"
+        for path in files
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if pattern.search(line)
+    ]
+    report(rule, failures)
+
+
+def outside_code(markdown: str) -> str:
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", markdown, flags=re.MULTILINE | re.DOTALL))
+
+
+def anchor(heading: str) -> str:
+    """The fragment that Markdown viewers derive from a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def test_links_in_documents_resolve() -> None:
+    failures = []
+    for path in documents():
+        for link in re.findall(r"\]\(([^)\s]+)\)", outside_code(path.read_text(encoding="utf-8"))):
+            if re.match(r"[a-z]+:", link):
+                continue
+            file, _, fragment = link.partition("#")
+            target = (path.parent / file).resolve() if file else path
+            if not target.exists():
+                failures.append(f"{path.relative_to(ROOT)} links to {link}, which isn't there")
+            elif fragment and fragment not in map(anchor, re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)):
+                failures.append(f"{path.relative_to(ROOT)} links to {link}, which has no such heading")
+    report("Links inside the documents must lead somewhere. Correct the link:", failures)
+
+
+def test_documents_name_files_that_exist() -> None:
+    """A path in backquotes that starts like one of ours is a claim about the tree."""
+    claim = re.compile(r"`((?:agentspec|tests|docs|workloads|benchmarks|scripts)/[\w./-]+)`")
+    rooms = re.compile(rf"`((?:{'|'.join(ROOMS)})/[\w./-]+\.py)`")
+    failures = []
+    for path in documents():
+        text = path.read_text(encoding="utf-8")
+        claims = [(name, ROOT / name) for name in claim.findall(text)] + [(name, PACKAGE / name) for name in rooms.findall(text)]
+        failures += [f"{path.relative_to(ROOT)} names {name}" for name, target in claims if not target.exists()]
+    report("The documents name files that aren't in the tree. Correct the name, or say it without a path:", failures)
+
+
+def test_documents_name_make_targets_that_exist() -> None:
+    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    failures = []
+    for path in documents():
+        text = path.read_text(encoding="utf-8")
+        commands = re.findall(r"^```.*?^```|`[^`\n]+`", text, flags=re.MULTILINE | re.DOTALL)
+        for arguments in re.findall(r"(?:^|[`$;&|]|\n) *make((?: +[\w-]+(?!\S*=))+)", "\n".join(commands)):
+            failures += [f"{path.relative_to(ROOT)} says make {target}" for target in arguments.split() if target not in targets]
+    report(f"No such make target; there are {', '.join(sorted(targets))}:", failures)
