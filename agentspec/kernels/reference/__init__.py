@@ -1,0 +1,1 @@
+"""Every operation in plain torch: slow, readable, and what faster implementations are tested against."""

@@ -1,0 +1,91 @@
+"""Attention over paged keys and values, and the stores into the pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from agentspec.kernels.spans import Span
+from agentspec.kernels.traffic import touches_pools
+
+
+@touches_pools
+def write_kv(kv_P2SGD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, page_table_BP: Tensor, start_B: Tensor) -> None:
+    """Store the keys and values of positions start..start+T-1 of every slot, in place.
+
+    Args:
+        kv_P2SGD: pool of one layer [P, 2, S, G, D]; modified.
+        k_BTGD: [B, T, G, D], after norm and RoPE. v_BTGD: raw values.
+        page_table_BP: int32 [B, P], pages in block order. start_B: int64 [B].
+    Reads nothing on the host. Slots that share a page (the scratch page) may overwrite each other there.
+    """
+    page_tokens = kv_P2SGD.shape[2]
+    positions = start_B[:, None] + torch.arange(k_BTGD.shape[1], device=start_B.device)
+    pages = page_table_BP.gather(1, positions // page_tokens).long()
+    slots = positions % page_tokens
+    kv_P2SGD[pages, 0, slots] = k_BTGD
+    kv_P2SGD[pages, 1, slots] = v_BTGD
+
+
+@touches_pools
+def write_kv_prefill(kv_P2SGD: Tensor, k_NGD: Tensor, v_NGD: Tensor, spans: Sequence[Span]) -> None:
+    """As `write_kv` for spans of different lengths; k_NGD and v_NGD [N, G, D] concatenate the spans' tokens."""
+    page_tokens = kv_P2SGD.shape[2]
+    for span in spans:
+        positions = torch.arange(span.start, span.start + span.count, device=k_NGD.device)
+        pages, slots = span.page_ids[positions // page_tokens].long(), positions % page_tokens
+        tokens = slice(span.offset, span.offset + span.count)
+        kv_P2SGD[pages, 0, slots] = k_NGD[tokens]
+        kv_P2SGD[pages, 1, slots] = v_NGD[tokens]
+
+
+@touches_pools
+def paged_attention(q_BTQD: Tensor, kv_P2SGD: Tensor, page_table_BP: Tensor, start_B: Tensor, *, scale: float, first_position: int) -> Tensor:
+    """Causal attention of queries at positions start..start+T-1 over the keys at first_position..own position.
+
+    Args:
+        q_BTQD: [B, T, Q, D], after norm and RoPE. Query head j reads key/value head j // (Q / G).
+        kv_P2SGD: pool of one layer [P, 2, S, G, D]; its positions up to start+T-1 are written already.
+        page_table_BP: int32 [B, P], pages in block order. start_B: int64 [B].
+        scale: multiplies the scores. first_position: keys before it are never read (1 for the MTP layer).
+    Returns: [B, T, Q, D] in q's dtype; zeros for a query with no key.
+
+    The reference reads the starts on the host, to gather no more pages than a slot needs.
+    """
+    o_BTQD = torch.empty_like(q_BTQD)
+    for slot, start in enumerate(start_B.tolist()):
+        o_BTQD[slot] = _attend(q_BTQD[slot], kv_P2SGD, page_table_BP[slot], start, first_position, scale)
+    return o_BTQD
+
+
+@touches_pools
+def paged_attention_prefill(q_NQD: Tensor, kv_P2SGD: Tensor, spans: Sequence[Span], *, scale: float) -> Tensor:
+    """As `paged_attention` from position 0, for spans of different lengths; q_NQD [N, Q, D] concatenates the spans' tokens.
+
+    Returns: [N, Q, D] in q's dtype.
+    """
+    o_NQD = torch.empty_like(q_NQD)
+    for span in spans:
+        tokens = slice(span.offset, span.offset + span.count)
+        o_NQD[tokens] = _attend(q_NQD[tokens], kv_P2SGD, span.page_ids, span.start, 0, scale)
+    return o_NQD
+
+
+def _attend(q_TQD: Tensor, kv_P2SGD: Tensor, page_ids_P: Tensor, start: int, first_position: int, scale: float) -> Tensor:
+    """One sequence's queries over exactly its written positions: a slot that was never written may hold NaN, so none is read."""
+    num_tokens, num_heads, dim = q_TQD.shape
+    _, _, page_tokens, num_groups, _ = kv_P2SGD.shape
+    length = start + num_tokens
+    pages = page_ids_P[: -(-length // page_tokens)]
+    k_GND, v_GND = (kv_P2SGD[:, half].index_select(0, pages).flatten(0, 1)[first_position:length].transpose(0, 1) for half in (0, 1))
+    positions = torch.arange(first_position, length, device=q_TQD.device)
+    visible_TN = positions <= torch.arange(start, length, device=q_TQD.device)[:, None]
+    # All query heads of a key/value head are rows of one product, so that keys and values are not repeated.
+    shares = num_heads // num_groups
+    q_GMD = q_TQD.view(num_tokens, num_groups, shares, dim).permute(1, 2, 0, 3).flatten(1, 2)
+    o_GMD = scaled_dot_product_attention(q_GMD[None], k_GND[None], v_GND[None], visible_TN.repeat(shares, 1), scale=scale)[0]
+    o_TQD = o_GMD.view(num_groups, shares, num_tokens, dim).permute(2, 0, 1, 3).flatten(1, 2)
+    return o_TQD.where(visible_TN.any(-1)[:, None, None], 0)

@@ -1,0 +1,149 @@
+"""The gated delta rule over state rows (arXiv 2412.06464), token by token for verify and in blocks for prefill.
+
+Per value head, with decay a = exp(g), in this order:
+
+    S <- a S;   d = beta (v - S k);   S <- S + d k^T;   o = S q
+
+S is [D, K], value dim first. q and k are L2-normalised per head and q is scaled by K ** -0.5 in here. Value head j reads key head
+j // (value heads / key heads): heads are repeated, never tiled. State and gates are float32 throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from agentspec.kernels.spans import Span
+from agentspec.kernels.traffic import state_traffic, touches_pools
+from agentspec.types import BLOCK_TOKENS
+
+_L2_EPS = 1e-6
+
+
+def _l2_normalize(x: Tensor) -> Tensor:
+    """x / |x| in float32, with eps added to the sum of squares."""
+    x32 = x.float()
+    return x32 * torch.rsqrt(x32.square().sum(-1, keepdim=True) + _L2_EPS)
+
+
+def _gates(a: Tensor, b: Tensor, a_log_V: Tensor, dt_bias_V: Tensor) -> tuple[Tensor, Tensor]:
+    """(log decay g, write strength beta), both float32 [..., V]."""
+    return -a_log_V.exp() * softplus(a.float() + dt_bias_V), torch.sigmoid(b.float())
+
+
+def _split_heads(qkv: Tensor, num_value_heads: int, value_dim: int, key_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k [..., V, K] (normalised, repeated to the value heads, q scaled) and v [..., V, D], float32."""
+    num_keys = (qkv.shape[-1] - num_value_heads * value_dim) // 2
+    q, k, v = torch.split(qkv, [num_keys, num_keys, num_value_heads * value_dim], -1)
+    repeats = num_value_heads * key_dim // num_keys
+    q = _l2_normalize(torch.unflatten(q, -1, (-1, key_dim))) * key_dim**-0.5
+    k = _l2_normalize(torch.unflatten(k, -1, (-1, key_dim)))
+    v = torch.unflatten(v, -1, (num_value_heads, value_dim)).float()
+    return q.repeat_interleave(repeats, -2), k.repeat_interleave(repeats, -2), v
+
+
+@touches_pools
+def gated_delta(
+    qkv_BTC: Tensor,
+    a_BTV: Tensor,
+    b_BTV: Tensor,
+    a_log_V: Tensor,
+    dt_bias_V: Tensor,
+    ssm_RVDK: Tensor,
+    read_row_B: Tensor,
+    write_rows_BT: Tensor,
+) -> Tensor:
+    """Recurrence over every slot's window, from its read row; the state after column t goes to write_rows_BT[:, t].
+
+    Args:
+        qkv_BTC: [B, T, C], after convolution and SiLU: all query heads, all key heads, all value heads.
+        a_BTV, b_BTV: [B, T, V], raw projections of decay and write strength.
+        a_log_V, dt_bias_V: float32 [V].
+        ssm_RVDK: pool of one layer, float32 [R, V, D, K]; modified. A row may be read and written in one call.
+        read_row_B: int64 [B]. write_rows_BT: int64 [B, T].
+    Returns: o_BTVD, float32.
+    """
+    _, num_value_heads, value_dim, key_dim = ssm_RVDK.shape
+    q_BTVK, k_BTVK, v_BTVD = _split_heads(qkv_BTC, num_value_heads, value_dim, key_dim)
+    g_BTV, beta_BTV = _gates(a_BTV, b_BTV, a_log_V, dt_bias_V)
+    decay_BTV = g_BTV.exp()
+    state = ssm_RVDK[read_row_B]
+    num_slots, num_tokens = write_rows_BT.shape
+    o_BTVD = torch.empty_like(v_BTVD)
+    for t in range(num_tokens):
+        q, k = q_BTVK[:, t, :, :, None], k_BTVK[:, t, :, :, None]
+        state *= decay_BTV[:, t, :, None, None]
+        delta = (v_BTVD[:, t] - (state @ k).squeeze(-1)) * beta_BTV[:, t, :, None]
+        state += delta[..., None] * k.transpose(-1, -2)
+        o_BTVD[:, t] = (state @ q).squeeze(-1)
+        ssm_RVDK[write_rows_BT[:, t]] = state
+    state_traffic.rows_read += num_slots
+    state_traffic.rows_written += num_slots * num_tokens
+    return o_BTVD
+
+
+@touches_pools
+def gated_delta_prefill(
+    qkv_NC: Tensor,
+    a_NV: Tensor,
+    b_NV: Tensor,
+    a_log_V: Tensor,
+    dt_bias_V: Tensor,
+    ssm_RVDK: Tensor,
+    spans: Sequence[Span],
+) -> Tensor:
+    """As `gated_delta` over spans of different lengths, with the state stored at each span's wanted counts only.
+
+    Args:
+        qkv_NC, a_NV, b_NV: the spans' tokens concatenated; otherwise as in `gated_delta`.
+        a_log_V, dt_bias_V, ssm_RVDK: as in `gated_delta`; the pool is modified.
+    Returns: o_NVD, float32.
+    """
+    _, num_value_heads, value_dim, key_dim = ssm_RVDK.shape
+    q, k, v = (x.transpose(0, 1) for x in _split_heads(qkv_NC, num_value_heads, value_dim, key_dim))
+    g, beta = (x.transpose(0, 1) for x in _gates(a_NV, b_NV, a_log_V, dt_bias_V))
+    o_VND = torch.empty_like(v)
+    for span in spans:
+        state_VDK = ssm_RVDK[span.read_row].clone()
+        rows = dict(span.state_writes)
+        begin = 0
+        for end in _block_ends(span):
+            block = slice(span.offset + begin, span.offset + end)
+            o_VND[:, block], state_VDK = _fold_block(state_VDK, q[:, block], k[:, block], v[:, block], g[:, block], beta[:, block])
+            if end in rows:
+                ssm_RVDK[rows[end]] = state_VDK
+            begin = end
+        state_traffic.rows_read += 1
+        state_traffic.rows_written += len(span.state_writes)
+    return o_VND.transpose(0, 1)
+
+
+def _block_ends(span: Span) -> list[int]:
+    """Counts at which a block ends: every wanted count, and multiples of BLOCK_TOKENS in the sequence (not in the span, so
+    that a prefill split at such multiples computes what an unsplit one does)."""
+    aligned = range(BLOCK_TOKENS - span.start % BLOCK_TOKENS, span.count, BLOCK_TOKENS)
+    return sorted({*aligned, *(count for count, _ in span.state_writes)})
+
+
+def _fold_block(state_VDK: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs of one block, and the state after it; q, k [V, n, K], v [V, n, D], g, beta [V, n].
+
+    With G the running sum of g, unrolling the recurrence gives S_t = e^{G_t} S_0 + sum_{j<=t} e^{G_t - G_j} d_j k_j^T, so the d_t
+    solve one unit lower triangular system instead of n dependent steps.
+    """
+    # Sums of many decays nearly cancel in the differences below: float64 keeps them to the last bit of float32.
+    log_decay = g.double().cumsum(-1)
+    num_tokens = g.shape[-1]
+    future = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=g.device).triu(1)
+    ratio = (log_decay[:, :, None] - log_decay[:, None, :]).masked_fill(future, -torch.inf).exp().float()
+    from_start = log_decay.exp().float()[..., None]
+    to_end = (log_decay[:, -1:] - log_decay).exp().float()[..., None]
+    coupling = (beta[..., None] * ratio * (k @ k.transpose(-1, -2))).tril(-1)
+    wanted = beta[..., None] * (v - from_start * (k @ state_VDK.transpose(-1, -2)))
+    delta = torch.linalg.solve_triangular(coupling, wanted, upper=False, unitriangular=True)
+    o = from_start * (q @ state_VDK.transpose(-1, -2)) + (ratio * (q @ k.transpose(-1, -2))) @ delta
+    state_VDK = from_start[:, -1:] * state_VDK + delta.transpose(-1, -2) @ (to_end * k)
+    return o, state_VDK

@@ -1,0 +1,98 @@
+"""Choosing tokens from logits: penalties, filters and Gumbel-max draws, in plain torch.
+
+Owns the mathematics of sampling. Knows nothing of slots, steps or drafts beyond the tokens that a row's context holds.
+
+Order (that of vLLM): logit bias, repetition, frequency and presence penalties, temperature, min-p, top-k, top-p. Filters cut by value, so
+tokens that tie with the last one kept are kept too and nothing depends on how a sort breaks ties.
+
+Shape letters: B requests, T rows a request, N = B*T rows, V vocabulary, k drafts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentspec.kernels.reference.philox import PURPOSE_TOKEN, uniform
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PenaltyInputs:
+    """What a request's penalties and bias need; every field has one row a request."""
+
+    counts_BV: Tensor
+    """int32. How often each token was generated so far."""
+    prompt_seen_BV: Tensor
+    """bool. Tokens of the prompt."""
+    bias_BV: Tensor
+    """float32. Added to the logits first."""
+    repetition_B: Tensor
+    """float32. 1: none."""
+    frequency_B: Tensor
+    """float32. 0: none."""
+    presence_B: Tensor
+    """float32. 0: none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrawInputs:
+    """How each row draws its token. B rows that broadcast over T."""
+
+    temperature_B: Tensor
+    """float32. 0: greedy."""
+    top_k_B: Tensor
+    """int64, 1 to V. V: keep all."""
+    top_p_B: Tensor
+    """float32. Infinite: keep all (1.0 would let the rounding of a cumulative sum cut the tail)."""
+    log_min_p_B: Tensor
+    """float32. Minus infinity: keep all."""
+    seed_B: Tensor
+    """int64, 0 to 2**63 - 1."""
+
+
+def penalise(logits_BTV: Tensor, drafts_Bk: Tensor, inputs: PenaltyInputs) -> Tensor:
+    """Bias and penalties. Row t's context is the generated tokens counted in `inputs` plus drafts 0..t-1 (k = T - 1).
+
+    logits_BTV: float32, not changed. Returns a new float32 BTV. Repetition: arXiv 1909.05858; presence and frequency: OpenAI's definition."""
+    B, T, _ = logits_BTV.shape
+    counts_BTV = inputs.counts_BV[:, None]
+    if T > 1:
+        in_context_Tk = torch.ones(T, T - 1, dtype=torch.int32, device=logits_BTV.device).tril_(-1)
+        counts_BTV = counts_BTV.repeat(1, T, 1).scatter_add_(2, drafts_Bk[:, None].expand(B, T, T - 1), in_context_Tk.expand(B, T, T - 1))
+    generated_BTV = counts_BTV > 0
+    logits_BTV = logits_BTV + inputs.bias_BV[:, None]
+    factor_BTV = torch.where(generated_BTV | inputs.prompt_seen_BV[:, None], inputs.repetition_B[:, None, None], 1.0)
+    logits_BTV = torch.where(logits_BTV > 0, logits_BTV / factor_BTV, logits_BTV * factor_BTV)
+    return logits_BTV - inputs.frequency_B[:, None, None] * counts_BTV - inputs.presence_B[:, None, None] * generated_BTV
+
+
+def keep_threshold(tempered_BTV: Tensor, inputs: DrawInputs) -> Tensor:
+    """The lowest tempered logit that min-p, top-k and top-p keep: float32 [B, T, 1]. At least the largest logit is always kept."""
+    ordered_BTV = tempered_BTV.sort(dim=-1, descending=True).values
+    min_p_BT1 = ordered_BTV[..., :1] + inputs.log_min_p_B[:, None, None]
+    top_k_BT1 = ordered_BTV.gather(-1, (inputs.top_k_B - 1)[:, None, None].expand(-1, ordered_BTV.shape[1], 1))
+    cut_BT1 = torch.maximum(min_p_BT1, top_k_BT1)
+    probs_BTV = torch.where(ordered_BTV >= cut_BT1, ordered_BTV, -torch.inf).softmax(-1)
+    before_BTV = probs_BTV.cumsum(-1) - probs_BTV
+    num_kept_BT1 = (before_BTV < inputs.top_p_B[:, None, None]).sum(-1, keepdim=True).clamp_(min=1)
+    return torch.maximum(cut_BT1, ordered_BTV.gather(-1, num_kept_BT1 - 1))
+
+
+def gumbel_noise(seed_BT: Tensor, position_BT: Tensor, num_tokens: int) -> Tensor:
+    """Standard Gumbel noise, float32 [B, T, num_tokens], finite. Depends on seed, position and token id alone."""
+    return uniform(seed_BT, position_BT, num_tokens, PURPOSE_TOKEN).log_().neg_().log_().neg_().to(torch.float32)
+
+
+def draw(logits_BTV: Tensor, position_BT: Tensor, inputs: DrawInputs) -> Tensor:
+    """Draw one token from every row by the Gumbel-max trick: int64 BT.
+
+    logits_BTV: float32, after penalties; position_BT: int64, the absolute position of the token that is drawn.
+    The noise is scaled by the temperature instead of the logits by its inverse: temperature 0 is then exactly argmax, lowest id on ties."""
+    B, T, V = logits_BTV.shape
+    temperature_B11 = inputs.temperature_B[:, None, None]
+    tempered_BTV = logits_BTV / torch.where(temperature_B11 > 0, temperature_B11, 1.0)
+    noise_BTV = gumbel_noise(inputs.seed_B[:, None].expand(B, T), position_BT, V)
+    score_BTV = torch.where(tempered_BTV >= keep_threshold(tempered_BTV, inputs), logits_BTV + temperature_B11 * noise_BTV, -torch.inf)
+    return score_BTV.argmax(-1)

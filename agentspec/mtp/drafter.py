@@ -1,0 +1,32 @@
+"""What proposes the next step's drafts: the protocol, and the drafter that never does.
+
+Knows tokens, hiddens and pages as the step hands them over; knows nothing of slots, sampling or acceptance.
+
+Shape letters: B slots, T columns of the window, H hidden size, P pages a sequence, k drafts.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Drafter(Protocol):
+    """Proposes point-mass drafts. Runs inside the captured step: no host reads, static shapes."""
+
+    def draft(self, tokens_BT: Tensor, hidden_BTH: Tensor, start_B: Tensor, last_B: Tensor, page_table_BP: Tensor, num_drafted: int) -> Tensor:
+        """Draft the `num_drafted` tokens after column `last_B` of each slot's window: int64 [B, num_drafted].
+
+        tokens_BT: int64, tokens at positions start..start+T-1, start at least 1; columns after `last_B` are not part of the sequence.
+        hidden_BTH: column t is the target's hidden of the token before tokens_BT[:, t].
+        Called with num_drafted 0 too, since a drafter may have state of its own to keep up to date."""
+        ...
+
+
+class NullDrafter:
+    """No drafts: plain decoding, or a model without an MTP head."""
+
+    def draft(self, tokens_BT: Tensor, hidden_BTH: Tensor, start_B: Tensor, last_B: Tensor, page_table_BP: Tensor, num_drafted: int) -> Tensor:
+        assert num_drafted == 0, "the null drafter can't draft"
+        return tokens_BT[:, :0]

@@ -1,0 +1,60 @@
+"""Which drafts stand and where a window ends: pure tensor functions.
+
+Drafts are point masses, so "sample the target's token, accept the draft if it is that token" is exactly speculative sampling (the draft d
+is accepted with probability p(d), and a rejection leaves p restricted to the other tokens). It also makes the stream a function of the target's
+choices alone: which drafts were offered changes how many tokens a step emits, never which.
+
+Shape letters: B slots, T = k+1 columns, k drafts, E stop ids a slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """How far each slot's window stands."""
+
+    num_accepted_B: Tensor
+    """int64. Drafts that stand; columns 0..num_accepted are emitted."""
+    hit_stop_id_B: Tensor
+    """bool. The last emitted token is a stop id."""
+    hit_limit_B: Tensor
+    """bool. The last emitted token fills the length limit and is no stop id."""
+
+
+def count_matches(chosen_BT: Tensor, drafts_Bk: Tensor, num_valid_B: Tensor) -> Tensor:
+    """Leading drafts that the target chose too: int64 [B]. Columns from num_valid on are left-overs of another prefix and count as rejected."""
+    return torch.minimum((chosen_BT[:, :-1] == drafts_Bk).cumprod(1).sum(1), num_valid_B)
+
+
+def force_matches(chosen_BT: Tensor, drafts_Bk: Tensor, num_valid_B: Tensor, uniform_Bk: Tensor, rate_k: Tensor) -> tuple[Tensor, Tensor]:
+    """Benchmarks only: accept draft i with probability rate_k[i] whatever the target chose; never one that was not really drafted.
+
+    Returns (tokens_BT, num_matched_B): the accepted drafts, then the target's choices."""
+    num_drafts = drafts_Bk.shape[1]
+    column_k = torch.arange(num_drafts, device=drafts_Bk.device)
+    accepted_Bk = ((uniform_Bk < rate_k[:num_drafts]) & (column_k < num_valid_B[:, None])).cumprod(1)
+    tokens_BT = torch.cat((torch.where(accepted_Bk > 0, drafts_Bk, chosen_BT[:, :-1]), chosen_BT[:, -1:]), dim=1)
+    return tokens_BT, accepted_Bk.sum(1)
+
+
+def truncate(tokens_BT: Tensor, num_matched_B: Tensor, stop_ids_BE: Tensor, room_B: Tensor) -> Verdict:
+    """Cut the window after its first stop id, and where the length limit is reached.
+
+    room_B: int64, tokens that may still be emitted, at least 1. stop_ids_BE: int64, padded with -1. A stop id at the limit is a stop id."""
+    num_columns = tokens_BT.shape[1]
+    is_stop_BT = (tokens_BT[:, :, None] == stop_ids_BE[:, None, :]).any(2)
+    column_T = torch.arange(num_columns, device=tokens_BT.device)
+    first_stop_B = torch.where(is_stop_BT, column_T, num_columns).amin(1)
+    last_B = torch.minimum(num_matched_B, room_B - 1)
+    hit_stop_id_B = first_stop_B <= last_B
+    return Verdict(
+        num_accepted_B=torch.minimum(first_stop_B, last_B),
+        hit_stop_id_B=hit_stop_id_B,
+        hit_limit_B=(last_B == room_B - 1) & ~hit_stop_id_B,
+    )

@@ -1,0 +1,52 @@
+"""Request bodies of one turn, from the file's fields and the options. Knows nothing of HTTP, streams or time.
+
+Precedence, weakest first: `meta.defaults`, the turn's `max_tokens`, the turn's `extra`, `--output length`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+from agentspec.replay.conversation import Message
+from agentspec.replay.schema import Meta, Turn
+
+_CONSTRAINING = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+
+
+def chat_body(*, messages: list[Message], tools: list[dict[str, Any]], fields: dict[str, Any], model: str) -> dict[str, Any]:
+    """Body of /v1/chat/completions; the order of `tools` and of their keys is kept, since it is part of the prompt."""
+    body: dict[str, Any] = {"model": model, "messages": messages}
+    if tools:
+        body["tools"] = tools
+    return body | fields | _streaming()
+
+
+def completion_body(*, prompt_ids: array[int], fields: dict[str, Any], model: str) -> dict[str, Any]:
+    """Body of /v1/completions with a prompt of token ids."""
+    return {"model": model, "prompt": prompt_ids.tolist()} | fields | _streaming()
+
+
+def turn_fields(turn: Turn, meta: Meta, *, fixed_length: bool) -> dict[str, Any]:
+    """The sampling fields of a turn. With `fixed_length` the answer gets exactly the recorded number of tokens.
+
+    Raises ValueError when that number wasn't recorded, or when the answer is constrained and so can't be stretched to a length."""
+    fields: dict[str, Any] = dict(meta.defaults)
+    if turn.max_tokens is not None:
+        fields["max_tokens"] = turn.max_tokens
+    fields |= turn.extra
+    if fixed_length:
+        if turn.recorded_output_tokens is None:
+            raise ValueError("has neither expect.output_tokens nor expect.usage.completion_tokens, which --output length needs")
+        constrained = [name for name in _CONSTRAINING if fields.get(name) is not None]
+        if fields.get("tool_choice", "auto") not in ("auto", "none"):
+            constrained.append("tool_choice")
+        if constrained:
+            raise ValueError(f"{constrained[0]} constrains the answer, so --output length can't stretch it")
+        fields.pop("max_completion_tokens", None)
+        fields |= {"max_tokens": turn.recorded_output_tokens, "ignore_eos": True}
+    return fields
+
+
+def _streaming() -> dict[str, Any]:
+    return {"stream": True, "stream_options": {"include_usage": True}}

@@ -1,0 +1,127 @@
+"""Sends one turn to an OpenAI server and stamps what comes back. Knows nothing of sessions, schedules or reports.
+
+The clock is the event loop's: `loop.time()` here, `asyncio.sleep` in the schedule; a test that replaces the loop replaces time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from agentspec.errors import AgentspecError
+from agentspec.replay.measure import TurnRecord
+from agentspec.replay.reply import Reply, ServerError, error_text, read_events
+
+CHAT_PATH = "v1/chat/completions"
+COMPLETION_PATH = "v1/completions"
+
+
+class TargetError(AgentspecError):
+    """The server to measure can't be reached, or serves no model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """The server that is measured."""
+
+    model: str
+    url: str
+    is_agentspec: bool
+    """Only agentspec's own server is asked for what OpenAI's API doesn't know (`return_token_ids`)."""
+
+
+async def find_target(client: httpx.AsyncClient, model: str | None) -> Target:
+    """Ask /v1/models who serves. A server without that page will do when the model's name is given.
+
+    Raises TargetError when nobody answers, or when there is no name to ask for."""
+    url = str(client.base_url).rstrip("/")
+    try:
+        response = await client.get("v1/models")
+    except httpx.HTTPError as error:
+        raise TargetError(f"{url} can't be reached: {describe(error)}") from None
+    if response.status_code in (401, 403):
+        raise TargetError(f"{url} refuses the key: {response.status_code} {response.reason_phrase}")
+    try:
+        models = response.json()["data"] if response.is_success else []
+        names = {entry["id"]: entry.get("owned_by") for entry in models}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        names = {}
+    if model is None and not names:
+        raise TargetError(f"{url}/v1/models lists no model ({response.status_code}); name one with --served-model")
+    name = model if model is not None else next(iter(names))
+    return Target(model=name, url=url, is_agentspec="agentspec" in names.values())
+
+
+class TurnClient:
+    """Sends turns over the client that it is handed, whose base URL is the server's root (without /v1)."""
+
+    def __init__(self, client: httpx.AsyncClient, target: Target, *, timeout: float, start: float) -> None:
+        self._client = client
+        self._target = target
+        self._timeout = timeout
+        self._start = start
+        """Time 0 of the run, on the loop's clock."""
+
+    @property
+    def model(self) -> str:
+        return self._target.model
+
+    def now(self) -> float:
+        """Seconds since the run began."""
+        return asyncio.get_running_loop().time() - self._start
+
+    async def send(self, path: str, body: dict[str, Any], record: TurnRecord) -> Reply | None:
+        """Send a turn and fill its record; the answer, or None when the turn failed (`record.error` says why)."""
+        if self._target.is_agentspec:
+            body = body | {"return_token_ids": True}
+        reply = Reply()
+        record.sent = self.now()
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._stream(path, body, record, reply)
+        except TimeoutError:
+            record.error = f"no complete answer within {self._timeout:g} s"
+        except httpx.HTTPError as error:
+            record.error = f"connection failed: {describe(error)}"
+        except ServerError as error:
+            record.error = str(error)
+        record.end = record.tokens[-1][0] if record.tokens and record.error is None else self.now()
+        record.finish_reason = reply.finish_reason
+        record.prompt_tokens = reply.prompt_tokens
+        record.completion_tokens = reply.completion_tokens
+        record.cached_tokens = reply.cached_tokens
+        record.speculation = reply.speculation
+        record.forced_acceptance = reply.forced_acceptance
+        return reply if record.error is None else None
+
+    async def _stream(self, path: str, body: dict[str, Any], record: TurnRecord, reply: Reply) -> None:
+        headers = {"x-session-id": quote(record.session_id, safe="/:@!$&'()*+,;=?#[] ")}
+        async with self._client.stream("POST", path, json=body, headers=headers, timeout=None) as response:
+            if not response.is_success:
+                raise ServerError(f"{response.status_code}: {_refusal(await response.aread())}")
+            async for event in read_events(response.aiter_lines()):
+                try:
+                    num_tokens = reply.add(event)
+                except (KeyError, TypeError, AttributeError, IndexError) as error:
+                    raise ServerError(f"the stream holds an event of an unknown shape ({error!r}): {json.dumps(event)[:200]}") from None
+                if num_tokens:
+                    record.tokens.append((self.now(), num_tokens))
+        if reply.finish_reason is None:
+            raise ServerError("the stream ended without a finish_reason")
+
+
+def describe(error: httpx.HTTPError) -> str:
+    """An error of httpx with its kind: many of them have no text of their own."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _refusal(body: bytes) -> str:
+    try:
+        return error_text(json.loads(body))
+    except ValueError:
+        return body.decode(errors="replace")[:200] or "no explanation"

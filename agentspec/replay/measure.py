@@ -1,0 +1,255 @@
+"""What is measured: one record a request, and the summary of a run. Pure arithmetic; knows nothing of HTTP, files or output formats.
+
+Times are seconds on the run's clock, which starts at 0 with the replay. What a server did not report is None and stays out of every sum.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from agentspec.replay.reply import Speculation
+
+
+@dataclass(kw_only=True, slots=True)
+class TurnRecord:
+    """One request as the client saw it."""
+
+    session_id: str
+    turn: int
+    """From 0."""
+    delay_kind: str
+    due: float
+    """When it was to be sent: the end of the turn before plus the recorded wait, or the session's arrival."""
+    sent: float
+    tokens: list[tuple[float, int]] = field(default_factory=list)
+    """(time, tokens) of each event of the stream that shows output. 1 token where the server doesn't list ids."""
+    end: float = 0.0
+    """Last token; of a failed turn, when it failed."""
+    finish_reason: str | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    speculation: Speculation | None = None
+    forced_acceptance: bool = False
+    diverged: bool = False
+    """The answer before it was replaced by the recorded one, because its tool calls did not fit."""
+    error: str | None = None
+
+    @property
+    def lag(self) -> float:
+        """Seconds sent after it was due."""
+        return max(0.0, self.sent - self.due)
+
+    @property
+    def latency(self) -> float:
+        return self.end - self.sent
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        return self.tokens[0][0] - self.sent if self.tokens else None
+
+    @property
+    def time_per_token(self) -> float | None:
+        """Mean seconds between tokens after the first event; None for an answer that came in one piece."""
+        if len(self.tokens) < 2:
+            return None
+        first_time, num_first = self.tokens[0]
+        num_after = (self.completion_tokens or sum(count for _, count in self.tokens)) - num_first
+        return (self.tokens[-1][0] - first_time) / num_after if num_after > 0 else None
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between the events of the stream: what a reader waits for."""
+        times = [time for time, _ in self.tokens]
+        return [after - before for before, after in pairwise(times)]
+
+    @property
+    def hit_share(self) -> float | None:
+        if self.cached_tokens is None or not self.prompt_tokens:
+            return None
+        return self.cached_tokens / self.prompt_tokens
+
+
+@dataclass(kw_only=True, slots=True)
+class SessionRecord:
+    session_id: str
+    group: str | None
+    num_planned: int
+    """Turns that were to be replayed."""
+    turns: list[TurnRecord] = field(default_factory=list)
+    error: str | None = None
+    """Why the session ended before its last turn."""
+
+    @property
+    def hit_share(self) -> float | None:
+        return hits(self.turns).share
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Distribution:
+    """Of a list of seconds; None throughout when it is empty."""
+
+    count: int
+    mean: float | None
+    p50: float | None
+    p90: float | None
+    p99: float | None
+    largest: float | None
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Distribution:
+        ordered = sorted(values)
+        if not ordered:
+            return cls(count=0, mean=None, p50=None, p90=None, p99=None, largest=None)
+        return cls(
+            count=len(ordered),
+            mean=sum(ordered) / len(ordered),
+            p50=percentile(ordered, 50),
+            p90=percentile(ordered, 90),
+            p99=percentile(ordered, 99),
+            largest=ordered[-1],
+        )
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Linear interpolation between the closest ranks of an ascending, non-empty sequence (numpy's default)."""
+    place = (len(ordered) - 1) * percent / 100
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hits:
+    """Prompt tokens that a prefix cache served, over the turns that report them."""
+
+    num_turns: int
+    prompt_tokens: int
+    cached_tokens: int
+
+    @property
+    def share(self) -> float | None:
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None
+
+
+def hits(turns: Iterable[TurnRecord]) -> Hits:
+    known = [(turn.prompt_tokens, turn.cached_tokens) for turn in turns if turn.prompt_tokens is not None and turn.cached_tokens is not None]
+    return Hits(num_turns=len(known), prompt_tokens=sum(prompt for prompt, _ in known), cached_tokens=sum(cached for _, cached in known))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnColumn:
+    """All turns that stand at the same place in their sessions."""
+
+    turn: int
+    time_to_first_token: Distribution
+    hits: Hits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """A whole run. Failed turns count as failures and stay out of everything else."""
+
+    num_sessions: int
+    num_failed_sessions: int
+    num_planned_turns: int
+    num_turns: int
+    """Turns that were answered."""
+    num_failed_turns: int
+    num_diverged: int
+    errors: list[tuple[str, int]]
+    """(reason, sessions that it ended), most frequent first."""
+    wall: float
+    prompt_tokens: int | None
+    output_tokens: int | None
+    time_to_first_token: Distribution
+    time_per_token: Distribution
+    gaps: Distribution
+    latency: Distribution
+    lag: Distribution
+    hits: Hits
+    speculation: Speculation | None
+    forced_acceptance: bool
+    by_turn: list[TurnColumn]
+
+    @property
+    def output_rate(self) -> float | None:
+        """Output tokens a second, all sessions together."""
+        return self.output_tokens / self.wall if self.output_tokens is not None and self.wall > 0 else None
+
+    @property
+    def emitted_per_step(self) -> float | None:
+        """Accepted drafts and the bonus token, a decode step of one request."""
+        if self.speculation is None or not self.speculation.num_steps:
+            return None
+        return 1 + self.speculation.num_accepted / self.speculation.num_steps
+
+    @property
+    def draft_acceptance(self) -> float | None:
+        if self.speculation is None or not self.speculation.num_drafted:
+            return None
+        return self.speculation.num_accepted / self.speculation.num_drafted
+
+    @property
+    def acceptance_by_position(self) -> list[float | None]:
+        """Accepted share of the drafts at each position."""
+        if self.speculation is None:
+            return []
+        pairs = zip(self.speculation.drafted_by_position, self.speculation.accepted_by_position, strict=False)
+        return [accepted / drafted if drafted else None for drafted, accepted in pairs]
+
+
+def summarize(sessions: Sequence[SessionRecord], wall: float) -> Summary:
+    """The summary of a run of `wall` seconds."""
+    sent = [turn for session in sessions for turn in session.turns]
+    turns = [turn for turn in sent if turn.error is None]
+    speculation: Speculation | None = None
+    for turn in turns:
+        if turn.speculation is not None:
+            speculation = speculation or Speculation()
+            speculation.add(turn.speculation)
+    failures = Counter(turn.error for turn in sent if turn.error is not None)
+    return Summary(
+        num_sessions=len(sessions),
+        num_failed_sessions=sum(session.error is not None for session in sessions),
+        num_planned_turns=sum(session.num_planned for session in sessions),
+        num_turns=len(turns),
+        num_failed_turns=len(sent) - len(turns),
+        num_diverged=sum(turn.diverged for turn in turns),
+        errors=failures.most_common(),
+        wall=wall,
+        prompt_tokens=_total(turn.prompt_tokens for turn in turns),
+        output_tokens=_total(turn.completion_tokens for turn in turns),
+        time_to_first_token=Distribution.of(_known(turn.time_to_first_token for turn in turns)),
+        time_per_token=Distribution.of(_known(turn.time_per_token for turn in turns)),
+        gaps=Distribution.of(gap for turn in turns for gap in turn.gaps),
+        latency=Distribution.of(turn.latency for turn in turns),
+        lag=Distribution.of(turn.lag for turn in sent),
+        hits=hits(turns),
+        speculation=speculation,
+        forced_acceptance=any(turn.forced_acceptance for turn in sent),
+        by_turn=_columns(turns),
+    )
+
+
+def _columns(turns: Sequence[TurnRecord]) -> list[TurnColumn]:
+    places: dict[int, list[TurnRecord]] = {}
+    for turn in turns:
+        places.setdefault(turn.turn, []).append(turn)
+    return [
+        TurnColumn(turn=place, time_to_first_token=Distribution.of(_known(turn.time_to_first_token for turn in there)), hits=hits(there))
+        for place, there in sorted(places.items())
+    ]
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _total(values: Iterable[int | None]) -> int | None:
+    """Their sum; None when none is known."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None

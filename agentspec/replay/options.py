@@ -1,0 +1,199 @@
+"""What a replay can be asked to do: its flags, and the one validated object that they become. Knows nothing of engine flags."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Literal
+
+from agentspec.errors import ConfigError
+
+DEFAULT_LANES = 4
+
+ArrivalKind = Literal["closed", "trace", "poisson"]
+History = Literal["auto", "recorded", "live"]
+Output = Literal["free", "length"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayOptions:
+    """How a file is replayed and where the results go."""
+
+    concurrency: int | None = None
+    """Sessions that run at the same time. None: 4 in closed loop, without limit when sessions arrive by themselves."""
+    arrival: ArrivalKind = "closed"
+    """closed: a session starts when a lane is free. trace: at its `start_ms`. poisson: at random, at `arrival_rate`."""
+    arrival_rate: float | None = None
+    """Sessions a second, for poisson arrivals."""
+    speed: float = 1.0
+    """The clock of arrivals runs this much faster (trace and poisson)."""
+    delay_scale: float = 1.0
+    """Factor on the recorded waits between turns (tool runs and user thinking)."""
+    history: History = "auto"
+    """Whose answers the next prompt contains. auto: the recorded ones when the session has them all, else the live ones."""
+    output: Output = "free"
+    """length: `ignore_eos`, and exactly as many tokens as were recorded."""
+    sessions: int | None = None
+    """Replay the first n sessions only."""
+    max_turns: int | None = None
+    """Replay the first n turns of each session only."""
+    timeout: float = 600.0
+    """Seconds for one turn, from sending it to its last token."""
+    token_ids: tuple[int, int] = (100, 2000)
+    """First id, and one past the last id, that prompts of token-run turns are made of."""
+    seed: int = 0
+    """Seeds poisson arrivals and the tokens of token-run turns."""
+    base_url: str | None = None
+    """Server to measure, with or without its `/v1`. None: an engine in this process."""
+    api_key: str | None = None
+    served_model: str | None = None
+    """Model name to ask for. None: the first that the server lists."""
+    json_path: str | None = None
+    html_path: str | None = None
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        for field, count in (("concurrency", self.concurrency), ("sessions", self.sessions), ("max_turns", self.max_turns)):
+            if count is not None and count < 1:
+                raise ConfigError(field, count, "must be at least 1")
+        if self.arrival not in ("closed", "trace", "poisson"):
+            raise ConfigError("arrival", self.arrival, "must be closed, trace or poisson:RATE")
+        if (self.arrival == "poisson") != (self.arrival_rate is not None):
+            raise ConfigError("arrival", self.arrival, "poisson, and only poisson, needs a rate: poisson:RATE, in sessions a second")
+        if self.arrival_rate is not None and not 0 < self.arrival_rate < float("inf"):
+            raise ConfigError("arrival", f"poisson:{self.arrival_rate:g}", "the rate must be above 0 sessions a second")
+        if not 0 < self.speed < float("inf"):
+            raise ConfigError("speed", self.speed, "must be above 0")
+        if self.speed != 1.0 and self.arrival == "closed":
+            raise ConfigError("speed", self.speed, "has no effect in closed loop; use it with --arrival trace or poisson:RATE")
+        if not 0 <= self.delay_scale < float("inf"):
+            raise ConfigError("tool_delay", f"scale:{self.delay_scale:g}", "the factor must not be negative")
+        if self.history not in ("auto", "recorded", "live"):
+            raise ConfigError("history", self.history, "must be auto, recorded or live")
+        if self.output not in ("free", "length"):
+            raise ConfigError("output", self.output, "must be free or length")
+        if not 0 < self.timeout < float("inf"):
+            raise ConfigError("timeout", self.timeout, "must be above 0 seconds")
+        if not 0 <= self.token_ids[0] < self.token_ids[1] <= 2**31 - 1:
+            raise ConfigError("token_ids", self.token_ids, "must be LOW:HIGH with 0 <= LOW < HIGH")
+        if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
+            raise ConfigError("base_url", self.base_url, "must begin with http:// or https://")
+        for field, value in (("api_key", self.api_key), ("served_model", self.served_model)):
+            if value is not None and self.base_url is None:
+                shown = "(hidden)" if field == "api_key" else value
+                raise ConfigError(field, shown, "is for a server; give its --base-url too")
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace, *, seed: int = 0) -> ReplayOptions:
+        """The options that parsed flags ask for; `seed` comes from the engine's own flag. Raises ConfigError naming flag and value."""
+        arrival, rate = _arrival(args.arrival)
+        return cls(
+            concurrency=args.concurrency,
+            arrival=arrival,
+            arrival_rate=rate,
+            speed=args.speed,
+            delay_scale=_delay_scale(args.tool_delay),
+            history=args.history,
+            output=args.output,
+            sessions=args.sessions,
+            max_turns=args.max_turns,
+            timeout=args.timeout,
+            token_ids=_token_ids(args.token_ids),
+            seed=seed,
+            base_url=args.base_url,
+            api_key=args.api_key,
+            served_model=args.served_model,
+            json_path=args.json,
+            html_path=args.html,
+            quiet=args.quiet,
+        )
+
+    def settings(self) -> dict[str, str]:
+        """What shaped the measurement, for the report; neither file names nor the key."""
+        arrival = self.arrival if self.arrival_rate is None else f"poisson:{self.arrival_rate:g}"
+        limit = "no limit" if self.lanes is None else str(self.lanes)
+        shown = {
+            "concurrency": limit,
+            "arrival": arrival if self.speed == 1.0 else f"{arrival}, {self.speed:g} times as fast",
+            "tool delay": {1.0: "recorded", 0.0: "zero"}.get(self.delay_scale, f"scale:{self.delay_scale:g}"),
+            "history": self.history,
+            "output": self.output,
+            "timeout": f"{self.timeout:g} s",
+            "seed": str(self.seed),
+        }
+        if self.sessions is not None:
+            shown["sessions"] = f"first {self.sessions}"
+        if self.max_turns is not None:
+            shown["turns"] = f"first {self.max_turns} of a session"
+        return shown
+
+    @property
+    def lanes(self) -> int | None:
+        """Sessions at the same time; None: no limit."""
+        if self.concurrency is None and self.arrival == "closed":
+            return DEFAULT_LANES
+        return self.concurrency
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that only `replay` has; the engine's flags are added by the command line itself."""
+    parser.add_argument("file", metavar="FILE", help="replay file (agentspec.replay/1, plain or gzip)")
+    what = parser.add_argument_group("what is replayed")
+    what.add_argument("--sessions", type=int, metavar="N", help="the first N sessions only")
+    what.add_argument("--max-turns", type=int, metavar="N", help="the first N turns of each session only")
+    what.add_argument(
+        "--history", default="auto", metavar="auto|recorded|live", help="whose answers the next prompt contains (auto: the recorded ones if there)"
+    )
+    what.add_argument("--output", default="free", metavar="free|length", help="length: as many tokens as recorded, ignoring the end of text")
+    what.add_argument("--token-ids", default="100:2000", metavar="LOW:HIGH", help="ids that prompts without text are made of (default 100:2000)")
+    when = parser.add_argument_group("when")
+    when.add_argument("--concurrency", type=int, metavar="N", help=f"sessions at the same time (closed loop: {DEFAULT_LANES})")
+    when.add_argument("--arrival", default="closed", metavar="closed|trace|poisson:R", help="how sessions start; R in sessions a second")
+    when.add_argument("--speed", type=float, default=1.0, metavar="X", help="arrivals this many times as fast as recorded")
+    when.add_argument("--tool-delay", default="recorded", metavar="recorded|zero|scale:X", help="waits between turns: tool runs and user thinking")
+    when.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds for one turn (default 600)")
+    server = parser.add_argument_group("another server")
+    server.add_argument("--base-url", metavar="URL", help="measure this server instead of an engine in this process")
+    server.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
+    server.add_argument("--served-model", metavar="NAME", help="model to ask for (default: the first that the server lists)")
+    results = parser.add_argument_group("results")
+    results.add_argument("--json", metavar="FILE", help="write every request and the summary as JSON")
+    results.add_argument("--html", metavar="FILE", help="write one self-contained page with plots")
+    results.add_argument("--quiet", action="store_true", help="no progress on stderr")
+
+
+def _arrival(text: str) -> tuple[ArrivalKind, float | None]:
+    if text == "closed":
+        return "closed", None
+    if text == "trace":
+        return "trace", None
+    kind, _, rate = text.partition(":")
+    if kind == "poisson":
+        return "poisson", _number("arrival", text, rate)
+    raise ConfigError("arrival", text, "must be closed, trace or poisson:RATE")
+
+
+def _delay_scale(text: str) -> float:
+    if text == "recorded":
+        return 1.0
+    if text == "zero":
+        return 0.0
+    kind, _, factor = text.partition(":")
+    if kind == "scale":
+        return _number("tool_delay", text, factor)
+    raise ConfigError("tool_delay", text, "must be recorded, zero or scale:FACTOR")
+
+
+def _token_ids(text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    try:
+        return int(low), int(high)
+    except ValueError:
+        raise ConfigError("token_ids", text, "must be LOW:HIGH, two integers") from None
+
+
+def _number(field: str, text: str, number: str) -> float:
+    try:
+        return float(number)
+    except ValueError:
+        raise ConfigError(field, text, f"{number!r} is not a number") from None

@@ -1,0 +1,88 @@
+"""Live progress of a replay: a tally that the run keeps, and its display on a terminal or in a log."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TextIO
+
+from agentspec.replay.measure import TurnRecord
+
+_TERMINAL_SECONDS = 0.2
+_LOG_SECONDS = 5.0
+
+
+@dataclass(kw_only=True, slots=True)
+class Tally:
+    num_sessions: int
+    num_turns: int
+    sessions_done: int = 0
+    turns_done: int = 0
+    num_failed: int = 0
+    num_running: int = 0
+    """Requests in flight."""
+    output_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int | None = None
+    forced_acceptance: bool = False
+
+    def add(self, turn: TurnRecord) -> None:
+        """Count a turn that has ended."""
+        self.turns_done += turn.error is None
+        self.num_failed += turn.error is not None
+        self.output_tokens += turn.completion_tokens or 0
+        self.forced_acceptance |= turn.forced_acceptance
+        if turn.prompt_tokens is not None and turn.cached_tokens is not None:
+            self.prompt_tokens += turn.prompt_tokens
+            self.cached_tokens = (self.cached_tokens or 0) + turn.cached_tokens
+
+    def line(self, seconds: float) -> str:
+        """One line of text after `seconds` of the run."""
+        parts = [
+            f"{seconds:5.0f} s",
+            f"sessions {self.sessions_done}/{self.num_sessions}",
+            f"turns {self.turns_done}/{self.num_turns}",
+            f"{self.num_running} running",
+        ]
+        if self.output_tokens and seconds > 0:
+            parts.append(f"{self.output_tokens / seconds:.0f} tok/s")
+        if self.cached_tokens is not None and self.prompt_tokens:
+            parts.append(f"prefix hit {self.cached_tokens / self.prompt_tokens:.1%}")
+        if self.num_failed:
+            parts.append(f"{self.num_failed} FAILED")
+        if self.forced_acceptance:
+            parts.append("FORCED ACCEPTANCE")
+        return "  ".join(parts)
+
+
+class Progress:
+    """Shows a tally while the run goes on: one line that is rewritten on a terminal, a line every few seconds elsewhere."""
+
+    def __init__(self, tally: Tally, stream: TextIO) -> None:
+        self._tally = tally
+        self._stream = stream
+        self._task: asyncio.Task[None] | None = None
+        self._start = 0.0
+
+    async def __aenter__(self) -> Progress:
+        self._start = asyncio.get_running_loop().time()
+        self._task = asyncio.create_task(self._repeat())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.wait((self._task,))
+        self._show()
+        if self._stream.isatty():
+            self._stream.write("\n")
+
+    async def _repeat(self) -> None:
+        while True:
+            await asyncio.sleep(_TERMINAL_SECONDS if self._stream.isatty() else _LOG_SECONDS)
+            self._show()
+
+    def _show(self) -> None:
+        line = self._tally.line(asyncio.get_running_loop().time() - self._start)
+        self._stream.write(f"\r\x1b[K{line}" if self._stream.isatty() else f"{line}\n")
+        self._stream.flush()

@@ -1,0 +1,155 @@
+"""One streamed answer: server-sent events in, the assembled assistant message and its counters out.
+
+Reads what any OpenAI server sends and takes what a server doesn't report for absent (None), never for zero. Knows nothing of time: the
+caller stamps the events.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+from agentspec.errors import AgentspecError
+
+
+class ServerError(AgentspecError):
+    """The server refused the request, or its answer is no complete stream."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Speculation:
+    """Counters of `metrics.speculative_decoding`; lists go by draft position, first draft first."""
+
+    num_steps: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    drafted_by_position: list[int] = field(default_factory=list)
+    accepted_by_position: list[int] = field(default_factory=list)
+
+    def add(self, other: Speculation) -> None:
+        self.num_steps += other.num_steps
+        self.num_drafted += other.num_drafted
+        self.num_accepted += other.num_accepted
+        self.drafted_by_position = _sum(self.drafted_by_position, other.drafted_by_position)
+        self.accepted_by_position = _sum(self.accepted_by_position, other.accepted_by_position)
+
+
+async def read_events(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:
+    """The JSON objects of a server-sent event stream, up to `[DONE]` or its end. Raises ServerError for what isn't one."""
+    data: list[str] = []
+    async for line in lines:
+        if line.startswith("data:"):
+            data.append(line[5:].removeprefix(" "))
+        elif not line and data:
+            text, data = "\n".join(data), []
+            if text == "[DONE]":
+                return
+            yield _decode(text)
+    if data and data != ["[DONE]"]:  # a last event without its blank line
+        yield _decode("\n".join(data))
+
+
+def _decode(text: str) -> dict[str, Any]:
+    try:
+        event = json.loads(text)
+    except ValueError:
+        raise ServerError(f"the stream holds an event that is not JSON: {text[:200]!r}") from None
+    if not isinstance(event, dict):
+        raise ServerError(f"the stream holds an event that is no object: {text[:200]!r}")
+    if "error" in event:
+        raise ServerError(error_text(event))
+    return event
+
+
+def error_text(body: Any) -> str:
+    """What an error body says, in OpenAI's shape or another."""
+    error = body.get("error", body) if isinstance(body, dict) else body
+    message = error.get("message", error) if isinstance(error, dict) else error
+    return str(message)
+
+
+class Reply:
+    """Collects the events of one answer."""
+
+    def __init__(self) -> None:
+        self.content = ""
+        self.reasoning = ""
+        self.tool_calls: list[dict[str, Any]] = []
+        self.finish_reason: str | None = None
+        self.prompt_tokens: int | None = None
+        self.completion_tokens: int | None = None
+        self.cached_tokens: int | None = None
+        self.speculation: Speculation | None = None
+        self.forced_acceptance = False
+        self._reasoning_field = "reasoning_content"
+
+    def add(self, event: dict[str, Any]) -> int:
+        """Take one event; returns the tokens that it shows: as many ids as it lists, else 1 if it carries any text, else 0."""
+        num_tokens = 0
+        for choice in event.get("choices") or []:
+            delta = choice.get("delta") or choice  # /v1/completions has `text` in the choice itself
+            shows_text = self._take_text(delta) | self._take_calls(delta)
+            num_tokens += len(choice.get("token_ids") or []) or int(shows_text)
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        if isinstance(usage := event.get("usage"), dict):
+            self._take_usage(usage)
+        if isinstance(metrics := event.get("metrics"), dict):
+            self._take_metrics(metrics)
+        return num_tokens
+
+    def message(self) -> dict[str, Any]:
+        """The answer as an assistant message, ready to be sent back."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content or (None if self.tool_calls else "")}
+        if self.reasoning:
+            message[self._reasoning_field] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = self.tool_calls
+        return message
+
+    def _take_text(self, delta: dict[str, Any]) -> bool:
+        text = delta.get("content") or delta.get("text") or ""
+        self.content += text
+        for name in ("reasoning_content", "reasoning"):
+            if delta.get(name):
+                self.reasoning += delta[name]
+                self._reasoning_field = name
+                return True
+        return bool(text)
+
+    def _take_calls(self, delta: dict[str, Any]) -> bool:
+        parts = delta.get("tool_calls") or []
+        for part in parts:
+            index = part.get("index", len(self.tool_calls))
+            while len(self.tool_calls) <= index:
+                self.tool_calls.append({"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
+            call, function = self.tool_calls[index], part.get("function") or {}
+            call["id"] = part.get("id") or call["id"]
+            call["function"]["name"] += function.get("name") or ""
+            call["function"]["arguments"] += function.get("arguments") or ""
+        return bool(parts)
+
+    def _take_usage(self, usage: dict[str, Any]) -> None:
+        self.prompt_tokens = usage.get("prompt_tokens")
+        self.completion_tokens = usage.get("completion_tokens")
+        self.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+
+    def _take_metrics(self, metrics: dict[str, Any]) -> None:
+        counters = metrics.get("speculative_decoding")
+        if not isinstance(counters, dict):
+            return
+        self.forced_acceptance = bool(counters.get("forced", False))
+        self.speculation = Speculation(
+            num_steps=counters.get("num_spec_steps") or 0,
+            num_drafted=counters.get("num_draft_tokens") or 0,
+            num_accepted=counters.get("num_accepted_draft_tokens") or 0,
+        )
+        for source in (counters.get("by_source") or {}).values():
+            self.speculation.drafted_by_position = _sum(self.speculation.drafted_by_position, source.get("drafted_by_position") or [])
+            self.speculation.accepted_by_position = _sum(self.speculation.accepted_by_position, source.get("accepted_by_position") or [])
+
+
+def _sum(left: list[int], right: list[int]) -> list[int]:
+    return [a + b for a, b in zip_longest(left, right, fillvalue=0)]

@@ -1,0 +1,260 @@
+"""The results of a replay as text and as JSON. replay/page.py makes the HTML page of the same object.
+
+Every form says so when acceptance was forced, and says "not reported" for what the server did not tell.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentspec.replay.measure import Distribution, SessionRecord, Summary, TurnColumn, TurnRecord
+
+REPORT_SCHEMA = "agentspec.report/1"
+FORCED_LABEL = "FORCED ACCEPTANCE: drafts were accepted at set rates, not by the model. The text is meaningless; these are benchmark figures."
+NOT_REPORTED = "not reported"
+
+MAX_TURN_LINES = 16
+"""Lines of the table by turn; long sessions have more turns than a terminal has room."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """One finished replay."""
+
+    file: str
+    source: dict[str, Any]
+    """The replay file's own word on where it comes from."""
+    model: str
+    url: str
+    settings: dict[str, str]
+    sessions: list[SessionRecord]
+    summary: Summary
+
+    @property
+    def has_failures(self) -> bool:
+        return self.summary.num_failed_sessions > 0
+
+    def table(self) -> str:
+        """The table for the end of a run."""
+        return "\n".join(_table(self))
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything measured, JSON-ready: the summary, and a row for each request."""
+        return {
+            "schema": REPORT_SCHEMA,
+            "forced_acceptance": self.summary.forced_acceptance,
+            **({"warning": FORCED_LABEL} if self.summary.forced_acceptance else {}),
+            "file": self.file,
+            "source": self.source,
+            "model": self.model,
+            "url": self.url,
+            "settings": self.settings,
+            "summary": _summary_json(self.summary),
+            "by_turn": [_column_json(column) for column in self.summary.by_turn],
+            "sessions": [
+                {"session_id": session.session_id, "group": session.group, "planned_turns": session.num_planned, "error": session.error}
+                for session in self.sessions
+            ],
+            "requests": [_request_json(turn) for session in self.sessions for turn in session.turns],
+        }
+
+    def write_json(self, path: str) -> None:
+        Path(path).write_text(json.dumps(self.to_json(), ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+
+
+def _table(report: Report) -> list[str]:
+    summary = report.summary
+    lines = [
+        f"{report.file}  on  {report.model}  at  {report.url}",
+        "  ".join(f"{name} {value}," for name, value in report.settings.items()).rstrip(","),
+    ]
+    if summary.forced_acceptance:
+        lines += ["", FORCED_LABEL]
+    lines += [""] + [f"{name:<26}{value}" for name, value in count_rows(summary)]
+    lines += ["", f"{'milliseconds':<26}" + "".join(f"{head:>10}" for head in ("mean", "p50", "p90", "p99", "max"))]
+    for name, distribution in time_rows(summary):
+        lines.append(f"{name:<26}" + "".join(f"{milliseconds(value):>10}" for value in _five(distribution)))
+    lines += ["", f"{'turn':<26}" + "".join(f"{head:>14}" for head in ("requests", "first token", "prompt", "prefix hit", "share"))]
+    shown = summary.by_turn if len(summary.by_turn) <= MAX_TURN_LINES else summary.by_turn[: MAX_TURN_LINES - 1]
+    for column in shown:
+        lines.append(f"{column.turn + 1:<26}" + "".join(f"{value:>14}" for value in _column_cells(column)))
+    if len(shown) < len(summary.by_turn):
+        lines.append(f"and {len(summary.by_turn) - len(shown)} later turns, listed by --json and --html")
+    if summary.errors:
+        lines += ["", "failed sessions"] + [f"  {count} x  {message}" for message, count in summary.errors]
+    return lines
+
+
+def count_rows(summary: Summary) -> list[tuple[str, str]]:
+    """The counts of a run, as (name, text)."""
+    not_sent = summary.num_planned_turns - summary.num_turns - summary.num_failed_turns
+    turns = f"{summary.num_turns} answered of {summary.num_planned_turns}"
+    if summary.num_failed_turns or not_sent:
+        turns += f", {summary.num_failed_turns} failed, {not_sent} not sent"
+    if summary.num_diverged:
+        turns += f", {summary.num_diverged} after a recorded answer that replaced a diverged one"
+    sessions = f"{summary.num_sessions - summary.num_failed_sessions} completed of {summary.num_sessions}"
+    rows = [
+        ("sessions", sessions),
+        ("turns", turns),
+        ("failures", str(summary.num_failed_sessions)),
+        ("wall time", f"{summary.wall:.2f} s"),
+        ("prompt tokens", count(summary.prompt_tokens)),
+        ("output tokens", count(summary.output_tokens)),
+        ("output tokens a second", NOT_REPORTED if summary.output_rate is None else f"{summary.output_rate:,.1f}"),
+        ("prefix hit", hit_text(summary)),
+    ]
+    return rows + speculation_rows(summary)
+
+
+def speculation_rows(summary: Summary) -> list[tuple[str, str]]:
+    if summary.speculation is None:
+        return [("emitted tokens a step", NOT_REPORTED), ("acceptance by position", NOT_REPORTED)]
+    emitted = "no decode steps" if summary.emitted_per_step is None else f"{summary.emitted_per_step:.2f}"
+    if not summary.speculation.num_drafted:
+        accepted = "nothing was drafted"
+    elif not summary.acceptance_by_position:
+        accepted = NOT_REPORTED
+    else:
+        accepted = "  ".join(f"{place}: {share(rate)}" for place, rate in enumerate(summary.acceptance_by_position, start=1))
+    forced = "  (forced)" if summary.forced_acceptance else ""
+    return [
+        ("emitted tokens a step", emitted + forced),
+        ("drafts accepted", share(summary.draft_acceptance) + forced if summary.speculation.num_drafted else "nothing was drafted"),
+        ("acceptance by position", accepted + forced),
+    ]
+
+
+def time_rows(summary: Summary) -> list[tuple[str, Distribution]]:
+    return [
+        ("time to first token", summary.time_to_first_token),
+        ("time between tokens", summary.time_per_token),
+        ("gap between events", summary.gaps),
+        ("whole turn", summary.latency),
+        ("schedule lag", summary.lag),
+    ]
+
+
+def hit_text(summary: Summary) -> str:
+    hits = summary.hits
+    if not hits.num_turns:
+        return NOT_REPORTED
+    text = f"{hits.cached_tokens:,} of {hits.prompt_tokens:,} prompt tokens, {share(hits.share)}"
+    return text if hits.num_turns == summary.num_turns else f"{text} ({hits.num_turns} of {summary.num_turns} turns report it)"
+
+
+def count(value: int | None) -> str:
+    return NOT_REPORTED if value is None else f"{value:,}"
+
+
+def share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Three significant digits or whole milliseconds, whichever is more."""
+    if seconds is None:
+        return "-"
+    value = seconds * 1000
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _five(distribution: Distribution) -> list[float | None]:
+    return [distribution.mean, distribution.p50, distribution.p90, distribution.p99, distribution.largest]
+
+
+def _column_cells(column: TurnColumn) -> list[str]:
+    first = f"{milliseconds(column.time_to_first_token.p50)} ms"
+    if not column.hits.num_turns:
+        return [str(column.time_to_first_token.count), first, NOT_REPORTED, NOT_REPORTED, "-"]
+    return [
+        str(column.time_to_first_token.count),
+        first,
+        f"{column.hits.prompt_tokens:,}",
+        f"{column.hits.cached_tokens:,}",
+        share(column.hits.share),
+    ]
+
+
+def _summary_json(summary: Summary) -> dict[str, Any]:
+    speculation = summary.speculation
+    return {
+        "sessions": summary.num_sessions,
+        "failed_sessions": summary.num_failed_sessions,
+        "planned_turns": summary.num_planned_turns,
+        "turns": summary.num_turns,
+        "failed_turns": summary.num_failed_turns,
+        "diverged_turns": summary.num_diverged,
+        "errors": [{"message": message, "sessions": number} for message, number in summary.errors],
+        "wall_s": round(summary.wall, 6),
+        "prompt_tokens": summary.prompt_tokens,
+        "output_tokens": summary.output_tokens,
+        "output_tokens_per_s": summary.output_rate,
+        "ttft_ms": _distribution_json(summary.time_to_first_token),
+        "tpot_ms": _distribution_json(summary.time_per_token),
+        "itl_ms": _distribution_json(summary.gaps),
+        "e2el_ms": _distribution_json(summary.latency),
+        "sched_lag_ms": _distribution_json(summary.lag),
+        "cached_tokens": summary.hits.cached_tokens if summary.hits.num_turns else None,
+        "hit_share": summary.hits.share,
+        "turns_reporting_hits": summary.hits.num_turns,
+        "emitted_per_step": summary.emitted_per_step,
+        "draft_acceptance": summary.draft_acceptance,
+        "acceptance_by_position": summary.acceptance_by_position if speculation is not None else None,
+        "decode_steps": speculation.num_steps if speculation is not None else None,
+        "drafted_tokens": speculation.num_drafted if speculation is not None else None,
+        "accepted_tokens": speculation.num_accepted if speculation is not None else None,
+    }
+
+
+def _column_json(column: TurnColumn) -> dict[str, Any]:
+    return {
+        "turn": column.turn,
+        "ttft_ms": _distribution_json(column.time_to_first_token),
+        "prompt_tokens": column.hits.prompt_tokens if column.hits.num_turns else None,
+        "cached_tokens": column.hits.cached_tokens if column.hits.num_turns else None,
+        "hit_share": column.hits.share,
+    }
+
+
+def _request_json(turn: TurnRecord) -> dict[str, Any]:
+    return {
+        "session_id": turn.session_id,
+        "turn": turn.turn,
+        "delay_kind": turn.delay_kind,
+        "due_ms": _ms(turn.due),
+        "sent_ms": _ms(turn.sent),
+        "sched_lag_ms": _ms(turn.lag),
+        "ttft_ms": _ms(turn.time_to_first_token),
+        "tpot_ms": _ms(turn.time_per_token),
+        "itl_ms": [_ms(gap) for gap in turn.gaps],
+        "e2el_ms": _ms(turn.latency),
+        "finish_reason": turn.finish_reason,
+        "prompt_tokens": turn.prompt_tokens,
+        "completion_tokens": turn.completion_tokens,
+        "cached_tokens": turn.cached_tokens,
+        "decode_steps": turn.speculation.num_steps if turn.speculation is not None else None,
+        "drafted_tokens": turn.speculation.num_drafted if turn.speculation is not None else None,
+        "accepted_tokens": turn.speculation.num_accepted if turn.speculation is not None else None,
+        "forced_acceptance": turn.forced_acceptance,
+        "diverged": turn.diverged,
+        "error": turn.error,
+    }
+
+
+def _distribution_json(distribution: Distribution) -> dict[str, Any]:
+    return {
+        "count": distribution.count,
+        "mean": _ms(distribution.mean),
+        "p50": _ms(distribution.p50),
+        "p90": _ms(distribution.p90),
+        "p99": _ms(distribution.p99),
+        "max": _ms(distribution.largest),
+    }
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 3)

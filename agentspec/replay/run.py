@@ -1,0 +1,165 @@
+"""A whole replay: checks the file against the options, runs the sessions, and returns the report.
+
+Every turn's request is checked before the first one is sent, so a file that can't be replayed as asked fails at once and by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+import httpx
+
+from agentspec.errors import ConfigError
+from agentspec.replay import bodies, schedule
+from agentspec.replay.client import CHAT_PATH, COMPLETION_PATH, Target, TurnClient, find_target
+from agentspec.replay.conversation import Conversation, ConversationError, keeps_live_history
+from agentspec.replay.measure import SessionRecord, TurnRecord, summarize
+from agentspec.replay.options import ReplayOptions
+from agentspec.replay.progress import Progress, Tally
+from agentspec.replay.report import Report
+from agentspec.replay.schema import ReplayFile, Session, Turn
+from agentspec.replay.token_runs import TokenRuns
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionPlan:
+    """A session as it will be replayed."""
+
+    session: Session
+    turns: list[Turn]
+    fields: list[dict[str, Any]]
+    """Sampling fields of each turn."""
+    tools: list[dict[str, Any]]
+    live: bool
+
+
+def make_plans(file: ReplayFile, options: ReplayOptions) -> list[SessionPlan]:
+    """What the options leave of the file. Raises ConfigError, naming session and turn, for what can't be replayed as asked."""
+    plans = [_plan(file, session, options) for session in file.sessions[: options.sessions]]
+    if options.arrival == "trace":
+        try:
+            schedule.arrivals([plan.session for plan in plans], options)
+        except ValueError as error:
+            raise ConfigError("arrival", options.arrival, str(error)) from None
+    return plans
+
+
+def _plan(file: ReplayFile, session: Session, options: ReplayOptions) -> SessionPlan:
+    if session.parent is not None:
+        raise ConfigError("file", file.path, f"session {session.session_id!r}: parent: subagents can't be replayed yet")
+    turns = session.turns[: options.max_turns]
+    try:
+        live = keeps_live_history(session, options.history, len(turns))
+    except ValueError as error:
+        raise ConfigError("history", options.history, str(error)) from None
+    fields: list[dict[str, Any]] = []
+    for index, turn in enumerate(turns):
+        try:
+            fields.append(bodies.turn_fields(turn, file.meta, fixed_length=options.output == "length"))
+        except ValueError as error:
+            raise ConfigError("output", options.output, f"session {session.session_id!r}: turns[{index}] {error}") from None
+    return SessionPlan(session=session, turns=turns, fields=fields, tools=file.tools(session), live=live)
+
+
+async def run_replay(
+    file: ReplayFile, options: ReplayOptions, client: httpx.AsyncClient, model: str | None, *, progress: TextIO | None = None
+) -> Report:
+    """Replay `file` against the server at the client's base URL (its root, without /v1) and measure it.
+
+    `model` is the name to ask for, None the first that the server lists. `progress` is where live progress is shown.
+    Raises ConfigError for options that the file can't meet and TargetError when there is no server; a turn that fails is a
+    result, not an error."""
+    plans = make_plans(file, options)
+    target = await find_target(client, model)
+    tally = Tally(num_sessions=len(plans), num_turns=sum(len(plan.turns) for plan in plans))
+    async with AsyncExitStack() as stack:
+        if progress is not None:
+            await stack.enter_async_context(Progress(tally, progress))
+        turn_client = TurnClient(client, target, timeout=options.timeout, start=asyncio.get_running_loop().time())
+        runner = _Runner(plans, options, turn_client, tally)
+        await schedule.run_all([plan.session for plan in plans], options, runner.run, turn_client.now)
+        wall = turn_client.now()
+    return _report(file, options, target, runner.records, wall)
+
+
+class _Runner:
+    """Runs planned sessions over one client and keeps their records."""
+
+    def __init__(self, plans: list[SessionPlan], options: ReplayOptions, client: TurnClient, tally: Tally) -> None:
+        self._plans = {plan.session.session_id: plan for plan in plans}
+        self._records = {
+            name: SessionRecord(session_id=name, group=plan.session.group, num_planned=len(plan.turns)) for name, plan in self._plans.items()
+        }
+        self._delay_scale = options.delay_scale
+        self._token_runs = TokenRuns(options.seed, *options.token_ids)
+        self._client = client
+        self._tally = tally
+
+    @property
+    def records(self) -> list[SessionRecord]:
+        return list(self._records.values())
+
+    async def run(self, session: Session, due: float) -> None:
+        """The turns of a session, one after another, each due its recorded wait after the last token of the one before.
+
+        The first turn that fails ends the session."""
+        plan, record = self._plans[session.session_id], self._records[session.session_id]
+        conversation = Conversation(live=plan.live)
+        for index, turn in enumerate(plan.turns):
+            due += turn.delay_ms / 1000 * self._delay_scale
+            await asyncio.sleep(max(0.0, due - self._client.now()))
+            entry = TurnRecord(session_id=session.session_id, turn=index, delay_kind=turn.delay_kind, due=due, sent=self._client.now())
+            record.turns.append(entry)
+            await self._run_turn(plan, turn, plan.fields[index], conversation, entry)
+            self._tally.add(entry)
+            due = entry.end
+            if entry.error is not None:
+                record.error = f"turn {index + 1}: {entry.error}"
+                break
+        self._tally.sessions_done += 1
+
+    async def _run_turn(self, plan: SessionPlan, turn: Turn, fields: dict[str, Any], conversation: Conversation, entry: TurnRecord) -> None:
+        client = self._client
+        try:
+            if turn.messages is not None:
+                messages, entry.diverged = conversation.prompt(turn)
+                path, body = CHAT_PATH, bodies.chat_body(messages=messages, tools=plan.tools, fields=fields, model=client.model)
+            else:
+                path, body = COMPLETION_PATH, bodies.completion_body(prompt_ids=self._token_runs.prompt(turn), fields=fields, model=client.model)
+        except ConversationError as error:
+            entry.error, entry.end = str(error), client.now()
+            return
+        self._tally.num_running += 1
+        reply = await client.send(path, body, entry)
+        self._tally.num_running -= 1
+        if reply is not None:
+            conversation.answer(turn, reply.message())
+
+
+def _report(file: ReplayFile, options: ReplayOptions, target: Target, records: list[SessionRecord], wall: float) -> Report:
+    return Report(
+        file=file.path,
+        source=file.meta.source,
+        model=target.model,
+        url=target.url,
+        settings=options.settings(),
+        sessions=records,
+        summary=summarize(records, wall),
+    )
+
+
+def http_client(options: ReplayOptions) -> httpx.AsyncClient:
+    """A client for `--base-url`: as many connections as the schedule wants, and no time limit but the turn's own.
+
+    Raises ConfigError when the URL can't be one."""
+    assert options.base_url is not None
+    root = options.base_url.rstrip("/").removesuffix("/v1")
+    headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key is not None else {}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    try:
+        return httpx.AsyncClient(base_url=root, headers=headers, timeout=None, limits=limits)
+    except httpx.InvalidURL as error:
+        raise ConfigError("base_url", options.base_url, str(error)) from None

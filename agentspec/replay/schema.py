@@ -1,0 +1,320 @@
+"""The replay file format `agentspec.replay/1`: its structs, and reading and writing them with every rule checked.
+
+JSON lines, plain or gzip: an optional `meta` line first, then one session a line. docs/replay.md describes each field. Unknown keys are errors,
+except keys that begin with `x_`: those are notes of other tools, read over and not kept. Knows nothing about HTTP, tokens or time.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from agentspec.errors import ReplayFileError
+
+CLIENT_FIELDS = frozenset({"messages", "prompt", "model", "stream", "stream_options", "tools", "return_token_ids"})
+"""Request fields that the client itself writes; neither `defaults` nor `extra` may hold them."""
+
+
+class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Base of every struct of the format."""
+
+
+class TextPart(_Strict, frozen=True, kw_only=True, tag="text", tag_field="type"):
+    text: str
+
+
+class FunctionCall(_Strict, frozen=True, kw_only=True):
+    name: str
+    arguments: str
+    """A JSON object, as text (OpenAI's form)."""
+
+
+class ToolCall(_Strict, frozen=True, kw_only=True):
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
+class InputMessage(_Strict, frozen=True, kw_only=True):
+    """A message that the client adds: everything but the model's own."""
+
+    role: Literal["system", "developer", "user", "tool"]
+    content: str | list[TextPart]
+    name: str | None = None
+    tool_call_id: str | None = None
+    """Of a tool's result. Absent: results belong to the calls in their order."""
+
+
+class AssistantMessage(_Strict, frozen=True, kw_only=True):
+    """A recorded answer."""
+
+    content: str | None
+    role: Literal["assistant"]
+    tool_calls: list[ToolCall] = []
+    reasoning_content: str | None = None
+
+
+class RecordedUsage(_Strict, frozen=True, kw_only=True):
+    """Tokens as the recording server counted them (its tokenizer, not ours)."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    reasoning_tokens: int | None = None
+
+
+class Expect(_Strict, frozen=True, kw_only=True):
+    """What was recorded for a turn. Never compared with an answer: history and output lengths may be taken from it."""
+
+    message: AssistantMessage | None = None
+    finish_reason: str | None = None
+    output_tokens: int | None = None
+    usage: RecordedUsage | None = None
+    latency_ms: float | None = None
+
+
+class Turn(_Strict, frozen=True, kw_only=True):
+    """One request. It has exactly one prompt form: `messages`, or `input_length` with `block_size` and `hash_ids`."""
+
+    messages: list[InputMessage] | None = None
+    """Only what is new: the answers between turns come from `expect` or from the model."""
+    input_length: int | None = None
+    """Tokens of the whole prompt (a token-run prompt repeats its history; see token_runs)."""
+    block_size: int | None = None
+    hash_ids: list[int] | None = None
+    """One id a block; equal ids are equal tokens. The last, partial block has its own."""
+    delay_ms: float = 0.0
+    """Wait after the last token of the previous turn."""
+    delay_kind: Literal["start", "tool", "user", "none"] = "none"
+    max_tokens: int | None = None
+    extra: dict[str, Any] = {}
+    """OpenAI request fields of this turn, sent as they are."""
+    expect: Expect | None = None
+
+    @property
+    def recorded_message(self) -> AssistantMessage | None:
+        return self.expect.message if self.expect is not None else None
+
+    @property
+    def recorded_output_tokens(self) -> int | None:
+        """Length of the recorded answer: `expect.output_tokens`, else what the recorded usage says."""
+        if self.expect is None:
+            return None
+        if self.expect.output_tokens is not None:
+            return self.expect.output_tokens
+        return self.expect.usage.completion_tokens if self.expect.usage is not None else None
+
+
+class Parent(_Strict, frozen=True, kw_only=True):
+    """The session is a subagent: it starts when `turn` of another session has ended."""
+
+    session_id: str
+    turn: int
+    mode: Literal["spawn", "fork"] = "spawn"
+    join_turn: int | None = None
+
+
+class Session(_Strict, frozen=True, kw_only=True, tag="session", tag_field="type"):
+    session_id: str
+    turns: list[Turn]
+    group: str | None = None
+    """Sessions that repeat one task share it."""
+    start_ms: float | None = None
+    """Arrival on the trace's clock."""
+    toolset: str | None = None
+    """Name in `meta.toolsets`."""
+    tools: list[dict[str, Any]] | None = None
+    parent: Parent | None = None
+
+
+class Meta(_Strict, frozen=True, kw_only=True, tag="meta", tag_field="type"):
+    schema: Literal["agentspec.replay/1"] = "agentspec.replay/1"
+    toolsets: dict[str, list[dict[str, Any]]] = {}
+    """Lists of OpenAI tools, shared by reference."""
+    defaults: dict[str, Any] = {}
+    """OpenAI request fields of every turn; a turn's own win."""
+    source: dict[str, Any] = {}
+    """Free text: where the file comes from, and its licence."""
+
+
+class ReplayFile(msgspec.Struct, frozen=True, kw_only=True):
+    path: str
+    meta: Meta
+    sessions: list[Session]
+
+    def tools(self, session: Session) -> list[dict[str, Any]]:
+        """The tools of a session, in the order and with the key order of the file (both are part of the prompt's prefix)."""
+        if session.toolset is not None:
+            return self.meta.toolsets[session.toolset]
+        return session.tools or []
+
+
+def load(path: str | Path) -> ReplayFile:
+    """Read a replay file. Raises ReplayFileError with the line and the field of the first problem."""
+    meta: Meta | None = None
+    sessions: dict[str, Session] = {}
+    for number, line in read_lines(path):
+        item = parse_line(str(path), number, line)
+        try:
+            if isinstance(item, Session):
+                check_session(item, meta or Meta())
+                if item.session_id in sessions:
+                    raise ValueError(f"session_id: {item.session_id!r} occurs twice")
+                sessions[item.session_id] = item
+            else:
+                if meta is not None or sessions:
+                    raise ValueError("type: the meta line must be the first line, and the only one")
+                check_meta(item)
+                meta = item
+        except ValueError as error:
+            raise ReplayFileError(str(path), number, str(error)) from None
+    if not sessions:
+        raise ReplayFileError(str(path), 1, "the file has no sessions")
+    return ReplayFile(path=str(path), meta=meta or Meta(), sessions=list(sessions.values()))
+
+
+def save(file: ReplayFile, path: str | Path) -> None:
+    """Write a replay file; gzip when the name ends in `.gz`. Equal contents give equal bytes."""
+    data = b"".join(msgspec.json.encode(item) + b"\n" for item in (file.meta, *file.sessions))
+    Path(path).write_bytes(gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data)
+
+
+def read_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, bytes) of each line that is not blank; gzip is recognised by its first bytes."""
+    try:
+        data = Path(path).read_bytes()
+        if data[:2] == b"\x1f\x8b":
+            data = gzip.decompress(data)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ReplayFileError(str(path), 0, f"can't be read: {getattr(error, 'strerror', None) or error}") from None
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        if line.strip():
+            yield number, line
+
+
+def parse_line(path: str, number: int, line: bytes) -> Meta | Session:
+    """One line as a struct; shape and types are checked, the rules between fields are not (see check_session)."""
+    try:
+        return msgspec.convert(_without_notes(msgspec.json.decode(line)), type=Meta | Session)
+    except msgspec.DecodeError as error:  # malformed JSON, a missing or unknown key, a wrong type: the message names the field
+        raise ReplayFileError(path, number, str(error)) from None
+
+
+_NESTED = {"turns", "messages", "expect", "message", "usage", "parent", "tool_calls", "function", "content"}
+"""Keys whose values are structs of the format; every other object (tools, extra, arguments) belongs to somebody else."""
+
+
+def _without_notes(value: Any) -> Any:
+    """The value without the `x_*` keys of the format's own objects."""
+    if isinstance(value, list):
+        return [_without_notes(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_notes(item) if key in _NESTED else item for key, item in value.items() if not key.startswith("x_")}
+    return value
+
+
+def check_meta(meta: Meta) -> None:
+    """Raise ValueError for the first rule that the meta line breaks."""
+    _check_request_fields("defaults", meta.defaults)
+    for name, tools in meta.toolsets.items():
+        _check_tools(f"toolsets.{name}", tools)
+
+
+def check_session(session: Session, meta: Meta) -> None:
+    """Raise ValueError, naming the field, for the first rule between fields that a session breaks."""
+    if not session.session_id:
+        raise ValueError("session_id: must not be empty")
+    if session.toolset is not None and session.tools is not None:
+        raise ValueError("tools: the session has a toolset already; give one of the two")
+    if session.toolset is not None and session.toolset not in meta.toolsets:
+        raise ValueError(f"toolset: {session.toolset!r} is not in meta.toolsets")
+    _check_tools("tools", session.tools or [])
+    _check_not_negative("start_ms", session.start_ms)
+    if not session.turns:
+        raise ValueError("turns: a session needs at least one turn")
+    for index, turn in enumerate(session.turns):
+        _check_turn(f"turns[{index}]", turn, is_first=index == 0)
+    if len({turn.messages is None for turn in session.turns}) > 1:
+        raise ValueError("turns: messages and token runs can't be mixed in one session")
+
+
+def _check_turn(where: str, turn: Turn, *, is_first: bool) -> None:
+    runs = (turn.input_length, turn.block_size, turn.hash_ids)
+    if turn.messages is not None:
+        if any(field is not None for field in runs):
+            raise ValueError(f"{where}: has both messages and a token-run prompt; give exactly one")
+        _check_messages(f"{where}.messages", turn.messages, is_first=is_first)
+    else:
+        _check_token_runs(where, turn)
+    _check_not_negative(f"{where}.delay_ms", turn.delay_ms)
+    if turn.max_tokens is not None and turn.max_tokens < 1:
+        raise ValueError(f"{where}.max_tokens: {turn.max_tokens} must be at least 1")
+    if turn.max_tokens is not None and "max_tokens" in turn.extra:
+        raise ValueError(f"{where}.extra: max_tokens is a field of the turn itself")
+    _check_request_fields(f"{where}.extra", turn.extra)
+    if turn.expect is not None:
+        _check_expect(f"{where}.expect", turn.expect)
+
+
+def _check_messages(where: str, messages: list[InputMessage], *, is_first: bool) -> None:
+    if not messages:
+        raise ValueError(f"{where}: needs at least one message")
+    for index, message in enumerate(messages):
+        if message.role in ("system", "developer") and not (is_first and index == 0):
+            raise ValueError(f"{where}[{index}].role: a {message.role} message can only open the session")
+        if message.role != "tool" and message.tool_call_id is not None:
+            raise ValueError(f"{where}[{index}].tool_call_id: only a tool message has one")
+        if message.role == "tool" and is_first:
+            raise ValueError(f"{where}[{index}].role: a tool message needs an assistant message before it")
+
+
+def _check_token_runs(where: str, turn: Turn) -> None:
+    if turn.input_length is None or turn.block_size is None or turn.hash_ids is None:
+        raise ValueError(f"{where}: needs messages, or all of input_length, block_size and hash_ids")
+    if turn.input_length < 1 or turn.block_size < 1:
+        raise ValueError(f"{where}: input_length {turn.input_length} and block_size {turn.block_size} must be at least 1")
+    num_blocks = -(-turn.input_length // turn.block_size)
+    if len(turn.hash_ids) != num_blocks:
+        raise ValueError(f"{where}.hash_ids: has {len(turn.hash_ids)} ids; input_length {turn.input_length} makes {num_blocks} blocks")
+    if any(not 0 <= block_id < 2**63 for block_id in turn.hash_ids):
+        raise ValueError(f"{where}.hash_ids: ids must be between 0 and 2**63 - 1")
+
+
+def _check_expect(where: str, expect: Expect) -> None:
+    _check_not_negative(f"{where}.latency_ms", expect.latency_ms)
+    if expect.output_tokens is not None and expect.output_tokens < 1:
+        raise ValueError(f"{where}.output_tokens: {expect.output_tokens} must be at least 1")
+    if expect.message is None:
+        return
+    for index, call in enumerate(expect.message.tool_calls):
+        field = f"{where}.message.tool_calls[{index}].function.arguments"
+        try:
+            arguments = json.loads(call.function.arguments)
+        except ValueError:
+            raise ValueError(f"{field}: is not JSON") from None
+        if not isinstance(arguments, dict):
+            raise ValueError(f"{field}: must be a JSON object")
+
+
+def _check_request_fields(where: str, fields: dict[str, Any]) -> None:
+    taken = sorted(CLIENT_FIELDS & fields.keys())
+    if taken:
+        raise ValueError(f"{where}: {taken[0]} is written by the client and can't be set here")
+
+
+def _check_tools(where: str, tools: list[dict[str, Any]]) -> None:
+    for index, tool in enumerate(tools):
+        function = tool.get("function")
+        if tool.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"{where}[{index}]: is not an OpenAI function tool (type, function.name)")
+
+
+def _check_not_negative(where: str, value: float | None) -> None:
+    if value is not None and not value >= 0:
+        raise ValueError(f"{where}: {value} must not be negative")

@@ -1,0 +1,47 @@
+"""Tokens of prompts that a trace knows only as hashed blocks: a fixed function, so equal ids give equal prefixes.
+
+Token j of block h is `low + mix(seed, h, j) mod (high - low)`, whatever the block size. `mix` is SplitMix64's finaliser (Steele, Lea and
+Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) over a sum of the three numbers, each times its own odd constant.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+import numpy as np
+
+from agentspec.replay.schema import Turn
+
+_ODD_SEED = 0xD6E8FEB86659FD93
+_ODD_BLOCK = 0x9E3779B97F4A7C15
+_ODD_TOKEN = 0xC2B2AE3D27D4EB4F
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRuns:
+    """Makes prompts of token-run turns over the ids low..high-1, which should hold no special token of the server's vocabulary."""
+
+    seed: int
+    low: int
+    high: int
+
+    def block(self, block_id: int, num_tokens: int) -> array[int]:
+        """The first `num_tokens` tokens of a block."""
+        start = (self.seed * _ODD_SEED + block_id * _ODD_BLOCK) % 2**64
+        x = np.arange(num_tokens, dtype=np.uint64) * np.uint64(_ODD_TOKEN) + np.uint64(start)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x ^= x >> np.uint64(31)
+        ids = np.uint64(self.low) + x % np.uint64(self.high - self.low)
+        return array("i", ids.astype(np.int32).tobytes())
+
+    def prompt(self, turn: Turn) -> array[int]:
+        """The whole prompt of a token-run turn."""
+        assert turn.input_length is not None
+        assert turn.block_size is not None
+        assert turn.hash_ids is not None
+        ids = array("i")
+        for index, block_id in enumerate(turn.hash_ids):
+            ids += self.block(block_id, min(turn.block_size, turn.input_length - index * turn.block_size))
+        return ids

@@ -1,0 +1,302 @@
+"""A model whose whole state is hashes, so that any wrong row, stale page or early publish changes what it says.
+
+With t the token at position p and r, a, b random odd 64-bit constants of tokens and positions, everything modulo 2**64:
+
+    state      s_p = s_{p-1} + r[t]*a[p]            recurrent: lives in the row
+    attention  x_p = sum over q <= p of r[t_q]*b[q]  each term lives in the page of its position and is read back through the page table
+    hidden     h_p = s_p + x_p                       its top bits pick a row of a fixed table of logits
+    MTP pair   w_p = h_{p-1}*r[t] + a[p]             lives in the MTP page of its position (position 0 has none)
+    checksum   c_p = sum over 1 <= q <= p of w_q     second half of the hidden: what the MTP pages must add up to
+
+The MTP layer can compute h_p from the pair (h_{p-1}, t), and adds the difference between its pages' sum and the checksum: one stale pair makes
+all its drafts junk. Where everything is right, the draft is the target's greedy choice with probability `draft_accuracy`, decided by h_p.
+Storage that was never written holds poison. A CPU model: it reads lengths on the host, to be fast.
+
+Shape letters as in models/protocol.py; H is 2: (h, c).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from agentspec.kernels.reference.sampling import DrawInputs, PenaltyInputs, draw, penalise
+from agentspec.models.protocol import PrefillChunk, VerifyBatch
+from agentspec.types import SCRATCH_ROW, ZERO_ROW, ModelSpec, SamplingParams
+
+Int64s = npt.NDArray[np.int64]
+
+_TABLE_BITS = 14
+_POISON = 0x5EED_DEAD_BEEF_0BAD
+_SLACK = 64
+"""Positions beyond the context that a last window may touch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReferenceRequest:
+    """What `reference_streams` runs: a request alone, as the engine would see it."""
+
+    prompt: Sequence[int]
+    sampling: SamplingParams
+    seed: int
+    length_limit: int
+    stop_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReferenceState:
+    """What a from-scratch prefill of a token sequence leaves behind."""
+
+    row: Int64s
+    """[3]: s, h and c of the last token."""
+    attention_N: Int64s
+    mtp_N: Int64s
+    """Position 0 holds nothing of meaning."""
+
+
+class HashChainModel:
+    """StepModel over hashes; see the module's docstring."""
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        num_real_tokens: int = 48,
+        num_padding_tokens: int = 4,
+        block_tokens: int = 16,
+        max_context: int = 2048,
+        draft_accuracy: float = 0.8,
+        stop_chance: float = 0.0,
+        has_mtp: bool = True,
+    ) -> None:
+        """stop_chance: share of contexts in which the stop id is by far the likeliest token; elsewhere it is by far the unlikeliest."""
+        assert block_tokens & (block_tokens - 1) == 0, "a shift and a mask find the cell of a position"
+        self._block = block_tokens
+        self._block_bits = block_tokens.bit_length() - 1
+        stop_id = num_real_tokens - 1
+        self._spec = ModelSpec(
+            name="hash-chain",
+            vocab_size=num_real_tokens + num_padding_tokens,
+            num_real_tokens=num_real_tokens,
+            max_context=max_context,
+            has_mtp=has_mtp,
+            stop_token_ids=(stop_id,),
+            row_bytes=3 * 8,
+            page_bytes=2 * 8 * block_tokens,
+            block_tokens=block_tokens,
+        )
+        generator = np.random.default_rng(seed)
+
+        def constants(size: int) -> Tensor:
+            return torch.from_numpy(generator.integers(-(2**63), 2**63, size=size, dtype=np.int64) | 1)
+
+        self._of_token = constants(self._spec.vocab_size)
+        self._of_position = constants(max_context + _SLACK)
+        self._of_attention = constants(max_context + _SLACK)
+        self._of_both = self._of_position + self._of_attention
+        rows = 1 << _TABLE_BITS
+        table = generator.normal(0.0, 2.0, size=(rows, self._spec.vocab_size)).astype(np.float32)
+        table[:, stop_id] = np.where(generator.random(rows) < stop_chance, 40.0, -40.0)
+        table[:, num_real_tokens:] = -np.inf
+        self._table = torch.from_numpy(table)
+        greedy = table.argmax(1)
+        wrong = (greedy + 1 + generator.integers(0, num_real_tokens - 1, size=rows)) % num_real_tokens
+        self._draft_table = torch.from_numpy(np.where(generator.random(rows) < draft_accuracy, greedy, wrong))
+        self._position = torch.arange(max_context + _SLACK)
+        self._mtp_position = self._position.clone()
+        self._mtp_position[0] = 2**62  # never below a length: MTP attention skips position 0
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._spec
+
+    def allocate(self, *, num_rows: int, num_pages: int) -> None:
+        self.rows_R3 = torch.full((num_rows, 3), _POISON)
+        self.rows_R3[ZERO_ROW] = 0
+        self.attention_PS = torch.full((num_pages, self._block), _POISON)
+        self.mtp_PS = torch.full((num_pages, self._block), _POISON)
+
+    def verify(self, batch: VerifyBatch) -> Tensor:
+        num_columns = batch.tokens_BT.shape[1]
+        position_BT = batch.length_B[:, None] + self._position[:num_columns]
+        token_BT = self._of_token.take(batch.tokens_BT)
+        row_B3 = self.rows_R3.index_select(0, batch.read_row_B)
+        before_B1 = self._sum_pages(self.attention_PS, self._position, batch.page_table_BP, batch.length_B)
+        attention_BT = token_BT * self._of_attention.take(position_BT)
+        self._write_pages(self.attention_PS, batch.page_table_BP, position_BT, attention_BT)
+        in_row_BT = self._of_position.take(position_BT)
+        s_BT = row_B3[:, :1] + (token_BT * in_row_BT).cumsum(1)
+        h_BT = s_BT + before_B1 + attention_BT.cumsum(1)
+        previous_BT = torch.cat((row_B3[:, 1:2], h_BT[:, :-1]), dim=1)
+        pair_BT = (previous_BT * token_BT + in_row_BT) * (position_BT > 0)
+        row_BT3 = torch.stack((s_BT, h_BT, row_B3[:, 2:] + pair_BT.cumsum(1)), dim=2)
+        self.rows_R3.index_copy_(0, batch.write_rows_BT.flatten(), row_BT3.flatten(0, 1))
+        return row_BT3[:, :, 1:]
+
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> list[Tensor]:
+        return [self._prefill_one(chunk) for chunk in chunks]
+
+    def _prefill_one(self, chunk: PrefillChunk) -> Tensor:
+        # A chunk is a window of one slot; only some of its states are wanted.
+        num_tokens = len(chunk.token_ids)
+        assert num_tokens == chunk.state_writes[-1][0]
+        window = VerifyBatch(
+            tokens_BT=chunk.token_ids[None],
+            length_B=torch.tensor([chunk.start]),
+            read_row_B=torch.tensor([chunk.read_row]),
+            write_rows_BT=torch.full((1, num_tokens), SCRATCH_ROW),
+            page_table_BP=chunk.page_ids[None],
+        )
+        before = self.rows_R3[chunk.read_row, 0].clone()
+        hidden_NH = self.verify(window)[0]
+        position_N = self._position[chunk.start : chunk.start + num_tokens]
+        s_N = before + (self._of_token[chunk.token_ids] * self._of_position[position_N]).cumsum(0)
+        for count, row in chunk.state_writes:
+            self.rows_R3[row, 0] = s_N[count - 1]
+            self.rows_R3[row, 1:] = hidden_NH[count - 1]
+        return hidden_NH
+
+    def mtp(self, tokens_BT: Tensor, hidden_BTH: Tensor, start_B: Tensor, page_table_BP: Tensor) -> Tensor:
+        position_BT = start_B[:, None] + self._position[: tokens_BT.shape[1]]
+        token_BT = self._of_token.take(tokens_BT)
+        h_BT, c_BT = hidden_BTH.unbind(2)
+        pair_BT = h_BT * token_BT + self._of_position.take(position_BT)
+        before_B1 = self._sum_pages(self.mtp_PS, self._mtp_position, page_table_BP, start_B)
+        self._write_pages(self.mtp_PS, page_table_BP, position_BT, pair_BT)
+        c_BT = c_BT + pair_BT
+        wrong_BT = before_B1 + pair_BT.cumsum(1) - c_BT
+        return torch.stack((h_BT + token_BT * self._of_both.take(position_BT) + wrong_BT, c_BT), dim=2)
+
+    def mtp_prefill(self, chunks: Sequence[PrefillChunk], previous_NH: Sequence[Tensor]) -> None:
+        for chunk, hidden_NH in zip(chunks, previous_NH, strict=True):
+            position_N = self._position[chunk.start : chunk.start + len(chunk.token_ids)]
+            pair_N = hidden_NH[:, 0] * self._of_token[chunk.token_ids] + self._of_position[position_N]
+            self._write_pages(self.mtp_PS, chunk.page_ids[None], position_N[None], pair_N[None])
+
+    def read_hidden(self, rows_B: Tensor) -> Tensor:
+        return self.rows_R3.index_select(0, rows_B)[:, 1:]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._table[self._table_row(hidden)]
+
+    def draft_head(self, m: Tensor) -> Tensor:
+        return self._draft_table.take(self._table_row(m))
+
+    def _table_row(self, hidden: Tensor) -> Tensor:
+        return (hidden[..., 0] >> (64 - _TABLE_BITS)) & ((1 << _TABLE_BITS) - 1)
+
+    def _sum_pages(self, pages_PS: Tensor, position: Tensor, page_table_BP: Tensor, length_B: Tensor) -> Tensor:
+        """Sum of what the pages hold at positions below each length: [B, 1]."""
+        num_blocks = -(-max(length_B.tolist()) // self._block)
+        if num_blocks == 0:
+            return torch.zeros_like(length_B)[:, None]
+        values = pages_PS.index_select(0, page_table_BP[:, :num_blocks].flatten()).view(len(length_B), -1)
+        return (values * (position[: values.shape[1]] < length_B[:, None])).sum(1, keepdim=True)
+
+    def _write_pages(self, pages_PS: Tensor, page_table_BP: Tensor, position_BT: Tensor, values_BT: Tensor) -> None:
+        cell_BT = (page_table_BP.gather(1, position_BT >> self._block_bits) << self._block_bits) + (position_BT & (self._block - 1))
+        pages_PS.view(-1).index_copy_(0, cell_BT.view(-1), values_BT.reshape(-1))
+
+    def reference_state(self, tokens: Sequence[int]) -> ReferenceState:
+        """Row and page contents of a from-scratch prefill of `tokens` (at least one)."""
+        ids = np.array(tokens, dtype=np.int64)
+        of_token = self._of_token.numpy()[ids]
+        of_position = self._of_position.numpy()[: len(ids)]
+        attention = of_token * self._of_attention.numpy()[: len(ids)]
+        state = np.cumsum(of_token * of_position)
+        hidden = state + np.cumsum(attention)
+        pairs = np.concatenate(([0], hidden[:-1])) * of_token + of_position
+        row = np.array([state[-1], hidden[-1], pairs[1:].sum()])
+        return ReferenceState(row=row, attention_N=attention, mtp_N=pairs)
+
+    def check_row(self, row: int, tokens: Sequence[int], *, context: str = "") -> None:
+        """Raise AssertionError unless the row is exactly the state after `tokens`."""
+        held, expected = self.rows_R3[row].numpy(), self.reference_state(tokens).row
+        wrong = [name for name, is_wrong in zip(("state", "hidden", "MTP checksum"), held != expected, strict=True) if is_wrong]
+        assert not wrong, f"{context} row {row} is not the state after {len(tokens)} tokens: {', '.join(wrong)} differ"
+
+    def check_pages(self, page_ids: Sequence[int], tokens: Sequence[int], *, with_mtp: bool = True, context: str = "") -> None:
+        """Raise AssertionError unless the pages hold exactly what a prefill of `tokens` writes (K/V, and MTP K/V if MTP runs at all)."""
+        expected = self.reference_state(tokens)
+        pages = torch.tensor(page_ids)
+        held = self.attention_PS[pages].flatten()[: len(tokens)].numpy()
+        wrong = np.flatnonzero(held != expected.attention_N)
+        assert not wrong.size, f"{context} pages {list(page_ids)}: K/V at positions {wrong.tolist()} of {len(tokens)} is not the tokens'"
+        if with_mtp:
+            held = self.mtp_PS[pages].flatten()[: len(tokens)].numpy()
+            wrong = 1 + np.flatnonzero((held != expected.mtp_N)[1:])
+            assert not wrong.size, f"{context} pages {list(page_ids)}: MTP K/V at positions {wrong.tolist()} of {len(tokens)} is not the pairs'"
+
+    def reference_stream(self, request: ReferenceRequest) -> list[int]:
+        """The tokens that a request alone must get: no cache, no drafts, no batch."""
+        return self.reference_streams([request])[0]
+
+    @torch.inference_mode()
+    def reference_streams(self, requests: Sequence[ReferenceRequest]) -> list[list[int]]:
+        """`reference_stream` of many requests, one token of each at a time."""
+        streams: list[list[int]] = [[] for _ in requests]
+        hidden = np.array([self.reference_state(request.prompt).row[1] for request in requests], dtype=np.int64)
+        lengths = np.array([len(request.prompt) for request in requests], dtype=np.int64)
+        tables = _SamplingTables(requests, self._spec.vocab_size)
+        of_token, of_both = self._of_token.numpy(), self._of_both.numpy()
+        alive = np.array([i for i, request in enumerate(requests) if len(request.prompt) < request.length_limit], dtype=np.int64)
+        while alive.size:
+            logits = self._table[torch.from_numpy((hidden[alive] >> (64 - _TABLE_BITS)) & ((1 << _TABLE_BITS) - 1))]
+            chosen = tables.choose(torch.from_numpy(alive), logits, torch.from_numpy(lengths[alive]))
+            hidden[alive] += of_token[chosen] * of_both[lengths[alive]]
+            lengths[alive] += 1
+            goes_on = []
+            for i, token in zip(alive.tolist(), chosen.tolist(), strict=True):
+                streams[i].append(token)
+                goes_on.append(token not in requests[i].stop_ids and lengths[i] < requests[i].length_limit)
+            alive = alive[np.array(goes_on)]
+        return streams
+
+
+class _SamplingTables:
+    """Sampling parameters of reference requests as tensors, and their running token counts."""
+
+    def __init__(self, requests: Sequence[ReferenceRequest], vocab_size: int) -> None:
+        parameters = [request.sampling for request in requests]
+        self._counts = torch.zeros(len(requests), vocab_size, dtype=torch.int32)
+        self._seen = torch.zeros(len(requests), vocab_size, dtype=torch.bool)
+        self._bias = torch.zeros(len(requests), vocab_size)
+        for i, request in enumerate(requests):
+            self._seen[i, list(request.prompt)] = True
+            for token, bias in request.sampling.logit_bias.items():
+                self._bias[i, token] = bias
+        self._temperature = torch.tensor([p.temperature for p in parameters])
+        self._top_k = torch.tensor([p.top_k or vocab_size for p in parameters])
+        self._top_p = torch.tensor([p.top_p if p.top_p < 1 else np.inf for p in parameters])
+        self._log_min_p = torch.tensor([p.min_p for p in parameters]).log()
+        self._repetition = torch.tensor([p.repetition_penalty for p in parameters])
+        self._frequency = torch.tensor([p.frequency_penalty for p in parameters])
+        self._presence = torch.tensor([p.presence_penalty for p in parameters])
+        self._seed = torch.tensor([request.seed for request in requests])
+
+    def choose(self, i: Tensor, logits: Tensor, position: Tensor) -> Int64s:
+        penalties = PenaltyInputs(
+            counts_BV=self._counts[i],
+            prompt_seen_BV=self._seen[i],
+            bias_BV=self._bias[i],
+            repetition_B=self._repetition[i],
+            frequency_B=self._frequency[i],
+            presence_B=self._presence[i],
+        )
+        inputs = DrawInputs(
+            temperature_B=self._temperature[i],
+            top_k_B=self._top_k[i],
+            top_p_B=self._top_p[i],
+            log_min_p_B=self._log_min_p[i],
+            seed_B=self._seed[i],
+        )
+        no_drafts = torch.empty(len(i), 0, dtype=torch.int64)
+        chosen = draw(penalise(logits[:, None], no_drafts, penalties), position[:, None], inputs)[:, 0]
+        self._counts[i, chosen] += 1
+        result: Int64s = chosen.numpy()
+        return result

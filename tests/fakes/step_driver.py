@@ -1,0 +1,152 @@
+"""Drives a ModelExecutor over the hash-chain model with the simplest possible host: fixed rows and pages, no cache, no scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from agentspec.runtime.executor import ModelExecutor
+from agentspec.runtime.plan import STOP_RUNNING, ChunkPlan, SlotJoin, SlotOutcome, StepPlan
+from agentspec.types import SCRATCH_ROW, SamplingParams, tokens
+from tests.fakes.hash_chain import HashChainModel, ReferenceRequest
+
+
+@dataclass(slots=True)
+class Running:
+    """A request in a slot, and what its steps brought."""
+
+    request: ReferenceRequest
+    slot: int
+    rows: list[int]
+    pages: list[int]
+    emitted: list[int] = field(default_factory=list)
+    outcomes: list[SlotOutcome] = field(default_factory=list)
+
+    @property
+    def known(self) -> list[int]:
+        return [*self.request.prompt, *self.emitted]
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self.outcomes) and self.outcomes[-1].stop != STOP_RUNNING
+
+
+class StepDriver:
+    """One executor; requests join with everything prefilled in one chunk, and every slot owns the rows and pages it will ever need."""
+
+    def __init__(
+        self,
+        model: HashChainModel,
+        *,
+        max_running: int,
+        max_draft_tokens: int,
+        max_length: int = 256,
+        force_acceptance: tuple[float, ...] | None = None,
+    ) -> None:
+        self.model = model
+        self._rows_per_slot = max_draft_tokens + 3
+        self._pages_per_slot = -(-(max_length + 2 * max_draft_tokens) // model.spec.block_tokens)
+        model.allocate(num_rows=2 + max_running * self._rows_per_slot, num_pages=1 + max_running * self._pages_per_slot)
+        self.executor = ModelExecutor(
+            model,
+            max_running=max_running,
+            max_draft_tokens=max_draft_tokens,
+            max_pages_per_slot=self._pages_per_slot,
+            force_acceptance=force_acceptance,
+        )
+        self.running: dict[int, Running] = {}
+
+    def plan_join(self, plan: StepPlan, slot: int, request: ReferenceRequest, *, output_ids: Sequence[int] = ()) -> Running:
+        """Add prefill and join of `request` (prompt, then output_ids generated earlier) to a plan."""
+        rows = [2 + slot * self._rows_per_slot + i for i in range(self._rows_per_slot)]
+        pages = [1 + slot * self._pages_per_slot + i for i in range(self._pages_per_slot)]
+        known = [*request.prompt, *output_ids]
+        length = len(known) - 1
+        read_row = 0
+        if length:
+            read_row = rows[0]
+            plan.chunks.append(
+                ChunkPlan(
+                    request_id=f"r{slot}",
+                    token_ids=tokens(known[:-1]),
+                    start=0,
+                    read_row=0,
+                    state_writes=((length, rows[0]),),
+                    page_ids=pages,
+                    next_token=known[-1],
+                )
+            )
+        plan.joins.append(
+            SlotJoin(
+                request_id=f"r{slot}",
+                slot=slot,
+                length=length,
+                last_token=known[-1],
+                read_row=read_row,
+                write_rows=rows[:-2],
+                spare_rows=(rows[-2], rows[-1]),
+                page_ids=pages,
+                length_limit=request.length_limit,
+                stop_ids=request.stop_ids,
+                seed=request.seed,
+                sampling=request.sampling,
+                prompt_ids=tokens(request.prompt),
+                output_ids=tokens(output_ids),
+            )
+        )
+        self.running[slot] = Running(request, slot, rows, pages, emitted=list(output_ids))
+        return self.running[slot]
+
+    def step(self, num_drafted: int, *, slots: Sequence[int] | None = None, plan: StepPlan | None = None) -> list[SlotOutcome]:
+        """Run one decode step over `slots` (all, in order) and take in its outcomes."""
+        plan = plan or StepPlan()
+        plan.num_drafted = num_drafted
+        plan.decode_slots = list(self.running if slots is None else slots)
+        outcomes = self.executor.collect(self.executor.launch(plan)).slots
+        for outcome in outcomes:
+            running = self.running[outcome.slot]
+            running.emitted.extend(outcome.emitted)
+            if outcome.emitted:
+                running.outcomes.append(outcome)
+        return outcomes
+
+    def run(self, requests: Sequence[ReferenceRequest], choose_k: Callable[[], int], *, check: bool = False) -> list[list[int]]:
+        """Join all requests at once and decode until each is done. check: after each step, check all that the device keeps."""
+        plan = StepPlan()
+        for slot, request in enumerate(requests):
+            self.plan_join(plan, slot, request)
+        while not all(running.is_done for running in self.running.values()):
+            self.step(choose_k(), plan=plan)
+            plan = StepPlan()
+            if check:
+                for running in self.running.values():
+                    self.check(running)
+        return [running.emitted for running in self.running.values()]
+
+    def check(self, running: Running, *, with_mtp: bool = True) -> None:
+        """Pages and rolling checkpoints are those of a from-scratch prefill, and the request still owns each of its rows once."""
+        if not running.outcomes:
+            return
+        outcome = running.outcomes[-1]
+        known = running.known
+        assert outcome.length == len(known) - 1
+        self.model.check_pages(running.pages, known[: outcome.length], with_mtp=with_mtp)
+        (newer_row, newer_length), (older_row, older_length) = outcome.checkpoints
+        assert newer_row in running.rows
+        assert older_row in running.rows
+        assert newer_row != older_row
+        assert SCRATCH_ROW not in running.rows
+        for row, length in outcome.checkpoints:
+            assert length % self.model.spec.block_tokens == 0
+            if length:
+                self.model.check_row(row, known[:length])
+        assert newer_length > older_length or newer_length == older_length == 0
+        block = self.model.spec.block_tokens
+        first = len(running.request.prompt) - 1
+        if outcome.length // block > first // block:
+            assert newer_length == outcome.length // block * block
+
+
+def greedy(prompt: Sequence[int], length_limit: int, *, stop_ids: tuple[int, ...] = (), seed: int = 0) -> ReferenceRequest:
+    """A greedy request."""
+    return ReferenceRequest(prompt=prompt, sampling=SamplingParams(temperature=0.0), seed=seed, length_limit=length_limit, stop_ids=stop_ids)

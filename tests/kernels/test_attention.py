@@ -1,0 +1,127 @@
+"""Paged attention and page stores against one query at a time in float64, over poisoned and permuted pages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentspec import kernels
+from agentspec.types import SCRATCH_PAGE
+from tests.fakes.compare import relative_error
+
+HEADS, GROUPS, DIM, PAGE = 6, 2, 8, 16
+SCALE = DIM**-0.5
+TOLERANCE = 1e-5
+
+
+def history(lengths: list[int], seed: int) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+    """(pool of NaN holding each sequence's keys and values, page table, keys, values); unwritten slots stay NaN."""
+    rng = torch.Generator().manual_seed(seed)
+    pages_each = max(lengths) // PAGE + 2
+    pool = torch.full((1 + len(lengths) * pages_each, 2, PAGE, GROUPS, DIM), torch.nan)
+    table = (torch.randperm(len(pool) - 1, generator=rng) + 1).view(len(lengths), -1).int()
+    keys, values = ([torch.randn(n, GROUPS, DIM, generator=rng) for n in lengths] for _ in range(2))
+    for pages, k, v in zip(table, keys, values, strict=True):
+        for p in range(len(k)):
+            pool[pages[p // PAGE], 0, p % PAGE] = k[p]
+            pool[pages[p // PAGE], 1, p % PAGE] = v[p]
+    return pool, table, keys, values
+
+
+def attend(q_QD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> Tensor:
+    out = torch.zeros(HEADS, DIM, dtype=torch.float64)
+    for h in range(HEADS):
+        g = h // (HEADS // GROUPS)
+        out[h] = (k_NGD[:, g].double() @ q_QD[h].double() * SCALE).softmax(0) @ v_NGD[:, g].double()
+    return out
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 8])
+@pytest.mark.parametrize("first_position", [0, 1])
+def test_window(num_tokens: int, first_position: int) -> None:
+    lengths = [length + num_tokens for length in (1, 15, 16, 63, 1000)]
+    pool, table, keys, values = history(lengths, seed=num_tokens)
+    q = torch.randn(len(lengths), num_tokens, HEADS, DIM, generator=torch.Generator().manual_seed(9))
+    if first_position:
+        pool[table[:, 0].long(), :, 0] = torch.nan
+    start = torch.tensor(lengths) - num_tokens
+    out = kernels.paged_attention(q, pool, table, start, scale=SCALE, first_position=first_position)
+    for slot in range(len(lengths)):
+        for t in range(num_tokens):
+            visible = slice(first_position, lengths[slot] - num_tokens + t + 1)
+            want = attend(q[slot, t], keys[slot][visible], values[slot][visible])
+            assert relative_error(out[slot, t], want) < TOLERANCE, (slot, t)
+
+
+def test_a_query_without_keys_gives_zeros() -> None:
+    """Position 0 under the MTP layer sees nothing."""
+    pool, table, _, _ = history([2], seed=0)
+    pool[table[0, 0].long(), :, 0] = torch.nan
+    out = kernels.paged_attention(torch.ones(1, 2, HEADS, DIM), pool, table, torch.tensor([0]), scale=SCALE, first_position=1)
+    assert torch.equal(out[0, 0], torch.zeros(HEADS, DIM))
+    assert out[0, 1].isfinite().all()
+    alone = kernels.paged_attention(torch.ones(1, 1, HEADS, DIM), pool, table, torch.tensor([0]), scale=SCALE, first_position=1)
+    assert torch.equal(alone, torch.zeros(1, 1, HEADS, DIM))
+
+
+def test_inert_slots_do_not_disturb_the_others() -> None:
+    pool, table, keys, values = history([40, 40], seed=3)
+    table[1] = SCRATCH_PAGE
+    q = torch.randn(2, 2, HEADS, DIM, generator=torch.Generator().manual_seed(1))
+    out = kernels.paged_attention(q, pool, table, torch.tensor([38, 0]), scale=SCALE, first_position=0)
+    assert relative_error(out[0, 1], attend(q[0, 1], keys[0], values[0])) < TOLERANCE
+
+
+def _spans(table: Tensor, counts: list[int], starts: list[int]) -> list[kernels.Span]:
+    spans, offset = [], 0
+    for pages, count, start in zip(table, counts, starts, strict=True):
+        spans.append(kernels.Span(offset=offset, count=count, start=start, read_row=0, state_writes=((count, 1),), page_ids=pages))
+        offset += count
+    return spans
+
+
+def test_spans() -> None:
+    lengths, counts = [1, 16, 63, 200], [1, 16, 20, 7]
+    pool, table, keys, values = history(lengths, seed=7)
+    spans = _spans(table, counts, [n - c for n, c in zip(lengths, counts, strict=True)])
+    q = torch.randn(sum(counts), HEADS, DIM, generator=torch.Generator().manual_seed(2))
+    out = kernels.paged_attention_prefill(q, pool, spans, scale=SCALE)
+    for i, span in enumerate(spans):
+        for t in range(span.count):
+            end = span.start + t + 1
+            want = attend(q[span.offset + t], keys[i][:end], values[i][:end])
+            assert relative_error(out[span.offset + t], want) < TOLERANCE, (i, t)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 20])
+def test_window_stores_land_where_they_belong(num_tokens: int) -> None:
+    starts = [0, 13, 16, 100]
+    pool, table, _, _ = history([start + num_tokens for start in starts], seed=4)
+    pool[:] = torch.nan
+    shape = (len(starts), num_tokens, GROUPS, DIM)
+    rng = torch.Generator().manual_seed(0)
+    k, v = torch.randn(shape, generator=rng), torch.randn(shape, generator=rng)
+    kernels.write_kv(pool, k, v, table, torch.tensor(starts))
+    for slot, start in enumerate(starts):
+        for t in range(num_tokens):
+            page, offset = table[slot, (start + t) // PAGE], (start + t) % PAGE
+            assert torch.equal(pool[page, 0, offset], k[slot, t])
+            assert torch.equal(pool[page, 1, offset], v[slot, t])
+    assert int(pool.isfinite().sum()) == k.numel() + v.numel()
+
+
+def test_span_stores_land_where_they_belong() -> None:
+    counts, starts = [1, 33, 16], [31, 5, 16]
+    pool, table, _, _ = history([64, 64, 64], seed=5)
+    pool[:] = torch.nan
+    rng = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(sum(counts), GROUPS, DIM, generator=rng) for _ in range(2))
+    spans = _spans(table, counts, starts)
+    kernels.write_kv_prefill(pool, k, v, spans)
+    for span in spans:
+        for t in range(span.count):
+            page, offset = span.page_ids[(span.start + t) // PAGE], (span.start + t) % PAGE
+            assert torch.equal(pool[page, 0, offset], k[span.offset + t])
+            assert torch.equal(pool[page, 1, offset], v[span.offset + t])
+    assert int(pool.isfinite().sum()) == k.numel() + v.numel()

@@ -1,0 +1,98 @@
+"""Norms, rotary embedding, routing, experts and the hidden column, each against its formula."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from agentspec import kernels
+from tests.fakes.compare import relative_error
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rms_norm_gain_is_one_plus_weight(dtype: torch.dtype) -> None:
+    x, weight = randn(7, 63).to(dtype), randn(63, seed=1).to(dtype)
+    y = kernels.rms_norm(x, weight, 1e-6)
+    want = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + weight.double())
+    assert y.dtype == dtype
+    assert relative_error(y, want) < (1e-6 if dtype == torch.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("gate", ["silu", "sigmoid"])
+def test_gated_norm_gain_is_the_weight_and_the_gate_comes_last(gate: str) -> None:
+    o, z, weight = randn(5, 6, 8), randn(5, 6, 8, seed=1), randn(8, seed=2)
+    y = kernels.gated_rms_norm(o, z.bfloat16(), weight, 1e-6, gate)  # type: ignore[arg-type]
+    z = z.bfloat16().double()
+    want = o.double() / (o.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double() * (silu(z) if gate == "silu" else z.sigmoid())
+    assert y.dtype == torch.bfloat16
+    assert relative_error(y, want) < 4e-3
+
+
+def test_rope_rotates_pairs_of_halves_and_leaves_the_rest() -> None:
+    positions, inv_freq = torch.tensor([0, 1, 5000]), torch.tensor([1.0, 0.1, 0.001])
+    x = randn(3, 2, 10)
+    y = kernels.apply_rope(x, *kernels.rope_cos_sin(positions, inv_freq, 1.25))
+    assert torch.equal(y[..., 6:], x[..., 6:])
+    for n, position in enumerate(positions.tolist()):
+        for j, frequency in enumerate(inv_freq.tolist()):
+            cos, sin = 1.25 * math.cos(position * frequency), 1.25 * math.sin(position * frequency)
+            torch.testing.assert_close(y[n, :, j], x[n, :, j] * cos - x[n, :, j + 3] * sin, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(y[n, :, j + 3], x[n, :, j + 3] * cos + x[n, :, j] * sin, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_routing_takes_probabilities_over_all_experts(normalize: bool) -> None:
+    logits = 3 * randn(20, 8)
+    weights, experts = kernels.route_top_k(logits.bfloat16(), 3, normalize)
+    probabilities = logits.bfloat16().float().softmax(-1)
+    for n in range(20):
+        best = probabilities[n].sort(descending=True)
+        assert experts[n].tolist() == best.indices[:3].tolist()
+        want = best.values[:3] / (best.values[:3].sum() if normalize else 1)
+        torch.testing.assert_close(weights[n], want)
+    assert weights.dtype == torch.float32
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 33])
+def test_experts_are_weighted_and_summed(num_tokens: int) -> None:
+    hidden, width, num_experts = 12, 7, 5
+    x, gate_up, down = randn(num_tokens, hidden), randn(num_experts, 2 * width, hidden, seed=1), randn(num_experts, hidden, width, seed=2)
+    weights, experts = kernels.route_top_k(randn(num_tokens, num_experts, seed=3), 2, True)
+    y = kernels.mix_experts(x, weights, experts, gate_up, down)
+    want = torch.zeros(num_tokens, hidden)
+    for n in range(num_tokens):
+        for weight, e in zip(weights[n], experts[n], strict=True):
+            want[n] += weight * (down[e] @ (silu(gate_up[e, :width] @ x[n]) * (gate_up[e, width:] @ x[n])))
+    assert relative_error(y, want) < 1e-5
+
+
+def test_a_tokens_experts_do_not_depend_on_the_batch() -> None:
+    x, gate_up, down = randn(9, 12), randn(5, 14, 12, seed=1), randn(5, 12, 7, seed=2)
+    weights, experts = kernels.route_top_k(randn(9, 5, seed=3), 3, True)
+    together = kernels.mix_experts(x, weights, experts, gate_up, down)
+    for n in range(9):
+        alone = kernels.mix_experts(x[n : n + 1], weights[n : n + 1], experts[n : n + 1], gate_up, down)
+        torch.testing.assert_close(alone[0], together[n])
+
+
+def test_hidden_column() -> None:
+    pool = torch.full((10, 4), torch.nan)
+    hidden = randn(2, 3, 4)
+    kernels.write_hidden(pool, hidden, torch.tensor([[2, 5, 3], [9, 7, 8]]))
+    assert torch.equal(kernels.read_hidden(pool, torch.tensor([7, 2, 3])), torch.stack([hidden[1, 1], hidden[0, 0], hidden[0, 2]]))
+    assert pool[[0, 1, 4, 6]].isnan().all()
+    spans = [
+        kernels.Span(offset=0, count=2, start=0, read_row=0, state_writes=((1, 4), (2, 6)), page_ids=torch.empty(0, dtype=torch.int32)),
+        kernels.Span(offset=2, count=4, start=9, read_row=0, state_writes=((4, 1),), page_ids=torch.empty(0, dtype=torch.int32)),
+    ]
+    tokens = randn(6, 4, seed=5)
+    kernels.write_hidden_prefill(pool, tokens, spans)
+    assert torch.equal(pool[[4, 6, 1]], tokens[[0, 1, 5]])

@@ -1,0 +1,61 @@
+"""Acceptance and truncation of a window, against a plain loop."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from agentspec.mtp.verify import count_matches, force_matches, truncate
+
+
+def slow_window(chosen: list[int], drafts: list[int], num_valid: int, stop_ids: list[int], room: int) -> tuple[int, str]:
+    """Emit one token after the other, as a plain decoder would."""
+    for j, token in enumerate(chosen):
+        if token in stop_ids:
+            return j, "stop"
+        if j + 1 == room:
+            return j, "length"
+        if j >= len(drafts) or j >= num_valid or drafts[j] != token:
+            return j, ""
+    raise AssertionError("unreachable")
+
+
+def test_windows_equal_a_plain_loop() -> None:
+    generator = random.Random(21)
+    for case in range(3000):
+        k = generator.randrange(8)
+        chosen = [generator.randrange(4) for _ in range(k + 1)]
+        drafts = [token if generator.random() < 0.8 else generator.randrange(4) for token in chosen[:k]]
+        num_valid, room = generator.choice([k, k, generator.randrange(k + 1)]), generator.randint(1, 10)
+        stop_ids = generator.choice([[], [3], [2, 3]])
+        chosen_BT, drafts_Bk = torch.tensor([chosen]), torch.tensor([drafts], dtype=torch.int64).view(1, k)
+        matched = count_matches(chosen_BT, drafts_Bk, torch.tensor([num_valid]))
+        verdict = truncate(chosen_BT, matched, torch.tensor([stop_ids + [-1] * (3 - len(stop_ids))]), torch.tensor([room]))
+        ending = "stop" if verdict.hit_stop_id_B.item() else "length" if verdict.hit_limit_B.item() else ""
+        assert not (verdict.hit_stop_id_B & verdict.hit_limit_B).any()
+        expected = slow_window(chosen, drafts, num_valid, stop_ids, room)
+        assert (verdict.num_accepted_B.item(), ending) == expected, f"case {case}: {chosen=} {drafts=} {num_valid=} {stop_ids=} {room=}"
+
+
+def test_a_stop_id_at_the_limit_is_a_stop_id() -> None:
+    verdict = truncate(torch.tensor([[5, 9]]), torch.tensor([1]), torch.tensor([[9]]), torch.tensor([2]))
+    assert verdict.num_accepted_B.item() == 1
+    assert verdict.hit_stop_id_B.item()
+    assert not verdict.hit_limit_B.item()
+
+
+def test_forced_matches_follow_the_rates_and_never_accept_left_overs() -> None:
+    chosen = torch.tensor([[1, 2, 3, 4]]).expand(4, 4)
+    drafts = torch.tensor([[10, 20, 30]]).expand(4, 3)
+    uniforms = torch.tensor([[0.1, 0.1, 0.1], [0.1, 0.9, 0.1], [0.9, 0.1, 0.1], [0.1, 0.1, 0.1]], dtype=torch.float64)
+    tokens, matched = force_matches(chosen, drafts, torch.tensor([3, 3, 3, 2]), uniforms, torch.tensor([0.5, 0.5, 0.5, 0.5]))
+    assert matched.tolist() == [3, 1, 0, 2]
+    assert tokens.tolist() == [[10, 20, 30, 4], [10, 2, 3, 4], [1, 2, 3, 4], [10, 20, 3, 4]]
+
+
+def test_forced_rates_zero_and_one_are_exact() -> None:
+    chosen, drafts = torch.tensor([[1, 2, 3]]), torch.tensor([[7, 8]])
+    smallest, largest = 0.5 * 2.0**-24, 1 - 0.5 * 2.0**-24
+    uniforms = torch.tensor([[largest, smallest]], dtype=torch.float64)
+    assert force_matches(chosen, drafts, torch.tensor([2]), uniforms, torch.tensor([1.0, 0.0]))[1].item() == 1

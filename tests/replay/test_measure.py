@@ -1,0 +1,71 @@
+"""Percentiles, pooled acceptance and hit shares, by hand-made records."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+import numpy as np
+import pytest
+
+from agentspec.replay.measure import Distribution, SessionRecord, TurnRecord, hits, percentile, summarize
+from agentspec.replay.reply import Speculation
+
+
+def record(place: int = 0, **fields: object) -> TurnRecord:
+    return TurnRecord(session_id="s", turn=place, delay_kind="none", due=0.0, sent=0.0, **fields)  # type: ignore[arg-type]
+
+
+def test_percentiles_are_numpys() -> None:
+    for seed in range(20):
+        rng = random.Random(seed)
+        values = sorted(rng.expovariate(1) for _ in range(rng.randrange(1, 40)))
+        for percent in (0, 50, 90, 99, 100):
+            assert percentile(values, percent) == pytest.approx(float(np.percentile(values, percent))), f"seed {seed}"
+
+
+def test_a_distribution() -> None:
+    values = [3.0, 1.0, 2.0, 10.0]
+    of = Distribution.of(values)
+    assert (of.count, of.mean, of.p50, of.largest) == (4, statistics.mean(values), 2.5, 10.0)
+    assert Distribution.of([]).p99 is None
+
+
+def test_time_per_token_leaves_the_first_event_out() -> None:
+    assert record(tokens=[(1.0, 3), (1.5, 2), (2.0, 2)], completion_tokens=7).time_per_token == pytest.approx(0.25)
+    assert record(tokens=[(1.0, 1), (2.0, 1)]).time_per_token == pytest.approx(1.0)  # no usage: events count
+    assert record(tokens=[(1.0, 4)], completion_tokens=4).time_per_token is None
+    assert record(tokens=[(1.0, 4), (1.1, 1)], completion_tokens=4).time_per_token is None  # nothing came after the first event
+
+
+def test_hits_pool_tokens_over_the_turns_that_report_them() -> None:
+    pooled = hits([record(prompt_tokens=100, cached_tokens=50), record(prompt_tokens=300, cached_tokens=300), record(prompt_tokens=999)])
+    assert (pooled.num_turns, pooled.prompt_tokens, pooled.cached_tokens) == (2, 400, 350)
+    assert pooled.share == pytest.approx(0.875)
+
+
+def test_acceptance_pools_counts_not_rates() -> None:
+    first = Speculation(num_steps=10, num_drafted=15, num_accepted=9, drafted_by_position=[10, 5], accepted_by_position=[7, 2])
+    second = Speculation(num_steps=30, num_drafted=30, num_accepted=3, drafted_by_position=[30], accepted_by_position=[3])
+    turns = [record(speculation=first, tokens=[(1.0, 1)]), record(speculation=second, tokens=[(1.0, 1)]), record(tokens=[(1.0, 1)])]
+    summary = summarize([SessionRecord(session_id="s", group=None, num_planned=3, turns=turns)], wall=2.0)
+    assert summary.emitted_per_step == pytest.approx(1 + 12 / 40)
+    assert summary.draft_acceptance == pytest.approx(12 / 45)
+    assert summary.acceptance_by_position == pytest.approx([10 / 40, 2 / 5])
+    assert first.drafted_by_position == [10, 5]  # the records are not the pool
+
+
+def test_columns_go_by_place_and_failures_stay_out() -> None:
+    good = SessionRecord(session_id="a", group=None, num_planned=2)
+    good.turns = [record(0, tokens=[(1.0, 1)], prompt_tokens=10, cached_tokens=0), record(1, tokens=[(3.0, 1)], prompt_tokens=20, cached_tokens=15)]
+    bad = SessionRecord(session_id="b", group=None, num_planned=3, error="turn 2: gone")
+    bad.turns = [record(0, tokens=[(2.0, 1)], prompt_tokens=30, cached_tokens=10), record(1, error="gone", tokens=[(9.0, 1)])]
+    summary = summarize([good, bad], wall=4.0)
+    assert [(column.turn, column.time_to_first_token.p50, column.hits.share) for column in summary.by_turn] == [(0, 1.5, 0.25), (1, 3.0, 0.75)]
+    assert (summary.num_turns, summary.num_failed_turns, summary.num_planned_turns) == (3, 1, 5)
+    assert summary.errors == [("gone", 1)]
+
+
+def test_nothing_at_all_is_no_error() -> None:
+    summary = summarize([], wall=0.0)
+    assert (summary.output_rate, summary.hits.share, summary.acceptance_by_position) == (None, None, [])

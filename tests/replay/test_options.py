@@ -1,0 +1,90 @@
+"""Flags become options, or an error that names the flag and its value."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from agentspec.errors import ConfigError
+from agentspec.replay.options import ReplayOptions, add_arguments
+
+
+def parse(*flags: str) -> ReplayOptions:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return ReplayOptions.from_args(parser.parse_args(["file.jsonl", *flags]), seed=3)
+
+
+def test_defaults() -> None:
+    options = parse()
+    assert options == ReplayOptions(seed=3)
+    assert options.lanes == 4
+
+
+def test_every_flag_arrives() -> None:
+    options = parse(
+        *("--concurrency", "7", "--arrival", "poisson:2.5", "--speed", "3", "--tool-delay", "scale:0.5", "--history", "live", "--output", "length"),
+        *("--sessions", "8", "--max-turns", "9", "--timeout", "10", "--token-ids", "5:99", "--base-url", "http://h", "--api-key", "k"),
+        *("--served-model", "m", "--json", "a.json", "--html", "a.html", "--quiet"),
+    )
+    assert options == ReplayOptions(
+        concurrency=7,
+        arrival="poisson",
+        arrival_rate=2.5,
+        speed=3.0,
+        delay_scale=0.5,
+        history="live",
+        output="length",
+        sessions=8,
+        max_turns=9,
+        timeout=10.0,
+        token_ids=(5, 99),
+        seed=3,
+        base_url="http://h",
+        api_key="k",
+        served_model="m",
+        json_path="a.json",
+        html_path="a.html",
+        quiet=True,
+    )
+
+
+def test_sessions_that_arrive_by_themselves_have_no_limit() -> None:
+    assert parse("--arrival", "trace").lanes is None
+    assert parse("--arrival", "trace", "--concurrency", "2").lanes == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "field", "value"),
+    [
+        (("--concurrency", "0"), "concurrency", 0),
+        (("--sessions", "-1"), "sessions", -1),
+        (("--max-turns", "0"), "max_turns", 0),
+        (("--arrival", "sometimes"), "arrival", "sometimes"),
+        (("--arrival", "poisson"), "arrival", "poisson"),
+        (("--arrival", "poisson:x"), "arrival", "poisson:x"),
+        (("--arrival", "poisson:0"), "arrival", "poisson:0"),
+        (("--arrival", "poisson:nan"), "arrival", "poisson:nan"),
+        (("--arrival", "trace", "--speed", "0"), "speed", 0.0),
+        (("--speed", "2"), "speed", 2.0),
+        (("--tool-delay", "fast"), "tool_delay", "fast"),
+        (("--tool-delay", "scale:-1"), "tool_delay", "scale:-1"),
+        (("--history", "none"), "history", "none"),
+        (("--output", "forced"), "output", "forced"),
+        (("--timeout", "0"), "timeout", 0.0),
+        (("--token-ids", "9"), "token_ids", "9"),
+        (("--token-ids", "9:9"), "token_ids", (9, 9)),
+        (("--base-url", "host:80"), "base_url", "host:80"),
+        (("--served-model", "m"), "served_model", "m"),
+        (("--api-key", "secret"), "api_key", "(hidden)"),
+    ],
+)
+def test_refuses_by_name(flags: tuple[str, ...], field: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(*flags)
+    assert (caught.value.field, caught.value.value) == (field, value)
+
+
+def test_settings_hold_no_key() -> None:
+    assert "secret" not in str(parse("--base-url", "http://h", "--api-key", "secret").settings())

@@ -1,0 +1,104 @@
+"""Streams of several servers' making, assembled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from agentspec.replay.reply import Reply, ServerError, Speculation, read_events
+
+
+def collect(*lines: str) -> list[dict[str, Any]]:
+    async def given() -> AsyncIterator[str]:
+        for line in lines:
+            yield line
+
+    async def main() -> list[dict[str, Any]]:
+        return [event async for event in read_events(given())]
+
+    return asyncio.run(main())
+
+
+def take(*events: dict[str, Any]) -> Reply:
+    reply = Reply()
+    for event in events:
+        reply.add(event)
+    return reply
+
+
+def delta(**fields: Any) -> dict[str, Any]:
+    return {"choices": [{"delta": fields}]}
+
+
+def test_events_end_at_done_and_comments_are_skipped() -> None:
+    assert collect(": ping", "", 'data: {"a": 1}', "", 'data:{"b":', "data: 2}", "", "data: [DONE]", "", 'data: {"c": 3}', "") == [{"a": 1}, {"b": 2}]
+
+
+def test_a_last_event_without_a_blank_line_counts() -> None:
+    assert collect('data: {"a": 1}') == [{"a": 1}]
+    assert collect("data: [DONE]") == []
+
+
+@pytest.mark.parametrize("error", [{"error": {"message": "no"}}, {"error": "no"}])
+def test_an_error_event_is_raised(error: dict[str, Any]) -> None:
+    with pytest.raises(ServerError, match=r"^no$"):
+        collect(f"data: {json.dumps(error)}", "")
+
+
+def test_a_call_is_put_together_from_its_pieces() -> None:
+    reply = take(
+        delta(content="so "),
+        delta(content="be it"),
+        delta(tool_calls=[{"index": 0, "id": "a", "function": {"name": "f", "arguments": ""}}]),
+        delta(tool_calls=[{"index": 0, "function": {"arguments": '{"x"'}}, {"index": 1, "id": "b", "function": {"name": "g", "arguments": "{}"}}]),
+        delta(tool_calls=[{"index": 0, "function": {"arguments": ": 1}"}}]),
+    )
+    assert reply.message() == {
+        "role": "assistant",
+        "content": "so be it",
+        "tool_calls": [
+            {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}},
+            {"id": "b", "type": "function", "function": {"name": "g", "arguments": "{}"}},
+        ],
+    }
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_goes_back_under_the_name_it_came_with(name: str) -> None:
+    assert take(delta(**{name: "hm"}), delta(content="x")).message() == {"role": "assistant", "content": "x", name: "hm"}
+
+
+def test_what_an_event_shows() -> None:
+    reply = Reply()
+    assert reply.add(delta(role="assistant", content="")) == 0
+    assert reply.add(delta(content="word")) == 1
+    assert reply.add({"choices": [{"delta": {"content": "word"}, "token_ids": [1, 2, 3]}]}) == 3
+    assert reply.add({"choices": [{"delta": {}, "token_ids": [4]}]}) == 1  # text held back, token there
+    assert reply.add({"choices": [{"text": "w"}]}) == 1
+    assert reply.add({"choices": [], "usage": {"prompt_tokens": 1}}) == 0
+
+
+def test_counters_in_agentspecs_shape() -> None:
+    mtp = {"drafted_by_position": [10, 6], "accepted_by_position": [8, 3]}
+    suffix = {"drafted_by_position": [1, 1, 1], "accepted_by_position": [1, 1, 0]}
+    counters = {"num_spec_steps": 10, "num_draft_tokens": 19, "num_accepted_draft_tokens": 13, "by_source": {"mtp": mtp, "suffix": suffix}}
+    reply = take({"choices": [], "metrics": {"speculative_decoding": counters}})
+    assert reply.speculation == Speculation(
+        num_steps=10, num_drafted=19, num_accepted=13, drafted_by_position=[11, 7, 1], accepted_by_position=[9, 4, 0]
+    )
+    assert not reply.forced_acceptance
+
+
+def test_counters_in_vllms_shape_have_no_positions() -> None:
+    counters = {"num_spec_steps": 4, "num_draft_tokens": 8, "num_accepted_draft_tokens": 5, "mean_acceptance_length": 2.25}
+    reply = take({"choices": [], "metrics": {"speculative_decoding": counters}})
+    assert reply.speculation == Speculation(num_steps=4, num_drafted=8, num_accepted=5)
+
+
+def test_absent_details_stay_absent() -> None:
+    reply = take({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": None}})
+    assert (reply.prompt_tokens, reply.completion_tokens, reply.cached_tokens, reply.speculation) == (5, 2, None, None)

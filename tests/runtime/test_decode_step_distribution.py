@@ -1,0 +1,137 @@
+"""Sampled output of speculative steps has the target's distribution: chi-square tests, and the same tests on planted biases.
+
+Thousands of slots run the same prompt with different seeds; the pair of their first two tokens is compared with the exact joint
+distribution. The seeds are fixed, so the outcome is too; for a correct step the chance that a choice of seeds would fail is the stated bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentspec.kernels.reference import sampling as sampling_kernels
+from agentspec.kernels.reference.philox import uniform
+from agentspec.runtime import decode_step as decode_step_module
+from agentspec.runtime import sampler as sampler_module
+from agentspec.runtime.plan import StepPlan
+from agentspec.types import SamplingParams
+from tests.fakes.hash_chain import HashChainModel, ReferenceRequest
+from tests.fakes.step_driver import StepDriver
+
+FALSE_ALARM = 1e-6
+NUM_SLOTS = 3000
+MODEL = HashChainModel(seed=17, num_real_tokens=24, num_padding_tokens=0, draft_accuracy=1.0)
+VOCAB = MODEL.spec.vocab_size
+PROMPT = [5, 1, 7, 3]
+SETTINGS = {
+    "plain": SamplingParams(temperature=1.0),
+    "cool": SamplingParams(temperature=0.6),
+    "filtered": SamplingParams(temperature=1.3, top_k=8, top_p=0.9, min_p=0.02),
+    "penalised": SamplingParams(temperature=1.0, presence_penalty=1.5, repetition_penalty=1.4, logit_bias={3: 2.0}),
+}
+
+
+def next_token_probs(context: list[int], generated: list[int], sampling: SamplingParams) -> Tensor:
+    """The target's distribution after `context`, in float64, by definition."""
+    logits = MODEL.logits(torch.tensor([MODEL.reference_state(context).row[1:].tolist()]))[0].to(torch.float64)
+    for token, bias in sampling.logit_bias.items():
+        logits[token] += bias
+    for token in set(context):
+        logits[token] = logits[token] / sampling.repetition_penalty if logits[token] > 0 else logits[token] * sampling.repetition_penalty
+    for token in set(generated):
+        logits[token] -= sampling.presence_penalty
+    logits /= sampling.temperature
+    probs = logits.softmax(0)
+    kept = probs >= sampling.min_p * probs.max()
+    order = torch.where(kept, probs, -1.0).argsort(descending=True)
+    order = order[: int(kept.sum())]
+    if sampling.top_k:
+        order = order[: sampling.top_k]
+    mass = probs[order] / probs[order].sum()
+    order = order[(mass.cumsum(0) - mass) < sampling.top_p]
+    result = torch.zeros_like(probs)
+    result[order] = probs[order] / probs[order].sum()
+    return result
+
+
+def expected_pairs(sampling: SamplingParams) -> Tensor:
+    first = next_token_probs(PROMPT, [], sampling)
+    return torch.stack([first[token] * next_token_probs([*PROMPT, token], [token], sampling) for token in range(VOCAB)])
+
+
+def drawn_pairs(sampling: SamplingParams) -> Tensor:
+    """How often each pair of first tokens was emitted, over slots with seeds 0 to NUM_SLOTS - 1."""
+    driver = StepDriver(MODEL, max_running=NUM_SLOTS, max_draft_tokens=2, max_length=16)
+    plan = StepPlan()
+    for slot in range(NUM_SLOTS):
+        driver.plan_join(plan, slot, ReferenceRequest(prompt=PROMPT, sampling=sampling, seed=slot, length_limit=12))
+    driver.step(2, plan=plan)
+    driver.step(2)
+    pairs = torch.tensor([running.emitted[:2] for running in driver.running.values()])
+    return torch.bincount(pairs[:, 0] * VOCAB + pairs[:, 1], minlength=VOCAB * VOCAB).view(VOCAB, VOCAB)
+
+
+def p_value(counts: Tensor, probs: Tensor) -> float:
+    """Chi-square test over the cells that expect at least 5, and one cell for all others. 0 if something impossible was drawn."""
+    counts, expected = counts.flatten().to(torch.float64), probs.flatten() * counts.sum()
+    if counts[expected == 0].any():
+        return 0.0
+    large = expected >= 5
+    observed = torch.cat((counts[large], counts[~large].sum()[None]))
+    expected = torch.cat((expected[large], expected[~large].sum()[None]))
+    used = expected > 1e-9
+    statistic = ((observed - expected)[used] ** 2 / expected[used]).sum()
+    freedom = used.sum() - 1
+    return float(torch.special.gammaincc(freedom / 2, statistic / 2))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_sampled_pairs_follow_the_target(name: str) -> None:
+    value = p_value(drawn_pairs(SETTINGS[name]), expected_pairs(SETTINGS[name]))
+    assert value > FALSE_ALARM, f"{name}: p = {value:.3g}"
+
+
+def plant_accept_always(chosen: Tensor, drafts: Tensor, valid: Tensor) -> Tensor:
+    return torch.full_like(valid, drafts.shape[1])
+
+
+def plant_token_of_the_row_before(seed: Tensor, position: Tensor, num_tokens: int, purpose: int) -> Tensor:
+    """The same noise at every position."""
+    return uniform(seed, torch.zeros_like(position), num_tokens, purpose)
+
+
+def plant_no_residual(logits: Tensor, position: Tensor, inputs: sampling_kernels.DrawInputs) -> Tensor:
+    """Accept the draft with p(draft), else draw from all of p again instead of from what is left of it. (Drafts are the greedy tokens here.)"""
+    B, T = position.shape
+    draft = logits.argmax(-1)
+    chance = (logits / inputs.temperature_B[:, None, None]).softmax(-1).gather(2, draft[..., None])[..., 0]
+    accepted = uniform(inputs.seed_B[:, None].expand(B, T), position, 1, 7)[..., 0] < chance
+    return torch.where(accepted, draft, sampling_kernels.draw(logits, position, inputs))
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "bias"),
+    [
+        (decode_step_module, "count_matches", plant_accept_always),
+        (sampling_kernels, "uniform", plant_token_of_the_row_before),
+        (sampler_module, "draw", plant_no_residual),
+    ],
+)
+def test_planted_biases_are_seen(monkeypatch: pytest.MonkeyPatch, module: object, name: str, bias: Callable[..., Tensor]) -> None:
+    monkeypatch.setattr(module, name, bias)
+    assert p_value(drawn_pairs(SETTINGS["plain"]), expected_pairs(SETTINGS["plain"])) < FALSE_ALARM
+
+
+def test_the_test_itself_is_calibrated() -> None:
+    """On draws from the very distribution, p-values are not extreme; on a slightly different one they are."""
+    probs = expected_pairs(SETTINGS["plain"])
+    generator = torch.Generator().manual_seed(3)
+    values = []
+    for _ in range(40):
+        drawn = torch.multinomial(probs.flatten(), NUM_SLOTS, replacement=True, generator=generator)
+        values.append(p_value(torch.bincount(drawn, minlength=VOCAB * VOCAB), probs))
+    assert 0.3 < sum(values) / len(values) < 0.7
+    assert min(values) > 1e-4

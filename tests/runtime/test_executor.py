@@ -1,0 +1,285 @@
+"""ModelExecutor: plans in, outcomes out; prefill, joins, leaves, pages and pointers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from agentspec.errors import ConfigError
+from agentspec.runtime.executor import ModelExecutor
+from agentspec.runtime.plan import ChunkPlan, SlotJoin, StepPlan
+from agentspec.types import SamplingParams, tokens
+from tests.fakes.hash_chain import HashChainModel, ReferenceRequest
+from tests.fakes.step_driver import StepDriver, greedy
+
+MODEL = HashChainModel(seed=23, draft_accuracy=0.85)
+BLOCK = MODEL.spec.block_tokens
+
+
+def make_executor(model: HashChainModel = MODEL, *, max_running: int = 2, max_draft_tokens: int = 3) -> ModelExecutor:
+    model.allocate(num_rows=40, num_pages=80)
+    return ModelExecutor(model, max_running=max_running, max_draft_tokens=max_draft_tokens, max_pages_per_slot=20)
+
+
+def chunk(
+    ids: Sequence[int],
+    *,
+    start: int = 0,
+    read_row: int = 0,
+    writes: Sequence[tuple[int, int]],
+    pages: list[int],
+    next_token: int = 0,
+    score_top: int | None = None,
+) -> ChunkPlan:
+    return ChunkPlan(
+        request_id="r",
+        token_ids=tokens(ids),
+        start=start,
+        read_row=read_row,
+        state_writes=tuple(writes),
+        page_ids=pages,
+        next_token=next_token,
+        score_top=score_top,
+    )
+
+
+def join(known: Sequence[int], *, slot: int, read_row: int, rows: list[int], pages: list[int], checkpoint_length: int = 0) -> SlotJoin:
+    """A greedy request over `known`, with all but the last token in `read_row`."""
+    return SlotJoin(
+        request_id=f"r{slot}",
+        slot=slot,
+        length=len(known) - 1,
+        last_token=known[-1],
+        read_row=read_row,
+        write_rows=rows[:-2],
+        spare_rows=(rows[-2], rows[-1]),
+        checkpoint_length=checkpoint_length,
+        page_ids=pages,
+        length_limit=10_000,
+        stop_ids=(),
+        seed=0,
+        sampling=SamplingParams(temperature=0.0),
+        prompt_ids=tokens(known),
+        output_ids=tokens(),
+    )
+
+
+def random_tokens(count: int, seed: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(47) for _ in range(count)]
+
+
+def test_chunked_prefill_leaves_what_one_prefill_leaves() -> None:
+    for seed in range(30):
+        generator = random.Random(seed)
+        ids = random_tokens(generator.randint(2, 100), seed)
+        executor = make_executor()
+        pages = generator.sample(range(1, 80), 12)
+        row, start = 0, 0
+        checkpoints: dict[int, int] = {}
+        while start < len(ids):
+            count = generator.randint(1, len(ids) - start)
+            inner = {generator.randint(1, count) for _ in range(3)} - {count}
+            writes = [(c, 10 + len(checkpoints) + i) for i, c in enumerate(sorted(inner))]
+            checkpoints.update({r: start + c for c, r in writes})
+            # The running state stays in row 5: from the second chunk on it is read and overwritten in one call.
+            plan = StepPlan(chunks=[chunk(ids[start : start + count], start=start, read_row=row, writes=[*writes, (count, 5)], pages=pages)])
+            executor.collect(executor.launch(plan))
+            start, row = start + count, 5
+        context = f"seed {seed}:"
+        MODEL.check_row(5, ids, context=context)
+        MODEL.check_pages(pages, ids, context=context)
+        for checkpoint_row, length in checkpoints.items():
+            MODEL.check_row(checkpoint_row, ids[:length], context=context)
+
+
+def test_a_resumed_request_equals_one_from_scratch_and_leaves_the_checkpoint_alone() -> None:
+    """Resume reads the checkpoint by pointer and shares its pages; stream and acceptance are those without any cache."""
+    for seed in range(10):
+        generator = random.Random(seed)
+        shared = random_tokens(3 * BLOCK, seed)
+        # From a boundary inside a prompt, prefill some and decode; or decode from the checkpoint itself.
+        suffix = random_tokens(generator.choice([1, 1, 2, 20]), seed + 100)
+        executor = make_executor()
+        shared_pages = [1, 2, 3]
+        executor.collect(executor.launch(StepPlan(chunks=[chunk(shared, writes=[(len(shared), 9)], pages=shared_pages)])))
+        rows, pages = list(range(20, 26)), [*shared_pages, *range(10, 20)]
+        plan = StepPlan(num_drafted=3, decode_slots=[0])
+        read_row = 9
+        if len(suffix) > 1:
+            read_row = rows[0]
+            plan.chunks = [chunk(suffix[:-1], start=len(shared), read_row=9, writes=[(len(suffix) - 1, rows[0])], pages=pages)]
+        plan.joins = [join(shared + suffix, slot=0, read_row=read_row, rows=rows, pages=pages)]
+        resumed = []
+        for _ in range(12):
+            resumed += executor.collect(executor.launch(plan)).slots
+            plan = StepPlan(num_drafted=3, decode_slots=[0])
+        MODEL.check_row(9, shared, context=f"seed {seed}:")
+        MODEL.check_pages(shared_pages, shared, context=f"seed {seed}:")
+
+        driver = StepDriver(MODEL, max_running=1, max_draft_tokens=3)
+        plan = StepPlan()
+        driver.plan_join(plan, 0, greedy(shared + suffix, 10_000))
+        for _ in range(12):
+            driver.step(3, plan=plan)
+            plan = StepPlan()
+        scratch = driver.running[0].outcomes
+        assert [(o.emitted, o.num_drafted, o.num_accepted) for o in resumed] == [(o.emitted, o.num_drafted, o.num_accepted) for o in scratch]
+
+
+def test_a_checkpoint_from_prefill_becomes_the_first_rolling_one() -> None:
+    ids = random_tokens(2 * BLOCK + 5, 3)
+    executor = make_executor()
+    rows, pages = list(range(20, 26)), list(range(1, 15))
+    boundary = 2 * BLOCK
+    plan = StepPlan(
+        chunks=[chunk(ids[:-1], writes=[(boundary, rows[-2]), (len(ids) - 1, rows[0])], pages=pages)],
+        joins=[join(ids, slot=0, read_row=rows[0], rows=rows, pages=pages, checkpoint_length=boundary)],
+        num_drafted=3,
+        decode_slots=[0],
+    )
+    known, lengths = list(ids), []
+    for _ in range(12):
+        outcome = executor.collect(executor.launch(plan)).slots[0]
+        plan = StepPlan(num_drafted=3, decode_slots=[0])
+        known += outcome.emitted
+        lengths.append([length for _, length in outcome.checkpoints])
+        for row, length in outcome.checkpoints:
+            if length:
+                MODEL.check_row(row, known[:length])
+    assert lengths[0] == [boundary, 0]
+    assert lengths[-1][0] > lengths[-1][1] >= boundary
+
+
+def test_leaves_make_a_slot_inert_and_a_join_in_the_same_plan_takes_it() -> None:
+    driver = StepDriver(MODEL, max_running=2, max_draft_tokens=3)
+    plan = StepPlan()
+    first, second = greedy(random_tokens(20, 1), 200), greedy(random_tokens(9, 2), 60)
+    driver.plan_join(plan, 0, first)
+    driver.step(3, plan=plan)
+    assert driver.step(3, plan=StepPlan(leaves=[0]))[0].emitted == []
+    plan = StepPlan(leaves=[0])
+    running = driver.plan_join(plan, 0, second)
+    while not running.is_done:
+        driver.step(3, plan=plan)
+        plan = StepPlan()
+        driver.check(running)
+    assert running.emitted == MODEL.reference_stream(second)
+
+
+def test_a_slot_is_clean_for_its_next_request() -> None:
+    """Bias, penalties, counts, stop ids and limits of the one before must not show."""
+    heavy = SamplingParams(temperature=1.5, logit_bias={4: 50.0}, presence_penalty=2.0, frequency_penalty=2.0, repetition_penalty=3.0, top_k=3)
+    requests = [
+        ReferenceRequest(prompt=[1, 2, 3], sampling=heavy, seed=1, length_limit=30, stop_ids=(9, 10)),
+        ReferenceRequest(prompt=[1, 2, 3], sampling=SamplingParams(temperature=1.0), seed=1, length_limit=60),
+        ReferenceRequest(
+            prompt=[4, 4, 4], sampling=SamplingParams(temperature=1.0, presence_penalty=1.0, repetition_penalty=1.1), seed=2, length_limit=60
+        ),
+        ReferenceRequest(prompt=[1, 2, 3], sampling=SamplingParams(temperature=0.0), seed=1, length_limit=60),
+    ]
+    driver = StepDriver(MODEL, max_running=1, max_draft_tokens=2)
+    for request in requests:
+        plan = StepPlan()
+        running = driver.plan_join(plan, 0, request)
+        while not running.is_done:
+            driver.step(2, plan=plan)
+            plan = StepPlan()
+        assert running.emitted == MODEL.reference_stream(request)
+
+
+def test_a_request_that_comes_back_with_output_goes_on_as_if_it_had_stayed() -> None:
+    sampling = SamplingParams(temperature=1.0, presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.2)
+    request = ReferenceRequest(prompt=random_tokens(15, 4), sampling=sampling, seed=77, length_limit=70)
+    whole = MODEL.reference_stream(request)
+    for cut in (1, 7, 30, len(whole) - 1):
+        driver = StepDriver(MODEL, max_running=1, max_draft_tokens=3)
+        plan = StepPlan()
+        running = driver.plan_join(plan, 0, request, output_ids=whole[:cut])
+        while not running.is_done:
+            driver.step(3, plan=plan)
+            plan = StepPlan()
+        assert running.emitted == whole
+
+
+def test_page_updates_reach_the_step_of_their_own_plan() -> None:
+    ids = random_tokens(10, 5)
+    executor = make_executor()
+    rows, pages = list(range(20, 26)), [1]
+    plan = StepPlan(
+        chunks=[chunk(ids[:-1], writes=[(9, rows[0])], pages=pages)],
+        joins=[join(ids, slot=1, read_row=rows[0], rows=rows, pages=pages)],
+        num_drafted=3,
+        decode_slots=[1],
+        page_updates=[],
+    )
+    known = list(ids)
+    for step in range(12):
+        need = -(-(len(known) + 8) // BLOCK)
+        if step:
+            plan = StepPlan(num_drafted=3, decode_slots=[1])
+            plan.page_updates = [(1, index, 40 + index) for index in range(len(pages), need)]
+            pages += [page for _, _, page in plan.page_updates]
+        else:
+            plan.joins[0].page_ids.extend(range(40 + 1, 40 + need))
+            pages = plan.joins[0].page_ids
+        known += executor.collect(executor.launch(plan)).slots[0].emitted
+        MODEL.check_pages(pages, known[:-1])
+    assert len(pages) >= 3
+    assert known == ids + MODEL.reference_stream(greedy(ids, len(known)))
+
+
+def test_collecting_late_changes_nothing() -> None:
+    """With overlap the host reads a step after the next one was launched: a result must not be overwritten."""
+    request = ReferenceRequest(prompt=[3, 1, 2], sampling=SamplingParams(temperature=1.0), seed=5, length_limit=200)
+    driver = StepDriver(MODEL, max_running=1, max_draft_tokens=3)
+    plan = StepPlan(num_drafted=3, decode_slots=[0])
+    driver.plan_join(plan, 0, request)
+    executor = driver.executor
+    tickets, emitted = [executor.launch(plan)], []
+    for _ in range(20):
+        tickets.append(executor.launch(StepPlan(num_drafted=3, decode_slots=[0])))
+        emitted += executor.collect(tickets.pop(0)).slots[0].emitted
+    assert emitted == MODEL.reference_stream(request)[: len(emitted)]
+
+
+def test_scores_are_log_probabilities_of_the_prompt() -> None:
+    ids = random_tokens(75, 6)
+    for top in (0, 3):
+        executor = make_executor()
+        plan = StepPlan(chunks=[chunk(ids[:-1], writes=[(74, 20)], pages=list(range(1, 8)), next_token=ids[-1], score_top=top)])
+        scores = executor.collect(executor.launch(plan)).scores["r"]
+        assert [score.token_id for score in scores] == ids[1:]
+        for position, score in enumerate(scores):
+            logits = MODEL.logits(torch.tensor([MODEL.reference_state(ids[: position + 1]).row[1:].tolist()]))[0]
+            logprobs = logits.log_softmax(0)
+            assert score.logprob == pytest.approx(logprobs[score.token_id].item(), abs=1e-5)
+            expected = logprobs.topk(top)
+            assert [token for token, _ in score.top] == expected.indices.tolist()
+            assert [value for _, value in score.top] == pytest.approx(expected.values.tolist(), abs=1e-5)
+
+
+def test_an_empty_decode_has_no_outcomes() -> None:
+    executor = make_executor()
+    outcome = executor.collect(executor.launch(StepPlan(leaves=[1], page_updates=[(0, 2, 7)])))
+    assert (outcome.slots, outcome.scores, outcome.decode_seconds) == ([], {}, 0.0)
+
+
+def test_decode_time_is_measured() -> None:
+    driver = StepDriver(MODEL, max_running=1, max_draft_tokens=1)
+    plan = StepPlan(num_drafted=1, decode_slots=[0])
+    driver.plan_join(plan, 0, greedy([1, 2], 50))
+    assert driver.executor.collect(driver.executor.launch(plan)).decode_seconds > 0.0
+
+
+def test_settings_that_do_not_fit_the_model_are_refused_by_name() -> None:
+    plain = HashChainModel(has_mtp=False)
+    with pytest.raises(ConfigError, match=r"draft_tokens=2.*no MTP head"):
+        make_executor(plain, max_draft_tokens=2)
+    with pytest.raises(ConfigError, match="draft_tokens=8"):
+        make_executor(max_draft_tokens=8)
+    with pytest.raises(ConfigError, match="force_acceptance"):
+        ModelExecutor(MODEL, max_running=1, max_draft_tokens=3, max_pages_per_slot=4, force_acceptance=(0.5,))

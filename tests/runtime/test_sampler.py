@@ -1,0 +1,108 @@
+"""The sampler between slot buffers and kernels: parameters reach their rows, and counts follow what was emitted."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from agentspec.runtime.plan import SlotJoin
+from agentspec.runtime.sampler import choose, choose_greedy, count_emitted
+from agentspec.runtime.step_buffers import SlotLimits, StepBuffers
+from agentspec.types import SamplingParams, tokens
+
+VOCAB = 20
+
+
+def make_buffers(parameters: list[SamplingParams], *, prompt: list[int], output: list[int]) -> StepBuffers:
+    buffers = StepBuffers.allocate(
+        max_running=len(parameters),
+        max_draft_tokens=2,
+        max_pages_per_slot=2,
+        vocab_size=VOCAB,
+        num_model_stop_ids=1,
+        block_tokens=16,
+        device=torch.device("cpu"),
+    )
+    buffers.join(
+        [
+            SlotJoin(
+                request_id=f"r{slot}",
+                slot=slot,
+                length=len(prompt) + len(output) - 1,
+                last_token=(prompt + output)[-1],
+                read_row=2,
+                write_rows=[2, 3, 4],
+                spare_rows=(5, 6),
+                page_ids=[1],
+                length_limit=100,
+                stop_ids=(7,),
+                seed=slot + 2**50,
+                sampling=sampling,
+                prompt_ids=tokens(prompt),
+                output_ids=tokens(output),
+            )
+            for slot, sampling in enumerate(parameters)
+        ]
+    )
+    return buffers
+
+
+def limits_of(buffers: StepBuffers, slots: torch.Tensor) -> SlotLimits:
+    return SlotLimits.of(buffers.limits_SF[slots])
+
+
+def test_each_parameter_reaches_its_slot() -> None:
+    logits = torch.linspace(3.0, -3.0, VOCAB)
+    logits[1] = logits[0] - 0.01
+    parameters = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.0, logit_bias={9: 100.0}),
+        SamplingParams(temperature=0.0, presence_penalty=2.0),
+        SamplingParams(temperature=0.0, frequency_penalty=0.1),
+        SamplingParams(temperature=0.0, repetition_penalty=2.0),
+        SamplingParams(temperature=5.0, top_k=1),
+        SamplingParams(temperature=5.0, top_p=0.01),
+        SamplingParams(temperature=5.0, min_p=0.9995),
+    ]
+    buffers = make_buffers(parameters, prompt=[1], output=[0])
+    slots = torch.arange(len(parameters))
+    rows = logits.expand(len(parameters), 1, VOCAB).contiguous()
+    chosen = choose(buffers, slots, limits_of(buffers, slots), rows, torch.zeros(len(parameters), 1, dtype=torch.int64), torch.full((8, 1), 40))
+    assert chosen[:, 0].tolist() == [0, 9, 1, 1, 2, 0, 0, 0]
+
+
+def test_greedy_paths_agree() -> None:
+    """A greedy slot gets the same tokens whether or not somebody else in the batch samples."""
+    parameters = [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, frequency_penalty=0.5)]
+    buffers = make_buffers(parameters, prompt=[1, 2], output=[3])
+    logits = torch.randn(2, 3, VOCAB, generator=torch.Generator().manual_seed(1)).round(decimals=1)
+    logits[..., 15:] = -torch.inf
+    slots = torch.tensor([0, 1])
+    chosen = choose(buffers, slots, limits_of(buffers, slots), logits, torch.tensor([[3, 1, 1], [3, 2, 2]]), torch.tensor([[3, 4, 5]]).expand(2, 3))
+    assert torch.equal(chosen[0], choose_greedy(logits)[0])
+
+
+def test_counts_follow_emitted_tokens() -> None:
+    generator = random.Random(9)
+    buffers = make_buffers([SamplingParams(presence_penalty=1.0)] * 3, prompt=[1, 1], output=[4, 4, 5])
+    expected = [[0] * VOCAB for _ in range(4)]
+    for row in expected[:3]:
+        row[4], row[5] = 2, 1
+    for _ in range(20):
+        slots = generator.sample(range(3), 2)
+        emitted = [[generator.randrange(3) for _ in range(3)] for _ in slots]
+        counted = [[generator.random() < 0.5 for _ in range(3)] for _ in slots]
+        count_emitted(buffers, torch.tensor(slots), torch.tensor(emitted), torch.tensor(counted))
+        for slot, ids, flags in zip(slots, emitted, counted, strict=True):
+            for token, flag in zip(ids, flags, strict=True):
+                expected[slot][token] += flag
+    assert buffers.counts_SV.tolist() == expected
+    assert buffers.prompt_seen_SV[0].nonzero().flatten().tolist() == [1]
+
+
+def test_a_join_without_bias_clears_the_bias_before_it() -> None:
+    buffers = make_buffers([SamplingParams(logit_bias={3: 7.5, 4: -1.0})], prompt=[1], output=[])
+    assert buffers.bias_SV[0, 3:5].tolist() == [7.5, -1.0]
+    again = make_buffers([SamplingParams()], prompt=[1], output=[])
+    assert not again.bias_SV.any()
