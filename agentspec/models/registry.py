@@ -1,0 +1,51 @@
+"""From a checkpoint directory to a model that the runtime can drive."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from agentspec.models import vocabulary
+from agentspec.models.hf_config import TextConfig, load_text_config
+from agentspec.models.qwen3_5 import Qwen3_5Model
+from agentspec.models.state import page_bytes, row_bytes
+from agentspec.models.tensors import random_parameters
+from agentspec.models.weights import Checkpoint
+from agentspec.types import ModelSpec
+
+
+def load_model(path: Path, *, device: torch.device, dtype: torch.dtype, random_weights: bool = False, seed: int = 0) -> Qwen3_5Model:
+    """Load the model of a checkpoint directory (`weights.resolve_checkpoint` finds it).
+
+    Args:
+        dtype: of weights, activations, conv rows, hidden column and pages; recurrent state is float32.
+        random_weights: read the JSON files alone and make up the weights from `seed`. A config that doesn't say whether it has an MTP
+            head gets one, as every published checkpoint does.
+    Raises CheckpointError, or UnsupportedModelError naming what we don't run.
+    """
+    config = load_text_config(path)
+    if random_weights:
+        if config.num_mtp_layers is None:
+            config = config.with_mtp_layers(1)
+        parameters = random_parameters(config, device=device, dtype=dtype, seed=seed)
+    else:
+        with Checkpoint(path) as checkpoint:
+            if config.num_mtp_layers is None:
+                config = config.with_mtp_layers(int(checkpoint.has_mtp))
+            parameters = checkpoint.load(config, device=device, dtype=dtype)
+    return Qwen3_5Model(config, model_spec(path, config, dtype), parameters, dtype=dtype)
+
+
+def model_spec(path: Path, config: TextConfig, dtype: torch.dtype) -> ModelSpec:
+    """What the engine must know of the model, from its config and JSON files; the name is the directory's."""
+    return ModelSpec(
+        name=path.resolve().name,
+        vocab_size=config.vocab_size,
+        num_real_tokens=vocabulary.num_real_tokens(path, config),
+        max_context=config.max_context,
+        has_mtp=config.has_mtp,
+        stop_token_ids=vocabulary.stop_token_ids(path, config),
+        row_bytes=row_bytes(config, dtype),
+        page_bytes=page_bytes(config, dtype),
+    )
