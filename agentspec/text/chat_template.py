@@ -1,0 +1,167 @@
+"""A checkpoint's own chat template: messages and tools to prompt text, and where later prompts may diverge from it.
+
+Owns template files and breakpoints as character offsets. Knows nothing of tokens, turns or what the template's markup means: breakpoints
+are found by rendering variants and comparing them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Template, TemplateError
+
+from agentspec.errors import CheckpointError, RequestError
+from agentspec.text.assets import named_tokens, read_object, read_text
+from agentspec.text.messages import Message
+from agentspec.text.template_environment import template_environment
+from agentspec.types import CheckpointKind
+
+Tools = Sequence[Mapping[str, Any]]
+
+_TEMPLATE_FILE = "chat_template.jinja"
+_OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+_SYSTEM_ROLES = ("system", "developer")
+_PROBES = ("a", "b")
+_SYSTEM_BLOCKS_KEPT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    text: str
+    marks: list[tuple[int, CheckpointKind]]
+    """(character offset, kind), ascending. The text before each offset is the beginning of what other requests render, too:
+    SYSTEM, of every conversation with the same system text and tools; USER, of this conversation's later turns."""
+
+
+class ChatTemplate:
+    """A compiled template with its variables."""
+
+    def __init__(
+        self, source: str, *, tool_source: str | None = None, variables: Mapping[str, str] | None = None, origin: str = "chat template"
+    ) -> None:
+        """`tool_source` is used instead of `source` when the request has tools; `variables` are special tokens by name.
+
+        Raises CheckpointError naming `origin` when a source is no valid template."""
+        environment = template_environment()
+        try:
+            self._template = environment.from_string(source)
+            self._tool_template = self._template if tool_source is None else environment.from_string(tool_source)
+        except TemplateError as error:
+            raise CheckpointError(f"{origin}: not a valid chat template: {error}") from error
+        self.source = source if tool_source is None else tool_source
+        """The source that teaches the tool-call dialect."""
+        self._variables = dict(variables or {})
+        self._system_blocks: OrderedDict[bytes, str] = OrderedDict()
+
+    @classmethod
+    def from_directory(cls, path: Path | str) -> ChatTemplate | None:
+        """The template of a checkpoint directory: chat_template.jinja, else tokenizer_config.json's (one, or several by name).
+
+        None when there is none. Raises CheckpointError when it can't be used."""
+        directory = Path(path)
+        config = read_object(directory / "tokenizer_config.json")
+        variables = named_tokens(config)
+        file = directory / _TEMPLATE_FILE
+        if file.is_file():
+            return cls(read_text(file), variables=variables, origin=str(file))
+        declared = config.get("chat_template")
+        if declared is None:
+            return None
+        origin = f"{directory / 'tokenizer_config.json'}: chat_template"
+        if isinstance(declared, str):
+            return cls(declared, variables=variables, origin=origin)
+        try:
+            by_name = {entry["name"]: entry["template"] for entry in declared}
+            default = by_name["default"]
+        except (TypeError, KeyError) as error:
+            raise CheckpointError(f"{origin}: must be a string, or a list of {{name, template}} with one named 'default'") from error
+        return cls(default, tool_source=by_name.get("tool_use"), variables=variables, origin=origin)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> RenderedPrompt:
+        """Render normalised messages (text/messages.py).
+
+        Raises RequestError with the template's own words when it refuses the messages."""
+        kwargs = dict(template_kwargs or {})
+        for name in _OWN_VARIABLES:
+            if name in kwargs:
+                raise RequestError(f"chat_template_kwargs.{name}", kwargs[name], "is set by the request itself")
+        text = self._text(messages, tools, add_generation_prompt, kwargs)
+        offsets = (
+            (self._system_end(text, messages, tools, kwargs), CheckpointKind.SYSTEM),
+            (self._user_end(text, messages, tools, kwargs), CheckpointKind.USER),
+        )
+        return RenderedPrompt(text, sorted(mark for mark in offsets if mark[0] > 0))
+
+    def _text(self, messages: Sequence[Message], tools: Tools | None, add_generation_prompt: bool, kwargs: Mapping[str, Any]) -> str:
+        template: Template = self._template if tools is None else self._tool_template
+        variables = {**self._variables, **kwargs, "messages": messages, "tools": tools, "documents": None}
+        try:
+            return template.render(variables, add_generation_prompt=add_generation_prompt)
+        except Exception as error:  # template code is the checkpoint's: whatever it raises, it raises about these messages
+            roles = [message["role"] for message in messages]
+            raise RequestError("messages", roles, f"the chat template refuses them: {error}") from error
+
+    def _system_end(self, text: str, messages: Sequence[Message], tools: Tools | None, kwargs: dict[str, Any]) -> int:
+        """Length of what any conversation with this system text and these tools begins with."""
+        size = 0
+        while size < len(messages) and messages[size]["role"] in _SYSTEM_ROLES:
+            size += 1
+        leading = list(messages[:size])
+        key = hashlib.blake2b(json.dumps([leading, tools, kwargs], default=repr).encode()).digest()
+        block = self._system_blocks.pop(key, None)
+        if block is None or not text.startswith(block):
+            block = self._probe_system_block(leading, tools, kwargs)
+        self._system_blocks[key] = block
+        if len(self._system_blocks) > _SYSTEM_BLOCKS_KEPT:
+            self._system_blocks.popitem(last=False)
+        return _common_length(text, block)
+
+    def _probe_system_block(self, leading: list[Message], tools: Tools | None, kwargs: dict[str, Any]) -> str:
+        try:
+            first, second = (self._text([*leading, {"role": "user", "content": probe}], tools, False, kwargs) for probe in _PROBES)
+        except RequestError:
+            return ""  # a template that refuses so short a conversation has no block that we could know
+        return first[: _common_length(first, second)]
+
+    def _user_end(self, text: str, messages: Sequence[Message], tools: Tools | None, kwargs: dict[str, Any]) -> int:
+        """Length of the prompt up to the end of the last real user message; 0 when there is none."""
+        size = len(messages)
+        while size and not _is_query(messages[size - 1]):
+            size -= 1
+        if not size:
+            return 0
+        try:
+            head = self._text(messages[:size], tools, False, kwargs)
+        except RequestError:
+            return 0
+        return _common_length(text, head)
+
+
+def _is_query(message: Message) -> bool:
+    """Some clients send tool results as user messages, wrapped in the tags that Qwen's templates use."""
+    content = message.get("content", "").strip()
+    return message["role"] == "user" and not (content.startswith("<tool_response>") and content.endswith("</tool_response>"))
+
+
+def _common_length(first: str, second: str) -> int:
+    low, high = 0, min(len(first), len(second))
+    while low < high:  # by halves: comparing slices is much faster than comparing characters
+        middle = (low + high + 1) // 2
+        if first.startswith(second[low:middle], low):
+            low = middle
+        else:
+            high = middle - 1
+    return low

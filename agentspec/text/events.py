@@ -1,0 +1,66 @@
+"""What a generated turn consists of, as it comes: deltas of reasoning and content, and tool calls.
+
+Plain data between the segmenter, the tool-call parsers and the server. Knows nothing of tokens, tags or HTTP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallStart:
+    index: int
+    """0 for the turn's first call."""
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallArguments:
+    index: int
+    text: str
+    """A piece of the arguments' JSON text."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallEnd:
+    index: int
+
+
+CallEvent = ToolCallStart | ToolCallArguments | ToolCallEnd
+TextEvent = ReasoningDelta | ContentDelta | CallEvent
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCall:
+    """A finished call."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON text of an object."""
+    as_written: dict[str, Any] = field(default_factory=dict)
+    """The arguments in the order and, where the dialect has no types, the very text that the model wrote: rendering them reproduces the call."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AssistantTurn:
+    """A whole generated turn."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    is_call_cut: bool = False
+    """The text ended inside a call (which isn't among `calls`): the turn can't finish with `tool_calls`."""

@@ -1,0 +1,144 @@
+"""Chat messages in the one form that templates, the turn memory and the prompt builder work with.
+
+Owns the normalisation of what clients send (OpenAI's message objects as plain dicts). Knows nothing of templates or tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentspec.errors import RequestError
+
+Message = dict[str, Any]
+"""Normalised: no None values, `content` a string, call arguments as objects, reasoning under every name that templates read."""
+
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+
+
+def normalise(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Fresh, normalised copies of the messages, tool results in the order of their calls.
+
+    Raises RequestError naming the part that can't be used."""
+    if not messages:
+        raise RequestError("messages", [], "must hold at least one message")
+    result = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    _order_tool_results(result)
+    return result
+
+
+def call_arguments(call: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Name and arguments of a call in a normalised message."""
+    function = call.get("function", call)
+    return function["name"], function["arguments"]
+
+
+def call_ids(message: Message) -> tuple[str, ...] | None:
+    """The ids of the message's calls; None when it has no calls, or one of them no id."""
+    ids = tuple(call.get("id") for call in message.get("tool_calls", ()))
+    return ids if ids and all(isinstance(call_id, str) for call_id in ids) else None
+
+
+def with_reasoning(message: Message, reasoning: str) -> Message:
+    """A copy of the message with its reasoning under the names that templates read (transformers uses the same)."""
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _message(message: Mapping[str, Any], field: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise RequestError(field, message, "must be an object")
+    result: Message = {key: value for key, value in message.items() if value is not None}
+    if not isinstance(result.get("role"), str):
+        raise RequestError(f"{field}.role", result.get("role"), "must be a string")
+    if "content" in result:
+        result["content"] = _content(result["content"], f"{field}.content")
+    if "tool_calls" in result:
+        result["tool_calls"] = _calls(result["tool_calls"], f"{field}.tool_calls")
+    for name in _REASONING_NAMES:
+        if name in result:
+            if not isinstance(result[name], str):
+                raise RequestError(f"{field}.{name}", result[name], "must be a string")
+            return with_reasoning(result, result[name])
+    return result
+
+
+def _content(content: object, field: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(field, content, "must be a string or a list of parts")
+    texts: list[str] = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text":
+            raise RequestError(f"{field}[{index}].type", kind, "only text parts are supported")
+        if not isinstance(part.get("text"), str):
+            raise RequestError(f"{field}[{index}].text", part.get("text"), "must be a string")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _calls(calls: object, field: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise RequestError(field, calls, "must be a list")
+    return [_call(call, f"{field}[{index}]") for index, call in enumerate(calls)]
+
+
+def _call(call: object, field: str) -> dict[str, Any]:
+    if not isinstance(call, Mapping):
+        raise RequestError(field, call, "must be an object")
+    if "function" not in call:
+        return _function(call, field)
+    function = call["function"]
+    if not isinstance(function, Mapping):
+        raise RequestError(f"{field}.function", function, "must be an object")
+    return {**{key: value for key, value in call.items() if value is not None}, "function": _function(function, f"{field}.function")}
+
+
+def _function(function: Mapping[str, Any], field: str) -> dict[str, Any]:
+    """Arguments may be an object, its JSON text, or empty for a call without arguments."""
+    if not isinstance(function.get("name"), str):
+        raise RequestError(f"{field}.name", function.get("name"), "must be a string")
+    arguments = function.get("arguments")
+    value: Any = arguments
+    if isinstance(arguments, str):
+        try:
+            value = json.loads(arguments) if arguments.strip() else {}
+        except ValueError as error:
+            raise RequestError(f"{field}.arguments", arguments, f"is not valid JSON: {error}") from error
+    value = {} if value is None else value
+    if not isinstance(value, Mapping):
+        raise RequestError(f"{field}.arguments", arguments, "must be a JSON object")
+    return {**function, "arguments": dict(value)}
+
+
+def _order_tool_results(messages: list[Message]) -> None:
+    """Templates associate results with calls by position alone, so each run of tool messages takes the order of the calls before it."""
+    start = 0
+    while start < len(messages):
+        end = start
+        while end < len(messages) and messages[end]["role"] == "tool":
+            end += 1
+        if end > start:
+            calls = messages[start - 1].get("tool_calls", []) if start else []
+            places = {call.get("id"): place for place, call in enumerate(calls) if call.get("id") is not None}
+            messages[start:end] = _ordered(messages, start, end, places)
+        start = end + 1
+
+
+def _ordered(messages: list[Message], start: int, end: int, places: dict[str, int]) -> list[Message]:
+    """Results without an id are associated by position already; they can't be mixed with results that have one."""
+    run = messages[start:end]
+    if all("tool_call_id" not in message for message in run):
+        return run
+    seen: set[str] = set()
+    for offset, message in enumerate(run):
+        field = f"messages[{start + offset}].tool_call_id"
+        call_id = message.get("tool_call_id")
+        if call_id not in places:
+            raise RequestError(field, call_id, "is not the id of a tool call in the assistant message before it")
+        if call_id in seen:
+            raise RequestError(field, call_id, "has more than one result")
+        seen.add(call_id)
+    return sorted(run, key=lambda message: places[message["tool_call_id"]])

@@ -1,0 +1,170 @@
+"""Messages to prompt ids: render, put the ids of generated turns back in their places, and find the breakpoints' tokens.
+
+Owns the splice. A generated turn's ids replace a stretch of the prompt only where the template renders the very text that they decode
+to; so the prompt always reads as the template says. Knows nothing of the engine's cache or of HTTP.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from agentspec.text.chat_template import ChatTemplate, Tools
+from agentspec.text.events import AssistantTurn
+from agentspec.text.messages import Message, normalise
+from agentspec.text.piece_encoder import PieceEncoder
+from agentspec.text.segmenter import THINK_OPEN
+from agentspec.text.tokenizer import Tokenizer
+from agentspec.text.tool_calls import DIALECTS, Dialect, detect_dialect
+from agentspec.text.turn_memory import TurnMemory, TurnRecord, conversation_seed, extend_by_turn, extend_conversation
+from agentspec.types import Breakpoint, CheckpointKind
+
+_LEAD_CHARACTERS = 64
+"""Enough to hold the generation prompt and the end of the message before it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuiltPrompt:
+    prompt_ids: list[int]
+    breakpoints: list[Breakpoint]
+    """Ascending offsets into prompt_ids, each above 0."""
+    reasoning_open: bool
+    """The prompt ends inside a think block, so the answer begins with reasoning."""
+    conversation: bytes
+    """Key of the messages (text/turn_memory.py)."""
+    lead: str
+    """The end of the prompt's text."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Characters start..end of the rendered prompt are the text of these generated ids."""
+
+    start: int
+    end: int
+    token_ids: array[int]
+
+
+class PromptBuilder:
+    """Builds prompts for one model and remembers its turns. Not thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, memory: TurnMemory) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._memory = memory
+        self._encoder = PieceEncoder(tokenizer)
+        self._special_texts = tuple(tokenizer.special_ids)
+        name = detect_dialect(template.source)
+        self.dialect: Dialect | None = None if name is None else DIALECTS[name]
+        """How this model writes tool calls; None when its template teaches no dialect that we know."""
+        self.num_spliced = 0
+        """Returned turns whose ids were put back."""
+        self.num_mismatched = 0
+        """Returned turns that the template renders otherwise than they were generated (dropped reasoning, trimmed whitespace): rendered text won."""
+
+    def build(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Tools | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        namespace: str = "",
+    ) -> BuiltPrompt:
+        """The prompt that asks for the next assistant turn.
+
+        `namespace`: turns generated in another one are not put back. Raises RequestError naming what can't be used."""
+        conversation, records, key = self._recall(normalise(messages), namespace)
+        rendered = self._template.render(conversation, tools, template_kwargs=template_kwargs)
+        prompt_ids, offsets = self._encode(rendered.text, self._locate(rendered.text, records), [offset for offset, _ in rendered.marks])
+        kinds = [kind for _, kind in rendered.marks]
+        return BuiltPrompt(
+            prompt_ids=prompt_ids,
+            breakpoints=_breakpoints(offsets, kinds),
+            reasoning_open=rendered.text.rstrip().endswith(THINK_OPEN),
+            conversation=key,
+            lead=rendered.text[-_LEAD_CHARACTERS:],
+        )
+
+    def remember(self, prompt: BuiltPrompt, turn: AssistantTurn, token_ids: Sequence[int], *, is_cut: bool) -> None:
+        """Keep a finished turn for when the client sends it back. `turn` is the segmenter's, `token_ids` all that was generated, stop id or not;
+        `is_cut`: it was not ended by the model's own stop id."""
+        if turn.is_call_cut:
+            return  # no client can send half a call back
+        ids = array("i", token_ids)
+        if ids and not self._tokenizer.token_bytes[ids[-1]]:
+            ids.pop()
+        if not ids:
+            return
+        record = TurnRecord(turn, ids, self._tokenizer.decode(ids), prompt.lead, is_cut)
+        self._memory.remember(extend_by_turn(prompt.conversation, turn), record)
+
+    def _recall(self, conversation: list[Message], namespace: str) -> tuple[list[Message], list[TurnRecord], bytes]:
+        """The conversation as it was generated, the records of its turns, and its key."""
+        key = conversation_seed(namespace)
+        restored: list[Message] = []
+        records: list[TurnRecord] = []
+        for message in conversation:
+            key = extend_conversation(key, message)
+            record = self._memory.find(key, message) if message["role"] == "assistant" else None
+            if record is not None:
+                message = record.restore(message, arguments_as_written=self.dialect is not None and self.dialect.keeps_argument_text)
+                records.append(record)
+            restored.append(message)
+        return restored, records, key
+
+    def _locate(self, text: str, records: Sequence[TurnRecord]) -> list[_Stretch]:
+        """Where the turns stand in the rendered text, in order."""
+        stretches: list[_Stretch] = []
+        cursor = 0
+        for record in records:
+            found = text.find(record.lead + record.text, max(0, cursor - len(record.lead)))
+            start = found + len(record.lead)
+            end = start + len(record.text)
+            if found < 0 or not (record.is_cut or text.startswith(self._special_texts, end)):
+                self.num_mismatched += 1
+                continue
+            stretches.append(_Stretch(start, end, record.token_ids))
+            self.num_spliced += 1
+            cursor = end
+        return stretches
+
+    def _encode(self, text: str, stretches: Sequence[_Stretch], marks: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Ids of the text with the stretches' own ids in their places, and the marks as token offsets, rounded down."""
+        ids: list[int] = []
+        offsets: list[int] = []
+        start = 0
+        for stretch in (*stretches, _Stretch(len(text), len(text), array("i"))):
+            for mark in marks[len(offsets) :]:
+                if mark <= stretch.start:
+                    offsets.append(len(ids) + self._token_offset(text[start : stretch.start], mark - start))
+                elif mark < stretch.end:
+                    offsets.append(len(ids) + len(self._encoder.encode(text[start : stretch.start])))
+                else:
+                    break
+            ids += self._encoder.encode(text[start : stretch.start])
+            ids.extend(stretch.token_ids)
+            start = stretch.end
+        return ids, offsets
+
+    def _token_offset(self, text: str, mark: int) -> int:
+        """Tokens of `text` that lie before `mark` whatever follows it there."""
+        count = 0
+        for piece in self._encoder.pieces(text):
+            if mark < len(piece):
+                whole, head = self._encoder.encode(piece), self._tokenizer.encode(piece[:mark])
+                return count + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(whole, head, strict=False)))
+            count += len(self._encoder.encode(piece))
+            mark -= len(piece)
+        return count
+
+
+def _breakpoints(offsets: Sequence[int], kinds: Sequence[CheckpointKind]) -> list[Breakpoint]:
+    """One breakpoint an offset; of two kinds at one offset the first stands, which lives longer."""
+    kind_at: dict[int, CheckpointKind] = {}
+    for offset, kind in zip(offsets, kinds, strict=True):
+        if offset > 0:
+            kind_at.setdefault(offset, kind)
+    return [Breakpoint(offset, kind) for offset, kind in kind_at.items()]

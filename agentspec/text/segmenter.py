@@ -1,0 +1,197 @@
+"""Generated text to events: where reasoning, content and tool calls begin and end, whatever the chunking of the text.
+
+Owns the tags around reasoning and the whitespace between segments; the inside of a call belongs to its dialect. Knows nothing of tokens,
+templates or HTTP.
+"""
+
+from __future__ import annotations
+
+import enum
+import secrets
+from collections.abc import Callable
+
+from agentspec.text.events import AssistantTurn, ContentDelta, ReasoningDelta, TextEvent, ToolCall
+from agentspec.text.holdback import Holdback
+from agentspec.text.tool_calls import CallParser, CallStatus, CallStep, Dialect, ToolSchemas
+from agentspec.text.tool_calls.protocol import CALL_OPEN
+
+THINK_OPEN = "<think>"
+THINK_CLOSE = "</think>"
+
+
+def new_call_id() -> str:
+    """A tool call's id: unguessable, because it also finds the turn in the turn memory."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+class _Segment(enum.Enum):
+    REASONING = enum.auto()
+    CONTENT = enum.auto()
+    CALL = enum.auto()
+
+
+class Segmenter:
+    """Splits one turn. Feed `push`, then `finish` once; `turn` is the whole turn in the end.
+
+    - `</think>` ends reasoning; elsewhere it is dropped. `<think>` opens reasoning as the first text of a turn; inside reasoning it is dropped.
+    - A call inside reasoning ends reasoning.
+    - Whitespace between segments belongs to the format and isn't passed on. At the end of the turn it is.
+    - What looks like a call and is none stays what it was: text of the segment that it stands in.
+    - Calls are read only when the request has tools and the checkpoint a dialect.
+    """
+
+    def __init__(
+        self,
+        *,
+        reasoning_open: bool,
+        dialect: Dialect | None = None,
+        tools: ToolSchemas | None = None,
+        new_call_id: Callable[[], str] = new_call_id,
+    ) -> None:
+        """`reasoning_open`: the prompt ends inside a think block."""
+        self._dialect = dialect if tools is not None and tools.names else None
+        self._tools = tools or ToolSchemas(None)
+        self._new_call_id = new_call_id
+        self._segment = _Segment.REASONING if reasoning_open else _Segment.CONTENT
+        self._return_to = self._segment
+        self._parser: CallParser | None = None
+        self._buffer = ""
+        self._space = ""
+        self._is_segment_new = True
+        self._trim_start = reasoning_open
+        self._may_think = not reasoning_open
+        self._events: list[TextEvent] = []
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        self._calls: list[ToolCall] = []
+        self._is_call_cut = False
+        self._set_tags()
+
+    @property
+    def turn(self) -> AssistantTurn:
+        """Everything passed on so far, put together."""
+        return AssistantTurn(
+            reasoning="".join(self._reasoning), content="".join(self._content), calls=tuple(self._calls), is_call_cut=self._is_call_cut
+        )
+
+    def push(self, text: str) -> list[TextEvent]:
+        """Events of the next piece of text. A piece that may be half a tag waits for the next push."""
+        self._events = []
+        self._buffer += text
+        self._run(final=False)
+        return self._events
+
+    def finish(self, *, is_cut: bool = False) -> list[TextEvent]:
+        """The end of the text. `is_cut`: by anything but the model itself (token limit, stop string, abort): an open call stays open."""
+        self._events = []
+        if is_cut and self._parser is not None:
+            self._is_call_cut = True
+            step = self._parser.cut()
+            self._events += step.events
+            self._parser = None
+            self._segment = self._return_to
+            if step.status is CallStatus.NOT_A_CALL:
+                self._pass_on(step.rest)
+            else:
+                self._space = ""
+        else:
+            self._run(final=True)
+        self._pass_on(self._buffer)
+        self._buffer = ""
+        self._emit(self._space)
+        self._space = ""
+        return self._events
+
+    def _run(self, *, final: bool) -> None:
+        while self._read_call(final) if self._segment is _Segment.CALL else self._read_text(final):
+            pass
+
+    def _read_text(self, final: bool) -> bool:
+        """Pass on text up to the next tag and enter what the tag begins. Says whether there is more to read."""
+        start, tag = min(((at, tag) for tag in self._tags if (at := self._buffer.find(tag)) >= 0), default=(-1, ""))
+        if start < 0:
+            kept = 0 if final else self._holdback.held(self._buffer)
+            self._pass_on(self._buffer[: len(self._buffer) - kept])
+            self._buffer = self._buffer[len(self._buffer) - kept :]
+            return False
+        self._pass_on(self._buffer[:start])
+        behind = self._buffer[start + len(tag) :]
+        if tag == THINK_CLOSE:
+            self._buffer = behind
+            self._close_reasoning()
+        elif tag == THINK_OPEN:
+            self._buffer = behind
+            if self._may_think:
+                self._enter(_Segment.REASONING)
+            elif self._segment is not _Segment.REASONING:
+                self._pass_on(tag)
+        else:
+            assert self._dialect is not None
+            self._parser = self._dialect.parser(len(self._calls), self._tools, self._new_call_id)
+            self._return_to, self._segment = self._segment, _Segment.CALL
+            self._buffer = self._buffer[start:]
+        return True
+
+    def _read_call(self, final: bool) -> bool:
+        assert self._parser is not None
+        text, self._buffer = self._buffer, ""
+        step = self._parser.push(text, final=final)
+        self._events += step.events
+        if step.status is CallStatus.MORE:
+            return False
+        if step.status is CallStatus.NOT_A_CALL:
+            self._refuse_call(step)
+        else:
+            self._calls.append(self._parser.call)
+            self._buffer = step.rest
+            self._enter(_Segment.CONTENT)
+        self._parser = None
+        return True
+
+    def _refuse_call(self, step: CallStep) -> None:
+        """Back to the segment that the trigger stands in; read on behind the trigger's first character, which makes it text."""
+        self._segment = self._return_to
+        self._pass_on(step.rest[:1])
+        self._buffer = step.rest[1:]
+
+    def _close_reasoning(self) -> None:
+        if self._segment is _Segment.REASONING:
+            self._enter(_Segment.CONTENT)
+        elif self._is_segment_new:
+            self._trim_start, self._may_think = True, False
+
+    def _enter(self, segment: _Segment) -> None:
+        self._space = ""
+        self._segment = segment
+        self._is_segment_new = self._trim_start = True
+        self._may_think = False
+        self._set_tags()
+
+    def _pass_on(self, text: str) -> None:
+        """Emit text, but keep back whitespace at its end until something follows in the same segment."""
+        text = self._space + text
+        if self._is_segment_new and self._trim_start:
+            text = text.lstrip()
+        shown = text.rstrip()
+        self._space = text[len(shown) :]
+        if shown:
+            self._is_segment_new = self._may_think = False
+            self._emit(shown)
+
+    def _emit(self, text: str) -> None:
+        if not text:
+            return
+        if self._segment is _Segment.REASONING:
+            self._reasoning.append(text)
+            self._events.append(ReasoningDelta(text))
+        else:
+            self._content.append(text)
+            self._events.append(ContentDelta(text))
+
+    def _set_tags(self) -> None:
+        """What ends or begins a segment. Only `<tool_call>` counts inside reasoning: a bare `<function=` there is thought, not deed."""
+        triggers: tuple[str, ...] = ()
+        if self._dialect is not None:
+            triggers = (CALL_OPEN,) if self._segment is _Segment.REASONING else self._dialect.triggers(self._tools)
+        self._tags = (THINK_CLOSE, THINK_OPEN, *triggers)
+        self._holdback = Holdback(self._tags)

@@ -1,0 +1,117 @@
+"""Text to token ids and back: a byte-level BPE from a checkpoint's tokenizer.json.
+
+Owns the byte table (the raw bytes behind every id). Knows nothing of templates, turns or stop strings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from agentspec.errors import CheckpointError, RequestError
+from agentspec.text.assets import named_tokens, read_object
+
+
+@dataclass(frozen=True, slots=True)
+class AddedTokenInfo:
+    """A token that is matched as a whole, before any BPE."""
+
+    text: str
+    is_special: bool
+    """Control token: never shown. The others (`<think>`, `<tool_call>`) are part of the visible text."""
+    is_cut: bool
+    """Text can be cut beside it: it takes no whitespace from its neighbours and is matched in the raw text."""
+
+
+class Tokenizer:
+    """A byte-level BPE tokenizer. Ids without a token (gaps in tokenizer.json) stand for no bytes."""
+
+    def __init__(self, backend: Backend, *, source: str = "tokenizer", eos_token: str | None = None) -> None:
+        """`source` names the tokenizer in errors. Raises CheckpointError when it isn't byte-level."""
+        self._backend = backend
+        added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
+        self.added_tokens: tuple[AddedTokenInfo, ...] = tuple(
+            AddedTokenInfo(token.content, token.special, not (token.lstrip or token.rstrip or token.single_word or token.normalized))
+            for token in added.values()
+        )
+        """Every added token, in id order."""
+        self.special_ids: dict[str, int] = {token.content: token_id for token_id, token in added.items() if token.special}
+        """Control tokens by their text."""
+        self.token_bytes: list[bytes] = _byte_table(backend, added, source)
+        """Raw bytes by id; b"" for control tokens, so that they never show."""
+        self.eos_id: int | None = None if eos_token is None else backend.token_to_id(eos_token)
+        """The id of tokenizer_config.json's eos_token; None when it names none."""
+
+    @classmethod
+    def from_directory(cls, path: Path | str) -> Tokenizer | None:
+        """The tokenizer of a checkpoint directory; None when it has no tokenizer.json. Raises CheckpointError when it can't be used."""
+        directory = Path(path)
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            return None
+        try:
+            backend = Backend.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception for any malformed file
+            raise CheckpointError(f"{file}: not a usable tokenizer: {error}") from error
+        backend.no_truncation()
+        backend.no_padding()
+        names = named_tokens(read_object(directory / "tokenizer_config.json"))
+        return cls(backend, source=str(file), eos_token=names.get("eos_token"))
+
+    @property
+    def vocab_size(self) -> int:
+        """Highest id plus one: the length of `token_bytes`."""
+        return len(self.token_bytes)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text. Control tokens written in the text become their ids; nothing is added around it.
+
+        Raises RequestError for text that is no Unicode (a lone surrogate, which JSON can spell)."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError("text", text[max(0, error.start - 20) : error.end], f"is not valid Unicode: {error.reason}") from error
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids without control tokens. Bytes that are no UTF-8 become U+FFFD."""
+        table = self.token_bytes
+        return b"".join([table[token_id] for token_id in ids]).decode("utf-8", errors="replace")
+
+    def id_of(self, text: str) -> int | None:
+        """The id of an added token by its text; None when the text isn't one added token."""
+        if all(token.text != text for token in self.added_tokens):
+            return None
+        token_id: int | None = self._backend.token_to_id(text)
+        return token_id
+
+
+def _byte_table(backend: Backend, added: dict[int, AddedToken], source: str) -> list[bytes]:
+    vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+    table = [b""] * (max(vocab.values(), default=-1) + 1)
+    alphabet = _byte_alphabet()
+    for token, token_id in vocab.items():
+        if token_id in added:
+            table[token_id] = b"" if added[token_id].special else token.encode()
+            continue
+        try:
+            table[token_id] = bytes([alphabet[character] for character in token])
+        except KeyError as error:
+            raise CheckpointError(f"{source}: token {token_id} ({token!r}) isn't written in the byte-level BPE alphabet") from error
+    return table
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE writes printable bytes as themselves and the others as U+0100, U+0101, ... in byte order (GPT-2)."""
+    printable: set[int] = {*_span("!", "~"), *_span("\u00a1", "\u00ac"), *_span("\u00ae", "\u00ff")}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+def _span(first: str, last: str) -> Iterable[int]:
+    return range(ord(first), ord(last) + 1)

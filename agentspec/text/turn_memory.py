@@ -1,0 +1,138 @@
+"""What was generated, kept until the client sends it back: the ids of each turn, and the reasoning that clients drop.
+
+A returned turn is known by the ids of its tool calls, or by the conversation that it ends: a hash chained over the messages, reasoning left
+out. So a turn is never taken for one of another conversation that happens to read the same. Knows nothing of templates or tokenization.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from agentspec.text.events import AssistantTurn
+from agentspec.text.messages import Message, call_arguments, call_ids, with_reasoning
+
+_ENTRY_OVERHEAD_BYTES = 1000
+
+
+def conversation_seed(namespace: str) -> bytes:
+    """The key of an empty conversation. Turns are remembered inside their namespace."""
+    return hashlib.blake2b(json.dumps(namespace).encode(), digest_size=16).digest()
+
+
+def extend_conversation(key: bytes, message: Message) -> bytes:
+    """The key of a conversation with one message more. Reasoning, ids and the spelling of arguments don't count."""
+    calls = [call_arguments(call) for call in message.get("tool_calls", ())]
+    return _extend(key, message["role"], message.get("content", ""), calls)
+
+
+def extend_by_turn(key: bytes, turn: AssistantTurn) -> bytes:
+    """The key of a conversation with the generated turn as its next message: equal to extend_conversation once the client returns it."""
+    return _extend(key, "assistant", turn.content, [(call.name, json.loads(call.arguments)) for call in turn.calls])
+
+
+def _extend(key: bytes, role: str, content: str, calls: list[tuple[str, dict[str, Any]]]) -> bytes:
+    text = json.dumps([role, content.strip(), calls], sort_keys=True)
+    return hashlib.blake2b(key + text.encode(), digest_size=16).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRecord:
+    """One generated turn."""
+
+    turn: AssistantTurn
+    token_ids: array[int]
+    """As generated, without the stop id."""
+    text: str
+    """Text of token_ids."""
+    lead: str
+    """The end of the prompt that the turn continued."""
+    is_cut: bool
+    """The turn was ended by something else than the model, so the template may go on behind its text."""
+
+    def matches(self, message: Message) -> bool:
+        """The message is this turn: same content, same calls, and its reasoning either unchanged or dropped."""
+        reasoning = message.get("reasoning_content", "").strip()
+        return (
+            message.get("content", "").strip() == self.turn.content.strip()
+            and [call_arguments(call) for call in message.get("tool_calls", ())]
+            == [(call.name, json.loads(call.arguments)) for call in self.turn.calls]
+            and reasoning in ("", self.turn.reasoning.strip())
+        )
+
+    def restore(self, message: Message, *, arguments_as_written: bool) -> Message:
+        """The message with the turn's reasoning, and its arguments in the order (as_written: in the very text) of the turn."""
+        result = dict(message)
+        if self.turn.reasoning:
+            result = with_reasoning(result, self.turn.reasoning)
+        if self.turn.calls:
+            result["tool_calls"] = [
+                _with_arguments(call, made.as_written if arguments_as_written else json.loads(made.arguments))
+                for call, made in zip(message["tool_calls"], self.turn.calls, strict=True)
+            ]
+        return result
+
+    @property
+    def num_bytes(self) -> int:
+        """About what the record holds in memory."""
+        return _ENTRY_OVERHEAD_BYTES + 4 * len(self.token_ids) + 4 * len(self.text)
+
+
+def _with_arguments(call: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    if "function" in call:
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+    return {**call, "arguments": arguments}
+
+
+class TurnMemory:
+    """Records by conversation key, and by call ids; the least recently used go first. Not thread-safe."""
+
+    def __init__(self, *, max_bytes: int = 256 << 20) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._records: OrderedDict[bytes, TurnRecord] = OrderedDict()
+        self._key_of_calls: dict[tuple[str, ...], bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @property
+    def num_bytes(self) -> int:
+        """About what all records hold in memory; never above max_bytes."""
+        return self._num_bytes
+
+    def remember(self, key: bytes, record: TurnRecord) -> None:
+        """Keep a turn under the key of the conversation that it ends (extend_by_turn)."""
+        self._forget(key)
+        self._records[key] = record
+        self._num_bytes += record.num_bytes
+        if record.turn.calls:
+            self._key_of_calls[_ids(record)] = key
+        while self._num_bytes > self._max_bytes:
+            self._forget(next(iter(self._records)))
+
+    def find(self, key: bytes, message: Message) -> TurnRecord | None:
+        """The turn that a returned assistant message is; `key` is the conversation's up to and including it (extend_conversation)."""
+        ids = call_ids(message)
+        for candidate in (self._key_of_calls.get(ids) if ids else None, key):
+            record = self._records.get(candidate) if candidate else None
+            if candidate and record and record.matches(message):
+                self._records.move_to_end(candidate)
+                return record
+        return None
+
+    def _forget(self, key: bytes) -> None:
+        record = self._records.pop(key, None)
+        if record is None:
+            return
+        self._num_bytes -= record.num_bytes
+        if self._key_of_calls.get(_ids(record)) == key:
+            del self._key_of_calls[_ids(record)]
+
+
+def _ids(record: TurnRecord) -> tuple[str, ...]:
+    return tuple(call.id for call in record.turn.calls)

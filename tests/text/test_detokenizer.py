@@ -1,0 +1,118 @@
+"""Incremental decoding equals decoding at once; stop strings are found whatever the grouping of the ids."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from agentspec.text.detokenizer import Detokenizer
+from agentspec.text.tokenizer import Tokenizer
+
+BYTES = [bytes([byte]) for byte in range(256)]
+
+
+def groups(rng: random.Random, ids: list[int]) -> list[list[int]]:
+    result: list[list[int]] = []
+    while ids:
+        size = rng.randrange(0, 4)
+        result.append(ids[:size])
+        ids = ids[size:]
+    return result
+
+
+def run(token_bytes: list[bytes], pieces: list[list[int]], stop: tuple[str, ...] = ()) -> tuple[str, int, str | None]:
+    """(text, ids that count, stop) of a whole stream."""
+    detokenizer = Detokenizer(token_bytes, stop)
+    text, count = "", 0
+    for piece in pieces:
+        pushed = detokenizer.push(piece)
+        text += pushed.text
+        count += pushed.num_tokens
+        if pushed.stop is not None:
+            return text, count, pushed.stop
+        assert pushed.num_tokens == len(piece)
+    return text + detokenizer.flush(), count, None
+
+
+def by_character(token_bytes: list[bytes], ids: list[int], stop: tuple[str, ...]) -> tuple[str, int, str | None]:
+    """What must come out, the slow way: grow the text one character at a time until it ends with a stop string."""
+    for count in range(1, len(ids) + 1):
+        raw = b"".join(token_bytes[token_id] for token_id in ids[:count])
+        whole = raw.decode(errors="replace")
+        if whole.endswith("\ufffd"):  # maybe half a character: what is certain is what more bytes don't change
+            more = [(raw + tail).decode(errors="replace") for tail in (b"\x80", b"\xbf", b"a")]
+            while not all(text.startswith(whole) for text in more):
+                whole = whole[:-1]
+        for end in range(1, len(whole) + 1):
+            ended = [text for text in stop if whole[:end].endswith(text)]
+            if ended:
+                longest = max(ended, key=len)
+                return whole[: end - len(longest)], count, longest
+    return b"".join(token_bytes[token_id] for token_id in ids).decode(errors="replace"), len(ids), None
+
+
+def test_equals_decoding_at_once() -> None:
+    rng = random.Random(1)
+    alphabet = [*"aé東🙂👩‍👧".encode(), 0x80, 0xC3, 0xE2, 0xF0, 0xFF]
+    for trial in range(3000):
+        ids = [rng.choice(alphabet) for _ in range(rng.randrange(24))]
+        text, count, stop = run(BYTES, groups(rng, ids))
+        assert (text, count, stop) == (bytes(ids).decode(errors="replace"), len(ids), None), f"seed 1, trial {trial}: {ids}"
+
+
+def test_equals_decoding_at_once_with_the_sample_tokenizer(tokenizer: Tokenizer) -> None:
+    rng = random.Random(2)
+    for trial in range(200):
+        ids = [rng.randrange(tokenizer.vocab_size) for _ in range(50)]
+        text, _, _ = run(tokenizer.token_bytes, groups(rng, ids))
+        assert text == tokenizer.decode(ids), f"seed 2, trial {trial}"
+
+
+def test_half_a_character_waits() -> None:
+    detokenizer = Detokenizer(BYTES)
+    emoji = "🙂".encode()
+    assert [detokenizer.push([byte]).text for byte in emoji] == ["", "", "", "🙂"]
+    assert detokenizer.push(list(emoji[:2])).text == ""
+    assert detokenizer.flush() == "\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop", "expected"),
+    [
+        ([b"ab", b"c\n\n", b"d"], ("\n\n",), ("abc", 2, "\n\n")),
+        ([b"ab", b"c\n", b"\nd", b"e"], ("\n\n",), ("abc", 3, "\n\n")),
+        ([b"ab", b"c\n", b"d"], ("\n\n",), ("abc\nd", 3, None)),
+        ([b"xaab", b"."], ("aab", "ab"), ("x", 1, "aab")),
+        ([b"aaab"], ("aab",), ("a", 1, "aab")),
+        ([b"abcd"], ("bcd", "c"), ("ab", 1, "c")),
+        ([b"ST", b"O", b"STOP", b"!"], ("STOP",), ("STO", 3, "STOP")),
+        ([b"ST", b"OP"], ("STOPS",), ("STOP", 2, None)),
+        ([b"\xe6\x9d", b"\xb1\xe4", b"\xba\xac"], ("東",), ("", 2, "東")),
+        ([b"a\xe6", b"STOP"], ("STOP",), ("a\ufffd", 2, "STOP")),
+    ],
+)
+def test_stop_strings(pieces: list[bytes], stop: tuple[str, ...], expected: tuple[str, int, str | None]) -> None:
+    ids = list(range(len(pieces)))
+    assert run(pieces, [ids], stop) == expected
+    assert run(pieces, [[token_id] for token_id in ids], stop) == expected
+
+
+def test_stop_strings_in_any_grouping() -> None:
+    rng = random.Random(3)
+    vocabulary = [b"a", b"b", b"ab", b"ba", b"aa", b"bab", b"\xc3", b"\xa9", b"", b"c", b"abcab"]
+    for trial in range(5000):
+        stop = tuple({"".join(rng.choice("abcé") for _ in range(rng.randrange(1, 5))) for _ in range(rng.randrange(1, 4))})
+        ids = [rng.randrange(len(vocabulary)) for _ in range(rng.randrange(14))]
+        expected = by_character(vocabulary, ids, stop)
+        assert run(vocabulary, groups(rng, ids), stop) == expected, f"seed 3, trial {trial}: {ids} {stop}"
+
+
+def test_only_a_possible_stop_is_held_back() -> None:
+    detokenizer = Detokenizer(BYTES, ("<end>",))
+    assert detokenizer.push(list(b"a <en")).text == "a "
+    assert detokenizer.push(list(b"t")).text == "<ent"
+    assert detokenizer.push(list(b"<<")).text == "<"
+    assert detokenizer.push([]).text == ""
+    assert detokenizer.flush() == "<"
+    assert detokenizer.flush() == ""

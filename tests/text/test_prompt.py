@@ -1,0 +1,307 @@
+"""Prompts of later turns begin with the ids of earlier ones, breakpoints are beginnings of other prompts, and the template's text always wins."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentspec.errors import RequestError
+from agentspec.text.chat_template import ChatTemplate
+from agentspec.text.events import AssistantTurn
+from agentspec.text.prompt import BuiltPrompt, PromptBuilder
+from agentspec.text.segmenter import Segmenter
+from agentspec.text.tokenizer import Tokenizer
+from agentspec.text.tool_calls import ToolSchemas
+from agentspec.text.turn_memory import TurnMemory
+from agentspec.types import Breakpoint, CheckpointKind
+from tests.text.conversations import SYSTEM, TOOLS
+
+TEMPLATES = Path(__file__).parent / "templates"
+THINKING = "I should look.\n</think>\n\n"
+CALL = "<tool_call>\n<function=search_flights>\n<parameter=to>\nOslo\n</parameter>\n<parameter=seats>\n2\n</parameter>\n</function>\n</tool_call>"
+
+
+def spelled(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """The text of ids, control tokens included."""
+    names = {token_id: text.encode() for text, token_id in tokenizer.special_ids.items()}
+    return b"".join(names.get(token_id, tokenizer.token_bytes[token_id]) for token_id in ids).decode(errors="replace")
+
+
+class Session:
+    """A client, a model that writes what it is told to, and the server's part between them."""
+
+    def __init__(self, builder: PromptBuilder, tokenizer: Tokenizer, rng: random.Random, *, template_kwargs: dict[str, Any] | None = None) -> None:
+        self.builder = builder
+        self.tokenizer = tokenizer
+        self.rng = rng
+        self.kwargs = template_kwargs
+        self.messages: list[dict[str, Any]] = [SYSTEM]
+
+    def ask(self, question: str) -> BuiltPrompt:
+        self.messages.append({"role": "user", "content": question})
+        return self.build()
+
+    def build(self) -> BuiltPrompt:
+        return self.builder.build(json.loads(json.dumps(self.messages)), TOOLS, self.kwargs)
+
+    def generate(self, prompt: BuiltPrompt, text: str, *, is_cut: bool = False) -> tuple[list[int], AssistantTurn]:
+        """The model writes `text`, in tokens that are not the ones that tokenising it would give."""
+        cuts = sorted(self.rng.randrange(len(text) + 1) for _ in range(5))
+        ids = [token_id for start, end in itertools.pairwise([0, *cuts, len(text)]) for token_id in self.tokenizer.encode(text[start:end])]
+        if not is_cut:
+            ids.append(self.tokenizer.special_ids["<|im_end|>"])
+        segmenter = Segmenter(reasoning_open=prompt.reasoning_open, dialect=self.builder.dialect, tools=ToolSchemas(TOOLS))
+        segmenter.push(self.tokenizer.decode(ids))
+        segmenter.finish(is_cut=is_cut)
+        self.builder.remember(prompt, segmenter.turn, ids, is_cut=is_cut)
+        return ids, segmenter.turn
+
+    def returned(self, turn: AssistantTurn, *, with_reasoning: bool = True, respelled: bool = False) -> None:
+        """The client appends the assistant message, and a result for every call."""
+        message: dict[str, Any] = {"role": "assistant", "content": turn.content or None}
+        if with_reasoning:
+            message["reasoning"] = turn.reasoning
+        for call in turn.calls:
+            arguments = call.arguments
+            if respelled:
+                pairs = list(json.loads(arguments).items())
+                self.rng.shuffle(pairs)
+                arguments = json.dumps(dict(pairs), separators=(",", ":"), ensure_ascii=True)
+            message.setdefault("tool_calls", []).append({"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}})
+        self.messages.append(message)
+        results = [{"role": "tool", "tool_call_id": call.id, "content": f"result {index}"} for index, call in enumerate(turn.calls)]
+        self.rng.shuffle(results)
+        self.messages += results
+
+
+@pytest.fixture
+def session(tokenizer: Tokenizer, template: ChatTemplate) -> Session:
+    return Session(PromptBuilder(tokenizer, template, TurnMemory()), tokenizer, random.Random(6))
+
+
+@pytest.mark.parametrize("file", ["sample", "python_values"])
+@pytest.mark.parametrize("with_reasoning", [True, False], ids=["reasoning returned", "reasoning dropped"])
+@pytest.mark.parametrize("respelled", [True, False], ids=["arguments respelled", "arguments as sent"])
+def test_loop_prompts_begin_with_all_ids_before(
+    tokenizer: Tokenizer, template: ChatTemplate, file: str, with_reasoning: bool, respelled: bool
+) -> None:
+    """Random tool loops: each prompt begins with the last prompt and what was generated after it."""
+    source = template if file == "sample" else ChatTemplate((TEMPLATES / f"{file}.jinja").read_text())
+    for seed in range(25):
+        rng = random.Random(seed)
+        session = Session(PromptBuilder(tokenizer, source, TurnMemory()), tokenizer, rng)
+        prompt = session.ask("Two seats to Oslo")
+        for turn_number in range(4):
+            ids, turn = session.generate(prompt, random_turn(rng))
+            session.returned(turn, with_reasoning=with_reasoning, respelled=respelled)
+            following = session.build()
+            before = [*prompt.prompt_ids, *ids]
+            assert following.prompt_ids[: len(before)] == before, f"seed {seed}, turn {turn_number}"
+            assert following.breakpoints == prompt.breakpoints, f"seed {seed}, turn {turn_number}"
+            prompt = following
+        assert session.builder.num_mismatched == 0
+        assert session.builder.num_spliced == 1 + 2 + 3 + 4
+
+
+def random_turn(rng: random.Random) -> str:
+    """Reasoning, maybe content, and one to three calls, with values that re-serialising would change."""
+    values = {
+        "to": ("Oslo", "東京", "two\nlines", "", "true", 'a "quote"', "</parameter>"),
+        "seats": ("2", "02", "two"),
+        "direct": ("true", "True", "false"),
+        "filters": ('{"max":1.50, "b": null, "a": [ ]}', "{}"),
+        "more": ("1", "x"),
+    }
+    calls = []
+    for _ in range(rng.randrange(1, 4)):
+        keys = rng.sample(sorted(values), rng.randrange(len(values) + 1))
+        parameters = "".join(f"<parameter={key}>\n{rng.choice(values[key])}\n</parameter>\n" for key in keys)
+        calls.append(f"<tool_call>\n<function=search_flights>\n{parameters}</function>\n</tool_call>")
+    content = rng.choice(("", "Let me see. ✈️\n\n", "Eins,\n\nzwei.\n\n"))
+    return f"{rng.choice(('I think.', 'Hm…  é', 'a' * 300))}\n</think>\n\n{content}" + "\n".join(calls)
+
+
+def test_json_dialect_loops_too(tokenizer: Tokenizer) -> None:
+    builder = PromptBuilder(tokenizer, ChatTemplate((TEMPLATES / "json_calls.jinja").read_text()), TurnMemory())
+    assert builder.dialect is not None
+    assert builder.dialect.name == "hermes"
+    session = Session(builder, tokenizer, random.Random(7))
+    prompt = session.ask("Two seats to Oslo")
+    ids, turn = session.generate(prompt, 'Sure.\n<tool_call>{"name": "f", "arguments": {"b": true, "a": 1.0}}</tool_call>')
+    session.returned(turn, respelled=True)
+    before = [*prompt.prompt_ids, *ids]
+    assert session.build().prompt_ids[: len(before)] == before
+
+
+def test_the_prompt_always_reads_as_the_template_says(session: Session) -> None:
+    """A new question: the template drops the loop's reasoning, and so do the ids; the turns before it keep no trace of it."""
+    prompt = session.ask("Two seats to Oslo")
+    _, turn = session.generate(prompt, f"{THINKING}{CALL}")
+    session.returned(turn)
+    prompt = session.build()
+    _, turn = session.generate(prompt, "Found.\n</think>\n\nThere is one at noon.")
+    session.returned(turn)
+    mismatched = session.builder.num_mismatched
+    asked = session.ask("Book it")
+    assert session.builder.num_mismatched == mismatched + 2
+    assert spelled(session.tokenizer, asked.prompt_ids).count("<think>") == 1
+    kept = prompt.breakpoints[-1]
+    assert kept.kind is CheckpointKind.USER
+    assert asked.prompt_ids[: kept.offset] == prompt.prompt_ids[: kept.offset]
+    # The next loop goes on from there.
+    ids, turn = session.generate(asked, f"{THINKING}{CALL}")
+    session.returned(turn)
+    before = [*asked.prompt_ids, *ids]
+    assert session.build().prompt_ids[: len(before)] == before
+
+
+def test_preserved_thinking_makes_every_turn_a_beginning(tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    builder = PromptBuilder(tokenizer, template, TurnMemory())
+    session = Session(builder, tokenizer, random.Random(8), template_kwargs={"preserve_thinking": True})
+    prompt = session.ask("Hello")
+    for question in ("And then?", "And then?", "Why?"):
+        ids, turn = session.generate(prompt, f"{THINKING}Because.")
+        session.returned(turn, with_reasoning=False)
+        before = [*prompt.prompt_ids, *ids]
+        prompt = session.ask(question)
+        assert prompt.prompt_ids[: len(before)] == before
+    assert builder.num_mismatched == 0
+
+
+def test_breakpoints(session: Session) -> None:
+    prompt = session.ask("Two seats to Oslo")
+    text = spelled(session.tokenizer, prompt.prompt_ids)
+    assert [point.kind for point in prompt.breakpoints] == [CheckpointKind.SYSTEM, CheckpointKind.USER]
+    system, user = (spelled(session.tokenizer, prompt.prompt_ids[: point.offset]) for point in prompt.breakpoints)
+    assert text.startswith(user)
+    assert system.endswith("é.<|im_end|>\n<|im_start|>user\n")
+    assert user.endswith("Two seats to Oslo<|im_end|>\n")
+    assert text[len(user) :] == "<|im_start|>assistant\n<think>\n"
+    assert prompt.reasoning_open
+
+
+def test_system_breakpoint_is_shared_by_sessions(tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    """Whatever the first question begins with: tokens that it could merge with lie behind the breakpoint."""
+    builder = PromptBuilder(tokenizer, template, TurnMemory())
+    prompts = [
+        builder.build([SYSTEM, {"role": "user", "content": question}], TOOLS) for question in ("Hi", "  Hi", "é", "1", "<think>", "'s", "\u0301x")
+    ]
+    for prompt in prompts:
+        offset = prompt.breakpoints[0].offset
+        assert prompt.breakpoints[0].kind is CheckpointKind.SYSTEM
+        assert all(other.prompt_ids[:offset] == prompt.prompt_ids[:offset] for other in prompts)
+
+
+def test_mark_inside_a_token_rounds_down(tokenizer: Tokenizer) -> None:
+    """Without markup the first question merges with the system text; the breakpoint retreats to a token that stays."""
+    builder = PromptBuilder(tokenizer, ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}"), TurnMemory())
+    for question in ("vel", "\n", " in", "x"):
+        prompt = builder.build([{"role": "system", "content": "We like tra"}, {"role": "user", "content": question}])
+        whole, part = tokenizer.encode("We like tra" + question), tokenizer.encode("We like tra")
+        assert prompt.prompt_ids == whole
+        system = [point for point in prompt.breakpoints if point.kind is CheckpointKind.SYSTEM]
+        assert system
+        assert system[0].offset <= len(part)
+        assert whole[: system[0].offset] == part[: system[0].offset]
+
+
+def test_thinking_switched_off(tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    session = Session(PromptBuilder(tokenizer, template, TurnMemory()), tokenizer, random.Random(9), template_kwargs={"enable_thinking": False})
+    prompt = session.ask("Two seats to Oslo")
+    assert not prompt.reasoning_open
+    ids, turn = session.generate(prompt, f"Looking.\n\n{CALL}")
+    assert (turn.reasoning, turn.content) == ("", "Looking.")
+    session.returned(turn)
+    before = [*prompt.prompt_ids, *ids]
+    assert session.build().prompt_ids[: len(before)] == before
+
+
+def test_cut_turns_are_put_back_too(session: Session) -> None:
+    """A turn that ran out of tokens inside its reasoning: the template closes the block behind it."""
+    prompt = session.ask("Hello")
+    ids, turn = session.generate(prompt, "I think that it", is_cut=True)
+    session.returned(turn)
+    session.messages.append({"role": "user", "content": "<tool_response>\ngo on\n</tool_response>"})
+    before = [*prompt.prompt_ids, *ids]
+    assert session.build().prompt_ids[: len(before)] == before
+    assert session.builder.num_spliced == 1
+
+
+def test_a_changed_turn_is_the_clients(session: Session, template: ChatTemplate) -> None:
+    """Edited content, arguments or reasoning: rendered as sent, nothing put back, nothing counted."""
+    prompt = session.ask("Two seats to Oslo")
+    _, turn = session.generate(prompt, f"{THINKING}Looking.\n\n{CALL}")
+    session.returned(turn)
+    original = json.dumps(session.messages)
+    for old, new in (("Looking.", "Searching."), ('"reasoning": "I should look."', '"reasoning": "I might look."'), ('Oslo\\"', 'Bergen\\"')):
+        session.messages = json.loads(original.replace(old, new))
+        assert json.dumps(session.messages) != original
+        text = spelled(session.tokenizer, session.build().prompt_ids)
+        plain = PromptBuilder(session.tokenizer, template, TurnMemory())
+        assert text == spelled(session.tokenizer, plain.build(session.messages, TOOLS).prompt_ids)
+    assert (session.builder.num_spliced, session.builder.num_mismatched) == (0, 0)
+
+
+def test_drift_is_counted_and_the_template_wins(session: Session) -> None:
+    """Whitespace that the template trims: the rendered text stands."""
+    prompt = session.ask("Two seats to Oslo")
+    session.returned(session.generate(prompt, f"I should look. \n\n</think>\n\n{CALL}")[1])
+    following = session.build()
+    assert (session.builder.num_spliced, session.builder.num_mismatched) == (0, 1)
+    assert "<think>\nI should look.\n</think>\n\n<tool_call>" in spelled(session.tokenizer, following.prompt_ids)
+
+
+def test_a_turn_is_not_put_into_a_longer_one(tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    """The same question twice, and the second answer, which nobody remembers, begins like the first: whose place the template has changed."""
+    builder = PromptBuilder(tokenizer, template, TurnMemory())
+    session = Session(builder, tokenizer, random.Random(10), template_kwargs={"enable_thinking": False})
+    question = "Is this question longer than all that is kept of a prompt's end, or not?"
+    session.returned(session.generate(session.ask(question), "Done")[1])
+    session.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": "Done deal"}]
+    prompt = session.build()
+    assert (builder.num_spliced, builder.num_mismatched) == (0, 1)
+    assert prompt.prompt_ids == PromptBuilder(tokenizer, template, TurnMemory()).build(session.messages, TOOLS, session.kwargs).prompt_ids
+
+
+def test_turns_stay_in_their_namespace_and_conversation(session: Session, tokenizer: Tokenizer) -> None:
+    """The same short answer elsewhere is not this turn: no reasoning crosses over."""
+    builder = session.builder
+    prompt = session.ask("Secret?")
+    session.generate(prompt, "The secret is 42.\n</think>\n\nDone.")
+    tail = [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "<tool_response>\nok\n</tool_response>"}]
+    same = builder.build([*session.messages, *tail], TOOLS)
+    other = builder.build([SYSTEM, {"role": "user", "content": "Else?"}, *tail], TOOLS)
+    salted = builder.build([*session.messages, *tail], TOOLS, namespace="salt")
+    assert "42" in tokenizer.decode(same.prompt_ids)
+    assert "42" not in tokenizer.decode(other.prompt_ids)
+    assert "42" not in tokenizer.decode(salted.prompt_ids)
+
+
+def test_calls_are_known_by_their_ids_after_the_history_was_cut(session: Session) -> None:
+    prompt = session.ask("Two seats to Oslo")
+    _, turn = session.generate(prompt, f"{THINKING}{CALL}")
+    session.returned(turn, with_reasoning=False)
+    session.messages[1] = {"role": "user", "content": "(shortened)"}
+    rebuilt = session.build()
+    assert session.builder.num_spliced + session.builder.num_mismatched == 1
+    assert "I should look." in spelled(session.tokenizer, rebuilt.prompt_ids)
+
+
+def test_a_control_token_in_a_message_is_a_control_token(session: Session) -> None:
+    """As transformers does by default; breakpoints still lie inside the prompt, in order."""
+    prompt = session.ask("a<|im_end|>\n<|im_start|>assistant\n<think>\n")
+    assert session.tokenizer.special_ids["<|im_end|>"] in prompt.prompt_ids
+    offsets = [point.offset for point in prompt.breakpoints]
+    assert offsets == sorted(offsets)
+    assert all(0 < offset < len(prompt.prompt_ids) for offset in offsets)
+    assert all(isinstance(point, Breakpoint) for point in prompt.breakpoints)
+
+
+def test_text_that_is_no_unicode_is_refused(session: Session) -> None:
+    with pytest.raises(RequestError, match="Unicode"):
+        session.ask("broken \ud83d")
