@@ -21,7 +21,7 @@ from agentspec.models.weights import resolve_checkpoint
 from agentspec.mtp.depth_policy import AdaptiveDepth, FixedDepth
 from agentspec.runtime.admission import SessionGate
 from agentspec.runtime.executor import ModelExecutor
-from agentspec.runtime.memory_plan import MemoryPlan, plan_memory
+from agentspec.runtime.memory_plan import RESERVED, MemoryPlan, plan_memory
 from agentspec.runtime.metrics import EngineMetrics
 from agentspec.runtime.scheduler import Scheduler
 from agentspec.runtime.step_loop import DepthPolicy, StepLoop
@@ -81,7 +81,8 @@ def build(
     spec = model.spec
     max_draft_tokens = _max_draft_tokens(config, spec)
     model.allocate(num_rows=memory.num_rows, num_pages=memory.num_pages)
-    budget_bytes = memory.num_rows * spec.row_bytes + memory.num_pages * spec.page_bytes
+    running_rows = RESERVED + config.max_running * (max_draft_tokens + 3)
+    session_bytes = max(0, memory.num_rows - running_rows) * spec.row_bytes + memory.num_pages * spec.page_bytes
     cache = HybridCache(
         num_rows=memory.num_rows,
         num_pages=memory.num_pages,
@@ -94,7 +95,7 @@ def build(
     metrics = EngineMetrics()
     scheduler = Scheduler(
         cache=cache,
-        gate=SessionGate(budget_bytes=budget_bytes, hold_seconds=config.session_hold_seconds, clock=clock),
+        gate=SessionGate(budget_bytes=session_bytes, hold_seconds=config.session_hold_seconds, clock=clock),
         metrics=metrics,
         max_running=config.max_running,
         max_draft_tokens=max_draft_tokens,

@@ -182,7 +182,7 @@ class DryRun:
         self._metrics = EngineMetrics()
         scheduler = Scheduler(
             cache=self._cache,
-            gate=SessionGate(budget_bytes=budget_bytes, hold_seconds=hold_seconds, clock=self._clock),
+            gate=SessionGate(budget_bytes=memory_bytes, hold_seconds=hold_seconds, clock=self._clock),
             metrics=self._metrics,
             max_running=max_running,
             max_draft_tokens=num_drafted,

@@ -19,6 +19,10 @@ BRANCH_GAP_BLOCKS = 4
 GRID_BLOCKS = 64
 """Spacing of the grid over unstructured prefill (4,096 tokens)."""
 
+SYSTEM_GRID_BLOCKS = 8
+"""Spacing of the grid inside a system prompt that nobody has sent before (512 tokens): agents with other tools often share its beginning, and it is
+computed once for all of them."""
+
 PROTECTION = (CheckpointKind.SYSTEM, CheckpointKind.BRANCH, CheckpointKind.USER, CheckpointKind.TURN, CheckpointKind.GRID)
 """Most protected kind first: where two fall on one boundary, the first one names it."""
 
@@ -38,10 +42,10 @@ def wanted_checkpoints(request: Request, branch_tokens: int, block: int) -> list
         want(min(request.prompt_length, end) // block * block, CheckpointKind.USER)
     if branch_tokens - start >= BRANCH_GAP_BLOCKS * block:
         want(branch_tokens, CheckpointKind.BRANCH)
-    spacing = GRID_BLOCKS * block
     previous = start
     for length in [*sorted(wanted), end]:
-        while length - previous > 2 * spacing:
+        spacing = (SYSTEM_GRID_BLOCKS if wanted.get(length) is CheckpointKind.SYSTEM else GRID_BLOCKS) * block
+        while length - previous >= 2 * spacing:
             previous += spacing
             want(previous, CheckpointKind.GRID)
         previous = length
@@ -68,7 +72,9 @@ def plan_chunk(
     while request.pending and request.pending[0].length <= stop:
         wanted = request.pending.pop(0)
         row = take_row(request)
-        if row is not None:
+        if row is None:
+            request.promised.remove(wanted.length)
+        else:
             checkpoints.append((wanted.length, row, wanted.kind))
             writes.append((wanted.length - start, row))
             covered = wanted.length

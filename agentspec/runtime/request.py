@@ -64,6 +64,8 @@ class Request:
     need_bytes: int = 0
     """What admission last reckoned that this turn would take of the memory; 0: not reckoned yet."""
     pending: list[PendingCheckpoint] = field(default_factory=list)
+    promised: set[int] = field(default_factory=set)
+    """Lengths of the checkpoints that prefill will still publish: those pending and those in flight."""
     prompt_checkpoint: int = 0
     """Length of the rolling checkpoint that prefill leaves in the first spare row; 0: none."""
     rolling: tuple[tuple[int, int], ...] = ()
@@ -79,6 +81,12 @@ class Request:
     @property
     def request_id(self) -> str:
         return self.submit.request_id
+
+    @property
+    def session_key(self) -> str:
+        """The session that admission counts this turn to; a turn without one is a session of its own."""
+        session_id = self.submit.session_id
+        return f"request {self.number}" if session_id is None else f"session {session_id}"
 
     @property
     def prompt_length(self) -> int:

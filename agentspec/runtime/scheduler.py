@@ -17,10 +17,13 @@ from agentspec.cache.hybrid_cache import HybridCache, Match
 from agentspec.runtime.admission import SessionGate
 from agentspec.runtime.metrics import EngineMetrics
 from agentspec.runtime.plan import STOP_RUNNING, ChunkPlan, SlotJoin, SlotOutcome, StepOutcome, StepPlan
-from agentspec.runtime.prefill_plan import plan_chunk, wanted_checkpoints
+from agentspec.runtime.prefill_plan import BRANCH_GAP_BLOCKS, plan_chunk, wanted_checkpoints
 from agentspec.runtime.request import Phase, Request
 from agentspec.types import CheckpointKind, FinishReason, tokens
 from agentspec.wire import Event
+
+SESSION_CHECKPOINTS = 2
+"""Checkpoints that a session keeps between its turns, as a rule: the last user message and the rolling one."""
 
 
 @dataclass(slots=True)
@@ -95,6 +98,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self._by_id[request.request_id] = request
         self._waiting.append(request)
+        self._gate.arrive(request.session_key)
         self._metrics.requests += 1
         self._metrics.prompt_tokens += request.prompt_length
 
@@ -175,21 +179,39 @@ class Scheduler:
         for request in list(self._waiting):
             if not self._free_slots or self._full_since == self._num_let_go:
                 return
-            if request.need_bytes and self._running and not self._gate.allows(request.submit.session_id, request.need_bytes):
+            if request.need_bytes and self._running and not self._gate.allows(request.session_key, request.need_bytes):
                 continue
             limit = 0 if request.needs_scores else len(request.sequence) - 1
             match = self._cache.match(request.submit.namespace, request.sequence, limit=limit)
+            if self._soon_cached(request, match.num_tokens, limit):
+                continue
             pages = self._pages_needed(request, 2)
             new_pages = pages - match.num_tokens // self._block
-            request.need_bytes = new_pages * self._page_bytes + (self.rows_per_request + 1) * self._row_bytes
-            if self._running and not self._gate.allows(request.submit.session_id, request.need_bytes):
+            request.need_bytes = new_pages * self._page_bytes + SESSION_CHECKPOINTS * self._row_bytes
+            if self._running and not self._gate.allows(request.session_key, request.need_bytes):
                 continue
             if not self._take_room(request, match, pages):
                 assert self._running, "one request alone always fits: new_request checked its limit"
                 self._full_since = self._num_let_go
                 return
             request.pending = wanted_checkpoints(request, match.branch_tokens, self._block)
+            request.promised = {wanted.length for wanted in request.pending}
             self._enter(request)
+
+    def _soon_cached(self, request: Request, found: int, limit: int) -> bool:
+        """A running prefill will soon publish a checkpoint that saves this request much: better wait for it than compute the same again.
+
+        So a fleet of agents that starts at once computes its common prompt once."""
+        if not self._cache.enabled:
+            return False
+        worthwhile = found + BRANCH_GAP_BLOCKS * self._block
+        for other in self._running:
+            if other.phase is not Phase.PREFILL or other.submit.namespace != request.submit.namespace:
+                continue
+            for length in other.promised:
+                if worthwhile <= length <= limit and other.sequence[:length].tobytes() == request.sequence[:length].tobytes():
+                    return True
+        return False
 
     def _take_room(self, request: Request, match: Match, pages: int) -> bool:
         """Lease the match, and take pages and rows for the request; False, with everything given back, when they can't be had."""
@@ -215,7 +237,7 @@ class Scheduler:
         request.admitted = self._admissions
         self._admissions += 1
         self._running.append(request)
-        self._gate.enter(request.submit.session_id, request.need_bytes)
+        self._gate.enter(request.session_key)
         if not request.counted_cached:
             request.counted_cached = True
             request.usage.cached_tokens = request.lease.num_cached
@@ -328,6 +350,7 @@ class Scheduler:
         lease = request.lease
         assert lease is not None, "a request with a chunk in flight still has its lease"
         for length, row, kind in checkpoints:
+            request.promised.discard(length)
             if not self._cache.publish(lease, request.submit.namespace, request.sequence, length, row, kind):
                 self._cache.give_rows(lease, [row])
 
@@ -336,6 +359,7 @@ class Scheduler:
         request.ending = reason
         if request.phase is Phase.WAITING:
             self._waiting.remove(request)
+            self._gate.withdraw(request.session_key)
             self._finish(request)
             return
         if request.in_flight and not device_inert:
@@ -355,18 +379,20 @@ class Scheduler:
 
     def _let_go(self, request: Request) -> None:
         """Publish the rolling checkpoint, release the lease and the slot; then finish, or wait again."""
-        lease, session_id = request.lease, request.submit.session_id
+        lease = request.lease
         self._num_let_go += 1
         assert lease is not None
         assert request.slot is not None
         self._publish_rolling(request)
-        self._gate.leave(session_id, self._cache.private_bytes(lease))
-        hold = self._hold_seconds if session_id is not None and request.ending is not FinishReason.ABORT else 0.0
+        working_set = self._cache.private_bytes(lease) - len(lease.own_rows) * self._row_bytes
+        self._gate.leave(request.session_key, working_set, waits_again=request.ending is None)
+        hold = 0.0 if request.ending is FinishReason.ABORT else self._hold_seconds
         self._cache.release(lease, hold_seconds=hold)
         self._leaves.append(request.slot)
         self._free_slots.append(request.slot)
         self._running.remove(request)
         request.lease, request.slot, request.own_rows, request.rolling = None, None, [], ()
+        request.promised.clear()
         if request.ending is not None:
             self._finish(request)
             return

@@ -18,53 +18,70 @@ def gate(budget: int = 100, hold: float = 5.0) -> tuple[SessionGate, Clock]:
     return SessionGate(budget_bytes=budget, hold_seconds=hold, clock=clock), clock
 
 
-def test_new_sessions_enter_while_they_fit() -> None:
-    door, _ = gate()
-    for name in ("a", "b"):
-        assert door.allows(name, 40)
-        door.enter(name, 40)
-    assert not door.allows("c", 40)
-    assert door.allows("c", 20)
+def run(door: SessionGate, name: str, need: int) -> bool:
+    door.arrive(name)
+    if not door.allows(name, need):
+        return False
+    door.enter(name)
+    return True
 
 
-def test_a_live_session_always_goes_ahead() -> None:
+def test_sessions_enter_in_order_of_arrival_while_they_fit() -> None:
     door, _ = gate()
-    door.enter("a", 90)
-    door.leave("a", 90)
-    assert door.allows("a", 1_000)
-    assert not door.allows("b", 20)
+    assert run(door, "a", 40)
+    assert run(door, "b", 40)
+    assert not run(door, "c", 40)
+    assert not run(door, "d", 20), "d would take the room that c waits for"
+
+
+def test_the_oldest_is_always_allowed() -> None:
+    door, _ = gate()
+    assert run(door, "a", 1_000)
+
+
+def test_a_session_that_grew_pushes_the_youngest_out() -> None:
+    door, _ = gate()
+    assert run(door, "a", 40)
+    assert run(door, "b", 40)
+    door.leave("b", 40, waits_again=False)
+    door.leave("a", 70, waits_again=False)
+    assert not run(door, "b", 10), "b had 40 and needs them again"
+    assert run(door, "a", 10)
 
 
 def test_a_session_stays_live_for_the_hold_after_its_turn() -> None:
     door, clock = gate(hold=5.0)
-    door.enter("a", 90)
-    door.leave("a", 90)
+    assert run(door, "a", 90)
+    door.leave("a", 90, waits_again=False)
     clock.now = 4.9
-    assert not door.allows("b", 20)
+    assert not run(door, "b", 20)
     clock.now = 5.0
     assert door.allows("b", 20)
-    assert door.num_live == 0
+    assert door.num_live == 1
 
 
-def test_a_running_session_never_expires() -> None:
+def test_running_and_waiting_sessions_never_expire() -> None:
     door, clock = gate()
-    door.enter("a", 90)
+    assert run(door, "a", 90)
+    assert not run(door, "b", 20)
     clock.now = 1e6
+    assert door.num_live == 2
     assert not door.allows("b", 20)
 
 
-def test_footprint_follows_the_last_turn() -> None:
-    door, _ = gate()
-    door.enter("a", 90)
-    door.leave("a", 30)
-    assert door.allows("b", 70)
+def test_a_retracted_turn_keeps_its_session_in_line() -> None:
+    door, clock = gate()
+    assert run(door, "a", 50)
+    assert run(door, "b", 40)
+    door.leave("a", 60, waits_again=True)
+    clock.now = 1e6
+    assert door.allows("a", 10)
+    assert door.num_live == 2
 
 
-def test_requests_without_a_session_leave_no_trace() -> None:
+def test_a_withdrawn_turn_leaves_no_trace() -> None:
     door, _ = gate()
-    door.enter(None, 90)
-    door.leave(None, 90)
-    assert door.allows("a", 100)
-    assert door.allows(None, 100)
-    door.enter("a", 100)
-    assert not door.allows(None, 1)
+    assert run(door, "a", 60)
+    assert not run(door, "b", 60)
+    door.withdraw("b")
+    assert run(door, "c", 40)

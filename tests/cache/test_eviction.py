@@ -1,0 +1,252 @@
+"""What goes when room is short: LRU over checkpoints, GRID first, held last, locked never; one budget in bytes for rows and pages."""
+
+from __future__ import annotations
+
+import pytest
+
+from agentspec.types import CheckpointKind
+from tests.cache.world import PAGE_BYTES, ROW_BYTES, World
+
+SYSTEM, USER, TURN, GRID = CheckpointKind.SYSTEM, CheckpointKind.USER, CheckpointKind.TURN, CheckpointKind.GRID
+
+
+def story(number: int, count: int = 9) -> list[int]:
+    return [number * 1000 + index for index in range(count)]
+
+
+def stories(world: World) -> list[int]:
+    """Numbers of the stories that have a checkpoint."""
+    return sorted({key[1][0] // 1000 for key in world.live()})
+
+
+def test_least_recently_used_goes_first() -> None:
+    world = World(rows=3)
+    for number in (1, 2, 3):
+        world.turn(story(number))
+    assert world.turn(story(1)) == 8  # a use
+    world.turn(story(4))
+    assert stories(world) == [1, 3, 4]
+    world.turn(story(5))
+    assert stories(world) == [1, 4, 5]
+
+
+def test_publishing_what_stands_already_is_a_use() -> None:
+    world = World(rows=3)
+    world.turn(story(1))
+    world.turn(story(2))
+    run = world.start(story(1), limit=0)
+    assert world.compute(run, 8)
+    assert not world.publish(run)
+    world.release(run)
+    world.turn(story(3))
+    world.turn(story(4))
+    assert stories(world) == [1, 3, 4]
+
+
+def test_grid_checkpoints_go_before_all_others() -> None:
+    world = World(rows=3)
+    world.turn(story(1))
+    world.turn(story(2), kinds={8: GRID})
+    world.turn(story(3))
+    world.turn(story(4))
+    assert stories(world) == [1, 3, 4]
+
+
+def test_a_grid_checkpoint_that_becomes_more_loses_its_place_in_the_queue() -> None:
+    world = World(rows=3)
+    world.turn(story(1), kinds={8: GRID})
+    world.turn(story(2), kinds={8: GRID})
+    run = world.start(story(1), limit=0)
+    assert world.compute(run, 8)
+    assert not world.publish(run, SYSTEM)
+    world.release(run)
+    world.turn(story(3))
+    world.turn(story(4))
+    assert stories(world) == [1, 3, 4]
+
+
+def test_where_pages_are_short_rows_are_not_thrown_away_for_nothing() -> None:
+    world = World(pages=10)
+    world.turn(story(1, 25), kinds={8: SYSTEM, 24: TURN})
+    run = world.start(story(2, 24))
+    assert world.compute(run, 20)
+    assert world.lengths() == [8], "the SYSTEM row is older, but its pages are needed at 24 as well"
+
+
+def test_locked_checkpoints_never_go() -> None:
+    world = World(rows=3, pages=6)
+    world.turn(story(1))
+    reader = world.start(story(1))
+    run = world.start(story(2, 30))
+    assert world.compute(run, 16)
+    assert world.take_rows(run, 1) is not None
+    assert world.take_rows(run, 1) is None
+    assert not world.compute(run, 20)
+    assert (world.cache.available_rows(), world.cache.available_pages()) == (0, 0)
+    world.release(reader)
+    assert (world.cache.available_rows(), world.cache.available_pages()) == (1, 2)
+    assert world.compute(run, 20)
+
+
+def test_what_a_running_request_published_is_locked_too() -> None:
+    """A request that is preempted finds its last checkpoint."""
+    world = World(rows=3)
+    first = world.start(story(1, 30))
+    assert world.compute(first, 8)
+    assert world.publish(first)
+    second = world.start(story(2, 30))
+    assert world.take_rows(second, 2) is not None
+    assert world.take_rows(second, 1) is None
+    assert world.lengths() == [8]
+
+
+def test_impossible_wishes_evict_nothing() -> None:
+    world = World(rows=4, pages=8)
+    for number in (1, 2, 3):
+        world.turn(story(number))
+    run = world.start(story(4, 60))
+    assert world.take_rows(run, 5) is None
+    assert not world.cache.grow_pages(run.lease, 9)
+    assert stories(world) == [1, 2, 3]
+    assert world.cache.grow_pages(run.lease, 8)
+    assert stories(world) == []
+
+
+def test_held_sessions_go_last() -> None:
+    world = World(rows=3)
+    world.turn(story(1), session="a", hold_seconds=5.0)
+    world.turn(story(2))
+    world.turn(story(3))
+    assert world.cache.available_rows() == 2
+    assert world.cache.available_rows(including_held=True) == 3
+    world.turn(story(4))
+    world.turn(story(5))
+    assert stories(world) == [1, 4, 5]
+    run = world.start(story(6))
+    assert world.take_rows(run, 3) is not None, "nothing else can go any more"
+    assert stories(world) == []
+    assert world.cache.stats()["sessions_held"] == 0
+
+
+@pytest.mark.parametrize(("seconds", "left"), [(4.9, [1, 4]), (5.0, [3, 4])])
+def test_a_hold_ends_with_the_clock(seconds: float, left: list[int]) -> None:
+    world = World(rows=2)
+    world.turn(story(1), session="a", hold_seconds=5.0)
+    world.turn(story(3))
+    world.clock.now += seconds
+    world.turn(story(4))
+    assert stories(world) == left
+
+
+def test_a_hold_ends_when_the_session_comes_back() -> None:
+    world = World(rows=2)
+    world.turn(story(1), session="a", hold_seconds=50.0)
+    world.turn(story(2))
+    world.release(world.start(story(1), session="a"))  # a turn that leaves without a hold
+    world.turn(story(2))
+    world.turn(story(3))
+    assert stories(world) == [2, 3]
+
+
+def test_a_session_holds_its_last_turn_only() -> None:
+    world = World(rows=2)
+    world.turn(story(1), session="a", hold_seconds=50.0)
+    world.turn(story(2), session="a", hold_seconds=50.0)
+    world.turn(story(3))
+    assert stories(world) == [2, 3]
+    assert world.cache.stats()["sessions_held"] == 1
+
+
+def test_a_later_hold_outlives_the_expiry_of_an_earlier_one() -> None:
+    world = World(rows=2)
+    world.turn(story(1), session="a", hold_seconds=5.0)
+    world.clock.now += 4
+    world.turn(story(1), session="a", hold_seconds=5.0)
+    world.clock.now += 4
+    world.turn(story(2))
+    world.turn(story(3))
+    assert stories(world) == [1, 3]
+
+
+def test_two_sessions_hold_one_checkpoint() -> None:
+    world = World(rows=2)
+    world.turn(story(1), session="a", hold_seconds=5.0)
+    world.turn(story(1), session="b", hold_seconds=9.0)
+    world.turn(story(2))
+    world.clock.now += 6
+    world.turn(story(3))
+    assert stories(world) == [1, 3]
+    world.clock.now += 6
+    world.turn(story(2))
+    assert stories(world) == [2, 3]
+
+
+def test_without_a_session_or_without_seconds_nothing_is_held() -> None:
+    world = World()
+    world.turn(story(1), hold_seconds=5.0)
+    world.turn(story(2), session="a")
+    assert world.cache.stats()["sessions_held"] == 0
+
+
+def test_a_hold_keeps_pages_available_only_on_demand() -> None:
+    world = World(pages=6)
+    world.turn(story(1, 17), session="a", hold_seconds=5.0)
+    assert world.cache.available_pages() == 2
+    assert world.cache.available_pages(including_held=True) == 6
+
+
+def test_the_budget_bounds_rows_and_pages_together() -> None:
+    world = World(budget_bytes=3 * ROW_BYTES + 6 * PAGE_BYTES)
+    for number in range(5):
+        world.turn(story(number))
+    assert stories(world) == [2, 3, 4]
+    world.turn(story(5, 13))
+    assert stories(world) == [4, 5], "three rows fit, but not with 2 + 2 + 3 pages"
+    run = world.start(story(6))
+    assert world.take_rows(run, 3) is not None
+    assert world.take_rows(run, 1) is None
+    assert stories(world) == []
+    assert world.cache.available_rows() == 0
+    assert world.cache.available_pages() == 6
+    assert not world.cache.grow_pages(run.lease, 7)
+    assert world.cache.grow_pages(run.lease, 6)
+    assert world.cache.available_bytes() == 0
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+def test_the_least_budget_serves_one_request_after_another(blocks: int) -> None:
+    """Room for one request's pages, its row and nothing else: everybody runs, whatever the one before left."""
+    for limit in ("budget", "pools"):
+        exact = blocks * PAGE_BYTES + 2 * ROW_BYTES
+        world = World(budget_bytes=exact) if limit == "budget" else World(rows=2, pages=blocks)
+        for number in (1, 2, 1, 1, 3, 3, 2):
+            run = world.start(story(number, blocks * 4 + 1), session=str(number))
+            for length in range(run.length + 4, blocks * 4 + 1, 4):
+                assert world.compute(run, length), f"{limit}: {length} of {blocks * 4} tokens"
+                world.publish(run)
+            world.release(run, hold_seconds=5.0)
+            assert len(stories(world)) >= 1
+
+
+def test_one_byte_less_than_the_least_budget_is_refused_and_harmless() -> None:
+    world = World(budget_bytes=2 * PAGE_BYTES + ROW_BYTES - 1)
+    run = world.start(story(1))
+    assert not world.compute(run, 8)
+    assert world.cache.stats()["rows_used"] == 0
+    world.release(run)
+    assert world.cache.used_bytes == 0
+
+
+def test_stats_count_every_way_to_go() -> None:
+    world = World(rows=3)
+    world.turn(story(1, 17), kinds={8: TURN, 16: TURN})
+    world.turn(story(2), kinds={8: SYSTEM})
+    world.turn(story(3))
+    world.turn(story(4))
+    stats = world.cache.stats()
+    assert (stats["checkpoints_created"], stats["checkpoints_superseded"], stats["checkpoints_evicted"]) == (5, 1, 1)
+    assert (stats["checkpoints_live"], stats["checkpoints_peak"]) == (3, 3)
+    assert (stats["checkpoints_live_system"], stats["checkpoints_live_turn"], stats["checkpoints_live_grid"]) == (1, 2, 0)
+    assert (stats["rows_used"], stats["rows_free"], stats["rows_peak"]) == (3, 0, 3)
+    assert stats["pages_used"] == stats["tree_pages"] == 6
+    assert stats["ghost_blocks"] == 4

@@ -1,0 +1,217 @@
+"""A cache with simulated contents: every row and page remembers which prefix was written to it.
+
+`World` drives a HybridCache as the scheduler does and audits it after every operation, contents included: what the tree hands out or a running
+request reads must be exactly the prefix that it stands for. Whatever gets a new owner loses its content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from agentspec.cache import invariants
+from agentspec.cache.hybrid_cache import HybridCache, Lease
+from agentspec.cache.prefix_tree import Checkpoint
+from agentspec.types import ZERO_ROW, CheckpointKind, tokens
+
+BLOCK = 4
+ROW_BYTES = 1000
+PAGE_BYTES = 10
+
+Key = tuple[str, tuple[int, ...]]
+"""Namespace and token ids of a prefix."""
+
+
+def prefix_tags(namespace: str, ids: Iterable[int]) -> list[int]:
+    """What stands in memory for each prefix: tags[n] is a hash chain over the first n tokens."""
+    tags = [hash(namespace)]
+    for token in ids:
+        tags.append(hash((tags[-1], token)))
+    return tags
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass(eq=False)
+class Run:
+    """A running request: `length` tokens of its sequence are computed."""
+
+    lease: Lease
+    namespace: str
+    sequence: list[int]
+    length: int
+    state_row: int
+    snapshots: dict[int, int] = field(default_factory=dict)
+    """Row by length."""
+    tags: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tags = prefix_tags(self.namespace, self.sequence)
+
+
+class World:
+    def __init__(
+        self, *, rows: int = 50, pages: int = 200, budget_bytes: int | None = None, ghost_blocks: int = 1000, enabled: bool = True, note: str = ""
+    ) -> None:
+        """`rows` and `pages` are usable ones."""
+        self.clock = Clock()
+        self.note = note
+        self.cache = HybridCache(
+            num_rows=rows + 2,
+            num_pages=pages + 1,
+            row_bytes=ROW_BYTES,
+            page_bytes=PAGE_BYTES,
+            block_tokens=BLOCK,
+            budget_bytes=budget_bytes,
+            enabled=enabled,
+            ghost_blocks=ghost_blocks,
+            clock=self.clock,
+        )
+        self.row_content: dict[int, int] = {}
+        self.page_content: dict[int, int] = {}
+        self.runs: list[Run] = []
+
+    def start(self, sequence: Iterable[int], *, namespace: str = "", session: str | None = None, limit: int | None = None) -> Run:
+        """Match and acquire; the hit must be the deepest checkpoint that stands on the path."""
+        ids = list(sequence)
+        live = self.live()
+        bound = min(len(ids) - 1 if limit is None else limit, len(ids))
+        match = self.cache.match(namespace, tokens(ids), limit=limit)
+        best = max((len(key[1]) for key in live if key[0] == namespace and len(key[1]) <= bound and list(key[1]) == ids[: len(key[1])]), default=0)
+        assert match.num_tokens == best, f"{self.note}: hit {match.num_tokens}, deepest checkpoint {best}"
+        assert match.num_tokens <= match.branch_tokens <= max(bound, 0)
+        if best:
+            key = namespace, tuple(ids[:best])
+            assert match.kind == live[key].kind
+            assert self.row_content[match.row] == prefix_tags(*key)[-1], f"{self.note}: the row of a hit holds another prefix"
+        else:
+            assert match.row == ZERO_ROW
+            assert match.kind is None
+        self.audit()
+        lease = self.cache.acquire(match, session_id=session)
+        assert lease.num_cached == match.num_tokens
+        assert lease.read_row == match.row
+        assert len(lease.page_ids) == best // BLOCK
+        run = Run(lease, namespace, ids, best, match.row)
+        self.runs.append(run)
+        self.audit()
+        return run
+
+    def compute(self, run: Run, length: int) -> bool:
+        """Bring the run's state to `length`: pages for it, and a row of its own that holds it. False when there is no room."""
+        assert run.length <= length <= len(run.sequence)
+        before = list(run.lease.page_ids)
+        if not self.cache.grow_pages(run.lease, -(-length // BLOCK)):
+            assert run.lease.page_ids == before
+            self.audit()
+            return False
+        assert run.lease.page_ids[: len(before)] == before, "pages changed under a running request"
+        for page in run.lease.page_ids[len(before) :]:
+            self.page_content.pop(page, None)
+        if run.state_row not in run.lease.own_rows:
+            rows = self.take_rows(run, 1)
+            if rows is None:
+                return False
+            run.state_row = rows[0]
+        for block in range(run.length // BLOCK, -(-length // BLOCK)):
+            page = run.lease.page_ids[block]
+            assert page in run.lease.own_pages, f"{self.note}: a request writes to a page of the tree"
+            self.page_content[page] = run.tags[min((block + 1) * BLOCK, length)]
+        self.row_content[run.state_row] = run.tags[length]
+        run.length = length
+        self.audit()
+        return True
+
+    def take_rows(self, run: Run, count: int) -> list[int] | None:
+        rows = self.cache.take_rows(run.lease, count)
+        for row in rows or ():
+            self.row_content.pop(row, None)
+        self.audit()
+        return rows
+
+    def snapshot(self, run: Run) -> bool:
+        """Keep the state at the run's length in one more row, to be published later."""
+        rows = self.take_rows(run, 1)
+        if rows is not None:
+            self.row_content[rows[0]] = run.tags[run.length]
+            run.snapshots[run.length] = rows[0]
+        return rows is not None
+
+    def publish(self, run: Run, kind: CheckpointKind = CheckpointKind.TURN, length: int | None = None) -> bool:
+        """Publish the state at the run's length from its state row, or a snapshot at another length."""
+        row = run.state_row if length is None else run.snapshots.pop(length)
+        length = run.length if length is None else length
+        taken = self.cache.publish(run.lease, run.namespace, tokens(run.sequence), length, row, kind)
+        assert taken == (row not in run.lease.own_rows)
+        if not taken and row != run.state_row:
+            self.cache.give_rows(run.lease, [row])
+        self.audit()
+        return taken
+
+    def release(self, run: Run, hold_seconds: float = 0.0) -> None:
+        self.runs.remove(run)
+        self.cache.release(run.lease, hold_seconds=hold_seconds)
+        self.audit()
+
+    def turn(
+        self,
+        sequence: Iterable[int],
+        *,
+        kinds: dict[int, CheckpointKind] | None = None,
+        session: str | None = None,
+        hold_seconds: float = 0.0,
+        namespace: str = "",
+    ) -> int:
+        """A whole request: resume, compute and publish at the wanted lengths (default: a TURN at the last boundary), release. Returns the hit."""
+        ids = list(sequence)
+        run = self.start(ids, session=session, namespace=namespace)
+        hit = run.length
+        for length, kind in sorted((kinds or {len(ids) // BLOCK * BLOCK: CheckpointKind.TURN}).items()):
+            if length > run.length:
+                assert self.compute(run, length), f"{self.note}: no room for {length} tokens"
+                self.publish(run, kind)
+        self.release(run, hold_seconds)
+        return hit
+
+    def live(self) -> dict[Key, Checkpoint]:
+        """Every checkpoint that stands, by its prefix as the tree tells it."""
+        found = {}
+        for checkpoint in self.cache.checkpoints.live:
+            path = invariants.path_of(checkpoint.node)
+            ids = tokens()
+            for node in path:
+                ids.frombytes(node.run)
+            found[path[0].parent.namespace if path[0].parent else "", tuple(ids)] = checkpoint
+        return found
+
+    def lengths(self, namespace: str = "") -> list[int]:
+        """Depths of all live checkpoints of a namespace."""
+        return sorted(len(key[1]) for key in self.live() if key[0] == namespace)
+
+    def audit(self) -> None:
+        try:
+            invariants.check(self.cache)
+            self._check_contents()
+        except AssertionError as error:
+            raise AssertionError(f"{self.note}: {error}") from error
+
+    def _check_contents(self) -> None:
+        for (namespace, ids), checkpoint in self.live().items():
+            tags = prefix_tags(namespace, ids)
+            assert self.row_content.get(checkpoint.row) == tags[-1], f"row {checkpoint.row} of a checkpoint holds another prefix"
+            pages = [page for node in invariants.path_of(checkpoint.node) for page in node.page_ids or ()]
+            for block, page in enumerate(pages):
+                assert self.page_content.get(page) == tags[(block + 1) * BLOCK], f"page {page} of the tree holds another prefix"
+        for run in self.runs:
+            for block in range(-(-run.length // BLOCK)):
+                page = run.lease.page_ids[block]
+                expected = run.tags[min((block + 1) * BLOCK, run.length)]
+                assert self.page_content.get(page) == expected, f"page {page} changed under a running request"
+            if run.state_row in run.lease.own_rows:
+                assert self.row_content[run.state_row] == run.tags[run.length], f"row {run.state_row} changed under a running request"
