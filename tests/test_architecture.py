@@ -90,6 +90,7 @@ MAX_FILE_LINES = 500
 MAX_KERNEL_FILE_LINES = 800
 MAX_FUNCTION_LINES = 80
 MAX_PACKAGE_LINES = 12_000
+"""Lines that hold code. Docstrings, comments and blank lines don't count: nobody should save on those to stay below a cap."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,13 +336,24 @@ def test_files_and_functions_stay_small() -> None:
     report("Too long to read at once. Split it along what it owns:", failures)
 
 
+def code_lines(module: Module) -> int:
+    """Lines with code on them: no blank lines, comments or docstrings (strings that stand as a statement)."""
+    strings: set[int] = set()
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            strings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines = enumerate(module.source.splitlines(), start=1)
+    return sum(1 for number, line in lines if number not in strings and line.strip() and not line.lstrip().startswith("#"))
+
+
 def test_the_package_stays_small() -> None:
     rooms: Counter[str] = Counter()
     for module in modules().values():
-        rooms[module.room if "." in module.name or module.room in ROOMS else "top level"] += module.source.count("\n")
+        rooms[module.room if "." in module.name or module.room in ROOMS else "top level"] += code_lines(module)
     if rooms.total() > MAX_PACKAGE_LINES:
+        cap = f"{MAX_PACKAGE_LINES:,}"
         report(
-            f"agentspec/ has {rooms.total():,} lines, the cap is {MAX_PACKAGE_LINES:,}. Remove something, or raise the cap in a commit of its own:",
+            f"agentspec/ has {rooms.total():,} lines of code, the cap is {cap}. Remove something, or raise the cap in a commit of its own:",
             [f"{lines:6,} {room}" for room, lines in rooms.most_common()],
         )
 

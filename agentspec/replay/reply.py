@@ -87,12 +87,13 @@ class Reply:
         self._reasoning_field = "reasoning_content"
 
     def add(self, event: dict[str, Any]) -> int:
-        """Take one event; returns the tokens that it shows: as many ids as it lists, else 1 if it carries any text, else 0."""
+        """Take one event; returns the tokens that it shows: as many ids as it lists; from a server that lists none, 1 if it carries any text."""
         num_tokens = 0
         for choice in event.get("choices") or []:
             delta = choice.get("delta") or choice  # /v1/completions has `text` in the choice itself
             shows_text = self._take_text(delta) | self._take_calls(delta)
-            num_tokens += len(choice.get("token_ids") or []) or int(shows_text)
+            ids = choice.get("token_ids")
+            num_tokens += int(shows_text) if ids is None else len(ids)
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
         if isinstance(usage := event.get("usage"), dict):
             self._take_usage(usage)

@@ -1,8 +1,9 @@
 """Where a prompt is cut into chunks and where its checkpoints go: pure decisions on integers.
 
 Checkpoints stand where templates diverge, not on a grid: at the last block boundary at or before each breakpoint that the text layer
-marked, at an observed branching point, and, over long stretches with none of those, on a coarse grid. The last
-boundary of the prompt is kept in one of the request's own rows, as the first rolling checkpoint of the turn.
+marked, at an observed branching point, and, over long stretches with none of those, on a coarse grid. The last boundary of the
+prompt is kept in one of the request's own rows, as the first rolling checkpoint of the turn; it is published at once where the generated turn is
+not expected to come back as it was generated (turn_trust.py).
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ def wanted_checkpoints(request: Request, branch_tokens: int, block: int) -> list
         want(point.offset // block * block, point.kind)
     if not request.submit.breakpoints:
         want(min(request.prompt_length, end) // block * block, CheckpointKind.USER)
+    if not request.turn_trusted:
+        want(end // block * block, CheckpointKind.TURN)
     if branch_tokens - start >= BRANCH_GAP_BLOCKS * block:
         want(branch_tokens, CheckpointKind.BRANCH)
     previous = start

@@ -64,6 +64,8 @@ class Request:
     need_bytes: int = 0
     """What admission last reckoned that this turn would take of the memory; 0: not reckoned yet."""
     pending: list[PendingCheckpoint] = field(default_factory=list)
+    turn_trusted: bool = True
+    """The generated turn is expected to come back as it was generated, so its checkpoint is worth a row."""
     promised: set[int] = field(default_factory=set)
     """Lengths of the checkpoints that prefill will still publish: those pending and those in flight."""
     prompt_checkpoint: int = 0
@@ -154,16 +156,16 @@ class Request:
         accepted = min(outcome.num_accepted, outcome.num_drafted)
         spec.num_drafted += outcome.num_drafted
         spec.num_accepted += accepted
-        _add_ones(spec.drafted_by_position, outcome.num_drafted)
-        _add_ones(spec.accepted_by_position, accepted)
+        _add_ones(spec.drafted_by_position, outcome.num_drafted, width=outcome.num_drafted)
+        _add_ones(spec.accepted_by_position, accepted, width=outcome.num_drafted)
         if len(spec.histogram) <= accepted:
             spec.histogram.extend([0] * (accepted + 1 - len(spec.histogram)))
         spec.histogram[accepted] += 1
 
 
-def _add_ones(counts: list[int], upto: int) -> None:
-    if len(counts) < upto:
-        counts.extend([0] * (upto - len(counts)))
+def _add_ones(counts: list[int], upto: int, *, width: int) -> None:
+    """Count one at each position below `upto`; the list is at least `width` long."""
+    counts.extend([0] * (width - len(counts)))
     for position in range(upto):
         counts[position] += 1
 

@@ -19,6 +19,7 @@ from agentspec.runtime.metrics import EngineMetrics
 from agentspec.runtime.plan import STOP_RUNNING, ChunkPlan, SlotJoin, SlotOutcome, StepOutcome, StepPlan
 from agentspec.runtime.prefill_plan import BRANCH_GAP_BLOCKS, plan_chunk, wanted_checkpoints
 from agentspec.runtime.request import Phase, Request
+from agentspec.runtime.turn_trust import TurnTrust
 from agentspec.types import CheckpointKind, FinishReason, tokens
 from agentspec.wire import Event
 
@@ -63,6 +64,7 @@ class Scheduler:
         self._row_bytes = row_bytes
         self._page_bytes = page_bytes
         self._hold_seconds = hold_seconds
+        self._trust = TurnTrust()
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         """Everyone with a lease, in order of admission."""
@@ -194,6 +196,7 @@ class Scheduler:
                 assert self._running, "one request alone always fits: new_request checked its limit"
                 self._full_since = self._num_let_go
                 return
+            request.turn_trusted = self._trust.judge(request.submit.session_id, request.submit.breakpoints, request.sequence)
             request.pending = wanted_checkpoints(request, match.branch_tokens, self._block)
             request.promised = {wanted.length for wanted in request.pending}
             self._enter(request)
@@ -220,7 +223,7 @@ class Scheduler:
         # One that was preempted leaves the others a page each to grow into, or it is preempted again at once.
         margin = len(self._running) if request.preemptions else 0
         if rows is None or (margin and self._cache.available_pages() < margin):
-            self._cache.release(lease)
+            self._cache.release(lease, hold_seconds=self._hold_seconds)
             return False
         request.lease, request.own_rows = lease, rows
         request.state_row, request.computed = lease.read_row, lease.num_cached
@@ -401,14 +404,20 @@ class Scheduler:
         self._waiting.sort(key=lambda waiting: waiting.number)
 
     def _publish_rolling(self, request: Request) -> None:
-        """Publish the deepest rolling checkpoint whose tokens were all kept.
+        """Publish the deepest rolling checkpoint whose tokens were all kept, unless the turn ended and won't come back as generated.
 
         With the host a step behind, the newer one may lie beyond a stop that only the host saw; then the older one stands."""
         assert request.lease is not None
+        submit = request.submit
+        if request.ending is not None:
+            last = len(request.sequence) // self._block * self._block
+            self._trust.ended(submit.session_id, submit.breakpoints, request.sequence, last, trusted=request.turn_trusted)
+            if not request.turn_trusted:
+                return
         kept = [(length, row) for row, length in request.rolling if 0 < length <= len(request.sequence)]
         if kept:
             length, row = max(kept)
-            self._cache.publish(request.lease, request.submit.namespace, request.sequence, length, row, CheckpointKind.TURN)
+            self._cache.publish(request.lease, submit.namespace, request.sequence, length, row, CheckpointKind.TURN)
 
     def _finish(self, request: Request) -> None:
         assert request.ending is not None
