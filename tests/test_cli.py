@@ -25,7 +25,7 @@ FLAGS = {
     "serve": ENGINE_FLAGS | {"--host", "--port"},
     "replay": ENGINE_FLAGS | {
         "file", "--sessions", "--max-turns", "--history", "--output", "--token-ids", "--concurrency", "--arrival", "--speed", "--tool-delay",
-        "--timeout", "--base-url", "--api-key", "--served-model", "--json", "--html", "--quiet",
+        "--timeout", "--base-url", "--api-key", "--served-model", "--json", "--html", "--quiet", "--dry-run", "--template",
     },
     "import": {"format", "input", "output", "--link"},
 }  # fmt: skip

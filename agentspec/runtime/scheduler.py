@@ -192,8 +192,7 @@ class Scheduler:
             request.need_bytes = new_pages * self._page_bytes + SESSION_CHECKPOINTS * self._row_bytes
             if self._running and not self._gate.allows(request.session_key, request.need_bytes):
                 continue
-            if not self._take_room(request, match, pages):
-                assert self._running, "one request alone always fits: new_request checked its limit"
+            if not self._take_room(request, match, pages) and not self._take_room_from_nothing(request, pages):
                 self._full_since = self._num_let_go
                 return
             request.turn_trusted = self._trust.judge(request.submit.session_id, request.submit.breakpoints, request.sequence)
@@ -228,6 +227,14 @@ class Scheduler:
         request.lease, request.own_rows = lease, rows
         request.state_row, request.computed = lease.read_row, lease.num_cached
         request.prompt_checkpoint, request.rolling = 0, ()
+        return True
+
+    def _take_room_from_nothing(self, request: Request, pages: int) -> bool:
+        """With nobody else running, the row of the match itself may be what is missing: then do without the match."""
+        if self._running:
+            return False
+        has_room = self._take_room(request, self._cache.match(request.submit.namespace, request.sequence, limit=0), pages)
+        assert has_room, "one request alone always fits: new_request checked its limit"
         return True
 
     def _enter(self, request: Request) -> None:
