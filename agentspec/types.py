@@ -42,7 +42,7 @@ class CheckpointKind(enum.IntEnum):
     SYSTEM = 0
     """End of system prompt and tools: shared by sessions, never superseded."""
     USER = 1
-    """End of the last user message, before the generation prompt: where chat templates diverge."""
+    """End of the last user message and of the words that open any answer: where chat templates diverge."""
     TURN = 2
     """The rolling checkpoint of the generated turn."""
     BRANCH = 3

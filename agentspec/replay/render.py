@@ -25,6 +25,9 @@ TemplateMode = Literal["qwen35", "stable"]
 _OUTPUT_SEED = 1_000_003
 """Outputs of token-run turns come from another family of blocks than prompts."""
 
+_USER_OPENINGS = ("<|im_start|>user\na", "<|im_start|>user\n(")
+_PLAIN_ANSWER = "<|im_start|>assistant\na"
+
 _TOOLS_HEAD = "# Tools\n\nThese functions can be called, one JSON object a line:\n\n<tools>"
 _TOOLS_TAIL = """
 </tools>
@@ -86,7 +89,11 @@ class TraceRenderer:
             return
         thinks = any(turn.recorded_message is not None and turn.recorded_message.reasoning_content is not None for turn in session.turns)
         opening = self._encoder.encode("<|im_start|>assistant\n<think>\n" + ("" if thinks else "\n</think>\n\n"))
-        history = _History(self._system(file.tools(session), session.turns[0]), drops_think=self._drops_think)
+        history = _History(
+            self._system(file.tools(session), session.turns[0]),
+            drops_think=self._drops_think,
+            shared_openings=(_num_common(*map(self._encoder.encode, _USER_OPENINGS)), _num_common(opening, self._encoder.encode(_PLAIN_ANSWER))),
+        )
         for index, turn in enumerate(session.turns):
             for text, is_query in _message_blocks(turn.messages or []):
                 history.add_message(self._encoder.encode(text), is_query=is_query)
@@ -123,8 +130,10 @@ class TraceRenderer:
 class _History:
     """The prompt so far, without the generation prompt. In the end everything before the last user message is settled."""
 
-    def __init__(self, system: array[int], *, drops_think: bool) -> None:
+    def __init__(self, system: array[int], *, drops_think: bool, shared_openings: tuple[int, int]) -> None:
+        """shared_openings: tokens that open every user message, and every answer, whatever follows."""
         self.ids = array("i", system)
+        self._user_opening, self._answer_opening = shared_openings
         self._drops_think = drops_think
         self._system_end = len(system)
         self._query_end = 0
@@ -150,10 +159,16 @@ class _History:
         self._since_query.append(answer)
 
     def breakpoints(self) -> list[Breakpoint]:
-        points = [Breakpoint(self._system_end, CheckpointKind.SYSTEM)] if self._system_end else []
+        """For a prompt that goes on with the generation prompt."""
+        points = [Breakpoint(self._system_end + self._user_opening, CheckpointKind.SYSTEM)] if self._system_end else []
         if self._query_end:
-            points.append(Breakpoint(self._query_end, CheckpointKind.USER))
+            points.append(Breakpoint(self._query_end + self._answer_opening, CheckpointKind.USER))
         return points
+
+
+def _num_common(first: array[int], second: array[int]) -> int:
+    """Tokens that two encodings begin with."""
+    return next((index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
 
 
 def _system_text(tools: list[dict[str, Any]], first: Turn) -> str:

@@ -20,8 +20,8 @@ BRANCH_GAP_BLOCKS = 4
 GRID_BLOCKS = 64
 """Spacing of the grid over unstructured prefill (4,096 tokens)."""
 
-SYSTEM_GRID_BLOCKS = 8
-"""Spacing of the grid inside a system prompt that nobody has sent before (512 tokens): agents with other tools often share its beginning, and it is
+SYSTEM_GRID_BLOCKS = 6
+"""Spacing of the grid inside a system prompt that nobody has sent before (384 tokens): agents with other tools often share its beginning, and it is
 computed once for all of them."""
 
 PROTECTION = (CheckpointKind.SYSTEM, CheckpointKind.BRANCH, CheckpointKind.USER, CheckpointKind.TURN, CheckpointKind.GRID)

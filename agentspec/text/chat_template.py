@@ -137,17 +137,21 @@ class ChatTemplate:
         return first[: _common_length(first, second)]
 
     def _user_end(self, text: str, messages: Sequence[Message], tools: Tools | None, kwargs: dict[str, Any]) -> int:
-        """Length of the prompt up to the end of the last real user message; 0 when there is none."""
+        """Length of what this prompt shares with a later one that asks again; 0 when there is no real user message.
+
+        That is everything up to the last real user message, and the words that open any answer to it: a template may render the rest anew once
+        another question follows."""
         size = len(messages)
         while size and not _is_query(messages[size - 1]):
             size -= 1
         if not size:
             return 0
+        answer, question = _PROBES
+        later = [*messages[:size], {"role": "assistant", "content": answer}, {"role": "user", "content": question}]
         try:
-            head = self._text(messages[:size], tools, False, kwargs)
+            return _common_length(text, self._text(later, tools, False, kwargs))
         except RequestError:
-            return 0
-        return _common_length(text, head)
+            return 0  # a template that refuses a plain answer has no such place that we could know
 
 
 def _is_query(message: Message) -> bool:

@@ -80,9 +80,9 @@ def test_breakpoints_stand_after_the_system_block_and_the_last_query() -> None:
         for place, rendered in enumerate(render(LOOP, mode)):
             start, query = rendered.breakpoints
             assert (start.kind, query.kind) == (CheckpointKind.SYSTEM, CheckpointKind.USER)
-            assert text(rendered.prompt_ids)[: start.offset].endswith("be brief<|im_end|>\n")
+            assert text(rendered.prompt_ids)[: start.offset].endswith("be brief<|im_end|>\n<|im_start|>user\n")
             asked = "first" if place < 2 else "second"
-            assert text(rendered.prompt_ids)[: query.offset].endswith(f"user\n{asked}<|im_end|>\n")
+            assert text(rendered.prompt_ids)[: query.offset].endswith(f"user\n{asked}<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_without_system_and_tools_only_the_query_is_marked() -> None:

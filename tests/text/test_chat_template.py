@@ -110,8 +110,8 @@ def test_marks_of_the_sample_template() -> None:
     (system, system_kind), (user, user_kind) = rendered.marks
     assert (system_kind, user_kind) == (CheckpointKind.SYSTEM, CheckpointKind.USER)
     assert rendered.text[:system].endswith(f"{SYSTEM['content']}<|im_end|>\n<|im_start|>user\n")
-    assert rendered.text[:user].endswith("Two seats to Oslo<|im_end|>\n")
-    assert rendered.text[user:].startswith("<|im_start|>assistant\n<think>\n")
+    assert rendered.text[:user].endswith("Two seats to Oslo<|im_end|>\n<|im_start|>assistant\n")
+    assert rendered.text[user:].startswith("<think>\n")
 
 
 def test_system_mark_does_not_depend_on_what_was_rendered_before() -> None:

@@ -180,8 +180,8 @@ def test_breakpoints(session: Session) -> None:
     system, user = (spelled(session.tokenizer, prompt.prompt_ids[: point.offset]) for point in prompt.breakpoints)
     assert text.startswith(user)
     assert system.endswith("é.<|im_end|>\n<|im_start|>user\n")
-    assert user.endswith("Two seats to Oslo<|im_end|>\n")
-    assert text[len(user) :] == "<|im_start|>assistant\n<think>\n"
+    assert user.endswith("Two seats to Oslo<|im_end|>\n<|im_start|>assistant\n")
+    assert text[len(user) :] == "<think>\n"
     assert prompt.reasoning_open
 
 

@@ -108,13 +108,13 @@ def gated_delta_prefill(
     o_VND = torch.empty_like(v)
     for span in spans:
         state_VDK = ssm_RVDK[span.read_row].clone()
-        rows = dict(span.state_writes)
         begin = 0
         for end in _block_ends(span):
             block = slice(span.offset + begin, span.offset + end)
             o_VND[:, block], state_VDK = _fold_block(state_VDK, q[:, block], k[:, block], v[:, block], g[:, block], beta[:, block])
-            if end in rows:
-                ssm_RVDK[rows[end]] = state_VDK
+            for count, row in span.state_writes:  # a checkpoint at the chunk's end shares its count with the request's own row
+                if count == end:
+                    ssm_RVDK[row] = state_VDK
             begin = end
         state_traffic.rows_read += 1
         state_traffic.rows_written += len(span.state_writes)
