@@ -69,6 +69,12 @@ class CheckpointSet:
         """It was used just now."""
         self._tick += 1
         checkpoint.last_used = self._tick
+        checkpoint.abandoned = False
+        self.order.queue(checkpoint)
+
+    def abandon(self, checkpoint: Checkpoint) -> None:
+        """Its session went on elsewhere: it goes before all that may still be used."""
+        checkpoint.abandoned = True
         self.order.queue(checkpoint)
 
     def confirm(self, checkpoint: Checkpoint, kind: CheckpointKind) -> None:

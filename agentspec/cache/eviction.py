@@ -1,4 +1,4 @@
-"""Which checkpoint goes next: least recently used first, GRID ones before all others, held ones last, locked ones never.
+"""Which checkpoint goes next: least recently used first, GRID and abandoned ones before all others, held ones last, locked ones never.
 
 Two questions, two queues: "who frees a row" (any checkpoint) and "who frees pages" (one that nothing deeper needs). Entries are lazy: a
 checkpoint is queued again whenever its place changes, and an entry that no longer tells the truth is dropped when it comes up.
@@ -21,7 +21,8 @@ _SLACK = 1024
 
 
 def _entry(checkpoint: Checkpoint) -> _Entry:
-    return bool(checkpoint.holders), checkpoint.kind != CheckpointKind.GRID, checkpoint.last_used, checkpoint
+    is_promising = checkpoint.kind != CheckpointKind.GRID and not checkpoint.abandoned
+    return bool(checkpoint.holders), is_promising, checkpoint.last_used, checkpoint
 
 
 def _frees_row(checkpoint: Checkpoint) -> bool:

@@ -99,7 +99,7 @@ class HybridCache:
             lease.mine.append(found)
             self._advance(lease, found)
         if session_id is not None:
-            self.checkpoints.end_hold(session_id)
+            self._come_back(session_id, found)
         self.leases.add(lease)
         return lease
 
@@ -320,6 +320,16 @@ class HybridCache:
             and num_rows * self.row_bytes + num_pages * self.page_bytes <= self.available_bytes(including_held=True)
         )
 
+    def _come_back(self, session_id: str, found: Checkpoint | None) -> None:
+        """End the session's hold. A turn that its next prompt doesn't continue was rendered anew: that checkpoint has no future."""
+        hold = self.checkpoints.holds.get(session_id)
+        if hold is None:
+            return
+        held = hold.checkpoint
+        self.checkpoints.end_hold(session_id)
+        if held.alive and held.kind is CheckpointKind.TURN and not _leads_to(held.node, found):
+            self.checkpoints.abandon(held)
+
     def _make_room(self, lease: Lease, *, num_rows: int, num_pages: int) -> bool:
         """Evict until so many rows and pages are free, within the budget. False, without having evicted, when that can't be."""
         if not self._can_fit(num_rows, num_pages):
@@ -334,6 +344,14 @@ class HybridCache:
                 self.checkpoints.evict_for_row()
             else:
                 return True
+
+
+def _leads_to(node: Node, found: Checkpoint | None) -> bool:
+    """True when `node` lies on the path to a checkpoint."""
+    step = None if found is None else found.node
+    while step is not None and step.depth > node.depth:
+        step = step.parent
+    return step is node
 
 
 def _assert_same_path(node: Node, anchor: Node | None) -> None:

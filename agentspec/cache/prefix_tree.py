@@ -63,6 +63,8 @@ class Checkpoint:
     """Leases that may still read the row."""
     holders: set[str] = field(default_factory=set)
     """Sessions that hold it while their tool runs."""
+    abandoned: bool = False
+    """Its session went on elsewhere; nobody is expected to come back."""
     superseded: bool = False
     """To be freed when the last lease and the last hold let go."""
     alive: bool = True

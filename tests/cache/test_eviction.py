@@ -65,6 +65,39 @@ def test_a_grid_checkpoint_that_becomes_more_loses_its_place_in_the_queue() -> N
     assert stories(world) == [1, 3, 4]
 
 
+def test_a_turn_that_its_session_did_not_continue_goes_first() -> None:
+    world = World(rows=4)
+    world.turn(story(1), session="a", hold_seconds=5.0)
+    world.turn(story(2))
+    world.turn(story(3), session="a")  # rendered anew: story 1 has no future
+    world.turn(story(4))
+    assert stories(world) == [1, 2, 3, 4]
+    world.turn(story(2, 5))  # touches nothing of story 1
+    world.turn(story(5))
+    assert 1 not in stories(world)
+
+
+def test_a_turn_that_its_session_continued_keeps_its_place() -> None:
+    world = World(rows=4)
+    world.turn(story(1, 9), session="a", hold_seconds=5.0)
+    assert world.turn(story(1, 11), session="a") == 8
+    world.turn(story(2), kinds={8: GRID})
+    world.turn(story(3))
+    world.turn(story(4))
+    world.turn(story(5))
+    assert 1 in stories(world), "the GRID checkpoint goes first"
+
+
+def test_an_abandoned_turn_that_somebody_resumes_is_wanted_again() -> None:
+    world = World(rows=3)
+    world.turn(story(1), session="a", hold_seconds=5.0)
+    world.turn(story(2), session="a")
+    assert world.turn(story(1)) == 8
+    world.turn(story(3))
+    world.turn(story(4))
+    assert stories(world) == [1, 3, 4]
+
+
 def test_where_pages_are_short_rows_are_not_thrown_away_for_nothing() -> None:
     world = World(pages=10)
     world.turn(story(1, 25), kinds={8: SYSTEM, 24: TURN})
