@@ -24,6 +24,8 @@ from agentspec.types import MAX_DRAFT_TOKENS
 INTERRUPTED = 130
 USER_ERROR = 2
 
+DRY_RUN_TEMPLATE = "qwen35"
+
 
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, and takes no abbreviated flags."""
@@ -48,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     dry = replay.add_argument_group("dry run")
     dry.add_argument("--dry-run", metavar="COSTS", help="run scheduler and cache alone, with the costs of a named model (27b, 27b-bf16-state, ...)")
     dry.add_argument(
-        "--template", default="qwen35", choices=("qwen35", "stable"), help="dry run: how history is rendered (stable: as it was generated)"
+        "--template", default=DRY_RUN_TEMPLATE, choices=("qwen35", "stable"), help="dry run: how history is rendered (stable: as it was generated)"
     )
     add_engine_arguments(replay)
     importers.add_arguments(commands.add_parser("import", help="turn another tool's trace into a replay file"))
@@ -143,6 +145,8 @@ def _run(args: argparse.Namespace) -> int:
         return INTERRUPTED if caught is signal.SIGINT else 0
     if args.dry_run is not None:
         return int(_load("agentspec.dry_run_command").run(args, config))
+    if args.template != DRY_RUN_TEMPLATE:
+        raise ConfigError("template", args.template, "is for --dry-run; an engine takes its chat template from the checkpoint")
     if args.base_url is not None:
         _refuse_engine_flags(args)
     return int(_load("agentspec.replay_command").run(args, lambda: _load("agentspec.local_server").load(config).client()))

@@ -56,7 +56,7 @@ class EngineConfig:
             raise ConfigError("max_running", self.max_running, "must be at least 1")
         if self.prefill_budget < BLOCK_TOKENS:
             raise ConfigError("prefill_budget", self.prefill_budget, f"must be at least one block ({BLOCK_TOKENS} tokens)")
-        if self.memory_gib is not None and not self.memory_gib > 0:
+        if self.memory_gib is not None and not 0 < self.memory_gib < float("inf"):
             raise ConfigError("memory", self.memory_gib, "must be above 0 GiB")
         if not 0 <= self.seed < 2**63:
             raise ConfigError("seed", self.seed, "must be between 0 and 2**63 - 1")

@@ -168,6 +168,9 @@ class DryRun:
         page_bytes = costs.kv_bytes_per_token * block
         running_rows = RESERVED + max_running * (num_drafted + 3)
         memory_bytes = UNBOUNDED_BYTES if memory_gib is None else int(memory_gib * 2**30)
+        if memory_bytes < 2 * page_bytes:
+            raise ConfigError("memory", memory_gib, f"not even two blocks fit; a turn of {block} tokens needs {2 * page_bytes / 2**30:.3f} GiB")
+        self._memory_gib = memory_gib
         budget_bytes = memory_bytes + running_rows * costs.row_bytes
         self._executor = DryExecutor(costs=costs, num_drafted=num_drafted, block_tokens=block, seed=seed)
         self._cache = HybridCache(
@@ -193,7 +196,8 @@ class DryRun:
             hold_seconds=hold_seconds,
         )
         self._loop = StepLoop(scheduler=scheduler, executor=self._executor, depth_policy=_Fixed(num_drafted), metrics=self._metrics, overlap=True)
-        self._max_length = min(UNBOUNDED_PAGES, memory_bytes // page_bytes) * block - block - 2 * (num_drafted + 1)
+        self._reserved_tokens = block + 2 * (num_drafted + 1)
+        self._max_length = min(UNBOUNDED_PAGES, memory_bytes // page_bytes) * block - self._reserved_tokens
         self._spec = ModelSpec(
             name=costs.name,
             vocab_size=2**31 - 1,
@@ -247,9 +251,11 @@ class DryRun:
     def _submit(self, due: tuple[float, int, str, Iterator[DryTurn], DryTurn]) -> None:
         _, number, session_id, rest, turn = due
         request_id = f"{session_id}/{number}"
-        if len(turn.prompt) + len(turn.output) > self._max_length:
-            needed = len(turn.prompt) + len(turn.output)
-            raise ConfigError("memory", f"{self._max_length} tokens of KV", f"a turn of session {session_id} needs {needed}")
+        num_tokens = len(turn.prompt) + len(turn.output)
+        if num_tokens > self._max_length:
+            needed_gib = (num_tokens + self._reserved_tokens) * self._spec.page_bytes / self._spec.block_tokens / 2**30
+            reason = f"a turn of session {session_id!r} has {num_tokens} tokens, whose keys and values alone need {needed_gib + 0.0005:.3f} GiB"
+            raise ConfigError("memory", self._memory_gib, reason)
         submit = Submit(
             request_id=request_id,
             prompt_ids=list(turn.prompt),

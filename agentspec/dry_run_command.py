@@ -32,6 +32,7 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
     """Dry-run as asked and report. Raises ConfigError for flags that mean nothing without a model."""
     options = ReplayOptions.from_args(args, seed=args.seed)
     _refuse(args, options)
+    options.check_outputs()
     costs = model_costs(args.dry_run)
     file = load(args.file)
     encoder = find_encoder(config.model)
@@ -70,8 +71,20 @@ def _refuse(args: argparse.Namespace, options: ReplayOptions) -> None:
             raise ConfigError(field, given, "has no effect on a dry run")
     if options.arrival != "closed":
         raise ConfigError("arrival", options.arrival, "a dry run is a closed loop")
+    if options.history == "live":
+        raise ConfigError("history", options.history, "a dry run has recorded answers only")
     if args.no_prefix_cache:
         raise ConfigError("no_prefix_cache", True, "a dry run measures the prefix cache")
+    idle = EngineConfig()
+    for field, value, default in (
+        ("device", args.device, idle.device),
+        ("dtype", args.dtype, idle.dtype),
+        ("no_overlap", args.no_overlap, False),
+        ("random_weights", args.random_weights, False),
+        ("timeout", options.timeout, ReplayOptions().timeout),
+    ):
+        if value != default:
+            raise ConfigError(field, value, "has no effect on a dry run")
 
 
 def _sessions(file: ReplayFile, renderer: TraceRenderer, options: ReplayOptions) -> Iterator[tuple[str, Iterator[DryTurn]]]:

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from agentspec.assembly import Assembly, assemble
 from agentspec.config import EngineConfig
-from agentspec.errors import AgentspecError, EngineClosedError, RequestError
+from agentspec.errors import EngineClosedError, RequestError
 from agentspec.runtime.request import Request, new_request
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.types import FinishReason
@@ -75,6 +75,9 @@ class Engine:
         self._assembly = config if isinstance(config, Assembly) else assemble(config)
         self._core = _Core(self._assembly)
         self._events: dict[str, deque[Event]] = {}
+        """Of submitted requests: what was not read yet."""
+        self._left: set[str] = set()
+        """Requests whose reader has gone, until their terminal event."""
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -94,6 +97,8 @@ class Engine:
     def submit(self, submit: Submit) -> None:
         """Queue a request. Raises RequestError when it is refused. Read it with `events`."""
         self._check_open()
+        if submit.request_id in self._events or submit.request_id in self._left:
+            raise RequestError("request_id", submit.request_id, "is in use by a request that is running or was not read to its end")
         self._core.submit(submit)
         self._events[submit.request_id] = deque()
 
@@ -103,32 +108,42 @@ class Engine:
         if not self._core.loop.has_work:
             return False
         for event in self._core.loop.run_once():
-            self._events[event.request_id].append(event)
+            if event.request_id in self._events:
+                self._events[event.request_id].append(event)
+            elif isinstance(event, FinishEvent):
+                self._left.remove(event.request_id)
         return True
 
-    def events(self, request_id: str) -> Iterator[Event]:
-        """The events of a submitted request, running the engine as needed. Closing the iterator early aborts the request."""
+    def events(self, request_id: str) -> EventStream:
+        """The events of a submitted request; reading them runs the engine as needed."""
         if request_id not in self._events:
             raise RequestError("request_id", request_id, "was not submitted, or was read already")
-        finished = False
-        try:
-            while not finished:
-                while not self._events[request_id]:
-                    self.step()
-                event = self._events[request_id].popleft()
-                finished = isinstance(event, FinishEvent)
-                yield event
-        finally:
-            if not finished and not self._closed:
-                self.abort(request_id)
-                while not self._events[request_id] or not isinstance(self._events[request_id][-1], FinishEvent):
-                    self.step()
-            del self._events[request_id]
+        return EventStream(self, request_id)
 
-    def stream(self, submit: Submit) -> Iterator[Event]:
-        """Submit and yield this request's events, the FinishEvent last. Raises RequestError when it is refused."""
+    def stream(self, submit: Submit) -> EventStream:
+        """Submit and read this request's events, the FinishEvent last. Raises RequestError when it is refused."""
         self.submit(submit)
         return self.events(submit.request_id)
+
+    def next_event(self, request_id: str) -> Event:
+        """The next event of a submitted request that has not ended, running the engine until there is one."""
+        self._check_open()
+        unread = self._events[request_id]
+        while not unread:
+            self.step()
+        event = unread.popleft()
+        if isinstance(event, FinishEvent):
+            del self._events[request_id]
+        return event
+
+    def leave(self, request_id: str, *, wait: bool) -> None:
+        """Abort a request whose events nobody will read; `wait`: run the engine until it has let go of everything."""
+        unread = self._events.pop(request_id)
+        if not self._closed and not any(isinstance(event, FinishEvent) for event in unread):
+            self._left.add(request_id)
+            self.abort(request_id)
+            while wait and request_id in self._left:
+                self.step()
 
     def generate(self, submit: Submit) -> tuple[list[int], FinishEvent]:
         """Run one request to its end: the emitted ids and the terminal event."""
@@ -155,6 +170,34 @@ class Engine:
             raise EngineClosedError("the engine is closed")
 
 
+class EventStream(Iterator[Event]):
+    """The events of one request of an Engine. Closing it early, or losing it, aborts the request."""
+
+    def __init__(self, engine: Engine, request_id: str) -> None:
+        self._engine = engine
+        self._request_id = request_id
+        self._ended = False
+
+    def __next__(self) -> Event:
+        if self._ended:
+            raise StopIteration
+        event = self._engine.next_event(self._request_id)
+        self._ended = isinstance(event, FinishEvent)
+        return event
+
+    def close(self) -> None:
+        """Returns when the request holds nothing any more. No-op after the terminal event."""
+        self._leave(wait=True)
+
+    def __del__(self) -> None:
+        self._leave(wait=False)
+
+    def _leave(self, *, wait: bool) -> None:
+        if not self._ended:
+            self._ended = True
+            self._engine.leave(self._request_id, wait=wait)
+
+
 class AsyncEngine:
     """An engine on its own thread, for asyncio callers: the server, agent frameworks. Implements wire.EngineClient.
 
@@ -169,6 +212,8 @@ class AsyncEngine:
         self._core = _Core(self._assembly)
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._streams: dict[str, asyncio.Queue[Event]] = {}
+        self._left: set[str] = set()
+        """Requests whose reader has gone, until their terminal event: their ids are still in use."""
         self._asyncio: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._death: str | None = None
@@ -214,15 +259,22 @@ class AsyncEngine:
         finally:
             del self._streams[submit.request_id]
             if not finished:
-                self._inbox.put(("abort", submit.request_id))
+                self._leave(submit.request_id)
 
     async def abort(self, request_id: str) -> None:
         """End a request early; its stream ends with an ABORT event."""
         self._inbox.put(("abort", request_id))
 
-    def stats(self) -> dict[str, Any]:
-        """A snapshot; taken without stopping the engine, so counters may be a step apart from each other."""
-        return self._core.stats()
+    async def stats(self) -> dict[str, Any]:
+        """A snapshot between two steps; of an engine that has ended, the last one."""
+        if not self.alive:
+            if self._thread is not None:
+                await asyncio.to_thread(self._thread.join)
+            return self._core.stats()
+        assert self._asyncio is not None
+        answer: asyncio.Future[dict[str, Any]] = self._asyncio.create_future()
+        self._inbox.put(("stats", answer))
+        return await answer
 
     async def close(self) -> None:
         """Stop the thread. Requests still running end with an ABORT event."""
@@ -233,19 +285,31 @@ class AsyncEngine:
         await asyncio.to_thread(self._thread.join)
 
     async def _submit(self, submit: Submit) -> None:
-        if not self.alive or self._asyncio is None:
-            raise EngineClosedError(f"the engine is not running{': ' + self._death if self._death else ''}")
-        if submit.request_id in self._streams:
+        self._check_alive()
+        assert self._asyncio is not None
+        if submit.request_id in self._streams or submit.request_id in self._left:
             raise RequestError("request_id", submit.request_id, "is in use by a running request")
         accepted: asyncio.Future[None] = self._asyncio.create_future()
         self._streams[submit.request_id] = asyncio.Queue()
         self._inbox.put(("submit", (submit, accepted)))
         try:
             await accepted
+        except asyncio.CancelledError:
+            del self._streams[submit.request_id]
+            self._leave(submit.request_id)
+            raise
         except BaseException:
             del self._streams[submit.request_id]
-            self._inbox.put(("abort", submit.request_id))
             raise
+
+    def _leave(self, request_id: str) -> None:
+        if self.alive:
+            self._left.add(request_id)
+            self._inbox.put(("leave", request_id))
+
+    def _check_alive(self) -> None:
+        if not self.alive:
+            raise EngineClosedError(f"the engine is not running{': ' + self._death if self._death else ''}")
 
     def _run(self) -> None:
         """The engine's thread: commands between steps, steps while there is work."""
@@ -270,14 +334,21 @@ class AsyncEngine:
                 return False
             if command == "abort":
                 self._core.loop.abort(payload)
+            elif command == "leave":
+                if self._core.loop.scheduler.knows(payload):
+                    self._core.loop.abort(payload)
+                else:
+                    self._call(self._left.discard, payload)
+            elif command == "stats":
+                self._call(_settle, payload, self._core.stats())
             else:
                 self._accept(*payload)
 
     def _accept(self, submit: Submit, accepted: asyncio.Future[None]) -> None:
         try:
             self._core.submit(submit)
-        except AgentspecError as error:
-            self._call(_settle, accepted, error)
+        except Exception as error:  # a submit of the wrong types must hurt nobody but its sender
+            self._call(_refuse, accepted, error)
         else:
             self._call(_settle, accepted, None)
 
@@ -290,19 +361,24 @@ class AsyncEngine:
             stream = self._streams.get(event.request_id)
             if stream is not None:
                 stream.put_nowait(event)
+            elif isinstance(event, FinishEvent):
+                self._left.discard(event.request_id)
 
     def _end_all(self, reason: FinishReason, error: str) -> None:
-        """The thread is about to end: close every stream, and refuse submits that nobody will take any more."""
-        self._call(self._hand_out_end, reason, error)
-        while not self._inbox.empty():
-            command, payload = self._inbox.get()
-            if command == "submit":
-                self._call(_settle, payload[1], EngineClosedError(error))
+        """The thread is about to end: the rest happens on the event loop, where nobody can put anything into the inbox meanwhile."""
+        self._call(self._close_streams, reason, error)
 
-    def _hand_out_end(self, reason: FinishReason, error: str) -> None:
+    def _close_streams(self, reason: FinishReason, error: str) -> None:
+        """End every stream, and answer what nobody will take out of the inbox any more."""
         shown = error if reason is FinishReason.ERROR else None
         for request_id, stream in self._streams.items():
             stream.put_nowait(FinishEvent(request_id=request_id, reason=reason, usage=Usage(), error=shown))
+        while not self._inbox.empty():
+            command, payload = self._inbox.get()
+            if command == "submit":
+                _refuse(payload[1], EngineClosedError(error))
+            elif command == "stats":
+                _settle(payload, self._core.stats())
 
     def _call(self, function: Any, *arguments: Any) -> None:
         assert self._asyncio is not None
@@ -310,10 +386,11 @@ class AsyncEngine:
             self._asyncio.call_soon_threadsafe(function, *arguments)
 
 
-def _settle(accepted: asyncio.Future[None], error: Exception | None) -> None:
-    if accepted.done():
-        return
-    if error is None:
-        accepted.set_result(None)
-    else:
-        accepted.set_exception(error)
+def _settle(future: asyncio.Future[Any], result: Any) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _refuse(future: asyncio.Future[Any], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)

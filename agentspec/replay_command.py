@@ -7,11 +7,9 @@ import asyncio
 import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 
 import httpx
 
-from agentspec.errors import ConfigError
 from agentspec.replay.options import ReplayOptions
 from agentspec.replay.page import write_page
 from agentspec.replay.report import Report
@@ -26,7 +24,7 @@ def run(args: argparse.Namespace, open_engine: Callable[[], AbstractAsyncContext
 
     What can be wrong with the file and the options is found before a model is loaded."""
     options = ReplayOptions.from_args(args, seed=args.seed)
-    _check_outputs(options)
+    options.check_outputs()
     file = load(args.file)
     make_plans(file, options)
     report = asyncio.run(_measure(file, options, http_client(options) if options.base_url is not None else open_engine()))
@@ -41,9 +39,3 @@ def run(args: argparse.Namespace, open_engine: Callable[[], AbstractAsyncContext
 async def _measure(file: ReplayFile, options: ReplayOptions, opened: AbstractAsyncContextManager[httpx.AsyncClient]) -> Report:
     async with opened as client:
         return await run_replay(file, options, client, options.served_model, progress=None if options.quiet else sys.stderr)
-
-
-def _check_outputs(options: ReplayOptions) -> None:
-    for field, path in (("json", options.json_path), ("html", options.html_path)):
-        if path is not None and not Path(path).resolve().parent.is_dir():
-            raise ConfigError(field, path, "there is no such directory")

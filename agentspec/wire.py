@@ -116,6 +116,6 @@ class EngineClient(Protocol):
         Raises RequestError (from the first `anext`) when the request is refused."""
         ...
 
-    def stats(self) -> dict[str, Any]:
-        """JSON-ready counters of the whole engine (runtime/metrics.py names them)."""
+    async def stats(self) -> dict[str, Any]:
+        """JSON-ready counters of the whole engine (runtime/metrics.py names them), taken between two steps."""
         ...

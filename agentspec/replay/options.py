@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from agentspec.errors import ConfigError
@@ -107,6 +108,14 @@ class ReplayOptions:
             html_path=args.html,
             quiet=args.quiet,
         )
+
+    def check_outputs(self) -> None:
+        """Raise ConfigError for a result file that can't be written, before there are results to lose."""
+        for field, path in (("json", self.json_path), ("html", self.html_path)):
+            if path is not None and not Path(path).resolve().parent.is_dir():
+                raise ConfigError(field, path, "there is no such directory")
+            if path is not None and Path(path).is_dir():
+                raise ConfigError(field, path, "is a directory")
 
     def settings(self) -> dict[str, str]:
         """What shaped the measurement, for the report; neither file names nor the key."""

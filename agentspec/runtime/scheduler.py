@@ -95,7 +95,8 @@ class Scheduler:
         return bool(self._waiting or self._running or self._leaves or self._events)
 
     def knows(self, request_id: str) -> bool:
-        return request_id in self._by_id
+        """True until the request's terminal event was handed out."""
+        return request_id in self._by_id or any(event.request_id == request_id for event in self._events)
 
     def add(self, request: Request) -> None:
         self._by_id[request.request_id] = request
@@ -181,7 +182,7 @@ class Scheduler:
         for request in list(self._waiting):
             if not self._free_slots or self._full_since == self._num_let_go:
                 return
-            if request.need_bytes and self._running and not self._gate.allows(request.session_key, request.need_bytes):
+            if request.need_bytes and not self._gate_allows(request):
                 continue
             limit = 0 if request.needs_scores else len(request.sequence) - 1
             match = self._cache.match(request.submit.namespace, request.sequence, limit=limit)
@@ -190,7 +191,7 @@ class Scheduler:
             pages = self._pages_needed(request, 2)
             new_pages = pages - match.num_tokens // self._block
             request.need_bytes = new_pages * self._page_bytes + SESSION_CHECKPOINTS * self._row_bytes
-            if self._running and not self._gate.allows(request.session_key, request.need_bytes):
+            if not self._gate_allows(request):
                 continue
             if not self._take_room(request, match, pages) and not self._take_room_from_nothing(request, pages):
                 self._full_since = self._num_let_go
@@ -199,6 +200,10 @@ class Scheduler:
             request.pending = wanted_checkpoints(request, match.branch_tokens, self._block)
             request.promised = {wanted.length for wanted in request.pending}
             self._enter(request)
+
+    def _gate_allows(self, request: Request) -> bool:
+        """An engine with nothing else to do serves whoever comes."""
+        return self._gate.allows(request.session_key, request.need_bytes) or not self._running
 
     def _soon_cached(self, request: Request, found: int, limit: int) -> bool:
         """A running prefill will soon publish a checkpoint that saves this request much: better wait for it than compute the same again.

@@ -69,7 +69,7 @@ class _Routes:
         return json_response({"status": "ok"})
 
     async def stats(self) -> Response:
-        return json_response(self._engine.stats())
+        return json_response(await self._engine.stats())
 
     async def _chat(self, body: Any, session_header: str | None) -> Response:
         asked = openai.parse_chat(body)

@@ -65,5 +65,5 @@ class ScriptedEngine:
             if not finished:
                 self.aborted.append(submit.request_id)
 
-    def stats(self) -> dict[str, Any]:
+    async def stats(self) -> dict[str, Any]:
         return {"requests": len(self.submits)}

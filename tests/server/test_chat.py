@@ -106,7 +106,7 @@ def test_the_submit_carries_prompt_session_and_namespace(connect: Connect) -> No
     assert (first.namespace, second.namespace) == ("s", "")
     assert first.sampling.max_tokens == 5
     assert len({submit.request_id for submit in engine.submits}) == 3
-    assert third.breakpoints[-1] == Breakpoint(offset=len(third.prompt_ids) - len("assistant\n") - 1, kind=CheckpointKind.USER)
+    assert third.breakpoints[-1] == Breakpoint(offset=len(third.prompt_ids), kind=CheckpointKind.USER)
 
 
 def test_streaming_opens_with_the_role_and_ends_with_usage(connect: Connect) -> None:
