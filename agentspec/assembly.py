@@ -143,14 +143,18 @@ def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
 
 def _max_draft_tokens(config: EngineConfig, spec: ModelSpec) -> int:
     rates = config.force_acceptance
-    if config.draft_tokens == "auto":
-        wanted = AUTO_MAX_DRAFTS if rates is None else len(rates)
-        return wanted if spec.has_mtp else 0
-    if config.draft_tokens > 0 and not spec.has_mtp:
-        raise ConfigError("draft_tokens", config.draft_tokens, f"{spec.name} has no MTP head; use 0 or auto")
-    if rates is not None and len(rates) < config.draft_tokens:
-        raise ConfigError("force_acceptance", rates, f"needs a rate for each of {config.draft_tokens} drafts")
-    return config.draft_tokens
+    if config.draft_tokens != "auto":
+        num_drafts = config.draft_tokens
+    elif spec.has_mtp:
+        num_drafts = AUTO_MAX_DRAFTS if rates is None else len(rates)
+    else:
+        num_drafts = 0
+    if num_drafts > 0 and not spec.has_mtp:
+        raise ConfigError("draft_tokens", num_drafts, f"{spec.name} has no MTP head; use 0 or auto")
+    if rates is not None and len(rates) != num_drafts:
+        reason = f"needs one rate for each of {num_drafts} drafts" if num_drafts else "there are no drafts to accept"
+        raise ConfigError("force_acceptance", rates, reason)
+    return num_drafts
 
 
 def _memory_bytes(config: EngineConfig, device: torch.device) -> int:

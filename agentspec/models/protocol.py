@@ -54,7 +54,8 @@ class PrefillChunk:
     read_row: int
     """Row that holds the state after `start` tokens (ZERO_ROW when start is 0)."""
     state_writes: tuple[tuple[int, int], ...]
-    """(count, row): after `count` tokens of this chunk the state goes to `row`. Ascending counts, 1 <= count <= N; the last one has count N."""
+    """(count, row): after `count` tokens of this chunk the state goes to `row`. Counts ascend and may repeat (every row is written), 1 <= count <= N;
+    the last one is N."""
     page_ids: Tensor
     """int32 [P], covering start + N tokens at least."""
 

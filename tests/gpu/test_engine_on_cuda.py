@@ -1,0 +1,64 @@
+"""The engine on a CUDA device, float32: the same streams as on the CPU, true states, and results that come back without a wait in `launch`.
+
+The reference attention and the reference experts read lengths and ids on the host, so "no host sync inside decode_step" can't hold with
+them and isn't checked here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentspec.runtime.executor import ModelExecutor, StepTicket
+from agentspec.runtime.plan import StepOutcome
+from tests.fakes.checkpoints import Family
+from tests.properties.real_model import House, Play, Scratch, StateSpy, alone, write_agreeing_checkpoint
+
+pytestmark = pytest.mark.gpu
+SMALL: dict[str, Any] = {"num_hidden_layers": 2, "full_attention_interval": 2}
+
+
+@pytest.mark.parametrize("family", ["dense", "moe", "next"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_streams_and_states_are_those_of_the_cpu(family: Family, overlap: bool, cuda: torch.device, tmp_path: Path) -> None:
+    checkpoint = write_agreeing_checkpoint(tmp_path, family, **SMALL)
+    house = House(seed=3, max_draft_tokens=4, random_depth=True, overlap=overlap, prefill_budget=99)
+    play = Play(house, checkpoint, num_agents=5, device=cuda)
+    spy = StateSpy(play, Scratch(checkpoint))
+    play.run()
+    assert spy.num_resumed > 3
+    assert play.metrics.accepted_tokens > 20
+    reference = alone(checkpoint)
+    for turn in play.turns:
+        expected, finish = reference.generate(turn.submit)
+        assert turn.emitted == expected, f"{house}: {turn.submit}"
+        assert turn.ended.reason is finish.reason
+
+
+def test_sampled_streams_are_those_of_the_cpu(cuda: torch.device, tmp_path: Path) -> None:
+    checkpoint = write_agreeing_checkpoint(tmp_path, **SMALL)
+    play = Play(House(seed=4), checkpoint, num_agents=5, sampled=True, device=cuda)
+    play.run()
+    reference = alone(checkpoint)
+    for turn in play.turns:
+        assert turn.emitted == reference.generate(turn.submit)[0], turn.submit
+
+
+def test_results_arrive_in_pinned_memory_of_their_own(cuda: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results: list[torch.Tensor] = []
+    collect = ModelExecutor.collect
+
+    def spy_collect(executor: ModelExecutor, ticket: StepTicket) -> StepOutcome:
+        if ticket.result is not None:
+            results.append(ticket.result)
+        return collect(executor, ticket)
+
+    monkeypatch.setattr(ModelExecutor, "collect", spy_collect)
+    play = Play(House(seed=5), write_agreeing_checkpoint(tmp_path, **SMALL), num_agents=2, device=cuda)
+    play.run()
+    assert len(results) > 10
+    assert all(result.is_pinned() for result in results)
+    assert len({result.data_ptr() for result in results}) == len(results)

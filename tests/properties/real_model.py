@@ -1,0 +1,352 @@
+"""A real small model whose MTP head often agrees with its trunk, and agents that talk to it through the engine.
+
+The checkpoint is random but for two things: what layers add to the residual stream is scaled down, and the MTP head starts from
+the embedding of the same token as the trunk does. So the head's own drafts, by its own keys and values, are accepted a good part of the time, and
+the rest of the time only the context decides. Every step runs the real kernels.
+
+`Play` runs a house full of agents on an Engine: shared system prompts, tool loops, turns that a template renders anew, prompts that continue
+what was generated. What they must have heard is up to the tests: `alone` runs one turn without cache, drafts or company.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from agentspec.assembly import Assembly, build
+from agentspec.config import EngineConfig
+from agentspec.engine import Engine
+from agentspec.models.qwen3_5 import Qwen3_5Model
+from agentspec.models.registry import load_model
+from agentspec.runtime.memory_plan import MemoryPlan, longest_sequence
+from agentspec.types import BLOCK_TOKENS, Breakpoint, CheckpointKind, FinishReason, SamplingParams
+from agentspec.wire import FinishEvent, Submit, TokensEvent
+from tests.fakes.checkpoints import Family, write_checkpoint, write_tensors
+from tests.fakes.compare import TOLERANCE, relative_error
+from tests.fakes.sequence_driver import Driver, poison
+
+CPU = torch.device("cpu")
+GREEDY = SamplingParams(temperature=0.0)
+VOCAB = 160
+STOP_ID = 2
+
+
+def write_agreeing_checkpoint(directory: Path, family: Family = "dense", *, layer_scale: float = 0.25, **overrides: Any) -> Path:
+    """`write_checkpoint`, with layers that add `layer_scale` of what they did and an MTP head that follows the trunk.
+
+    Smaller is more agreement, and streams that depend less on their context."""
+    write_checkpoint(directory, family, vision=False, mtp_experts="fused", **overrides)
+    tensors = load_file(directory / "model.safetensors")
+    for name, tensor in tensors.items():
+        if any(part in name for part in ("o_proj", "out_proj", "down_proj")):
+            tensor *= layer_scale
+    fc = tensors["mtp.fc.weight"]
+    hidden_size = fc.shape[0]
+    fc[:, :hidden_size] = torch.eye(hidden_size)
+    fc[:, hidden_size:] *= 0.1
+    tensors["mtp.pre_fc_norm_embedding.weight"].zero_()
+    trunk_norm = next(name for name in tensors if name in ("model.norm.weight", "model.language_model.norm.weight"))
+    tensors["mtp.norm.weight"] = tensors[trunk_norm]
+    write_tensors(directory, tensors)
+    return directory
+
+
+def load(checkpoint: Path, device: torch.device = CPU) -> Qwen3_5Model:
+    return load_model(checkpoint, device=device, dtype=torch.float32)
+
+
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class RandomDepth:
+    """A depth policy that never settles."""
+
+    def __init__(self, max_draft_tokens: int, seed: int) -> None:
+        self._max, self._rng = max_draft_tokens, random.Random(seed)
+
+    def choose(self, batch_size: int) -> int:
+        return self._rng.randint(0, self._max)
+
+    def observe(self, *, num_drafted: int, slots: list[tuple[int, int]], seconds: float) -> None:
+        """There is nothing to learn."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class House:
+    """One engine to build."""
+
+    seed: int = 0
+    max_draft_tokens: int = 3
+    random_depth: bool = False
+    overlap: bool = True
+    prefix_cache: bool = True
+    prefill_budget: int = 512
+    max_running: int = 4
+    spare_rows: int = 60
+    """Rows beyond those of all slots."""
+    num_pages: int = 200
+
+    @classmethod
+    def random(cls, rng: random.Random, *, tight: bool = False) -> House:
+        """tight: pages for little more than two long requests, so that they are preempted."""
+        max_running = 3 if tight else rng.choice([1, 2, 4, 5])
+        return cls(
+            seed=rng.randrange(2**31),
+            max_draft_tokens=rng.randint(1, 7),
+            random_depth=rng.random() < 0.5,
+            overlap=rng.random() < 0.6,
+            prefill_budget=rng.choice([64, 65, 99, 130, 203, 512]),
+            max_running=max_running,
+            spare_rows=rng.choice([3, 8]) if tight else rng.choice([8, 60]),
+            num_pages=10 if tight else rng.choice([60, 200]),
+        )
+
+    @property
+    def is_tight(self) -> bool:
+        return self.num_pages < 20
+
+    @property
+    def max_length(self) -> int:
+        return min(1024, longest_sequence(self.num_pages, self.max_draft_tokens, BLOCK_TOKENS))
+
+
+def assemble_house(house: House, model: Qwen3_5Model, clock: Clock | None = None) -> Assembly:
+    """Build the house around a model, every pool but the zero row poisoned with NaN."""
+    k = house.max_draft_tokens
+    assembly = build(
+        model,
+        config=EngineConfig(
+            draft_tokens=k,
+            prefix_cache=house.prefix_cache,
+            overlap=house.overlap,
+            max_running=house.max_running,
+            prefill_budget=house.prefill_budget,
+        ),
+        memory=MemoryPlan(num_rows=2 + house.max_running * (k + 3) + house.spare_rows, num_pages=house.num_pages, max_length=house.max_length),
+        device=model.device,
+        depth_policy=RandomDepth(k, house.seed) if house.random_depth else None,
+        clock=clock or Clock(),
+    )
+    poison(model)
+    return assembly
+
+
+def alone(checkpoint: Path) -> Engine:
+    """An engine for one request at a time, without cache and without drafts."""
+    house = House(max_draft_tokens=0, overlap=False, prefix_cache=False, max_running=1, spare_rows=1, num_pages=20)
+    return Engine(assemble_house(house, load(checkpoint)))
+
+
+@dataclass(slots=True)
+class Turn:
+    """One request and what came of it."""
+
+    submit: Submit
+    emitted: list[int] = field(default_factory=list)
+    last_event: int = 0
+    """Tokens of the last event: all from one step."""
+    finish: FinishEvent | None = None
+
+    @property
+    def ended(self) -> FinishEvent:
+        assert self.finish is not None
+        return self.finish
+
+    @property
+    def stopped_inside_a_window(self) -> bool:
+        return self.ended.reason is FinishReason.STOP and self.last_event > 1
+
+
+@dataclass(slots=True)
+class Agent:
+    """A session as a client keeps it."""
+
+    name: str
+    system: list[int]
+    turns_left: int
+    history: list[int] = field(default_factory=list)
+    user_mark: int = 0
+    """End of the last user message: what follows may be rendered anew."""
+
+
+class Play:
+    """Runs a house's agents, some at a time, until each has had its turns."""
+
+    def __init__(
+        self, house: House, checkpoint: Path, *, num_agents: int, num_turns: int = 3, sampled: bool = False, device: torch.device = CPU
+    ) -> None:
+        self.house = house
+        self.rng = random.Random(house.seed)
+        self.clock = Clock()
+        self.model = load(checkpoint, device)
+        self.assembly = assemble_house(house, self.model, self.clock)
+        self.engine = Engine(self.assembly)
+        self.metrics = self.assembly.loop.metrics
+        self.turns: list[Turn] = []
+        self._sampled = sampled
+        systems = [self._tokens(self.rng.randint(50, 180)) for _ in range(2)]
+        self._agents = [Agent(f"s{i}", self.rng.choice(systems), self.rng.randint(2, num_turns)) for i in range(num_agents)]
+        for agent in self._agents:
+            agent.history = list(agent.system)
+
+    def run(self) -> None:
+        waiting, running = list(self._agents), dict[str, tuple[Agent, Turn, Iterator[Any]]]()
+        concurrency = self.house.max_running + 1
+        while waiting or running:
+            while waiting and len(running) < concurrency:
+                agent = waiting.pop(self.rng.randrange(len(waiting)))
+                turn = Turn(self._next_submit(agent))
+                self.turns.append(turn)
+                self.engine.submit(turn.submit)
+                running[agent.name] = agent, turn, self.engine.events(turn.submit.request_id)
+            for agent, turn, events in list(running.values()):
+                event = next(events)
+                if isinstance(event, TokensEvent):
+                    turn.emitted.extend(event.token_ids)
+                    turn.last_event = len(event.token_ids)
+                    continue
+                turn.finish = event
+                assert next(events, None) is None
+                agent.history = list(turn.submit.prompt_ids) + turn.emitted
+                agent.turns_left -= 1
+                del running[agent.name]
+                if agent.turns_left:
+                    waiting.append(agent)
+            self.clock.now += self.rng.choice([0.0, 0.1, 2.0])
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(3, VOCAB) for _ in range(count)]
+
+    def _next_submit(self, agent: Agent) -> Submit:
+        rng = self.rng
+        new_query = agent.user_mark == 0 or rng.random() < 0.4
+        if new_query and agent.user_mark and rng.random() < 0.5:
+            agent.history = agent.history[: agent.user_mark] + self._tokens(rng.randrange(4))  # the template drops the reasoning
+        prompt = agent.history + self._tokens(rng.choice([1, 5, 30, 64, 90]))
+        max_tokens = rng.choice([30, 100] if self.house.is_tight else [1, 3, 12, 24, 24, 40])
+        if len(prompt) + max_tokens > self.house.max_length:
+            new_query = True
+            prompt = agent.system + self._tokens(30)
+        if new_query:
+            agent.user_mark = len(prompt)
+            prompt = prompt + self._tokens(2)
+        return Submit(
+            request_id=f"{agent.name}.{agent.turns_left}",
+            prompt_ids=prompt,
+            sampling=self._sampling(max_tokens),
+            breakpoints=[Breakpoint(len(agent.system), CheckpointKind.SYSTEM), Breakpoint(agent.user_mark, CheckpointKind.USER)],
+            session_id=agent.name if rng.random() < 0.8 else None,
+        )
+
+    def _sampling(self, max_tokens: int) -> SamplingParams:
+        rng = self.rng
+        common: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": rng.random() < 0.3}
+        if rng.random() < 0.4:
+            common["stop_token_ids"] = tuple(rng.sample(range(VOCAB), 8))
+        if rng.random() < 0.3:
+            common |= {"presence_penalty": rng.choice([0.0, 0.6]), "frequency_penalty": rng.choice([0.0, 0.3]), "repetition_penalty": 1.2}
+        if rng.random() < 0.2:
+            common["logit_bias"] = {rng.randrange(VOCAB): 1.5, rng.randrange(VOCAB): -100.0}
+        if not self._sampled:
+            return SamplingParams(temperature=0.0, **common)
+        return SamplingParams(
+            temperature=rng.choice([0.3, 0.7, 1.0]),
+            top_k=rng.choice([0, 0, 5, 40]),
+            top_p=rng.choice([1.0, 0.9, 0.6]),
+            min_p=rng.choice([0.0, 0.05]),
+            seed=rng.randrange(2**40),
+            **common,
+        )
+
+
+class Scratch:
+    """What a from-scratch prefill of a token sequence, in one piece, leaves behind."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._model = load(checkpoint)
+        self._known: dict[bytes, tuple[Tensor, ...]] = {}
+
+    @torch.inference_mode()
+    def state(self, tokens: Sequence[int]) -> tuple[Tensor, ...]:
+        """(ssm_LVDK, conv_L3C, hidden_H, kv_A2NGD); MTP's position 0 holds nothing of meaning."""
+        key = array("i", tokens).tobytes()
+        if key not in self._known:
+            driver = Driver(self._model, max_tokens=len(tokens))
+            driver.mtp_prefill(tokens, driver.prefill(tokens))
+            sequence = driver.sequences[0]
+            self._known[key] = read_state(self._model, sequence.read_row, sequence.pages, len(tokens))
+        return self._known[key]
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """[N, V] after each token."""
+        return self._model.logits(Driver(self._model, max_tokens=len(tokens)).prefill(tokens))
+
+    def check(self, model: Qwen3_5Model, row: int, page_ids: Sequence[int], tokens: Sequence[int], *, with_mtp: bool, context: str) -> None:
+        """Raise AssertionError unless row and pages hold the state after `tokens`, to 1e-4 of its largest value."""
+        held = read_state(model, row, page_ids, len(tokens))
+        for name, got, expected in zip(("ssm", "conv", "hidden", "K/V"), held, self.state(tokens), strict=True):
+            parts = [(name, got, expected)]
+            if name == "K/V":
+                parts = [(name, got[:-1], expected[:-1])]
+                if with_mtp:
+                    parts.append(("MTP K/V", got[-1, :, 1:], expected[-1, :, 1:]))
+            for part, g, e in parts:
+                error = relative_error(g, e)
+                assert error < TOLERANCE, f"{context}: {part} of row {row}, {len(tokens)} tokens, is off by {error:.3g}"
+
+
+def read_state(model: Qwen3_5Model, row: int, page_ids: Sequence[int], length: int) -> tuple[Tensor, ...]:
+    """Copies, on the host, of a row and of the first `length` positions of its pages: (ssm_LVDK, conv_L3C, hidden_H, kv_A2NGD)."""
+    pools = model.pools
+    kv_A2NGD = pools.kv_AP2SGD[:, list(page_ids)].transpose(1, 2).flatten(2, 3)[:, :, :length]
+    return tuple(part.to(CPU, copy=True) for part in (pools.ssm_LRVDK[:, row], pools.conv_LR3C[:, row], pools.hidden_RH[row], kv_A2NGD))
+
+
+class StateSpy:
+    """Compares states with a from-scratch prefill where they change hands: at publish and at resume."""
+
+    def __init__(self, play: Play, scratch: Scratch) -> None:
+        self.num_published = dict.fromkeys(CheckpointKind, 0)
+        self.num_resumed = 0
+        cache: Any = play.assembly.cache
+        match, acquire, publish = cache.match, cache.acquire, cache.publish
+        looked_up: list[array[int]] = []
+
+        def check(row: int, page_ids: list[int], tokens: array[int], length: int, what: str) -> None:
+            context, pages = f"{play.house}: {what}", page_ids[: length // BLOCK_TOKENS]
+            scratch.check(play.model, row, pages, tokens[:length].tolist(), with_mtp=True, context=context)
+
+        def spy_match(namespace: str, tokens: array[int], **keywords: Any) -> Any:
+            looked_up[:] = [tokens]
+            return match(namespace, tokens, **keywords)
+
+        def spy_acquire(found: Any, **keywords: Any) -> Any:
+            lease = acquire(found, **keywords)
+            if lease.num_cached:
+                self.num_resumed += 1
+                check(lease.read_row, lease.page_ids, looked_up[0], lease.num_cached, "resumed")
+            return lease
+
+        def spy_publish(lease: Any, namespace: str, tokens: array[int], length: int, row: int, kind: CheckpointKind) -> bool:
+            self.num_published[kind] += 1
+            check(row, lease.page_ids, tokens, length, f"published {kind.name}")
+            taken: bool = publish(lease, namespace, tokens, length, row, kind)
+            return taken
+
+        cache.match, cache.acquire, cache.publish = spy_match, spy_acquire, spy_publish

@@ -1,0 +1,134 @@
+"""On real kernels: what is published is true, no state is copied, and as many rows move as the design says."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentspec.engine import Engine
+from agentspec.kernels.traffic import state_traffic
+from agentspec.models.protocol import PrefillChunk
+from agentspec.types import BLOCK_TOKENS, Breakpoint, CheckpointKind, SamplingParams
+from agentspec.wire import Submit
+from tests.fakes.copy_counter import CopyCounter
+from tests.fakes.sequence_driver import poison
+from tests.properties.real_model import House, Play, Scratch, StateSpy, assemble_house, load, write_agreeing_checkpoint
+
+HOUSES = {
+    "roomy": House(seed=11, max_draft_tokens=3, random_depth=True, prefill_budget=130),
+    "tight": House(seed=8, max_draft_tokens=4, random_depth=True, prefill_budget=99, max_running=3, spare_rows=4, num_pages=10),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_agreeing_checkpoint(tmp_path_factory.mktemp("checkpoint"), num_hidden_layers=2, full_attention_interval=2)
+
+
+def test_a_chunk_that_ends_on_a_checkpoint_fills_the_checkpoint_and_its_own_row(checkpoint: Path) -> None:
+    model, tokens = load(checkpoint), list(range(3, 3 + BLOCK_TOKENS))
+    model.allocate(num_rows=5, num_pages=3)
+    poison(model)
+    chunk = PrefillChunk(
+        token_ids=torch.tensor(tokens),
+        start=0,
+        read_row=0,
+        state_writes=((BLOCK_TOKENS, 2), (BLOCK_TOKENS, 4)),
+        page_ids=torch.tensor([2], dtype=torch.int32),
+    )
+    model.prefill([chunk])
+    for row in (2, 4):
+        Scratch(checkpoint).check(model, row, [2], tokens, with_mtp=False, context="two writes at one count")
+
+
+@pytest.mark.parametrize("name", HOUSES)
+def test_every_state_that_is_published_or_resumed_equals_a_prefill_of_its_key(checkpoint: Path, name: str) -> None:
+    play = Play(HOUSES[name], checkpoint, num_agents=8)
+    spy = StateSpy(play, Scratch(checkpoint))
+    play.run()
+    assert spy.num_resumed > 5
+    assert all(spy.num_published[kind] for kind in (CheckpointKind.SYSTEM, CheckpointKind.USER, CheckpointKind.TURN)), spy.num_published
+
+
+class CallSpy:
+    """What the model was asked to move: windows and chunks."""
+
+    def __init__(self, model: Any) -> None:
+        self.windows: list[tuple[int, int]] = []
+        """(slots, columns) of each verify."""
+        self.chunk_writes: list[int] = []
+        """State writes of each chunk."""
+        verify, prefill = model.verify, model.prefill
+
+        def spy_verify(batch: Any) -> Tensor:
+            num_slots, num_columns = batch.tokens_BT.shape
+            self.windows.append((num_slots, num_columns))
+            hidden: Tensor = verify(batch)
+            return hidden
+
+        def spy_prefill(chunks: Sequence[PrefillChunk]) -> list[Tensor]:
+            self.chunk_writes.extend(len(chunk.state_writes) for chunk in chunks)
+            hiddens: list[Tensor] = prefill(chunks)
+            return hiddens
+
+        model.verify, model.prefill = spy_verify, spy_prefill
+
+    def tiles(self, num_layers: int) -> tuple[int, int]:
+        """(read, written) by design: a window reads one row a slot and writes one a column; a chunk reads one and writes the wanted ones."""
+        read = sum(num_slots for num_slots, _ in self.windows) + len(self.chunk_writes)
+        written = sum(num_slots * num_columns for num_slots, num_columns in self.windows) + sum(self.chunk_writes)
+        return num_layers * read, num_layers * written
+
+
+@pytest.mark.parametrize("name", HOUSES)
+def test_whole_runs_copy_no_state(checkpoint: Path, name: str) -> None:
+    play = Play(HOUSES[name], checkpoint, num_agents=5)
+    calls = CallSpy(play.model)
+    state_traffic.reset()
+    with CopyCounter(play.model.pools.tensors()) as counter:
+        play.run()
+    assert counter.touched == []
+    assert (state_traffic.rows_read, state_traffic.rows_written) == calls.tiles(play.model.pools.ssm_LRVDK.shape[0])
+    stats, metrics = play.assembly.cache.stats(), play.metrics
+    assert metrics.cached_tokens > 0
+    assert stats["checkpoints_created"] > 10
+    assert stats["checkpoints_superseded"] > 0
+    assert bool(metrics.preemptions) == (name == "tight")
+
+
+@pytest.mark.parametrize("num_drafted", [0, 3])
+def test_a_turn_moves_the_rows_of_its_windows_and_its_checkpoints_and_no_more(checkpoint: Path, num_drafted: int) -> None:
+    """Prefill in two chunks, then decode; a second session forks at the system prompt, and a third turn resumes behind the first."""
+    model = load(checkpoint)
+    assembly = assemble_house(House(max_draft_tokens=num_drafted, prefill_budget=128, max_running=2, overlap=False), model)
+    engine, metrics = Engine(assembly), assembly.loop.metrics
+    num_layers = model.pools.ssm_LRVDK.shape[0]
+    rng = random.Random(5)
+    system, query = rng.choices(range(3, 160), k=70), rng.choices(range(3, 160), k=130)
+    marks = [Breakpoint(70, CheckpointKind.SYSTEM), Breakpoint(190, CheckpointKind.USER)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
+
+    def turn(request_id: str, prompt: list[int], *, chunks: int, prefill_writes: int) -> list[int]:
+        """Run one turn; prefill must read a row a chunk and write `prefill_writes` rows, decode read one a step and write one a column."""
+        state_traffic.reset()
+        before = metrics.decode_slots
+        with CopyCounter(model.pools.tensors()) as counter:
+            emitted, _ = engine.generate(Submit(request_id=request_id, prompt_ids=prompt, breakpoints=marks, sampling=greedy))
+        steps = metrics.decode_slots - before
+        assert counter.touched == []
+        assert state_traffic.rows_read == num_layers * (chunks + steps)
+        assert state_traffic.rows_written == num_layers * (prefill_writes + steps * (num_drafted + 1))
+        return emitted
+
+    # Chunks of 128 and 71 tokens: SYSTEM at 64, USER at 128, the rolling checkpoint at 192, and each chunk's end.
+    emitted = turn("first", system + query, chunks=2, prefill_writes=3 + 2)
+    # Forks at 64: USER at 128, the rolling checkpoint at 192, and the ends of two chunks of 128 and 7.
+    turn("fork", system + query[::-1], chunks=2, prefill_writes=2 + 2)
+    # Resumes at 256, behind the generated turn: 270 + 10 - 1 tokens need one chunk, and nothing new to keep.
+    turn("second turn", system + query + emitted + query[:10], chunks=1, prefill_writes=1)
