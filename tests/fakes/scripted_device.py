@@ -296,17 +296,13 @@ class House:
         submit = Submit(
             request_id=request_id,
             prompt_ids=list(prompt),
-            sampling=SamplingParams(
-                temperature=0.0, max_tokens=len(output) if max_tokens == -1 else max_tokens, stop=stop, stop_token_ids=stop_ids
-            ),
+            sampling=SamplingParams(temperature=0.0, max_tokens=len(output) if max_tokens == -1 else max_tokens, stop=stop, stop_token_ids=stop_ids),
             breakpoints=[Breakpoint(offset, kind) for offset, kind in points],
             session_id=session,
             namespace=namespace,
             prompt_logprobs=scores,
         )
-        request = new_request(
-            submit, number=len(self.requests), spec=self._spec, max_length=self._max_length, engine_seed=0, token_bytes=TOKEN_BYTES
-        )
+        request = new_request(submit, number=len(self.requests), spec=self._spec, max_length=self._max_length, engine_seed=0, token_bytes=TOKEN_BYTES)
         self.requests[request_id] = request
         self.events[request_id] = []
         self.device.scripts[request_id] = list(output.encode("ascii"))

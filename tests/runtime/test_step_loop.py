@@ -1,0 +1,101 @@
+"""The loop reads each step's results one step later with overlap, and at once without it. Both give the same streams."""
+
+from __future__ import annotations
+
+import pytest
+
+from agentspec.wire import TokensEvent
+from tests.fakes.scripted_device import House, letters
+
+
+def test_with_overlap_results_are_one_step_late() -> None:
+    house = House(overlap=True)
+    house.submit("a", letters(10), "abcdefghij")
+    assert house.step() == []
+    assert (len(house.device.plans), house.device.num_collected) == (1, 0)
+    events = house.step()
+    assert [event.token_ids for event in events if isinstance(event, TokensEvent)] == [[ord("a")]]
+    assert (len(house.device.plans), house.device.num_collected) == (2, 1)
+
+
+def test_without_overlap_each_step_is_read_before_the_next() -> None:
+    house = House(overlap=False)
+    house.submit("a", letters(10), "abcdefghij")
+    for said in ("a", "abcde", "abcdefghi", "abcdefghij"):
+        house.step()
+        assert house.said("a") == said
+        assert len(house.device.plans) == house.device.num_collected
+
+
+def test_the_last_step_is_read_when_there_is_nothing_to_launch() -> None:
+    house = House(overlap=True)
+    house.submit("a", letters(10), "")
+    house.step()
+    assert len(house.device.plans) == 1
+    house.step()
+    assert (len(house.device.plans), house.device.num_collected) == (1, 1), "an empty plan is never launched"
+    house.run()
+
+
+def test_an_idle_loop_has_no_work() -> None:
+    house = House()
+    assert not house.loop.has_work
+    assert house.loop.run_once() == []
+    assert house.device.plans == []
+    house.submit("a", letters(10), "abc")
+    assert house.loop.has_work
+    house.run()
+    assert house.loop.run_once() == []
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 3])
+def test_overlap_changes_no_stream(accepted: int) -> None:
+    said = []
+    for overlap in (True, False):
+        house = House(overlap=overlap, accept=accepted, max_running=2)
+        for number in range(5):
+            house.submit(f"r{number}", letters(10 + 30 * number, seed=number), "the quick brown fox"[: 5 * number], stop=("brown",))
+        house.run()
+        said.append([(house.said(request_id), house.finish(request_id).reason) for request_id in house.requests])
+    assert said[0] == said[1]
+
+
+def test_the_depth_policy_is_asked_for_each_batch_and_told_what_happened() -> None:
+    house = House(overlap=False, accept=2, drafts=3)
+    house.submit("a", letters(10), "abcdefgh")
+    house.submit("b", letters(10, seed=1), "a")
+    house.run()
+    assert house.depth.batches == [2, 1, 1, 1]
+    assert house.depth.observed == [(3, [(0, 0), (0, 0)]), (3, [(3, 2)]), (3, [(3, 2)]), (3, [(3, 0)])]
+
+
+def test_inert_slots_teach_the_policy_nothing() -> None:
+    """With overlap the step after the last one still contains the ended request."""
+    house = House(overlap=True, accept=3)
+    house.submit("a", letters(10), "ab")
+    house.run()
+    assert len(house.depth.batches) == 3
+    assert len(house.depth.observed) == 2
+
+
+def test_metrics_count_what_was_launched_and_emitted() -> None:
+    house = House(budget=32, accept=3)
+    house.submit("a", letters(100), "abcdefghij")
+    house.run()
+    metrics = house.metrics
+    assert metrics.requests == 1
+    assert (metrics.prompt_tokens, metrics.prefill_tokens, metrics.cached_tokens, metrics.emitted_tokens) == (100, 99, 0, 10)
+    assert metrics.steps == len(house.device.plans)
+    assert metrics.decode_steps == sum(bool(plan.decode_slots) for plan in house.device.plans)
+    assert metrics.decode_slots == sum(len(plan.decode_slots) for plan in house.device.plans)
+    assert metrics.finished == {"stop": 0, "length": 1, "abort": 0, "error": 0}
+    spec = house.finish("a").usage.spec
+    assert (metrics.drafted_tokens, metrics.accepted_tokens) == (spec.num_drafted, spec.num_accepted)
+
+
+def test_a_failing_device_fails_the_caller() -> None:
+    house = House()
+    house.submit("a", letters(10), "abc")
+    house.device.failure = RuntimeError("the device fell off")
+    with pytest.raises(RuntimeError, match="fell off"):
+        house.step()

@@ -1,0 +1,311 @@
+"""The dry run reaches what the engine reaches, beside an ideal that nothing can pass; and what the command says of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentspec.assembly import build
+from agentspec.cli import main
+from agentspec.config import EngineConfig
+from agentspec.dry_run import DryRun, DryRunResult, DryTurn
+from agentspec.engine import Engine
+from agentspec.errors import ConfigError
+from agentspec.model_costs import MODEL_COSTS, ModelCosts, model_costs
+from agentspec.replay.ideal import IdealPrefix
+from agentspec.replay.schema import Session, save
+from agentspec.runtime.memory_plan import MemoryPlan
+from agentspec.types import BLOCK_TOKENS, Breakpoint, CheckpointKind, SamplingParams
+from agentspec.wire import Submit
+from tests.fakes.sample import make_sample_checkpoint
+from tests.fakes.scripted_model import ScriptedModel
+from tests.replay.builders import TOOL, called, replay_file, result, runs, said, system, turn, user
+
+SYSTEM, USER = CheckpointKind.SYSTEM, CheckpointKind.USER
+COSTS = model_costs("27b")
+Sessions = list[tuple[str, list[DryTurn]]]
+
+
+def dry(
+    sessions: Sessions, *, concurrency: int = 1, costs: ModelCosts = COSTS, memory_gib: float | None = None, **settings: Any
+) -> tuple[DryRunResult, int]:
+    """What the run reached, and the tokens that an ideal cache would hold for the same order of requests."""
+    ideal, held = IdealPrefix(), 0
+
+    def on_submit(asked: DryTurn) -> None:
+        nonlocal held
+        held += ideal.request(asked.prompt, asked.output)
+
+    run = DryRun(
+        costs=costs,
+        memory_gib=memory_gib,
+        on_submit=on_submit,
+        **{"max_running": 8, "num_drafted": 3, "prefill_budget": 512, "hold_seconds": 5.0, "seed": 0} | settings,
+    )
+    reached = run.run(iter([(name, iter(turns)) for name, turns in sessions]), concurrency)
+    assert reached.cached_tokens <= held, "no cache reaches more than the ideal one"
+    assert reached.cached_tokens == sum(cached for _, _, cached in reached.cached_by_request)
+    assert reached.num_requests == sum(len(turns) for _, turns in sessions)
+    assert reached.prompt_tokens == sum(len(one.prompt) for _, turns in sessions for one in turns)
+    return reached, held
+
+
+def made_turn(prompt: Sequence[int], output: Sequence[int], points: Sequence[tuple[int, CheckpointKind]] = (), delay: float = 0.0) -> DryTurn:
+    breakpoints = [Breakpoint(offset, kind) for offset, kind in points]
+    return DryTurn(prompt=array("i", prompt), output=array("i", output), breakpoints=breakpoints, delay_seconds=delay)
+
+
+def words(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(1, 48) for _ in range(count)]
+
+
+def conversation(rng: random.Random, opening: list[int], num_turns: int, *, rewrites: float = 0.0) -> list[DryTurn]:
+    """Turns that mostly continue each other; `rewrites`: the share of turns whose template renders the last loop anew."""
+    turns: list[DryTurn] = []
+    history, query_end = list(opening), len(opening)
+    for index in range(num_turns):
+        if index and rng.random() < rewrites:
+            del history[query_end:]
+        history += words(rng, rng.randrange(5, 150))
+        if index == 0 or rng.random() < 0.4:
+            query_end = len(history)
+        output = words(rng, rng.randrange(1, 60))
+        turns.append(made_turn([*history, 1, 2, 3], output, [(len(opening), SYSTEM), (query_end, USER)]))
+        history += [1, 2, 3, *output]
+    return turns
+
+
+def test_an_append_only_session_misses_less_than_a_block_a_request() -> None:
+    """By plain arithmetic: turn n+1 resumes at the last boundary of turn n, whose last output token is not in the state."""
+    for seed in range(10):
+        rng = random.Random(seed)
+        turns = conversation(rng, words(rng, 200), 12)
+        reached, held = dry([("s", turns)])
+        expected = [0] + [(len(one.prompt) + len(one.output) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for one in turns[:-1]]
+        assert [cached for _, _, cached in reached.cached_by_request] == expected, f"seed {seed}"
+        assert held - reached.cached_tokens <= BLOCK_TOKENS * len(turns), f"seed {seed}"
+
+
+def test_a_fleet_computes_its_system_prompt_once() -> None:
+    rng = random.Random(1)
+    shared = words(rng, 40 * BLOCK_TOKENS)
+    sessions = [(f"s{number}", [made_turn([*shared, *words(rng, 50)], [5], [(len(shared), SYSTEM)])]) for number in range(12)]
+    for concurrency in (1, 4, 12):
+        reached, held = dry(sessions, concurrency=concurrency)
+        assert reached.cached_tokens == 11 * len(shared)
+        assert held - reached.cached_tokens < 12 * BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_it_reaches_what_the_real_engine_reaches(seed: int) -> None:
+    """The same turns through Engine, decode step and all, on a model that is told to say the recorded outputs."""
+    rng = random.Random(seed)
+    shared = [words(rng, 330), words(rng, 100)]
+    sessions = [(f"s{number}", conversation(rng, shared[number % 2], 5, rewrites=0.4)) for number in range(4)]
+    model = ScriptedModel(max_context=4096)
+    for _, turns in sessions:
+        for one in turns:
+            model.script(one.prompt, one.output)
+    memory = MemoryPlan(num_rows=300, num_pages=600, max_length=4096)
+    parts = build(model, config=EngineConfig(draft_tokens=3, max_running=8, prefill_budget=512), memory=memory, clock=lambda: 0.0)
+    cached: list[int] = []
+    with Engine(parts) as engine:
+        for name, turns in sessions:
+            for index, one in enumerate(turns):
+                asked = Submit(
+                    request_id=f"{name}/{index}",
+                    prompt_ids=list(one.prompt),
+                    sampling=SamplingParams(temperature=0.0, max_tokens=len(one.output)),
+                    breakpoints=one.breakpoints,
+                    session_id=name,
+                )
+                ids, finish = engine.generate(asked)
+                assert ids == list(one.output), f"seed {seed}: the script was not followed"
+                cached.append(finish.usage.cached_tokens)
+    reached, _ = dry(sessions)
+    assert [tokens for _, _, tokens in reached.cached_by_request] == cached, f"seed {seed}"
+    assert reached.prefill_tokens == parts.loop.metrics.prefill_tokens, f"seed {seed}"
+    assert sum(cached) > 0
+
+
+def small_costs() -> ModelCosts:
+    """A mebibyte a row and a mebibyte a page, so that budgets can be counted on fingers."""
+    return ModelCosts(name="small", row_bytes=2**20, kv_bytes_per_token=2**14, prefill_seconds_per_token=1e-5, step_seconds=0.01)
+
+
+@pytest.mark.parametrize("mebibytes", [50, 70, 100])
+def test_a_tight_budget_is_kept_and_costs_hits(mebibytes: int) -> None:
+    rng = random.Random(2)
+    sessions = [(f"s{number}", conversation(rng, words(rng, 300), 6)) for number in range(8)]
+    loose, _ = dry(sessions, concurrency=6, costs=small_costs())
+    reached, _ = dry(sessions, concurrency=6, costs=small_costs(), memory_gib=mebibytes / 1024, max_running=4)
+    running_rows = 2 + 4 * 6
+    cache = reached.cache
+    assert cache["budget_bytes"] <= (mebibytes + running_rows) * 2**20
+    assert cache["checkpoints_peak"] <= mebibytes
+    assert cache["pages_peak"] < mebibytes
+    assert cache["leases"] == 0
+    assert reached.output_tokens == loose.output_tokens
+    assert reached.cached_tokens <= loose.cached_tokens
+    assert cache["checkpoints_evicted"] > 0
+
+
+def test_a_turn_that_cannot_fit_says_what_it_needs() -> None:
+    rng = random.Random(3)
+    big = [("big", [made_turn(words(rng, 1000), [1])])]
+    with pytest.raises(ConfigError, match=r"memory=0\.01: a turn of session 'big' has 1001 tokens, whose keys and values alone need 0\.017 GiB"):
+        dry(big, costs=small_costs(), memory_gib=0.01)
+    assert dry(big, costs=small_costs(), memory_gib=0.017)[0].num_requests == 1
+    with pytest.raises(ConfigError, match=r"memory=0\.001: .*needs 0\.002 GiB"):
+        dry(big, costs=small_costs(), memory_gib=0.001)
+
+
+def test_waits_move_the_clock_and_nothing_else_does() -> None:
+    turns = [made_turn([1] * 100, [2]), made_turn([1] * 100, [2], delay=30.0), made_turn([1] * 100, [2], delay=12.0)]
+    reached, _ = dry([("s", turns)])
+    assert 42.0 < reached.virtual_seconds < 43.0
+    again, _ = dry([("s", turns)])
+    assert again == reached, "the same input gives the same result"
+
+
+def test_costs_are_listed_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"dry_run='28b'.*27b") as caught:
+        model_costs("28b")
+    assert all(name in str(caught.value) for name in MODEL_COSTS)
+    full, half = MODEL_COSTS["27b"], MODEL_COSTS["27b-bf16-state"]
+    assert full.row_bytes - half.row_bytes == 48 * 48 * 128 * 128 * 2
+    assert full.kv_bytes_per_token == 17 * 2 * 4 * 256 * 2
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    """Two sessions of tools, and one of token runs."""
+    prose = "Look for the parcel in every depot of the region and say where it was last seen. " * 12
+    loop = [
+        turn(system(prose), user("where is it?"), expect=called(("c1", "lookup", {"k": 1}))),
+        turn(result("42 " * 300), expect=said("There.")),
+        turn(user("and now?"), expect=said("Gone.")),
+    ]
+    sessions = [
+        Session(session_id="a", turns=loop, toolset="desk"),
+        Session(session_id="b", turns=loop, toolset="desk"),
+        Session(session_id="c", turns=[runs(160, [1, 2, 3, 4, 5], block_size=32), runs(192, [1, 2, 3, 4, 5, 6], block_size=32)]),
+    ]
+    path = tmp_path / "trace.jsonl"
+    save(replay_file(*sessions, toolsets={"desk": [TOOL]}), path)
+    return str(path)
+
+
+def test_the_command_prints_what_was_reached(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    assert main(["replay", trace, "--dry-run", "27b", "--json", str(out), "--concurrency", "1"]) == 0
+    shown = capsys.readouterr().out
+    written = json.loads(out.read_text())
+    summary, rows = written["summary"], written["requests"]
+    assert (summary["sessions"], summary["requests"], len(rows)) == (3, 8, 8)
+    assert (summary["tokens_by"], summary["template"], summary["lanes"], summary["memory_gib"]) == ("regex-pieces", "qwen35", 1, None)
+    assert summary["costs"]["name"] == "27b"
+    assert sum(row["prompt_tokens"] for row in rows) == summary["prompt_tokens"]
+    assert sum(row["cached_tokens"] for row in rows) / summary["prompt_tokens"] == summary["hit_share"]
+    assert 0.5 < summary["hit_share"] <= summary["ideal_hit_share"] < 1
+    for text in ("27b", "by regex-pieces", f"{summary['hit_share']:.2%}", f"{summary['ideal_hit_share']:.2%}", "no bound", "no forward pass"):
+        assert text in shown
+
+
+def test_flags_shape_the_dry_run(trace: str, tmp_path: Path) -> None:
+    def summary(*flags: str) -> dict[str, Any]:
+        out = tmp_path / "out.json"
+        assert main(["replay", trace, "--dry-run", "27b", "--json", str(out), *flags]) == 0
+        result: dict[str, Any] = json.loads(out.read_text())["summary"]
+        return result
+
+    plain = summary()
+    assert summary() == plain
+    assert summary("--sessions", "1")["sessions"] == 1
+    assert summary("--max-turns", "2")["requests"] == 6
+    assert summary("--memory", "4")["memory_gib"] == 4
+    assert summary("--concurrency", "2")["lanes"] == 2
+    assert summary("--max-running", "3")["max_running"] == 3
+    assert summary("--tool-delay", "zero")["virtual_seconds"] <= plain["virtual_seconds"]
+    assert summary("--draft-tokens", "0")["virtual_seconds"] > plain["virtual_seconds"]
+    assert summary("--template", "stable")["hit_share"] >= plain["hit_share"]
+    assert summary("--prefill-budget", "64")["output_tokens"] == plain["output_tokens"]
+    assert summary("--token-ids", "5:9")["prompt_tokens"] == plain["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--base-url", "http://localhost:1"],
+        ["--html", "out.html"],
+        ["--force-acceptance", "0.5"],
+        ["--arrival", "trace"],
+        ["--arrival", "poisson:3"],
+        ["--history", "live"],
+        ["--no-prefix-cache"],
+        ["--no-overlap"],
+        ["--random-weights"],
+        ["--device", "cuda"],
+        ["--dtype", "bfloat16"],
+        ["--timeout", "5"],
+        ["--memory", "inf"],
+        ["--memory", "0.0001"],
+        ["--json", "no/such/directory/out.json"],
+        ["--model", "no/such/directory"],
+    ],
+    ids=" ".join,
+)
+def test_a_flag_that_means_nothing_is_refused_by_name(flags: list[str], trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", trace, "--dry-run", "27b", *flags]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.count("\n") == 1
+    name = flags[0].removeprefix("--").replace("-", "_")
+    assert name in shown.err or flags[-1] in shown.err
+
+
+def test_a_template_is_for_the_dry_run_alone(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", trace, "--template", "stable", "--model", "anything"]) == 2
+    assert capsys.readouterr().err.startswith("agentspec: error: template='stable': is for --dry-run")
+
+
+def shared_data() -> Path:
+    return Path(os.environ.get("AGENTSPEC_SHARED_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_sample_checkpoint(tmp_path_factory.mktemp("dry") / "sample")
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "requests", "computed"),
+    [
+        ("tau_airline", [], 1381, 450),
+        ("bfcl_multi_turn", [], 635, 230),
+        ("miniswe_deepseek", ["--sessions", "8"], 639, 450),
+    ],
+)
+def test_real_agents_come_within_seven_tenths_of_a_point_of_the_ideal(
+    name: str, flags: list[str], requests: int, computed: int, sample: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """computed: prompt tokens a request at most, a count that stands for time."""
+    file = shared_data() / f"{name}.replay.jsonl.gz"
+    if not file.is_file():
+        pytest.skip(f"{file.name} is not here: set AGENTSPEC_SHARED_DATA to the folder of recorded sessions")
+    out = tmp_path / "out.json"
+    assert main(["replay", str(file), "--dry-run", "27b", "--model", str(sample), "--json", str(out), *flags]) == 0
+    assert "by the tokenizer of sample" in capsys.readouterr().out
+    summary = json.loads(out.read_text())["summary"]
+    print(f"{name}: hit share {summary['hit_share']:.2%} of an ideal {summary['ideal_hit_share']:.2%}")
+    assert summary["requests"] == requests
+    assert 0 <= summary["ideal_hit_share"] - summary["hit_share"] <= 0.007
+    assert summary["computed_tokens_per_request"] <= computed
+    assert summary["preemptions"] == 0

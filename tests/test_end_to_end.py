@@ -1,0 +1,248 @@
+"""From a checkpoint directory to a report, and from messages to cached tokens: everything real but the weights."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import httpx
+import pytest
+import torch
+
+from agentspec.assembly import build
+from agentspec.cli import main
+from agentspec.config import EngineConfig
+from agentspec.engine import AsyncEngine
+from agentspec.local_server import load
+from agentspec.runtime.memory_plan import MemoryPlan
+from agentspec.server.app import create_app
+from agentspec.server.pipeline import TextPipeline
+from agentspec.server.transport import InProcessTransport
+from agentspec.text.tokenizer import Tokenizer
+from agentspec.types import BLOCK_TOKENS
+from tests.fakes.checkpoints import write_checkpoint
+from tests.fakes.compare import TOLERANCE
+from tests.fakes.oracle import Oracle
+from tests.fakes.sample import make_sample_checkpoint
+from tests.fakes.scripted_model import ScriptedModel
+from tests.fakes.text import END_OF_TURN, write_text_assets
+from tests.replay.builders import TOOL
+
+WORKLOAD = Path(__file__).parents[1] / "workloads" / "agentic.jsonl"
+FAST = ("--sessions", "2", "--max-turns", "3", "--tool-delay", "zero", "--memory", "0.2", "--device", "cpu", "--quiet")
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_sample_checkpoint(tmp_path_factory.mktemp("end") / "sample")
+
+
+def replay(model: Path, folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[str, dict[str, Any], str]:
+    """The table, the JSON report and the page of a replay of the workload's first sessions."""
+    table, page = folder / "out.json", folder / "out.html"
+    assert main(["replay", str(WORKLOAD), "--model", str(model), *FAST, "--json", str(table), "--html", str(page), *flags]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    return shown.out, json.loads(table.read_text()), page.read_text()
+
+
+def assert_self_contained(page: str) -> None:
+    root = ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>\n"))
+    tags = {element.tag for element in root.iter()}
+    assert tags.isdisjoint({"script", "link", "img", "iframe", "object"})
+    assert any(tag.endswith("svg") for tag in tags)
+    assert not re.search(r"""(src|href)\s*=\s*["'](?!#)|@import|url\(""", page)
+
+
+def test_the_workload_is_replayed_and_told_truly(sample: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table, report, page = replay(sample, tmp_path, capsys)
+    summary, requests = report["summary"], report["requests"]
+    for field in (
+        "sessions", "turns", "failures", "wall time", "prompt tokens", "output tokens", "output tokens a second", "prefix hit",
+        "emitted tokens a step", "drafts accepted", "acceptance by position", "time to first token", "time between tokens", "p50", "p90", "p99",
+    ):  # fmt: skip
+        assert field in table
+    assert (summary["sessions"], summary["turns"], summary["failed_sessions"], len(requests)) == (2, 6, 0, 6)
+    for total in ("prompt_tokens", "cached_tokens", "decode_steps", "drafted_tokens", "accepted_tokens"):
+        assert summary[total] == sum(request[total] for request in requests), total
+    assert summary["output_tokens"] == sum(request["completion_tokens"] for request in requests)
+    assert summary["hit_share"] == summary["cached_tokens"] / summary["prompt_tokens"]
+    assert summary["emitted_per_step"] == pytest.approx((summary["decode_steps"] + summary["accepted_tokens"]) / summary["decode_steps"])
+    assert f"{summary['cached_tokens']:,} of {summary['prompt_tokens']:,} prompt tokens" in table
+    assert f"{summary['emitted_per_step']:.2f}" in table
+    assert (report["model"], report["forced_acceptance"]) == ("sample", False)
+    assert "warning" not in report
+    for request in requests:
+        assert request["cached_tokens"] % BLOCK_TOKENS == 0
+        assert request["completion_tokens"] >= 1
+        assert request["turn"] == 0 or request["cached_tokens"] > 0, "every later turn finds the one before"
+    assert_self_contained(page)
+    assert "FORCED" not in table + page
+
+
+def test_forced_acceptance_is_labelled_everywhere(sample: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table, report, page = replay(
+        sample, tmp_path, capsys, "--draft-tokens", "3", "--force-acceptance", "1,1,1", "--output", "length", "--max-turns", "1"
+    )
+    assert "FORCED ACCEPTANCE" in table
+    assert "(forced)" in table
+    assert report["forced_acceptance"] is True
+    assert "FORCED ACCEPTANCE" in report["warning"]
+    assert all(request["forced_acceptance"] for request in report["requests"])
+    assert "FORCED ACCEPTANCE" in page
+    assert_self_contained(page)
+    assert report["summary"]["emitted_per_step"] > 3, "only the last step of a turn may be cut"
+
+
+def test_without_cache_and_drafts_the_report_says_zero_not_nothing(sample: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, report, _ = replay(sample, tmp_path, capsys, "--no-prefix-cache", "--draft-tokens", "0", "--max-turns", "1", "--no-overlap")
+    assert (report["summary"]["cached_tokens"], report["summary"]["drafted_tokens"], report["summary"]["emitted_per_step"]) == (0, 0, 1.0)
+
+
+def test_live_history_replays_to_the_end(sample: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Random weights call no tools, so answers diverge and recorded ones take their place; every such turn is counted."""
+    _, report, _ = replay(sample, tmp_path, capsys, "--history", "live", "--max-turns", "2")
+    assert report["summary"]["failed_turns"] == 0
+    assert report["summary"]["diverged_turns"] == sum(request["diverged"] for request in report["requests"])
+
+
+ANSWER = "Let me look that up."
+REASONING = "The parcel must be somewhere, and the depot knows where parcels are."
+CALL = "\n</think>\n\n" + ANSWER + "\n\n<tool_call>\n<function=lookup>\n<parameter=place>\ndepot 7\n</parameter>\n</function>\n</tool_call>"
+QUESTION: list[dict[str, Any]] = [
+    {"role": "system", "content": "Help people to find what they have lost. " * 4},
+    {"role": "user", "content": "Where is my parcel? It has been missing since Monday, and it is green."},
+]
+
+
+class Told:
+    """A server whose model says what it is told: real engine, real text, no socket."""
+
+    def __init__(self, directory: Path) -> None:
+        write_text_assets(directory)
+        tokenizer = Tokenizer.from_directory(directory)
+        assert tokenizer is not None
+        self.tokenizer = tokenizer
+        self.stop_id = tokenizer.special_ids[END_OF_TURN]
+        self.model = ScriptedModel(num_tokens=tokenizer.vocab_size, stop_id=self.stop_id)
+        memory = MemoryPlan(num_rows=100, num_pages=400, max_length=8192)
+        parts = build(self.model, config=EngineConfig(draft_tokens=3, max_running=4), memory=memory, tokenizer=tokenizer, model_dir=directory)
+        self.engine = AsyncEngine(parts)
+        self.app = create_app(self.engine, TextPipeline.from_checkpoint(tokenizer, directory))
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[httpx.AsyncClient]:
+        async with self.engine, httpx.AsyncClient(transport=InProcessTransport(self.app), base_url="http://in-process", timeout=None) as client:
+            yield client
+
+    async def ask(self, client: httpx.AsyncClient, messages: list[dict[str, Any]], says: str = "") -> dict[str, Any]:
+        """One chat turn, answered with `says` and an end of turn (without it: with a few tokens of anything)."""
+        body = {"model": "scripted", "messages": messages, "tools": [TOOL], "temperature": 0, "return_token_ids": True}
+        if says:
+            # The prompt's ids are learnt from the same request in a namespace of its own, which shares neither cache nor memory of turns.
+            peek = (await client.post("/v1/chat/completions", json=body | {"max_tokens": 1, "cache_salt": "peek"})).json()
+            self.model.script(peek["prompt_token_ids"], [*self.tokenizer.encode(says), self.stop_id])
+        answer = await client.post("/v1/chat/completions", json=body | {"max_tokens": 300 if says else 5})
+        assert answer.status_code == 200, answer.text
+        result: dict[str, Any] = answer.json()
+        return result
+
+
+def cached(answer: dict[str, Any]) -> int:
+    tokens: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return tokens
+
+
+def converse(directory: Path, talk: Callable[[Told, httpx.AsyncClient], Coroutine[Any, Any, None]]) -> None:
+    async def run() -> None:
+        told = Told(directory)
+        async with told.client() as client:
+            await talk(told, client)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("keeps_reasoning", [True, False], ids=["reasoning returned", "reasoning dropped"])
+def test_a_tool_loop_reuses_all_of_its_last_turn(keeps_reasoning: bool, tmp_path: Path) -> None:
+    async def talk(told: Told, client: httpx.AsyncClient) -> None:
+        first = await told.ask(client, QUESTION, REASONING + CALL)
+        choice = first["choices"][0]
+        message = choice["message"]
+        assert (choice["finish_reason"], message["content"], message["reasoning_content"]) == ("tool_calls", ANSWER, REASONING)
+        [call] = message["tool_calls"]
+        assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("lookup", {"place": "depot 7"})
+        returned = message if keeps_reasoning else {name: value for name, value in message.items() if name != "reasoning_content"}
+        history = [*QUESTION, returned, {"role": "tool", "tool_call_id": call["id"], "content": "shelf 3"}]
+        second = await told.ask(client, history)
+        whole = first["prompt_token_ids"] + choice["token_ids"]
+        prompt = second["prompt_token_ids"]
+        assert prompt[: len(whole)] == whole, "the very ids that were generated are back in their place"
+        assert cached(second) == (len(whole) - 1) // BLOCK_TOKENS * BLOCK_TOKENS, "no more than its new tokens and one block are computed"
+
+    converse(tmp_path, talk)
+
+
+def test_a_new_question_reuses_all_up_to_the_last_one(tmp_path: Path) -> None:
+    """The template drops the reasoning of answered questions, so the turn itself is rendered anew."""
+
+    async def talk(told: Told, client: httpx.AsyncClient) -> None:
+        first = await told.ask(client, QUESTION, REASONING + "\n</think>\n\nIt is in depot 7.")
+        message = first["choices"][0]["message"]
+        assert (first["choices"][0]["finish_reason"], message["content"]) == ("stop", "It is in depot 7.")
+        history = [*QUESTION, message, {"role": "user", "content": "And my umbrella?"}]
+        second = await told.ask(client, history)
+        old, new = first["prompt_token_ids"], second["prompt_token_ids"]
+        common = next(place for place, (a, b) in enumerate(zip(old, new, strict=False)) if a != b)
+        assert cached(second) == common // BLOCK_TOKENS * BLOCK_TOKENS
+        assert common < len(old)
+
+    converse(tmp_path, talk)
+
+
+def test_a_second_session_hits_system_and_tools_on_its_first_turn(tmp_path: Path) -> None:
+    async def talk(told: Told, client: httpx.AsyncClient) -> None:
+        await told.ask(client, QUESTION, "\n</think>\n\nNo.")
+        other = [QUESTION[0], {"role": "user", "content": "Something else entirely"}]
+        body = {"model": "scripted", "messages": other, "tools": [TOOL], "temperature": 0, "max_tokens": 5, "return_token_ids": True}
+        second = (await client.post("/v1/chat/completions", json=body, headers={"x-session-id": "another"})).json()
+        system = told.tokenizer.decode(second["prompt_token_ids"]).index("Something else")
+        assert system - cached(second) <= 2 * BLOCK_TOKENS
+        salted = (await client.post("/v1/chat/completions", json=body | {"cache_salt": "mine"})).json()
+        assert cached(salted) == 0
+
+    converse(tmp_path, talk)
+
+
+def test_scores_over_http_are_the_models_own(tmp_path: Path) -> None:
+    """/v1/completions with token ids, echo, logprobs and max_tokens 0, as an evaluation harness asks; against a forward that shares no code."""
+    directory = write_checkpoint(tmp_path / "tiny", "dense", vocab_size=160)
+    prompt = [(7 * place * place + 3) % 160 for place in range(150)]
+    oracle = Oracle(directory)
+    expected = oracle.logits(oracle.hidden(prompt)).log_softmax(-1)
+
+    async def run() -> None:
+        local = load(EngineConfig(model=str(directory), device="cpu", memory_gib=0.1, prefill_budget=64))
+        async with local.client() as client:
+            body = {"model": "tiny", "prompt": prompt, "echo": True, "logprobs": 3, "max_tokens": 0}
+            for _ in range(2):
+                answer = (await client.post("/v1/completions", json=body)).json()
+                choice = answer["choices"][0]
+                scores = choice["logprobs"]
+                assert scores["token_logprobs"][0] is None
+                heard = torch.tensor(scores["token_logprobs"][1:])
+                wanted = expected[torch.arange(149), prompt[1:]]
+                torch.testing.assert_close(heard, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+                assert scores["tokens"] == [f"token_id:{token}" for token in prompt]
+                for place, top in enumerate(scores["top_logprobs"][1:]):
+                    best = expected[place].topk(3)
+                    assert {f"token_id:{token}" for token in best.indices.tolist()} <= set(top)
+                assert (choice["finish_reason"], choice["token_ids"]) == ("length", [])
+                assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (150, 0)
+
+    asyncio.run(run())
