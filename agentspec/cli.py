@@ -162,7 +162,12 @@ def _refuse_engine_flags(args: argparse.Namespace) -> None:
 
 
 def _draft_tokens(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number") from None
 
 
 def _load(module: str) -> Any:

@@ -76,6 +76,8 @@ class Engine:
         self._core = _Core(self._assembly)
         self._events: dict[str, deque[Event]] = {}
         """Of submitted requests: what was not read yet."""
+        self._read: set[str] = set()
+        """Those of them that have their EventStream."""
         self._left: set[str] = set()
         """Requests whose reader has gone, until their terminal event."""
         self._closed = False
@@ -116,8 +118,9 @@ class Engine:
 
     def events(self, request_id: str) -> EventStream:
         """The events of a submitted request; reading them runs the engine as needed."""
-        if request_id not in self._events:
-            raise RequestError("request_id", request_id, "was not submitted, or was read already")
+        if request_id not in self._events or request_id in self._read:
+            raise RequestError("request_id", request_id, "was not submitted, or is read already")
+        self._read.add(request_id)
         return EventStream(self, request_id)
 
     def stream(self, submit: Submit) -> EventStream:
@@ -134,11 +137,13 @@ class Engine:
         event = unread.popleft()
         if isinstance(event, FinishEvent):
             del self._events[request_id]
+            self._read.remove(request_id)
         return event
 
     def leave(self, request_id: str, *, wait: bool) -> None:
         """Abort a request whose events nobody will read; `wait`: run the engine until it has let go of everything."""
         unread = self._events.pop(request_id)
+        self._read.remove(request_id)
         if not self._closed and not any(isinstance(event, FinishEvent) for event in unread):
             self._left.add(request_id)
             self.abort(request_id)
@@ -317,6 +322,9 @@ class AsyncEngine:
             while self._take_commands():
                 if self._core.loop.has_work:
                     self._deliver(self._core.loop.run_once())
+            self._core.loop.abort_all()
+            while self._core.loop.has_work:
+                self._deliver(self._core.loop.run_once())
             self._end_all(FinishReason.ABORT, "the engine was closed")
         except Exception as error:
             logger.exception("the engine's thread died")

@@ -192,7 +192,6 @@ def test_drafts_without_an_mtp_head(headless: Path, trace: str, capsys: pytest.C
     assert "force_acceptance=(0.5,)" in refused(capsys, "replay", trace, "--model", str(headless), "--force-acceptance", "0.5")
 
 
-@pytest.mark.xfail(strict=True, reason="plan_memory rounds what it needs to the nearest thousandth of a GiB, which may be too little")
 @pytest.mark.parametrize("max_running", [1, 8])
 def test_too_little_memory_says_how_much_is_enough(max_running: int, good: Path, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--model", str(good), "--max-running", str(max_running), "--memory")

@@ -208,8 +208,16 @@ def test_events_of_an_unknown_id_are_refused(parts: Assembly) -> None:
         with pytest.raises(RequestError, match="request_id='a': was not submitted"):
             next(engine.events("a"))
         engine.generate(submit("a"))
-        with pytest.raises(RequestError, match="read already"):
+        with pytest.raises(RequestError, match="is read already"):
             next(engine.events("a"))
+
+
+def test_an_id_has_one_reader(parts: Assembly) -> None:
+    with Engine(parts) as engine:
+        events = engine.stream(submit("a"))
+        with pytest.raises(RequestError, match=r"request_id=.a.: .*is read already"):
+            engine.events("a")
+        assert read(events)[0] == expected(parts, submit("a"))
 
 
 def test_a_refused_submit_leaves_nothing(parts: Assembly) -> None:

@@ -19,6 +19,7 @@ class Span:
     read_row: int
     """Row that holds the state after `start` tokens."""
     state_writes: tuple[tuple[int, int], ...]
-    """(count, row): after `count` tokens of the span the state goes to `row`. Counts ascend and may repeat; every row is written. The last one is the span's."""
+    """(count, row): after `count` tokens of the span the state goes to `row`. Counts ascend and may repeat; every row is
+    written. The last one is the span's."""
     page_ids: Tensor
     """int32 [P], the sequence's pages, covering start + count tokens at least."""

@@ -6,6 +6,7 @@ split is fixed at start; inside it, one LRU over checkpoints decides what stays 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from agentspec.errors import ConfigError
@@ -42,8 +43,8 @@ def plan_memory(spec: ModelSpec, *, memory_bytes: int, max_running: int, max_dra
     if memory_bytes < least:
         raise ConfigError(
             "memory",
-            f"{memory_bytes / 2**30:.3f} GiB",
-            f"{max_running} running requests with up to {max_draft_tokens} drafts need at least {least / 2**30:.3f} GiB",
+            f"{memory_bytes / 2**30:.4g} GiB",
+            f"{max_running} running requests with up to {max_draft_tokens} drafts need at least {math.ceil(least / 2**30 * 1000) / 1000} GiB",
         )
     left = memory_bytes - base
     whole_contexts = max_running * -(-(spec.max_context + 2 * (max_draft_tokens + 1)) // spec.block_tokens)

@@ -112,6 +112,10 @@ class Scheduler:
         if request is not None and request.ending is None:
             self._end(request, FinishReason.ABORT)
 
+    def abort_all(self) -> None:
+        for request_id in list(self._by_id):
+            self.abort(request_id)
+
     def plan(self, choose_depth: Callable[[int], int]) -> Flight:
         """The next step. `choose_depth(batch size) -> k`."""
         flight = Flight(StepPlan())
@@ -261,16 +265,17 @@ class Scheduler:
     def _plan_prefill(self, flight: Flight) -> list[Request]:
         """Spend the step's prefill budget; whoever is through joins the decode of the same step.
 
-        The oldest prompt gets half of the budget, the shortest remainders the rest: a long prompt moves on in every step, and the
-        short appends of running sessions don't queue behind it."""
-        budget = self._prefill_budget
+        The oldest prompt gets half of the budget and what the others leave, the shortest remainders the rest: a long prompt moves on in every
+        step, and the short appends of running sessions don't queue behind it."""
         prefilling = [request for request in self._running if request.phase is Phase.PREFILL]
-        shortest = sorted(prefilling[1:], key=lambda request: request.prefill_end - request.computed)
+        oldest, others = prefilling[:1], sorted(prefilling[1:], key=lambda request: request.prefill_end - request.computed)
+        budget = self._prefill_budget
+        asked = sum(request.prefill_end - request.computed for request in others)
+        share = max(self._block, budget // 2, budget - asked)
         joined = []
-        for request in prefilling[:1] + shortest:
+        for request in oldest + others:
             if request.computed < request.prefill_end:
-                share = max(self._block, budget // 2) if request is prefilling[0] and shortest else budget
-                chunk, checkpoints = plan_chunk(request, share, self._block, self._take_row)
+                chunk, checkpoints = plan_chunk(request, min(share, budget) if request in oldest else budget, self._block, self._take_row)
                 if chunk is None:
                     continue
                 budget -= len(chunk.token_ids)

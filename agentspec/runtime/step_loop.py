@@ -58,6 +58,10 @@ class StepLoop:
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
 
+    def abort_all(self) -> None:
+        """End every request; their events come with the next steps."""
+        self.scheduler.abort_all()
+
     def run_once(self) -> list[Event]:
         """Plan and launch one step, read what is due, and return the events in order."""
         flight = self.scheduler.plan(self._depth_policy.choose)

@@ -38,5 +38,5 @@ def test_the_longest_sequence_fits_with_every_position_that_a_step_may_touch() -
 
 
 def test_too_little_memory_says_how_much_is_needed() -> None:
-    with pytest.raises(ConfigError, match=r"memory='0\.009 GiB'.*need at least 0\.0"):
+    with pytest.raises(ConfigError, match=r"memory='0\.009313 GiB'.*need at least 0\.0"):
         plan_memory(SPEC, memory_bytes=10_000_000, max_running=4, max_draft_tokens=3)
