@@ -59,13 +59,17 @@ class SessionGate:
         session.waiting -= 1
         session.running += 1
 
-    def leave(self, session_id: str, working_set: int, *, waits_again: bool) -> None:
-        """A turn of this session ended, or was retracted and waits again; `working_set` is what its path takes now."""
+    def leave(self, session_id: str, working_set: int, *, waits_again: bool, comes_back: bool = True) -> None:
+        """A turn of this session ended, or was retracted and waits again; `working_set` is what its path takes now.
+
+        comes_back: False for a session that can't have another turn; it isn't live any more once this one has ended."""
         session = self._sessions[session_id]
         session.running -= 1
         session.waiting += waits_again
         session.working_set = working_set
         session.last_active = self._clock()
+        if not (comes_back or session.running or session.waiting):
+            del self._sessions[session_id]
 
     def withdraw(self, session_id: str) -> None:
         """A waiting turn of this session was aborted."""

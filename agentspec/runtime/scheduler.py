@@ -405,7 +405,8 @@ class Scheduler:
         assert request.slot is not None
         self._publish_rolling(request)
         working_set = self._cache.private_bytes(lease) - len(lease.own_rows) * self._row_bytes
-        self._gate.leave(request.session_key, working_set, waits_again=request.ending is None)
+        named = request.submit.session_id is not None
+        self._gate.leave(request.session_key, working_set, waits_again=request.ending is None, comes_back=named)
         hold = 0.0 if request.ending is FinishReason.ABORT else self._hold_seconds
         self._cache.release(lease, hold_seconds=hold)
         self._leaves.append(request.slot)

@@ -1,116 +1,46 @@
-"""The engine's randomised proof, as a program: random houses, random sessions, and what must hold of every turn.
+"""The engine's randomised proof, as a program: random houses, random clients, and what must hold of every turn.
 
 The device is real (decode_step, prefill, buffers), the model is the hash chain: any wrong row, stale page or early publish changes its
 output. `Proof` checks
 
-- every state at the moment it is published, and again at the moment a request resumes from it: equal to a from-scratch prefill of its key;
-- every stream: equal to the same request run alone, with no cache and no drafts;
-- every request: exactly one terminal event, with true usage;
+- every state at the moment it is published, again at the moment a request resumes from it, and all that stand at the end: equal to a
+  from-scratch prefill of its key, published by somebody in the same namespace;
+- every stream: equal to the same request run alone, with no cache and no drafts; nothing that the device emitted is lost;
+- every request: exactly one terminal event, in finite time, with true usage, text and scores;
+- every end: the deepest boundary that the kept tokens reached has a state;
 - drafts of a perfect drafter: all accepted, whatever was cached, resumed or preempted before;
+- every write: into what the writer owns, and every read row: owned or locked (watched_device.py), on a device that may lag behind;
 - the books: the cache's invariants during the run, and nothing leaked after it.
+
+    python -m tests.properties.engine_proof --house-seed 7 --turns 60
+
+runs one house and prints which paths it took.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 from array import array
-from dataclasses import dataclass, field
+from collections import Counter
 from typing import Any
 
-from agentspec.assembly import Assembly, build
+import torch
+
 from agentspec.cache import invariants
-from agentspec.config import EngineConfig
-from agentspec.runtime.memory_plan import MemoryPlan, longest_sequence
-from agentspec.runtime.request import Request, new_request
-from agentspec.types import Breakpoint, CheckpointKind, FinishReason, SamplingParams
-from agentspec.wire import Event, FinishEvent, Submit, TokensEvent
-from tests.fakes.hash_chain import HashChainModel, ReferenceRequest
+from agentspec.cache.leases import Lease, Match
+from agentspec.cache.prefix_tree import Checkpoint
+from agentspec.runtime.plan import STOP_ID, STOP_LENGTH, SlotOutcome
+from agentspec.runtime.request import Phase, Request, new_request
+from agentspec.types import CheckpointKind, FinishReason, tokens
+from agentspec.wire import Event, FinishEvent, TokensEvent
+from tests.fakes.hash_chain import ReferenceRequest
+from tests.properties.clients import TOKEN_BYTES, TOKEN_TEXT, Clients, Turn
+from tests.properties.house import BLOCK, House
+from tests.properties.watched_device import WatchedDevice
 
-BLOCK = 16
-TOKEN_TEXT = ["abcdefghijklmnopqrstuvwxyz"[i % 26] + "xyz"[i % 3] * (i % 2) for i in range(64)]
-TOKEN_BYTES = [text.encode() for text in TOKEN_TEXT]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class House:
-    """One engine to build."""
-
-    seed: int
-    max_draft_tokens: int
-    random_depth: bool
-    overlap: bool
-    prefill_budget: int
-    max_running: int
-    num_rows: int
-    num_pages: int
-    draft_accuracy: float
-    stop_chance: float
-    prefix_cache: bool
-    hold_seconds: float
-    long_outputs: bool
-    session_share: float
-    """Share of requests that name their session."""
-
-    @classmethod
-    def random(cls, rng: random.Random) -> House:
-        drafts = rng.choice([0, 1, 2, 3, 5, 7])
-        tight = rng.random() < 0.4
-        max_running = rng.choice([1, 3, 6] if tight else [1, 2, 3, 6])
-        return cls(
-            seed=rng.randrange(2**31),
-            max_draft_tokens=drafts,
-            random_depth=rng.random() < 0.5,
-            overlap=rng.random() < 0.6,
-            prefill_budget=rng.choice([64, 80, 144, 512]),
-            max_running=max_running,
-            num_rows=2 + rng.randint(1, max_running) * (drafts + 3) + rng.randrange(5)
-            if tight
-            else 2 + max_running * (drafts + 3) + rng.choice([2, 10, 60]),
-            num_pages=rng.randrange(12, 30) if tight else rng.choice([40, 80, 400]),
-            draft_accuracy=rng.choice([0.0, 0.5, 0.9, 1.0]),
-            stop_chance=rng.choice([0.0, 0.02, 0.1]),
-            prefix_cache=rng.random() < 0.9,
-            hold_seconds=rng.choice([0.0, 5.0]),
-            session_share=rng.choice([0.0, 0.9]),
-            long_outputs=rng.random() < (0.7 if tight else 0.1),
-        )
-
-
-@dataclass(slots=True)
-class Session:
-    """A conversation as a client would keep it."""
-
-    session_id: str
-    namespace: str
-    system: list[int]
-    history: list[int] = field(default_factory=list)
-    user_mark: int = 0
-    """Where the last user message ended: a template may render everything after it anew."""
-
-
-@dataclass(slots=True)
-class Turn:
-    session: Session
-    request: Request
-    submit: Submit
-    emitted: list[int] = field(default_factory=list)
-    text: str = ""
-    abort_after: int | None = None
-    """Loop iterations after which the client gives up."""
-    aborted: bool = False
-
-
-class RandomDepth:
-    """A depth policy that never settles."""
-
-    def __init__(self, max_draft_tokens: int, rng: random.Random) -> None:
-        self._max, self._rng = max_draft_tokens, rng
-
-    def choose(self, batch_size: int) -> int:
-        return self._rng.randint(0, self._max)
-
-    def observe(self, *, num_drafted: int, slots: list[tuple[int, int]], seconds: float) -> None:
-        pass
+PATIENCE = 1000
+"""Loop iterations without any event after which the house is stuck."""
 
 
 class Proof:
@@ -120,183 +50,217 @@ class Proof:
         self.house = house
         self.rng = random.Random(house.seed)
         self.now = 0.0
-        self.model = HashChainModel(
-            seed=house.seed, block_tokens=BLOCK, draft_accuracy=house.draft_accuracy, stop_chance=house.stop_chance, max_context=1024
-        )
-        max_length = min(1024, longest_sequence(house.num_pages, house.max_draft_tokens, BLOCK))
-        self.assembly = self._build(max_length)
-        self.max_length = max_length
-        self.systems = [self._tokens(self.rng.randrange(0, min(80, max_length // 3))) for _ in range(3)]
+        self.model = house.new_model()
+        self.assembly = house.build(self.model, lambda: self.now)
+        self.cache = self.assembly.cache
+        self.loop: Any = self.assembly.loop
+        self.max_length = self.assembly.info.max_context
+        self.clients = Clients(house, self.rng, num_tokens=self.model.spec.num_real_tokens, max_length=self.max_length)
         self.running: dict[str, Turn] = {}
         self.ended: list[tuple[Turn, FinishEvent]] = []
-        self.sessions: list[Session] = []
-        self.number = 0
-        self.num_hits = 0
-        self.num_published = 0
-        self._spy()
-
-    def _build(self, max_length: int) -> Assembly:
-        house = self.house
-        config = EngineConfig(
-            draft_tokens=house.max_draft_tokens,
-            prefix_cache=house.prefix_cache,
-            overlap=house.overlap,
-            max_running=house.max_running,
-            prefill_budget=house.prefill_budget,
-            session_hold_seconds=house.hold_seconds,
-        )
-        return build(
+        self.paths: Counter[str] = Counter()
+        """How often each path of interest was taken."""
+        self._published: set[tuple[str, bytes]] = set()
+        self._match = self.cache.match
+        self._spy_on_cache()
+        self._spy_on_admission()
+        self.loop._executor = self.device = WatchedDevice(
+            self.loop._executor,
             self.model,
-            config=config,
-            memory=MemoryPlan(num_rows=house.num_rows, num_pages=house.num_pages, max_length=max_length),
-            depth_policy=RandomDepth(house.max_draft_tokens, random.Random(house.seed)) if house.random_depth else None,
-            clock=lambda: self.now,
+            self.cache,
+            lateness=random.Random(house.seed) if house.overlap and house.late_device else None,
+            requests=lambda: [turn.request for turn in self.running.values()],
+            on_outcome=self._note_outcome,
+            paths=self.paths,
         )
-
-    def _spy(self) -> None:
-        """Check states where they change hands: at publish and at resume."""
-        cache: Any = self.assembly.cache
-        match, acquire, publish = cache.match, cache.acquire, cache.publish
-        looked_up: list[array[int]] = []
-
-        def spy_match(namespace: str, tokens: array[int], **keywords: Any) -> Any:
-            looked_up[:] = [tokens]
-            return match(namespace, tokens, **keywords)
-
-        def spy_acquire(found: Any, **keywords: Any) -> Any:
-            lease = acquire(found, **keywords)
-            if lease.num_cached:
-                self.num_hits += 1
-                self._check_state(lease.read_row, lease.page_ids, looked_up[0], lease.num_cached, "resumed")
-            return lease
-
-        def spy_publish(lease: Any, namespace: str, tokens: array[int], length: int, row: int, kind: CheckpointKind) -> bool:
-            self.num_published += 1
-            self._check_state(row, lease.page_ids, tokens, length, f"published {kind.name}")
-            taken: bool = publish(lease, namespace, tokens, length, row, kind)
-            return taken
-
-        cache.match, cache.acquire, cache.publish = spy_match, spy_acquire, spy_publish
-
-    def _check_state(self, row: int, page_ids: list[int], tokens: array[int], length: int, what: str) -> None:
-        key, context = tokens[:length], f"{self.house}: {what}"
-        self.model.check_row(row, key, context=context)
-        self.model.check_pages(page_ids[: length // BLOCK], key, with_mtp=self.house.max_draft_tokens > 0, context=context)
 
     def run(self, num_turns: int) -> None:
-        concurrency = self.rng.randint(1, self.house.max_running + 3)
+        """Raises AssertionError, with the command that reproduces it, when anything is not as it must be."""
+        try:
+            self._run(num_turns)
+        except Exception as error:
+            error.add_note(f"{self.house}\nreproduce: python -m tests.properties.engine_proof --house-seed {self.house.seed} --turns {num_turns}")
+            raise
+
+    def _run(self, num_turns: int) -> None:
+        num_quiet = 0
         while len(self.ended) < num_turns or self.running:
-            while len(self.running) < concurrency and len(self.ended) + len(self.running) < num_turns:
-                self._submit()
-            self._maybe_abort()
-            self.now += self.rng.choice([0.0, 0.01, 1.0])
-            for event in self.assembly.loop.run_once():
+            self._submit_some(num_turns - len(self.ended) - len(self.running))
+            self._abort_some()
+            self.now += self.rng.choice([0.0, 0.01, 0.1, 1.0, 5.0])
+            before = [(turn.request, turn.request.phase, turn.request.in_flight, turn.request.preemptions) for turn in self.running.values()]
+            events = self.loop.run_once()
+            for event in events:
                 self._take(event)
+            self._note_preemptions(before)
+            num_quiet = 0 if events else num_quiet + 1
+            assert num_quiet < PATIENCE, f"stuck: {[(turn.request.request_id, turn.request.phase.name) for turn in self.running.values()]}"
             if self.rng.random() < 0.05:
-                invariants.check(self.assembly.cache)
-        while self.assembly.loop.has_work:
-            assert not self.assembly.loop.run_once(), f"{self.house}: an event after the last terminal event"
+                invariants.check(self.cache)
+        while self.loop.has_work:
+            assert not self.loop.run_once(), "an event after the last terminal event"
         self._check_streams()
+        self._check_standing()
         self._check_books()
 
-    def _tokens(self, count: int) -> list[int]:
-        return [self.rng.randrange(self.model.spec.num_real_tokens) for _ in range(count)]
+    def _submit_some(self, num_left: int) -> None:
+        if self.house.bursts and self.running:
+            return
+        for _ in range(min(num_left, self.house.concurrency - len(self.running))):
+            session, submit = self.clients.next_submit()
+            number = len(self.ended) + len(self.running)
+            request = new_request(submit, number=number, spec=self.model.spec, max_length=self.max_length, engine_seed=7, token_bytes=TOKEN_BYTES)
+            turn = Turn(session, request, submit)
+            if self.rng.random() < 0.12:
+                turn.abort_after = self.rng.choice([self.rng.randrange(6), self.rng.randrange(40)])
+            self.running[submit.request_id] = turn
+            self.loop.submit(request)
 
-    def _submit(self) -> None:
-        turn_session, prompt, breakpoints = self._next_prompt()
-        self.number += 1
-        scoring = self.rng.random() < 0.03
-        max_tokens = 0 if scoring else self._max_tokens(len(prompt))
-        submit = Submit(
-            request_id=f"r{self.number}",
-            prompt_ids=prompt,
-            sampling=self._sampling(max_tokens),
-            breakpoints=breakpoints,
-            session_id=turn_session.session_id if self.rng.random() < self.house.session_share else None,
-            namespace=turn_session.namespace,
-            prompt_logprobs=2 if scoring else None,
-        )
-        request = new_request(submit, number=self.number, spec=self.model.spec, max_length=self.max_length, engine_seed=7, token_bytes=TOKEN_BYTES)
-        turn = Turn(turn_session, request, submit)
-        if self.rng.random() < 0.08:
-            turn.abort_after = self.rng.randrange(6)
-        self.running[submit.request_id] = turn
-        self.assembly.loop.submit(request)
-
-    def _next_prompt(self) -> tuple[Session, list[int], list[Breakpoint]]:
-        busy = {id(turn.session) for turn in self.running.values()}
-        idle = [session for session in self.sessions if id(session) not in busy]
-        rng = self.rng
-        if not idle or rng.random() < 0.15:
-            session = Session(f"s{len(self.sessions)}", rng.choice(["", "", "", "salt"]), rng.choice(self.systems))
-            session.history = list(session.system)
-            if self.sessions and rng.random() < 0.3:  # a fork: the beginning of somebody's conversation
-                other = rng.choice(self.sessions)
-                session.namespace, session.system = other.namespace, other.system
-                session.history = other.history[: rng.randrange(len(other.history) + 1)]
-            self.sessions.append(session)
-        else:
-            session = rng.choice(idle[-8:])
-        history = session.history
-        if rng.random() < 0.25:  # the template renders the last loop anew
-            history = history[: session.user_mark] + self._tokens(rng.randrange(6))
-        added = self._tokens(rng.choice([1, 2, 5, 17, 40, 40, 120]))
-        prompt = history + added
-        if len(prompt) + 8 > self.max_length:
-            session.history, session.user_mark = list(session.system), 0
-            prompt = (session.system + added)[: self.max_length - 8]
-        marks = [Breakpoint(min(len(session.system), len(prompt)), CheckpointKind.SYSTEM)] if session.system else []
-        session.user_mark = max(len(prompt) - rng.randrange(6), marks[-1].offset if marks else 0)
-        marks.append(Breakpoint(session.user_mark, CheckpointKind.USER))
-        return session, prompt, marks if rng.random() < 0.9 else []
-
-    def _max_tokens(self, prompt_length: int) -> int | None:
-        room = self.max_length - prompt_length
-        if self.rng.random() < 0.02:
-            return None
-        lengths = [12, 60, 60, 120] if self.house.long_outputs else [0, 1, 2, 6, 12, 12, 24, 24, 60]
-        return min(room, self.rng.choice(lengths))
-
-    def _sampling(self, max_tokens: int | None) -> SamplingParams:
-        rng = self.rng
-        stop = tuple("".join(rng.choice("abcdefghxyz") for _ in range(rng.choice([2, 3]))) for _ in range(rng.choice([0, 0, 0, 1, 3])))
-        common: dict[str, Any] = {"max_tokens": max_tokens, "stop": stop, "ignore_eos": rng.random() < 0.2}
-        if rng.random() < 0.2:
-            common["stop_token_ids"] = (rng.randrange(40),)
-        if rng.random() < 0.6:
-            return SamplingParams(temperature=0.0, **common)
-        return SamplingParams(
-            temperature=rng.choice([0.3, 1.0, 1.7]),
-            top_k=rng.choice([0, 0, 3, 20]),
-            top_p=rng.choice([1.0, 0.9, 0.5]),
-            min_p=rng.choice([0.0, 0.05]),
-            presence_penalty=rng.choice([0.0, 0.0, 1.5]),
-            frequency_penalty=rng.choice([0.0, 0.0, 0.5]),
-            repetition_penalty=rng.choice([1.0, 1.0, 1.3]),
-            logit_bias={3: 2.0, 5: -100.0} if rng.random() < 0.2 else {},
-            seed=rng.choice([None, 1, 12345]),
-            **common,
-        )
-
-    def _maybe_abort(self) -> None:
+    def _abort_some(self) -> None:
         for turn in self.running.values():
-            if turn.abort_after is not None and not turn.aborted:
+            if turn.abort_after is not None:
                 turn.abort_after -= 1
-                if turn.abort_after < 0:
-                    turn.aborted = True
-                    self.assembly.loop.abort(turn.submit.request_id)
+            gives_up = turn.abort_after is not None and turn.abort_after < 0
+            if turn.aborted:
+                self.loop.abort(turn.submit.request_id)  # a second time: no matter
+            elif gives_up or (turn.request.phase is Phase.LEAVING and self.rng.random() < 0.1):
+                turn.aborted = True
+                crosses = turn.request.ending is not None
+                self.paths["abort crosses the end" if crosses else f"abort in {turn.request.phase.name}"] += 1
+                self.loop.abort(turn.submit.request_id)
 
     def _take(self, event: Event) -> None:
-        assert event.request_id in self.running, f"{self.house}: {event} after its request's terminal event"
+        assert event.request_id in self.running, f"{event} after its request's terminal event"
         turn = self.running[event.request_id]
         turn.text += event.text
         if isinstance(event, TokensEvent):
-            assert event.token_ids, f"{self.house}: an empty event"
+            assert event.token_ids, "an empty event"
             turn.emitted.extend(event.token_ids)
             return
         del self.running[event.request_id]
-        turn.session.history = list(turn.submit.prompt_ids) + turn.emitted
+        self.clients.end(turn)
         self.ended.append((turn, event))
+
+    def _spy_on_cache(self) -> None:
+        """Check states where they change hands: at publish, at resume and at the end."""
+        cache: Any = self.cache
+        match, acquire, publish, release = cache.match, cache.acquire, cache.publish, cache.release
+        replace, supersede = cache.tree.replace_pages, cache.checkpoints.supersede
+        looked_up: list[Turn] = []
+
+        def spy_match(namespace: str, sequence: array[int], **keywords: Any) -> Match:
+            turn = self._turn_of(sequence)
+            looked_up[:] = [turn]
+            assert namespace == turn.submit.namespace, f"looked up in namespace {namespace!r}"
+            found: Match = match(namespace, sequence, **keywords)
+            return found
+
+        def spy_acquire(found: Match, **keywords: Any) -> Lease:
+            lease: Lease = acquire(found, **keywords)
+            self._check_resumed(looked_up[0], lease, found)
+            return lease
+
+        def spy_publish(lease: Lease, namespace: str, sequence: array[int], length: int, row: int, kind: CheckpointKind) -> bool:
+            turn = self._turn_of(sequence)
+            assert turn.request.lease is lease, "published with another's lease"
+            assert namespace == turn.submit.namespace, f"published in namespace {namespace!r}"
+            assert length <= len(sequence), f"published {length} tokens of {len(sequence)} kept ones"
+            self._check_state(row, lease.page_ids, sequence[:length], f"published {kind.name}")
+            taken: bool = publish(lease, namespace, sequence, length, row, kind)
+            self._published.add((namespace, sequence[:length].tobytes()))
+            self.paths["published while a step had not run"] += self.device.is_behind
+            self.paths["published BRANCH"] += kind is CheckpointKind.BRANCH
+            self.paths["published GRID"] += kind is CheckpointKind.GRID
+            self.paths["published what stood already"] += cache.enabled and not taken
+            self.paths["older rolling checkpoint published"] += any(beyond > len(sequence) for _, beyond in turn.request.rolling)
+            return taken
+
+        def spy_release(lease: Lease, **keywords: Any) -> None:
+            turn = next((turn for turn in self.running.values() if turn.request.lease is lease), None)
+            if turn is None:
+                self.paths["no room"] += 1
+            else:
+                self._check_let_go(turn, lease)
+            release(lease, **keywords)
+            self.paths["hold"] += lease.session_id in cache.checkpoints.holds
+
+        def spy_replace(*arguments: Any) -> None:
+            self.paths["duplicate pages adopted"] += 1
+            replace(*arguments)
+
+        def spy_supersede(checkpoint: Checkpoint) -> None:
+            self.paths["superseded while somebody reads it"] += checkpoint.num_locks > 0
+            supersede(checkpoint)
+
+        cache.match, cache.acquire, cache.publish, cache.release = spy_match, spy_acquire, spy_publish, spy_release
+        cache.tree.replace_pages, cache.checkpoints.supersede = spy_replace, spy_supersede
+
+    def _spy_on_admission(self) -> None:
+        """Only to count: what keeps a request waiting."""
+        scheduler = self.loop.scheduler
+        soon_cached, allows = scheduler._soon_cached, scheduler._gate.allows
+
+        def spy_soon_cached(*arguments: Any) -> bool:
+            waits: bool = soon_cached(*arguments)
+            self.paths["waited for a promised prefix"] += waits
+            return waits
+
+        def spy_allows(*arguments: Any) -> bool:
+            allowed: bool = allows(*arguments)
+            self.paths["kept out by the gate"] += not allowed
+            return allowed
+
+        scheduler._soon_cached, scheduler._gate.allows = spy_soon_cached, spy_allows
+
+    def _turn_of(self, sequence: array[int]) -> Turn:
+        return next(turn for turn in self.running.values() if turn.request.sequence is sequence)
+
+    def _check_resumed(self, turn: Turn, lease: Lease, found: Match) -> None:
+        if not lease.num_cached:
+            return
+        key = turn.request.sequence[: lease.num_cached]
+        assert (turn.submit.namespace, key.tobytes()) in self._published, f"resumed from {len(key)} tokens that nobody published in its namespace"
+        self._check_state(lease.read_row, lease.page_ids, key, "resumed")
+        assert found.kind is not None
+        self.paths[f"hit {found.kind.name}"] += 1
+        self.paths["hit after preemption"] += turn.request.preemptions > 0
+
+    def _check_state(self, row: int, page_ids: list[int], key: array[int], what: str) -> None:
+        self.model.check_row(row, key, context=what)
+        self.model.check_pages(page_ids[: len(key) // BLOCK], key, with_mtp=self.house.max_draft_tokens > 0, context=what)
+
+    def _check_let_go(self, turn: Turn, lease: Lease) -> None:
+        """What it kept must be of use to the next turn: a state stands at the last boundary that its decode steps crossed."""
+        request = turn.request
+        if turn.cached is None:
+            turn.cached = lease.num_cached
+        self.paths["let go while inert in a step in flight"] += request.in_flight > 0
+        boundary = (len(request.sequence) - 1) // BLOCK * BLOCK
+        is_wanted = request.turn_trusted or request.ending is None
+        self.paths["ended untrusted"] += not is_wanted
+        if is_wanted and request.rolling and boundary > request.computed and self.cache.enabled:
+            found = self._match(turn.submit.namespace, request.sequence, limit=len(request.sequence)).num_tokens
+            assert found >= boundary, f"{len(request.sequence)} tokens were kept, and the deepest state that is left holds {found}"
+
+    def _note_outcome(self, request: Request, slot: SlotOutcome) -> None:
+        if request.ending is not None or not slot.emitted:
+            return
+        turn = self.running[request.request_id]
+        turn.steps.append((len(slot.emitted), slot.num_drafted, slot.num_accepted))
+        cut = slot.num_accepted < slot.num_drafted
+        self.paths["stop id"] += slot.stop == STOP_ID
+        self.paths["stop id inside a window"] += slot.stop == STOP_ID and cut and slot.num_accepted > 0
+        self.paths["length limit inside a window"] += slot.stop == STOP_LENGTH and cut and slot.num_accepted > 0
+
+    def _note_preemptions(self, before: list[tuple[Request, Phase, int, int]]) -> None:
+        for request, phase, in_flight, preemptions in before:
+            if request.preemptions > preemptions:
+                self.paths[f"preempted in {phase.name}"] += 1
+                self.paths["preempted with a step in flight"] += in_flight > 0
+                self.paths["preempted while scoring"] += request.needs_scores
+            if request.ending is FinishReason.STOP and isinstance(request.stop_match, str):
+                self.paths["stop string with a step in flight"] += request.phase is Phase.LEAVING
+                self.paths["stop string"] += request.phase is Phase.DONE
 
     def _check_streams(self) -> None:
         references = self.model.reference_streams(
@@ -312,61 +276,104 @@ class Proof:
             ]
         )
         for (turn, finish), reference in zip(self.ended, references, strict=True):
-            self._check_stream(turn, finish, reference)
+            try:
+                self._check_stream(turn, finish, reference)
+                self._check_usage(turn, finish)
+                if turn.submit.prompt_logprobs is not None and finish.reason is not FinishReason.ABORT:
+                    self._check_scores(turn, finish)
+            except AssertionError as error:
+                error.add_note(f"{turn.submit}\n{finish}")
+                raise
 
     def _check_stream(self, turn: Turn, finish: FinishEvent, reference: list[int]) -> None:
-        where = f"{self.house}: request {turn.submit}"
         expected, text, stop_string = cut_at_stop_string(reference, turn)
         if finish.reason is FinishReason.ABORT:
-            assert turn.aborted, where
-            assert turn.emitted == expected[: len(turn.emitted)], where
-        else:
-            assert turn.emitted == expected, where
-            assert turn.text == text, where
-            stopped = stop_string is not None or (bool(expected) and expected[-1] in turn.request.stop_ids)
-            assert finish.reason is (FinishReason.STOP if stopped else FinishReason.LENGTH), where
-        usage, spec = finish.usage, finish.usage.spec
-        assert usage.prompt_tokens == len(turn.submit.prompt_ids), where
-        assert usage.completion_tokens == len(turn.emitted), where
-        assert usage.cached_tokens % BLOCK == 0, where
-        assert usage.cached_tokens < len(turn.submit.prompt_ids), where
-        assert sum(spec.drafted_by_position) == spec.num_drafted, where
-        assert sum(spec.accepted_by_position) == spec.num_accepted, where
-        assert sum(spec.histogram) == spec.num_steps, where
-        if self.house.draft_accuracy == 1.0 and turn.submit.sampling.is_greedy and not turn.submit.sampling.has_penalties:
-            missed = spec.num_drafted - spec.num_accepted  # only the step that ended the request may drop drafts
-            assert missed <= self.house.max_draft_tokens, f"{where}: a perfect drafter lost {missed} drafts"
-        if turn.submit.prompt_logprobs is not None and finish.reason is not FinishReason.ABORT:
-            self._check_scores(turn, finish, where)
+            assert turn.aborted, "aborted by nobody"
+            assert turn.emitted == expected[: len(turn.emitted)], f"stream {turn.emitted} until its abort, alone {expected}"
+            return
+        assert turn.emitted == expected, f"stream {turn.emitted}, alone {expected}"
+        assert turn.text == text, f"text {turn.text!r}, alone {text!r}"
+        last = expected[-1] if expected else None
+        stop_match = stop_string if stop_string is not None else last if last in turn.request.stop_ids else None
+        assert finish.reason is (FinishReason.LENGTH if stop_match is None else FinishReason.STOP), f"finish reason {finish.reason}"
+        assert finish.stop_match == stop_match, f"stop match {finish.stop_match!r}, alone {stop_match!r}"
 
-    def _check_scores(self, turn: Turn, finish: FinishEvent, where: str) -> None:
-        prompt = turn.submit.prompt_ids
-        assert finish.prompt_scores is not None, where
-        assert [score.token_id for score in finish.prompt_scores] == prompt[1:], f"{len(finish.prompt_scores)} scores: {where}"
-        if prompt[1:]:
-            last = finish.prompt_scores[-1]
-            best = self.model.reference_stream(
-                ReferenceRequest(prompt=prompt[:-1], sampling=SamplingParams(temperature=0.0), seed=0, length_limit=len(prompt))
-            )
-            assert last.top[0][0] == best[0], where
+    def _check_usage(self, turn: Turn, finish: FinishEvent) -> None:
+        usage, spec = finish.usage, finish.usage.spec
+        assert usage.prompt_tokens == len(turn.submit.prompt_ids), "usage: prompt tokens"
+        assert usage.completion_tokens == len(turn.emitted), "usage: completion tokens"
+        assert usage.cached_tokens == (turn.cached or 0), f"usage: {usage.cached_tokens} cached tokens, resumed from {turn.cached}"
+        emitted, drafted, accepted = (sum(column) for column in zip((0, 0, 0), *turn.steps, strict=True))
+        beyond_stop = emitted - len(turn.emitted)
+        assert beyond_stop == 0 or (isinstance(finish.stop_match, str) and beyond_stop > 0), f"{beyond_stop} tokens of the device are lost"
+        assert spec.num_steps == len(turn.steps) == sum(spec.histogram), "usage: steps"
+        assert spec.num_drafted == drafted == sum(spec.drafted_by_position), "usage: drafted"
+        assert spec.num_accepted == accepted == sum(spec.accepted_by_position), "usage: accepted"
+        if self.house.draft_accuracy == 1.0 and turn.submit.sampling.is_greedy and not _has_shaped_logits(turn):
+            missed = drafted - accepted  # only the step that ended the request may drop drafts
+            assert missed <= self.house.max_draft_tokens, f"a perfect drafter lost {missed} drafts"
+
+    def _check_scores(self, turn: Turn, finish: FinishEvent) -> None:
+        prompt, scores = turn.submit.prompt_ids, finish.prompt_scores
+        assert scores is not None
+        assert [score.token_id for score in scores] == prompt[1:], f"{len(scores)} scores for {len(prompt)} prompt tokens"
+        for index in self.rng.sample(range(len(scores)), min(4, len(scores))):
+            hidden = torch.from_numpy(self.model.reference_state(prompt[: index + 1]).row[1:])
+            logprobs = self.model.logits(hidden).log_softmax(-1)
+            assert abs(scores[index].logprob - logprobs[prompt[index + 1]].item()) < 1e-4, f"score of prompt token {index + 1}"
+            assert scores[index].top[0][0] == logprobs.argmax().item(), f"likeliest token in the place of prompt token {index + 1}"
+
+    def _check_standing(self) -> None:
+        """Every state that stands is still what it was published as: nobody wrote over it since."""
+        for checkpoint in self.cache.checkpoints.live:
+            key = tokens()
+            for node in invariants.path_of(checkpoint.node):
+                key.frombytes(node.run)
+            assert (checkpoint.node.namespace, key.tobytes()) in self._published, "a state stands that nobody published"
+            self._check_state(checkpoint.row, self.cache.tree.page_ids(checkpoint.node), key, "standing")
 
     def _check_books(self) -> None:
-        cache = self.assembly.cache
+        cache, gate = self.cache, self.loop.scheduler._gate
+        self.paths["evicted"] += cache.checkpoints.num_evicted
+        self.paths["superseded"] += cache.checkpoints.num_superseded
         invariants.check(cache)
+        self.now += 1000.0
+        assert gate.num_live == 0, f"the gate counts {gate.num_live} sessions in an empty house"
         cache.clear()
         invariants.check(cache)
-        assert cache.available_rows() == self.house.num_rows - 2, f"{self.house}: rows leaked"
-        assert cache.available_pages() == self.house.num_pages - 1, f"{self.house}: pages leaked"
+        assert cache.used_bytes == 0, f"{cache.rows.num_used} rows and {cache.pages.num_used} pages leaked"
+
+
+def _has_shaped_logits(turn: Turn) -> bool:
+    """The target doesn't choose by its bare logits, so that no drafter is perfect."""
+    return turn.submit.sampling.has_penalties or bool(turn.submit.sampling.logit_bias)
 
 
 def cut_at_stop_string(reference: list[int], turn: Turn) -> tuple[list[int], str, str | None]:
-    """Tokens up to the one that completes a stop string, the text before it, and that string."""
+    """Tokens up to the one that completes a stop string, the text before it, and that string: the one that ends first, the longest of those."""
     shown = reference[:-1] if reference and reference[-1] in turn.request.stop_ids else reference
     text = ""
     for count, token in enumerate(shown, 1):
         text += TOKEN_TEXT[token]
-        found = [(text.index(stop), stop) for stop in turn.submit.sampling.stop if stop in text]
+        found = [(text.index(stop) + len(stop), text.index(stop), stop) for stop in turn.submit.sampling.stop if stop in text]
         if found:
-            at, stop = min(found)
-            return reference[:count], text[:at], stop
+            _, start, stop = min(found)
+            return reference[:count], text[:start], stop
     return reference, text, None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Prove one random house.")
+    parser.add_argument("--house-seed", type=int, required=True)
+    parser.add_argument("--turns", type=int, default=60)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    proof = Proof(House.random(arguments.house_seed))
+    print(proof.house)
+    proof.run(arguments.turns)
+    for path, count in sorted(proof.paths.items()):
+        print(f"{count:8} {path}")
+
+
+if __name__ == "__main__":
+    main()

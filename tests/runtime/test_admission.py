@@ -60,6 +60,17 @@ def test_a_session_stays_live_for_the_hold_after_its_turn() -> None:
     assert door.num_live == 1
 
 
+def test_a_session_that_cannot_come_back_is_gone_at_once() -> None:
+    door, _ = gate()
+    assert run(door, "a", 90)
+    door.leave("a", 90, waits_again=True, comes_back=False)
+    assert door.num_live == 1
+    door.enter("a")
+    door.leave("a", 90, waits_again=False, comes_back=False)
+    assert door.num_live == 0
+    assert run(door, "b", 90)
+
+
 def test_running_and_waiting_sessions_never_expire() -> None:
     door, clock = gate()
     assert run(door, "a", 90)

@@ -1,0 +1,152 @@
+"""A random engine to prove: its settings, its memory, and how its clients behave.
+
+Every house follows from one integer, so that one integer reproduces it. Builds the engine; knows nothing of what is checked.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+from agentspec.assembly import Assembly, build
+from agentspec.config import EngineConfig
+from agentspec.runtime.memory_plan import RESERVED, MemoryPlan, longest_sequence
+from tests.fakes.hash_chain import HashChainModel
+
+BLOCK = 16
+MAX_CONTEXT = 1024
+MAX_PROMPT_CHECKPOINTS = 8
+"""Rows that one request may take beyond its own while its prompt is computed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class House:
+    """One engine and the habits of its clients."""
+
+    seed: int
+    max_draft_tokens: int
+    random_depth: bool
+    overlap: bool
+    late_device: bool
+    """Steps may run as late as when the host waits for them."""
+    prefill_budget: int
+    max_running: int
+    num_rows: int
+    num_pages: int
+    budget_share: float
+    """Bytes that may be in use, as a share of what the pools hold."""
+    draft_accuracy: float
+    stop_chance: float
+    prefix_cache: bool
+    hold_seconds: float
+    long_outputs: bool
+    short_prompts: bool
+    """Conversations start anew before they grow long."""
+    scoring_share: float
+    """Share of requests that want their prompt scored."""
+    stopping_share: float
+    """Share of requests with stop strings."""
+    session_share: float
+    """Share of requests that name their session."""
+    sampled_share: float
+    """Share of requests that are not plainly greedy."""
+    extra_clients: int
+    """Requests that the clients keep in the house, beyond its slots."""
+    bursts: bool
+    """The clients send the next requests only when all of the last ones have ended."""
+
+    @classmethod
+    def random(cls, seed: int) -> Self:
+        """From all k, with memory down to what one request needs. Some are crowded: many streams grow in pages for a few."""
+        rng = random.Random(seed)
+        drafts = rng.randrange(8)
+        is_crowded = rng.random() < 0.15
+        max_running = rng.choice([8, 12] if is_crowded else [1, 3, 4, 6, 8, 8, 10, 10, 12, 12])
+        per_request = drafts + 3
+        few_rows = not is_crowded and rng.random() < 0.3
+        few_pages = is_crowded or rng.random() < 0.45
+        if few_rows:
+            num_rows = RESERVED + rng.choice([1, max_running // 2 + 1, max_running, max_running]) * per_request + rng.randrange(6)
+        else:
+            num_rows = RESERVED + max_running * per_request + rng.choice([4, 12, 60])
+        if is_crowded:
+            num_pages = rng.randrange(24, 40)
+        elif few_pages:
+            num_pages = rng.choice([rng.randrange(4, 12), rng.randrange(12, 24), rng.randrange(24, 48), rng.randrange(24, 48)])
+        else:
+            num_pages = rng.choice([80, 160, 400])
+        is_serial = max_running == 1 or num_rows < RESERVED + 2 * per_request or num_pages < 12
+        return cls(
+            seed=seed,
+            max_draft_tokens=drafts,
+            random_depth=rng.random() < 0.5,
+            overlap=rng.random() < 0.7,
+            late_device=rng.random() < 0.7,
+            prefill_budget=64 if is_crowded else rng.choice([64, 80, 144, 512]),
+            max_running=max_running,
+            num_rows=num_rows,
+            num_pages=num_pages,
+            budget_share=1.0 if num_pages < 12 else rng.choice([1.0, 1.0, 0.9, 0.6]),
+            draft_accuracy=rng.choice([0.0, 0.5, 0.9, 1.0]),
+            stop_chance=rng.choice([0.0, 0.02, 0.1]),
+            prefix_cache=rng.random() < 0.93,
+            hold_seconds=rng.choice([0.0, 5.0]) * (not is_crowded),
+            long_outputs=not is_serial and (is_crowded or rng.random() < (0.4 if few_pages else 0.15)),
+            short_prompts=is_crowded or rng.random() < (0.8 if few_pages else 0.2),
+            scoring_share=0.6 if is_crowded else rng.choice([0.02, 0.02, 0.1]),
+            stopping_share=rng.choice([0.1, 0.4, 0.9]),
+            session_share=rng.choice([0.0, 0.9, 0.9]) * (not is_crowded),
+            sampled_share=rng.choice([0.0, 0.4, 0.4, 1.0]),
+            extra_clients=rng.choice([-1, 0, 2, 5]),
+            bursts=rng.random() < 0.2,
+        )
+
+    @property
+    def concurrency(self) -> int:
+        return max(1, self.max_running + self.extra_clients)
+
+    def new_model(self) -> HashChainModel:
+        return HashChainModel(
+            seed=self.seed, block_tokens=BLOCK, draft_accuracy=self.draft_accuracy, stop_chance=self.stop_chance, max_context=MAX_CONTEXT
+        )
+
+    def build(self, model: HashChainModel, clock: Callable[[], float]) -> Assembly:
+        spec = model.spec
+        budget_bytes = int(self.budget_share * ((self.num_rows - RESERVED) * spec.row_bytes + (self.num_pages - 1) * spec.page_bytes))
+        least_rows = self.max_draft_tokens + 3 + MAX_PROMPT_CHECKPOINTS
+        num_pages = min(self.num_pages, 1 + (budget_bytes - least_rows * spec.row_bytes) // spec.page_bytes)
+        assembly = build(
+            model,
+            config=EngineConfig(
+                draft_tokens=self.max_draft_tokens,
+                prefix_cache=self.prefix_cache,
+                overlap=self.overlap,
+                max_running=self.max_running,
+                prefill_budget=self.prefill_budget,
+                session_hold_seconds=self.hold_seconds,
+            ),
+            memory=MemoryPlan(
+                num_rows=self.num_rows,
+                num_pages=self.num_pages,
+                max_length=min(MAX_CONTEXT, longest_sequence(num_pages, self.max_draft_tokens, BLOCK)),
+            ),
+            depth_policy=RandomDepth(self.max_draft_tokens, random.Random(self.seed)) if self.random_depth else None,
+            clock=clock,
+        )
+        assembly.cache.budget_bytes = budget_bytes
+        return assembly
+
+
+class RandomDepth:
+    """A depth policy that never settles."""
+
+    def __init__(self, max_draft_tokens: int, rng: random.Random) -> None:
+        self._max, self._rng = max_draft_tokens, rng
+
+    def choose(self, batch_size: int) -> int:
+        return self._rng.randint(0, self._max)
+
+    def observe(self, *, num_drafted: int, slots: list[tuple[int, int]], seconds: float) -> None:
+        pass

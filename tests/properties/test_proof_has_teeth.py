@@ -1,0 +1,515 @@
+"""The proof is worth what it notices: every bug that is planted here must make it fail, and fail by the check that is named.
+
+A planted bug is one that somebody could write: a test left out, one too many, the other row. The houses are few and their seeds fixed.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentspec.cache.checkpoints import CheckpointSet
+from agentspec.cache.hybrid_cache import HybridCache, Lease
+from agentspec.cache.leases import Match
+from agentspec.kernels.reference.sampling import DrawInputs
+from agentspec.mtp import verify
+from agentspec.mtp.mtp_drafter import MtpDrafter
+from agentspec.runtime import decode_step, executor, sampler, scheduler
+from agentspec.runtime.admission import SessionGate
+from agentspec.runtime.prefill_plan import plan_chunk
+from agentspec.runtime.request import Phase, Request
+from agentspec.runtime.scheduler import Scheduler
+from agentspec.runtime.step_buffers import SlotState, StepBuffers
+from agentspec.text.detokenizer import Detokenizer
+from agentspec.types import SCRATCH_PAGE, CheckpointKind, FinishReason, tokens
+from tests.fakes.hash_chain import HashChainModel
+from tests.properties.engine_proof import Proof
+from tests.properties.house import House
+
+MAX_HOUSES = 12
+TURNS = 60
+
+Patch = pytest.MonkeyPatch
+ROOMY: dict[str, Any] = {
+    "num_rows": 200,
+    "num_pages": 400,
+    "budget_share": 1.0,
+    "max_running": 6,
+    "prefix_cache": True,
+    "extra_clients": 2,
+    "bursts": False,
+}
+STOPPING: dict[str, Any] = {**ROOMY, "stopping_share": 0.9, "long_outputs": True, "overlap": True, "draft_accuracy": 0.9, "max_draft_tokens": 5}
+CROWDED: dict[str, Any] = {
+    "num_rows": 200, "num_pages": 28, "budget_share": 1.0, "max_running": 10, "prefix_cache": True, "extra_clients": 2, "bursts": False,
+    "long_outputs": True, "short_prompts": True, "hold_seconds": 0.0, "session_share": 0.0, "prefill_budget": 64, "overlap": True,
+}  # fmt: skip
+
+
+FEW_ROWS: dict[str, Any] = {**ROOMY, "max_draft_tokens": 2, "num_rows": 18, "max_running": 3}
+
+
+@dataclass(frozen=True)
+class Bug:
+    noticed_by: str
+    """What the failure says, as a regular expression."""
+    settings: dict[str, Any] = field(default_factory=lambda: ROOMY)
+
+
+def publishes_beyond_the_stop(patch: Patch) -> None:
+    """The newer rolling checkpoint goes out whatever was kept of its tokens."""
+
+    def publish_rolling(self: Any, request: Request) -> None:
+        done = [(length, row) for row, length in request.rolling if length]
+        if done:
+            length, row = max(done)
+            self._cache.publish(request.lease, request.submit.namespace, request.sequence, length, row, CheckpointKind.TURN)
+
+    patch.setattr(Scheduler, "_publish_rolling", publish_rolling)
+
+
+def publishes_one_block_deeper(patch: Patch) -> None:
+    """The older row goes out under the length of the newer."""
+    original = Scheduler._publish_rolling
+
+    def publish_rolling(self: Any, request: Request) -> None:
+        if request.rolling:
+            (_, newer_length), (older_row, older_length) = request.rolling
+            request.rolling = ((older_row, newer_length), (older_row, older_length))
+        original(self, request)
+
+    patch.setattr(Scheduler, "_publish_rolling", publish_rolling)
+
+
+def publishes_the_newer_row_as_the_older(patch: Patch) -> None:
+    original = Scheduler._publish_rolling
+
+    def publish_rolling(self: Any, request: Request) -> None:
+        if request.rolling:
+            (newer_row, newer_length), (_, older_length) = request.rolling
+            request.rolling = ((newer_row, newer_length), (newer_row, older_length))
+        original(self, request)
+
+    patch.setattr(Scheduler, "_publish_rolling", publish_rolling)
+
+
+def publishes_no_turn(patch: Patch) -> None:
+    patch.setattr(Scheduler, "_publish_rolling", lambda self, request: None)
+
+
+def publishes_prefill_at_launch(patch: Patch) -> None:
+    original = Scheduler._launch_chunk
+
+    def launch_chunk(self: Any, flight: Any, request: Request, chunk: Any, checkpoints: list[Any]) -> None:
+        original(self, flight, request, chunk, [])
+        self._publish_prefill(request, checkpoints)
+
+    patch.setattr(Scheduler, "_launch_chunk", launch_chunk)
+
+
+def lets_go_of_a_request_in_flight(patch: Patch) -> None:
+    """A stop string, which only the host saw, is taken for a stop that the device saw."""
+    original = Scheduler._end
+
+    def end(self: Any, request: Request, reason: FinishReason, *, device_inert: bool = False) -> None:
+        original(self, request, reason, device_inert=device_inert or reason is FinishReason.STOP)
+
+    patch.setattr(Scheduler, "_end", end)
+
+
+def retracts_a_request_in_flight(patch: Patch) -> None:
+    def retract(self: Any, request: Request) -> None:
+        request.preemptions += 1
+        self._let_go(request)
+
+    patch.setattr(Scheduler, "_retract", retract)
+
+
+def loses_the_tokens_of_the_step_in_flight(patch: Patch) -> None:
+    """What a retracted request emitted in its last step is dropped, to be computed again."""
+    original = Request.take
+
+    def take(self: Any, outcome: Any) -> Any:
+        return None if self.phase is Phase.LEAVING else original(self, outcome)
+
+    patch.setattr(Request, "take", take)
+
+
+def does_not_lock_the_resumed_row(patch: Patch) -> None:
+    def advance(self: Any, lease: Lease, checkpoint: Any) -> None:
+        self._move_anchor(lease, checkpoint.node)
+        lease.deepest = checkpoint
+
+    patch.setattr(HybridCache, "_advance", advance)
+
+
+def supersedes_a_row_that_others_read(patch: Patch) -> None:
+    def supersede(self: Any, checkpoint: Any) -> None:
+        if checkpoint.num_locks:
+            self._rows.free((checkpoint.row,))
+        else:
+            self._drop(checkpoint)
+
+    patch.setattr(CheckpointSet, "supersede", supersede)
+
+
+def forgets_to_free_superseded_rows(patch: Patch) -> None:
+    original = CheckpointSet._drop
+
+    def drop(self: Any, checkpoint: Any) -> None:
+        free, self._rows.free = self._rows.free, lambda rows: None
+        original(self, checkpoint)
+        self._rows.free = free
+
+    patch.setattr(CheckpointSet, "_drop", drop)
+
+
+def matches_any_namespace(patch: Patch) -> None:
+    """Both doors of the cache, so that the tree itself is consistent."""
+    match, publish = HybridCache.match, HybridCache.publish
+    patch.setattr(HybridCache, "match", lambda self, namespace, *rest, **keywords: match(self, "", *rest, **keywords))
+    patch.setattr(HybridCache, "publish", lambda self, lease, namespace, *rest: publish(self, lease, "", *rest))
+
+
+def admits_without_its_namespace(patch: Patch) -> None:
+    original = Scheduler._admit
+
+    def admit(self: Any) -> None:
+        match = self._cache.match
+        self._cache.match = lambda namespace, *rest, **keywords: match("", *rest, **keywords)
+        original(self)
+        self._cache.match = match
+
+    patch.setattr(Scheduler, "_admit", admit)
+
+
+def matches_an_evicted_row(patch: Patch) -> None:
+    """The pages are still there, for somebody deeper, and the row is taken to be."""
+    drop, match = CheckpointSet._drop, HybridCache.match
+    graves: dict[Any, Any] = {}
+
+    def remember(self: Any, checkpoint: Any) -> None:
+        drop(self, checkpoint)
+        graves[checkpoint.node] = checkpoint
+
+    def revive(self: Any, namespace: str, sequence: array[int], **keywords: Any) -> Match:
+        found = match(self, namespace, sequence, **keywords)
+        path, _, _ = self.tree.walk(namespace, sequence[: found.branch_tokens].tobytes())
+        for node in path:
+            if node in graves and node.page_ids is not None and node.checkpoint is None and node.depth > found.num_tokens:
+                graves[node].alive = True
+                found = replace(found, num_tokens=node.depth, row=graves[node].row, kind=graves[node].kind, checkpoint=graves[node])
+        return found
+
+    patch.setattr(CheckpointSet, "_drop", remember)
+    patch.setattr(HybridCache, "match", revive)
+
+
+def matches_one_block_too_deep(patch: Patch) -> None:
+    original = HybridCache.match
+
+    def match(self: Any, namespace: str, sequence: array[int], *, limit: int | None = None) -> Match:
+        found = original(self, namespace, sequence, limit=limit)
+        return replace(found, num_tokens=found.num_tokens + 16) if found.branch_tokens > found.num_tokens > 0 else found
+
+    patch.setattr(HybridCache, "match", match)
+
+
+def misplaces_states(patch: Patch) -> None:
+    """A chunk writes the states of its checkpoints one token early."""
+
+    def early(request: Request, *rest: Any) -> Any:
+        chunk, checkpoints = plan_chunk(request, *rest)
+        if chunk is None:
+            return chunk, checkpoints
+        *inner, last = chunk.state_writes
+        return replace(chunk, state_writes=(*((count - 1, row) for count, row in inner), last)), checkpoints
+
+    patch.setattr(scheduler, "plan_chunk", early)
+
+
+def skips_mtp_prefill(patch: Patch) -> None:
+    patch.setattr(HashChainModel, "mtp_prefill", lambda self, chunks, previous: None)
+
+
+def shifts_mtp_pairs(patch: Patch) -> None:
+    """Prefill pairs each token with its own hidden instead of the one before."""
+    original = HashChainModel.mtp_prefill
+
+    def mtp_prefill(self: Any, chunks: Any, previous: list[Tensor]) -> None:
+        original(self, chunks, [hidden.roll(-1, 0) for hidden in previous])
+
+    patch.setattr(HashChainModel, "mtp_prefill", mtp_prefill)
+
+
+def reads_the_hidden_after_prefill(patch: Patch) -> None:
+    """By then a chunk may have written over the row that it resumed from."""
+    original = HashChainModel.mtp_prefill
+
+    def mtp_prefill(self: Any, chunks: Any, previous: list[Tensor]) -> None:
+        now = self.read_hidden(torch.tensor([chunk.read_row for chunk in chunks]))
+        original(self, chunks, [torch.cat((now[i : i + 1], hidden[1:])) for i, hidden in enumerate(previous)])
+
+    patch.setattr(HashChainModel, "mtp_prefill", mtp_prefill)
+
+
+def writes_mtp_pairs_one_position_early(patch: Patch) -> None:
+    """As engines do that index MTP K/V by its hidden."""
+    original = MtpDrafter.draft
+
+    def draft(self: Any, tokens_BT: Tensor, hidden_BTH: Tensor, start_B: Tensor, *rest: Any) -> Tensor:
+        return original(self, tokens_BT, hidden_BTH, start_B - 1, *rest)
+
+    patch.setattr(MtpDrafter, "draft", draft)
+
+
+def never_rotates_checkpoints(patch: Patch) -> None:
+    def keep(slot: SlotState, length_B: Tensor, block_tokens: int) -> Any:
+        return slot.write_rows_BW, slot.checkpoint_rows_B2, slot.checkpoint_lens_B2
+
+    patch.setattr(decode_step, "rotate_checkpoints", keep)
+
+
+def rotates_the_next_column(patch: Patch) -> None:
+    original = decode_step.rotate_checkpoints
+
+    def rotate(slot: SlotState, length_B: Tensor, block_tokens: int) -> Any:
+        return original(replace(slot, write_rows_BW=slot.write_rows_BW.roll(1, 1)), length_B, block_tokens)
+
+    patch.setattr(decode_step, "rotate_checkpoints", rotate)
+
+
+def frees_the_newer_checkpoint(patch: Patch) -> None:
+    """Rotation gives the row of the newer checkpoint, not of the older, to the write rows."""
+    original = decode_step.rotate_checkpoints
+
+    def rotate(slot: SlotState, length_B: Tensor, block_tokens: int) -> Any:
+        write_rows, rows, lens = original(slot, length_B, block_tokens)
+        crossed = (rows[:, :1] != slot.checkpoint_rows_B2[:, :1]).expand_as(write_rows)
+        older, newer = slot.checkpoint_rows_B2[:, 1:], slot.checkpoint_rows_B2[:, :1]
+        return torch.where(crossed & (write_rows == older), newer, write_rows), rows, lens
+
+    patch.setattr(decode_step, "rotate_checkpoints", rotate)
+
+
+def lets_inert_slots_write(patch: Patch) -> None:
+    """The rows of a slot that has ended are not replaced by scratch."""
+    batch, original = decode_step.VerifyBatch, executor.decode_step
+
+    def step(model: Any, drafter: Any, buffers: StepBuffers, slot_ids_B: Tensor, **keywords: Any) -> Tensor:
+        rows = SlotState.of(buffers.slots_SF[slot_ids_B]).write_rows_BW[:, : keywords["num_drafted"] + 1]
+        patch.setattr(decode_step, "VerifyBatch", lambda **fields: batch(**{**fields, "write_rows_BT": rows}))
+        return original(model, drafter, buffers, slot_ids_B, **keywords)
+
+    patch.setattr(executor, "decode_step", step)
+
+
+def leaves_the_slots_old_pages(patch: Patch) -> None:
+    original = StepBuffers.join
+
+    def join(self: Any, joins: Any) -> None:
+        slots = torch.tensor([join.slot for join in joins])
+        before = self.page_table_SP[slots]
+        original(self, joins)
+        self.page_table_SP[slots] = torch.where(before != SCRATCH_PAGE, before, self.page_table_SP[slots])
+
+    patch.setattr(StepBuffers, "join", join)
+
+
+def forgets_new_pages(patch: Patch) -> None:
+    patch.setattr(StepBuffers, "update_pages", lambda self, updates: None)
+
+
+def accepts_one_draft_too_many(patch: Patch) -> None:
+    def count(chosen_BT: Tensor, drafts_Bk: Tensor, num_valid_B: Tensor) -> Tensor:
+        return torch.minimum(verify.count_matches(chosen_BT, drafts_Bk, num_valid_B) + 1, num_valid_B)
+
+    patch.setattr(decode_step, "count_matches", count)
+
+
+def exceeds_the_limit(patch: Patch) -> None:
+    original = decode_step.truncate
+
+    def truncate(tokens_BT: Tensor, num_matched_B: Tensor, stop_ids_BE: Tensor, room_B: Tensor) -> Any:
+        return original(tokens_BT, num_matched_B, stop_ids_BE, room_B + 1)
+
+    patch.setattr(decode_step, "truncate", truncate)
+
+
+def overlooks_a_stop_id_inside_a_window(patch: Patch) -> None:
+    original = decode_step.truncate
+
+    def truncate(tokens_BT: Tensor, num_matched_B: Tensor, *rest: Any) -> Any:
+        is_inner = torch.arange(tokens_BT.shape[1]) < num_matched_B[:, None]
+        return original(torch.where(is_inner, -2, tokens_BT), num_matched_B, *rest)
+
+    patch.setattr(decode_step, "truncate", truncate)
+
+
+def penalties_overlook_drafts(patch: Patch) -> None:
+    original = sampler.penalise
+    patch.setattr(sampler, "penalise", lambda logits_BTV, drafts_Bk, inputs: original(logits_BTV, torch.full_like(drafts_Bk, 51), inputs))
+
+
+def penalties_count_rejected_drafts(patch: Patch) -> None:
+    original = decode_step.count_emitted
+    patch.setattr(decode_step, "count_emitted", lambda *fields: original(*fields[:3], torch.ones_like(fields[3])))
+
+
+def penalties_forget_what_came_before_preemption(patch: Patch) -> None:
+    original = Scheduler._join
+    patch.setattr(Scheduler, "_join", lambda self, request: replace(original(self, request), output_ids=tokens()))
+
+
+def seeds_by_place_in_the_batch(patch: Patch) -> None:
+    original = sampler.draw
+
+    def draw(logits_BTV: Tensor, position_BT: Tensor, inputs: DrawInputs) -> Tensor:
+        return original(logits_BTV, torch.arange(len(position_BT))[:, None].expand_as(position_BT), inputs)
+
+    patch.setattr(sampler, "draw", draw)
+
+
+def keeps_tokens_after_a_stop_string(patch: Patch) -> None:
+    original = Detokenizer.push
+    patch.setattr(Detokenizer, "push", lambda self, ids: original(self, ids)._replace(num_tokens=len(ids)))
+
+
+def finishes_twice(patch: Patch) -> None:
+    original = Scheduler._finish
+
+    def finish(self: Any, request: Request) -> None:
+        original(self, request)
+        self._events.append(self._events[-1])
+
+    patch.setattr(Scheduler, "_finish", finish)
+
+
+def drops_an_abort_while_waiting(patch: Patch) -> None:
+    """The request leaves the queue, and nobody is told."""
+    original = Scheduler._finish
+
+    def finish(self: Any, request: Request) -> None:
+        if request.admitted >= 0:
+            original(self, request)
+
+    patch.setattr(Scheduler, "_finish", finish)
+
+
+def counts_cached_tokens_at_every_admission(patch: Patch) -> None:
+    original = Scheduler._enter
+
+    def enter(self: Any, request: Request) -> None:
+        request.counted_cached = False
+        original(self, request)
+
+    patch.setattr(Scheduler, "_enter", enter)
+
+
+def scores_twice_after_preemption(patch: Patch) -> None:
+    original = Scheduler._enter
+
+    def enter(self: Any, request: Request) -> None:
+        scores = list(request.scores)
+        original(self, request)
+        request.scores = scores
+
+    patch.setattr(Scheduler, "_enter", enter)
+
+
+def leaves_a_ghost_at_the_gate(patch: Patch) -> None:
+    patch.setattr(SessionGate, "withdraw", lambda self, session_id: None)
+
+
+def overdraws_the_budget(patch: Patch) -> None:
+    original = HybridCache._make_room
+
+    def make_room(self: Any, lease: Lease, **needed: int) -> bool:
+        budget, self.budget_bytes = self.budget_bytes, 2**40
+        has_room = original(self, lease, **needed)
+        self.budget_bytes = budget
+        return has_room
+
+    patch.setattr(HybridCache, "_make_room", make_room)
+
+
+def publishes_a_page_of_its_own(patch: Patch) -> None:
+    """The tree takes the lease's pages, and the lease goes on as their owner."""
+    original = HybridCache._fill_ghosts
+
+    def fill(self: Any, lease: Lease, path: Any) -> None:
+        owned = set(lease.own_pages)
+        original(self, lease, path)
+        lease.own_pages = owned
+
+    patch.setattr(HybridCache, "_fill_ghosts", fill)
+
+
+BUGS: dict[Callable[[Patch], None], Bug] = {
+    publishes_beyond_the_stop: Bug("published [0-9]+ tokens of [0-9]+ kept ones", STOPPING),
+    publishes_one_block_deeper: Bug("published TURN"),
+    publishes_the_newer_row_as_the_older: Bug("published TURN", STOPPING),
+    publishes_no_turn: Bug("the deepest state that is left"),
+    publishes_prefill_at_launch: Bug("published .* row"),
+    lets_go_of_a_request_in_flight: Bug("lease doesn't own|lease that was released", STOPPING),
+    retracts_a_request_in_flight: Bug("still has its lease", CROWDED),
+    loses_the_tokens_of_the_step_in_flight: Bug("tokens of the device are lost", CROWDED),
+    does_not_lock_the_resumed_row: Bug("neither owns nor locks", FEW_ROWS),
+    supersedes_a_row_that_others_read: Bug(""),
+    forgets_to_free_superseded_rows: Bug("no owner"),
+    matches_any_namespace: Bug("nobody published"),
+    admits_without_its_namespace: Bug("looked up in namespace"),
+    matches_an_evicted_row: Bug("resumed row|locks", FEW_ROWS),
+    matches_one_block_too_deep: Bug(""),
+    misplaces_states: Bug("is not the state after"),
+    skips_mtp_prefill: Bug("MTP"),
+    shifts_mtp_pairs: Bug("MTP"),
+    reads_the_hidden_after_prefill: Bug("MTP", {**ROOMY, "prefill_budget": 64}),
+    writes_mtp_pairs_one_position_early: Bug("MTP|page"),
+    never_rotates_checkpoints: Bug("the deepest state that is left"),
+    rotates_the_next_column: Bug(""),
+    frees_the_newer_checkpoint: Bug(""),
+    lets_inert_slots_write: Bug("lease that was released|lease doesn't own", {**ROOMY, "overlap": True}),
+    leaves_the_slots_old_pages: Bug(""),
+    forgets_new_pages: Bug(""),
+    accepts_one_draft_too_many: Bug("stream|published TURN"),
+    exceeds_the_limit: Bug("stream"),
+    overlooks_a_stop_id_inside_a_window: Bug("stream"),
+    penalties_overlook_drafts: Bug("stream"),
+    penalties_count_rejected_drafts: Bug("stream"),
+    penalties_forget_what_came_before_preemption: Bug("stream", {**CROWDED, "sampled_share": 1.0}),
+    seeds_by_place_in_the_batch: Bug("stream"),
+    keeps_tokens_after_a_stop_string: Bug("stream", STOPPING),
+    finishes_twice: Bug("terminal event"),
+    drops_an_abort_while_waiting: Bug("stuck"),
+    counts_cached_tokens_at_every_admission: Bug("cached tokens", CROWDED),
+    scores_twice_after_preemption: Bug("scores for", {**CROWDED, "scoring_share": 0.5}),
+    leaves_a_ghost_at_the_gate: Bug("the gate counts"),
+    overdraws_the_budget: Bug("bytes in use", {"budget_share": 0.6}),
+    publishes_a_page_of_its_own: Bug("resumed pages"),
+}
+
+
+@pytest.mark.parametrize("plant", BUGS, ids=lambda plant: plant.__name__)
+def test_the_proof_notices(plant: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    bug = BUGS[plant]
+    plant(monkeypatch)
+    failure = first_failure(bug.settings)
+    assert failure is not None, f"{MAX_HOUSES} houses noticed nothing"
+    assert re.search(bug.noticed_by, str(failure)), f"noticed by something else: {failure}"
+
+
+def first_failure(settings: dict[str, Any]) -> AssertionError | None:
+    for seed in range(MAX_HOUSES):
+        try:
+            Proof(replace(House.random(seed), **settings)).run(TURNS)
+        except AssertionError as failure:
+            return failure
+    return None

@@ -1,0 +1,150 @@
+"""A device under watch: it may lag behind the host, and every write must go where the writer owns.
+
+Steps run in the order of their launches, but a lagging device runs one only when the host waits for it: what the host publishes, resumes
+or hands out meanwhile must not need it. Nobody may write a row or a page but a lease that owns it at that moment, nor resume from a row
+that its lease neither owns nor locks, whatever the host released since the launch; scratch is everybody's, and so is the zero row.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from agentspec.cache.hybrid_cache import HybridCache, Lease
+from agentspec.models.protocol import PrefillChunk, VerifyBatch
+from agentspec.runtime.plan import Executor, SlotOutcome, StepOutcome, StepPlan
+from agentspec.runtime.request import Request
+from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, ZERO_ROW
+from tests.fakes.hash_chain import HashChainModel
+
+
+@dataclass(slots=True)
+class _Step:
+    """A launched plan, and who is behind its slots, chunks and joins."""
+
+    plan: StepPlan
+    by_slot: dict[int, Request]
+    decoding: list[Lease]
+    chunks: list[Lease]
+    drafting: list[Lease]
+    ticket: Any = None
+    has_run: bool = False
+
+
+class WatchedDevice:
+    """plan.Executor around another one and its model."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        model: HashChainModel,
+        cache: HybridCache,
+        *,
+        lateness: random.Random | None,
+        requests: Callable[[], Sequence[Request]],
+        on_outcome: Callable[[Request, SlotOutcome], None],
+        paths: Counter[str],
+    ) -> None:
+        """lateness: None: every step runs at its launch. requests: those in the house. on_outcome: called before the scheduler learns it."""
+        self._executor = executor
+        self._cache = cache
+        self._lateness = lateness
+        self._requests = requests
+        self._on_outcome = on_outcome
+        self._paths = paths
+        self._block = model.spec.block_tokens
+        self._queue: deque[_Step] = deque()
+        self._running: _Step | None = None
+        self._drafting: list[Lease] = []
+        self._watch(model)
+
+    @property
+    def is_behind(self) -> bool:
+        """A launched step has not run yet."""
+        return bool(self._queue)
+
+    def launch(self, plan: StepPlan) -> _Step:
+        requests = [request for request in self._requests() if request.lease is not None]
+        leases = {request.request_id: request.lease for request in requests if request.lease is not None}
+        by_slot = {request.slot: request for request in requests if request.slot is not None}
+        step = _Step(
+            plan,
+            by_slot,
+            decoding=[leases[by_slot[slot].request_id] for slot in plan.decode_slots],
+            chunks=[leases[chunk.request_id] for chunk in plan.chunks],
+            drafting=[leases[join.request_id] for join in plan.joins if join.length > 0],
+        )
+        self._queue.append(step)
+        if self._lateness is None or self._lateness.random() < 0.3:
+            self._run_through(step)
+        return step
+
+    def collect(self, step: _Step) -> StepOutcome:
+        self._run_through(step)
+        outcome = self._executor.collect(step.ticket)
+        if outcome.slots:
+            self._paths[f"k={step.plan.num_drafted}"] += 1
+        for slot in outcome.slots:
+            self._on_outcome(step.by_slot[slot.slot], slot)
+        return outcome
+
+    def _run_through(self, step: _Step) -> None:
+        while not step.has_run:
+            first = self._queue.popleft()
+            self._running, self._drafting = first, first.drafting
+            first.ticket = self._executor.launch(first.plan)
+            self._running, first.has_run = None, True
+
+    def _watch(self, model: Any) -> None:
+        verify, prefill, mtp = model.verify, model.prefill, model.mtp
+
+        def watched_verify(batch: VerifyBatch) -> Tensor:
+            step = self._running
+            if step is not None:
+                self._check_rows(step.decoding, batch.read_row_B.tolist(), batch.write_rows_BT.tolist())
+                self._check_pages(step.decoding, batch.page_table_BP, batch.length_B, batch.tokens_BT.shape[1])
+                self._drafting = step.decoding
+            result: Tensor = verify(batch)
+            return result
+
+        def watched_prefill(chunks: Sequence[PrefillChunk]) -> list[Tensor]:
+            step, self._running = self._running, None  # the model's own call of verify writes to scratch
+            assert step is not None
+            self._check_rows(step.chunks, [chunk.read_row for chunk in chunks], [[row for _, row in chunk.state_writes] for chunk in chunks])
+            for lease, chunk in zip(step.chunks, chunks, strict=True):
+                first, end = chunk.start // self._block, -(-(chunk.start + len(chunk.token_ids)) // self._block)
+                self._check_owned(lease, chunk.page_ids[first:end].tolist(), lease.own_pages, "page")
+            result: list[Tensor] = prefill(chunks)
+            self._running = step
+            return result
+
+        def watched_mtp(tokens_BT: Tensor, hidden_BTH: Tensor, start_B: Tensor, page_table_BP: Tensor) -> Tensor:
+            self._check_pages(self._drafting, page_table_BP, start_B, tokens_BT.shape[1])
+            result: Tensor = mtp(tokens_BT, hidden_BTH, start_B, page_table_BP)
+            return result
+
+        model.verify, model.prefill, model.mtp = watched_verify, watched_prefill, watched_mtp
+
+    def _check_rows(self, leases: list[Lease], read: list[int], written: list[list[int]]) -> None:
+        for lease, source, rows in zip(leases, read, written, strict=True):
+            if rows[0] != SCRATCH_ROW or len(set(rows)) > 1:
+                assert len(set(rows)) == len(rows), f"a step writes one row twice: {rows}"
+                self._check_owned(lease, rows, lease.own_rows, "row")
+            is_locked = lease.locked is not None and lease.locked.row == source
+            assert source == ZERO_ROW or source in lease.own_rows or is_locked, f"a step reads row {source}, which its lease neither owns nor locks"
+
+    def _check_pages(self, leases: list[Lease], page_table_BP: Tensor, first_B: Tensor, num_columns: int) -> None:
+        for lease, pages, first in zip(leases, page_table_BP.tolist(), first_B.tolist(), strict=True):
+            written = pages[first // self._block : (first + num_columns - 1) // self._block + 1]
+            if written != [SCRATCH_PAGE]:
+                self._check_owned(lease, written, lease.own_pages, "page")
+
+    def _check_owned(self, lease: Lease, written: list[int], owned: set[int], what: str) -> None:
+        foreign = [unit for unit in written if unit not in owned]
+        assert not foreign, f"a step writes {what}s {foreign}, which its lease doesn't own"
+        assert lease in self._cache.leases, f"a step writes {what}s {written} of a lease that was released"
