@@ -18,6 +18,7 @@ from agentspec.runtime import decode_step as decode_step_module
 from agentspec.runtime import sampler as sampler_module
 from agentspec.runtime.plan import StepPlan
 from agentspec.types import SamplingParams
+from tests.fakes.distribution import next_token_probs, p_value
 from tests.fakes.hash_chain import HashChainModel, ReferenceRequest
 from tests.fakes.step_driver import StepDriver
 
@@ -34,32 +35,15 @@ SETTINGS = {
 }
 
 
-def next_token_probs(context: list[int], generated: list[int], sampling: SamplingParams) -> Tensor:
-    """The target's distribution after `context`, in float64, by definition."""
-    logits = MODEL.logits(torch.tensor([MODEL.reference_state(context).row[1:].tolist()]))[0].to(torch.float64)
-    for token, bias in sampling.logit_bias.items():
-        logits[token] += bias
-    for token in set(context):
-        logits[token] = logits[token] / sampling.repetition_penalty if logits[token] > 0 else logits[token] * sampling.repetition_penalty
-    for token in set(generated):
-        logits[token] -= sampling.presence_penalty
-    logits /= sampling.temperature
-    probs = logits.softmax(0)
-    kept = probs >= sampling.min_p * probs.max()
-    order = torch.where(kept, probs, -1.0).argsort(descending=True)
-    order = order[: int(kept.sum())]
-    if sampling.top_k:
-        order = order[: sampling.top_k]
-    mass = probs[order] / probs[order].sum()
-    order = order[(mass.cumsum(0) - mass) < sampling.top_p]
-    result = torch.zeros_like(probs)
-    result[order] = probs[order] / probs[order].sum()
-    return result
+def target_probs(prompt: list[int], generated: list[int], sampling: SamplingParams) -> Tensor:
+    """The target's distribution after prompt + generated, by definition."""
+    hidden = MODEL.reference_state([*prompt, *generated]).row[1:]
+    return next_token_probs(MODEL.logits(torch.tensor([hidden.tolist()]))[0], prompt, generated, sampling)
 
 
 def expected_pairs(sampling: SamplingParams) -> Tensor:
-    first = next_token_probs(PROMPT, [], sampling)
-    return torch.stack([first[token] * next_token_probs([*PROMPT, token], [token], sampling) for token in range(VOCAB)])
+    first = target_probs(PROMPT, [], sampling)
+    return torch.stack([first[token] * target_probs(PROMPT, [token], sampling) for token in range(VOCAB)])
 
 
 def drawn_pairs(sampling: SamplingParams) -> Tensor:
@@ -72,20 +56,6 @@ def drawn_pairs(sampling: SamplingParams) -> Tensor:
     driver.step(2)
     pairs = torch.tensor([running.emitted[:2] for running in driver.running.values()])
     return torch.bincount(pairs[:, 0] * VOCAB + pairs[:, 1], minlength=VOCAB * VOCAB).view(VOCAB, VOCAB)
-
-
-def p_value(counts: Tensor, probs: Tensor) -> float:
-    """Chi-square test over the cells that expect at least 5, and one cell for all others. 0 if something impossible was drawn."""
-    counts, expected = counts.flatten().to(torch.float64), probs.flatten() * counts.sum()
-    if counts[expected == 0].any():
-        return 0.0
-    large = expected >= 5
-    observed = torch.cat((counts[large], counts[~large].sum()[None]))
-    expected = torch.cat((expected[large], expected[~large].sum()[None]))
-    used = expected > 1e-9
-    statistic = ((observed - expected)[used] ** 2 / expected[used]).sum()
-    freedom = used.sum() - 1
-    return float(torch.special.gammaincc(freedom / 2, statistic / 2))
 
 
 @pytest.mark.parametrize("name", SETTINGS)
