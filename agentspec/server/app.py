@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from agentspec.errors import EngineClosedError
+from agentspec.errors import EngineClosedError, RequestError
 from agentspec.server import chat, completions, events, openai, sse
 from agentspec.server.answers import Head
 from agentspec.server.errors import ApiError, api_error
@@ -78,9 +78,14 @@ class _Routes:
         turn = chat.ChatTurn(asked, self._text, self._engine.info, request_id=uuid.uuid4().hex, session_id=session_id)
         name = "chat.completion.chunk" if asked.stream else "chat.completion"
         head = Head(id=f"chatcmpl-{turn.submit.request_id}", object=name, model=asked.model)
-        if asked.stream:
-            return await self._stream(turn.submit, chat.ChatChunks(head, asked, turn, self._engine.info))
-        return json_response(await chat.complete(self._engine, head, asked, turn))
+        try:
+            if asked.stream:
+                return await self._stream(turn.submit, chat.ChatChunks(head, asked, turn, self._engine.info))
+            return json_response(await chat.complete(self._engine, head, asked, turn))
+        except RequestError as error:
+            if error.field != "prompt_ids":
+                raise
+            raise type(error)("messages", error.value, error.reason) from None  # the ids that the messages became
 
     async def _completions(self, body: Any, session_header: str | None) -> Response:
         asked = openai.parse_completion(body)

@@ -102,6 +102,8 @@ def test_errors_before_the_first_event_choose_the_status(
 
     response = asyncio.run(run())
     shown = response.json()["error"]
+    if param == "prompt" and "messages" in body:
+        param = "messages"
     assert (response.status_code, shown["param"], shown["code"]) == (status, param, code)
     assert "prompt_ids" not in shown["message"]
 
