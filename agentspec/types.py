@@ -51,6 +51,10 @@ class CheckpointKind(enum.IntEnum):
     """One of a coarse grid over long, unstructured prefill. Evicted first."""
 
 
+BY_PROTECTION = (CheckpointKind.GRID, CheckpointKind.TURN, CheckpointKind.USER, CheckpointKind.BRANCH, CheckpointKind.SYSTEM)
+"""Least protected first: where two kinds fall on one boundary, the later one names the checkpoint."""
+
+
 class Breakpoint(msgspec.Struct, frozen=True, array_like=True):
     """A token offset where a later prompt may diverge from this one."""
 

@@ -16,10 +16,7 @@ from dataclasses import dataclass
 from agentspec.cache.eviction import EvictionOrder
 from agentspec.cache.prefix_tree import HOLD, NEED, Checkpoint, Node, PrefixTree
 from agentspec.cache.row_pool import RowPool
-from agentspec.types import CheckpointKind
-
-_BY_PROTECTION = (CheckpointKind.GRID, CheckpointKind.TURN, CheckpointKind.USER, CheckpointKind.BRANCH, CheckpointKind.SYSTEM)
-"""A checkpoint that is published as two kinds keeps the later one."""
+from agentspec.types import BY_PROTECTION, CheckpointKind
 
 
 @dataclass(slots=True)
@@ -80,7 +77,7 @@ class CheckpointSet:
     def confirm(self, checkpoint: Checkpoint, kind: CheckpointKind) -> None:
         """Somebody published where it stands: it is wanted again, under the more protected kind."""
         checkpoint.superseded = False
-        checkpoint.kind = max(checkpoint.kind, kind, key=_BY_PROTECTION.index)
+        checkpoint.kind = max(checkpoint.kind, kind, key=BY_PROTECTION.index)
         self.touch(checkpoint)
 
     def lock(self, checkpoint: Checkpoint) -> None:

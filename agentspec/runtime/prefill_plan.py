@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from agentspec.runtime.plan import ChunkPlan
 from agentspec.runtime.request import PendingCheckpoint, Request
-from agentspec.types import CheckpointKind
+from agentspec.types import BY_PROTECTION, CheckpointKind
 
 BRANCH_GAP_BLOCKS = 4
 """A branching checkpoint must save at least this many blocks (256 tokens): nearer ones cost a row and save little."""
@@ -24,9 +24,6 @@ SYSTEM_GRID_BLOCKS = 6
 """Spacing of the grid inside a system prompt that nobody has sent before (384 tokens): agents with other tools often share its beginning, and it is
 computed once for all of them."""
 
-PROTECTION = (CheckpointKind.SYSTEM, CheckpointKind.BRANCH, CheckpointKind.USER, CheckpointKind.TURN, CheckpointKind.GRID)
-"""Most protected kind first: where two fall on one boundary, the first one names it."""
-
 
 def wanted_checkpoints(request: Request, branch_tokens: int, block: int) -> list[PendingCheckpoint]:
     """Boundaries after the hit and up to the end of prefill where this request should leave a checkpoint, ascending."""
@@ -34,8 +31,8 @@ def wanted_checkpoints(request: Request, branch_tokens: int, block: int) -> list
     start, end = request.computed, request.prefill_end
 
     def want(length: int, kind: CheckpointKind) -> None:
-        if start < length <= end and (length not in wanted or PROTECTION.index(kind) < PROTECTION.index(wanted[length])):
-            wanted[length] = kind
+        if start < length <= end:
+            wanted[length] = max(kind, wanted.get(length, kind), key=BY_PROTECTION.index)
 
     for point in request.submit.breakpoints:
         want(point.offset // block * block, point.kind)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from agentspec.cache.hybrid_cache import Lease
 from agentspec.errors import ContextLengthError, RequestError
-from agentspec.runtime.plan import SlotOutcome
+from agentspec.runtime.plan import STOP_ID, STOP_RUNNING, SlotOutcome
 from agentspec.text.detokenizer import Detokenizer
 from agentspec.types import CheckpointKind, FinishReason, ModelSpec, TokenScore, tokens
 from agentspec.wire import FinishEvent, SpecStats, Submit, TokensEvent, Usage
@@ -53,8 +53,6 @@ class Request:
 
     lease: Lease | None = None
     slot: int | None = None
-    admitted: int = -1
-    """Order of admission; the last admitted is the first to be preempted."""
     state_row: int = 0
     """Row that holds the state after `computed` tokens, as far as prefill has been planned."""
     computed: int = 0
@@ -119,7 +117,7 @@ class Request:
         if not ids:
             return None
         text = ""
-        shown = ids[:-1] if outcome.stop == 1 else ids  # a stop id is never part of the text
+        shown = ids[:-1] if outcome.stop == STOP_ID else ids  # a stop id is never part of the text
         if self.detokenizer is not None:
             pushed = self.detokenizer.push(shown)
             text = pushed.text
@@ -128,9 +126,9 @@ class Request:
                 self.ending, self.stop_match = FinishReason.STOP, pushed.stop
         self.sequence.extend(ids)
         self.usage.completion_tokens += len(ids)
-        if self.ending is None and outcome.stop:
-            self.ending = FinishReason.STOP if outcome.stop == 1 else FinishReason.LENGTH
-            self.stop_match = ids[-1] if outcome.stop == 1 else None
+        if self.ending is None and outcome.stop != STOP_RUNNING:
+            self.ending = FinishReason.STOP if outcome.stop == STOP_ID else FinishReason.LENGTH
+            self.stop_match = ids[-1] if outcome.stop == STOP_ID else None
         return TokensEvent(request_id=self.request_id, token_ids=ids, text=text)
 
     def finish(self, reason: FinishReason, error: str | None = None) -> FinishEvent:

@@ -71,7 +71,6 @@ class Scheduler:
         self._by_id: dict[str, Request] = {}
         self._free_slots = list(range(max_running))[::-1]
         self._leaves: list[int] = []
-        self._admissions = 0
         self._num_let_go = 0
         self._full_since = -1
         """`_num_let_go` when a waiting request last found no room."""
@@ -253,8 +252,6 @@ class Scheduler:
             request.scores.clear()  # a preempted request scores its prompt anew
         request.slot = self._free_slots.pop()
         request.phase = Phase.PREFILL
-        request.admitted = self._admissions
-        self._admissions += 1
         self._running.append(request)
         self._gate.enter(request.session_key)
         if not request.counted_cached:

@@ -397,7 +397,7 @@ def drops_an_abort_while_waiting(patch: Patch) -> None:
     original = Scheduler._finish
 
     def finish(self: Any, request: Request) -> None:
-        if request.admitted >= 0:
+        if request.counted_cached:
             original(self, request)
 
     patch.setattr(Scheduler, "_finish", finish)
