@@ -27,6 +27,7 @@ from agentspec.wire import Submit
 from tests.fakes.sample import make_sample_checkpoint
 from tests.fakes.scripted_model import ScriptedModel
 from tests.replay.builders import TOOL, called, replay_file, result, runs, said, system, turn, user
+from tests.replay.worlds import ask, live_session
 
 SYSTEM, USER = CheckpointKind.SYSTEM, CheckpointKind.USER
 COSTS = model_costs("27b")
@@ -274,6 +275,17 @@ def test_a_flag_that_means_nothing_is_refused_by_name(flags: list[str], trace: s
 def test_a_template_is_for_the_dry_run_alone(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", trace, "--template", "stable", "--model", "anything"]) == 2
     assert capsys.readouterr().err.startswith("agentspec: error: template='stable': is for --dry-run")
+
+
+def test_a_session_with_a_world_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "live.jsonl"
+    save(replay_file(Session(session_id="script", turns=[turn(user())]), live_session(ask(), name="played")), path)
+    assert main(["replay", str(path), "--dry-run", "27b"]) == 2
+    shown = capsys.readouterr().err
+    assert "session 'played' has a world" in shown
+    assert "a dry run has no model" in shown
+    main(["replay", str(path), "--dry-run", "27b", "--sessions", "1"])
+    assert "world" not in capsys.readouterr().err
 
 
 def shared_data() -> Path:

@@ -56,9 +56,9 @@ class Conversation:
                     "and the turn has no recorded answer to fall back on"
                 )
             self._messages.append(answer)
-            self._messages += [_input_message(message, ids.get(index)) for index, message in enumerate(new)]
+            self._messages += [input_message(message, ids.get(index)) for index, message in enumerate(new)]
         else:
-            self._messages += [_input_message(message, None) for message in new]
+            self._messages += [input_message(message, None) for message in new]
         return list(self._messages), diverged
 
     def answer(self, turn: Turn, message: Message) -> None:
@@ -93,7 +93,8 @@ def recorded_message(message: AssistantMessage) -> Message:
     return body
 
 
-def _input_message(message: InputMessage, call_id: str | None) -> Message:
+def input_message(message: InputMessage, call_id: str | None) -> Message:
+    """A client's message as a request holds it; `call_id` takes the place of the recorded one."""
     body: Message = msgspec.to_builtins(message)
     if call_id is not None:
         body["tool_call_id"] = call_id
@@ -106,7 +107,7 @@ def _live_ids(answer: Message, new: list[InputMessage], recorded: AssistantMessa
     The n-th live call takes the place of the n-th recorded one. Results without a recorded call belong to the calls in their order."""
     calls = answer.get("tool_calls", [])
     results = [index for index, message in enumerate(new) if message.role == "tool"]
-    if len(calls) != len(results) or not all(_is_object(call["function"]["arguments"]) for call in calls):
+    if len(calls) != len(results) or not all(is_object(call["function"]["arguments"]) for call in calls):
         return None
     recorded_ids = [call.id for call in recorded.tool_calls] if recorded is not None else []
     result_ids = [new[index].tool_call_id for index in results]
@@ -117,8 +118,9 @@ def _live_ids(answer: Message, new: list[InputMessage], recorded: AssistantMessa
     return {index: calls[place]["id"] for index, place in zip(results, places, strict=True)}
 
 
-def _is_object(arguments: str) -> bool:
+def is_object(arguments: str) -> bool:
+    """Whether a call's arguments are a JSON object."""
     try:
         return isinstance(json.loads(arguments), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False

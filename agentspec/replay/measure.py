@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from agentspec.replay.outcomes import LiveCounts, SessionOutcome, count, count_groups
 from agentspec.replay.reply import Speculation
 
 
@@ -19,7 +20,7 @@ class TurnRecord:
 
     session_id: str
     turn: int
-    """From 0."""
+    """Requests of the session before this one."""
     delay_kind: str
     due: float
     """When it was to be sent: the end of the turn before plus the recorded wait, or the session's arrival."""
@@ -34,6 +35,8 @@ class TurnRecord:
     cached_tokens: int | None = None
     speculation: Speculation | None = None
     forced_acceptance: bool = False
+    user_turn: int | None = None
+    """Of a session with a world: the turn of the user that the request belongs to, from 0."""
     diverged: bool = False
     """The answer before it was replaced by the recorded one, because its tool calls did not fit."""
     error: str | None = None
@@ -78,10 +81,12 @@ class SessionRecord:
     session_id: str
     group: str | None
     num_planned: int
-    """Turns that were to be replayed."""
+    """Turns that were to be replayed. A session with a world has one for each turn of the user, and one more for each further request."""
     turns: list[TurnRecord] = field(default_factory=list)
     error: str | None = None
     """Why the session ended before its last turn."""
+    outcome: SessionOutcome | None = None
+    """Of a session with a world."""
 
     @property
     def hit_share(self) -> float | None:
@@ -174,6 +179,9 @@ class Summary:
     speculation: Speculation | None
     forced_acceptance: bool
     by_turn: list[TurnColumn]
+    live: LiveCounts | None
+    """Of the sessions with a world; None when there are none."""
+    live_groups: list[LiveCounts]
 
     @property
     def output_rate(self) -> float | None:
@@ -211,6 +219,7 @@ def summarize(sessions: Sequence[SessionRecord], wall: float) -> Summary:
         if turn.speculation is not None:
             speculation = speculation or Speculation()
             speculation.add(turn.speculation)
+    outcomes = [(session.group, session.outcome) for session in sessions if session.outcome is not None]
     failures = Counter(turn.error for turn in sent if turn.error is not None)
     return Summary(
         num_sessions=len(sessions),
@@ -232,6 +241,8 @@ def summarize(sessions: Sequence[SessionRecord], wall: float) -> Summary:
         speculation=speculation,
         forced_acceptance=any(turn.forced_acceptance for turn in sent),
         by_turn=_columns(turns),
+        live=count(outcome for _, outcome in outcomes) if outcomes else None,
+        live_groups=count_groups(outcomes),
     )
 
 

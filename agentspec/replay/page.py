@@ -5,8 +5,9 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-from agentspec.replay import plots
+from agentspec.replay import plots, report_live
 from agentspec.replay.measure import SessionRecord, Summary, TurnRecord
+from agentspec.replay.outcomes import LiveCounts
 from agentspec.replay.page_style import STYLE
 from agentspec.replay.report import FORCED_LABEL, NOT_REPORTED, Report, count, count_rows, milliseconds, share, time_rows
 
@@ -30,6 +31,7 @@ def render_page(report: Report) -> str:
             _timeline(report),
             _times_table(summary),
             _turn_table(summary),
+            _live_tables(report),
             _session_table(report.sessions),
             _facts(report),
         )
@@ -71,7 +73,16 @@ def _cards(summary: Summary) -> str:
         ("Diverged turns", str(summary.num_diverged), "", "live answers replaced by recorded ones", ""),
         ("Schedule lag", milliseconds(lag.p50), "ms", f"p99 {milliseconds(lag.p99)} · max {milliseconds(lag.largest)}", ""),
     ]
+    if summary.live is not None:  # in place of the last two, whose figures stand below as well
+        cards = [*_live_cards(summary.live), *cards[:-2]]
     return '<section class="cards">' + "".join(_card(*card) for card in cards) + "</section>"
+
+
+def _live_cards(live: LiveCounts) -> list[tuple[str, str, str, str, str]]:
+    calls = share(live.num_valid / live.num_calls) if live.num_calls else "no calls"
+    goals = share(live.num_sessions_reached / live.num_sessions) if live.num_sessions else "no goals"
+    turns = f"{live.num_sessions_reached} of {live.num_sessions} · {live.num_turns_reached} of {live.num_turns} user turns"
+    return [("Sessions at goal", goals, "", turns, ""), ("Tool calls valid", calls, "", f"{live.num_valid:,} of {live.num_calls:,}", "")]
 
 
 def _card(name: str, value: str, unit: str, note: str, kind: str) -> str:
@@ -215,6 +226,17 @@ def _turn_table(summary: Summary) -> str:
     return _table("Turns", "", head, rows, is_folded=len(rows) > 12)
 
 
+def _live_tables(report: Report) -> str:
+    summary, missed = report.summary, report_live.missed_rows(report.sessions)
+    tables = ""
+    if len(summary.live_groups) > 1:
+        tables += _table("Sessions with a world, by group", "", ["group", *report_live.GROUP_HEAD], report_live.group_rows(summary))
+    if missed:
+        head = ["session", "user turn", "tool calls valid", "missed"]
+        tables += _table("Goals missed", "What the turn's goal asks for and did not hold.", head, missed, is_folded=len(missed) > 12)
+    return tables
+
+
 def _session_table(sessions: list[SessionRecord]) -> str:
     rows = []
     for session in sessions:
@@ -223,6 +245,8 @@ def _session_table(sessions: list[SessionRecord]) -> str:
         answered = sum(turn.error is None for turn in session.turns)
         output = sum(turn.completion_tokens or 0 for turn in session.turns)
         outcome = session.error or "completed"
+        if session.outcome is not None and session.outcome.num_goals:
+            outcome += f"; {session.outcome.num_reached} of {session.outcome.num_goals} user turns at goal"
         rows.append(
             [session.session_id, f"{answered} of {session.num_planned}", f"{last - begin:.2f}", f"{output:,}", share(session.hit_share), outcome]
         )

@@ -16,6 +16,9 @@ _LOG_SECONDS = 5.0
 class Tally:
     num_sessions: int
     num_turns: int
+    """Grows while sessions with a world run: their calls bring further requests."""
+    num_live: int = 0
+    """Sessions with a world that have not ended."""
     sessions_done: int = 0
     turns_done: int = 0
     num_failed: int = 0
@@ -41,7 +44,7 @@ class Tally:
         parts = [
             f"{seconds:5.0f} s",
             f"sessions {self.sessions_done}/{self.num_sessions}",
-            f"turns {self.turns_done}/{self.num_turns}",
+            f"turns {self.turns_done}/{self.num_turns}{'+' if self.num_live else ''}",
             f"{self.num_running} running",
         ]
         if self.output_tokens and seconds > 0:

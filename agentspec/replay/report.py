@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentspec.replay import report_live
 from agentspec.replay.measure import Distribution, SessionRecord, Summary, TurnColumn, TurnRecord
 
 REPORT_SCHEMA = "agentspec.report/1"
@@ -53,9 +54,16 @@ class Report:
             "url": self.url,
             "settings": self.settings,
             "summary": _summary_json(self.summary),
+            **({"live": report_live.counts_json(self.summary)} if self.summary.live is not None else {}),
             "by_turn": [_column_json(column) for column in self.summary.by_turn],
             "sessions": [
-                {"session_id": session.session_id, "group": session.group, "planned_turns": session.num_planned, "error": session.error}
+                {
+                    "session_id": session.session_id,
+                    "group": session.group,
+                    "planned_turns": session.num_planned,
+                    "error": session.error,
+                    **({"live": report_live.session_json(session.outcome)} if session.outcome is not None else {}),
+                }
                 for session in self.sessions
             ],
             "requests": [_request_json(turn) for session in self.sessions for turn in session.turns],
@@ -74,6 +82,9 @@ def _table(report: Report) -> list[str]:
     if summary.forced_acceptance:
         lines += ["", FORCED_LABEL]
     lines += [""] + [f"{name:<26}{value}" for name, value in count_rows(summary)]
+    if len(summary.live_groups) > 1:
+        lines += ["", f"{'sessions with a world':<26}" + "".join(f"{head:>22}" for head in report_live.GROUP_HEAD)]
+        lines += [f"{row[0]:<26}" + "".join(f"{cell:>22}" for cell in row[1:]) for row in report_live.group_rows(summary)]
     lines += ["", f"{'milliseconds':<26}" + "".join(f"{head:>10}" for head in ("mean", "p50", "p90", "p99", "max"))]
     for name, distribution in time_rows(summary):
         lines.append(f"{name:<26}" + "".join(f"{milliseconds(value):>10}" for value in _five(distribution)))
@@ -83,6 +94,8 @@ def _table(report: Report) -> list[str]:
         lines.append(f"{column.turn + 1:<26}" + "".join(f"{value:>14}" for value in _column_cells(column)))
     if len(shown) < len(summary.by_turn):
         lines.append(f"and {len(summary.by_turn) - len(shown)} later turns, listed by --json and --html")
+    if summary.live is not None and summary.live.problems:
+        lines += ["", "invalid tool calls"] + [f"  {number} x  {kind}" for kind, number in summary.live.problems]
     if summary.errors:
         lines += ["", "failed sessions"] + [f"  {count} x  {message}" for message, count in summary.errors]
     return lines
@@ -101,6 +114,7 @@ def count_rows(summary: Summary) -> list[tuple[str, str]]:
         ("sessions", sessions),
         ("turns", turns),
         ("failures", str(summary.num_failed_sessions)),
+        *report_live.rows(summary),
         ("wall time", f"{summary.wall:.2f} s"),
         ("prompt tokens", count(summary.prompt_tokens)),
         ("output tokens", count(summary.output_tokens)),
@@ -203,6 +217,8 @@ def _summary_json(summary: Summary) -> dict[str, Any]:
         "turns_reporting_hits": summary.hits.num_turns,
         "emitted_per_step": summary.emitted_per_step,
         "draft_acceptance": summary.draft_acceptance,
+        "drafted_by_position": speculation.drafted_by_position if speculation is not None else None,
+        "accepted_by_position": speculation.accepted_by_position if speculation is not None else None,
         "acceptance_by_position": summary.acceptance_by_position if speculation is not None else None,
         "decode_steps": speculation.num_steps if speculation is not None else None,
         "drafted_tokens": speculation.num_drafted if speculation is not None else None,
@@ -224,6 +240,7 @@ def _request_json(turn: TurnRecord) -> dict[str, Any]:
     return {
         "session_id": turn.session_id,
         "turn": turn.turn,
+        "user_turn": turn.user_turn,
         "delay_kind": turn.delay_kind,
         "due_ms": _ms(turn.due),
         "sent_ms": _ms(turn.sent),

@@ -16,9 +16,11 @@ from agentspec.errors import ConfigError
 from agentspec.replay import bodies, schedule
 from agentspec.replay.client import CHAT_PATH, COMPLETION_PATH, Target, TurnClient, find_target
 from agentspec.replay.conversation import Conversation, ConversationError, keeps_live_history
+from agentspec.replay.live import LiveSession
 from agentspec.replay.measure import SessionRecord, TurnRecord, summarize
 from agentspec.replay.options import ReplayOptions
 from agentspec.replay.progress import Progress, Tally
+from agentspec.replay.reply import Reply
 from agentspec.replay.report import Report
 from agentspec.replay.schema import ReplayFile, Session, Turn
 from agentspec.replay.token_runs import TokenRuns
@@ -34,6 +36,7 @@ class SessionPlan:
     """Sampling fields of each turn."""
     tools: list[dict[str, Any]]
     live: bool
+    """Whether history holds the model's own answers."""
 
 
 def make_plans(file: ReplayFile, options: ReplayOptions) -> list[SessionPlan]:
@@ -50,6 +53,8 @@ def make_plans(file: ReplayFile, options: ReplayOptions) -> list[SessionPlan]:
 def _plan(file: ReplayFile, session: Session, options: ReplayOptions) -> SessionPlan:
     if session.parent is not None:
         raise ConfigError("file", file.path, f"session {session.session_id!r}: parent: subagents can't be replayed yet")
+    if session.world is not None:
+        _check_live(session, options)
     turns = session.turns[: options.max_turns]
     try:
         live = keeps_live_history(session, options.history, len(turns))
@@ -64,6 +69,14 @@ def _plan(file: ReplayFile, session: Session, options: ReplayOptions) -> Session
     return SessionPlan(session=session, turns=turns, fields=fields, tools=file.tools(session), live=live)
 
 
+def _check_live(session: Session, options: ReplayOptions) -> None:
+    reason = f"session {session.session_id!r} has a world: the model's own answers decide what follows, and none are recorded"
+    if options.history == "recorded":
+        raise ConfigError("history", options.history, reason)
+    if options.output == "length":
+        raise ConfigError("output", options.output, reason)
+
+
 async def run_replay(
     file: ReplayFile, options: ReplayOptions, client: httpx.AsyncClient, model: str | None, *, progress: TextIO | None = None
 ) -> Report:
@@ -74,7 +87,8 @@ async def run_replay(
     result, not an error."""
     plans = make_plans(file, options)
     target = await find_target(client, model)
-    tally = Tally(num_sessions=len(plans), num_turns=sum(len(plan.turns) for plan in plans))
+    num_live = sum(plan.session.world is not None for plan in plans)
+    tally = Tally(num_sessions=len(plans), num_turns=sum(len(plan.turns) for plan in plans), num_live=num_live)
     async with AsyncExitStack() as stack:
         if progress is not None:
             await stack.enter_async_context(Progress(tally, progress))
@@ -103,40 +117,81 @@ class _Runner:
         return list(self._records.values())
 
     async def run(self, session: Session, due: float) -> None:
-        """The turns of a session, one after another, each due its recorded wait after the last token of the one before.
-
-        The first turn that fails ends the session."""
+        """A session from its first turn to its last. The first request that fails ends it."""
         plan, record = self._plans[session.session_id], self._records[session.session_id]
+        if session.world is not None:
+            await self._run_live(plan, LiveSession(plan.turns, session.world, plan.tools), record, due)
+            self._tally.num_live -= 1
+        else:
+            await self._run_script(plan, record, due)
+        self._tally.sessions_done += 1
+
+    async def _run_script(self, plan: SessionPlan, record: SessionRecord, due: float) -> None:
+        """The turns of a script, one after another, each due its recorded wait after the last token of the one before."""
         conversation = Conversation(live=plan.live)
         for index, turn in enumerate(plan.turns):
             due += turn.delay_ms / 1000 * self._delay_scale
-            await asyncio.sleep(max(0.0, due - self._client.now()))
-            entry = TurnRecord(session_id=session.session_id, turn=index, delay_kind=turn.delay_kind, due=due, sent=self._client.now())
-            record.turns.append(entry)
-            await self._run_turn(plan, turn, plan.fields[index], conversation, entry)
-            self._tally.add(entry)
-            due = entry.end
-            if entry.error is not None:
-                record.error = f"turn {index + 1}: {entry.error}"
-                break
-        self._tally.sessions_done += 1
-
-    async def _run_turn(self, plan: SessionPlan, turn: Turn, fields: dict[str, Any], conversation: Conversation, entry: TurnRecord) -> None:
-        client = self._client
-        try:
-            if turn.messages is not None:
-                messages, entry.diverged = conversation.prompt(turn)
-                path, body = CHAT_PATH, bodies.chat_body(messages=messages, tools=plan.tools, fields=fields, model=client.model)
-            else:
-                path, body = COMPLETION_PATH, bodies.completion_body(prompt_ids=self._token_runs.prompt(turn), fields=fields, model=client.model)
-        except ConversationError as error:
-            entry.error, entry.end = str(error), client.now()
-            return
-        self._tally.num_running += 1
-        reply = await client.send(path, body, entry)
-        self._tally.num_running -= 1
-        if reply is not None:
+            entry = await self._new_entry(record, turn.delay_kind, due)
+            try:
+                path, body, entry.diverged = self._body(plan, index, conversation)
+            except ConversationError as error:
+                entry.error, entry.end = str(error), self._client.now()
+                self._count(record, entry)
+                return
+            reply = await self._send(path, body, record, entry)
+            if reply is None:
+                return
             conversation.answer(turn, reply.message())
+            due = entry.end
+
+    def _body(self, plan: SessionPlan, index: int, conversation: Conversation) -> tuple[str, dict[str, Any], bool]:
+        """Path and body of a turn's request, and whether the answer before it had to be replaced. Raises ConversationError."""
+        turn, fields, model = plan.turns[index], plan.fields[index], self._client.model
+        if turn.messages is None:
+            return COMPLETION_PATH, bodies.completion_body(prompt_ids=self._token_runs.prompt(turn), fields=fields, model=model), False
+        messages, diverged = conversation.prompt(turn)
+        return CHAT_PATH, bodies.chat_body(messages=messages, tools=plan.tools, fields=fields, model=model), diverged
+
+    async def _run_live(self, plan: SessionPlan, live: LiveSession, record: SessionRecord, due: float) -> None:
+        """The turns of the user, each with as many requests as the model's calls bring. Their results are there at once."""
+        record.outcome = live.outcome
+        for index, turn in enumerate(plan.turns):
+            live.begin()
+            due += turn.delay_ms / 1000 * self._delay_scale
+            delay_kind, is_answered = turn.delay_kind, False
+            while not is_answered:
+                entry = await self._new_entry(record, delay_kind, due)
+                entry.user_turn = index
+                body = bodies.chat_body(messages=live.prompt(), tools=plan.tools, fields=plan.fields[index], model=self._client.model)
+                reply = await self._send(CHAT_PATH, body, record, entry)
+                if reply is None:
+                    live.fail(str(entry.error))
+                    return
+                is_answered = not live.take(reply.message(), reply.finish_reason)
+                due, delay_kind = entry.end, "tool"
+                if not is_answered:
+                    record.num_planned += 1
+                    self._tally.num_turns += 1
+
+    async def _new_entry(self, record: SessionRecord, delay_kind: str, due: float) -> TurnRecord:
+        """Wait until a request is due and open its record."""
+        await asyncio.sleep(max(0.0, due - self._client.now()))
+        entry = TurnRecord(session_id=record.session_id, turn=len(record.turns), delay_kind=delay_kind, due=due, sent=self._client.now())
+        record.turns.append(entry)
+        return entry
+
+    async def _send(self, path: str, body: dict[str, Any], record: SessionRecord, entry: TurnRecord) -> Reply | None:
+        """One request; None when it failed."""
+        self._tally.num_running += 1
+        reply = await self._client.send(path, body, entry)
+        self._tally.num_running -= 1
+        self._count(record, entry)
+        return reply
+
+    def _count(self, record: SessionRecord, entry: TurnRecord) -> None:
+        self._tally.add(entry)
+        if entry.error is not None:
+            record.error = f"turn {entry.turn + 1}: {entry.error}"
 
 
 def _report(file: ReplayFile, options: ReplayOptions, target: Target, records: list[SessionRecord], wall: float) -> Report:

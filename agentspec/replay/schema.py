@@ -16,9 +16,13 @@ from typing import Any, Literal
 import msgspec
 
 from agentspec.errors import ReplayFileError
+from agentspec.replay.world import Goal, World
+from agentspec.replay.world_check import check_goal, check_world
 
 CLIENT_FIELDS = frozenset({"messages", "prompt", "model", "stream", "stream_options", "tools", "return_token_ids"})
 """Request fields that the client itself writes; neither `defaults` nor `extra` may hold them."""
+
+DEFAULT_MAX_REQUESTS = 8
 
 
 class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -96,6 +100,10 @@ class Turn(_Strict, frozen=True, kw_only=True):
     extra: dict[str, Any] = {}
     """OpenAI request fields of this turn, sent as they are."""
     expect: Expect | None = None
+    goal: Goal | None = None
+    """What this turn of a session with a world is to achieve."""
+    max_requests: int = DEFAULT_MAX_REQUESTS
+    """In a session with a world: requests that may follow this turn of the user, the first one included."""
 
     @property
     def recorded_message(self) -> AssistantMessage | None:
@@ -131,6 +139,8 @@ class Session(_Strict, frozen=True, kw_only=True, tag="session", tag_field="type
     """Name in `meta.toolsets`."""
     tools: list[dict[str, Any]] | None = None
     parent: Parent | None = None
+    world: World | None = None
+    """What the tools work on. The session is live: the model's calls are executed, and each turn is the user's."""
 
 
 class Meta(_Strict, frozen=True, kw_only=True, tag="meta", tag_field="type"):
@@ -206,7 +216,7 @@ def parse_line(path: str, number: int, line: bytes) -> Meta | Session:
         raise ReplayFileError(path, number, str(error)) from None
 
 
-_NESTED = {"turns", "messages", "expect", "message", "usage", "parent", "tool_calls", "function", "content"}
+_NESTED = {"turns", "messages", "expect", "message", "usage", "parent", "tool_calls", "function", "content", "world", "goal"}
 """Keys whose values are structs of the format; every other object (tools, extra, arguments) belongs to somebody else."""
 
 
@@ -242,6 +252,10 @@ def check_session(session: Session, meta: Meta) -> None:
         _check_turn(f"turns[{index}]", turn, is_first=index == 0)
     if len({turn.messages is None for turn in session.turns}) > 1:
         raise ValueError("turns: messages and token runs can't be mixed in one session")
+    if session.world is not None:
+        check_world(session.world, meta.toolsets[session.toolset] if session.toolset is not None else session.tools or [])
+    for index, turn in enumerate(session.turns):
+        _check_live(f"turns[{index}]", turn, session.world)
 
 
 def _check_turn(where: str, turn: Turn, *, is_first: bool) -> None:
@@ -260,6 +274,29 @@ def _check_turn(where: str, turn: Turn, *, is_first: bool) -> None:
     _check_request_fields(f"{where}.extra", turn.extra)
     if turn.expect is not None:
         _check_expect(f"{where}.expect", turn.expect)
+
+
+def _check_live(where: str, turn: Turn, world: World | None) -> None:
+    """The rules that a turn keeps because its session has a world, or has none."""
+    if turn.max_requests < 1:
+        raise ValueError(f"{where}.max_requests: {turn.max_requests} must be at least 1")
+    if world is None:
+        if turn.goal is not None:
+            raise ValueError(f"{where}.goal: only a session with a world has goals")
+        if turn.max_requests != DEFAULT_MAX_REQUESTS:
+            raise ValueError(f"{where}.max_requests: only a session with a world makes several requests a turn")
+        return
+    if turn.messages is None:
+        raise ValueError(f"{where}: a session with a world needs messages, not token runs")
+    if turn.expect is not None:
+        raise ValueError(f"{where}.expect: nothing is recorded in a session with a world")
+    for index, message in enumerate(turn.messages):
+        if message.role == "tool":
+            raise ValueError(f"{where}.messages[{index}].role: results come from the session's world, not from a tool message")
+    if turn.messages[-1].role != "user":
+        raise ValueError(f"{where}.messages: the last one must be the user's in a session with a world")
+    if turn.goal is not None:
+        check_goal(f"{where}.goal", turn.goal, world)
 
 
 def _check_messages(where: str, messages: list[InputMessage], *, is_first: bool) -> None:

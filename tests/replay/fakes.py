@@ -60,6 +60,8 @@ class Answer:
     status: int = 200
     raw: list[str] | None = None
     """Lines of the stream in place of all of the above."""
+    finish: str | None = None
+    """finish_reason; None: as the calls say."""
     hangs: bool = False
     ends_early: bool = False
 
@@ -134,7 +136,7 @@ async def _lines(answer: Answer, is_chat: bool, with_ids: bool) -> AsyncIterator
         yield _event(choices=[{"delta": {"tool_calls": [{"index": index, "function": {"arguments": arguments[half:]}}]}}])
     if answer.ends_early:
         return
-    yield _event(choices=[{"delta": {}, "finish_reason": "tool_calls" if answer.calls else "stop"}])
+    yield _event(choices=[{"delta": {}, "finish_reason": answer.finish or ("tool_calls" if answer.calls else "stop")}])
     tail: dict[str, Any] = {"choices": []}
     if answer.usage is not None:
         tail["usage"] = answer.usage
