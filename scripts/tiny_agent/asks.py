@@ -391,7 +391,7 @@ def perform(play: Play, asks: list[Ask], text: str, *, thought: str | None = Non
     results = [record if record is not None else next(left) for record in at_hand]
     thoughts = [think(ask, result) for ask, result, record in zip(asks, results, at_hand, strict=True) if record is None]
     ending = " ".join(dict.fromkeys(thoughts)) if calls else f"The user wants {wish}. An earlier result has it."
-    play.finish(ending, join([say(ask, result) for ask, result in zip(asks, results, strict=True)]))
+    play.finish(ending, join([say(ask, result) for ask, result in zip(asks, results, strict=True)]), may_look_up=True)
     remember(play, asks, results)
     return results
 

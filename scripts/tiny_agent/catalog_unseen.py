@@ -24,12 +24,12 @@ LOANS = Template(
     tools=_loans,
     unseen=True,
     operations=(
-        _loans.find("query_loans", "list", "List the loans of the library.", ("borrower", "loan_state"), show=("loan_ref", "book_title", "borrower")),
-        _loans.get("loan_info", "show", "All we know about a loan."),
+        _loans.find("query_loans", "list", "List library loans.", ("borrower", "loan_state"), show=("loan_ref", "book_title", "borrower")),
+        _loans.get("loan_info", "show", "Show all we know about a library loan."),
         _loans.create(
             "lend_book",
             "lend",
-            "Lend a book to a borrower.",
+            "Lend a book to a borrower: a new library loan.",
             ("book_title", "borrower", "give_back_by"),
             required=("book_title", "borrower"),
             fixed={"loan_state": "lent"},
@@ -37,13 +37,13 @@ LOANS = Template(
         _loans.update(
             "extend_loan",
             "extend",
-            "Give a loan another last day.",
+            "Extend a library loan: give it another last day.",
             {"extended_until": "give_back_by"},
             required=("extended_until",),
             locked=locked("loan_state", "returned", "loan {key} is {value}"),
             show=("loan_ref", "give_back_by"),
         ),
-        _loans.close("return_book", "return", "Note that the book of a loan came back.", {"loan_state": "returned"}, show=("loan_ref", "loan_state")),
+        _loans.close("return_book", "return", "Return the book of a library loan.", {"loan_state": "returned"}, show=("loan_ref", "loan_state")),
     ),
 )
 
@@ -51,11 +51,11 @@ _sensors = Toolset(
     "sensors",
     column("probeId", "code", "Id of the sensor", label="probe id", form="GS-###"),
     (
-        column("bed", "word", "Plants that it watches", label="plant bed"),
-        column("soilMoisture", "count", "Per cent", label="soil moisture"),
-        column("warmth", "amount", "Degrees in the soil", label="soil warmth"),
-        column("caretakerName", "person", "Who looks after it", label="plant keeper"),
-        column("muted", "flag", "Whether its alarm is off"),
+        column("bed", "word", "Plant bed that it watches", label="plant bed"),
+        column("soilMoisture", "count", "Soil moisture in per cent", label="soil moisture"),
+        column("warmth", "amount", "Soil warmth in degrees", label="soil warmth"),
+        column("caretakerName", "person", "Plant keeper who looks after it", label="plant keeper"),
+        column("muted", "flag", "Whether it is muted"),
     ),
 )
 SENSORS = Template(
@@ -65,17 +65,17 @@ SENSORS = Template(
     unseen=True,
     operations=(
         _sensors.find(
-            "lookupSensors", "find", "Look for sensors of the greenhouse.", ("bed", "caretakerName", "muted"), show=("probeId", "bed", "soilMoisture")
+            "lookupSensors", "find", "Find greenhouse sensors.", ("bed", "caretakerName", "muted"), show=("probeId", "bed", "soilMoisture")
         ),
-        _sensors.get("fetchSensorReading", "read", "Latest reading of a sensor."),
+        _sensors.get("fetchSensorReading", "read", "Read one greenhouse sensor."),
         _sensors.update(
             "configureSensor",
             "configure",
-            "Change who looks after a sensor, or whether its alarm is off.",
+            "Configure a greenhouse sensor: its plant keeper, or whether it is muted.",
             ("caretakerName", "muted"),
             show=("probeId", "caretakerName", "muted"),
         ),
-        _sensors.delete("unregisterSensor", "unregister", "Take a sensor out of the system."),
+        _sensors.delete("unregisterSensor", "unregister", "Unregister a greenhouse sensor for good."),
     ),
 )
 
@@ -86,7 +86,7 @@ _permits = Toolset(
         column("holder", "person", "Who may park"),
         column("plate", "code", "Number plate of the car", label="number plate", form="@@-###-@"),
         column("parking_zone", "choice", "Zone where the permit is good", choices="north south harbour centre"),
-        column("valid_through", "date", "Last day, YYYY-MM-DD", label="last valid day"),
+        column("valid_through", "date", "Last valid day, YYYY-MM-DD", label="last valid day"),
         column("permit_state", "choice", choices="valid revoked"),
     ),
 )
@@ -99,7 +99,7 @@ PERMITS = Template(
         _permits.find(
             "permits_lookup", "look up", "Look up parking permits.", ("holder", "parking_zone"), show=("permit_code", "holder", "parking_zone")
         ),
-        _permits.get("permits_check", "check", "Check a parking permit."),
+        _permits.get("permits_check", "check", "Check one parking permit."),
         _permits.create(
             "permits_grant",
             "grant",
@@ -111,13 +111,15 @@ PERMITS = Template(
         _permits.update(
             "permits_swap_plate",
             "change",
-            "Move a permit to another car.",
+            "Change the number plate of a parking permit.",
             {"plate_of_new_car": "plate"},
             required=("plate_of_new_car",),
             locked=locked("permit_state", "revoked", "permit {key} is {value}"),
             show=("permit_code", "plate"),
         ),
-        _permits.close("permits_revoke", "revoke", "Revoke a permit for good.", {"permit_state": "revoked"}, show=("permit_code", "permit_state")),
+        _permits.close(
+            "permits_revoke", "revoke", "Revoke a parking permit for good.", {"permit_state": "revoked"}, show=("permit_code", "permit_state")
+        ),
     ),
 )
 
@@ -125,12 +127,12 @@ _tours = Toolset(
     "tours",
     column("tour_code", "code", "Code of the tour", label="tour code", form="MT##"),
     (
-        column("theme_of_tour", "title", "What is shown", label="tour theme"),
-        column("docent", "person", "Who leads the tour"),
+        column("theme_of_tour", "title", "Tour theme: what is shown", label="tour theme"),
+        column("docent", "person", "Docent who leads the tour"),
         column("tour_day", "date", "Day of the tour, YYYY-MM-DD", label="tour day"),
-        column("gathering_at", "time", "When the group meets, HH:MM", label="gathering time"),
-        column("group_size", "count", "People in the group", label="group size"),
-        column("spoken_languages", "tags", "Languages of the tour", label="spoken languages"),
+        column("gathering_at", "time", "Gathering time of the group, HH:MM", label="gathering time"),
+        column("group_size", "count", "Group size, in people", label="group size"),
+        column("spoken_languages", "tags", "Spoken languages of the tour", label="spoken languages"),
     ),
 )
 TOURS = Template(
@@ -142,23 +144,27 @@ TOURS = Template(
         _tours.find(
             "browse_tours",
             "browse",
-            "Browse the tours of the museum.",
+            "Browse museum tours.",
             ("docent", "tour_day"),
             contains={"spoken_language": "spoken_languages"},
             show=("tour_code", "theme_of_tour", "tour_day"),
         ),
-        _tours.get("tour_sheet", "show", "The sheet of one tour."),
+        _tours.get("tour_sheet", "show", "Show the sheet of one museum tour."),
         _tours.create(
             "plan_tour",
             "plan",
-            "Plan a tour.",
+            "Plan a museum tour.",
             ("theme_of_tour", "docent", "tour_day", "gathering_at", "group_size", "spoken_languages"),
             required=("theme_of_tour", "tour_day", "gathering_at"),
         ),
         _tours.update(
-            "shift_tour", "shift", "Move a tour to another day or hour.", ("tour_day", "gathering_at"), show=("tour_code", "tour_day", "gathering_at")
+            "shift_tour",
+            "shift",
+            "Shift a museum tour to another tour day or gathering time.",
+            ("tour_day", "gathering_at"),
+            show=("tour_code", "tour_day", "gathering_at"),
         ),
-        _tours.delete("scrap_tour", "scrap", "Take a tour off the program."),
+        _tours.delete("scrap_tour", "scrap", "Scrap a museum tour."),
     ),
 )
 

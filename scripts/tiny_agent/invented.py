@@ -42,6 +42,8 @@ _FORMATS = {"date": (", YYYY-MM-DD", " as YYYY-MM-DD", " (YYYY-MM-DD)"), "time":
 _FILTER_TEXTS = ("Only {plural} with this {label}", "{Label} to look for", "Filter by {label}", "{Label}")
 _LOCK_TEXTS = ("{noun} {{key}} is {{value}}", "{{key}} is {{value}} and can't be changed", "not allowed: {noun} {{key}} is {{value}} already")
 _OLD_NEW = (("old", "new"), ("old_text", "new_text"), ("search", "replace_with"), ("before", "after"), ("remove", "insert"))
+_ODD_NAME_RATE = 0.25
+_OTHER_NAME_RATE = 0.45
 _SEARCHABLE: tuple[Kind, ...] = ("person", "city", "word", "date", "choice", "flag", "email", "code")
 _INSIDE: tuple[Kind, ...] = ("title", "tags", "people")
 
@@ -242,11 +244,16 @@ class _Maker:
                 raise AssertionError(verb)
 
     def _naming(self, verb: Verb) -> tuple[str, str]:
-        """The tool's verb as people say it and its name, which may have another verb of the same meaning; no two tools share a name."""
+        """The tool's verb as people say it and its name, which may have another verb, of the same meaning or not; no two tools share a name."""
         rng = self.rng
         while True:
             word = self.closing if verb == "close" else rng.choice(words.VERBS[verb])
-            named = word if verb == "close" or rng.random() < 0.75 else rng.choice(words.VERBS[verb])
+            roll = rng.random()
+            named = word
+            if roll < _ODD_NAME_RATE:
+                named = rng.choice(words.ODD_VERBS.strict(self.split))
+            elif roll < _OTHER_NAME_RATE and verb != "close":
+                named = rng.choice(words.VERBS[verb])
             name = self.style.tool(named, self.plural if verb == "find" and rng.random() < 0.7 else self.noun)
             if name not in self.names:
                 self.names.add(name)

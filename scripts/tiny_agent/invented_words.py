@@ -53,6 +53,9 @@ VERBS: dict[Verb, tuple[str, ...]] = {
 }
 """How a tool of each kind may be called; the states below have the words for `close`."""
 
+ODD_VERBS = Pool.of(pools.read_list("odd_verbs"))
+"""Verbs that a tool may be named with whatever it does; its description then says what that is."""
+
 CLOSING = {
     "cancel": "cancelled", "close": "closed", "finish": "finished", "archive": "archived", "complete": "completed", "approve": "approved",
     "release": "released", "reject": "rejected", "retire": "retired", "settle": "settled", "suspend": "suspended", "confirm": "confirmed",
@@ -98,8 +101,9 @@ _GENERIC: dict[Kind, tuple[str, ...]] = {
     "path": ("file", "path"),
     "tags": ("tags", "labels", "words"),
 }
-_MADE_UP_NOUN_RATE = 0.2
-_GENERIC_RATE = 0.25
+_MADE_UP_NOUN_RATE = 0.4
+_MADE_UP_FIRST_RATE = 0.35
+_GENERIC_RATE = 0.4
 
 
 def noun(rng: random.Random, split: Split) -> str:
@@ -107,7 +111,9 @@ def noun(rng: random.Random, split: Split) -> str:
     base = pools.made_up(rng, split, 2) if rng.random() < _MADE_UP_NOUN_RATE else rng.choice(RECORD_NOUNS.strict(split))
     if rng.random() < 0.5 or " " in base:
         return base
-    before = rng.choice(rng.choice((pools.NOUNS, pools.ADJECTIVES)).strict(split)) if rng.random() < 0.8 else pools.made_up(rng, split, 2)
+    before = (
+        rng.choice(rng.choice((pools.NOUNS, pools.ADJECTIVES)).strict(split)) if rng.random() >= _MADE_UP_FIRST_RATE else pools.made_up(rng, split, 2)
+    )
     return base if before == base else f"{before} {base}"
 
 
@@ -129,7 +135,7 @@ def label(rng: random.Random, split: Split, kind: Kind) -> str:
         return rng.choice(known)
     pool = rng.choice((pools.NOUNS, pools.ADJECTIVES)) if kind != "flag" else pools.ADJECTIVES
     while True:
-        first = rng.choice(pool.strict(split)) if rng.random() < 0.8 else pools.made_up(rng, split, 2)
+        first = rng.choice(pool.strict(split)) if rng.random() >= _MADE_UP_FIRST_RATE else pools.made_up(rng, split, 2)
         made = first if kind == "flag" else f"{first} {rng.choice(_GENERIC[kind])}"
         if made not in _ALL_LABELS:
             return made
@@ -137,7 +143,7 @@ def label(rng: random.Random, split: Split, kind: Kind) -> str:
 
 def choices(rng: random.Random, split: Split, label: str) -> tuple[str, ...]:
     """The values of a choice: its usual ones, or words from anywhere, so that the schema has to be read."""
-    if label in CHOICES and rng.random() < 0.7:
+    if label in CHOICES and rng.random() < 0.5:
         return tuple(CHOICES[label])
     words: dict[str, None] = {}
     while len(words) < rng.choice((2, 3, 3, 4)):

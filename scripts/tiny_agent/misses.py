@@ -105,9 +105,8 @@ def _call_difference(played: Played, place: int, number: int, gold: tuple[str, A
     wrong = next((key for key in wanted if given[key] != wanted[key]), None)
     if wrong is None:
         return None
-    return _value_kind(
-        wanted[wrong], given[wrong], _context(played, place, number - 1)
-    ), f"{wrong} is {_text(given[wrong])}, not {_text(wanted[wrong])}"
+    kind = _value_kind(wanted[wrong], given[wrong], _context(played, place, number - 1))
+    return kind, f"{wrong} is {_text(given[wrong])}, not {_text(wanted[wrong])}"
 
 
 def _value_kind(wanted: Any, given: Any, context: str) -> str:
@@ -145,7 +144,7 @@ def listing(miss: Miss) -> str:
         lines += [f"{place + 1} CALL {call.name} {call.arguments} -> {_cut(call.result or '(not executed)', 200)}" for call in before.calls]
         lines += _labelled(f"{place + 1} SAYS", before.answer + ("   [MISSED]" if before.reached is False else ""))
     lines += ["", *_labelled("USER", miss.gold.user), "", "model:", *_made(miss), "", "gold:", *_gold(miss.gold), ""]
-    lines += [f"ENDED  {entry.ending}, after {entry.num_requests} requests", *(f"MISSED {reason}" for reason in entry.missed)]
+    lines += [f"ENDED  {entry.ending}, after {entry.num_requests} requests", *(f"MISSED {_cut(reason, 300)}" for reason in entry.missed)]
     lines += [f"FIRST DIFFERENCE  {miss.kind}: {miss.difference}", f"GOAL   {_cut(json.dumps(miss.gold.goal, ensure_ascii=False))}"]
     return "\n".join(lines)
 

@@ -21,6 +21,7 @@ _FACT = re.compile(
     r"|\d\d:\d\d (?P<event>[a-z -]+) = (?P<event_value>.+)"
     r")$"
 )
+_CLOCK = len("00:00 ")
 _SETTINGS = pools.read_groups("settings")
 _FIRST, _SECOND = tuple(_SETTINGS["first"]), tuple(_SETTINGS["second"])
 _HEADERS = ("# {t}", "# settings for {t}", "# {t}, see below", "# do not edit by hand", "# checked by {f}")
@@ -39,7 +40,7 @@ def facts(text: str) -> list[tuple[str, str]]:
 
 
 def fact_lines(text: str) -> dict[str, str]:
-    """The line of each fact, by its label; each occurs exactly once in the text."""
+    """The line of each fact, without a log's time of day, by its label; each occurs exactly once in the text."""
     return {label: line for label, (_, line) in _found(text).items()}
 
 
@@ -52,7 +53,9 @@ def _found(text: str) -> dict[str, tuple[str, str]]:
         kind = match.lastgroup
         assert kind is not None
         label = match[kind.removesuffix("_value")].replace("_", " ").lower()
-        found[label] = (match[kind].strip('"'), line)
+        entry = line[_CLOCK:] if kind == "event_value" else line
+        if text.count(entry) == 1:
+            found[label] = (match[kind].strip('"'), entry)
     return found
 
 

@@ -102,14 +102,13 @@ class Play:
                 results[i] = result
         return results
 
-    def finish(self, thought: str, said: answers.Said) -> None:
-        """The answer in words ends the turn."""
+    def finish(self, thought: str, said: answers.Said, *, may_look_up: bool = False) -> None:
+        """The answer in words ends the turn. `may_look_up`: looking up again what an earlier result shows is needless, but no mistake."""
         text, says = said
         self._message(thought, text)
         after = self._simulator.snapshot()
-        goal = Goal(
-            says=list(dict.fromkeys(says)), changes=changes(self._tables, after), max_calls=self._num_calls + SPARE_CALLS if self._num_calls else 0
-        )
+        max_calls = self._num_calls + SPARE_CALLS if self._num_calls or may_look_up else 0
+        goal = Goal(says=list(dict.fromkeys(says)), changes=changes(self._tables, after), max_calls=max_calls)
         assert all(word.casefold() in text.casefold() for word in goal.says), (text, goal.says)
         self._tables = after
         self.num_chars += len(self._user) + sum(len(str(message)) for message in self._messages)

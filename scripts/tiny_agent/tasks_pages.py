@@ -81,7 +81,7 @@ def read_fact(play: Play) -> bool:
         if _read(play, domain, operation, key, wish) is None:
             return True
         thought = f"The text has the {label}."
-    play.finish(thought, (f"The {label} in {key} is {value}.", answers.essential(value, "is")))
+    play.finish(thought, (f"The {label} in {key} is {value}.", answers.essential(value, "is")), may_look_up=True)
     return True
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -282,6 +282,24 @@ def test_drawn_sessions_are_of_both_groups_and_make_a_valid_file() -> None:
     assert [session.session_id for session in file.sessions] == [session.example.session_id for session in sessions]
     assert all(turn.goal is not None for session in file.sessions for turn in session.turns)
     assert [session.example for session in draw(evaluate.SEED, 2)] == [session.example for session in sessions]
+
+
+def gold_answers(session: HeldOut) -> Iterator[Answer]:
+    """What a perfect model would answer."""
+    for turn in session.example.turns:
+        for message in turn.messages:
+            if message["role"] == "assistant":
+                made = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message.get("tool_calls", [])]
+                yield calls(*made, text=message["content"] or "")
+
+
+def test_gold_answers_reach_every_goal_with_valid_calls() -> None:
+    sessions = draw(evaluate.SEED, 12)
+    played, summary, _ = run(sessions, [answer for session in sessions for answer in gold_answers(session)])
+    judged = quality.judge(played, seconds=summary.wall, num_failed=summary.num_failed_sessions)
+    assert [listing(miss) for miss in find_misses(played)] == []
+    assert judged.shortfalls == []
+    assert (judged.total.num_valid, judged.total.num_sessions_reached) == (judged.total.num_calls, 24)
 
 
 @pytest.mark.parametrize(
