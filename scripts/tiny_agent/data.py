@@ -30,7 +30,7 @@ from scripts.tiny_agent.render import READ, REPEATED, WRITTEN, Rendered, render_
 from scripts.tiny_agent.sessions import make_example
 from scripts.tiny_agent.tokenizer import DEFAULT_DIRECTORY, END_OF_TEXT, id_of
 
-MAX_LENGTH = 8192
+MAX_LENGTH = 12288
 SESSIONS_PER_CHUNK = 64
 _CHUNKS_AHEAD = 4
 """Per worker: enough that a batch is ready when it is asked for, few enough to bound memory."""

@@ -1,7 +1,7 @@
 """What a session is about, as data: a domain is one kind of record (orders, tickets) with the tools that work on it.
 
-Hand-written domains (catalog) and domains made up by seed (invented) have the same shape, so every task is written once. Knows nothing of phrases, tokens
-or training.
+Hand-written domains (catalog) and domains made up by seed (invented) have the same shape, so every task is written once. Knows nothing of phrases,
+tokens or training.
 """
 
 from __future__ import annotations

@@ -36,12 +36,21 @@ _DESCRIPTIONS: dict[Verb, tuple[str, ...]] = {
         "{Word} a passage in the {text} of one {noun}; it must occur exactly once.",
     ),
 }  # fmt: skip
+_OWN_DESCRIPTIONS: dict[Verb, tuple[str, ...]] = {
+    "get": ("{Word} one {noun}: returns all its details.", "{Word} a single {noun} to see everything about it."),
+    "find": ("{Word} {plural}: returns those that match.", "{Word} {plural} to get a list of them."),
+    "create": ("{Word} a new {noun}: adds it to the others.", "{Word} one more {noun}."),
+    "update": ("{Word} one {noun}: changes what is given.", "{Word} details of the {noun} with this {key}. Only what is given changes."),
+    "close": ("{Word} one {noun}; its {state} becomes {closed}.", "{Word} the {noun} with this {key}: sets its {state} to {closed}."),
+    "delete": ("{Word} one {noun}: removes it for good.", "{Word} the {noun} with this {key}, which removes it."),
+}  # fmt: skip
+"""For verbs that say nothing by themselves."""
 _COLUMN_TEXTS = ("{Label}", "{Label}", "{Label} of the {noun}", "The {label}", "{Label} of this {noun}", "The {noun}'s {label}")
 _FLAG_TEXTS = ("Whether it is {label}", "{Label} or not", "{Label}: true or false", "True if the {noun} is {label}")
 _FORMATS = {"date": (", YYYY-MM-DD", " as YYYY-MM-DD", " (YYYY-MM-DD)"), "time": (", HH:MM", " as HH:MM", " (HH:MM)")}
 _FILTER_TEXTS = ("Only {plural} with this {label}", "{Label} to look for", "Filter by {label}", "{Label}")
 _LOCK_TEXTS = ("{noun} {{key}} is {{value}}", "{{key}} is {{value}} and can't be changed", "not allowed: {noun} {{key}} is {{value}} already")
-_OLD_NEW = (("old", "new"), ("old_text", "new_text"), ("search", "replace_with"), ("before", "after"), ("remove", "insert"))
+_OWN_VERB_RATE = 0.3
 _ODD_NAME_RATE = 0.25
 _OTHER_NAME_RATE = 0.45
 _SEARCHABLE: tuple[Kind, ...] = ("person", "city", "word", "date", "choice", "flag", "email", "code")
@@ -68,8 +77,8 @@ class _Style:
             param_camel=camel if rng.random() < 0.8 else not camel,
             noun_first=rng.random() < 0.3,
             short=rng.random() < 0.25,
-            find_prefix=rng.choice(("", "", "", "", "by", "filter", "with")),
-            update_prefix=rng.choice(("", "", "new", "new", "set", "to")),
+            find_prefix=rng.choice(("", "", "", "", "", "by", "filter", "with", "only", "where", "match")),
+            update_prefix=rng.choice(("", "", "", "new", "new", "set", "to", "updated", "next", "change")),
         )
 
     def param(self, *parts: str) -> str:
@@ -123,8 +132,7 @@ class _Maker:
         rng = self.rng
         roll = rng.random()
         if roll < 0.84:
-            last = self.noun.split()[-1]
-            label = f"{last} {rng.choice(('id', 'id', 'number', 'code', 'reference', 'key'))}"
+            label = words.key_label(rng, self.split, self.noun)
             if self.split == "train" and rng.random() < 0.25:
                 label = rng.choice(("id", "number", "code", "reference", "key"))
             column = Column(name=self.style.param(label), label=label, kind="code", form=words.key_form(rng))
@@ -209,7 +217,8 @@ class _Maker:
     def _operation(self, verb: Verb) -> Operation:
         rng = self.rng
         word, name = self._naming(verb)
-        text = rng.choice(_DESCRIPTIONS[verb]).format(
+        is_plain = word in words.VERBS.get(verb, ()) or word in words.CLOSING or verb not in _OWN_DESCRIPTIONS
+        text = rng.choice((_DESCRIPTIONS if is_plain else _OWN_DESCRIPTIONS)[verb]).format(
             Word=_capital(word),
             noun=self.noun,
             plural=self.plural,
@@ -248,6 +257,8 @@ class _Maker:
         rng = self.rng
         while True:
             word = self.closing if verb == "close" else rng.choice(words.VERBS[verb])
+            if verb in _OWN_DESCRIPTIONS and verb != "close" and rng.random() < _OWN_VERB_RATE:
+                word = words.own_verb(rng, self.split)
             roll = rng.random()
             named = word
             if roll < _ODD_NAME_RATE:
@@ -271,7 +282,7 @@ class _Maker:
                 param = self.style.param(*filter(None, (self.style.find_prefix, column.label)))
                 match[param] = column.name
                 texts[param] = rng.choice(_FILTER_TEXTS).format(plural=self.plural, label=column.label, Label=_capital(column.label))
-        limit = self.style.param(rng.choice(words.LIMITS[self.split]).replace("_", " ")) if rng.random() < 0.35 else None
+        limit = self.style.param(words.limit(rng, self.split, self.plural)) if rng.random() < 0.35 else None
         required = [next(iter(match))] if match and rng.random() < 0.2 else []
         return self.tools.find(name, word, text, match, contains=contains, limit=limit, required=required, show=self.short_list, texts=texts)
 
@@ -293,10 +304,7 @@ class _Maker:
 
     def _replace(self, name: str, word: str, text: str, by: dict[str, str]) -> Operation:
         assert self.page is not None
-        old, new = self.rng.choice(_OLD_NEW)
-        old, new = self.style.param(old.replace("_", " ")), self.style.param(new.replace("_", " "))
-        if self.split == "held_out":
-            old, new = self.style.param("passage"), self.style.param("passage instead")
+        old, new = (self.style.param(name) for name in words.old_and_new(self.rng, self.split))
         return self.tools.replace(name, word, text, self.page.name, old=old, new=new, by=by, show=(self.key.name,))
 
     def _after(self, changed: Sequence[str]) -> tuple[str, ...]:

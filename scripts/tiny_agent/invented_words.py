@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from scripts.tiny_agent import catalog, pools
 from scripts.tiny_agent.domain import Column, Kind, Split, Verb
-from scripts.tiny_agent.pools import Pool
+from scripts.tiny_agent.pools import Pool, made_up
 from scripts.tiny_agent.template import Template
 
 
@@ -69,10 +69,17 @@ STATE_LABELS: dict[Split, tuple[str, ...]] = {
     "train": ("status", "state", "stage", "progress", "status", "current state", "order status", "workflow step"),
     "held_out": ("phase", "standing", "lifecycle", "stand of affairs", "present phase", "milestone state"),
 }
-LIMITS: dict[Split, tuple[str, ...]] = {
-    "train": ("limit", "max_results", "top", "max_count", "first_n"),
-    "held_out": ("max_items", "page_size", "at_most", "num_hits"),
+_LIMITS: dict[Split, tuple[str, ...]] = {
+    "train": ("limit", "max results", "top", "max count", "first n", "result limit", "cap", "how many", "max rows", "size limit", "take"),
+    "held_out": ("max items", "page size", "at most", "num hits"),
 }
+_LIMIT_FORMS = ("max {}", "{} limit", "top {}", "num {}", "first {}", "{} cap")
+_KEY_WORDS = ("id", "id", "number", "code", "reference", "key", "no", "tag", "handle", "ident", "symbol", "mark")
+_OLD_NEW = (
+    ("old", "new"), ("search", "replace with"), ("before", "after"), ("remove", "insert"), ("from", "to"), ("current", "replacement"),
+    ("wrong", "right"), ("existing", "wanted"), ("find", "put"), ("source", "target"),
+)  # fmt: skip
+_PARTS = ("", "", "text", "line", "part", "piece", "string", "value")
 TEXT_LABELS: dict[Split, tuple[str, ...]] = {
     "train": ("content", "body", "log", "transcript", "full text", "protocol", "listing"),
     "held_out": ("dossier text", "long form", "write-up", "record sheet"),
@@ -108,12 +115,10 @@ _GENERIC_RATE = 0.4
 
 def noun(rng: random.Random, split: Split) -> str:
     """What the records are: a noun, often with a word before it, sometimes one that nobody knows."""
-    base = pools.made_up(rng, split, 2) if rng.random() < _MADE_UP_NOUN_RATE else rng.choice(RECORD_NOUNS.strict(split))
+    base = made_up(rng, split, 2) if rng.random() < _MADE_UP_NOUN_RATE else rng.choice(RECORD_NOUNS.strict(split))
     if rng.random() < 0.5 or " " in base:
         return base
-    before = (
-        rng.choice(rng.choice((pools.NOUNS, pools.ADJECTIVES)).strict(split)) if rng.random() >= _MADE_UP_FIRST_RATE else pools.made_up(rng, split, 2)
-    )
+    before = rng.choice(rng.choice((pools.NOUNS, pools.ADJECTIVES)).strict(split)) if rng.random() >= _MADE_UP_FIRST_RATE else made_up(rng, split, 2)
     return base if before == base else f"{before} {base}"
 
 
@@ -135,10 +140,34 @@ def label(rng: random.Random, split: Split, kind: Kind) -> str:
         return rng.choice(known)
     pool = rng.choice((pools.NOUNS, pools.ADJECTIVES)) if kind != "flag" else pools.ADJECTIVES
     while True:
-        first = rng.choice(pool.strict(split)) if rng.random() >= _MADE_UP_FIRST_RATE else pools.made_up(rng, split, 2)
+        first = rng.choice(pool.strict(split)) if rng.random() >= _MADE_UP_FIRST_RATE else made_up(rng, split, 2)
         made = first if kind == "flag" else f"{first} {rng.choice(_GENERIC[kind])}"
         if made not in _ALL_LABELS:
             return made
+
+
+def key_label(rng: random.Random, split: Split, noun: str) -> str:
+    """What the key of such records is called."""
+    return f"{noun.split()[-1]} {rng.choice(_KEY_WORDS) if rng.random() < 0.85 else made_up(rng, split, 2)}"
+
+
+def limit(rng: random.Random, split: Split, plural: str) -> str:
+    """What the greatest number of results is called."""
+    return rng.choice(_LIMITS[split]) if rng.random() < 0.6 else rng.choice(_LIMIT_FORMS).format(plural.split()[-1])
+
+
+def old_and_new(rng: random.Random, split: Split) -> tuple[str, str]:
+    """What the text to replace and the text in its place are called."""
+    if split == "held_out" and rng.random() < 0.5:
+        return "passage", "passage instead"
+    old, new = rng.choice(_OLD_NEW)
+    part = rng.choice(_PARTS) if split == "train" and rng.random() < 0.7 else made_up(rng, split, 2)
+    return f"{old} {part}".strip(), f"{new} {part}".strip()
+
+
+def own_verb(rng: random.Random, split: Split) -> str:
+    """A verb that says nothing by itself."""
+    return rng.choice(ODD_VERBS.strict(split)) if rng.random() < 0.7 else made_up(rng, split, 2)
 
 
 def choices(rng: random.Random, split: Split, label: str) -> tuple[str, ...]:
@@ -161,8 +190,11 @@ def key_form(rng: random.Random) -> str:
 def state(rng: random.Random, split: Split, name: str, label: str) -> tuple[Column, str, str, str]:
     """A status column: itself, the state that records start with, the verb that closes them and the state that it leaves."""
     verb, closed = rng.choice(_CLOSING_ITEMS)
-    if rng.random() < 0.15:
-        closed = pools.made_up(rng, split, 2)
+    if rng.random() < 0.3:
+        verb = own_verb(rng, split)
+        closed = made_up(rng, split, 2)
+    elif rng.random() < 0.15:
+        closed = made_up(rng, split, 2)
     start = rng.choice(STARTING)
     between = tuple(rng.sample(BETWEEN, rng.choice((0, 1, 1, 2))))
     return Column(name=name, label=label, kind="choice", choices=(start, *between, closed)), start, verb, closed

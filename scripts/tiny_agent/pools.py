@@ -19,6 +19,7 @@ _HELD_OUT_PERCENT = 12
 _HELD_OUT_RATE = 0.8
 """How often a held-out draw takes a held-out item; the rest are known ones, as in life."""
 _MADE_UP_RATE = 0.35
+_BLEND_RATE = 0.5
 
 
 def is_held_out(word: str) -> bool:
@@ -80,20 +81,33 @@ _LINKS = "lmnrst"
 _NEXT = "bdfgklmnprstvz"
 
 
+_BLENDED = tuple(word for pool in (NOUNS, ADJECTIVES, GERUNDS, TAGS) for word in pool.train if word.isalpha() and len(word) > 4)
+_KNOWN = frozenset(word for pool in (NOUNS, ADJECTIVES, GERUNDS, TAGS, TOPICS) for word in (*pool.train, *pool.held_out))
+
+
 def made_up(rng: random.Random, split: Split, num_syllables: int | None = None) -> str:
-    """A pronounceable word in lower case that no dictionary has, of this split."""
+    """A word in lower case that no dictionary has, of this split: pronounceable syllables, or the halves of two known words, which reads like a
+    word that was never seen before."""
     while True:
-        count = num_syllables or rng.choice((2, 2, 2, 3, 3))
-        parts: list[str] = [rng.choice(_ONSETS) if rng.random() < 0.85 else ""]
-        for index in range(count):
-            parts.append(rng.choice(_VOWELS))
-            if index + 1 < count:
-                parts.append(rng.choice(_ONSETS) if rng.random() < 0.75 else rng.choice(_LINKS) + rng.choice(_NEXT))
-        if rng.random() < 0.9:
-            parts.append(rng.choice(_CODAS))
-        word = "".join(parts)
-        if is_held_out(word) == (split == "held_out"):
+        word = _blend(rng) if rng.random() < _BLEND_RATE else _syllables(rng, num_syllables or rng.choice((2, 2, 2, 3, 3)))
+        if word not in _KNOWN and is_held_out(word) == (split == "held_out"):
             return word
+
+
+def _blend(rng: random.Random) -> str:
+    first, second = rng.choice(_BLENDED), rng.choice(_BLENDED)
+    return first[: rng.randint(2, len(first) - 2)] + second[rng.randint(2, len(second) - 2) :]
+
+
+def _syllables(rng: random.Random, count: int) -> str:
+    parts: list[str] = [rng.choice(_ONSETS) if rng.random() < 0.85 else ""]
+    for index in range(count):
+        parts.append(rng.choice(_VOWELS))
+        if index + 1 < count:
+            parts.append(rng.choice(_ONSETS) if rng.random() < 0.75 else rng.choice(_LINKS) + rng.choice(_NEXT))
+    if rng.random() < 0.9:
+        parts.append(rng.choice(_CODAS))
+    return "".join(parts)
 
 
 def word(pool: Pool, rng: random.Random, split: Split) -> str:

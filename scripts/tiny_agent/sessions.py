@@ -23,12 +23,12 @@ from scripts.tiny_agent.phrases import TONES
 from scripts.tiny_agent.play import Play, Setting
 
 MAX_TOOLS = 16
-_INVENTED_RATE = 0.65
+_INVENTED_RATE = 0.8
 _CALCULATOR = "calculation"
 _CALCULATOR_RATE = 0.12
 _FAILING_RATE = 0.17
 _LONG_RATE = 0.1
-_ENOUGH_CHARS = 13_000
+_ENOUGH_CHARS = 30_000
 """No further turn after this, so that all sessions fit 8k tokens."""
 _BUSY = (
     "service busy, try again",
@@ -82,7 +82,7 @@ def _session(rng: random.Random, session_id: str, split: Split, unseen: bool) ->
         me=prompt.me, today=prompt.today, name=prompt.name,
     )  # fmt: skip
     play = Play(setting, Simulator(world, tools))
-    num_turns = rng.randint(5, 12) if long else rng.choices((1, 2, 3, 4, 5), (24, 26, 22, 16, 12))[0]
+    num_turns = rng.randint(5, 22) if long else rng.choices((1, 2, 3, 4, 5), (24, 26, 22, 16, 12))[0]
     posed: list[str] = []
     size = len(json.dumps(tools)) + len(prompt.text or "")
     while len(play.turns) < num_turns and size + play.num_chars < _ENOUGH_CHARS:

@@ -58,7 +58,7 @@ def test_batches_hold_whole_sessions_in_order(directory: Path) -> None:
                 break
             example = make_example(SEED, index, split="train")
             expected = render(example, tokenizer, num_turns_shown(example, SEED, index))
-            length = min(len(expected.ids), 8192)
+            length = min(len(expected.ids), 12288)
             assert np.array_equal(batch.ids[begin:end], expected.ids[:length]), index
             assert np.array_equal(batch.mask[begin:end], expected.mask[:length]), index
             index += 1
@@ -94,7 +94,7 @@ def test_held_out_sessions_are_marked(directory: Path) -> None:
 
 
 def test_a_batch_must_have_room_for_the_longest_session(directory: Path) -> None:
-    with pytest.raises(ValueError, match="tokens_per_batch: 100 is less than max_length, 8192"):
+    with pytest.raises(ValueError, match="tokens_per_batch: 100 is less than max_length, 12288"):
         next(batches(SEED, tokens_per_batch=100, num_workers=0, directory=directory))
 
 
