@@ -7,6 +7,7 @@ word never occurs in training. Knows nothing of columns, domains or sentences.
 from __future__ import annotations
 
 import random
+import re
 import zlib
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -82,7 +83,12 @@ _NEXT = "bdfgklmnprstvz"
 
 
 _BLENDED = tuple(word for pool in (NOUNS, ADJECTIVES, GERUNDS, TAGS) for word in pool.train if word.isalpha() and len(word) > 4)
-_KNOWN = frozenset(word for pool in (NOUNS, ADJECTIVES, GERUNDS, TAGS, TOPICS) for word in (*pool.train, *pool.held_out))
+_KNOWN = frozenset(
+    word
+    for path in sorted(_FOLDER.glob("*.txt"))
+    if path.stem != "syllables"
+    for word in re.findall(r"[a-z]+", path.read_text(encoding="utf-8").lower())
+)
 
 
 def made_up(rng: random.Random, split: Split, num_syllables: int | None = None) -> str:
