@@ -1,6 +1,6 @@
 # Every target makes the .venv that it needs on first use. `make` alone lists them.
 #
-#   ARGS    goes to the tool behind `replay`, `test` and `test-gpu`, e.g. make test ARGS="-k tree"
+#   ARGS    goes to the tool behind `replay`, `evaluate`, `test` and `test-gpu`, e.g. make test ARGS="-k tree"
 #   PYTHON  the interpreter for a new .venv (3.11 to 3.14; found by itself when unset)
 #   TORCH   what pip installs as torch into a .venv that has none, options included (default: see scripts/make_venv.sh)
 
@@ -9,18 +9,20 @@ SHELL := /bin/bash
 .NOTPARALLEL:
 
 BIN := .venv/bin
-SAMPLE := build/sample-checkpoint
 export PYTHON TORCH
 
-.PHONY: help install replay test test-gpu check format clean
+.PHONY: help install replay evaluate test test-gpu check format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: .venv/.dev-installed  ## make the .venv with everything that developers need
 
-replay: .venv/.installed $(SAMPLE)/config.json  ## replay workloads/agentic.jsonl on a small random checkpoint
-	$(BIN)/agentspec replay workloads/agentic.jsonl --model $(SAMPLE) $(ARGS)
+replay: .venv/.installed  ## replay workloads/agentic.jsonl on the bundled model, tiny-agent
+	$(BIN)/agentspec replay workloads/agentic.jsonl $(ARGS)
+
+evaluate: .venv/.installed  ## measure tiny-agent on sessions that its training never saw
+	$(BIN)/python -m scripts.tiny_agent.evaluate $(ARGS)
 
 test: .venv/.dev-installed  ## run every test that needs no GPU
 	$(BIN)/python -m pytest -n 2 -m "not gpu" --ignore=tests/gpu --durations=10 $(ARGS)
@@ -47,10 +49,3 @@ clean:  ## remove what was built, but keep the .venv
 
 .venv/.dev-installed: pyproject.toml scripts/make_venv.sh
 	scripts/make_venv.sh dev
-
-# Written beside its place and moved, so that an interrupted run leaves no half checkpoint behind.
-$(SAMPLE)/config.json: scripts/make_sample_checkpoint.py $(wildcard scripts/sample_checkpoint/*.*) workloads/agentic.jsonl | .venv/.installed
-	rm -rf $(SAMPLE) $(SAMPLE).partial
-	$(BIN)/python scripts/make_sample_checkpoint.py $(SAMPLE).partial
-	mv $(SAMPLE).partial $(SAMPLE)
-	@touch $@

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from agentspec import bundled
 from agentspec.cache.hybrid_cache import HybridCache
 from agentspec.config import EngineConfig
 from agentspec.errors import ConfigError
@@ -52,14 +53,12 @@ class Assembly:
 
 
 def assemble(config: EngineConfig) -> Assembly:
-    """Load the model that `config` names and build an engine around it.
+    """Load the model that `config` names, the bundled one if it names none, and build an engine around it.
 
     Raises CheckpointError when it can't be loaded, ConfigError when a setting doesn't fit it."""
-    if config.model is None:
-        raise ConfigError("model", None, "name a checkpoint directory or a hub id (no model is bundled yet)")
     device = _device(config)
     dtype = _dtype(config, device)
-    model_dir = resolve_checkpoint(config.model)
+    model_dir = resolve_checkpoint(bundled.checkpoint_of(config.model))
     model = load_model(model_dir, device=device, dtype=dtype, random_weights=config.random_weights, seed=config.seed)
     max_draft_tokens = _max_draft_tokens(config, model.spec)
     memory = plan_memory(model.spec, memory_bytes=_memory_bytes(config, device), max_running=config.max_running, max_draft_tokens=max_draft_tokens)

@@ -60,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of EngineConfig. `serve` and `replay` have the same ones."""
     group = parser.add_argument_group("engine")
-    group.add_argument("--model", metavar="PATH|ID", help="checkpoint directory or hub id (default: the bundled model)")
+    group.add_argument("--model", metavar="PATH|ID", help="checkpoint directory or hub id (default: the bundled model, tiny-agent)")
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     group.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="weights and activations")
     group.add_argument("--draft-tokens", type=_draft_tokens, default="auto", metavar="K|auto", help=f"drafts a step, 0 to {MAX_DRAFT_TOKENS}")

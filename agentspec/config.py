@@ -21,7 +21,7 @@ class EngineConfig:
     """Everything that `serve`, `replay` and `Engine(...)` can choose."""
 
     model: str | None = None
-    """A checkpoint directory, or a hub id. None: the bundled model."""
+    """A checkpoint directory, or a hub id. None: the bundled model, which is also `tiny-agent`."""
     device: Device = "auto"
     dtype: Dtype = "auto"
     """Weights and activations; recurrent state and gates are always float32."""
@@ -46,6 +46,8 @@ class EngineConfig:
     """How long the path of a session is held after a turn, so that a tool's result finds it."""
 
     def __post_init__(self) -> None:
+        if self.model == "":
+            raise ConfigError("model", "", "name a checkpoint directory or a hub id, or leave it out for the bundled model")
         if self.device not in ("auto", "cpu", "cuda"):
             raise ConfigError("device", self.device, "must be auto, cpu or cuda")
         if self.dtype not in ("auto", "float32", "bfloat16"):

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from agentspec import bundled
 from agentspec.config import EngineConfig
 from agentspec.dry_run import DryRun, DryRunResult, DryTurn
 from agentspec.errors import ConfigError
@@ -35,7 +36,8 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
     options.check_outputs()
     costs = model_costs(args.dry_run)
     file = load(args.file)
-    encoder = find_encoder(config.model)
+    _refuse_worlds(file, options)
+    encoder = find_encoder(bundled.checkpoint_of(config.model))
     renderer = TraceRenderer(encoder, args.template, token_runs=TokenRuns(options.seed, *options.token_ids))
     ideal = IdealPrefix()
     ideal_tokens = 0
@@ -85,6 +87,13 @@ def _refuse(args: argparse.Namespace, options: ReplayOptions) -> None:
     ):
         if value != default:
             raise ConfigError(field, value, "has no effect on a dry run")
+
+
+def _refuse_worlds(file: ReplayFile, options: ReplayOptions) -> None:
+    for session in file.sessions[: options.sessions]:
+        if session.world is not None:
+            reason = f"session {session.session_id!r} has a world: what it asks depends on a model's calls, and a dry run has no model"
+            raise ConfigError("file", file.path, reason)
 
 
 def _sessions(file: ReplayFile, renderer: TraceRenderer, options: ReplayOptions) -> Iterator[tuple[str, Iterator[DryTurn]]]:

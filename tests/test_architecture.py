@@ -37,6 +37,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
 TOP_LEVEL: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(FOUNDATION, FOUNDATION),
     "__init__": (),
+    "bundled": (),
     "model_costs": FOUNDATION,
     "cli": (*FOUNDATION, "replay"),
 }
@@ -44,6 +45,7 @@ TOP_LEVEL: dict[str, tuple[str, ...]] = {
 
 TORCH_FREE = (
     *FOUNDATION,
+    "bundled",
     "cli",
     "model_costs",
     "dry_run",

@@ -68,8 +68,9 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return shown.err.removeprefix("agentspec: error: ").rstrip("\n")
 
 
-def test_no_model_at_all(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert refused(capsys, "replay", trace).startswith("model=None: ")
+def test_an_empty_model_is_not_the_bundled_one(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["serve"], ["replay", trace], ["replay", trace, "--dry-run", "27b"]):
+        assert refused(capsys, *command, "--model", "").startswith("model='': name a checkpoint directory")
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "nowhere", "a/b/c"])

@@ -1,1 +1,1 @@
-"""Workloads as files: `agentic.jsonl` and the seeded generator that writes it. Imports nothing from agentspec."""
+"""Workloads as files: `agentic.jsonl` (live), `recorded.jsonl` (scripted), and the seeded generator of the second. Imports nothing from agentspec."""

@@ -1,9 +1,10 @@
-"""Writes workloads/agentic.jsonl: about twenty short agent sessions over three sets of tools, the same bytes for the same seed.
+"""Writes workloads/recorded.jsonl: about twenty short scripts of agent sessions over three sets of tools, the same bytes for the same seed.
 
     python -m workloads.generate [--seed N] [--out FILE]
 
-Everything in it is invented here: people, shops, code and timetables. Sessions of one set share their tools and the beginning of
-their system prompt, as an agent's sessions do; results vary from a few words to several pages, waits from nothing to some tenths of a second.
+Answers are recorded, so the file can be replayed in every mode and run dry. Everything in it is invented here: people, shops, code and timetables.
+Sessions of one set share their tools and the beginning of their system prompt, as an agent's sessions do; results vary from a few words to several
+pages, waits from nothing to some tenths of a second.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from workloads import coding, office, support
 
 SEED = 20
-OUT = Path(__file__).parent / "agentic.jsonl"
+OUT = Path(__file__).parent / "recorded.jsonl"
 
 
 def generate(seed: int) -> str:
@@ -35,7 +36,7 @@ def generate(seed: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="write workloads/agentic.jsonl")
+    parser = argparse.ArgumentParser(description="write workloads/recorded.jsonl")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()

@@ -94,11 +94,11 @@ def card(arguments: argparse.Namespace, judged: Quality | None, rows: list[Accep
     device = _device(arguments)
     lines = ["## Evaluation", "", f"`python -m scripts.tiny_agent.evaluate`, seed {arguments.seed}, on {device}."]
     if judged is not None:
-        head = f"{arguments.sessions} sessions of known tools and {arguments.sessions} of unseen tools, played live, greedy:"
+        head = f"{arguments.sessions} sessions, four of known tools to each one of unseen tools, played live, greedy:"
         lines += ["", head, "", quality.markdown(judged), "", quality.EXPLANATION]
     if rows is not None:
         lines += ["", "### Drafts accepted, by position", "", acceptance.markdown(rows), "", acceptance.EXPLANATION]
-        lines += [f"Measured on {arguments.acceptance_sessions} sessions of each group; a measurement of this model, larger models differ."]
+        lines += [f"Measured on {arguments.acceptance_sessions} sessions of the same mix; a measurement of this model, larger models differ."]
     return "\n".join(lines)
 
 
@@ -107,8 +107,8 @@ def _to_json(arguments: argparse.Namespace, judged: Quality | None, rows: list[A
         "model": arguments.model or bundled.NAME,
         "seed": arguments.seed,
         "device": _device(arguments),
-        "sessions_per_group": arguments.sessions,
-        "acceptance_sessions_per_group": arguments.acceptance_sessions,
+        "sessions": arguments.sessions,
+        "acceptance_sessions": arguments.acceptance_sessions,
         **({"quality": quality.to_json(judged)} if judged is not None else {}),
         **({"acceptance": acceptance.to_json(rows)} if rows is not None else {}),
     }
@@ -123,8 +123,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure a model on held-out sessions.")
     parser.add_argument("--model", metavar="DIR", help="checkpoint directory (default: the bundled model)")
     parser.add_argument("--seed", type=int, default=SEED, metavar="N", help="of the sessions; default: %(default)s")
-    parser.add_argument("--sessions", type=int, default=100, metavar="N", help="of each group, for quality; default: %(default)s")
-    parser.add_argument("--acceptance-sessions", type=int, default=12, metavar="N", help="of each group, for acceptance; default: %(default)s")
+    parser.add_argument("--sessions", type=int, default=200, metavar="N", help="for quality; default: %(default)s")
+    parser.add_argument("--acceptance-sessions", type=int, default=20, metavar="N", help="for acceptance; default: %(default)s")
     parser.add_argument("--what", default=",".join(PARTS), metavar="PARTS", help="default: %(default)s")
     parser.add_argument("--errors", type=int, default=0, metavar="N", help="print the first N missed turns of the users in full")
     parser.add_argument("--check", action="store_true", help="exit status 1 below 95%% valid calls or 80%% sessions at goal")

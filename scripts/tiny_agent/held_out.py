@@ -38,6 +38,8 @@ class Sampling:
 
 GREEDY = Sampling(name="greedy", fields={"temperature": 0.0})
 
+_UNSEEN_EVERY = 5
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldOut:
@@ -67,12 +69,11 @@ class Played:
 
 
 def draw(seed: int, num: int) -> list[HeldOut]:
-    """`num` sessions of each group, one of known tools and one of unseen tools in turn."""
+    """`num` sessions: four of known tools to each one of unseen tools, the mix of workloads/agentic.jsonl."""
     sessions = []
     for index in range(num):
-        for unseen in (False, True):
-            example, tasks = make(seed, index, split="held_out", unseen=unseen)
-            sessions.append(HeldOut(example=example, tasks=tuple(tasks)))
+        example, tasks = make(seed, index, split="held_out", unseen=index % _UNSEEN_EVERY == _UNSEEN_EVERY - 1)
+        sessions.append(HeldOut(example=example, tasks=tuple(tasks)))
     return sessions
 
 

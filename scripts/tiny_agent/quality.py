@@ -19,7 +19,7 @@ VALID_SHARE, GOAL_SHARE = 0.95, 0.80
 EXPLANATION = """A tool call is valid when its tool exists and its arguments are an object that the tool's JSON schema allows. A turn of the user is
 at its goal (`Goal` in `agentspec/replay/world.py`) when it ends with an answer in words that holds every text that the goal names, the records have
 changed in exactly the way that the goal names, and no more calls were made than it allows; a session is when all its turns are. Known tools are those
-of training, with values that were never in training; unseen tools have names and parameters that were never there either."""
+of training, with values drawn anew, four in five of them words that training never saw; unseen tools have names and parameters that it never saw."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""A tokenizer of one token a byte and a chat template, for tests that need text but no trained vocabulary."""
+"""A tokenizer of one token a byte beside the bundled chat template, for tests that need text but no trained vocabulary."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-TEMPLATE_FILE = Path(__file__).parents[2] / "scripts" / "sample_checkpoint" / "chat_template.jinja"
-"""The sample checkpoint's template, which writes Qwen3.5's format."""
+from agentspec import bundled
+
+TEMPLATE_FILE = bundled.DIRECTORY / "chat_template.jinja"
+"""It writes Qwen3.5's format."""
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TURN = "<|im_end|>"

@@ -1,4 +1,4 @@
-"""workloads/agentic.jsonl is what its generator writes, and is as quick and varied as `make replay` needs."""
+"""workloads/recorded.jsonl is what its generator writes, and as small and varied as a script for every mode should be."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from agentspec.replay.run import make_plans
 from agentspec.replay.schema import ReplayFile, load
 from workloads import generate
 
-FILE = Path(__file__).parents[2] / "workloads" / "agentic.jsonl"
+FILE = Path(__file__).parents[2] / "workloads" / "recorded.jsonl"
 
 
 def workload() -> ReplayFile:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from agentspec import bundled
 from agentspec.errors import CheckpointError, RequestError
 from agentspec.text import template_environment
 from agentspec.text.chat_template import ChatTemplate
@@ -19,13 +20,13 @@ from agentspec.types import CheckpointKind
 from tests.text.conversations import CONVERSATIONS, SYSTEM, TOOLS, call
 
 TEMPLATES = sorted((Path(__file__).parent / "templates").glob("*.jinja"))
-SAMPLE = Path(__file__).parents[2] / "scripts" / "sample_checkpoint" / "chat_template.jinja"
-ALL = [SAMPLE, *TEMPLATES]
+BUNDLED = bundled.DIRECTORY / "chat_template.jinja"
+ALL = [BUNDLED, *TEMPLATES]
 
 
 @pytest.fixture(scope="module")
-def reference(checkpoint: Path) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(tokenizer_file=str(checkpoint / "tokenizer.json"), eos_token="<|im_end|>", pad_token="<|endoftext|>")
+def reference() -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_file=str(bundled.DIRECTORY / "tokenizer.json"), eos_token="<|im_end|>", pad_token="<|endoftext|>")
 
 
 VARIABLES = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
@@ -49,14 +50,15 @@ def test_renders_like_transformers(
         assert rendered.text == expected
 
 
-def test_sample_template_writes_the_published_format() -> None:
+def test_bundled_template_writes_the_published_format() -> None:
     """The format of Qwen3.5, spelled out once: separators, think blocks after the last question only, results in one user turn."""
     messages = normalise([*CONVERSATIONS["tool loop"], {"role": "assistant", "content": "Fin."}, {"role": "user", "content": "Thanks"}])
-    template = ChatTemplate(SAMPLE.read_text())
+    template = ChatTemplate(BUNDLED.read_text())
     loop = template.render(messages[:-2], TOOLS).text
     assert loop.startswith("<|im_start|>system\n# Tools\n")
     assert loop.count("<tools>") == 1
-    assert f"\n{json.dumps(TOOLS[0], ensure_ascii=False)}\n{json.dumps(TOOLS[1])}\n</tools>" in loop
+    tools = [json.dumps(tool["function"], ensure_ascii=False) for tool in TOOLS]
+    assert f"\n{tools[0]}\n{tools[1]}\n</tools>" in loop
     assert f"\n\n{SYSTEM['content']}<|im_end|>\n<|im_start|>user\nTwo seats to Oslo<|im_end|>\n" in loop
     turns = (
         "<|im_start|>assistant\n<think>\nI need flights.\n</think>\n\nLet me look.\n\n<tool_call>\n<function=search_flights>\n"
@@ -74,8 +76,8 @@ def test_sample_template_writes_the_published_format() -> None:
     assert "<think>\nI need" in template.render(messages, TOOLS, template_kwargs={"preserve_thinking": True}).text
 
 
-def test_sample_template_refuses_what_the_format_lacks() -> None:
-    template = ChatTemplate(SAMPLE.read_text())
+def test_bundled_template_refuses_what_the_format_lacks() -> None:
+    template = ChatTemplate(BUNDLED.read_text())
     cases = {
         "no user message": [SYSTEM],
         "must be the first": [{"role": "user", "content": "a"}, SYSTEM],
@@ -104,8 +106,8 @@ def test_marks_are_beginnings_of_what_other_requests_render(file: Path, name: st
         assert template.render(later, TOOLS).text.startswith(marks[CheckpointKind.USER])
 
 
-def test_marks_of_the_sample_template() -> None:
-    template = ChatTemplate(SAMPLE.read_text())
+def test_marks_of_the_bundled_template() -> None:
+    template = ChatTemplate(BUNDLED.read_text())
     rendered = template.render(normalise(CONVERSATIONS["tool loop"]), TOOLS)
     (system, system_kind), (user, user_kind) = rendered.marks
     assert (system_kind, user_kind) == (CheckpointKind.SYSTEM, CheckpointKind.USER)
@@ -190,5 +192,5 @@ def test_unusable_templates_are_refused_by_name(tmp_path: Path, declared: object
 
 def test_call_without_the_function_wrapper_renders_too() -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call("a", "f", "{}")["function"]]}]
-    text = ChatTemplate(SAMPLE.read_text()).render(normalise(messages)).text
+    text = ChatTemplate(BUNDLED.read_text()).render(normalise(messages)).text
     assert "<tool_call>\n<function=f>\n</function>\n</tool_call><|im_end|>" in text

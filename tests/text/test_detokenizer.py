@@ -61,7 +61,7 @@ def test_equals_decoding_at_once() -> None:
         assert (text, count, stop) == (bytes(ids).decode(errors="replace"), len(ids), None), f"seed 1, trial {trial}: {ids}"
 
 
-def test_equals_decoding_at_once_with_the_sample_tokenizer(tokenizer: Tokenizer) -> None:
+def test_equals_decoding_at_once_with_the_bundled_tokenizer(tokenizer: Tokenizer) -> None:
     rng = random.Random(2)
     for trial in range(200):
         ids = [rng.randrange(tokenizer.vocab_size) for _ in range(50)]

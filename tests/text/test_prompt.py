@@ -84,14 +84,14 @@ def session(tokenizer: Tokenizer, template: ChatTemplate) -> Session:
     return Session(PromptBuilder(tokenizer, template, TurnMemory()), tokenizer, random.Random(6))
 
 
-@pytest.mark.parametrize("file", ["sample", "python_values"])
+@pytest.mark.parametrize("file", ["bundled", "python_values"])
 @pytest.mark.parametrize("with_reasoning", [True, False], ids=["reasoning returned", "reasoning dropped"])
 @pytest.mark.parametrize("respelled", [True, False], ids=["arguments respelled", "arguments as sent"])
 def test_loop_prompts_begin_with_all_ids_before(
     tokenizer: Tokenizer, template: ChatTemplate, file: str, with_reasoning: bool, respelled: bool
 ) -> None:
     """Random tool loops: each prompt begins with the last prompt and what was generated after it."""
-    source = template if file == "sample" else ChatTemplate((TEMPLATES / f"{file}.jinja").read_text())
+    source = template if file == "bundled" else ChatTemplate((TEMPLATES / f"{file}.jinja").read_text())
     for seed in range(25):
         rng = random.Random(seed)
         session = Session(PromptBuilder(tokenizer, source, TurnMemory()), tokenizer, rng)

@@ -9,6 +9,7 @@ import pytest
 from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Backend
 
+from agentspec import bundled
 from agentspec.errors import CheckpointError, RequestError
 from agentspec.text.piece_encoder import PieceEncoder
 from agentspec.text.tokenizer import Tokenizer
@@ -18,8 +19,8 @@ SAMPLES = ("Hello, Zürich! 東京 is é and e\u0301.", "a  b\n\n\nc\t \r\n", "x
 
 
 @pytest.fixture(scope="module")
-def backend(checkpoint: Path) -> Backend:
-    return Backend.from_file(str(checkpoint / "tokenizer.json"))
+def backend() -> Backend:
+    return Backend.from_file(str(bundled.DIRECTORY / "tokenizer.json"))
 
 
 def test_every_byte_and_token_has_its_bytes(tokenizer: Tokenizer, backend: Backend) -> None:
@@ -96,6 +97,7 @@ def test_named_end_of_turn(tmp_path: Path) -> None:
     write_text_assets(tmp_path)
     tokenizer = Tokenizer.from_directory(tmp_path)
     assert tokenizer is not None
+    assert tokenizer.vocab_size == 265
     assert tokenizer.eos_id == tokenizer.special_ids["<|im_end|>"]
     (tmp_path / "tokenizer_config.json").unlink()
     unnamed = Tokenizer.from_directory(tmp_path)

@@ -276,12 +276,12 @@ def test_counters_of_another_depth_or_none_at_all_are_refused() -> None:
 
 
 def test_drawn_sessions_are_of_both_groups_and_make_a_valid_file() -> None:
-    sessions = draw(evaluate.SEED, 2)
-    assert [session.group for session in sessions] == ["known", "unseen"] * 2
+    sessions = draw(evaluate.SEED, 6)
+    assert [session.group for session in sessions] == [*["known"] * 4, "unseen", "known"]
     file = replay_file(sessions, GREEDY)
     assert [session.session_id for session in file.sessions] == [session.example.session_id for session in sessions]
     assert all(turn.goal is not None for session in file.sessions for turn in session.turns)
-    assert [session.example for session in draw(evaluate.SEED, 2)] == [session.example for session in sessions]
+    assert [session.example for session in draw(evaluate.SEED, 6)] == [session.example for session in sessions]
 
 
 def gold_answers(session: HeldOut) -> Iterator[Answer]:
@@ -294,7 +294,7 @@ def gold_answers(session: HeldOut) -> Iterator[Answer]:
 
 
 def test_gold_answers_reach_every_goal_with_valid_calls() -> None:
-    sessions = draw(evaluate.SEED, 12)
+    sessions = draw(evaluate.SEED, 24)
     played, summary, _ = run(sessions, [answer for session in sessions for answer in gold_answers(session)])
     judged = quality.judge(played, seconds=summary.wall, num_failed=summary.num_failed_sessions)
     assert [listing(miss) for miss in find_misses(played)] == []

@@ -46,7 +46,8 @@ def test_gold_trajectories_reach_their_goals(made: list[tuple[Example, list[str]
                     num_calls += 1
             goal = msgspec.convert(turn.goal, Goal)
             assert simulator.reached(goal, before, answer=turn.messages[-1]["content"], num_calls=num_calls), (example.session_id, turn)
-            assert (goal.max_calls == 0) == (num_calls == 0), example.session_id
+            assert goal.max_calls is not None, example.session_id
+            assert goal.max_calls > 0 or num_calls == 0, example.session_id
 
 
 def test_messages_have_the_shape_that_templates_expect(made: list[tuple[Example, list[str]]]) -> None:
