@@ -19,7 +19,6 @@ Names = Sequence[str] | Mapping[str, str]
 """Parameters by name: each a column's own name, or parameter -> column."""
 
 _FORMATS = {"date": ", YYYY-MM-DD", "time": ", HH:MM"}
-_LISTS = ("people", "tags")
 _REPEATED = ("person", "city", "word", "date", "time", "count", "people", "tags")
 _REPEAT_RATE = 0.3
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from agentspec import bundled
 from agentspec.errors import CheckpointError, ConfigError
-from agentspec.replay.encoders import Encoder, find_encoder
+from agentspec.replay.encoders import find_encoder
 from agentspec.replay.ideal import IdealPrefix
 from agentspec.replay.render import RenderedTurn, TraceRenderer
 from agentspec.replay.schema import InputMessage, ReplayFile, Session, TextPart, Turn, load
 from agentspec.types import CheckpointKind
+from tests.fakes.pieces import RegexPieces
 from tests.replay.builders import TOOL, called, replay_file, result, runs, said, system, turn, user
 
 DATA = Path(os.environ.get("AGENTSPEC_SHARED_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
@@ -30,11 +30,6 @@ class Characters:
 
     def encode(self, text: str) -> array[int]:
         return array("i", map(ord, text))
-
-
-@pytest.fixture(scope="module")
-def bpe() -> Encoder:
-    return find_encoder(bundled.DIRECTORY)
 
 
 def text(ids: array[int]) -> str:
@@ -135,17 +130,17 @@ def test_token_runs_keep_equal_prefixes() -> None:
 
 
 @pytest.mark.parametrize("mode", ["qwen35", "stable"])
-def test_incremental_equals_from_scratch(mode: Any, bpe: Encoder) -> None:
+def test_incremental_equals_from_scratch(mode: Any) -> None:
     """Rendering a session cut after turn n gives the same n turns: nothing depends on what comes later or was rendered before."""
     for seed in range(30):
         session = random_session(random.Random(seed))
         file = replay_file(session)
-        renderer = TraceRenderer(bpe, mode)
+        renderer = TraceRenderer(RegexPieces(), mode)
         whole = list(renderer.turns(file, session))
         assert list(renderer.turns(file, session)) == whole
         for cut in range(1, len(session.turns)):
             part = Session(session_id="s", turns=session.turns[:cut])
-            assert list(TraceRenderer(bpe, mode).turns(replay_file(part), part)) == whole[:cut], f"seed {seed}"
+            assert list(TraceRenderer(RegexPieces(), mode).turns(replay_file(part), part)) == whole[:cut], f"seed {seed}"
 
 
 def random_session(rng: random.Random) -> Session:
@@ -162,6 +157,16 @@ def random_session(rng: random.Random) -> Session:
     return Session(session_id="s", turns=turns)
 
 
+def test_regex_pieces_lose_nothing_and_repeat() -> None:
+    encoder = RegexPieces()
+    sample = "def f(x):\n    return x**2  # ünïcode, 12345, snake_case, <|im_end|></think>\t\u4e2d\u6587"
+    assert encoder.encode(sample) == RegexPieces().encode(sample)
+    assert encoder.encode("ab cd") == encoder.encode("ab") + encoder.encode(" cd")
+    assert len(encoder.encode("<|im_start|>")) == len(encoder.encode("</tool_call>")) == 1
+    for character in map(chr, range(1, 0x3000)):
+        assert len(encoder.encode(character)) == 1, repr(character)
+
+
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         find_encoder(tmp_path)
@@ -171,22 +176,22 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 IDEALS = [
-    ("tau_airline", "qwen35", 1381, 0.9542),
-    ("tau_airline", "stable", 1381, 0.9801),
-    ("bfcl_multi_turn", "qwen35", 635, 0.9695),
-    ("bfcl_multi_turn", "stable", 635, 0.9758),
-    ("miniswe_deepseek", "stable", 4461, 0.9882),
+    ("tau_airline", "qwen35", 1381, 0.9503),
+    ("tau_airline", "stable", 1381, 0.9766),
+    ("bfcl_multi_turn", "qwen35", 635, 0.9703),
+    ("bfcl_multi_turn", "stable", 635, 0.9771),
+    ("miniswe_deepseek", "stable", 4461, 0.9888),
 ]
-"""With the bundled tokenizer. Qwen's 151k BPE gives 94.58, 97.49, 96.79, 97.59 and 98.85 %."""
+"""With regex-pieces. Qwen's 151k BPE gives 94.58, 97.49, 96.79, 97.59 and 98.85 %."""
 
 
 @pytest.mark.parametrize(("name", "mode", "num_requests", "ideal_share"), IDEALS)
-def test_ideals_of_recorded_sessions(name: str, mode: Any, num_requests: int, ideal_share: float, bpe: Encoder) -> None:
+def test_ideals_of_recorded_sessions(name: str, mode: Any, num_requests: int, ideal_share: float) -> None:
     path = DATA / f"{name}.replay.jsonl.gz"
     if not path.is_file():
         pytest.skip(f"{path} is not there; AGENTSPEC_SHARED_DATA names the folder")
     file: ReplayFile = load(path)
-    renderer, ideal = TraceRenderer(bpe, mode), IdealPrefix()
+    renderer, ideal = TraceRenderer(RegexPieces(), mode), IdealPrefix()
     prompt_tokens = hit_tokens = requests = 0
     for session in file.sessions:
         for rendered in renderer.turns(file, session):
@@ -194,4 +199,4 @@ def test_ideals_of_recorded_sessions(name: str, mode: Any, num_requests: int, id
             hit_tokens += ideal.request(rendered.prompt_ids, rendered.output_ids)
             requests += 1
     assert requests == num_requests
-    assert hit_tokens / prompt_tokens == pytest.approx(ideal_share, abs=1e-3), "a vocabulary trained again moves this by less"
+    assert hit_tokens / prompt_tokens == pytest.approx(ideal_share, abs=5e-5)

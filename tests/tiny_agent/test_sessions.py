@@ -31,7 +31,7 @@ def calls_of(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_gold_trajectories_reach_their_goals(made: list[tuple[Example, list[str]]]) -> None:
-    for example, _ in made:
+    for example, names in made:
         simulator = Simulator(msgspec.convert(example.world, World), example.tools)
         for turn in example.turns:
             before, num_calls = simulator.snapshot(), 0
@@ -48,6 +48,8 @@ def test_gold_trajectories_reach_their_goals(made: list[tuple[Example, list[str]
             assert simulator.reached(goal, before, answer=turn.messages[-1]["content"], num_calls=num_calls), (example.session_id, turn)
             assert goal.max_calls is not None, example.session_id
             assert goal.max_calls > 0 or num_calls == 0, example.session_id
+            if set(names) <= {"small_talk", "refusal"}:
+                assert goal.max_calls == 0, example.session_id
 
 
 def test_messages_have_the_shape_that_templates_expect(made: list[tuple[Example, list[str]]]) -> None:
