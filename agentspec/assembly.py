@@ -121,6 +121,7 @@ def build(
         max_context=memory.max_length,
         stop_token_ids=spec.stop_token_ids,
         max_draft_tokens=max_draft_tokens,
+        max_running=config.max_running,
         forced_acceptance=config.force_acceptance,
     )
     loop = StepLoop(scheduler=scheduler, executor=executor, depth_policy=depth_policy, metrics=metrics, overlap=config.overlap)

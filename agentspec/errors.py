@@ -7,6 +7,7 @@
     ├── RequestError         a request can't be served as asked              (field, value)
     │   └── ContextLengthError      prompt, or prompt + max_tokens, over the context limit
     ├── ReplayFileError      a replay file or trace is malformed             (path, line)
+    ├── OverloadedError      too many requests wait already; try again later
     └── EngineClosedError    the engine was closed while the caller still used it
 
 User errors carry the field and the value; `assert` is for our own bugs.
@@ -60,6 +61,15 @@ class ReplayFileError(AgentspecError):
         self.path = path
         self.line = line
         self.reason = reason
+
+
+class OverloadedError(AgentspecError):
+    """More requests wait than the server was told to queue."""
+
+    def __init__(self, reason: str, retry_after: int) -> None:
+        super().__init__(reason)
+        self.retry_after = retry_after
+        """Seconds."""
 
 
 class EngineClosedError(AgentspecError):

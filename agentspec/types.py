@@ -146,7 +146,8 @@ def _range(field: str, value: float, low: float, high: float) -> None:
 
 
 class TokenScore(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability of one prompt token given everything before it, and the most likely tokens in its place."""
+    """Log-probability of one token given everything before it, and the most likely tokens in its place. By the model's own distribution: before
+    penalties, bias, temperature, filters and masks."""
 
     token_id: int
     logprob: float

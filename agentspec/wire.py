@@ -8,11 +8,23 @@ no events at all.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from agentspec.types import Breakpoint, FinishReason, SamplingParams, TokenScore
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True):
+    """What the output of a request must be. It ends only where this is complete, by a stop id; a token limit may still cut it."""
+
+    kind: Literal["json_schema", "regex", "ebnf", "structural_tag"]
+    source: str
+    """A JSON schema or a structural tag as JSON text, a regular expression, or an EBNF grammar in xgrammar's notation with the rule `root`."""
+    after: int | None = None
+    """A token id: the output is free up to its first occurrence (the end of reasoning), except that it can't end before it."""
+    lead: str = ""
+    """Text that may stand before the constrained part: the newlines that templates write behind reasoning."""
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
@@ -30,6 +42,9 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     """Prefixes are shared only inside one namespace (adapter, the caller's cache salt)."""
     prompt_logprobs: int | None = None
     """None: no scores. n: the log-probability of every prompt token after the first, and the n most likely there."""
+    logprobs: int | None = None
+    """The same for every generated token: `TokensEvent.scores`."""
+    grammar: Grammar | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -66,6 +81,8 @@ class TokensEvent(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
     text: str
     """Text that is safe to show: held back while it may be the start of a stop string or half a character.
     Always "" for a checkpoint without a tokenizer."""
+    scores: list[TokenScore] | None = None
+    """One per token id, when the submit asked for them."""
 
 
 class FinishEvent(msgspec.Struct, frozen=True, kw_only=True, tag="finish"):
@@ -95,6 +112,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...]
     max_draft_tokens: int
     """Drafts a step at most; 0: no speculation."""
+    max_running: int = 1
+    """Requests that the engine decodes at the same time; what is more waits."""
     forced_acceptance: tuple[float, ...] | None = None
     """Set in benchmarks only: acceptance is synthetic, so the text is not the model's."""
 

@@ -1,13 +1,12 @@
-"""The HTTP door: routes, bodies and sessions in, responses out.
+"""The HTTP door: bodies in, routes found, responses out.
 
-Owns no request logic beyond the way to it (openai.py says what a request may hold; chat.py and completions.py answer it). Talks
-to the engine through wire.EngineClient alone, and never imports torch.
+Owns no request logic: each endpoint's module offers its routes. Talks to the engine through wire.EngineClient alone, and never
+imports torch.
 """
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -16,27 +15,29 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from agentspec.errors import EngineClosedError, RequestError
-from agentspec.server import chat, completions, events, openai, sse
-from agentspec.server.answers import Head
-from agentspec.server.errors import ApiError, api_error
+from agentspec.server import chat, completions, status
+from agentspec.server.errors import ApiError
 from agentspec.server.pipeline import TextPipeline
-from agentspec.server.responding import FrameResponse, WatchedResponse, error_response, json_response
-from agentspec.wire import EngineClient, Submit
+from agentspec.server.responding import WatchedResponse, error_response
+from agentspec.server.routes import Call, Route
+from agentspec.server.service import Service
+from agentspec.wire import EngineClient
 
 MAX_BODY_BYTES = 64 * 2**20
-SESSION_HEADER = "x-session-id"
+
+ROUTES: tuple[Route, ...] = (
+    *chat.ROUTES,
+    *completions.ROUTES,
+    *status.ROUTES,
+)
 
 
 def create_app(engine: EngineClient, text: TextPipeline | None) -> FastAPI:
     """The server of one engine. `text` is None for a checkpoint without a tokenizer: token-id prompts only."""
+    service = Service(engine=engine, text=text)
     app = FastAPI(title="agentspec", docs_url=None, redoc_url=None, openapi_url=None)
-    routes = _Routes(engine, text)
-    app.add_api_route("/v1/chat/completions", routes.chat, methods=["POST"], response_model=None)
-    app.add_api_route("/v1/completions", routes.completions, methods=["POST"], response_model=None)
-    app.add_api_route("/v1/models", routes.models, methods=["GET"], response_model=None)
-    app.add_api_route("/health", routes.health, methods=["GET"], response_model=None)
-    app.add_api_route("/stats", routes.stats, methods=["GET"], response_model=None)
+    for route in ROUTES:
+        app.add_api_route(route.path, _endpoint(service, route), methods=[route.method], response_model=None)
     app.add_exception_handler(HTTPException, _http_error)
     return app
 
@@ -47,79 +48,19 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return error_response(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
 
 
-class _Routes:
-    def __init__(self, engine: EngineClient, text: TextPipeline | None) -> None:
-        self._engine = engine
-        self._text = text
-
-    async def chat(self, request: Request) -> Response:
-        return await _answer(request, self._chat)
-
-    async def completions(self, request: Request) -> Response:
-        return await _answer(request, self._completions)
-
-    async def models(self) -> Response:
-        info = self._engine.info
-        model = {"id": info.model_id, "object": "model", "created": 0, "owned_by": "agentspec", "max_model_len": info.max_context}
-        return json_response({"object": "list", "data": [model]})
-
-    async def health(self) -> Response:
-        if not self._engine.alive:
-            return error_response(api_error(EngineClosedError("the engine is not running")))
-        return json_response({"status": "ok"})
-
-    async def stats(self) -> Response:
-        return json_response(await self._engine.stats())
-
-    async def _chat(self, body: Any, session_header: str | None) -> Response:
-        asked = openai.parse_chat(body)
-        self._check_model(asked.model)
-        session_id = session_header or asked.prompt_cache_key
-        turn = chat.ChatTurn(asked, self._text, self._engine.info, request_id=uuid.uuid4().hex, session_id=session_id)
-        name = "chat.completion.chunk" if asked.stream else "chat.completion"
-        head = Head(id=f"chatcmpl-{turn.submit.request_id}", object=name, model=asked.model)
+def _endpoint(service: Service, route: Route) -> Callable[[Request], Any]:
+    async def endpoint(request: Request) -> Response:
+        """Read the body, then let the route work for as long as the client listens."""
         try:
-            if asked.stream:
-                return await self._stream(turn.submit, chat.ChatChunks(head, asked, turn, self._engine.info))
-            return json_response(await chat.complete(self._engine, head, asked, turn))
-        except RequestError as error:
-            if error.field != "prompt_ids":
-                raise
-            raise type(error)("messages", error.value, error.reason) from None  # the ids that the messages became
+            body = None if route.method == "GET" else await _json_body(request)
+        except ApiError as error:
+            return error_response(error)
+        except ClientDisconnect:
+            return Response(status_code=400)  # nobody reads it
+        call = Call(body=body, headers=request.headers, path=request.path_params)
+        return WatchedResponse(lambda: route.handle(service, call))
 
-    async def _completions(self, body: Any, session_header: str | None) -> Response:
-        asked = openai.parse_completion(body)
-        self._check_model(asked.model)
-        request_id, session_id = uuid.uuid4().hex, session_header or asked.prompt_cache_key
-        head = Head(id=f"cmpl-{request_id}", object="text_completion", model=asked.model)
-        submits = [
-            completions.submit_of(asked, ids, request_id=f"{request_id}-{index}", session_id=session_id)
-            for index, ids in enumerate(completions.encode_prompts(asked, self._text))
-        ]
-        if asked.stream:
-            (submit,) = submits
-            return await self._stream(submit, completions.CompletionChunks(head, asked, submit.prompt_ids, self._text, self._engine.info))
-        return json_response(await completions.complete(self._engine, head, asked, submits, self._text))
-
-    async def _stream(self, submit: Submit, chunks: sse.Chunks) -> Response:
-        return await FrameResponse.begin(sse.frames(events.generate(self._engine, submit), chunks))
-
-    def _check_model(self, name: str) -> None:
-        served = self._engine.info.model_id
-        if name != served:
-            raise ApiError(404, f"model={name!r}: not served here; this server has {served!r}", param="model", code="model_not_found")
-
-
-async def _answer(request: Request, handle: Callable[[Any, str | None], Awaitable[Response]]) -> Response:
-    """Read the body, then let `handle` work for as long as the client listens."""
-    try:
-        body = await _json_body(request)
-    except ApiError as error:
-        return error_response(error)
-    except ClientDisconnect:
-        return Response(status_code=400)  # nobody reads it
-    session = request.headers.get(SESSION_HEADER)
-    return WatchedResponse(lambda: handle(body, session))
+    return endpoint
 
 
 async def _json_body(request: Request) -> Any:

@@ -1,7 +1,6 @@
 """/v1/chat/completions: messages and tools in, a message or its deltas out.
 
-Owns the way from a ChatRequest to its answer. Where reasoning, content and calls begin is the segmenter's business; how a prompt
-is made, the prompt builder's.
+Owns the way from a ChatRequest to a TurnRequest, and from a turn's events to OpenAI's shapes.
 """
 
 from __future__ import annotations
@@ -9,60 +8,58 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from starlette.responses import Response
+
 from agentspec.errors import RequestError
-from agentspec.server import events
+from agentspec.server import events, openai, sse
 from agentspec.server.answers import Head, metrics_body, usage_body
 from agentspec.server.openai import ChatRequest
-from agentspec.server.pipeline import TextPipeline
+from agentspec.server.responding import FrameResponse, json_response
+from agentspec.server.routes import Call, Route
+from agentspec.server.service import Service, session_of
+from agentspec.server.turn import Turn, TurnEnd, TurnRequest, begin
+from agentspec.text.constraints import ToolDemand
 from agentspec.text.events import ContentDelta, ReasoningDelta, TextEvent, ToolCallArguments, ToolCallStart
-from agentspec.types import FinishReason
-from agentspec.wire import EngineClient, FinishEvent, ModelInfo, Submit, TokensEvent
+from agentspec.wire import EngineClient, FinishEvent, ModelInfo, TokensEvent
 
 
-class ChatTurn:
-    """One turn on its way: its submit, and what its text has become so far."""
+def turn_request(asked: ChatRequest, session_id: str | None) -> TurnRequest:
+    return TurnRequest(
+        messages=asked.messages,
+        sampling=asked.sampling(),
+        tools=asked.tools,
+        demand=ToolDemand(choice=asked.tool_choice),
+        template_kwargs=asked.chat_template_kwargs,
+        namespace=asked.cache_salt,
+        session_id=session_id,
+    )
 
-    def __init__(self, request: ChatRequest, text: TextPipeline | None, info: ModelInfo, *, request_id: str, session_id: str | None) -> None:
-        """Builds the prompt. Raises RequestError for messages that can't be rendered, or without a chat template."""
-        if text is None or text.prompts is None:
-            lacks = "tokenizer" if text is None else "chat template"
-            raise RequestError("messages", request.messages, f"this checkpoint has no {lacks}: use /v1/completions")
-        tools = request.tools if request.tool_choice == "auto" and request.tools else None
-        self._builder = text.prompts
-        self._prompt = prompt = text.prompts.build(request.messages, tools, request.chat_template_kwargs, namespace=request.cache_salt)
-        self.submit = Submit(
-            request_id=request_id,
-            prompt_ids=prompt.prompt_ids,
-            sampling=request.sampling(),
-            breakpoints=prompt.breakpoints,
-            session_id=session_id,
-            namespace=request.cache_salt,
-        )
-        self._segmenter = text.segmenter(tools, reasoning_open=prompt.reasoning_open)
-        self._stop_ids = info.stop_token_ids
-        self._ids: list[int] = []
 
-    def push(self, event: TokensEvent) -> dict[str, Any]:
-        """The delta that one event adds; empty while its text waits for more."""
-        self._ids += event.token_ids
-        return _delta(self._segmenter.push(event.text))
+async def answer(service: Service, call: Call) -> Response:
+    """POST /v1/chat/completions."""
+    asked = openai.parse_chat(call.body)
+    service.check_model(asked.model)
+    (turn,) = await begin(service, turn_request(asked, session_of(call.headers, asked.prompt_cache_key)))
+    name = "chat.completion.chunk" if asked.stream else "chat.completion"
+    head = Head(id=f"chatcmpl-{turn.submit.request_id}", object=name, model=asked.model)
+    try:
+        if asked.stream:
+            chunks = ChatChunks(head, asked, turn, service.engine.info)
+            return await FrameResponse.begin(sse.frames(events.generate(service.engine, turn.submit), chunks))
+        return json_response(await complete(service.engine, head, asked, turn))
+    except RequestError as error:
+        if error.field != "prompt_ids":
+            raise
+        raise type(error)("messages", error.value, error.reason) from None  # the ids that the messages became
 
-    def finish(self, event: FinishEvent) -> tuple[dict[str, Any], str]:
-        """The last delta, and why the turn ended. Keeps the turn's ids for the prompt that returns it.
 
-        `tool_calls` only when the model itself ended the turn and every call is whole."""
-        is_own_end = event.reason is FinishReason.STOP and event.stop_match in self._stop_ids
-        last = [*self._segmenter.push(event.text), *self._segmenter.finish(is_cut=not is_own_end)]
-        turn = self._segmenter.turn
-        self._builder.remember(self._prompt, turn, self._ids, is_cut=not is_own_end)
-        calls = turn.calls and not turn.is_call_cut and event.reason is FinishReason.STOP
-        return _delta(last), "tool_calls" if calls else event.reason.value
+ROUTES = (Route(method="POST", path="/v1/chat/completions", handle=answer),)
 
 
 class ChatChunks:
     """The chunks of one streamed turn (see sse.Chunks): at most one per engine event, so that token ids stay with their text."""
 
-    def __init__(self, head: Head, request: ChatRequest, turn: ChatTurn, info: ModelInfo) -> None:
+    def __init__(self, head: Head, request: ChatRequest, turn: Turn, info: ModelInfo) -> None:
         self._head = head
         self._turn = turn
         self._info = info
@@ -74,11 +71,12 @@ class ChatChunks:
         return [chunk | {"prompt_token_ids": self._turn.submit.prompt_ids} if self._with_ids else chunk]
 
     def tokens(self, event: TokensEvent) -> list[dict[str, Any]]:
-        delta = self._turn.push(event)
+        delta = _delta(self._turn.push(event))
         return [self._chunk(delta, event.token_ids)] if delta or self._with_ids else []
 
     def finish(self, event: FinishEvent) -> list[dict[str, Any]]:
-        delta, reason = self._turn.finish(event)
+        end = self._turn.finish(event)
+        delta, reason = _delta(end.events), finish_reason(end)
         metrics = metrics_body(event.usage.spec, self._info)
         chunks = [self._chunk(delta)] if delta else []
         last = self._chunk({}, finish_reason=reason)
@@ -93,26 +91,32 @@ class ChatChunks:
         return self._head.body(choices=[choice], **({"usage": None} if self._with_usage else {}))
 
 
-async def complete(engine: EngineClient, head: Head, request: ChatRequest, turn: ChatTurn) -> dict[str, Any]:
+async def complete(engine: EngineClient, head: Head, request: ChatRequest, turn: Turn) -> dict[str, Any]:
     """The whole answer: the same deltas as streamed, put together."""
     parts, end = await events.collect(engine, turn.submit)
-    deltas = [turn.push(part) for part in parts]
-    last, reason = turn.finish(end)
-    message: dict[str, Any] = {"role": "assistant", "content": _joined("content", [*deltas, last])}
-    reasoning = _joined("reasoning_content", [*deltas, last])
+    pushed = [turn.push(part) for part in parts]
+    ended = turn.finish(end)
+    deltas = [_delta(added) for added in (*pushed, ended.events)]
+    message: dict[str, Any] = {"role": "assistant", "content": _joined("content", deltas)}
+    reasoning = _joined("reasoning_content", deltas)
     if reasoning is not None:
         message["reasoning_content"] = reasoning
-    calls = _assembled([*deltas, last])
+    calls = _assembled(deltas)
     if calls:
         message["tool_calls"] = calls
     elif message["content"] is None:
         message["content"] = ""
-    choice: dict[str, Any] = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
-    answer = head.body(choices=[choice], usage=usage_body(end.usage), metrics=metrics_body(end.usage.spec, engine.info))
+    choice: dict[str, Any] = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason(ended)}
+    body = head.body(choices=[choice], usage=usage_body(end.usage), metrics=metrics_body(end.usage.spec, engine.info))
     if request.return_token_ids:
         choice["token_ids"] = [token for part in parts for token in part.token_ids]
-        answer["prompt_token_ids"] = turn.submit.prompt_ids
-    return answer
+        body["prompt_token_ids"] = turn.submit.prompt_ids
+    return body
+
+
+def finish_reason(end: TurnEnd) -> str:
+    """`tool_calls` only when the model itself ended the turn and every call is whole."""
+    return "tool_calls" if end.has_whole_calls else end.reason.value
 
 
 def _delta(added: Iterable[TextEvent]) -> dict[str, Any]:

@@ -7,15 +7,21 @@ prompts: its answers have no text, and always their token ids.
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from starlette.responses import Response
+
 from agentspec.errors import RequestError
-from agentspec.server import events
+from agentspec.server import events, openai, sse
 from agentspec.server.answers import Head, metrics_body, total, usage_body
 from agentspec.server.logprobs import logprobs_body
 from agentspec.server.openai import CompletionRequest
 from agentspec.server.pipeline import TextPipeline
+from agentspec.server.responding import FrameResponse, json_response
+from agentspec.server.routes import Call, Route
+from agentspec.server.service import Service, session_of
 from agentspec.types import SamplingParams, TokenScore
 from agentspec.wire import EngineClient, FinishEvent, ModelInfo, Submit, TokensEvent
 
@@ -44,6 +50,26 @@ def submit_of(request: CompletionRequest, prompt_ids: list[int], *, request_id: 
         namespace=request.cache_salt,
         prompt_logprobs=scored,
     )
+
+
+async def answer(service: Service, call: Call) -> Response:
+    """POST /v1/completions."""
+    asked = openai.parse_completion(call.body)
+    service.check_model(asked.model)
+    request_id, session_id = uuid.uuid4().hex, session_of(call.headers, asked.prompt_cache_key)
+    head = Head(id=f"cmpl-{request_id}", object="text_completion", model=asked.model)
+    submits = [
+        submit_of(asked, ids, request_id=f"{request_id}-{index}", session_id=session_id)
+        for index, ids in enumerate(encode_prompts(asked, service.text))
+    ]
+    if asked.stream:
+        (submit,) = submits
+        chunks = CompletionChunks(head, asked, submit.prompt_ids, service.text, service.engine.info)
+        return await FrameResponse.begin(sse.frames(events.generate(service.engine, submit), chunks))
+    return json_response(await complete(service.engine, head, asked, submits, service.text))
+
+
+ROUTES = (Route(method="POST", path="/v1/completions", handle=answer),)
 
 
 class CompletionChunks:

@@ -5,13 +5,14 @@ Knows which parts belong together, and nothing of requests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 from agentspec.text.chat_template import ChatTemplate, Tools
 from agentspec.text.prompt import PromptBuilder
-from agentspec.text.segmenter import Segmenter
+from agentspec.text.segmenter import THINK_CLOSE, Segmenter
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.text.tool_calls import ToolSchemas
 from agentspec.text.turn_memory import TurnMemory
@@ -23,6 +24,8 @@ class TextPipeline:
 
     tokenizer: Tokenizer
     prompts: PromptBuilder | None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a prompt is built: one at a time, off the event loop."""
 
     @classmethod
     def from_checkpoint(cls, tokenizer: Tokenizer | None, model_dir: Path | None) -> Self | None:
@@ -31,6 +34,11 @@ class TextPipeline:
             return None
         template = None if model_dir is None else ChatTemplate.from_directory(model_dir)
         return cls(tokenizer, None if template is None else PromptBuilder(tokenizer, template, TurnMemory()))
+
+    @property
+    def reasoning_end(self) -> int | None:
+        """The id of `</think>`; None when the tokenizer has no such token."""
+        return self.tokenizer.id_of(THINK_CLOSE)
 
     def segmenter(self, tools: Tools | None, *, reasoning_open: bool) -> Segmenter:
         """Splits one answer. Tool calls are read only when the request has tools."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from array import array
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -89,13 +90,14 @@ def _with_arguments(call: dict[str, Any], arguments: dict[str, Any]) -> dict[str
 
 
 class TurnMemory:
-    """Records by conversation key, and by call ids; the least recently used go first. Not thread-safe."""
+    """Records by conversation key, and by call ids; the least recently used go first. Thread-safe: prompts are built beside running answers."""
 
     def __init__(self, *, max_bytes: int = 256 << 20) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._records: OrderedDict[bytes, TurnRecord] = OrderedDict()
         self._key_of_calls: dict[tuple[str, ...], bytes] = {}
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._records)
@@ -107,22 +109,24 @@ class TurnMemory:
 
     def remember(self, key: bytes, record: TurnRecord) -> None:
         """Keep a turn under the key of the conversation that it ends (extend_by_turn)."""
-        self._forget(key)
-        self._records[key] = record
-        self._num_bytes += record.num_bytes
-        if record.turn.calls:
-            self._key_of_calls[_ids(record)] = key
-        while self._num_bytes > self._max_bytes:
-            self._forget(next(iter(self._records)))
+        with self._lock:
+            self._forget(key)
+            self._records[key] = record
+            self._num_bytes += record.num_bytes
+            if record.turn.calls:
+                self._key_of_calls[_ids(record)] = key
+            while self._num_bytes > self._max_bytes:
+                self._forget(next(iter(self._records)))
 
     def find(self, key: bytes, message: Message) -> TurnRecord | None:
         """The turn that a returned assistant message is; `key` is the conversation's up to and including it (extend_conversation)."""
         ids = call_ids(message)
-        for candidate in (self._key_of_calls.get(ids) if ids else None, key):
-            record = self._records.get(candidate) if candidate else None
-            if candidate and record and record.matches(message):
-                self._records.move_to_end(candidate)
-                return record
+        with self._lock:
+            for candidate in (self._key_of_calls.get(ids) if ids else None, key):
+                record = self._records.get(candidate) if candidate else None
+                if candidate and record and record.matches(message):
+                    self._records.move_to_end(candidate)
+                    return record
         return None
 
     def _forget(self, key: bytes) -> None:

@@ -1,0 +1,38 @@
+"""What every route works with: the engine, the text pipeline, and the facts of this server. Knows no endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from agentspec.errors import RequestError
+from agentspec.server.errors import ApiError
+from agentspec.server.pipeline import TextPipeline
+from agentspec.wire import EngineClient
+
+SESSION_HEADERS = ("x-session-id", "session-id", "x-smg-routing-key", "x-dynamo-session-id", "x-claude-code-session-id")
+"""Headers in which agents and routers name the session, first come first served."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Service:
+    engine: EngineClient
+    text: TextPipeline | None
+    """None for a checkpoint without a tokenizer: token-id prompts only."""
+
+    def check_model(self, name: str) -> None:
+        served = self.engine.info.model_id
+        if name != served:
+            raise ApiError(404, f"model={name!r}: not served here; this server has {served!r}", param="model", code="model_not_found")
+
+    def chat_text(self, field: str, value: object) -> TextPipeline:
+        """The pipeline, for an endpoint that takes messages. Raises RequestError at a checkpoint that has no chat template."""
+        if self.text is None or self.text.prompts is None:
+            lacks = "tokenizer" if self.text is None else "chat template"
+            raise RequestError(field, value, f"this checkpoint has no {lacks}: use /v1/completions")
+        return self.text
+
+
+def session_of(headers: Mapping[str, str], fallback: str | None) -> str | None:
+    """The session that a request belongs to; `fallback` is the body's own word for it. Header names are lower case."""
+    return next((headers[name] for name in SESSION_HEADERS if headers.get(name)), fallback)
