@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from agentspec.replay.world import Locked
 from scripts.tiny_agent import invented_words as words
-from scripts.tiny_agent import toolset
+from scripts.tiny_agent import pools, toolset
 from scripts.tiny_agent.domain import Column, Domain, Kind, Operation, Split, Verb
 from scripts.tiny_agent.toolset import Toolset
 
@@ -37,12 +37,14 @@ _DESCRIPTIONS: dict[Verb, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 _OWN_DESCRIPTIONS: dict[Verb, tuple[str, ...]] = {
-    "get": ("{Word} one {noun}: returns all its details.", "{Word} a single {noun} to see everything about it."),
-    "find": ("{Word} {plural}: returns those that match.", "{Word} {plural} to get a list of them."),
-    "create": ("{Word} a new {noun}: adds it to the others.", "{Word} one more {noun}."),
+    "get": ("{Word} one {noun}: returns all its details.", "{Word} a single {noun} to see everything about it.", "{Word} one {noun}."),
+    "find": ("{Word} {plural}: returns those that match.", "{Word} {plural} to get a list of them.", "{Word} {plural}."),
+    "create": ("{Word} a new {noun}: adds it to the others.", "{Word} one more {noun}.", "{Word} another {noun}."),
     "update": ("{Word} one {noun}: changes what is given.", "{Word} details of the {noun} with this {key}. Only what is given changes."),
-    "close": ("{Word} one {noun}; its {state} becomes {closed}.", "{Word} the {noun} with this {key}: sets its {state} to {closed}."),
-    "delete": ("{Word} one {noun}: removes it for good.", "{Word} the {noun} with this {key}, which removes it."),
+    "close": (
+        "{Word} one {noun}; its {state} becomes {closed}.", "{Word} the {noun} with this {key}: sets its {state} to {closed}.", "{Word} one {noun}.",
+    ),
+    "delete": ("{Word} one {noun}: removes it for good.", "{Word} the {noun} with this {key}, which removes it.", "{Word} one {noun} for good."),
 }  # fmt: skip
 """For verbs that say nothing by themselves."""
 _COLUMN_TEXTS = ("{Label}", "{Label}", "{Label} of the {noun}", "The {label}", "{Label} of this {noun}", "The {noun}'s {label}")
@@ -54,6 +56,14 @@ _OWN_VERB_RATE = 0.3
 _ODD_NAME_RATE: dict[Split, float] = {"train": 0.35, "held_out": 0.05}
 """Names that say nothing of what the tool does: far more of them in training than in life, so that descriptions are read."""
 _OTHER_NAME_RATE = 0.2
+_OTHER_OBJECT_RATE = 0.12
+"""Names whose object isn't the noun: lend_book makes a library loan."""
+_SHEET_RATE = 0.15
+"""Names without a verb, for tools that show one record."""
+_OTHER_PARAM_RATE = 0.12
+"""Parameters whose name has nothing of the label, which their description gives."""
+_TURNED_NAME_RATE: dict[Split, float] = {"train": 0.2, "held_out": 0.0}
+"""Columns whose name says the label in other words; the words around it are those of training."""
 _SEARCHABLE: tuple[Kind, ...] = ("person", "city", "word", "date", "choice", "flag", "email", "code")
 _INSIDE: tuple[Kind, ...] = ("title", "tags", "people")
 
@@ -67,8 +77,12 @@ class _Style:
     noun_first: bool
     short: bool
     """Only the last word of the noun stands in names of tools."""
-    find_prefix: str
-    update_prefix: str
+    all_plural: bool
+    """All names of tools hold the plural."""
+    find_form: str
+    """A filter's name, of the column's label."""
+    update_form: str
+    """A new value's name, of the column's label."""
 
     @classmethod
     def draw(cls, rng: random.Random) -> _Style:
@@ -78,12 +92,16 @@ class _Style:
             param_camel=camel if rng.random() < 0.8 else not camel,
             noun_first=rng.random() < 0.3,
             short=rng.random() < 0.25,
-            find_prefix=rng.choice(("", "", "", "", "", "by", "filter", "with", "only", "where", "match")),
-            update_prefix=rng.choice(("", "", "", "new", "new", "set", "to", "updated", "next", "change")),
+            all_plural=rng.random() < 0.15,
+            find_form=rng.choice(words.FIND_FORMS),
+            update_form=rng.choice(words.UPDATE_FORMS),
         )
 
-    def param(self, *parts: str) -> str:
-        return _joined(" ".join(parts), self.param_camel)
+    def param(self, text: str) -> str:
+        return _joined(text, self.param_camel)
+
+    def sheet(self, word: str, noun: str) -> str:
+        return _joined(f"{noun.split()[-1] if self.short else noun} {word}", self.tool_camel)
 
     def tool(self, verb: str, noun: str) -> str:
         noun = noun.split()[-1] if self.short else noun
@@ -106,6 +124,7 @@ class _Maker:
         self.plural = words.plural(self.noun)
         self.labels: list[str] = []
         self.names: set[str] = set()
+        self.column_names: set[str] = set()
         self.state: Column | None = None
         self.page: Column | None = None
         self.key = self._key()
@@ -141,6 +160,7 @@ class _Maker:
             label = "name" if self.split == "train" and rng.random() < 0.5 else f"{self.noun.split()[-1]} name"
             column = Column(name=self.style.param(label), label=label, kind="word" if roll < 0.94 else "city")
         self.labels.append(label)
+        self.column_names.add(column.name)
         return self._described(column)
 
     def _columns(self) -> tuple[Column, ...]:
@@ -150,18 +170,32 @@ class _Maker:
             label = self._label(kind)
             choices = words.choices(rng, self.split, label) if kind == "choice" else ()
             form = rng.choice(("@@-###", "##-####", "@####", "####@", "&&##", "@@@##")) if kind == "code" else ""
-            columns.append(self._described(Column(name=self.style.param(label), label=label, kind=kind, choices=choices, form=form)))
+            columns.append(self._described(Column(name=self._column_name(label), label=label, kind=kind, choices=choices, form=form)))
         if rng.random() < 0.6:
             label = self._fresh(words.STATE_LABELS[self.split])
-            self.state, self.start, self.closing, self.closed = words.state(rng, self.split, self.style.param(label), label)
+            self.state, self.start, self.closing, self.closed = words.state(rng, self.split, self._column_name(label), label)
             columns.insert(rng.randint(1, len(columns)), self.state)
         if rng.random() < 0.1:
             label = self._fresh(words.TEXT_LABELS[self.split])
-            self.page = Column(name=self.style.param(label), label=label, kind="page")
+            self.page = Column(name=self._column_name(label), label=label, kind="page")
             columns = [*columns[:2], self.page]
             if self.state is not None and self.state not in columns:
                 self.state = None
         return tuple(columns)
+
+    def _column_name(self, label: str) -> str:
+        """The label, or words around a part of it; no two columns share a name."""
+        rng = self.rng
+        name = self.style.param(words.turned(rng, label, self.noun) if rng.random() < _TURNED_NAME_RATE[self.split] else label)
+        name = self.style.param(label) if name in self.column_names else name
+        self.column_names.add(name)
+        return name
+
+    def _param(self, form: str, label: str) -> str:
+        """The name of a parameter for a column's value."""
+        if self.rng.random() < _OTHER_PARAM_RATE:
+            return self.style.param(words.other_name(self.rng, self.split))
+        return self.style.param(form.format(label=label, noun=self.noun.split()[-1]))
 
     def _label(self, kind: Kind) -> str:
         """A label that holds no other one and is held by none, so that a question can mean only one column."""
@@ -265,10 +299,20 @@ class _Maker:
                 named = rng.choice(words.ODD_VERBS.strict(self.split))
             elif rng.random() < _OTHER_NAME_RATE and verb != "close":
                 named = rng.choice(words.VERBS[verb])
-            name = self.style.tool(named, self.plural if verb == "find" and rng.random() < 0.7 else self.noun)
+            name = self._tool_name(verb, named)
             if name not in self.names:
                 self.names.add(name)
                 return word, name
+
+    def _tool_name(self, verb: Verb, named: str) -> str:
+        rng = self.rng
+        is_plural = self.style.all_plural or (verb == "find" and rng.random() < 0.7)
+        thing = self.plural if is_plural else self.noun
+        if verb in ("get", "read") and rng.random() < _SHEET_RATE:
+            return self.style.sheet(rng.choice(words.SHEETS), thing)
+        if verb in ("create", "close", "update") and rng.random() < _OTHER_OBJECT_RATE:
+            thing = rng.choice(pools.NOUNS.strict(self.split))
+        return self.style.tool(named, thing)
 
     def _find(self, name: str, word: str, text: str) -> Operation:
         rng = self.rng
@@ -276,10 +320,10 @@ class _Maker:
         match, contains, texts = {}, {}, {}
         for column in sorted(rng.sample(searchable, min(rng.choice((1, 2, 2, 3)), len(searchable))), key=self.columns.index):
             if column.kind in _INSIDE:
-                param = self.style.param(column.label, "contains") if column.kind == "title" else self.style.param("has", column.label)
+                param = self.style.param(f"{column.label} contains" if column.kind == "title" else f"has {column.label}")
                 contains[param] = column.name
             else:
-                param = self.style.param(*filter(None, (self.style.find_prefix, column.label)))
+                param = self._param(self.style.find_form, column.label)
                 match[param] = column.name
                 texts[param] = rng.choice(_FILTER_TEXTS).format(plural=self.plural, label=column.label, Label=_capital(column.label))
         limit = self.style.param(words.limit(rng, self.split, self.plural)) if rng.random() < 0.35 else None
@@ -288,16 +332,16 @@ class _Maker:
 
     def _create(self, name: str, word: str, text: str) -> Operation:
         rng = self.rng
-        given = [c.name for c in self._changeable()][:5]
-        required = given[: rng.randint(1, min(3, len(given)))]
+        given = {c.name if rng.random() >= _OTHER_PARAM_RATE else self._param("{label}", c.label): c.name for c in self._changeable()[:5]}
+        required = list(given)[: rng.randint(1, min(3, len(given)))]
         if self.key.kind != "code":
-            given, required = [self.key.name, *given], [self.key.name, *required]
+            given, required = {self.key.name: self.key.name, **given}, [self.key.name, *required]
         return self.tools.create(name, word, text, given, required=required, fixed={self.state.name: self.start} if self.state is not None else {})
 
     def _update(self, name: str, word: str, text: str, by: dict[str, str]) -> Operation:
         rng = self.rng
         chosen = sorted(rng.sample(self._changeable(), min(rng.choice((1, 2, 2, 3)), len(self._changeable()))), key=self.columns.index)
-        given = {self.style.param(*filter(None, (self.style.update_prefix, c.label))): c.name for c in chosen}
+        given = {self._param(self.style.update_form, c.label): c.name for c in chosen}
         required = list(given) if len(given) == 1 else []
         show = self._after([c.name for c in chosen])
         return self.tools.update(name, word, text, given, by=by, required=required, locked=self.locked, show=show)

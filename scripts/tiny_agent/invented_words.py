@@ -43,9 +43,9 @@ CHOICES = pools.read_groups("choices")
 CHOICE_LABELS = Pool.of(list(CHOICES), known=_KNOWN, reserved=_RESERVED)
 
 VERBS: dict[Verb, tuple[str, ...]] = {
-    "get": ("get", "show", "fetch", "look up", "describe", "view", "retrieve", "check", "inspect"),
+    "get": ("get", "show", "fetch", "look up", "describe", "view", "retrieve", "check", "inspect", "read"),
     "read": ("read", "open", "print", "show"),
-    "find": ("find", "search", "list", "query", "browse", "filter"),
+    "find": ("find", "search", "list", "query", "browse", "filter", "look up", "check", "get", "show"),
     "create": ("create", "add", "register", "book", "file", "schedule", "log", "make", "enter", "record"),
     "update": ("update", "change", "edit", "modify", "adjust", "revise", "correct", "amend"),
     "delete": ("delete", "remove", "drop", "discard", "erase", "purge"),
@@ -79,6 +79,21 @@ _OLD_NEW = (
     ("old", "new"), ("search", "replace with"), ("before", "after"), ("remove", "insert"), ("from", "to"), ("current", "replacement"),
     ("wrong", "right"), ("existing", "wanted"), ("find", "put"), ("source", "target"),
 )  # fmt: skip
+SHEETS = ("details", "card", "record", "data", "summary", "file", "view", "page", "report", "facts", "profile", "overview", "entry")
+"""What may stand for the verb in the name of a tool that shows one record."""
+FIND_FORMS = (
+    *("{label}",) * 6, "by {label}", "filter {label}", "with {label}", "only {label}", "where {label}", "match {label}",
+    "{label} is", "{label} filter", "{label} wanted", "{noun} {label}", "{label} of {noun}",
+)  # fmt: skip
+UPDATE_FORMS = (
+    *("{label}",) * 3, "new {label}", "new {label}", "set {label}", "to {label}", "updated {label}", "next {label}", "change {label}",
+    "{label} now", "{label} after", "{label} of next {noun}", "{label} to set", "{label} from now on", "other {label}", "{label} changed",
+)  # fmt: skip
+_AROUND = (
+    "{last} of {noun}", "{last} of {noun}", "{noun} {last}", "{first} until", "{first} at", "{first} by", "{last} on", "{first} from", "{first} as",
+    "is {first}", "{first} through", "{last} in use", "the {last}", "{first} since", "{last} for {noun}", "{first} set",
+)  # fmt: skip
+_LINKS = ("of", "by", "until", "at", "for", "with", "from", "to", "and", "per")
 _PARTS = ("", "", "text", "line", "part", "piece", "string", "value")
 TEXT_LABELS: dict[Split, tuple[str, ...]] = {
     "train": ("content", "body", "log", "transcript", "full text", "protocol", "listing"),
@@ -149,6 +164,27 @@ def label(rng: random.Random, split: Split, kind: Kind) -> str:
 def key_label(rng: random.Random, split: Split, noun: str) -> str:
     """What the key of such records is called."""
     return f"{noun.split()[-1]} {rng.choice(_KEY_WORDS) if rng.random() < 0.85 else made_up(rng, split, 2)}"
+
+
+def turned(rng: random.Random, label: str, noun: str) -> str:
+    """A name that says a part of the label in other words."""
+    while (name := rng.choice(_AROUND).format(first=label.split()[0], last=label.split()[-1], noun=noun.split()[-1])) in _RESERVED:
+        pass
+    return name
+
+
+def other_name(rng: random.Random, split: Split) -> str:
+    """A name that says nothing of what it stands for."""
+    while (name := " ".join(_other_parts(rng, split))) in _RESERVED:
+        pass
+    return name
+
+
+def _other_parts(rng: random.Random, split: Split) -> list[str]:
+    first = rng.choice(rng.choice((pools.NOUNS, pools.ADJECTIVES)).strict(split)) if rng.random() < 0.6 else made_up(rng, split, 2)
+    second = rng.choice(pools.NOUNS.strict(split)) if rng.random() < 0.6 else made_up(rng, split, 2)
+    link = rng.choice(_LINKS)
+    return rng.choice(([first], [first, link], [first, link, second], [first, second]))
 
 
 def limit(rng: random.Random, split: Split, plural: str) -> str:
