@@ -231,6 +231,7 @@ class HybridCache:
             "used_bytes": self.used_bytes,
             "budget_bytes": self.budget_bytes,
             "tree_pages": self.tree.num_blocks[NEED],
+            "tree_pages_locked": self.tree.num_blocks[LOCK],
             "ghost_blocks": self.tree.num_ghost_blocks,
             "checkpoints_live": len(self.checkpoints.live),
             "checkpoints_peak": self.checkpoints.peak_live,

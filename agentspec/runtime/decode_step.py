@@ -9,18 +9,31 @@ Shape letters: B slots in the step, T = k+1 columns, k drafts, W = max k + 1, H 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from agentspec.kernels.reference.philox import PURPOSE_FORCED_ACCEPT, uniform
+from agentspec.kernels.reference.sampling import apply_mask
 from agentspec.models.protocol import StepModel, VerifyBatch
 from agentspec.mtp.drafter import Drafter
 from agentspec.mtp.verify import count_matches, force_matches, truncate
-from agentspec.runtime.plan import STOP_ID, STOP_LENGTH, SlotOutcome
+from agentspec.runtime.plan import MAX_ALTERNATIVES, STOP_ID, STOP_LENGTH, SlotOutcome
 from agentspec.runtime.sampler import choose, choose_greedy, count_emitted
+from agentspec.runtime.scores import ScoreRows, score_tokens
 from agentspec.runtime.step_buffers import SlotLimits, SlotState, StepBuffers
 from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, ZERO_ROW
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What a step did, in fresh tensors."""
+
+    happened_BF: Tensor
+    """int64, one row a slot; `read_result` names its columns."""
+    scores: ScoreRows | None
+    """Of the tokens chosen after each column: row b * T + t belongs to column t of slot b. None: not asked for."""
 
 
 def decode_step(
@@ -31,12 +44,14 @@ def decode_step(
     *,
     num_drafted: int,
     sampled: bool,
+    constrained: bool = False,
+    scored: bool = False,
     forced_rate_K: Tensor | None = None,
-) -> Tensor:
+) -> StepResult:
     """Advance every slot of `slot_ids_B` by one window of num_drafted drafts, and draft as many for the next step.
 
-    sampled: False only if every slot is greedy without penalties and bias. forced_rate_K: float32, benchmarks only, see force_matches.
-    Returns a fresh int64 result, one row a slot; `read_result` names its columns. Inert slots emit nothing and keep everything."""
+    sampled: False only if every slot is greedy without penalties and bias. constrained: some slot has masks; the others' are all ones.
+    scored: also score what is emitted. forced_rate_K: float32, benchmarks only, see force_matches. Inert slots emit nothing and keep everything."""
     num_columns = num_drafted + 1
     old_BF = buffers.slots_SF.index_select(0, slot_ids_B)
     old = SlotState.of(old_BF)
@@ -63,7 +78,8 @@ def decode_step(
     column_T = torch.arange(num_columns, device=slot_ids_B.device)
     position_BT = start_B[:, None] + 1 + column_T
     num_offered_B = old.num_valid_drafts_B.clamp(max=num_drafted)
-    emitted_BT = choose(buffers, slot_ids_B, limits, logits_BTV, tokens_BT, position_BT) if sampled else choose_greedy(logits_BTV)
+    allowed_BTV = apply_mask(logits_BTV, buffers.mask_SWX[:, :num_columns].index_select(0, slot_ids_B)) if constrained else logits_BTV
+    emitted_BT = choose(buffers, slot_ids_B, limits, allowed_BTV, tokens_BT, position_BT) if sampled else choose_greedy(allowed_BTV)
     if forced_rate_K is None:
         num_matched_B = count_matches(emitted_BT, drafts_Bk, num_offered_B)
     else:
@@ -97,23 +113,34 @@ def decode_step(
     new_BF = torch.where(active_B1, new.packed(), old_BF)
     buffers.slots_SF.index_copy_(0, slot_ids_B, new_BF)
     happened_B4 = torch.stack((num_emitted_B, verdict.num_accepted_B, num_offered_B, stop_B), dim=1)
-    return torch.cat((happened_B4 * active_B1, new_BF[:, : SlotState.NUM_SCALARS], emitted_BT), dim=1)
+    happened_BF = torch.cat((happened_B4 * active_B1, new_BF[:, : SlotState.NUM_SCALARS], emitted_BT, drafted_Bk), dim=1)
+    scores = score_tokens(logits_BTV.flatten(0, 1), emitted_BT.flatten(), MAX_ALTERNATIVES) if scored else None
+    return StepResult(happened_BF=happened_BF, scores=scores)
 
 
-def read_result(slots: Sequence[int], rows: list[list[int]]) -> list[SlotOutcome]:
-    """The host's view of a step's result, one row a slot in the order of its slot ids."""
+def read_result(result: StepResult, slots: Sequence[int], alternatives: Sequence[int | None]) -> list[SlotOutcome]:
+    """The host's view of a step's result, one outcome a slot in the order of its slot ids; waits for the device.
+
+    alternatives: for each of `slots`, how many come with the score of each emitted token; None: no scores."""
     outcomes = []
-    for slot, row in zip(slots, rows, strict=True):
-        num_emitted, num_accepted, num_offered, stop, _, length, _, _, newer_row, older_row, newer_len, older_len, *emitted = row
+    for place, (slot, row) in enumerate(zip(slots, result.happened_BF.tolist(), strict=True)):
+        num_emitted, num_accepted, num_offered, stop, _, length, _, _, newer_row, older_row, newer_len, older_len, *tokens = row
+        num_columns = (len(tokens) + 1) // 2
+        wanted, scores = alternatives[place], None
+        if wanted is not None:
+            assert result.scores is not None
+            scores = result.scores.read(place * num_columns, place * num_columns + num_emitted, wanted)
         outcomes.append(
             SlotOutcome(
                 slot=slot,
-                emitted=emitted[:num_emitted],
+                emitted=tokens[:num_emitted],
                 num_drafted=num_offered,
                 num_accepted=num_accepted,
                 stop=stop,
                 length=length,
                 checkpoints=((newer_row, newer_len), (older_row, older_len)),
+                drafts=tokens[num_columns:],
+                scores=scores,
             )
         )
     return outcomes

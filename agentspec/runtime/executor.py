@@ -18,9 +18,10 @@ from agentspec.errors import ConfigError
 from agentspec.models.protocol import StepModel
 from agentspec.mtp.drafter import Drafter, NullDrafter
 from agentspec.mtp.mtp_drafter import MtpDrafter
-from agentspec.runtime.decode_step import decode_step, read_result
+from agentspec.runtime.decode_step import StepResult, decode_step, read_result
 from agentspec.runtime.plan import SlotJoin, StepOutcome, StepPlan
-from agentspec.runtime.prefill import ChunkScores, run_chunks
+from agentspec.runtime.prefill import run_chunks
+from agentspec.runtime.scores import ScoreRows
 from agentspec.runtime.step_buffers import StepBuffers, stage
 from agentspec.types import MAX_DRAFT_TOKENS
 
@@ -33,13 +34,16 @@ class StepTicket:
     """A launched plan: what `collect` reads once the device is done."""
 
     decode_slots: Sequence[int]
-    result: Tensor | None
-    """int64, in host memory, complete when `done` has passed. None: nothing decoded."""
+    alternatives: Sequence[int | None]
+    """For each of them: how many come with the score of an emitted token; None: no scores."""
+    result: StepResult | None
+    """In host memory, complete when `done` has passed. None: nothing decoded."""
     started: Moment
     """Before the decode part."""
     done: Moment
     """After it."""
-    scores: dict[str, ChunkScores]
+    chunk_scores: dict[str, ScoreRows]
+    """By request id; still on the device."""
 
 
 class ModelExecutor:
@@ -69,6 +73,7 @@ class ModelExecutor:
         self._with_mtp = max_draft_tokens > 0
         self._drafter: Drafter = MtpDrafter(model) if self._with_mtp else NullDrafter()
         self._needs_sampler = [False] * max_running
+        self._alternatives: list[int | None] = [None] * max_running
         with torch.inference_mode():
             self._forced_rate_K = None if force_acceptance is None else stage(force_acceptance, torch.float32, self._device)
             self._buffers = StepBuffers.allocate(
@@ -87,12 +92,15 @@ class ModelExecutor:
             self._buffers.deactivate(plan.leaves)
         if plan.page_updates:
             self._buffers.update_pages(plan.page_updates)
-        scores = run_chunks(self._model, plan.chunks, with_mtp=self._with_mtp, device=self._device) if plan.chunks else {}
+        chunk_scores = run_chunks(self._model, plan.chunks, with_mtp=self._with_mtp, device=self._device) if plan.chunks else {}
         if plan.joins:
             self._join(plan.joins, plan.num_drafted)
         started = self._now()
         if not plan.decode_slots:
-            return StepTicket(decode_slots=(), result=None, started=started, done=started, scores=scores)
+            return StepTicket(decode_slots=(), alternatives=(), result=None, started=started, done=started, chunk_scores=chunk_scores)
+        if plan.masks:
+            self._buffers.put_masks(plan.masks)
+        alternatives = [self._alternatives[slot] for slot in plan.decode_slots]
         result = decode_step(
             self._model,
             self._drafter,
@@ -100,16 +108,27 @@ class ModelExecutor:
             stage(plan.decode_slots, torch.int64, self._device),
             num_drafted=plan.num_drafted,
             sampled=any(self._needs_sampler[slot] for slot in plan.decode_slots),
+            constrained=bool(plan.masks),
+            scored=any(wanted is not None for wanted in alternatives),
             forced_rate_K=self._forced_rate_K,
         )
-        result = _to_host(result)
-        return StepTicket(decode_slots=tuple(plan.decode_slots), result=result, started=started, done=self._now(), scores=scores)
+        on_host = StepResult(happened_BF=_to_host(result.happened_BF), scores=None if result.scores is None else result.scores.map(_to_host))
+        return StepTicket(
+            decode_slots=tuple(plan.decode_slots),
+            alternatives=alternatives,
+            result=on_host,
+            started=started,
+            done=self._now(),
+            chunk_scores=chunk_scores,
+        )
 
     def collect(self, ticket: StepTicket) -> StepOutcome:
-        outcome = StepOutcome(scores={request_id: scores.read() for request_id, scores in ticket.scores.items()})
+        outcome = StepOutcome(
+            scores={request_id: rows.read(0, rows.token_N.shape[0], rows.top_ids_NA.shape[1]) for request_id, rows in ticket.chunk_scores.items()}
+        )
         if ticket.result is not None:
             outcome.decode_seconds = _seconds_between(ticket.started, ticket.done)
-            outcome.slots = read_result(ticket.decode_slots, ticket.result.tolist())
+            outcome.slots = read_result(ticket.result, ticket.decode_slots, ticket.alternatives)
         return outcome
 
     def _now(self) -> Moment:
@@ -120,9 +139,12 @@ class ModelExecutor:
         return event
 
     def _join(self, joins: Sequence[SlotJoin], num_drafted: int) -> None:
-        """Fill the slots, and draft from the pair that ends each prompt, so that the first decode step verifies drafts already."""
+        """Fill the slots, and draft from the pair that ends each prompt, so that the first decode step verifies drafts already.
+
+        A constrained slot needs that pair's K/V all the same, but offers no drafts: nobody knows the masks after them yet."""
         self._buffers.join(joins)
         for join in joins:
+            self._alternatives[join.slot] = join.logprobs
             self._needs_sampler[join.slot] = not join.sampling.is_greedy or join.sampling.has_penalties or bool(join.sampling.logit_bias)
         # The first token of a sequence pairs with nothing: no drafts from it.
         paired = [join for join in joins if join.length > 0]
@@ -138,7 +160,8 @@ class ModelExecutor:
             self._buffers.page_table_SP[slot_ids_J],
             num_drafted,
         )
-        self._buffers.put_drafts(slot_ids_J, drafts_Jk)
+        num_valid_J = stage([0 if join.constrained else num_drafted for join in paired], torch.int64, self._device)
+        self._buffers.put_drafts(slot_ids_J, drafts_Jk, num_valid_J)
 
 
 def _to_host(result: Tensor) -> Tensor:

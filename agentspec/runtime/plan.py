@@ -13,7 +13,11 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from agentspec.runtime.constraint import MaskRows
 from agentspec.types import SamplingParams, TokenScore
+
+MAX_ALTERNATIVES = 20
+"""Most alternatives that may come with the score of a token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +63,10 @@ class SlotJoin:
     """For the repetition penalty."""
     output_ids: array[int]
     """Tokens generated before a preemption; penalties count them."""
+    constrained: bool = False
+    """Every window needs masks from the host. It joins without drafts: the host couldn't know them in time."""
+    logprobs: int | None = None
+    """Not None: return a TokenScore for each emitted token, with that many alternatives."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -72,6 +80,8 @@ class StepPlan:
     decode_slots: list[int] = field(default_factory=list)
     num_drafted: int = 0
     """k of this step, for every slot in it."""
+    masks: dict[int, MaskRows] = field(default_factory=dict)
+    """For each constrained slot of `decode_slots`: what may come after column 0 and after each of its valid drafts. At most k + 1 rows."""
 
     @property
     def is_empty(self) -> bool:
@@ -99,6 +109,10 @@ class SlotOutcome:
     """Tokens in the committed state after the step."""
     checkpoints: tuple[tuple[int, int], tuple[int, int]]
     """(row, length) of the newer and the older rolling checkpoint after the step; length 0: a spare row, no checkpoint."""
+    drafts: list[int] = field(default_factory=list)
+    """What the step drafted for the slot's next window. Only constrained requests need to know."""
+    scores: list[TokenScore] | None = None
+    """One per emitted token, for a slot that joined with `logprobs`."""
 
 
 @dataclass(kw_only=True, slots=True)

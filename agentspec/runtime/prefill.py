@@ -2,13 +2,12 @@
 
 Owns the order of reads and writes around a chunk. Samples nothing, and knows nothing of slots.
 
-Shape letters: N tokens of a chunk, H hidden size, V vocabulary, A alternatives a token.
+Shape letters: N tokens of a chunk, C chunks, H hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,36 +15,14 @@ from torch import Tensor
 
 from agentspec.models.protocol import PrefillChunk, StepModel
 from agentspec.runtime.plan import ChunkPlan
+from agentspec.runtime.scores import ScoreRows, score_tokens
 from agentspec.runtime.step_buffers import stage
-from agentspec.types import TokenScore
 
 _SCORED_ROWS = 32
 """Rows whose logits exist at the same time while a prompt is scored: 32 rows of 248,320 float32 are 32 MB."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChunkScores:
-    """Scores of a chunk, still on the device."""
-
-    targets_N: Tensor
-    """int64. The token after each row."""
-    logprobs_N: Tensor
-    """float32."""
-    top_ids_NA: Tensor
-    """int64, most likely first."""
-    top_logprobs_NA: Tensor
-    """float32."""
-
-    def read(self) -> list[TokenScore]:
-        """Wait for the device and convert."""
-        columns = (self.targets_N.tolist(), self.logprobs_N.tolist(), self.top_ids_NA.tolist(), self.top_logprobs_NA.tolist())
-        return [
-            TokenScore(token_id=token_id, logprob=logprob, top=list(zip(top_ids, top_logprobs, strict=True)))
-            for token_id, logprob, top_ids, top_logprobs in zip(*columns, strict=True)
-        ]
-
-
-def run_chunks(model: StepModel, plans: Sequence[ChunkPlan], *, with_mtp: bool, device: torch.device) -> dict[str, ChunkScores]:
+def run_chunks(model: StepModel, plans: Sequence[ChunkPlan], *, with_mtp: bool, device: torch.device) -> dict[str, ScoreRows]:
     """Run chunks of distinct sequences: states and K/V go where the plans say.
 
     with_mtp: also write MTP K/V. Returns scores, by request id, of the chunks that ask for them."""
@@ -72,16 +49,9 @@ def run_chunks(model: StepModel, plans: Sequence[ChunkPlan], *, with_mtp: bool, 
     }
 
 
-def _score(model: StepModel, plan: ChunkPlan, chunk: PrefillChunk, hidden_NH: Tensor) -> ChunkScores:
+def _score(model: StepModel, plan: ChunkPlan, chunk: PrefillChunk, hidden_NH: Tensor) -> ScoreRows:
     assert plan.score_top is not None
     next_token_1 = stage([plan.next_token], torch.int64, hidden_NH.device)
-    targets_N = torch.cat((chunk.token_ids[1:], next_token_1))
-    logprobs, top_ids, top_logprobs = [], [], []
-    for first in range(0, len(targets_N), _SCORED_ROWS):
-        rows = slice(first, first + _SCORED_ROWS)
-        logprobs_nV = model.logits(hidden_NH[rows]).log_softmax(-1)
-        logprobs.append(logprobs_nV.gather(1, targets_N[rows, None]).squeeze(1))
-        top = logprobs_nV.topk(plan.score_top, dim=1)
-        top_ids.append(top.indices)
-        top_logprobs.append(top.values)
-    return ChunkScores(targets_N=targets_N, logprobs_N=torch.cat(logprobs), top_ids_NA=torch.cat(top_ids), top_logprobs_NA=torch.cat(top_logprobs))
+    token_N = torch.cat((chunk.token_ids[1:], next_token_1))
+    rows = [slice(first, first + _SCORED_ROWS) for first in range(0, len(token_N), _SCORED_ROWS)]
+    return ScoreRows.concatenate([score_tokens(model.logits(hidden_NH[some]), token_N[some], plan.score_top) for some in rows])

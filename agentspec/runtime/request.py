@@ -6,15 +6,19 @@ Owns no decisions (the scheduler's) and no device facts beyond row ids and lengt
 from __future__ import annotations
 
 import enum
+import logging
 from array import array
 from dataclasses import dataclass, field
 
 from agentspec.cache.hybrid_cache import Lease
 from agentspec.errors import ContextLengthError, RequestError
-from agentspec.runtime.plan import STOP_ID, STOP_RUNNING, SlotOutcome
+from agentspec.runtime.constraint import Constraint, MaskRows
+from agentspec.runtime.plan import MAX_ALTERNATIVES, STOP_ID, STOP_RUNNING, SlotOutcome
 from agentspec.text.detokenizer import Detokenizer
 from agentspec.types import CheckpointKind, FinishReason, ModelSpec, TokenScore, tokens
 from agentspec.wire import FinishEvent, SpecStats, Submit, TokensEvent, Usage
+
+logger = logging.getLogger("agentspec")
 
 
 class Phase(enum.Enum):
@@ -47,6 +51,8 @@ class Request:
     """Length of `sequence` at which the request ends with LENGTH."""
     detokenizer: Detokenizer | None
     sequence: array[int]
+    constraint: Constraint | None = None
+    """Stands behind the last token of `sequence`."""
     phase: Phase = Phase.WAITING
     usage: Usage = field(default_factory=Usage)
     scores: list[TokenScore] = field(default_factory=list)
@@ -70,11 +76,15 @@ class Request:
     """Length of the rolling checkpoint that prefill leaves in the first spare row; 0: none."""
     rolling: tuple[tuple[int, int], ...] = ()
     """(row, length) of the rolling checkpoints as of the last collected step."""
+    drafts: list[int] | None = None
+    """Of a constrained request: what its next window will verify. None: nobody knows before the step in flight is collected."""
     in_flight: int = 0
     """Launched and not yet collected steps that contain this request."""
     ending: FinishReason | None = None
     """Why a LEAVING request leaves; None: it is retracted and will come back."""
     stop_match: int | str | None = None
+    error: str | None = None
+    """What went wrong, where `ending` is ERROR."""
     preemptions: int = 0
     counted_cached: bool = False
 
@@ -107,12 +117,27 @@ class Request:
         """False for a request that only wants its prompt computed (max_tokens 0)."""
         return self.length_limit > self.prompt_length
 
+    def next_masks(self, num_drafted: int) -> MaskRows | None:
+        """What may come in the next window, of at most num_drafted drafts; the drafts are unknown from now on. Only for a constrained request.
+
+        None: the grammar failed, which ends this request with ERROR and hurts no other."""
+        assert self.constraint is not None
+        assert self.drafts is not None
+        drafts, self.drafts = self.drafts[:num_drafted], None
+        try:
+            return self.constraint.masks(drafts)
+        except Exception as error:
+            self._fail(error)
+            return None
+
     def take(self, outcome: SlotOutcome) -> TokensEvent | None:
         """Add what one step emitted; sets `ending` and `stop_match` when the request ends here.
 
         Tokens after a stop string are not kept. Returns the event to send, or None when the step added nothing."""
         self._count(outcome)
         self.rolling = outcome.checkpoints
+        if self.constraint is not None:
+            self.drafts = outcome.drafts
         ids = outcome.emitted
         if not ids:
             return None
@@ -124,14 +149,21 @@ class Request:
             if pushed.stop is not None:
                 ids = ids[: pushed.num_tokens]
                 self.ending, self.stop_match = FinishReason.STOP, pushed.stop
+        if self.constraint is not None and self.ending is None:
+            try:
+                self.constraint.advance(ids)
+            except Exception as error:
+                self._fail(error)
+                return None
         self.sequence.extend(ids)
         self.usage.completion_tokens += len(ids)
         if self.ending is None and outcome.stop != STOP_RUNNING:
             self.ending = FinishReason.STOP if outcome.stop == STOP_ID else FinishReason.LENGTH
             self.stop_match = ids[-1] if outcome.stop == STOP_ID else None
-        return TokensEvent(request_id=self.request_id, token_ids=ids, text=text)
+        scores = None if outcome.scores is None else outcome.scores[: len(ids)]
+        return TokensEvent(request_id=self.request_id, token_ids=ids, text=text, scores=scores)
 
-    def finish(self, reason: FinishReason, error: str | None = None) -> FinishEvent:
+    def finish(self, reason: FinishReason) -> FinishEvent:
         """The terminal event. Text still held back is text after all, unless a stop string ended the request."""
         held = ""
         if self.detokenizer is not None and not isinstance(self.stop_match, str):
@@ -142,9 +174,13 @@ class Request:
             usage=self.usage,
             text=held,
             stop_match=self.stop_match,
-            error=error,
+            error=self.error,
             prompt_scores=None if self.submit.prompt_logprobs is None or self.needs_scores else self.scores,
         )
+
+    def _fail(self, error: Exception) -> None:
+        logger.exception("the grammar of request %s failed", self.request_id)
+        self.ending, self.error = FinishReason.ERROR, f"the grammar failed: {type(error).__name__}: {error}"
 
     def _count(self, outcome: SlotOutcome) -> None:
         if not outcome.emitted:
@@ -168,10 +204,20 @@ def _add_ones(counts: list[int], upto: int, *, width: int) -> None:
         counts[position] += 1
 
 
-def new_request(submit: Submit, *, number: int, spec: ModelSpec, max_length: int, engine_seed: int, token_bytes: list[bytes] | None) -> Request:
+def new_request(
+    submit: Submit,
+    *,
+    number: int,
+    spec: ModelSpec,
+    max_length: int,
+    engine_seed: int,
+    token_bytes: list[bytes] | None,
+    constraint: Constraint | None = None,
+) -> Request:
     """Check a submit against the model and make its request.
 
-    `max_length` is the longest sequence that the engine can hold. Raises RequestError naming the field that is wrong."""
+    `max_length` is the longest sequence that the engine can hold. `constraint`: the submit's grammar, compiled, at its beginning.
+    Raises RequestError naming the field that is wrong."""
     ids, sampling = submit.prompt_ids, submit.sampling
     if not ids:
         raise RequestError("prompt_ids", ids, "must hold at least one token")
@@ -185,8 +231,11 @@ def new_request(submit: Submit, *, number: int, spec: ModelSpec, max_length: int
         raise ContextLengthError("prompt_ids", f"{len(ids)} tokens", f"with {asked} exceeds the context limit of {max_length} tokens")
     if sampling.stop and token_bytes is None:
         raise RequestError("stop", list(sampling.stop), "needs a tokenizer, and this checkpoint has none")
-    if submit.prompt_logprobs is not None and not 0 <= submit.prompt_logprobs <= 20:
-        raise RequestError("prompt_logprobs", submit.prompt_logprobs, "must be between 0 and 20")
+    for field_name, num_alternatives in (("prompt_logprobs", submit.prompt_logprobs), ("logprobs", submit.logprobs)):
+        if num_alternatives is not None and not 0 <= num_alternatives <= MAX_ALTERNATIVES:
+            raise RequestError(field_name, num_alternatives, f"must be between 0 and {MAX_ALTERNATIVES}")
+    if constraint is not None and sampling.ignore_eos:
+        raise RequestError("ignore_eos", True, "can't go with a grammar, which says itself where the output ends")
     previous = 0
     for point in submit.breakpoints:
         if not previous <= point.offset <= len(ids):
@@ -201,6 +250,7 @@ def new_request(submit: Submit, *, number: int, spec: ModelSpec, max_length: int
         length_limit=max_length if sampling.max_tokens is None else wanted,
         detokenizer=None if token_bytes is None else Detokenizer(token_bytes, sampling.stop),
         sequence=tokens(ids),
+        constraint=constraint,
         usage=Usage(prompt_tokens=len(ids), spec=SpecStats()),
     )
 

@@ -118,27 +118,46 @@ class Scheduler:
     def plan(self, choose_depth: Callable[[int], int]) -> Flight:
         """The next step. `choose_depth(batch size) -> k`."""
         flight = Flight(StepPlan())
-        decoding = self._grow_decoding(flight.plan)
+        holds_back = self._holds_constrained_back()
+        decoding = self._grow_decoding(flight.plan, holds_back)
         self._admit()
         joined = self._plan_prefill(flight)
-        decoding = [request for request in decoding if request.phase is Phase.DECODE] + joined
+        decoding = [request for request in decoding if request.phase is Phase.DECODE]
+        decoding += [request for request in joined if not (holds_back and request.constraint is not None)]
         if decoding:
-            flight.plan.num_drafted = choose_depth(len(decoding))
-            assert 0 <= flight.plan.num_drafted <= self._max_draft_tokens
-        for request in decoding:
-            assert request.slot is not None
-            flight.plan.decode_slots.append(request.slot)
-            flight.occupants[request.slot] = request
-            flight.requests.add(request)
+            self._plan_decode(flight, decoding, choose_depth(len(decoding)))
         flight.plan.leaves, self._leaves = self._leaves, []
         for request in flight.requests:
             request.in_flight += 1
+        for request in decoding:
+            if request.ending is not None:
+                self._end(request, request.ending)
         if not flight.plan.is_empty:
             self._metrics.steps += 1
-        if decoding:
+        if flight.plan.decode_slots:
             self._metrics.decode_steps += 1
-            self._metrics.decode_slots += len(decoding)
+            self._metrics.decode_slots += len(flight.plan.decode_slots)
         return flight
+
+    def _holds_constrained_back(self) -> bool:
+        """The masks of a constrained request need the outcome of its last step. While one waits for that, no other goes ahead: they decode in the
+        same steps, every other one under overlap, instead of splitting the batch between odd and even steps."""
+        return any(request.constraint is not None and request.phase is Phase.DECODE and request.drafts is None for request in self._running)
+
+    def _plan_decode(self, flight: Flight, decoding: list[Request], num_drafted: int) -> None:
+        """Enter who decodes, with masks; a request whose grammar fails is left out, with its `ending` set."""
+        assert 0 <= num_drafted <= self._max_draft_tokens
+        flight.plan.num_drafted = num_drafted
+        for request in decoding:
+            assert request.slot is not None
+            if request.constraint is not None:
+                masks = request.next_masks(num_drafted)
+                if masks is None:
+                    continue
+                flight.plan.masks[request.slot] = masks
+            flight.plan.decode_slots.append(request.slot)
+            flight.occupants[request.slot] = request
+            flight.requests.add(request)
 
     def drain_events(self) -> list[Event]:
         """Events of requests that ended outside `apply`."""
@@ -151,11 +170,11 @@ class Scheduler:
         length = min(len(request.sequence) - 1 + (steps_ahead - 1) * window, request.length_limit)
         return -(-(length + 2 * window) // self._block)
 
-    def _grow_decoding(self, plan: StepPlan) -> list[Request]:
-        """Make sure of pages for every decoding request, oldest first; preempt the youngest when there are none."""
+    def _grow_decoding(self, plan: StepPlan, holds_back: bool) -> list[Request]:
+        """Who decodes next: make sure of pages for each, oldest first; preempt the youngest when there are none."""
         ready = []
         for request in list(self._running):
-            if request.phase is not Phase.DECODE:
+            if request.phase is not Phase.DECODE or (holds_back and request.constraint is not None):
                 continue
             if self._grow(request, plan):
                 ready.append(request)
@@ -280,6 +299,7 @@ class Scheduler:
             if request.computed == request.prefill_end:
                 if request.decodes:
                     flight.plan.joins.append(self._join(request))
+                    flight.requests.add(request)
                     joined.append(request)
                 elif not request.in_flight and request not in flight.requests:
                     self._end(request, FinishReason.LENGTH)
@@ -307,6 +327,7 @@ class Scheduler:
         request.phase = Phase.DECODE
         newer, older = request.own_rows[-2:]
         request.rolling = ((newer, request.prompt_checkpoint), (older, 0))
+        request.drafts = []
         return SlotJoin(
             request_id=request.request_id,
             slot=request.slot,
@@ -323,6 +344,8 @@ class Scheduler:
             sampling=request.submit.sampling,
             prompt_ids=tokens(request.submit.prompt_ids),
             output_ids=request.sequence[request.prompt_length :],
+            constrained=request.constraint is not None,
+            logprobs=request.submit.logprobs,
         )
 
     def apply(self, flight: Flight, outcome: StepOutcome) -> list[Event]:

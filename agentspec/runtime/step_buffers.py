@@ -4,12 +4,12 @@ Owns layout, padding values and the host's writes (join, leave, page updates). K
 
 The integers that a step changes live side by side in `slots_SF`: a step loads a slot with one gather and stores it with one scatter.
 
-Shape letters: S slots (max_running + 1), W = max k + 1, P pages a sequence, V vocabulary, E stop ids, F fields.
+Shape letters: S slots (max_running + 1), W = max k + 1, P pages a sequence, V vocabulary, E stop ids, F fields, X = ceil(V / 32).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from agentspec.kernels.reference.sampling import DrawInputs, PenaltyInputs
+from agentspec.runtime.constraint import MaskRows
 from agentspec.runtime.plan import SlotJoin
 from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, ZERO_ROW, SamplingParams
 
@@ -111,6 +112,8 @@ class StepBuffers:
     """bool [S, V]. Tokens of the prompt. Writer: join (requests with penalties). Reader: the sampler. Stale without penalties."""
     bias_SV: Tensor
     """float32 [S, V]. Padding 0. Writer: join. Reader: the sampler."""
+    mask_SWX: Tensor
+    """int32 [S, W, X], bits as in constraint.MaskRows. Padding -1 (all allowed). Writer: join, masks of a plan. Reader: the constrained step."""
     block_tokens: int
     """Tokens in a page, and the grid of checkpoints."""
 
@@ -144,6 +147,7 @@ class StepBuffers:
             counts_SV=torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device),
             prompt_seen_SV=torch.zeros(num_slots, vocab_size, dtype=torch.bool, device=device),
             bias_SV=torch.zeros(num_slots, vocab_size, dtype=torch.float32, device=device),
+            mask_SWX=torch.full((num_slots, width, -(-vocab_size // 32)), -1, dtype=torch.int32, device=device),
             block_tokens=block_tokens,
         )
 
@@ -164,11 +168,16 @@ class StepBuffers:
         """A copy of the slots' state."""
         return SlotState.of(self.slots_SF[slot_ids_B])
 
-    def put_drafts(self, slot_ids_B: Tensor, drafts_Bk: Tensor) -> None:
-        """Enter drafts for the next step."""
-        num_drafted = drafts_Bk.shape[1]
-        self.slots_SF[slot_ids_B, _NUM_VALID_DRAFTS] = num_drafted
-        self.slots_SF[slot_ids_B, _TOKENS + 1 : _TOKENS + 1 + num_drafted] = drafts_Bk
+    def put_drafts(self, slot_ids_B: Tensor, drafts_Bk: Tensor, num_valid_B: Tensor) -> None:
+        """Enter drafts for the next step. num_valid_B: int64, how many of them each slot offers, 0 to k."""
+        self.slots_SF[slot_ids_B, _NUM_VALID_DRAFTS] = num_valid_B
+        self.slots_SF[slot_ids_B, _TOKENS + 1 : _TOKENS + 1 + drafts_Bk.shape[1]] = drafts_Bk
+
+    def put_masks(self, masks: Mapping[int, MaskRows]) -> None:
+        """Enter what each of these slots may say after the leading columns of its next window, and leave its other columns as they are."""
+        cells = [(slot, column) for slot, rows in masks.items() for column in range(len(rows))]
+        slots, columns = stage(cells, torch.int64, self.device).unbind(1)
+        self.mask_SWX[slots, columns] = stage(np.concatenate(list(masks.values())), torch.int32, self.device)
 
     def draw_inputs(self, sampling_BF: Tensor, limits: SlotLimits) -> DrawInputs:
         return DrawInputs(
@@ -223,6 +232,7 @@ class StepBuffers:
         return [join.length_limit, join.seed, join.sampling.top_k or self.vocab_size, *join.stop_ids, *padding]
 
     def _join_vocabulary(self, join: SlotJoin) -> None:
+        self.mask_SWX[join.slot] = -1
         self.bias_SV[join.slot] = 0
         if join.sampling.logit_bias:
             token_ids = stage(list(join.sampling.logit_bias), torch.int64, self.device)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Template, TemplateError
+from jinja2 import Template, TemplateError, meta
 
 from agentspec.errors import CheckpointError, RequestError
 from agentspec.text.assets import named_tokens, read_object, read_text
@@ -28,7 +28,29 @@ _TEMPLATE_FILE = "chat_template.jinja"
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 _SYSTEM_ROLES = ("system", "developer")
 _PROBES = ("a", "b")
+_PARTING = "\ue000"
+"""A character for private use, with which no real text goes on."""
 _SYSTEM_BLOCKS_KEPT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ToolsMark:
+    """Behind the first `count` tools."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class MessageMark:
+    """Behind a message, or behind the first `characters` of its content."""
+
+    message: int
+    """Its index, after tool results were brought into the order of their calls."""
+    characters: int | None = None
+
+
+CacheMark = ToolsMark | MessageMark
+"""A place where a client says that its later prompts may part from this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +58,10 @@ class RenderedPrompt:
     text: str
     marks: list[tuple[int, CheckpointKind]]
     """(character offset, kind), ascending. The text before each offset is the beginning of what other requests render, too:
-    SYSTEM, of every conversation with the same system text and tools; USER, of this conversation's later turns."""
+    SYSTEM, of every conversation with the same system text and tools; USER, of this conversation's later turns; BRANCH and GRID, of what parts
+    from it behind the client's own marks."""
+    marked_end: int
+    """Offset of the client's last mark; 0 when it set none."""
 
 
 class ChatTemplate:
@@ -52,6 +77,9 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
             self._tool_template = self._template if tool_source is None else environment.from_string(tool_source)
+            sources = (source, tool_source or "")
+            self.reads = frozenset(name for text in sources for name in meta.find_undeclared_variables(environment.parse(text)))
+            """Variables that the template takes from outside."""
         except TemplateError as error:
             raise CheckpointError(f"{origin}: not a valid chat template: {error}") from error
         self.source = source if tool_source is None else tool_source
@@ -90,8 +118,9 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        marked: Sequence[CacheMark] = (),
     ) -> RenderedPrompt:
-        """Render normalised messages (text/messages.py).
+        """Render normalised messages (text/messages.py). `marked`: places that become marks beside the template's own.
 
         Raises RequestError with the template's own words when it refuses the messages."""
         kwargs = dict(template_kwargs or {})
@@ -103,7 +132,9 @@ class ChatTemplate:
             (self._system_end(text, messages, tools, kwargs), CheckpointKind.SYSTEM),
             (self._user_end(text, messages, tools, kwargs), CheckpointKind.USER),
         )
-        return RenderedPrompt(text, sorted(mark for mark in offsets if mark[0] > 0))
+        asked = [(self._parting_end(text, messages, tools, kwargs, mark), _kind(mark, messages)) for mark in marked]
+        marks = sorted(mark for mark in (*offsets, *asked) if mark[0] > 0)
+        return RenderedPrompt(text, marks, max((offset for offset, _ in asked), default=0))
 
     def _text(self, messages: Sequence[Message], tools: Tools | None, add_generation_prompt: bool, kwargs: Mapping[str, Any]) -> str:
         template: Template = self._template if tools is None else self._tool_template
@@ -148,10 +179,39 @@ class ChatTemplate:
             return 0
         answer, question = _PROBES
         later = [*messages[:size], {"role": "assistant", "content": answer}, {"role": "user", "content": question}]
+        return self._shared_length(text, later, tools, kwargs)
+
+    def _parting_end(self, text: str, messages: Sequence[Message], tools: Tools | None, kwargs: dict[str, Any], mark: CacheMark) -> int:
+        """Length of what this prompt shares with ones that are the same up to the mark and then go on otherwise.
+
+        Templates write turns before the last question otherwise than those after it, so what goes on is tried without a question and with one."""
+        question: Message = {"role": "user", "content": _PARTING}
+        others: list[list[Message]]
+        if isinstance(mark, ToolsMark):
+            tools = None if tools is None else tools[: mark.count]
+            others = [[{"role": "system", "content": _PARTING}, question]]
+        else:
+            kept = list(messages[: mark.message + 1])
+            if mark.characters is not None:
+                kept[-1] = {**kept[-1], "content": kept[-1].get("content", "")[: mark.characters] + _PARTING}
+            others = [kept, [*kept, question]]
+        return max(self._shared_length(text, other, tools, kwargs) for other in others)
+
+    def _shared_length(self, text: str, other: Sequence[Message], tools: Tools | None, kwargs: dict[str, Any]) -> int:
         try:
-            return _common_length(text, self._text(later, tools, False, kwargs))
+            return _common_length(text, self._text(other, tools, False, kwargs))
         except RequestError:
-            return 0  # a template that refuses a plain answer has no such place that we could know
+            return 0  # a template that refuses such a conversation tells us nothing
+
+
+def _kind(mark: CacheMark, messages: Sequence[Message]) -> CheckpointKind:
+    """What stands at a client's mark is kept like the template's own block, or like an observed branching point.
+
+    A mark behind a prompt's last tool results moves on with each turn of the loop: what it leaves behind is the first to go."""
+    if isinstance(mark, ToolsMark) or all(message["role"] in _SYSTEM_ROLES for message in messages[: mark.message + 1]):
+        return CheckpointKind.SYSTEM
+    moves_on = mark.characters is None and mark.message == len(messages) - 1 and not _is_query(messages[-1])
+    return CheckpointKind.GRID if moves_on else CheckpointKind.BRANCH
 
 
 def _is_query(message: Message) -> bool:

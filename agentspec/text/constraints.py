@@ -1,17 +1,34 @@
 """What a client may demand of an answer's form, and the grammar that this makes for one turn.
 
-Builds descriptions only (wire.Grammar): JSON schemas, expressions, and structural tags with the calls of a dialect. Compiling them is
-the runtime's business. Knows nothing of HTTP or tokens beyond the id that ends reasoning.
+Builds descriptions only (wire.Grammar); compiling them is the runtime's business. Tags are taken as text, the way the segmenter reads them back: a
+grammar that knew them by their tokens could be led around by spelling one. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
+from agentspec.errors import RequestError
+from agentspec.text.automata import TooLargeError, add_automaton
+from agentspec.text.call_grammar import call_body
 from agentspec.text.chat_template import Tools
-from agentspec.text.tool_calls import Dialect
+from agentspec.text.grammar_rules import Rules, any_of, free_text, literal
+from agentspec.text.json_schema import SchemaReader
+from agentspec.text.schema_grammar import PRETTY, SchemaGrammar
+from agentspec.text.schema_patterns import ANY_TEXT, PatternError, read_pattern
+from agentspec.text.segmenter import THINK_CLOSE
+from agentspec.text.tool_calls import DIALECTS, Dialect, ToolSchemas
+from agentspec.text.tool_calls.protocol import CALL_OPEN
 from agentspec.wire import Grammar
+
+MAX_CHOICES = 1000
+_REMEMBERED = 32
+_LEAD = '"\\n"{0,2}'
+"""The newlines that templates write behind reasoning."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,9 +53,161 @@ class ToolDemand:
 
 
 def turn_grammar(
-    tools: Tools | None, demand: ToolDemand, output: OutputForm | None, *, dialect: Dialect | None, reasoning_end: int | None
+    tools: Tools | None, demand: ToolDemand, output: OutputForm | None, *, dialect: Dialect | None, reasoning_open: bool
 ) -> Grammar | None:
     """The grammar of one turn; None when nothing constrains it.
 
-    `reasoning_end`: the id that ends reasoning, when the turn begins inside it. Raises RequestError naming what can't be served."""
-    return None
+    `reasoning_open`: the turn begins inside reasoning, which stays free up to its end; a call ends it, too. A form goes for the content, and a turn
+    with calls has none then: the segmenter must know of it (`has_form`). Takes up to some hundred milliseconds for many tools, unless it was asked
+    for the same a short while ago. Raises RequestError naming what can't be served."""
+    is_free = demand.choice == "auto" and demand.parallel and not any(_is_strict(tool) for tool in tools or ())
+    if output is None and (demand.choice == "none" or is_free):
+        return None
+    form = None if output is None else (output.kind, output.source, output.field)
+    if output is not None and output.kind in ("regex", "ebnf") and not isinstance(output.source, str):
+        raise RequestError(output.field, output.source, "must be a text")
+    try:
+        asked = json.dumps([tools, demand.choice, demand.name, demand.parallel, form])
+    except RecursionError:
+        raise RequestError("tools" if output is None else output.field, "...", "nests too deep") from None
+    return _turn_grammar(asked, None if dialect is None else dialect.name, reasoning_open)
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _turn_grammar(asked: str, dialect: str | None, reasoning_open: bool) -> Grammar | None:
+    """By what was asked as JSON text, so that the turns of a conversation share one."""
+    tools, choice, name, parallel, form = json.loads(asked)
+    output = None if form is None else OutputForm(kind=form[0], source=form[1], field=form[2])
+    calls = _calls(tools, ToolDemand(choice=choice, name=name, parallel=parallel), None if dialect is None else DIALECTS[dialect])
+    if calls is None:
+        return None if output is None else _form_alone(output, reasoning_open)
+    if choice == "required":
+        content = calls.some
+    elif output is not None:
+        content = any_of([_form(output, calls.rules), calls.some])
+    else:
+        content = calls.among_text
+    inside = calls.then_text if choice == "auto" and output is None else calls.some
+    root = _behind_reasoning(calls.rules, content, calls=inside) if reasoning_open else content
+    return Grammar(kind="ebnf", source=calls.rules.source(root))
+
+
+def _is_strict(tool: Mapping[str, Any]) -> bool:
+    return tool.get("function", tool).get("strict") is True
+
+
+@dataclass(frozen=True, slots=True)
+class _Calls:
+    """Expressions for the calls of a turn."""
+
+    rules: Rules
+    some: str
+    """One call, or several, and nothing else."""
+    among_text: str
+    """Free text with calls in it, or without."""
+    then_text: str
+    """A call, and then whatever may follow it."""
+
+
+def _calls(tools: Tools | None, demand: ToolDemand, dialect: Dialect | None) -> _Calls | None:
+    """None when the turn can't make calls, or nothing is known of how this model writes them."""
+    if demand.choice == "none" or (not tools and demand.choice == "auto"):
+        return None
+    if not tools:
+        raise RequestError("tool_choice", demand.name or demand.choice, "needs tools to choose from")
+    names = [tool.get("function", tool)["name"] for tool in tools]
+    if demand.name is not None and demand.name not in names:
+        raise RequestError("tool_choice", demand.name, "is not one of the tools")
+    is_strict = [_is_strict(tool) for tool in tools]
+    is_demanded = demand.choice == "required"
+    if dialect is None:
+        if is_demanded or any(is_strict):
+            raise RequestError("tools", names, "can't be enforced: this model's chat template teaches no form of calls that is known here")
+        return None
+    rules = Rules("tools")
+    bodies = []
+    for index, tool in enumerate(tools):
+        if names[index] in names[:index]:
+            raise RequestError(f"tools[{index}].function.name", names[index], "is the name of an earlier tool, too")
+        if demand.name in (None, names[index]):
+            bodies.append(_body(dialect, rules, tool, f"tools[{index}]", is_strict=is_strict[index], is_demanded=is_demanded))
+    call = rules.add(f"{literal(CALL_OPEN)} {any_of(bodies)}")
+    text = rules.add(free_text(_triggers(dialect, tools)))
+    return _Calls(
+        rules,
+        some=rules.add(f'{call} ("\\n" {call})*') if demand.parallel else call,
+        among_text=rules.add(f"{text} ({call} {text})*" if demand.parallel else f"{text} {call}?"),
+        then_text=rules.add(f"{call} {text} ({call} {text})*") if demand.parallel else call,
+    )
+
+
+def _triggers(dialect: Dialect, tools: Tools) -> list[str]:
+    """What must not stand in free text: all that may begin a call, cut to what doesn't name a tool, which makes the grammar small."""
+    return list(dict.fromkeys(trigger.partition("=")[0] + trigger.partition("=")[1] for trigger in dialect.triggers(ToolSchemas(tools))))
+
+
+def _body(dialect: Dialect, rules: Rules, tool: Mapping[str, Any], path: str, *, is_strict: bool, is_demanded: bool) -> str:
+    """A strict tool is bound to its schema. A demanded call of another follows the schema where that can be enforced; nobody was promised that."""
+    if is_strict:
+        return call_body(dialect.name, rules, tool, path, is_bound=True)
+    if is_demanded:
+        try:
+            return call_body(dialect.name, rules, tool, path, is_bound=True)
+        except RequestError:
+            pass
+    return call_body(dialect.name, rules, tool, path, is_bound=False)
+
+
+def _form(output: OutputForm, rules: Rules) -> str:
+    """An expression for content of this form."""
+    match output.kind:
+        case "json_schema" | "json_object":
+            schema = output.source if output.kind == "json_schema" else {"type": "object", "additionalProperties": True}
+            return SchemaGrammar(rules, SchemaReader(schema, output.field), PRETTY).value(schema, output.field)
+        case "choice":
+            return rules.add(" | ".join(map(literal, _choices(output))))
+        case "regex":
+            try:
+                return add_automaton(rules, read_pattern(output.source, ANY_TEXT, is_whole=True))
+            except (PatternError, TooLargeError) as error:
+                raise RequestError(output.field, output.source, str(error)) from None
+        case "ebnf":
+            raise RequestError(output.field, output.source, "can't go together with tools that the turn may call: use tool_choice none")
+
+
+def _form_alone(output: OutputForm, reasoning_open: bool) -> Grammar:
+    if output.kind == "ebnf":
+        if not reasoning_open:
+            return Grammar(kind="ebnf", source=output.source)
+        return Grammar(kind="structural_tag", source=_ebnf_behind_reasoning(output.source))
+    rules = Rules(output.field)
+    content = _form(output, rules)
+    return Grammar(kind="ebnf", source=rules.source(_behind_reasoning(rules, content) if reasoning_open else content))
+
+
+def _choices(output: OutputForm) -> list[str]:
+    texts = output.source
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
+        raise RequestError(output.field, texts, "must be a list of texts, none of them empty")
+    if len(texts) > MAX_CHOICES:
+        raise RequestError(output.field, texts[:3], f"has {len(texts)} texts; {MAX_CHOICES} are the limit")
+    return texts
+
+
+def _behind_reasoning(rules: Rules, content: str, *, calls: str | None = None) -> str:
+    """Reasoning up to its end, then the content; or calls from inside reasoning, which end it."""
+    ends = [THINK_CLOSE] if calls is None else [THINK_CLOSE, CALL_OPEN]
+    reasoning = rules.add(free_text(ends))
+    answer = f"{literal(THINK_CLOSE)} {_LEAD} {content}"
+    return f"{reasoning} ({answer} | {calls})" if calls is not None else f"{reasoning} {answer}"
+
+
+def _ebnf_behind_reasoning(source: str) -> str:
+    """The client's grammar keeps the names of its rules."""
+    lead = f"root ::= {_LEAD}"
+    elements = [
+        {"type": "any_text", "excludes": [THINK_CLOSE]},
+        {"type": "const_string", "value": THINK_CLOSE},
+        *({"type": "grammar", "grammar": text} for text in (lead, source)),
+    ]
+    return json.dumps({"type": "structural_tag", "format": {"type": "sequence", "elements": elements}})

@@ -17,6 +17,8 @@ class ReasoningDelta:
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
     text: str
+    at: int = field(default=0, compare=False)
+    """Where the text begins in what was generated: characters before it, those of tags and calls included."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentspec.errors import RequestError
+from agentspec.text.nesting import MAX_NESTING, is_too_deep
 
 Message = dict[str, Any]
 """Normalised: no None values, `content` a string, call arguments as objects, reasoning under every name that templates read."""
@@ -32,6 +33,21 @@ def call_arguments(call: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Name and arguments of a call in a normalised message."""
     function = call.get("function", call)
     return function["name"], function["arguments"]
+
+
+def read_arguments(text: str, field: str) -> dict[str, Any]:
+    """A call's arguments from their JSON text, which is empty for a call without any. Raises RequestError naming `field`."""
+    try:
+        value = json.loads(text) if text.strip() else {}
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate is no text that a prompt could hold
+    except (ValueError, RecursionError) as error:
+        raise RequestError(field, text, f"is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise RequestError(field, text, "must be a JSON object")
+    if is_too_deep(value):
+        raise RequestError(field, text, f"is nested deeper than {MAX_NESTING} levels")
+    return value
 
 
 def call_ids(message: Message) -> tuple[str, ...] | None:
@@ -101,13 +117,9 @@ def _function(function: Mapping[str, Any], field: str) -> dict[str, Any]:
     if not isinstance(function.get("name"), str):
         raise RequestError(f"{field}.name", function.get("name"), "must be a string")
     arguments = function.get("arguments")
-    value: Any = arguments
     if isinstance(arguments, str):
-        try:
-            value = json.loads(arguments) if arguments.strip() else {}
-        except ValueError as error:
-            raise RequestError(f"{field}.arguments", arguments, f"is not valid JSON: {error}") from error
-    value = {} if value is None else value
+        return {**function, "arguments": read_arguments(arguments, f"{field}.arguments")}
+    value = {} if arguments is None else arguments
     if not isinstance(value, Mapping):
         raise RequestError(f"{field}.arguments", arguments, "must be a JSON object")
     return {**function, "arguments": dict(value)}

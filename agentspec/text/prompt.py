@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from agentspec.text.chat_template import ChatTemplate, Tools
+from agentspec.text.chat_template import CacheMark, ChatTemplate, Tools
 from agentspec.text.events import AssistantTurn
 from agentspec.text.messages import Message, normalise
 from agentspec.text.piece_encoder import PieceEncoder
@@ -20,7 +20,7 @@ from agentspec.text.segmenter import THINK_OPEN
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.text.tool_calls import DIALECTS, Dialect, detect_dialect
 from agentspec.text.turn_memory import TurnMemory, TurnRecord, conversation_seed, extend_by_turn, extend_conversation
-from agentspec.types import Breakpoint, CheckpointKind
+from agentspec.types import BY_PROTECTION, Breakpoint, CheckpointKind
 
 _LEAD_CHARACTERS = 64
 """Enough to hold the generation prompt and the end of the message before it."""
@@ -31,6 +31,8 @@ class BuiltPrompt:
     prompt_ids: list[int]
     breakpoints: list[Breakpoint]
     """Ascending offsets into prompt_ids, each above 0."""
+    marked_end: int
+    """Tokens before the client's last mark; 0 when it set none."""
     reasoning_open: bool
     """The prompt ends inside a think block, so the answer begins with reasoning."""
     conversation: bytes
@@ -60,6 +62,8 @@ class PromptBuilder:
         name = detect_dialect(template.source)
         self.dialect: Dialect | None = None if name is None else DIALECTS[name]
         """How this model writes tool calls; None when its template teaches no dialect that we know."""
+        self.template_reads = template.reads
+        """Variables that the checkpoint's template takes, beside those that every template may."""
         self.num_spliced = 0
         """Returned turns whose ids were put back."""
         self.num_mismatched = 0
@@ -72,17 +76,21 @@ class PromptBuilder:
         template_kwargs: Mapping[str, Any] | None = None,
         *,
         namespace: str = "",
+        marked: Sequence[CacheMark] = (),
     ) -> BuiltPrompt:
         """The prompt that asks for the next assistant turn.
 
-        `namespace`: turns generated in another one are not put back. Raises RequestError naming what can't be used."""
+        `namespace`: turns generated in another one are not put back. `marked`: places that become breakpoints beside the template's own.
+        Raises RequestError naming what can't be used."""
         conversation, records, key = self._recall(normalise(messages), namespace)
-        rendered = self._template.render(conversation, tools, template_kwargs=template_kwargs)
-        prompt_ids, offsets = self._encode(rendered.text, self._locate(rendered.text, records), [offset for offset, _ in rendered.marks])
+        rendered = self._template.render(conversation, tools, template_kwargs=template_kwargs, marked=marked)
+        characters = [offset for offset, _ in rendered.marks]
+        prompt_ids, offsets = self._encode(rendered.text, self._locate(rendered.text, records), characters)
         kinds = [kind for _, kind in rendered.marks]
         return BuiltPrompt(
             prompt_ids=prompt_ids,
             breakpoints=_breakpoints(offsets, kinds),
+            marked_end=dict(zip(characters, offsets, strict=True)).get(rendered.marked_end, 0),
             reasoning_open=rendered.text.rstrip().endswith(THINK_OPEN),
             conversation=key,
             lead=rendered.text[-_LEAD_CHARACTERS:],
@@ -162,9 +170,9 @@ class PromptBuilder:
 
 
 def _breakpoints(offsets: Sequence[int], kinds: Sequence[CheckpointKind]) -> list[Breakpoint]:
-    """One breakpoint an offset; of two kinds at one offset the first stands, which lives longer."""
+    """One breakpoint an offset; of several kinds at one offset the best protected stands."""
     kind_at: dict[int, CheckpointKind] = {}
     for offset, kind in zip(offsets, kinds, strict=True):
         if offset > 0:
-            kind_at.setdefault(offset, kind)
+            kind_at[offset] = max(kind, kind_at.get(offset, kind), key=BY_PROTECTION.index)
     return [Breakpoint(offset, kind) for offset, kind in kind_at.items()]

@@ -38,6 +38,7 @@ class Segmenter:
     - Whitespace between segments belongs to the format and isn't passed on. At the end of the turn it is.
     - What looks like a call and is none stays what it was: text of the segment that it stands in.
     - Calls are read only when the request has tools and the checkpoint a dialect.
+    - Content of a demanded form is passed on as it is: behind reasoning only a call in its place is a tag.
     """
 
     def __init__(
@@ -47,11 +48,13 @@ class Segmenter:
         dialect: Dialect | None = None,
         tools: ToolSchemas | None = None,
         new_call_id: Callable[[], str] = new_call_id,
+        has_form: bool = False,
     ) -> None:
-        """`reasoning_open`: the prompt ends inside a think block."""
+        """`reasoning_open`: the prompt ends inside a think block. `has_form`: a grammar makes the content what the client asked for."""
         self._dialect = dialect if tools is not None and tools.names else None
         self._tools = tools or ToolSchemas(None)
         self._new_call_id = new_call_id
+        self._has_form = has_form
         self._segment = _Segment.REASONING if reasoning_open else _Segment.CONTENT
         self._return_to = self._segment
         self._parser: CallParser | None = None
@@ -65,6 +68,10 @@ class Segmenter:
         self._content: list[str] = []
         self._calls: list[ToolCall] = []
         self._is_call_cut = False
+        self._num_pushed = 0
+        self._call_start = 0
+        self._reasoning_end = 0
+        self._tags: tuple[str, ...] = ()
         self._set_tags()
 
     @property
@@ -74,9 +81,15 @@ class Segmenter:
             reasoning="".join(self._reasoning), content="".join(self._content), calls=tuple(self._calls), is_call_cut=self._is_call_cut
         )
 
+    @property
+    def reasoning_end(self) -> int:
+        """Characters generated up to the end of reasoning, `</think>` included; 0 without reasoning. Known once the turn is finished."""
+        return self._reasoning_end
+
     def push(self, text: str) -> list[TextEvent]:
         """Events of the next piece of text. A piece that may be half a tag waits for the next push."""
         self._events = []
+        self._num_pushed += len(text)
         self._buffer += text
         self._run(final=False)
         return self._events
@@ -93,13 +106,15 @@ class Segmenter:
             if step.status is CallStatus.NOT_A_CALL:
                 self._pass_on(step.rest)
             else:
-                self._space = ""
+                self._leave_for_call()
         else:
             self._run(final=True)
-        self._pass_on(self._buffer)
-        self._buffer = ""
-        self._emit(self._space)
-        self._space = ""
+        text, self._buffer = self._buffer, ""
+        self._pass_on(text)
+        text, self._space = self._space, ""
+        self._emit(text)
+        if self._segment is _Segment.REASONING:
+            self._reasoning_end = self._num_pushed
         return self._events
 
     def _run(self, *, final: bool) -> None:
@@ -108,14 +123,20 @@ class Segmenter:
 
     def _read_text(self, final: bool) -> bool:
         """Pass on text up to the next tag and enter what the tag begins. Says whether there is more to read."""
+        if self._has_form and self._segment is _Segment.CONTENT and self._tags:
+            head = self._buffer.lstrip()
+            if CALL_OPEN.startswith(head) and head != CALL_OPEN and not final:
+                return False
+            if not head.startswith(CALL_OPEN):
+                self._tags, self._holdback = (), Holdback(())
         start, tag = min(((at, tag) for tag in self._tags if (at := self._buffer.find(tag)) >= 0), default=(-1, ""))
         if start < 0:
-            kept = 0 if final else self._holdback.held(self._buffer)
-            self._pass_on(self._buffer[: len(self._buffer) - kept])
-            self._buffer = self._buffer[len(self._buffer) - kept :]
+            start = len(self._buffer) - (0 if final else self._holdback.held(self._buffer))
+        text, self._buffer = self._buffer[:start], self._buffer[start:]
+        self._pass_on(text)
+        behind = self._buffer[len(tag) :]
+        if not tag:
             return False
-        self._pass_on(self._buffer[:start])
-        behind = self._buffer[start + len(tag) :]
         if tag == THINK_CLOSE:
             self._buffer = behind
             self._close_reasoning()
@@ -129,7 +150,7 @@ class Segmenter:
             assert self._dialect is not None
             self._parser = self._dialect.parser(len(self._calls), self._tools, self._new_call_id)
             self._return_to, self._segment = self._segment, _Segment.CALL
-            self._buffer = self._buffer[start:]
+            self._call_start = self._num_pushed - len(self._buffer)
         return True
 
     def _read_call(self, final: bool) -> bool:
@@ -144,18 +165,25 @@ class Segmenter:
         else:
             self._calls.append(self._parser.call)
             self._buffer = step.rest
-            self._enter(_Segment.CONTENT)
+            self._leave_for_call()
         self._parser = None
         return True
 
     def _refuse_call(self, step: CallStep) -> None:
         """Back to the segment that the trigger stands in; read on behind the trigger's first character, which makes it text."""
         self._segment = self._return_to
-        self._pass_on(step.rest[:1])
         self._buffer = step.rest[1:]
+        self._pass_on(step.rest[:1])
+
+    def _leave_for_call(self) -> None:
+        """A call, whole or cut, has ended; reasoning that it stood in ended where it began."""
+        if self._return_to is _Segment.REASONING:
+            self._reasoning_end = self._call_start
+        self._enter(_Segment.CONTENT)
 
     def _close_reasoning(self) -> None:
         if self._segment is _Segment.REASONING:
+            self._reasoning_end = self._num_pushed - len(self._buffer)
             self._enter(_Segment.CONTENT)
         elif self._is_segment_new:
             self._trim_start, self._may_think = True, False
@@ -168,7 +196,7 @@ class Segmenter:
         self._set_tags()
 
     def _pass_on(self, text: str) -> None:
-        """Emit text, but keep back whitespace at its end until something follows in the same segment."""
+        """Emit text, which ends where the buffer begins, but keep back whitespace at its end until something follows in the same segment."""
         text = self._space + text
         if self._is_segment_new and self._trim_start:
             text = text.lstrip()
@@ -186,12 +214,13 @@ class Segmenter:
             self._events.append(ReasoningDelta(text))
         else:
             self._content.append(text)
-            self._events.append(ContentDelta(text))
+            self._events.append(ContentDelta(text, self._num_pushed - len(self._buffer) - len(self._space) - len(text)))
 
     def _set_tags(self) -> None:
         """What ends or begins a segment. Only `<tool_call>` counts inside reasoning: a bare `<function=` there is thought, not deed."""
         triggers: tuple[str, ...] = ()
         if self._dialect is not None:
-            triggers = (CALL_OPEN,) if self._segment is _Segment.REASONING else self._dialect.triggers(self._tools)
-        self._tags = (THINK_CLOSE, THINK_OPEN, *triggers)
+            triggers = (CALL_OPEN,) if self._segment is _Segment.REASONING or self._has_form else self._dialect.triggers(self._tools)
+        in_form = self._has_form and self._segment is _Segment.CONTENT
+        self._tags = triggers if in_form else (THINK_CLOSE, THINK_OPEN, *triggers)
         self._holdback = Holdback(self._tags)

@@ -83,6 +83,17 @@ class Tokenizer:
         table = self.token_bytes
         return b"".join([table[token_id] for token_id in ids]).decode("utf-8", errors="replace")
 
+    def spell(self, ids: Sequence[int]) -> str:
+        """Text of the ids with control tokens written out, as `encode` reads them. Ids without a token have no text."""
+        control = {token_id: text.encode() for text, token_id in self.special_ids.items()}
+        table = self.token_bytes
+        return b"".join(control.get(token_id) or table[token_id] for token_id in ids if token_id < len(table)).decode("utf-8", errors="replace")
+
+    def name_of(self, token_id: int) -> str | None:
+        """The token as tokenizer.json spells it (bytes in the byte-level alphabet); None for an id without a token."""
+        name: str | None = self._backend.id_to_token(token_id)
+        return name
+
     def id_of(self, text: str) -> int | None:
         """The id of an added token by its text; None when the text isn't one added token."""
         if all(token.text != text for token in self.added_tokens):

@@ -17,7 +17,7 @@ Shape letters as in models/protocol.py; H is 2: (h, c).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,6 +46,8 @@ class ReferenceRequest:
     seed: int
     length_limit: int
     stop_ids: tuple[int, ...] = ()
+    allowed_after: Callable[[Sequence[int]], npt.NDArray[np.bool_]] | None = None
+    """For a constrained request: bool [V], what may come after the tokens emitted so far."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,6 +249,10 @@ class HashChainModel:
         alive = np.array([i for i, request in enumerate(requests) if len(request.prompt) < request.length_limit], dtype=np.int64)
         while alive.size:
             logits = self._table[torch.from_numpy((hidden[alive] >> (64 - _TABLE_BITS)) & ((1 << _TABLE_BITS) - 1))]
+            for row, i in enumerate(alive.tolist()):
+                allowed_after = requests[i].allowed_after
+                if allowed_after is not None:
+                    logits[row, torch.from_numpy(~allowed_after(streams[i]))] = -torch.inf
             chosen = tables.choose(torch.from_numpy(alive), logits, torch.from_numpy(lengths[alive]))
             hidden[alive] += of_token[chosen] * of_both[lengths[alive]]
             lengths[alive] += 1

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from agentspec.cache import invariants
 from agentspec.cache.hybrid_cache import HybridCache, Lease
 from agentspec.runtime.admission import SessionGate
+from agentspec.runtime.constraint import Constraint
 from agentspec.runtime.metrics import EngineMetrics
 from agentspec.runtime.plan import STOP_ID, STOP_LENGTH, STOP_RUNNING, ChunkPlan, SlotJoin, SlotOutcome, StepOutcome, StepPlan
 from agentspec.runtime.request import Request, new_request
@@ -53,7 +54,8 @@ class _Slot:
     older: tuple[int, int]
     pages: list[int]
     active: bool = True
-    has_drafts: bool = False
+    drafts: list[int] = field(default_factory=list)
+    """What the last step drafted: what the script says next."""
 
 
 class ScriptedDevice:
@@ -85,6 +87,9 @@ class ScriptedDevice:
         for join in plan.joins:
             self._join(join)
         assert len(set(plan.decode_slots)) == len(plan.decode_slots)
+        assert set(plan.masks) == {slot for slot in plan.decode_slots if self.slots[slot].join.constrained}
+        for slot, masks in plan.masks.items():
+            assert len(masks) == 1 + min(plan.num_drafted, len(self.slots[slot].drafts)), "a row for column 0 and for each draft"
         return StepOutcome(slots=[self._decode(slot, plan.num_drafted) for slot in plan.decode_slots], scores=scores)
 
     def collect(self, ticket: StepOutcome) -> StepOutcome:
@@ -149,7 +154,7 @@ class ScriptedDevice:
             return self._outcome(index, slot, [], 0, STOP_RUNNING)
         assert self._rows[slot.read_row] == slot.tags[before]
         assert len(slot.pages) * self._block >= before + 2 * num_drafted + 1, "the window is not covered by pages"
-        offered = num_drafted if slot.has_drafts else 0
+        offered = min(num_drafted, len(slot.drafts))
         emitted, stop = self._emit(slot, min(self._accept(), offered) + 1)
         slot.sequence += emitted
         for token in emitted:
@@ -165,20 +170,23 @@ class ScriptedDevice:
             column = boundary - before - 1
             freed, slot.older = slot.older[0], slot.newer
             slot.newer, slot.write_rows[column] = (slot.write_rows[column], boundary), freed
-        slot.active, slot.has_drafts = stop == STOP_RUNNING, True
+        slot.active, slot.drafts = stop == STOP_RUNNING, [self._word(slot, ahead) for ahead in range(num_drafted)]
         return self._outcome(index, slot, emitted, offered, stop)
 
     def _emit(self, slot: _Slot, count: int) -> tuple[list[int], int]:
-        script = self.scripts[slot.join.request_id]
         emitted: list[int] = []
-        for _ in range(count):
-            said = len(slot.sequence) + len(emitted) - len(slot.join.prompt_ids)
-            emitted.append(script[said] if said < len(script) else FILLER)
+        for ahead in range(count):
+            emitted.append(self._word(slot, ahead))
             if emitted[-1] in slot.join.stop_ids:
                 return emitted, STOP_ID
             if len(slot.sequence) + len(emitted) >= slot.join.length_limit:
                 return emitted, STOP_LENGTH
         return emitted, STOP_RUNNING
+
+    def _word(self, slot: _Slot, ahead: int) -> int:
+        script = self.scripts[slot.join.request_id]
+        said = len(slot.sequence) + ahead - len(slot.join.prompt_ids)
+        return script[said] if said < len(script) else FILLER
 
     def _outcome(self, index: int, slot: _Slot, emitted: list[int], offered: int, stop: int) -> SlotOutcome:
         return SlotOutcome(
@@ -189,6 +197,8 @@ class ScriptedDevice:
             stop=stop,
             length=slot.length,
             checkpoints=(slot.newer, slot.older),
+            drafts=list(slot.drafts),
+            scores=None if slot.join.logprobs is None else [TokenScore(token, -1.0, []) for token in emitted],
         )
 
     def _write_cell(self, pages: Sequence[int], position: int, tag: int) -> None:
@@ -291,6 +301,8 @@ class House:
         max_tokens: int | None = -1,
         stop: tuple[str, ...] = (),
         stop_ids: tuple[int, ...] = (),
+        logprobs: int | None = None,
+        constraint: Constraint | None = None,
     ) -> Request:
         """Queue a request that says `output`. max_tokens: by default as many as the output has."""
         submit = Submit(
@@ -301,8 +313,17 @@ class House:
             session_id=session,
             namespace=namespace,
             prompt_logprobs=scores,
+            logprobs=logprobs,
         )
-        request = new_request(submit, number=len(self.requests), spec=self._spec, max_length=self._max_length, engine_seed=0, token_bytes=TOKEN_BYTES)
+        request = new_request(
+            submit,
+            number=len(self.requests),
+            spec=self._spec,
+            max_length=self._max_length,
+            engine_seed=0,
+            token_bytes=TOKEN_BYTES,
+            constraint=constraint,
+        )
         self.requests[request_id] = request
         self.events[request_id] = []
         self.device.scripts[request_id] = list(output.encode("ascii"))

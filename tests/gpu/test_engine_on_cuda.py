@@ -6,6 +6,7 @@ them and isn't checked here.
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 from agentspec.runtime.executor import ModelExecutor, StepTicket
 from agentspec.runtime.plan import StepOutcome
 from tests.fakes.checkpoints import Family
-from tests.properties.real_model import House, Play, Scratch, StateSpy, alone, write_agreeing_checkpoint
+from tests.properties.real_model import House, Play, Scratch, StateSpy, alone, assemble_house, load, write_agreeing_checkpoint
+from tests.properties.test_constrained_streams import hear, real_rules, real_submits
 
 pytestmark = pytest.mark.gpu
 SMALL: dict[str, Any] = {"num_hidden_layers": 2, "full_attention_interval": 2}
@@ -47,13 +49,24 @@ def test_sampled_streams_are_those_of_the_cpu(cuda: torch.device, tmp_path: Path
         assert turn.emitted == reference.generate(turn.submit)[0], turn.submit
 
 
+def test_constrained_streams_and_scores_are_those_of_the_cpu(cuda: torch.device, tmp_path: Path) -> None:
+    checkpoint = write_agreeing_checkpoint(tmp_path, **SMALL)
+    submits = real_submits(random.Random(9))
+    on_cpu, on_cuda = (assemble_house(House(max_draft_tokens=3, num_pages=60), load(checkpoint, device)) for device in (torch.device("cpu"), cuda))
+    streams, scores = hear(on_cuda, submits, real_rules(on_cuda))
+    expected_streams, expected_scores = hear(on_cpu, submits, real_rules(on_cpu))
+    assert streams == expected_streams
+    for request_id, values in scores.items():
+        assert values == pytest.approx(expected_scores[request_id], abs=1e-3), request_id
+
+
 def test_results_arrive_in_pinned_memory_of_their_own(cuda: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results: list[torch.Tensor] = []
     collect = ModelExecutor.collect
 
     def spy_collect(executor: ModelExecutor, ticket: StepTicket) -> StepOutcome:
         if ticket.result is not None:
-            results.append(ticket.result)
+            results.append(ticket.result.happened_BF)
         return collect(executor, ticket)
 
     monkeypatch.setattr(ModelExecutor, "collect", spy_collect)

@@ -9,7 +9,7 @@ import random
 import torch
 from torch import Tensor
 
-from agentspec.kernels.reference.sampling import DrawInputs, PenaltyInputs, draw, gumbel_noise, keep_threshold, penalise
+from agentspec.kernels.reference.sampling import DrawInputs, PenaltyInputs, apply_mask, draw, gumbel_noise, keep_threshold, penalise
 
 VOCAB = 37
 
@@ -188,3 +188,57 @@ def test_neutral_penalties_change_nothing_whatever_the_counts() -> None:
     logits = torch.randn(1, 3, VOCAB, generator=torch.Generator().manual_seed(3))
     inputs = penalty_inputs([1, 2, 2, 3], [4, 5], {}, 1.0, 0.0, 0.0)
     assert torch.equal(penalise(logits, torch.tensor([[7, 8]]), inputs), logits)
+
+
+def test_a_mask_bars_exactly_the_tokens_whose_bit_is_clear() -> None:
+    for vocab_size in (1, 31, 32, 33, 37, 64, 200):
+        generator = torch.Generator().manual_seed(vocab_size)
+        logits = torch.randn(2, 3, vocab_size, generator=generator)
+        words = torch.randint(-(2**31), 2**31, (2, 3, -(-vocab_size // 32)), generator=generator).to(torch.int32)
+        masked = apply_mask(logits, words)
+        for b, t, v in itertools.product(range(2), range(3), range(vocab_size)):
+            is_set = int(words[b, t, v // 32]) >> (v % 32) & 1
+            assert masked[b, t, v] == (logits[b, t, v] if is_set else -math.inf), f"V={vocab_size}, token {v}"
+
+
+def test_a_mask_of_all_ones_changes_no_bit() -> None:
+    logits = torch.randn(2, 3, VOCAB, generator=torch.Generator().manual_seed(1))
+    logits[0, 0, :4] = torch.tensor([0.0, -0.0, math.inf, -math.inf])
+    mask = torch.full((2, 3, 2), -1, dtype=torch.int32)
+    mask[1] = 5
+    masked = apply_mask(logits, mask)
+    assert torch.equal(masked[0].view(torch.int32), logits[0].view(torch.int32))
+    assert masked[1].isfinite().sum() == 3 * 4, "two words with two bits each"
+
+
+def test_filters_and_draws_stay_inside_a_mask() -> None:
+    """Top-p, top-k and min-p are taken over what the mask leaves."""
+    generator = random.Random(5)
+    logits = torch.randn(1, 1, VOCAB, generator=torch.Generator().manual_seed(2)) * 3
+    for seed in range(300):
+        allowed = generator.sample(range(VOCAB), generator.randint(1, 6))
+        mask = torch.tensor([sum(1 << v for v in allowed if v < 32), sum(1 << (v - 32) for v in allowed if v >= 32)])
+        masked = apply_mask(logits, mask.to(torch.int32).view(1, 1, 2))
+        inputs = draw_inputs(
+            temperature=generator.choice([0.0, 1.0, 5.0]),
+            top_k=generator.choice([0, 3]),
+            top_p=generator.choice([1.0, 0.6]),
+            min_p=generator.choice([0.0, 0.2]),
+            seed=seed,
+        )
+        drawn = int(draw(masked, torch.tensor([[seed]]), inputs))
+        assert drawn in allowed, f"seed {seed}: {drawn} of {allowed}"
+
+
+def test_what_float32_cannot_divide_by_is_as_good_as_greedy() -> None:
+    generator = random.Random(16)
+    for temperature, repetition in itertools.product((0.0, 5e-324, 1e-45, 1e-38, 1e-20), (1.0, 1e-3, 1e-20, 1e-45, 5e-324)):
+        logits = torch.tensor([[random_logits(generator)]])
+        logits[0, 0, 3], logits[0, 0, 20] = -math.inf, 9.0
+        penalised = penalise(logits, torch.zeros(1, 0, dtype=torch.int64), penalty_inputs([], [1, 2, 3, 20], {}, repetition, 0.0, 0.0))
+        assert penalised[0, 0, 3] == -math.inf
+        assert not penalised.isnan().any()
+        if repetition < 1:
+            assert int(penalised.argmax()) == 20
+        drawn = draw(penalised, torch.tensor([[9]]), draw_inputs(temperature=temperature, top_p=0.9, min_p=0.1))
+        assert int(drawn) == int(penalised.argmax()), (temperature, repetition)

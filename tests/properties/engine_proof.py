@@ -33,7 +33,8 @@ from agentspec.cache.prefix_tree import Checkpoint
 from agentspec.runtime.plan import STOP_ID, STOP_LENGTH, SlotOutcome
 from agentspec.runtime.request import Phase, Request, new_request
 from agentspec.types import CheckpointKind, FinishReason, tokens
-from agentspec.wire import Event, FinishEvent, TokensEvent
+from agentspec.wire import Event, FinishEvent, Submit, TokensEvent
+from tests.fakes.automaton import Automaton
 from tests.fakes.hash_chain import ReferenceRequest
 from tests.properties.clients import TOKEN_BYTES, TOKEN_TEXT, Clients, Turn
 from tests.properties.house import BLOCK, House
@@ -107,14 +108,26 @@ class Proof:
         if self.house.bursts and self.running:
             return
         for _ in range(min(num_left, self.house.concurrency - len(self.running))):
-            session, submit = self.clients.next_submit()
-            number = len(self.ended) + len(self.running)
-            request = new_request(submit, number=number, spec=self.model.spec, max_length=self.max_length, engine_seed=7, token_bytes=TOKEN_BYTES)
+            session, asked = self.clients.next_submit()
+            submit, constraint = self.dress(asked)
+            request = new_request(
+                submit,
+                number=len(self.ended) + len(self.running),
+                spec=self.model.spec,
+                max_length=self.max_length,
+                engine_seed=7,
+                token_bytes=TOKEN_BYTES,
+                constraint=constraint,
+            )
             turn = Turn(session, request, submit)
             if self.rng.random() < 0.12:
                 turn.abort_after = self.rng.choice([self.rng.randrange(6), self.rng.randrange(40)])
             self.running[submit.request_id] = turn
             self.loop.submit(request)
+
+    def dress(self, submit: Submit) -> tuple[Submit, Automaton | None]:
+        """What a proof of more than plain requests adds to a submit."""
+        return submit, None
 
     def _abort_some(self) -> None:
         for turn in self.running.values():
@@ -271,6 +284,7 @@ class Proof:
                     seed=turn.request.seed,
                     length_limit=turn.request.length_limit,
                     stop_ids=turn.request.stop_ids,
+                    allowed_after=turn.request.constraint.rules.allowed_after if isinstance(turn.request.constraint, Automaton) else None,
                 )
                 for turn, _ in self.ended
             ]
@@ -346,7 +360,7 @@ class Proof:
 
 def _has_shaped_logits(turn: Turn) -> bool:
     """The target doesn't choose by its bare logits, so that no drafter is perfect."""
-    return turn.submit.sampling.has_penalties or bool(turn.submit.sampling.logit_bias)
+    return turn.submit.sampling.has_penalties or bool(turn.submit.sampling.logit_bias) or turn.request.constraint is not None
 
 
 def cut_at_stop_string(reference: list[int], turn: Turn) -> tuple[list[int], str, str | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from agentspec.models.protocol import VerifyBatch
 from agentspec.mtp.mtp_drafter import MtpDrafter
 from agentspec.runtime import decode_step as decode_step_module
 from agentspec.runtime.decode_step import decode_step, read_result, rotate_checkpoints
-from agentspec.runtime.plan import STOP_ID, STOP_LENGTH, STOP_RUNNING, StepPlan
+from agentspec.runtime.plan import MAX_ALTERNATIVES, STOP_ID, STOP_LENGTH, STOP_RUNNING, StepPlan
 from agentspec.runtime.step_buffers import SlotState, StepBuffers
 from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, SamplingParams
 from tests.fakes.hash_chain import HashChainModel, ReferenceRequest
@@ -237,7 +238,7 @@ def test_padding_slots_are_inert_and_may_repeat() -> None:
         rows = model.rows_R3.clone()
         for sampled in (False, True):
             result = decode_step(model, MtpDrafter(model), buffers, torch.tensor([2, 2, 2]), num_drafted=2, sampled=sampled)
-            assert [outcome.emitted for outcome in read_result([2, 2, 2], result.tolist())] == [[], [], []]
+            assert [outcome.emitted for outcome in read_result(result, [2, 2, 2], [None] * 3)] == [[], [], []]
         assert all(torch.equal(getattr(buffers, name), value) for name, value in before.items())
         changed = (model.rows_R3 != rows).any(1).nonzero().flatten().tolist()
         assert set(changed) <= {SCRATCH_ROW}
@@ -267,7 +268,9 @@ class MetaModel:
 @pytest.mark.parametrize("k", [0, 1, 4])
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("forced", [False, True])
-def test_a_step_never_reads_the_device(k: int, sampled: bool, forced: bool) -> None:
+@pytest.mark.parametrize("constrained", [False, True])
+@pytest.mark.parametrize("scored", [False, True])
+def test_a_step_never_reads_the_device(k: int, sampled: bool, forced: bool, constrained: bool, scored: bool) -> None:
     """Meta tensors have shapes and no values: a host read or a shape that depends on data raises."""
     meta = torch.device("meta")
     buffers = StepBuffers.allocate(
@@ -276,10 +279,13 @@ def test_a_step_never_reads_the_device(k: int, sampled: bool, forced: bool) -> N
     model = MetaModel(8, 99)
     slots = torch.empty(3, dtype=torch.int64, device=meta)
     rates = torch.empty(4, device=meta) if forced else None
-    result = decode_step(model, MtpDrafter(model), buffers, slots, num_drafted=k, sampled=sampled, forced_rate_K=rates)  # type: ignore[arg-type]
-    assert result.device == meta
-    assert result.dtype == torch.int64
-    assert result.shape == (3, 12 + k + 1)
+    variant: dict[str, Any] = {"sampled": sampled, "constrained": constrained, "scored": scored, "forced_rate_K": rates}
+    result = decode_step(model, MtpDrafter(model), buffers, slots, num_drafted=k, **variant)  # type: ignore[arg-type]
+    happened = result.happened_BF
+    assert (happened.device, happened.dtype, happened.shape) == (meta, torch.int64, (3, 12 + k + 1 + k))
+    assert (result.scores is None) == (not scored)
+    if result.scores is not None:
+        assert result.scores.top_ids_NA.shape == (3 * (k + 1), MAX_ALTERNATIVES)
 
 
 def slow_rotation(write_rows: list[int], rows: list[int], lens: list[int], old: int, new: int, block: int) -> tuple[list[int], list[int], list[int]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from agentspec.errors import ConfigError
 from agentspec.runtime.executor import ModelExecutor
 from agentspec.runtime.plan import ChunkPlan, SlotJoin, StepPlan
 from agentspec.types import SamplingParams, tokens
+from tests.fakes.automaton import Everything, pack
 from tests.fakes.hash_chain import HashChainModel, ReferenceRequest
 from tests.fakes.step_driver import StepDriver, greedy
 
@@ -46,7 +49,17 @@ def chunk(
     )
 
 
-def join(known: Sequence[int], *, slot: int, read_row: int, rows: list[int], pages: list[int], checkpoint_length: int = 0) -> SlotJoin:
+def join(
+    known: Sequence[int],
+    *,
+    slot: int,
+    read_row: int,
+    rows: list[int],
+    pages: list[int],
+    checkpoint_length: int = 0,
+    constrained: bool = False,
+    logprobs: int | None = None,
+) -> SlotJoin:
     """A greedy request over `known`, with all but the last token in `read_row`."""
     return SlotJoin(
         request_id=f"r{slot}",
@@ -64,6 +77,8 @@ def join(known: Sequence[int], *, slot: int, read_row: int, rows: list[int], pag
         sampling=SamplingParams(temperature=0.0),
         prompt_ids=tokens(known),
         output_ids=tokens(),
+        constrained=constrained,
+        logprobs=logprobs,
     )
 
 
@@ -260,6 +275,66 @@ def test_scores_are_log_probabilities_of_the_prompt() -> None:
             expected = logprobs.topk(top)
             assert [token for token, _ in score.top] == expected.indices.tolist()
             assert [value for _, value in score.top] == pytest.approx(expected.values.tolist(), abs=1e-5)
+
+
+def test_scores_of_emitted_tokens_are_those_of_their_own_request() -> None:
+    """Neighbours want none, or another number of alternatives; and the slot has its next request before the scores are read."""
+    first, second = random_tokens(9, 1), random_tokens(14, 2)
+    executor = make_executor(max_running=3)
+    logit_bias = SamplingParams(temperature=0.0, logit_bias={5: 30.0})
+    plan = StepPlan(num_drafted=3, decode_slots=[2, 0, 1])
+    for slot, (ids, logprobs) in enumerate(((first, 3), (second, None), (second, 0))):
+        rows, pages = list(range(10 + 6 * slot, 16 + 6 * slot)), list(range(1 + 5 * slot, 6 + 5 * slot))
+        plan.chunks.append(chunk(ids[:-1], writes=[(len(ids) - 1, rows[0])], pages=pages))
+        plan.joins.append(join(ids, slot=slot, read_row=rows[0], rows=rows, pages=pages, logprobs=logprobs))
+    plan.joins[0] = dataclasses.replace(plan.joins[0], sampling=logit_bias)
+    ticket = executor.launch(plan)
+    again = StepPlan(num_drafted=3, decode_slots=[2], leaves=[0])
+    again.joins = [join(first, slot=0, read_row=0, rows=list(range(10, 16)), pages=[1, 2])]
+    later = executor.launch(again)
+    by_slot = {outcome.slot: outcome for outcome in executor.collect(ticket).slots}
+    assert by_slot[1].scores is None
+    for slot, known, num_alternatives in ((0, list(first), 3), (2, list(second), 0)):
+        outcome = by_slot[slot]
+        assert outcome.scores is not None
+        assert [score.token_id for score in outcome.scores] == outcome.emitted
+        for score in outcome.scores:
+            logprobs = MODEL.logits(torch.from_numpy(MODEL.reference_state(known).row[1:])).log_softmax(-1)
+            assert score.logprob == pytest.approx(logprobs[score.token_id].item(), abs=1e-5), "by the raw logits, whatever the bias"
+            assert [token for token, _ in score.top] == logprobs.topk(num_alternatives).indices.tolist()
+            known.append(score.token_id)
+    assert by_slot[0].emitted[0] == 5
+    (outcome,) = executor.collect(later).slots
+    assert outcome.scores is not None
+    assert len(outcome.scores) == len(outcome.emitted)
+
+
+def test_a_constrained_slot_joins_without_drafts_and_says_what_it_drafted() -> None:
+    ids = random_tokens(20, 3)
+    perfect = HashChainModel(seed=23, draft_accuracy=1.0)
+    executor = make_executor(perfect)
+    plan = StepPlan(num_drafted=3, decode_slots=[0, 1])
+    for slot in (0, 1):
+        rows, pages = list(range(10 + 6 * slot, 16 + 6 * slot)), list(range(1 + 6 * slot, 7 + 6 * slot))
+        plan.chunks.append(chunk(ids[:-1], writes=[(19, rows[0])], pages=pages))
+        plan.joins.append(join(ids, slot=slot, read_row=rows[0], rows=rows, pages=pages, constrained=slot == 1))
+    everything = Everything(perfect.spec.vocab_size)
+    plan.masks = {1: everything.masks([])}
+    free, constrained = executor.collect(executor.launch(plan)).slots
+    assert (free.num_drafted, constrained.num_drafted) == (3, 0)
+    stream = perfect.reference_stream(greedy(ids, 60))
+    assert constrained.emitted == stream[:1]
+    assert constrained.drafts == stream[1:4]
+    assert free.drafts == stream[4:7]
+    barred = np.ones(perfect.spec.vocab_size, dtype=np.bool_)
+    barred[stream[2]] = False
+    masks = everything.masks(constrained.drafts)
+    masks[1] = pack(barred)
+    _, after = executor.collect(executor.launch(StepPlan(num_drafted=3, decode_slots=[0, 1], masks={1: masks}))).slots
+    assert after.num_drafted == 3
+    assert (after.num_accepted, after.emitted[0]) == (1, stream[1])
+    assert after.emitted[1] != stream[2], "the second draft may not come"
+    perfect.check_pages(list(range(7, 13)), [*ids, stream[0], stream[1]], context="MTP K/V of the pair at the join included:")
 
 
 def test_an_empty_decode_has_no_outcomes() -> None:

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from agentspec.errors import ContextLengthError, RequestError
+from agentspec.runtime.constraint import Constraint
 from agentspec.runtime.plan import STOP_ID, STOP_LENGTH, STOP_RUNNING, SlotOutcome
 from agentspec.runtime.request import Request, derive_seed, new_request
 from agentspec.types import Breakpoint, CheckpointKind, FinishReason, ModelSpec, SamplingParams, TokenScore
 from agentspec.wire import Submit
+from tests.fakes.automaton import Everything
 
 TOKEN_BYTES = [bytes([token]) for token in range(128)]
 SPEC = ModelSpec(
@@ -18,10 +20,20 @@ SPEC = ModelSpec(
 )
 
 
-def make(*, number: int = 0, engine_seed: int = 0, token_bytes: list[bytes] | None = TOKEN_BYTES, max_length: int = 100, **fields: Any) -> Request:
+def make(
+    *,
+    number: int = 0,
+    engine_seed: int = 0,
+    token_bytes: list[bytes] | None = TOKEN_BYTES,
+    max_length: int = 100,
+    constraint: Constraint | None = None,
+    **fields: Any,
+) -> Request:
     sampling = SamplingParams(**{name: fields.pop(name) for name in list(fields) if name in SamplingParams.__struct_fields__})
     submit = Submit(**{"request_id": "r", "prompt_ids": [65, 66, 67], "sampling": sampling, **fields})
-    return new_request(submit, number=number, spec=SPEC, max_length=max_length, engine_seed=engine_seed, token_bytes=token_bytes)
+    return new_request(
+        submit, number=number, spec=SPEC, max_length=max_length, engine_seed=engine_seed, token_bytes=token_bytes, constraint=constraint
+    )
 
 
 def outcome(text: str, *, drafted: int = 3, accepted: int | None = None, stop: int = STOP_RUNNING, stop_id: int | None = None) -> SlotOutcome:
@@ -62,6 +74,10 @@ def outcome(text: str, *, drafted: int = 3, accepted: int | None = None, stop: i
         ({"stop_token_ids": tuple(range(17))}, "stop_token_ids", list(range(17))),
         ({"stop": ("a",), "token_bytes": None}, "stop", ["a"]),
         ({"prompt_logprobs": 21}, "prompt_logprobs", 21),
+        ({"prompt_logprobs": -1}, "prompt_logprobs", -1),
+        ({"logprobs": 21}, "logprobs", 21),
+        ({"logprobs": -1}, "logprobs", -1),
+        ({"constraint": Everything(128), "ignore_eos": True}, "ignore_eos", True),
         ({"breakpoints": [Breakpoint(4, CheckpointKind.USER)]}, "breakpoints", 4),
         ({"breakpoints": [Breakpoint(-1, CheckpointKind.USER)]}, "breakpoints", -1),
         ({"breakpoints": [Breakpoint(2, CheckpointKind.SYSTEM), Breakpoint(1, CheckpointKind.USER)]}, "breakpoints", 1),

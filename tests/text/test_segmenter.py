@@ -194,6 +194,43 @@ def test_any_chunking_gives_the_same_events(dialect: str) -> None:
         check_order(expected, is_cut=options["is_cut"], message=message)
 
 
+def test_content_says_where_it_stands_and_reasoning_where_it_ends() -> None:
+    rng = random.Random(6)
+    for trial in range(1000):
+        text = "".join(rng.choice(SCRAPS) for _ in range(rng.randrange(1, 16)))
+        options: dict[str, Any] = {"reasoning_open": rng.random() < 0.5}
+        is_cut, size = rng.random() < 0.3, rng.randrange(1, 9)
+        ends = set()
+        for chunks in ([text], [text[start : start + size] for start in range(0, len(text), size)]):
+            splitter = segmenter(**options)
+            events = [event for chunk in chunks for event in splitter.push(chunk)] + splitter.finish(is_cut=is_cut)
+            message = f"seed 6, trial {trial}: {text!r}"
+            for event in events:
+                if isinstance(event, ContentDelta):
+                    shown_text, end = event.text.lstrip(), event.at + len(event.text)
+                    assert text[:end].endswith(shown_text), message
+                    assert event.at >= splitter.reasoning_end or not shown_text, message
+            ends.add(splitter.reasoning_end)
+        assert len(ends) == 1, message
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning"),
+    [
+        ("so\n</think>\n\nHello", "so\n</think>"),
+        ("so on\n", "so on\n"),
+        (f"so\n{SEARCH}", "so\n"),
+        (f"so\n{SEARCH[:50]}", "so\n"),
+        ("so <tool_call>", "so <tool_call>"),
+    ],
+)
+def test_the_end_of_reasoning(text: str, reasoning: str) -> None:
+    splitter = segmenter(reasoning_open=True)
+    splitter.push(text)
+    splitter.finish(is_cut=True)
+    assert splitter.reasoning_end == len(reasoning)
+
+
 def check_order(events: Sequence[TextEvent], *, is_cut: bool, message: str) -> None:
     """Calls are numbered in order, each starts, ends once and has arguments that are JSON; reasoning comes first."""
     arguments: dict[int, str] = {}

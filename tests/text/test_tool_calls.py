@@ -138,6 +138,7 @@ def test_xml_forms(name: str) -> None:
     assert parse("qwen3_coder", text) == (arguments, rest)
 
 
+DEEP = '{"a": ' * 120 + "1" + "}" * 120
 HERMES: dict[str, tuple[str, dict[str, Any] | None, str]] = {
     "call": ('<tool_call>\n{"name": "f", "arguments": {"b": 1, "a": "é"}}\n</tool_call>x', {"b": 1, "a": "é"}, "x"),
     "closer inside a string": ('<tool_call>{"name": "f", "arguments": {"a": "\\"</tool_call>"}}</tool_call>', {"a": '"</tool_call>'}, ""),
@@ -147,6 +148,13 @@ HERMES: dict[str, tuple[str, dict[str, Any] | None, str]] = {
     "arguments no object": ('<tool_call>{"name": "f", "arguments": 1}</tool_call>', None, '<tool_call>{"name": "f", "arguments": 1}</tool_call>'),
     "a list": ("<tool_call>[]</tool_call>", None, "<tool_call>[]</tool_call>"),
     "half a call": ('<tool_call>{"name": ', None, '<tool_call>{"name": '),
+    "half a character": ('<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}</tool_call>', {"a": "\ufffd"}, ""),
+    "no number": (
+        '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+        None,
+        '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+    ),
+    "deep": (f'<tool_call>{{"name": "f", "arguments": {DEEP}}}</tool_call>', None, f'<tool_call>{{"name": "f", "arguments": {DEEP}}}</tool_call>'),
 }
 
 

@@ -1,11 +1,11 @@
-"""Choosing tokens from logits: penalties, filters and Gumbel-max draws, in plain torch.
+"""Choosing tokens from logits: penalties, masks, filters and Gumbel-max draws, in plain torch.
 
 Owns the mathematics of sampling. Knows nothing of slots, steps or drafts beyond the tokens that a row's context holds.
 
-Order (that of vLLM): logit bias, repetition, frequency and presence penalties, temperature, min-p, top-k, top-p. Filters cut by value, so
-tokens that tie with the last one kept are kept too and nothing depends on how a sort breaks ties.
+Order (that of vLLM): masks, logit bias, repetition, frequency and presence penalties, temperature, min-p, top-k, top-p. Filters cut by value,
+so tokens that tie with the last one kept are kept too and nothing depends on how a sort breaks ties.
 
-Shape letters: B requests, T rows a request, N = B*T rows, V vocabulary, k drafts.
+Shape letters: B requests, T rows a request, N = B*T rows, V vocabulary, X = ceil(V / 32) words, k drafts.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ import torch
 from torch import Tensor
 
 from agentspec.kernels.reference.philox import PURPOSE_TOKEN, uniform
+
+LEAST_DIVISOR = 1e-15
+"""What logits are divided by at least: a positive temperature or repetition penalty below this would carry them out of float32, and no draw could
+tell it from this."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,9 +67,18 @@ def penalise(logits_BTV: Tensor, drafts_Bk: Tensor, inputs: PenaltyInputs) -> Te
         counts_BTV = counts_BTV.repeat(1, T, 1).scatter_add_(2, drafts_Bk[:, None].expand(B, T, T - 1), in_context_Tk.expand(B, T, T - 1))
     generated_BTV = counts_BTV > 0
     logits_BTV = logits_BTV + inputs.bias_BV[:, None]
-    factor_BTV = torch.where(generated_BTV | inputs.prompt_seen_BV[:, None], inputs.repetition_B[:, None, None], 1.0)
+    factor_BTV = torch.where(generated_BTV | inputs.prompt_seen_BV[:, None], inputs.repetition_B[:, None, None].clamp(min=LEAST_DIVISOR), 1.0)
     logits_BTV = torch.where(logits_BTV > 0, logits_BTV / factor_BTV, logits_BTV * factor_BTV)
     return logits_BTV - inputs.frequency_B[:, None, None] * counts_BTV - inputs.presence_B[:, None, None] * generated_BTV
+
+
+def apply_mask(logits_BTV: Tensor, mask_BTX: Tensor) -> Tensor:
+    """Minus infinity for every token whose bit is not set: bit v % 32 of word v // 32 stands for token v. A new float32 BTV.
+
+    mask_BTX: int32. Where a row of it is all ones, the row of logits comes back bit for bit."""
+    bit_32 = torch.arange(32, dtype=torch.int32, device=mask_BTX.device)
+    is_allowed_BTV = (mask_BTX[..., None].bitwise_right_shift(bit_32) & 1).flatten(2)[..., : logits_BTV.shape[2]] > 0
+    return torch.where(is_allowed_BTV, logits_BTV, -torch.inf)
 
 
 def keep_threshold(tempered_BTV: Tensor, inputs: DrawInputs) -> Tensor:
@@ -92,7 +105,7 @@ def draw(logits_BTV: Tensor, position_BT: Tensor, inputs: DrawInputs) -> Tensor:
     The noise is scaled by the temperature instead of the logits by its inverse: temperature 0 is then exactly argmax, lowest id on ties."""
     B, T, V = logits_BTV.shape
     temperature_B11 = inputs.temperature_B[:, None, None]
-    tempered_BTV = logits_BTV / torch.where(temperature_B11 > 0, temperature_B11, 1.0)
+    tempered_BTV = logits_BTV / torch.where(temperature_B11 > 0, temperature_B11.clamp(min=LEAST_DIVISOR), 1.0)
     noise_BTV = gumbel_noise(inputs.seed_B[:, None].expand(B, T), position_BT, V)
     score_BTV = torch.where(tempered_BTV >= keep_threshold(tempered_BTV, inputs), logits_BTV + temperature_B11 * noise_BTV, -torch.inf)
     return score_BTV.argmax(-1)

@@ -12,7 +12,7 @@ from typing import Any
 
 from agentspec.text.events import CallEvent, ToolCall, ToolCallArguments, ToolCallEnd, ToolCallStart
 from agentspec.text.tool_calls.protocol import CALL_CLOSE, CALL_OPEN, CallParser, CallStatus, CallStep
-from agentspec.text.tool_calls.schemas import ToolSchemas
+from agentspec.text.tool_calls.schemas import ToolSchemas, read_json
 
 _MARK = re.compile(r'["\\]|' + CALL_CLOSE)
 
@@ -83,8 +83,8 @@ class HermesParser:
 
     def _read(self, body: str) -> ToolCall | None:
         try:
-            value: Any = json.loads(body)
-        except ValueError:
+            value: Any = read_json(body)
+        except (ValueError, RecursionError):
             return None
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
             return None

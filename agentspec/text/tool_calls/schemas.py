@@ -6,10 +6,22 @@ Knows nothing of how calls are written.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_MAX_REF_DEPTH = 8
+from agentspec.text.nesting import MAX_NESTING, is_too_deep
+
+KEYWORDS_OF_TYPE: dict[str, frozenset[str]] = {
+    "null": frozenset(),
+    "boolean": frozenset(),
+    "integer": frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")),
+    "number": frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")),
+    "string": frozenset(("minLength", "maxLength", "pattern", "format")),
+    "array": frozenset(("items", "prefixItems", "minItems", "maxItems", "uniqueItems")),
+    "object": frozenset(("properties", "required", "additionalProperties", "minProperties", "maxProperties", "unevaluatedProperties")),
+}
+"""JSON Schema's keywords that say something about values of one type."""
 
 
 class ToolSchemas:
@@ -31,24 +43,46 @@ class ToolSchemas:
         root = self._parameters.get(tool, {})
         properties = root.get("properties")
         schema = properties.get(parameter) if isinstance(properties, Mapping) else None
-        return frozenset(_types(schema, root, 0))
+        return frozenset(_types(schema, root))
 
 
-def _types(schema: object, root: Mapping[str, Any], depth: int) -> set[str]:
-    if not isinstance(schema, Mapping) or depth > _MAX_REF_DEPTH:
-        return set()
-    declared = schema.get("type")
-    found = {declared} if isinstance(declared, str) else set(declared) if isinstance(declared, list) else set()
-    for key in ("anyOf", "oneOf", "allOf"):
-        for option in schema.get(key) or ():
-            found |= _types(option, root, depth + 1)
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        target: Any = root
-        for name in reference[2:].split("/"):
-            target = target.get(name) if isinstance(target, Mapping) else None
-        found |= _types(target, root, depth + 1)
+def _types(schema: object, root: Mapping[str, Any]) -> set[str]:
+    """Nobody has checked this schema, unless its tool is strict: what makes no sense in it is passed over. Follows each reference once."""
+    found: set[str] = set()
+    followed: set[str] = set()
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if not isinstance(part, Mapping):
+            continue
+        declared = part.get("type")
+        if isinstance(declared, str | list):
+            found |= {name for name in ([declared] if isinstance(declared, str) else declared) if isinstance(name, str)}
+        else:
+            found |= implied_types(part)
+        for options in (part.get("anyOf"), part.get("oneOf"), part.get("allOf")):
+            waiting += options if isinstance(options, list) else ()
+        reference = part.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#/") and reference not in followed:
+            followed.add(reference)
+            waiting.append(_target(reference, root))
     return found
+
+
+def _target(reference: str, root: Mapping[str, Any]) -> object:
+    target: Any = root
+    for name in reference[2:].split("/"):
+        target = target.get(name) if isinstance(target, Mapping) else None
+    return target
+
+
+def implied_types(schema: Mapping[str, Any]) -> set[str]:
+    """The types that a schema without `type` speaks of."""
+    if "const" in schema:
+        return set(type_of(schema["const"]))
+    if isinstance(schema.get("enum"), list):
+        return {name for value in schema["enum"] for name in type_of(value)}
+    return {name for name, keywords in KEYWORDS_OF_TYPE.items() if name != "integer" and keywords & schema.keys()}
 
 
 def is_plain_string(types: frozenset[str]) -> bool:
@@ -70,23 +104,46 @@ def coerce(text: str, types: frozenset[str]) -> Any:
     if "boolean" in types and word in ("true", "false", "True", "False"):
         return word in ("true", "True")
     try:
-        value = json.loads(word)
-    except ValueError:
+        value = read_json(word)
+    except (ValueError, RecursionError):
         return text
     if isinstance(value, float) and value.is_integer() and "integer" in types and "number" not in types:
         return int(value)
-    return value if _type_of(value) & types else text
+    return value if type_of(value) & types else text
 
 
-def _type_of(value: object) -> frozenset[str]:
+def read_json(text: str) -> Any:
+    """The value of JSON text that a model wrote. A lone surrogate, which JSON can spell and no answer can hold, becomes U+FFFD.
+
+    Raises ValueError, for numbers that JSON doesn't have (NaN, infinities) and for what no client could send back (too deep), too, and
+    RecursionError."""
+    value = json.loads(text, parse_float=_finite, parse_constant=_finite)
+    if is_too_deep(value):
+        raise ValueError(f"nested deeper than {MAX_NESTING} levels")
+    if "\\u" in text:
+        value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+    return value
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is no number in JSON")
+    return value
+
+
+def type_of(value: object) -> frozenset[str]:
+    """JSON Schema's types of a decoded value."""
+    if value is None:
+        return frozenset({"null"})
     if isinstance(value, bool):
         return frozenset({"boolean"})
-    if isinstance(value, int):
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
         return frozenset({"integer", "number"})
     if isinstance(value, float):
         return frozenset({"number"})
+    if isinstance(value, str):
+        return frozenset({"string"})
     if isinstance(value, dict):
         return frozenset({"object"})
-    if isinstance(value, list):
-        return frozenset({"array"})
-    return frozenset()
+    return frozenset({"array"})

@@ -1,0 +1,64 @@
+"""Makes the constraint of a request from its grammar, with a compiler that is built when the first grammar comes.
+
+Most engines never see a grammar, and a compiler has to take in the whole vocabulary first. Knows nothing of how grammars are compiled, nor of who
+waits for one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from agentspec.errors import EngineClosedError, RequestError
+from agentspec.runtime.constraint import Constraint
+from agentspec.wire import Grammar
+
+
+class Compiled(Protocol):
+    def constraint(self) -> Constraint:
+        """A constraint at the beginning of the grammar."""
+        ...
+
+
+class Compiler(Protocol):
+    """runtime/grammar.py has the real one."""
+
+    def compile(self, grammar: Grammar) -> Compiled:
+        """Blocks; thread-safe. Raises RequestError."""
+        ...
+
+    def close(self) -> None:
+        """Compiles that still run end with an error."""
+        ...
+
+
+class ConstraintSource:
+    """Thread-safe."""
+
+    def __init__(self, new_compiler: Callable[[], Compiler] | None, *, refusal: str = "") -> None:
+        """refusal: why this engine takes no grammar at all, where there is no compiler."""
+        self._new_compiler = new_compiler
+        self._refusal = refusal
+        self._lock = threading.Lock()
+        self._compiler: Compiler | None = None
+        self._is_closed = False
+
+    def make(self, grammar: Grammar) -> Constraint:
+        """Blocks while the grammar compiles. Raises RequestError when it can't be served, EngineClosedError after `close`."""
+        if self._new_compiler is None:
+            raise RequestError("grammar", grammar.kind, self._refusal)
+        with self._lock:
+            if self._is_closed:
+                raise EngineClosedError("the engine is closed")
+            if self._compiler is None:
+                self._compiler = self._new_compiler()
+            compiler = self._compiler
+        return compiler.compile(grammar).constraint()
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            compiler, self._compiler = self._compiler, None
+        if compiler is not None:
+            compiler.close()

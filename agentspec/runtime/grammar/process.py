@@ -1,0 +1,92 @@
+"""The engine's end of the process that tries grammars: starts it when it is needed, and again after a grammar has killed it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+from agentspec.errors import EngineClosedError
+from agentspec.runtime.grammar.frames import CompileJob, Verdict, Vocabulary, read_frame, write_frame
+
+_WORKER = "agentspec.runtime.grammar.worker"
+
+
+class TrialProcess:
+    """Tries one grammar at a time. Thread-safe."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._turn = threading.Lock()
+        self._lifecycle = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_closed = False
+
+    def run(self, job: CompileJob) -> Verdict:
+        """Blocks until the grammar has passed, is refused, or has killed the process. Raises EngineClosedError when `close` comes first."""
+        with self._turn:
+            process = self._started()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                write_frame(process.stdin, job)
+                answer = read_frame(process.stdout, Verdict)
+            except BrokenPipeError:
+                answer = None
+            return self._buried(process) if answer is None else answer
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None while there is none."""
+        with self._lifecycle:
+            return None if self._process is None else self._process.pid
+
+    def close(self) -> None:
+        """Ends the process at once, whatever it is doing."""
+        with self._lifecycle:
+            self._is_closed = True
+            process, self._process = self._process, None
+        if process is not None:
+            _end(process)
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        with self._lifecycle:
+            if self._is_closed:
+                raise EngineClosedError("the engine is closed")
+            if self._process is None:
+                # Its own session: an interrupt at the terminal is the engine's to handle. Its standard input ends with this process.
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", _WORKER],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                    start_new_session=True,
+                )
+                assert self._process.stdin is not None
+                with contextlib.suppress(BrokenPipeError):  # it died at once: the job finds that out
+                    write_frame(self._process.stdin, self._vocabulary)
+            return self._process
+
+    def _buried(self, process: subprocess.Popen[bytes]) -> Verdict:
+        with self._lifecycle:
+            if self._is_closed:
+                raise EngineClosedError("the engine was closed")
+            self._process = None
+        code = _end(process)
+        if code == -signal.SIGALRM:
+            return Verdict(error="takes too long to compile")
+        return Verdict(error=f"can't be compiled: it takes too much memory or nests too deep (the compiler ended with {code})")
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    process.kill()
+    code = process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(BrokenPipeError):  # what it left unread is lost
+                stream.close()
+    return code

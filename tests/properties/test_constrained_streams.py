@@ -1,0 +1,276 @@
+"""Constrained requests and scores of generated tokens, in the randomised proof of engine_proof.py and on a real small model.
+
+Constraints are random automata (tests/fakes/automaton.py). Every stream must be that of the same request alone under the same automaton, with no
+cache and no drafts: whatever k, overlap, company, preemption and stops do. Scores must be those of the model's own distribution.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from agentspec.assembly import Assembly
+from agentspec.kernels.reference.sampling import apply_mask
+from agentspec.runtime import decode_step
+from agentspec.runtime.constraint import MaskRows
+from agentspec.runtime.plan import SlotJoin, SlotOutcome
+from agentspec.runtime.request import Phase, Request, new_request
+from agentspec.runtime.step_buffers import StepBuffers
+from agentspec.types import FinishReason, SamplingParams, TokenScore
+from agentspec.wire import Event, FinishEvent, Submit, TokensEvent
+from tests.fakes.automaton import Automaton, Rules
+from tests.properties.clients import Turn
+from tests.properties.engine_proof import Proof
+from tests.properties.house import House
+from tests.properties.real_model import STOP_ID, VOCAB, assemble_house, load, write_agreeing_checkpoint
+from tests.properties.real_model import House as RealHouse
+
+SHARDS = 2
+HOUSES = 10
+"""A shard."""
+TURNS = 60
+"""A house."""
+
+LEAST = {
+    "constrained": 150,
+    "constrained: stop id inside a window": 1,
+    "constrained: drafts accepted": 150,
+    "constrained: drafts that may not come": 300,
+    "constrained: preempted": 1,
+    "constrained: aborted": 8,
+    "constrained: aborted with a step in flight": 1,
+    "constrained: stop string": 7,
+    "scored": 100,
+    "scored: cut by a stop string": 5,
+}
+"""How often a shard must take each path at least."""
+
+
+class ConstrainedProof(Proof):
+    """Some requests have a constraint, some want scores, some both."""
+
+    def __init__(self, house: House) -> None:
+        super().__init__(house)
+        self._mine = random.Random(house.seed + 1)
+        spec = self.model.spec
+        self._rules = [
+            Rules(seed, vocab_size=spec.vocab_size, num_real_tokens=spec.num_real_tokens, stop_id=spec.stop_token_ids[0], share=share)
+            for seed, share in enumerate((0.05, 0.4, 0.9))
+        ]
+        self._share = self._mine.choice([0.3, 0.7, 1.0])
+        self._scores: dict[str, list[TokenScore]] = {}
+
+    def dress(self, submit: Submit) -> tuple[Submit, Automaton | None]:
+        if self._mine.random() < 0.4:
+            submit = msgspec.structs.replace(submit, logprobs=self._mine.choice([0, 1, 4]))
+        is_constrained = self._mine.random() < self._share and not submit.sampling.ignore_eos
+        return submit, Automaton(self._mine.choice(self._rules)) if is_constrained else None
+
+    def _take(self, event: Event) -> None:
+        turn = self.running[event.request_id]
+        super()._take(event)
+        if isinstance(event, TokensEvent):
+            if turn.submit.logprobs is None:
+                assert event.scores is None
+            else:
+                assert event.scores is not None
+                self._scores.setdefault(event.request_id, []).extend(event.scores)
+        elif turn.request.constraint is not None and event.reason is FinishReason.ABORT:
+            self.paths["constrained: aborted"] += 1
+
+    def _abort_some(self) -> None:
+        before = {id(turn) for turn in self.running.values() if turn.request.constraint is not None and turn.request.phase is Phase.DECODE}
+        super()._abort_some()
+        leaving = [turn for turn in self.running.values() if turn.request.ending is FinishReason.ABORT and turn.request.in_flight]
+        self.paths["constrained: aborted with a step in flight"] += sum(id(turn) in before for turn in leaving)
+
+    def check_ended(self) -> None:
+        """Beside what every proof checks: the constraint was told what was kept, and scores are true."""
+        for turn, finish in self.ended:
+            if isinstance(turn.request.constraint, Automaton):
+                self._check_constraint(turn, turn.request.constraint, finish)
+            if turn.submit.logprobs is not None:
+                self.paths["scored"] += 1
+                self.paths["scored: cut by a stop string"] += isinstance(finish.stop_match, str)
+                self._check_token_scores(turn.submit, turn.emitted, self._scores.get(turn.submit.request_id, []))
+
+    def _check_constraint(self, turn: Turn, automaton: Automaton, finish: FinishEvent) -> None:
+        emitted, cut_by_text = turn.emitted, isinstance(finish.stop_match, str)
+        assert automaton.followed == emitted[: len(automaton.followed)], f"{finish}: the constraint followed {automaton.followed} of {emitted}"
+        assert cut_by_text or automaton.followed == emitted, f"{finish}: the constraint followed {automaton.followed} of {emitted}"
+        self.paths["constrained"] += 1
+        self.paths["constrained: stop string"] += cut_by_text
+        self.paths["constrained: preempted"] += turn.request.preemptions > 0
+        self.paths["constrained: drafts accepted"] += finish.usage.spec.num_accepted
+        self.paths["constrained: stop id inside a window"] += automaton.is_ended and turn.steps[-1][0] > 1
+        self.paths["constrained: drafts that may not come"] += automaton.num_barred
+
+    def _check_token_scores(self, submit: Submit, emitted: list[int], scores: list[TokenScore]) -> None:
+        assert [score.token_id for score in scores] == emitted, f"{len(scores)} scores of {len(emitted)} tokens"
+        assert all(len(score.top) == submit.logprobs for score in scores)
+        for index in self._mine.sample(range(len(scores)), min(4, len(scores))):
+            known = [*submit.prompt_ids, *emitted[:index]]
+            logprobs = self.model.logits(torch.from_numpy(self.model.reference_state(known).row[1:])).log_softmax(-1)
+            assert abs(scores[index].logprob - logprobs[emitted[index]].item()) < 1e-4, f"score of token {index}"
+            expected = logprobs.topk(submit.logprobs or 0)
+            assert [token for token, _ in scores[index].top] == expected.indices.tolist(), f"likeliest tokens in the place of token {index}"
+            assert [value for _, value in scores[index].top] == pytest.approx(expected.values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_every_constrained_stream_and_every_score_is_true(shard: int) -> None:
+    paths: Counter[str] = Counter()
+    for number in range(HOUSES):
+        seed = 500_000 + 100 * shard + number
+        print(f"house {seed}")
+        proof = ConstrainedProof(House.random(seed))
+        proof.run(TURNS)
+        proof.check_ended()
+        paths.update(proof.paths)
+    rare = {path: f"{paths[path]} of {least}" for path, least in LEAST.items() if paths[path] < least}
+    assert not rare, f"paths that the proof hardly takes: {rare}"
+
+
+def keeps_the_drafts_of_a_join(patch: pytest.MonkeyPatch) -> None:
+    put_drafts = StepBuffers.put_drafts
+
+    def keep(self: StepBuffers, slot_ids_B: Tensor, drafts_Bk: Tensor, num_valid_B: Tensor) -> None:
+        put_drafts(self, slot_ids_B, drafts_Bk, torch.full_like(num_valid_B, drafts_Bk.shape[1]))
+
+    patch.setattr(StepBuffers, "put_drafts", keep)
+
+
+def masks_a_column_late(patch: pytest.MonkeyPatch) -> None:
+    original = Request.next_masks
+
+    def late(self: Request, num_drafted: int) -> MaskRows | None:
+        rows = original(self, num_drafted)
+        return None if rows is None else np.concatenate((rows[:1], rows[:-1]))
+
+    patch.setattr(Request, "next_masks", late)
+
+
+def leaves_masks_behind(patch: pytest.MonkeyPatch) -> None:
+    """The next request in the slot gets the masks of the one before, wherever somebody else in its batch is constrained."""
+    join = StepBuffers.join
+
+    def forgetful(self: StepBuffers, joins: Sequence[SlotJoin]) -> None:
+        before = self.mask_SWX.clone()
+        join(self, joins)
+        self.mask_SWX.copy_(before)
+
+    patch.setattr(StepBuffers, "join", forgetful)
+
+
+def goes_ahead_without_the_outcome(patch: pytest.MonkeyPatch) -> None:
+    """The window's drafts are taken to be those of the step before."""
+    original = Request.next_masks
+
+    def hasty(self: Request, num_drafted: int) -> MaskRows | None:
+        drafts = self.drafts
+        rows = original(self, num_drafted)
+        self.drafts = drafts
+        return rows
+
+    patch.setattr(Request, "next_masks", hasty)
+
+
+def scores_with_the_mask(patch: pytest.MonkeyPatch) -> None:
+    """By the distribution that the token was drawn from, as far as the mask goes."""
+
+    def apply_mask_in_place(logits_BTV: Tensor, mask_BTX: Tensor) -> Tensor:
+        return logits_BTV.copy_(apply_mask(logits_BTV, mask_BTX))
+
+    patch.setattr(decode_step, "apply_mask", apply_mask_in_place)
+
+
+def keeps_scores_beyond_a_stop_string(patch: pytest.MonkeyPatch) -> None:
+    take = Request.take
+
+    def take_all(self: Request, outcome: SlotOutcome) -> TokensEvent | None:
+        event = take(self, outcome)
+        return event if event is None else msgspec.structs.replace(event, scores=outcome.scores)
+
+    patch.setattr(Request, "take", take_all)
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        keeps_the_drafts_of_a_join,
+        masks_a_column_late,
+        leaves_masks_behind,
+        goes_ahead_without_the_outcome,
+        scores_with_the_mask,
+        keeps_scores_beyond_a_stop_string,
+    ],
+)
+def test_a_planted_bug_is_noticed(bug: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    bug(monkeypatch)
+
+    def run_houses() -> None:
+        for seed in range(500_000, 500_006):
+            proof = ConstrainedProof(House.random(seed))
+            proof.run(TURNS)
+            proof.check_ended()
+
+    with pytest.raises((AssertionError, RuntimeError)):
+        run_houses()
+
+
+def real_submits(rng: random.Random) -> list[Submit]:
+    """Greedy and sampled."""
+    return [
+        Submit(
+            request_id=f"r{number}",
+            prompt_ids=[rng.randrange(3, VOCAB) for _ in range(rng.randint(5, 90))],
+            sampling=SamplingParams(temperature=0.0 if number % 2 else 0.8, top_p=0.9, seed=number, max_tokens=24),
+            logprobs=2,
+        )
+        for number in range(8)
+    ]
+
+
+def hear(parts: Assembly, submits: Sequence[Submit], rules: Rules) -> tuple[dict[str, list[int]], dict[str, list[float]]]:
+    """Run submits together, half of them constrained: emitted ids and their log-probabilities, by request."""
+    for number, submit in enumerate(submits):
+        constraint = Automaton(rules) if number % 4 < 2 else None
+        request = new_request(submit, number=number, spec=parts.spec, max_length=500, engine_seed=0, token_bytes=None, constraint=constraint)
+        parts.loop.submit(request)
+    streams: dict[str, list[int]] = {submit.request_id: [] for submit in submits}
+    scores: dict[str, list[float]] = {submit.request_id: [] for submit in submits}
+    while parts.loop.has_work:
+        for event in parts.loop.run_once():
+            if isinstance(event, TokensEvent):
+                assert event.scores is not None
+                streams[event.request_id] += event.token_ids
+                scores[event.request_id] += [score.logprob for score in event.scores]
+    return streams, scores
+
+
+def real_rules(parts: Assembly) -> Rules:
+    return Rules(3, vocab_size=parts.spec.vocab_size, num_real_tokens=VOCAB, stop_id=STOP_ID, share=0.6)
+
+
+def test_on_real_kernels_neither_drafts_nor_overlap_change_a_constrained_stream(tmp_path: Path) -> None:
+    model = load(write_agreeing_checkpoint(tmp_path, num_hidden_layers=2, full_attention_interval=2))
+    submits = real_submits(random.Random(8))
+    expected: tuple[dict[str, list[int]], dict[str, list[float]]] | None = None
+    num_accepted = 0
+    for k, overlap in [(k, overlap) for k in range(6) for overlap in (False, True)]:
+        parts = assemble_house(RealHouse(max_draft_tokens=k, overlap=overlap, num_pages=60), model)
+        streams, scores = hear(parts, submits, real_rules(parts))
+        expected = expected or (streams, scores)
+        assert streams == expected[0], f"k={k}, overlap={overlap}"
+        for request_id, values in scores.items():
+            assert values == pytest.approx(expected[1][request_id], abs=1e-3), f"k={k}, overlap={overlap}: {request_id}"
+        num_accepted += parts.loop.metrics.accepted_tokens
+    assert num_accepted > 100

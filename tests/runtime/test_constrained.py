@@ -1,0 +1,230 @@
+"""Constrained requests in the schedule: when they decode, what their constraint is asked and told, and whom a failing one hurts."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from agentspec.runtime.plan import StepPlan
+from agentspec.types import FinishReason
+from agentspec.wire import TokensEvent
+from tests.fakes.automaton import Everything
+from tests.fakes.scripted_device import VOCABULARY, House, letters
+
+TEXT = "the quick brown fox jumps over the lazy dog"
+
+
+def anything() -> Everything:
+    return Everything(VOCABULARY)
+
+
+def decode_steps(house: House, request_id: str) -> list[int]:
+    """Indexes of the plans in which a request decodes; it never changes its slot."""
+    slots = {join.slot for plan in house.device.plans for join in plan.joins if join.request_id == request_id}
+    assert len(slots) == 1
+    return [index for index, plan in enumerate(house.device.plans) if slots & set(plan.decode_slots)]
+
+
+def gaps(steps: list[int]) -> set[int]:
+    return {later - earlier for earlier, later in itertools.pairwise(steps)}
+
+
+def plans_alone(overlap: bool) -> list[StepPlan]:
+    house = House(overlap=overlap, accept=1)
+    house.submit("free", letters(20), TEXT)
+    house.run()
+    return house.device.plans
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("num_constrained", [1, 2])
+def test_a_free_request_is_never_delayed(overlap: bool, num_constrained: int) -> None:
+    """It decodes in the very steps, with the very drafts and pages, in which it decodes alone; a constrained one in every other step."""
+    house = House(overlap=overlap, accept=1)
+    house.submit("free", letters(20), TEXT)
+    for number in range(num_constrained):
+        house.submit(f"c{number}", letters(25, seed=1 + number), TEXT[:15], constraint=anything())
+    house.run()
+    alone = plans_alone(overlap)
+    free = decode_steps(house, "free")
+    assert free == [index for index, plan in enumerate(alone) if plan.decode_slots]
+    slot = alone[0].decode_slots[0]
+    assert [plan.num_drafted for plan in house.device.plans[: len(alone)]] == [plan.num_drafted for plan in alone]
+    pages = [[update[1] for update in plan.page_updates if update[0] == slot] for plan in house.device.plans]
+    assert pages[: len(alone)] == [[update[1] for update in plan.page_updates] for plan in alone]
+    for number in range(num_constrained):
+        constrained = decode_steps(house, f"c{number}")
+        assert gaps(constrained) == ({2} if overlap else {1})
+        assert constrained[-1] < free[-1], "the free one ran beside it all the time"
+        assert house.said(f"c{number}") == TEXT[:15]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_with_constrained_requests_alone_nothing_waits(overlap: bool) -> None:
+    """Every launched step decodes all of them: the host reads a step at once when there is nothing else to launch."""
+    house = House(overlap=overlap, accept=3, drafts=3)
+    constraints = [anything() for _ in range(3)]
+    for number, constraint in enumerate(constraints):
+        house.submit(f"c{number}", letters(10 + number, seed=number), TEXT, constraint=constraint)
+    house.run()
+    decoding = [plan for plan in house.device.plans if plan.decode_slots]
+    steps = 1 + -(-(len(TEXT) - 1) // 4)  # no drafts in the first window, four tokens a step afterwards
+    assert len(decoding) == steps
+    assert all(len(plan.decode_slots) == 3 for plan in decoding)
+    assert len(house.device.plans) - len(decoding) <= 1, "and one that only clears the slots"
+
+
+def test_constrained_requests_decode_in_the_same_steps() -> None:
+    """One that comes in an odd step waits one step for the others, instead of splitting the batch for good."""
+    house = House(overlap=True, accept=1)
+    house.submit("free", letters(20), TEXT)
+    house.submit("c0", letters(12, seed=1), TEXT[:15], constraint=anything())
+    for number in (1, 2):
+        house.step()
+        house.submit(f"c{number}", letters(12, seed=1 + number), TEXT[:15], constraint=anything())
+    house.run()
+    first = decode_steps(house, "c0")
+    assert gaps(first) == {2}
+    for number in (1, 2):
+        others = decode_steps(house, f"c{number}")
+        assert set(others) & set(range(first[0], first[-1] + 1)) <= set(first)
+        assert others[0] - house.step_of_join(f"c{number}") <= 1
+    assert gaps(decode_steps(house, "free")) == {1}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_constraint_is_asked_for_the_very_drafts_of_the_window(overlap: bool) -> None:
+    house = House(overlap=overlap, accept=2, drafts=3)
+    constraint = anything()
+    house.submit("c", letters(10), "abcdefghij", constraint=constraint)
+    house.run()
+    told = [bytes(window).decode() for window in constraint.windows]
+    assert told == ["", "bcd", "efg", "hij"], "none at the join, then what the device says it drafted"
+    assert bytes(constraint.followed).decode() == "abcdefghij"
+
+
+def test_a_smaller_depth_asks_for_fewer_drafts_and_a_larger_one_for_no_more_than_there_are() -> None:
+    house = House(overlap=False, accept=3, drafts=3)
+    constraint = anything()
+    house.submit("c", letters(10), TEXT, constraint=constraint)
+    depths = [1, 3, 2, 0, 3, 3]
+    for depth in depths:
+        house.depth.num_drafted = depth
+        house.step()
+    assert [len(window) for window in constraint.windows] == [0, 1, 2, 0, 0, 3]
+    assert [len(masks) for plan in house.device.plans for masks in plan.masks.values()] == [1, 2, 3, 1, 1, 4]
+
+
+def test_plans_have_masks_for_constrained_slots_only() -> None:
+    house = House(overlap=False)
+    house.submit("free", letters(10), TEXT)
+    house.submit("c", letters(10, seed=1), TEXT, constraint=anything())
+    house.run()
+    for plan in house.device.plans:
+        assert len(plan.masks) == sum(slot == 1 for slot in plan.decode_slots)
+
+
+def test_a_stop_string_ends_what_the_constraint_follows() -> None:
+    house = House(overlap=True, accept=3)
+    constraint = anything()
+    house.submit("c", letters(10), TEXT, stop=("brown",), constraint=constraint)
+    house.run()
+    assert house.finish("c").stop_match == "brown"
+    said = bytes(constraint.followed).decode()
+    assert TEXT.startswith(said)
+    assert "brown" not in said
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_after_a_preemption_the_constraint_goes_on_where_it_stands(overlap: bool) -> None:
+    house = House(overlap=overlap, pages=14, max_running=3, drafts=1, accept=1, caching=True)
+    constraints = {f"c{number}": anything() for number in range(3)}
+    long_text = TEXT * 3
+    for number, (request_id, constraint) in enumerate(constraints.items()):
+        house.submit(request_id, letters(30, seed=number), long_text, constraint=constraint)
+    house.run()
+    assert house.metrics.preemptions > 0
+    for request_id, constraint in constraints.items():
+        assert house.said(request_id) == long_text
+        assert bytes(constraint.followed).decode() == long_text
+    preempted = [join for plan in house.device.plans for join in plan.joins if join.output_ids]
+    assert preempted
+    assert all(join.constrained for join in preempted)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("steps", range(5))
+def test_abort_frees_a_constrained_request_wherever_it_is(overlap: bool, steps: int) -> None:
+    house = House(overlap=overlap, accept=1, max_running=2)
+    house.submit("c", letters(70), TEXT, constraint=anything())
+    house.submit("other", letters(20, seed=1), TEXT, constraint=anything())
+    for _ in range(steps):
+        house.step()
+    house.loop.abort("c")
+    house.run()
+    assert house.finish("c").reason is FinishReason.ABORT
+    assert house.said("other") == TEXT
+
+
+class Failing(Everything):
+    """Fails the n-th time that it is asked (`masks`), or told (`advance`)."""
+
+    def __init__(self, where: str, count: int) -> None:
+        super().__init__(VOCABULARY)
+        self._left = {where: count}
+
+    def _count(self, where: str) -> None:
+        self._left[where] = self._left.get(where, 1000) - 1
+        if self._left[where] < 0:
+            raise ValueError("planted")
+
+    def masks(self, drafts):  # type: ignore[no-untyped-def]
+        self._count("masks")
+        return super().masks(drafts)
+
+    def advance(self, token_ids):  # type: ignore[no-untyped-def]
+        self._count("advance")
+        super().advance(token_ids)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("where", ["masks", "advance"])
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_failing_grammar_ends_its_own_request_only(overlap: bool, where: str, count: int, caplog: pytest.LogCaptureFixture) -> None:
+    house = House(overlap=overlap, accept=1, max_running=3)
+    house.submit("bad", letters(20), TEXT, constraint=Failing(where, count))
+    house.submit("good", letters(20, seed=1), TEXT, constraint=anything())
+    house.submit("free", letters(20, seed=2), TEXT)
+    house.run()
+    finish = house.finish("bad")
+    assert finish.reason is FinishReason.ERROR
+    assert finish.error == "the grammar failed: ValueError: planted"
+    assert finish.usage.completion_tokens == len(house.said("bad"))
+    assert TEXT.startswith(house.said("bad"))
+    assert house.said("good") == house.said("free") == TEXT
+    assert house.metrics.finished["error"] == 1
+    assert "the grammar of request bad failed" in caplog.text
+
+
+def test_a_request_that_only_scores_its_prompt_asks_nothing_of_its_constraint() -> None:
+    house = House()
+    constraint = anything()
+    house.submit("c", letters(20), "", max_tokens=0, scores=0, constraint=constraint)
+    house.run()
+    assert constraint.windows == []
+    assert house.finish("c").reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_scores_come_with_their_tokens_and_are_cut_with_them(overlap: bool) -> None:
+    house = House(overlap=overlap, accept=3)
+    house.submit("plain", letters(10), TEXT)
+    house.submit("scored", letters(10, seed=1), TEXT, stop=("fox",), logprobs=0)
+    house.run()
+    for request_id, is_scored in (("plain", False), ("scored", True)):
+        for event in house.events[request_id]:
+            if isinstance(event, TokensEvent):
+                assert (event.scores is not None) == is_scored
+                assert event.scores is None or [score.token_id for score in event.scores] == event.token_ids
+    assert house.said("scored") == TEXT[: TEXT.index("fox") + 3]

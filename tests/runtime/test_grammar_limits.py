@@ -1,0 +1,108 @@
+"""Grammars that would hang, explode or crash their compiler: refused within a bound, in a process that nobody misses."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from agentspec import bundled
+from agentspec.errors import EngineClosedError, RequestError
+from agentspec.runtime.grammar import GrammarCompiler
+from agentspec.runtime.grammar.frames import CompileJob, Vocabulary
+from agentspec.runtime.grammar.process import TrialProcess
+from agentspec.text.tokenizer import Tokenizer
+from agentspec.wire import Grammar
+
+SLOW = Grammar(kind="ebnf", source="root ::= ([a-z]{1,900} [^x]{1,900} [^y]{1,900}){1,100}")
+"""Takes seconds, even with the bundled vocabulary."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    tokenizer = Tokenizer.from_directory(bundled.DIRECTORY)
+    assert tokenizer is not None
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(tokenizer, vocab_size=tokenizer.vocab_size, stop_token_ids=[0], job_seconds=0.5)
+    yield compiler
+    compiler.close()
+
+
+def nested(depth: int) -> str:
+    return '{"items":' * depth + "{}" + "}" * depth
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        pytest.param(SLOW, "too long", id="slow to compile"),
+        pytest.param(Grammar(kind="ebnf", source="root ::= " + "(" * 100_000 + '"a"' + ")" * 100_000), "Nest", id="deep groups"),
+        pytest.param(Grammar(kind="ebnf", source='root ::= "a"{1,999999999}{1,999}'), "can't", id="repetition of a repetition"),
+        pytest.param(
+            Grammar(kind="ebnf", source='root ::= "\\"" c{0,1000} "\\""\nc ::= [^"\\\\] | "\\\\" ["\\\\]'), "too long|too much work", id="slow masks"
+        ),
+        pytest.param(Grammar(kind="regex", source="((a{1,40}){1,40}){1,40}"), "2000", id="exploding expression"),
+        pytest.param(Grammar(kind="regex", source="(a|b)*a(a|b){12}"), "states", id="exploding automaton"),
+        pytest.param(Grammar(kind="regex", source="(" * 5000), "groups", id="deep expression"),
+        pytest.param(Grammar(kind="json_schema", source=nested(500)), "levels", id="deep schema"),
+        pytest.param(Grammar(kind="json_schema", source='{"anyOf": [' + '{"type": "string"},' * 20_000 + "{}]}"), "values", id="wide schema"),
+        pytest.param(
+            Grammar(kind="json_schema", source='{"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}'),
+            "without end",
+            id="references in a circle",
+        ),
+        pytest.param(
+            Grammar(
+                kind="json_schema",
+                source='{"$defs": {'
+                + ",".join(f'"d{n}": {{"anyOf": [{{"$ref": "#/$defs/d{n + 1}"}}, {{"$ref": "#/$defs/d{n + 1}"}}]}}' for n in range(30))
+                + ', "d30": {}}, "$ref": "#/$defs/d0"}',
+            ),
+            "alternatives",
+            id="exploding alternatives",
+        ),
+    ],
+)
+def test_bombs_are_refused(compiler: GrammarCompiler, grammar: Grammar, reason: str) -> None:
+    with pytest.raises(RequestError, match=reason) as caught:
+        compiler.compile(grammar)
+    assert caught.value.field.startswith("grammar")
+
+
+def test_a_process_that_died_is_replaced(tokenizer: Tokenizer) -> None:
+    trials = TrialProcess(Vocabulary(token_bytes=tokenizer.token_bytes, vocab_size=tokenizer.vocab_size, stop_token_ids=[0], job_seconds=60))
+    good = CompileJob(kind="ebnf", source='root ::= "a"')
+    assert trials.run(good).error is None
+    first = trials.pid
+    assert first is not None
+    os.kill(first, signal.SIGSEGV)
+    while trials.run(good).error is not None:
+        pass
+    assert trials.pid not in (None, first)
+    trials.close()
+    assert trials.pid is None
+
+
+def test_closing_ends_a_trial_that_runs(tokenizer: Tokenizer) -> None:
+    compiler = GrammarCompiler(tokenizer, vocab_size=tokenizer.vocab_size, stop_token_ids=[0], job_seconds=60)
+    compiler.compile(Grammar(kind="regex", source="a"))
+    ended: list[BaseException] = []
+
+    def compile_slowly() -> None:
+        try:
+            compiler.compile(SLOW)
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=compile_slowly)
+    thread.start()
+    compiler.close()
+    thread.join()
+    assert [type(error) for error in ended] == [EngineClosedError]

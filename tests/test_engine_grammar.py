@@ -1,0 +1,328 @@
+"""The way of a grammar into an engine: compiled beside everything else, refused by name, and given up when nobody waits for it any more.
+
+The compiler is a fake that makes random automata and may be told to wait, but for one test; tests/runtime/test_grammar.py is about the real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentspec.assembly import Assembly
+from agentspec.config import EngineConfig
+from agentspec.engine import COMPILE_THREADS, AsyncEngine, Engine
+from agentspec.errors import EngineClosedError, RequestError
+from agentspec.runtime.constraint import Constraint
+from agentspec.runtime.constraint_source import ConstraintSource
+from agentspec.types import FinishReason, SamplingParams
+from agentspec.wire import FinishEvent, Grammar, Submit
+from tests.fakes.automaton import Automaton, Rules
+from tests.fakes.checkpoints import write_checkpoint
+from tests.fakes.hash_chain import HashChainModel, ReferenceRequest
+from tests.test_engine import GREEDY, assembly, assert_nothing_left, expected, submit
+from tests.test_engine_async import read, run, settle
+
+MODEL = HashChainModel(seed=5)
+RULES = Rules(1, vocab_size=MODEL.spec.vocab_size, num_real_tokens=MODEL.spec.num_real_tokens, stop_id=MODEL.spec.stop_token_ids[0])
+
+
+class FakeCompiled:
+    def constraint(self) -> Constraint:
+        return Automaton(RULES)
+
+
+class FakeCompiler:
+    """Compiles `slow` grammars when it is told to, refuses `bad` ones, and breaks on `bug`."""
+
+    def __init__(self) -> None:
+        self.threads: list[str] = []
+        self.go_on = threading.Event()
+        self.is_closed = False
+        self.num_compiled = 0
+
+    def compile(self, grammar: Grammar) -> FakeCompiled:
+        self.threads.append(threading.current_thread().name)
+        if grammar.source == "bad":
+            raise RequestError("grammar.source", grammar.source, "is no grammar")
+        if grammar.source == "bug":
+            raise ZeroDivisionError("planted")
+        if grammar.source == "slow":
+            self.go_on.wait(60)
+            if self.is_closed:
+                raise EngineClosedError("the compiler was closed")
+        self.num_compiled += 1
+        return FakeCompiled()
+
+    def close(self) -> None:
+        self.is_closed = True
+        self.go_on.set()
+
+
+def constrained(request_id: str, source: str = "fast", *, sampling: SamplingParams = GREEDY, first: int = 1) -> Submit:
+    return submit(request_id, sampling=sampling, first=first, grammar=Grammar(kind="regex", source=source))
+
+
+def house(**settings: Any) -> tuple[Assembly, FakeCompiler]:
+    compiler = FakeCompiler()
+    return dataclasses.replace(assembly(**settings), constraints=ConstraintSource(lambda: compiler)), compiler
+
+
+def expected_constrained(parts: Assembly, asked: Submit) -> list[int]:
+    assert isinstance(parts.model, HashChainModel)
+    return parts.model.reference_stream(
+        ReferenceRequest(
+            prompt=asked.prompt_ids,
+            sampling=asked.sampling,
+            seed=0,
+            length_limit=len(asked.prompt_ids) + (asked.sampling.max_tokens or 0),
+            stop_ids=parts.spec.stop_token_ids,
+            allowed_after=RULES.allowed_after,
+        )
+    )
+
+
+def test_an_engine_compiles_where_it_is_asked() -> None:
+    parts, compiler = house()
+    with Engine(parts) as engine:
+        ids, _ = engine.generate(constrained("a"))
+        assert ids == expected_constrained(parts, constrained("a"))
+        assert ids != expected(parts, submit("a"))
+        with pytest.raises(RequestError, match=r"grammar\.source='bad'"):
+            engine.submit(constrained("b", "bad"))
+        assert engine.generate(constrained("b"))[0] == ids, "the id of a refused submit is free"
+        assert compiler.threads == [threading.current_thread().name] * 3
+    assert compiler.is_closed
+    assert_nothing_left(parts)
+
+
+def test_no_compiler_is_built_before_the_first_grammar() -> None:
+    built: list[FakeCompiler] = []
+
+    def build() -> FakeCompiler:
+        built.append(FakeCompiler())
+        return built[-1]
+
+    parts = dataclasses.replace(assembly(), constraints=ConstraintSource(build))
+    with Engine(parts) as engine:
+        engine.generate(submit("a"))
+        assert built == []
+        engine.generate(constrained("b"))
+        engine.generate(constrained("c"))
+        assert len(built) == 1
+    with pytest.raises(EngineClosedError):
+        parts.constraints.make(Grammar(kind="regex", source="fast"))
+
+
+@pytest.mark.parametrize("settings", [{}, {"force_acceptance": (0.5, 0.5, 0.5)}])
+def test_a_grammar_is_refused_by_name_where_it_cannot_work(settings: dict[str, Any], tmp_path: Path) -> None:
+    if settings:
+        engine = Engine(EngineConfig(draft_tokens=3, **settings))
+    else:
+        engine = Engine(EngineConfig(model=str(write_checkpoint(tmp_path, "dense"))))
+    with engine, pytest.raises(RequestError, match="grammar='regex': ") as caught:
+        engine.submit(Submit(request_id="a", prompt_ids=[1, 2, 3], grammar=Grammar(kind="regex", source="a+")))
+    assert ("forced" if settings else "tokenizer") in str(caught.value)
+
+
+def test_an_async_engine_compiles_beside_its_thread_and_its_event_loop() -> None:
+    async def main() -> None:
+        parts, compiler = house()
+        async with AsyncEngine(parts) as engine:
+            waiting = asyncio.create_task(read(engine, constrained("slow", "slow")))
+            await settle()
+            plain = await read(engine, submit("plain"))
+            assert plain[0] == expected(parts, submit("plain")), "the engine goes on meanwhile"
+            quick = await read(engine, constrained("quick"))
+            assert quick[0] == expected_constrained(parts, constrained("quick")), "and so do other grammars"
+            assert not waiting.done()
+            assert (await engine.stats())["waiting"] == 0, "it enters the queue when it is compiled"
+            compiler.go_on.set()
+            assert (await waiting)[0] == expected_constrained(parts, constrained("slow"))
+        assert all(name.startswith("agentspec-grammar") for name in compiler.threads)
+        assert_nothing_left(parts)
+
+    run(main())
+
+
+def test_a_grammar_that_is_refused_or_breaks_the_compiler_hurts_its_sender_only() -> None:
+    async def main() -> None:
+        parts, _ = house()
+        async with AsyncEngine(parts) as engine:
+            other = asyncio.create_task(read(engine, submit("other")))
+            with pytest.raises(RequestError, match=r"grammar\.source='bad': is no grammar"):
+                await read(engine, constrained("a", "bad"))
+            with pytest.raises(ZeroDivisionError):
+                await read(engine, constrained("a", "bug"))
+            assert (await read(engine, constrained("a")))[0] == expected_constrained(parts, constrained("a")), "the id is free, the engine lives"
+            await other
+        assert_nothing_left(parts)
+
+    run(main())
+
+
+def test_an_abort_while_compiling_ends_the_stream() -> None:
+    async def main() -> None:
+        parts, compiler = house()
+        async with AsyncEngine(parts) as engine:
+            waiting = asyncio.create_task(read(engine, constrained("a", "slow")))
+            await settle()
+            await engine.abort("a")
+            ids, finish = await waiting
+            assert (ids, finish.reason, finish.usage.prompt_tokens) == ([], FinishReason.ABORT, 40)
+            await settle()
+            assert (await read(engine, submit("a")))[0] == expected(parts, submit("a")), "the id is free"
+            compiler.go_on.set()
+        assert parts.loop.metrics.requests == 1, "it never entered the engine"
+        assert_nothing_left(parts)
+
+    run(main())
+
+
+def test_a_reader_that_leaves_while_compiling_leaves_nothing() -> None:
+    async def main() -> None:
+        parts, compiler = house()
+        async with AsyncEngine(parts) as engine:
+            waiting = asyncio.create_task(read(engine, constrained("a", "slow")))
+            await settle()
+            waiting.cancel()
+            await asyncio.wait((waiting,))
+            assert waiting.cancelled()
+            compiler.go_on.set()
+            again = await read(engine, constrained("b"))
+            assert again[1].usage.completion_tokens == len(again[0])
+        assert parts.loop.metrics.requests == 1
+        assert_nothing_left(parts)
+
+    run(main())
+
+
+def test_a_compile_that_nobody_waits_for_any_more_is_not_begun() -> None:
+    async def main() -> None:
+        parts, compiler = house()
+        async with AsyncEngine(parts) as engine:
+            readers = [asyncio.create_task(read(engine, constrained(f"r{number}", "slow"))) for number in range(COMPILE_THREADS + 8)]
+            await settle()
+            for reader in readers:
+                reader.cancel()
+            await asyncio.wait(readers)
+            compiler.go_on.set()
+            await read(engine, constrained("last"))
+        assert len(compiler.threads) < len(readers)
+
+    run(main())
+
+
+def test_an_id_is_in_use_while_its_grammar_compiles() -> None:
+    async def main() -> None:
+        parts, compiler = house()
+        async with AsyncEngine(parts) as engine:
+            waiting = asyncio.create_task(read(engine, constrained("a", "slow")))
+            await settle()
+            with pytest.raises(RequestError, match="request_id='a': is in use"):
+                await anext(engine.stream(submit("a")))
+            compiler.go_on.set()
+            await waiting
+
+    run(main())
+
+
+def test_closing_ends_who_waits_for_a_compile() -> None:
+    async def main() -> None:
+        parts, compiler = house()
+        async with AsyncEngine(parts) as engine:
+            waiting = [asyncio.create_task(read(engine, constrained(f"r{number}", "slow"))) for number in range(7)]
+            await settle()
+            await engine.close()
+            for reader in waiting:
+                with pytest.raises(EngineClosedError):
+                    await reader
+        assert compiler.is_closed
+        assert compiler.num_compiled == 0
+
+    run(main())
+
+
+def test_a_death_while_compiling_refuses(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        parts, _ = house()
+        async with AsyncEngine(parts) as engine:
+            waiting = asyncio.create_task(read(engine, constrained("a", "slow")))
+            await settle()
+            parts.loop.run_once = lambda: (_ for _ in ()).throw(RuntimeError("gone"))  # type: ignore[method-assign]
+            _, finish = await read(engine, submit("b"))
+            assert finish.reason is FinishReason.ERROR
+            with pytest.raises(EngineClosedError, match="gone"):
+                await waiting
+
+    run(main())
+
+
+def test_a_compile_that_ends_as_the_engine_closes_is_refused() -> None:
+    async def main() -> None:
+        parts, compiler = house()
+        made = threading.Event()
+        make = parts.constraints.make
+
+        def make_and_tell(grammar: Grammar) -> Constraint:
+            constraint = make(grammar)
+            made.set()
+            return constraint
+
+        parts.constraints.make = make_and_tell  # type: ignore[method-assign]
+        async with AsyncEngine(parts) as engine:
+            waiting = asyncio.create_task(read(engine, constrained("a", "slow")))
+            await settle()
+            compiler.go_on.set()
+            made.wait(60)  # the constraint waits for this event loop, and so does the close
+            closing = asyncio.create_task(engine.close())
+            with pytest.raises(EngineClosedError):
+                await waiting
+            await closing
+        assert parts.loop.metrics.requests == 0
+
+    run(main())
+
+
+def test_scores_and_constraints_cross_the_thread() -> None:
+    async def main() -> None:
+        parts, _ = house()
+        async with AsyncEngine(parts) as engine:
+            asked = submit("a", grammar=Grammar(kind="regex", source="fast"), logprobs=2)
+            scored = []
+            async for event in engine.stream(asked):
+                if not isinstance(event, FinishEvent):
+                    assert event.scores is not None
+                    scored += event.scores
+            assert [score.token_id for score in scored] == expected_constrained(parts, asked)
+            assert {len(score.top) for score in scored} == {2}
+
+    run(main())
+
+
+def test_the_real_compiler_on_the_bundled_model() -> None:
+    """An answer to a schema, with drafts and without: the same one, and JSON that validates."""
+    schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "old": {"type": "boolean"}}, "required": ["name", "old"]}
+    heard = []
+    for draft_tokens in (0, 3):
+        with Engine(EngineConfig(draft_tokens=draft_tokens, device="cpu")) as engine:
+            assert engine.tokenizer is not None
+            asked = Submit(
+                request_id="a",
+                prompt_ids=list(engine.tokenizer.encode("<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n")),
+                sampling=SamplingParams(temperature=0.0, max_tokens=60),
+                grammar=Grammar(kind="json_schema", source=json.dumps(schema | {"additionalProperties": False})),
+            )
+            ids, finish = engine.generate(asked)
+            assert finish.reason is FinishReason.STOP
+            answer = json.loads(engine.tokenizer.decode(ids[:-1]))
+            assert set(answer) == {"name", "old"}
+            assert isinstance(answer["old"], bool)
+            assert len(answer["name"]) <= 8
+            heard.append(ids)
+    assert heard[0] == heard[1]
