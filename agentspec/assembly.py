@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,7 +21,9 @@ from agentspec.models.registry import load_model
 from agentspec.models.weights import resolve_checkpoint
 from agentspec.mtp.depth_policy import AdaptiveDepth, FixedDepth
 from agentspec.runtime.admission import SessionGate
+from agentspec.runtime.constraint_source import ConstraintSource
 from agentspec.runtime.executor import ModelExecutor
+from agentspec.runtime.grammar import GrammarCompiler
 from agentspec.runtime.memory_plan import RESERVED, MemoryPlan, plan_memory
 from agentspec.runtime.metrics import EngineMetrics
 from agentspec.runtime.scheduler import Scheduler
@@ -50,6 +52,14 @@ class Assembly:
     model_dir: Path | None
     cache: HybridCache
     loop: StepLoop
+    constraints: ConstraintSource
+    device: torch.device
+    memory: MemoryPlan
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and activations, as far as the settings choose it."""
+        return _dtype(self.config, self.device)
 
 
 def assemble(config: EngineConfig) -> Assembly:
@@ -61,7 +71,11 @@ def assemble(config: EngineConfig) -> Assembly:
     model_dir = resolve_checkpoint(bundled.checkpoint_of(config.model))
     model = load_model(model_dir, device=device, dtype=dtype, random_weights=config.random_weights, seed=config.seed)
     max_draft_tokens = _max_draft_tokens(config, model.spec)
-    memory = plan_memory(model.spec, memory_bytes=_memory_bytes(config, device), max_running=config.max_running, max_draft_tokens=max_draft_tokens)
+    memory = plan_memory(
+        _limited(model.spec, config), memory_bytes=_memory_bytes(config, device), max_running=config.max_running, max_draft_tokens=max_draft_tokens
+    )
+    if config.max_context is not None and memory.max_length < config.max_context:
+        raise ConfigError("max_context", config.max_context, f"the memory holds a sequence of {memory.max_length} tokens at most")
     return build(model, config=config, memory=memory, device=device, tokenizer=Tokenizer.from_directory(model_dir), model_dir=model_dir)
 
 
@@ -125,7 +139,38 @@ def build(
         forced_acceptance=config.force_acceptance,
     )
     loop = StepLoop(scheduler=scheduler, executor=executor, depth_policy=depth_policy, metrics=metrics, overlap=config.overlap)
-    return Assembly(config=config, spec=spec, info=info, model=model, tokenizer=tokenizer, model_dir=model_dir, cache=cache, loop=loop)
+    return Assembly(
+        config=config,
+        spec=spec,
+        info=info,
+        model=model,
+        tokenizer=tokenizer,
+        model_dir=model_dir,
+        cache=cache,
+        loop=loop,
+        constraints=_constraints(config, spec, tokenizer),
+        device=device,
+        memory=memory,
+    )
+
+
+def _constraints(config: EngineConfig, spec: ModelSpec, tokenizer: Tokenizer | None) -> ConstraintSource:
+    if tokenizer is None:
+        return ConstraintSource(None, refusal="needs a tokenizer, and this checkpoint has none")
+    if not spec.stop_token_ids:
+        return ConstraintSource(None, refusal="ends with a stop id, and this model has none")
+    if config.force_acceptance is not None:
+        return ConstraintSource(None, refusal="can't be kept while acceptance is forced")
+    return ConstraintSource(lambda: GrammarCompiler(tokenizer, vocab_size=spec.vocab_size, stop_token_ids=spec.stop_token_ids))
+
+
+def _limited(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
+    """The model with the context that the settings ask for."""
+    if config.max_context is None:
+        return spec
+    if config.max_context > spec.max_context:
+        raise ConfigError("max_context", config.max_context, f"{spec.name} has a context of {spec.max_context} tokens")
+    return replace(spec, max_context=config.max_context)
 
 
 def _device(config: EngineConfig) -> torch.device:

@@ -8,14 +8,16 @@ can mend (one line on stderr), 130 after Ctrl-C.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
+import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any, Literal, NoReturn
 
-from agentspec.config import EngineConfig
+from agentspec.config import EngineConfig, ServerConfig
 from agentspec.errors import AgentspecError, ConfigError
 from agentspec.replay import importers
 from agentspec.replay import options as replay_options
@@ -23,6 +25,8 @@ from agentspec.types import MAX_DRAFT_TOKENS
 
 INTERRUPTED = 130
 USER_ERROR = 2
+
+API_KEY_VARIABLE = "AGENTSPEC_API_KEY"
 
 DRY_RUN_TEMPLATE = "qwen35"
 
@@ -42,8 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"agentspec {metadata.version('agentspec')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     serve = commands.add_parser("serve", help="serve the OpenAI API over HTTP")
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
-    serve.add_argument("--port", type=int, default=8000, help="port to listen on (default 8000; 0: any free one)")
+    _add_server_arguments(serve)
     add_engine_arguments(serve)
     replay = commands.add_parser("replay", help="replay recorded agent sessions and report what they cost")
     replay_options.add_arguments(replay)
@@ -57,6 +60,50 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ServerConfig, and the model by its place."""
+    idle = ServerConfig()
+    parser.add_argument("checkpoint", nargs="?", metavar="MODEL", help="the same as --model")
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default=idle.host, help=f"address to listen on (default {idle.host})")
+    group.add_argument("--port", type=int, default=idle.port, help=f"port to listen on (default {idle.port}; 0: any free one)")
+    group.add_argument(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help=f"ask every request for this key; may be repeated. The environment variable {API_KEY_VARIABLE} names one that no process list shows",
+    )
+    group.add_argument(
+        "--max-body-mib",
+        type=float,
+        default=idle.max_body_mib,
+        metavar="MIB",
+        help=f"MiB of a request's body at most (default {idle.max_body_mib:g})",
+    )
+    group.add_argument(
+        "--max-queue",
+        type=int,
+        default=idle.max_queue,
+        metavar="N",
+        help=f"requests that may wait beside those that run; more are refused with 429 (default {idle.max_queue})",
+    )
+
+
+def server_config(args: argparse.Namespace, environment: Mapping[str, str]) -> ServerConfig:
+    """The server's settings that the flags and the environment ask for. Raises ConfigError naming the setting and its value."""
+    keys = list(args.api_key or ())
+    if API_KEY_VARIABLE in environment:
+        keys.append(environment[API_KEY_VARIABLE])
+    return ServerConfig(host=args.host, port=args.port, api_keys=tuple(keys), max_body_mib=args.max_body_mib, max_queue=args.max_queue)
+
+
+def served_model(args: argparse.Namespace) -> str | None:
+    """What `serve` is to load, named by place or by flag."""
+    if args.checkpoint is not None and args.model is not None and args.checkpoint != args.model:
+        raise ConfigError("model", args.model, f"and {args.checkpoint!r} are two models: serve one")
+    return args.model if args.checkpoint is None else str(args.checkpoint)
+
+
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of EngineConfig. `serve` and `replay` have the same ones."""
     group = parser.add_argument_group("engine")
@@ -68,6 +115,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-overlap", action="store_true", help="wait for each step's results before the next step")
     group.add_argument("--max-running", type=int, default=8, metavar="N", help="requests that decode at the same time (default 8)")
     group.add_argument("--prefill-budget", type=int, default=512, metavar="N", help="prompt tokens computed in one step at most (default 512)")
+    group.add_argument("--max-context", type=int, metavar="N", help="tokens of prompt and output together (default: what model and memory allow)")
     group.add_argument(
         "--memory", type=float, metavar="GIB", help="GiB for state rows and KV pages together (default: 1 on the CPU, 85%% of a GPU's free)"
     )
@@ -92,6 +140,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         overlap=not args.no_overlap,
         max_running=args.max_running,
         prefill_budget=args.prefill_budget,
+        max_context=args.max_context,
         memory_gib=args.memory,
         seed=args.seed,
         random_weights=args.random_weights,
@@ -141,7 +190,8 @@ def _run(args: argparse.Namespace) -> int:
         return int(importers.main(args))
     config = engine_config(args)
     if args.command == "serve":
-        caught = _load("agentspec.serve_command").run(config, args.host, args.port)
+        config = dataclasses.replace(config, model=served_model(args))
+        caught = _load("agentspec.serve_command").run(config, server_config(args, os.environ))
         return INTERRUPTED if caught is signal.SIGINT else 0
     if args.dry_run is not None:
         return int(_load("agentspec.dry_run_command").run(args, config))

@@ -1,12 +1,12 @@
-"""Engine settings: frozen, validated once, units in the docstrings.
+"""Settings of the engine and of the server: frozen, validated once, units in the docstrings.
 
-The one set of engine flags of `serve` and `replay` maps to EngineConfig field by field. `auto` values are resolved where
-the facts are known (engine.py), into new objects: a config is never edited.
+The one set of engine flags of `serve` and `replay` maps to EngineConfig field by field, the other flags of `serve` to ServerConfig. `auto` values are
+resolved where the facts are known (assembly.py), into new objects: a config is never edited.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from agentspec.errors import ConfigError
@@ -34,6 +34,8 @@ class EngineConfig:
     """Requests that decode at the same time: slots."""
     prefill_budget: int = 512
     """Prompt tokens computed in one step at most, so that a long prompt never stalls running streams."""
+    max_context: int | None = None
+    """Tokens, prompt and output together. None: what the model and the memory allow."""
     memory_gib: float | None = None
     """GiB for state rows and KV pages together. None: 1 GiB on the CPU, 85% of what is free on a GPU."""
     seed: int = 0
@@ -58,6 +60,8 @@ class EngineConfig:
             raise ConfigError("max_running", self.max_running, "must be at least 1")
         if self.prefill_budget < BLOCK_TOKENS:
             raise ConfigError("prefill_budget", self.prefill_budget, f"must be at least one block ({BLOCK_TOKENS} tokens)")
+        if self.max_context is not None and self.max_context < BLOCK_TOKENS:
+            raise ConfigError("max_context", self.max_context, f"must be at least one block ({BLOCK_TOKENS} tokens)")
         if self.memory_gib is not None and not 0 < self.memory_gib < float("inf"):
             raise ConfigError("memory", self.memory_gib, "must be above 0 GiB")
         if not 0 <= self.seed < 2**63:
@@ -69,3 +73,33 @@ class EngineConfig:
                 raise ConfigError("force_acceptance", self.force_acceptance, f"needs 1 to {MAX_DRAFT_TOKENS} rates")
             if any(not 0.0 <= rate <= 1.0 for rate in self.force_acceptance):
                 raise ConfigError("force_acceptance", self.force_acceptance, "every rate must be between 0 and 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerConfig:
+    """What `serve` can choose beside the engine: the socket, and who may ask for how much."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0: any free one."""
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    """A request must bring one of these; none: nobody is asked for a key."""
+    max_body_mib: float = 64.0
+    """MiB of a request's body at most."""
+    max_queue: int = 256
+    """Requests that may wait beside those that the engine runs (`max_running`); more are refused with 429."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16:
+            raise ConfigError("port", self.port, "must be between 0 and 65535")
+        for key in self.api_keys:
+            if not key or not all("!" <= letter <= "~" for letter in key):  # a wrong key is still a secret: it isn't shown
+                raise ConfigError("api_key", "", "must be printable ASCII without spaces, and not empty")
+        if not 0 < self.max_body_mib <= 4096:
+            raise ConfigError("max_body_mib", self.max_body_mib, "must be above 0 and at most 4096")
+        if self.max_queue < 0:
+            raise ConfigError("max_queue", self.max_queue, "must not be negative")
+
+    @property
+    def max_body_bytes(self) -> int:
+        return int(self.max_body_mib * 2**20)

@@ -82,6 +82,7 @@ def _refuse(args: argparse.Namespace, options: ReplayOptions) -> None:
         ("device", args.device, idle.device),
         ("dtype", args.dtype, idle.dtype),
         ("no_overlap", args.no_overlap, False),
+        ("max_context", args.max_context, None),
         ("random_weights", args.random_weights, False),
         ("timeout", options.timeout, ReplayOptions().timeout),
     ):

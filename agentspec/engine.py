@@ -12,19 +12,34 @@ import queue
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from fastapi import FastAPI
+
+from agentspec import sdk_clients
 from agentspec.assembly import Assembly, assemble
 from agentspec.config import EngineConfig
 from agentspec.errors import EngineClosedError, RequestError
+from agentspec.runtime.constraint import Constraint
 from agentspec.runtime.request import Request, new_request
+from agentspec.server.app import create_app
+from agentspec.server.pipeline import TextPipeline
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.types import FinishReason
-from agentspec.wire import Event, FinishEvent, ModelInfo, Submit, Usage
+from agentspec.wire import Event, FinishEvent, Grammar, ModelInfo, Submit, Usage
+
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
+    from openai import AsyncOpenAI
 
 logger = logging.getLogger("agentspec")
+
+COMPILE_THREADS = 32
+"""Grammars that an AsyncEngine asks its compiler for at the same time. Most only wait: a known grammar must not queue behind new ones."""
 
 
 class _Core:
@@ -35,7 +50,7 @@ class _Core:
         self._number = 0
         self.loop = assembly.loop
 
-    def submit(self, submit: Submit) -> Request:
+    def submit(self, submit: Submit, constraint: Constraint | None) -> Request:
         if self.loop.scheduler.knows(submit.request_id):
             raise RequestError("request_id", submit.request_id, "is in use by a running request")
         parts = self._assembly
@@ -46,6 +61,7 @@ class _Core:
             max_length=parts.info.max_context,
             engine_seed=parts.config.seed,
             token_bytes=None if parts.tokenizer is None else parts.tokenizer.token_bytes,
+            constraint=constraint,
         )
         self._number += 1
         self.loop.submit(request)
@@ -101,7 +117,7 @@ class Engine:
         self._check_open()
         if submit.request_id in self._events or submit.request_id in self._left:
             raise RequestError("request_id", submit.request_id, "is in use by a request that is running or was not read to its end")
-        self._core.submit(submit)
+        self._core.submit(submit, None if submit.grammar is None else self._assembly.constraints.make(submit.grammar))
         self._events[submit.request_id] = deque()
 
     def step(self) -> bool:
@@ -169,6 +185,7 @@ class Engine:
 
     def close(self) -> None:
         self._closed = True
+        self._assembly.constraints.close()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -219,6 +236,9 @@ class AsyncEngine:
         self._streams: dict[str, asyncio.Queue[Event]] = {}
         self._left: set[str] = set()
         """Requests whose reader has gone, until their terminal event: their ids are still in use."""
+        self._compiling: dict[str, asyncio.Future[Constraint | None]] = {}
+        """Requests that wait for their grammar. They are not in the engine yet; None ends them."""
+        self._compilers = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="agentspec-grammar")
         self._asyncio: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._death: str | None = None
@@ -245,6 +265,19 @@ class AsyncEngine:
     def model_dir(self) -> Path | None:
         return self._assembly.model_dir
 
+    @cached_property
+    def app(self) -> FastAPI:
+        """The HTTP API of this engine, as an ASGI app."""
+        return create_app(self, TextPipeline.from_checkpoint(self.tokenizer, self.model_dir))
+
+    def openai_client(self, **options: Any) -> AsyncOpenAI:
+        """An `openai.AsyncOpenAI` that talks to this engine without a socket: what agent frameworks take. See sdk_clients.py."""
+        return sdk_clients.openai_client(self.app, **options)
+
+    def anthropic_client(self, **options: Any) -> AsyncAnthropic:
+        """The same as an `anthropic.AsyncAnthropic`."""
+        return sdk_clients.anthropic_client(self.app, **options)
+
     @property
     def alive(self) -> bool:
         return self._thread is not None and self._death is None and not self._stopping
@@ -268,6 +301,10 @@ class AsyncEngine:
 
     async def abort(self, request_id: str) -> None:
         """End a request early; its stream ends with an ABORT event."""
+        compiling = self._compiling.get(request_id)
+        if compiling is not None:
+            _settle(compiling, None)
+            return
         self._inbox.put(("abort", request_id))
 
     async def stats(self) -> dict[str, Any]:
@@ -281,6 +318,12 @@ class AsyncEngine:
         self._inbox.put(("stats", answer))
         return await answer
 
+    async def ended(self) -> str | None:
+        """Wait until the engine's thread has ended: what it died of, or None after `close`."""
+        assert self._thread is not None
+        await asyncio.to_thread(self._thread.join)
+        return self._death
+
     async def close(self) -> None:
         """Stop the thread. Requests still running end with an ABORT event."""
         if self._thread is None or self._stopping:
@@ -288,6 +331,8 @@ class AsyncEngine:
         self._stopping = True
         self._inbox.put(("stop", None))
         await asyncio.to_thread(self._thread.join)
+        self._compilers.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._assembly.constraints.close)
 
     async def _submit(self, submit: Submit) -> None:
         self._check_alive()
@@ -296,8 +341,16 @@ class AsyncEngine:
             raise RequestError("request_id", submit.request_id, "is in use by a running request")
         accepted: asyncio.Future[None] = self._asyncio.create_future()
         self._streams[submit.request_id] = asyncio.Queue()
-        self._inbox.put(("submit", (submit, accepted)))
         try:
+            constraint = None
+            if submit.grammar is not None:
+                constraint = await self._compile(submit.request_id, submit.grammar)
+                if constraint is None:
+                    usage = Usage(prompt_tokens=len(submit.prompt_ids))
+                    self._hand_out([FinishEvent(request_id=submit.request_id, reason=FinishReason.ABORT, usage=usage)])
+                    return
+                self._check_alive()
+            self._inbox.put(("submit", (submit, constraint, accepted)))
             await accepted
         except asyncio.CancelledError:
             del self._streams[submit.request_id]
@@ -306,6 +359,27 @@ class AsyncEngine:
         except BaseException:
             del self._streams[submit.request_id]
             raise
+
+    async def _compile(self, request_id: str, grammar: Grammar) -> Constraint | None:
+        """The constraint of a request, made beside the event loop and the engine's thread; None when the request is aborted first."""
+        assert self._asyncio is not None
+        answer: asyncio.Future[Constraint | None] = self._asyncio.create_future()
+
+        def make() -> None:
+            try:
+                constraint = self._assembly.constraints.make(grammar)
+            except Exception as error:  # a grammar that breaks its compiler must hurt nobody but its sender
+                self._call(_refuse, answer, error)
+            else:
+                self._call(_settle, answer, constraint)
+
+        self._compiling[request_id] = answer
+        job = self._compilers.submit(make)
+        try:
+            return await answer
+        finally:
+            job.cancel()
+            del self._compiling[request_id]
 
     def _leave(self, request_id: str) -> None:
         if self.alive:
@@ -352,9 +426,9 @@ class AsyncEngine:
             else:
                 self._accept(*payload)
 
-    def _accept(self, submit: Submit, accepted: asyncio.Future[None]) -> None:
+    def _accept(self, submit: Submit, constraint: Constraint | None, accepted: asyncio.Future[None]) -> None:
         try:
-            self._core.submit(submit)
+            self._core.submit(submit, constraint)
         except Exception as error:  # a submit of the wrong types must hurt nobody but its sender
             self._call(_refuse, accepted, error)
         else:
@@ -381,10 +455,12 @@ class AsyncEngine:
         shown = error if reason is FinishReason.ERROR else None
         for request_id, stream in self._streams.items():
             stream.put_nowait(FinishEvent(request_id=request_id, reason=reason, usage=Usage(), error=shown))
+        for compiling in self._compiling.values():
+            _refuse(compiling, EngineClosedError(error))
         while not self._inbox.empty():
             command, payload = self._inbox.get()
             if command == "submit":
-                _refuse(payload[1], EngineClosedError(error))
+                _refuse(payload[-1], EngineClosedError(error))
             elif command == "stats":
                 _settle(payload, self._core.stats())
 

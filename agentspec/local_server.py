@@ -14,8 +14,6 @@ from fastapi import FastAPI
 
 from agentspec.config import EngineConfig
 from agentspec.engine import AsyncEngine
-from agentspec.server.app import create_app
-from agentspec.server.pipeline import TextPipeline
 from agentspec.server.transport import InProcessTransport
 
 
@@ -37,4 +35,4 @@ class LocalServer:
 def load(config: EngineConfig) -> LocalServer:
     """Load the model that `config` names. Raises CheckpointError or ConfigError when that can't be done."""
     engine = AsyncEngine(config)
-    return LocalServer(engine=engine, app=create_app(engine, TextPipeline.from_checkpoint(engine.tokenizer, engine.model_dir)))
+    return LocalServer(engine=engine, app=engine.app)

@@ -1,4 +1,8 @@
-"""`agentspec serve`: the app behind a socket until a signal ends it. The engine is closed on every way out."""
+"""`agentspec serve`: HTTP in this process, the engine in one of its own, until a signal ends both. Imports no torch.
+
+The first signal drains: new requests are refused, running ones may end. What still runs after the grace, or at a second signal, ends with its
+terminal event. The engine's process is closed on every way out.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,27 @@ import asyncio
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
 
 import uvicorn
 
-from agentspec import local_server
-from agentspec.config import EngineConfig
+from agentspec.config import EngineConfig, ServerConfig
 from agentspec.errors import ConfigError
-from agentspec.local_server import LocalServer
+from agentspec.remote_engine import RemoteEngine
+from agentspec.server.app import create_app
+from agentspec.server.door import Door
+from agentspec.server.pipeline import TextPipeline
+from agentspec.text.tokenizer import Tokenizer
 
 GRACE_SECONDS = 5
 """How long running answers may go on after the first signal; a second signal ends them at once."""
 
 CLOSE_SECONDS = 10
 """How long the last events of ended answers may take to reach their clients."""
+
+Signals = asyncio.Queue[signal.Signals]
 
 
 class _SignalledServer(uvicorn.Server):
@@ -30,16 +41,15 @@ class _SignalledServer(uvicorn.Server):
         yield
 
 
-def run(config: EngineConfig, host: str, port: int) -> signal.Signals | None:
+def run(config: EngineConfig, server: ServerConfig) -> signal.Signals | None:
     """Serve until a signal; returns it. Binds first: a port that is taken must not cost the loading of a model."""
-    with _bind(host, port) as listener:
-        return asyncio.run(_serve(local_server.load(config), listener))
+    with _bind(server.host, server.port) as listener:
+        return asyncio.run(_serve(config, server, listener))
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    if not 0 <= port < 2**16:
-        raise ConfigError("port", port, "must be between 0 and 65535")
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    # asyncio switches Nagle's algorithm off only for sockets that say that they speak TCP; with it, small writes wait 40 ms for an acknowledgement.
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
@@ -49,36 +59,71 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def _serve(local: LocalServer, listener: socket.socket) -> signal.Signals | None:
-    settings = uvicorn.Config(
-        local.app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=GRACE_SECONDS + CLOSE_SECONDS
-    )
-    server = _SignalledServer(settings)
-    caught: asyncio.Queue[signal.Signals] = asyncio.Queue()
+async def _serve(config: EngineConfig, server: ServerConfig, listener: socket.socket) -> signal.Signals | None:
+    caught: Signals = asyncio.Queue()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, caught.put_nowait, number)
-    async with local.engine:
+    first = asyncio.create_task(caught.get())
+    loading = asyncio.create_task(RemoteEngine.start(config))
+    await asyncio.wait((first, loading), return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        loading.cancel()
+        await asyncio.wait((loading,))
+        return first.result()
+    async with await loading as engine:
+        directory = engine.setup.model_dir
+        tokenizer = None if directory is None else Tokenizer.from_directory(directory)
+        text = TextPipeline.from_checkpoint(tokenizer, None if directory is None else Path(directory))
+        app = create_app(engine, text, max_body_bytes=server.max_body_bytes)
+        door = Door(app, server, max_running=engine.info.max_running)
+        settings = uvicorn.Config(door, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=CLOSE_SECONDS)
+        http = _SignalledServer(settings)
         listener.listen()
-        address, port = listener.getsockname()[:2]
-        shown = f"[{address}]" if ":" in address else address
-        print(f"agentspec serves {local.engine.info.model_id} at http://{shown}:{port}/v1{_label(local)}", flush=True)
-        stopper = asyncio.create_task(_stop_on_signal(server, local, caught))
-        await server.serve(sockets=[listener])
-        stopper.cancel()
-        await asyncio.wait((stopper,))
-        return None if stopper.cancelled() else stopper.result()
+        print(start_page(config, server, engine, listener.getsockname()), flush=True)
+        serving = asyncio.create_task(http.serve(sockets=[listener]))
+        await asyncio.wait((first, serving), return_when=asyncio.FIRST_COMPLETED)
+        if first.done():
+            await _drain(door, caught)
+            await engine.close()
+            http.should_exit = True
+        await serving
+        return first.result() if first.done() else None
 
 
-async def _stop_on_signal(server: uvicorn.Server, local: LocalServer, caught: asyncio.Queue[signal.Signals]) -> signal.Signals:
-    """Take no more requests; after the grace, or a second signal, end the answers that still run with their terminal event."""
-    first = await caught.get()
-    server.should_exit = True
-    with suppress(TimeoutError, asyncio.CancelledError):  # cancelled: every answer ended within the grace
-        await asyncio.wait_for(caught.get(), GRACE_SECONDS)
-    await local.engine.close()
-    return first
+async def _drain(door: Door, caught: Signals) -> None:
+    """Until nothing runs any more, or the grace is over, or a second signal comes."""
+    ends = [asyncio.create_task(door.drain()), asyncio.create_task(caught.get())]
+    await asyncio.wait(ends, timeout=GRACE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+    for task in ends:
+        task.cancel()
+    await asyncio.wait(ends)
 
 
-def _label(local: LocalServer) -> str:
-    rates = local.engine.info.forced_acceptance
-    return "" if rates is None else f" (FORCED ACCEPTANCE {', '.join(f'{rate:g}' for rate in rates)}: benchmarks only, the text is meaningless)"
+def start_page(config: EngineConfig, server: ServerConfig, engine: RemoteEngine, address: tuple[str, int]) -> str:
+    """What is served and what was chosen, for people to read."""
+    info, setup = engine.info, engine.setup
+    host, port = address[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    memory = setup.num_rows * setup.row_bytes + setup.num_pages * setup.page_bytes
+    chosen = "chosen step by step" if config.draft_tokens == "auto" else "fixed"
+    forced = "" if info.forced_acceptance is None else ", ".join(f"{rate:g}" for rate in info.forced_acceptance)
+    lines = [
+        ("chat page", url + "/"),
+        ("device", f"{setup.device}, {setup.dtype}"),
+        ("memory", f"{memory / 2**30:.2f} GiB"),
+        ("  rows", f"{setup.num_rows:,} of {setup.row_bytes / 2**20:.2f} MiB (state of running requests and checkpoints)"),
+        ("  pages", f"{setup.num_pages:,} of {setup.page_bytes / 2**20:.2f} MiB (attention, {setup.block_tokens} tokens each)"),
+        ("context", f"{info.max_context:,} tokens, prompt and output together"),
+        ("requests", f"{info.max_running:,} run at the same time, {server.max_queue:,} more may wait"),
+        ("drafts", f"up to {info.max_draft_tokens} a step, {chosen}" if info.max_draft_tokens else "none"),
+        ("graphs", "none: steps run eagerly"),
+        ("prefix cache", "on" if config.prefix_cache else "off"),
+        ("overlap", "on" if config.overlap else "off"),
+        ("body", f"{server.max_body_mib:g} MiB at most"),
+        ("API key", "needed" if server.api_keys else "none: whoever reaches the address may ask"),
+    ]
+    if forced:
+        lines.append(("FORCED ACCEPTANCE", f"{forced}: benchmarks only, the text is meaningless"))
+    width = max(len(name) for name, _ in lines)
+    title = f"agentspec {metadata.version('agentspec')} serves {info.model_id} at {url}/v1"
+    return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in lines)])

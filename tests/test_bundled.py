@@ -89,7 +89,7 @@ def test_serve_serves_it() -> None:
     with subprocess.Popen([sys.executable, "-c", command], cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
-            greeting = re.fullmatch(r"agentspec serves tiny-agent at (http://\S+)\n", server.stdout.readline())
+            greeting = re.fullmatch(r"agentspec \S+ serves tiny-agent at (http://\S+)\n", server.stdout.readline())
             assert greeting is not None
             models = httpx.get(f"{greeting[1]}/models").json()
             assert [model["id"] for model in models["data"]] == ["tiny-agent"]

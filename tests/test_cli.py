@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from agentspec import cli
-from agentspec.config import EngineConfig
+from agentspec.config import EngineConfig, ServerConfig
 from agentspec.errors import CheckpointError, ConfigError
 
 ENGINE_FLAGS = {
     "--model", "--device", "--dtype", "--draft-tokens", "--no-prefix-cache", "--no-overlap", "--max-running", "--prefill-budget",
-    "--memory", "--seed", "--random-weights", "--force-acceptance",
+    "--max-context", "--memory", "--seed", "--random-weights", "--force-acceptance",
 }  # fmt: skip
 FLAGS = {
-    "serve": ENGINE_FLAGS | {"--host", "--port"},
+    "serve": ENGINE_FLAGS | {"checkpoint", "--host", "--port", "--api-key", "--max-body-mib", "--max-queue"},
     "replay": ENGINE_FLAGS | {
         "file", "--sessions", "--max-turns", "--history", "--output", "--token-ids", "--concurrency", "--arrival", "--speed", "--tool-delay",
         "--timeout", "--base-url", "--api-key", "--served-model", "--json", "--html", "--quiet", "--dry-run", "--template",
@@ -65,6 +65,7 @@ def test_without_flags_the_settings_are_the_defaults() -> None:
         (["--no-overlap"], "overlap", False),
         (["--max-running", "2"], "max_running", 2),
         (["--prefill-budget", "64"], "prefill_budget", 64),
+        (["--max-context", "4096"], "max_context", 4096),
         (["--memory", "0.5"], "memory_gib", 0.5),
         (["--seed", "7"], "seed", 7),
         (["--random-weights"], "random_weights", True),
@@ -80,6 +81,49 @@ def test_every_setting_but_the_hold_has_a_flag() -> None:
     parser = argparse.ArgumentParser()
     cli.add_engine_arguments(parser)
     assert len(vars(parser.parse_args([]))) == len(dataclasses.fields(EngineConfig)) - 1
+
+
+def server(*flags: str, **environment: str) -> ServerConfig:
+    return cli.server_config(cli.build_parser().parse_args(["serve", *flags]), environment)
+
+
+def test_server_flags_set_their_fields() -> None:
+    assert server() == ServerConfig()
+    assert server("--host", "::1", "--port", "0") == ServerConfig(host="::1", port=0)
+    assert server("--max-body-mib", "0.5", "--max-queue", "0") == ServerConfig(max_body_mib=0.5, max_queue=0)
+    assert server("--api-key", "a", "--api-key", "b").api_keys == ("a", "b")
+    assert server("--api-key", "a", AGENTSPEC_API_KEY="c").api_keys == ("a", "c")
+    assert server(AGENTSPEC_API_KEY="c", API_KEY="d").api_keys == ("c",)
+    assert "secret" not in repr(server("--api-key", "secret"))
+    assert ServerConfig(max_body_mib=0.5).max_body_bytes == 2**19
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "words"),
+    [
+        (["--api-key", ""], {}, "must be printable ASCII"),
+        (["--api-key", "two words"], {}, "must be printable ASCII"),
+        (["--api-key", "clé"], {}, "must be printable ASCII"),
+        ([], {"AGENTSPEC_API_KEY": ""}, "must be printable ASCII"),
+        (["--max-body-mib", "0"], {}, "max_body_mib=0.0"),
+        (["--max-body-mib", "nan"], {}, "max_body_mib=nan"),
+        (["--max-queue", "-1"], {}, "max_queue=-1"),
+        (["--port", "-1"], {}, "port=-1"),
+    ],
+)
+def test_server_settings_that_can_not_be(flags: list[str], environment: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as refused:
+        server(*flags, **environment)
+    assert "two words" not in str(refused.value)
+    assert "clé" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "model"),
+    [([], None), (["m"], "m"), (["--model", "m"], "m"), (["m", "--model", "m"], "m"), (["--port", "9", "m"], "m")],
+)
+def test_the_model_by_place_or_by_flag(flags: list[str], model: str | None) -> None:
+    assert cli.served_model(cli.build_parser().parse_args(["serve", *flags])) == model
 
 
 @pytest.mark.parametrize(("emitted", "drafts"), [("3.39", 3), ("2", 1), ("1.5", 7), ("1.001", 2), ("8", 7)])
@@ -112,6 +156,12 @@ def test_acceptance_that_cannot_be_forced(text: str, drafts: Any, words: str) ->
         (["serve", "--draft-tokens", "9"], "draft_tokens=9"),
         (["serve", "--force-acceptance", "0.5,1.5"], "force_acceptance"),
         (["serve", "--memory", "nan"], "memory=nan"),
+        (["serve", "--max-context", "63"], "max_context=63"),
+        (["serve", ""], "model=''"),
+        (["serve", "a", "--model", "b"], "model='b': and 'a' are two models"),
+        (["serve", "a", "b"], "b"),
+        (["serve", "--max-queue", "-2"], "max_queue=-2"),
+        (["replay", "f", "--dry-run", "27b", "--max-context", "4096"], "max_context=4096"),
         (["serve", "--port", "70000"], "port=70000"),
         (["serve", "--host", "256.0.0.1", "--port", "0"], "256.0.0.1"),
         (["replay", "no-such-file.jsonl"], "no-such-file.jsonl"),
@@ -155,8 +205,9 @@ class Loaded:
 def test_how_serving_can_end(result: Any, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     command = Loaded(result)
     monkeypatch.setattr(cli, "_load", {"agentspec.serve_command": command}.__getitem__)
-    assert cli.main(["serve", "--model", "m", "--port", "9"]) == code
-    assert command.arguments == (EngineConfig(model="m"), "127.0.0.1", 9)
+    monkeypatch.delenv("AGENTSPEC_API_KEY", raising=False)
+    assert cli.main(["serve", "m", "--port", "9"]) == code
+    assert command.arguments == (EngineConfig(model="m"), ServerConfig(port=9))
 
 
 def test_replay_opens_an_engine_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +226,7 @@ def test_replay_opens_an_engine_only_when_asked(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_help_and_errors_load_no_torch() -> None:
-    code = "import sys; from agentspec import cli, replay_command\ncli.build_parser()\nprint('torch' in sys.modules)"
+    code = "import sys; from agentspec import cli, replay_command, serve_command\ncli.build_parser()\nprint('torch' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "False"
 

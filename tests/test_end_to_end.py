@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,23 +14,15 @@ import msgspec
 import pytest
 import torch
 
-from agentspec.assembly import build
 from agentspec.cli import main
 from agentspec.config import EngineConfig
-from agentspec.engine import AsyncEngine
 from agentspec.local_server import load
 from agentspec.replay.schema import Expect, Session, save
-from agentspec.runtime.memory_plan import MemoryPlan
-from agentspec.server.app import create_app
-from agentspec.server.pipeline import TextPipeline
-from agentspec.server.transport import InProcessTransport
-from agentspec.text.tokenizer import Tokenizer
 from agentspec.types import BLOCK_TOKENS
 from tests.fakes.checkpoints import write_checkpoint
 from tests.fakes.compare import TOLERANCE
 from tests.fakes.oracle import Oracle
-from tests.fakes.scripted_model import ScriptedModel
-from tests.fakes.text import END_OF_TURN, write_text_assets
+from tests.fakes.told import Told, cached, converse
 from tests.replay.builders import TOOL, called, replay_file, result, said, system, turn, user
 
 WORKLOAD = Path(__file__).parents[1] / "workloads" / "agentic.jsonl"
@@ -134,53 +124,6 @@ QUESTION: list[dict[str, Any]] = [
     {"role": "system", "content": "Help people to find what they have lost. " * 4},
     {"role": "user", "content": "Where is my parcel? It has been missing since Monday, and it is green."},
 ]
-
-
-class Told:
-    """A server whose model says what it is told: real engine, real text, no socket."""
-
-    def __init__(self, directory: Path) -> None:
-        write_text_assets(directory)
-        tokenizer = Tokenizer.from_directory(directory)
-        assert tokenizer is not None
-        self.tokenizer = tokenizer
-        self.stop_id = tokenizer.special_ids[END_OF_TURN]
-        self.model = ScriptedModel(num_tokens=tokenizer.vocab_size, stop_id=self.stop_id)
-        memory = MemoryPlan(num_rows=100, num_pages=400, max_length=8192)
-        parts = build(self.model, config=EngineConfig(draft_tokens=3, max_running=4), memory=memory, tokenizer=tokenizer, model_dir=directory)
-        self.engine = AsyncEngine(parts)
-        self.app = create_app(self.engine, TextPipeline.from_checkpoint(tokenizer, directory))
-
-    @asynccontextmanager
-    async def client(self) -> AsyncIterator[httpx.AsyncClient]:
-        async with self.engine, httpx.AsyncClient(transport=InProcessTransport(self.app), base_url="http://in-process", timeout=None) as client:
-            yield client
-
-    async def ask(self, client: httpx.AsyncClient, messages: list[dict[str, Any]], says: str = "") -> dict[str, Any]:
-        """One chat turn, answered with `says` and an end of turn (without it: with a few tokens of anything)."""
-        body = {"model": "scripted", "messages": messages, "tools": [TOOL], "temperature": 0, "return_token_ids": True}
-        if says:
-            # The prompt's ids are learnt from the same request in a namespace of its own, which shares neither cache nor memory of turns.
-            peek = (await client.post("/v1/chat/completions", json=body | {"max_tokens": 1, "cache_salt": "peek"})).json()
-            self.model.script(peek["prompt_token_ids"], [*self.tokenizer.encode(says), self.stop_id])
-        answer = await client.post("/v1/chat/completions", json=body | {"max_tokens": 300 if says else 5})
-        assert answer.status_code == 200, answer.text
-        result: dict[str, Any] = answer.json()
-        return result
-
-
-def cached(answer: dict[str, Any]) -> int:
-    tokens: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-    return tokens
-
-
-def converse(directory: Path, talk: Callable[[Told, httpx.AsyncClient], Coroutine[Any, Any, None]]) -> None:
-    async def run() -> None:
-        told = Told(directory)
-        async with told.client() as client:
-            await talk(told, client)
-
-    asyncio.run(run())
 
 
 @pytest.mark.parametrize("keeps_reasoning", [True, False], ids=["reasoning returned", "reasoning dropped"])

@@ -6,7 +6,7 @@ Knows wire.Usage and nothing of chat, text or HTTP.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -24,11 +24,12 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
     def body(self, **fields: Any) -> dict[str, Any]:
-        return {"id": self.id, "object": self.object, "created": self.created, "model": self.model, **fields}
+        own = {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
+        return {**own, "service_tier": None, "system_fingerprint": None, **fields}
 
 
-def usage_body(usage: Usage) -> dict[str, Any]:
-    """OpenAI's usage. Reasoning tokens are absent: they aren't counted."""
+def usage_body(usage: Usage, reasoning_tokens: int = 0) -> dict[str, Any]:
+    """OpenAI's usage. The completion's tokens include those of reasoning."""
     spec = usage.spec
     return {
         "prompt_tokens": usage.prompt_tokens,
@@ -36,6 +37,7 @@ def usage_body(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "completion_tokens_details": {
+            "reasoning_tokens": reasoning_tokens,
             "accepted_prediction_tokens": spec.num_accepted,
             "rejected_prediction_tokens": spec.num_drafted - spec.num_accepted,
         },
@@ -84,6 +86,14 @@ def total(usages: Iterable[Usage]) -> Usage:
         spec.drafted_by_position = _add(spec.drafted_by_position, one.drafted_by_position)
         spec.accepted_by_position = _add(spec.accepted_by_position, one.accepted_by_position)
         spec.histogram = _add(spec.histogram, one.histogram)
+    return whole
+
+
+def of_choices(usages: Sequence[Usage]) -> Usage:
+    """The sum over the choices of one prompt, which counts once. Cached are the tokens that none of them had to compute."""
+    whole = total(usages)
+    whole.prompt_tokens = usages[0].prompt_tokens
+    whole.cached_tokens = min(usage.cached_tokens for usage in usages)
     return whole
 
 

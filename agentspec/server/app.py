@@ -15,29 +15,39 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from agentspec.server import chat, completions, status
+from agentspec.server import chat, completions, messages, metrics, openapi, page, responses, status, tokens
 from agentspec.server.errors import ApiError
 from agentspec.server.pipeline import TextPipeline
+from agentspec.server.recorder import Figures, RecordedEngine
 from agentspec.server.responding import WatchedResponse, error_response
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service
+from agentspec.text.nesting import MAX_NESTING, is_too_deep
 from agentspec.wire import EngineClient
 
 MAX_BODY_BYTES = 64 * 2**20
 
-ROUTES: tuple[Route, ...] = (
-    *chat.ROUTES,
-    *completions.ROUTES,
-    *status.ROUTES,
+ROUTES: tuple[Route, ...] = openapi.described(
+    (
+        *chat.ROUTES,
+        *completions.ROUTES,
+        *messages.ROUTES,
+        *responses.ROUTES,
+        *status.ROUTES,
+        *tokens.ROUTES,
+        *metrics.ROUTES,
+        *page.ROUTES,
+    )
 )
 
 
-def create_app(engine: EngineClient, text: TextPipeline | None) -> FastAPI:
+def create_app(engine: EngineClient, text: TextPipeline | None, *, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
     """The server of one engine. `text` is None for a checkpoint without a tokenizer: token-id prompts only."""
-    service = Service(engine=engine, text=text)
+    figures = Figures()
+    service = Service(engine=RecordedEngine(engine, figures), text=text, figures=figures)
     app = FastAPI(title="agentspec", docs_url=None, redoc_url=None, openapi_url=None)
     for route in ROUTES:
-        app.add_api_route(route.path, _endpoint(service, route), methods=[route.method], response_model=None)
+        app.add_api_route(route.path, _endpoint(service, route, max_body_bytes), methods=[route.method], response_model=None)
     app.add_exception_handler(HTTPException, _http_error)
     return app
 
@@ -45,31 +55,41 @@ def create_app(engine: EngineClient, text: TextPipeline | None) -> FastAPI:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Unknown paths and methods, in OpenAI's error shape."""
     assert isinstance(error, HTTPException)
-    return error_response(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+    described = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", headers=error.headers)
+    return error_response(described, request.url.path)
 
 
-def _endpoint(service: Service, route: Route) -> Callable[[Request], Any]:
+def _endpoint(service: Service, route: Route, max_body_bytes: int) -> Callable[[Request], Any]:
     async def endpoint(request: Request) -> Response:
         """Read the body, then let the route work for as long as the client listens."""
         try:
-            body = None if route.method == "GET" else await _json_body(request)
+            body = await _json_body(request, max_body_bytes) if route.method == "POST" else None
         except ApiError as error:
-            return error_response(error)
+            return error_response(error, request.url.path)
         except ClientDisconnect:
             return Response(status_code=400)  # nobody reads it
-        call = Call(body=body, headers=request.headers, path=request.path_params)
+        call = Call(body=body, headers=request.headers, path=request.path_params, query=request.query_params)
         return WatchedResponse(lambda: route.handle(service, call))
 
     return endpoint
 
 
-async def _json_body(request: Request) -> Any:
+async def _json_body(request: Request, max_body_bytes: int) -> Any:
+    """Too large a body is read on for a while: the answer to a client that still sends would be lost with the connection."""
     body = bytearray()
+    size = 0
     async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")
+        size += len(part)
+        if size <= max_body_bytes:
+            body += part
+        elif size > 2 * max_body_bytes:
+            break
+    if size > max_body_bytes:
+        raise ApiError(413, f"the body is larger than {max_body_bytes} bytes", code="body_too_large")
     try:
-        return msgspec.json.decode(bytes(body))
-    except msgspec.DecodeError as error:
+        value = msgspec.json.decode(bytes(body))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if is_too_deep(value):
+        raise ApiError(400, f"the body is nested deeper than {MAX_NESTING} levels", code="invalid_json")
+    return value

@@ -1,37 +1,45 @@
-"""/v1/chat/completions: messages and tools in, a message or its deltas out.
+"""/v1/chat/completions: messages and tools in, one or several messages or their deltas out.
 
 Owns the way from a ChatRequest to a TurnRequest, and from a turn's events to OpenAI's shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from starlette.responses import Response
 
 from agentspec.errors import RequestError
-from agentspec.server import events, openai, sse
-from agentspec.server.answers import Head, metrics_body, usage_body
+from agentspec.server import answer_shapes, events, openai, sse
+from agentspec.server.answers import Head, metrics_body, of_choices, usage_body
+from agentspec.server.logprobs import content_logprobs
 from agentspec.server.openai import ChatRequest
 from agentspec.server.responding import FrameResponse, json_response
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service, session_of
-from agentspec.server.turn import Turn, TurnEnd, TurnRequest, begin
-from agentspec.text.constraints import ToolDemand
+from agentspec.server.turn import Turn, TurnEnd, TurnRequest, begin, under_client_names
 from agentspec.text.events import ContentDelta, ReasoningDelta, TextEvent, ToolCallArguments, ToolCallStart
-from agentspec.wire import EngineClient, FinishEvent, ModelInfo, TokensEvent
+from agentspec.types import TokenScore
+from agentspec.wire import FinishEvent, TokensEvent
 
 
 def turn_request(asked: ChatRequest, session_id: str | None) -> TurnRequest:
+    demand, callable_names = asked.demand()
     return TurnRequest(
         messages=asked.messages,
         sampling=asked.sampling(),
         tools=asked.tools,
-        demand=ToolDemand(choice=asked.tool_choice),
+        demand=demand,
+        callable_names=callable_names,
+        output=asked.output(),
+        effort=asked.reasoning_effort,
         template_kwargs=asked.chat_template_kwargs,
         namespace=asked.cache_salt,
         session_id=session_id,
+        logprobs=asked.num_top,
+        num_choices=asked.n,
     )
 
 
@@ -39,84 +47,158 @@ async def answer(service: Service, call: Call) -> Response:
     """POST /v1/chat/completions."""
     asked = openai.parse_chat(call.body)
     service.check_model(asked.model)
-    (turn,) = await begin(service, turn_request(asked, session_of(call.headers, asked.prompt_cache_key)))
-    name = "chat.completion.chunk" if asked.stream else "chat.completion"
-    head = Head(id=f"chatcmpl-{turn.submit.request_id}", object=name, model=asked.model)
+    turn_asked = turn_request(asked, session_of(call.headers, asked.prompt_cache_key))
+    turns = await begin(service, turn_asked)
     try:
         if asked.stream:
-            chunks = ChatChunks(head, asked, turn, service.engine.info)
-            return await FrameResponse.begin(sse.frames(events.generate(service.engine, turn.submit), chunks))
-        return json_response(await complete(service.engine, head, asked, turn))
+            submits = [turn.submit for turn in turns]
+            return await FrameResponse.begin(sse.frames(events.merge(service.engine, submits), ChatChunks(service, asked, turns)))
+        return json_response(await complete(service, asked, turns))
     except RequestError as error:
-        if error.field != "prompt_ids":
-            raise
-        raise type(error)("messages", error.value, error.reason) from None  # the ids that the messages became
+        raise under_client_names(error, turn_asked) from None
 
 
-ROUTES = (Route(method="POST", path="/v1/chat/completions", handle=answer),)
+ROUTES = (
+    Route(
+        method="POST",
+        path="/v1/chat/completions",
+        handle=answer,
+        body=ChatRequest,
+        checked=openai.CHAT_CHECKED,
+        extra=openai.CHAT_HARMLESS,
+        answers="json or events",
+        answer=answer_shapes.ChatCompletion,
+    ),
+)
+
+
+class _Costs:
+    """What an answer's choices cost together, once all have ended."""
+
+    def __init__(self, service: Service, num_choices: int) -> None:
+        self._info = service.engine.info
+        self._num_choices = num_choices
+        self._ends: list[TurnEnd] = []
+
+    def add(self, end: TurnEnd) -> bool:
+        """Says whether it was the last one."""
+        self._ends.append(end)
+        return len(self._ends) == self._num_choices
+
+    def body(self) -> dict[str, Any]:
+        usage = of_choices([end.usage for end in self._ends])
+        reasoning_tokens = sum(end.reasoning_tokens for end in self._ends)
+        return {"usage": usage_body(usage, reasoning_tokens), "metrics": metrics_body(usage.spec, self._info)}
 
 
 class ChatChunks:
-    """The chunks of one streamed turn (see sse.Chunks): at most one per engine event, so that token ids stay with their text."""
+    """The chunks of a streamed answer (see sse.Chunks): at most one per engine event, so that token ids stay with their text."""
 
-    def __init__(self, head: Head, request: ChatRequest, turn: Turn, info: ModelInfo) -> None:
-        self._head = head
-        self._turn = turn
-        self._info = info
+    def __init__(self, service: Service, request: ChatRequest, turns: Sequence[Turn]) -> None:
+        self._head = Head(id=_id_of(turns), object="chat.completion.chunk", model=request.model)
+        self._turns = turns
+        self._costs = _Costs(service, len(turns))
+        self._token_bytes = _token_bytes(service)
         self._with_ids = request.return_token_ids
+        self._with_scores = request.logprobs
         self._with_usage = request.include_usage
 
     def opening(self) -> list[dict[str, Any]]:
-        chunk = self._chunk({"role": "assistant", "content": ""})
-        return [chunk | {"prompt_token_ids": self._turn.submit.prompt_ids} if self._with_ids else chunk]
+        chunks = [self._chunk(index, {"role": "assistant", "content": ""}) for index in range(len(self._turns))]
+        if self._with_ids:
+            chunks[0]["prompt_token_ids"] = self._turns[0].submit.prompt_ids
+        return chunks
 
-    def tokens(self, event: TokensEvent) -> list[dict[str, Any]]:
-        delta = _delta(self._turn.push(event))
-        return [self._chunk(delta, event.token_ids)] if delta or self._with_ids else []
+    def tokens(self, index: int, event: TokensEvent) -> list[dict[str, Any]]:
+        delta = _delta(self._turns[index].push(event))
+        return [self._chunk(index, delta, event.token_ids)] if delta or self._with_ids else []
 
-    def finish(self, event: FinishEvent) -> list[dict[str, Any]]:
-        end = self._turn.finish(event)
-        delta, reason = _delta(end.events), finish_reason(end)
-        metrics = metrics_body(event.usage.spec, self._info)
-        chunks = [self._chunk(delta)] if delta else []
-        last = self._chunk({}, finish_reason=reason)
-        if not self._with_usage:
-            return [*chunks, last | {"metrics": metrics}]
-        return [*chunks, last, self._head.body(choices=[], usage=usage_body(event.usage), metrics=metrics)]
+    def finish(self, index: int, event: FinishEvent) -> list[dict[str, Any]]:
+        end = self._turns[index].finish(event)
+        delta = _delta(end.events)
+        chunks = [self._chunk(index, delta)] if delta else []
+        chunks.append(self._chunk(index, {}, finish_reason=finish_reason(end)))
+        if self._costs.add(end):
+            costs = self._costs.body()
+            if self._with_usage:
+                chunks.append(self._head.body(choices=[], **costs))
+            else:
+                chunks[-1]["metrics"] = costs["metrics"]
+        return chunks
 
-    def _chunk(self, delta: dict[str, Any], ids: Iterable[int] = (), *, finish_reason: str | None = None) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    def _chunk(self, index: int, delta: dict[str, Any], ids: Iterable[int] = (), *, finish_reason: str | None = None) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        if self._with_scores and delta.get("content"):
+            choice["logprobs"] = content_logprobs(self._turns[index].take_content_scores(), self._token_bytes)
         if self._with_ids:
             choice["token_ids"] = list(ids)
         return self._head.body(choices=[choice], **({"usage": None} if self._with_usage else {}))
 
 
-async def complete(engine: EngineClient, head: Head, request: ChatRequest, turn: Turn) -> dict[str, Any]:
+async def complete(service: Service, request: ChatRequest, turns: Sequence[Turn]) -> dict[str, Any]:
     """The whole answer: the same deltas as streamed, put together."""
-    parts, end = await events.collect(engine, turn.submit)
-    pushed = [turn.push(part) for part in parts]
-    ended = turn.finish(end)
-    deltas = [_delta(added) for added in (*pushed, ended.events)]
-    message: dict[str, Any] = {"role": "assistant", "content": _joined("content", deltas)}
-    reasoning = _joined("reasoning_content", deltas)
-    if reasoning is not None:
-        message["reasoning_content"] = reasoning
-    calls = _assembled(deltas)
-    if calls:
-        message["tool_calls"] = calls
-    elif message["content"] is None:
-        message["content"] = ""
-    choice: dict[str, Any] = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason(ended)}
-    body = head.body(choices=[choice], usage=usage_body(end.usage), metrics=metrics_body(end.usage.spec, engine.info))
+    choices = [_WholeChoice(turn) for turn in turns]
+    costs = _Costs(service, len(turns))
+    async with aclosing(events.merge(service.engine, [turn.submit for turn in turns])) as merged:
+        async for index, event in merged:
+            choices[index].add(event)
+            if isinstance(event, FinishEvent):
+                costs.add(choices[index].end)
+    head = Head(id=_id_of(turns), object="chat.completion", model=request.model)
+    body = head.body(choices=[choice.body(index, request, _token_bytes(service)) for index, choice in enumerate(choices)], **costs.body())
     if request.return_token_ids:
-        choice["token_ids"] = [token for part in parts for token in part.token_ids]
-        body["prompt_token_ids"] = turn.submit.prompt_ids
+        body["prompt_token_ids"] = turns[0].submit.prompt_ids
     return body
+
+
+class _WholeChoice:
+    """One choice that is collected to its end."""
+
+    end: TurnEnd
+
+    def __init__(self, turn: Turn) -> None:
+        self._turn = turn
+        self._deltas: list[dict[str, Any]] = []
+        self._ids: list[int] = []
+        self._scores: list[TokenScore] = []
+
+    def add(self, event: TokensEvent | FinishEvent) -> None:
+        if isinstance(event, FinishEvent):
+            self.end = self._turn.finish(event)
+            added = self.end.events
+        else:
+            self._ids += event.token_ids
+            added = self._turn.push(event)
+        self._deltas.append(_delta(added))
+        self._scores += self._turn.take_content_scores()
+
+    def body(self, index: int, request: ChatRequest, token_bytes: Sequence[bytes]) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": _joined("content", self._deltas), "refusal": None}
+        reasoning = _joined("reasoning_content", self._deltas)
+        if reasoning is not None:
+            message["reasoning_content"] = reasoning
+        calls = _assembled(self._deltas)
+        if calls:
+            message["tool_calls"] = calls
+        elif message["content"] is None:
+            message["content"] = ""
+        logprobs = content_logprobs(self._scores, token_bytes) if request.logprobs else None
+        choice: dict[str, Any] = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason(self.end)}
+        return choice | {"token_ids": self._ids} if request.return_token_ids else choice
 
 
 def finish_reason(end: TurnEnd) -> str:
     """`tool_calls` only when the model itself ended the turn and every call is whole."""
     return "tool_calls" if end.has_whole_calls else end.reason.value
+
+
+def _id_of(turns: Sequence[Turn]) -> str:
+    return "chatcmpl-" + turns[0].submit.request_id.partition("-")[0]
+
+
+def _token_bytes(service: Service) -> Sequence[bytes]:
+    assert service.text is not None, "a chat has a tokenizer"
+    return service.text.tokenizer.token_bytes
 
 
 def _delta(added: Iterable[TextEvent]) -> dict[str, Any]:

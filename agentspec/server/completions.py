@@ -6,30 +6,38 @@ prompts: its answers have no text, and always their token ids.
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Sequence
+from contextlib import aclosing
 from typing import Any
 
 from starlette.responses import Response
 
 from agentspec.errors import RequestError
-from agentspec.server import events, openai, sse
-from agentspec.server.answers import Head, metrics_body, total, usage_body
-from agentspec.server.logprobs import logprobs_body
+from agentspec.server import answer_shapes, events, openai, sse
+from agentspec.server.answers import Head, metrics_body, of_choices, total, usage_body
+from agentspec.server.logprobs import CompletionLogprobs
 from agentspec.server.openai import CompletionRequest
 from agentspec.server.pipeline import TextPipeline
 from agentspec.server.responding import FrameResponse, json_response
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service, session_of
-from agentspec.types import SamplingParams, TokenScore
-from agentspec.wire import EngineClient, FinishEvent, ModelInfo, Submit, TokensEvent
+from agentspec.server.turn import for_choice
+from agentspec.text.constraints import ToolDemand, turn_grammar
+from agentspec.types import TokenScore
+from agentspec.wire import FinishEvent, ModelInfo, Submit, TokensEvent, Usage
+
+MAX_CHOICES = 2048
+"""Of one request: its prompts times `n`."""
 
 
 def encode_prompts(request: CompletionRequest, text: TextPipeline | None) -> list[list[int]]:
-    """Token ids of every prompt. Raises RequestError when a text has no tokenizer to encode it, or no tokens."""
-    encoded = []
-    for prompt in request.prompts():
+    """Token ids of every prompt. Raises RequestError when there are too many, or a text has no tokenizer to encode it, or no tokens."""
+    encoded: list[list[int]] = []
+    prompts = request.prompts()
+    if len(prompts) * request.n > MAX_CHOICES:
+        raise RequestError("prompt", f"{len(prompts)} prompts", f"with n={request.n} they make more than {MAX_CHOICES} choices")
+    for prompt in prompts:
         if isinstance(prompt, str):
             if text is None:
                 raise RequestError("prompt", prompt, "this checkpoint has no tokenizer: send token ids")
@@ -40,123 +48,177 @@ def encode_prompts(request: CompletionRequest, text: TextPipeline | None) -> lis
     return encoded
 
 
-def submit_of(request: CompletionRequest, prompt_ids: list[int], *, request_id: str, session_id: str | None) -> Submit:
-    scored = request.logprobs if request.max_tokens == 0 else None
-    return Submit(
-        request_id=request_id,
-        prompt_ids=prompt_ids,
-        sampling=request.sampling(),
-        session_id=session_id,
-        namespace=request.cache_salt,
-        prompt_logprobs=scored,
-    )
+def submits_of(request: CompletionRequest, prompts: Sequence[list[int]], session_id: str | None) -> list[Submit]:
+    """One submit for each choice: those of the first prompt first."""
+    request_id = uuid.uuid4().hex
+    sampling = request.sampling()
+    grammar = turn_grammar(None, ToolDemand(), request.output(), dialect=None, reasoning_open=False)
+    return [
+        Submit(
+            request_id=f"{request_id}-{place * request.n + choice}",
+            prompt_ids=prompt_ids,
+            sampling=for_choice(sampling, choice),
+            session_id=session_id,
+            namespace=request.cache_salt,
+            prompt_logprobs=request.logprobs if request.echo else None,
+            logprobs=request.logprobs if request.max_tokens != 0 else None,
+            grammar=grammar,
+        )
+        for place, prompt_ids in enumerate(prompts)
+        for choice in range(request.n)
+    ]
 
 
 async def answer(service: Service, call: Call) -> Response:
     """POST /v1/completions."""
     asked = openai.parse_completion(call.body)
     service.check_model(asked.model)
-    request_id, session_id = uuid.uuid4().hex, session_of(call.headers, asked.prompt_cache_key)
-    head = Head(id=f"cmpl-{request_id}", object="text_completion", model=asked.model)
-    submits = [
-        submit_of(asked, ids, request_id=f"{request_id}-{index}", session_id=session_id)
-        for index, ids in enumerate(encode_prompts(asked, service.text))
-    ]
-    if asked.stream:
-        (submit,) = submits
-        chunks = CompletionChunks(head, asked, submit.prompt_ids, service.text, service.engine.info)
-        return await FrameResponse.begin(sse.frames(events.generate(service.engine, submit), chunks))
-    return json_response(await complete(service.engine, head, asked, submits, service.text))
+    submits = submits_of(asked, encode_prompts(asked, service.text), session_of(call.headers, asked.prompt_cache_key))
+    try:
+        if asked.stream:
+            chunks = CompletionChunks(asked, submits, service.text, service.engine.info)
+            return await FrameResponse.begin(sse.frames(events.merge(service.engine, submits), chunks))
+        return json_response(await complete(service, asked, submits))
+    except RequestError as error:
+        output = asked.output()
+        if output is None or not error.field.startswith("grammar"):
+            raise
+        raise type(error)(output.field, error.value, error.reason) from None
 
 
-ROUTES = (Route(method="POST", path="/v1/completions", handle=answer),)
+ROUTES = (
+    Route(
+        method="POST",
+        path="/v1/completions",
+        handle=answer,
+        body=CompletionRequest,
+        checked=openai.COMPLETION_CHECKED,
+        extra=openai.COMPLETION_HARMLESS,
+        answers="json or events",
+        answer=answer_shapes.Completion,
+    ),
+)
+
+
+class _Choice:
+    """One choice on its way. Its pieces are choices of OpenAI's chunks; the whole choice is the same pieces put together."""
+
+    usage: Usage
+    """Once it has finished."""
+
+    def __init__(self, index: int, request: CompletionRequest, submit: Submit, text: TextPipeline | None) -> None:
+        self._index = index
+        self._request = request
+        self._prompt_ids = submit.prompt_ids
+        self._text = text
+        self._with_ids = request.return_token_ids or text is None
+        self._logprobs = None if request.logprobs is None else CompletionLogprobs(None if text is None else text.tokenizer.token_bytes)
+        self._waiting: list[TokensEvent] | None = None if submit.prompt_logprobs is None else []
+        """What was generated behind a prompt whose scores come with the end; None when there is nothing to wait for."""
+
+    def opening(self) -> list[dict[str, Any]]:
+        return [] if self._waiting is not None or not (self._request.echo or self._with_ids) else [self._prompt_piece(None)]
+
+    def tokens(self, event: TokensEvent) -> list[dict[str, Any]]:
+        if self._waiting is not None:
+            self._waiting.append(event)
+            return []
+        if not (event.text or self._with_ids or self._logprobs):
+            return []
+        return [self._piece(event.text, event.token_ids, event.scores)]
+
+    def finish(self, event: FinishEvent) -> list[dict[str, Any]]:
+        pieces = []
+        if self._waiting is not None:
+            scores = None if event.prompt_scores is None else [None, *event.prompt_scores]
+            pieces.append(self._prompt_piece(scores))
+            pieces += [self._piece(part.text, part.token_ids, part.scores) for part in self._waiting]
+        self.usage = event.usage
+        return [*pieces, self._piece(event.text, [], None) | {"finish_reason": event.reason.value}]
+
+    def whole(self, pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The choice of a whole answer."""
+        choice = dict(pieces[-1])
+        choice["text"] = "".join(piece["text"] for piece in pieces)
+        if self._logprobs is not None:
+            scored = [piece["logprobs"] for piece in pieces if piece["logprobs"] is not None]
+            names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+            choice["logprobs"] = {name: [entry for part in scored for entry in part[name]] for name in names}
+        if self._with_ids:
+            choice |= {"prompt_token_ids": self._prompt_ids, "token_ids": [token for piece in pieces for token in piece["token_ids"]]}
+        return choice
+
+    def _prompt_piece(self, scores: Sequence[TokenScore | None] | None) -> dict[str, Any]:
+        """What stands before the generated text. Ids of the model's padding have no text."""
+        shown = ""
+        if self._request.echo and self._text is not None:
+            shown = self._text.tokenizer.decode([token for token in self._prompt_ids if token < self._text.tokenizer.vocab_size])
+        piece = self._piece(shown, self._prompt_ids, scores)
+        return piece | {"prompt_token_ids": self._prompt_ids, "token_ids": []} if self._with_ids else piece
+
+    def _piece(self, text: str, ids: list[int], scores: Sequence[TokenScore | None] | None) -> dict[str, Any]:
+        logprobs = None if self._logprobs is None or scores is None else self._logprobs.body(ids, scores)
+        piece = {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": None}
+        return piece | {"token_ids": ids} if self._with_ids else piece
+
+
+class _Answer:
+    """All choices of one answer, and what they cost together."""
+
+    def __init__(self, request: CompletionRequest, submits: Sequence[Submit], text: TextPipeline | None, info: ModelInfo) -> None:
+        self._request = request
+        self._info = info
+        self._num_open = len(submits)
+        self.head = Head(id="cmpl-" + submits[0].request_id.partition("-")[0], object="text_completion", model=request.model)
+        self.choices = [_Choice(index, request, submit, text) for index, submit in enumerate(submits)]
+
+    def finish(self, index: int, event: FinishEvent) -> list[dict[str, Any]]:
+        self._num_open -= 1
+        return self.choices[index].finish(event)
+
+    @property
+    def is_complete(self) -> bool:
+        return not self._num_open
+
+    def costs(self) -> dict[str, Any]:
+        n = self._request.n
+        usage = total(of_choices([choice.usage for choice in self.choices[first : first + n]]) for first in range(0, len(self.choices), n))
+        return {"usage": usage_body(usage), "metrics": metrics_body(usage.spec, self._info)}
 
 
 class CompletionChunks:
-    """The chunks of one streamed completion (see sse.Chunks)."""
+    """The chunks of a streamed completion (see sse.Chunks)."""
 
-    def __init__(self, head: Head, request: CompletionRequest, prompt_ids: list[int], text: TextPipeline | None, info: ModelInfo) -> None:
-        self._head = head
-        self._request = request
-        self._prompt_ids = prompt_ids
-        self._text = text
-        self._info = info
-        self._with_ids = request.return_token_ids or text is None
+    def __init__(self, request: CompletionRequest, submits: Sequence[Submit], text: TextPipeline | None, info: ModelInfo) -> None:
+        self._answer = _Answer(request, submits, text, info)
+        self._with_usage = request.include_usage
 
     def opening(self) -> list[dict[str, Any]]:
-        if not self._request.echo and not self._with_ids:
-            return []
-        extra: dict[str, Any] = {"prompt_token_ids": self._prompt_ids, "token_ids": []} if self._with_ids else {}
-        return [self._chunk(echoed(self._request, self._prompt_ids, self._text), **extra)]
+        return [self._chunk(piece) for choice in self._answer.choices for piece in choice.opening()]
 
-    def tokens(self, event: TokensEvent) -> list[dict[str, Any]]:
-        if self._with_ids:
-            return [self._chunk(event.text, token_ids=event.token_ids)]
-        return [self._chunk(event.text)] if event.text else []
+    def tokens(self, index: int, event: TokensEvent) -> list[dict[str, Any]]:
+        return [self._chunk(piece) for piece in self._answer.choices[index].tokens(event)]
 
-    def finish(self, event: FinishEvent) -> list[dict[str, Any]]:
-        metrics = metrics_body(event.usage.spec, self._info)
-        last = self._chunk(event.text, finish_reason=event.reason.value)
-        if not self._request.include_usage:
-            return [last | {"metrics": metrics}]
-        return [last, self._head.body(choices=[], usage=usage_body(event.usage), metrics=metrics)]
+    def finish(self, index: int, event: FinishEvent) -> list[dict[str, Any]]:
+        chunks = [self._chunk(piece) for piece in self._answer.finish(index, event)]
+        if self._answer.is_complete:
+            costs = self._answer.costs()
+            if self._with_usage:
+                chunks.append(self._answer.head.body(choices=[], **costs))
+            else:
+                chunks[-1]["metrics"] = costs["metrics"]
+        return chunks
 
-    def _chunk(self, text: str, *, finish_reason: str | None = None, **extra: Any) -> dict[str, Any]:
-        choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason, **extra}
-        return self._head.body(choices=[choice], **({"usage": None} if self._request.include_usage else {}))
+    def _chunk(self, piece: dict[str, Any]) -> dict[str, Any]:
+        return self._answer.head.body(choices=[piece], **({"usage": None} if self._with_usage else {}))
 
 
-async def complete(
-    engine: EngineClient, head: Head, request: CompletionRequest, submits: Sequence[Submit], text: TextPipeline | None
-) -> dict[str, Any]:
-    """The whole answer: one choice per submit, all run at the same time. The first error ends them all."""
-    tasks = [asyncio.create_task(_choice(engine, index, request, submit, text)) for index, submit in enumerate(submits)]
-    try:
-        results = await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-    usage = total(event.usage for _, event in results)
-    return head.body(choices=[choice for choice, _ in results], usage=usage_body(usage), metrics=metrics_body(usage.spec, engine.info))
-
-
-async def _choice(
-    engine: EngineClient, index: int, request: CompletionRequest, submit: Submit, text: TextPipeline | None
-) -> tuple[dict[str, Any], FinishEvent]:
-    parts, end = await events.collect(engine, submit)
-    ids = [token for part in parts for token in part.token_ids]
-    said = "".join(part.text for part in parts) + end.text
-    choice: dict[str, Any] = {
-        "index": index,
-        "text": echoed(request, submit.prompt_ids, text) + said,
-        "logprobs": None,
-        "finish_reason": end.reason.value,
-    }
-    if request.return_token_ids or text is None:
-        choice |= {"prompt_token_ids": submit.prompt_ids, "token_ids": ids}
-    if request.logprobs is not None:
-        scores = await _scores(engine, submit, ids, request.logprobs) if ids else end.prompt_scores
-        if scores is not None:
-            choice["logprobs"] = logprobs_body(submit.prompt_ids + ids, scores, None if text is None else text.tokenizer.token_bytes)
-    return choice, end
-
-
-async def _scores(engine: EngineClient, submit: Submit, ids: list[int], top: int) -> list[TokenScore] | None:
-    """Scores of prompt and answer, by a second request that computes them as one prompt: decoding itself keeps no scores."""
-    scoring = Submit(
-        request_id=submit.request_id + "-scores",
-        prompt_ids=submit.prompt_ids + ids,
-        sampling=SamplingParams(max_tokens=0),
-        namespace=submit.namespace,
-        prompt_logprobs=top,
-    )
-    _, end = await events.collect(engine, scoring)
-    return end.prompt_scores
-
-
-def echoed(request: CompletionRequest, prompt_ids: list[int], text: TextPipeline | None) -> str:
-    """What `echo` puts before the answer. Ids of the model's padding have no text."""
-    if not request.echo or text is None:
-        return ""
-    return text.tokenizer.decode([token for token in prompt_ids if token < text.tokenizer.vocab_size])
+async def complete(service: Service, request: CompletionRequest, submits: Sequence[Submit]) -> dict[str, Any]:
+    """The whole answer; its choices run at the same time, and the first error ends them all."""
+    answer = _Answer(request, submits, service.text, service.engine.info)
+    pieces = [choice.opening() for choice in answer.choices]
+    async with aclosing(events.merge(service.engine, submits)) as merged:
+        async for index, event in merged:
+            pieces[index] += answer.finish(index, event) if isinstance(event, FinishEvent) else answer.choices[index].tokens(event)
+    choices = [choice.whole(parts) for choice, parts in zip(answer.choices, pieces, strict=True)]
+    return answer.head.body(choices=choices, **answer.costs())

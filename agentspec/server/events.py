@@ -5,7 +5,8 @@ Knows wire alone.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import cast
 
@@ -30,6 +31,40 @@ async def generate(engine: EngineClient, submit: Submit) -> AsyncGenerator[Event
                 yield event
                 return
     raise EngineClosedError("the engine ended a stream without a terminal event")
+
+
+async def merge(engine: EngineClient, submits: Sequence[Submit]) -> AsyncGenerator[tuple[int, Event], None]:
+    """Events of several requests as they come, each with its request's place in `submits`; ends with the last FinishEvent.
+
+    Closing this generator aborts them all, and so does the first error, which is raised like that of `generate`."""
+    if len(submits) == 1:
+        async with aclosing(generate(engine, submits[0])) as events:
+            async for event in events:
+                yield 0, event
+        return
+    ready: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue()
+    tasks = [asyncio.create_task(_forward(engine, submit, index, ready)) for index, submit in enumerate(submits)]
+    num_open = len(tasks)
+    try:
+        while num_open:
+            index, item = await ready.get()
+            if isinstance(item, Exception):
+                raise item
+            num_open -= isinstance(item, FinishEvent)
+            yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def _forward(engine: EngineClient, submit: Submit, index: int, ready: asyncio.Queue[tuple[int, Event | Exception]]) -> None:
+    try:
+        async with aclosing(generate(engine, submit)) as events:
+            async for event in events:
+                ready.put_nowait((index, event))
+    except Exception as error:  # it belongs to whoever reads the queue
+        ready.put_nowait((index, error))
 
 
 async def collect(engine: EngineClient, submit: Submit) -> tuple[list[TokensEvent], FinishEvent]:

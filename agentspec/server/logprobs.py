@@ -1,33 +1,63 @@
-"""Scored tokens in the shape of OpenAI's completions: tokens, token_logprobs, top_logprobs, text_offset.
+"""Scored tokens in OpenAI's two shapes: lists beside each other (completions), and one object a token (chat).
 
-Knows scores and a tokenizer's bytes; nothing of requests. A log-probability of minus infinity is null in JSON.
+Knows scores and a tokenizer's bytes; nothing of requests.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from agentspec.types import TokenScore
 
+LEAST = -9999.0
+"""What OpenAI says for a token that can't come; minus infinity is no JSON."""
 
-def logprobs_body(ids: Sequence[int], scores: Sequence[TokenScore], token_bytes: Sequence[bytes] | None) -> dict[str, Any]:
-    """`scores` holds one entry per token after the first, so the first token's are null, as in OpenAI's answers.
+
+class CompletionLogprobs:
+    """tokens, token_logprobs, top_logprobs and text_offset of one choice, run by run.
 
     top_logprobs holds the most likely tokens and the token itself. text_offset counts characters of the decoded text; a token
     that ends a character begun before it starts at that character."""
-    return {
-        "tokens": [token_name(token, token_bytes) for token in ids],
-        "token_logprobs": [None, *(score.logprob for score in scores)],
-        "top_logprobs": [None, *(_top(score, token_bytes) for score in scores)],
-        "text_offset": _offsets(ids, token_bytes),
-    }
+
+    def __init__(self, token_bytes: Sequence[bytes] | None) -> None:
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._length = 0
+
+    def body(self, ids: Sequence[int], scores: Sequence[TokenScore | None]) -> dict[str, Any]:
+        """The next tokens. A score is None for a token that nothing stands before: its entries are null."""
+        return {
+            "tokens": [token_name(token, self._token_bytes) for token in ids],
+            "token_logprobs": [None if score is None else _finite(score.logprob) for score in scores],
+            "top_logprobs": [None if score is None else self._top(score) for score in scores],
+            "text_offset": [self._offset(token) for token in ids],
+        }
+
+    def _top(self, score: TokenScore) -> dict[str, float]:
+        top = {token_name(token, self._token_bytes): _finite(logprob) for token, logprob in score.top}
+        top.setdefault(token_name(score.token_id, self._token_bytes), _finite(score.logprob))
+        return top
+
+    def _offset(self, token: int) -> int:
+        start = self._length
+        self._length += len(self._decoder.decode(_bytes_of(token, self._token_bytes)))
+        return start
+
+
+def content_logprobs(scores: Iterable[TokenScore], token_bytes: Sequence[bytes]) -> dict[str, Any]:
+    """A chat choice's `logprobs`."""
+    content = [
+        {**_token(score.token_id, score.logprob, token_bytes), "top_logprobs": [_token(token, logprob, token_bytes) for token, logprob in score.top]}
+        for score in scores
+    ]
+    return {"content": content, "refusal": None}
 
 
 def token_name(token: int, token_bytes: Sequence[bytes] | None) -> str:
     """The token's text; `bytes:\\x..` when it is no text by itself; `token_id:n` for a token that stands for no text at all."""
-    data = b"" if token_bytes is None or token >= len(token_bytes) else token_bytes[token]
+    data = _bytes_of(token, token_bytes)
     if not data:
         return f"token_id:{token}"
     try:
@@ -36,18 +66,14 @@ def token_name(token: int, token_bytes: Sequence[bytes] | None) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _top(score: TokenScore, token_bytes: Sequence[bytes] | None) -> dict[str, float]:
-    top = {token_name(token, token_bytes): logprob for token, logprob in score.top}
-    top.setdefault(token_name(score.token_id, token_bytes), score.logprob)
-    return top
+def _token(token: int, logprob: float, token_bytes: Sequence[bytes]) -> dict[str, Any]:
+    data = _bytes_of(token, token_bytes)
+    return {"token": token_name(token, token_bytes), "logprob": _finite(logprob), "bytes": list(data) if data else None}
 
 
-def _offsets(ids: Sequence[int], token_bytes: Sequence[bytes] | None) -> list[int]:
-    if token_bytes is None:
-        return [0] * len(ids)
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    offsets, length = [], 0
-    for token in ids:
-        offsets.append(length)
-        length += len(decoder.decode(token_bytes[token] if token < len(token_bytes) else b""))
-    return offsets
+def _bytes_of(token: int, token_bytes: Sequence[bytes] | None) -> bytes:
+    return b"" if token_bytes is None or token >= len(token_bytes) else token_bytes[token]
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST)

@@ -6,39 +6,42 @@ prompts as tokens, of events or of HTTP. `null` means absent, as everywhere in O
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from agentspec.errors import RequestError
+from agentspec.server.demands import Choices, ResponseFormat, Schema, StructuredOutputs, ToolChoice, output_form, tool_demand
+from agentspec.server.fields import Checked, Harmless, check, read
+from agentspec.text.constraints import OutputForm, ToolDemand
 from agentspec.types import SamplingParams
 
-Harmless = Mapping[str, tuple[Any, ...]]
-
 CHAT_HARMLESS: Harmless = {
+    "add_generation_prompt": (True,),
     "audio": (),
+    "continue_final_message": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "logprobs": (False,),
     "modalities": (["text"],),
     "moderation": (),
-    "n": (1,),
-    "parallel_tool_calls": (True,),
     "prediction": (),
+    "prompt_cache_options": ({"mode": "implicit"},),
     "prompt_cache_retention": ("in_memory", "in-memory"),
-    "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
+    "prompt_logprobs": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "top_logprobs": (0,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-"""Documented fields that agentspec doesn't serve, with the values that ask for nothing. Any other value is refused."""
+"""Fields of OpenAI's API, or known from vLLM's, that agentspec doesn't serve, with the values that ask for nothing. Any other value is refused."""
 
-COMPLETION_HARMLESS: Harmless = {"best_of": (1,), "n": (1,), "suffix": ("",)}
+COMPLETION_HARMLESS: Harmless = {"prompt_logprobs": (), "suffix": ("",)}
+
+MAX_CHOICES = 128
+"""OpenAI's limit of `n`."""
+
+
+TokenIds = Annotated[list[int], msgspec.Meta(min_length=1)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,6 +53,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """What both endpoints take. Ranges are those of types.SamplingParams."""
 
     model: str
+    n: int = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
@@ -65,6 +69,11 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     stop: str | list[str] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
     return_token_ids: bool = False
     prompt_cache_key: str | None = None
     """The session, when no x-session-id header names one."""
@@ -82,6 +91,18 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def token_limit(self) -> int | None:
         return self.max_tokens
+
+    def output(self) -> OutputForm | None:
+        """The form that the output must have. Raises RequestError when it is no form, or more than one."""
+        return self._output(None)
+
+    def _output(self, response_format: ResponseFormat | None) -> OutputForm | None:
+        asked = {} if self.structured_outputs is None else msgspec.structs.asdict(self.structured_outputs)
+        if asked and all(value is None or value is False for value in asked.values()):
+            raise RequestError("structured_outputs", asked, "must hold one of " + ", ".join(asked))
+        fields = {f"structured_outputs.{name}": value for name, value in asked.items()}
+        guided = {name: getattr(self, name) for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")}
+        return output_form(fields | guided, response_format)
 
     def sampling(self) -> SamplingParams:
         return SamplingParams(
@@ -105,8 +126,8 @@ class FunctionSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
-    """True would need constrained decoding, which isn't there yet."""
+    strict: bool | None = None
+    """Calls of the tool are held to its schema."""
 
 
 class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -152,21 +173,39 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class ChatRequest(Common, frozen=True, kw_only=True):
     messages: list[dict[str, Any]]
     """Checked against Message, kept as sent: text/messages.py brings them into the templates' form."""
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
     tools: list[dict[str, Any]] = []
     """Checked against Tool, kept as sent: the order of keys is part of the prompt."""
-    tool_choice: Literal["auto", "none"] = "auto"
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    response_format: ResponseFormat | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
     @property
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @property
+    def num_top(self) -> int | None:
+        """Likely tokens to show beside each generated one; None: no log-probabilities."""
+        return self.top_logprobs if self.logprobs else None
+
+    def output(self) -> OutputForm | None:
+        return self._output(self.response_format)
+
+    def demand(self) -> tuple[ToolDemand, frozenset[str] | None]:
+        """What is demanded of calls, and the tools that may be called (None: all). Raises RequestError when the tools for it aren't there."""
+        return tool_demand(self.tool_choice, [tool["function"]["name"] for tool in self.tools], parallel=self.parallel_tool_calls)
+
 
 class CompletionRequest(Common, frozen=True, kw_only=True):
     prompt: str | list[Any]
     """A text, token ids, or a list of either: each prompt becomes a choice."""
     max_tokens: int | None = 16
+    best_of: int | None = None
     echo: bool = False
     logprobs: int | None = None
 
@@ -185,11 +224,21 @@ class CompletionRequest(Common, frozen=True, kw_only=True):
         return list(given)
 
 
+CHAT_CHECKED: Checked = {"messages": (list[Message],), "tools": (list[Tool],)}
+COMPLETION_CHECKED: Checked = {"prompt": (str, TokenIds, list[str | TokenIds])}
+"""Fields that the structs keep as they come, with the types that they are held to: any one of them."""
+
+
 def parse_chat(body: Any) -> ChatRequest:
     """Check a decoded JSON body. Raises RequestError with the first field that is unknown, not supported or wrong."""
-    request = _convert(body, ChatRequest, CHAT_HARMLESS)
-    _check(request.messages, list[Message], "messages")
-    _check(request.tools, list[Tool], "tools")
+    request = read(body, ChatRequest, CHAT_HARMLESS, required=("model", "messages"))
+    check(request.messages, list[Message], "messages")
+    check(request.tools, list[Tool], "tools")
+    _check_common(request)
+    request.demand()
+    _check_num_top("top_logprobs", request.top_logprobs)
+    if request.top_logprobs and not request.logprobs:
+        raise RequestError("top_logprobs", request.top_logprobs, "needs logprobs=true")
     both = (request.max_tokens, request.max_completion_tokens)
     if None not in both and both[0] != both[1]:
         raise RequestError("max_tokens", request.max_tokens, f"disagrees with max_completion_tokens={request.max_completion_tokens}")
@@ -198,63 +247,24 @@ def parse_chat(body: Any) -> ChatRequest:
 
 def parse_completion(body: Any) -> CompletionRequest:
     """Check a decoded JSON body. Raises RequestError like `parse_chat`."""
-    request = _convert(body, CompletionRequest, COMPLETION_HARMLESS)
+    request = read(body, CompletionRequest, COMPLETION_HARMLESS, required=("model", "prompt"))
+    request.prompts()
+    _check_common(request)
     if request.logprobs is not None:
-        if not 0 <= request.logprobs <= 20:
-            raise RequestError("logprobs", request.logprobs, "must be between 0 and 20")
-        if not request.echo:
-            raise RequestError("logprobs", request.logprobs, "is served only with echo=true, to score a prompt")
-        if request.stream:
-            raise RequestError("stream", True, "can't be joined with logprobs")
-    num_prompts = len(request.prompts())
-    if request.stream and num_prompts > 1:
-        raise RequestError("stream", True, "streams one prompt; send several prompts without stream, or apart")
+        _check_num_top("logprobs", request.logprobs)
+    if request.best_of is not None and request.best_of != request.n:
+        raise RequestError("best_of", request.best_of, f"must be n={request.n}: every choice is shown, none is made to be dropped")
     return request
 
 
-_T = TypeVar("_T")
-_Request = TypeVar("_Request", bound=Common)
+def _check_common(request: Common) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise RequestError("stream_options", msgspec.to_builtins(request.stream_options), "needs stream=true")
+    if not 1 <= request.n <= MAX_CHOICES:
+        raise RequestError("n", request.n, f"must be between 1 and {MAX_CHOICES}")
+    request.output()
 
 
-def _convert(body: Any, kind: type[_Request], harmless: Harmless) -> _Request:
-    if not isinstance(body, dict):
-        raise RequestError("body", body, "must be a JSON object")
-    asked: dict[str, Any] = {}
-    for name, value in body.items():
-        if value is None:
-            if name not in harmless and name not in kind.__struct_fields__:
-                raise RequestError(name, value, "is not a field of this endpoint")
-        elif name in kind.__struct_fields__:
-            asked[name] = value
-        elif name not in harmless:
-            raise RequestError(name, value, "is not a field of this endpoint")
-        elif not any(type(value) is type(idle) and value == idle for idle in harmless[name]):
-            raise RequestError(name, value, "is not supported" + _only(harmless[name]))
-    for name in ("model", "messages", "prompt"):
-        if name in kind.__struct_fields__ and name not in asked:
-            raise RequestError(name, None, "is required")
-    if "stream_options" in asked and asked.get("stream") is not True:
-        raise RequestError("stream_options", asked["stream_options"], "needs stream=true")
-    return _check(asked, kind)
-
-
-def _check(value: Any, kind: type[_T], name: str = "") -> _T:
-    try:
-        return msgspec.convert(value, kind, str_keys=True)
-    except msgspec.ValidationError as error:
-        reason, _, path = str(error).partition(" - at ")
-        raise _field_error(value, path.strip("`"), reason, name) from None
-
-
-def _only(values: tuple[Any, ...]) -> str:
-    return f" (only {' or '.join(map(repr, values))})" if values else ""
-
-
-def _field_error(value: Any, path: str, reason: str, name: str) -> RequestError:
-    """Name the field at msgspec's path (`$.messages[1].role`, under `name`) and the value that stands there."""
-    for key, index in re.findall(r"\.(\w+)|\[(\d+|\.\.\.)\]", path):
-        if index == "...":
-            break
-        name += (f".{key}" if name else key) if key else f"[{index}]"
-        value = value[int(index) if index else key]
-    return RequestError(name or "body", value, reason)
+def _check_num_top(field: str, value: int) -> None:
+    if not 0 <= value <= 20:
+        raise RequestError(field, value, "must be between 0 and 20")

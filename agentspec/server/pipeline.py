@@ -40,8 +40,8 @@ class TextPipeline:
         """The id of `</think>`; None when the tokenizer has no such token."""
         return self.tokenizer.id_of(THINK_CLOSE)
 
-    def segmenter(self, tools: Tools | None, *, reasoning_open: bool) -> Segmenter:
-        """Splits one answer. Tool calls are read only when the request has tools."""
+    def segmenter(self, tools: Tools | None, *, reasoning_open: bool, has_form: bool = False) -> Segmenter:
+        """Splits one answer. Tool calls are read only when the request has tools; `has_form`: its content has a form that was asked for."""
         assert self.prompts is not None
         schemas = None if tools is None else ToolSchemas(tools)
-        return Segmenter(reasoning_open=reasoning_open, dialect=self.prompts.dialect, tools=schemas)
+        return Segmenter(reasoning_open=reasoning_open, dialect=self.prompts.dialect, tools=schemas, has_form=has_form)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -23,12 +23,13 @@ from agentspec.server.errors import ApiError, api_error
 _log = logging.getLogger(__name__)
 
 
-def json_response(body: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(body), status, media_type="application/json")
+def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
-def error_response(error: ApiError) -> Response:
-    return json_response(error.body(), error.status)
+def error_response(error: ApiError, path: str = "") -> Response:
+    """`path`: the request's, which decides the shape of the body."""
+    return json_response(error.body(path), error.status, error.headers)
 
 
 class WatchedResponse(Response):
@@ -43,12 +44,12 @@ class WatchedResponse(Response):
             try:
                 response = await self._produce()
             except ApiError as error:
-                response = error_response(error)
+                response = error_response(error, scope["path"])
             except AgentspecError as error:
-                response = error_response(api_error(error))
+                response = error_response(api_error(error), scope["path"])
             except Exception:
                 _log.exception("a request failed")
-                response = error_response(ApiError(500, "internal error"))
+                response = error_response(ApiError(500, "internal error"), scope["path"])
             await response(scope, receive, send)
 
         await _run_until_disconnect(receive, work())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
 from starlette.responses import Response
 
+from agentspec.server.fields import Checked, Harmless
 from agentspec.server.service import Service
 
 
@@ -16,16 +18,32 @@ class Call:
     """One HTTP request, read."""
 
     body: Any
-    """Decoded JSON; None for a GET."""
+    """Decoded JSON; None unless it is a POST."""
     headers: Mapping[str, str]
     """Names in lower case."""
     path: Mapping[str, str]
     """Parameters of the path."""
+    query: Mapping[str, str] = field(default_factory=dict)
+    """What stands behind the path; of a name given twice, the last."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
+    """What stands behind `handle` is for the API's own description (openapi.py)."""
+
     method: Literal["GET", "POST", "DELETE"]
     path: str
     handle: Callable[[Service, Call], Awaitable[Response]]
     """Runs for as long as the client listens. May raise ApiError or AgentspecError."""
+    body: type[msgspec.Struct] | None = None
+    """What the body holds; None: no JSON body."""
+    checked: Checked = field(default_factory=dict)
+    extra: Harmless = field(default_factory=dict)
+    """Further fields of the body."""
+    query: Mapping[str, Mapping[str, Any]] | None = None
+    """Parameters of the query by their JSON schemas; others are refused. None: whatever stands there is ignored."""
+    answers: Literal["json", "json or events", "text", "html", "asset"] = "json"
+    answer: Any = None
+    """Type of a JSON answer; None: any object."""
+    errors: tuple[int, ...] = ()
+    """Statuses beside those that follow from the rest."""

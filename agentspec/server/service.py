@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from agentspec.errors import RequestError
 from agentspec.server.errors import ApiError
 from agentspec.server.pipeline import TextPipeline
+from agentspec.server.recorder import Figures
+from agentspec.server.response_store import ResponseStore
 from agentspec.wire import EngineClient
 
 SESSION_HEADERS = ("x-session-id", "session-id", "x-smg-routing-key", "x-dynamo-session-id", "x-claude-code-session-id")
@@ -19,6 +21,10 @@ class Service:
     engine: EngineClient
     text: TextPipeline | None
     """None for a checkpoint without a tokenizer: token-id prompts only."""
+    figures: Figures
+    """What `engine` measures: see recorder.py."""
+    responses: ResponseStore = field(default_factory=ResponseStore)
+    """What /v1/responses keeps."""
 
     def check_model(self, name: str) -> None:
         served = self.engine.info.model_id

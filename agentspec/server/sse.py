@@ -24,16 +24,16 @@ _log = logging.getLogger(__name__)
 
 
 class Chunks(Protocol):
-    """Turns the events of one request into the chunk objects of its answer."""
+    """Turns the events of one answer's requests into its chunk objects. `index` says which request an event belongs to."""
 
     def opening(self) -> list[dict[str, Any]]:
         """Chunks that come before anything generated; called once, when the first event is there."""
         ...
 
-    def tokens(self, event: TokensEvent) -> list[dict[str, Any]]: ...
+    def tokens(self, index: int, event: TokensEvent) -> list[dict[str, Any]]: ...
 
-    def finish(self, event: FinishEvent) -> list[dict[str, Any]]:
-        """The rest of the text, the finish reason, and what the answer cost."""
+    def finish(self, index: int, event: FinishEvent) -> list[dict[str, Any]]:
+        """The rest of the text and the finish reason; behind the last one, what the answer cost."""
         ...
 
 
@@ -41,28 +41,28 @@ def frame(chunk: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
-async def frames(events: AsyncGenerator[Event, None], chunks: Chunks) -> AsyncGenerator[bytes, None]:
-    """The frames of `events`, one item per engine event and a terminal one.
+async def frames(events: AsyncGenerator[tuple[int, Event], None], chunks: Chunks) -> AsyncGenerator[bytes, None]:
+    """The frames of `events` (see events.merge), one item per engine event and a terminal one.
 
     An error before the first event is raised, since the status line is still open; a later one becomes the terminal frame."""
     started = False
     async with aclosing(events):
         try:
-            async for event in events:
+            async for index, event in events:
                 opening = [] if started else chunks.opening()
                 started = True
-                added = chunks.finish(event) if isinstance(event, FinishEvent) else chunks.tokens(event)
+                added = chunks.finish(index, event) if isinstance(event, FinishEvent) else chunks.tokens(index, event)
                 if opening or added:
                     yield b"".join(map(frame, opening + added))
         except Exception as error:
             if not started:
                 raise
-            yield frame(_described(error).body())
+            yield frame(described(error).body())
             return
     yield DONE
 
 
-def _described(error: Exception) -> ApiError:
+def described(error: Exception) -> ApiError:
     if isinstance(error, AgentspecError):
         return api_error(error)
     _log.error("a stream failed half-way", exc_info=error)

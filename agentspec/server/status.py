@@ -1,20 +1,34 @@
-"""What a server says about itself: its model, its health, its counters."""
+"""What a server says about itself: its model, its version, its health, its counters."""
 
 from __future__ import annotations
+
+from importlib import metadata
+from typing import Any
 
 from starlette.responses import Response
 
 from agentspec.errors import EngineClosedError
+from agentspec.server import answer_shapes
 from agentspec.server.responding import json_response
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service
+from agentspec.wire import ModelInfo
 
 
 async def models(service: Service, call: Call) -> Response:
     """GET /v1/models."""
-    info = service.engine.info
-    model = {"id": info.model_id, "object": "model", "created": 0, "owned_by": "agentspec", "max_model_len": info.max_context}
-    return json_response({"object": "list", "data": [model]})
+    return json_response({"object": "list", "data": [_model(service.engine.info)]})
+
+
+async def model(service: Service, call: Call) -> Response:
+    """GET /v1/models/{model}: 404 unless it is the served one."""
+    service.check_model(call.path["model"])
+    return json_response(_model(service.engine.info))
+
+
+async def version(service: Service, call: Call) -> Response:
+    """GET /version."""
+    return json_response({"version": metadata.version("agentspec")})
 
 
 async def health(service: Service, call: Call) -> Response:
@@ -30,7 +44,13 @@ async def stats(service: Service, call: Call) -> Response:
 
 
 ROUTES = (
-    Route(method="GET", path="/v1/models", handle=models),
-    Route(method="GET", path="/health", handle=health),
-    Route(method="GET", path="/stats", handle=stats),
+    Route(method="GET", path="/v1/models", handle=models, answer=answer_shapes.ModelList),
+    Route(method="GET", path="/v1/models/{model:path}", handle=model, answer=answer_shapes.Model),
+    Route(method="GET", path="/version", handle=version, answer=answer_shapes.Version),
+    Route(method="GET", path="/health", handle=health, answer=answer_shapes.Health, errors=(503,)),
+    Route(method="GET", path="/stats", handle=stats, errors=(503,)),
 )
+
+
+def _model(info: ModelInfo) -> dict[str, Any]:
+    return {"id": info.model_id, "object": "model", "created": 0, "owned_by": "agentspec", "max_model_len": info.max_context}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from types import ModuleType
 from typing import Any
 
 import httpx
@@ -17,21 +18,25 @@ Message = MutableMapping[str, Any]
 App = Callable[[MutableMapping[str, Any], Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
 
 
-class InProcessTransport(httpx.AsyncBaseTransport):
+class _Transport:
     """Runs `app` once per request, as a task of the caller's event loop."""
+
+    library: ModuleType
+    body_type: type[Any]
 
     def __init__(self, app: App) -> None:
         self._app = app
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        exchange = _Exchange(await request.aread())
+        exchange = _Exchange(await request.aread(), self.library.RemoteProtocolError)
         exchange.start(self._app, _scope(request))
         try:
             status, headers = await exchange.head()
         except BaseException:
             await exchange.hang_up()
             raise
-        return httpx.Response(status, headers=headers, stream=_Body(exchange))
+        response: httpx.Response = self.library.Response(status, headers=headers, stream=self.body_type(exchange))
+        return response
 
 
 class _Exchange:
@@ -39,7 +44,9 @@ class _Exchange:
 
     The queue is unbounded, as if the socket's buffer held the whole answer: a slow reader doesn't slow the engine."""
 
-    def __init__(self, body: bytes) -> None:
+    def __init__(self, body: bytes, broken: type[Exception]) -> None:
+        """`broken` is raised when the app returns before its answer is complete."""
+        self._broken = broken
         self._request: Message | None = {"type": "http.request", "body": body, "more_body": False}
         self._messages: asyncio.Queue[Message | None] = asyncio.Queue()
         self._closed = asyncio.Event()
@@ -67,7 +74,7 @@ class _Exchange:
             message = await self._next()
             if message is None:
                 if not self._complete:
-                    raise httpx.RemoteProtocolError("the app returned before the body was complete")
+                    raise self._broken("the app returned before the body was complete")
                 return
             if message.get("body"):
                 yield message["body"]
@@ -105,7 +112,7 @@ class _Exchange:
         await asyncio.sleep(0)  # a send yields to the reader, as a write to a socket may
 
 
-class _Body(httpx.AsyncByteStream):
+class _Body:
     def __init__(self, exchange: _Exchange) -> None:
         self._exchange = exchange
 
@@ -115,6 +122,21 @@ class _Body(httpx.AsyncByteStream):
 
     async def aclose(self) -> None:
         await self._exchange.hang_up()
+
+
+class InProcessTransport(_Transport, httpx.AsyncBaseTransport):
+    """The transport for a client of httpx."""
+
+    library = httpx
+    body_type = type("InProcessBody", (_Body, httpx.AsyncByteStream), {})
+
+
+def transport_type(library: ModuleType) -> type[Any]:
+    """The same for a library with httpx's interface, such as the httpx2 of newer SDKs."""
+    if library is httpx:
+        return InProcessTransport
+    body_type = type("InProcessBody", (_Body, library.AsyncByteStream), {})
+    return type("InProcessTransport", (_Transport, library.AsyncBaseTransport), {"library": library, "body_type": body_type})
 
 
 def _scope(request: httpx.Request) -> dict[str, Any]:

@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from agentspec.errors import RequestError
 from agentspec.server.pipeline import TextPipeline
 from agentspec.server.service import Service
-from agentspec.text.chat_template import Tools
+from agentspec.server.token_places import TokenPlaces
+from agentspec.text.chat_template import CacheMark, Tools
 from agentspec.text.constraints import OutputForm, ToolDemand, turn_grammar
-from agentspec.text.events import AssistantTurn, TextEvent
+from agentspec.text.events import AssistantTurn, ContentDelta, TextEvent
 from agentspec.text.prompt import BuiltPrompt
-from agentspec.types import FinishReason, SamplingParams
+from agentspec.text.tool_calls.protocol import CALL_OPEN
+from agentspec.types import FinishReason, SamplingParams, TokenScore
 from agentspec.wire import FinishEvent, ModelInfo, Submit, TokensEvent, Usage
+
+_THINKING_SWITCH = "enable_thinking"
+_EFFORT = "reasoning_effort"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,10 +38,16 @@ class TurnRequest:
     """OpenAI's message objects."""
     sampling: SamplingParams
     tools: list[dict[str, Any]] = field(default_factory=list)
-    """OpenAI's function tools, as the template is to show them."""
+    """OpenAI's function tools. The template is shown all of each but its `strict`, which speaks to the server."""
     demand: ToolDemand = field(default_factory=ToolDemand)
+    callable_names: frozenset[str] | None = None
+    """The tools that may be called, of those that the template is shown; None: all. Needs the choice "required"."""
     output: OutputForm | None = None
+    effort: str | None = None
+    """How much to reason: "none" switches thinking off. Refused where the checkpoint's template knows nothing of it."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    marked: Sequence[CacheMark] = ()
+    """Places of the prompt that later ones are to share (Anthropic's cache_control)."""
     namespace: str = ""
     session_id: str | None = None
     logprobs: int | None = None
@@ -55,6 +67,8 @@ class TurnEnd:
     turn: AssistantTurn
     """The whole turn."""
     usage: Usage
+    reasoning_tokens: int
+    """Generated tokens up to the end of reasoning, the one that ends it included."""
 
     @property
     def has_whole_calls(self) -> bool:
@@ -65,27 +79,63 @@ class TurnEnd:
 class Turn:
     """One choice on its way: its submit, and what its text has become so far."""
 
-    def __init__(self, submit: Submit, prompt: BuiltPrompt, text: TextPipeline, tools: Tools | None, info: ModelInfo) -> None:
+    def __init__(
+        self, submit: Submit, prompt: BuiltPrompt, text: TextPipeline, tools: Tools | None, info: ModelInfo, *, has_form: bool = False
+    ) -> None:
         self.submit = submit
-        self._prompt = prompt
+        self.prompt = prompt
         self._text = text
-        self._segmenter = text.segmenter(tools, reasoning_open=prompt.reasoning_open)
+        self._segmenter = text.segmenter(tools, reasoning_open=prompt.reasoning_open, has_form=has_form)
         self._stop_ids = info.stop_token_ids
         self._ids: list[int] = []
+        self._places = TokenPlaces(text.tokenizer.token_bytes)
+        self._content_scores: list[TokenScore] = []
 
     def push(self, event: TokensEvent) -> list[TextEvent]:
         """What one engine event adds; nothing while its text waits for more."""
         self._ids += event.token_ids
-        return self._segmenter.push(event.text)
+        self._places.add(event.token_ids, event.scores)
+        return self._scored(self._segmenter.push(event.text))
 
     def finish(self, event: FinishEvent) -> TurnEnd:
         """The end. Keeps the turn's ids for the prompt that returns it."""
         is_own_end = event.reason is FinishReason.STOP and event.stop_match in self._stop_ids
-        last = [*self._segmenter.push(event.text), *self._segmenter.finish(is_cut=not is_own_end)]
+        last = self._scored([*self._segmenter.push(event.text), *self._segmenter.finish(is_cut=not is_own_end)])
         turn = self._segmenter.turn
         assert self._text.prompts is not None
-        self._text.prompts.remember(self._prompt, turn, self._ids, is_cut=not is_own_end)
-        return TurnEnd(events=last, reason=event.reason, stop_match=event.stop_match, is_own_end=is_own_end, turn=turn, usage=event.usage)
+        self._text.prompts.remember(self.prompt, turn, self._ids, is_cut=not is_own_end)
+        return TurnEnd(
+            events=last,
+            reason=event.reason,
+            stop_match=event.stop_match,
+            is_own_end=is_own_end,
+            turn=turn,
+            usage=event.usage,
+            reasoning_tokens=self._places.count_before(self._segmenter.reasoning_end),
+        )
+
+    def take_content_scores(self) -> list[TokenScore]:
+        """Scores of the tokens behind the content deltas that came since the last call; none unless the request asked for scores."""
+        taken, self._content_scores = self._content_scores, []
+        return taken
+
+    def _scored(self, added: list[TextEvent]) -> list[TextEvent]:
+        if self.submit.logprobs is not None:
+            for event in added:
+                if isinstance(event, ContentDelta):
+                    self._content_scores += self._places.take(event.at, event.at + len(event.text))
+        return added
+
+
+async def build_prompt(service: Service, asked: TurnRequest) -> BuiltPrompt:
+    """The prompt of a turn, as the engine gets it. Raises RequestError for messages that can't be rendered, and for sampling that it would refuse."""
+    asked.sampling.validate(vocab_size=service.engine.info.vocab_size)
+    text = service.chat_text("messages", asked.messages)
+    assert text.prompts is not None
+    kwargs = {**asked.template_kwargs, **_reasoning_kwargs(asked, text.prompts.template_reads)}
+    tools = [_shown(tool) for tool in asked.tools] or None
+    async with text.lock:
+        return await asyncio.to_thread(text.prompts.build, asked.messages, tools, kwargs, namespace=asked.namespace, marked=asked.marked)
 
 
 async def begin(service: Service, asked: TurnRequest) -> list[Turn]:
@@ -94,32 +144,74 @@ async def begin(service: Service, asked: TurnRequest) -> list[Turn]:
     Raises RequestError for messages that can't be rendered, or demands that can't be met."""
     text = service.chat_text("messages", asked.messages)
     assert text.prompts is not None
-    tools: Tools | None = asked.tools or None
-    async with text.lock:
-        prompt = await asyncio.to_thread(text.prompts.build, asked.messages, tools, asked.template_kwargs, namespace=asked.namespace)
-    grammar = turn_grammar(
-        tools, asked.demand, asked.output, dialect=text.prompts.dialect, reasoning_end=text.reasoning_end if prompt.reasoning_open else None
+    may_call = [] if asked.demand.choice == "none" else asked.tools
+    if asked.callable_names is not None:
+        may_call = [tool for tool in may_call if tool["function"]["name"] in asked.callable_names]
+    prompt = await build_prompt(service, asked)
+    grammar = await asyncio.to_thread(
+        turn_grammar,
+        may_call or None,
+        asked.demand,
+        asked.output,
+        dialect=text.prompts.dialect,
+        reasoning_open=prompt.reasoning_open,
     )
-    may_call = None if asked.demand.choice == "none" else tools
+    sampling = _without_calls(asked.sampling, text) if asked.tools and not may_call else asked.sampling
     request_id = uuid.uuid4().hex
     turns = []
     for index in range(asked.num_choices):
         submit = Submit(
             request_id=request_id if asked.num_choices == 1 else f"{request_id}-{index}",
             prompt_ids=prompt.prompt_ids,
-            sampling=_of_choice(asked.sampling, index),
+            sampling=for_choice(sampling, index),
             breakpoints=prompt.breakpoints,
             session_id=asked.session_id,
             namespace=asked.namespace,
             logprobs=asked.logprobs,
             grammar=grammar,
         )
-        turns.append(Turn(submit, prompt, text, may_call, service.engine.info))
+        turns.append(Turn(submit, prompt, text, may_call or None, service.engine.info, has_form=asked.output is not None))
     return turns
 
 
-def _of_choice(sampling: SamplingParams, index: int) -> SamplingParams:
-    """Choices differ by their seeds."""
+def under_client_names(error: RequestError, asked: TurnRequest) -> RequestError:
+    """The engine's refusal of a turn's submit, under the name of what the client sent: the messages became ids, and its demands a grammar."""
+    if error.field == "prompt_ids":
+        name = "messages"
+    elif error.field.startswith("grammar"):
+        name = "tools" if asked.output is None else asked.output.field
+    else:
+        return error
+    return type(error)(name, error.value, error.reason)
+
+
+def _shown(tool: dict[str, Any]) -> dict[str, Any]:
+    """The tool as the template sees it, so that the prompt is the same whether its calls are strict or not."""
+    function = tool["function"]
+    return {**tool, "function": {name: value for name, value in function.items() if name != "strict"}} if "strict" in function else tool
+
+
+def _reasoning_kwargs(asked: TurnRequest, reads: frozenset[str]) -> dict[str, Any]:
+    if asked.effort is None:
+        return {}
+    name, value = (_THINKING_SWITCH, False) if asked.effort == "none" and _THINKING_SWITCH in reads else (_EFFORT, asked.effort)
+    if name not in reads:
+        raise RequestError(_EFFORT, asked.effort, "this checkpoint's chat template has no variable for it")
+    if asked.template_kwargs.get(name, value) != value:
+        raise RequestError(_EFFORT, asked.effort, f"disagrees with chat_template_kwargs.{name}={asked.template_kwargs[name]!r}")
+    return {name: value}
+
+
+def _without_calls(sampling: SamplingParams, text: TextPipeline) -> SamplingParams:
+    """The tools stay in the prompt, so that it is that of the turns around it, but the token that opens a call is banned."""
+    opening = text.tokenizer.id_of(CALL_OPEN)
+    if opening is None:
+        return sampling
+    return msgspec.structs.replace(sampling, logit_bias={opening: -100.0, **sampling.logit_bias})
+
+
+def for_choice(sampling: SamplingParams, index: int) -> SamplingParams:
+    """Choices of one prompt differ by their seeds."""
     if sampling.seed is None or not index:
         return sampling
     return msgspec.structs.replace(sampling, seed=(sampling.seed + index) % 2**63)

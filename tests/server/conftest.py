@@ -44,10 +44,10 @@ def pipeline() -> TextPipeline:
 
 @pytest.fixture
 def connect(pipeline: TextPipeline) -> Callable[..., httpx.AsyncClient]:
-    """An HTTP client to an app around the given engine, with the text pipeline unless told otherwise."""
+    """An HTTP client to an app around the given engine, with the text pipeline unless told otherwise. What else is told goes to create_app."""
 
     def open_client(engine: ScriptedEngine, **overrides: Any) -> httpx.AsyncClient:
-        app = create_app(engine, overrides.get("pipeline", pipeline))
+        app = create_app(engine, overrides.pop("pipeline", pipeline), **overrides)
         return httpx.AsyncClient(transport=InProcessTransport(app), base_url="http://in-process", timeout=None)
 
     return open_client

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from agentspec.server.answers import metrics_body, total, usage_body
+from agentspec.server.answers import metrics_body, of_choices, total, usage_body
 from agentspec.wire import SpecStats, Usage
 from tests.fakes.engine_client import INFO, SPEC
 
@@ -50,3 +50,11 @@ def test_totals_add_up_lists_of_any_length() -> None:
     assert (whole.prompt_tokens, whole.completion_tokens, whole.cached_tokens, whole.spec.histogram) == (11, 2, 3, [1, 1, 2, 5])
     assert usage_body(whole)["total_tokens"] == 13
     assert SPEC.histogram == [1, 1, 2]
+
+
+def test_choices_of_one_prompt_pay_for_it_once() -> None:
+    first, second = Usage(prompt_tokens=9, completion_tokens=2, cached_tokens=0), Usage(prompt_tokens=9, completion_tokens=3, cached_tokens=8)
+    whole = of_choices([second, first])
+    assert (whole.prompt_tokens, whole.completion_tokens, whole.cached_tokens) == (9, 5, 0)
+    body = usage_body(whole, reasoning_tokens=4)
+    assert (body["total_tokens"], body["completion_tokens_details"]["reasoning_tokens"]) == (14, 4)

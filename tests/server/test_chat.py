@@ -84,13 +84,15 @@ def test_a_whole_answer(connect: Connect) -> None:
     assert answer["object"] == "chat.completion"
     assert answer["id"].startswith("chatcmpl-")
     assert answer["model"] == "scripted"
-    assert answer["choices"] == [{"index": 0, "message": {"role": "assistant", "content": "Hello!"}, "logprobs": None, "finish_reason": "stop"}]
+    message = {"role": "assistant", "content": "Hello!", "refusal": None}
+    assert answer["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}]
+    assert (answer["service_tier"], answer["system_fingerprint"]) == (None, None)
     assert answer["usage"] == {
         "prompt_tokens": 10,
         "completion_tokens": 6,
         "total_tokens": 16,
         "prompt_tokens_details": {"cached_tokens": 4},
-        "completion_tokens_details": {"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 4},
+        "completion_tokens_details": {"reasoning_tokens": 0, "accepted_prediction_tokens": 5, "rejected_prediction_tokens": 4},
     }
     assert answer["metrics"]["speculative_decoding"]["num_spec_steps"] == 4
     assert "prompt_token_ids" not in answer
@@ -178,10 +180,18 @@ def test_without_tools_nothing_is_taken_for_a_call(connect: Connect, extra: dict
     engine = ScriptedEngine([*said(CALL_TEXT), ended()])
     choice = post(connect, engine, {**CHAT, **extra}).json()["choices"][0]
     assert choice["finish_reason"] == "stop"
-    assert choice["message"] == {"role": "assistant", "content": CALL_TEXT}
+    assert choice["message"] == {"role": "assistant", "content": CALL_TEXT, "refusal": None}
     like = ScriptedEngine()
     post(connect, like, CHAT | {"tools": extra.get("tools", [])})
     assert engine.submits[0].prompt_ids == like.submits[0].prompt_ids, "the prompt is that of the turns around it, which may call"
+
+
+def test_the_token_that_opens_calls_is_banned_where_none_may_be_made(connect: Connect, pipeline: TextPipeline) -> None:
+    opening = pipeline.tokenizer.id_of("<tool_call>")
+    engine = ScriptedEngine()
+    for extra in ({"tool_choice": "none"}, {}, {"tool_choice": "none", "tools": []}):
+        post(connect, engine, {**CHAT, "tools": [TOOL], "logit_bias": {"5": 1}, **extra})
+    assert [submit.sampling.logit_bias for submit in engine.submits] == [{5: 1.0, opening: -100.0}, {5: 1.0}, {5: 1.0}]
 
 
 def test_token_ids_stay_with_their_text(connect: Connect) -> None:
@@ -220,7 +230,7 @@ def test_a_returned_turn_gets_its_own_ids_back(connect: Connect) -> None:
     ("body", "status", "param", "words"),
     [
         ({**CHAT, "model": "other"}, 404, "model", "'other'"),
-        ({**CHAT, "n": 2}, 400, "n", "n=2"),
+        ({**CHAT, "n": 200}, 400, "n", "n=200"),
         ({"model": "scripted"}, 400, "messages", "is required"),
         ({**CHAT, "messages": [{"role": "tool", "tool_call_id": "x", "content": "r"}]}, 400, "messages[0].tool_call_id", "'x'"),
         ({**CHAT, "stream": True, "stop": ["a"] * 17}, 400, "stop", "at most 16"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,12 @@ import httpx
 import pytest
 
 from agentspec.errors import RequestError
-from agentspec.server.logprobs import logprobs_body
+from agentspec.server.logprobs import CompletionLogprobs
 from agentspec.server.pipeline import TextPipeline
-from agentspec.types import TokenScore
-from agentspec.wire import SpecStats
+from agentspec.types import FinishReason, TokenScore
+from agentspec.wire import SpecStats, TokensEvent
 from tests.fakes.engine_client import SPEC, ScriptedEngine, ended, said
+from tests.fakes.generated import generated, scores_of
 
 Connect = Callable[..., httpx.AsyncClient]
 
@@ -32,6 +34,12 @@ def chunks(response: httpx.Response) -> list[dict[str, Any]]:
     *events, done, rest = response.text.split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def lists_joined(parts: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """The lists of streamed log-probabilities, put together."""
+    scored = [logprobs for chunk in parts for choice in chunk["choices"] if (logprobs := choice["logprobs"])]
+    return {name: [entry for logprobs in scored for entry in logprobs[name]] for name in scored[0]}
 
 
 def test_a_text_prompt_is_encoded_and_answered(connect: Connect, pipeline: TextPipeline) -> None:
@@ -73,7 +81,7 @@ def test_without_a_tokenizer_ids_go_in_and_come_out(connect: Connect) -> None:
     choice = post(connect, ScriptedEngine(script), {"prompt": [5, 6], "echo": True}, pipeline=None).json()["choices"][0]
     assert (choice["text"], choice["prompt_token_ids"], choice["token_ids"]) == ("", [5, 6], [0, 0])
     parts = chunks(post(connect, ScriptedEngine(script), {"prompt": [5, 6], "stream": True}, pipeline=None))
-    assert [chunk["choices"][0].get("token_ids") for chunk in parts] == [[], [0], [0], None]
+    assert [chunk["choices"][0].get("token_ids") for chunk in parts] == [[], [0], [0], []]
     error = post(connect, ScriptedEngine(), {"prompt": "text"}, pipeline=None).json()["error"]
     assert (error["param"], "no tokenizer" in error["message"]) == ("prompt", True)
 
@@ -98,6 +106,42 @@ def test_one_failing_prompt_ends_the_others(connect: Connect) -> None:
     assert len(engine.aborted) == 1
 
 
+def test_choices_of_several_prompts(connect: Connect) -> None:
+    """Streamed or whole: indices go by prompt and choice, each prompt is paid for once, and seeds differ by choice alone."""
+    body = {"prompt": [[1], [2]], "n": 2, "best_of": 2, "seed": 7, "stop": ["x"]}
+    engine = ScriptedEngine(*([*said(word), ended()] for word in "abcd"))
+    answer = post(connect, engine, body).json()
+    assert [(submit.prompt_ids, submit.sampling.seed) for submit in engine.submits] == [([1], 7), ([1], 8), ([2], 7), ([2], 8)]
+    assert len({submit.request_id for submit in engine.submits}) == 4
+    assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == list(enumerate("abcd"))
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (20, 24)
+
+    engine = ScriptedEngine(*([*said(word, word), ended()] for word in "abcd"))
+    parts = chunks(post(connect, engine, body | {"stream": True, "stream_options": {"include_usage": True}}))
+    texts = dict.fromkeys(range(4), "")
+    reasons = []
+    for choice in (choice for chunk in parts for choice in chunk["choices"]):
+        texts[choice["index"]] += choice["text"]
+        reasons += [choice["index"]] if choice["finish_reason"] else []
+    assert list(texts.values()) == ["aa", "bb", "cc", "dd"]
+    assert sorted(reasons) == [0, 1, 2, 3]
+    assert (parts[-1]["choices"], parts[-1]["usage"]["prompt_tokens"], parts[-1]["usage"]["completion_tokens"]) == ([], 20, 24)
+
+
+def test_too_many_choices_are_refused(connect: Connect) -> None:
+    error = post(connect, ScriptedEngine(), {"prompt": [[1]] * 17, "n": 128}).json()["error"]
+    assert (error["param"], "17 prompts" in error["message"]) == ("prompt", True)
+
+
+def test_output_forms_reach_the_engine_and_come_back_under_their_names(connect: Connect) -> None:
+    engine = ScriptedEngine([ended()], [RequestError("grammar", "a(", "is no grammar")])
+    post(connect, engine, {"prompt": "a", "guided_regex": "a+"})
+    assert engine.submits[0].grammar is not None
+    assert (engine.submits[0].grammar.kind, engine.submits[0].grammar.after) == ("ebnf", None)
+    error = post(connect, engine, {"prompt": "a", "structured_outputs": {"grammar": "a("}}).json()["error"]
+    assert (error["param"], "is no grammar" in error["message"]) == ("structured_outputs.grammar", True)
+
+
 def test_scoring_a_prompt(connect: Connect, pipeline: TextPipeline) -> None:
     _, b, c = pipeline.tokenizer.encode("abc")
     scores = [TokenScore(token_id=b, logprob=-0.5, top=[(c, -0.1)]), TokenScore(token_id=c, logprob=-0.2, top=[(c, -0.2)])]
@@ -114,26 +158,72 @@ def test_scoring_a_prompt(connect: Connect, pipeline: TextPipeline) -> None:
     }
 
 
-def test_scoring_what_was_generated_takes_a_second_pass(connect: Connect, pipeline: TextPipeline) -> None:
-    """lm-evaluation-harness scores with max_tokens 1 and drops the last token."""
-    (b,) = pipeline.tokenizer.encode("b")
-    generated = type(said("b")[0])(request_id="", token_ids=[b], text="b")
-    engine = ScriptedEngine([generated, ended()], [ended(scores=[TokenScore(token_id=b, logprob=-1.0, top=[])])])
-    choice = post(connect, engine, {"prompt": "a", "echo": True, "logprobs": 0, "max_tokens": 1, "cache_salt": "s"}).json()["choices"][0]
-    first, second = engine.submits
-    assert (first.prompt_logprobs, second.prompt_logprobs, second.sampling.max_tokens, second.namespace) == (None, 0, 0, "s")
-    assert second.prompt_ids == [*first.prompt_ids, b]
-    assert (choice["text"], choice["logprobs"]["tokens"], choice["logprobs"]["token_logprobs"]) == ("ab", ["a", "b"], [None, -1.0])
+def test_scoring_as_evaluation_harnesses_do(connect: Connect, pipeline: TextPipeline) -> None:
+    """lm-evaluation-harness sends token ids with max_tokens 1, and drops the last token."""
+    a, b, c = pipeline.tokenizer.encode("abc")
+    of_b, of_c = TokenScore(token_id=b, logprob=-1.0, top=[(b, -1.0)]), TokenScore(token_id=c, logprob=-2.0, top=[(a, -0.5)])
+    one_token = TokensEvent(request_id="", token_ids=[c], text="c", scores=[of_c])
+    body = {"prompt": [[a, b]], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "seed": 1234}
+    engine = ScriptedEngine([one_token, ended(FinishReason.LENGTH, stop_match=None, scores=[of_b])])
+    choice = post(connect, engine, body).json()["choices"][0]
+    (submit,) = engine.submits
+    assert (submit.prompt_logprobs, submit.logprobs) == (1, 1)
+    expected = {
+        "tokens": ["a", "b", "c"],
+        "token_logprobs": [None, -1.0, -2.0],
+        "top_logprobs": [None, {"b": -1.0}, {"a": -0.5, "c": -2.0}],
+        "text_offset": [0, 1, 2],
+    }
+    assert (choice["text"], choice["logprobs"]) == ("abc", expected)
+    parts = chunks(post(connect, engine, body | {"stream": True}))
+    assert [chunk["choices"][0]["text"] for chunk in parts] == ["ab", "c", ""]
+    assert lists_joined(parts) == expected
+
+
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("seed", range(10))
+def test_scores_are_the_same_streamed_or_whole(connect: Connect, pipeline: TextPipeline, seed: int, echo: bool) -> None:
+    rng = random.Random(seed)
+    text = "".join(rng.choices(["a", "é", "한", "</think>", "\n"], k=rng.randint(1, 12)))
+    ids = pipeline.tokenizer.encode(text)
+    script = [*generated(pipeline.tokenizer, ids, rng), ended(scores=scores_of(pipeline.tokenizer.encode("hé")[1:]))]
+    body = {"prompt": "hé", "logprobs": 2, "echo": echo, "max_tokens": 99}
+    whole = post(connect, ScriptedEngine(script), body).json()["choices"][0]
+    parts = chunks(post(connect, ScriptedEngine(script), body | {"stream": True}))
+    assert "".join(chunk["choices"][0]["text"] for chunk in parts) == whole["text"] == ("hé" + text if echo else text), (seed, text)
+    logprobs = whole["logprobs"]
+    assert lists_joined(parts) == logprobs, (seed, text)
+    assert len(logprobs["tokens"]) == len(ids) + (3 if echo else 0), (seed, text)
+    for name, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        assert name.startswith("bytes:") or whole["text"].startswith(name, offset), (seed, text, name)
+
+
+def test_a_prompt_of_one_token_has_nothing_to_score(connect: Connect) -> None:
+    body = {"prompt": [97], "echo": True, "logprobs": 0, "max_tokens": 0}
+    choice = post(connect, ScriptedEngine([ended(scores=[])]), body).json()["choices"][0]
+    assert (choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"]) == ([None], [None])
+
+
+def test_a_token_that_can_not_come_has_a_finite_score() -> None:
+    body = CompletionLogprobs([b"a"]).body([0], [TokenScore(token_id=0, logprob=float("-inf"), top=[(0, float("-inf"))])])
+    assert (body["token_logprobs"], body["top_logprobs"]) == ([-9999.0], [{"a": -9999.0}])
 
 
 def test_tokens_that_are_no_text_keep_distinct_names() -> None:
     table = [b"a", "é".encode()[:1], "é".encode()[1:], b""]
     score = TokenScore(token_id=2, logprob=-1.0, top=[(1, -0.5), (3, -2.0), (9, -3.0)])
-    body = logprobs_body([0, 1, 2, 0], [score, score, score], table)
+    logprobs = CompletionLogprobs(table)
+    body = logprobs.body([0, 1, 2, 0], [None, score, score, score])
     assert body["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9", "a"]
     assert body["text_offset"] == [0, 1, 1, 2]
     assert body["top_logprobs"][1] == {"bytes:\\xc3": -0.5, "token_id:3": -2.0, "token_id:9": -3.0, "bytes:\\xa9": -1.0}
-    assert logprobs_body([7], [], None) == {"tokens": ["token_id:7"], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
+    assert logprobs.body([0], [score])["text_offset"] == [3]
+    assert CompletionLogprobs(None).body([7], [None]) == {
+        "tokens": ["token_id:7"],
+        "token_logprobs": [None],
+        "top_logprobs": [None],
+        "text_offset": [0],
+    }
 
 
 @pytest.mark.parametrize("prompt", ["", [], [[]]])

@@ -8,32 +8,35 @@ import pytest
 
 from agentspec.errors import RequestError
 from agentspec.server.openai import CHAT_HARMLESS, COMPLETION_HARMLESS, parse_chat, parse_completion
+from agentspec.text.constraints import OutputForm, ToolDemand
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hi"}
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+OTHER_TOOL: dict[str, Any] = {"type": "function", "function": {"name": "g"}}
 CALL: dict[str, Any] = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
+AS_SCHEMA: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, "strict": True}}
+
 CHAT_REFUSED: list[tuple[str, Any]] = [
+    ("add_generation_prompt", False),
     ("audio", {"voice": "alloy"}),
+    ("continue_final_message", True),
     ("function_call", "auto"),
     ("functions", [{"name": "f"}]),
-    ("logprobs", True),
     ("modalities", ["text", "audio"]),
     ("moderation", {"model": "omni"}),
-    ("n", 2),
-    ("parallel_tool_calls", False),
     ("prediction", {"type": "content", "content": "x"}),
+    ("prompt_cache_options", {"mode": "explicit"}),
     ("prompt_cache_retention", "24h"),
-    ("reasoning_effort", "high"),
-    ("response_format", {"type": "json_object"}),
+    ("prompt_logprobs", 1),
     ("service_tier", "priority"),
     ("store", True),
-    ("top_logprobs", 5),
     ("verbosity", "high"),
     ("web_search_options", {}),
 ]
-COMPLETION_REFUSED: list[tuple[str, Any]] = [("best_of", 2), ("n", 3), ("suffix", "end")]
+COMPLETION_REFUSED: list[tuple[str, Any]] = [("prompt_logprobs", 1), ("suffix", "end")]
 
 
 def test_tables_cover_every_field_that_is_not_served() -> None:
@@ -62,8 +65,13 @@ def test_completions_refuse_what_they_do_not_serve(field: str, value: Any) -> No
 
 
 def test_true_is_not_taken_for_the_harmless_one() -> None:
-    with pytest.raises(RequestError, match="n=True"):
-        parse_chat({**CHAT, "n": True})
+    with pytest.raises(RequestError, match="store=0"):
+        parse_chat({**CHAT, "store": 0})
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
 @pytest.mark.parametrize(
@@ -81,9 +89,37 @@ def test_true_is_not_taken_for_the_harmless_one() -> None:
         ({"stream": True, "stream_options": {"other": True}}, "stream_options"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"tool_choice": "some", "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "custom", "custom": {"name": "f"}}, "tools": [TOOL]}, "tool_choice.type"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice.function.name"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]}, "tool_choice.function.name"),
+        ({"tool_choice": allowed("auto", "g"), "tools": [TOOL]}, "tool_choice.allowed_tools.tools[0].function.name"),
+        ({"tool_choice": allowed("auto", "f"), "tools": [TOOL, OTHER_TOOL]}, "tool_choice.allowed_tools.mode"),
+        ({"tool_choice": allowed("required"), "tools": [TOOL]}, "tool_choice.allowed_tools.tools"),
+        ({"parallel_tool_calls": "yes"}, "parallel_tool_calls"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [TOOL, {"type": "function", "function": {"name": "g", "strict": True}}]}, "tools[1].function.strict"),
+        ({"tools": [TOOL, {"type": "function", "function": {"name": "g", "strict": "very"}}]}, "tools[1].function.strict"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"n": True}, "n"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"reasoning_effort": "some"}, "reasoning_effort"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "s"}}}, "response_format.json_schema"),
+        ({"response_format": AS_SCHEMA, "guided_regex": "a"}, "guided_regex"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"guided_json": "[]"}, "guided_json"),
+        ({"guided_choice": [1]}, "guided_choice[0]"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function"),
         ({"messages": None}, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
@@ -116,9 +152,12 @@ def test_chat_names_the_wrong_field(extra: dict[str, Any], field: str) -> None:
         ({"prompt": 7}, "prompt"),
         ({"logprobs": 21, "echo": True}, "logprobs"),
         ({"logprobs": -1, "echo": True}, "logprobs"),
-        ({"logprobs": 1}, "logprobs"),
-        ({"logprobs": 1, "echo": True, "stream": True}, "stream"),
-        ({"prompt": ["a", "b"], "stream": True}, "stream"),
+        ({"logprobs": True}, "logprobs"),
+        ({"best_of": 2}, "best_of"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"n": 200}, "n"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"guided_grammar": 5}, "guided_grammar"),
         ({"tools": [TOOL]}, "tools"),
     ],
     ids=lambda part: part if isinstance(part, str) else "",
@@ -172,6 +211,57 @@ def test_defaults_are_those_of_openai() -> None:
 
 
 @pytest.mark.parametrize(
+    ("extra", "kind", "source", "field"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object", None, "response_format"),
+        ({"response_format": AS_SCHEMA}, "json_schema", SCHEMA, "response_format.json_schema.schema"),
+        ({"structured_outputs": {"json": SCHEMA}}, "json_schema", SCHEMA, "structured_outputs.json"),
+        ({"structured_outputs": {"json": "{}"}}, "json_schema", {}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": {}}}, "json_schema", {}, "structured_outputs.json"),
+        ({"structured_outputs": {"json_object": True}}, "json_object", None, "structured_outputs.json_object"),
+        ({"structured_outputs": {"regex": "a+"}, "response_format": {"type": "text"}}, "regex", "a+", "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", ["a", "b"], "structured_outputs.choice"),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "ebnf", 'root ::= "a"', "structured_outputs.grammar"),
+        ({"guided_json": '{"type": "integer"}'}, "json_schema", {"type": "integer"}, "guided_json"),
+        ({"guided_regex": "a+", "guided_json": None}, "regex", "a+", "guided_regex"),
+        ({"guided_choice": ["a"]}, "choice", ["a"], "guided_choice"),
+        ({"guided_grammar": "root ::= [a]"}, "ebnf", "root ::= [a]", "guided_grammar"),
+    ],
+    ids=lambda part: part if isinstance(part, str) else "",
+)
+def test_forms_of_output(extra: dict[str, Any], kind: Any, source: Any, field: str) -> None:
+    expected = OutputForm(kind=kind, source=source, field=field)
+    assert parse_chat({**CHAT, **extra}).output() == expected
+    if "response_format" not in extra:
+        assert parse_completion({**COMPLETION, **extra}).output() == expected
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected", "names"),
+    [
+        ("auto", ToolDemand(), None),
+        ("none", ToolDemand(choice="none"), None),
+        ("required", ToolDemand(choice="required"), None),
+        ({"type": "function", "function": {"name": "g"}}, ToolDemand(choice="required", name="g"), None),
+        (allowed("auto", "g", "f"), ToolDemand(), None),
+        (allowed("required", "g", "f"), ToolDemand(choice="required"), None),
+        (allowed("required", "g"), ToolDemand(choice="required"), frozenset({"g"})),
+    ],
+    ids=repr,
+)
+def test_choices_of_tools(choice: Any, expected: ToolDemand, names: frozenset[str] | None) -> None:
+    body = {**CHAT, "tools": [TOOL, OTHER_TOOL], "tool_choice": choice}
+    assert parse_chat(body).demand() == (expected, names)
+    demand, _ = parse_chat({**body, "parallel_tool_calls": False}).demand()
+    assert demand == ToolDemand(choice=expected.choice, name=expected.name, parallel=False)
+
+
+@pytest.mark.parametrize(("extra", "num_top"), [({}, None), ({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 20}, 20)])
+def test_log_probabilities_of_chats(extra: dict[str, Any], num_top: int | None) -> None:
+    assert parse_chat({**CHAT, **extra}).num_top == num_top
+
+
+@pytest.mark.parametrize(
     ("prompt", "expected"),
     [("a", ["a"]), ([1, 2], [[1, 2]]), (["a", "b"], ["a", "b"]), ([[1], [2, 3]], [[1], [2, 3]])],
 )
@@ -198,7 +288,9 @@ def test_tools_keep_their_order_of_keys() -> None:
     "extra",
     [
         {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}},
-        {"tools": [{"type": "function", "function": {"name": "f", "strict": False, "description": None}}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": True, "description": None}}]},
+        {"tool_choice": "none", "parallel_tool_calls": False, "logprobs": False, "top_logprobs": 0, "n": 1},
+        {"response_format": {"type": "text"}, "reasoning_effort": None},
         {"user": "u", "safety_identifier": "s", "metadata": {"k": "v"}},
         {"max_tokens": 5, "max_completion_tokens": 5},
         {"temperature": 1, "tools": None, "stop": None},

@@ -13,7 +13,6 @@ import httpx
 import pytest
 
 from agentspec.errors import AgentspecError, ContextLengthError, EngineClosedError, RequestError
-from agentspec.server import app as server_app
 from agentspec.types import FinishReason
 from agentspec.wire import Event, FinishEvent, TokensEvent
 from tests.fakes.engine_client import ScriptedEngine, ended, said
@@ -52,10 +51,11 @@ def test_exactly_one_terminal_frame_for_any_script(connect: Connect, caplog: pyt
     script = script_of(rng)
     path, body = rng.choice(PATHS)
     options = {"stream_options": {"include_usage": True}} if rng.random() < 0.5 else {}
+    num_choices = rng.choice([1, 1, 3])
 
     async def run() -> httpx.Response:
         async with connect(ScriptedEngine(script)) as client:
-            return await client.post(path, json=body | options | {"return_token_ids": rng.random() < 0.5})
+            return await client.post(path, json=body | options | {"return_token_ids": rng.random() < 0.5, "n": num_choices})
 
     response = asyncio.run(run())
     num_tokens = next((index for index, step in enumerate(script) if not isinstance(step, TokensEvent)), len(script))
@@ -73,7 +73,7 @@ def test_exactly_one_terminal_frame_for_any_script(connect: Connect, caplog: pyt
     errors = [body for body in bodies if "error" in body]
     assert "late" not in response.text, seed
     if is_finish:
-        assert (len(reasons), len(errors), frames.count("[DONE]"), frames[-1]) == (1, 0, 1, "[DONE]"), seed
+        assert (len(reasons), len(errors), frames.count("[DONE]"), frames[-1]) == (num_choices, 0, 1, "[DONE]"), seed
         assert ["metrics" in body for body in bodies] == [False] * (len(bodies) - 1) + [True], seed
         assert sum(bool(body.get("usage")) for body in bodies) == bool(options), seed
     else:
@@ -186,11 +186,9 @@ def test_other_routes(connect: Connect) -> None:
     asyncio.run(run())
 
 
-def test_bodies_that_are_no_json_or_too_large(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_app, "MAX_BODY_BYTES", 100)
-
+def test_bodies_that_are_no_json_or_too_large(connect: Connect) -> None:
     async def run() -> None:
-        async with connect(ScriptedEngine()) as client:
+        async with connect(ScriptedEngine(), max_body_bytes=100) as client:
             for content, status, code in ((b"{", 400, "invalid_json"), (b"\xff", 400, "invalid_json"), (b" " * 101, 413, "body_too_large")):
                 response = await client.post("/v1/completions", content=content)
                 assert (response.status_code, response.json()["error"]["code"]) == (status, code)

@@ -1,0 +1,156 @@
+"""What crosses between a server's process and its engine's process: messages beside those of wire.py, errors as data, and frames of bytes.
+
+A frame is four bytes of length (big endian) and a msgpack list of messages. The server sends `Start` first, and the engine answers with `Ready` or
+with `Failed`. From then on each `Submit` is answered with any number of `TokensEvent` and exactly one of `FinishEvent`, `Refused` and `Gone`, the
+last one only after an `Abort`. A `Failed` after `Ready` is the last word of an engine that died. Knows neither processes nor sockets.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from agentspec.config import EngineConfig
+from agentspec.errors import (
+    AgentspecError,
+    CheckpointError,
+    ConfigError,
+    ContextLengthError,
+    EngineClosedError,
+    RequestError,
+    UnsupportedModelError,
+)
+from agentspec.wire import Abort, FinishEvent, ModelInfo, Submit, TokensEvent
+
+_LENGTH = struct.Struct(">I")
+
+
+class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine chose for itself, for people to read."""
+
+    model_dir: str | None
+    """The checkpoint's directory, after a download."""
+    device: str
+    dtype: str
+    num_rows: int
+    row_bytes: int
+    num_pages: int
+    page_bytes: int
+    block_tokens: int
+
+
+class ErrorData(msgspec.Struct, frozen=True, kw_only=True):
+    """An exception of errors.py on its way."""
+
+    kind: str
+    text: str
+    field: str | None = None
+    value: Any = None
+    reason: str = ""
+
+
+class Start(msgspec.Struct, frozen=True, tag="start"):
+    config: EngineConfig
+
+
+class StatsQuery(msgspec.Struct, frozen=True, tag="stats"):
+    number: int
+
+
+class Close(msgspec.Struct, frozen=True, tag="close"):
+    """End what runs, then the process."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    info: ModelInfo
+    setup: EngineSetup
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The engine could not be loaded, or it died."""
+
+    error: ErrorData
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The request's stream raises this."""
+
+    request_id: str
+    error: ErrorData
+
+
+class Gone(msgspec.Struct, frozen=True, tag="gone"):
+    """An aborted request holds nothing any more, and its id is free."""
+
+    request_id: str
+
+
+class StatsReply(msgspec.Struct, frozen=True, tag="stats"):
+    number: int
+    stats: dict[str, Any]
+
+
+ToEngine = Start | Submit | Abort | StatsQuery | Close
+ToServer = Ready | Failed | TokensEvent | FinishEvent | Refused | Gone | StatsReply
+
+_FIELD_KINDS = {kind.__name__: kind for kind in (ConfigError, RequestError, ContextLengthError)}
+_KINDS = {kind.__name__: kind for kind in (AgentspecError, CheckpointError, UnsupportedModelError, EngineClosedError)}
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frame(messages: Sequence[ToEngine] | Sequence[ToServer]) -> bytes:
+    """Raises OverflowError or UnicodeEncodeError for a number or a text that msgpack can't hold."""
+    body = _encoder.encode(messages)
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameReader:
+    """Cuts a byte stream into the bodies of its frames, whatever the chunks it comes in."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The frames that are whole now."""
+        self._buffer += data
+        bodies = []
+        start = 0
+        while len(self._buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, start)
+            end = start + _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            bodies.append(bytes(self._buffer[start + _LENGTH.size : end]))
+            start = end
+        del self._buffer[:start]
+        return bodies
+
+
+def error_data(error: AgentspecError) -> ErrorData:
+    if isinstance(error, ConfigError | RequestError):
+        return ErrorData(kind=_known(error, _FIELD_KINDS), text=str(error), field=error.field, value=_portable(error.value), reason=error.reason)
+    return ErrorData(kind=_known(error, _KINDS), text=str(error))
+
+
+def to_error(data: ErrorData) -> AgentspecError:
+    """The exception again: same type, same text, and its field, value and reason."""
+    error = _KINDS[data.kind](data.text) if data.field is None else _FIELD_KINDS[data.kind](data.field, data.value, data.reason)
+    error.args = (data.text,)
+    return error
+
+
+def _known(error: AgentspecError, kinds: Mapping[str, type[AgentspecError]]) -> str:
+    """The nearest class above the error's that can be built again."""
+    return next(base.__name__ for base in type(error).__mro__ if base.__name__ in kinds)
+
+
+def _portable(value: object) -> object:
+    """The value itself, or its repr where msgpack has no such thing."""
+    try:
+        _encoder.encode(value)
+    except (TypeError, OverflowError, UnicodeEncodeError):
+        return repr(value)
+    return value

@@ -1,0 +1,207 @@
+"""The engine's own process: `python -m agentspec.engine_process FD`, started by remote_engine.py with one end of a socket pair.
+
+Owns an AsyncEngine and carries messages between it and the socket. The process ends in one of three ways: after `Close`; after its engine died,
+which it tells first; or at once, with everything that it started, when the other end of the socket is gone: then nobody listens any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+
+from agentspec.assembly import Assembly, assemble
+from agentspec.engine import AsyncEngine
+from agentspec.engine_link import (
+    Close,
+    EngineSetup,
+    Failed,
+    FrameReader,
+    Gone,
+    Ready,
+    Refused,
+    Start,
+    StatsQuery,
+    StatsReply,
+    ToEngine,
+    ToServer,
+    error_data,
+    frame,
+)
+from agentspec.errors import AgentspecError, EngineClosedError, RequestError
+from agentspec.wire import Abort, Submit
+
+logger = logging.getLogger("agentspec")
+
+_RECEIVE_BYTES = 2**18
+_FAILED = 1
+
+
+def main() -> int:
+    # Signals are the server's business: it closes this process when it has drained, or by its own end.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    link = _Link(socket.socket(fileno=int(sys.argv[1])))
+    start = link.early.get()
+    assert isinstance(start, Start)
+    try:
+        parts = assemble(start.config)
+    except AgentspecError as error:
+        link.send(Failed(error_data(error)))
+        return _FAILED
+    return asyncio.run(_Host(parts, link).run())
+
+
+class _Link:
+    """The socket: a thread of its own reads it, so that the other end's death is noticed whatever the rest of the process does."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.early: queue.SimpleQueue[ToEngine | Refused] = queue.SimpleQueue()
+        self.hand: Callable[[ToEngine | Refused], object] = self.early.put
+        """Called from the reading thread with each message; a submit that makes no sense comes as its own refusal."""
+        threading.Thread(target=self._read, name="agentspec-link", daemon=True).start()
+
+    def send(self, *messages: ToServer) -> None:
+        """Blocks while the other end is behind with its reading."""
+        with suppress(BrokenPipeError, ConnectionResetError):  # the reading thread ends the process
+            self._connection.sendall(frame(messages))
+
+    def _read(self) -> None:
+        try:
+            self._read_messages()
+        except ConnectionResetError:
+            pass
+        except Exception:
+            logger.exception("the link to the server broke")
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    def _read_messages(self) -> None:
+        """Until the other end is gone."""
+        frames = FrameReader()
+        decoder = msgspec.msgpack.Decoder(list[ToEngine])
+        while data := self._connection.recv(_RECEIVE_BYTES):
+            for body in frames.feed(data):
+                for message in _decoded(decoder, body):
+                    self.hand(message)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[list[ToEngine]], body: bytes) -> list[ToEngine | Refused]:
+    try:
+        return [*decoder.decode(body)]
+    except msgspec.ValidationError as error:  # a submit of the wrong types must hurt nobody but its sender
+        refusal = RequestError("submit", "", f"is malformed: {error}")
+        return [Refused(message["request_id"], error_data(refusal)) for message in msgspec.msgpack.decode(body)]
+
+
+class _Host:
+    """Runs the engine, and one task for each request and question."""
+
+    def __init__(self, parts: Assembly, link: _Link) -> None:
+        self._parts = parts
+        self._engine = AsyncEngine(parts)
+        self._link = link
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._requests: dict[str, asyncio.Task[None]] = {}
+        self._outbox: list[ToServer] = []
+        self._closing = asyncio.Event()
+
+    async def run(self) -> int:
+        """Serve until told to close, or until the engine dies."""
+        loop = asyncio.get_running_loop()
+        async with self._engine:
+            self._link.hand = lambda message: loop.call_soon_threadsafe(self._take, message)
+            self._link.send(Ready(self._engine.info, _setup(self._parts)))
+            ends = [asyncio.create_task(self._closing.wait()), asyncio.create_task(self._engine.ended())]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        death = await self._engine.ended()
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        if death is not None:
+            self._outbox.append(Failed(error_data(EngineClosedError(death))))
+        self._flush()
+        return 0 if death is None else _FAILED
+
+    def _take(self, message: ToEngine | Refused) -> None:
+        match message:
+            case Submit(request_id=request_id):
+                self._requests[request_id] = self._spawn(self._answer(message))
+                self._requests[request_id].add_done_callback(partial(self._end, request_id))
+            case Abort(request_id=request_id):
+                if request_id in self._requests:  # else its end crossed the abort
+                    self._requests[request_id].cancel()
+            case StatsQuery(number=number):
+                self._spawn(self._report(number))
+            case Close():
+                self._closing.set()
+            case Refused():
+                self._send(message)
+            case Start():
+                raise AssertionError("started twice")
+
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _answer(self, submit: Submit) -> None:
+        async for event in self._engine.stream(submit):
+            self._send(event)
+
+    async def _report(self, number: int) -> None:
+        self._send(StatsReply(number, await self._engine.stats()))
+
+    def _end(self, request_id: str, task: asyncio.Task[None]) -> None:
+        """The last message of a request that ended without its FinishEvent."""
+        del self._requests[request_id]
+        if task.cancelled():
+            self._send(Gone(request_id))
+            return
+        error = task.exception()
+        if error is None:
+            return
+        if not isinstance(error, AgentspecError):
+            logger.error("a request failed", exc_info=error)
+            error = AgentspecError("internal error")
+        self._send(Refused(request_id, error_data(error)))
+
+    def _send(self, message: ToServer) -> None:
+        """What one step brings to all requests leaves in one frame."""
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append(message)
+
+    def _flush(self) -> None:
+        if self._outbox:
+            messages, self._outbox = self._outbox, []
+            self._link.send(*messages)
+
+
+def _setup(parts: Assembly) -> EngineSetup:
+    return EngineSetup(
+        model_dir=None if parts.model_dir is None else str(parts.model_dir),
+        device=torch.cuda.get_device_name(parts.device) if parts.device.type == "cuda" else parts.device.type,
+        dtype=str(parts.dtype).removeprefix("torch."),
+        num_rows=parts.memory.num_rows,
+        row_bytes=parts.spec.row_bytes,
+        num_pages=parts.memory.num_pages,
+        page_bytes=parts.spec.page_bytes,
+        block_tokens=parts.spec.block_tokens,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,287 @@
+"""An engine in a process of its own, as its server sees it. Implements wire.EngineClient without torch.
+
+HTTP, JSON and text work of the server's process can't delay a step of the engine's. Owns that process from its start to its end: however the server
+ends, the process does not outlive it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from agentspec.config import EngineConfig
+from agentspec.engine_link import (
+    Close,
+    EngineSetup,
+    Failed,
+    FrameReader,
+    Gone,
+    Ready,
+    Refused,
+    Start,
+    StatsQuery,
+    StatsReply,
+    ToServer,
+    frame,
+    to_error,
+)
+from agentspec.errors import AgentspecError, EngineClosedError, RequestError
+from agentspec.types import FinishReason
+from agentspec.wire import Abort, Event, FinishEvent, ModelInfo, Submit, TokensEvent, Usage
+
+logger = logging.getLogger("agentspec")
+
+CLOSE_SECONDS = 10
+"""How long a closed engine may take to end its requests and its process before it is killed."""
+
+_CLOSED = "the engine was closed"
+
+
+class RemoteEngine:
+    """A running engine. Make one with `start`, end it with `close` or as a context manager.
+
+        async with await RemoteEngine.start(EngineConfig(model="path/to/checkpoint")) as engine:
+            async for event in engine.stream(Submit(request_id="a", prompt_ids=[1, 2, 3])):
+                ...
+
+    If the process or its engine dies, every open stream ends with an ERROR event and later submits raise EngineClosedError."""
+
+    info: ModelInfo
+    setup: EngineSetup
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        """For `start`."""
+        self._process = process
+        self._wire = _Wire(self._take, self._lose)
+        self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._streams: dict[str, asyncio.Queue[Event | AgentspecError]] = {}
+        self._open: set[str] = set()
+        """Requests whose last message hasn't come, those that nobody reads any more included."""
+        self._questions: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._asked = 0
+        self._death: str | None = None
+        self._lost = asyncio.Event()
+        self._closing: asyncio.Task[None] | None = None
+        self._burial: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, config: EngineConfig) -> Self:
+        """Start the process and wait until its model is loaded.
+
+        Raises what loading raised there: CheckpointError, ConfigError; AgentspecError when the process ended without a word."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            number = theirs.fileno()
+            # Its own session, so that Ctrl-C reaches the server alone, and so that what it starts can be killed with it. -P: the working directory
+            # is no place to import from.
+            command = [sys.executable, "-P", "-m", "agentspec.engine_process", str(number)]
+            try:
+                process = subprocess.Popen(command, pass_fds=(number,), stdin=subprocess.DEVNULL, start_new_session=True)
+            except BaseException:
+                ours.close()
+                raise
+        engine = cls(process)
+        try:
+            await engine._load(ours, config)
+        except BaseException:
+            engine._kill()
+            await engine._lost.wait()
+            assert engine._burial is not None
+            await engine._burial
+            raise
+        return engine
+
+    async def _load(self, ours: socket.socket, config: EngineConfig) -> None:
+        ours.setblocking(False)
+        await asyncio.get_running_loop().create_unix_connection(lambda: self._wire, sock=ours)
+        self._wire.write(frame([Start(config)]))
+        ready = await self._ready
+        self.info, self.setup = ready.info, ready.setup
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+    @property
+    def alive(self) -> bool:
+        return self._death is None and self._closing is None
+
+    async def stream(self, submit: Submit) -> AsyncIterator[Event]:
+        """Submit and yield this request's events, the FinishEvent last. Leaving early aborts the request.
+
+        Raises RequestError when the request is refused, EngineClosedError when the engine is not running."""
+        self._check_alive()
+        request_id = submit.request_id
+        if request_id in self._open or request_id in self._streams:
+            raise RequestError("request_id", request_id, "is in use by a running request")
+        self._wire.write(_framed(submit, self.info))
+        events = self._streams[request_id] = asyncio.Queue()
+        self._open.add(request_id)
+        finished = False
+        try:
+            while not finished:
+                event = await events.get()
+                if isinstance(event, AgentspecError):
+                    raise event
+                finished = isinstance(event, FinishEvent)
+                yield event
+        finally:
+            del self._streams[request_id]
+            if request_id in self._open:
+                self._wire.write(frame([Abort(request_id)]))
+
+    async def stats(self) -> dict[str, Any]:
+        """A snapshot between two steps. Raises EngineClosedError when the engine is not running."""
+        self._check_alive()
+        self._asked += 1
+        number = self._asked
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._questions[number] = answer
+        self._wire.write(frame([StatsQuery(number)]))
+        try:
+            return await answer
+        finally:
+            del self._questions[number]
+
+    async def close(self) -> None:
+        """End the process. Requests still running end with an ABORT event, or with an ERROR one when it has to be killed."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        if not self._lost.is_set():
+            self._wire.write(frame([Close()]))
+            try:
+                await asyncio.wait_for(self._lost.wait(), CLOSE_SECONDS)
+            except TimeoutError:
+                logger.error("the engine's process did not end within %d seconds and is killed", CLOSE_SECONDS)
+                self._death = "it did not end when it was told to"
+                self._kill()
+                await self._lost.wait()
+        assert self._burial is not None
+        await self._burial
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise EngineClosedError(f"the engine is not running: {self._death}")
+        if self._closing is not None:
+            raise EngineClosedError(_CLOSED)
+
+    def _take(self, message: ToServer) -> None:
+        match message:
+            case TokensEvent(request_id=request_id):
+                if request_id in self._streams:
+                    self._streams[request_id].put_nowait(message)
+            case FinishEvent(request_id=request_id):
+                self._end(request_id, message)
+            case Refused(request_id=request_id):
+                self._end(request_id, to_error(message.error))
+            case Gone(request_id=request_id):
+                self._open.remove(request_id)
+            case StatsReply(number=number):
+                if number in self._questions and not self._questions[number].done():
+                    self._questions[number].set_result(message.stats)
+            case Ready():
+                self._ready.set_result(message)
+            case Failed():
+                error = to_error(message.error)
+                self._death = str(error)
+                if not self._ready.done():
+                    self._ready.set_exception(error)
+
+    def _end(self, request_id: str, last: FinishEvent | AgentspecError) -> None:
+        self._open.remove(request_id)
+        if request_id in self._streams:
+            self._streams[request_id].put_nowait(last)
+
+    def _lose(self) -> None:
+        """The process ended, or is about to: everything that waits for it gets its answer."""
+        self._kill()
+        self._lost.set()
+        is_closed = self._closing is not None and self._death is None
+        if self._death is None:
+            self._death = _CLOSED if is_closed else "its process died"
+        reason, shown = (FinishReason.ABORT, None) if is_closed else (FinishReason.ERROR, f"the engine is not running: {self._death}")
+        for request_id in self._open & self._streams.keys():
+            self._streams[request_id].put_nowait(FinishEvent(request_id=request_id, reason=reason, usage=Usage(), error=shown))
+        self._open.clear()
+        for answer in self._questions.values():
+            if not answer.done():
+                answer.set_exception(EngineClosedError(f"the engine is not running: {self._death}"))
+        self._burial = asyncio.create_task(self._bury(is_expected=self._closing is not None))
+
+    async def _bury(self, *, is_expected: bool) -> None:
+        """Learn how the process ended, and tell whoever must know."""
+        try:
+            status = await asyncio.to_thread(self._process.wait, CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            how = "it does not end"
+        else:
+            how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        if not self._ready.done():
+            self._ready.set_exception(AgentspecError(f"the engine's process ended before its model was loaded ({how})"))
+        elif not is_expected and not self._ready.cancelled() and self._ready.exception() is None:
+            logger.error("the engine's process ended (%s)", how)
+
+    def _kill(self) -> None:
+        """The process, if it still runs, and all that it started: they are a group of their own."""
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+
+class _Wire(asyncio.Protocol):
+    """The server's end of the socket. Writing never waits: what the server may send is bounded by the requests that it takes."""
+
+    def __init__(self, take: Callable[[ToServer], None], lose: Callable[[], None]) -> None:
+        self._take = take
+        self._lose = lose
+        self._frames = FrameReader()
+        self._decoder = msgspec.msgpack.Decoder(list[ToServer])
+        self._transport: asyncio.WriteTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        for body in self._frames.feed(data):
+            for message in self._decoder.decode(body):
+                self._take(message)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._lose()
+
+    def write(self, data: bytes) -> None:
+        assert self._transport is not None
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+
+def _framed(submit: Submit, info: ModelInfo) -> bytes:
+    """Raises RequestError naming the field whose value can't be sent: a number beyond 64 bits, text that isn't Unicode."""
+    try:
+        return frame([submit])
+    except (OverflowError, UnicodeEncodeError) as error:
+        submit.sampling.validate(vocab_size=info.vocab_size)  # knows the field by its own name
+        for name in submit.__struct_fields__:
+            value = getattr(submit, name)
+            try:
+                msgspec.msgpack.encode(value)
+            except (OverflowError, UnicodeEncodeError):
+                raise RequestError(name, value, f"can't be sent to the engine: {error}") from None
+        raise

@@ -1,0 +1,100 @@
+"""Who comes in: API keys, how many requests may run and wait, and nobody new while the server drains.
+
+An ASGI app around the app. It decides before a body is read, and knows nothing of what a request asks for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from hashlib import sha256
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from agentspec.config import ServerConfig
+from agentspec.errors import OverloadedError
+from agentspec.server.errors import ApiError, api_error
+from agentspec.server.responding import error_response
+
+GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
+"""Where a POST asks the engine to generate: what is counted, and refused while the server drains."""
+
+OPEN_PATHS = frozenset({"/", "/health"})
+OPEN_FOLDER = "/static/"
+"""What needs no key: the page asks its user for one, and its files hold no secrets."""
+
+RETRY_SECONDS = 1
+
+
+class Door:
+    """In front of one engine."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig, *, max_running: int) -> None:
+        """max_running: requests that the engine decodes at the same time."""
+        self._app = app
+        self._keys = [sha256(key.encode("ascii")).digest() for key in config.api_keys]
+        """As digests: comparing them takes the same time whatever is wrong with a key, its length included."""
+        self._max_active = max_running + config.max_queue
+        self._max_body_bytes = config.max_body_bytes
+        self._active = 0
+        self._draining = False
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        error = self._refusal(scope)
+        if error is not None:
+            await self._discard_body(receive)
+            await error_response(error, scope["path"])(scope, receive, send)
+        elif _generates(scope):
+            self._active += 1
+            self._empty.clear()
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self._active -= 1
+                if not self._active:
+                    self._empty.set()
+        else:
+            await self._app(scope, receive, send)
+
+    async def drain(self) -> None:
+        """Refuse what generates from now on, and wait until the last answer is sent."""
+        self._draining = True
+        await self._empty.wait()
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        path = scope["path"]
+        if self._keys and path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER) and not self._knows(scope):
+            reason = "an API key is needed: Authorization: Bearer KEY, or x-api-key: KEY; there was none, or not the right one"
+            return ApiError(401, reason, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        if self._draining and (_generates(scope) or path == "/health"):
+            return ApiError(503, "the server is about to stop", code="draining")
+        if _generates(scope) and self._active >= self._max_active:
+            return api_error(OverloadedError(f"{self._active} requests run or wait here, which is the limit", RETRY_SECONDS))
+        return None
+
+    def _knows(self, scope: Scope) -> bool:
+        shown = []
+        for name, value in scope["headers"]:
+            if name == b"x-api-key":
+                shown.append(value)
+            elif name == b"authorization" and value[:7].lower() == b"bearer ":
+                shown.append(value[7:].strip())
+        return any(hmac.compare_digest(key, sha256(offered).digest()) for key in self._keys for offered in shown)
+
+    async def _discard_body(self, receive: Receive) -> None:
+        """Without this, the answer to a client that still sends would be lost with the connection."""
+        left = self._max_body_bytes
+        while left >= 0:
+            message = await receive()
+            if message["type"] != "http.request" or not message.get("more_body", False):
+                return
+            left -= len(message.get("body", b""))
+
+
+def _generates(scope: Scope) -> bool:
+    return scope["method"] == "POST" and scope["path"] in GENERATING

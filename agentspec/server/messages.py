@@ -1,0 +1,82 @@
+"""/v1/messages and its count_tokens: Anthropic's API.
+
+Owns the way from a body to a turn and back. What a body means is messages_request.py's business, what an answer looks like messages_events.py's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.responses import Response
+
+from agentspec.errors import RequestError
+from agentspec.server import answer_shapes, events, messages_request
+from agentspec.server.messages_events import MessageEvents, frames, put_together
+from agentspec.server.messages_request import HARMLESS, CountRequest, MessagesRequest
+from agentspec.server.responding import FrameResponse, json_response
+from agentspec.server.routes import Call, Route
+from agentspec.server.service import Service, session_of
+from agentspec.server.turn import TurnRequest, begin, build_prompt
+from agentspec.wire import EngineClient, Submit
+
+_PATH = "/v1/messages"
+
+_NAMES = {
+    "prompt_ids": "messages",
+    "stop": "stop_sequences",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+}
+"""Fields that this API calls otherwise."""
+
+
+async def answer(service: Service, call: Call) -> Response:
+    """POST /v1/messages."""
+    asked = messages_request.parse_messages(call.body)
+    try:
+        (turn,) = await begin(service, _turn_request(service, asked, call))
+        told = MessageEvents(turn, service.engine.info, omits_thinking=asked.omits_thinking)
+        if asked.stream:
+            return await FrameResponse.begin(frames(events.generate(service.engine, turn.submit), told, _PATH))
+        return json_response(await complete(service.engine, turn.submit, told))
+    except RequestError as error:
+        raise _renamed(error) from None
+
+
+async def count_tokens(service: Service, call: Call) -> Response:
+    """POST /v1/messages/count_tokens: the prompt's length, nothing is generated."""
+    asked = messages_request.parse_count(call.body)
+    try:
+        prompt = await build_prompt(service, _turn_request(service, asked, call))
+    except RequestError as error:
+        raise _renamed(error) from None
+    return json_response({"input_tokens": len(prompt.prompt_ids)})
+
+
+ROUTES = (
+    Route(
+        method="POST", path=_PATH, handle=answer, body=MessagesRequest, extra=HARMLESS, answers="json or events", answer=answer_shapes.MessageObject
+    ),
+    Route(method="POST", path=f"{_PATH}/count_tokens", handle=count_tokens, body=CountRequest, extra=HARMLESS, answer=answer_shapes.InputTokens),
+)
+
+
+async def complete(engine: EngineClient, submit: Submit, told: MessageEvents) -> dict[str, Any]:
+    """The whole message: the same events as streamed, put together."""
+    parts, end = await events.collect(engine, submit)
+    added = [event for part in parts for event in told.tokens(part)]
+    return put_together([*told.opening(), *added, *told.finish(end)])
+
+
+def _turn_request(service: Service, asked: CountRequest, call: Call) -> TurnRequest:
+    service.check_model(asked.model)
+    prompts = service.chat_text("messages", asked.messages).prompts
+    assert prompts is not None
+    return messages_request.turn_request(asked, session_of(call.headers, None), prompts.template_reads)
+
+
+def _renamed(error: RequestError) -> RequestError:
+    """The error in the words of this API."""
+    field = _NAMES.get(error.field, error.field)
+    if field.startswith("tools["):
+        field = field.replace(".function.parameters", ".input_schema").replace(".function", "")
+    return type(error)(field, error.value, error.reason)

@@ -1,0 +1,175 @@
+"""Anthropic's messages, block by block, as the messages that templates are written for, and where their cache_control stands.
+
+Owns the structs of messages and blocks. Knows nothing of the rest of a body, of prompts or of HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from agentspec.errors import RequestError
+from agentspec.text.chat_template import MessageMark
+
+
+class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+    """Without effect: what was used last stays longest, for as long as there is room."""
+
+
+class _Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
+    pass
+
+
+class TextBlock(_Block, frozen=True, kw_only=True, tag="text"):
+    text: str
+    cache_control: CacheControl | None = None
+    citations: Annotated[list[Any], msgspec.Meta(max_length=0)] | None = None
+
+
+class ThinkingBlock(_Block, frozen=True, kw_only=True, tag="thinking"):
+    thinking: str
+    signature: str = ""
+    """Not checked."""
+
+
+class RedactedThinkingBlock(_Block, frozen=True, kw_only=True, tag="redacted_thinking"):
+    data: str
+    """Another provider's: it has no text that we could know."""
+
+
+class _Caller(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["direct"]
+
+
+class ToolUseBlock(_Block, frozen=True, kw_only=True, tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: CacheControl | None = None
+    caller: _Caller | None = None
+    toolset_name: None = None
+
+
+class ToolResultBlock(_Block, frozen=True, kw_only=True, tag="tool_result"):
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+    cache_control: CacheControl | None = None
+    toolset_name: None = None
+
+    @property
+    def text(self) -> str:
+        """What the model reads. An error says so, since templates have no other place for it."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        return f"Error: {text}" if self.is_error else text
+
+    @property
+    def is_marked(self) -> bool:
+        parts = self.content if isinstance(self.content, list) else []
+        return self.cache_control is not None or any(part.cache_control is not None for part in parts)
+
+
+UserBlock = TextBlock | ToolResultBlock
+AssistantBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock
+
+
+class UserMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="role", tag="user"):
+    content: str | Annotated[list[UserBlock], msgspec.Meta(min_length=1)]
+
+
+class AssistantMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="role", tag="assistant"):
+    content: str | list[AssistantBlock]
+
+
+class SystemMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="role", tag="system"):
+    content: str | list[TextBlock]
+
+
+InputMessage = UserMessage | AssistantMessage | SystemMessage
+
+
+def converted(system: str | Sequence[TextBlock], messages: Sequence[InputMessage]) -> tuple[list[dict[str, Any]], list[MessageMark]]:
+    """OpenAI's message objects, and the places of cache_control in them. Texts of one message are joined as they are.
+
+    Raises RequestError for an order of messages or blocks that can't be told to the model."""
+    conversation = _Conversation()
+    if system:
+        conversation.add_texts("system", system)
+    for index, message in enumerate(messages):
+        if isinstance(message, AssistantMessage):
+            conversation.add_assistant(message)
+        elif isinstance(message, SystemMessage):
+            conversation.add_texts("system", message.content)
+        else:
+            conversation.add_user(message, f"messages[{index}]")
+    if isinstance(messages[-1], AssistantMessage):
+        field = f"messages[{len(messages) - 1}].role"
+        raise RequestError(field, "assistant", "the last message must be the user's: an answer can't be begun for the model")
+    return conversation.messages, conversation.marks
+
+
+class _Conversation:
+    """Messages on their way into OpenAI's form."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.marks: list[MessageMark] = []
+
+    def add_texts(self, role: str, content: str | Sequence[TextBlock]) -> None:
+        blocks = [TextBlock(text=content)] if isinstance(content, str) else content
+        text = ""
+        for number, block in enumerate(blocks, 1):
+            text += block.text
+            if block.cache_control is not None:
+                self.marks.append(MessageMark(len(self.messages), None if number == len(blocks) else len(text)))
+        self.messages.append({"role": role, "content": text})
+
+    def add_user(self, message: UserMessage, field: str) -> None:
+        """Results become messages of their own, before the text."""
+        if isinstance(message.content, str):
+            self.add_texts("user", message.content)
+            return
+        texts: list[TextBlock] = []
+        for number, block in enumerate(message.content):
+            if isinstance(block, TextBlock):
+                texts.append(block)
+            elif texts:
+                raise RequestError(f"{field}.content[{number}].type", "tool_result", "results must come before the message's text")
+            else:
+                self._add_result(block, f"{field}.content[{number}]")
+        if texts:
+            self.add_texts("user", texts)
+
+    def add_assistant(self, message: AssistantMessage) -> None:
+        """Assistant messages in a row are one turn, cut apart by the client: results follow its last one."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            self.messages.append({"role": "assistant", "content": ""})
+        turn = self.messages[-1]
+        blocks: list[AssistantBlock] = [TextBlock(text=message.content)] if isinstance(message.content, str) else message.content
+        for block in blocks:
+            if isinstance(block, TextBlock):
+                turn["content"] += block.text
+            elif isinstance(block, ThinkingBlock):
+                turn["reasoning_content"] = turn.get("reasoning_content", "") + block.thinking
+            elif isinstance(block, ToolUseBlock):
+                called = {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
+                turn.setdefault("tool_calls", []).append(called)
+            if isinstance(block, TextBlock | ToolUseBlock) and block.cache_control is not None:
+                self.marks.append(MessageMark(len(self.messages) - 1))
+
+    def _add_result(self, block: ToolResultBlock, field: str) -> None:
+        first = len(self.messages)
+        while first and self.messages[first - 1]["role"] == "tool":
+            first -= 1
+        calls = self.messages[first - 1].get("tool_calls", ()) if first else ()
+        if all(call["id"] != block.tool_use_id for call in calls):
+            raise RequestError(f"{field}.tool_use_id", block.tool_use_id, "is not the id of a tool_use block in the assistant message before it")
+        if any(result["tool_call_id"] == block.tool_use_id for result in self.messages[first:]):
+            raise RequestError(f"{field}.tool_use_id", block.tool_use_id, "has more than one result")
+        self.messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text})
+        if block.is_marked:
+            self.marks.append(MessageMark(len(self.messages) - 1))

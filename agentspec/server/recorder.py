@@ -1,0 +1,144 @@
+"""What the server measures of the requests that it sends to the engine: how long they took, and what they cost.
+
+Owns the histograms and an engine client that fills them. Knows nothing of requests' bodies; metrics.py writes the figures out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from bisect import bisect_left
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any, cast
+
+from agentspec.server.answers import total
+from agentspec.types import FinishReason
+from agentspec.wire import EngineClient, Event, FinishEvent, ModelInfo, Submit, TokensEvent, Usage
+
+FIRST_TOKEN_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
+BETWEEN_TOKENS_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+REQUEST_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+TOKEN_COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+
+
+class Histogram:
+    """Counts of observations by upper bound (inclusive), as Prometheus has them."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(map(float, bounds))
+        self.counts = [0] * (len(self.bounds) + 1)
+        """One per bound, not cumulated; the last for what exceeds them all."""
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
+class Figures:
+    """Everything since the server started. One request is one submit: an answer of three choices counts as three."""
+
+    def __init__(self) -> None:
+        self.finished = dict.fromkeys(FinishReason, 0)
+        """By reason; a client that goes away counts as an abort."""
+        self.generated_tokens = 0
+        self.first_token = Histogram(FIRST_TOKEN_SECONDS)
+        """Seconds from submit to the first event with tokens."""
+        self.between_steps = Histogram(BETWEEN_TOKENS_SECONDS)
+        """Seconds from one event of a request to its next: with drafts, each brings several tokens."""
+        self.per_token = Histogram(BETWEEN_TOKENS_SECONDS)
+        """Seconds per token behind the first event: one observation a request."""
+        self.whole = Histogram(REQUEST_SECONDS)
+        """Seconds from submit to the terminal event."""
+        self.prompt_tokens = Histogram(TOKEN_COUNTS)
+        self.output_tokens = Histogram(TOKEN_COUNTS)
+        self.usage = Usage()
+        """Summed over requests that ended by themselves."""
+
+    def finish(self, event: FinishEvent, seconds: float) -> None:
+        self.finished[event.reason] += 1
+        self.whole.observe(seconds)
+        self.prompt_tokens.observe(event.usage.prompt_tokens)
+        self.output_tokens.observe(event.usage.completion_tokens)
+        self.usage = total((self.usage, event.usage))
+
+
+class RecordedEngine:
+    """An engine client that notes in `figures` what passes through it. Implements wire.EngineClient."""
+
+    def __init__(self, engine: EngineClient, figures: Figures, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._engine = engine
+        self._figures = figures
+        self._clock = clock
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._engine.info
+
+    @property
+    def alive(self) -> bool:
+        return self._engine.alive
+
+    async def stats(self) -> dict[str, Any]:
+        return await self._engine.stats()
+
+    async def stream(self, submit: Submit) -> AsyncIterator[Event]:
+        """The engine's events, untouched. A refused submit leaves no trace in the figures."""
+        pace = _Pace(self._figures, self._clock)
+        # The protocol promises that closing the iterator aborts; AsyncIterator has no name for that.
+        events = cast(AsyncGenerator[Event, None], self._engine.stream(submit))
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    pace.note(event)
+                    yield event
+        except (GeneratorExit, asyncio.CancelledError):
+            pace.leave(FinishReason.ABORT)
+            raise
+        except Exception:
+            if pace.has_begun:
+                pace.leave(FinishReason.ERROR)
+            raise
+
+
+class _Pace:
+    """The times of one request."""
+
+    def __init__(self, figures: Figures, clock: Callable[[], float]) -> None:
+        self._figures = figures
+        self._clock = clock
+        self._start = clock()
+        self._first: float | None = None
+        self._last = self._start
+        self._tokens_behind_first = 0
+        self._ended = False
+        self.has_begun = False
+
+    def note(self, event: Event) -> None:
+        now = self._clock()
+        self.has_begun = True
+        if isinstance(event, TokensEvent):
+            if event.token_ids:
+                self._note_tokens(len(event.token_ids), now)
+            return
+        self._ended = True
+        if self._first is not None and self._tokens_behind_first:
+            self._figures.per_token.observe((self._last - self._first) / self._tokens_behind_first)
+        self._figures.finish(event, now - self._start)
+
+    def leave(self, reason: FinishReason) -> None:
+        """The stream is over with no terminal event; no-op behind one."""
+        if not self._ended:
+            self._ended = True
+            self._figures.finished[reason] += 1
+
+    def _note_tokens(self, count: int, now: float) -> None:
+        self._figures.generated_tokens += count
+        if self._first is None:
+            self._first = now
+            self._figures.first_token.observe(now - self._start)
+        else:
+            self._tokens_behind_first += count
+            self._figures.between_steps.observe(now - self._last)
+        self._last = now

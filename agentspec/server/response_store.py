@@ -1,0 +1,88 @@
+"""Stored answers of /v1/responses: in memory, bounded, the least recently used first to go.
+
+A response continues the one before it, so a conversation is a chain of records. Using a record uses all those before it: what goes first is
+the end of the chain that was unused the longest, and no record loses what it continues, unless that is deleted. Knows records as JSON text;
+nothing of HTTP or prompts. Belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_ENTRY_OVERHEAD_BYTES = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredResponse:
+    response: bytes
+    """The response object, as JSON."""
+    input_items: bytes
+    """The items that its request added, as JSON."""
+    previous_id: str | None
+    """The response that it continues."""
+    session_id: str | None
+
+    @property
+    def num_bytes(self) -> int:
+        """About what the record holds in memory."""
+        return _ENTRY_OVERHEAD_BYTES + len(self.response) + len(self.input_items)
+
+
+class ResponseStore:
+    def __init__(self, *, max_bytes: int = 256 << 20, max_responses: int = 16384) -> None:
+        self._max_bytes = max_bytes
+        self._max_responses = max_responses
+        self._num_bytes = 0
+        self._records: OrderedDict[str, StoredResponse] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __contains__(self, response_id: str) -> bool:
+        """Whether it is kept; asking is no use of it."""
+        return response_id in self._records
+
+    @property
+    def num_bytes(self) -> int:
+        """About what all records hold in memory; never above max_bytes."""
+        return self._num_bytes
+
+    def put(self, response_id: str, record: StoredResponse) -> None:
+        """Keep a record under a new id. One that has no room even alone is gone at once."""
+        self._records[response_id] = record
+        self._num_bytes += record.num_bytes
+        self._touch(response_id)
+        while self._num_bytes > self._max_bytes or len(self._records) > self._max_responses:
+            self.delete(next(iter(self._records)))
+
+    def get(self, response_id: str) -> StoredResponse | None:
+        self._touch(response_id)
+        return self._records.get(response_id)
+
+    def conversation(self, response_id: str) -> list[StoredResponse] | None:
+        """The record and all those before it, the first one first; None when one of them isn't there."""
+        records = [self._records[name] for name in self._chain(response_id)]
+        if not records or records[-1].previous_id is not None:
+            return None
+        self._touch(response_id)
+        return records[::-1]
+
+    def delete(self, response_id: str) -> bool:
+        """Forget a record; says whether it was there. What continues it can be read still, but not be continued."""
+        record = self._records.pop(response_id, None)
+        if record is not None:
+            self._num_bytes -= record.num_bytes
+        return record is not None
+
+    def _chain(self, response_id: str) -> Iterator[str]:
+        """The ids from a record back to the first one, or to the first one that is missing."""
+        name: str | None = response_id
+        while name is not None and name in self._records:
+            yield name
+            name = self._records[name].previous_id
+
+    def _touch(self, response_id: str) -> None:
+        for name in list(self._chain(response_id)):
+            self._records.move_to_end(name)

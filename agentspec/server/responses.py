@@ -1,0 +1,215 @@
+"""/v1/responses: items in, items out; the conversation kept by the client, or here.
+
+Owns the endpoints, and what is stored. A request's fields are in responses_request.py, the meaning of its items in responses_items.py, the
+response in responses_answer.py.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from agentspec.errors import RequestError
+from agentspec.server import answer_shapes, events
+from agentspec.server.errors import ApiError
+from agentspec.server.responding import FrameResponse, json_response
+from agentspec.server.response_store import StoredResponse
+from agentspec.server.responses_answer import Answer, frames
+from agentspec.server.responses_items import Conversation, Item, read_items
+from agentspec.server.responses_request import CHECKED, HARMLESS, ResponsesRequest, parse
+from agentspec.server.routes import Call, Route
+from agentspec.server.service import Service, session_of
+from agentspec.server.turn import TurnRequest, begin, build_prompt
+
+_MAX_LISTED = 100
+_RENAMED = {
+    "prompt_ids": "input",
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "logprobs": "top_logprobs",
+}
+_RETRIEVE_QUERY = {"stream": {"enum": ["false"]}, "include_obfuscation": {"enum": ["false"]}}
+_LIST_QUERY: dict[str, dict[str, Any]] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": _MAX_LISTED, "default": 20},
+    "order": {"enum": ["asc", "desc"], "default": "desc"},
+    "after": {"type": "string"},
+}
+_CHAT_LEVELS = re.compile(r"^(tools\[\d+\]|tool_choice(?:\.tools\[\d+\])?)\.function\b")
+
+
+class _Asked:
+    """A request with the conversation that it continues."""
+
+    def __init__(self, service: Service, call: Call) -> None:
+        self.request = parse(call.body)
+        service.check_model(self.request.model)
+        stored = _stored_conversation(service, self.request.previous_response_id)
+        history = [("previous_response_id", item) for record in stored for item in _items_of(record)]
+        self.items = read_items(self.request.input)
+        named = [(f"input[{index}]", item) for index, item in enumerate(self.items)]
+        self._conversation = Conversation.of(self.request.instructions, history + named)
+        self.session_id = session_of(call.headers, self.request.prompt_cache_key) or self._own_session(stored)
+
+    def _own_session(self, stored: list[StoredResponse]) -> str | None:
+        """That of the conversation. A first response begins one if another is likely to follow it here."""
+        if stored and stored[-1].session_id is not None:
+            return stored[-1].session_id
+        return uuid.uuid4().hex if stored or (self.request.store and self.request.tools) else None
+
+    def turn_request(self) -> TurnRequest:
+        return self.request.turn_request(self._conversation.messages, self.session_id)
+
+    def public(self, error: RequestError) -> RequestError:
+        """The error with the field as this API's clients know it: they sent items and flat tools, and got messages and chat's tools."""
+        field = error.field
+        if found := re.match(r"messages\[(\d+)\]", field):
+            rest = field[found.end() :].replace("tool_call_id", "call_id")
+            field = self._conversation.names[int(found[1])] + rest
+        else:
+            field = _RENAMED.get(field, re.sub(_CHAT_LEVELS, r"\1", field.replace("tool_choice.allowed_tools.", "tool_choice.")))
+        return type(error)(field, error.value, error.reason)
+
+
+async def create(service: Service, call: Call) -> Response:
+    """POST /v1/responses."""
+    asked = _Asked(service, call)
+    try:
+        (turn,) = await begin(service, asked.turn_request())
+        answer = Answer(asked.request, turn, service, lambda response: _store(service, asked, response))
+        stream = events.generate(service.engine, turn.submit)
+        if asked.request.stream:
+            return await FrameResponse.begin(frames(stream, answer))
+        async with aclosing(stream):
+            async for event in stream:
+                answer.take(event)
+    except RequestError as error:
+        raise asked.public(error) from None
+    return json_response(answer.response)
+
+
+async def count_input(service: Service, call: Call) -> Response:
+    """POST /v1/responses/input_tokens: what the same body would cost as a prompt."""
+    asked = _Asked(service, call)
+    try:
+        prompt = await build_prompt(service, asked.turn_request())
+    except RequestError as error:
+        raise asked.public(error) from None
+    return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.prompt_ids)})
+
+
+async def retrieve(service: Service, call: Call) -> Response:
+    """GET /v1/responses/{response_id}."""
+    _check_query(call, {"stream": "false", "include_obfuscation": "false"})
+    return Response(_stored(service, call).response, media_type="application/json")
+
+
+async def delete(service: Service, call: Call) -> Response:
+    """DELETE /v1/responses/{response_id}."""
+    _check_query(call, {})
+    _stored(service, call)
+    response_id = call.path["response_id"]
+    service.responses.delete(response_id)
+    return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+async def list_input(service: Service, call: Call) -> Response:
+    """GET /v1/responses/{response_id}/input_items: what its request added to the conversation."""
+    _check_query(call, {"limit": None, "order": None, "after": None})
+    items: list[Item] = msgspec.json.decode(_stored(service, call).input_items)
+    order = call.query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise RequestError("order", order, "must be 'asc' or 'desc'")
+    if order == "desc":
+        items.reverse()
+    after = call.query.get("after")
+    if after is not None:
+        places = [place for place, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise RequestError("after", after, "is not the id of an input item of this response")
+        items = items[places[0] + 1 :]
+    limit = call.query.get("limit", "20")
+    if not re.fullmatch("[0-9]{1,3}", limit) or not 1 <= int(limit) <= _MAX_LISTED:
+        raise RequestError("limit", limit, f"must be between 1 and {_MAX_LISTED}")
+    shown = items[: int(limit)]
+    ends = {"first_id": shown[0]["id"] if shown else None, "last_id": shown[-1]["id"] if shown else None}
+    return json_response({"object": "list", "data": shown, **ends, "has_more": len(items) > len(shown)})
+
+
+ROUTES = (
+    Route(
+        method="POST",
+        path="/v1/responses",
+        handle=create,
+        body=ResponsesRequest,
+        checked=CHECKED,
+        extra=HARMLESS,
+        answers="json or events",
+        answer=answer_shapes.ResponseObject,
+    ),
+    Route(
+        method="POST",
+        path="/v1/responses/input_tokens",
+        handle=count_input,
+        body=ResponsesRequest,
+        checked=CHECKED,
+        extra=HARMLESS,
+        answer=answer_shapes.ResponseInputTokens,
+    ),
+    Route(method="GET", path="/v1/responses/{response_id}", handle=retrieve, query=_RETRIEVE_QUERY, answer=answer_shapes.ResponseObject),
+    Route(method="DELETE", path="/v1/responses/{response_id}", handle=delete, query={}, answer=answer_shapes.DeletedResponse),
+    Route(method="GET", path="/v1/responses/{response_id}/input_items", handle=list_input, query=_LIST_QUERY, answer=answer_shapes.ItemList),
+)
+
+
+def _store(service: Service, asked: _Asked, response: dict[str, Any]) -> None:
+    if not asked.request.store:
+        return
+    record = StoredResponse(
+        response=msgspec.json.encode(response),
+        input_items=msgspec.json.encode(asked.items),
+        previous_id=asked.request.previous_response_id,
+        session_id=asked.session_id,
+    )
+    service.responses.put(response["id"], record)
+
+
+def _stored(service: Service, call: Call) -> StoredResponse:
+    response_id = call.path["response_id"]
+    record = service.responses.get(response_id)
+    if record is None:
+        raise _gone("response_id", response_id)
+    return record
+
+
+def _stored_conversation(service: Service, response_id: str | None) -> list[StoredResponse]:
+    if response_id is None:
+        return []
+    records = service.responses.conversation(response_id)
+    if records is None:
+        raise _gone("previous_response_id", response_id)
+    return records
+
+
+def _gone(field: str, response_id: str) -> ApiError:
+    reason = "no such response, or no longer: it or one before it was deleted, or made room for others"
+    return ApiError(404, f"{field}={response_id!r}: {reason}", param=field, code="response_not_found")
+
+
+def _items_of(record: StoredResponse) -> list[Item]:
+    output: list[Item] = msgspec.json.decode(record.response)["output"]
+    return [*msgspec.json.decode(record.input_items), *output]
+
+
+def _check_query(call: Call, known: dict[str, str | None]) -> None:
+    """`known`: parameters with the one value that is served, None for any."""
+    for name, value in call.query.items():
+        if name not in known:
+            raise RequestError(name, value, "is not supported")
+        if known[name] not in (None, value.lower()):
+            raise RequestError(name, value, f"is not supported (only {known[name]})")

@@ -1,0 +1,50 @@
+"""Where generated tokens stand in the text that they became, and which of their scores belong to which part of it.
+
+Knows a tokenizer's bytes and the engine's scores; nothing of tags, requests or answers.
+"""
+
+from __future__ import annotations
+
+import codecs
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+
+from agentspec.types import TokenScore
+
+
+class TokenPlaces:
+    """The tokens of one stream. Offsets are characters of the decoded text, as text/detokenizer.py decodes it.
+
+    A token that stands for no text takes no place. One that holds a part of a character stands where that character does."""
+
+    def __init__(self, token_bytes: Sequence[bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._length = 0
+        self._starts: list[int] = []
+        self._scored: deque[tuple[int, int, TokenScore]] = deque()
+        """(start, end, score) of the tokens that no `take` has passed yet."""
+
+    def add(self, ids: Sequence[int], scores: Sequence[TokenScore] | None) -> None:
+        """The next tokens; `scores` has one entry for each, or is None for all of them."""
+        for index, token in enumerate(ids):
+            data = self._token_bytes[token] if token < len(self._token_bytes) else b""
+            start = self._length
+            self._length += len(self._decoder.decode(data))
+            self._starts.append(start)
+            if scores is not None and data:
+                self._scored.append((start, max(self._length, start + 1), scores[index]))
+
+    def count_before(self, offset: int) -> int:
+        """Tokens that begin before `offset`."""
+        return bisect_left(self._starts, offset)
+
+    def take(self, start: int, end: int) -> list[TokenScore]:
+        """Scores of the tokens that have a part in start..end, each token once; ranges ascend from call to call. What lies before is dropped."""
+        taken = []
+        while self._scored and self._scored[0][0] < end:
+            _, stop, score = self._scored.popleft()
+            if stop > start:
+                taken.append(score)
+        return taken

@@ -1,0 +1,130 @@
+"""Prompts as the engine would see them: /tokenize, /detokenize and /v1/chat/completions/render. Nothing is generated.
+
+Owns the shapes of these endpoints, which follow vLLM's. What a chat becomes is turn.py's business.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from agentspec.errors import RequestError
+from agentspec.server import answer_shapes, chat, fields, openai
+from agentspec.server.responding import json_response
+from agentspec.server.routes import Call, Route
+from agentspec.server.service import Service, session_of
+from agentspec.server.turn import begin, build_prompt
+from agentspec.text.tokenizer import Tokenizer
+
+HARMLESS: fields.Harmless = {"add_generation_prompt": (True,), "continue_final_message": (False,)}
+
+_OF_CHAT = ("tools", "chat_template_kwargs", "reasoning_effort", "cache_salt")
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Either `prompt`, or `messages` with what else of a chat request shapes its prompt."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    cache_salt: str | None = None
+    add_special_tokens: bool = False
+    """Without effect: the tokenizers of this family add none."""
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    tokens: list[int]
+    model: str | None = None
+
+
+async def tokenize(service: Service, call: Call) -> Response:
+    """POST /tokenize: the ids of a text, or of the prompt that chat messages become."""
+    asked = fields.read(call.body, TokenizeRequest, HARMLESS, required=())
+    _check_model(service, asked.model)
+    ids = await _ids_of(service, asked)
+    names = [_tokenizer(service, "prompt", asked.prompt).name_of(token) for token in ids] if asked.return_token_strs else None
+    return json_response({"count": len(ids), "max_model_len": service.engine.info.max_context, "tokens": ids, "token_strs": names})
+
+
+async def detokenize(service: Service, call: Call) -> Response:
+    """POST /detokenize: the text of token ids, control tokens written out."""
+    asked = fields.read(call.body, DetokenizeRequest, {}, required=("tokens",))
+    _check_model(service, asked.model)
+    vocab_size = service.engine.info.vocab_size
+    for index, token in enumerate(asked.tokens):
+        if not 0 <= token < vocab_size:
+            raise RequestError(f"tokens[{index}]", token, f"is not a token id below {vocab_size}")
+    return json_response({"prompt": _tokenizer(service, "tokens", asked.tokens).spell(asked.tokens)})
+
+
+async def render(service: Service, call: Call) -> Response:
+    """POST /v1/chat/completions/render: what the engine would be asked for this chat request; of several choices, for the first."""
+    asked = openai.parse_chat(call.body)
+    service.check_model(asked.model)
+    turns = await begin(service, chat.turn_request(asked, session_of(call.headers, asked.prompt_cache_key)))
+    submit = turns[0].submit
+    body = {
+        "model": asked.model,
+        "prompt": _tokenizer(service, "messages", asked.messages).spell(submit.prompt_ids),
+        "token_ids": submit.prompt_ids,
+        "count": len(submit.prompt_ids),
+        "max_model_len": service.engine.info.max_context,
+        "breakpoints": [{"offset": mark.offset, "kind": mark.kind.name.lower()} for mark in submit.breakpoints],
+        "sampling_params": submit.sampling,
+        "grammar": submit.grammar,
+        "session_id": submit.session_id,
+    }
+    return json_response(body)
+
+
+ROUTES = (
+    Route(
+        method="POST",
+        path="/tokenize",
+        handle=tokenize,
+        body=TokenizeRequest,
+        checked=openai.CHAT_CHECKED,
+        extra=HARMLESS,
+        answer=answer_shapes.Tokens,
+    ),
+    Route(method="POST", path="/detokenize", handle=detokenize, body=DetokenizeRequest, answer=answer_shapes.Text),
+    Route(
+        method="POST",
+        path="/v1/chat/completions/render",
+        handle=render,
+        body=openai.ChatRequest,
+        checked=openai.CHAT_CHECKED,
+        extra=openai.CHAT_HARMLESS,
+        answer=answer_shapes.RenderedChat,
+    ),
+)
+
+
+async def _ids_of(service: Service, asked: TokenizeRequest) -> list[int]:
+    if (asked.prompt is None) == (asked.messages is None):
+        raise RequestError("prompt", asked.prompt, "send either a prompt or messages")
+    of_chat = {name: value for name in _OF_CHAT if (value := getattr(asked, name)) is not None}
+    if asked.prompt is None:
+        body = {"model": service.engine.info.model_id, "messages": asked.messages, **of_chat}
+        return (await build_prompt(service, chat.turn_request(openai.parse_chat(body), None))).prompt_ids
+    for name, value in of_chat.items():
+        raise RequestError(name, value, "goes with messages, not with a prompt")
+    return _tokenizer(service, "prompt", asked.prompt).encode(asked.prompt)
+
+
+def _check_model(service: Service, name: str | None) -> None:
+    """The model may be absent here, as in vLLM."""
+    if name is not None:
+        service.check_model(name)
+
+
+def _tokenizer(service: Service, field: str, value: object) -> Tokenizer:
+    if service.text is None:
+        raise RequestError(field, value, "this checkpoint has no tokenizer")
+    return service.text.tokenizer

@@ -1,0 +1,138 @@
+"""Requests that once broke something: each is refused by name, or answered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fakes.engine_client import INFO, ScriptedEngine, ended, said
+
+MODEL = INFO.model_id
+USER = {"role": "user", "content": "x"}
+DEEP = '{"a": ' * 150 + "1" + "}" * 150
+
+
+def send(
+    connect: Callable[..., httpx.AsyncClient], method: str, path: str, body: Any = None, *, content: bytes | None = None, says: str = "x"
+) -> httpx.Response:
+    async def run() -> httpx.Response:
+        async with connect(ScriptedEngine([*said(*says), ended()])) as client:
+            return await client.request(method, path, content=json.dumps(body).encode() if content is None else content)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "content", [b'{"model": "\xff"}', b'{"model": "\xed\xa0\x80"}', b"\xff\xfe{", b'{"model": "\\ud800"}', b"[" * 10**5, b"1" * 5000]
+)
+def test_a_body_that_is_no_text_is_no_json(connect: Callable[..., httpx.AsyncClient], content: bytes) -> None:
+    refused = send(connect, "POST", "/v1/chat/completions", content=content)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_json")
+    refused = send(connect, "POST", "/v1/messages", content=content)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def chat(**fields: Any) -> tuple[str, dict[str, Any]]:
+    return "/v1/chat/completions", {"model": MODEL, "messages": [USER], **fields}
+
+
+def chat_with_call(arguments: str) -> tuple[str, dict[str, Any]]:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return chat(messages=[USER, {"role": "assistant", "tool_calls": [call]}])
+
+
+def items(*given: Any, **fields: Any) -> tuple[str, dict[str, Any]]:
+    return "/v1/responses", {"model": MODEL, "input": [USER, *given], **fields}
+
+
+def call_item(arguments: str) -> dict[str, Any]:
+    return {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        pytest.param(chat(guided_json="[" * 10**5), "guided_json", id="a schema's text that exhausts the stack"),
+        pytest.param(chat(guided_json=DEEP), "guided_json", id="a deep schema as text"),
+        pytest.param(chat_with_call('{"a": "\\ud800"}'), "messages[1].tool_calls[0].function.arguments", id="a lone surrogate in arguments"),
+        pytest.param(chat_with_call(DEEP), "messages[1].tool_calls[0].function.arguments", id="deep arguments"),
+        pytest.param(chat(max_completion_tokens=-1), "max_completion_tokens", id="less than no tokens"),
+        pytest.param(items({"type": {}}), "input[1].type", id="an item whose type is an object"),
+        pytest.param(items({"type": []}), "input[1].type", id="an item whose type is a list"),
+        pytest.param(items(call_item('{"a": "\\ud800"}')), "input[1].arguments", id="a lone surrogate in an item's arguments"),
+        pytest.param(items(call_item(DEEP)), "input[1].arguments", id="an item with deep arguments"),
+        pytest.param(items(include=["message.output_text.logprobs"], top_logprobs=21), "top_logprobs", id="too many likely tokens"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name(connect: Callable[..., httpx.AsyncClient], request_: tuple[str, dict[str, Any]], field: str) -> None:
+    refused = send(connect, "POST", *request_)
+    assert (refused.status_code, refused.json()["error"].get("param")) == (400, field), refused.text
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions/render", "/v1/responses/input_tokens"])
+def test_what_only_looks_at_a_body_refuses_what_the_engine_would(connect: Callable[..., httpx.AsyncClient], path: str) -> None:
+    body = {"model": MODEL, **({"input": "x"} if "responses" in path else {"messages": [USER]})}
+    assert send(connect, "POST", path, body).status_code == 200
+    for name, value in {"temperature": -1, "top_p": 0, "top_k": 10**9, "seed": 2**63, "repetition_penalty": 0}.items():
+        refused = send(connect, "POST", path, body | {name: value})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+
+
+@pytest.mark.parametrize("limit", ["9" * 5000, "%C2%B2", "%D9%A3", "1%00"])
+def test_a_limit_of_strange_digits(connect: Callable[..., httpx.AsyncClient], limit: str) -> None:
+    async def run() -> httpx.Response:
+        async with connect(ScriptedEngine([*said("x"), ended()])) as client:
+            made = (await client.post("/v1/responses", json={"model": MODEL, "input": "x"})).json()["id"]
+            return await client.get(f"/v1/responses/{made}/input_items?limit={limit}")
+
+    refused = asyncio.run(run())
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "limit")
+
+
+TO_ITSELF = {"$ref": "#/properties/a"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [TO_ITSELF] * 200},
+        {"allOf": [{"oneOf": [TO_ITSELF] * 50}] * 50},
+        {"anyOf": 3},
+        {"oneOf": {"a": 1}},
+        {"type": [{}, "integer"]},
+        {"type": {}, "enum": 5},
+        {"$ref": "#/properties/a/b/c"},
+        TO_ITSELF,
+        5,
+    ],
+    ids=str,
+)
+def test_a_call_of_a_tool_with_an_odd_schema(connect: Callable[..., httpx.AsyncClient], schema: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}}}}
+    says = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+    answer = send(connect, "POST", *chat(tools=[tool]), says=says)
+    assert answer.status_code == 200, answer.text
+    (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["a"] in (1, "1")
+
+
+def test_half_a_character_in_a_calls_json_is_replaced(connect: Callable[..., httpx.AsyncClient]) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "array"}}}}}
+    says = '<tool_call>\n<function=f>\n<parameter=a>\n["\\ud83d", "\\ud83d\\ude80"]\n</parameter>\n</function>\n</tool_call>'
+    answer = send(connect, "POST", *chat(tools=[tool]), says=says)
+    (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"a": ["\ufffd", "\U0001f680"]}
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_numbers_that_json_lacks_never_stand_in_arguments(connect: Callable[..., httpx.AsyncClient], number: str) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}}
+    says = f"<tool_call>\n<function=f>\n<parameter=a>\n{number}\n</parameter>\n</function>\n</tool_call>"
+    answer = send(connect, "POST", *chat(tools=[tool]), says=says)
+    (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"], parse_constant=pytest.fail) == {"a": number}

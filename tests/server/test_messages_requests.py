@@ -1,0 +1,240 @@
+"""Bodies of /v1/messages: every documented field is known, works, or is refused by name; blocks become the messages that templates know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agentspec.errors import RequestError
+from agentspec.server.messages_request import HARMLESS, CountRequest, MessagesRequest, parse_count, parse_messages, turn_request
+from agentspec.server.turn import TurnRequest
+from agentspec.text.chat_template import MessageMark, ToolsMark
+from agentspec.text.constraints import OutputForm, ToolDemand
+
+USER: dict[str, Any] = {"role": "user", "content": "hi"}
+BODY: dict[str, Any] = {"model": "m", "max_tokens": 2000, "messages": [USER]}
+TOOL: dict[str, Any] = {"name": "look", "description": "Look.", "input_schema": {"type": "object", "properties": {"where": {"type": "string"}}}}
+MARK: dict[str, Any] = {"type": "ephemeral"}
+READS = frozenset({"enable_thinking", "reasoning_effort"})
+USE: dict[str, Any] = {"type": "tool_use", "id": "c1", "name": "look", "input": {"where": "there"}}
+RESULT: dict[str, Any] = {"type": "tool_result", "tool_use_id": "c1", "content": "a lamp"}
+
+
+def turn(extra: dict[str, Any], reads: frozenset[str] = READS) -> TurnRequest:
+    return turn_request(parse_messages({**BODY, **extra}), None, reads)
+
+
+def text(words: str, **extra: Any) -> dict[str, Any]:
+    return {"type": "text", "text": words, **extra}
+
+
+def test_every_documented_field_is_known() -> None:
+    params = pytest.importorskip("anthropic.types.message_create_params").MessageCreateParamsBase
+    headers = {"user_profile_id", "workspace_id"}
+    documented = set(params.__annotations__) - headers
+    assert documented <= set(MessagesRequest.__struct_fields__) | set(HARMLESS)
+    counted = pytest.importorskip("anthropic.types.message_count_tokens_params").MessageCountTokensParams
+    assert set(counted.__annotations__) - headers <= set(CountRequest.__struct_fields__) | set(HARMLESS)
+
+
+@pytest.mark.parametrize(
+    ("extra", "field"),
+    [
+        ({"container": "c"}, "container"),
+        ({"context_management": {"edits": []}}, "context_management"),
+        ({"diagnostics": {}}, "diagnostics"),
+        ({"inference_geo": "us"}, "inference_geo"),
+        ({"mcp_servers": [{"name": "x"}]}, "mcp_servers"),
+        ({"speed": "fast"}, "speed"),
+        ({"service_tier": "priority"}, "service_tier"),
+        ({"n": 2}, "n"),
+        ({"metadata": {"user": "x"}}, "metadata"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": "9"}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{**text("x"), "citations": [{}]}]}]}, "messages[0].content[0].citations"),
+        ({"messages": [{"role": "user", "content": [USE]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{**RESULT, "content": [{"type": "document"}]}]}]}, "messages[0].content[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [text("x"), RESULT]}]}, "messages[0].content[1].type"),
+        ({"messages": [USER, {"role": "user", "content": [RESULT]}]}, "messages[1].content[0].tool_use_id"),
+        ({"messages": [USER, {"role": "assistant", "content": "Well"}]}, "messages[1].role"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [RESULT, RESULT]}]},
+            "messages[2].content[1].tool_use_id",
+        ),
+        ({"messages": [{"role": "user", "content": [text("x", cache_control={"type": "forever"})]}]}, "messages[0].content[0].cache_control.type"),
+        ({"cache_control": {"type": "ephemeral", "ttl": "1d"}}, "cache_control.ttl"),
+        ({"system": [text(str(number), cache_control=MARK) for number in range(5)]}, "cache_control"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [TOOL, {"name": "look"}]}, "tools[1]"),
+        ({"tools": [{**TOOL, "input_examples": [{}]}]}, "tools[0].input_examples"),
+        ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading"),
+        ({"tools": [{**TOOL, "eager_input_streaming": False}]}, "tools[0].eager_input_streaming"),
+        ({"tools": [{**TOOL, "allowed_callers": ["code_execution_20250825"]}]}, "tools[0].allowed_callers[0]"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice.type"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "none", "disable_parallel_tool_use": True}}, "tool_choice"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 100}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled"}}, "thinking"),
+        ({"thinking": {"type": "between_tools"}}, "thinking.type"),
+        ({"output_config": {"format": {"type": "regex"}}}, "output_config.format.type"),
+        ({"output_config": {"effort": "none"}}, "output_config.effort"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_named(extra: dict[str, Any], field: str) -> None:
+    with pytest.raises(RequestError) as raised:
+        turn(extra)
+    assert raised.value.field == field
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"speed": "standard", "mcp_servers": [], "container": None},
+        {"service_tier": "standard_only", "metadata": {"user_id": "u"}},
+        {"tools": [{**TOOL, "type": "custom", "allowed_callers": ["direct"], "defer_loading": False, "input_examples": [], "strict": False}]},
+        {"messages": [{"role": "user", "content": [text("x", citations=None, cache_control=None)]}]},
+        {"messages": [USER, {"role": "assistant", "content": [{**USE, "caller": {"type": "direct"}}]}, {"role": "user", "content": [RESULT]}]},
+    ],
+    ids=str,
+)
+def test_what_asks_for_nothing_is_taken(extra: dict[str, Any]) -> None:
+    turn(extra)
+
+
+def test_sampling() -> None:
+    asked = turn({"temperature": 0.5, "top_p": 0.9, "top_k": 7, "stop_sequences": ["a", "b"], "cache_salt": "s"})
+    sampling = asked.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens, sampling.stop) == (0.5, 0.9, 7, 2000, ("a", "b"))
+    assert asked.namespace == "s"
+
+
+def test_tools_become_functions() -> None:
+    asked = turn({"tools": [TOOL, {"name": "plain", "input_schema": {"type": "object"}, "strict": True}]})
+    assert asked.tools == [
+        {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": TOOL["input_schema"]}},
+        {"type": "function", "function": {"name": "plain", "parameters": {"type": "object"}, "strict": True}},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("choice", "demand"),
+    [
+        (None, ToolDemand()),
+        ({"type": "auto"}, ToolDemand()),
+        ({"type": "auto", "disable_parallel_tool_use": True}, ToolDemand(parallel=False)),
+        ({"type": "any"}, ToolDemand(choice="required")),
+        ({"type": "any", "disable_parallel_tool_use": True}, ToolDemand(choice="required", parallel=False)),
+        ({"type": "tool", "name": "look"}, ToolDemand(choice="required", name="look")),
+        ({"type": "none"}, ToolDemand(choice="none")),
+    ],
+    ids=str,
+)
+def test_tool_choice(choice: dict[str, Any] | None, demand: ToolDemand) -> None:
+    assert turn({"tools": [TOOL], "tool_choice": choice}).demand == demand
+
+
+def test_output_format() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    asked = turn({"output_config": {"format": {"type": "json_schema", "schema": schema}}})
+    assert asked.output == OutputForm(kind="json_schema", source=schema, field="output_config.format.schema")
+    assert turn({}).output is None
+
+
+@pytest.mark.parametrize(
+    ("extra", "kwargs"),
+    [
+        ({}, {}),
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"enable_thinking": True}),
+        ({"thinking": {"type": "adaptive", "display": "omitted"}}, {"enable_thinking": True}),
+        ({"output_config": {"effort": "low"}}, {"reasoning_effort": "low"}),
+        ({"output_config": {"effort": "high"}}, {"reasoning_effort": "high"}),
+    ],
+    ids=str,
+)
+def test_thinking_and_effort_are_the_templates(extra: dict[str, Any], kwargs: dict[str, Any]) -> None:
+    assert turn(extra).template_kwargs == kwargs
+
+
+def test_switches_that_the_template_lacks_are_refused() -> None:
+    for thinking in ({"type": "disabled"}, {"type": "enabled", "budget_tokens": 1024}):
+        with pytest.raises(RequestError, match="enable_thinking") as raised:
+            turn({"thinking": thinking}, frozenset())
+        assert raised.value.field == "thinking.type"
+    with pytest.raises(RequestError, match="reasoning_effort") as raised:
+        turn({"output_config": {"effort": "max"}}, frozenset())
+    assert raised.value.field == "output_config.effort"
+    assert turn({"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}}, frozenset()).template_kwargs == {}
+
+
+def test_blocks_become_messages() -> None:
+    messages = [
+        {"role": "user", "content": [text("One. "), text("Two.")]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm. ", "signature": "s"},
+                {"type": "redacted_thinking", "data": "xyz"},
+                text("Let me "),
+                text("look."),
+                USE,
+            ],
+        },
+        {"role": "assistant", "content": [{**USE, "id": "c2"}]},
+        {
+            "role": "user",
+            "content": [{**RESULT, "tool_use_id": "c2", "content": [text("gone"), text("!")], "is_error": True}, RESULT, text("So?")],
+        },
+        {"role": "assistant", "content": "So."},
+        {"role": "user", "content": "Thanks"},
+    ]
+    asked = turn({"system": [text("Be "), text("brief.")], "messages": messages})
+    function = {"name": "look", "arguments": {"where": "there"}}
+    assert asked.messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "One. Two."},
+        {
+            "role": "assistant",
+            "content": "Let me look.",
+            "reasoning_content": "Hm. ",
+            "tool_calls": [{"id": "c1", "type": "function", "function": function}, {"id": "c2", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "c2", "content": "Error: gone!"},
+        {"role": "tool", "tool_call_id": "c1", "content": "a lamp"},
+        {"role": "user", "content": "So?"},
+        {"role": "assistant", "content": "So."},
+        {"role": "user", "content": "Thanks"},
+    ]
+
+
+def test_results_without_content() -> None:
+    call = {"role": "assistant", "content": [USE]}
+    asked = turn({"messages": [USER, call, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1"}]}]})
+    assert asked.messages[-1] == {"role": "tool", "tool_call_id": "c1", "content": ""}
+
+
+def test_marks_stand_where_cache_control_does() -> None:
+    marked = {"cache_control": MARK}
+    assert turn({"tools": [{**TOOL, **marked}, {**TOOL, "name": "b"}], "system": "s"}).marked == [ToolsMark(1)]
+    assert turn({"system": [text("abc", **marked), text("d", **marked)]}).marked == [MessageMark(0, 3), MessageMark(0)]
+    assert turn({"messages": [{"role": "user", "content": [text("document", **marked), text("question")]}]}).marked == [MessageMark(0, 8)]
+    assert turn({**marked, "system": "s"}).marked == [MessageMark(1)]
+    loop = [USER, {"role": "assistant", "content": [{**USE, **marked}]}, {"role": "user", "content": [{**RESULT, **marked}, text("?")]}]
+    assert turn({"messages": loop}).marked == [MessageMark(1), MessageMark(2)]
+    nested = {**RESULT, "content": [text("a lamp", **marked)]}
+    assert turn({"messages": [USER, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [nested]}]}).marked == [MessageMark(2)]
+
+
+def test_counting_takes_what_makes_the_prompt() -> None:
+    rest = {name: value for name, value in BODY.items() if name != "max_tokens"}
+    assert turn_request(parse_count({**rest, "system": "s", "tools": [TOOL]}), None, READS).messages[0]["role"] == "system"
+    with pytest.raises(RequestError, match="max_tokens"):
+        parse_count(BODY)

@@ -1,0 +1,177 @@
+"""The OpenAPI document is true: it lists what is served and taken, and schemathesis finds no answer that it doesn't describe."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from typing import Any
+
+import httpx
+import hypothesis
+import jsonschema
+import pytest
+import schemathesis
+from fastapi.routing import APIRoute
+from schemathesis.checks import CHECKS, load_all_checks
+
+from agentspec.server.app import ROUTES, create_app
+from agentspec.server.openapi import BOUNDS, document
+from agentspec.server.pipeline import TextPipeline
+from agentspec.server.transport import InProcessTransport
+from agentspec.text.chat_template import ChatTemplate
+from agentspec.text.prompt import PromptBuilder
+from agentspec.text.tokenizer import Tokenizer
+from agentspec.text.turn_memory import TurnMemory
+from tests.fakes.engine_client import INFO, ScriptedEngine, ended, said
+from tests.fakes.text import END_OF_TURN, byte_backend
+from tests.server.conftest import TEMPLATE
+
+POSTS = [route for route in ROUTES if route.body is not None]
+DOCUMENT = document(ROUTES)
+CALL = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+
+LEAST: dict[str, dict[str, Any]] = {
+    "ChatRequest": {"messages": [{"role": "user", "content": "x"}]},
+    "CompletionRequest": {"prompt": "x"},
+    "MessagesRequest": {"max_tokens": 9, "messages": [{"role": "user", "content": "x"}]},
+    "CountRequest": {"messages": [{"role": "user", "content": "x"}]},
+    "ResponsesRequest": {"input": "x"},
+    "TokenizeRequest": {"prompt": "x"},
+    "DetokenizeRequest": {"tokens": [1]},
+}
+"""What a body must hold, beside the model."""
+
+
+def new_app() -> Any:
+    tokenizer = Tokenizer(byte_backend(), eos_token=END_OF_TURN)
+    text = TextPipeline(tokenizer, PromptBuilder(tokenizer, ChatTemplate(TEMPLATE), TurnMemory()))
+    return create_app(ScriptedEngine([*said("well, ", CALL), ended()]), text)
+
+
+def ask(*requests: tuple[str, str, Any]) -> list[httpx.Response]:
+    """The answers to (method, path, JSON body or None), asked one after the other."""
+
+    async def run() -> list[httpx.Response]:
+        async with httpx.AsyncClient(transport=InProcessTransport(new_app()), base_url="http://in-process", timeout=None) as client:
+            return [await client.request(method, path, json=body) for method, path, body in requests]
+
+    return asyncio.run(run())
+
+
+def resolved(schema: dict[str, Any]) -> dict[str, Any]:
+    reference = schema.get("$ref")
+    if reference is None:
+        return schema
+    return functools.reduce(lambda node, name: node[name], reference.removeprefix("#/").split("/"), DOCUMENT)
+
+
+def body_schema(path: str) -> dict[str, Any]:
+    return resolved(DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"])
+
+
+def validator(schema: dict[str, Any]) -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator(schema | {"components": DOCUMENT["components"]})
+
+
+def test_it_is_served_and_lists_every_route() -> None:
+    (answer,) = ask(("GET", "/openapi.json", None))
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.json() == DOCUMENT
+    served = {(method, route.path.replace(":path}", "}")) for route in new_app().routes if isinstance(route, APIRoute) for method in route.methods}
+    assert served == {(method.upper(), path) for path, operations in DOCUMENT["paths"].items() for method in operations}
+
+
+def test_fastapi_shows_no_documents_of_its_own() -> None:
+    assert [answer.status_code for answer in ask(("GET", "/docs", None), ("GET", "/redoc", None))] == [404, 404]
+
+
+def test_its_schemas_are_schemas() -> None:
+    for name, schema in DOCUMENT["components"]["schemas"].items():
+        jsonschema.Draft202012Validator.check_schema(schema)
+        assert validator(schema).is_valid([]) is False, name  # every reference in it leads somewhere
+
+
+@pytest.mark.parametrize("route", POSTS, ids=lambda route: route.path)
+def test_the_fields_are_those_that_are_taken(route: Any) -> None:
+    """Each with a null, which is as good as nothing; and those that only some values are taken for with each of them."""
+    schema = body_schema(route.path)
+    least = {"model": INFO.model_id, **LEAST[route.body.__name__]}
+    names = schema["properties"].keys()
+    bodies = [least | {name: None} for name in names if name not in least]
+    bodies += [least | {name: value} for name, values in route.extra.items() for value in values]
+    for body, answer in zip(bodies, ask(*[("POST", route.path, body) for body in bodies]), strict=True):
+        assert answer.status_code == 200, (body, answer.text)
+        assert validator(schema).is_valid(body), body
+    refused = [least | {"unheard_of": None}, *(least | {name: "some" + "thing"} for name in route.extra)]
+    for body, answer in zip(refused, ask(*[("POST", route.path, body) for body in refused]), strict=True):
+        assert answer.status_code == 400, (body, answer.text)
+        assert not validator(schema).is_valid(body), body
+    without = ask(*[("POST", route.path, least | {name: None}) for name in schema["required"]])
+    assert [(answer.status_code, answer.json()["error"]["message"]) for answer in without] == [
+        (400, f"{name}=None: is required") for name in schema["required"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x", "mood": "good"}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": {}}]}),
+        ("/v1/completions", {"prompt": [[]]}),
+        ("/v1/completions", {"prompt": ["x", 1]}),
+        ("/v1/responses", {"input": [{"role": "user", "content": "x", "mood": "good"}]}),
+        ("/v1/responses", {"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}),
+        ("/v1/responses", {"input": "x", "tools": [{"type": "function", "function": {"name": "f"}}]}),
+        ("/tokenize", {"messages": [{"role": "somebody", "content": "x"}]}),
+    ],
+)
+def test_fields_that_are_kept_as_sent_have_the_schema_that_they_are_held_to(path: str, body: dict[str, Any]) -> None:
+    body = {"model": INFO.model_id, **body}
+    assert ask(("POST", path, body))[0].status_code == 400
+    assert not validator(body_schema(path)).is_valid(body)
+
+
+def test_bounds_are_of_fields_that_there_are() -> None:
+    assert set(BOUNDS) <= {name for route in POSTS for name in body_schema(route.path)["properties"]}
+
+
+@pytest.mark.parametrize("name", [name for name, bound in BOUNDS.items() if bound.keys() & {"minimum", "exclusiveMinimum"} and name != "logprobs"])
+def test_bounds_are_where_refusal_begins(name: str) -> None:
+    bound = BOUNDS[name]
+    taken = [bound[side] for side in ("minimum", "maximum") if side in bound]
+    refused = [bound[side] for side in ("exclusiveMinimum", "exclusiveMaximum") if side in bound]
+    refused += [bound[side] + step for side, step in (("minimum", -1), ("maximum", 1)) if side in bound]
+    least = {"model": INFO.model_id, **LEAST["ChatRequest"], "logprobs": True}
+    answers = ask(*[("POST", "/v1/chat/completions/render", least | {name: value}) for value in (*taken, *refused)])
+    assert [answer.status_code for answer in answers] == [200] * len(taken) + [400] * len(refused)
+    assert all(answer.json()["error"]["param"].startswith(name) for answer in answers[len(taken) :])
+
+
+def test_one_body_means_the_same_everywhere() -> None:
+    for route in POSTS:
+        for other in POSTS:
+            if route.body is other.body:
+                assert (route.checked, route.extra) == (other.checked, other.extra), route.path
+
+
+def for_the_served_model() -> dict[str, Any]:
+    """The document, with the model's name in place of any text: most requests would be for models that aren't there."""
+    components = DOCUMENT["components"]
+    schemas = {
+        name: schema | {"properties": schema["properties"] | {"model": {"const": INFO.model_id}}} if name in LEAST else schema
+        for name, schema in components["schemas"].items()
+    }
+    return DOCUMENT | {"components": components | {"schemas": schemas}}
+
+
+load_all_checks()
+WANTED = CHECKS.get_by_names(["not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance"])
+API = schemathesis.openapi.from_dict(for_the_served_model())
+API.app = new_app()
+
+
+@API.parametrize()
+@hypothesis.settings(max_examples=8, derandomize=True, deadline=None, database=None)
+def test_every_answer_is_described(case: schemathesis.Case) -> None:
+    case.call_and_validate(checks=WANTED)

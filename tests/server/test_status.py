@@ -1,0 +1,56 @@
+"""What a server says about itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from importlib import metadata
+
+import httpx
+import msgspec
+import openai
+import pytest
+
+from tests.fakes.engine_client import INFO, ScriptedEngine
+
+Connect = Callable[..., httpx.AsyncClient]
+
+
+def get(connect: Connect, path: str, engine: ScriptedEngine | None = None) -> httpx.Response:
+    async def run() -> httpx.Response:
+        async with connect(engine or ScriptedEngine()) as client:
+            return await client.get(path)
+
+    return asyncio.run(run())
+
+
+def test_models_and_version(connect: Connect) -> None:
+    (listed,) = get(connect, "/v1/models").json()["data"]
+    assert listed == {"id": "scripted", "object": "model", "created": 0, "owned_by": "agentspec", "max_model_len": INFO.max_context}
+    assert get(connect, "/v1/models/scripted").json() == listed
+    assert get(connect, "/version").json() == {"version": metadata.version("agentspec")}
+
+
+@pytest.mark.parametrize("name", ["scripted", "someone/model-4B"])
+def test_the_sdk_finds_the_model_whatever_its_name(connect: Connect, name: str) -> None:
+    engine = ScriptedEngine(info=msgspec.structs.replace(INFO, model_id=name))
+
+    async def run() -> str:
+        async with openai.AsyncOpenAI(api_key="none", base_url="http://in-process/v1", http_client=connect(engine)) as client:
+            with pytest.raises(openai.NotFoundError, match="not served here"):
+                await client.models.retrieve("other")
+            return (await client.models.retrieve(name)).id
+
+    assert asyncio.run(run()) == name
+
+
+def test_health_follows_the_engine(connect: Connect) -> None:
+    engine = ScriptedEngine()
+    assert (get(connect, "/health", engine).status_code, get(connect, "/health", engine).json()) == (200, {"status": "ok"})
+    engine.alive = False
+    assert get(connect, "/health", engine).status_code == 503
+
+
+def test_stats_are_the_engines_own(connect: Connect) -> None:
+    engine = ScriptedEngine()
+    assert get(connect, "/stats", engine).json() == asyncio.run(engine.stats())

@@ -1,0 +1,139 @@
+"""/tokenize, /detokenize and /v1/chat/completions/render: the very prompt that a chat would be answered from."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from agentspec.text.tokenizer import Tokenizer
+from agentspec.wire import TokensEvent
+from tests.fakes.engine_client import INFO, ScriptedEngine, ended, said
+from tests.fakes.text import byte_backend
+
+Connect = Callable[..., httpx.AsyncClient]
+
+USER = {"role": "user", "content": "héllo"}
+TOOLS = [{"type": "function", "function": {"name": "get", "parameters": {"type": "object", "properties": {"id": {"type": "string"}}}}}]
+
+
+def post(connect: Connect, *requests: tuple[str, Any], engine: ScriptedEngine | None = None, **overrides: Any) -> list[httpx.Response]:
+    async def run() -> list[httpx.Response]:
+        async with connect(engine or ScriptedEngine(), **overrides) as client:
+            return [await client.post(path, json=body) for path, body in requests]
+
+    return asyncio.run(run())
+
+
+def refused(response: httpx.Response, field: str) -> None:
+    assert (response.status_code, response.json()["error"]["param"]) == (400, field), response.text
+
+
+def test_text_to_ids_and_back(connect: Connect) -> None:
+    text = "<|im_start|>user\n<think> naïve 😀<|im_end|>"
+    (tokenized,) = post(connect, ("/tokenize", {"prompt": text, "return_token_strs": True}))
+    body = tokenized.json()
+    assert (body["count"], body["max_model_len"]) == (len(body["tokens"]), INFO.max_context)
+    assert (body["token_strs"][0], body["token_strs"][-1]) == ("<|im_start|>", "<|im_end|>")
+    assert body["token_strs"][5] == "Ċ", "as tokenizer.json spells a newline"
+    (detokenized,) = post(connect, ("/detokenize", {"tokens": body["tokens"], "model": "scripted"}))
+    assert detokenized.json() == {"prompt": text}
+
+
+def test_ids_without_a_token_have_no_text(connect: Connect) -> None:
+    (response,) = post(connect, ("/detokenize", {"tokens": [INFO.vocab_size - 1]}))
+    assert response.json() == {"prompt": ""}
+
+
+def test_messages_become_what_chat_sends_to_the_engine(connect: Connect) -> None:
+    engine = ScriptedEngine([*said("</think>\n\nok"), ended()])
+    chat = {"messages": [USER], "tools": TOOLS, "chat_template_kwargs": {"enable_thinking": True}, "cache_salt": "s"}
+    asked = {**chat, "model": "scripted", "seed": 3, "prompt_cache_key": "p"}
+    tokenized, rendered, _ = post(
+        connect,
+        ("/tokenize", {**chat, "add_generation_prompt": True, "continue_final_message": False}),
+        ("/v1/chat/completions/render", asked),
+        ("/v1/chat/completions", asked),
+        engine=engine,
+    )
+    (submit,) = engine.submits
+    assert tokenized.json()["tokens"] == submit.prompt_ids
+    assert tokenized.json()["token_strs"] is None
+    body = rendered.json()
+    assert body["token_ids"] == submit.prompt_ids
+    assert body["prompt"].endswith("<|im_start|>user\nhéllo<|im_end|>\n<|im_start|>assistant\n<think>\n")
+    assert body["breakpoints"] == [{"offset": mark.offset, "kind": mark.kind.name.lower()} for mark in submit.breakpoints]
+    assert {mark["kind"] for mark in body["breakpoints"]} == {"system", "user"}
+    assert (body["sampling_params"]["seed"], body["session_id"], body["grammar"]) == (3, "p", None)
+    assert (body["count"], body["model"]) == (len(submit.prompt_ids), "scripted")
+
+
+def test_a_returned_turn_is_counted_as_it_was_generated(connect: Connect) -> None:
+    """The scripted turn spells a token of its own in single bytes, which the tokenizer would never do."""
+    word = "</tool_response>"
+    spelled = [Tokenizer(byte_backend()).encode(letter)[0] for letter in word]
+    engine = ScriptedEngine([TokensEvent(request_id="", token_ids=spelled, text=word), ended()])
+    history = [USER, {"role": "assistant", "content": word}, {"role": "user", "content": "more"}]
+    _, plain, salted = post(
+        connect,
+        ("/v1/chat/completions", {"model": "scripted", "messages": [USER]}),
+        ("/tokenize", {"messages": history}),
+        ("/tokenize", {"messages": history, "cache_salt": "another"}),
+        engine=engine,
+    )
+    assert plain.json()["count"] == salted.json()["count"] + len(spelled) - 1
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "a", "messages": [USER]}, "prompt"),
+        ({"prompt": ["a"]}, "prompt"),
+        ({"prompt": "a", "tools": TOOLS}, "tools"),
+        ({"prompt": "a", "temperature": 1}, "temperature"),
+        ({"prompt": "a", "return_token_strs": "yes"}, "return_token_strs"),
+        ({"messages": [{"role": "wizard"}]}, "messages[0].role"),
+        ({"messages": [USER], "add_generation_prompt": False}, "add_generation_prompt"),
+        ({"messages": [USER], "chat_template": "{{ 1 }}"}, "chat_template"),
+        ([], "body"),
+    ],
+)
+def test_tokenize_refuses_by_name(connect: Connect, body: Any, field: str) -> None:
+    refused(*post(connect, ("/tokenize", body)), field)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "tokens"),
+        ({"tokens": "abc"}, "tokens"),
+        ({"tokens": [1, -1]}, "tokens[1]"),
+        ({"tokens": [INFO.vocab_size]}, "tokens[0]"),
+        ({"tokens": [1, 2.5]}, "tokens[1]"),
+        ({"tokens": [1], "skip_special_tokens": True}, "skip_special_tokens"),
+    ],
+)
+def test_detokenize_refuses_by_name(connect: Connect, body: Any, field: str) -> None:
+    refused(*post(connect, ("/detokenize", body)), field)
+
+
+def test_another_model_is_not_found(connect: Connect) -> None:
+    paths = ["/tokenize", "/detokenize", "/v1/chat/completions/render"]
+    bodies: list[dict[str, Any]] = [{"prompt": "a"}, {"tokens": [1]}, {"messages": [USER]}]
+    for response in post(connect, *[(path, {**body, "model": "other"}) for path, body in zip(paths, bodies, strict=True)]):
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_without_a_tokenizer_there_is_no_text(connect: Connect) -> None:
+    paths = [
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [1]}),
+        ("/v1/chat/completions/render", {"model": "scripted", "messages": [USER]}),
+    ]
+    fields = ["prompt", "tokens", "messages"]
+    for response, field in zip(post(connect, *paths, pipeline=None), fields, strict=True):
+        refused(response, field)

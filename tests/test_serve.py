@@ -1,0 +1,215 @@
+"""`agentspec serve` with real processes and sockets: what it says, whom it serves, and every way in which it ends.
+
+Both processes of a server hold its stdout, so the end of that pipe is the end of both: a test that reads it to its end proves that nobody is left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from agentspec import cli
+
+COMMAND = [
+    sys.executable,
+    "-c",
+    "from agentspec.cli import main; raise SystemExit(main())",
+    "serve",
+    "--port",
+    "0",
+    "--device",
+    "cpu",
+    "--memory",
+    "0.2",
+]
+CHAT: dict[str, Any] = {"model": "tiny-agent", "messages": [{"role": "user", "content": "Where is order 7?"}], "temperature": 0}
+ENDLESS = CHAT | {"stream": True, "ignore_eos": True, "max_tokens": 8000}
+"""Minutes of output: nothing that waits for it to end would pass for fast."""
+
+
+class Served:
+    """A running `agentspec serve`."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        assert process.stdout is not None
+        self.stdout = process.stdout
+        self.page = ""
+        self.client = httpx.Client(timeout=60)
+
+    def read_page(self) -> None:
+        """Read stdout up to the last line of the start page."""
+        while "API key" not in self.page:
+            line = self.stdout.readline()
+            assert line, "the server ended before it served"
+            self.page += line
+        url = re.search(r"http://127\.0\.0\.1:\d+", self.page)
+        assert url is not None
+        self.client.base_url = httpx.URL(url.group())
+
+    def end(self) -> tuple[int, str, str]:
+        """Wait for both processes: exit code, the rest of stdout, stderr."""
+        rest, errors = self.process.communicate()
+        return self.process.returncode, rest, errors
+
+
+Serve = Callable[..., Served]
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    """Starts servers and kills what is left of them."""
+    started: list[Served] = []
+
+    def start(*flags: str, in_engine: str = "", wait: bool = True) -> Served:
+        """in_engine: code that the engine's process runs before it loads."""
+        environment = {name: value for name, value in os.environ.items() if name != "AGENTSPEC_API_KEY"} | {"OMP_NUM_THREADS": "1"}
+        if in_engine:
+            (tmp_path / "sitecustomize.py").write_text(f"import sys\nif 'agentspec.engine_process' in sys.orig_argv:\n    {in_engine}\n")
+            environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, [environment.get("PYTHONPATH")])])
+        process = subprocess.Popen([*COMMAND, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        started.append(Served(process))
+        if wait:
+            started[-1].read_page()
+        return started[-1]
+
+    yield start
+    for served in started:
+        served.client.close()
+        served.process.kill()
+        served.process.communicate()
+
+
+@contextmanager
+def streaming(served: Served, body: dict[str, Any]) -> Iterator[Iterator[str]]:
+    """The lines of a streamed answer, the first one read."""
+    with served.client.stream("POST", "/v1/chat/completions", json=body) as response:
+        assert response.status_code == 200
+        lines = (line for line in response.iter_lines() if line)
+        next(lines)
+        yield lines
+
+
+def reasons(lines: Iterator[str]) -> tuple[list[str], str]:
+    """The finish reasons in the rest of a stream, and its last line."""
+    rest = list(lines)
+    bodies = [json.loads(line.removeprefix("data: ")) for line in rest if line != "data: [DONE]"]
+    return [choice["finish_reason"] for body in bodies for choice in body.get("choices", ()) if choice["finish_reason"]], rest[-1]
+
+
+def test_a_server_says_what_it_chose_and_serves_who_has_the_key(serve: Serve) -> None:
+    served = serve("tiny-agent", "--api-key", "k1", "--api-key", "k2", "--max-body-mib", "0.01", "--max-context", "4096", "--draft-tokens", "2")
+    for words in (
+        "serves tiny-agent",
+        "cpu, float32",
+        "4,096 tokens",
+        "up to 2 a step, fixed",
+        "8 run",
+        "256 more",
+        "0.01 MiB",
+        "GiB",
+        "rows",
+        "pages",
+    ):
+        assert words in served.page
+    assert "k1" not in served.page
+    client = served.client
+    assert client.get("/health").status_code == 200
+    assert client.get("/v1/models").status_code == 401
+    assert client.post("/v1/chat/completions", json=ENDLESS).status_code == 401
+    assert client.get("/v1/models", headers={"x-api-key": "k2"}).json()["data"][0]["max_model_len"] == 4096
+    client.headers["authorization"] = "Bearer k1"
+    answer = client.post("/v1/chat/completions", json=CHAT | {"max_tokens": 20, "ignore_eos": True}).json()
+    assert answer["usage"]["completion_tokens"] == 20
+    with streaming(served, CHAT | {"stream": True, "max_tokens": 20, "ignore_eos": True}) as lines:
+        assert reasons(lines) == (["length"], "data: [DONE]")
+    refused = client.post("/v1/chat/completions", json=CHAT | {"top_k": 10**6})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "top_k")
+    assert client.post("/v1/chat/completions", content=b" " * 20_000).status_code == 413
+    assert client.get("/stats").json()["running"] == 0
+    served.process.send_signal(signal.SIGTERM)
+    assert served.end() == (0, "", "")
+
+
+def test_the_first_signal_drains_and_the_second_ends(serve: Serve) -> None:
+    served = serve("--max-running", "1", "--max-queue", "0")
+    with streaming(served, ENDLESS) as lines:
+        refused = served.client.post("/v1/chat/completions", json=CHAT)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        served.process.send_signal(signal.SIGINT)
+        while served.client.get("/health").status_code == 200:
+            pass
+        assert served.client.post("/v1/chat/completions", json=CHAT).status_code == 503
+        served.process.send_signal(signal.SIGINT)
+        assert reasons(lines) == (["abort"], "data: [DONE]")
+    assert served.end() == (130, "", "")
+
+
+def test_what_runs_may_end_within_the_grace(serve: Serve) -> None:
+    served = serve()
+    with streaming(served, ENDLESS | {"max_tokens": 30}) as lines:
+        served.process.send_signal(signal.SIGTERM)
+        assert reasons(lines) == (["length"], "data: [DONE]")
+    assert served.end() == (0, "", "")
+
+
+def test_the_engine_ends_with_its_server(serve: Serve) -> None:
+    served = serve()
+    with streaming(served, ENDLESS) as lines:
+        served.process.kill()
+        with pytest.raises(httpx.RemoteProtocolError):
+            list(lines)
+    assert served.end()[:2] == (-signal.SIGKILL, "")
+
+
+def test_a_server_whose_engine_died_says_so(serve: Serve) -> None:
+    served = serve(in_engine="import os; print('engine', os.getpid(), flush=True)")
+    engine = int(served.page.split()[1])
+    with streaming(served, ENDLESS) as lines:
+        os.kill(engine, signal.SIGKILL)
+        assert "its process died" in json.loads(list(lines)[-1].removeprefix("data: "))["error"]["message"]
+    assert served.client.get("/health").status_code == 503
+    assert served.client.post("/v1/chat/completions", json=CHAT).status_code == 503
+    served.process.send_signal(signal.SIGTERM)
+    code, rest, errors = served.end()
+    assert (code, rest) == (0, "")
+    assert errors == "the engine's process ended (killed by SIGKILL)\n"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_signal_while_the_model_loads(serve: Serve, number: signal.Signals, code: int) -> None:
+    served = serve(in_engine="import threading; print('loading', flush=True); threading.Event().wait()", wait=False)
+    assert served.stdout.readline() == "loading\n"
+    served.process.send_signal(number)
+    assert served.end() == (code, "", "")
+
+
+def test_a_model_that_can_not_be_loaded(serve: Serve) -> None:
+    served = serve("./nowhere", wait=False)
+    assert served.end() == (2, "", "agentspec: error: model='./nowhere': no such directory\n")
+
+
+def test_a_taken_port_costs_no_loading(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AGENTSPEC_API_KEY", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert cli.main(["serve", "./nowhere", "--port", str(port)]) == 2
+    assert f"port={port}: can't listen on 127.0.0.1" in capsys.readouterr().err
+
+
+def test_the_server_loads_no_torch() -> None:
+    code = "import sys, agentspec.serve_command\nprint('torch' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout == "False\n"
