@@ -12,7 +12,7 @@ from typing import Self
 
 from agentspec.text.chat_template import ChatTemplate, Tools
 from agentspec.text.prompt import PromptBuilder
-from agentspec.text.segmenter import THINK_CLOSE, Segmenter
+from agentspec.text.segmenter import Segmenter
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.text.tool_calls import ToolSchemas
 from agentspec.text.turn_memory import TurnMemory
@@ -34,11 +34,6 @@ class TextPipeline:
             return None
         template = None if model_dir is None else ChatTemplate.from_directory(model_dir)
         return cls(tokenizer, None if template is None else PromptBuilder(tokenizer, template, TurnMemory()))
-
-    @property
-    def reasoning_end(self) -> int | None:
-        """The id of `</think>`; None when the tokenizer has no such token."""
-        return self.tokenizer.id_of(THINK_CLOSE)
 
     def segmenter(self, tools: Tools | None, *, reasoning_open: bool, has_form: bool = False) -> Segmenter:
         """Splits one answer. Tool calls are read only when the request has tools; `has_form`: its content has a form that was asked for."""
