@@ -13,6 +13,7 @@ import msgspec
 from agentspec.errors import RequestError
 from agentspec.server.demands import Choices, ResponseFormat, Schema, StructuredOutputs, ToolChoice, output_form, tool_demand
 from agentspec.server.fields import Checked, Harmless, check, read
+from agentspec.server.sampling_fields import SamplingFields
 from agentspec.text.constraints import OutputForm, ToolDemand
 from agentspec.types import SamplingParams
 
@@ -49,7 +50,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: Literal[False] = False
 
 
-class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Common(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What both endpoints take. Ranges are those of types.SamplingParams."""
 
     model: str
@@ -57,15 +58,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
-    seed: int | None = None
     stop: str | list[str] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
@@ -105,16 +98,8 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return output_form(fields | guided, response_format)
 
     def sampling(self) -> SamplingParams:
-        return SamplingParams(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
+        return self.sampling_with(
             logit_bias=self.logit_bias,
-            seed=self.seed,
             max_tokens=self.token_limit,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),

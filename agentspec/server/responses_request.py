@@ -23,9 +23,9 @@ from agentspec.server.demands import (
 )
 from agentspec.server.fields import Checked, Harmless, check, read
 from agentspec.server.responses_items import ITEM_KINDS
+from agentspec.server.sampling_fields import SamplingFields
 from agentspec.server.turn import TurnRequest
 from agentspec.text.constraints import OutputForm, ToolDemand
-from agentspec.types import SamplingParams
 
 HARMLESS: Harmless = {
     "access_programs": (),
@@ -89,7 +89,7 @@ class SomeTools(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
     tools: Annotated[list[ToolName], msgspec.Meta(min_length=1)]
 
 
-class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ResponsesRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Ranges are those of types.SamplingParams."""
 
     model: str
@@ -103,8 +103,6 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     include: list[Literal["message.output_text.logprobs"]] = []
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] = 0
     max_output_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
     tools: list[dict[str, Any]] = []
     """Checked against Tool, kept as sent: the order of keys is part of the prompt."""
     tool_choice: Literal["auto", "none", "required"] | ToolName | SomeTools = "auto"
@@ -117,14 +115,8 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     safety_identifier: str | None = None
     """A label, without effect, like the next."""
     user: str | None = None
-    top_k: int = 0
-    """Not OpenAI's, like those below: as in /v1/chat/completions."""
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
     chat_template_kwargs: dict[str, Any] = {}
+    """Not OpenAI's, like the next: as in /v1/chat/completions."""
     cache_salt: str = ""
 
     def echo(self) -> dict[str, Any]:
@@ -159,7 +151,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         demand, callable_names = self._demand()
         return TurnRequest(
             messages=messages,
-            sampling=self._sampling(),
+            sampling=self.sampling_with(max_tokens=self.max_output_tokens),
             tools=[_chat_tool(tool) for tool in self.tools],
             demand=demand,
             callable_names=callable_names,
@@ -169,19 +161,6 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             namespace=self.cache_salt,
             session_id=session_id,
             logprobs=self.top_logprobs if self.include else None,
-        )
-
-    def _sampling(self) -> SamplingParams:
-        return SamplingParams(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-            seed=self.seed,
-            max_tokens=self.max_output_tokens,
         )
 
     def _demand(self) -> tuple[ToolDemand, frozenset[str] | None]:
