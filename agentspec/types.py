@@ -31,6 +31,10 @@ SCRATCH_PAGE = 0
 """The KV page that inert slots write to. No request's page table contains it below its length."""
 
 
+STOP_RUNNING, STOP_ID, STOP_LENGTH = range(3)
+"""Whether a decode step ended a request, and why, as the device writes it."""
+
+
 def tokens(ids: Iterable[int] = ()) -> array[int]:
     """Token ids as the engine carries them."""
     return array("i", ids)

@@ -7,53 +7,42 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from agentspec import kernels
 from agentspec.models.hf_config import TextConfig
-from agentspec.models.layers import PrefillInputs, StateRows, StepInputs
+from agentspec.models.layers import PrefillInputs, StateRows
 from agentspec.models.tensors import ParameterScope
 
 
 class GatedDeltaNet:
-    def __init__(self, config: TextConfig, parameters: ParameterScope) -> None:
-        self.eps = config.rms_norm_eps
-        self.output_gate = config.output_gate
+    def __init__(self, config: TextConfig, ops: kernels.Backend, parameters: ParameterScope) -> None:
+        self._ops = ops
         heads, values = config.num_value_heads, config.num_value_heads * config.value_dim
         self.head_shape = (heads, config.value_dim)
         self.sizes = [config.conv_channels, values, heads, heads]
         self.in_proj = parameters.take_rows("in_proj_qkv.weight", "in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight")
-        self.conv_weight_C4 = parameters.take("conv1d.weight").squeeze(1)
-        self.a_log_V = parameters.take("A_log")
-        self.dt_bias_V = parameters.take("dt_bias")
-        self.norm_weight = parameters.take("norm.weight")
+        self.weights = kernels.DeltaWeights(
+            conv_C4=parameters.take("conv1d.weight").squeeze(1),
+            a_log_V=parameters.take("A_log"),
+            dt_bias_V=parameters.take("dt_bias"),
+            norm_D=parameters.take("norm.weight"),
+            eps=config.rms_norm_eps,
+            gate=config.output_gate,
+        )
         self.out_proj = parameters.take("out_proj.weight")
 
-    def step(self, x_NH: Tensor, ssm_RVDK: Tensor, conv_R3C: Tensor, inputs: StepInputs, rows: StateRows) -> Tensor:
-        """A decode window: reads each slot's row, writes the state after every column."""
-        window = (inputs.num_slots, inputs.num_tokens)
-        qkv, z, b, a = torch.split(linear(x_NH, self.in_proj), self.sizes, -1)
-        qkv_BTC = kernels.causal_conv(torch.unflatten(qkv, 0, window), self.conv_weight_C4, conv_R3C, rows.read_row_B, rows.write_rows_BT)
-        o_BTVD = kernels.gated_delta(
-            qkv_BTC,
-            torch.unflatten(a, 0, window),
-            torch.unflatten(b, 0, window),
-            self.a_log_V,
-            self.dt_bias_V,
-            ssm_RVDK,
-            rows.read_row_B,
-            rows.write_rows_BT,
-        )
-        return self._output(o_BTVD.flatten(0, 1), z)
+    def step(self, x_NH: Tensor, norm: kernels.Norm, ssm_RVDK: Tensor, conv_R3C: Tensor, rows: StateRows) -> Tensor:
+        """x plus the mixer over a decode window: reads each slot's row, writes the state after every column."""
+        projected_NP = self._ops.norm_linear(x_NH, norm, self.in_proj)
+        o_ND = self._ops.gated_delta_step(projected_NP, self.weights, ssm_RVDK, conv_R3C, rows.read_row_B, rows.write_rows_BT)
+        return self._ops.add_linear(x_NH, o_ND, self.out_proj)
 
-    def prefill(self, x_NH: Tensor, ssm_RVDK: Tensor, conv_R3C: Tensor, inputs: PrefillInputs) -> Tensor:
-        """Prefill spans: reads each span's row, writes the state at its wanted counts."""
-        qkv, z, b, a = torch.split(linear(x_NH, self.in_proj), self.sizes, -1)
-        qkv_NC = kernels.causal_conv_prefill(qkv, self.conv_weight_C4, conv_R3C, inputs.spans)
-        o_NVD = kernels.gated_delta_prefill(qkv_NC, a, b, self.a_log_V, self.dt_bias_V, ssm_RVDK, inputs.spans)
-        return self._output(o_NVD, z)
-
-    def _output(self, o_NVD: Tensor, z: Tensor) -> Tensor:
+    def prefill(self, x_NH: Tensor, norm: kernels.Norm, ssm_RVDK: Tensor, conv_R3C: Tensor, inputs: PrefillInputs) -> Tensor:
+        """x plus the mixer over prefill spans: reads each span's row, writes the state at its wanted counts."""
+        qkv, z, b, a = torch.split(self._ops.norm_linear(x_NH, norm, self.in_proj), self.sizes, -1)
+        weights = self.weights
+        qkv_NC = kernels.causal_conv_prefill(qkv, weights.conv_C4, conv_R3C, inputs.spans)
+        o_NVD = kernels.gated_delta_prefill(qkv_NC, a, b, weights.a_log_V, weights.dt_bias_V, ssm_RVDK, inputs.spans)
         z_NVD = torch.unflatten(z, -1, self.head_shape)
-        normed_NVD = kernels.gated_rms_norm(o_NVD, z_NVD, self.norm_weight, self.eps, self.output_gate)
-        return linear(normed_NVD.flatten(1), self.out_proj)
+        normed_NVD = kernels.gated_rms_norm(o_NVD, z_NVD, weights.norm_D, weights.eps, weights.gate)
+        return self._ops.add_linear(x_NH, normed_NVD.flatten(1), self.out_proj)

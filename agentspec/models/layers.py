@@ -1,7 +1,8 @@
 """The blocks that every decoder layer shares, and what a forward hands to its layers.
 
-A mixer (attention or Gated DeltaNet) sees the tokens either as windows of slots (`StepInputs`) or as prefill spans (`PrefillInputs`); norms,
-projections and FFNs see flat tokens x_NH and never know which.
+A mixer (attention or Gated DeltaNet) sees the tokens either as windows of slots (`StepInputs`) or as prefill spans (`PrefillInputs`); projections
+and FFNs see flat tokens x_NH and never know which. Every block takes the residual stream with the norm in front of it and returns the stream with
+its output added, so that a backend may fuse both into its projections.
 """
 
 from __future__ import annotations
@@ -12,24 +13,21 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
 
 from agentspec import kernels
 from agentspec.models.hf_config import TextConfig
 from agentspec.models.tensors import ParameterScope
+from agentspec.types import MAX_DRAFT_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepInputs:
     """Where the B*T tokens of a decode window stand. Lengths live on the device."""
 
-    num_slots: int
-    num_tokens: int
     start_B: Tensor
     """int64. Position of column 0."""
     page_table_BP: Tensor
-    cos_NA: Tensor
-    sin_NA: Tensor
+    rope: kernels.RopeTable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,23 +47,20 @@ class PrefillInputs:
     sin_NA: Tensor
 
 
-class Rope:
-    """Frequencies of the rotary embedding, plain or YaRN.
+def rope_table(config: TextConfig, device: torch.device) -> kernels.RopeTable:
+    """Rotary embedding, plain or YaRN, of every position that a sequence or its last window may reach.
 
-    Frequency j is theta ** (-2j / rotary_dim): the exponent's base is the rotary dimension, not the head's. With text alone the
-    model's interleaved multi-axis positions (mrope) coincide on all axes and reduce to this.
-    """
-
-    def __init__(self, config: TextConfig, device: torch.device) -> None:
-        inv_freq, self.scale = rope_frequencies(config)
-        self.inv_freq_A = inv_freq.to(device)
-
-    def __call__(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        return kernels.rope_cos_sin(positions_N, self.inv_freq_A, self.scale)
+    With text alone the model's interleaved multi-axis positions (mrope) coincide on all axes and reduce to this."""
+    inv_freq_A, scale = rope_frequencies(config)
+    positions_L = torch.arange(config.max_context + 2 * (MAX_DRAFT_TOKENS + 1))
+    cos_LA, sin_LA = kernels.rope_cos_sin(positions_L, inv_freq_A, scale)
+    return kernels.RopeTable(cos_LA=cos_LA.to(device), sin_LA=sin_LA.to(device))
 
 
 def rope_frequencies(config: TextConfig) -> tuple[Tensor, float]:
-    """(float32 [rotary_dim / 2] radians per position, factor of cos and sin)."""
+    """(float32 [rotary_dim / 2] radians per position, factor of cos and sin).
+
+    Frequency j is theta ** (-2j / rotary_dim): the exponent's base is the rotary dimension, not the head's."""
     dim, theta, yarn = config.rotary_dim, config.rope_theta, config.yarn
     inv_freq = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if yarn is None:
@@ -85,24 +80,14 @@ def rope_frequencies(config: TextConfig) -> tuple[Tensor, float]:
     return inv_freq / yarn.factor * ramp + inv_freq * (1 - ramp), scale
 
 
-class RMSNorm:
-    """Zero-centred RMS norm: gain 1 + weight."""
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight = weight
-        self.eps = eps
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return kernels.rms_norm(x, self.weight, self.eps)
-
-
 class SwiGLU:
     """down(silu(gate(x)) * up(x)), with gate and up in one projection."""
 
-    def __init__(self, parameters: ParameterScope) -> None:
+    def __init__(self, ops: kernels.Backend, parameters: ParameterScope) -> None:
+        self._ops = ops
         self.gate_up_proj = parameters.take_rows("gate_proj.weight", "up_proj.weight")
         self.down_proj = parameters.take("down_proj.weight")
 
-    def __call__(self, x_NH: Tensor) -> Tensor:
-        gate, up = linear(x_NH, self.gate_up_proj).chunk(2, -1)
-        return linear(silu(gate) * up, self.down_proj)
+    def add_to(self, x_NH: Tensor, norm: kernels.Norm) -> Tensor:
+        """x plus the block's output on the normed x."""
+        return self._ops.add_linear(x_NH, self._ops.norm_swiglu(x_NH, norm, self.gate_up_proj), self.down_proj)

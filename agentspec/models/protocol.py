@@ -3,8 +3,8 @@
 Shape letters: B slots in the step, T tokens a slot (k+1 in a verify), N tokens of a prefill chunk, H hidden size, V vocabulary,
 P pages a sequence. Token ids, rows, lengths and positions are int64; page ids int32.
 
-Every method is free of host reads in the steady path: a CUDA model must run `verify`, `mtp` and both heads inside a graph
-capture. Row and page ids are pointers; no method copies the state of one row to another.
+No method that a decode step calls may read on the host: a model where one still does says so (`capturable`), and its steps run
+eagerly. Row and page ids are pointers; no method copies the state of one row to another.
 
 State rules that every implementation keeps (the hash-chain model in tests/fakes proves the engine against them):
 
@@ -66,6 +66,11 @@ class StepModel(Protocol):
     @property
     def spec(self) -> ModelSpec: ...
 
+    @property
+    def capturable(self) -> bool:
+        """On CUDA, `verify`, `mtp` and both heads run without host reads, so a graph may record them."""
+        ...
+
     def allocate(self, *, num_rows: int, num_pages: int) -> None:
         """Allocate the state pools. ZERO_ROW is zeroed; nothing else may be read before it was written."""
         ...
@@ -99,6 +104,12 @@ class StepModel(Protocol):
         """float32 [..., V] scores of the target head; padding ids (>= num_real_tokens) are -inf."""
         ...
 
+    def limit_drafts(self, ids: Sequence[int]) -> int:
+        """From now on `draft_head` chooses among these ids alone. Call before any capture. Returns the bytes that this takes on the device.
+
+        ids: distinct real tokens, ascending; all of them lift the limit."""
+        ...
+
     def draft_head(self, m: Tensor) -> Tensor:
-        """int64 [...]: the most likely next token by the MTP head, over the (possibly trimmed) draft vocabulary."""
+        """int64 [...]: the most likely next token by the MTP head, among those of `limit_drafts`, at first all real tokens; the lowest id on ties."""
         ...

@@ -88,11 +88,6 @@ class StepPlan:
         return not (self.leaves or self.page_updates or self.chunks or self.joins or self.decode_slots)
 
 
-STOP_RUNNING = 0
-STOP_ID = 1
-STOP_LENGTH = 2
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotOutcome:
     """One slot's part of a decode step. An inert slot (finished in an earlier step) has no emitted ids."""

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from agentspec.cache.hybrid_cache import HybridCache, Match
 from agentspec.runtime.admission import SessionGate
 from agentspec.runtime.metrics import EngineMetrics
-from agentspec.runtime.plan import STOP_RUNNING, ChunkPlan, SlotJoin, SlotOutcome, StepOutcome, StepPlan
+from agentspec.runtime.plan import ChunkPlan, SlotJoin, SlotOutcome, StepOutcome, StepPlan
 from agentspec.runtime.prefill_plan import BRANCH_GAP_BLOCKS, plan_chunk, wanted_checkpoints
 from agentspec.runtime.request import Phase, Request
 from agentspec.runtime.turn_trust import TurnTrust
-from agentspec.types import CheckpointKind, FinishReason, tokens
+from agentspec.types import STOP_RUNNING, CheckpointKind, FinishReason, tokens
 from agentspec.wire import Event
 
 SESSION_CHECKPOINTS = 2

@@ -11,87 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from agentspec.kernels.reference.sampling import DrawInputs, PenaltyInputs
+from agentspec.kernels import slots as layout
+from agentspec.kernels.slots import SamplingTable
 from agentspec.runtime.constraint import MaskRows
 from agentspec.runtime.plan import SlotJoin
 from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, ZERO_ROW, SamplingParams
 
-_ACTIVE, _LENGTH, _READ_ROW, _NUM_VALID_DRAFTS, _CHECKPOINT_ROWS, _CHECKPOINT_LENS, _TOKENS = 0, 1, 2, 3, 4, 6, 8
-_TEMPERATURE, _TOP_P, _LOG_MIN_P, _REPETITION, _FREQUENCY, _PRESENCE, _NUM_FLOATS = range(7)
-_LENGTH_LIMIT, _SEED, _TOP_K, _STOP_IDS = range(4)
 _MAX_REQUEST_STOP_IDS = 16
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlotState:
-    """Named columns of rows of `slots_SF`, as views. All int64; the letter B stands for however many rows were taken."""
-
-    NUM_SCALARS: ClassVar[int] = _TOKENS
-    """Columns before the tokens, in the order of the fields."""
-
-    active_B: Tensor
-    """1: decodes. 0: inert (empty, finished or padding). Written by join, leave and the step."""
-    length_B: Tensor
-    """Tokens in the committed state. Written by join and the step."""
-    read_row_B: Tensor
-    """Row that holds that state."""
-    num_valid_drafts_B: Tensor
-    """Leading draft columns that were drafted for this very prefix; columns after them are left-overs."""
-    checkpoint_rows_B2: Tensor
-    """Newer and older rolling checkpoint, or the spare rows that wait to become one."""
-    checkpoint_lens_B2: Tensor
-    """Tokens in the state of each; 0: a spare row."""
-    tokens_BW: Tensor
-    """Column 0: the last emitted token, not yet in the state. Then drafts. Padding 0."""
-    write_rows_BW: Tensor
-    """The request's own rows. Padding SCRATCH_ROW."""
-
-    @classmethod
-    def of(cls, slots_BF: Tensor) -> Self:
-        width = (slots_BF.shape[1] - _TOKENS) // 2
-        return cls(
-            active_B=slots_BF[:, _ACTIVE],
-            length_B=slots_BF[:, _LENGTH],
-            read_row_B=slots_BF[:, _READ_ROW],
-            num_valid_drafts_B=slots_BF[:, _NUM_VALID_DRAFTS],
-            checkpoint_rows_B2=slots_BF[:, _CHECKPOINT_ROWS:_CHECKPOINT_LENS],
-            checkpoint_lens_B2=slots_BF[:, _CHECKPOINT_LENS:_TOKENS],
-            tokens_BW=slots_BF[:, _TOKENS : _TOKENS + width],
-            write_rows_BW=slots_BF[:, _TOKENS + width :],
-        )
-
-    def packed(self) -> Tensor:
-        """The same columns as one new tensor [B, F]."""
-        scalars_B4 = torch.stack((self.active_B, self.length_B, self.read_row_B, self.num_valid_drafts_B), dim=1)
-        return torch.cat((scalars_B4, self.checkpoint_rows_B2, self.checkpoint_lens_B2, self.tokens_BW, self.write_rows_BW), dim=1)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlotLimits:
-    """What a request brings for the whole of its stay, as views of rows of `limits_SF`. All int64."""
-
-    length_limit_B: Tensor
-    """Sequence length at which the request ends."""
-    seed_B: Tensor
-    top_k_B: Tensor
-    """1 to V; V: keep all."""
-    stop_ids_BE: Tensor
-    """Padding -1, which no token has."""
-
-    @classmethod
-    def of(cls, limits_BF: Tensor) -> Self:
-        return cls(
-            length_limit_B=limits_BF[:, _LENGTH_LIMIT],
-            seed_B=limits_BF[:, _SEED],
-            top_k_B=limits_BF[:, _TOP_K],
-            stop_ids_BE=limits_BF[:, _STOP_IDS:],
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,14 +62,14 @@ class StepBuffers:
         device: torch.device,
     ) -> Self:
         num_slots, width = max_running + 1, max_draft_tokens + 1
-        slots_SF = torch.zeros(num_slots, _TOKENS + 2 * width, dtype=torch.int64, device=device)
-        slots_SF[:, _READ_ROW] = ZERO_ROW
-        slots_SF[:, _CHECKPOINT_ROWS:_CHECKPOINT_LENS] = SCRATCH_ROW
-        slots_SF[:, _TOKENS + width :] = SCRATCH_ROW
-        limits_SF = torch.full((num_slots, _STOP_IDS + _MAX_REQUEST_STOP_IDS + num_model_stop_ids), -1, dtype=torch.int64, device=device)
-        limits_SF[:, _LENGTH_LIMIT] = torch.iinfo(torch.int64).max
-        limits_SF[:, _SEED] = 0
-        limits_SF[:, _TOP_K] = vocab_size
+        slots_SF = torch.zeros(num_slots, layout.TOKENS + 2 * width, dtype=torch.int64, device=device)
+        slots_SF[:, layout.READ_ROW] = ZERO_ROW
+        slots_SF[:, layout.CHECKPOINT_ROWS : layout.CHECKPOINT_LENS] = SCRATCH_ROW
+        slots_SF[:, layout.TOKENS + width :] = SCRATCH_ROW
+        limits_SF = torch.full((num_slots, layout.STOP_IDS + _MAX_REQUEST_STOP_IDS + num_model_stop_ids), -1, dtype=torch.int64, device=device)
+        limits_SF[:, layout.LENGTH_LIMIT] = torch.iinfo(torch.int64).max
+        limits_SF[:, layout.SEED] = 0
+        limits_SF[:, layout.TOP_K] = vocab_size
         sampling_SF = torch.tensor([_sampling_row(SamplingParams(temperature=0.0))], dtype=torch.float32).repeat(num_slots, 1).to(device)
         return cls(
             slots_SF=slots_SF,
@@ -152,6 +84,17 @@ class StepBuffers:
         )
 
     @property
+    def sampling_table(self) -> SamplingTable:
+        return SamplingTable(
+            limits_SF=self.limits_SF,
+            sampling_SF=self.sampling_SF,
+            counts_SV=self.counts_SV,
+            prompt_seen_SV=self.prompt_seen_SV,
+            bias_SV=self.bias_SV,
+            mask_SWX=self.mask_SWX,
+        )
+
+    @property
     def vocab_size(self) -> int:
         return self.counts_SV.shape[1]
 
@@ -162,16 +105,12 @@ class StepBuffers:
     @property
     def width(self) -> int:
         """Columns of a slot's window at most: max k + 1."""
-        return (self.slots_SF.shape[1] - _TOKENS) // 2
-
-    def slot_state(self, slot_ids_B: Tensor) -> SlotState:
-        """A copy of the slots' state."""
-        return SlotState.of(self.slots_SF[slot_ids_B])
+        return (self.slots_SF.shape[1] - layout.TOKENS) // 2
 
     def put_drafts(self, slot_ids_B: Tensor, drafts_Bk: Tensor, num_valid_B: Tensor) -> None:
         """Enter drafts for the next step. num_valid_B: int64, how many of them each slot offers, 0 to k."""
-        self.slots_SF[slot_ids_B, _NUM_VALID_DRAFTS] = num_valid_B
-        self.slots_SF[slot_ids_B, _TOKENS + 1 : _TOKENS + 1 + drafts_Bk.shape[1]] = drafts_Bk
+        self.slots_SF[slot_ids_B, layout.NUM_VALID_DRAFTS] = num_valid_B
+        self.slots_SF[slot_ids_B, layout.TOKENS + 1 : layout.TOKENS + 1 + drafts_Bk.shape[1]] = drafts_Bk
 
     def put_masks(self, masks: Mapping[int, MaskRows]) -> None:
         """Enter what each of these slots may say after the leading columns of its next window, and leave its other columns as they are."""
@@ -179,28 +118,9 @@ class StepBuffers:
         slots, columns = stage(cells, torch.int64, self.device).unbind(1)
         self.mask_SWX[slots, columns] = stage(np.concatenate(list(masks.values())), torch.int32, self.device)
 
-    def draw_inputs(self, sampling_BF: Tensor, limits: SlotLimits) -> DrawInputs:
-        return DrawInputs(
-            temperature_B=sampling_BF[:, _TEMPERATURE],
-            top_k_B=limits.top_k_B,
-            top_p_B=sampling_BF[:, _TOP_P],
-            log_min_p_B=sampling_BF[:, _LOG_MIN_P],
-            seed_B=limits.seed_B,
-        )
-
-    def penalty_inputs(self, slot_ids_B: Tensor, sampling_BF: Tensor) -> PenaltyInputs:
-        return PenaltyInputs(
-            counts_BV=self.counts_SV[slot_ids_B],
-            prompt_seen_BV=self.prompt_seen_SV[slot_ids_B],
-            bias_BV=self.bias_SV[slot_ids_B],
-            repetition_B=sampling_BF[:, _REPETITION],
-            frequency_B=sampling_BF[:, _FREQUENCY],
-            presence_B=sampling_BF[:, _PRESENCE],
-        )
-
     def deactivate(self, slots: Sequence[int]) -> None:
         """Make slots inert."""
-        self.slots_SF[stage(slots, torch.int64, self.device), _ACTIVE] = 0
+        self.slots_SF[stage(slots, torch.int64, self.device), layout.ACTIVE] = 0
 
     def update_pages(self, updates: Sequence[tuple[int, int, int]]) -> None:
         """Enter pages: (slot, block index, page id)."""
@@ -226,7 +146,7 @@ class StepBuffers:
         return [1, join.length, join.read_row, 0, *join.spare_rows, join.checkpoint_length, 0, join.last_token, *drafts, *join.write_rows]
 
     def _limits_row(self, join: SlotJoin) -> list[int]:
-        num_stop_ids = self.limits_SF.shape[1] - _STOP_IDS
+        num_stop_ids = self.limits_SF.shape[1] - layout.STOP_IDS
         assert len(join.stop_ids) <= num_stop_ids, f"slot {join.slot} has {len(join.stop_ids)} stop ids, room for {num_stop_ids}"
         padding = [-1] * (num_stop_ids - len(join.stop_ids))
         return [join.length_limit, join.seed, join.sampling.top_k or self.vocab_size, *join.stop_ids, *padding]

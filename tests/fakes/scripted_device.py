@@ -16,11 +16,23 @@ from agentspec.cache.hybrid_cache import HybridCache, Lease
 from agentspec.runtime.admission import SessionGate
 from agentspec.runtime.constraint import Constraint
 from agentspec.runtime.metrics import EngineMetrics
-from agentspec.runtime.plan import STOP_ID, STOP_LENGTH, STOP_RUNNING, ChunkPlan, SlotJoin, SlotOutcome, StepOutcome, StepPlan
+from agentspec.runtime.plan import ChunkPlan, SlotJoin, SlotOutcome, StepOutcome, StepPlan
 from agentspec.runtime.request import Request, new_request
 from agentspec.runtime.scheduler import Scheduler
 from agentspec.runtime.step_loop import StepLoop
-from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, ZERO_ROW, Breakpoint, CheckpointKind, ModelSpec, SamplingParams, TokenScore
+from agentspec.types import (
+    SCRATCH_PAGE,
+    SCRATCH_ROW,
+    STOP_ID,
+    STOP_LENGTH,
+    STOP_RUNNING,
+    ZERO_ROW,
+    Breakpoint,
+    CheckpointKind,
+    ModelSpec,
+    SamplingParams,
+    TokenScore,
+)
 from agentspec.wire import Event, FinishEvent, Submit, TokensEvent
 
 BLOCK = 16

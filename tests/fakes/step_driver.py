@@ -1,13 +1,16 @@
-"""Drives a ModelExecutor over the hash-chain model with the simplest possible host: fixed rows and pages, no cache, no scheduler."""
+"""Drives a ModelExecutor with the simplest possible host: fixed rows and pages, no cache, no scheduler."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
+from agentspec.models.qwen3_5 import Qwen3_5Model
 from agentspec.runtime.executor import ModelExecutor
-from agentspec.runtime.plan import STOP_RUNNING, ChunkPlan, SlotJoin, SlotOutcome, StepPlan
-from agentspec.types import SCRATCH_ROW, SamplingParams, tokens
+from agentspec.runtime.plan import ChunkPlan, SlotJoin, SlotOutcome, StepPlan
+from agentspec.types import SCRATCH_ROW, STOP_RUNNING, SamplingParams, tokens
 from tests.fakes.hash_chain import HashChainModel, ReferenceRequest
 
 
@@ -36,14 +39,16 @@ class StepDriver:
 
     def __init__(
         self,
-        model: HashChainModel,
+        model: HashChainModel | Qwen3_5Model,
         *,
         max_running: int,
         max_draft_tokens: int,
         max_length: int = 256,
         force_acceptance: tuple[float, ...] | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.model = model
+        self.max_draft_tokens = max_draft_tokens
         self._rows_per_slot = max_draft_tokens + 3
         self._pages_per_slot = -(-(max_length + 2 * max_draft_tokens) // model.spec.block_tokens)
         model.allocate(num_rows=2 + max_running * self._rows_per_slot, num_pages=1 + max_running * self._pages_per_slot)
@@ -53,6 +58,7 @@ class StepDriver:
             max_draft_tokens=max_draft_tokens,
             max_pages_per_slot=self._pages_per_slot,
             force_acceptance=force_acceptance,
+            device=device,
         )
         self.running: dict[int, Running] = {}
 
@@ -124,7 +130,8 @@ class StepDriver:
         return [running.emitted for running in self.running.values()]
 
     def check(self, running: Running, *, with_mtp: bool = True) -> None:
-        """Pages and rolling checkpoints are those of a from-scratch prefill, and the request still owns each of its rows once."""
+        """Pages and rolling checkpoints are those of a from-scratch prefill, and the request still owns each of its rows once. For hash chains."""
+        assert isinstance(self.model, HashChainModel)
         if not running.outcomes:
             return
         outcome = running.outcomes[-1]

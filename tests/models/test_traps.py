@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from agentspec import kernels
+from agentspec.kernels.reference import fused, norms
 from agentspec.kernels.reference import gated_delta as reference_gated_delta
 from agentspec.models import layers
 from agentspec.models.hf_config import TextConfig, load_text_config
@@ -78,8 +79,8 @@ def errors(model: Qwen3_5Model, reference: Reference, prompt: Sequence[int]) -> 
 
 
 def plain_gain_norm(parts: Parts) -> None:
-    right = kernels.rms_norm
-    parts.patch.setattr(kernels, "rms_norm", lambda x, weight, eps: right(x, weight - 1, eps))
+    right = norms.rms_norm
+    parts.patch.setattr(norms, "rms_norm", lambda x, weight, eps: right(x, weight - 1, eps))
 
 
 def zero_centred_gated_norm(parts: Parts) -> None:
@@ -92,6 +93,7 @@ def gate_before_norm(parts: Parts) -> None:
         return gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps) * weight
 
     parts.patch.setattr(kernels, "gated_rms_norm", wrong)
+    parts.patch.setattr(norms, "gated_rms_norm", wrong)
 
 
 def sigmoid_output_gate(parts: Parts) -> None:
@@ -141,7 +143,7 @@ def rope_interleaved_pairs(parts: Parts) -> None:
         rotated = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
         return torch.cat([rotated, x[..., dims:]], -1)
 
-    parts.patch.setattr(kernels, "apply_rope", wrong)
+    parts.patch.setattr(fused, "apply_rope", wrong)
 
 
 def query_norm_skipped(parts: Parts) -> None:
@@ -348,11 +350,11 @@ def test_mtp_pairs_shifted_by_one(parts_of: Callable[[str], Parts], references: 
 def test_mtp_reading_position_zero(
     monkeypatch: pytest.MonkeyPatch, parts_of: Callable[[str], Parts], references: dict[str, Reference], prompt: list[int]
 ) -> None:
-    right = kernels.paged_attention
+    right = fused.paged_attention
 
     def wrong(*args: Any, first_position: int, **kwargs: Any) -> Tensor:
         return right(*args, first_position=0, **kwargs)
 
-    monkeypatch.setattr(kernels, "paged_attention", wrong)
+    monkeypatch.setattr(fused, "paged_attention", wrong)
     _, mtp_error = errors(parts_of("dense").build(), references["dense"], prompt)
     assert mtp_error > TOLERANCE

@@ -18,15 +18,16 @@ from torch import Tensor
 from agentspec.cache.checkpoints import CheckpointSet
 from agentspec.cache.hybrid_cache import HybridCache, Lease
 from agentspec.cache.leases import Match
+from agentspec.kernels.reference import sampling, verdict, window
 from agentspec.kernels.reference.sampling import DrawInputs
-from agentspec.mtp import verify
+from agentspec.kernels.slots import Commit, SlotState
 from agentspec.mtp.mtp_drafter import MtpDrafter
-from agentspec.runtime import decode_step, executor, sampler, scheduler
+from agentspec.runtime import decode_step, executor, scheduler
 from agentspec.runtime.admission import SessionGate
 from agentspec.runtime.prefill_plan import plan_chunk
 from agentspec.runtime.request import Phase, Request
 from agentspec.runtime.scheduler import Scheduler
-from agentspec.runtime.step_buffers import SlotState, StepBuffers
+from agentspec.runtime.step_buffers import StepBuffers
 from agentspec.text.detokenizer import Detokenizer
 from agentspec.types import SCRATCH_PAGE, CheckpointKind, FinishReason, tokens
 from tests.fakes.hash_chain import HashChainModel
@@ -274,21 +275,21 @@ def never_rotates_checkpoints(patch: Patch) -> None:
     def keep(slot: SlotState, length_B: Tensor, block_tokens: int) -> Any:
         return slot.write_rows_BW, slot.checkpoint_rows_B2, slot.checkpoint_lens_B2
 
-    patch.setattr(decode_step, "rotate_checkpoints", keep)
+    patch.setattr(window, "rotate_checkpoints", keep)
 
 
 def rotates_the_next_column(patch: Patch) -> None:
-    original = decode_step.rotate_checkpoints
+    original = window.rotate_checkpoints
 
     def rotate(slot: SlotState, length_B: Tensor, block_tokens: int) -> Any:
         return original(replace(slot, write_rows_BW=slot.write_rows_BW.roll(1, 1)), length_B, block_tokens)
 
-    patch.setattr(decode_step, "rotate_checkpoints", rotate)
+    patch.setattr(window, "rotate_checkpoints", rotate)
 
 
 def frees_the_newer_checkpoint(patch: Patch) -> None:
     """Rotation gives the row of the newer checkpoint, not of the older, to the write rows."""
-    original = decode_step.rotate_checkpoints
+    original = window.rotate_checkpoints
 
     def rotate(slot: SlotState, length_B: Tensor, block_tokens: int) -> Any:
         write_rows, rows, lens = original(slot, length_B, block_tokens)
@@ -296,7 +297,7 @@ def frees_the_newer_checkpoint(patch: Patch) -> None:
         older, newer = slot.checkpoint_rows_B2[:, 1:], slot.checkpoint_rows_B2[:, :1]
         return torch.where(crossed & (write_rows == older), newer, write_rows), rows, lens
 
-    patch.setattr(decode_step, "rotate_checkpoints", rotate)
+    patch.setattr(window, "rotate_checkpoints", rotate)
 
 
 def lets_inert_slots_write(patch: Patch) -> None:
@@ -329,38 +330,42 @@ def forgets_new_pages(patch: Patch) -> None:
 
 def accepts_one_draft_too_many(patch: Patch) -> None:
     def count(chosen_BT: Tensor, drafts_Bk: Tensor, num_valid_B: Tensor) -> Tensor:
-        return torch.minimum(verify.count_matches(chosen_BT, drafts_Bk, num_valid_B) + 1, num_valid_B)
+        return torch.minimum(verdict.count_matches(chosen_BT, drafts_Bk, num_valid_B) + 1, num_valid_B)
 
-    patch.setattr(decode_step, "count_matches", count)
+    patch.setattr(window, "count_matches", count)
 
 
 def exceeds_the_limit(patch: Patch) -> None:
-    original = decode_step.truncate
+    original = window.truncate
 
     def truncate(tokens_BT: Tensor, num_matched_B: Tensor, stop_ids_BE: Tensor, room_B: Tensor) -> Any:
         return original(tokens_BT, num_matched_B, stop_ids_BE, room_B + 1)
 
-    patch.setattr(decode_step, "truncate", truncate)
+    patch.setattr(window, "truncate", truncate)
 
 
 def overlooks_a_stop_id_inside_a_window(patch: Patch) -> None:
-    original = decode_step.truncate
+    original = window.truncate
 
     def truncate(tokens_BT: Tensor, num_matched_B: Tensor, *rest: Any) -> Any:
         is_inner = torch.arange(tokens_BT.shape[1]) < num_matched_B[:, None]
         return original(torch.where(is_inner, -2, tokens_BT), num_matched_B, *rest)
 
-    patch.setattr(decode_step, "truncate", truncate)
+    patch.setattr(window, "truncate", truncate)
 
 
 def penalties_overlook_drafts(patch: Patch) -> None:
-    original = sampler.penalise
-    patch.setattr(sampler, "penalise", lambda logits_BTV, drafts_Bk, inputs: original(logits_BTV, torch.full_like(drafts_Bk, 51), inputs))
+    original = sampling.penalise
+    patch.setattr(sampling, "penalise", lambda logits_BTV, drafts_Bk, inputs: original(logits_BTV, torch.full_like(drafts_Bk, 51), inputs))
 
 
 def penalties_count_rejected_drafts(patch: Patch) -> None:
     original = decode_step.count_emitted
-    patch.setattr(decode_step, "count_emitted", lambda *fields: original(*fields[:3], torch.ones_like(fields[3])))
+
+    def count(counts_SV: Tensor, slot_ids_B: Tensor, commit: Commit) -> None:
+        original(counts_SV, slot_ids_B, replace(commit, happened_BF=torch.full_like(commit.happened_BF, commit.tokens_BT.shape[1])))
+
+    patch.setattr(decode_step, "count_emitted", count)
 
 
 def penalties_forget_what_came_before_preemption(patch: Patch) -> None:
@@ -369,12 +374,12 @@ def penalties_forget_what_came_before_preemption(patch: Patch) -> None:
 
 
 def seeds_by_place_in_the_batch(patch: Patch) -> None:
-    original = sampler.draw
+    original = sampling.draw
 
     def draw(logits_BTV: Tensor, position_BT: Tensor, inputs: DrawInputs) -> Tensor:
         return original(logits_BTV, torch.arange(len(position_BT))[:, None].expand_as(position_BT), inputs)
 
-    patch.setattr(sampler, "draw", draw)
+    patch.setattr(sampling, "draw", draw)
 
 
 def keeps_tokens_after_a_stop_string(patch: Patch) -> None:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from agentspec.engine import Engine
 from agentspec.kernels.reference import sampling as sampling_kernels
+from agentspec.kernels.reference import window as window_module
 from agentspec.kernels.reference.philox import uniform
-from agentspec.runtime import decode_step as decode_step_module
 from agentspec.types import Breakpoint, CheckpointKind, SamplingParams
 from agentspec.wire import Submit, TokensEvent
 from tests.fakes.compare import TOLERANCE, relative_error
@@ -145,8 +145,8 @@ def same_noise_everywhere(seed: Tensor, position: Tensor, num_tokens: int, purpo
 @pytest.mark.parametrize(
     ("module", "name", "bias"),
     [
-        (decode_step_module, "count_matches", emit_drafts),
-        (decode_step_module, "count_matches", accept_always),
+        (window_module, "count_matches", emit_drafts),
+        (window_module, "count_matches", accept_always),
         (sampling_kernels, "uniform", same_noise_everywhere),
     ],
     ids=["drafts are emitted as they are", "rejected drafts stay in the state", "noise is reused"],

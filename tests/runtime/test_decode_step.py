@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from agentspec.kernels.reference import window as window_module
+from agentspec.kernels.reference.window import rotate_checkpoints
+from agentspec.kernels.slots import SlotState
 from agentspec.models.protocol import VerifyBatch
 from agentspec.mtp.mtp_drafter import MtpDrafter
-from agentspec.runtime import decode_step as decode_step_module
-from agentspec.runtime.decode_step import decode_step, read_result, rotate_checkpoints
-from agentspec.runtime.plan import MAX_ALTERNATIVES, STOP_ID, STOP_LENGTH, STOP_RUNNING, StepPlan
-from agentspec.runtime.step_buffers import SlotState, StepBuffers
-from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, SamplingParams
+from agentspec.runtime.decode_step import decode_step, read_result, score_result
+from agentspec.runtime.plan import MAX_ALTERNATIVES, StepPlan
+from agentspec.runtime.step_buffers import StepBuffers
+from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, STOP_ID, STOP_LENGTH, STOP_RUNNING, SamplingParams
 from tests.fakes.hash_chain import HashChainModel, ReferenceRequest
 from tests.fakes.step_driver import StepDriver, greedy
 
@@ -238,7 +240,7 @@ def test_padding_slots_are_inert_and_may_repeat() -> None:
         rows = model.rows_R3.clone()
         for sampled in (False, True):
             result = decode_step(model, MtpDrafter(model), buffers, torch.tensor([2, 2, 2]), num_drafted=2, sampled=sampled)
-            assert [outcome.emitted for outcome in read_result(result, [2, 2, 2], [None] * 3)] == [[], [], []]
+            assert [outcome.emitted for outcome in read_result(result.happened_BF, None, [2, 2, 2], [None] * 3)] == [[], [], []]
         assert all(torch.equal(getattr(buffers, name), value) for name, value in before.items())
         changed = (model.rows_R3 != rows).any(1).nonzero().flatten().tolist()
         assert set(changed) <= {SCRATCH_ROW}
@@ -269,8 +271,7 @@ class MetaModel:
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("forced", [False, True])
 @pytest.mark.parametrize("constrained", [False, True])
-@pytest.mark.parametrize("scored", [False, True])
-def test_a_step_never_reads_the_device(k: int, sampled: bool, forced: bool, constrained: bool, scored: bool) -> None:
+def test_a_step_never_reads_the_device(k: int, sampled: bool, forced: bool, constrained: bool) -> None:
     """Meta tensors have shapes and no values: a host read or a shape that depends on data raises."""
     meta = torch.device("meta")
     buffers = StepBuffers.allocate(
@@ -279,13 +280,11 @@ def test_a_step_never_reads_the_device(k: int, sampled: bool, forced: bool, cons
     model = MetaModel(8, 99)
     slots = torch.empty(3, dtype=torch.int64, device=meta)
     rates = torch.empty(4, device=meta) if forced else None
-    variant: dict[str, Any] = {"sampled": sampled, "constrained": constrained, "scored": scored, "forced_rate_K": rates}
+    variant: dict[str, Any] = {"sampled": sampled, "constrained": constrained, "forced_rate_K": rates}
     result = decode_step(model, MtpDrafter(model), buffers, slots, num_drafted=k, **variant)  # type: ignore[arg-type]
     happened = result.happened_BF
     assert (happened.device, happened.dtype, happened.shape) == (meta, torch.int64, (3, 12 + k + 1 + k))
-    assert (result.scores is None) == (not scored)
-    if result.scores is not None:
-        assert result.scores.top_ids_NA.shape == (3 * (k + 1), MAX_ALTERNATIVES)
+    assert score_result(result).top_ids_NA.shape == (3 * (k + 1), MAX_ALTERNATIVES)
 
 
 def slow_rotation(write_rows: list[int], rows: list[int], lens: list[int], old: int, new: int, block: int) -> tuple[list[int], list[int], list[int]]:
@@ -387,7 +386,7 @@ def plant_accept_one_more(chosen: torch.Tensor, drafts: torch.Tensor, valid: tor
     ],
 )
 def test_planted_bugs_in_the_step_are_seen(monkeypatch: pytest.MonkeyPatch, name: str, bug: Callable[..., object]) -> None:
-    monkeypatch.setattr(decode_step_module, name, bug)
+    monkeypatch.setattr(window_module, name, bug)
     with pytest.raises(AssertionError, match="seed"):
         run_random_cases(10, 1000, sampled=False)
 

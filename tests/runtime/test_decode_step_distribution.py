@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from agentspec.kernels.reference import sampling as sampling_kernels
+from agentspec.kernels.reference import window as window_module
 from agentspec.kernels.reference.philox import uniform
-from agentspec.runtime import decode_step as decode_step_module
-from agentspec.runtime import sampler as sampler_module
 from agentspec.runtime.plan import StepPlan
 from agentspec.types import SamplingParams
 from tests.fakes.distribution import next_token_probs, p_value
@@ -64,6 +63,9 @@ def test_sampled_pairs_follow_the_target(name: str) -> None:
     assert value > FALSE_ALARM, f"{name}: p = {value:.3g}"
 
 
+right_draw = sampling_kernels.draw
+
+
 def plant_accept_always(chosen: Tensor, drafts: Tensor, valid: Tensor) -> Tensor:
     return torch.full_like(valid, drafts.shape[1])
 
@@ -79,15 +81,15 @@ def plant_no_residual(logits: Tensor, position: Tensor, inputs: sampling_kernels
     draft = logits.argmax(-1)
     chance = (logits / inputs.temperature_B[:, None, None]).softmax(-1).gather(2, draft[..., None])[..., 0]
     accepted = uniform(inputs.seed_B[:, None].expand(B, T), position, 1, 7)[..., 0] < chance
-    return torch.where(accepted, draft, sampling_kernels.draw(logits, position, inputs))
+    return torch.where(accepted, draft, right_draw(logits, position, inputs))
 
 
 @pytest.mark.parametrize(
     ("module", "name", "bias"),
     [
-        (decode_step_module, "count_matches", plant_accept_always),
+        (window_module, "count_matches", plant_accept_always),
         (sampling_kernels, "uniform", plant_token_of_the_row_before),
-        (sampler_module, "draw", plant_no_residual),
+        (sampling_kernels, "draw", plant_no_residual),
     ],
 )
 def test_planted_biases_are_seen(monkeypatch: pytest.MonkeyPatch, module: object, name: str, bias: Callable[..., Tensor]) -> None:

@@ -8,9 +8,9 @@ import pytest
 
 from agentspec.errors import ContextLengthError, RequestError
 from agentspec.runtime.constraint import Constraint
-from agentspec.runtime.plan import STOP_ID, STOP_LENGTH, STOP_RUNNING, SlotOutcome
+from agentspec.runtime.plan import SlotOutcome
 from agentspec.runtime.request import Request, derive_seed, new_request
-from agentspec.types import Breakpoint, CheckpointKind, FinishReason, ModelSpec, SamplingParams, TokenScore
+from agentspec.types import STOP_ID, STOP_LENGTH, STOP_RUNNING, Breakpoint, CheckpointKind, FinishReason, ModelSpec, SamplingParams, TokenScore
 from agentspec.wire import Submit
 from tests.fakes.automaton import Everything
 

@@ -6,9 +6,10 @@ import random
 
 import torch
 
+from agentspec.kernels.slots import Commit, Window
 from agentspec.runtime.plan import SlotJoin
-from agentspec.runtime.sampler import choose, choose_greedy, count_emitted
-from agentspec.runtime.step_buffers import SlotLimits, StepBuffers
+from agentspec.runtime.sampler import choose, count_emitted
+from agentspec.runtime.step_buffers import StepBuffers
 from agentspec.types import SamplingParams, tokens
 
 VOCAB = 20
@@ -48,8 +49,10 @@ def make_buffers(parameters: list[SamplingParams], *, prompt: list[int], output:
     return buffers
 
 
-def limits_of(buffers: StepBuffers, slots: torch.Tensor) -> SlotLimits:
-    return SlotLimits.of(buffers.limits_SF[slots])
+def window_of(tokens: torch.Tensor, start: int) -> Window:
+    rows = torch.zeros_like(tokens)
+    starts = torch.full_like(tokens[:, 0], start)
+    return Window(tokens_BT=tokens, start_B=starts, read_row_B=starts, write_rows_BT=rows, page_table_BP=rows.int())
 
 
 def test_each_parameter_reaches_its_slot() -> None:
@@ -68,7 +71,8 @@ def test_each_parameter_reaches_its_slot() -> None:
     buffers = make_buffers(parameters, prompt=[1], output=[0])
     slots = torch.arange(len(parameters))
     rows = logits.expand(len(parameters), 1, VOCAB).contiguous()
-    chosen = choose(buffers, slots, limits_of(buffers, slots), rows, torch.zeros(len(parameters), 1, dtype=torch.int64), torch.full((8, 1), 40))
+    window = window_of(torch.zeros(len(parameters), 1, dtype=torch.int64), 39)
+    chosen = choose(buffers, slots, window, rows, sampled=True, constrained=False)
     assert chosen[:, 0].tolist() == [0, 9, 1, 1, 2, 0, 0, 0]
 
 
@@ -79,8 +83,9 @@ def test_greedy_paths_agree() -> None:
     logits = torch.randn(2, 3, VOCAB, generator=torch.Generator().manual_seed(1)).round(decimals=1)
     logits[..., 15:] = -torch.inf
     slots = torch.tensor([0, 1])
-    chosen = choose(buffers, slots, limits_of(buffers, slots), logits, torch.tensor([[3, 1, 1], [3, 2, 2]]), torch.tensor([[3, 4, 5]]).expand(2, 3))
-    assert torch.equal(chosen[0], choose_greedy(logits)[0])
+    window = window_of(torch.tensor([[3, 1, 1], [3, 2, 2]]), 2)
+    sampled, greedy = (choose(buffers, slots, window, logits, sampled=sampled, constrained=False) for sampled in (True, False))
+    assert torch.equal(sampled[0], greedy[0])
 
 
 def test_counts_follow_emitted_tokens() -> None:
@@ -92,11 +97,14 @@ def test_counts_follow_emitted_tokens() -> None:
     for _ in range(20):
         slots = generator.sample(range(3), 2)
         emitted = [[generator.randrange(3) for _ in range(3)] for _ in slots]
-        counted = [[generator.random() < 0.5 for _ in range(3)] for _ in slots]
-        count_emitted(buffers, torch.tensor(slots), torch.tensor(emitted), torch.tensor(counted))
-        for slot, ids, flags in zip(slots, emitted, counted, strict=True):
-            for token, flag in zip(ids, flags, strict=True):
-                expected[slot][token] += flag
+        num_emitted = [generator.randrange(4) for _ in slots]  # 0: an inert slot
+        happened = torch.tensor([[count, 9, 9] for count in num_emitted])
+        nothing = torch.zeros(2, dtype=torch.int64)
+        commit = Commit(tokens_BT=torch.tensor(emitted), num_accepted_B=nothing, draft_start_B=nothing, happened_BF=happened)
+        count_emitted(buffers.counts_SV, torch.tensor(slots), commit)
+        for slot, ids, count in zip(slots, emitted, num_emitted, strict=True):
+            for token in ids[:count]:
+                expected[slot][token] += 1
     assert buffers.counts_SV.tolist() == expected
     assert buffers.prompt_seen_SV[0].nonzero().flatten().tolist() == [1]
 

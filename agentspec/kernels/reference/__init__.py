@@ -1,1 +1,37 @@
-"""Every operation in plain torch: slow, readable, and what faster implementations are tested against."""
+"""Every operation in plain torch: slow, readable, and what faster implementations are tested against. A backend.Backend."""
+
+from agentspec.kernels.reference.fused import (
+    add_linear,
+    argmax,
+    attention_step,
+    gated_delta_step,
+    linear,
+    logits,
+    nearest_token,
+    norm_linear,
+    norm_swiglu,
+    norm_to_rows,
+    pair_norms,
+    rms_norm,
+)
+from agentspec.kernels.reference.sampling import sample
+from agentspec.kernels.reference.window import commit_window, open_window, publish_drafts
+
+__all__ = [
+    "add_linear",
+    "argmax",
+    "attention_step",
+    "commit_window",
+    "gated_delta_step",
+    "linear",
+    "logits",
+    "nearest_token",
+    "norm_linear",
+    "norm_swiglu",
+    "norm_to_rows",
+    "open_window",
+    "pair_norms",
+    "publish_drafts",
+    "rms_norm",
+    "sample",
+]

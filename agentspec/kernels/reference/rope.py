@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def rope_cos_sin(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for `apply_rope`, computed once per forward.
+    """Cosines and sines for `apply_rope`, a row a position.
 
     Args:
         positions: int64 [N].

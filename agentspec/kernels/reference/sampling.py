@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from agentspec.kernels.reference.philox import PURPOSE_TOKEN, uniform
+from agentspec.kernels.slots import FREQUENCY, LOG_MIN_P, PRESENCE, REPETITION, TEMPERATURE, TOP_P, SamplingTable, SlotLimits
 
 LEAST_DIVISOR = 1e-15
 """What logits are divided by at least: a positive temperature or repetition penalty below this would carry them out of float32, and no draw could
@@ -54,6 +55,30 @@ class DrawInputs:
     """float32. Minus infinity: keep all."""
     seed_B: Tensor
     """int64, 0 to 2**63 - 1."""
+
+
+def sample(logits_BTV: Tensor, tokens_BT: Tensor, position_BT: Tensor, slot_ids_B: Tensor, table: SamplingTable, *, constrained: bool) -> Tensor:
+    """See backend.Backend.sample. Row t assumes that drafts 0..t-1 were accepted."""
+    sampling_BF = table.sampling_SF[slot_ids_B]
+    limits = SlotLimits.of(table.limits_SF[slot_ids_B])
+    penalties = PenaltyInputs(
+        counts_BV=table.counts_SV[slot_ids_B],
+        prompt_seen_BV=table.prompt_seen_SV[slot_ids_B],
+        bias_BV=table.bias_SV[slot_ids_B],
+        repetition_B=sampling_BF[:, REPETITION],
+        frequency_B=sampling_BF[:, FREQUENCY],
+        presence_B=sampling_BF[:, PRESENCE],
+    )
+    inputs = DrawInputs(
+        temperature_B=sampling_BF[:, TEMPERATURE],
+        top_k_B=limits.top_k_B,
+        top_p_B=sampling_BF[:, TOP_P],
+        log_min_p_B=sampling_BF[:, LOG_MIN_P],
+        seed_B=limits.seed_B,
+    )
+    if constrained:
+        logits_BTV = apply_mask(logits_BTV, table.mask_SWX[:, : tokens_BT.shape[1]].index_select(0, slot_ids_B))
+    return draw(penalise(logits_BTV, tokens_BT[:, 1:], penalties), position_BT, inputs)
 
 
 def penalise(logits_BTV: Tensor, drafts_Bk: Tensor, inputs: PenaltyInputs) -> Tensor:

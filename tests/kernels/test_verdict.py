@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from agentspec.mtp.verify import count_matches, force_matches, truncate
+from agentspec.kernels.reference.verdict import count_matches, force_matches, truncate
 
 
 def slow_window(chosen: list[int], drafts: list[int], num_valid: int, stop_ids: list[int], room: int) -> tuple[int, str]:

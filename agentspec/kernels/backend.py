@@ -1,0 +1,195 @@
+"""The operations that a forward and a decode step are made of: one signature each, whoever computes them.
+
+A backend is a module that has these functions. `reference` is plain torch on any device, and what every other one is tested
+against; `triton` runs on CUDA. What a backend fuses is its own business: the grain here is the coarsest that a model's mathematics
+allows, so that a fast backend has room.
+
+No operation of a step reads anything on the host (those of `reference` do where they say so), and all may be captured in a CUDA graph. Results
+are new tensors unless "in place" is said. Vectors and tables of integers (ids, rows, positions, page tables) are contiguous.
+
+Shape letters: N tokens, B slots, T tokens a slot (N = B * T, slot by slot), H hidden size, O output features, I FFN width, V vocabulary, R rows,
+P pages a sequence, S slots of the tables, F fields, k drafts; in the recurrence V value heads, D value dim, K key dim, C conv channels; in
+attention Q query heads, G key/value heads, D head dim, A half of the rotary dims, L positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from agentspec.kernels.slots import Commit, SamplingTable, Window
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Norm:
+    """A zero-centred RMS norm: x / rms(x) * (1 + weight)."""
+
+    weight: Tensor
+    """[H]."""
+    eps: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeTable:
+    """Cosines and sines of every position that a model may meet, float32 [L, A]; dimension pairs are (j, j + A)."""
+
+    cos_LA: Tensor
+    sin_LA: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaWeights:
+    """What one Gated DeltaNet layer holds besides its projections."""
+
+    conv_C4: Tensor
+    """[C, 4]; tap 3 weighs the current token."""
+    a_log_V: Tensor
+    """float32."""
+    dt_bias_V: Tensor
+    """float32."""
+    norm_D: Tensor
+    """float32, plain gain."""
+    eps: float
+    gate: Literal["silu", "sigmoid"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionWeights:
+    """What one gated attention layer holds besides its projections."""
+
+    q_norm: Norm
+    k_norm: Norm
+    scale: float
+    """Multiplies the scores."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class Backend(Protocol):
+    # Dense blocks
+
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """The norm over the last dimension of x [..., H], in float32, then cast to x's dtype."""
+        ...
+
+    def linear(self, x_NH: Tensor, weight_OH: Tensor) -> Tensor:
+        """x W^T: [N, O] in x's dtype."""
+        ...
+
+    def norm_linear(self, x_NH: Tensor, norm: Norm, weight_OH: Tensor) -> Tensor:
+        """`linear` of the normed input."""
+        ...
+
+    def norm_swiglu(self, x_NH: Tensor, norm: Norm, gate_up_2IH: Tensor) -> Tensor:
+        """silu(gate) * up of the normed input, [N, I] in x's dtype; gate_up holds the rows of gate, then those of up."""
+        ...
+
+    def add_linear(self, residual_NH: Tensor, x_NO: Tensor, weight_HO: Tensor) -> Tensor:
+        """residual + x W^T: [N, H] in the residual's dtype."""
+        ...
+
+    def norm_to_rows(self, x_NH: Tensor, norm: Norm, hidden_RH: Tensor, write_rows_N: Tensor) -> Tensor:
+        """The final norm: [N, H]; row n of it also goes to hidden_RH[write_rows_N[n]], in place. Rows may repeat only at SCRATCH_ROW."""
+        ...
+
+    def logits(self, x_NH: Tensor, weight_VH: Tensor, num_real: int) -> Tensor:
+        """float32 [N, V] scores; minus infinity from token `num_real` on."""
+        ...
+
+    def argmax(self, logits_NV: Tensor) -> Tensor:
+        """int64 [N]: the largest logit of each row, the lowest id on ties. logits_NV: float32."""
+        ...
+
+    # The MTP head
+
+    def pair_norms(self, tokens_N: Tensor, embedding_VH: Tensor, hidden_NH: Tensor, embedding_norm: Norm, hidden_norm: Norm) -> Tensor:
+        """[norm(embedding of the token) | norm(hidden)]: [N, 2H]."""
+        ...
+
+    def nearest_token(self, x_NH: Tensor, head_OH: Tensor, ids_O: Tensor | None) -> Tensor:
+        """int64 [N]: ids[argmax of x head^T], the first of equals. ids_O: int64; None: row o of the head stands for token o."""
+        ...
+
+    # Mixers of a decode window
+
+    def gated_delta_step(
+        self, projected_NP: Tensor, weights: DeltaWeights, ssm_RVDK: Tensor, conv_R3C: Tensor, read_row_B: Tensor, write_rows_BT: Tensor
+    ) -> Tensor:
+        """Short convolution, gated delta rule, gated norm over every slot's window: [N, V * D] in the projection's dtype.
+
+        Args:
+            projected_NP: [N, C + V * D + 2 V]: q, k, v before the convolution; the norm's gate z; write strength b; decay a.
+            ssm_RVDK: pool of one layer, float32; conv_R3C: pool of one layer, oldest row first. Both in place: the state after column t goes to row
+                write_rows_BT[:, t]. A slot's read row may be one of its write rows. Write rows repeat only at SCRATCH_ROW.
+            read_row_B: int64 [B]. write_rows_BT: int64 [B, T].
+        Definitions: kernels/reference/gated_delta.py, causal_conv.py, norms.py (gated_rms_norm)."""
+        ...
+
+    def attention_step(
+        self,
+        projected_NP: Tensor,
+        weights: AttentionWeights,
+        rope: RopeTable,
+        kv_P2SGD: Tensor,
+        page_table_BP: Tensor,
+        start_B: Tensor,
+        *,
+        first_position: int,
+    ) -> Tensor:
+        """Head norms, RoPE, K/V stores, causal attention and the output gate over every slot's window: [N, Q * D] in the projection's dtype.
+
+        Args:
+            projected_NP: [N, 2 Q D + 2 G D]: head by head q then its gate; then all k heads, then all v heads.
+            kv_P2SGD: pool of one layer [P, 2, tokens a page, G, D], in place: keys and values of positions start..start+T-1 are stored, then read.
+            page_table_BP: int32 [B, P], pages in block order. start_B: int64 [B], position of column 0.
+            first_position: keys before it are never read (1 for the MTP layer); a query without keys gets zeros.
+        Definitions: kernels/reference/attention.py, rope.py. A position that was never written may hold NaN: it must not be read, or not matter."""
+        ...
+
+    # The integers of a step
+
+    def open_window(self, slots_SF: Tensor, page_table_SP: Tensor, slot_ids_B: Tensor, num_columns: int) -> Window:
+        """Gather what the forward needs of the slots.
+
+        slots_SF: int64, see slots.SlotState. page_table_SP: int32. slot_ids_B: int64; the id of the padding slot may repeat."""
+        ...
+
+    def commit_window(
+        self,
+        slots_SF: Tensor,
+        limits_SF: Tensor,
+        slot_ids_B: Tensor,
+        chosen_BT: Tensor,
+        forced_rate_K: Tensor | None,
+        *,
+        block_tokens: int,
+    ) -> Commit:
+        """Decide how far each slot's window stands, and move its pointers, in place in slots_SF (an inert slot keeps everything).
+
+        Acceptance: leading drafts that equal what the target chose, of those that are valid; then cut after the first stop id and at the length
+        limit. read_row becomes the write row of the last accepted column; where the length crosses a multiple of block_tokens, the write row at
+        that boundary becomes the newer rolling checkpoint and the older checkpoint's row takes its place. Column 0 of the next window is the last
+        emitted token; its drafts follow with `publish_drafts`.
+
+        chosen_BT: int64, the target's choice after every column.
+        forced_rate_K: float32, benchmarks only: a valid draft i stands, whatever was chosen, if those before it do and the uniform of (seed, its
+        position, token 0, PURPOSE_FORCED_ACCEPT) is below forced_rate_K[i] (reference/verdict.py, force_matches)."""
+        ...
+
+    def publish_drafts(self, slots_SF: Tensor, slot_ids_B: Tensor, happened_BF: Tensor, drafts_Bk: Tensor) -> None:
+        """Enter the drafts of the next window, in place, into the active slots and into the last k columns of happened_BF. drafts_Bk: int64."""
+        ...
+
+    # Sampling
+
+    def sample(
+        self, logits_BTV: Tensor, tokens_BT: Tensor, position_BT: Tensor, slot_ids_B: Tensor, table: SamplingTable, *, constrained: bool
+    ) -> Tensor:
+        """The target's token after each column, by each slot's parameters: int64 BT. Order and formulas: kernels/reference/sampling.py.
+
+        logits_BTV: float32, not changed. tokens_BT: int64, the window; row t's context is the tokens counted in the table plus tokens 1..t.
+        position_BT: int64, where the chosen token would stand. constrained: apply the table's masks; otherwise they are not read."""
+        ...

@@ -1,0 +1,105 @@
+"""The dense blocks and mixers of a forward, each composed of the plain operations beside this file. See backend.Backend."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, silu
+from torch.nn.functional import linear as linear
+
+from agentspec.kernels.backend import AttentionWeights, DeltaWeights, Norm, RopeTable
+from agentspec.kernels.reference import norms
+from agentspec.kernels.reference.attention import paged_attention, write_kv
+from agentspec.kernels.reference.causal_conv import causal_conv
+from agentspec.kernels.reference.gated_delta import gated_delta
+from agentspec.kernels.reference.hidden import write_hidden
+from agentspec.kernels.reference.rope import apply_rope
+
+
+def rms_norm(x: Tensor, norm: Norm) -> Tensor:
+    return norms.rms_norm(x, norm.weight, norm.eps)
+
+
+def norm_linear(x_NH: Tensor, norm: Norm, weight_OH: Tensor) -> Tensor:
+    return linear(rms_norm(x_NH, norm), weight_OH)
+
+
+def norm_swiglu(x_NH: Tensor, norm: Norm, gate_up_2IH: Tensor) -> Tensor:
+    gate_NI, up_NI = norm_linear(x_NH, norm, gate_up_2IH).chunk(2, -1)
+    return silu(gate_NI) * up_NI
+
+
+def add_linear(residual_NH: Tensor, x_NO: Tensor, weight_HO: Tensor) -> Tensor:
+    return residual_NH + linear(x_NO, weight_HO)
+
+
+def norm_to_rows(x_NH: Tensor, norm: Norm, hidden_RH: Tensor, write_rows_N: Tensor) -> Tensor:
+    hidden_NH = rms_norm(x_NH, norm)
+    write_hidden(hidden_RH, hidden_NH, write_rows_N)
+    return hidden_NH
+
+
+def logits(x_NH: Tensor, weight_VH: Tensor, num_real: int) -> Tensor:
+    scores_NV = linear(x_NH, weight_VH).float()
+    scores_NV[:, num_real:] = -torch.inf
+    return scores_NV
+
+
+def argmax(logits_NV: Tensor) -> Tensor:
+    return logits_NV.argmax(-1)
+
+
+def pair_norms(tokens_N: Tensor, embedding_VH: Tensor, hidden_NH: Tensor, embedding_norm: Norm, hidden_norm: Norm) -> Tensor:
+    return torch.cat([rms_norm(embedding(tokens_N, embedding_VH), embedding_norm), rms_norm(hidden_NH, hidden_norm)], -1)
+
+
+def nearest_token(x_NH: Tensor, head_OH: Tensor, ids_O: Tensor | None) -> Tensor:
+    nearest_N = linear(x_NH, head_OH).argmax(-1)
+    return nearest_N if ids_O is None else ids_O[nearest_N]
+
+
+def gated_delta_step(
+    projected_NP: Tensor, weights: DeltaWeights, ssm_RVDK: Tensor, conv_R3C: Tensor, read_row_B: Tensor, write_rows_BT: Tensor
+) -> Tensor:
+    window = write_rows_BT.shape
+    num_heads, value_dim = ssm_RVDK.shape[1:3]
+    qkv, z, b, a = torch.split(projected_NP, [conv_R3C.shape[2], num_heads * value_dim, num_heads, num_heads], -1)
+    qkv_BTC = causal_conv(torch.unflatten(qkv, 0, window), weights.conv_C4, conv_R3C, read_row_B, write_rows_BT)
+    a_BTV, b_BTV = torch.unflatten(a, 0, window), torch.unflatten(b, 0, window)
+    o_BTVD = gated_delta(qkv_BTC, a_BTV, b_BTV, weights.a_log_V, weights.dt_bias_V, ssm_RVDK, read_row_B, write_rows_BT)
+    z_NVD = torch.unflatten(z, -1, (num_heads, value_dim))
+    return norms.gated_rms_norm(o_BTVD.flatten(0, 1), z_NVD, weights.norm_D, weights.eps, weights.gate).flatten(1)
+
+
+def attention_step(
+    projected_NP: Tensor,
+    weights: AttentionWeights,
+    rope: RopeTable,
+    kv_P2SGD: Tensor,
+    page_table_BP: Tensor,
+    start_B: Tensor,
+    *,
+    first_position: int,
+) -> Tensor:
+    window = (start_B.shape[0], projected_NP.shape[0] // start_B.shape[0])
+    position_N = (start_B[:, None] + torch.arange(window[1], device=start_B.device)).flatten()
+    q_NQD, gate_ND, k_NGD, v_NGD = split_heads(projected_NP, weights, rope.cos_LA[position_N], rope.sin_LA[position_N])
+    q_BTQD, k_BTGD, v_BTGD = (torch.unflatten(x, 0, window) for x in (q_NQD, k_NGD, v_NGD))
+    write_kv(kv_P2SGD, k_BTGD, v_BTGD, page_table_BP, start_B)
+    o_BTQD = paged_attention(q_BTQD, kv_P2SGD, page_table_BP, start_B, scale=weights.scale, first_position=first_position)
+    return o_BTQD.flatten(0, 1).flatten(1) * torch.sigmoid(gate_ND)
+
+
+def split_heads(projected_NP: Tensor, weights: AttentionWeights, cos_NA: Tensor, sin_NA: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(q_NQD, gate_ND, k_NGD, v_NGD) of a projection laid out as in Backend.attention_step; q and k after norm and RoPE."""
+    queries_gates, keys_values = projected_NP.tensor_split([2 * weights.num_heads * weights.head_dim], -1)
+    # q_proj's rows hold q and its gate head by head, not all of q before all gates.
+    q_NQD, gate_NQD = torch.unflatten(queries_gates, -1, (weights.num_heads, 2 * weights.head_dim)).chunk(2, -1)
+    q_NQD = apply_rope(rms_norm(q_NQD, weights.q_norm), cos_NA, sin_NA)
+    return q_NQD, gate_NQD.flatten(1), *split_keys_values(keys_values, weights, cos_NA, sin_NA)
+
+
+def split_keys_values(projected_NP: Tensor, weights: AttentionWeights, cos_NA: Tensor, sin_NA: Tensor) -> tuple[Tensor, Tensor]:
+    """(k_NGD after norm and RoPE, v_NGD) of the part of a projection that follows the queries."""
+    k_NGD, v_NGD = torch.unflatten(projected_NP, -1, (2 * weights.num_kv_heads, weights.head_dim)).chunk(2, 1)
+    return apply_rope(rms_norm(k_NGD, weights.k_norm), cos_NA, sin_NA), v_NGD
