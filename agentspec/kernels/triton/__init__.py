@@ -1,0 +1,27 @@
+"""Every operation of a decode step as Triton kernels for CUDA. A backend.Backend; tested against `reference`, operation by operation."""
+
+from agentspec.kernels.triton.attention import attention_step
+from agentspec.kernels.triton.gated_delta import gated_delta_step
+from agentspec.kernels.triton.linear_layers import add_linear, linear, logits, nearest_token, norm_linear, norm_swiglu
+from agentspec.kernels.triton.norms import norm_to_rows, pair_norms, rms_norm
+from agentspec.kernels.triton.sampling import argmax, sample
+from agentspec.kernels.triton.window import commit_window, open_window, publish_drafts
+
+__all__ = [
+    "add_linear",
+    "argmax",
+    "attention_step",
+    "commit_window",
+    "gated_delta_step",
+    "linear",
+    "logits",
+    "nearest_token",
+    "norm_linear",
+    "norm_swiglu",
+    "norm_to_rows",
+    "open_window",
+    "pair_norms",
+    "publish_drafts",
+    "rms_norm",
+    "sample",
+]

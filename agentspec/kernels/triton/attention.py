@@ -1,0 +1,535 @@
+"""Attention of a decode window in Triton: head norms, RoPE, page stores, split-KV attention and the output gate. See backend.Backend.
+
+Two launches. The first attends: a fixed number of programs, as many as the device holds at once, divide among them all the keys that the slots
+have, so that the longest sequence of a batch never waits for one program. A *unit* is BLOCK_S keys of one page; a *task* is one slot, key/value head
+and block of query rows, and has as many units as its slot. Tasks lie one behind the other, and program c takes the c-th equal share of that
+line, often the end of one task and the begin of the next. What it finds in one task is a *partial*: for every query row the largest score, the sum
+of the exponentials under it, and the values weighted by them. The second launch adds up the partials of every row, in order, and gates.
+
+The query rows of a task are all of the window's queries that read its key/value head: row t * SHARES + s is query head g * SHARES + s of column t.
+A program norms and rotates its queries itself; and the window's own keys too, which the one program that has their unit stores before it reads them.
+
+An inert slot (its first page is the scratch page) has no units: nothing of it is stored, and its output is zeros. Scores are in powers of two.
+A slot's sums are cut where the whole batch's lengths say, so its rounding may differ from batch to batch, but never from run to run.
+
+Knows nothing of layers. Shape letters: as in backend.py; M query rows of a task, C partials, S keys of a unit.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from agentspec import types
+from agentspec.kernels.backend import AttentionWeights, RopeTable
+from agentspec.kernels.traffic import touches_pools
+from agentspec.kernels.triton.launch import INTERPRETED, OVERLAPPED, await_previous, release_next
+
+_SCRATCH_PAGE = tl.constexpr(types.SCRATCH_PAGE)
+
+_MIN_DOT = 16
+"""Smallest side of a tile that the matrix units take."""
+_MAX_ROWS = 64
+"""Query rows of a task: more would leave no registers for the output. A window with more has several tasks a head, each of which reads the keys."""
+_COMBINE_TILE = 4096
+"""Elements of partials that a program of the second launch loads at once."""
+_INTERPRETED_PROGRAMS = 5
+"""Under the interpreter: so few that a program has several tasks, and a task several programs."""
+
+
+class AttendPlan(NamedTuple):
+    """How the first launch uses the machine."""
+
+    block_keys: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+
+
+@touches_pools
+def attention_step(
+    projected_NP: Tensor,
+    weights: AttentionWeights,
+    rope: RopeTable,
+    kv_P2SGD: Tensor,
+    page_table_BP: Tensor,
+    start_B: Tensor,
+    *,
+    first_position: int,
+) -> Tensor:
+    """The tokens of a page must be a multiple of 16. An inert slot, whose first page is the scratch page, stores nothing and gets zeros."""
+    assert projected_NP.stride(1) == 1
+    assert kv_P2SGD.is_contiguous()
+    assert page_table_BP.is_contiguous()
+    assert start_B.is_contiguous()
+    num_slots, num_pages = page_table_BP.shape
+    page_tokens, num_kv_heads, head_dim = kv_P2SGD.shape[2:]
+    num_columns = projected_NP.shape[0] // num_slots
+    shares = weights.num_heads // num_kv_heads
+    block_rows = task_rows(num_columns * shares)
+    plan = attend_plan(block_rows, projected_NP.dtype)
+    shapes = {
+        "T": num_columns,
+        "G": num_kv_heads,
+        "SHARES": shares,
+        "D": head_dim,
+        "BLOCK_B": block_slots(num_slots),
+        "BLOCK_M": block_rows,
+        "BLOCK_S": math.gcd(plan.block_keys, page_tokens),
+        "ROW_BLOCKS": triton.cdiv(num_columns * shares, block_rows),
+    }
+    assert shapes["BLOCK_S"] >= _MIN_DOT, page_tokens
+    num_tasks = num_slots * num_kv_heads * shapes["ROW_BLOCKS"]
+    most_units = num_tasks * num_pages * (page_tokens // shapes["BLOCK_S"])
+    num_programs = min(_resident_programs(projected_NP.device, plan.programs_per_sm), most_units)
+    # Program c's partial of task i has index c + i: along the line of units at least one of both grows, so no two are equal.
+    num_partials = num_programs + num_tasks
+    queries_CMD = torch.empty(num_partials, block_rows, head_dim, dtype=projected_NP.dtype, device=projected_NP.device)
+    sums_CMD = torch.empty(num_partials, block_rows, head_dim, dtype=torch.float32, device=projected_NP.device)
+    scores_2CM = torch.empty(2, num_partials, block_rows, dtype=torch.float32, device=projected_NP.device)
+    _attend[(num_programs,)](
+        projected_NP,
+        projected_NP.stride(0),
+        weights.q_norm.weight,
+        weights.q_norm.eps,
+        weights.k_norm.weight,
+        weights.k_norm.eps,
+        rope.cos_LA,
+        rope.sin_LA,
+        kv_P2SGD,
+        page_table_BP,
+        num_slots,
+        num_pages,
+        start_B,
+        weights.scale * math.log2(math.e),
+        queries_CMD,
+        sums_CMD,
+        scores_2CM,
+        PAGE=page_tokens,
+        A=rope.cos_LA.shape[1],
+        BLOCK_T=triton.next_power_of_2(num_columns),
+        BLOCK_D=max(_MIN_DOT, triton.next_power_of_2(head_dim)),
+        FIRST=first_position,
+        PRECISION=_precision(projected_NP.dtype),
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+        **shapes,
+        **OVERLAPPED,
+    )
+    return _combined(sums_CMD, scores_2CM, projected_NP, page_table_BP, start_B, num_programs, shapes)
+
+
+def _combined(
+    sums_CMD: Tensor, scores_2CM: Tensor, projected_NP: Tensor, page_table_BP: Tensor, start_B: Tensor, num_programs: int, shapes: dict[str, int]
+) -> Tensor:
+    """The second launch: [N, Q * D]."""
+    num_tokens, num_slots = projected_NP.shape[0], start_B.shape[0]
+    num_heads, head_dim = shapes["G"] * shapes["SHARES"], shapes["D"]
+    out_NX = torch.empty(num_tokens, num_heads * head_dim, dtype=projected_NP.dtype, device=projected_NP.device)
+    block_partials, block_dims = combine_blocks(num_programs, num_slots * shapes["G"], head_dim)
+    _combine[(num_tokens * num_heads, triton.cdiv(head_dim, block_dims))](
+        sums_CMD,
+        scores_2CM,
+        projected_NP,
+        projected_NP.stride(0),
+        page_table_BP,
+        num_slots,
+        page_table_BP.shape[1],
+        start_B,
+        out_NX,
+        num_programs,
+        BLOCK_C=block_partials,
+        BLOCK_D=block_dims,
+        num_warps=4,
+        **shapes,
+        **OVERLAPPED,
+    )
+    return out_NX
+
+
+def task_rows(num_rows: int) -> int:
+    """Query rows of a task for a window with so many that read one key/value head."""
+    rows: int = triton.next_power_of_2(num_rows)
+    return min(_MAX_ROWS, max(_MIN_DOT, rows))
+
+
+def block_slots(num_slots: int) -> int:
+    """Width of the vectors over slots. One compiled kernel serves batches of up to 32; a single slot, where latency counts most, has its own."""
+    block: int = triton.next_power_of_2(num_slots)
+    return 1 if num_slots == 1 else max(32, block)
+
+
+def attend_plan(block_rows: int, dtype: torch.dtype) -> AttendPlan:
+    """Loads of 64 KB or more must be in flight in every multiprocessor; programs are as many as fit its registers and shared memory.
+
+    The compiler pipelines the page ids and the tiles that lie behind them as two levels: (num_stages - 1) // 2 tiles are ahead."""
+    if dtype == torch.float32:
+        return AttendPlan(block_keys=16, num_warps=8, num_stages=5, programs_per_sm=1)
+    if block_rows == 16:
+        return AttendPlan(block_keys=32, num_warps=4, num_stages=7, programs_per_sm=2)
+    if block_rows == 32:
+        return AttendPlan(block_keys=32, num_warps=4, num_stages=5, programs_per_sm=2)
+    return AttendPlan(block_keys=32, num_warps=8, num_stages=5, programs_per_sm=1)
+
+
+def combine_blocks(num_programs: int, num_tasks: int, head_dim: int) -> tuple[int, int]:
+    """(partials, dimensions) of the second launch's tiles: all partials of a row at once where the tasks are of equal length."""
+    partials = min(128, max(16, triton.next_power_of_2(triton.cdiv(num_programs, num_tasks) + 1)))
+    return partials, min(triton.next_power_of_2(head_dim), _COMBINE_TILE // partials)
+
+
+def _precision(dtype: torch.dtype) -> str | None:
+    """Products of float32 stay float32: the matrix units would round them to tf32."""
+    return "ieee" if dtype == torch.float32 else None
+
+
+@functools.cache
+def _resident_programs(device: torch.device, programs_per_sm: int) -> int:
+    if INTERPRETED:
+        return _INTERPRETED_PROGRAMS
+    num_sms: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return num_sms * programs_per_sm
+
+
+@triton.jit
+def _units(start_B, page_table_BP, num_slots, num_pages, BLOCK_B: tl.constexpr, T: tl.constexpr, BLOCK_S: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Units of every slot's tasks, int32 [BLOCK_B]."""
+    b = tl.arange(0, BLOCK_B)
+    first_page = tl.load(page_table_BP + b.to(tl.int64) * num_pages, mask=b < num_slots, other=_SCRATCH_PAGE)
+    length = tl.load(start_B + b, mask=b < num_slots, other=0).to(tl.int32) + T
+    return tl.where(first_page != _SCRATCH_PAGE, tl.cdiv(length, BLOCK_S), 0)
+
+
+@triton.jit
+def _norm_rope(  # type: ignore[no-untyped-def]
+    heads, offset_M, is_row_M, position_M, norm_D, eps, cos_LA, sin_LA, D: tl.constexpr, BLOCK_D: tl.constexpr, A: tl.constexpr
+):
+    """Heads at heads + offset_M after norm and RoPE, float32 [M, BLOCK_D], rounded where the reference rounds. Dimension pairs are (j, j + A)."""
+    dtype: tl.constexpr = heads.dtype.element_ty
+    d = tl.arange(0, BLOCK_D)
+    is_real = is_row_M[:, None] & (d < D)[None, :]
+    is_turned = is_row_M[:, None] & (d < 2 * A)[None, :]
+    partner = tl.where(d < A, d + A, d - A)
+    x = tl.load(heads + (offset_M[:, None] + d[None, :]), mask=is_real, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / D + eps)
+    gain = 1.0 + tl.load(norm_D + d, mask=d < D, other=0.0).to(tl.float32)
+    x = (x * inverse * gain[None, :]).to(dtype).to(tl.float32)
+    y = tl.load(heads + (offset_M[:, None] + partner[None, :]), mask=is_turned, other=0.0).to(tl.float32)
+    partner_gain = 1.0 + tl.load(norm_D + partner, mask=d < 2 * A, other=0.0).to(tl.float32)
+    y = (y * inverse * partner_gain[None, :]).to(dtype).to(tl.float32)
+    angle = position_M[:, None] * A + (d % A)[None, :]
+    cos = tl.load(cos_LA + angle, mask=is_turned, other=1.0)
+    sin = tl.load(sin_LA + angle, mask=is_turned, other=0.0)
+    return x * cos + y * tl.where(d < A, -sin, sin)
+
+
+@triton.jit
+def _queries(  # type: ignore[no-untyped-def]
+    heads,
+    row_stride,
+    start,
+    first_row,
+    norm_D,
+    eps,
+    cos_LA,
+    sin_LA,
+    scratch_MD,
+    T: tl.constexpr,
+    SHARES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    A: tl.constexpr,
+):
+    """Rows first_row.. of a task's queries, [BLOCK_M, BLOCK_D] in the activations' type; 0 behind the last. `heads`: its first head in column 0.
+
+    16 at a time by way of memory, since norm and RoPE of more take more registers than there are."""
+    d = tl.arange(0, BLOCK_D)
+    if BLOCK_M == 16:
+        q = _sixteen_queries(heads, row_stride, start, first_row, norm_D, eps, cos_LA, sin_LA, T, SHARES, D, BLOCK_D, A)
+    else:
+        for chunk in tl.range(0, BLOCK_M, 16, num_stages=1):
+            part = _sixteen_queries(heads, row_stride, start, first_row + chunk, norm_D, eps, cos_LA, sin_LA, T, SHARES, D, BLOCK_D, A)
+            m = chunk + tl.arange(0, 16)
+            tl.store(scratch_MD + (m[:, None] * D + d[None, :]), part, mask=(d < D)[None, :])
+        # The program's other threads read what these stored.
+        tl.debug_barrier()
+        q = tl.load(scratch_MD + (tl.arange(0, BLOCK_M)[:, None] * D + d[None, :]), mask=(d < D)[None, :], other=0.0)
+    return q
+
+
+@triton.jit
+def _sixteen_queries(  # type: ignore[no-untyped-def]
+    heads,
+    row_stride,
+    start,
+    first_row,
+    norm_D,
+    eps,
+    cos_LA,
+    sin_LA,
+    T: tl.constexpr,
+    SHARES: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    A: tl.constexpr,
+):
+    row = first_row + tl.arange(0, 16)
+    column = row // SHARES
+    offset = column * row_stride + (row % SHARES) * (2 * D)
+    q = _norm_rope(heads, offset, column < T, start + column, norm_D, eps, cos_LA, sin_LA, D, BLOCK_D, A)
+    return q.to(heads.dtype.element_ty)
+
+
+@triton.jit
+def _store_window(  # type: ignore[no-untyped-def]
+    keys,
+    row_stride,
+    k_norm_D,
+    k_eps,
+    cos_LA,
+    sin_LA,
+    kv_head,
+    pages_P,
+    start,
+    begin,
+    end,
+    T: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    A: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    """Store keys and values of the columns whose positions are in begin..end-1. `keys`: the head's key of column 0; `kv_head`: the head in page 0."""
+    t = tl.arange(0, BLOCK_T)
+    d = tl.arange(0, BLOCK_D)
+    position = start + t
+    is_mine = (t < T) & (position >= begin) & (position < end)
+    row = t * row_stride
+    k = _norm_rope(keys, row, is_mine, position, k_norm_D, k_eps, cos_LA, sin_LA, D, BLOCK_D, A)
+    is_real = is_mine[:, None] & (d < D)[None, :]
+    v = tl.load(keys + G * D + (row[:, None] + d[None, :]), mask=is_real, other=0.0)
+    page = tl.load(pages_P + position // PAGE, mask=is_mine, other=0).to(tl.int64)
+    place = kv_head + (page * (2 * PAGE) + position % PAGE)[:, None] * (G * D) + d[None, :]
+    tl.store(place, k.to(kv_head.dtype.element_ty), mask=is_real)
+    tl.store(place + PAGE * G * D, v, mask=is_real)
+
+
+@triton.jit
+def _attend_run(  # type: ignore[no-untyped-def]
+    q,
+    query_position_M,
+    kv_head,
+    pages_P,
+    first_unit,
+    num_units,
+    length,
+    scale,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    PAGE: tl.constexpr,
+    FIRST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """(largest score [M], sum of exponentials [M], weighted values [M, BLOCK_D]) of queries over a run of units; (-inf, 0, 0) without keys.
+
+    Keys outside FIRST..length-1 are not loaded: they may be NaN, and 0 * NaN would be NaN."""
+    s = tl.arange(0, BLOCK_S)
+    d = tl.arange(0, BLOCK_D)
+    largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    # Summed over the keys after the loop: a sum across warps in every turn would wait for nothing but itself.
+    exponentials = tl.zeros((BLOCK_M, BLOCK_S), tl.float32)
+    values = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for unit in range(first_unit, first_unit + num_units):
+        position = unit * BLOCK_S + s
+        page = tl.load(pages_P + unit // (PAGE // BLOCK_S)).to(tl.int64)
+        tile = kv_head + page * (2 * PAGE * G * D) + ((unit % (PAGE // BLOCK_S)) * BLOCK_S + s)[:, None] * (G * D) + d[None, :]
+        is_key = ((position >= FIRST) & (position < length))[:, None]
+        if BLOCK_D != D:
+            is_key = is_key & (d < D)[None, :]
+        k = tl.load(tile, mask=is_key, other=0.0)
+        v = tl.load(tile + PAGE * G * D, mask=is_key, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        is_visible = (position[None, :] <= query_position_M[:, None]) & (position >= FIRST)[None, :]
+        scores = tl.where(is_visible, scores, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+        base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        shrink = tl.exp2(largest - base)
+        weight = tl.exp2(scores - base[:, None])
+        exponentials = exponentials * shrink[:, None] + weight
+        values = tl.dot(weight.to(v.dtype), v, values * shrink[:, None], input_precision=PRECISION)
+        largest = new_largest
+    return largest, tl.sum(exponentials, axis=1), values
+
+
+@triton.jit
+def _attend(  # type: ignore[no-untyped-def]
+    projected_NP,
+    row_stride,
+    q_norm_D,
+    q_eps,
+    k_norm_D,
+    k_eps,
+    cos_LA,
+    sin_LA,
+    kv_P2SGD,
+    page_table_BP,
+    num_slots,
+    num_pages,
+    start_B,
+    scale,
+    queries_CMD,
+    sums_CMD,
+    scores_2CM,
+    T: tl.constexpr,
+    G: tl.constexpr,
+    SHARES: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    A: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROW_BLOCKS: tl.constexpr,
+    FIRST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    release_next(PDL)
+    await_previous(PDL)
+    units_B = _units(start_B, page_table_BP, num_slots, num_pages, BLOCK_B, T, BLOCK_S)
+    total = tl.sum(units_B, axis=0) * (G * ROW_BLOCKS)
+    program = tl.program_id(0)
+    position, end = _share(program, tl.minimum(tl.num_programs(0), total), total)
+    while position < end:
+        b, task, first_unit, num_units = _locate(position, units_B, BLOCK_B, G * ROW_BLOCKS)
+        run = tl.minimum(num_units - first_unit, end - position)
+        g = task // ROW_BLOCKS
+        start = tl.load(start_B + b).to(tl.int32)
+        window = projected_NP + b.to(tl.int64) * T * row_stride
+        pages_P = page_table_BP + b.to(tl.int64) * num_pages
+        run_begin = first_unit * BLOCK_S
+        run_end = (first_unit + run) * BLOCK_S
+        if run_end > start:
+            keys = window + (2 * G * SHARES + g) * D
+            store = (keys, row_stride, k_norm_D, k_eps, cos_LA, sin_LA, kv_P2SGD + g * D, pages_P, start, run_begin, run_end)
+            _store_window(*store, T, BLOCK_T, G, D, BLOCK_D, A, PAGE)
+            # The program's other threads read what these stored.
+            tl.debug_barrier()
+        partial = (program + b * (G * ROW_BLOCKS) + task).to(tl.int64) * BLOCK_M
+        first_row = (task % ROW_BLOCKS) * BLOCK_M
+        rotation = (q_norm_D, q_eps, cos_LA, sin_LA)
+        q = _queries(
+            window + g * (SHARES * 2 * D), row_stride, start, first_row, *rotation, queries_CMD + partial * D, T, SHARES, BLOCK_M, D, BLOCK_D, A
+        )
+        column = (first_row + tl.arange(0, BLOCK_M)) // SHARES
+        attend = (q, start + column, kv_P2SGD + g * D, pages_P, first_unit, run, start + T, scale)
+        largest, exponentials, values = _attend_run(*attend, G, D, BLOCK_M, BLOCK_D, BLOCK_S, PAGE, FIRST, PRECISION)
+        partial += tl.arange(0, BLOCK_M)
+        num_partials = tl.num_programs(0) + num_slots * (G * ROW_BLOCKS)
+        d = tl.arange(0, BLOCK_D)
+        tl.store(scores_2CM + partial, largest, mask=column < T)
+        tl.store(scores_2CM + num_partials * BLOCK_M + partial, exponentials, mask=column < T)
+        tl.store(sums_CMD + partial[:, None] * D + d[None, :], values, mask=(column < T)[:, None] & (d < D)[None, :])
+        position += run
+
+
+@triton.jit
+def _locate(unit, units_B, BLOCK_B: tl.constexpr, TASKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(slot, its task, unit in the task, units of the task) of a place in the line of all units, where every slot has TASKS tasks."""
+    b = tl.arange(0, BLOCK_B)
+    slot = tl.sum((tl.cumsum(units_B, axis=0) * TASKS <= unit).to(tl.int32), axis=0)
+    num_units = tl.sum(tl.where(b == slot, units_B, 0), axis=0)
+    in_slot = unit - tl.sum(tl.where(b < slot, units_B, 0), axis=0) * TASKS
+    return slot, in_slot // num_units, in_slot % num_units, num_units
+
+
+@triton.jit
+def _share(program, num_programs, total):  # type: ignore[no-untyped-def]
+    """(begin, end) of program's share of `total` units; both 0 from program `num_programs` on. Every other share has a unit at least."""
+    count = tl.maximum(num_programs, 1).to(tl.int64)
+    begin = (program.to(tl.int64) * total // count).to(tl.int32)
+    end = ((program + 1).to(tl.int64) * total // count).to(tl.int32)
+    is_used = program < num_programs
+    return tl.where(is_used, begin, 0), tl.where(is_used, end, 0)
+
+
+@triton.jit
+def _owner(unit, num_programs, total):  # type: ignore[no-untyped-def]
+    """The program whose share holds a unit: the inverse of `_share`."""
+    return (((unit + 1).to(tl.int64) * num_programs - 1) // tl.maximum(total, 1)).to(tl.int32)
+
+
+@triton.jit
+def _combine(  # type: ignore[no-untyped-def]
+    sums_CMD,
+    scores_2CM,
+    projected_NP,
+    row_stride,
+    page_table_BP,
+    num_slots,
+    num_pages,
+    start_B,
+    out_NX,
+    max_programs,
+    T: tl.constexpr,
+    G: tl.constexpr,
+    SHARES: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    ROW_BLOCKS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (n * Q + h, i) makes block i of the dimensions of head h of token n."""
+    release_next(PDL)
+    await_previous(PDL)
+    n = tl.program_id(0) // (G * SHARES)
+    h = tl.program_id(0) % (G * SHARES)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    gate = tl.load(projected_NP + n.to(tl.int64) * row_stride + h * (2 * D) + D + d, mask=d < D, other=0.0).to(tl.float32)
+    units_B = _units(start_B, page_table_BP, num_slots, num_pages, BLOCK_B, T, BLOCK_S)
+    b = n // T
+    m = (n % T) * SHARES + h % SHARES
+    task = (h // SHARES) * ROW_BLOCKS + m // BLOCK_M
+    total = tl.sum(units_B, axis=0) * (G * ROW_BLOCKS)
+    num_programs = tl.minimum(max_programs, total)
+    num_units = tl.sum(tl.where(tl.arange(0, BLOCK_B) == b, units_B, 0), axis=0)
+    first_unit = tl.sum(tl.where(tl.arange(0, BLOCK_B) < b, units_B, 0), axis=0) * (G * ROW_BLOCKS) + task * num_units
+    first = _owner(first_unit, num_programs, total)
+    end = tl.where(num_units > 0, _owner(first_unit + num_units - 1, num_programs, total) + 1, first)
+    num_partials = max_programs + num_slots * (G * ROW_BLOCKS)
+    largest = tl.full((), float("-inf"), tl.float32)
+    exponentials = tl.zeros((), tl.float32)
+    values = tl.zeros((BLOCK_D,), tl.float32)
+    for program in range(first, end, BLOCK_C):
+        c = program + tl.arange(0, BLOCK_C)
+        row = (c + b * (G * ROW_BLOCKS) + task).to(tl.int64) * BLOCK_M + m % BLOCK_M
+        score = tl.load(scores_2CM + row, mask=c < end, other=float("-inf"))
+        sum_ = tl.load(scores_2CM + num_partials * BLOCK_M + row, mask=c < end, other=0.0)
+        part = tl.load(sums_CMD + row[:, None] * D + d[None, :], mask=(c < end)[:, None] & (d < D)[None, :], other=0.0)
+        new_largest = tl.maximum(largest, tl.max(score, axis=0))
+        base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        shrink = tl.exp2(largest - base)
+        weight = tl.exp2(score - base)
+        exponentials = exponentials * shrink + tl.sum(weight * sum_, axis=0)
+        values = values * shrink + tl.sum(weight[:, None] * part, axis=0)
+        largest = new_largest
+    out = values / tl.where(exponentials == 0.0, 1.0, exponentials) * tl.sigmoid(gate)
+    tl.store(out_NX + n.to(tl.int64) * (G * SHARES * D) + h * D + d, out.to(out_NX.dtype.element_ty), mask=d < D)

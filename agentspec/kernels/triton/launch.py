@@ -1,0 +1,45 @@
+"""How kernels follow one another: programmatic dependent launch, so that a kernel starts before the one ahead of it has ended.
+
+A kernel may be resident, and fetch weights, while its predecessor still runs. The rule that makes it safe: every program of every kernel calls
+`await_previous` once, before its first access to anything but weights; what is before that call may only read weights. Since a kernel ends only
+when each of its programs has passed that call, completion is transitive: what any earlier kernel wrote is visible after it.
+
+When the next kernel may start is a matter of speed alone: every kernel calls `release_next`, at the latest point where its tail begins; small kernels
+first.
+
+Knows nothing of what kernels compute. Under Triton's interpreter there is nothing to overlap, and the calls vanish.
+"""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+class LaunchOptions(TypedDict, total=False):
+    PDL: bool
+    launch_pdl: bool
+
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Kernels run in Triton's interpreter (TRITON_INTERPRET=1 when this module was first imported)."""
+
+OVERLAPPED: LaunchOptions = {"PDL": False} if INTERPRETED else {"PDL": True, "launch_pdl": True}
+"""Keyword arguments of every launch: kernel[grid](..., **OVERLAPPED)."""
+
+
+@triton.jit
+def release_next(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Let the next kernel's programs start as soon as there is room for them, once every program of this kernel has called this."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def await_previous(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait until everything that earlier kernels wrote is complete and visible."""
+    if PDL:
+        gdc_wait()

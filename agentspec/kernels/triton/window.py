@@ -1,0 +1,325 @@
+"""The integers of a decode step in Triton, one launch each: opening a window, committing it, entering the next drafts. See backend.Backend.
+
+A program has one slot and one warp: everything here is latency. An inert slot's row is never stored to, so the padding slot may come any number of
+times in one step.
+
+Shape letters: as in reference/window.py; E stop ids a slot.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from agentspec import types
+from agentspec.kernels import slots
+from agentspec.kernels.reference.philox import PURPOSE_FORCED_ACCEPT
+from agentspec.kernels.slots import Commit, Window
+from agentspec.kernels.triton.launch import OVERLAPPED, await_previous, release_next
+
+_PAGES_A_PROGRAM = 1024
+
+_ACTIVE = tl.constexpr(slots.ACTIVE)
+_LENGTH = tl.constexpr(slots.LENGTH)
+_READ_ROW = tl.constexpr(slots.READ_ROW)
+_NUM_VALID_DRAFTS = tl.constexpr(slots.NUM_VALID_DRAFTS)
+_CHECKPOINT_ROWS = tl.constexpr(slots.CHECKPOINT_ROWS)
+_CHECKPOINT_LENS = tl.constexpr(slots.CHECKPOINT_LENS)
+_TOKENS = tl.constexpr(slots.TOKENS)
+_LENGTH_LIMIT = tl.constexpr(slots.LENGTH_LIMIT)
+_SEED = tl.constexpr(slots.SEED)
+_STOP_IDS = tl.constexpr(slots.STOP_IDS)
+_ZERO_ROW = tl.constexpr(types.ZERO_ROW)
+_SCRATCH_ROW = tl.constexpr(types.SCRATCH_ROW)
+_SCRATCH_PAGE = tl.constexpr(types.SCRATCH_PAGE)
+_STOP_ID = tl.constexpr(types.STOP_ID)
+_STOP_LENGTH = tl.constexpr(types.STOP_LENGTH)
+_PURPOSE_FORCED_ACCEPT = tl.constexpr(PURPOSE_FORCED_ACCEPT)
+
+_NUM_LEADING = 4
+"""Columns of happened_BF before the slot's scalars."""
+_LEADING = tl.constexpr(_NUM_LEADING)
+
+
+def open_window(slots_SF: Tensor, page_table_SP: Tensor, slot_ids_B: Tensor, num_columns: int) -> Window:
+    num_slots, num_pages, device = slot_ids_B.shape[0], page_table_SP.shape[1], slots_SF.device
+    window = Window(
+        tokens_BT=torch.empty(num_slots, num_columns, dtype=torch.int64, device=device),
+        start_B=torch.empty(num_slots, dtype=torch.int64, device=device),
+        read_row_B=torch.empty(num_slots, dtype=torch.int64, device=device),
+        write_rows_BT=torch.empty(num_slots, num_columns, dtype=torch.int64, device=device),
+        page_table_BP=torch.empty(num_slots, num_pages, dtype=torch.int32, device=device),
+    )
+    _open_window[(num_slots, triton.cdiv(num_pages, _PAGES_A_PROGRAM))](
+        slots_SF,
+        slots_SF.stride(0),
+        page_table_SP,
+        page_table_SP.stride(0),
+        slot_ids_B,
+        window.tokens_BT,
+        window.start_B,
+        window.read_row_B,
+        window.write_rows_BT,
+        window.page_table_BP,
+        num_pages,
+        T=num_columns,
+        W=_width(slots_SF),
+        BLOCK_T=triton.next_power_of_2(num_columns),
+        BLOCK_P=min(_PAGES_A_PROGRAM, triton.next_power_of_2(num_pages)),
+        num_warps=4,
+        **OVERLAPPED,
+    )
+    return window
+
+
+def commit_window(
+    slots_SF: Tensor, limits_SF: Tensor, slot_ids_B: Tensor, chosen_BT: Tensor, forced_rate_K: Tensor | None, *, block_tokens: int
+) -> Commit:
+    """Of an inert slot, `tokens_BT` is what was chosen and `num_accepted_B` is 0."""
+    assert chosen_BT.is_contiguous()
+    assert forced_rate_K is None or forced_rate_K.is_contiguous()
+    (num_slots, num_columns), device = chosen_BT.shape, slots_SF.device
+    num_stop_ids = limits_SF.shape[1] - slots.STOP_IDS
+    commit = Commit(
+        tokens_BT=chosen_BT if forced_rate_K is None else torch.empty_like(chosen_BT),
+        num_accepted_B=torch.empty(num_slots, dtype=torch.int64, device=device),
+        draft_start_B=torch.empty(num_slots, dtype=torch.int64, device=device),
+        happened_BF=torch.empty(num_slots, _NUM_LEADING + slots.TOKENS + 2 * num_columns - 1, dtype=torch.int64, device=device),
+    )
+    _commit_window[(num_slots,)](
+        slots_SF,
+        slots_SF.stride(0),
+        limits_SF,
+        limits_SF.stride(0),
+        slot_ids_B,
+        chosen_BT,
+        forced_rate_K,
+        commit.tokens_BT,
+        commit.num_accepted_B,
+        commit.draft_start_B,
+        commit.happened_BF,
+        T=num_columns,
+        W=_width(slots_SF),
+        E=num_stop_ids,
+        BLOCK_TOKENS=block_tokens,
+        BLOCK_T=triton.next_power_of_2(num_columns),
+        BLOCK_W=triton.next_power_of_2(_width(slots_SF)),
+        BLOCK_E=triton.next_power_of_2(max(num_stop_ids, 1)),
+        num_warps=1,
+        **OVERLAPPED,
+    )
+    return commit
+
+
+def publish_drafts(slots_SF: Tensor, slot_ids_B: Tensor, happened_BF: Tensor, drafts_Bk: Tensor) -> None:
+    num_slots, num_drafts = drafts_Bk.shape
+    if num_drafts == 0:
+        return
+    assert happened_BF.is_contiguous()
+    _publish_drafts[(num_slots,)](
+        slots_SF,
+        slots_SF.stride(0),
+        slot_ids_B,
+        happened_BF,
+        drafts_Bk,
+        drafts_Bk.stride(0),
+        drafts_Bk.stride(1),
+        F=happened_BF.shape[1],
+        K=num_drafts,
+        BLOCK_K=triton.next_power_of_2(num_drafts),
+        num_warps=1,
+        **OVERLAPPED,
+    )
+
+
+def _width(slots_SF: Tensor) -> int:
+    assert slots_SF.stride(1) == 1
+    return (slots_SF.shape[1] - slots.TOKENS) // 2
+
+
+@triton.jit
+def _open_window(  # type: ignore[no-untyped-def]
+    slots_SF,
+    slots_stride,
+    page_table_SP,
+    page_table_stride,
+    slot_ids_B,
+    tokens_BT,
+    start_B,
+    read_row_B,
+    write_rows_BT,
+    page_table_BP,
+    num_pages,
+    T: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (b, i) copies run i of slot b's page table; the first one of a slot copies its columns too."""
+    release_next(PDL)
+    await_previous(PDL)
+    b = tl.program_id(0).to(tl.int64)
+    slot_id = tl.load(slot_ids_B + b)
+    slot = slots_SF + slot_id * slots_stride
+    is_active = tl.load(slot + _ACTIVE) > 0
+    p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
+    pages = tl.load(page_table_SP + slot_id * page_table_stride + p, mask=p < num_pages, other=_SCRATCH_PAGE)
+    if tl.program_id(1) == 0:
+        t = tl.arange(0, BLOCK_T)
+        rows = tl.load(slot + _TOKENS + W + t, mask=t < T, other=_SCRATCH_ROW)
+        tl.store(tokens_BT + b * T + t, tl.load(slot + _TOKENS + t, mask=t < T, other=0), mask=t < T)
+        tl.store(start_B + b, tl.where(is_active, tl.load(slot + _LENGTH), 0))
+        tl.store(read_row_B + b, tl.where(is_active, tl.load(slot + _READ_ROW), _ZERO_ROW))
+        tl.store(write_rows_BT + b * T + t, tl.where(is_active, rows, _SCRATCH_ROW), mask=t < T)
+    tl.store(page_table_BP + b * num_pages + p, tl.where(is_active, pages, _SCRATCH_PAGE), mask=p < num_pages)
+
+
+@triton.jit
+def _commit_window(  # type: ignore[no-untyped-def]
+    slots_SF,
+    slots_stride,
+    limits_SF,
+    limits_stride,
+    slot_ids_B,
+    chosen_BT,
+    forced_rate_K,
+    tokens_BT,
+    num_accepted_B,
+    draft_start_B,
+    happened_BF,
+    T: tl.constexpr,
+    W: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """No branch on `active`, so that all loads are in flight at once: what an inert slot holds is computed with, and thrown away."""
+    release_next(PDL)
+    await_previous(PDL)
+    b = tl.program_id(0).to(tl.int64)
+    slot_id = tl.load(slot_ids_B + b)
+    slot = slots_SF + slot_id * slots_stride
+    limits = limits_SF + slot_id * limits_stride
+    t = tl.arange(0, BLOCK_T)
+    token_T = tl.load(chosen_BT + b * T + t, mask=t < T, other=-2)
+    draft_T = tl.load(slot + _TOKENS + 1 + t, mask=t < T - 1, other=-1)
+    is_active = tl.load(slot + _ACTIVE) > 0
+    length = tl.where(is_active, tl.load(slot + _LENGTH), 0)
+    num_offered = tl.minimum(tl.load(slot + _NUM_VALID_DRAFTS), T - 1)
+    if forced_rate_K is None:
+        stands_T = token_T == draft_T
+    else:
+        rate_T = tl.load(forced_rate_K + t, mask=t < T - 1, other=0.0)
+        stands_T = _uniform(tl.load(limits + _SEED), length + 1 + t) < rate_T.to(tl.float64)
+    num_matched = tl.min(tl.where(stands_T & (t < num_offered), T - 1, t), axis=0).to(tl.int64)
+    if forced_rate_K is not None:
+        token_T = tl.where(is_active & (t < num_matched), draft_T, token_T)
+        tl.store(tokens_BT + b * T + t, token_T, mask=t < T)
+    num_accepted, stop = _truncate(token_T, num_matched, limits, length, T, E, BLOCK_T, BLOCK_E)
+    tl.store(num_accepted_B + b, tl.where(is_active, num_accepted, 0))
+    tl.store(draft_start_B + b, length + 1)
+    happened = happened_BF + b * (_LEADING + _TOKENS + 2 * T - 1)
+    i = tl.arange(0, _LEADING)
+    leading = tl.where(i == 0, num_accepted + 1, tl.where(i == 1, num_accepted, tl.where(i == 2, num_offered, stop)))
+    tl.store(happened + i, tl.where(is_active, leading, 0))
+    tl.store(happened + _LEADING + _TOKENS + t, token_T, mask=t < T)
+    tl.store(happened + _LEADING + _TOKENS + T + t, tl.zeros_like(token_T), mask=t < T - 1)
+    last_token = tl.sum(tl.where(t == num_accepted, token_T, 0), axis=0)
+    _advance(slot, happened + _LEADING, is_active, length, num_accepted, stop, last_token, BLOCK_TOKENS, T, W, BLOCK_W)
+
+
+@triton.jit
+def _uniform(seed, position):  # type: ignore[no-untyped-def]
+    """float64 in (0, 1): the draw of token 0 for PURPOSE_FORCED_ACCEPT at each position. See reference/philox.py."""
+    zeros = tl.zeros_like(position).to(tl.uint32)
+    word, _, _, _ = tl.philox(seed, zeros, position.to(tl.uint32), zeros + _PURPOSE_FORCED_ACCEPT, zeros)
+    return ((word >> 8).to(tl.float64) + 0.5) * 5.9604644775390625e-08  # 2 ** -24
+
+
+@triton.jit
+def _truncate(token_T, num_matched, limits, length, T: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(drafts that stand, why the request ends or 0): cut after the first stop id and at the length limit. See reference/verdict.py."""
+    t = tl.arange(0, BLOCK_T)
+    e = tl.arange(0, BLOCK_E)
+    stop_id_E = tl.load(limits + _STOP_IDS + e, mask=e < E, other=-1)
+    full = tl.load(limits + _LENGTH_LIMIT) - length - 2
+    first_stop = tl.min(tl.min(tl.where(token_T[:, None] == stop_id_E[None, :], t[:, None], T), axis=1), axis=0).to(tl.int64)
+    last = tl.minimum(num_matched, full)
+    at_limit = tl.where(last == full, _STOP_LENGTH, 0)
+    return tl.minimum(first_stop, last), tl.where(first_stop <= last, _STOP_ID, at_limit).to(tl.int64)
+
+
+@triton.jit
+def _advance(  # type: ignore[no-untyped-def]
+    slot,
+    scalars,
+    is_active,
+    length,
+    num_accepted,
+    stop,
+    last_token,
+    BLOCK_TOKENS: tl.constexpr,
+    T: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Move an active slot's pointers behind the last accepted column; store the scalars that any slot then has to `scalars` too."""
+    w = tl.arange(0, BLOCK_W)
+    f = tl.arange(0, _TOKENS)
+    row_W = tl.load(slot + _TOKENS + W + w, mask=w < W, other=0)
+    old_F = tl.load(slot + f)
+    newer_row = tl.load(slot + _CHECKPOINT_ROWS)
+    older_row = tl.load(slot + _CHECKPOINT_ROWS + 1)
+    newer_len = tl.load(slot + _CHECKPOINT_LENS)
+    new_length = length + num_accepted + 1
+    read_row = tl.sum(tl.where(w == num_accepted, row_W, 0), axis=0)
+    boundary = new_length // BLOCK_TOKENS * BLOCK_TOKENS
+    column = boundary - length - 1
+    crossed = column >= 0
+    boundary_row = tl.sum(tl.where(w == column, row_W, 0), axis=0)
+
+    new_F = tl.where(f == _ACTIVE, (stop == 0).to(tl.int64), old_F)
+    new_F = tl.where(f == _LENGTH, new_length, new_F)
+    new_F = tl.where(f == _READ_ROW, read_row, new_F)
+    new_F = tl.where(f == _NUM_VALID_DRAFTS, T - 1, new_F)
+    new_F = tl.where(crossed & (f == _CHECKPOINT_ROWS), boundary_row, new_F)
+    new_F = tl.where(crossed & (f == _CHECKPOINT_ROWS + 1), newer_row, new_F)
+    new_F = tl.where(crossed & (f == _CHECKPOINT_LENS), boundary, new_F)
+    new_F = tl.where(crossed & (f == _CHECKPOINT_LENS + 1), newer_len, new_F)
+    tl.store(scalars + f, tl.where(is_active, new_F, old_F))
+    tl.debug_barrier()  # every lane has what it reads of the slot before any lane stores to it
+    tl.store(slot + f, new_F, mask=f < tl.where(is_active, _TOKENS, 0))
+    tl.store(slot + _TOKENS, last_token, mask=is_active)
+    tl.store(slot + _TOKENS + W + w, older_row, mask=w == tl.where(is_active, column, -1))
+
+
+@triton.jit
+def _publish_drafts(  # type: ignore[no-untyped-def]
+    slots_SF,
+    slots_stride,
+    slot_ids_B,
+    happened_BF,
+    drafts_Bk,
+    drafts_stride_b,
+    drafts_stride_k,
+    F: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    release_next(PDL)
+    await_previous(PDL)
+    b = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK_K)
+    draft_K = tl.load(drafts_Bk + b * drafts_stride_b + i * drafts_stride_k, mask=i < K, other=0)
+    slot = slots_SF + tl.load(slot_ids_B + b) * slots_stride
+    # Active before this step: a slot that the step has just ended is inert, and nothing reads its drafts.
+    num_entered = tl.where(tl.load(happened_BF + b * F) > 0, K, 0)
+    tl.store(happened_BF + b * F + F - K + i, draft_K, mask=i < K)
+    tl.store(slot + _TOKENS + 1 + i, draft_K, mask=i < num_entered)

@@ -1,0 +1,184 @@
+"""What `benchmarks.linear` measured: its tables, and the plans that follow from it.
+
+Times come in as plain numbers; knows nothing of how they are measured. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+
+from agentspec.kernels.triton.linear_plans import OURS_ALONE, Kind, Plan
+
+DRAFT_VOCABULARY, VOCABULARY, NUM_REAL = 32768, 248320, 248077
+CLOSE, AS_GOOD = 1.02, 1.01
+"""Times of the best's: what one plan for several token counts may cost, and what a simpler plan may."""
+GROUPINGS = (((1, 2, 4, 8, 16),), ((1, 2, 4, 8), (16,)), ((1, 2, 4), (8, 16)), ((1, 2, 4), (8,), (16,)))
+"""Small token counts that share a plan, and so an order of summation; the first grouping is taken that costs little. A stream's 1 token without
+drafts and 4 with them are never apart."""
+ALONE = ((32,), (64,), (128,))
+
+Times = Mapping[Plan | None, float]
+"""Plan -> time, None: torch's product."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    kind: Kind
+    num_outputs: int
+    depth: int
+
+    @property
+    def weight_bytes(self) -> int:
+        return 2 * self.num_outputs * self.depth
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What of a model its linear layers depend on. Heads: query, key/value, recurrent value; recurrent keys have 16 heads of 128."""
+
+    hidden: int
+    ffn: int
+    heads: tuple[int, int, int]
+
+    def shapes(self) -> dict[str, Shape]:
+        queries, keys, values = self.heads
+        return {
+            "delta in": Shape("norm_linear", 2 * 16 * 128 + 2 * values * 128 + 2 * values, self.hidden),
+            "delta out": Shape("add_linear", self.hidden, values * 128),
+            "attention in": Shape("norm_linear", 2 * queries * 256 + 2 * keys * 256, self.hidden),
+            "attention out": Shape("add_linear", self.hidden, queries * 256),
+            "ffn in": Shape("norm_swiglu", 2 * self.ffn, self.hidden),
+            "ffn out": Shape("add_linear", self.hidden, self.ffn),
+            "mtp fc": Shape("linear", self.hidden, 2 * self.hidden),
+            "logits": Shape("logits", VOCABULARY, self.hidden),
+            "draft head": Shape("nearest_token", DRAFT_VOCABULARY, self.hidden),
+        }
+
+
+MODELS = {
+    "4B": Model(2560, 9216, (16, 4, 32)),
+    "27B": Model(5120, 17408, (24, 4, 48)),
+    "9B": Model(4096, 12288, (16, 4, 32)),
+    "0.8B": Model(1024, 3584, (8, 2, 16)),
+}
+
+
+@dataclass(slots=True)
+class Cell:
+    """One shape at one token count, and what was measured."""
+
+    shape: Shape
+    num_tokens: int
+    seconds: dict[Plan | None, float]
+
+    @property
+    def best(self) -> Plan | None:
+        return min(self.seconds, key=self.seconds.__getitem__)
+
+    def ranked(self) -> list[Plan]:
+        plans = [plan for plan in self.seconds if plan is not None]
+        return sorted(plans, key=self.seconds.__getitem__)
+
+
+Cells = Mapping[tuple[Shape, int], Cell]
+
+
+def _one_plan(times: Mapping[int, Times], token_counts: Iterable[int]) -> tuple[float, Plan | None] | None:
+    """(its worst time, of each count's best, and the plan) to use for all of these counts; nothing if no plan was measured at all of them.
+
+    Close to equal times, a plan is preferred that keeps no running prefetch, then one that prefetches before it awaits the previous kernel: in a real
+    step that is often a small kernel, which leaves the memory idle, and the chain measured here has no such gaps.
+    """
+    measured = [times[count] for count in token_counts]
+    least = [min(at.values()) for at in measured]
+    worst = {plan: max(at[plan] / low for at, low in zip(measured, least, strict=True)) for plan in set(measured[0]).intersection(*measured[1:])}
+    ours = {plan: cost for plan, cost in worst.items() if plan is not None}
+    if not ours:
+        return (worst[None], None) if worst else None
+    best = min(ours.values())
+    if None in worst and worst[None] * AS_GOOD < best:
+        return worst[None], None
+    near = {plan: cost for plan, cost in ours.items() if cost <= best * AS_GOOD}
+    plan = min(near, key=lambda plan: (plan.running, plan.ahead == 0, near[plan], repr(plan)))
+    return near[plan], plan
+
+
+def chosen_plans(shape: Shape, cells: Cells) -> list[tuple[int, Plan | None]]:
+    """(most tokens, plan) in rising order, as `linear_plans.MEASURED` has them; token counts that were not measured are left out."""
+    times = {count: cell.seconds for (at, count), cell in cells.items() if at == shape and cell.seconds}
+    if shape.kind in OURS_ALONE:
+        times = {count: {plan: time for plan, time in seconds.items() if plan is not None} for count, seconds in times.items()}
+    rows: list[tuple[int, Plan | None]] = []
+    for grouping in GROUPINGS:
+        groups = [group for group in (tuple(count for count in group if times.get(count)) for group in grouping) if group]
+        found = [_one_plan(times, group) for group in groups]
+        if grouping == GROUPINGS[-1] or all(one is not None and one[0] <= CLOSE for one in found):
+            rows += [(group[-1], one[1]) for group, one in zip(groups, found, strict=True) if one is not None]
+            break
+    for group in ALONE:
+        if times.get(group[0]) and (one := _one_plan(times, group)):
+            rows.append((group[0], one[1]))
+    return [row for index, row in enumerate(rows) if index + 1 == len(rows) or rows[index + 1][1] != row[1]]
+
+
+def plan_file(device: str, cells: Cells) -> str:
+    """The text of `linear_plans.json`: one line a shape, of each plan what is not its default."""
+    lines = []
+    for shape in dict.fromkeys(shape for shape, _ in cells):
+        rows = [[most, None if plan is None else _fields(plan)] for most, plan in chosen_plans(shape, cells)]
+        lines.append(json.dumps({"kind": shape.kind, "num_outputs": shape.num_outputs, "depth": shape.depth, "plans": rows}))
+    head = f'{{"measured": "on one {device} by benchmarks/linear.py",\n"layers": [\n'
+    return head + ",\n".join(lines) + "\n]}\n"
+
+
+def _fields(plan: Plan) -> dict[str, int]:
+    return {field.name: value for field in fields(plan) if (value := getattr(plan, field.name)) != field.default}
+
+
+def describe(plan: Plan | None) -> str:
+    if plan is None:
+        return "torch"
+    far = f" r{plan.release}" + (f" a{plan.ahead}{'r' if plan.running else ''}" if plan.ahead else "")
+    return f"{plan.block_o}x{plan.block_m}x{plan.block_k} s{plan.stages} w{plan.warps}" + (f" /{plan.split}" if plan.split > 1 else "") + far
+
+
+def cell_lines(cells: Cells, models: Iterable[str], bandwidth: float) -> Iterator[str]:
+    """Markdown: a row a cell, with its best plan, the runners-up and the best without prefetch."""
+    yield "| model | layer | O x K | tokens | us | of read | torch us | best | next | without prefetch |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for name, layer, shape, cell in _by_layer(cells, models):
+        best = cell.seconds[cell.best]
+        ranked = cell.ranked()
+        runners_up = "; ".join(f"{describe(plan)} {cell.seconds[plan] * 1e6:.2f}" for plan in ranked[1:4])
+        plain = next((f"{describe(plan)} {cell.seconds[plan] * 1e6:.2f}" for plan in ranked if not plan.ahead), "")
+        torch_us = f"{cell.seconds[None] * 1e6:.2f}" if None in cell.seconds else ""
+        yield (
+            f"| {name} | {layer} | {shape.num_outputs} x {shape.depth} | {cell.num_tokens} | {best * 1e6:.2f} | "
+            f"{shape.weight_bytes / bandwidth / best:.0%} | {torch_us} | {describe(cell.best)} | {runners_up} | {plain} |"
+        )
+
+
+def chosen_lines(cells: Cells, models: Iterable[str], bandwidth: float) -> Iterator[str]:
+    """Markdown: a row a layer; at each token count us by the chosen plan, its share of the read bandwidth, and torch's us."""
+    counts = sorted({count for _, count in cells})
+    yield "| model | layer | O x K | " + " | ".join(map(str, counts)) + " |"
+    yield "|---" * (3 + len(counts)) + "|"
+    plans = {shape: chosen_plans(shape, cells) for shape in dict.fromkeys(shape for shape, _ in cells)}
+    rows: dict[tuple[str, str, Shape], dict[int, str]] = {}
+    for name, layer, shape, cell in _by_layer(cells, models):
+        plan = next((plan for most, plan in plans[shape] if cell.num_tokens <= most), None)
+        seconds = cell.seconds[plan]
+        torch_us = f", {cell.seconds[None] * 1e6:.1f}" if None in cell.seconds else ""
+        rows.setdefault((name, layer, shape), {})[cell.num_tokens] = f"{seconds * 1e6:.1f} {shape.weight_bytes / bandwidth / seconds:.0%}{torch_us}"
+    for (name, layer, shape), texts in rows.items():
+        yield f"| {name} | {layer} | {shape.num_outputs} x {shape.depth} | " + " | ".join(texts.get(count, "") for count in counts) + " |"
+
+
+def _by_layer(cells: Cells, models: Iterable[str]) -> Iterator[tuple[str, str, Shape, Cell]]:
+    for name in models:
+        for layer, shape in MODELS[name].shapes().items():
+            for (at, _), cell in sorted(cells.items(), key=lambda item: item[0][1]):
+                if at == shape and cell.seconds:
+                    yield name, layer, shape, cell

@@ -1,0 +1,98 @@
+"""Attention kernels at served shapes, for the compile check."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from agentspec.kernels.triton import attention
+from tests.kernels.triton.specimen import Specimen
+
+_PAGE = 64
+_NUM_PROGRAMS = 264
+
+
+def _specimens(
+    model: str, num_slots: int, num_columns: int, num_heads: int, num_kv_heads: int, head_dim: int, half_rope: int, dtype: torch.dtype
+) -> list[Specimen]:
+    shares = num_heads // num_kv_heads
+    block_rows = attention.task_rows(num_columns * shares)
+    plan = attention.attend_plan(block_rows, dtype)
+    activations = "*fp32" if dtype == torch.float32 else "*bf16"
+    shapes = {
+        "T": num_columns,
+        "G": num_kv_heads,
+        "SHARES": shares,
+        "D": head_dim,
+        "BLOCK_B": attention.block_slots(num_slots),
+        "BLOCK_M": block_rows,
+        "BLOCK_S": plan.block_keys,
+        "ROW_BLOCKS": triton.cdiv(num_columns * shares, block_rows),
+    }
+    case = f"{model} B={num_slots} T={num_columns}"
+    attend = Specimen(
+        name=f"attend {case}",
+        kernel=attention._attend,
+        signature={
+            "projected_NP": activations,
+            "row_stride": "i32",
+            "q_norm_D": activations,
+            "q_eps": "fp32",
+            "k_norm_D": activations,
+            "k_eps": "fp32",
+            "cos_LA": "*fp32",
+            "sin_LA": "*fp32",
+            "kv_P2SGD": activations,
+            "page_table_BP": "*i32",
+            "num_slots": "i32",
+            "num_pages": "i32",
+            "start_B": "*i64",
+            "scale": "fp32",
+            "queries_CMD": activations,
+            "sums_CMD": "*fp32",
+            "scores_2CM": "*fp32",
+        },
+        constexprs=shapes
+        | {
+            "PAGE": _PAGE,
+            "A": half_rope,
+            "BLOCK_T": triton.next_power_of_2(num_columns),
+            "BLOCK_D": head_dim,
+            "FIRST": 0,
+            "PRECISION": attention._precision(dtype),
+        },
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+        multiples_of_16=("row_stride",),
+        instructions=("cp.async.cg", "ld.global.v4") if dtype == torch.bfloat16 else ("ld.global.v4",),
+    )
+    partials, block_dims = attention.combine_blocks(_NUM_PROGRAMS, num_slots * num_kv_heads, head_dim)
+    combine = Specimen(
+        name=f"combine {case}",
+        kernel=attention._combine,
+        signature={
+            "sums_CMD": "*fp32",
+            "scores_2CM": "*fp32",
+            "projected_NP": activations,
+            "row_stride": "i32",
+            "page_table_BP": "*i32",
+            "num_slots": "i32",
+            "num_pages": "i32",
+            "start_B": "*i64",
+            "out_NX": activations,
+            "max_programs": "i32",
+        },
+        constexprs=shapes | {"BLOCK_C": partials, "BLOCK_D": block_dims},
+        num_warps=4,
+        multiples_of_16=("row_stride",),
+        instructions=("ld.global.v4",),
+    )
+    return [attend, combine]
+
+
+SPECIMENS = [
+    *_specimens("4B", 1, 4, 16, 4, 256, 32, torch.bfloat16),
+    *_specimens("27B", 32, 4, 24, 4, 256, 32, torch.bfloat16),
+    _specimens("27B", 1, 8, 24, 4, 256, 32, torch.bfloat16)[0],
+    _specimens("tiny-agent", 4, 4, 4, 2, 64, 8, torch.float32)[0],
+]

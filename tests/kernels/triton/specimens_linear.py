@@ -1,0 +1,77 @@
+"""The linear kernels at served shapes, by the plans that these have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agentspec.kernels.triton import linear_layers
+from agentspec.kernels.triton.linear_plans import Kind, plan_for
+from tests.kernels.triton.specimen import Specimen
+
+ASYNC_COPIES, WGMMA = "cp.async.cg.shared", "wgmma.mma_async"
+OPERANDS = ("x_ptr", "weight_ptr", "norm_ptr", "residual_ptr")
+INTEGERS = ("x_stride", "num_tokens", "num_outputs", "depth", "width", "num_real", "tiles", "ahead", "release")
+
+
+KERNELS: dict[Kind, Any] = {
+    "linear": linear_layers._linear_kernel,
+    "norm_linear": linear_layers._linear_kernel,
+    "add_linear": linear_layers._linear_kernel,
+    "norm_swiglu": linear_layers._swiglu_kernel,
+    "logits": linear_layers._logits_kernel,
+    "nearest_token": linear_layers._nearest_kernel,
+}
+
+
+def specimen(name: str, kernel: Any, constexprs: dict[str, Any], warps: int, stages: int, *instructions: str, dtype: str = "bf16") -> Specimen:
+    """`constexprs`: None for absent operands."""
+    types = {**dict.fromkeys(OPERANDS, f"*{dtype}"), **dict.fromkeys(INTEGERS, "i32"), "eps": "fp32", "partial_ptr": "*fp32", "arrivals_ptr": "*i32"}
+    types |= {"score_ptr": "*fp32", "row_ptr": "*i32", "token_ptr": "*i64", "ids_ptr": "*i64"}
+    types["gate_up_ptr"] = f"*{dtype}"
+    types["out_ptr"] = "*fp32" if kernel is linear_layers._logits_kernel else f"*{dtype}"
+    names = [argument for argument in kernel.arg_names if argument not in constexprs and argument != "PDL"]
+    return Specimen(
+        name=name,
+        kernel=kernel,
+        signature={argument: types[argument] for argument in names},
+        constexprs=constexprs,
+        num_warps=warps,
+        num_stages=stages,
+        multiples_of_16=tuple(argument for argument in ("x_stride", "num_outputs", "depth", "width") if argument in names),
+        instructions=instructions,
+    )
+
+
+def layer(model: str, kind: Kind, num_outputs: int, depth: int, num_tokens: int, *instructions: str, dtype: str = "bf16") -> Specimen:
+    """A layer as its plan has it launched."""
+    plan = plan_for(kind, num_outputs, depth, num_tokens, 4 if dtype == "fp32" else 2)
+    assert plan is not None
+    constexprs = {
+        "BLOCK_O": plan.block_o,
+        "BLOCK_M": plan.block_m,
+        "BLOCK_K": plan.block_k,
+        "EVEN": depth % plan.block_k == 0,
+        "RUNNING": plan.running,
+    }
+    if KERNELS[kind] is linear_layers._linear_kernel:
+        constexprs |= {"SPLIT": plan.split} | ({} if plan.split > 1 else {"partial_ptr": None, "arrivals_ptr": None})
+        constexprs |= ({} if kind == "norm_linear" else {"norm_ptr": None}) | ({} if kind == "add_linear" else {"residual_ptr": None})
+    return specimen(f"{kind} {model} M={num_tokens} {dtype}", KERNELS[kind], constexprs, plan.warps, plan.stages, *instructions, dtype=dtype)
+
+
+SPECIMENS = [
+    layer("4B", "norm_linear", 12352, 2560, 4, ASYNC_COPIES),
+    layer("9B", "norm_linear", 12352, 4096, 4, ASYNC_COPIES),
+    layer("27B", "norm_linear", 16480, 5120, 32, ASYNC_COPIES, WGMMA),
+    layer("4B", "add_linear", 2560, 4096, 4, ASYNC_COPIES),
+    layer("4B", "add_linear", 2560, 9216, 128, ASYNC_COPIES, WGMMA),
+    layer("4B", "norm_swiglu", 18432, 2560, 4, ASYNC_COPIES),
+    layer("4B", "norm_swiglu", 18432, 2560, 64, ASYNC_COPIES, WGMMA),
+    layer("4B", "logits", 248320, 2560, 4, ASYNC_COPIES),
+    layer("4B", "nearest_token", 32768, 2560, 1, ASYNC_COPIES),
+    layer("none", "norm_linear", 2000, 1536, 9, ASYNC_COPIES),
+    layer("tiny", "norm_swiglu", 1280, 256, 4, dtype="fp32"),
+    layer("tiny", "add_linear", 256, 640, 4, dtype="fp32"),
+    specimen("choose 32k", linear_layers._choose_kernel, {"BLOCK": 1024}, 4, 3),
+    specimen("swiglu after torch", linear_layers._gate_kernel, {"BLOCK": 1024}, 4, 3),
+]

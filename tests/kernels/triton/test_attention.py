@@ -1,0 +1,206 @@
+"""attention_step in Triton against the reference: over NaN in every place that must not be read, permuted pages, inert slots and odd sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentspec.kernels import reference
+from agentspec.kernels.backend import AttentionWeights, Norm, RopeTable
+from agentspec.kernels.triton.attention import attention_step
+from agentspec.types import SCRATCH_PAGE
+from tests.fakes.compare import relative_error
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+"""Against the reference in float32 on the same inputs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    starts: tuple[int | None, ...]
+    """Position of column 0 of every slot; None: an inert slot."""
+    num_columns: int
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    half_rope: int = 4
+    page_tokens: int = 16
+    first_position: int = 0
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    projected_NP: Tensor
+    weights: AttentionWeights
+    rope: RopeTable
+    kv_P2SGD: Tensor
+    page_table_BP: Tensor
+    start_B: Tensor
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Inputs:
+        def norm(old: Norm) -> Norm:
+            return replace(old, weight=old.weight.to(device, dtype))
+
+        return Inputs(
+            projected_NP=self.projected_NP.to(device, dtype),
+            weights=replace(self.weights, q_norm=norm(self.weights.q_norm), k_norm=norm(self.weights.k_norm)),
+            rope=RopeTable(cos_LA=self.rope.cos_LA.to(device), sin_LA=self.rope.sin_LA.to(device)),
+            kv_P2SGD=self.kv_P2SGD.to(device, dtype, copy=True),
+            page_table_BP=self.page_table_BP.to(device),
+            start_B=self.start_B.to(device),
+        )
+
+
+def inputs_of(case: Case) -> Inputs:
+    """On the CPU. Places of the pool that no slot wrote are NaN; pages lie in random order; a table goes on with the scratch page, which is NaN."""
+    rng = torch.Generator().manual_seed(case.seed)
+    lengths = [start + case.num_columns for start in case.starts if start is not None]
+    num_pages = -(-max(lengths, default=1) // case.page_tokens) + 2
+    pool = torch.full((1 + len(case.starts) * num_pages, 2, case.page_tokens, case.num_kv_heads, case.head_dim), torch.nan, dtype=case.dtype)
+    table = torch.full((len(case.starts), num_pages), SCRATCH_PAGE, dtype=torch.int32)
+    free = torch.randperm(len(pool) - 1, generator=rng) + 1
+    for slot, start in enumerate(case.starts):
+        if start is not None:
+            used = -(-(start + case.num_columns) // case.page_tokens)
+            table[slot, :used] = free[slot * num_pages :][:used]
+            position = torch.arange(start)
+            page, place = table[slot, position // case.page_tokens].long(), position % case.page_tokens
+            pool[page, :, place] = torch.randn(start, 2, case.num_kv_heads, case.head_dim, generator=rng).to(case.dtype)
+            if case.first_position:
+                pool[table[slot, 0].long(), :, : case.first_position] = torch.nan
+    width = 2 * (case.num_heads + case.num_kv_heads) * case.head_dim
+    wide = torch.full((len(case.starts) * case.num_columns, width + 16), torch.nan, dtype=case.dtype)
+    wide[:, :width] = torch.randn(len(wide), width, generator=rng)
+    norms = [Norm(weight=torch.randn(case.head_dim, generator=rng).mul(0.3).to(case.dtype), eps=1e-6) for _ in range(2)]
+    angles = torch.arange(max(lengths, default=case.num_columns))[:, None] * torch.rand(case.half_rope, generator=rng)
+    return Inputs(
+        projected_NP=wide[:, :width],
+        weights=AttentionWeights(
+            q_norm=norms[0],
+            k_norm=norms[1],
+            scale=case.head_dim**-0.5,
+            num_heads=case.num_heads,
+            num_kv_heads=case.num_kv_heads,
+            head_dim=case.head_dim,
+        ),
+        rope=RopeTable(cos_LA=angles.cos(), sin_LA=angles.sin()),
+        kv_P2SGD=pool,
+        page_table_BP=table,
+        start_B=torch.tensor([start or 0 for start in case.starts]),
+    )
+
+
+def step(inputs: Inputs, case: Case) -> Tensor:
+    """attention_step, with NaN in every buffer that it makes."""
+    with poisoned():
+        return attention_step(
+            inputs.projected_NP,
+            inputs.weights,
+            inputs.rope,
+            inputs.kv_P2SGD,
+            inputs.page_table_BP,
+            inputs.start_B,
+            first_position=case.first_position,
+        )
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """`torch.empty` gives NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def check_step(device: torch.device, case: Case) -> None:
+    """Outputs and stores are the reference's; an inert slot gets zeros and stores nothing."""
+    inputs = inputs_of(case)
+    plain, real = inputs.to("cpu", torch.float32), inputs.to(device)
+    got = step(real, case)
+    want = reference.attention_step(
+        plain.projected_NP, plain.weights, plain.rope, plain.kv_P2SGD, plain.page_table_BP, plain.start_B, first_position=case.first_position
+    )
+    stored = torch.zeros(real.kv_P2SGD.shape[0], case.page_tokens, dtype=torch.bool)
+    for slot, start in enumerate(case.starts):
+        columns = slice(slot * case.num_columns, (slot + 1) * case.num_columns)
+        if start is None:
+            assert not got[columns].any(), (case, slot)
+        else:
+            assert error(got[columns], want[columns]) < TOLERANCE[case.dtype], (case, slot)
+            position = torch.arange(start, start + case.num_columns)
+            stored[inputs.page_table_BP[slot, position // case.page_tokens].long(), position % case.page_tokens] = True
+    pool = real.kv_P2SGD.cpu().transpose(1, 2)
+    before, expected = inputs.kv_P2SGD.transpose(1, 2), plain.kv_P2SGD.transpose(1, 2)
+    assert torch.equal(pool[~stored].nan_to_num(77), before[~stored].nan_to_num(77)), (case, "places outside the windows changed")
+    if stored.any():
+        assert error(pool[stored][:, 0], expected[stored][:, 0]) < TOLERANCE[case.dtype], (case, "keys")
+        assert torch.equal(pool[stored][:, 1], expected[stored][:, 1].to(case.dtype)), (case, "values")
+
+
+def check_same_bits(device: torch.device, case: Case) -> None:
+    """Two runs on the same inputs agree in every bit."""
+    inputs = inputs_of(case)
+    assert torch.equal(step(inputs.to(device), case), step(inputs.to(device), case)), case
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """`relative_error`; of zeros, the largest difference."""
+    return relative_error(got.cpu(), want) if want.any() else float(got.abs().max())
+
+
+CASES = {
+    "one column": Case(starts=(0, 15, 16, 50), num_columns=1, num_heads=2, head_dim=16, seed=1),
+    "window over a page's end": Case(starts=(13, 31, 0), num_columns=4, seed=2),
+    "more columns than keys before": Case(starts=(3,), num_columns=8, num_heads=2, seed=3),
+    "inert slots": Case(starts=(None, 20, None, None, 5, None), num_columns=3, num_heads=2, head_dim=16, seed=4),
+    "only inert slots": Case(starts=(None, None), num_columns=4, seed=5),
+    "position 0 hidden": Case(starts=(0, 1, 33), num_columns=2, num_heads=2, first_position=1, seed=6),
+    "only position 0, and it hidden": Case(starts=(0, 0), num_columns=1, first_position=1, seed=7),
+    "one long slot among short ones": Case(starts=(2, 170, 7), num_columns=2, num_heads=1, num_kv_heads=1, seed=8),
+    "more slots than programs": Case(starts=(5, 20, 0, 33, 17, 2, 8, 1), num_columns=1, num_heads=2, num_kv_heads=1, head_dim=16, seed=9),
+    "pages of 64": Case(starts=(60, 70), num_columns=5, num_heads=2, page_tokens=64, seed=10),
+    "no power of two": Case(starts=(20,), num_columns=3, num_heads=6, head_dim=24, half_rope=3, seed=11),
+    "32 rows a task": Case(starts=(10, 20), num_columns=7, num_heads=3, num_kv_heads=1, head_dim=16, seed=12),
+    "two tasks a head": Case(starts=(13,), num_columns=6, num_heads=12, num_kv_heads=1, head_dim=16, half_rope=8, seed=13),
+    "half precision": Case(starts=(30, 62), num_columns=4, page_tokens=64, dtype=torch.float16, seed=14),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_step(device: torch.device, case: Case) -> None:
+    check_step(device, case)
+
+
+def test_two_runs_agree_in_every_bit(device: torch.device) -> None:
+    check_same_bits(device, CASES["window over a page's end"])
+
+
+def test_a_query_without_keys_gives_zeros(device: torch.device) -> None:
+    case = Case(starts=(0,), num_columns=2, first_position=1)
+    got = step(inputs_of(case).to(device), case)
+    assert not got[0].any()
+    assert got[1].any()
+
+
+def test_a_slot_does_not_depend_on_what_else_is_in_the_batch(device: torch.device) -> None:
+    case = Case(starts=(30, 7), num_columns=4, seed=20)
+    inputs = inputs_of(case)
+    together = step(inputs.to(device), case)
+    for slot in range(2):
+        tokens = slice(slot * case.num_columns, (slot + 1) * case.num_columns)
+        alone = replace(
+            inputs,
+            projected_NP=inputs.projected_NP[tokens],
+            page_table_BP=inputs.page_table_BP[slot : slot + 1],
+            start_B=inputs.start_B[slot : slot + 1],
+        )
+        assert error(step(alone.to(device), case), together[tokens].cpu()) < TOLERANCE[case.dtype], slot

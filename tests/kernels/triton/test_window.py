@@ -1,0 +1,109 @@
+"""The Triton kernels that open and commit a window, against the reference, over random slots."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentspec.kernels.reference import window as reference
+from agentspec.kernels.slots import STOP_IDS, SlotLimits, SlotState
+from agentspec.kernels.triton import window as triton_window
+from agentspec.types import STOP_ID, STOP_LENGTH
+
+VOCAB_SIZE = 5
+"""So few tokens that drafts are often right and stop ids often met."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slots:
+    """Slots in any state that a run could bring them to, and the step's choice among them. The last slot is the padding slot."""
+
+    slots_SF: Tensor
+    limits_SF: Tensor
+    page_table_SP: Tensor
+    slot_ids_B: Tensor
+    num_columns: int
+    block_tokens: int
+
+    @classmethod
+    def random(cls, seed: int, device: torch.device) -> Slots:
+        generator = random.Random(seed)
+        width, num_stop_ids, num_pages = generator.randint(1, 8), generator.choice([0, 1, 3, 18]), generator.choice([1, 5, 1030])
+        num_slots, block_tokens = generator.randint(2, 6), generator.choice([16, 64])
+        slots_SF = torch.zeros(num_slots, SlotState.NUM_SCALARS + 2 * width, dtype=torch.int64)
+        limits_SF = torch.full((num_slots, STOP_IDS + num_stop_ids), -1, dtype=torch.int64)
+        slot, limits = SlotState.of(slots_SF), SlotLimits.of(limits_SF)
+        for s in range(num_slots):
+            length = block_tokens * generator.randrange(1, 2**25) + generator.choice([0, 1, -1, -2, -5, -9, 7])
+            rows = generator.sample(range(2, 200), width + 3)
+            slot.active_B[s] = generator.random() < 0.8 and s < num_slots - 1
+            slot.length_B[s] = length
+            slot.read_row_B[s] = generator.choice(rows)
+            slot.num_valid_drafts_B[s] = generator.randint(0, 7)
+            slot.checkpoint_rows_B2[s] = torch.tensor(rows[width : width + 2])
+            slot.checkpoint_lens_B2[s] = torch.tensor(generator.choice([[0, 0], [length // 64 * 64, 0], [640, 64]]))
+            slot.tokens_BW[s] = torch.tensor([generator.randrange(VOCAB_SIZE) for _ in range(width)])
+            slot.write_rows_BW[s] = torch.tensor(rows[:width])
+            limits.length_limit_B[s] = length + generator.choice([2, 3, 5, 9, 10**9])
+            limits.seed_B[s] = generator.randrange(2**63)
+            for place in range(generator.randint(0, min(num_stop_ids, 2))):
+                limits.stop_ids_BE[s, place] = generator.randrange(VOCAB_SIZE)
+        ids = [*generator.sample(range(num_slots - 1), generator.randint(1, num_slots - 1)), *[num_slots - 1] * generator.randrange(3)]
+        return cls(
+            slots_SF=slots_SF.to(device),
+            limits_SF=limits_SF.to(device),
+            page_table_SP=torch.arange(num_slots * num_pages, dtype=torch.int32).view(num_slots, num_pages).to(device),
+            slot_ids_B=torch.tensor(ids, device=device),
+            num_columns=generator.randint(1, width),
+            block_tokens=block_tokens,
+        )
+
+
+def check_windows_open_as_the_reference_opens_them(seed: int, device: torch.device) -> None:
+    case = Slots.random(seed, device)
+    arguments = (case.slots_SF, case.page_table_SP, case.slot_ids_B, case.num_columns)
+    got, expected = triton_window.open_window(*arguments), reference.open_window(*arguments)
+    for field in ("tokens_BT", "start_B", "read_row_B", "write_rows_BT", "page_table_BP"):
+        torch.testing.assert_close(getattr(got, field), getattr(expected, field), rtol=0, atol=0, msg=lambda text: f"{seed=}: {text}")
+
+
+def check_windows_commit_as_the_reference_commits_them(seed: int, forced: bool, device: torch.device) -> set[int]:
+    """Commit, then publish drafts. Returns why slots of the step ended, and -1 if one took a checkpoint."""
+    case, generator = Slots.random(seed, device), torch.Generator().manual_seed(seed)
+    num_slots, num_drafts = len(case.slot_ids_B), case.num_columns - 1
+    chosen_BT = torch.randint(VOCAB_SIZE, (num_slots, case.num_columns), generator=generator)
+    drafts = SlotState.of(case.slots_SF[case.slot_ids_B]).tokens_BW.cpu()[:, 1 : case.num_columns]
+    chosen_BT[:, :-1] = torch.where(torch.rand(drafts.shape, generator=generator) < 0.8, drafts, chosen_BT[:, :-1])
+    chosen_BT = chosen_BT.to(device)
+    forced_rate_K = torch.rand(7, generator=generator).mul(1.5).clamp(max=1).to(device) if forced else None
+    drafts_Bk = torch.randint(VOCAB_SIZE, (num_slots, num_drafts), generator=generator).to(device)
+    was_active_B = SlotState.of(case.slots_SF[case.slot_ids_B]).active_B > 0
+
+    after = {}
+    for name, backend in (("triton", triton_window), ("reference", reference)):
+        slots_SF = case.slots_SF.clone()
+        commit = backend.commit_window(slots_SF, case.limits_SF, case.slot_ids_B, chosen_BT, forced_rate_K, block_tokens=case.block_tokens)
+        backend.publish_drafts(slots_SF, case.slot_ids_B, commit.happened_BF, drafts_Bk)
+        happened_BF = torch.where(was_active_B[:, None], commit.happened_BF, commit.happened_BF[:, : 4 + SlotState.NUM_SCALARS].sum(1, keepdim=True))
+        after[name] = (slots_SF, happened_BF, commit.draft_start_B, commit.num_accepted_B * was_active_B, commit.tokens_BT * was_active_B[:, None])
+    for got, expected in zip(after["triton"], after["reference"], strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0, msg=lambda text: f"{seed=} {forced=}: {text}")
+    took_checkpoint = bool((after["triton"][0][:, 4:6] != case.slots_SF[:, 4:6]).any())
+    return set(after["triton"][1][was_active_B, 3].tolist()) | ({-1} if took_checkpoint else set())
+
+
+def test_windows_open_as_the_reference_opens_them(device: torch.device) -> None:
+    for seed in range(20):
+        check_windows_open_as_the_reference_opens_them(seed, device)
+
+
+@pytest.mark.parametrize(("forced", "num_cases"), [(False, 40), (True, 20)], ids=["chosen", "forced"])
+def test_windows_commit_as_the_reference_commits_them(forced: bool, num_cases: int, device: torch.device) -> None:
+    met: set[int] = set()
+    for seed in range(num_cases):
+        met |= check_windows_commit_as_the_reference_commits_them(seed, forced, device)
+    assert met == {-1, 0, STOP_ID, STOP_LENGTH}

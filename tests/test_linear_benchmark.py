@@ -1,0 +1,61 @@
+"""What `python -m benchmarks.linear` makes of its times: which plan is chosen, and the file that the package reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from agentspec.kernels.triton import linear_plans
+from agentspec.kernels.triton.linear_plans import MEASURED, Plan
+from benchmarks.linear_results import MODELS, Cell, Shape, cell_lines, chosen_lines, chosen_plans, plan_file
+
+WIDE = Plan(block_o=64, block_m=16, block_k=128, stages=4, warps=4, ahead=3)
+NARROW = Plan(block_o=16, block_m=8, block_k=256, stages=3, warps=1, ahead=2)
+RUNNING = replace(WIDE, running=True)
+SHAPE = MODELS["4B"].shapes()["delta in"]
+
+
+def cells(times: dict[int, dict[Plan | None, float]], shape: Shape = SHAPE) -> dict[tuple[Shape, int], Cell]:
+    return {(shape, count): Cell(shape, count, {plan: us * 1e-6 for plan, us in at.items()}) for count, at in times.items()}
+
+
+def test_one_plan_has_all_small_counts_if_it_costs_little() -> None:
+    times = {count: {WIDE: 10.1, NARROW: 10.0, None: 12.0} for count in (1, 2, 4, 8)} | {16: {WIDE: 11.0, None: 12.0}}
+    assert chosen_plans(SHAPE, cells(times)) == [(16, WIDE)]
+
+
+def test_where_it_costs_more_a_stream_alone_has_its_own_with_and_without_drafts() -> None:
+    times = {count: {WIDE: 10.5, NARROW: 10.0, None: 12.0} for count in (1, 2, 4)}
+    times |= {8: {WIDE: 10.5, NARROW: 11.0, None: 12.0}, 16: {WIDE: 11.0, None: 12.0}}
+    assert chosen_plans(SHAPE, cells(times)) == [(4, NARROW), (16, WIDE)]
+
+
+def test_of_plans_as_good_the_one_without_a_running_prefetch_is_taken() -> None:
+    assert chosen_plans(SHAPE, cells({32: {WIDE: 10.09, RUNNING: 10.0}})) == [(32, WIDE)]
+    assert chosen_plans(SHAPE, cells({32: {WIDE: 10.2, RUNNING: 10.0}})) == [(32, RUNNING)]
+
+
+def test_torch_is_taken_where_it_is_clearly_faster_and_never_for_scores() -> None:
+    times: dict[int, dict[Plan | None, float]] = {64: {WIDE: 10.05, None: 10.0}, 128: {WIDE: 12.0, None: 10.0}}
+    assert chosen_plans(SHAPE, cells(times)) == [(64, WIDE), (128, None)]
+    logits = MODELS["4B"].shapes()["logits"]
+    assert chosen_plans(logits, cells(times, logits)) == [(128, WIDE)]
+
+
+def test_the_file_is_what_the_package_reads(tmp_path: Path) -> None:
+    measured = cells({4: {NARROW: 10.0, WIDE: 12.0, None: 13.0}, 16: {RUNNING: 12.0, None: 13.0}, 128: {WIDE: 30.0, None: 20.0}})
+    path = tmp_path / "plans.json"
+    path.write_text(plan_file("some device", measured))
+    assert linear_plans._read(path) == {("norm_linear", 12352, 2560): ((4, NARROW), (16, RUNNING), (128, None))}
+
+
+def test_the_tables_have_a_row_a_layer_and_a_row_a_cell() -> None:
+    measured = cells({4: {NARROW: 20.0, None: 26.0}, 128: {WIDE: 40.0, None: 30.0}})
+    assert list(chosen_lines(measured, ["4B"], 3e12))[2:] == ["| 4B | delta in | 12352 x 2560 | 20.0 105%, 26.0 | 30.0 70%, 30.0 |"]
+    assert len(list(cell_lines(measured, ["4B"], 3e12))) == 2 + 2
+
+
+def test_every_published_layer_has_a_measured_plan() -> None:
+    for name, model in MODELS.items():
+        for layer, shape in model.shapes().items():
+            assert (shape.kind, shape.num_outputs, shape.depth) in MEASURED, f"{name} {layer}"
