@@ -1,24 +1,29 @@
 """Runs step plans on a model: the only place where the host's plan meets device tensors.
 
-Owns the slot buffers, the drafter and the order of a launch. Knows nothing of requests beyond what a plan says, and decides
-nothing.
+Owns the slot buffers, the drafter and the order of a launch. Decode steps run eagerly until `capture` has recorded them as CUDA graphs; everything
+else is always eager. Knows nothing of requests beyond what a plan says, and decides nothing.
+
+Shape letters: B slots in the step, F fields; J joins, k drafts, K forced rates.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from agentspec import kernels
 from agentspec.errors import ConfigError
 from agentspec.models.protocol import StepModel
 from agentspec.mtp.drafter import Drafter, NullDrafter
 from agentspec.mtp.mtp_drafter import MtpDrafter
-from agentspec.runtime.decode_step import StepResult, decode_step, read_result
+from agentspec.runtime.decode_step import StepResult, decode_step, read_result, score_result
+from agentspec.runtime.graphs import GraphReport, Recorder, StepGraphs
 from agentspec.runtime.plan import SlotJoin, StepOutcome, StepPlan
 from agentspec.runtime.prefill import run_chunks
 from agentspec.runtime.scores import ScoreRows
@@ -36,8 +41,10 @@ class StepTicket:
     decode_slots: Sequence[int]
     alternatives: Sequence[int | None]
     """For each of them: how many come with the score of an emitted token; None: no scores."""
-    result: StepResult | None
-    """In host memory, complete when `done` has passed. None: nothing decoded."""
+    happened_BF: Tensor | None
+    """See decode_step.StepResult. In host memory, complete when `done` has passed. None: nothing decoded."""
+    scores: ScoreRows | None
+    """Of what was emitted, where the same holds. None: nobody wants any."""
     started: Moment
     """Before the decode part."""
     done: Moment
@@ -74,6 +81,7 @@ class ModelExecutor:
         self._drafter: Drafter = MtpDrafter(model) if self._with_mtp else NullDrafter()
         self._needs_sampler = [False] * max_running
         self._alternatives: list[int | None] = [None] * max_running
+        self._graphs: StepGraphs | None = None
         with torch.inference_mode():
             self._forced_rate_K = None if force_acceptance is None else stage(force_acceptance, torch.float32, self._device)
             self._buffers = StepBuffers.allocate(
@@ -87,49 +95,87 @@ class ModelExecutor:
             )
 
     @torch.inference_mode()
+    def capture(self, depths: Sequence[int], recorder: Recorder) -> GraphReport:
+        """Record the decode step for every batch size; from then on each one is a replay. Call before the first launch: the model's pools must stay.
+
+        depths: every k that a plan may ask for; another one will raise KeyError."""
+        graphs = StepGraphs(
+            lambda slot_ids_B, key: self._step(slot_ids_B, key.num_drafted, sampled=key.sampled, constrained=key.sampled),
+            recorder,
+            max_running=len(self._needs_sampler),
+            depths=depths,
+            device=self._device,
+        )
+        self._graphs = graphs
+        return graphs.report
+
+    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepTicket:
         if plan.leaves:
             self._buffers.deactivate(plan.leaves)
         if plan.page_updates:
             self._buffers.update_pages(plan.page_updates)
-        chunk_scores = run_chunks(self._model, plan.chunks, with_mtp=self._with_mtp, device=self._device) if plan.chunks else {}
+        chunk_scores: dict[str, ScoreRows] = {}
+        if plan.chunks:
+            with self._phase("prefill"):
+                chunk_scores = run_chunks(self._model, plan.chunks, with_mtp=self._with_mtp, device=self._device)
         if plan.joins:
-            self._join(plan.joins, plan.num_drafted)
-        started = self._now()
-        if not plan.decode_slots:
-            return StepTicket(decode_slots=(), alternatives=(), result=None, started=started, done=started, chunk_scores=chunk_scores)
-        if plan.masks:
-            self._buffers.put_masks(plan.masks)
+            with self._phase("join"):
+                self._join(plan.joins, plan.num_drafted)
+        started = done = self._now()
+        happened_BF, scores = None, None
         alternatives = [self._alternatives[slot] for slot in plan.decode_slots]
-        result = decode_step(
-            self._model,
-            self._drafter,
-            self._buffers,
-            stage(plan.decode_slots, torch.int64, self._device),
-            num_drafted=plan.num_drafted,
-            sampled=any(self._needs_sampler[slot] for slot in plan.decode_slots),
-            constrained=bool(plan.masks),
-            scored=any(wanted is not None for wanted in alternatives),
-            forced_rate_K=self._forced_rate_K,
-        )
-        on_host = StepResult(happened_BF=_to_host(result.happened_BF), scores=None if result.scores is None else result.scores.map(_to_host))
+        if plan.decode_slots:
+            with self._phase("decode"):
+                result = self._decode(plan)
+                happened_BF = _to_host(result.happened_BF)
+                if any(wanted is not None for wanted in alternatives):
+                    scores = score_result(result).map(_to_host)
+            done = self._now()
         return StepTicket(
             decode_slots=tuple(plan.decode_slots),
             alternatives=alternatives,
-            result=on_host,
+            happened_BF=happened_BF,
+            scores=scores,
             started=started,
-            done=self._now(),
+            done=done,
             chunk_scores=chunk_scores,
         )
 
     def collect(self, ticket: StepTicket) -> StepOutcome:
-        outcome = StepOutcome(
-            scores={request_id: rows.read(0, rows.token_N.shape[0], rows.top_ids_NA.shape[1]) for request_id, rows in ticket.chunk_scores.items()}
-        )
-        if ticket.result is not None:
-            outcome.decode_seconds = _seconds_between(ticket.started, ticket.done)
-            outcome.slots = read_result(ticket.result, ticket.decode_slots, ticket.alternatives)
+        with self._phase("collect"):
+            outcome = StepOutcome(
+                scores={request_id: rows.read(0, rows.token_N.shape[0], rows.top_ids_NA.shape[1]) for request_id, rows in ticket.chunk_scores.items()}
+            )
+            if ticket.happened_BF is not None:
+                outcome.decode_seconds = _seconds_between(ticket.started, ticket.done)
+                outcome.slots = read_result(ticket.happened_BF, ticket.scores, ticket.decode_slots, ticket.alternatives)
         return outcome
+
+    def _decode(self, plan: StepPlan) -> StepResult:
+        if plan.masks:
+            self._buffers.put_masks(plan.masks)
+        constrained = bool(plan.masks)
+        sampled = any(self._needs_sampler[slot] for slot in plan.decode_slots)
+        if self._graphs is not None:
+            return self._graphs.run(plan.decode_slots, num_drafted=plan.num_drafted, sampled=sampled or constrained)
+        return self._step(stage(plan.decode_slots, torch.int64, self._device), plan.num_drafted, sampled=sampled, constrained=constrained)
+
+    def _step(self, slot_ids_B: Tensor, num_drafted: int, *, sampled: bool, constrained: bool) -> StepResult:
+        return decode_step(
+            self._model,
+            self._drafter,
+            self._buffers,
+            slot_ids_B,
+            num_drafted=num_drafted,
+            sampled=sampled,
+            constrained=constrained,
+            forced_rate_K=self._forced_rate_K,
+        )
+
+    def _phase(self, name: str) -> AbstractContextManager[None]:
+        """A named range in a profiler's trace of the host."""
+        return torch.cuda.nvtx.range(name) if self._device.type == "cuda" else nullcontext()
 
     def _now(self) -> Moment:
         if self._device.type == "cpu":
@@ -151,24 +197,17 @@ class ModelExecutor:
         if not (self._with_mtp and paired):
             return
         slot_ids_J = stage([join.slot for join in paired], torch.int64, self._device)
-        slots = self._buffers.slot_state(slot_ids_J)
-        drafts_Jk = self._drafter.draft(
-            slots.tokens_BW[:, :1],
-            self._model.read_hidden(slots.read_row_B)[:, None],
-            slots.length_B,
-            torch.zeros_like(slot_ids_J),
-            self._buffers.page_table_SP[slot_ids_J],
-            num_drafted,
-        )
+        window = kernels.backend(self._device).open_window(self._buffers.slots_SF, self._buffers.page_table_SP, slot_ids_J, 1)
+        hidden_J1H = self._model.read_hidden(window.read_row_B)[:, None]
+        first_J = torch.zeros_like(slot_ids_J)
+        drafts_Jk = self._drafter.draft(window.tokens_BT, hidden_J1H, window.start_B, first_J, window.page_table_BP, num_drafted)
         num_valid_J = stage([0 if join.constrained else num_drafted for join in paired], torch.int64, self._device)
         self._buffers.put_drafts(slot_ids_J, drafts_Jk, num_valid_J)
 
 
 def _to_host(result: Tensor) -> Tensor:
     """Start the copy to the host, into memory of this step's own."""
-    if result.device.type == "cpu":
-        return result
-    host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+    host = torch.empty(result.shape, dtype=result.dtype, pin_memory=result.is_cuda)
     return host.copy_(result, non_blocking=True)
 
 

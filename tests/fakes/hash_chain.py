@@ -47,7 +47,7 @@ class ReferenceRequest:
     length_limit: int
     stop_ids: tuple[int, ...] = ()
     allowed_after: Callable[[Sequence[int]], npt.NDArray[np.bool_]] | None = None
-    """For a constrained request: bool [V], what may come after the tokens emitted so far."""
+    """For a constrained request: bool [V], what may come after the tokens emitted so far. Nothing: the request ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +109,7 @@ class HashChainModel:
         greedy = table.argmax(1)
         wrong = (greedy + 1 + generator.integers(0, num_real_tokens - 1, size=rows)) % num_real_tokens
         self._draft_table = torch.from_numpy(np.where(generator.random(rows) < draft_accuracy, greedy, wrong))
+        self._full_draft_table = self._draft_table
         self._position = torch.arange(max_context + _SLACK)
         self._mtp_position = self._position.clone()
         self._mtp_position[0] = 2**62  # never below a length: MTP attention skips position 0
@@ -116,6 +117,10 @@ class HashChainModel:
     @property
     def spec(self) -> ModelSpec:
         return self._spec
+
+    @property
+    def capturable(self) -> bool:
+        return False
 
     def allocate(self, *, num_rows: int, num_pages: int) -> None:
         self.rows_R3 = torch.full((num_rows, 3), _POISON)
@@ -186,6 +191,13 @@ class HashChainModel:
     def logits(self, hidden: Tensor) -> Tensor:
         return self._table[self._table_row(hidden)]
 
+    def limit_drafts(self, ids: Sequence[int]) -> int:
+        """A draft that is not among `ids` becomes the best of them."""
+        among = torch.tensor(ids)
+        nearest = among[self._table[:, among].argmax(1)]
+        self._draft_table = torch.where(torch.isin(self._full_draft_table, among), self._full_draft_table, nearest)
+        return 0
+
     def draft_head(self, m: Tensor) -> Tensor:
         return self._draft_table.take(self._table_row(m))
 
@@ -248,11 +260,12 @@ class HashChainModel:
         of_token, of_both = self._of_token.numpy(), self._of_both.numpy()
         alive = np.array([i for i, request in enumerate(requests) if len(request.prompt) < request.length_limit], dtype=np.int64)
         while alive.size:
+            allowed = {i: allows(streams[i]) for i in alive.tolist() if (allows := requests[i].allowed_after) is not None}
+            alive = np.array([i for i in alive.tolist() if i not in allowed or allowed[i].any()], dtype=np.int64)
             logits = self._table[torch.from_numpy((hidden[alive] >> (64 - _TABLE_BITS)) & ((1 << _TABLE_BITS) - 1))]
             for row, i in enumerate(alive.tolist()):
-                allowed_after = requests[i].allowed_after
-                if allowed_after is not None:
-                    logits[row, torch.from_numpy(~allowed_after(streams[i]))] = -torch.inf
+                if i in allowed:
+                    logits[row, torch.from_numpy(~allowed[i])] = -torch.inf
             chosen = tables.choose(torch.from_numpy(alive), logits, torch.from_numpy(lengths[alive]))
             hidden[alive] += of_token[chosen] * of_both[lengths[alive]]
             lengths[alive] += 1
@@ -260,7 +273,7 @@ class HashChainModel:
             for i, token in zip(alive.tolist(), chosen.tolist(), strict=True):
                 streams[i].append(token)
                 goes_on.append(token not in requests[i].stop_ids and lengths[i] < requests[i].length_limit)
-            alive = alive[np.array(goes_on)]
+            alive = alive[np.array(goes_on, dtype=np.bool_)]
         return streams
 
 

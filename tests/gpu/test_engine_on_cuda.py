@@ -1,7 +1,6 @@
-"""The engine on a CUDA device, float32: the same streams as on the CPU, true states, and results that come back without a wait in `launch`.
+"""The engine on a CUDA device, float32: the same streams as on the CPU, true states, and results in memory of their own.
 
-The reference attention and the reference experts read lengths and ids on the host, so "no host sync inside decode_step" can't hold with
-them and isn't checked here.
+Dense models run their decode steps as CUDA graphs, as they do by default; models with experts run them eagerly.
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ import torch
 
 from agentspec.runtime.executor import ModelExecutor, StepTicket
 from agentspec.runtime.plan import StepOutcome
+from tests.fakes.automaton import Rules
 from tests.fakes.checkpoints import Family
-from tests.properties.real_model import House, Play, Scratch, StateSpy, alone, assemble_house, load, write_agreeing_checkpoint
-from tests.properties.test_constrained_streams import hear, real_rules, real_submits
+from tests.properties.real_model import STOP_ID, VOCAB, House, Play, Scratch, StateSpy, alone, assemble_house, load, write_agreeing_checkpoint
+from tests.properties.test_constrained_streams import hear, real_submits
 
 pytestmark = pytest.mark.gpu
 SMALL: dict[str, Any] = {"num_hidden_layers": 2, "full_attention_interval": 2}
@@ -29,6 +29,7 @@ def test_streams_and_states_are_those_of_the_cpu(family: Family, overlap: bool, 
     checkpoint = write_agreeing_checkpoint(tmp_path, family, **SMALL)
     house = House(seed=3, max_draft_tokens=4, random_depth=True, overlap=overlap, prefill_budget=99)
     play = Play(house, checkpoint, num_agents=5, device=cuda)
+    assert play.assembly.graphs.startswith("none") == (family != "dense")
     spy = StateSpy(play, Scratch(checkpoint))
     play.run()
     assert spy.num_resumed > 3
@@ -53,9 +54,10 @@ def test_constrained_streams_and_scores_are_those_of_the_cpu(cuda: torch.device,
     checkpoint = write_agreeing_checkpoint(tmp_path, **SMALL)
     submits = real_submits(random.Random(9))
     on_cpu, on_cuda = (assemble_house(House(max_draft_tokens=3, num_pages=60), load(checkpoint, device)) for device in (torch.device("cpu"), cuda))
-    streams, scores = hear(on_cuda, submits, real_rules(on_cuda))
-    expected_streams, expected_scores = hear(on_cpu, submits, real_rules(on_cpu))
-    assert streams == expected_streams
+    rules = Rules(3, vocab_size=on_cuda.spec.vocab_size, num_real_tokens=VOCAB, stop_id=STOP_ID, share=0.6, num_dead_ends=3)
+    streams, scores, refused = hear(on_cuda, submits, rules)
+    expected_streams, expected_scores, expected_refused = hear(on_cpu, submits, rules)
+    assert (streams, refused) == (expected_streams, expected_refused)
     for request_id, values in scores.items():
         assert values == pytest.approx(expected_scores[request_id], abs=1e-3), request_id
 
@@ -65,8 +67,8 @@ def test_results_arrive_in_pinned_memory_of_their_own(cuda: torch.device, tmp_pa
     collect = ModelExecutor.collect
 
     def spy_collect(executor: ModelExecutor, ticket: StepTicket) -> StepOutcome:
-        if ticket.result is not None:
-            results.append(ticket.result.happened_BF)
+        if ticket.happened_BF is not None:
+            results.append(ticket.happened_BF)
         return collect(executor, ticket)
 
     monkeypatch.setattr(ModelExecutor, "collect", spy_collect)

@@ -1,0 +1,189 @@
+"""The decode step as CUDA graphs: one for each (batch size, k, variant), recorded at start and replayed from then on.
+
+Owns which graphs there are, their input (slot ids) and their outputs. Knows no plans, and nothing of what a step does: it is given the step as a
+function of slot ids and key.
+
+All graphs share one pool of memory, for they run one after the other on one stream. So the output of a graph stands only until the next
+one runs: whoever wants to keep it enqueues a copy first.
+
+Shape letters: B slots in the step, T = k+1 columns, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from agentspec.runtime.decode_step import StepResult
+from agentspec.runtime.step_buffers import stage
+
+_BYTES_A_GRAPH = 8 * 2**20
+"""What the driver and the pool keep for a graph of some hundred kernels, beside logits."""
+
+_LOGITS_AT_ONCE = 3
+"""Tensors of the size of the logits that a sampled step may hold at the same time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphKey:
+    batch_size: int
+    num_drafted: int
+    sampled: bool
+    """False: every slot is greedy, without penalties, bias and masks. True: the whole sampler, masks included; a slot that needs none of it gets the
+    same tokens from it as from the greedy variant."""
+
+
+Step = Callable[[Tensor, GraphKey], StepResult]
+"""A decode step over slot_ids_B, without host reads."""
+
+
+class Recorder(Protocol):
+    """Makes something that can be replayed of a step."""
+
+    def record(self, step: Callable[[], StepResult]) -> tuple[Callable[[], None], StepResult]:
+        """(replay, result): each call of `replay` does what `step` did, and leaves its result in the same tensors."""
+        ...
+
+    def bytes_used(self) -> int:
+        """What all recordings keep on the device."""
+        ...
+
+
+class CudaRecorder:
+    """Records CUDA graphs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._free_before = self._free_bytes()
+
+    def record(self, step: Callable[[], StepResult]) -> tuple[Callable[[], None], StepResult]:
+        # A capture can neither compile nor load a kernel, nor make a library's workspace: a run of the same step does that first.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            step()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of the process may go on using the device meanwhile: only this thread's calls are part of the capture.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            result = step()
+        # Owned logits could not share memory with those of the other graphs, and they are most of what a graph needs.
+        return graph.replay, StepResult(happened_BF=result.happened_BF, logits_BTV=_unowned(result.logits_BTV))
+
+    def bytes_used(self) -> int:
+        return self._free_before - self._free_bytes()
+
+    def _free_bytes(self) -> int:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._device)[0]
+
+
+class _Address:
+    """Where a contiguous float32 tensor lies, in the form that torch takes as a tensor without owning its memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        assert tensor.is_contiguous()
+        assert tensor.dtype == torch.float32
+        self.__cuda_array_interface__ = {"shape": tuple(tensor.shape), "typestr": "<f4", "data": (tensor.data_ptr(), False), "version": 2}
+
+
+def _unowned(tensor: Tensor) -> Tensor:
+    """The same memory, which stays where it is as long as the graph's pool, but may be given to another graph of it."""
+    return torch.as_tensor(_Address(tensor), device=tensor.device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphReport:
+    """What was captured, and what it cost."""
+
+    batch_sizes: tuple[int, ...]
+    depths: tuple[int, ...]
+    """Values of k."""
+    num_graphs: int
+    device_bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        sizes, depths = (", ".join(map(str, values)) for values in (self.batch_sizes, self.depths))
+        return (
+            f"{self.num_graphs} (batches of {sizes}; {depths} drafts; greedy and sampled): "
+            f"{self.device_bytes / 2**30:.2f} GiB, captured in {self.seconds:.1f} s"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Graph:
+    slot_ids_B: Tensor
+    """int64. Static input."""
+    slot_ids: list[int]
+    """The host's copy of it, as the last replay will have seen it."""
+    replay: Callable[[], None]
+    result: StepResult
+    """Static output."""
+
+
+class StepGraphs:
+    """Every graph that an engine may need; a step that has none is an error, never an eager step."""
+
+    def __init__(self, step: Step, recorder: Recorder, *, max_running: int, depths: Sequence[int], device: torch.device) -> None:
+        """Record all of them. depths: the values of k that steps may have. The slot after the last running one is the padding slot, which is always
+        inert, so recording changes nothing."""
+        began = time.perf_counter()
+        self._device = device
+        self._padding_slot = max_running
+        self._sizes = batch_sizes(max_running)
+        self._graphs: dict[GraphKey, _Graph] = {}
+        keys = [
+            GraphKey(batch_size=size, num_drafted=num_drafted, sampled=sampled)
+            for size in self._sizes
+            for num_drafted in depths
+            for sampled in (True, False)
+        ]
+        # The largest first: what it took and gave back holds everything that the smaller ones need.
+        for key in sorted(keys, key=lambda key: key.batch_size * (key.num_drafted + 1), reverse=True):
+            self._graphs[key] = self._record(step, recorder, key)
+        self.report = GraphReport(
+            batch_sizes=self._sizes,
+            depths=tuple(depths),
+            num_graphs=len(keys),
+            device_bytes=recorder.bytes_used(),
+            seconds=time.perf_counter() - began,
+        )
+
+    def run(self, slots: Sequence[int], *, num_drafted: int, sampled: bool) -> StepResult:
+        """Enqueue one step. The result has one row a slot of `slots`, and stands until the next call.
+
+        Raises KeyError if there is no graph for it."""
+        size = next((size for size in self._sizes if size >= len(slots)), len(slots))
+        graph = self._graphs[GraphKey(batch_size=size, num_drafted=num_drafted, sampled=sampled)]
+        padded = [*slots, *[self._padding_slot] * (size - len(slots))]
+        if padded != graph.slot_ids:
+            graph.slot_ids_B.copy_(stage(padded, torch.int64, self._device))
+            graph.slot_ids[:] = padded
+        graph.replay()
+        result = graph.result
+        return StepResult(happened_BF=result.happened_BF[: len(slots)], logits_BTV=result.logits_BTV[: len(slots)])
+
+    def _record(self, step: Step, recorder: Recorder, key: GraphKey) -> _Graph:
+        slot_ids = [self._padding_slot] * key.batch_size
+        slot_ids_B = stage(slot_ids, torch.int64, self._device)
+        replay, result = recorder.record(lambda: step(slot_ids_B, key))
+        return _Graph(slot_ids_B=slot_ids_B, slot_ids=slot_ids, replay=replay, result=result)
+
+
+def batch_sizes(max_running: int) -> tuple[int, ...]:
+    """Sizes that are captured: powers of two, and `max_running` itself."""
+    return *(1 << power for power in range((max_running - 1).bit_length())), max_running
+
+
+def graph_bytes(*, vocab_size: int, max_running: int, max_draft_tokens: int) -> int:
+    """About what the graphs of an engine will take on the device, before there are any."""
+    num_columns = max_draft_tokens + 1
+    num_graphs = 2 * len(batch_sizes(max_running)) * num_columns
+    return _LOGITS_AT_ONCE * max_running * num_columns * vocab_size * torch.float32.itemsize + num_graphs * _BYTES_A_GRAPH

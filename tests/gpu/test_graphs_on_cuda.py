@@ -1,0 +1,118 @@
+"""CUDA graphs of the decode step: the bits of the same steps run eagerly, no wait in a launch, and memory that they share."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agentspec.config import EngineConfig
+from agentspec.engine import Engine
+from agentspec.models.qwen3_5 import Qwen3_5Model
+from agentspec.models.registry import load_model
+from agentspec.runtime.decode_step import StepResult
+from agentspec.runtime.executor import StepTicket
+from agentspec.runtime.graphs import CudaRecorder
+from agentspec.runtime.plan import StepPlan
+from agentspec.types import SamplingParams
+from tests.fakes.checkpoints import Family
+from tests.fakes.hash_chain import ReferenceRequest
+from tests.fakes.replayer import Replayer
+from tests.fakes.sequence_driver import poison
+from tests.fakes.step_driver import StepDriver, greedy
+from tests.fakes.twins import run_twins
+from tests.properties.real_model import write_agreeing_checkpoint
+
+pytestmark = pytest.mark.gpu
+SMALL: dict[str, Any] = {"num_hidden_layers": 2, "full_attention_interval": 2}
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_replay_leaves_the_bits_of_the_same_step_run_eagerly(dtype: torch.dtype, seed: int, cuda: torch.device, tmp_path: Path) -> None:
+    """Both are filled up to the same batch: how many tokens a kernel gets may decide in which order it adds."""
+    checkpoint = write_agreeing_checkpoint(tmp_path, **SMALL)
+
+    def make_model() -> Qwen3_5Model:
+        return load_model(checkpoint, device=cuda, dtype=dtype)
+
+    run_twins(
+        make_model,
+        lambda executor: executor.capture(range(4), Replayer()),
+        lambda executor: executor.capture(range(4), CudaRecorder(cuda)),
+        seed=seed,
+        max_running=5,
+        max_draft_tokens=3,
+        num_steps=80,
+        device=cuda,
+    )
+
+
+@pytest.fixture
+def driver(cuda: torch.device, tmp_path: Path) -> StepDriver:
+    """Captured for 3 drafts alone."""
+    model = load_model(write_agreeing_checkpoint(tmp_path, **SMALL), device=cuda, dtype=torch.float32)
+    driver = StepDriver(model, max_running=3, max_draft_tokens=3, device=cuda)
+    poison(model)
+    report = driver.executor.capture([3], CudaRecorder(cuda))
+    assert report.num_graphs == 6
+    return driver
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled", "constrained", "scored"])
+def test_a_steady_loop_never_waits_but_for_its_result(kind: str, driver: StepDriver) -> None:
+    sampling = SamplingParams(temperature=0.8, top_p=0.9, presence_penalty=0.5) if kind == "sampled" else SamplingParams(temperature=0.0)
+    plan = StepPlan(num_drafted=3, decode_slots=[0, 1, 2])
+    for slot in plan.decode_slots:
+        driver.plan_join(plan, slot, ReferenceRequest(prompt=[5, 6, 7 + slot], sampling=sampling, seed=slot, length_limit=250))
+        plan.joins[-1] = dataclasses.replace(plan.joins[-1], constrained=kind == "constrained", logprobs=3 if kind == "scored" else None)
+    words = -(-driver.model.spec.vocab_size // 32)
+    masks = {slot: np.full((4, words), -1, dtype=np.int32) for slot in plan.decode_slots} if kind == "constrained" else {}
+    plan.masks = masks
+    tickets: list[StepTicket] = [driver.executor.launch(plan)]
+    num_emitted = 0
+    for step in range(20):
+        plan = StepPlan(num_drafted=3, decode_slots=[0, 1, 2], page_updates=[(0, step % 4, driver.running[0].pages[step % 4])], masks=masks)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            tickets.append(driver.executor.launch(plan))
+            outcomes = driver.executor.collect(tickets.pop(0)).slots
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        num_emitted += sum(len(outcome.emitted) for outcome in outcomes)
+    assert num_emitted >= 60
+
+
+def test_a_depth_without_graphs_raises(driver: StepDriver) -> None:
+    plan = StepPlan()
+    driver.plan_join(plan, 0, greedy([1, 2, 3], 50))
+    with pytest.raises(KeyError, match="num_drafted=2"):
+        driver.step(2, plan=plan)
+
+
+def test_graphs_share_the_memory_of_their_logits(cuda: torch.device) -> None:
+    recorder = CudaRecorder(cuda)
+    logits_bytes = 2**26
+    for _ in range(4):
+        recorder.record(lambda: StepResult(happened_BF=torch.zeros(1, 16, device=cuda), logits_BTV=torch.zeros(1, 1, logits_bytes // 4, device=cuda)))
+    assert logits_bytes <= recorder.bytes_used() < 2 * logits_bytes
+
+
+@pytest.mark.parametrize(
+    ("family", "graphs", "told"), [("dense", True, "24 (batches of 1, 2, 3;"), ("dense", False, "none: switched off"), ("moe", True, "none: this")]
+)
+def test_the_start_says_what_was_captured(family: Family, graphs: bool, told: str, cuda: torch.device, tmp_path: Path) -> None:
+    checkpoint = write_agreeing_checkpoint(tmp_path, family, **SMALL)
+    with Engine(EngineConfig(model=str(checkpoint), device="cuda", memory_gib=0.05, max_running=3, graphs=graphs)) as engine:
+        assert engine._assembly.graphs.startswith(told)
+
+
+def test_the_default_memory_leaves_room_for_the_graphs(cuda: torch.device) -> None:
+    with Engine(EngineConfig(device="cuda", max_running=32)) as engine:
+        free, total = torch.cuda.mem_get_info(cuda)
+        assert engine._assembly.graphs.startswith("48 (batches of 1, 2, 4, 8, 16, 32;")
+        assert free > 0.05 * total

@@ -1,0 +1,151 @@
+"""The graphs of the decode step: which there are, what each is given, and that a house that replays is the house that runs eagerly.
+
+Recordings are replayed by running the step again, so this needs no GPU; tests/gpu does the same with CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentspec.assembly import build
+from agentspec.config import EngineConfig
+from agentspec.runtime.decode_step import StepResult
+from agentspec.runtime.executor import ModelExecutor
+from agentspec.runtime.graphs import GraphKey, StepGraphs, batch_sizes, graph_bytes
+from agentspec.runtime.memory_plan import MemoryPlan
+from agentspec.runtime.plan import StepPlan
+from tests.fakes.hash_chain import HashChainModel
+from tests.fakes.replayer import Replayer
+from tests.fakes.step_driver import StepDriver, greedy
+from tests.fakes.twins import run_twins
+from tests.runtime.test_decode_step import MODELS, random_requests
+
+CPU = torch.device("cpu")
+
+
+class Watched:
+    """A step that says which slots it saw, and remembers its calls."""
+
+    def __init__(self, *, max_running: int, depths: Sequence[int]) -> None:
+        self.calls: list[tuple[GraphKey, list[int]]] = []
+        self.recorder = Replayer()
+        self.graphs = StepGraphs(self._step, self.recorder, max_running=max_running, depths=depths, device=CPU)
+        self.recorded, self.calls = self.calls, []
+
+    def _step(self, slot_ids_B: Tensor, key: GraphKey) -> StepResult:
+        self.calls.append((key, slot_ids_B.tolist()))
+        return StepResult(happened_BF=slot_ids_B[:, None] + 100, logits_BTV=slot_ids_B[:, None, None].expand(-1, key.num_drafted + 1, 3).float())
+
+
+@pytest.mark.parametrize(
+    ("max_running", "sizes"),
+    [(1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (8, (1, 2, 4, 8)), (9, (1, 2, 4, 8, 9)), (32, (1, 2, 4, 8, 16, 32))],
+)
+def test_sizes_are_powers_of_two_and_the_largest_batch(max_running: int, sizes: tuple[int, ...]) -> None:
+    assert batch_sizes(max_running) == sizes
+
+
+def test_every_key_is_recorded_once_on_the_padding_slot_the_largest_first() -> None:
+    watched = Watched(max_running=5, depths=[0, 2])
+    keys = [key for key, _ in watched.recorded]
+    assert len(set(keys)) == len(keys) == 4 * 2 * 2
+    assert {(key.batch_size, key.num_drafted, key.sampled) for key in keys} == {
+        (b, k, s) for b in (1, 2, 4, 5) for k in (0, 2) for s in (False, True)
+    }
+    assert all(slots == [5] * key.batch_size for key, slots in watched.recorded)
+    num_tokens = [key.batch_size * (key.num_drafted + 1) for key in keys]
+    assert num_tokens == sorted(num_tokens, reverse=True)
+
+
+@pytest.mark.parametrize(("slots", "seen"), [([3], [3]), ([4, 1], [4, 1]), ([2, 0, 4], [2, 0, 4, 6]), ([0, 1, 2, 3, 5], [0, 1, 2, 3, 5, 6])])
+def test_a_step_takes_the_next_size_and_is_filled_up_with_the_padding_slot(slots: list[int], seen: list[int]) -> None:
+    watched = Watched(max_running=6, depths=[1])
+    result = watched.graphs.run(slots, num_drafted=1, sampled=True)
+    assert watched.calls == [(GraphKey(batch_size=len(seen), num_drafted=1, sampled=True), seen)]
+    assert result.happened_BF[:, 0].tolist() == [slot + 100 for slot in slots], "a row a slot, none for padding"
+    assert result.logits_BTV.shape == (len(slots), 2, 3)
+
+
+def test_each_replay_sees_its_own_slots() -> None:
+    watched = Watched(max_running=4, depths=[0])
+    for slots in ([1], [1], [2], [0, 1], [2], [3, 1, 0], [0, 1, 2, 3], [3, 1]):
+        assert watched.graphs.run(slots, num_drafted=0, sampled=False).happened_BF[:, 0].tolist() == [slot + 100 for slot in slots]
+
+
+@pytest.mark.parametrize(("slots", "num_drafted"), [([0], 1), ([0], 3), ([0, 1, 2, 3, 0], 2)])
+def test_a_step_without_a_graph_raises(slots: list[int], num_drafted: int) -> None:
+    watched = Watched(max_running=4, depths=[0, 2])
+    with pytest.raises(KeyError, match=f"num_drafted={num_drafted}"):
+        watched.graphs.run(slots, num_drafted=num_drafted, sampled=False)
+    assert watched.calls == [], "nothing runs in its place"
+
+
+def test_the_report_says_what_there_is_and_what_it_took() -> None:
+    report = Watched(max_running=3, depths=range(2)).graphs.report
+    assert (report.batch_sizes, report.depths, report.num_graphs) == ((1, 2, 3), (0, 1), 12)
+    assert str(report).startswith("12 (batches of 1, 2, 3; 0, 1 drafts; greedy and sampled): 0.75 GiB, captured in ")
+
+
+def test_the_estimate_has_room_for_the_logits_of_the_largest_step() -> None:
+    logits = 32 * 4 * 248_320 * 4
+    assert 2 * logits < graph_bytes(vocab_size=248_320, max_running=32, max_draft_tokens=3) < 2 * 2**30
+
+
+def nothing(executor: ModelExecutor) -> None:
+    """Leave it eager."""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_replaying_executor_does_what_an_eager_one_does(seed: int) -> None:
+    recorder = Replayer()
+    max_draft_tokens = seed % 4 + 1
+    run_twins(
+        lambda: HashChainModel(seed=5, draft_accuracy=0.8, stop_chance=0.01),
+        nothing,
+        lambda executor: executor.capture(range(max_draft_tokens + 1), recorder),
+        seed=seed,
+        max_running=seed % 3 + 3,
+        max_draft_tokens=max_draft_tokens,
+        num_steps=60,
+    )
+    assert recorder.num_replays > 40
+
+
+def test_replayed_streams_and_states_equal_the_reference() -> None:
+    for seed in range(3000, 3008):
+        generator = random.Random(seed)
+        model = MODELS[generator.choice(list(MODELS))]
+        requests = random_requests(generator, sampled=seed % 2 == 0, model=model)
+        max_k = generator.randint(1, 5)
+        driver = StepDriver(model, max_running=len(requests), max_draft_tokens=max_k)
+        driver.executor.capture(range(max_k + 1), Replayer())
+        streams = driver.run(requests, lambda generator=generator, max_k=max_k: generator.randint(0, max_k), check=True)
+        assert streams == model.reference_streams(requests), f"seed {seed}"
+
+
+def test_forced_acceptance_is_recorded_with_the_step() -> None:
+    model = MODELS[0.0]
+    driver = StepDriver(model, max_running=2, max_draft_tokens=2, force_acceptance=(1.0, 1.0))
+    driver.executor.capture([2], Replayer())
+    driver.run([greedy([1, 2, 3], 33), greedy([4, 5], 32)], lambda: 2)
+    assert {outcome.num_accepted for outcome in driver.running[0].outcomes} == {2}
+
+
+def test_an_executor_that_was_captured_never_runs_eagerly() -> None:
+    driver = StepDriver(MODELS[0.9], max_running=1, max_draft_tokens=3)
+    driver.executor.capture([3], Replayer())
+    plan = StepPlan()
+    driver.plan_join(plan, 0, greedy([1, 2], 50))
+    with pytest.raises(KeyError, match="num_drafted=2"):
+        driver.step(2, plan=plan)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_on_the_cpu_there_is_nothing_to_capture(graphs: bool) -> None:
+    parts = build(HashChainModel(), config=EngineConfig(graphs=graphs), memory=MemoryPlan(num_rows=80, num_pages=80, max_length=256))
+    assert parts.graphs == "none: steps run eagerly on the CPU"
