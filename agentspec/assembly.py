@@ -5,8 +5,9 @@ The only place that knows every part. `auto` settings are resolved here.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,15 +16,18 @@ import torch
 from agentspec import bundled
 from agentspec.cache.hybrid_cache import HybridCache
 from agentspec.config import EngineConfig
-from agentspec.errors import ConfigError
+from agentspec.errors import AgentspecError, ConfigError
 from agentspec.models.protocol import StepModel
 from agentspec.models.registry import load_model
 from agentspec.models.weights import resolve_checkpoint
 from agentspec.mtp.depth_policy import AdaptiveDepth, FixedDepth
+from agentspec.mtp.draft_vocab import choose_draft_ids, draft_vocab_size
+from agentspec.mtp.token_counts import TokenCounts
 from agentspec.runtime.admission import SessionGate
 from agentspec.runtime.constraint_source import ConstraintSource
 from agentspec.runtime.executor import ModelExecutor
 from agentspec.runtime.grammar import GrammarCompiler
+from agentspec.runtime.graphs import CudaRecorder, graph_bytes
 from agentspec.runtime.memory_plan import RESERVED, MemoryPlan, plan_memory
 from agentspec.runtime.metrics import EngineMetrics
 from agentspec.runtime.scheduler import Scheduler
@@ -31,6 +35,8 @@ from agentspec.runtime.step_loop import DepthPolicy, StepLoop
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.types import ModelSpec
 from agentspec.wire import ModelInfo
+
+logger = logging.getLogger("agentspec")
 
 AUTO_MAX_DRAFTS = 3
 """Most drafts that `draft_tokens=auto` may choose: the recommendation of the model's authors, and near the optimum for one user."""
@@ -55,6 +61,21 @@ class Assembly:
     constraints: ConstraintSource
     device: torch.device
     memory: MemoryPlan
+    graphs: str
+    """The CUDA graphs of decode steps, or why there are none: for people to read."""
+    draft_vocabulary: str
+    """What drafts are chosen from: for people to read."""
+    token_counts: TokenCounts | None
+    """What was served, where the settings name a file for it."""
+
+    def close(self) -> None:
+        """Let go of what outlives the loop. Call when no step will run any more."""
+        self.constraints.close()
+        if self.token_counts is not None:
+            try:
+                self.token_counts.save()
+            except AgentspecError as error:  # at the end of a run there is nobody left to mend it
+                logger.error("what was served is not counted: %s", error)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -70,29 +91,29 @@ def assemble(config: EngineConfig) -> Assembly:
     dtype = _dtype(config, device)
     model_dir = resolve_checkpoint(bundled.checkpoint_of(config.model))
     model = load_model(model_dir, device=device, dtype=dtype, random_weights=config.random_weights, seed=config.seed)
-    max_draft_tokens = _max_draft_tokens(config, model.spec)
-    memory = plan_memory(
-        _limited(model.spec, config), memory_bytes=_memory_bytes(config, device), max_running=config.max_running, max_draft_tokens=max_draft_tokens
-    )
-    if config.max_context is not None and memory.max_length < config.max_context:
-        raise ConfigError("max_context", config.max_context, f"the memory holds a sequence of {memory.max_length} tokens at most")
-    return build(model, config=config, memory=memory, device=device, tokenizer=Tokenizer.from_directory(model_dir), model_dir=model_dir)
+    return build(model, config=config, device=device, tokenizer=Tokenizer.from_directory(model_dir), model_dir=model_dir)
 
 
 def build(
     model: StepModel,
     *,
     config: EngineConfig,
-    memory: MemoryPlan,
+    memory: MemoryPlan | None = None,
     device: torch.device = CPU,
     tokenizer: Tokenizer | None = None,
     model_dir: Path | None = None,
     depth_policy: DepthPolicy | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Assembly:
-    """Build an engine around a model; allocates its state pools."""
+    """Build an engine around a model; allocates its state pools, and captures its steps where that is possible.
+
+    memory: None: by the settings, and by what is free on the device. Raises ConfigError when a setting doesn't fit the model."""
     spec = model.spec
     max_draft_tokens = _max_draft_tokens(config, spec)
+    token_counts = None if config.token_counts is None else TokenCounts(config.token_counts, num_tokens=spec.num_real_tokens)
+    draft_vocabulary = _limit_drafts(model, config, max_draft_tokens, {} if token_counts is None else token_counts.known, tokenizer)
+    if memory is None:
+        memory = _plan_memory(model, config, device, max_draft_tokens)
     model.allocate(num_rows=memory.num_rows, num_pages=memory.num_pages)
     running_rows = RESERVED + config.max_running * (max_draft_tokens + 3)
     session_bytes = max(0, memory.num_rows - running_rows) * spec.row_bytes + memory.num_pages * spec.page_bytes
@@ -126,23 +147,18 @@ def build(
         force_acceptance=config.force_acceptance,
         device=device,
     )
+    depths: Sequence[int] = range(max_draft_tokens + 1)
     if depth_policy is None:
-        adaptive = config.draft_tokens == "auto" and max_draft_tokens > 0
-        depth_policy = AdaptiveDepth(max_draft_tokens) if adaptive else FixedDepth(max_draft_tokens)
-    info = ModelInfo(
-        model_id=spec.name,
-        vocab_size=spec.vocab_size,
-        max_context=memory.max_length,
-        stop_token_ids=spec.stop_token_ids,
-        max_draft_tokens=max_draft_tokens,
-        max_running=config.max_running,
-        forced_acceptance=config.force_acceptance,
+        depth_policy, depths = _depth_policy(config, max_draft_tokens)
+    eager = _why_eager(config, model, device)
+    graphs = f"none: {eager}" if eager is not None else str(executor.capture(depths, CudaRecorder(device)))
+    loop = StepLoop(
+        scheduler=scheduler, executor=executor, depth_policy=depth_policy, metrics=metrics, overlap=config.overlap, token_counts=token_counts
     )
-    loop = StepLoop(scheduler=scheduler, executor=executor, depth_policy=depth_policy, metrics=metrics, overlap=config.overlap)
     return Assembly(
         config=config,
         spec=spec,
-        info=info,
+        info=_info(config, spec, memory, max_draft_tokens),
         model=model,
         tokenizer=tokenizer,
         model_dir=model_dir,
@@ -151,7 +167,61 @@ def build(
         constraints=_constraints(config, spec, tokenizer),
         device=device,
         memory=memory,
+        graphs=graphs,
+        draft_vocabulary=draft_vocabulary,
+        token_counts=token_counts,
     )
+
+
+def _depth_policy(config: EngineConfig, max_draft_tokens: int) -> tuple[DepthPolicy, Sequence[int]]:
+    """What the settings ask for, and every k that it may choose."""
+    if config.draft_tokens == "auto" and max_draft_tokens > 0:
+        return AdaptiveDepth(max_draft_tokens), range(max_draft_tokens + 1)
+    return FixedDepth(max_draft_tokens), [max_draft_tokens]
+
+
+def _info(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, max_draft_tokens: int) -> ModelInfo:
+    return ModelInfo(
+        model_id=spec.name,
+        vocab_size=spec.vocab_size,
+        max_context=memory.max_length,
+        stop_token_ids=spec.stop_token_ids,
+        max_draft_tokens=max_draft_tokens,
+        max_running=config.max_running,
+        forced_acceptance=config.force_acceptance,
+    )
+
+
+def _limit_drafts(model: StepModel, config: EngineConfig, max_draft_tokens: int, counts: Mapping[int, int], tokenizer: Tokenizer | None) -> str:
+    """Give the model its draft vocabulary; says which."""
+    spec = model.spec
+    if max_draft_tokens == 0:
+        if config.draft_vocab_size is not None:
+            raise ConfigError("draft_vocab", config.draft_vocab_size, "there are no drafts to choose")
+        return "nothing: there are no drafts"
+    size = draft_vocab_size(config.draft_vocab_size, num_real_tokens=spec.num_real_tokens)
+    always = {*spec.stop_token_ids, *(() if tokenizer is None else tokenizer.added_ids)}
+    num_bytes = model.limit_drafts(choose_draft_ids(counts, size=size, num_real_tokens=spec.num_real_tokens, always=always))
+    if size == spec.num_real_tokens:
+        return f"all {size:,} tokens"
+    ranked = "the most served" if counts else "the lowest ids"
+    return f"{size:,} of {spec.num_real_tokens:,} tokens ({ranked}; {num_bytes / 2**20:.1f} MiB)"
+
+
+def _plan_memory(model: StepModel, config: EngineConfig, device: torch.device, max_draft_tokens: int) -> MemoryPlan:
+    """What rows and pages get, beside all that is on the device by now and the graphs to come."""
+    for_graphs = 0
+    if _why_eager(config, model, device) is None:
+        for_graphs = graph_bytes(vocab_size=model.spec.vocab_size, max_running=config.max_running, max_draft_tokens=max_draft_tokens)
+    memory = plan_memory(
+        _limited(model.spec, config),
+        memory_bytes=_memory_bytes(config, device, for_graphs),
+        max_running=config.max_running,
+        max_draft_tokens=max_draft_tokens,
+    )
+    if config.max_context is not None and memory.max_length < config.max_context:
+        raise ConfigError("max_context", config.max_context, f"the memory holds a sequence of {memory.max_length} tokens at most")
+    return memory
 
 
 def _constraints(config: EngineConfig, spec: ModelSpec, tokenizer: Tokenizer | None) -> ConstraintSource:
@@ -202,10 +272,19 @@ def _max_draft_tokens(config: EngineConfig, spec: ModelSpec) -> int:
     return num_drafts
 
 
-def _memory_bytes(config: EngineConfig, device: torch.device) -> int:
+def _why_eager(config: EngineConfig, model: StepModel, device: torch.device) -> str | None:
+    """Why steps are not captured; None: they are."""
+    if device.type != "cuda":
+        return f"steps run eagerly on the {device.type.upper()}"
+    if not config.graphs:
+        return "switched off"
+    return None if model.capturable else "this model's experts are chosen with the host's help, so steps run eagerly"
+
+
+def _memory_bytes(config: EngineConfig, device: torch.device, for_graphs: int) -> int:
     if config.memory_gib is not None:
         return int(config.memory_gib * 2**30)
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free * GPU_MEMORY_SHARE)
+        return int(max(free - for_graphs, 0) * GPU_MEMORY_SHARE)
     return CPU_MEMORY_BYTES

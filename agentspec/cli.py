@@ -111,8 +111,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     group.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="weights and activations")
     group.add_argument("--draft-tokens", type=_draft_tokens, default="auto", metavar="K|auto", help=f"drafts a step, 0 to {MAX_DRAFT_TOKENS}")
+    group.add_argument(
+        "--draft-vocab", type=int, metavar="N", help="tokens that drafts are chosen from; 0: all (default: 32768 of a vocabulary above 65536)"
+    )
+    group.add_argument("--token-counts", metavar="FILE", help="rank the draft vocabulary by this file, and add what is served to it at the end")
     group.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt from its first token")
     group.add_argument("--no-overlap", action="store_true", help="wait for each step's results before the next step")
+    group.add_argument("--no-graphs", action="store_true", help="launch the kernels of each step one by one, instead of as a CUDA graph")
     group.add_argument("--max-running", type=int, default=8, metavar="N", help="requests that decode at the same time (default 8)")
     group.add_argument("--prefill-budget", type=int, default=512, metavar="N", help="prompt tokens computed in one step at most (default 512)")
     group.add_argument("--max-context", type=int, metavar="N", help="tokens of prompt and output together (default: what model and memory allow)")
@@ -136,8 +141,11 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         device=args.device,
         dtype=args.dtype,
         draft_tokens=args.draft_tokens,
+        draft_vocab_size=args.draft_vocab,
+        token_counts=args.token_counts,
         prefix_cache=not args.no_prefix_cache,
         overlap=not args.no_overlap,
+        graphs=not args.no_graphs,
         max_running=args.max_running,
         prefill_budget=args.prefill_budget,
         max_context=args.max_context,

@@ -27,9 +27,15 @@ class EngineConfig:
     """Weights and activations; recurrent state and gates are always float32."""
     draft_tokens: int | Literal["auto"] = "auto"
     """Drafts a step: a fixed k, or chosen per step by the depth policy."""
+    draft_vocab_size: int | None = None
+    """Tokens that drafts are chosen from. 0: all. None: all of a vocabulary up to 65,536, else 32,768."""
+    token_counts: str | None = None
+    """A file of how often each token was served: ranks the draft vocabulary, and gets what this engine served added when it closes."""
     prefix_cache: bool = True
     overlap: bool = True
     """Read the results of a step while the next one runs."""
+    graphs: bool = True
+    """On a GPU: record decode steps as CUDA graphs at start, where the model allows it."""
     max_running: int = 8
     """Requests that decode at the same time: slots."""
     prefill_budget: int = 512
@@ -37,7 +43,7 @@ class EngineConfig:
     max_context: int | None = None
     """Tokens, prompt and output together. None: what the model and the memory allow."""
     memory_gib: float | None = None
-    """GiB for state rows and KV pages together. None: 1 GiB on the CPU, 85% of what is free on a GPU."""
+    """GiB for state rows and KV pages together. None: 1 GiB on the CPU, 85% of what is free on a GPU beside CUDA graphs."""
     seed: int = 0
     """Seeds requests that bring no seed of their own, and random weights."""
     random_weights: bool = False
@@ -56,6 +62,10 @@ class EngineConfig:
             raise ConfigError("dtype", self.dtype, "must be auto, float32 or bfloat16")
         if self.draft_tokens != "auto" and not (isinstance(self.draft_tokens, int) and 0 <= self.draft_tokens <= MAX_DRAFT_TOKENS):
             raise ConfigError("draft_tokens", self.draft_tokens, f"must be auto, or 0 to {MAX_DRAFT_TOKENS}")
+        if self.draft_vocab_size is not None and self.draft_vocab_size < 0:
+            raise ConfigError("draft_vocab", self.draft_vocab_size, "must be a number of tokens, or 0 for all")
+        if self.token_counts == "":
+            raise ConfigError("token_counts", "", "name a file, or leave it out")
         if self.max_running < 1:
             raise ConfigError("max_running", self.max_running, "must be at least 1")
         if self.prefill_budget < BLOCK_TOKENS:
@@ -73,6 +83,8 @@ class EngineConfig:
                 raise ConfigError("force_acceptance", self.force_acceptance, f"needs 1 to {MAX_DRAFT_TOKENS} rates")
             if any(not 0.0 <= rate <= 1.0 for rate in self.force_acceptance):
                 raise ConfigError("force_acceptance", self.force_acceptance, "every rate must be between 0 and 1")
+            if self.token_counts is not None:
+                raise ConfigError("token_counts", self.token_counts, "can't be learned from while acceptance is forced")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

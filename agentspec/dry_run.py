@@ -19,11 +19,11 @@ from agentspec.model_costs import ModelCosts
 from agentspec.runtime.admission import SessionGate
 from agentspec.runtime.memory_plan import RESERVED
 from agentspec.runtime.metrics import EngineMetrics
-from agentspec.runtime.plan import STOP_LENGTH, STOP_RUNNING, SlotJoin, SlotOutcome, StepOutcome, StepPlan
+from agentspec.runtime.plan import SlotJoin, SlotOutcome, StepOutcome, StepPlan
 from agentspec.runtime.request import new_request
 from agentspec.runtime.scheduler import Scheduler
 from agentspec.runtime.step_loop import StepLoop
-from agentspec.types import BLOCK_TOKENS, Breakpoint, ModelSpec, SamplingParams
+from agentspec.types import BLOCK_TOKENS, STOP_LENGTH, STOP_RUNNING, Breakpoint, ModelSpec, SamplingParams
 from agentspec.wire import FinishEvent, Submit
 
 

@@ -81,7 +81,10 @@ def _refuse(args: argparse.Namespace, options: ReplayOptions) -> None:
     for field, value, default in (
         ("device", args.device, idle.device),
         ("dtype", args.dtype, idle.dtype),
+        ("draft_vocab", args.draft_vocab, None),
+        ("token_counts", args.token_counts, None),
         ("no_overlap", args.no_overlap, False),
+        ("no_graphs", args.no_graphs, False),
         ("max_context", args.max_context, None),
         ("random_weights", args.random_weights, False),
         ("timeout", options.timeout, ReplayOptions().timeout),

@@ -167,10 +167,12 @@ class Engine:
                 self.step()
 
     def generate(self, submit: Submit) -> tuple[list[int], FinishEvent]:
-        """Run one request to its end: the emitted ids and the terminal event."""
+        """Run one request to its end: the emitted ids and the terminal event. Raises RequestError when it is refused, now or half-way."""
         emitted: list[int] = []
         for event in self.stream(submit):
             if isinstance(event, FinishEvent):
+                if (refusal := event.refusal(submit)) is not None:
+                    raise refusal
                 return emitted, event
             emitted.extend(event.token_ids)
         raise AssertionError("a stream ends with its FinishEvent")
@@ -185,7 +187,7 @@ class Engine:
 
     def close(self) -> None:
         self._closed = True
-        self._assembly.constraints.close()
+        self._assembly.close()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -332,7 +334,7 @@ class AsyncEngine:
         self._inbox.put(("stop", None))
         await asyncio.to_thread(self._thread.join)
         self._compilers.shutdown(wait=False, cancel_futures=True)
-        await asyncio.to_thread(self._assembly.constraints.close)
+        await asyncio.to_thread(self._assembly.close)
 
     async def _submit(self, submit: Submit) -> None:
         self._check_alive()

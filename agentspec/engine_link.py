@@ -40,6 +40,10 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
     num_pages: int
     page_bytes: int
     block_tokens: int
+    graphs: str
+    """The CUDA graphs of its steps, or why there are none."""
+    draft_vocabulary: str
+    """What drafts are chosen from, in words."""
 
 
 class ErrorData(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,8 +18,8 @@ from agentspec.config import EngineConfig, ServerConfig
 from agentspec.errors import CheckpointError, ConfigError
 
 ENGINE_FLAGS = {
-    "--model", "--device", "--dtype", "--draft-tokens", "--no-prefix-cache", "--no-overlap", "--max-running", "--prefill-budget",
-    "--max-context", "--memory", "--seed", "--random-weights", "--force-acceptance",
+    "--model", "--device", "--dtype", "--draft-tokens", "--draft-vocab", "--token-counts", "--no-prefix-cache", "--no-overlap", "--no-graphs",
+    "--max-running", "--prefill-budget", "--max-context", "--memory", "--seed", "--random-weights", "--force-acceptance",
 }  # fmt: skip
 FLAGS = {
     "serve": ENGINE_FLAGS | {"checkpoint", "--host", "--port", "--api-key", "--max-body-mib", "--max-queue"},
@@ -61,8 +61,12 @@ def test_without_flags_the_settings_are_the_defaults() -> None:
         (["--dtype", "bfloat16"], "dtype", "bfloat16"),
         (["--draft-tokens", "3"], "draft_tokens", 3),
         (["--draft-tokens", "0"], "draft_tokens", 0),
+        (["--draft-vocab", "64"], "draft_vocab_size", 64),
+        (["--draft-vocab", "0"], "draft_vocab_size", 0),
+        (["--token-counts", "counts.json"], "token_counts", "counts.json"),
         (["--no-prefix-cache"], "prefix_cache", False),
         (["--no-overlap"], "overlap", False),
+        (["--no-graphs"], "graphs", False),
         (["--max-running", "2"], "max_running", 2),
         (["--prefill-budget", "64"], "prefill_budget", 64),
         (["--max-context", "4096"], "max_context", 4096),

@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, Protocol
 
+from agentspec.mtp.token_counts import TokenCounts
 from agentspec.runtime.metrics import EngineMetrics
 from agentspec.runtime.plan import Executor, StepOutcome
 from agentspec.runtime.request import Request
 from agentspec.runtime.scheduler import Flight, Scheduler
-from agentspec.wire import Event
+from agentspec.wire import Event, TokensEvent
 
 
 class DepthPolicy(Protocol):
@@ -40,12 +41,15 @@ class StepLoop:
         depth_policy: DepthPolicy,
         metrics: EngineMetrics,
         overlap: bool,
+        token_counts: TokenCounts | None = None,
     ) -> None:
+        """token_counts: where to count what is served; None: nowhere."""
         self.scheduler = scheduler
         self.metrics = metrics
         self._executor = executor
         self._depth_policy = depth_policy
         self._overlap = overlap
+        self._token_counts = token_counts
         self._in_flight: deque[tuple[Flight, Any]] = deque()
 
     @property
@@ -78,7 +82,12 @@ class StepLoop:
         flight, ticket = self._in_flight.popleft()
         outcome = self._executor.collect(ticket)
         self._observe(flight, outcome)
-        return self.scheduler.apply(flight, outcome)
+        events = self.scheduler.apply(flight, outcome)
+        if self._token_counts is not None:
+            for event in events:
+                if isinstance(event, TokensEvent):
+                    self._token_counts.add(event.token_ids)
+        return events
 
     def _observe(self, flight: Flight, outcome: StepOutcome) -> None:
         offered = [(slot.num_drafted, slot.num_accepted) for slot in outcome.slots if slot.emitted]

@@ -39,6 +39,8 @@ class Tokenizer:
             for token in added.values()
         )
         """Every added token, in id order."""
+        self.added_ids: tuple[int, ...] = tuple(added)
+        """Their ids."""
         self.special_ids: dict[str, int] = {token.content: token_id for token_id, token in added.items() if token.special}
         """Control tokens by their text."""
         self.token_bytes: list[bytes] = _byte_table(backend, added, source)

@@ -24,10 +24,13 @@ def ended(
     stop_match: int | str | None = 2,
     text: str = "",
     error: str | None = None,
+    refused: str | None = None,
     scores: list[TokenScore] | None = None,
 ) -> FinishEvent:
     usage = Usage(prompt_tokens=10, completion_tokens=6, cached_tokens=4, spec=SPEC)
-    return FinishEvent(request_id="", reason=reason, usage=usage, text=text, stop_match=stop_match, error=error, prompt_scores=scores)
+    return FinishEvent(
+        request_id="", reason=reason, usage=usage, text=text, stop_match=stop_match, error=error, refused=refused, prompt_scores=scores
+    )
 
 
 class ScriptedEngine:

@@ -1,0 +1,83 @@
+"""How often each token was served, in a file that one engine's run hands to the next.
+
+Owns the file's format (docs/draft_vocabulary.md) and the counting. Knows nothing of what the counts are for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from agentspec.errors import ConfigError
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    version: Literal[1]
+    num_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    """Real tokens of the vocabulary that the ids are from."""
+    counts: dict[int, Annotated[int, msgspec.Meta(ge=0)]]
+    """By token id; JSON writes the ids as strings."""
+
+
+class TokenCounts:
+    """What the file held when it was opened, and what has been served since. Not thread-safe."""
+
+    def __init__(self, path: str, *, num_tokens: int) -> None:
+        """Read the file if there is one. num_tokens: the model's real tokens.
+
+        Raises ConfigError if it can't be read, belongs to another vocabulary, or could not be written later."""
+        # Where it is must not depend on where the process stands when it ends; and a link stays one.
+        self._path = Path(path).resolve()
+        self._shown_path = path
+        self._num_tokens = num_tokens
+        self._served: Counter[int] = Counter()
+        self.known = self._read()
+        """Times served by token id, before this run."""
+        if not (self._path.parent.is_dir() and os.access(self._path.parent, os.W_OK)):
+            raise self._wrong("its directory does not exist or can't be written to")
+
+    def add(self, token_ids: Iterable[int]) -> None:
+        """Count served tokens."""
+        self._served.update(token_ids)
+
+    def save(self) -> None:
+        """Add what was served since the last `save` to what the file holds by now; another engine may have written it meanwhile.
+
+        The file is replaced in one step: whoever reads it sees the old one or the new one. Raises ConfigError when that fails."""
+        if not self._served:
+            return
+        counts = Counter(self._read())
+        counts.update(self._served)
+        body = msgspec.json.encode(_File(version=1, num_tokens=self._num_tokens, counts=dict(sorted(counts.items()))))
+        written = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        try:
+            written.write_bytes(body + b"\n")
+            written.replace(self._path)
+        except OSError as error:
+            written.unlink(missing_ok=True)
+            raise self._wrong(f"can't be written: {error.strerror or error}") from None
+        self._served.clear()
+
+    def _read(self) -> dict[int, int]:
+        try:
+            file = msgspec.json.decode(self._path.read_bytes(), type=_File)
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            raise self._wrong(f"can't be read: {error.strerror or error}") from None
+        except msgspec.DecodeError as error:
+            raise self._wrong(f"is not a file of token counts: {error}") from None
+        if file.num_tokens != self._num_tokens:
+            raise self._wrong(f"counts a vocabulary of {file.num_tokens} tokens; the model's has {self._num_tokens}")
+        for token in file.counts:
+            if not 0 <= token < self._num_tokens:
+                raise self._wrong(f"counts token {token}, and num_tokens is {self._num_tokens}")
+        return file.counts
+
+    def _wrong(self, reason: str) -> ConfigError:
+        return ConfigError("token_counts", self._shown_path, reason)
