@@ -2,16 +2,18 @@
 
 A client sends `Submit` and `Abort`. The engine answers each accepted `Submit` with any number of
 `TokensEvent`, then exactly one `FinishEvent`. A refused `Submit` raises `errors.RequestError` at the door and has
-no events at all.
+no events at all. What only its own output brings to light ends it with a `FinishEvent` that names the field: `refusal`.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from operator import attrgetter
 from typing import Any, Literal, Protocol
 
 import msgspec
 
+from agentspec.errors import RequestError
 from agentspec.types import Breakpoint, FinishReason, SamplingParams, TokenScore
 
 
@@ -25,6 +27,8 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     """A token id: the output is free up to its first occurrence (the end of reasoning), except that it can't end before it."""
     lead: str = ""
     """Text that may stand before the constrained part: the newlines that templates write behind reasoning."""
+    field: str = "grammar"
+    """What the sender's own clients know it by. The engine's errors name fields of `Submit`; the server's name this one instead."""
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
@@ -96,8 +100,14 @@ class FinishEvent(msgspec.Struct, frozen=True, kw_only=True, tag="finish"):
     stop_match: int | str | None = None
     """The stop id or the stop string that ended the request. A stop string itself is never part of any text."""
     error: str | None = None
+    refused: str | None = None
+    """Where `error` is the request's own fault: the field of its Submit that is to blame, with dots."""
     prompt_scores: list[TokenScore] | None = None
     """One per prompt token after the first, when the submit asked for them."""
+
+    def refusal(self, submit: Submit) -> RequestError | None:
+        """What to raise at whoever sent `submit`, when it turned out that it can't be served as asked."""
+        return None if self.refused is None else RequestError(self.refused, attrgetter(self.refused)(submit), self.error or "")
 
 
 Event = TokensEvent | FinishEvent

@@ -8,20 +8,23 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import random
 import threading
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from agentspec.assembly import Assembly
+from agentspec.assembly import Assembly, assemble
 from agentspec.config import EngineConfig
 from agentspec.engine import COMPILE_THREADS, AsyncEngine, Engine
 from agentspec.errors import EngineClosedError, RequestError
 from agentspec.runtime.constraint import Constraint
 from agentspec.runtime.constraint_source import ConstraintSource
+from agentspec.server.transport import InProcessTransport
 from agentspec.types import FinishReason, SamplingParams
-from agentspec.wire import FinishEvent, Grammar, Submit
+from agentspec.wire import FinishEvent, Grammar, Submit, TokensEvent
 from tests.fakes.automaton import Automaton, Rules
 from tests.fakes.checkpoints import write_checkpoint
 from tests.fakes.hash_chain import HashChainModel, ReferenceRequest
@@ -301,6 +304,55 @@ def test_scores_and_constraints_cross_the_thread() -> None:
                     scored += event.scores
             assert [score.token_id for score in scored] == expected_constrained(parts, asked)
             assert {len(score.top) for score in scored} == {2}
+
+    run(main())
+
+
+LATE = "".join(random.Random(1).choices("zqxjv", k=70))
+DEAD_END = f'root ::= "{LATE}" dead\ndead ::= []'
+"""Beyond what a trial walk sees: most of these letters are tokens of their own."""
+
+
+def test_a_dead_end_that_shows_late_is_a_refusal_half_way() -> None:
+    heard = []
+    for draft_tokens in (0, 3):
+        parts = assemble(EngineConfig(draft_tokens=draft_tokens, device="cpu", memory_gib=0.2))
+        with Engine(parts) as engine:
+            assert engine.tokenizer is not None
+            asked = Submit(request_id="a", prompt_ids=[5, 6, 7], grammar=Grammar(kind="ebnf", source=DEAD_END))
+            *steps, finish = engine.stream(asked)
+            assert isinstance(finish, FinishEvent)
+            assert (finish.reason, finish.refused) == (FinishReason.ERROR, "grammar.source")
+            ids = [token for event in steps if isinstance(event, TokensEvent) for token in event.token_ids]
+            assert engine.tokenizer.decode(ids) == "".join(event.text for event in steps if isinstance(event, TokensEvent)) + finish.text == LATE
+            with pytest.raises(RequestError, match=r"grammar\.source='root.*nothing may follow") as refused:
+                engine.generate(asked)
+            assert refused.value.value == DEAD_END
+            assert engine.generate(submit("b"))[1].reason is FinishReason.LENGTH
+            heard.append(ids)
+        assert_nothing_left(parts)
+    assert heard[0] == heard[1]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_the_server_refuses_a_late_dead_end_under_the_name_of_the_field(path: str) -> None:
+    async def main() -> None:
+        parts = assemble(EngineConfig(device="cpu", memory_gib=0.2))
+        prompt = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}
+        body = {"model": "tiny-agent", "guided_grammar": DEAD_END, "max_tokens": 100, **prompt}
+        async with (
+            AsyncEngine(parts) as engine,
+            httpx.AsyncClient(transport=InProcessTransport(engine.app), base_url="http://in-process", timeout=None) as client,
+        ):
+            whole = await client.post(path, json=body)
+            assert (whole.status_code, whole.json()["error"]["param"]) == (400, "guided_grammar"), whole.text
+            streamed = await client.post(path, json={**body, "stream": True})
+            *chunks, last = [json.loads(frame.removeprefix("data: ")) for frame in streamed.text.strip().split("\n\n")]
+            assert (streamed.status_code, last["error"]) == (200, whole.json()["error"])
+            choices = [chunk["choices"][0] for chunk in chunks]
+            assert "".join(choice["delta"].get("content", "") if "chat" in path else choice["text"] for choice in choices) != ""
+            assert (await engine.stats())["engine"]["finished"]["error"] == 2
+        assert_nothing_left(parts)
 
     run(main())
 

@@ -12,7 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 MaskRows: TypeAlias = NDArray[np.int32]
-"""int32 [T, ceil(V / 32)]: bit v % 32 of word v // 32 is set when token v may come. Words of a row that allows everything are -1."""
+"""int32 [T, ceil(V / 32)]: bit v % 32 of word v // 32 is set when token v may come. Words of a row that allows everything are -1. A row of zeros is a
+dead end: the request ends there."""
+
+DEAD_END = "leads to a place where nothing may follow: a rule in it has no end"
 
 
 class Constraint(Protocol):

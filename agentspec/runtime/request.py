@@ -8,14 +8,14 @@ from __future__ import annotations
 import enum
 import logging
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from agentspec.cache.hybrid_cache import Lease
 from agentspec.errors import ContextLengthError, RequestError
-from agentspec.runtime.constraint import Constraint, MaskRows
-from agentspec.runtime.plan import MAX_ALTERNATIVES, STOP_ID, STOP_RUNNING, SlotOutcome
+from agentspec.runtime.constraint import DEAD_END, Constraint, MaskRows
+from agentspec.runtime.plan import MAX_ALTERNATIVES, SlotOutcome
 from agentspec.text.detokenizer import Detokenizer
-from agentspec.types import CheckpointKind, FinishReason, ModelSpec, TokenScore, tokens
+from agentspec.types import STOP_ID, STOP_RUNNING, CheckpointKind, FinishReason, ModelSpec, TokenScore, tokens
 from agentspec.wire import FinishEvent, SpecStats, Submit, TokensEvent, Usage
 
 logger = logging.getLogger("agentspec")
@@ -78,6 +78,8 @@ class Request:
     """(row, length) of the rolling checkpoints as of the last collected step."""
     drafts: list[int] | None = None
     """Of a constrained request: what its next window will verify. None: nobody knows before the step in flight is collected."""
+    dead_end: int | None = None
+    """Tokens after which the grammar allows nothing more, if the window in flight comes to that; None: it can't."""
     in_flight: int = 0
     """Launched and not yet collected steps that contain this request."""
     ending: FinishReason | None = None
@@ -85,6 +87,8 @@ class Request:
     stop_match: int | str | None = None
     error: str | None = None
     """What went wrong, where `ending` is ERROR."""
+    refused: str | None = None
+    """The field of `submit` that is to blame for it; None: none of them."""
     preemptions: int = 0
     counted_cached: bool = False
 
@@ -120,20 +124,32 @@ class Request:
     def next_masks(self, num_drafted: int) -> MaskRows | None:
         """What may come in the next window, of at most num_drafted drafts; the drafts are unknown from now on. Only for a constrained request.
 
-        None: the grammar failed, which ends this request with ERROR and hurts no other."""
+        None: the grammar failed, or nothing may come, which ends this request with ERROR and hurts no other. A dead end behind drafts is opened, so
+        that the device has something to draw from: `take` drops what it draws there, and the stream is the same as without drafts."""
         assert self.constraint is not None
         assert self.drafts is not None
         drafts, self.drafts = self.drafts[:num_drafted], None
         try:
-            return self.constraint.masks(drafts)
+            masks = self.constraint.masks(drafts)
         except Exception as error:
             self._fail(error)
             return None
+        dead = ~masks.any(axis=1)
+        self.dead_end = int(dead.argmax()) if dead.any() else None
+        if self.dead_end == 0:
+            self._refuse_grammar()
+            return None
+        masks[dead] = -1
+        return masks
 
     def take(self, outcome: SlotOutcome) -> TokensEvent | None:
         """Add what one step emitted; sets `ending` and `stop_match` when the request ends here.
 
-        Tokens after a stop string are not kept. Returns the event to send, or None when the step added nothing."""
+        Tokens after a stop string or a dead end are not kept. Returns the event to send, or None when the step added nothing."""
+        end = len(outcome.emitted) if self.dead_end is None else self.dead_end
+        is_dead = len(outcome.emitted) > end
+        if is_dead:
+            outcome = replace(outcome, emitted=outcome.emitted[:end], num_accepted=end, stop=STOP_RUNNING)
         self._count(outcome)
         self.rolling = outcome.checkpoints
         if self.constraint is not None:
@@ -160,6 +176,8 @@ class Request:
         if self.ending is None and outcome.stop != STOP_RUNNING:
             self.ending = FinishReason.STOP if outcome.stop == STOP_ID else FinishReason.LENGTH
             self.stop_match = ids[-1] if outcome.stop == STOP_ID else None
+        elif self.ending is None and is_dead:
+            self._refuse_grammar()
         scores = None if outcome.scores is None else outcome.scores[: len(ids)]
         return TokensEvent(request_id=self.request_id, token_ids=ids, text=text, scores=scores)
 
@@ -175,12 +193,16 @@ class Request:
             text=held,
             stop_match=self.stop_match,
             error=self.error,
+            refused=self.refused,
             prompt_scores=None if self.submit.prompt_logprobs is None or self.needs_scores else self.scores,
         )
 
     def _fail(self, error: Exception) -> None:
         logger.exception("the grammar of request %s failed", self.request_id)
         self.ending, self.error = FinishReason.ERROR, f"the grammar failed: {type(error).__name__}: {error}"
+
+    def _refuse_grammar(self) -> None:
+        self.ending, self.error, self.refused = FinishReason.ERROR, DEAD_END, "grammar.source"
 
     def _count(self, outcome: SlotOutcome) -> None:
         if not outcome.emitted:

@@ -19,7 +19,7 @@ from agentspec.server.openai import ChatRequest
 from agentspec.server.responding import FrameResponse, json_response
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service, session_of
-from agentspec.server.turn import Turn, TurnEnd, TurnRequest, begin, under_client_names
+from agentspec.server.turn import Turn, TurnEnd, TurnRequest, begin
 from agentspec.text.events import ContentDelta, ReasoningDelta, TextEvent, ToolCallArguments, ToolCallStart
 from agentspec.types import TokenScore
 from agentspec.wire import FinishEvent, TokensEvent
@@ -47,15 +47,14 @@ async def answer(service: Service, call: Call) -> Response:
     """POST /v1/chat/completions."""
     asked = openai.parse_chat(call.body)
     service.check_model(asked.model)
-    turn_asked = turn_request(asked, session_of(call.headers, asked.prompt_cache_key))
-    turns = await begin(service, turn_asked)
+    turns = await begin(service, turn_request(asked, session_of(call.headers, asked.prompt_cache_key)))
     try:
         if asked.stream:
             submits = [turn.submit for turn in turns]
             return await FrameResponse.begin(sse.frames(events.merge(service.engine, submits), ChatChunks(service, asked, turns)))
         return json_response(await complete(service, asked, turns))
-    except RequestError as error:
-        raise under_client_names(error, turn_asked) from None
+    except RequestError as error:  # the messages became ids
+        raise type(error)("messages" if error.field == "prompt_ids" else error.field, error.value, error.reason) from None
 
 
 ROUTES = (

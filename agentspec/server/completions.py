@@ -74,16 +74,10 @@ async def answer(service: Service, call: Call) -> Response:
     asked = openai.parse_completion(call.body)
     service.check_model(asked.model)
     submits = submits_of(asked, encode_prompts(asked, service.text), session_of(call.headers, asked.prompt_cache_key))
-    try:
-        if asked.stream:
-            chunks = CompletionChunks(asked, submits, service.text, service.engine.info)
-            return await FrameResponse.begin(sse.frames(events.merge(service.engine, submits), chunks))
-        return json_response(await complete(service, asked, submits))
-    except RequestError as error:
-        output = asked.output()
-        if output is None or not error.field.startswith("grammar"):
-            raise
-        raise type(error)(output.field, error.value, error.reason) from None
+    if asked.stream:
+        chunks = CompletionChunks(asked, submits, service.text, service.engine.info)
+        return await FrameResponse.begin(sse.frames(events.merge(service.engine, submits), chunks))
+    return json_response(await complete(service, asked, submits))
 
 
 ROUTES = (

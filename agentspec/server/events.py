@@ -1,4 +1,4 @@
-"""The engine's event streams as the server reads them: closed on every way out, and always ended or failed.
+"""The engine's event streams as the server reads them: closed on every way out, always ended or failed, and a grammar named as its sender calls it.
 
 Knows wire alone.
 """
@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import cast
 
-from agentspec.errors import AgentspecError, EngineClosedError
+from agentspec.errors import AgentspecError, EngineClosedError, RequestError
 from agentspec.types import FinishReason
 from agentspec.wire import EngineClient, Event, FinishEvent, Submit, TokensEvent
 
@@ -18,18 +18,21 @@ from agentspec.wire import EngineClient, Event, FinishEvent, Submit, TokensEvent
 async def generate(engine: EngineClient, submit: Submit) -> AsyncGenerator[Event, None]:
     """Events of one request, the last one its FinishEvent. Closing this generator aborts the request.
 
-    Raises RequestError before the first event when the engine refuses; AgentspecError when the request fails."""
+    Raises RequestError when the engine refuses, before the first event or half-way; AgentspecError when the request fails."""
     # The protocol promises that closing the iterator aborts; AsyncIterator has no name for that.
     stream = cast(AsyncGenerator[Event, None], engine.stream(submit))
-    async with aclosing(stream):
-        async for event in stream:
-            if not isinstance(event, FinishEvent):
+    try:
+        async with aclosing(stream):
+            async for event in stream:
+                if isinstance(event, FinishEvent) and event.reason is FinishReason.ERROR:
+                    raise event.refusal(submit) or AgentspecError(event.error or "the request failed")
                 yield event
-            elif event.reason is FinishReason.ERROR:
-                raise AgentspecError(event.error or "the request failed")
-            else:
-                yield event
-                return
+                if isinstance(event, FinishEvent):
+                    return
+    except RequestError as error:
+        if submit.grammar is None or not error.field.startswith("grammar"):
+            raise
+        raise type(error)(submit.grammar.field, error.value, error.reason) from None
     raise EngineClosedError("the engine ended a stream without a terminal event")
 
 

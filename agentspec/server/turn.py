@@ -174,17 +174,6 @@ async def begin(service: Service, asked: TurnRequest) -> list[Turn]:
     return turns
 
 
-def under_client_names(error: RequestError, asked: TurnRequest) -> RequestError:
-    """The engine's refusal of a turn's submit, under the name of what the client sent: the messages became ids, and its demands a grammar."""
-    if error.field == "prompt_ids":
-        name = "messages"
-    elif error.field.startswith("grammar"):
-        name = "tools" if asked.output is None else asked.output.field
-    else:
-        return error
-    return type(error)(name, error.value, error.reason)
-
-
 def _shown(tool: dict[str, Any]) -> dict[str, Any]:
     """The tool as the template sees it, so that the prompt is the same whether its calls are strict or not."""
     function = tool["function"]

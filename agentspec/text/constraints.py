@@ -17,7 +17,7 @@ from agentspec.text.automata import TooLargeError, add_automaton
 from agentspec.text.call_grammar import call_body
 from agentspec.text.chat_template import Tools
 from agentspec.text.grammar_rules import Rules, any_of, free_text, literal
-from agentspec.text.json_schema import SchemaReader
+from agentspec.text.json_schema import SchemaReader, check_size
 from agentspec.text.schema_grammar import PRETTY, SchemaGrammar
 from agentspec.text.schema_patterns import ANY_TEXT, PatternError, read_pattern
 from agentspec.text.segmenter import THINK_CLOSE
@@ -89,7 +89,7 @@ def _turn_grammar(asked: str, dialect: str | None, reasoning_open: bool) -> Gram
         content = calls.among_text
     inside = calls.then_text if choice == "auto" and output is None else calls.some
     root = _behind_reasoning(calls.rules, content, calls=inside) if reasoning_open else content
-    return Grammar(kind="ebnf", source=calls.rules.source(root))
+    return Grammar(kind="ebnf", source=calls.rules.source(root), field="tools" if output is None else output.field)
 
 
 def _is_strict(tool: Mapping[str, Any]) -> bool:
@@ -178,11 +178,11 @@ def _form(output: OutputForm, rules: Rules) -> str:
 def _form_alone(output: OutputForm, reasoning_open: bool) -> Grammar:
     if output.kind == "ebnf":
         if not reasoning_open:
-            return Grammar(kind="ebnf", source=output.source)
-        return Grammar(kind="structural_tag", source=_ebnf_behind_reasoning(output.source))
+            return Grammar(kind="ebnf", source=output.source, field=output.field)
+        return Grammar(kind="structural_tag", source=_ebnf_behind_reasoning(output.source), field=output.field)
     rules = Rules(output.field)
     content = _form(output, rules)
-    return Grammar(kind="ebnf", source=rules.source(_behind_reasoning(rules, content) if reasoning_open else content))
+    return Grammar(kind="ebnf", source=rules.source(_behind_reasoning(rules, content) if reasoning_open else content), field=output.field)
 
 
 def _choices(output: OutputForm) -> list[str]:
@@ -191,6 +191,7 @@ def _choices(output: OutputForm) -> list[str]:
         raise RequestError(output.field, texts, "must be a list of texts, none of them empty")
     if len(texts) > MAX_CHOICES:
         raise RequestError(output.field, texts[:3], f"has {len(texts)} texts; {MAX_CHOICES} are the limit")
+    check_size(texts, output.field)
     return texts
 
 

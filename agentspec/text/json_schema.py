@@ -54,7 +54,7 @@ _KNOWN = frozenset({"type"} | ANNOTATIONS | _JOINED | _CHOSEN).union(*KEYWORDS_O
 
 
 def check_size(schema: object, field: str) -> None:
-    """Raise RequestError when a schema is too large or too deep to be worth reading. Runs in its own bound, whatever it is given."""
+    """Raise RequestError when a schema (or a list of choices) is too large or too deep to read. Runs in its own bound, whatever it gets."""
     level: list[object] = [schema]
     num_nodes = depth = 0
     while level:

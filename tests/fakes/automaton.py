@@ -1,7 +1,7 @@
 """A constraint without a grammar: a random finite automaton over token ids, as strict with its caller as a real one.
 
 States are small integers; which tokens may come in a state, and which state they lead to, is drawn from a seed. The stop id may come in every
-third state. `Rules` is the automaton; `Automaton` is where one request stands in it.
+third state, and nothing at all in some, if that is asked for. `Rules` is the automaton; `Automaton` is where one request stands in it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ NUM_STATES = 31
 
 
 class Rules:
-    """Which tokens may come where. About `share` of the real tokens may, one at least; padding ids never."""
+    """Which tokens may come where. About `share` of the real tokens may, one at least; padding ids never. `num_dead_ends` states allow nothing."""
 
-    def __init__(self, seed: int, *, vocab_size: int, num_real_tokens: int, stop_id: int, share: float = 0.4) -> None:
+    def __init__(self, seed: int, *, vocab_size: int, num_real_tokens: int, stop_id: int, share: float = 0.4, num_dead_ends: int = 0) -> None:
         generator = np.random.default_rng(seed)
         self.allowed_SV = generator.random((NUM_STATES, vocab_size)) < share
         self.allowed_SV[np.arange(NUM_STATES), generator.integers(0, num_real_tokens - 1, NUM_STATES)] = True
         self.allowed_SV[:, stop_id] = np.arange(NUM_STATES) % 3 == 2
         self.allowed_SV[:, num_real_tokens:] = False
+        self.allowed_SV[NUM_STATES - num_dead_ends :] = False
         self.stop_id = stop_id
         self._next_SV = generator.integers(0, NUM_STATES, (NUM_STATES, vocab_size))
 

@@ -30,9 +30,9 @@ import torch
 from agentspec.cache import invariants
 from agentspec.cache.leases import Lease, Match
 from agentspec.cache.prefix_tree import Checkpoint
-from agentspec.runtime.plan import STOP_ID, STOP_LENGTH, SlotOutcome
+from agentspec.runtime.plan import SlotOutcome
 from agentspec.runtime.request import Phase, Request, new_request
-from agentspec.types import CheckpointKind, FinishReason, tokens
+from agentspec.types import STOP_ID, STOP_LENGTH, CheckpointKind, FinishReason, tokens
 from agentspec.wire import Event, FinishEvent, Submit, TokensEvent
 from tests.fakes.automaton import Automaton
 from tests.fakes.hash_chain import ReferenceRequest
@@ -259,7 +259,8 @@ class Proof:
         if request.ending is not None or not slot.emitted:
             return
         turn = self.running[request.request_id]
-        turn.steps.append((len(slot.emitted), slot.num_drafted, slot.num_accepted))
+        num_accepted = slot.num_accepted if request.dead_end is None else min(slot.num_accepted, request.dead_end)
+        turn.steps.append((len(slot.emitted), slot.num_drafted, num_accepted))
         cut = slot.num_accepted < slot.num_drafted
         self.paths["stop id"] += slot.stop == STOP_ID
         self.paths["stop id inside a window"] += slot.stop == STOP_ID and cut and slot.num_accepted > 0
@@ -309,7 +310,9 @@ class Proof:
         assert turn.text == text, f"text {turn.text!r}, alone {text!r}"
         last = expected[-1] if expected else None
         stop_match = stop_string if stop_string is not None else last if last in turn.request.stop_ids else None
-        assert finish.reason is (FinishReason.LENGTH if stop_match is None else FinishReason.STOP), f"finish reason {finish.reason}"
+        is_dead = stop_match is None and _is_at_dead_end(turn.request, expected)
+        reason = FinishReason.STOP if stop_match is not None else FinishReason.ERROR if is_dead else FinishReason.LENGTH
+        assert (finish.reason, finish.refused) == (reason, "grammar.source" if is_dead else None), f"finish reason {finish.reason}: {finish.error}"
         assert finish.stop_match == stop_match, f"stop match {finish.stop_match!r}, alone {stop_match!r}"
 
     def _check_usage(self, turn: Turn, finish: FinishEvent) -> None:
@@ -319,7 +322,8 @@ class Proof:
         assert usage.cached_tokens == (turn.cached or 0), f"usage: {usage.cached_tokens} cached tokens, resumed from {turn.cached}"
         emitted, drafted, accepted = (sum(column) for column in zip((0, 0, 0), *turn.steps, strict=True))
         beyond_stop = emitted - len(turn.emitted)
-        assert beyond_stop == 0 or (isinstance(finish.stop_match, str) and beyond_stop > 0), f"{beyond_stop} tokens of the device are lost"
+        may_lose = isinstance(finish.stop_match, str) or finish.refused is not None
+        assert beyond_stop == 0 or (may_lose and beyond_stop > 0), f"{beyond_stop} tokens of the device are lost"
         assert spec.num_steps == len(turn.steps) == sum(spec.histogram), "usage: steps"
         assert spec.num_drafted == drafted == sum(spec.drafted_by_position), "usage: drafted"
         assert spec.num_accepted == accepted == sum(spec.accepted_by_position), "usage: accepted"
@@ -356,6 +360,12 @@ class Proof:
         cache.clear()
         invariants.check(cache)
         assert cache.used_bytes == 0, f"{cache.rows.num_used} rows and {cache.pages.num_used} pages leaked"
+
+
+def _is_at_dead_end(request: Request, emitted: list[int]) -> bool:
+    if not isinstance(request.constraint, Automaton) or len(request.submit.prompt_ids) + len(emitted) >= request.length_limit:
+        return False
+    return not request.constraint.rules.allowed_after(emitted).any()
 
 
 def _has_shaped_logits(turn: Turn) -> bool:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from agentspec.assembly import Assembly
+from agentspec.kernels.reference import sampling
 from agentspec.kernels.reference.sampling import apply_mask
-from agentspec.runtime import decode_step
 from agentspec.runtime.constraint import MaskRows
 from agentspec.runtime.plan import SlotJoin, SlotOutcome
 from agentspec.runtime.request import Phase, Request, new_request
@@ -34,7 +34,7 @@ from tests.properties.real_model import STOP_ID, VOCAB, assemble_house, load, wr
 from tests.properties.real_model import House as RealHouse
 
 SHARDS = 2
-HOUSES = 10
+HOUSES = 12
 """A shard."""
 TURNS = 60
 """A house."""
@@ -48,6 +48,8 @@ LEAST = {
     "constrained: aborted": 8,
     "constrained: aborted with a step in flight": 1,
     "constrained: stop string": 7,
+    "constrained: dead end": 20,
+    "constrained: dead end behind drafts": 1,
     "scored": 100,
     "scored: cut by a stop string": 5,
 }
@@ -62,8 +64,15 @@ class ConstrainedProof(Proof):
         self._mine = random.Random(house.seed + 1)
         spec = self.model.spec
         self._rules = [
-            Rules(seed, vocab_size=spec.vocab_size, num_real_tokens=spec.num_real_tokens, stop_id=spec.stop_token_ids[0], share=share)
-            for seed, share in enumerate((0.05, 0.4, 0.9))
+            Rules(
+                seed,
+                vocab_size=spec.vocab_size,
+                num_real_tokens=spec.num_real_tokens,
+                stop_id=spec.stop_token_ids[0],
+                share=share,
+                num_dead_ends=num_dead_ends,
+            )
+            for seed, (share, num_dead_ends) in enumerate(((0.05, 0), (0.4, 0), (0.9, 0), (0.95, 2)))
         ]
         self._share = self._mine.choice([0.3, 0.7, 1.0])
         self._scores: dict[str, list[TokenScore]] = {}
@@ -108,6 +117,8 @@ class ConstrainedProof(Proof):
         assert cut_by_text or automaton.followed == emitted, f"{finish}: the constraint followed {automaton.followed} of {emitted}"
         self.paths["constrained"] += 1
         self.paths["constrained: stop string"] += cut_by_text
+        self.paths["constrained: dead end"] += finish.refused is not None
+        self.paths["constrained: dead end behind drafts"] += finish.refused is not None and sum(step[0] for step in turn.steps) > len(emitted)
         self.paths["constrained: preempted"] += turn.request.preemptions > 0
         self.paths["constrained: drafts accepted"] += finish.usage.spec.num_accepted
         self.paths["constrained: stop id inside a window"] += automaton.is_ended and turn.steps[-1][0] > 1
@@ -183,13 +194,24 @@ def goes_ahead_without_the_outcome(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Request, "next_masks", hasty)
 
 
+def forgets_dead_ends(patch: pytest.MonkeyPatch) -> None:
+    original = Request.next_masks
+
+    def forgetful(self: Request, num_drafted: int) -> MaskRows | None:
+        rows = original(self, num_drafted)
+        self.dead_end = None
+        return rows
+
+    patch.setattr(Request, "next_masks", forgetful)
+
+
 def scores_with_the_mask(patch: pytest.MonkeyPatch) -> None:
     """By the distribution that the token was drawn from, as far as the mask goes."""
 
     def apply_mask_in_place(logits_BTV: Tensor, mask_BTX: Tensor) -> Tensor:
         return logits_BTV.copy_(apply_mask(logits_BTV, mask_BTX))
 
-    patch.setattr(decode_step, "apply_mask", apply_mask_in_place)
+    patch.setattr(sampling, "apply_mask", apply_mask_in_place)
 
 
 def keeps_scores_beyond_a_stop_string(patch: pytest.MonkeyPatch) -> None:
@@ -209,6 +231,7 @@ def keeps_scores_beyond_a_stop_string(patch: pytest.MonkeyPatch) -> None:
         masks_a_column_late,
         leaves_masks_behind,
         goes_ahead_without_the_outcome,
+        forgets_dead_ends,
         scores_with_the_mask,
         keeps_scores_beyond_a_stop_string,
     ],
@@ -239,37 +262,39 @@ def real_submits(rng: random.Random) -> list[Submit]:
     ]
 
 
-def hear(parts: Assembly, submits: Sequence[Submit], rules: Rules) -> tuple[dict[str, list[int]], dict[str, list[float]]]:
-    """Run submits together, half of them constrained: emitted ids and their log-probabilities, by request."""
+def hear(parts: Assembly, submits: Sequence[Submit], rules: Rules) -> tuple[dict[str, list[int]], dict[str, list[float]], dict[str, str | None]]:
+    """Run submits together, half of them constrained: emitted ids, their log-probabilities, and what was refused half-way, by request."""
     for number, submit in enumerate(submits):
         constraint = Automaton(rules) if number % 4 < 2 else None
         request = new_request(submit, number=number, spec=parts.spec, max_length=500, engine_seed=0, token_bytes=None, constraint=constraint)
         parts.loop.submit(request)
     streams: dict[str, list[int]] = {submit.request_id: [] for submit in submits}
     scores: dict[str, list[float]] = {submit.request_id: [] for submit in submits}
+    refused = {}
     while parts.loop.has_work:
         for event in parts.loop.run_once():
             if isinstance(event, TokensEvent):
                 assert event.scores is not None
                 streams[event.request_id] += event.token_ids
                 scores[event.request_id] += [score.logprob for score in event.scores]
-    return streams, scores
+            else:
+                refused[event.request_id] = event.refused
+    return streams, scores, refused
 
 
-def real_rules(parts: Assembly) -> Rules:
-    return Rules(3, vocab_size=parts.spec.vocab_size, num_real_tokens=VOCAB, stop_id=STOP_ID, share=0.6)
-
-
-def test_on_real_kernels_neither_drafts_nor_overlap_change_a_constrained_stream(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num_dead_ends", "num_refused"), [(0, 0), (3, 4)])
+def test_on_real_kernels_neither_drafts_nor_overlap_change_a_constrained_stream(tmp_path: Path, num_dead_ends: int, num_refused: int) -> None:
     model = load(write_agreeing_checkpoint(tmp_path, num_hidden_layers=2, full_attention_interval=2))
     submits = real_submits(random.Random(8))
-    expected: tuple[dict[str, list[int]], dict[str, list[float]]] | None = None
+    expected: tuple[dict[str, list[int]], dict[str, list[float]], dict[str, str | None]] | None = None
     num_accepted = 0
+    rules = Rules(3, vocab_size=model.spec.vocab_size, num_real_tokens=VOCAB, stop_id=STOP_ID, share=0.6, num_dead_ends=num_dead_ends)
     for k, overlap in [(k, overlap) for k in range(6) for overlap in (False, True)]:
         parts = assemble_house(RealHouse(max_draft_tokens=k, overlap=overlap, num_pages=60), model)
-        streams, scores = hear(parts, submits, real_rules(parts))
-        expected = expected or (streams, scores)
-        assert streams == expected[0], f"k={k}, overlap={overlap}"
+        streams, scores, refused = hear(parts, submits, rules)
+        expected = expected or (streams, scores, refused)
+        assert (streams, refused) == (expected[0], expected[2]), f"k={k}, overlap={overlap}"
+        assert list(refused.values()).count("grammar.source") == num_refused
         for request_id, values in scores.items():
             assert values == pytest.approx(expected[1][request_id], abs=1e-3), f"k={k}, overlap={overlap}: {request_id}"
         num_accepted += parts.loop.metrics.accepted_tokens

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 
+from agentspec.runtime.constraint import DEAD_END, MaskRows
 from agentspec.runtime.plan import StepPlan
 from agentspec.types import FinishReason
 from agentspec.wire import TokensEvent
@@ -205,6 +207,83 @@ def test_a_failing_grammar_ends_its_own_request_only(overlap: bool, where: str, 
     assert house.said("good") == house.said("free") == TEXT
     assert house.metrics.finished["error"] == 1
     assert "the grammar of request bad failed" in caplog.text
+
+
+class EndsDead(Everything):
+    """Allows everything, up to a place where nothing may follow."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(VOCABULARY)
+        self._num_tokens = num_tokens
+
+    def masks(self, drafts: Sequence[int]) -> MaskRows:
+        rows = super().masks(drafts)
+        rows[self._num_tokens - len(self.followed) :][:1] = 0
+        return rows
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("accept", range(4))
+@pytest.mark.parametrize("num_tokens", range(11))
+@pytest.mark.parametrize("next_token", [TEXT[11], "\0"], ids=["goes on", "stop id"])
+def test_a_dead_end_ends_its_own_request_only_wherever_it_lies_in_a_window(overlap: bool, accept: int, num_tokens: int, next_token: str) -> None:
+    """The device goes on behind it, even to a stop id or the token limit; none of that is kept or counted."""
+    house = House(overlap=overlap, accept=accept, max_running=3)
+    told = TEXT[:num_tokens] + next_token + TEXT[num_tokens + 1 :]
+    house.submit("bad", letters(20), told, max_tokens=num_tokens + 2, logprobs=0, constraint=EndsDead(num_tokens))
+    house.submit("good", letters(20, seed=1), TEXT, constraint=anything())
+    house.submit("free", letters(20, seed=2), TEXT)
+    house.run()
+    finish = house.finish("bad")
+    assert (finish.reason, finish.error, finish.refused, finish.stop_match) == (FinishReason.ERROR, DEAD_END, "grammar.source", None)
+    assert house.said("bad") == TEXT[:num_tokens]
+    assert all(masks.any(axis=1).all() for plan in house.device.plans for masks in plan.masks.values()), "the device has something to draw from"
+    usage, spec = finish.usage, finish.usage.spec
+    assert usage.completion_tokens == num_tokens
+    assert spec.num_steps + spec.num_accepted - num_tokens in (0, 1), "every token is counted, and at most the token behind the last draft is lost"
+    assert house.said("good") == house.said("free") == TEXT
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("accept", range(4))
+def test_what_ends_before_a_dead_end_never_comes_to_it(overlap: bool, accept: int) -> None:
+    house = House(overlap=overlap, accept=accept, max_running=3)
+    house.submit("limit", letters(20), TEXT, max_tokens=9, constraint=EndsDead(9))
+    house.submit("stop id", letters(20, seed=1), TEXT[:8] + "\0", constraint=EndsDead(9))
+    house.submit("text", letters(20, seed=2), TEXT, stop=(TEXT[4:9],), constraint=EndsDead(9))
+    house.run()
+    ends = [(house.finish(name).reason, house.finish(name).stop_match) for name in ("limit", "stop id", "text")]
+    assert ends == [(FinishReason.LENGTH, None), (FinishReason.STOP, 0), (FinishReason.STOP, TEXT[4:9])]
+
+
+def test_a_stop_string_is_not_completed_behind_a_dead_end() -> None:
+    house = House(accept=3)
+    house.submit("c", letters(20), TEXT, stop=(TEXT[4:9],), constraint=EndsDead(7))
+    house.run()
+    assert house.finish("c").reason is FinishReason.ERROR
+    texts = [event.text for event in house.events["c"]]
+    assert "".join(texts) == TEXT[:7], "what was held back is text after all"
+
+
+@pytest.mark.parametrize("steps", range(1, 6))
+def test_an_abort_before_a_dead_end_is_an_abort(steps: int) -> None:
+    house = House(overlap=True, accept=0)
+    house.submit("c", letters(20), TEXT, constraint=EndsDead(4))
+    for _ in range(steps):
+        house.step()
+    house.loop.abort("c")
+    house.run()
+    assert house.finish("c").reason is FinishReason.ABORT
+
+
+def test_dead_ends_leave_nothing_of_preempted_requests() -> None:
+    house = House(pages=14, max_running=3, drafts=1, accept=1, caching=True)
+    for number in range(3):
+        house.submit(f"c{number}", letters(30, seed=number), TEXT * 3, constraint=EndsDead(100 + number))
+    house.run()
+    assert house.metrics.preemptions > 0
+    assert [len(house.said(f"c{number}")) for number in range(3)] == [100, 101, 102]
+    assert house.metrics.finished["error"] == 3
 
 
 def test_a_request_that_only_scores_its_prompt_asks_nothing_of_its_constraint() -> None:

@@ -219,18 +219,29 @@ def test_strictness_is_no_part_of_the_prompt(connect: Connect, monkeypatch: pyte
     [
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"guided_regex": "a"}, "guided_regex"),
+        ({"guided_grammar": 'root ::= "a"'}, "guided_grammar"),
+        ({"structured_outputs": {"choice": ["a"]}, **THINKING}, "structured_outputs.choice"),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}, **THINKING}, "structured_outputs.grammar"),
         ({"tools": [LOOK], "tool_choice": "required"}, "tools"),
+        ({"tools": [LOOK], "guided_regex": "a"}, "guided_regex"),
     ],
 )
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_grammar_that_can_not_be_served_is_named_as_the_client_sent_it(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch, extra: dict[str, Any], field: str, stream: bool
-) -> None:
-    Demanded(monkeypatch)
-    error = RequestError("grammar", "source", "takes too long to compile")
-    response = post(connect, ScriptedEngine([error]), {**CHAT, **extra, "stream": stream})
-    shown = response.json()["error"]
-    assert (response.status_code, shown["param"], "takes too long" in shown["message"]) == (400, field, True)
+def test_a_grammar_that_can_not_be_served_is_named_as_the_client_sent_it(connect: Connect, extra: dict[str, Any], field: str) -> None:
+    """Refused at once, half-way with the text in the client's hands already or not, and in one of several choices."""
+    refused = ended(FinishReason.ERROR, error="can't go on", refused="grammar.source", stop_match=None)
+    scripts: list[list[Any]] = [[RequestError("grammar.source", "...", "can't go on")], [refused], [*said("a"), refused]]
+    for script in scripts:
+        for num_choices in (1, 2):
+            for stream in (False, True):
+                engine = ScriptedEngine([*said("a", "b", "c"), ended()], script) if num_choices == 2 else ScriptedEngine(script)
+                response = post(connect, engine, {**CHAT, **extra, "n": num_choices, "stream": stream})
+                is_half_way = stream and (num_choices == 2 or len(script) > 1)
+                assert response.status_code == (200 if is_half_way else 400)
+                last = response.text.strip().split("\n\n")[-1].removeprefix("data: ")
+                shown = json.loads(last)["error"]
+                assert (shown["param"], shown["type"], shown["code"]) == (field, "invalid_request_error", "invalid_value")
+                assert shown["message"].startswith(f"{field}=")
+                assert shown["message"].endswith(": can't go on")
 
 
 TEMPLATE = "{% if tools %}<function={% endif %}{{ messages[0].content }}{% if reasoning_effort %} effort {{ reasoning_effort }}{% endif %}"

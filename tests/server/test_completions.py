@@ -238,3 +238,14 @@ def test_metrics_without_any_step_have_no_rates(connect: Connect) -> None:
     end.usage.spec = SpecStats()
     spec = post(connect, ScriptedEngine([end]), {"prompt": "a"}).json()["metrics"]["speculative_decoding"]
     assert (spec["mean_acceptance_length"], spec["draft_acceptance_rate"], spec["acceptance_by_position"]) == (None, None, [])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("half_way", [False, True])
+def test_a_grammar_that_can_not_be_served_is_named_as_the_client_sent_it(connect: Connect, stream: bool, half_way: bool) -> None:
+    refused = ended(FinishReason.ERROR, error="can't go on", refused="grammar.source", stop_match=None)
+    script = [*said("a"), refused] if half_way else [RequestError("grammar.source", "...", "can't go on")]
+    response = post(connect, ScriptedEngine(script), {"prompt": "a", "guided_grammar": 'root ::= "a"', "stream": stream})
+    assert response.status_code == (200 if stream and half_way else 400)
+    shown = json.loads(response.text.strip().split("\n\n")[-1].removeprefix("data: "))["error"]
+    assert (shown["param"], shown["type"]) == ("guided_grammar", "invalid_request_error")

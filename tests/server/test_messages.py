@@ -255,6 +255,7 @@ def test_the_counts_of_input_add_up(cached: int, marked_end: int, counts: tuple[
         (RequestError("stop", ["x"], "is too long"), 400, "invalid_request_error", "stop_sequences="),
         (RequestError("tools[1].function.parameters.properties.a", {}, "?"), 400, "invalid_request_error", "tools[1].input_schema.properties.a="),
         (ContextLengthError("prompt_ids", "9 tokens", "is too long"), 400, "invalid_request_error", "messages="),
+        (RequestError("grammar.source", "...", "takes too long to compile"), 400, "invalid_request_error", "output_config.format.schema="),
         (EngineClosedError("closed"), 503, "api_error", "closed"),
         (AgentspecError("broken"), 500, "api_error", "broken"),
         (ValueError("a bug"), 500, "api_error", "internal error"),
@@ -264,7 +265,8 @@ def test_errors_before_the_first_event_choose_the_status(
     connect: Connect, caplog: pytest.LogCaptureFixture, stream: bool, error: Exception, status: int, kind: str, words: str
 ) -> None:
     caplog.set_level(logging.CRITICAL)
-    response = post(connect, ScriptedEngine([error]), {**BODY, "stream": stream})
+    form = {"type": "json_schema", "schema": {"type": "object", "additionalProperties": False}}
+    response = post(connect, ScriptedEngine([error]), {**BODY, "output_config": {"format": form}, "stream": stream})
     body = response.json()
     assert (response.status_code, body["type"], body["error"]["type"]) == (status, "error", kind)
     assert words in body["error"]["message"]

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from agentspec.runtime.constraint import DEAD_END
 from agentspec.runtime.grammar.backend import Backend, new_rows
 from agentspec.runtime.grammar.frames import CompileJob, Verdict, Vocabulary, read_frame, write_frame
 
@@ -90,7 +91,7 @@ def _objection(backend: Backend, vocabulary: Vocabulary, compiled: Any) -> str |
             return "takes too much work at every token; counted repetitions of many characters are the usual cause"
         allowed = np.flatnonzero(np.unpackbits(rows.view(np.uint8), bitorder="little")[: vocabulary.vocab_size])
         if not len(allowed):
-            return "leads to a place where nothing may follow: a rule in it has no end"
+            return DEAD_END
         longer = allowed[lengths[allowed] >= np.median(lengths[allowed])]
         if not matcher.accept(int(rng.choice(longer))) or matcher.is_ended:
             break
