@@ -1,6 +1,6 @@
 """The engine's own process: `python -m agentspec.engine_process FD`, started by remote_engine.py with one end of a socket pair.
 
-Owns an AsyncEngine and carries messages between it and the socket. The process ends in one of three ways: after `Close`; after its engine died,
+Owns an engine and carries messages between it and the socket. The process ends in one of three ways: after `Close`; after its engine died,
 which it tells first; or at once, with everything that it started, when the other end of the socket is gone: then nobody listens any more.
 """
 
@@ -15,14 +15,15 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
 
 from agentspec.assembly import Assembly, assemble
+from agentspec.config import EngineConfig
 from agentspec.engine import AsyncEngine
 from agentspec.engine_link import (
     Close,
@@ -41,7 +42,7 @@ from agentspec.engine_link import (
     frame,
 )
 from agentspec.errors import AgentspecError, EngineClosedError, RequestError
-from agentspec.wire import Abort, Submit
+from agentspec.wire import Abort, EngineClient, Submit
 
 logger = logging.getLogger("agentspec")
 
@@ -49,7 +50,16 @@ _RECEIVE_BYTES = 2**18
 _FAILED = 1
 
 
-def main() -> int:
+class HostedEngine(EngineClient, AbstractAsyncContextManager[Any], Protocol):
+    """What the process needs of its engine: an AsyncEngine, or one that computes nothing, to measure the rest."""
+
+    async def ended(self) -> str | None:
+        """Wait until the engine has ended: what it died of, or None after its context was left."""
+        ...
+
+
+def main(load: Callable[[EngineConfig], tuple[HostedEngine, EngineSetup]]) -> int:
+    """Serve the engine that `load` makes of the server's config, until one of the process's ends; its exit status. The socket is the argument FD."""
     # Signals are the server's business: it closes this process when it has drained, or by its own end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -57,11 +67,11 @@ def main() -> int:
     start = link.early.get()
     assert isinstance(start, Start)
     try:
-        parts = assemble(start.config)
+        engine, setup = load(start.config)
     except AgentspecError as error:
         link.send(Failed(error_data(error)))
         return _FAILED
-    return asyncio.run(_Host(parts, link).run())
+    return asyncio.run(_Host(engine, setup, link).run())
 
 
 class _Link:
@@ -109,9 +119,9 @@ def _decoded(decoder: msgspec.msgpack.Decoder[list[ToEngine]], body: bytes) -> l
 class _Host:
     """Runs the engine, and one task for each request and question."""
 
-    def __init__(self, parts: Assembly, link: _Link) -> None:
-        self._parts = parts
-        self._engine = AsyncEngine(parts)
+    def __init__(self, engine: HostedEngine, setup: EngineSetup, link: _Link) -> None:
+        self._engine = engine
+        self._setup = setup
         self._link = link
         self._tasks: set[asyncio.Task[None]] = set()
         self._requests: dict[str, asyncio.Task[None]] = {}
@@ -123,7 +133,7 @@ class _Host:
         loop = asyncio.get_running_loop()
         async with self._engine:
             self._link.hand = lambda message: loop.call_soon_threadsafe(self._take, message)
-            self._link.send(Ready(self._engine.info, _setup(self._parts)))
+            self._link.send(Ready(self._engine.info, self._setup))
             ends = [asyncio.create_task(self._closing.wait()), asyncio.create_task(self._engine.ended())]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         death = await self._engine.ended()
@@ -190,6 +200,11 @@ class _Host:
             self._link.send(*messages)
 
 
+def _load(config: EngineConfig) -> tuple[HostedEngine, EngineSetup]:
+    parts = assemble(config)
+    return AsyncEngine(parts), _setup(parts)
+
+
 def _setup(parts: Assembly) -> EngineSetup:
     return EngineSetup(
         model_dir=None if parts.model_dir is None else str(parts.model_dir),
@@ -200,8 +215,10 @@ def _setup(parts: Assembly) -> EngineSetup:
         num_pages=parts.memory.num_pages,
         page_bytes=parts.spec.page_bytes,
         block_tokens=parts.spec.block_tokens,
+        graphs=parts.graphs,
+        draft_vocabulary=parts.draft_vocabulary,
     )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(_load))

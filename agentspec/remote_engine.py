@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
@@ -44,6 +44,9 @@ logger = logging.getLogger("agentspec")
 
 CLOSE_SECONDS = 10
 """How long a closed engine may take to end its requests and its process before it is killed."""
+
+ENGINE_ENTRY = ("-P", "-m", "agentspec.engine_process")
+"""What Python runs in the process. -P: the working directory is no place to import from."""
 
 _CLOSED = "the engine was closed"
 
@@ -76,16 +79,15 @@ class RemoteEngine:
         self._burial: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, config: EngineConfig) -> Self:
-        """Start the process and wait until its model is loaded.
+    async def start(cls, config: EngineConfig, entry: Sequence[str] = ENGINE_ENTRY) -> Self:
+        """Start the process and wait until its model is loaded. `entry`: Python's arguments for a module that runs engine_process.main.
 
         Raises what loading raised there: CheckpointError, ConfigError; AgentspecError when the process ended without a word."""
         ours, theirs = socket.socketpair()
         with theirs:
             number = theirs.fileno()
-            # Its own session, so that Ctrl-C reaches the server alone, and so that what it starts can be killed with it. -P: the working directory
-            # is no place to import from.
-            command = [sys.executable, "-P", "-m", "agentspec.engine_process", str(number)]
+            # Its own session, so that Ctrl-C reaches the server alone, and so that what it starts can be killed with it.
+            command = [sys.executable, *entry, str(number)]
             try:
                 process = subprocess.Popen(command, pass_fds=(number,), stdin=subprocess.DEVNULL, start_new_session=True)
             except BaseException:

@@ -1,11 +1,12 @@
 """What the HTTP server costs, without a model: `python -m benchmarks.server`.
 
 A no-op engine hands out prepared events, so all that is measured is the server: HTTP, JSON, prompt building with the bundled tokenizer and template,
-splitting the answer, chunks. The floor is a bare ASGI app behind the same uvicorn, in the same process and the same run, that sends the very same
-frames. The client is another process with as little in it as possible. Before anything is timed, the answers are checked.
+splitting the answer, chunks. The same server answers in three ways: with the engine in a process of its own, as `serve` has it; with the engine in
+the server's process; and without any, which is the floor: a bare ASGI app behind the same uvicorn that sends the very same frames. The client is
+another process with as little in it as possible. Before anything is timed, the answers of all three are checked.
 
-Two questions: how many requests a second, whole and streamed, over 1 and 32 connections; and how long it takes from the moment when the engine has a
-token to the moment when the client has its byte, for streams at the pace of a real engine. Both processes read the same monotonic clock.
+Two questions: how many requests a second, whole and streamed, over 1 and 32 connections; and how long it takes from the moment when the engine's
+thread has a token to the moment when the client has its byte, for streams at the pace of a real engine. All processes read the same monotonic clock.
 """
 
 from __future__ import annotations
@@ -21,28 +22,29 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import httpx
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentspec import bundled
+from agentspec.config import EngineConfig, ServerConfig
+from agentspec.remote_engine import RemoteEngine
 from agentspec.server.app import create_app
+from agentspec.server.door import Door
 from agentspec.server.pipeline import TextPipeline
 from agentspec.server.transport import InProcessTransport
 from agentspec.text.tokenizer import Tokenizer
-from agentspec.types import FinishReason
-from agentspec.wire import Event, FinishEvent, ModelInfo, Submit, TokensEvent, Usage
+from agentspec.wire import EngineClient
+from benchmarks.no_op_engine import MODEL, PACE_SECONDS, STEP_TEXT, STEPS, TOKENS_A_STEP, NoOpEngine, Ticker
 
-STEPS = 32
-TOKENS_A_STEP = 4
-STEP_TEXT = " four words a step"
-PACE_SECONDS = 0.02
-MODEL = "no-op"
 PATH = "/v1/chat/completions"
+NO_OP_ENTRY = ("-m", "benchmarks.no_op_process")
+IN_PROCESS = "/in-process"
 FLOOR = "/floor"
 TOOLS = [
     {
@@ -76,76 +78,37 @@ def body(number: int, *, stream: bool, paced: bool) -> dict[str, Any]:
     }
 
 
-class Ticker:
-    """The pace of an engine: all streams of a batch get their tokens at the same moment."""
-
-    def __init__(self) -> None:
-        self._waiting: list[asyncio.Future[int]] = []
-
-    async def run(self) -> None:
-        while True:
-            await asyncio.sleep(PACE_SECONDS)
-            waiting, self._waiting = self._waiting, []
-            now = time.monotonic_ns()
-            for stream in waiting:
-                if not stream.done():
-                    stream.set_result(now)
-
-    async def step(self) -> int:
-        """Waits for the next step; its time in nanoseconds."""
-        self._waiting.append(asyncio.get_running_loop().create_future())
-        return await self._waiting[-1]
-
-
-class NoOpEngine:
-    """An engine client whose answers are ready. Paced ones carry the time of each step in its text."""
-
-    def __init__(self, tokenizer: Tokenizer, ticker: Ticker) -> None:
-        self._ticker = ticker
-        self._ids = tokenizer.encode(STEP_TEXT)[:TOKENS_A_STEP]
-        self.info = ModelInfo(model_id=MODEL, vocab_size=tokenizer.vocab_size, max_context=1 << 20, stop_token_ids=(2,), max_draft_tokens=0)
-        self.alive = True
-
-    async def stream(self, submit: Submit) -> AsyncIterator[Event]:
-        paced = submit.sampling.seed == 1
-        for _ in range(STEPS):
-            text = STEP_TEXT
-            if paced:
-                text = f"@{await self._ticker.step()}@"
-            else:
-                await asyncio.sleep(0)
-            yield TokensEvent(request_id=submit.request_id, token_ids=self._ids, text=text)
-        usage = Usage(prompt_tokens=len(submit.prompt_ids), completion_tokens=STEPS * TOKENS_A_STEP + 1)
-        yield FinishEvent(request_id=submit.request_id, reason=FinishReason.STOP, usage=usage, stop_match=2)
-
-    async def stats(self) -> dict[str, Any]:
-        return {}
-
-
 # The server's process.
 
 
-class FloorApp:
-    """Sends recorded answers: as little as an ASGI app can do for the same bytes. Everything else goes to the real app."""
+class Ways:
+    """Takes a request to one of the two apps, or to the floor: recorded answers with as little as an ASGI app can do for the same bytes."""
 
-    def __init__(self, app: Callable[..., Any], ticker: Ticker, whole: bytes, frames: list[bytes]) -> None:
-        self._app = app
+    def __init__(self, serve: ASGIApp, in_process: ASGIApp, ticker: Ticker, whole: bytes, frames: list[bytes]) -> None:
+        self._serve = serve
+        self._in_process = in_process
         self._ticker = ticker
         self._whole = whole
         self._frames = frames
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if not scope["path"].startswith(FLOOR):
-            await self._app(scope, receive, send)
-            return
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        if path.startswith(FLOOR):
+            await self._floor(path, receive, send)
+        elif path.startswith(IN_PROCESS):
+            await self._in_process({**scope, "path": path.removeprefix(IN_PROCESS)}, receive, send)
+        else:
+            await self._serve(scope, receive, send)
+
+    async def _floor(self, path: str, receive: Receive, send: Send) -> None:
         while (await receive()).get("more_body"):
             pass
-        if scope["path"].endswith("/whole"):
+        if path.endswith("/whole"):
             headers = [(b"content-type", b"application/json"), (b"content-length", str(len(self._whole)).encode())]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": self._whole})
             return
-        paced = scope["path"].endswith("/paced")
+        paced = path.endswith("/paced")
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
         for frame in self._frames:
             if STEP_TEXT.encode() in frame:
@@ -157,28 +120,34 @@ class FloorApp:
         await send({"type": "http.response.body", "body": b""})
 
 
+def app_of(engine: EngineClient, tokenizer: Tokenizer) -> ASGIApp:
+    """What `serve` puts in front of an engine."""
+    app = create_app(engine, TextPipeline.from_checkpoint(tokenizer, bundled.DIRECTORY))
+    return Door(app, ServerConfig(), max_running=engine.info.max_running)
+
+
 async def serve() -> None:
-    """Record the app's own answers, then serve app and floor until the standard input ends."""
+    """Record the app's own answers, then serve all ways until the standard input ends."""
     tokenizer = Tokenizer.from_directory(bundled.DIRECTORY)
     assert tokenizer is not None
-    ticker = Ticker()
-    app = create_app(NoOpEngine(tokenizer, ticker), TextPipeline.from_checkpoint(tokenizer, bundled.DIRECTORY))
-    async with httpx.AsyncClient(transport=InProcessTransport(app), base_url="http://in-process") as client:
-        whole = (await client.post(PATH, json=body(0, stream=False, paced=False))).content
-        async with client.stream("POST", PATH, json=body(0, stream=True, paced=False)) as response:
-            frames = [part async for part in response.aiter_raw()]
-    settings = uvicorn.Config(FloorApp(app, ticker, whole, frames), log_level="warning", access_log=False, lifespan="off")
-    server = uvicorn.Server(settings)
-    # asyncio switches Nagle's algorithm off only for sockets that say that they speak TCP; with it, small writes wait 40 ms for an acknowledgement.
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(128)
-        print(listener.getsockname()[1], flush=True)
-        serving, ticking = asyncio.create_task(server.serve(sockets=[listener])), asyncio.create_task(ticker.run())
-        await asyncio.to_thread(sys.stdin.read)
-        server.should_exit = True
-        await serving
-        ticking.cancel()
+    async with NoOpEngine(tokenizer) as engine, await RemoteEngine.start(EngineConfig(), NO_OP_ENTRY) as remote:
+        app = app_of(engine, tokenizer)
+        async with httpx.AsyncClient(transport=InProcessTransport(app), base_url="http://in-process") as client:
+            whole = (await client.post(PATH, json=body(0, stream=False, paced=False))).content
+            async with client.stream("POST", PATH, json=body(0, stream=True, paced=False)) as response:
+                frames = [part async for part in response.aiter_raw()]
+        ways = Ways(app_of(remote, tokenizer), app, engine.ticker, whole, frames)
+        server = uvicorn.Server(uvicorn.Config(ways, log_level="warning", access_log=False, lifespan="off"))
+        # asyncio switches Nagle's algorithm off only for sockets that say that they speak TCP; with it, small writes wait 40 ms for an
+        # acknowledgement.
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(128)
+            print(listener.getsockname()[1], flush=True)
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            await asyncio.to_thread(sys.stdin.read)
+            server.should_exit = True
+            await serving
 
 
 @contextmanager
@@ -266,7 +235,7 @@ def payload(response: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Route:
-    """One way to ask: of the app or of the floor."""
+    """One way to ask."""
 
     path: str
     stream: bool
@@ -276,8 +245,15 @@ class Route:
         return request_bytes(self.path, body(number, stream=self.stream, paced=self.paced))
 
 
-APP = {"whole": Route(PATH, False), "stream": Route(PATH, True), "paced": Route(PATH, True, True)}
-BARE = {"whole": Route(f"{FLOOR}/whole", False), "stream": Route(f"{FLOOR}/stream", True), "paced": Route(f"{FLOOR}/paced", True, True)}
+def routes(whole: str, stream: str, paced: str) -> dict[str, Route]:
+    return {"whole": Route(whole, False), "stream": Route(stream, True), "paced": Route(paced, True, True)}
+
+
+WAYS = {
+    "serve": routes(PATH, PATH, PATH),
+    "in_process": routes(IN_PROCESS + PATH, IN_PROCESS + PATH, IN_PROCESS + PATH),
+    "floor": routes(f"{FLOOR}/whole", f"{FLOOR}/stream", f"{FLOOR}/paced"),
+}
 
 
 @dataclass
@@ -320,26 +296,27 @@ async def run_load(port: int, route: Route, *, num_connections: int, seconds: fl
 
 
 async def check(port: int) -> int:
-    """The answers are right, and the floor sends what the app sends. Returns the bytes of one streamed answer."""
+    """The answers are right, and every way sends the same. Returns the bytes of one streamed answer."""
     loop = asyncio.get_running_loop()
     connection = (await loop.create_connection(Connection, "127.0.0.1", port))[1]
-    answers = {name: payload(await connection.ask(route.request(0))) for name, route in APP.items()}
-    floors = {name: payload(await connection.ask(route.request(0))) for name, route in BARE.items()}
+    answers = {way: {kind: payload(await connection.ask(route.request(0))) for kind, route in kinds.items()} for way, kinds in WAYS.items()}
     connection.transport.close()
-    whole = json.loads(answers["whole"])
+    served = answers["serve"]
+    whole = json.loads(served["whole"])
     text = STEP_TEXT * STEPS
     assert whole["choices"][0]["message"]["content"] == text
     assert whole["choices"][0]["finish_reason"] == "stop"
     assert whole["usage"]["completion_tokens"] == STEPS * TOKENS_A_STEP + 1
     assert whole["usage"]["prompt_tokens"] > 400
-    *chunks, last = [frame.removeprefix("data: ") for frame in answers["stream"].decode().split("\n\n") if frame]
+    *chunks, last = [frame.removeprefix("data: ") for frame in served["stream"].decode().split("\n\n") if frame]
     assert last == "[DONE]"
     deltas = [choice["delta"] for chunk in chunks for choice in json.loads(chunk)["choices"]]
     assert "".join(delta.get("content", "") for delta in deltas) == text
     assert sum(bool(delta.get("content")) for delta in deltas) == STEPS, "one chunk a step"
-    for name in answers:
-        assert _unnamed(answers[name]) == _unnamed(floors[name]), f"the floor's {name} answer differs"
-    return len(answers["stream"])
+    for way, kinds in answers.items():
+        for kind, answer in kinds.items():
+            assert _unnamed(answer) == _unnamed(served[kind]), f"the {kind} answer of {way} differs"
+    return len(served["stream"])
 
 
 def _unnamed(content: bytes) -> bytes:
@@ -350,31 +327,33 @@ def _unnamed(content: bytes) -> bytes:
 
 
 def throughput(port: int, *, seconds: float, repeats: int) -> list[dict[str, Any]]:
-    """App and floor by turns, so that what else the machine does falls on both."""
+    """The ways by turns, so that what else the machine does falls on all."""
     rows = []
     for kind in ("whole", "stream"):
         for num_connections in (1, 32):
-            rates: dict[str, list[float]] = {"app": [], "floor": []}
+            rates: dict[str, list[float]] = {way: [] for way in WAYS}
             for _ in range(repeats):
-                for name, route in (("app", APP[kind]), ("floor", BARE[kind])):
-                    load = asyncio.run(run_load(port, route, num_connections=num_connections, seconds=seconds))
-                    rates[name].append(load.num_requests / load.seconds)
-            app, floor = (statistics.median(rates[name]) for name in ("app", "floor"))
-            rows.append({"answer": kind, "connections": num_connections, "app": app, "floor": floor, "spread": max(rates["app"]) / min(rates["app"])})
+                for way, kinds in WAYS.items():
+                    load = asyncio.run(run_load(port, kinds[kind], num_connections=num_connections, seconds=seconds))
+                    rates[way].append(load.num_requests / load.seconds)
+            row: dict[str, Any] = {"answer": kind, "connections": num_connections}
+            for way, found in rates.items():
+                row |= {way: statistics.median(found), f"{way}_spread": max(found) / min(found)}
+            rows.append(row)
     return rows
 
 
 def latency(port: int, *, seconds: float, repeats: int) -> list[dict[str, Any]]:
     rows = []
     for num_connections in (1, 32):
-        delays: dict[str, list[int]] = {"app": [], "floor": []}
+        delays: dict[str, list[int]] = {way: [] for way in WAYS}
         for _ in range(repeats):
-            for name, route in (("app", APP["paced"]), ("floor", BARE["paced"])):
-                delays[name] += asyncio.run(run_load(port, route, num_connections=num_connections, seconds=seconds)).delays_ns
-        row: dict[str, Any] = {"streams": num_connections, "steps": len(delays["app"])}
-        for name, found in delays.items():
+            for way, kinds in WAYS.items():
+                delays[way] += asyncio.run(run_load(port, kinds["paced"], num_connections=num_connections, seconds=seconds)).delays_ns
+        row: dict[str, Any] = {"streams": num_connections, "steps": len(delays["serve"])}
+        for way, found in delays.items():
             cuts = statistics.quantiles(found, n=100)
-            row |= {f"{name}_median_us": cuts[49] / 1e3, f"{name}_p99_us": cuts[98] / 1e3}
+            row |= {f"{way}_median_us": cuts[49] / 1e3, f"{way}_p99_us": cuts[98] / 1e3}
         rows.append(row)
     return rows
 
@@ -392,30 +371,31 @@ class Report:
             f"{self.machine}; load average before the run {self.load_before:.2f}. An answer: {STEPS} steps of {TOKENS_A_STEP} tokens,"
             f" streamed {self.answer_bytes:,} bytes.",
             "",
-            "| answer | connections | requests/s | floor | share of the floor | steps/s |",
-            "|---|---|---|---|---|---|",
+            "Requests a second (streams: steps a second), and the largest of the runs behind the median over their smallest:",
+            "",
+            "| answer | connections | serve | engine in the process | floor | serve's share of the floor | spread |",
+            "|---|---|---|---|---|---|---|",
         ]
         for row in self.throughput:
-            steps = f"{row['app'] * STEPS:,.0f}" if row["answer"] == "stream" else ""
-            share = f"{100 * row['app'] / row['floor']:.0f} %"
-            lines.append(f"| {row['answer']} | {row['connections']} | {row['app']:,.0f} | {row['floor']:,.0f} | {share} | {steps} |")
+            steps = f" ({row['serve'] * STEPS:,.0f})" if row["answer"] == "stream" else ""
+            rates = f"{row['serve']:,.0f}{steps} | {row['in_process']:,.0f} | {row['floor']:,.0f} | {100 * row['serve'] / row['floor']:.0f} %"
+            lines.append(f"| {row['answer']} | {row['connections']} | {rates} | {max(row[f'{way}_spread'] for way in WAYS):.2f} |")
         lines += [
             "",
-            f"Engine token to client byte, all streams stepping together each {PACE_SECONDS * 1e3:g} ms:",
+            f"Engine token to client byte, all streams stepping together each {PACE_SECONDS * 1e3:g} ms, median and p99:",
             "",
-            "| streams | median | p99 | floor median | floor p99 | median over floor |",
-            "|---|---|---|---|---|---|",
+            "| streams | serve | engine in the process | floor |",
+            "|---|---|---|---|",
         ]
         for row in self.latency:
-            shown = [f"{row[name]:,.0f} µs" for name in ("app_median_us", "app_p99_us", "floor_median_us", "floor_p99_us")]
-            ratio = row["app_median_us"] / row["floor_median_us"]
-            lines.append(f"| {row['streams']} | {' | '.join(shown)} | {ratio:.2f} |")
+            shown = [f"{row[f'{way}_median_us']:,.0f} µs, {row[f'{way}_p99_us']:,.0f} µs" for way in WAYS]
+            lines.append(f"| {row['streams']} | {' | '.join(shown)} |")
         return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=3.0, help="length of each of the 36 timed runs")
+    parser.add_argument("--seconds", type=float, default=3.0, help="length of each of the timed runs, of which there are 18 for each repeat")
     parser.add_argument("--repeats", type=int, default=3, help="runs behind each figure; rates are their median")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)

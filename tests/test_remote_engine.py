@@ -37,7 +37,7 @@ from agentspec.remote_engine import RemoteEngine
 from agentspec.server.app import create_app
 from agentspec.server.transport import InProcessTransport
 from agentspec.types import FinishReason, SamplingParams
-from agentspec.wire import Abort, Event, FinishEvent, Submit, TokensEvent
+from agentspec.wire import Abort, Event, FinishEvent, Grammar, Submit, TokensEvent
 
 CONFIG = EngineConfig(memory_gib=0.2, device="cpu", max_running=3, max_context=512)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
@@ -163,6 +163,21 @@ def test_refusals_keep_their_type_field_value_and_words(shared: Shared) -> None:
         await running.aclose()
         await idle(engine)
         assert (await read(engine, submit("a")))[1].reason is FinishReason.LENGTH, "the id is free and the engine lives"
+
+    shared(main)
+
+
+def test_a_refusal_half_way_keeps_its_field(shared: Shared) -> None:
+    grammar = Grammar(kind="ebnf", source=f'root ::= "{"zqxjv" * 14}" []')
+
+    async def main(engine: RemoteEngine) -> None:
+        asked = Submit(request_id="dead", prompt_ids=[5, 6, 7], grammar=grammar)
+        ids, end = await read(engine, asked)
+        assert (end.reason, end.refused, end.usage.completion_tokens) == (FinishReason.ERROR, "grammar.source", len(ids))
+        error = end.refusal(asked)
+        assert error is not None
+        assert (error.field, error.value) == ("grammar.source", grammar.source)
+        await idle(engine)
 
     shared(main)
 

@@ -1,0 +1,37 @@
+"""The no-op engine in a process of its own: `python -m benchmarks.no_op_process FD`, what agentspec.engine_process is for the real one.
+
+All between the engine and its server is what `serve` has: RemoteEngine starts this module in the place of the other.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from agentspec import bundled, engine_process
+from agentspec.config import EngineConfig
+from agentspec.engine_link import EngineSetup
+from agentspec.text.tokenizer import Tokenizer
+from benchmarks.no_op_engine import NoOpEngine
+
+
+def load(config: EngineConfig) -> tuple[NoOpEngine, EngineSetup]:
+    """An engine that holds no memory, whatever the config."""
+    tokenizer = Tokenizer.from_directory(bundled.DIRECTORY)
+    assert tokenizer is not None
+    nothing = EngineSetup(
+        model_dir=None,
+        device="none",
+        dtype="none",
+        num_rows=0,
+        row_bytes=0,
+        num_pages=0,
+        page_bytes=0,
+        block_tokens=0,
+        graphs="none",
+        draft_vocabulary="nothing",
+    )
+    return NoOpEngine(tokenizer), nothing
+
+
+if __name__ == "__main__":
+    sys.exit(engine_process.main(load))

@@ -1,0 +1,43 @@
+"""`python -m benchmarks.server` without its figures: what is measured works, and says the same in every way."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from agentspec import bundled
+from agentspec.config import EngineConfig
+from agentspec.remote_engine import RemoteEngine
+from agentspec.text.tokenizer import Tokenizer
+from agentspec.wire import EngineClient, Event, Submit
+from benchmarks import server
+from benchmarks.no_op_engine import STEPS, NoOpEngine
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where `python -m benchmarks.server` is called, and finds its own processes' modules."""
+    monkeypatch.chdir(Path(__file__).parent.parent)
+
+
+def test_every_way_passes_the_check_before_the_figures() -> None:
+    with server.server_process() as port:
+        assert asyncio.run(server.check(port)) > 1000
+
+
+def test_the_engine_in_its_own_process_is_the_no_op_one() -> None:
+    async def events(engine: EngineClient) -> list[Event]:
+        return [event async for event in engine.stream(Submit(request_id="a", prompt_ids=[1, 2, 3]))]
+
+    async def main() -> None:
+        tokenizer = Tokenizer.from_directory(bundled.DIRECTORY)
+        assert tokenizer is not None
+        async with NoOpEngine(tokenizer) as local, await RemoteEngine.start(EngineConfig(), server.NO_OP_ENTRY) as remote:
+            assert (remote.setup.device, remote.info) == ("none", local.info)
+            heard = await events(remote)
+            assert len(heard) == STEPS + 1
+            assert heard == await events(local)
+
+    asyncio.run(main())
