@@ -1,0 +1,187 @@
+"""How fast decode steps are, and how far from the least that memory allows: `python -m benchmarks.decode`.
+
+The engine's own loop on models of published shapes, bfloat16. Synthetic, and said so in what it prints: the weights are random, the context's state
+and keys are random instead of computed, and drafts are accepted at a forced rate. None of that changes what a step does. The floor of a step is
+the bytes that it can't do without (published.StepBytes) over the read bandwidth measured in the same run.
+
+First of all come the checks: no figure without them. Then every case is timed; then the same cases are traced, in engines of their own, since a
+profiler slows down what it sees. A case that doesn't fit or wasn't reached stays in the table, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.bandwidth import measure_bandwidth
+from benchmarks.decode_checks import check_graphs, check_small_model
+from benchmarks.decode_report import Report
+from benchmarks.decode_timing import Result, Steps, floor_of, summary, time_case, trace_case
+from benchmarks.published import CONFIGS, NUM_REAL_TOKENS, PrefilledModel, make_model
+from benchmarks.running_engine import Case, let_go, missing_bytes
+
+CONTEXTS = (2_048, 32_768, 131_072)
+BATCHES = (1, 8, 32)
+DEPTHS = (0, 3)
+
+
+def core_cases() -> list[Case]:
+    """What the default run measures: each model's step for one user, at a longer context, and for many; and where the targets stand."""
+    cases = []
+    for model in ("4B", "27B", "9B"):
+        cases += [Case(model=model, context=2_048, batch=1, depth=3, emitted=emitted) for emitted in (3.39, 3.0)]
+        cases += [Case(model=model, context=2_048, batch=batch, depth=3) for batch in BATCHES[1:]]
+        cases += [Case(model=model, context=2_048, batch=batch, depth=0) for batch in BATCHES]
+        cases += [Case(model=model, context=context, batch=1, depth=3) for context in CONTEXTS[1:]]
+        if model == "4B":
+            cases.append(Case(model=model, context=2_048, batch=32, depth="auto"))
+    cases.append(Case(model="0.8B", context=2_048, batch=1, depth=3))
+    return cases
+
+
+def chosen_cases(options: argparse.Namespace) -> list[Case]:
+    """The cases that the flags ask for, model by model."""
+    axes: tuple[Sequence[str], Sequence[int], Sequence[int], Sequence[Any]]
+    if options.all:
+        axes = (list(CONFIGS), CONTEXTS, BATCHES, DEPTHS)
+    elif options.quick:
+        axes = (["4B"], CONTEXTS[:1], BATCHES[:1], DEPTHS)
+    elif any((options.models, options.context, options.batch, options.k)):
+        axes = (options.models or ["4B"], options.context or CONTEXTS[:1], options.batch or BATCHES[:1], options.k or DEPTHS[1:])
+    else:
+        return core_cases()
+    return [
+        Case(model=model, context=context, batch=batch, depth=depth, emitted=options.emitted, sampled=options.sampled)
+        for model, context, batch, depth in itertools.product(*axes)
+    ]
+
+
+class Run:
+    """Measures cases one after the other, within a time limit, and keeps the report up to date."""
+
+    def __init__(
+        self, report: Report, device: torch.device, steps: Steps, *, deadline: float, draft_vocab: int, save: Callable[[Report], None]
+    ) -> None:
+        """deadline: on time.perf_counter's clock; what has not begun by then is not begun."""
+        self._report = report
+        self._device = device
+        self._steps = steps
+        self._deadline = deadline
+        self._draft_vocab = draft_vocab
+        self._save = save
+        self._checked: set[str] = set()
+        """Models whose graphs were held against eager steps."""
+
+    def time_all(self) -> None:
+        """Raises CheckFailedError when a model's graphs are wrong."""
+        self._for_each(self._report.results, self._time)
+
+    def trace_all(self) -> None:
+        """After all timing: from here on the profiler is there, and it must be before a graph is captured that it shall see into."""
+        with profile(activities=[ProfilerActivity.CUDA]):
+            torch.cuda.synchronize()
+        self._for_each([result for result in self._report.results if result.timing is not None], self._trace)
+
+    def _time(self, result: Result, model: PrefilledModel) -> None:
+        if result.case.model not in self._checked:
+            self._report.checks.append(check_graphs(model, self._device))
+            self._checked.add(result.case.model)
+        missing = missing_bytes(result.case, model.spec, self._device, self._steps.total)
+        if missing > 0:
+            result.note = f"does not fit: {missing / 2**30:.1f} GiB more than the device has"
+            return
+        result.timing = time_case(result.case, model, self._device, self._steps)
+        result.floor_bytes = floor_of(result.case, CONFIGS[result.case.model], result.timing, self._draft_vocab)
+
+    def _trace(self, result: Result, model: PrefilledModel) -> None:
+        result.traced = summary(trace_case(result.case, model, self._device, self._steps))
+
+    def _for_each(self, results: list[Result], measure: Callable[[Result, PrefilledModel], None]) -> None:
+        """Each result with the model of its case, made once for all that follow one another; prints and saves after each."""
+        for name, group in itertools.groupby(results, key=lambda result: result.case.model):
+            model: PrefilledModel | None = None
+            for result in group:
+                if time.perf_counter() > self._deadline:
+                    result.note = f"not {'run' if result.timing is None else 'traced'}: the time was up"
+                    continue
+                if model is None:
+                    model = make_model(name, CONFIGS[name], device=self._device, dtype=torch.bfloat16)
+                    let_go(model)
+                try:
+                    measure(result, model)
+                except torch.OutOfMemoryError as error:
+                    result.note = f"out of memory: {error}".partition("\n")[0]
+                let_go(model)
+                self._save(self._report)
+                print(self._report.line(result), flush=True)
+            del model
+            gc.collect()
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    which = parser.add_argument_group("cases: without any of these, the core ones")
+    which.add_argument("--models", nargs="+", choices=list(CONFIGS))
+    which.add_argument("--context", nargs="+", type=int, help="tokens in each slot's state")
+    which.add_argument("--batch", nargs="+", type=int)
+    which.add_argument(
+        "--k", nargs="+", type=lambda text: text if text == "auto" else int(text), help="drafts a step, or auto: the depth policy chooses"
+    )
+    which.add_argument("--emitted", type=float, default=3.39, help="tokens a step that forced acceptance gives with 3 drafts")
+    which.add_argument("--sampled", action="store_true", help="temperature 0.6, top-k 20, top-p 0.95 instead of greedy")
+    which.add_argument("--quick", action="store_true", help="4B, one user, 2k context, few steps")
+    which.add_argument("--all", action="store_true", help="every model, context, batch and depth")
+    parser.add_argument("--steps", type=int, default=100, help="timed steps a case")
+    parser.add_argument("--draft-vocab", type=int, default=NUM_REAL_TOKENS, help="tokens that the engine's drafts are chosen from, for the floor")
+    parser.add_argument("--max-seconds", type=float, default=480.0, help="begin no case after so long")
+    parser.add_argument("--no-trace", action="store_true", help="leave out what needs the profiler: kernels a step and idle time")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--json", type=Path, help="write all figures here, after every case")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = arguments()
+    cases = chosen_cases(options)
+    began = time.perf_counter()
+    device = torch.device(options.device)
+    cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine()
+    checks = [check_small_model(options.device)]
+    print("\n".join(f"checked: {check}" for check in checks), flush=True)
+    bandwidth = measure_bandwidth(device)
+    report = Report(
+        machine=f"{name}, torch {torch.__version__}",
+        command=" ".join(["python -m benchmarks.decode", *sys.argv[1:]]),
+        checks=checks,
+        bandwidth=bandwidth,
+        results=[Result(case=case) for case in cases],
+    )
+
+    def save(report: Report) -> None:
+        if options.json is not None:
+            options.json.write_text(report.as_json(), encoding="utf-8")
+
+    steps = Steps(timed=30 if options.quick else options.steps)
+    run = Run(report, device, steps, deadline=began + options.max_seconds, draft_vocab=options.draft_vocab, save=save)
+    run.time_all()
+    if cuda and not options.no_trace:
+        run.trace_all()
+    report.seconds = time.perf_counter() - began
+    save(report)
+    print(report.markdown())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""What must hold before a figure of a decode step counts: the device computes what the CPU's reference does, and a graph what eager calls do."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from agentspec.assembly import Assembly, assemble
+from agentspec.config import Device, EngineConfig
+from agentspec.runtime.request import new_request
+from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, SamplingParams
+from agentspec.wire import FinishEvent, Submit, TokensEvent
+from benchmarks.published import PrefilledModel
+from benchmarks.running_engine import Case, RunningEngine, let_go
+
+PROMPT_LENGTHS = (1, 7, 64, 131)
+NUM_TOKENS = 48
+NUM_DRAFTS = 3
+NUM_CONTEXT = 200
+NUM_STEPS = 24
+
+
+class CheckFailedError(Exception):
+    """The code that would be timed is wrong."""
+
+
+def check_small_model(device: Device) -> str:
+    """tiny-agent in float32, greedy: with drafts on the device as without on the CPU, token for token. Returns what was checked, in words.
+
+    Raises CheckFailedError at the first difference."""
+    words = random.Random(0)
+    config = EngineConfig(dtype="float32", memory_gib=0.5, max_running=len(PROMPT_LENGTHS), max_context=1024)
+    reference = assemble(replace(config, device="cpu", draft_tokens=0))
+    prompts = [[words.randrange(reference.spec.num_real_tokens) for _ in range(length)] for length in PROMPT_LENGTHS]
+    expected, _ = streams(reference, prompts)
+    found, num_accepted = streams(assemble(replace(config, device=device, draft_tokens=NUM_DRAFTS)), prompts)
+    for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        if ours != theirs:
+            place = next(place for place, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1])
+            raise CheckFailedError(
+                f"prompt {index} of {PROMPT_LENGTHS[index]} tokens: token {place} is {ours[place]} on {device} with {NUM_DRAFTS} drafts,"
+                f" {theirs[place]} on the CPU without"
+            )
+    num_tokens = sum(map(len, found))
+    return f"tiny-agent, float32, greedy: {num_tokens} tokens on {device} ({num_accepted} accepted drafts) equal the CPU's without drafts"
+
+
+def streams(parts: Assembly, prompts: list[list[int]]) -> tuple[list[list[int]], int]:
+    """Generate from all prompts together: the tokens of each, and how many of them were accepted drafts."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    for number, prompt in enumerate(prompts):
+        submit = Submit(request_id=str(number), prompt_ids=prompt, sampling=sampling)
+        request = new_request(submit, number=number, spec=parts.spec, max_length=parts.info.max_context, engine_seed=0, token_bytes=None)
+        parts.loop.submit(request)
+    emitted: list[list[int]] = [[] for _ in prompts]
+    num_accepted = 0
+    while parts.loop.has_work:
+        for event in parts.loop.run_once():
+            if isinstance(event, TokensEvent):
+                emitted[int(event.request_id)].extend(event.token_ids)
+            elif isinstance(event, FinishEvent):
+                num_accepted += event.usage.spec.num_accepted
+    return emitted, num_accepted
+
+
+def check_graphs(model: PrefilledModel, device: torch.device) -> str:
+    """A model's steps as graphs against eager ones, from the same states: emitted tokens, rows and pages, bit for bit. Returns what was checked.
+
+    Raises CheckFailedError that names what differs."""
+    eager_tokens, eager_pools, _ = _after_some_steps(model, device, graphs=False)
+    tokens, pools, graphs = _after_some_steps(model, device, graphs=True)
+    if tokens != eager_tokens:
+        raise CheckFailedError(f"{model.spec.name}: graphs emit {tokens}, eager steps {eager_tokens}")
+    for name, ours, theirs in zip(("states", "conv rows", "hiddens", "pages"), pools, eager_pools, strict=True):
+        if not torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
+            raise CheckFailedError(f"{model.spec.name}: graphs and eager steps leave different {name}")
+    return f"{model.spec.name}: {len(tokens)} steps as graphs equal eager ones, tokens, rows and pages bit for bit (graphs: {graphs})"
+
+
+def _after_some_steps(model: PrefilledModel, device: torch.device, *, graphs: bool) -> tuple[list[list[list[int]]], list[Tensor], str]:
+    """What was emitted, copies of the pools without what inert slots write to, and what was captured."""
+    case = Case(model=model.spec.name, context=NUM_CONTEXT, batch=1, depth=NUM_DRAFTS)
+    engine = RunningEngine(case, model, device, num_steps=NUM_STEPS + 1, graphs=graphs)
+    emitted = [engine.step() for _ in range(NUM_STEPS)]
+    engine.settle()
+    pools = model.pools
+    rows = [row for row in range(pools.hidden_RH.shape[0]) if row != SCRATCH_ROW]
+    pages = [page for page in range(pools.kv_AP2SGD.shape[1]) if page != SCRATCH_PAGE]
+    copies = [pools.ssm_LRVDK[:, rows], pools.conv_LR3C[:, rows], pools.hidden_RH[rows], pools.kv_AP2SGD[:, pages]]
+    captured = engine.graphs
+    del engine
+    let_go(model)
+    return emitted, copies, captured

@@ -1,0 +1,180 @@
+"""One case of the decode benchmark, measured: timed without a profiler, then, in another engine, traced."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from agentspec.models.hf_config import TextConfig
+from benchmarks import trace
+from benchmarks.published import PrefilledModel, StepBytes, step_bytes
+from benchmarks.running_engine import Case, RunningEngine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Steps:
+    """How many steps each part of a measurement takes."""
+
+    warm_up: int = 12
+    timed: int = 100
+    host: int = 20
+    traced: int = 8
+
+    @property
+    def total(self) -> int:
+        """Of an engine that is timed; one that is traced takes fewer."""
+        return self.warm_up + self.timed + self.host + 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    step_ms: float
+    """Median time from one step's results to the next one's, by the host's clock, in the overlapped loop."""
+    mean_step_ms: float
+    """The same, averaged: what throughput follows."""
+    late_step_ms: float
+    """The same, ninth decile."""
+    device_ms: float
+    """Median time from the end of one step to that of the next, by the device's own events."""
+    host_ms: float
+    """Median time in which the host plans, launches and reads a step when it waits for nothing."""
+    emitted: float
+    """Tokens a step and slot, as they came."""
+    mean_context: float
+    """Tokens in a slot's state, over the timed steps."""
+    depths: dict[int, int]
+    """Timed steps by number of drafts."""
+    graphs: str
+    """What the engine captured."""
+    start_seconds: float
+    """From building the engine to the end of its warm-up: captures, compilation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traced:
+    kernels: float
+    """Kernels, copies and fills a step."""
+    busy_ms: float
+    """A step's time in which any of them ran."""
+    step_ms: float
+    """A step under the profiler."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Result:
+    """What is known of a case. `note` says why something isn't."""
+
+    case: Case
+    timing: Timing | None = None
+    traced: Traced | None = None
+    floor_bytes: StepBytes | None = None
+    """None: the depth changes from step to step."""
+    note: str = ""
+
+    def floor_ms(self, read_bandwidth: float) -> float | None:
+        return None if self.floor_bytes is None else self.floor_bytes.total / read_bandwidth * 1e3
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """At the average of the forced acceptance, so that its luck in these steps says nothing; at the depths that were chosen, as it came."""
+        if self.timing is None:
+            return None
+        if self.case.depth == "auto":
+            return self.case.batch * self.timing.emitted / self.timing.mean_step_ms * 1e3
+        return self.case.batch * self.case.expected_emitted / self.timing.step_ms * 1e3
+
+    @property
+    def idle_share(self) -> float | None:
+        """Of an untraced step, the part in which nothing runs by the trace. Below 0 where tracing made kernels longer."""
+        if self.timing is None or self.traced is None:
+            return None
+        return 1 - self.traced.busy_ms / self.timing.step_ms
+
+    def as_dict(self, read_bandwidth: float) -> dict[str, Any]:
+        derived = {"floor_ms": self.floor_ms(read_bandwidth), "tokens_per_second": self.tokens_per_second, "idle_share": self.idle_share}
+        return asdict(self) | derived
+
+
+def time_case(case: Case, model: PrefilledModel, device: torch.device, steps: Steps) -> Timing:
+    began = time.perf_counter()
+    engine = RunningEngine(case, model, device, num_steps=steps.total)
+    emitted_before = sum(num_tokens(engine.step()) for _ in range(steps.warm_up))
+    start_seconds = time.perf_counter() - began
+    num_chosen = len(engine.adaptive.chosen) if engine.adaptive else 0
+    host, ends, emitted = [time.perf_counter()], [mark(device)], 0
+    for _ in range(steps.timed):
+        emitted += num_tokens(engine.step())
+        ends.append(mark(device))
+        host.append(time.perf_counter())
+    engine.settle()
+    step_ms = [(after - before) * 1e3 for before, after in pairwise(host)]
+    return Timing(
+        step_ms=statistics.median(step_ms),
+        mean_step_ms=statistics.mean(step_ms),
+        late_step_ms=statistics.quantiles(step_ms, n=10)[-1],
+        device_ms=statistics.median(ms_between(before, after) for before, after in pairwise(ends)),
+        emitted=emitted / (steps.timed * case.batch),
+        mean_context=case.context + (emitted_before + emitted / 2) / case.batch,
+        depths=dict(sorted(Counter(engine.adaptive.chosen[num_chosen:]).items())) if engine.adaptive else {case.max_drafts: steps.timed},
+        host_ms=host_ms(engine, steps.host),
+        graphs=engine.graphs,
+        start_seconds=start_seconds,
+    )
+
+
+def num_tokens(emitted: list[list[int]]) -> int:
+    return sum(map(len, emitted))
+
+
+def mark(device: torch.device) -> float | torch.cuda.Event:
+    """The end of all that was launched so far, as a point in the device's time; on a CPU it has come already."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def ms_between(before: float | torch.cuda.Event, after: float | torch.cuda.Event) -> float:
+    """Both must have passed."""
+    if isinstance(before, float):
+        assert isinstance(after, float)
+        return (after - before) * 1e3
+    assert isinstance(after, torch.cuda.Event)
+    milliseconds: float = before.elapsed_time(after)
+    return milliseconds
+
+
+def host_ms(engine: RunningEngine, num_steps: int) -> float:
+    """What the loop takes when the results that it reads lie there already: the host's own work, launches included."""
+    seconds = []
+    for _ in range(num_steps):
+        engine.settle()
+        began = time.perf_counter()
+        engine.step()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds) * 1e3
+
+
+def trace_case(case: Case, model: PrefilledModel, device: torch.device, steps: Steps) -> trace.Timeline:
+    """Kernels of a few steps, of an engine built for it: the profiler must stand before a graph is captured."""
+    engine = RunningEngine(case, model, device, num_steps=steps.total)
+    for _ in range(steps.warm_up):
+        engine.step()
+    return trace.record(engine.step, steps.traced)
+
+
+def summary(timeline: trace.Timeline) -> Traced:
+    return Traced(kernels=timeline.kernels_a_step, busy_ms=timeline.busy_ms, step_ms=timeline.step_ms)
+
+
+def floor_of(case: Case, config: TextConfig, timing: Timing, draft_vocab: int) -> StepBytes | None:
+    if case.depth == "auto":
+        return None
+    return step_bytes(config, batch=case.batch, num_drafted=case.depth, context=timing.mean_context, draft_vocab=draft_vocab)

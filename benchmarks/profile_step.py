@@ -1,0 +1,77 @@
+"""Where a decode step's time goes, kernel by kernel: `python -m benchmarks.profile_step --model 4B --batch 1 --k 3 --context 2048`.
+
+Prints each kernel's calls and time in a step, and the idle time right before it; with --timeline, one step's kernels in order. For finding gaps,
+not for figures: the profiler slows a step down, and nothing is checked first.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.decode_timing import Steps, trace_case
+from benchmarks.published import CONFIGS, make_model
+from benchmarks.running_engine import Case, let_go, missing_bytes
+from benchmarks.trace import Timeline, by_name
+
+NAME_WIDTH = 90
+
+
+def shares_table(timeline: Timeline) -> str:
+    """Per step; times in microseconds. The rows' times add up to the step's busy time, the gaps to its idle time."""
+    steps = timeline.num_steps
+    lines = [
+        f"{timeline.kernels_a_step:.1f} kernels, {timeline.step_ms:.3f} ms a step under the profiler, {100 * timeline.idle_share:.1f} % of it idle",
+        "| kernel | calls | us | us a call | share | idle before, us |",
+        "|---|---|---|---|---|---|",
+    ]
+    for share in by_name(timeline):
+        busy = 100 * share.covered_us / (timeline.busy_ms * 1e3 * steps)
+        per_step = f"{share.calls / steps:.1f} | {share.covered_us / steps:.1f} | {share.covered_us / share.calls:.2f}"
+        lines.append(f"| {share.name[:NAME_WIDTH]} | {per_step} | {busy:.1f} % | {share.gap_us / steps:.1f} |")
+    return "\n".join(lines)
+
+
+def order_table(timeline: Timeline) -> str:
+    """One step's kernels in order; microseconds. A negative gap: the kernel began before the one ahead of it had ended."""
+    kernels = timeline.last_step()
+    lines = ["| at | gap | duration | kernel |", "|---|---|---|---|"]
+    reached = kernels[0].start
+    for kernel in kernels:
+        lines.append(f"| {kernel.start - kernels[0].start:.1f} | {kernel.start - reached:.1f} | {kernel.duration:.1f} | {kernel.name[:NAME_WIDTH]} |")
+        reached = max(reached, kernel.end)
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.profile_step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=list(CONFIGS), default="4B")
+    parser.add_argument("--context", type=int, default=2_048)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--k", type=int, default=3)
+    parser.add_argument("--sampled", action="store_true", help="temperature 0.6, top-k 20, top-p 0.95 instead of greedy")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--timeline", action="store_true", help="also print the kernels of one step in order")
+    options = parser.parse_args()
+    device = torch.device("cuda")
+    case = Case(model=options.model, context=options.context, batch=options.batch, depth=options.k, sampled=options.sampled)
+    steps = Steps(traced=options.steps, timed=options.steps)
+    with profile(activities=[ProfilerActivity.CUDA]):  # it must be there before a graph is captured that it shall see into
+        torch.cuda.synchronize()
+    model = make_model(options.model, CONFIGS[options.model], device=device, dtype=torch.bfloat16)
+    let_go(model)
+    missing = missing_bytes(case, model.spec, device, steps.total)
+    if missing > 0:
+        parser.error(f"{case} does not fit: {missing / 2**30:.1f} GiB more than the device has")
+    timeline = trace_case(case, model, device, steps)
+    print(f"{case}\n\n{shares_table(timeline)}")
+    if options.timeline:
+        print(f"\n{order_table(timeline)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""An engine in the middle of its work: every slot decodes, at a context of a chosen length. What is timed and what is traced runs on it.
+
+The engine's own scheduler, step loop and executor, as assembly.build puts them together. Synthetic are the model's weights, the computed context
+(published.PrefilledModel) and which drafts are accepted.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+import torch
+
+from agentspec.assembly import build
+from agentspec.config import EngineConfig
+from agentspec.mtp.depth_policy import AdaptiveDepth
+from agentspec.runtime.graphs import graph_bytes
+from agentspec.runtime.memory_plan import RESERVED, MemoryPlan
+from agentspec.runtime.request import new_request
+from agentspec.runtime.scheduler import SESSION_CHECKPOINTS
+from agentspec.types import MAX_DRAFT_TOKENS, ModelSpec, SamplingParams
+from agentspec.wire import Submit, TokensEvent
+from benchmarks.published import PrefilledModel
+
+MAX_DRAFTS = 3
+"""k of the emitted counts that cases are named by, and the most that the adaptive depth may choose."""
+
+WORKSPACE_BYTES = 2 * 2**30
+"""Beside weights, pools and graphs: activations, logits of eager steps, the buffers of the slots."""
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.6, top_k=20, top_p=0.95, ignore_eos=True)
+"""What the family's model cards recommend for thinking."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One line of the table."""
+
+    model: str
+    context: int
+    """Tokens in each slot's state when the first step begins."""
+    batch: int
+    depth: int | Literal["auto"]
+    """Drafts a step; auto: as the depth policy chooses, up to MAX_DRAFTS."""
+    emitted: float = 3.39
+    """Tokens a step that the forced acceptance would give with MAX_DRAFTS drafts, on average."""
+    sampled: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in (("context", self.context), ("batch", self.batch)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
+        if self.depth != "auto" and not 0 <= self.depth <= MAX_DRAFT_TOKENS:
+            raise ValueError(f"k={self.depth}: must be auto, or 0 to {MAX_DRAFT_TOKENS}")
+        acceptance_rate(self.emitted)
+
+    @property
+    def max_drafts(self) -> int:
+        return MAX_DRAFTS if self.depth == "auto" else self.depth
+
+    @property
+    def rate(self) -> float:
+        """Chance that a draft is accepted, given those before it: the same at every position."""
+        return acceptance_rate(self.emitted)
+
+    @property
+    def expected_emitted(self) -> float:
+        """Tokens a step on average at this case's own depth."""
+        return emitted_at(self.rate, self.max_drafts)
+
+    def __str__(self) -> str:
+        return f"{self.model}, context {self.context}, batch {self.batch}, k {self.depth}, emitted {self.emitted:g}{', sampled' * self.sampled}"
+
+
+def emitted_at(rate: float, num_drafts: int) -> float:
+    return sum(rate**position for position in range(num_drafts + 1))
+
+
+def acceptance_rate(emitted: float) -> float:
+    """The rate at which MAX_DRAFTS drafts give so many tokens a step."""
+    if not 1.0 <= emitted <= MAX_DRAFTS + 1:
+        raise ValueError(f"emitted={emitted}: a step of {MAX_DRAFTS} drafts emits 1 to {MAX_DRAFTS + 1} tokens")
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if emitted_at(middle, MAX_DRAFTS) < emitted else (low, middle)
+    return high
+
+
+def memory_for(case: Case, spec: ModelSpec, num_steps: int) -> MemoryPlan:
+    """Rows and pages for every slot's requests and nothing to spare; with two checkpoints each, without which sessions would be kept waiting."""
+    window = case.max_drafts + 1
+    length = case.context + 1 + num_steps * window
+    pages = case.batch * -(-(length + 4 * window) // spec.block_tokens) + 1
+    rows = RESERVED + case.batch * (case.max_drafts + 3 + SESSION_CHECKPOINTS)
+    return MemoryPlan(num_rows=rows, num_pages=pages, max_length=length)
+
+
+def missing_bytes(case: Case, spec: ModelSpec, device: torch.device, num_steps: int) -> int:
+    """Bytes that this case needs beyond those that are free; 0 or less: it fits. The model is loaded, its pools are released."""
+    if device.type == "cpu":
+        return 0
+    free, _ = torch.cuda.mem_get_info(device)
+    plan = memory_for(case, spec, num_steps)
+    graphs = graph_bytes(vocab_size=spec.vocab_size, max_running=case.batch, max_draft_tokens=case.max_drafts)
+    return plan.num_rows * spec.row_bytes + plan.num_pages * spec.page_bytes + WORKSPACE_BYTES + graphs - free
+
+
+class RecordedDepth(AdaptiveDepth):
+    """The depth policy of the engine, and what it chose."""
+
+    def __init__(self, max_drafted: int) -> None:
+        super().__init__(max_drafted)
+        self.chosen: list[int] = []
+
+    def choose(self, batch_size: int) -> int:
+        self.chosen.append(super().choose(batch_size))
+        return self.chosen[-1]
+
+
+class RunningEngine:
+    """`step` runs the engine's loop once. From the second call on, each one reads a step of every slot."""
+
+    def __init__(self, case: Case, model: PrefilledModel, device: torch.device, *, num_steps: int, graphs: bool = True) -> None:
+        """num_steps: calls of `step` that must be possible before a request ends. graphs: as in EngineConfig."""
+        spec, drafts = model.spec, case.max_drafts
+        config = EngineConfig(
+            draft_tokens=case.depth,
+            max_running=case.batch,
+            prefill_budget=case.batch * (case.context + spec.block_tokens),
+            force_acceptance=(case.rate,) * drafts if drafts else None,
+            graphs=graphs,
+        )
+        memory = memory_for(case, spec, num_steps)
+        self.adaptive = RecordedDepth(drafts) if case.depth == "auto" else None
+        parts = build(model, config=config, memory=memory, device=device, depth_policy=self.adaptive)
+        self.graphs = parts.graphs
+        """What was captured, in words."""
+        self._case = case
+        self._device = device
+        self._loop = parts.loop
+        max_tokens = memory.max_length - case.context - 1
+        for slot in range(case.batch):
+            words = random.Random(slot)
+            prompt = words.choices(range(spec.num_real_tokens), k=case.context + 1)  # the last one is not in the state yet
+            sampling = msgspec.structs.replace(SAMPLED if case.sampled else GREEDY, max_tokens=max_tokens)
+            submit = Submit(request_id=str(slot), prompt_ids=prompt, sampling=sampling)
+            self._loop.submit(new_request(submit, number=slot, spec=spec, max_length=memory.max_length, engine_seed=0, token_bytes=None))
+        assert not self.step(), "with overlap, the first call has nothing to read"
+
+    def step(self) -> list[list[int]]:
+        """Launch a step and read the one before: the tokens that it emitted, slot by slot."""
+        emitted = []
+        for event in self._loop.run_once():
+            assert isinstance(event, TokensEvent), f"request {event.request_id} ended before its time: {event.reason}, {event.error}"
+            emitted.append(event.token_ids)
+        assert not emitted or len(emitted) == self._case.batch, f"{len(emitted)} of {self._case.batch} slots decode"
+        return emitted
+
+    def settle(self) -> None:
+        """Wait until the device has nothing to do; the next `step` finds the results of the last one."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def let_go(model: PrefilledModel) -> None:
+    """Give memory back between two cases; the caller holds no engine any more."""
+    model.release()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,121 @@
+"""What the GPU ran, and when it ran nothing: kernels of some steps as torch's profiler saw them.
+
+Tracing slows small kernels down, so nothing here goes into a timing: idle time of the traced steps is an upper bound.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+ON_THE_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+"""Categories of a trace's events that occupy the device."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernel:
+    """One kernel, copy or fill on the device. Microseconds."""
+
+    name: str
+    start: float
+    duration: float
+
+    @property
+    def end(self) -> float:
+        return self.start + self.duration
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeline:
+    """Kernels of some steps in order of their start."""
+
+    kernels: list[Kernel]
+    num_steps: int
+
+    @property
+    def kernels_a_step(self) -> float:
+        return len(self.kernels) / self.num_steps
+
+    @property
+    def busy_ms(self) -> float:
+        """A step's time in which at least one kernel ran."""
+        return sum(end - start for start, end in _spans(self.kernels)) / self.num_steps / 1e3
+
+    @property
+    def step_ms(self) -> float:
+        """A traced step, from the first kernel's start to the last one's end."""
+        return (max(kernel.end for kernel in self.kernels) - self.kernels[0].start) / self.num_steps / 1e3
+
+    @property
+    def idle_share(self) -> float:
+        """Of the traced time."""
+        return 1 - self.busy_ms / self.step_ms
+
+    def last_step(self) -> list[Kernel]:
+        """The kernels of the last of equal steps."""
+        return self.kernels[-round(self.kernels_a_step) :]
+
+
+def record(step: Callable[[], object], num_steps: int) -> Timeline:
+    """Trace calls of `step` on an idle device, until the device is idle again."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(num_steps):
+            step()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return timeline(json.loads(path.read_text(encoding="utf-8")), num_steps)
+
+
+def timeline(trace: Mapping[str, Any], num_steps: int) -> Timeline:
+    """From a trace in Chrome's format. Raises ValueError if nothing in it ran on a GPU."""
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get("cat") in ON_THE_GPU]
+    if not events:
+        raise ValueError("the trace holds no kernel: the profiler saw nothing run on a GPU")
+    kernels = [Kernel(name=event["name"], start=float(event["ts"]), duration=float(event["dur"])) for event in events]
+    return Timeline(kernels=sorted(kernels, key=lambda kernel: kernel.start), num_steps=num_steps)
+
+
+def _spans(kernels: Iterable[Kernel]) -> list[tuple[float, float]]:
+    """The union of the kernels' times. With programmatic dependent launch, neighbours overlap."""
+    spans: list[tuple[float, float]] = []
+    for kernel in kernels:
+        if spans and kernel.start <= spans[-1][1]:
+            spans[-1] = spans[-1][0], max(spans[-1][1], kernel.end)
+        else:
+            spans.append((kernel.start, kernel.end))
+    return spans
+
+
+@dataclass(slots=True)
+class KernelShare:
+    """All calls of one kernel."""
+
+    name: str
+    calls: int = 0
+    covered_us: float = 0.0
+    """What no earlier kernel's time covers, so that all shares together are the busy time."""
+    gap_us: float = 0.0
+    """Idle time right before its calls."""
+
+
+def by_name(timeline: Timeline) -> list[KernelShare]:
+    """Per kernel name, dearest first; gaps count with the kernel behind them."""
+    shares: dict[str, KernelShare] = {}
+    reached = timeline.kernels[0].start
+    for kernel in timeline.kernels:
+        share = shares.setdefault(kernel.name, KernelShare(kernel.name))
+        share.calls += 1
+        share.gap_us += max(0.0, kernel.start - reached)
+        share.covered_us += max(0.0, kernel.end - max(reached, kernel.start))
+        reached = max(reached, kernel.end)
+    return sorted(shares.values(), key=lambda share: share.covered_us, reverse=True)
