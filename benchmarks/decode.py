@@ -23,11 +23,12 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from agentspec.mtp.draft_vocab import draft_vocab_size
 from benchmarks.bandwidth import measure_bandwidth
 from benchmarks.decode_checks import check_graphs, check_small_model
 from benchmarks.decode_report import Report
 from benchmarks.decode_timing import Result, Steps, floor_of, summary, time_case, trace_case
-from benchmarks.published import CONFIGS, NUM_REAL_TOKENS, PrefilledModel, make_model
+from benchmarks.published import CONFIGS, PrefilledModel, make_model
 from benchmarks.running_engine import Case, let_go, missing_bytes
 
 CONTEXTS = (2_048, 32_768, 131_072)
@@ -69,15 +70,12 @@ def chosen_cases(options: argparse.Namespace) -> list[Case]:
 class Run:
     """Measures cases one after the other, within a time limit, and keeps the report up to date."""
 
-    def __init__(
-        self, report: Report, device: torch.device, steps: Steps, *, deadline: float, draft_vocab: int, save: Callable[[Report], None]
-    ) -> None:
+    def __init__(self, report: Report, device: torch.device, steps: Steps, *, deadline: float, save: Callable[[Report], None]) -> None:
         """deadline: on time.perf_counter's clock; what has not begun by then is not begun."""
         self._report = report
         self._device = device
         self._steps = steps
         self._deadline = deadline
-        self._draft_vocab = draft_vocab
         self._save = save
         self._checked: set[str] = set()
         """Models whose graphs were held against eager steps."""
@@ -101,7 +99,8 @@ class Run:
             result.note = f"does not fit: {missing / 2**30:.1f} GiB more than the device has"
             return
         result.timing = time_case(result.case, model, self._device, self._steps)
-        result.floor_bytes = floor_of(result.case, CONFIGS[result.case.model], result.timing, self._draft_vocab)
+        draft_vocab = draft_vocab_size(None, num_real_tokens=model.spec.num_real_tokens)
+        result.floor_bytes = floor_of(result.case, CONFIGS[result.case.model], result.timing, draft_vocab)
 
     def _trace(self, result: Result, model: PrefilledModel) -> None:
         result.traced = summary(trace_case(result.case, model, self._device, self._steps))
@@ -142,7 +141,6 @@ def arguments() -> argparse.Namespace:
     which.add_argument("--quick", action="store_true", help="4B, one user, 2k context, few steps")
     which.add_argument("--all", action="store_true", help="every model, context, batch and depth")
     parser.add_argument("--steps", type=int, default=100, help="timed steps a case")
-    parser.add_argument("--draft-vocab", type=int, default=NUM_REAL_TOKENS, help="tokens that the engine's drafts are chosen from, for the floor")
     parser.add_argument("--max-seconds", type=float, default=480.0, help="begin no case after so long")
     parser.add_argument("--no-trace", action="store_true", help="leave out what needs the profiler: kernels a step and idle time")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -173,7 +171,7 @@ def main() -> int:
             options.json.write_text(report.as_json(), encoding="utf-8")
 
     steps = Steps(timed=30 if options.quick else options.steps)
-    run = Run(report, device, steps, deadline=began + options.max_seconds, draft_vocab=options.draft_vocab, save=save)
+    run = Run(report, device, steps, deadline=began + options.max_seconds, save=save)
     run.time_all()
     if cuda and not options.no_trace:
         run.trace_all()

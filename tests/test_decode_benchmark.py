@@ -287,7 +287,7 @@ def test_the_command_measures_what_its_flags_name(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(decode, "CONFIGS", {"toy": TOY})
     monkeypatch.setattr(decode, "check_small_model", lambda device: "nothing")
     monkeypatch.setattr(decode_checks, "NUM_STEPS", 2)
-    flags = ["--device", "cpu", "--models", "toy", "--batch", "1", "2", "--k", "0", "auto", "--context", "65", "--steps", "3", "--draft-vocab", "300"]
+    flags = ["--device", "cpu", "--models", "toy", "--batch", "1", "2", "--k", "0", "auto", "--context", "65", "--steps", "3"]
     monkeypatch.setattr("sys.argv", ["decode", *flags, "--json", str(tmp_path / "figures.json")])
     assert decode.main() == 0
     rows = [line.split(" | ")[:4] for line in capsys.readouterr().out.partition("Synthetic")[2].splitlines() if line.startswith("| toy")]
