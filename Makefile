@@ -11,7 +11,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 export PYTHON TORCH
 
-.PHONY: help install replay evaluate test test-gpu check format clean
+.PHONY: help install replay evaluate test test-gpu sanitize check format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,8 +27,11 @@ evaluate: .venv/.installed  ## measure tiny-agent on sessions that its training 
 test: .venv/.dev-installed  ## run every test that needs no GPU
 	$(BIN)/python -m pytest -n 2 -m "not gpu" --ignore=tests/gpu --durations=10 $(ARGS)
 
-test-gpu: .venv/.dev-installed  ## run the tests that need a CUDA device
-	$(BIN)/python -m pytest tests/gpu $(ARGS)
+test-gpu: .venv/.dev-installed  ## run the tests that need a CUDA device, and those of the kernels on it
+	$(BIN)/python -m pytest tests/gpu tests/kernels/triton $(ARGS)
+
+sanitize: .venv/.dev-installed  ## watch decode steps on a CUDA device with compute-sanitizer: memory errors and races
+	scripts/sanitize.sh $(BIN)/python
 
 check: .venv/.dev-installed  ## check format, lint, types and architecture
 	$(BIN)/ruff format --check .

@@ -35,8 +35,9 @@ def check_small_model(device: Device) -> str:
     config = EngineConfig(dtype="float32", memory_gib=0.5, max_running=len(PROMPT_LENGTHS), max_context=1024)
     reference = assemble(replace(config, device="cpu", draft_tokens=0))
     prompts = [[words.randrange(reference.spec.num_real_tokens) for _ in range(length)] for length in PROMPT_LENGTHS]
-    expected, _ = streams(reference, prompts)
-    found, num_accepted = streams(assemble(replace(config, device=device, draft_tokens=NUM_DRAFTS)), prompts)
+    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    expected, _ = streams(reference, prompts, greedy)
+    found, num_accepted = streams(assemble(replace(config, device=device, draft_tokens=NUM_DRAFTS)), prompts, greedy)
     for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         if ours != theirs:
             place = next(place for place, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1])
@@ -48,9 +49,8 @@ def check_small_model(device: Device) -> str:
     return f"tiny-agent, float32, greedy: {num_tokens} tokens on {device} ({num_accepted} accepted drafts) equal the CPU's without drafts"
 
 
-def streams(parts: Assembly, prompts: list[list[int]]) -> tuple[list[list[int]], int]:
+def streams(parts: Assembly, prompts: list[list[int]], sampling: SamplingParams) -> tuple[list[list[int]], int]:
     """Generate from all prompts together: the tokens of each, and how many of them were accepted drafts."""
-    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     for number, prompt in enumerate(prompts):
         submit = Submit(request_id=str(number), prompt_ids=prompt, sampling=sampling)
         request = new_request(submit, number=number, spec=parts.spec, max_length=parts.info.max_context, engine_seed=0, token_bytes=None)

@@ -17,6 +17,7 @@ from benchmarks.running_engine import Case, let_go, missing_bytes
 from benchmarks.trace import Timeline, by_name
 
 NAME_WIDTH = 90
+POINTER_KERNELS = ("_commit_window", "_publish_drafts")
 
 
 def shares_table(timeline: Timeline) -> str:
@@ -32,6 +33,12 @@ def shares_table(timeline: Timeline) -> str:
         per_step = f"{share.calls / steps:.1f} | {share.covered_us / steps:.1f} | {share.covered_us / share.calls:.2f}"
         lines.append(f"| {share.name[:NAME_WIDTH]} | {per_step} | {busy:.1f} % | {share.gap_us / steps:.1f} |")
     return "\n".join(lines)
+
+
+def pointers_line(timeline: Timeline) -> str:
+    """What it costs that state moves by pointer: the commit, with its swap of checkpoints, and the publishing of drafts."""
+    spent = sum(share.covered_us for share in by_name(timeline) if share.name in POINTER_KERNELS) / timeline.num_steps
+    return f"commit, checkpoint swap and publish: {spent:.1f} us a step, {100 * spent / (timeline.step_ms * 1e3):.2f} % of it"
 
 
 def order_table(timeline: Timeline) -> str:
@@ -68,7 +75,7 @@ def main() -> None:
     if missing > 0:
         parser.error(f"{case} does not fit: {missing / 2**30:.1f} GiB more than the device has")
     timeline = trace_case(case, model, device, steps)
-    print(f"{case}\n\n{shares_table(timeline)}")
+    print(f"{case}\n\n{shares_table(timeline)}\n\n{pointers_line(timeline)}")
     if options.timeline:
         print(f"\n{order_table(timeline)}")
 

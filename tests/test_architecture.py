@@ -282,8 +282,9 @@ def test_no_late_imports() -> None:
             for node in ast.walk(module.tree)
             if isinstance(node, ast.Call) and node not in excused and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__")
         ]
+    loaders = ", ".join(".".join(loader) for loader in sorted(LATE_LOADERS))
     report(
-        f"Imports of agentspec stand at the top of a module; only {', '.join('.'.join(loader) for loader in sorted(LATE_LOADERS))} load late. Move the import up, or break the cycle:",
+        f"Imports of agentspec stand at the top of a module; only {loaders} load late. Move the import up, or break the cycle:",
         failures,
     )
 

@@ -20,7 +20,7 @@ from benchmarks.decode import core_cases
 from benchmarks.decode_checks import CheckFailedError, check_graphs, check_small_model
 from benchmarks.decode_report import HEADER, Report
 from benchmarks.decode_timing import Result, Steps, Traced, floor_of, time_case
-from benchmarks.profile_step import order_table, shares_table
+from benchmarks.profile_step import order_table, pointers_line, shares_table
 from benchmarks.published import CONFIGS, PrefilledModel, StepBytes, make_model, step_bytes
 from benchmarks.running_engine import Case, RunningEngine, acceptance_rate, emitted_at, let_go, memory_for
 from tests.models.test_published_sizes import SIZES
@@ -168,9 +168,9 @@ def test_the_check_passes_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "12 tokens" in check_small_model("cpu")
     streams, calls = decode_checks.streams, []
 
-    def wrong(parts, prompts):  # type: ignore[no-untyped-def]
-        calls.append(parts)
-        found, accepted = streams(parts, prompts)
+    def wrong(*arguments):  # type: ignore[no-untyped-def]
+        calls.append(arguments)
+        found, accepted = streams(*arguments)
         found[1][3] += len(calls) - 1
         return found, accepted
 
@@ -230,6 +230,13 @@ def test_shares_add_up_to_busy_and_idle_time() -> None:
     }
     assert "| copy | 1.0 | 10.0 | 10.00 | 14.3 % | 20.0 |" in shares_table(timeline)
     assert "| 30.0 | -10.0 | 30.0 | b |" in order_table(timeline)
+
+
+def test_the_pointers_share_is_that_of_commit_and_publish() -> None:
+    kernels = [
+        trace.Kernel(name=name, start=start, duration=10.0) for name, start in (("_commit_window", 0.0), ("a", 10.0), ("_publish_drafts", 40.0))
+    ]
+    assert pointers_line(trace.Timeline(kernels=kernels, num_steps=1)).endswith(": 20.0 us a step, 40.00 % of it")
 
 
 def test_an_empty_trace_is_refused() -> None:

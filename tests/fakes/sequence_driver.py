@@ -67,11 +67,11 @@ class Driver:
             hidden = self.model.prefill(
                 [
                     PrefillChunk(
-                        token_ids=torch.tensor(chunk),
+                        token_ids=self._tensor(chunk),
                         start=sequence.length,
                         read_row=sequence.read_row,
                         state_writes=(*writes, (len(chunk), sequence.rows[0])),
-                        page_ids=torch.tensor(sequence.pages, dtype=torch.int32),
+                        page_ids=self._tensor(sequence.pages, torch.int32),
                     )
                 ]
             )
@@ -83,11 +83,11 @@ class Driver:
         """One chunk for each sequence in one call; the end states go to each one's rows[0]."""
         chunks = [
             PrefillChunk(
-                token_ids=torch.tensor(tokens),
+                token_ids=self._tensor(tokens),
                 start=sequence.length,
                 read_row=sequence.read_row,
                 state_writes=((len(tokens), sequence.rows[0]),),
-                page_ids=torch.tensor(sequence.pages, dtype=torch.int32),
+                page_ids=self._tensor(sequence.pages, torch.int32),
             )
             for sequence, tokens in zip(self.sequences, token_lists, strict=True)
         ]
@@ -103,11 +103,11 @@ class Driver:
         width = max(len(s.pages) for s in sequences)
         hidden_BTH = self.model.verify(
             VerifyBatch(
-                tokens_BT=torch.tensor([*map(list, windows), *inert]),
-                length_B=torch.tensor([*(s.length for s in sequences), *[0] * num_inert]),
-                read_row_B=torch.tensor([*(s.read_row for s in sequences), *[ZERO_ROW] * num_inert]),
-                write_rows_BT=torch.tensor([*(s.rows[:num_tokens] for s in sequences), *[[SCRATCH_ROW] * num_tokens] * num_inert]),
-                page_table_BP=torch.tensor([*(s.pages for s in sequences), *[[SCRATCH_PAGE] * width] * num_inert], dtype=torch.int32),
+                tokens_BT=self._tensor([*map(list, windows), *inert]),
+                length_B=self._tensor([*(s.length for s in sequences), *[0] * num_inert]),
+                read_row_B=self._tensor([*(s.read_row for s in sequences), *[ZERO_ROW] * num_inert]),
+                write_rows_BT=self._tensor([*(s.rows[:num_tokens] for s in sequences), *[[SCRATCH_ROW] * num_tokens] * num_inert]),
+                page_table_BP=self._tensor([*(s.pages for s in sequences), *[[SCRATCH_PAGE] * width] * num_inert], torch.int32),
             )
         )
         for sequence, accepted in zip(sequences, num_accepted, strict=True):
@@ -119,17 +119,17 @@ class Driver:
 
     def mtp_prefill(self, tokens: Sequence[int], hidden_NH: Tensor, sizes: Iterable[int] = (), *, which: int = 0) -> None:
         """MTP keys and values of a prompt, in chunks; hidden_NH[t] belongs to tokens[t]."""
-        pages = torch.tensor(self.sequences[which].pages, dtype=torch.int32)
+        pages = self._tensor(self.sequences[which].pages, torch.int32)
         start = 0
         for size in [*sizes, len(tokens)]:
             chunk = tokens[start : start + size]
             if not chunk:
                 break
-            first = self.model.read_hidden(torch.tensor([ZERO_ROW])) if start == 0 else hidden_NH[start - 1 : start]
+            first = self.model.read_hidden(self._tensor([ZERO_ROW])) if start == 0 else hidden_NH[start - 1 : start]
             previous = torch.cat([first, hidden_NH[start : start + len(chunk) - 1]])
             writes = ((len(chunk), SCRATCH_ROW),)
             self.model.mtp_prefill(
-                [PrefillChunk(token_ids=torch.tensor(chunk), start=start, read_row=ZERO_ROW, state_writes=writes, page_ids=pages)], [previous]
+                [PrefillChunk(token_ids=self._tensor(chunk), start=start, read_row=ZERO_ROW, state_writes=writes, page_ids=pages)], [previous]
             )
             start += len(chunk)
 
@@ -137,9 +137,12 @@ class Driver:
         """m_TH of pairs (hidden of position start-1+t, tokens[t]) beside one inert slot."""
         pages = self.sequences[which].pages
         m_BTH = self.model.mtp(
-            torch.tensor([list(tokens), [0] * len(tokens)]),
+            self._tensor([list(tokens), [0] * len(tokens)]),
             torch.stack([hidden_TH, torch.zeros_like(hidden_TH)]),
-            torch.tensor([start, 0]),
-            torch.tensor([pages, [SCRATCH_PAGE] * len(pages)], dtype=torch.int32),
+            self._tensor([start, 0]),
+            self._tensor([pages, [SCRATCH_PAGE] * len(pages)], torch.int32),
         )
         return m_BTH[0]
+
+    def _tensor(self, values: object, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.model.device)

@@ -13,7 +13,7 @@ A row that needs no list passes `collect` and `select` at the cost of a launch. 
 on timing. Knows nothing of acceptance.
 
 Differences to kernels/reference/sampling.py, which has the formulas: probability masses are integers, 2**-44 of the largest token's (smaller ones
-are 0), where the reference adds rounded floats. So top-p may cut elsewhere if a partial sum is within about 1e-6 of top_p. Noise is the same: in
+are 0), where the reference adds float64. So top-p may cut elsewhere if a partial sum is within about 1e-6 of top_p. Noise is the same: in
 float64 from the same bits, rounded to float32; libraries of logarithms may disagree in the last bit of float32 for one token in 10**8.
 
 Shape letters: N = B * T rows, B slots in the step, T columns a slot, V vocabulary, S slots of the tables, F fields, W = max k + 1,

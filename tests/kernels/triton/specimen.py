@@ -24,5 +24,7 @@ class Specimen:
     num_stages: int = 3
     multiples_of_16: tuple[str, ...] = ()
     """Integer arguments that a launch would find to be multiples of 16, which is what lets strides keep wide loads."""
+    stack_bytes: int = 0
+    """What a thread may keep in local memory: more than nothing only where a measurement has shown that it doesn't matter."""
     instructions: tuple[str, ...] = ()
     """What its PTX must hold, e.g. `wgmma.mma_async`, `cp.async.cg`, `ld.global.v4`."""

@@ -20,8 +20,10 @@ from agentspec.kernels.triton import gated_delta
 from agentspec.types import SCRATCH_ROW, ZERO_ROW
 from tests.fakes.compare import relative_error
 
-TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 1e-2}
-"""By the projection's dtype: the reference rounds q, k and v to it after the convolution, the kernel does not."""
+STATE_TOLERANCE = 1e-5
+"""Of states: float32 arithmetic on the same inputs, whatever their dtype."""
+OUTPUT_TOLERANCES = {torch.float32: STATE_TOLERANCE, torch.bfloat16: 2**-7}
+"""bfloat16: one rounding, which is half of that on a device; the interpreter cuts off instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,11 @@ class Case:
     conv_R3C: Tensor
     read_row_B: Tensor
     write_rows_BT: Tensor
+
+    def in_float32(self) -> Case:
+        """The same values: what the reference would otherwise round in between, as the kernel does not."""
+        weights = replace(self.weights, conv_C4=self.weights.conv_C4.float())
+        return replace(self, projected_NP=self.projected_NP.float(), weights=weights, conv_R3C=self.conv_R3C.float())
 
     def run(self, step=gated_delta.gated_delta_step) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[no-untyped-def]
         """Outputs and both pools after one step."""
@@ -105,18 +112,20 @@ def poisoned_allocations() -> Iterator[None]:
 
 def check_against_reference(shape: Shape, num_slots: int, num_columns: int, device: torch.device, seed: int, *, slow: bool = False) -> None:
     case = make_case(shape, num_slots, num_columns, device, seed, slow=slow)
-    what, tolerance = f"{shape} B={num_slots} T={num_columns} seed={seed}", TOLERANCES[shape.dtype]
-    expected, expected_ssm, expected_conv = case.run(reference.gated_delta_step)
+    what = f"{shape} B={num_slots} T={num_columns} seed={seed}"
+    expected, expected_ssm, expected_conv = case.in_float32().run(reference.gated_delta_step)
     state_traffic.reset()
     with poisoned_allocations():
         out, ssm, conv = case.run()
     assert (state_traffic.rows_read, state_traffic.rows_written) == (num_slots, num_slots * num_columns), what
     assert out.dtype == shape.dtype, what
-    assert relative_error(out, expected) < tolerance, what
+    assert relative_error(out, expected) < OUTPUT_TOLERANCES[shape.dtype], what
     written = case.write_rows_BT[case.write_rows_BT != SCRATCH_ROW]
-    assert relative_error(ssm[written], expected_ssm[written]) < tolerance, what
+    assert relative_error(ssm[written], expected_ssm[written]) < STATE_TOLERANCE, what
     kept = torch.arange(len(conv), device=device) != SCRATCH_ROW
-    assert torch.equal(conv[kept].nan_to_num(7.0), expected_conv[kept].nan_to_num(7.0)), f"convolution states are moved, never computed: {what}"
+    assert torch.equal(conv[kept].float().nan_to_num(7.0), expected_conv[kept].nan_to_num(7.0)), (
+        f"convolution states are moved, never computed: {what}"
+    )
     kept[written] = False
     assert torch.equal(ssm[kept].nan_to_num(7.0), case.ssm_RVDK[kept].nan_to_num(7.0)), f"a row that is no write row: {what}"
     assert not gated_delta._counters(out.device).any(), what
@@ -174,9 +183,9 @@ def test_extreme_gates_stay_finite(device: torch.device) -> None:
     gates[0::3], gates[1::3] = 120.0, -120.0
     expected, expected_ssm, _ = case.run(reference.gated_delta_step)
     out, ssm, _ = case.run()
-    assert relative_error(out, expected) < TOLERANCES[torch.float32]
+    assert relative_error(out, expected) < STATE_TOLERANCE
     rows = case.write_rows_BT[case.write_rows_BT != SCRATCH_ROW]
-    assert relative_error(ssm[rows], expected_ssm[rows]) < TOLERANCES[torch.float32]
+    assert relative_error(ssm[rows], expected_ssm[rows]) < STATE_TOLERANCE
 
 
 @pytest.mark.parametrize("shape", [SMALL, ODD], ids=["small", "odd sizes"])

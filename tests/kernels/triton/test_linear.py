@@ -24,7 +24,7 @@ SIZES = [(1, 64, 64), (3, 48, 200), (8, 33, 32), (11, 100, 72)]
 
 
 def randn(*shape: int, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+    return torch.randn(shape, generator=torch.Generator(device).manual_seed(seed), device=device).to(dtype)
 
 
 class Layer:

@@ -1,0 +1,138 @@
+"""Whole models on a CUDA device against the CPU's reference, and against exact arithmetic block by block: the tolerances of docs/numerics.md."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentspec import bundled
+from agentspec.assembly import assemble
+from agentspec.config import EngineConfig
+from agentspec.models.qwen3_5 import Qwen3_5Model
+from agentspec.models.registry import load_model
+from agentspec.models.weights import resolve_checkpoint
+from agentspec.types import SamplingParams
+from benchmarks.decode_checks import streams
+from benchmarks.published import CONFIGS, spec_of
+from tests.fakes.checkpoints import write_checkpoint
+from tests.fakes.compare import TOLERANCE, relative_error
+from tests.fakes.forced_blocks import ForcedBlocks, random_twins
+from tests.fakes.sequence_driver import Driver
+from tests.models.test_against_oracle import VARIANTS
+
+pytestmark = pytest.mark.gpu
+CPU = torch.device("cpu")
+BLOCK_TOLERANCE = 2**-6
+"""Of a block in bfloat16: four roundings of half a unit in the last place each, 2^-8, as if they met in the largest value."""
+
+
+@torch.inference_mode()
+def everything_of(model: Qwen3_5Model, prompt: list[int]) -> dict[str, Tensor]:
+    """Logits, states and drafts of two sequences: prefilled, then through windows of several widths beside an inert slot."""
+    driver = Driver(model, num_sequences=2)
+    hidden_NH = driver.prefill(prompt[:100], (64,), wanted=(10,))
+    driver.prefill(prompt[:37], which=1)
+    driver.mtp_prefill(prompt[:100], hidden_NH)
+    found = {"logits of the prompt": model.logits(hidden_NH)}
+    for num_columns, accepted in ((4, (3, 1)), (1, (0, 0)), (8, (2, 7)), (3, (0, 2))):
+        windows = [prompt[sequence.length : sequence.length + num_columns] for sequence in driver.sequences]
+        found[f"logits of {num_columns} columns"] = model.logits(driver.verify(windows, accepted))
+    m_TH = driver.mtp(prompt[100:104], hidden_NH[96:100], 100)
+    found |= {"MTP logits": model.logits(m_TH), "drafts": model.draft_head(m_TH)}
+    for number, sequence in enumerate(driver.sequences):
+        pools, length = model.pools, sequence.length
+        keys_values = pools.kv_AP2SGD[:-1, sequence.pages].transpose(1, 2).flatten(2, 3)[:, :, :length]
+        parts = {"ssm": pools.ssm_LRVDK[:, sequence.read_row], "conv": pools.conv_LR3C[:, sequence.read_row], "K/V": keys_values}
+        found |= {f"{name} of sequence {number}": part for name, part in parts.items()}
+    return {name: tensor.cpu() for name, tensor in found.items()}
+
+
+def check_against_the_cpu(checkpoint: Path, cuda: torch.device) -> None:
+    expected, found = (load_model(checkpoint, device=device, dtype=torch.float32) for device in (CPU, cuda))
+    prompt = random.Random(3).choices(range(expected.spec.num_real_tokens), k=130)
+    wanted, got = everything_of(expected, prompt), everything_of(found, prompt)
+    assert torch.equal(got.pop("drafts"), wanted.pop("drafts"))
+    real = slice(0, expected.spec.num_real_tokens)
+    errors = {name: relative_error(got[name][..., real], wanted[name][..., real]) for name in wanted}
+    print({name: f"{error:.1e}" for name, error in errors.items()})
+    for name, error in errors.items():
+        assert error < TOLERANCE, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("variant", ["dense", "moe", "next", "key and value dims differ", "one value head per key head", "sigmoid output gate"])
+def test_small_models_in_float32(variant: str, cuda: torch.device, tmp_path: Path) -> None:
+    family, options = VARIANTS[variant]
+    check_against_the_cpu(write_checkpoint(tmp_path, family, **options), cuda)
+
+
+def test_tiny_agent_in_float32(cuda: torch.device) -> None:
+    check_against_the_cpu(resolve_checkpoint(bundled.checkpoint_of(None)), cuda)
+
+
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True),
+    "sampled": SamplingParams(temperature=0.8, top_k=200, top_p=0.95, min_p=0.01, presence_penalty=0.3, max_tokens=48, ignore_eos=True),
+}
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_tokens_of_tiny_agent_with_drafts_are_those_of_the_cpu_without(sampling: str, cuda: torch.device) -> None:
+    rng = random.Random(5)
+    config = EngineConfig(dtype="float32", memory_gib=0.5, max_running=24, max_context=1024)
+    on_cpu = assemble(replace(config, device="cpu", draft_tokens=0))
+    on_cuda = assemble(replace(config, device="cuda", draft_tokens=3))
+    prompts = [rng.choices(range(on_cpu.spec.num_real_tokens), k=rng.randint(1, 150)) for _ in range(24)]
+    expected, _ = streams(on_cpu, prompts, SAMPLINGS[sampling])
+    found, num_accepted = streams(on_cuda, prompts, SAMPLINGS[sampling])
+    assert found == expected
+    assert num_accepted > 50
+
+
+def check_blocks(rounded: Qwen3_5Model, exact: Qwen3_5Model, what: str, **window: Any) -> None:
+    errors = ForcedBlocks(rounded, exact, **window).run()
+    kinds: dict[str, float] = {}
+    for name, error in errors.items():
+        kind = name.rpartition(", ")[2]
+        kinds[kind] = max(kinds.get(kind, 0.0), error)
+    print(f"{what}: " + ", ".join(f"{kind} {error:.1e}" for kind, error in kinds.items()))
+    for name, error in errors.items():
+        assert error < (TOLERANCE if name == "logits" else BLOCK_TOLERANCE), f"{what}: {name}: {error}"
+
+
+WINDOWS: dict[str, dict[str, Any]] = {
+    "one user": {"starts": [1000], "num_columns": 4},
+    "no drafts": {"starts": [200, 64], "num_columns": 1},
+    "32 slots": {"starts": [*range(10, 330, 10)], "num_columns": 4},
+}
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("size", CONFIGS)
+def test_blocks_of_published_shapes_in_bfloat16(size: str, window: str, cuda: torch.device) -> None:
+    config = replace(CONFIGS[size], layer_types=("linear_attention", "full_attention"), vocab_size=8192)
+    twins = random_twins(config, spec_of(size, config, torch.bfloat16), cuda, torch.bfloat16)
+    check_blocks(*twins, f"{size}, {window}", **WINDOWS[window], seed=1)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_blocks_of_tiny_agent_in_bfloat16(window: str, cuda: torch.device) -> None:
+    """Against the CPU: the checkpoint's weights are bfloat16, so that both have the same ones."""
+    checkpoint = resolve_checkpoint(bundled.checkpoint_of(None))
+    rounded = load_model(checkpoint, device=cuda, dtype=torch.bfloat16)
+    exact = load_model(checkpoint, device=CPU, dtype=torch.float32)
+    check_blocks(rounded, exact, f"tiny-agent, {window}", **WINDOWS[window], seed=2)
+
+
+def test_a_wrong_convention_is_no_rounding(cuda: torch.device) -> None:
+    """The bound on blocks tells one from the other: with keys that are not rotated, attention is far beyond it."""
+    config = replace(CONFIGS["0.8B"], layer_types=("linear_attention", "full_attention"), vocab_size=8192)
+    rounded, exact = random_twins(config, spec_of("0.8B", config, torch.bfloat16), cuda, torch.bfloat16)
+    exact._rope = replace(exact._rope, sin_LA=torch.zeros_like(exact._rope.sin_LA))
+    errors = ForcedBlocks(rounded, exact, starts=[100], num_columns=4, seed=1).run()
+    assert errors["layer 1, keys and values"] > 4 * BLOCK_TOLERANCE, errors

@@ -1,0 +1,96 @@
+"""What a decode step moves on the device: the state rows it must, by our kernels alone, and nothing between host and device but ids and results."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from triton.runtime import JITFunction
+
+from agentspec.kernels import triton as triton_backend
+from agentspec.kernels.traffic import state_traffic
+from agentspec.runtime.plan import StepPlan
+from agentspec.types import SamplingParams
+from benchmarks.published import make_model
+from benchmarks.running_engine import Case, RunningEngine
+from benchmarks.trace import Timeline, record
+from tests.fakes.copy_counter import CopyCounter
+from tests.fakes.hash_chain import ReferenceRequest
+from tests.fakes.sequence_driver import poison
+from tests.fakes.step_driver import StepDriver
+from tests.properties.real_model import load, write_agreeing_checkpoint
+from tests.test_decode_benchmark import TOY
+
+pytestmark = pytest.mark.gpu
+SMALL: dict[str, Any] = {"num_hidden_layers": 4, "full_attention_interval": 2}
+NUM_RECURRENT_LAYERS = 2
+NUM_STEPS = 32
+
+SMALL_TORCH_KERNELS = ("index", "gather", "Gather", "CatArray", "CUDAFunctor", "direct_copy")
+"""Parts of the names of torch's kernels that a greedy step may have: rows of the embedding, of the drafts and their positions, pages of a table."""
+MAX_TORCH_KERNELS = 8
+"""A step."""
+
+
+def test_a_step_reads_one_row_and_writes_one_a_column(cuda: torch.device, tmp_path: Path) -> None:
+    """Eagerly: what a graph captures is the same function. No operation of torch's reaches a pool."""
+    model = load(write_agreeing_checkpoint(tmp_path, **SMALL), cuda)
+    driver = StepDriver(model, max_running=3, max_draft_tokens=3, device=cuda)
+    poison(model)
+    plan = StepPlan()
+    for slot in range(3):
+        sampling = SamplingParams(temperature=0.8 if slot == 1 else 0.0, top_p=0.9)
+        driver.plan_join(plan, slot, ReferenceRequest(prompt=[5, 6, 7 + slot], sampling=sampling, seed=slot, length_limit=250))
+    driver.step(3, plan=plan)
+    for num_drafted, slots in ((3, [0, 1, 2]), (0, [2, 0]), (2, [1])):
+        state_traffic.reset()
+        with CopyCounter(model.pools.tensors()) as counter:
+            driver.step(num_drafted, slots=slots)
+        moved = (state_traffic.rows_read, state_traffic.rows_written)
+        assert moved == (NUM_RECURRENT_LAYERS * len(slots), NUM_RECURRENT_LAYERS * len(slots) * (num_drafted + 1))
+        assert counter.touched == []
+
+
+def our_kernels() -> set[str]:
+    modules = [importlib.import_module(f"{triton_backend.__name__}.{found.name}") for found in pkgutil.iter_modules(triton_backend.__path__)]
+    return {value.__name__ for module in modules for value in vars(module).values() if isinstance(value, JITFunction)}
+
+
+@pytest.fixture
+def timeline(cuda: torch.device) -> Timeline:
+    """Greedy steps of two slots in the overlapped loop, replayed, after the first ones."""
+    with profile(activities=[ProfilerActivity.CUDA]):  # it must be there before a graph is captured that it shall see into
+        torch.cuda.synchronize()
+    model = make_model("toy", TOY, device=cuda, dtype=torch.bfloat16)
+    engine = RunningEngine(Case(model="toy", context=70, batch=2, depth=3), model, cuda, num_steps=NUM_STEPS + 9)
+    assert not engine.graphs.startswith("none")
+    for _ in range(8):
+        engine.step()
+    return record(engine.step, NUM_STEPS)
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
+def test_a_replayed_step_runs_our_kernels_and_copies_no_state(timeline: Timeline) -> None:
+    calls = Counter(kernel.name for kernel in timeline.kernels)
+    copies = {name: number for name, number in calls.items() if name.startswith(("Memcpy", "Memset"))}
+    ours, foreign = our_kernels(), {name: number for name, number in calls.items() if name not in copies and "at::" in name}
+    unknown = calls.keys() - ours - copies.keys() - foreign.keys()
+    assert not unknown, "neither ours nor torch's"
+    assert {"_gated_delta_step", "_commit_window", "_publish_drafts"} <= calls.keys()
+    strange = [name for name in foreign if not any(part in name for part in SMALL_TORCH_KERNELS)]
+    assert not strange
+    assert sum(foreign.values()) <= MAX_TORCH_KERNELS * NUM_STEPS, foreign
+    of_pages = sum(number for name, number in foreign.items() if "direct_copy" in name)
+    assert of_pages < NUM_STEPS, f"a step copies: {foreign}"
+    to_host = sum(number for name, number in copies.items() if "DtoH" in name)
+    to_device = sum(number for name, number in copies.items() if "HtoD" in name)
+    assert to_host == NUM_STEPS, f"one result a step: {copies}"
+    assert to_device <= of_pages, f"only new pages: {copies}"
+    assert to_host + to_device == sum(copies.values()), f"no other copies: {copies}"
+    assert not [name for name in copies if "Pageable" in name], f"all through pinned memory: {copies}"
