@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +62,14 @@ class ReferenceState:
     """Position 0 holds nothing of meaning."""
 
 
+class _Constants(NamedTuple):
+    """Odd numbers, one a token and two a position, that hashes are made of."""
+
+    of_token: Int64s
+    of_position: Int64s
+    of_attention: Int64s
+
+
 class HashChainModel:
     """StepModel over hashes; see the module's docstring."""
 
@@ -75,11 +84,14 @@ class HashChainModel:
         draft_accuracy: float = 0.8,
         stop_chance: float = 0.0,
         has_mtp: bool = True,
+        device: torch.device | None = None,
     ) -> None:
-        """stop_chance: share of contexts in which the stop id is by far the likeliest token; elsewhere it is by far the unlikeliest."""
+        """device: None: the CPU.
+        stop_chance: share of contexts in which the stop id is by far the likeliest token; elsewhere it is by far the unlikeliest."""
         assert block_tokens & (block_tokens - 1) == 0, "a shift and a mask find the cell of a position"
         self._block = block_tokens
         self._block_bits = block_tokens.bit_length() - 1
+        self._device = torch.device("cpu") if device is None else device
         stop_id = num_real_tokens - 1
         self._spec = ModelSpec(
             name="hash-chain",
@@ -94,23 +106,25 @@ class HashChainModel:
         )
         generator = np.random.default_rng(seed)
 
-        def constants(size: int) -> Tensor:
-            return torch.from_numpy(generator.integers(-(2**63), 2**63, size=size, dtype=np.int64) | 1)
+        def constants(size: int) -> Int64s:
+            return generator.integers(-(2**63), 2**63, size=size, dtype=np.int64) | 1
 
-        self._of_token = constants(self._spec.vocab_size)
-        self._of_position = constants(max_context + _SLACK)
-        self._of_attention = constants(max_context + _SLACK)
+        self._reference = _Constants(
+            of_token=constants(self._spec.vocab_size), of_position=constants(max_context + _SLACK), of_attention=constants(max_context + _SLACK)
+        )
+        self._of_token, self._of_position, self._of_attention = (torch.from_numpy(values).to(self._device) for values in self._reference)
         self._of_both = self._of_position + self._of_attention
         rows = 1 << _TABLE_BITS
         table = generator.normal(0.0, 2.0, size=(rows, self._spec.vocab_size)).astype(np.float32)
         table[:, stop_id] = np.where(generator.random(rows) < stop_chance, 40.0, -40.0)
         table[:, num_real_tokens:] = -np.inf
-        self._table = torch.from_numpy(table)
+        self._reference_table = torch.from_numpy(table)
+        self._table = self._reference_table.to(self._device)
         greedy = table.argmax(1)
         wrong = (greedy + 1 + generator.integers(0, num_real_tokens - 1, size=rows)) % num_real_tokens
-        self._draft_table = torch.from_numpy(np.where(generator.random(rows) < draft_accuracy, greedy, wrong))
+        self._draft_table = torch.from_numpy(np.where(generator.random(rows) < draft_accuracy, greedy, wrong)).to(self._device)
         self._full_draft_table = self._draft_table
-        self._position = torch.arange(max_context + _SLACK)
+        self._position = torch.arange(max_context + _SLACK, device=self._device)
         self._mtp_position = self._position.clone()
         self._mtp_position[0] = 2**62  # never below a length: MTP attention skips position 0
 
@@ -120,13 +134,13 @@ class HashChainModel:
 
     @property
     def capturable(self) -> bool:
-        return False
+        return self._device.type == "cuda"
 
     def allocate(self, *, num_rows: int, num_pages: int) -> None:
-        self.rows_R3 = torch.full((num_rows, 3), _POISON)
+        self.rows_R3 = torch.full((num_rows, 3), _POISON, device=self._device)
         self.rows_R3[ZERO_ROW] = 0
-        self.attention_PS = torch.full((num_pages, self._block), _POISON)
-        self.mtp_PS = torch.full((num_pages, self._block), _POISON)
+        self.attention_PS = torch.full((num_pages, self._block), _POISON, device=self._device)
+        self.mtp_PS = torch.full((num_pages, self._block), _POISON, device=self._device)
 
     def verify(self, batch: VerifyBatch) -> Tensor:
         num_columns = batch.tokens_BT.shape[1]
@@ -154,9 +168,9 @@ class HashChainModel:
         assert num_tokens == chunk.state_writes[-1][0]
         window = VerifyBatch(
             tokens_BT=chunk.token_ids[None],
-            length_B=torch.tensor([chunk.start]),
-            read_row_B=torch.tensor([chunk.read_row]),
-            write_rows_BT=torch.full((1, num_tokens), SCRATCH_ROW),
+            length_B=torch.tensor([chunk.start], device=self._device),
+            read_row_B=torch.tensor([chunk.read_row], device=self._device),
+            write_rows_BT=torch.full((1, num_tokens), SCRATCH_ROW, device=self._device),
             page_table_BP=chunk.page_ids[None],
         )
         before = self.rows_R3[chunk.read_row, 0].clone()
@@ -193,7 +207,7 @@ class HashChainModel:
 
     def limit_drafts(self, ids: Sequence[int]) -> int:
         """A draft that is not among `ids` becomes the best of them."""
-        among = torch.tensor(ids)
+        among = torch.tensor(ids, device=self._device)
         nearest = among[self._table[:, among].argmax(1)]
         self._draft_table = torch.where(torch.isin(self._full_draft_table, among), self._full_draft_table, nearest)
         return 0
@@ -206,7 +220,8 @@ class HashChainModel:
 
     def _sum_pages(self, pages_PS: Tensor, position: Tensor, page_table_BP: Tensor, length_B: Tensor) -> Tensor:
         """Sum of what the pages hold at positions below each length: [B, 1]."""
-        num_blocks = -(-max(length_B.tolist()) // self._block)
+        # A captured step can't ask how long its slots are: it sums all pages, whatever they hold beyond.
+        num_blocks = page_table_BP.shape[1] if self.capturable else -(-max(length_B.tolist()) // self._block)
         if num_blocks == 0:
             return torch.zeros_like(length_B)[:, None]
         values = pages_PS.index_select(0, page_table_BP[:, :num_blocks].flatten()).view(len(length_B), -1)
@@ -219,9 +234,9 @@ class HashChainModel:
     def reference_state(self, tokens: Sequence[int]) -> ReferenceState:
         """Row and page contents of a from-scratch prefill of `tokens` (at least one)."""
         ids = np.array(tokens, dtype=np.int64)
-        of_token = self._of_token.numpy()[ids]
-        of_position = self._of_position.numpy()[: len(ids)]
-        attention = of_token * self._of_attention.numpy()[: len(ids)]
+        of_token = self._reference.of_token[ids]
+        of_position = self._reference.of_position[: len(ids)]
+        attention = of_token * self._reference.of_attention[: len(ids)]
         state = np.cumsum(of_token * of_position)
         hidden = state + np.cumsum(attention)
         pairs = np.concatenate(([0], hidden[:-1])) * of_token + of_position
@@ -230,19 +245,19 @@ class HashChainModel:
 
     def check_row(self, row: int, tokens: Sequence[int], *, context: str = "") -> None:
         """Raise AssertionError unless the row is exactly the state after `tokens`."""
-        held, expected = self.rows_R3[row].numpy(), self.reference_state(tokens).row
+        held, expected = self.rows_R3[row].cpu().numpy(), self.reference_state(tokens).row
         wrong = [name for name, is_wrong in zip(("state", "hidden", "MTP checksum"), held != expected, strict=True) if is_wrong]
         assert not wrong, f"{context} row {row} is not the state after {len(tokens)} tokens: {', '.join(wrong)} differ"
 
     def check_pages(self, page_ids: Sequence[int], tokens: Sequence[int], *, with_mtp: bool = True, context: str = "") -> None:
         """Raise AssertionError unless the pages hold exactly what a prefill of `tokens` writes (K/V, and MTP K/V if MTP runs at all)."""
         expected = self.reference_state(tokens)
-        pages = torch.tensor(page_ids)
-        held = self.attention_PS[pages].flatten()[: len(tokens)].numpy()
+        pages = torch.tensor(page_ids, device=self._device)
+        held = self.attention_PS[pages].flatten()[: len(tokens)].cpu().numpy()
         wrong = np.flatnonzero(held != expected.attention_N)
         assert not wrong.size, f"{context} pages {list(page_ids)}: K/V at positions {wrong.tolist()} of {len(tokens)} is not the tokens'"
         if with_mtp:
-            held = self.mtp_PS[pages].flatten()[: len(tokens)].numpy()
+            held = self.mtp_PS[pages].flatten()[: len(tokens)].cpu().numpy()
             wrong = 1 + np.flatnonzero((held != expected.mtp_N)[1:])
             assert not wrong.size, f"{context} pages {list(page_ids)}: MTP K/V at positions {wrong.tolist()} of {len(tokens)} is not the pairs'"
 
@@ -257,12 +272,12 @@ class HashChainModel:
         hidden = np.array([self.reference_state(request.prompt).row[1] for request in requests], dtype=np.int64)
         lengths = np.array([len(request.prompt) for request in requests], dtype=np.int64)
         tables = _SamplingTables(requests, self._spec.vocab_size)
-        of_token, of_both = self._of_token.numpy(), self._of_both.numpy()
+        of_token, of_both = self._reference.of_token, self._reference.of_position + self._reference.of_attention
         alive = np.array([i for i, request in enumerate(requests) if len(request.prompt) < request.length_limit], dtype=np.int64)
         while alive.size:
             allowed = {i: allows(streams[i]) for i in alive.tolist() if (allows := requests[i].allowed_after) is not None}
             alive = np.array([i for i in alive.tolist() if i not in allowed or allowed[i].any()], dtype=np.int64)
-            logits = self._table[torch.from_numpy((hidden[alive] >> (64 - _TABLE_BITS)) & ((1 << _TABLE_BITS) - 1))]
+            logits = self._reference_table[torch.from_numpy((hidden[alive] >> (64 - _TABLE_BITS)) & ((1 << _TABLE_BITS) - 1))]
             for row, i in enumerate(alive.tolist()):
                 if i in allowed:
                     logits[row, torch.from_numpy(~allowed[i])] = -torch.inf

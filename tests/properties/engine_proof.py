@@ -47,12 +47,14 @@ PATIENCE = 1000
 class Proof:
     """Runs one house until `num_turns` turns have ended, and checks everything."""
 
-    def __init__(self, house: House) -> None:
+    def __init__(self, house: House, device: torch.device | None = None, *, graphs: bool = True) -> None:
+        """device: None: the CPU. graphs: on CUDA, replay steps; then nobody watches the rows and pages that they write, only what comes of it."""
+        device = torch.device("cpu") if device is None else device
         self.house = house
         self.rng = random.Random(house.seed)
         self.now = 0.0
-        self.model = house.new_model()
-        self.assembly = house.build(self.model, lambda: self.now)
+        self.model = house.new_model(device)
+        self.assembly = house.build(self.model, lambda: self.now, device, graphs=graphs)
         self.cache = self.assembly.cache
         self.loop: Any = self.assembly.loop
         self.max_length = self.assembly.info.max_context

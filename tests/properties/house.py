@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
+import torch
+
 from agentspec.assembly import Assembly, build
 from agentspec.config import EngineConfig
 from agentspec.runtime.memory_plan import RESERVED, MemoryPlan, longest_sequence
@@ -107,12 +109,17 @@ class House:
     def concurrency(self) -> int:
         return max(1, self.max_running + self.extra_clients)
 
-    def new_model(self) -> HashChainModel:
+    def new_model(self, device: torch.device) -> HashChainModel:
         return HashChainModel(
-            seed=self.seed, block_tokens=BLOCK, draft_accuracy=self.draft_accuracy, stop_chance=self.stop_chance, max_context=MAX_CONTEXT
+            seed=self.seed,
+            block_tokens=BLOCK,
+            draft_accuracy=self.draft_accuracy,
+            stop_chance=self.stop_chance,
+            max_context=MAX_CONTEXT,
+            device=device,
         )
 
-    def build(self, model: HashChainModel, clock: Callable[[], float]) -> Assembly:
+    def build(self, model: HashChainModel, clock: Callable[[], float], device: torch.device, *, graphs: bool) -> Assembly:
         spec = model.spec
         budget_bytes = int(self.budget_share * ((self.num_rows - RESERVED) * spec.row_bytes + (self.num_pages - 1) * spec.page_bytes))
         least_rows = self.max_draft_tokens + 3 + MAX_PROMPT_CHECKPOINTS
@@ -126,7 +133,9 @@ class House:
                 max_running=self.max_running,
                 prefill_budget=self.prefill_budget,
                 session_hold_seconds=self.hold_seconds,
+                graphs=graphs,
             ),
+            device=device,
             memory=MemoryPlan(
                 num_rows=self.num_rows,
                 num_pages=self.num_pages,

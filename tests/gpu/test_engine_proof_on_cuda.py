@@ -1,0 +1,26 @@
+"""The engine's randomised proof (tests/properties/engine_proof.py) on a CUDA device: the hash chain's steps, with their windows opened, chosen,
+committed and published by the device's kernels; as replayed graphs, and eagerly under watch.
+
+Only houses with three drafts: each width of a window is another set of kernels to compile.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from tests.properties.engine_proof import Proof
+from tests.properties.house import House
+
+pytestmark = pytest.mark.gpu
+DRAFTS = 3
+TURNS = 60
+SEEDS = list(itertools.islice((seed for seed in itertools.count(5000) if House.random(seed).max_draft_tokens == DRAFTS), 16))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "watched"])
+def test_every_state_and_every_stream_is_true(graphs: bool, seed: int, cuda: torch.device) -> None:
+    Proof(House.random(seed), cuda, graphs=graphs).run(TURNS)
