@@ -20,6 +20,8 @@ LENGTH_LIMIT, SEED, TOP_K, STOP_IDS = range(4)
 """First columns of SlotLimits' fields in a row of `limits_SF`."""
 TEMPERATURE, TOP_P, LOG_MIN_P, REPETITION, FREQUENCY, PRESENCE, NUM_FLOATS = range(7)
 """Columns of `sampling_SF`."""
+NUM_COUNTS = 4
+"""Columns of `happened_BF` (see Commit) before the slot's scalars."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,16 +14,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from agentspec import kernels
-from agentspec.kernels.slots import SlotState
+from agentspec.kernels.slots import NUM_COUNTS, SlotState
 from agentspec.models.protocol import StepModel, VerifyBatch
 from agentspec.mtp.drafter import Drafter
 from agentspec.runtime.plan import MAX_ALTERNATIVES, SlotOutcome
 from agentspec.runtime.sampler import choose, count_emitted
 from agentspec.runtime.scores import ScoreRows, score_tokens
 from agentspec.runtime.step_buffers import StepBuffers
-
-_NUM_COUNTS = 4
-"""Columns of `happened_BF` before the slot's scalars."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +77,7 @@ def decode_step(
 
 def score_result(result: StepResult) -> ScoreRows:
     """Scores of the tokens chosen after each column: row b * T + t belongs to column t of slot b."""
-    first = _NUM_COUNTS + SlotState.NUM_SCALARS
+    first = NUM_COUNTS + SlotState.NUM_SCALARS
     tokens_BT = result.happened_BF[:, first : first + result.logits_BTV.shape[1]]
     return score_tokens(result.logits_BTV.flatten(0, 1), tokens_BT.flatten(), MAX_ALTERNATIVES)
 

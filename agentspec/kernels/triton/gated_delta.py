@@ -12,8 +12,6 @@ Knows nothing of what rows mean. Shape letters as in backend.py; in kernels X ch
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +19,7 @@ from torch import Tensor
 
 from agentspec.kernels.backend import DeltaWeights
 from agentspec.kernels.traffic import state_traffic, touches_pools
-from agentspec.kernels.triton.launch import OVERLAPPED, await_previous, release_next
+from agentspec.kernels.triton.launch import NUM_COUNTERS, OVERLAPPED, arrival_counters, await_previous, release_next
 
 _BLOCK_D = 32
 """Value dims of a program. With four warps and key dim 128 the tile takes 32 registers a lane, and one slot is work for every multiprocessor."""
@@ -30,19 +28,8 @@ _CHUNK = 32
 """Key dims that lie across lanes, four to a lane. A lane has its place of every chunk, so that a sum over the key dim crosses few lanes."""
 _MAX_ROWS = 16
 """Rows (a token of a head) that the norm has in registers at a time, at most."""
-_NUM_COUNTERS = 1 << 14
-"""Slots times key heads of a launch, at most."""
 
 _L2_EPS = tl.constexpr(1e-6)
-
-
-@functools.cache
-def _counters(device: torch.device) -> Tensor:
-    """int32, zero between launches: how many programs of a slot's key head have finished."""
-    assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), (
-        "a graph's memory is not zeroed before its first replay: warm up first"
-    )
-    return torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=device)
 
 
 @touches_pools
@@ -60,7 +47,7 @@ def gated_delta_step(
     assert ssm_RVDK.dtype == torch.float32
     assert projected_NP.stride(1) == 1
     assert all(x.is_contiguous() for x in (ssm_RVDK[0], conv_R3C[0], weights.conv_C4, read_row_B, write_rows_BT))
-    assert num_slots * num_key_heads <= _NUM_COUNTERS
+    assert num_slots * num_key_heads <= NUM_COUNTERS
     device = projected_NP.device
     o_NVD = torch.empty(num_tokens, num_values, dtype=torch.float32, device=device)
     out = torch.empty(num_tokens, num_values, dtype=projected_NP.dtype, device=device)
@@ -82,7 +69,7 @@ def gated_delta_step(
         write_rows_BT,
         o_NVD,
         out,
-        _counters(device),
+        arrival_counters(device),
         T=num_columns,
         V=num_heads,
         REPEATS=num_heads // num_key_heads,

@@ -12,10 +12,13 @@ Knows nothing of what kernels compute. Under Triton's interpreter there is nothi
 
 from __future__ import annotations
 
+import functools
 from typing import TypedDict
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
@@ -29,6 +32,21 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 OVERLAPPED: LaunchOptions = {"PDL": False} if INTERPRETED else {"PDL": True, "launch_pdl": True}
 """Keyword arguments of every launch: kernel[grid](..., **OVERLAPPED)."""
+
+
+NUM_COUNTERS = 1 << 16
+"""Groups of programs that one launch may count."""
+
+
+@functools.cache
+def arrival_counters(device: torch.device) -> Tensor:
+    """int32 [NUM_COUNTERS], zero between kernels: the last program of a group to arrive sets its counter back. Kernels share them, so all that count
+    must run one after the other: on one stream of a device.
+
+    Cached, and made by the first call, which must come before any capture."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a step must run once before it is captured: its counters would belong to the graph, which zeroes nothing before a replay")
+    return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
 
 
 @triton.jit

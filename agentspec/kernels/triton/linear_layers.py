@@ -9,8 +9,6 @@ Shape letters: N tokens, H and K input features, O output features, I FFN width,
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -18,13 +16,11 @@ from torch import Tensor
 from torch.nn.functional import linear as torch_linear
 
 from agentspec.kernels.backend import Norm
-from agentspec.kernels.triton.launch import OVERLAPPED, await_previous, release_next
+from agentspec.kernels.triton.launch import NUM_COUNTERS, OVERLAPPED, arrival_counters, await_previous, release_next
 from agentspec.kernels.triton.linear_plans import Kind, Plan, plan_for
 from agentspec.kernels.triton.linear_tiles import prefetch_first_steps, sum_parts, walk
 from agentspec.kernels.triton.norms import rms_norm
 
-MAX_TILES = 1 << 16
-"""Output tiles that may count arrivals at once."""
 _ELEMENTWISE_BLOCK = 1024
 _CHOICE_BLOCK = 1024
 
@@ -72,14 +68,6 @@ def _plan(kind: Kind, x_NH: Tensor, weight_OH: Tensor) -> Plan | None:
     return plan_for(kind, *weight_OH.shape, x_NH.shape[0], x_NH.element_size())
 
 
-@functools.cache
-def _arrivals(device: torch.device) -> Tensor:
-    """Counters that are zero between kernels: int32 [MAX_TILES]. Cached, and made by the first call, which must come before any capture."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("the first linear layer of a process must run before a graph is captured: its counters would belong to that graph")
-    return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
-
-
 def launch_linear(plan: Plan, x_NH: Tensor, weight_OH: Tensor, norm: Norm | None, residual_NO: Tensor | None) -> Tensor:
     """One launch by a given plan: (residual +) x W^T, of the normed x if there is a norm. [N, O] in x's dtype."""
     (num_tokens, depth), num_outputs = x_NH.shape, weight_OH.shape[0]
@@ -91,8 +79,8 @@ def launch_linear(plan: Plan, x_NH: Tensor, weight_OH: Tensor, norm: Norm | None
     tiles, blocks = triton.cdiv(num_outputs, plan.block_o), triton.cdiv(num_tokens, plan.block_m)
     partial = arrivals = None
     if plan.split > 1:
-        assert tiles * blocks <= MAX_TILES, f"{tiles * blocks} tiles"
-        arrivals = _arrivals(x_NH.device)
+        assert tiles * blocks <= NUM_COUNTERS, f"{tiles * blocks} tiles"
+        arrivals = arrival_counters(x_NH.device)
         partial = torch.empty(tiles * blocks * plan.split * plan.block_o * plan.block_m, dtype=torch.float32, device=x_NH.device)
     _linear_kernel[(tiles * plan.split, blocks)](
         out,

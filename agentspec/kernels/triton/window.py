@@ -38,9 +38,7 @@ _STOP_ID = tl.constexpr(types.STOP_ID)
 _STOP_LENGTH = tl.constexpr(types.STOP_LENGTH)
 _PURPOSE_FORCED_ACCEPT = tl.constexpr(PURPOSE_FORCED_ACCEPT)
 
-_NUM_LEADING = 4
-"""Columns of happened_BF before the slot's scalars."""
-_LEADING = tl.constexpr(_NUM_LEADING)
+_NUM_COUNTS = tl.constexpr(slots.NUM_COUNTS)
 
 
 def open_window(slots_SF: Tensor, page_table_SP: Tensor, slot_ids_B: Tensor, num_columns: int) -> Window:
@@ -86,7 +84,7 @@ def commit_window(
         tokens_BT=chosen_BT if forced_rate_K is None else torch.empty_like(chosen_BT),
         num_accepted_B=torch.empty(num_slots, dtype=torch.int64, device=device),
         draft_start_B=torch.empty(num_slots, dtype=torch.int64, device=device),
-        happened_BF=torch.empty(num_slots, _NUM_LEADING + slots.TOKENS + 2 * num_columns - 1, dtype=torch.int64, device=device),
+        happened_BF=torch.empty(num_slots, slots.NUM_COUNTS + slots.TOKENS + 2 * num_columns - 1, dtype=torch.int64, device=device),
     )
     _commit_window[(num_slots,)](
         slots_SF,
@@ -224,14 +222,14 @@ def _commit_window(  # type: ignore[no-untyped-def]
     num_accepted, stop = _truncate(token_T, num_matched, limits, length, T, E, BLOCK_T, BLOCK_E)
     tl.store(num_accepted_B + b, tl.where(is_active, num_accepted, 0))
     tl.store(draft_start_B + b, length + 1)
-    happened = happened_BF + b * (_LEADING + _TOKENS + 2 * T - 1)
-    i = tl.arange(0, _LEADING)
+    happened = happened_BF + b * (_NUM_COUNTS + _TOKENS + 2 * T - 1)
+    i = tl.arange(0, _NUM_COUNTS)
     leading = tl.where(i == 0, num_accepted + 1, tl.where(i == 1, num_accepted, tl.where(i == 2, num_offered, stop)))
     tl.store(happened + i, tl.where(is_active, leading, 0))
-    tl.store(happened + _LEADING + _TOKENS + t, token_T, mask=t < T)
-    tl.store(happened + _LEADING + _TOKENS + T + t, tl.zeros_like(token_T), mask=t < T - 1)
+    tl.store(happened + _NUM_COUNTS + _TOKENS + t, token_T, mask=t < T)
+    tl.store(happened + _NUM_COUNTS + _TOKENS + T + t, tl.zeros_like(token_T), mask=t < T - 1)
     last_token = tl.sum(tl.where(t == num_accepted, token_T, 0), axis=0)
-    _advance(slot, happened + _LEADING, is_active, length, num_accepted, stop, last_token, BLOCK_TOKENS, T, W, BLOCK_W)
+    _advance(slot, happened + _NUM_COUNTS, is_active, length, num_accepted, stop, last_token, BLOCK_TOKENS, T, W, BLOCK_W)
 
 
 @triton.jit

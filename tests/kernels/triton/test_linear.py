@@ -162,7 +162,7 @@ def check_plan(kind: Kind, num_outputs: int, depth: int, num_tokens: int, elemen
     assert plan.split == 1 or kind in ("linear", "add_linear"), text
     assert -(-depth // plan.block_k) >= plan.split, text
     assert plan.stages * plan.block_k * element_bytes * (plan.block_o + plan.block_m) <= LARGEST_SHARED_MEMORY, text
-    assert -(-num_outputs // plan.block_o) * -(-num_tokens // plan.block_m) <= ours.MAX_TILES or plan.split == 1, text
+    assert -(-num_outputs // plan.block_o) * -(-num_tokens // plan.block_m) <= ours.NUM_COUNTERS or plan.split == 1, text
 
 
 @pytest.mark.parametrize("num_tokens", TOKEN_COUNTS)
