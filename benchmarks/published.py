@@ -6,14 +6,13 @@ Knows shapes alone: no checkpoint, no tokenizer, no text.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from agentspec.kernels import PrefillBatch
 from agentspec.models.hf_config import TextConfig, parse_text_config
-from agentspec.models.protocol import PrefillChunk
 from agentspec.models.qwen3_5 import Qwen3_5Model
 from agentspec.models.state import page_bytes, row_bytes
 from agentspec.models.tensors import parameter_dtype, parameter_shapes, random_parameters
@@ -57,9 +56,13 @@ CONFIGS = {
 
 
 class PrefilledModel(Qwen3_5Model):
-    """A model whose prompts count as computed: prefill does nothing, and every row and page holds random values from the start.
+    """A model whose prompts may count as computed: then prefill does nothing, and the rows and pages that it would have written hold random values.
 
-    So a long context costs no time to reach, and a decode step does exactly what it would after a real prefill."""
+    So a long context costs no time to reach, and a step on top of it does exactly what it would after a real prefill. What a graph recorded it
+    does, whatever was chosen since."""
+
+    computes_prompts: bool = False
+    """Prefill does its work."""
 
     def allocate(self, *, num_rows: int, num_pages: int) -> None:
         self._pools = None  # a second allocation must not stand beside the first
@@ -72,11 +75,14 @@ class PrefilledModel(Qwen3_5Model):
         self.pools.conv_LR3C[:, ZERO_ROW] = 0
         self.pools.hidden_RH[ZERO_ROW] = 0
 
-    def prefill(self, chunks: Sequence[PrefillChunk]) -> list[Tensor]:
-        return [self.pools.hidden_RH[:0] for _ in chunks]
+    def prefill(self, batch: PrefillBatch) -> Tensor:
+        if self.computes_prompts:
+            return super().prefill(batch)
+        return self.pools.hidden_RH.new_zeros(len(batch.token_ids_N), self.pools.hidden_RH.shape[1])
 
-    def mtp_prefill(self, chunks: Sequence[PrefillChunk], previous_NH: Sequence[Tensor]) -> None:
-        pass
+    def mtp_prefill(self, batch: PrefillBatch, previous_NH: Tensor) -> None:
+        if self.computes_prompts:
+            super().mtp_prefill(batch, previous_NH)
 
     def release(self) -> None:
         """Let go of the pools."""

@@ -19,6 +19,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from agentspec.kernels.prefill_batch import PrefillBatch
 from agentspec.kernels.slots import Commit, SamplingTable, Window
 
 
@@ -147,6 +148,27 @@ class Backend(Protocol):
             page_table_BP: int32 [B, P], pages in block order. start_B: int64 [B], position of column 0.
             first_position: keys before it are never read (1 for the MTP layer); a query without keys gets zeros.
         Definitions: kernels/reference/attention.py, rope.py. A position that was never written may hold NaN: it must not be read, or not matter."""
+        ...
+
+    # Prompts: the same layers over the spans of a PrefillBatch. Results of padding tokens may be anything, NaN too; nothing is stored for them
+
+    def gated_delta_prefill(self, projected_NP: Tensor, weights: DeltaWeights, ssm_RVDK: Tensor, conv_R3C: Tensor, batch: PrefillBatch) -> Tensor:
+        """As `gated_delta_step` over spans: [N, V * D]. Each span reads its READ_ROW; the state after a block goes to the block's save rows alone.
+
+        A span's save row may be the row that it reads; no other span reads it. The same blocks give the same bits, whatever stands beside them and
+        however many of them a call has."""
+        ...
+
+    def attention_prefill(self, projected_NP: Tensor, weights: AttentionWeights, rope: RopeTable, kv_P2SGD: Tensor, batch: PrefillBatch) -> Tensor:
+        """As `attention_step` from position 0 over spans: [N, Q * D]. Stores every token's key and value, then reads the whole sequence's."""
+        ...
+
+    def store_keys_values(self, projected_NK: Tensor, weights: AttentionWeights, rope: RopeTable, kv_P2SGD: Tensor, batch: PrefillBatch) -> None:
+        """The stores of `attention_prefill` alone. projected_NK: [N, 2 G D], all k heads, then all v heads."""
+        ...
+
+    def save_hidden(self, hidden_NH: Tensor, hidden_RH: Tensor, batch: PrefillBatch) -> None:
+        """The hidden of each block's last token goes to the block's save rows, in place."""
         ...
 
     # The integers of a step

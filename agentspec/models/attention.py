@@ -5,12 +5,11 @@ Owns projections and the order of operations; pages belong to the caller, who pa
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from agentspec import kernels
 from agentspec.models.hf_config import TextConfig
-from agentspec.models.layers import PrefillInputs, StepInputs
+from agentspec.models.layers import StepInputs
 from agentspec.models.tensors import ParameterScope
 
 
@@ -36,17 +35,14 @@ class GatedAttention:
         )
         return self._ops.add_linear(x_NH, o_ND, self.o_proj)
 
-    def prefill(self, x_NH: Tensor, norm: kernels.Norm, kv_P2SGD: Tensor, inputs: PrefillInputs) -> Tensor:
-        """x plus the attention of prefill spans; writes their keys and values first."""
+    def prefill(self, x_NH: Tensor, norm: kernels.Norm, kv_P2SGD: Tensor, rope: kernels.RopeTable, batch: kernels.PrefillBatch) -> Tensor:
+        """x plus the attention of prompt tokens; writes their keys and values first."""
         projected_NP = self._ops.norm_linear(x_NH, norm, self.qkv_proj)
-        q_NQD, gate_ND, k_NGD, v_NGD = kernels.split_heads(projected_NP, self.weights, inputs.cos_NA, inputs.sin_NA)
-        kernels.write_kv_prefill(kv_P2SGD, k_NGD, v_NGD, inputs.spans)
-        o_NQD = kernels.paged_attention_prefill(q_NQD, kv_P2SGD, inputs.spans, scale=self.weights.scale)
-        return self._ops.add_linear(x_NH, o_NQD.flatten(1) * torch.sigmoid(gate_ND), self.o_proj)
+        o_ND = self._ops.attention_prefill(projected_NP, self.weights, rope, kv_P2SGD, batch)
+        return self._ops.add_linear(x_NH, o_ND, self.o_proj)
 
-    def prefill_keys_values(self, x_NH: Tensor, norm: kernels.Norm, kv_P2SGD: Tensor, inputs: PrefillInputs) -> None:
+    def prefill_keys_values(self, x_NH: Tensor, norm: kernels.Norm, kv_P2SGD: Tensor, rope: kernels.RopeTable, batch: kernels.PrefillBatch) -> None:
         """Only the stores of `prefill`, for a last layer whose output nobody needs."""
         first_key = 2 * self.weights.num_heads * self.weights.head_dim
-        projected_NP = self._ops.norm_linear(x_NH, norm, self.qkv_proj[first_key:])
-        k_NGD, v_NGD = kernels.split_keys_values(projected_NP, self.weights, inputs.cos_NA, inputs.sin_NA)
-        kernels.write_kv_prefill(kv_P2SGD, k_NGD, v_NGD, inputs.spans)
+        projected_NK = self._ops.norm_linear(x_NH, norm, self.qkv_proj[first_key:])
+        self._ops.store_keys_values(projected_NK, self.weights, rope, kv_P2SGD, batch)

@@ -5,21 +5,17 @@ Owns projections and the order of operations; the recurrence and everything that
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from agentspec import kernels
 from agentspec.models.hf_config import TextConfig
-from agentspec.models.layers import PrefillInputs, StateRows
+from agentspec.models.layers import StateRows
 from agentspec.models.tensors import ParameterScope
 
 
 class GatedDeltaNet:
     def __init__(self, config: TextConfig, ops: kernels.Backend, parameters: ParameterScope) -> None:
         self._ops = ops
-        heads, values = config.num_value_heads, config.num_value_heads * config.value_dim
-        self.head_shape = (heads, config.value_dim)
-        self.sizes = [config.conv_channels, values, heads, heads]
         self.in_proj = parameters.take_rows("in_proj_qkv.weight", "in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight")
         self.weights = kernels.DeltaWeights(
             conv_C4=parameters.take("conv1d.weight").squeeze(1),
@@ -37,12 +33,8 @@ class GatedDeltaNet:
         o_ND = self._ops.gated_delta_step(projected_NP, self.weights, ssm_RVDK, conv_R3C, rows.read_row_B, rows.write_rows_BT)
         return self._ops.add_linear(x_NH, o_ND, self.out_proj)
 
-    def prefill(self, x_NH: Tensor, norm: kernels.Norm, ssm_RVDK: Tensor, conv_R3C: Tensor, inputs: PrefillInputs) -> Tensor:
-        """x plus the mixer over prefill spans: reads each span's row, writes the state at its wanted counts."""
-        qkv, z, b, a = torch.split(self._ops.norm_linear(x_NH, norm, self.in_proj), self.sizes, -1)
-        weights = self.weights
-        qkv_NC = kernels.causal_conv_prefill(qkv, weights.conv_C4, conv_R3C, inputs.spans)
-        o_NVD = kernels.gated_delta_prefill(qkv_NC, a, b, weights.a_log_V, weights.dt_bias_V, ssm_RVDK, inputs.spans)
-        z_NVD = torch.unflatten(z, -1, self.head_shape)
-        normed_NVD = kernels.gated_rms_norm(o_NVD, z_NVD, weights.norm_D, weights.eps, weights.gate)
-        return self._ops.add_linear(x_NH, normed_NVD.flatten(1), self.out_proj)
+    def prefill(self, x_NH: Tensor, norm: kernels.Norm, ssm_RVDK: Tensor, conv_R3C: Tensor, batch: kernels.PrefillBatch) -> Tensor:
+        """x plus the mixer over prompt tokens: reads each span's row, writes the wanted states."""
+        projected_NP = self._ops.norm_linear(x_NH, norm, self.in_proj)
+        o_ND = self._ops.gated_delta_prefill(projected_NP, self.weights, ssm_RVDK, conv_R3C, batch)
+        return self._ops.add_linear(x_NH, o_ND, self.out_proj)

@@ -1,6 +1,6 @@
 """The blocks that every decoder layer shares, and what a forward hands to its layers.
 
-A mixer (attention or Gated DeltaNet) sees the tokens either as windows of slots (`StepInputs`) or as prefill spans (`PrefillInputs`); projections
+A mixer (attention or Gated DeltaNet) sees the tokens either as windows of slots (`StepInputs`) or as spans of prompts (`PrefillBatch`); projections
 and FFNs see flat tokens x_NH and never know which. Every block takes the residual stream with the norm in front of it and returns the stream with
 its output added, so that a backend may fuse both into its projections.
 """
@@ -8,7 +8,6 @@ its output added, so that a backend may fuse both into its projections.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,15 +35,6 @@ class StateRows:
 
     read_row_B: Tensor
     write_rows_BT: Tensor
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrefillInputs:
-    """Where the N tokens of a prefill stand."""
-
-    spans: Sequence[kernels.Span]
-    cos_NA: Tensor
-    sin_NA: Tensor
 
 
 def rope_table(config: TextConfig, device: torch.device) -> kernels.RopeTable:

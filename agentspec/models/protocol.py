@@ -1,9 +1,9 @@
 """What the runtime asks of a model: four device operations over rows and pages, and nothing about layers.
 
-Shape letters: B slots in the step, T tokens a slot (k+1 in a verify), N tokens of a prefill chunk, H hidden size, V vocabulary,
+Shape letters: B slots in the step, T tokens a slot (k+1 in a verify), N tokens of a prefill, H hidden size, V vocabulary,
 P pages a sequence. Token ids, rows, lengths and positions are int64; page ids int32.
 
-No method that a decode step calls may read on the host: a model where one still does says so (`capturable`), and its steps run
+No method that a step calls may read on the host: a model where one still does says so (`capturable`), and its steps run
 eagerly. Row and page ids are pointers; no method copies the state of one row to another.
 
 State rules that every implementation keeps (the hash-chain model in tests/fakes proves the engine against them):
@@ -24,6 +24,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from agentspec.kernels import PrefillBatch
 from agentspec.types import ModelSpec
 
 
@@ -43,23 +44,6 @@ class VerifyBatch:
     """int32. Pages of the sequence, in block order; SCRATCH_PAGE throughout for inert slots. Covers length + T + k tokens at least."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrefillChunk:
-    """A run of prompt tokens of one sequence. The host knows every length here."""
-
-    token_ids: Tensor
-    """int64 [N], on the model's device."""
-    start: int
-    """Position of token_ids[0]."""
-    read_row: int
-    """Row that holds the state after `start` tokens (ZERO_ROW when start is 0)."""
-    state_writes: tuple[tuple[int, int], ...]
-    """(count, row): after `count` tokens of this chunk the state goes to `row`. Counts ascend and may repeat (every row is written), 1 <= count <= N;
-    the last one is N."""
-    page_ids: Tensor
-    """int32 [P], covering start + N tokens at least."""
-
-
 class StepModel(Protocol):
     """A model that the runtime can drive. models/qwen3_5.py is the real one."""
 
@@ -68,7 +52,7 @@ class StepModel(Protocol):
 
     @property
     def capturable(self) -> bool:
-        """On CUDA, `verify`, `mtp` and both heads run without host reads, so a graph may record them."""
+        """On CUDA the forwards (verify, prefill, mtp, mtp_prefill) and both heads run without host reads, so a graph may record them."""
         ...
 
     def allocate(self, *, num_rows: int, num_pages: int) -> None:
@@ -81,8 +65,8 @@ class StepModel(Protocol):
         Writes attention K/V at positions length..length+T-1, and after column t the whole state (recurrent, conv, hidden) to write_rows_BT[:, t]."""
         ...
 
-    def prefill(self, chunks: Sequence[PrefillChunk]) -> list[Tensor]:
-        """Target forward over chunks of distinct sequences. Returns hidden_NH per chunk; writes K/V and the wanted states."""
+    def prefill(self, batch: PrefillBatch) -> Tensor:
+        """Target forward over prompt tokens of distinct sequences. Returns hidden_NH, post final norm; writes K/V and the wanted states."""
         ...
 
     def mtp(self, tokens_BT: Tensor, hidden_BTH: Tensor, start_B: Tensor, page_table_BP: Tensor) -> Tensor:
@@ -92,8 +76,8 @@ class StepModel(Protocol):
         `draft_head` scores, and the hidden to pair with the drafted token at the next position."""
         ...
 
-    def mtp_prefill(self, chunks: Sequence[PrefillChunk], previous_NH: Sequence[Tensor]) -> None:
-        """MTP K/V for the positions of each chunk: previous_NH[i][t] is the hidden of the token before chunk i's token t."""
+    def mtp_prefill(self, batch: PrefillBatch, previous_NH: Tensor) -> None:
+        """MTP K/V for every prompt token of the batch: previous_NH[n] is the hidden of the token before token n in its sequence."""
         ...
 
     def read_hidden(self, rows_B: Tensor) -> Tensor:

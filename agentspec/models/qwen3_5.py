@@ -15,9 +15,9 @@ from agentspec import kernels
 from agentspec.models.attention import GatedAttention
 from agentspec.models.gated_delta import GatedDeltaNet
 from agentspec.models.hf_config import TextConfig
-from agentspec.models.layers import PrefillInputs, StateRows, StepInputs, SwiGLU, rope_table
+from agentspec.models.layers import StateRows, StepInputs, SwiGLU, rope_table
 from agentspec.models.moe import MixtureOfExperts
-from agentspec.models.protocol import PrefillChunk, VerifyBatch
+from agentspec.models.protocol import VerifyBatch
 from agentspec.models.state import StatePools, allocate_pools
 from agentspec.models.tensors import ParameterScope
 from agentspec.types import ModelSpec
@@ -123,19 +123,18 @@ class Qwen3_5Model:  # noqa: N801  the family's name has an underscore
         hidden_NH = self._ops.norm_to_rows(x_NH, self._norm, pools.hidden_RH, batch.write_rows_BT.flatten())
         return hidden_NH.view(*batch.tokens_BT.shape, -1)
 
-    def prefill(self, chunks: Sequence[PrefillChunk]) -> list[Tensor]:
-        inputs = self._prefill_inputs(chunks)
+    def prefill(self, batch: kernels.PrefillBatch) -> Tensor:
         pools = self.pools
 
         def mix(layer: DecoderLayer, x_NH: Tensor) -> Tensor:
             mixer, index = layer.mixer, layer.pool_index
             if isinstance(mixer, GatedAttention):
-                return mixer.prefill(x_NH, layer.input_norm, pools.kv_AP2SGD[index], inputs)
-            return mixer.prefill(x_NH, layer.input_norm, pools.ssm_LRVDK[index], pools.conv_LR3C[index], inputs)
+                return mixer.prefill(x_NH, layer.input_norm, pools.kv_AP2SGD[index], self._rope, batch)
+            return mixer.prefill(x_NH, layer.input_norm, pools.ssm_LRVDK[index], pools.conv_LR3C[index], batch)
 
-        hidden_NH = self._ops.rms_norm(self._run_layers(torch.cat([chunk.token_ids for chunk in chunks]), mix), self._norm)
-        kernels.write_hidden_prefill(pools.hidden_RH, hidden_NH, inputs.spans)
-        return list(torch.split(hidden_NH, [span.count for span in inputs.spans]))
+        hidden_NH = self._ops.rms_norm(self._run_layers(batch.token_ids_N, mix), self._norm)
+        self._ops.save_hidden(hidden_NH, pools.hidden_RH, batch)
+        return hidden_NH
 
     def mtp(self, tokens_BT: Tensor, hidden_BTH: Tensor, start_B: Tensor, page_table_BP: Tensor) -> Tensor:
         head = self._mtp_head()
@@ -146,12 +145,11 @@ class Qwen3_5Model:  # noqa: N801  the family's name has an underscore
         x_NH = head.layer.ffn.add_to(x_NH, head.layer.post_norm)
         return self._ops.rms_norm(x_NH, head.norm).view_as(hidden_BTH)
 
-    def mtp_prefill(self, chunks: Sequence[PrefillChunk], previous_NH: Sequence[Tensor]) -> None:
+    def mtp_prefill(self, batch: kernels.PrefillBatch, previous_NH: Tensor) -> None:
         head = self._mtp_head()
-        inputs = self._prefill_inputs(chunks)
-        x_NH = head.join(torch.cat([chunk.token_ids for chunk in chunks]), self._embedding_VH, torch.cat(list(previous_NH)))
+        x_NH = head.join(batch.token_ids_N, self._embedding_VH, previous_NH)
         # The head has one layer, so its keys and values need neither its attention nor its FFN.
-        head.attention.prefill_keys_values(x_NH, head.layer.input_norm, self.pools.kv_AP2SGD[head.layer.pool_index], inputs)
+        head.attention.prefill_keys_values(x_NH, head.layer.input_norm, self.pools.kv_AP2SGD[head.layer.pool_index], self._rope, batch)
 
     def read_hidden(self, rows_B: Tensor) -> Tensor:
         return kernels.read_hidden(self.pools.hidden_RH, rows_B)
@@ -183,25 +181,3 @@ class Qwen3_5Model:  # noqa: N801  the family's name has an underscore
         for layer in self._layers:
             x_NH = layer.ffn.add_to(mix(layer, x_NH), layer.post_norm)
         return x_NH
-
-    def _prefill_inputs(self, chunks: Sequence[PrefillChunk]) -> PrefillInputs:
-        spans: list[kernels.Span] = []
-        positions: list[Tensor] = []
-        offset = 0
-        for chunk in chunks:
-            count = chunk.token_ids.shape[0]
-            assert chunk.state_writes[-1][0] == count, "the last state write stands at the chunk's end"
-            spans.append(
-                kernels.Span(
-                    offset=offset,
-                    count=count,
-                    start=chunk.start,
-                    read_row=chunk.read_row,
-                    state_writes=chunk.state_writes,
-                    page_ids=chunk.page_ids,
-                )
-            )
-            positions.append(torch.arange(chunk.start, chunk.start + count, device=self._device))
-            offset += count
-        position_N = torch.cat(positions)
-        return PrefillInputs(spans=spans, cos_NA=self._rope.cos_LA[position_N], sin_NA=self._rope.sin_LA[position_N])

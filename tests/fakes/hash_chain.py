@@ -26,8 +26,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from agentspec.kernels import PrefillBatch
 from agentspec.kernels.reference.sampling import DrawInputs, PenaltyInputs, draw, penalise
-from agentspec.models.protocol import PrefillChunk, VerifyBatch
+from agentspec.kernels.reference.spans import read_spans
+from agentspec.models.protocol import VerifyBatch
 from agentspec.types import SCRATCH_ROW, ZERO_ROW, ModelSpec, SamplingParams
 
 Int64s = npt.NDArray[np.int64]
@@ -159,27 +161,25 @@ class HashChainModel:
         self.rows_R3.index_copy_(0, batch.write_rows_BT.flatten(), row_BT3.flatten(0, 1))
         return row_BT3[:, :, 1:]
 
-    def prefill(self, chunks: Sequence[PrefillChunk]) -> list[Tensor]:
-        return [self._prefill_one(chunk) for chunk in chunks]
-
-    def _prefill_one(self, chunk: PrefillChunk) -> Tensor:
-        # A chunk is a window of one slot; only some of its states are wanted.
-        num_tokens = len(chunk.token_ids)
-        assert num_tokens == chunk.state_writes[-1][0]
-        window = VerifyBatch(
-            tokens_BT=chunk.token_ids[None],
-            length_B=torch.tensor([chunk.start], device=self._device),
-            read_row_B=torch.tensor([chunk.read_row], device=self._device),
-            write_rows_BT=torch.full((1, num_tokens), SCRATCH_ROW, device=self._device),
-            page_table_BP=chunk.page_ids[None],
-        )
-        before = self.rows_R3[chunk.read_row, 0].clone()
-        hidden_NH = self.verify(window)[0]
-        position_N = self._position[chunk.start : chunk.start + num_tokens]
-        s_N = before + (self._of_token[chunk.token_ids] * self._of_position[position_N]).cumsum(0)
-        for count, row in chunk.state_writes:
-            self.rows_R3[row, 0] = s_N[count - 1]
-            self.rows_R3[row, 1:] = hidden_NH[count - 1]
+    def prefill(self, batch: PrefillBatch) -> Tensor:
+        hidden_NH = torch.empty(len(batch.token_ids_N), 2, dtype=torch.int64, device=self._device)
+        for span in read_spans(batch):
+            # A span is a window of one slot; only some of its states are wanted.
+            token_N = batch.token_ids_N[span.tokens]
+            window = VerifyBatch(
+                tokens_BT=token_N[None],
+                length_B=torch.tensor([span.start], device=self._device),
+                read_row_B=torch.tensor([span.read_row], device=self._device),
+                write_rows_BT=torch.full((1, len(token_N)), SCRATCH_ROW, device=self._device),
+                page_table_BP=span.page_ids_P[None],
+            )
+            before = self.rows_R3[span.read_row, 0].clone()
+            hidden_NH[span.tokens] = self.verify(window)[0]
+            s_N = before + (self._of_token[token_N] * self._of_position[batch.position_N[span.tokens]]).cumsum(0)
+            for block in span.blocks:
+                for row in block.save_rows:
+                    self.rows_R3[row, 0] = s_N[block.end - 1 - span.begin]
+                    self.rows_R3[row, 1:] = hidden_NH[block.end - 1]
         return hidden_NH
 
     def mtp(self, tokens_BT: Tensor, hidden_BTH: Tensor, start_B: Tensor, page_table_BP: Tensor) -> Tensor:
@@ -193,11 +193,10 @@ class HashChainModel:
         wrong_BT = before_B1 + pair_BT.cumsum(1) - c_BT
         return torch.stack((h_BT + token_BT * self._of_both.take(position_BT) + wrong_BT, c_BT), dim=2)
 
-    def mtp_prefill(self, chunks: Sequence[PrefillChunk], previous_NH: Sequence[Tensor]) -> None:
-        for chunk, hidden_NH in zip(chunks, previous_NH, strict=True):
-            position_N = self._position[chunk.start : chunk.start + len(chunk.token_ids)]
-            pair_N = hidden_NH[:, 0] * self._of_token[chunk.token_ids] + self._of_position[position_N]
-            self._write_pages(self.mtp_PS, chunk.page_ids[None], position_N[None], pair_N[None])
+    def mtp_prefill(self, batch: PrefillBatch, previous_NH: Tensor) -> None:
+        pair_N = previous_NH[:, 0] * self._of_token[batch.token_ids_N] + self._of_position[batch.position_N]
+        for span in read_spans(batch):
+            self._write_pages(self.mtp_PS, span.page_ids_P[None], batch.position_N[None, span.tokens], pair_N[None, span.tokens])
 
     def read_hidden(self, rows_B: Tensor) -> Tensor:
         return self.rows_R3.index_select(0, rows_B)[:, 1:]

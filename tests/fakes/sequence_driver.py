@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentspec.models.protocol import PrefillChunk, VerifyBatch
+from agentspec.kernels import PrefillBatch
+from agentspec.models.protocol import VerifyBatch
 from agentspec.models.qwen3_5 import Qwen3_5Model
 from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, ZERO_ROW
+from tests.fakes.prompt_run import Run, batch_of
 
 
 @dataclass(kw_only=True)
@@ -64,36 +66,32 @@ class Driver:
                 break
             end = sequence.length + len(chunk)
             writes = [(n - sequence.length, sequence.rows[1 + i]) for i, n in enumerate(wanted) if sequence.length < n < end]
-            hidden = self.model.prefill(
-                [
-                    PrefillChunk(
-                        token_ids=self._tensor(chunk),
-                        start=sequence.length,
-                        read_row=sequence.read_row,
-                        state_writes=(*writes, (len(chunk), sequence.rows[0])),
-                        page_ids=self._tensor(sequence.pages, torch.int32),
-                    )
-                ]
+            run = Run(
+                token_ids=chunk,
+                start=sequence.length,
+                read_row=sequence.read_row,
+                state_writes=(*writes, (len(chunk), sequence.rows[0])),
+                page_ids=sequence.pages,
             )
-            out.extend(hidden)
+            out.append(self.model.prefill(self._batch([run])))
             sequence.read_row, sequence.length = sequence.rows[0], end
         return torch.cat(out)
 
     def prefill_together(self, token_lists: Sequence[Sequence[int]]) -> list[Tensor]:
         """One chunk for each sequence in one call; the end states go to each one's rows[0]."""
-        chunks = [
-            PrefillChunk(
-                token_ids=self._tensor(tokens),
+        runs = [
+            Run(
+                token_ids=tokens,
                 start=sequence.length,
                 read_row=sequence.read_row,
                 state_writes=((len(tokens), sequence.rows[0]),),
-                page_ids=self._tensor(sequence.pages, torch.int32),
+                page_ids=sequence.pages,
             )
             for sequence, tokens in zip(self.sequences, token_lists, strict=True)
         ]
         for sequence, tokens in zip(self.sequences, token_lists, strict=True):
             sequence.read_row, sequence.length = sequence.rows[0], sequence.length + len(tokens)
-        return self.model.prefill(chunks)
+        return list(self.model.prefill(self._batch(runs)).split([len(tokens) for tokens in token_lists]))
 
     def verify(self, windows: Sequence[Sequence[int]], num_accepted: Sequence[int], *, num_inert: int = 1) -> Tensor:
         """One window per sequence (all of one length), then commit: column num_accepted is the last one that stays. Returns hidden_BTH."""
@@ -119,7 +117,7 @@ class Driver:
 
     def mtp_prefill(self, tokens: Sequence[int], hidden_NH: Tensor, sizes: Iterable[int] = (), *, which: int = 0) -> None:
         """MTP keys and values of a prompt, in chunks; hidden_NH[t] belongs to tokens[t]."""
-        pages = self._tensor(self.sequences[which].pages, torch.int32)
+        pages = self.sequences[which].pages
         start = 0
         for size in [*sizes, len(tokens)]:
             chunk = tokens[start : start + size]
@@ -127,10 +125,8 @@ class Driver:
                 break
             first = self.model.read_hidden(self._tensor([ZERO_ROW])) if start == 0 else hidden_NH[start - 1 : start]
             previous = torch.cat([first, hidden_NH[start : start + len(chunk) - 1]])
-            writes = ((len(chunk), SCRATCH_ROW),)
-            self.model.mtp_prefill(
-                [PrefillChunk(token_ids=self._tensor(chunk), start=start, read_row=ZERO_ROW, state_writes=writes, page_ids=pages)], [previous]
-            )
+            run = Run(token_ids=chunk, start=start, state_writes=((len(chunk), SCRATCH_ROW),), page_ids=pages)
+            self.model.mtp_prefill(self._batch([run]), previous)
             start += len(chunk)
 
     def mtp(self, tokens: Sequence[int], hidden_TH: Tensor, start: int, *, which: int = 0) -> Tensor:
@@ -143,6 +139,9 @@ class Driver:
             self._tensor([pages, [SCRATCH_PAGE] * len(pages)], torch.int32),
         )
         return m_BTH[0]
+
+    def _batch(self, runs: Sequence[Run]) -> PrefillBatch:
+        return batch_of(runs, self.model.device, block_tokens=self.model.spec.block_tokens)
 
     def _tensor(self, values: object, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.model.device)

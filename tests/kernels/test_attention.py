@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentspec import kernels
-from agentspec.kernels.reference.attention import paged_attention, write_kv
+from agentspec.kernels import PrefillBatch
+from agentspec.kernels.reference.attention import paged_attention, paged_attention_prefill, write_kv, write_kv_prefill
 from agentspec.types import SCRATCH_PAGE
 from tests.fakes.compare import relative_error
+from tests.fakes.prompt_run import Run, batch_of
 
 HEADS, GROUPS, DIM, PAGE = 6, 2, 8, 16
 SCALE = DIM**-0.5
@@ -74,25 +75,25 @@ def test_inert_slots_do_not_disturb_the_others() -> None:
     assert relative_error(out[0, 1], attend(q[0, 1], keys[0], values[0])) < TOLERANCE
 
 
-def _spans(table: Tensor, counts: list[int], starts: list[int]) -> list[kernels.Span]:
-    spans, offset = [], 0
-    for pages, count, start in zip(table, counts, starts, strict=True):
-        spans.append(kernels.Span(offset=offset, count=count, start=start, read_row=0, state_writes=((count, 1),), page_ids=pages))
-        offset += count
-    return spans
+def _batch(table: Tensor, counts: list[int], starts: list[int]) -> PrefillBatch:
+    runs = [
+        Run(token_ids=range(count), start=start, state_writes=((count, 1),), page_ids=pages)
+        for pages, count, start in zip(table.tolist(), counts, starts, strict=True)
+    ]
+    return batch_of(runs, block_tokens=PAGE)
 
 
 def test_spans() -> None:
     lengths, counts = [1, 16, 63, 200], [1, 16, 20, 7]
     pool, table, keys, values = history(lengths, seed=7)
-    spans = _spans(table, counts, [n - c for n, c in zip(lengths, counts, strict=True)])
+    batch = _batch(table, counts, [n - c for n, c in zip(lengths, counts, strict=True)])
     q = torch.randn(sum(counts), HEADS, DIM, generator=torch.Generator().manual_seed(2))
-    out = kernels.paged_attention_prefill(q, pool, spans, scale=SCALE)
-    for i, span in enumerate(spans):
-        for t in range(span.count):
-            end = span.start + t + 1
-            want = attend(q[span.offset + t], keys[i][:end], values[i][:end])
-            assert relative_error(out[span.offset + t], want) < TOLERANCE, (i, t)
+    out = paged_attention_prefill(q, pool, batch, scale=SCALE)
+    for i, (queries, outputs) in enumerate(zip(q.split(counts), out.split(counts), strict=True)):
+        for t in range(counts[i]):
+            end = lengths[i] - counts[i] + t + 1
+            want = attend(queries[t], keys[i][:end], values[i][:end])
+            assert relative_error(outputs[t], want) < TOLERANCE, (i, t)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 20])
@@ -118,11 +119,10 @@ def test_span_stores_land_where_they_belong() -> None:
     pool[:] = torch.nan
     rng = torch.Generator().manual_seed(0)
     k, v = (torch.randn(sum(counts), GROUPS, DIM, generator=rng) for _ in range(2))
-    spans = _spans(table, counts, starts)
-    kernels.write_kv_prefill(pool, k, v, spans)
-    for span in spans:
-        for t in range(span.count):
-            page, offset = span.page_ids[(span.start + t) // PAGE], (span.start + t) % PAGE
-            assert torch.equal(pool[page, 0, offset], k[span.offset + t])
-            assert torch.equal(pool[page, 1, offset], v[span.offset + t])
+    write_kv_prefill(pool, k, v, _batch(table, counts, starts))
+    for i, (keys, values) in enumerate(zip(k.split(counts), v.split(counts), strict=True)):
+        for t in range(counts[i]):
+            page, offset = table[i, (starts[i] + t) // PAGE], (starts[i] + t) % PAGE
+            assert torch.equal(pool[page, 0, offset], keys[t])
+            assert torch.equal(pool[page, 1, offset], values[t])
     assert int(pool.isfinite().sum()) == k.numel() + v.numel()

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, silu
 
-from agentspec import kernels
-from agentspec.kernels.reference.causal_conv import causal_conv
+from agentspec.kernels.reference.causal_conv import causal_conv, causal_conv_prefill
 from agentspec.types import SCRATCH_ROW, ZERO_ROW
+from tests.fakes.prompt_run import Run, batch_of
 
 CHANNELS, NUM_ROWS = 10, 30
 
@@ -52,17 +52,15 @@ def test_spans() -> None:
     counts, reads = (1, 2, 65), (11, 10, 12)
     writes = (((1, 20),), ((1, 21), (2, 10)), ((1, 22), (2, 23), (64, 24), (65, 25)))
     x = torch.randn(sum(counts), CHANNELS, generator=rng)
-    spans, offset = [], 0
-    for count, read_row, wanted in zip(counts, reads, writes, strict=True):
-        empty = torch.empty(0, dtype=torch.int32)
-        spans.append(kernels.Span(offset=offset, count=count, start=0, read_row=read_row, state_writes=wanted, page_ids=empty))
-        offset += count
-    y = kernels.causal_conv_prefill(x, weight, pool, spans)
-    for span in spans:
-        tokens = slice(span.offset, span.offset + span.count)
-        want, window = expected(before[span.read_row], x[tokens], weight)
-        torch.testing.assert_close(y[tokens], want)
-        for count, row in span.state_writes:
+    runs = [
+        Run(token_ids=range(count), read_row=read_row, state_writes=wanted, page_ids=[1, 2])
+        for count, read_row, wanted in zip(counts, reads, writes, strict=True)
+    ]
+    y = causal_conv_prefill(x, weight, pool, batch_of(runs))
+    for outputs, inputs, run in zip(y.split(counts), x.split(counts), runs, strict=True):
+        want, window = expected(before[run.read_row], inputs, weight)
+        torch.testing.assert_close(outputs, want)
+        for count, row in run.state_writes:
             assert torch.equal(pool[row], window[count : count + 3]), (count, row)
 
 

@@ -8,17 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentspec import kernels
-from agentspec.kernels.reference.gated_delta import gated_delta
+from agentspec.kernels.reference.gated_delta import gated_delta, gated_delta_blocks
 from agentspec.kernels.traffic import state_traffic
-from agentspec.types import SCRATCH_ROW, ZERO_ROW
+from agentspec.types import BLOCK_TOKENS, SCRATCH_ROW, ZERO_ROW
 from tests.fakes.compare import relative_error
+from tests.fakes.prompt_run import Run, batch_of
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 2, 6, 12, 8
 CHANNELS = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
 NUM_ROWS = 40
 TOLERANCE = 1e-5
-NO_PAGES = torch.empty(0, dtype=torch.int32)
 
 
 @dataclass
@@ -73,12 +72,13 @@ def pool(seed: int = 0) -> Tensor:
     return ssm
 
 
-def span(count: int, read_row: int, writes: list[tuple[int, int]], *, start: int = 0, offset: int = 0) -> kernels.Span:
-    return kernels.Span(offset=offset, count=count, start=start, read_row=read_row, state_writes=tuple(writes), page_ids=NO_PAGES)
+def span(count: int, read_row: int, writes: list[tuple[int, int]], *, start: int = 0) -> Run:
+    pages = range(1, 2 + (start + count) // BLOCK_TOKENS)
+    return Run(token_ids=range(count), start=start, read_row=read_row, state_writes=tuple(writes), page_ids=pages)
 
 
-def run_prefill(x: Inputs, ssm: Tensor, spans: list[kernels.Span]) -> Tensor:
-    return kernels.gated_delta_prefill(x.qkv, x.a, x.b, x.a_log, x.dt_bias, ssm, spans)
+def run_prefill(x: Inputs, ssm: Tensor, spans: list[Run]) -> Tensor:
+    return gated_delta_blocks(x.qkv, x.a, x.b, x.a_log, x.dt_bias, ssm, batch_of(spans))
 
 
 @pytest.mark.parametrize("slow", [False, True], ids=["fast decay", "slow decay"])
@@ -106,15 +106,14 @@ def test_prefill_writes_wanted_states_of_several_spans() -> None:
     writes = [[(1, 20), (64, 21), (70, 22)], [(1, 23)], [(63, 24), (100, 25), (128, 26), (129, 12)]]
     x, ssm = make(sum(counts), seed=9), pool()
     before = ssm.clone()
-    spans, offset = [], 0
-    for count, start, read_row, wanted in zip(counts, starts, reads, writes, strict=True):
-        spans.append(span(count, read_row, wanted, start=start, offset=offset))
-        offset += count
+    spans = [span(*each, start=start) for start, *each in zip(starts, counts, reads, writes, strict=True)]
     state_traffic.reset()
     out = run_prefill(x, ssm, spans)
     assert (state_traffic.rows_read, state_traffic.rows_written) == (3, 8)
+    offset = 0
     for one, wanted in zip(spans, writes, strict=True):
-        tokens = slice(one.offset, one.offset + one.count)
+        tokens = slice(offset, offset + len(one.token_ids))
+        offset = tokens.stop
         expected, states = loop(x.tokens(tokens), before[one.read_row])
         assert relative_error(out[tokens], expected) < TOLERANCE
         for count, row in wanted:

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from agentspec import kernels
-from agentspec.kernels.reference.hidden import write_hidden
-from agentspec.kernels.reference.norms import rms_norm
+from agentspec.kernels.reference.hidden import save_hidden, write_hidden
+from agentspec.kernels.reference.norms import gated_rms_norm, rms_norm
 from agentspec.kernels.reference.rope import apply_rope
 from tests.fakes.compare import relative_error
+from tests.fakes.prompt_run import Run, batch_of
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -32,7 +33,7 @@ def test_rms_norm_gain_is_one_plus_weight(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("gate", ["silu", "sigmoid"])
 def test_gated_norm_gain_is_the_weight_and_the_gate_comes_last(gate: str) -> None:
     o, z, weight = randn(5, 6, 8), randn(5, 6, 8, seed=1), randn(8, seed=2)
-    y = kernels.gated_rms_norm(o, z.bfloat16(), weight, 1e-6, gate)  # type: ignore[arg-type]
+    y = gated_rms_norm(o, z.bfloat16(), weight, 1e-6, gate)  # type: ignore[arg-type]
     z = z.bfloat16().double()
     want = o.double() / (o.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double() * (silu(z) if gate == "silu" else z.sigmoid())
     assert y.dtype == torch.bfloat16
@@ -92,10 +93,10 @@ def test_hidden_column() -> None:
     write_hidden(pool, hidden, torch.tensor([[2, 5, 3], [9, 7, 8]]))
     assert torch.equal(kernels.read_hidden(pool, torch.tensor([7, 2, 3])), torch.stack([hidden[1, 1], hidden[0, 0], hidden[0, 2]]))
     assert pool[[0, 1, 4, 6]].isnan().all()
-    spans = [
-        kernels.Span(offset=0, count=2, start=0, read_row=0, state_writes=((1, 4), (2, 6)), page_ids=torch.empty(0, dtype=torch.int32)),
-        kernels.Span(offset=2, count=4, start=9, read_row=0, state_writes=((4, 1),), page_ids=torch.empty(0, dtype=torch.int32)),
+    runs = [
+        Run(token_ids=range(2), state_writes=((1, 4), (2, 6)), page_ids=[1]),
+        Run(token_ids=range(4), start=9, state_writes=((4, 1),), page_ids=[2]),
     ]
     tokens = randn(6, 4, seed=5)
-    kernels.write_hidden_prefill(pool, tokens, spans)
+    save_hidden(tokens, pool, batch_of(runs))
     assert torch.equal(pool[[4, 6, 1]], tokens[[0, 1, 5]])

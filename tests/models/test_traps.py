@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from agentspec import kernels
+from agentspec.kernels import PrefillBatch
 from agentspec.kernels.reference import fused, norms
 from agentspec.kernels.reference import gated_delta as reference_gated_delta
+from agentspec.kernels.reference.spans import read_spans
 from agentspec.models import layers
 from agentspec.models.hf_config import TextConfig, load_text_config
 from agentspec.models.qwen3_5 import Qwen3_5Model
@@ -92,7 +93,6 @@ def gate_before_norm(parts: Parts) -> None:
         gated = o * torch.nn.functional.silu(z)
         return gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps) * weight
 
-    parts.patch.setattr(kernels, "gated_rms_norm", wrong)
     parts.patch.setattr(norms, "gated_rms_norm", wrong)
 
 
@@ -182,7 +182,7 @@ def flawed_recurrence(flaw: str) -> Callable[[Parts], None]:
     """A token-by-token prefill with one flaw; with none it equals the real one (checked below)."""
 
     def plant(parts: Parts) -> None:
-        def prefill(qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, ssm: Tensor, spans: Sequence[Any]) -> Tensor:
+        def prefill(qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, ssm: Tensor, batch: PrefillBatch) -> Tensor:
             _, heads, value_dim, key_dim = ssm.shape
             if flaw == "no L2 norm":
                 parts.patch.setattr(reference_gated_delta, "_l2_normalize", lambda x: x.float())
@@ -192,10 +192,9 @@ def flawed_recurrence(flaw: str) -> Callable[[Parts], None]:
             bias = torch.zeros_like(dt_bias) if flaw == "no dt_bias" else dt_bias
             decay, beta = torch.exp(-a_log.exp() * softplus(a + bias)), b.sigmoid()
             out = torch.empty_like(v)
-            for span in spans:
+            for span in read_spans(batch):
                 state = ssm[span.read_row].clone()
-                for i in range(span.count):
-                    t = span.offset + i
+                for t in range(span.begin, span.end):
                     if flaw != "decay after write":
                         state = state * decay[t, :, None, None]
                     if flaw == "read before write":
@@ -206,27 +205,26 @@ def flawed_recurrence(flaw: str) -> Callable[[Parts], None]:
                         state = state * decay[t, :, None, None]
                     if flaw != "read before write":
                         out[t] = (state @ q[t, :, :, None]).squeeze(-1)
-                    for count, row in span.state_writes:
-                        if count == i + 1:
-                            ssm[row] = state.transpose(-1, -2) if flaw == "transposed state" else state
+                    for row in [row for block in span.blocks if block.end == t + 1 for row in block.save_rows]:
+                        ssm[row] = state.transpose(-1, -2) if flaw == "transposed state" else state
             return out
 
-        parts.patch.setattr(kernels, "gated_delta_prefill", prefill)
+        parts.patch.setattr(fused, "gated_delta_blocks", prefill)
 
     return plant
 
 
 def conv_state_after_convolution(parts: Parts) -> None:
-    right = kernels.causal_conv_prefill
+    right = fused.causal_conv_prefill
 
-    def wrong(x: Tensor, weight: Tensor, conv: Tensor, spans: Sequence[kernels.Span]) -> Tensor:
-        y = right(x, weight, conv, spans)
-        for span in spans:
-            for count, row in span.state_writes:
-                conv[row] = y[span.offset + count - 3 : span.offset + count]
+    def wrong(x: Tensor, weight: Tensor, conv: Tensor, batch: PrefillBatch) -> Tensor:
+        y = right(x, weight, conv, batch)
+        for block in [block for span in read_spans(batch) for block in span.blocks]:
+            for row in block.save_rows:
+                conv[row] = y[block.end - 3 : block.end]
         return y
 
-    parts.patch.setattr(kernels, "causal_conv_prefill", wrong)
+    parts.patch.setattr(fused, "causal_conv_prefill", wrong)
 
 
 def conv_taps_reversed(parts: Parts) -> None:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from agentspec.engine import Engine
+from agentspec.kernels import PrefillBatch
+from agentspec.kernels.reference.spans import read_spans
 from agentspec.kernels.traffic import state_traffic
-from agentspec.models.protocol import PrefillChunk
 from agentspec.types import BLOCK_TOKENS, Breakpoint, CheckpointKind, SamplingParams
 from agentspec.wire import Submit
 from tests.fakes.copy_counter import CopyCounter
+from tests.fakes.prompt_run import Run, batch_of
 from tests.fakes.sequence_driver import poison
 from tests.properties.real_model import House, Play, Scratch, StateSpy, assemble_house, load, write_agreeing_checkpoint
 
@@ -35,14 +35,7 @@ def test_a_chunk_that_ends_on_a_checkpoint_fills_the_checkpoint_and_its_own_row(
     model, tokens = load(checkpoint), list(range(3, 3 + BLOCK_TOKENS))
     model.allocate(num_rows=5, num_pages=3)
     poison(model)
-    chunk = PrefillChunk(
-        token_ids=torch.tensor(tokens),
-        start=0,
-        read_row=0,
-        state_writes=((BLOCK_TOKENS, 2), (BLOCK_TOKENS, 4)),
-        page_ids=torch.tensor([2], dtype=torch.int32),
-    )
-    model.prefill([chunk])
+    model.prefill(batch_of([Run(token_ids=tokens, state_writes=((BLOCK_TOKENS, 2), (BLOCK_TOKENS, 4)), page_ids=[2])]))
     for row in (2, 4):
         Scratch(checkpoint).check(model, row, [2], tokens, with_mtp=False, context="two writes at one count")
 
@@ -72,10 +65,10 @@ class CallSpy:
             hidden: Tensor = verify(batch)
             return hidden
 
-        def spy_prefill(chunks: Sequence[PrefillChunk]) -> list[Tensor]:
-            self.chunk_writes.extend(len(chunk.state_writes) for chunk in chunks)
-            hiddens: list[Tensor] = prefill(chunks)
-            return hiddens
+        def spy_prefill(batch: PrefillBatch) -> Tensor:
+            self.chunk_writes.extend(sum(len(block.save_rows) for block in span.blocks) for span in read_spans(batch))
+            hidden: Tensor = prefill(batch)
+            return hidden
 
         model.verify, model.prefill = spy_verify, spy_prefill
 

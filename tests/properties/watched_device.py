@@ -16,7 +16,9 @@ from typing import Any
 from torch import Tensor
 
 from agentspec.cache.hybrid_cache import HybridCache, Lease
-from agentspec.models.protocol import PrefillChunk, VerifyBatch
+from agentspec.kernels import PrefillBatch
+from agentspec.kernels.reference.spans import read_spans
+from agentspec.models.protocol import VerifyBatch
 from agentspec.runtime.plan import Executor, SlotOutcome, StepOutcome, StepPlan
 from agentspec.runtime.request import Request
 from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, ZERO_ROW
@@ -112,14 +114,16 @@ class WatchedDevice:
             result: Tensor = verify(batch)
             return result
 
-        def watched_prefill(chunks: Sequence[PrefillChunk]) -> list[Tensor]:
+        def watched_prefill(batch: PrefillBatch) -> Tensor:
             step, self._running = self._running, None  # the model's own call of verify writes to scratch
             assert step is not None
-            self._check_rows(step.chunks, [chunk.read_row for chunk in chunks], [[row for _, row in chunk.state_writes] for chunk in chunks])
-            for lease, chunk in zip(step.chunks, chunks, strict=True):
-                first, end = chunk.start // self._block, -(-(chunk.start + len(chunk.token_ids)) // self._block)
-                self._check_owned(lease, chunk.page_ids[first:end].tolist(), lease.own_pages, "page")
-            result: list[Tensor] = prefill(chunks)
+            spans = read_spans(batch)
+            saved = [[row for block in span.blocks for row in block.save_rows] for span in spans]
+            self._check_rows(step.chunks, [span.read_row for span in spans], saved)
+            for lease, span in zip(step.chunks, spans, strict=True):
+                first, end = span.start // self._block, -(-(span.start + span.end - span.begin) // self._block)
+                self._check_owned(lease, span.page_ids_P[first:end].tolist(), lease.own_pages, "page")
+            result: Tensor = prefill(batch)
             self._running = step
             return result
 

@@ -3,7 +3,9 @@
 from agentspec.kernels.reference.fused import (
     add_linear,
     argmax,
+    attention_prefill,
     attention_step,
+    gated_delta_prefill,
     gated_delta_step,
     linear,
     logits,
@@ -13,15 +15,19 @@ from agentspec.kernels.reference.fused import (
     norm_to_rows,
     pair_norms,
     rms_norm,
+    store_keys_values,
 )
+from agentspec.kernels.reference.hidden import save_hidden
 from agentspec.kernels.reference.sampling import sample
 from agentspec.kernels.reference.window import commit_window, open_window, publish_drafts
 
 __all__ = [
     "add_linear",
     "argmax",
+    "attention_prefill",
     "attention_step",
     "commit_window",
+    "gated_delta_prefill",
     "gated_delta_step",
     "linear",
     "logits",
@@ -34,4 +40,6 @@ __all__ = [
     "publish_drafts",
     "rms_norm",
     "sample",
+    "save_hidden",
+    "store_keys_values",
 ]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from agentspec.kernels.spans import Span
+from agentspec.kernels.prefill_batch import PrefillBatch
+from agentspec.kernels.reference.spans import read_spans
 from agentspec.kernels.traffic import touches_pools
 
 
@@ -31,15 +30,14 @@ def write_kv(kv_P2SGD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, page_table_BP: Te
 
 
 @touches_pools
-def write_kv_prefill(kv_P2SGD: Tensor, k_NGD: Tensor, v_NGD: Tensor, spans: Sequence[Span]) -> None:
-    """As `write_kv` for spans of different lengths; k_NGD and v_NGD [N, G, D] concatenate the spans' tokens."""
+def write_kv_prefill(kv_P2SGD: Tensor, k_NGD: Tensor, v_NGD: Tensor, batch: PrefillBatch) -> None:
+    """As `write_kv` for the spans of a prefill; k_NGD and v_NGD [N, G, D] are in the order of the batch."""
     page_tokens = kv_P2SGD.shape[2]
-    for span in spans:
-        positions = torch.arange(span.start, span.start + span.count, device=k_NGD.device)
-        pages, slots = span.page_ids[positions // page_tokens].long(), positions % page_tokens
-        tokens = slice(span.offset, span.offset + span.count)
-        kv_P2SGD[pages, 0, slots] = k_NGD[tokens]
-        kv_P2SGD[pages, 1, slots] = v_NGD[tokens]
+    for span in read_spans(batch):
+        position_T = batch.position_N[span.tokens]
+        pages, slots = span.page_ids_P[position_T // page_tokens].long(), position_T % page_tokens
+        kv_P2SGD[pages, 0, slots] = k_NGD[span.tokens]
+        kv_P2SGD[pages, 1, slots] = v_NGD[span.tokens]
 
 
 @touches_pools
@@ -62,15 +60,14 @@ def paged_attention(q_BTQD: Tensor, kv_P2SGD: Tensor, page_table_BP: Tensor, sta
 
 
 @touches_pools
-def paged_attention_prefill(q_NQD: Tensor, kv_P2SGD: Tensor, spans: Sequence[Span], *, scale: float) -> Tensor:
-    """As `paged_attention` from position 0, for spans of different lengths; q_NQD [N, Q, D] concatenates the spans' tokens.
+def paged_attention_prefill(q_NQD: Tensor, kv_P2SGD: Tensor, batch: PrefillBatch, *, scale: float) -> Tensor:
+    """As `paged_attention` from position 0, for the spans of a prefill; q_NQD [N, Q, D] is in the order of the batch.
 
     Returns: [N, Q, D] in q's dtype.
     """
     o_NQD = torch.empty_like(q_NQD)
-    for span in spans:
-        tokens = slice(span.offset, span.offset + span.count)
-        o_NQD[tokens] = _attend(q_NQD[tokens], kv_P2SGD, span.page_ids, span.start, 0, scale)
+    for span in read_spans(batch):
+        o_NQD[span.tokens] = _attend(q_NQD[span.tokens], kv_P2SGD, span.page_ids_P, span.start, 0, scale)
     return o_NQD
 
 

@@ -5,13 +5,12 @@ The state is what went INTO the convolution: the last three rows of [q | k | v] 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from agentspec.kernels.spans import Span
+from agentspec.kernels.prefill_batch import PrefillBatch
+from agentspec.kernels.reference.spans import read_spans
 from agentspec.kernels.traffic import touches_pools
 
 
@@ -44,19 +43,20 @@ def causal_conv(x_BTC: Tensor, weight_C4: Tensor, conv_R3C: Tensor, read_row_B: 
 
 
 @touches_pools
-def causal_conv_prefill(x_NC: Tensor, weight_C4: Tensor, conv_R3C: Tensor, spans: Sequence[Span]) -> Tensor:
-    """As `causal_conv` over spans of different lengths, with the state stored at each span's wanted counts only.
+def causal_conv_prefill(x_NC: Tensor, weight_C4: Tensor, conv_R3C: Tensor, batch: PrefillBatch) -> Tensor:
+    """As `causal_conv` over the spans of a prefill, with the state stored in the save rows of their blocks only.
 
     Args:
-        x_NC: [N, C], the spans' tokens concatenated.
+        x_NC: [N, C], in the order of the batch.
         weight_C4, conv_R3C: as in `causal_conv`; the pool is modified.
     Returns: [N, C] in x's dtype, after SiLU.
     """
     y_NC = torch.empty_like(x_NC)
-    for span in spans:
-        tokens = slice(span.offset, span.offset + span.count)
-        window = torch.cat([conv_R3C[span.read_row], x_NC[tokens]])
-        for count, row in span.state_writes:
-            conv_R3C[row] = window[count : count + 3]
-        y_NC[tokens] = _convolve(window, weight_C4)
+    for span in read_spans(batch):
+        window = torch.cat([conv_R3C[span.read_row], x_NC[span.tokens]])
+        for block in span.blocks:
+            count = block.end - span.begin
+            for row in block.save_rows:
+                conv_R3C[row] = window[count : count + 3]
+        y_NC[span.tokens] = _convolve(window, weight_C4)
     return y_NC

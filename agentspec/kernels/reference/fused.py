@@ -8,10 +8,11 @@ from torch.nn.functional import embedding, silu
 from torch.nn.functional import linear as linear
 
 from agentspec.kernels.backend import AttentionWeights, DeltaWeights, Norm, RopeTable
+from agentspec.kernels.prefill_batch import PrefillBatch
 from agentspec.kernels.reference import norms
-from agentspec.kernels.reference.attention import paged_attention, write_kv
-from agentspec.kernels.reference.causal_conv import causal_conv
-from agentspec.kernels.reference.gated_delta import gated_delta
+from agentspec.kernels.reference.attention import paged_attention, paged_attention_prefill, write_kv, write_kv_prefill
+from agentspec.kernels.reference.causal_conv import causal_conv, causal_conv_prefill
+from agentspec.kernels.reference.gated_delta import gated_delta, gated_delta_blocks
 from agentspec.kernels.reference.hidden import write_hidden
 from agentspec.kernels.reference.rope import apply_rope
 
@@ -71,6 +72,15 @@ def gated_delta_step(
     return norms.gated_rms_norm(o_BTVD.flatten(0, 1), z_NVD, weights.norm_D, weights.eps, weights.gate).flatten(1)
 
 
+def gated_delta_prefill(projected_NP: Tensor, weights: DeltaWeights, ssm_RVDK: Tensor, conv_R3C: Tensor, batch: PrefillBatch) -> Tensor:
+    num_heads, value_dim = ssm_RVDK.shape[1:3]
+    qkv, z, b, a = torch.split(projected_NP, [conv_R3C.shape[2], num_heads * value_dim, num_heads, num_heads], -1)
+    qkv_NC = causal_conv_prefill(qkv, weights.conv_C4, conv_R3C, batch)
+    o_NVD = gated_delta_blocks(qkv_NC, a, b, weights.a_log_V, weights.dt_bias_V, ssm_RVDK, batch)
+    z_NVD = torch.unflatten(z, -1, (num_heads, value_dim))
+    return norms.gated_rms_norm(o_NVD, z_NVD, weights.norm_D, weights.eps, weights.gate).flatten(1)
+
+
 def attention_step(
     projected_NP: Tensor,
     weights: AttentionWeights,
@@ -88,6 +98,19 @@ def attention_step(
     write_kv(kv_P2SGD, k_BTGD, v_BTGD, page_table_BP, start_B)
     o_BTQD = paged_attention(q_BTQD, kv_P2SGD, page_table_BP, start_B, scale=weights.scale, first_position=first_position)
     return o_BTQD.flatten(0, 1).flatten(1) * torch.sigmoid(gate_ND)
+
+
+def attention_prefill(projected_NP: Tensor, weights: AttentionWeights, rope: RopeTable, kv_P2SGD: Tensor, batch: PrefillBatch) -> Tensor:
+    cos_NA, sin_NA = rope.cos_LA[batch.position_N], rope.sin_LA[batch.position_N]
+    q_NQD, gate_ND, k_NGD, v_NGD = split_heads(projected_NP, weights, cos_NA, sin_NA)
+    write_kv_prefill(kv_P2SGD, k_NGD, v_NGD, batch)
+    o_NQD = paged_attention_prefill(q_NQD, kv_P2SGD, batch, scale=weights.scale)
+    return o_NQD.flatten(1) * torch.sigmoid(gate_ND)
+
+
+def store_keys_values(projected_NK: Tensor, weights: AttentionWeights, rope: RopeTable, kv_P2SGD: Tensor, batch: PrefillBatch) -> None:
+    k_NGD, v_NGD = split_keys_values(projected_NK, weights, rope.cos_LA[batch.position_N], rope.sin_LA[batch.position_N])
+    write_kv_prefill(kv_P2SGD, k_NGD, v_NGD, batch)
 
 
 def split_heads(projected_NP: Tensor, weights: AttentionWeights, cos_NA: Tensor, sin_NA: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

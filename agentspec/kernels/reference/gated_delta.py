@@ -10,15 +10,13 @@ j // (value heads / key heads): heads are repeated, never tiled. State and gates
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from agentspec.kernels.spans import Span
+from agentspec.kernels.prefill_batch import PrefillBatch
+from agentspec.kernels.reference.spans import read_spans
 from agentspec.kernels.traffic import state_traffic, touches_pools
-from agentspec.types import BLOCK_TOKENS
 
 _L2_EPS = 1e-6
 
@@ -86,19 +84,19 @@ def gated_delta(
 
 
 @touches_pools
-def gated_delta_prefill(
+def gated_delta_blocks(
     qkv_NC: Tensor,
     a_NV: Tensor,
     b_NV: Tensor,
     a_log_V: Tensor,
     dt_bias_V: Tensor,
     ssm_RVDK: Tensor,
-    spans: Sequence[Span],
+    batch: PrefillBatch,
 ) -> Tensor:
-    """As `gated_delta` over spans of different lengths, with the state stored at each span's wanted counts only.
+    """As `gated_delta` over the spans of a prefill, with the state stored in the save rows of their blocks only.
 
     Args:
-        qkv_NC, a_NV, b_NV: the spans' tokens concatenated; otherwise as in `gated_delta`.
+        qkv_NC, a_NV, b_NV: in the order of the batch; otherwise as in `gated_delta`.
         a_log_V, dt_bias_V, ssm_RVDK: as in `gated_delta`; the pool is modified.
     Returns: o_NVD, float32.
     """
@@ -106,26 +104,16 @@ def gated_delta_prefill(
     q, k, v = (x.transpose(0, 1) for x in _split_heads(qkv_NC, num_value_heads, value_dim, key_dim))
     g, beta = (x.transpose(0, 1) for x in _gates(a_NV, b_NV, a_log_V, dt_bias_V))
     o_VND = torch.empty_like(v)
-    for span in spans:
+    for span in read_spans(batch):
         state_VDK = ssm_RVDK[span.read_row].clone()
-        begin = 0
-        for end in _block_ends(span):
-            block = slice(span.offset + begin, span.offset + end)
-            o_VND[:, block], state_VDK = _fold_block(state_VDK, q[:, block], k[:, block], v[:, block], g[:, block], beta[:, block])
-            for count, row in span.state_writes:  # a checkpoint at the chunk's end shares its count with the request's own row
-                if count == end:
-                    ssm_RVDK[row] = state_VDK
-            begin = end
+        for block in span.blocks:
+            tokens = slice(block.begin, block.end)
+            o_VND[:, tokens], state_VDK = _fold_block(state_VDK, q[:, tokens], k[:, tokens], v[:, tokens], g[:, tokens], beta[:, tokens])
+            for row in block.save_rows:
+                ssm_RVDK[row] = state_VDK
+            state_traffic.rows_written += len(block.save_rows)
         state_traffic.rows_read += 1
-        state_traffic.rows_written += len(span.state_writes)
     return o_VND.transpose(0, 1)
-
-
-def _block_ends(span: Span) -> list[int]:
-    """Counts at which a block ends: every wanted count, and multiples of BLOCK_TOKENS in the sequence (not in the span, so
-    that a prefill split at such multiples computes what an unsplit one does)."""
-    aligned = range(BLOCK_TOKENS - span.start % BLOCK_TOKENS, span.count, BLOCK_TOKENS)
-    return sorted({*aligned, *(count for count, _ in span.state_writes)})
 
 
 def _fold_block(state_VDK: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:

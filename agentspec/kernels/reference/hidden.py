@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
-from agentspec.kernels.spans import Span
+from agentspec.kernels.prefill_batch import PrefillBatch
+from agentspec.kernels.reference.spans import read_spans
 from agentspec.kernels.traffic import touches_pools
 
 
@@ -32,12 +31,8 @@ def write_hidden(hidden_RH: Tensor, hidden_BTH: Tensor, write_rows_BT: Tensor) -
 
 
 @touches_pools
-def write_hidden_prefill(hidden_RH: Tensor, hidden_NH: Tensor, spans: Sequence[Span]) -> None:
-    """Store the hidden of the token that ends each wanted count to its row, in place.
-
-    Args:
-        hidden_RH: pool [R, H], modified. hidden_NH: [N, H], the spans' tokens concatenated.
-    """
-    for span in spans:
-        for count, row in span.state_writes:
-            hidden_RH[row] = hidden_NH[span.offset + count - 1]
+def save_hidden(hidden_NH: Tensor, hidden_RH: Tensor, batch: PrefillBatch) -> None:
+    for span in read_spans(batch):
+        for block in span.blocks:
+            for row in block.save_rows:
+                hidden_RH[row] = hidden_NH[block.end - 1]
