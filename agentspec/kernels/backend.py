@@ -89,7 +89,7 @@ class Backend(Protocol):
         ...
 
     def add_linear(self, residual_NH: Tensor, x_NO: Tensor, weight_HO: Tensor) -> Tensor:
-        """residual + x W^T: [N, H] in the residual's dtype."""
+        """residual + x W^T: [N, H] in the residual's dtype. The residual is given away: the result may be written over it."""
         ...
 
     def norm_to_rows(self, x_NH: Tensor, norm: Norm, hidden_RH: Tensor, write_rows_N: Tensor) -> Tensor:

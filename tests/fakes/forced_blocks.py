@@ -1,14 +1,16 @@
 """How far rounding goes in one block of a model: a block in 16 bits beside the same block in float32, both on the same inputs.
 
 Inputs are forced: what a block gets is the exact result of the block before it, rounded once. So errors never add up over layers, and a bound on
-them means the same for 4 layers as for 64. States, keys and values are random.
+them means the same for 4 layers as for 64. States, keys and values of what came before are random. The work is a decode window or a prefill.
 
 Shape letters: as in models/qwen3_5.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from unittest.mock import patch
 
 import torch
@@ -16,14 +18,15 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from agentspec import kernels
-from agentspec.kernels import reference
+from agentspec.kernels import PrefillBatch, reference
 from agentspec.models.attention import GatedAttention
 from agentspec.models.hf_config import TextConfig
 from agentspec.models.layers import StateRows, StepInputs
-from agentspec.models.qwen3_5 import DecoderLayer, Qwen3_5Model
+from agentspec.models.qwen3_5 import DecoderLayer, MtpHead, Qwen3_5Model
 from agentspec.models.tensors import random_parameters
 from agentspec.types import BLOCK_TOKENS, ZERO_ROW, ModelSpec
 from tests.fakes.compare import relative_error
+from tests.fakes.prompt_run import Run, batch_of
 
 STATE_SCALE = 0.05
 """Standard deviation of made-up recurrent states: what they read out is of the size of what a few written tokens do."""
@@ -38,35 +41,23 @@ def random_twins(config: TextConfig, spec: ModelSpec, device: torch.device, dtyp
     return Qwen3_5Model(config, spec, parameters, dtype=dtype), exact_model
 
 
-class ForcedBlocks:
-    """One decode window of both twins, block by block. `errors` has each result's error by name, relative to the largest of the exact values."""
+class ForcedBlocks(ABC):
+    """The same work in both twins, block by block. `errors` has each result's error by name, relative to the largest of the exact values."""
 
-    def __init__(self, rounded: Qwen3_5Model, exact: Qwen3_5Model, *, starts: list[int], num_columns: int, seed: int) -> None:
-        """starts: position of column 0 of each slot."""
+    def __init__(
+        self, rounded: Qwen3_5Model, exact: Qwen3_5Model, *, num_tokens: int, num_rows: int, num_pages: int, generator: torch.Generator
+    ) -> None:
+        """num_rows, num_pages: beside the reserved ones."""
         self.errors: dict[str, float] = {}
         self._twins = (rounded, exact)
         self._dtype = rounded._dtype
-        num_slots, num_pages = len(starts), -(-(max(starts) + num_columns) // BLOCK_TOKENS)
-        generator = torch.Generator().manual_seed(seed)
-        rows_BR = torch.randperm(num_slots * (num_columns + 1), generator=generator).view(num_slots, -1) + 2
-        pages_BP = (torch.randperm(num_slots * num_pages, generator=generator).view(num_slots, -1) + 1).to(torch.int32)
         for model in self._twins:
-            model.allocate(num_rows=2 + rows_BR.numel(), num_pages=1 + pages_BP.numel())
+            model.allocate(num_rows=2 + num_rows, num_pages=1 + num_pages)
         scales = (STATE_SCALE, 1.0, 1.0, 1.0)
         for ours, theirs, scale in zip(rounded.pools.tensors(), exact.pools.tensors(), scales, strict=True):
             ours.copy_(torch.randn(ours.shape, generator=generator) * scale)
             theirs.copy_(ours)
-        self._write_rows_N = rows_BR[:, 1:].flatten()
-        self._windows = [
-            (
-                StepInputs(start_B=torch.tensor(starts, device=model.device), page_table_BP=pages_BP.to(model.device), rope=model._rope),
-                StateRows(read_row_B=rows_BR[:, 0].contiguous().to(model.device), write_rows_BT=rows_BR[:, 1:].contiguous().to(model.device)),
-            )
-            for model in self._twins
-        ]
-        vocab = rounded.spec.num_real_tokens
-        self._tokens_N = torch.randint(vocab, (num_slots * num_columns,), generator=generator)
-        assert ZERO_ROW not in rows_BR
+        self._tokens_N = torch.randint(rounded.spec.num_real_tokens, (num_tokens,), generator=generator)
 
     @torch.inference_mode()
     def run(self) -> dict[str, float]:
@@ -78,38 +69,213 @@ class ForcedBlocks:
         hidden_NH = self._block("final norm", x_NH, lambda i, x: self._twins[i]._ops.rms_norm(x, norms[i]))
         self._block("logits", hidden_NH, lambda i, x: self._twins[i].logits(x)[:, : rounded.spec.num_real_tokens])
         if rounded._mtp is not None:
-            self._mtp(hidden_NH)
+            heads = (rounded._mtp_head(), exact._mtp_head())
+            embeddings = [model._embedding_VH for model in self._twins]
+            x_NH = self._block("MTP, join", hidden_NH, lambda i, x: heads[i].join(self._tokens_N.to(x.device), embeddings[i], x))
+            self._mtp_layer(heads, x_NH)
         return self.errors
 
-    def _mtp(self, hidden_NH: Tensor) -> None:
-        heads = [model._mtp_head() for model in self._twins]
-        embeddings = [model._embedding_VH for model in self._twins]
-        x_NH = self._block("MTP, join", hidden_NH, lambda i, x: heads[i].join(self._tokens_N.to(x.device), embeddings[i], x))
-        x_NH = self._layer("MTP", (heads[0].layer, heads[1].layer), x_NH, first_position=1)
-        self._block("MTP, norm", x_NH, lambda i, x: self._twins[i]._ops.rms_norm(x, heads[i].norm))
+    @abstractmethod
+    def _mix(self, name: str, i: int, layer: DecoderLayer, x_NH: Tensor, first_position: int) -> Tensor:
+        """x plus the layer's mixer in twin i, the rounded one (0) first. name: the layer's, for errors that are noted on the way."""
+
+    @abstractmethod
+    def _states(self, i: int, layer: DecoderLayer) -> dict[str, Tensor]:
+        """What the mixer left in twin i's pools, by name."""
+
+    @abstractmethod
+    def _mtp_layer(self, heads: tuple[MtpHead, MtpHead], x_NH: Tensor) -> None:
+        """What this work needs of the MTP layer."""
 
     def _layer(self, name: str, layers: tuple[DecoderLayer, DecoderLayer], x_NH: Tensor, *, first_position: int) -> Tensor:
-        is_attention = isinstance(layers[0].mixer, GatedAttention)
-        x_NH = self._block(f"{name}, {'attention' if is_attention else 'delta rule'}", x_NH, lambda i, x: self._mix(i, layers[i], x, first_position))
-        states = [
-            model.pools.kv_AP2SGD[layers[i].pool_index]
-            if is_attention
-            else model.pools.ssm_LRVDK[layers[i].pool_index, self._write_rows_N.to(model.device)]
-            for i, model in enumerate(self._twins)
-        ]
-        self.errors[f"{name}, {'keys and values' if is_attention else 'states'}"] = relative_error(states[0].to(states[1].device), states[1])
+        kind = "attention" if isinstance(layers[0].mixer, GatedAttention) else "delta rule"
+        x_NH = self._block(f"{name}, {kind}", x_NH, lambda i, x: self._mix(name, i, layers[i], x, first_position))
+        self._compare_states(name, layers)
         return self._block(f"{name}, FFN", x_NH, lambda i, x: layers[i].ffn.add_to(x, layers[i].post_norm))
 
-    def _mix(self, i: int, layer: DecoderLayer, x_NH: Tensor, first_position: int) -> Tensor:
+    def _compare_states(self, name: str, layers: tuple[DecoderLayer, DecoderLayer]) -> None:
+        got, expected = (self._states(i, layer) for i, layer in enumerate(layers))
+        for kind in expected:
+            self._compare(f"{name}, {kind}", got[kind], expected[kind])
+
+    def _block(self, name: str, x_NH: Tensor, compute: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """compute(which twin, its input). Notes the error and returns the exact result, rounded, on the first twin's device."""
+        # A block may write its result over its input.
+        got, exact = compute(0, x_NH.clone()), compute(1, x_NH.to(self._twins[1].device, torch.float32))
+        self._compare(name, got, exact)
+        return exact.to(x_NH.device, self._dtype)
+
+    def _compare(self, name: str, got: Tensor, exact: Tensor) -> None:
+        self.errors[name] = relative_error(got.to(exact.device), exact)
+
+
+class ForcedWindows(ForcedBlocks):
+    """One decode window."""
+
+    def __init__(self, rounded: Qwen3_5Model, exact: Qwen3_5Model, *, starts: list[int], num_columns: int, seed: int) -> None:
+        """starts: position of column 0 of each slot."""
+        num_slots, num_pages = len(starts), -(-(max(starts) + num_columns) // BLOCK_TOKENS)
+        generator = torch.Generator().manual_seed(seed)
+        rows_BR = torch.randperm(num_slots * (num_columns + 1), generator=generator).view(num_slots, -1) + 2
+        pages_BP = (torch.randperm(num_slots * num_pages, generator=generator).view(num_slots, -1) + 1).to(torch.int32)
+        super().__init__(
+            rounded, exact, num_tokens=num_slots * num_columns, num_rows=rows_BR.numel(), num_pages=pages_BP.numel(), generator=generator
+        )
+        self._write_rows_N = rows_BR[:, 1:].flatten()
+        self._windows = [
+            (
+                StepInputs(start_B=torch.tensor(starts, device=model.device), page_table_BP=pages_BP.to(model.device), rope=model._rope),
+                StateRows(read_row_B=rows_BR[:, 0].contiguous().to(model.device), write_rows_BT=rows_BR[:, 1:].contiguous().to(model.device)),
+            )
+            for model in self._twins
+        ]
+        assert ZERO_ROW not in rows_BR
+
+    def _mix(self, name: str, i: int, layer: DecoderLayer, x_NH: Tensor, first_position: int) -> Tensor:
         pools, (inputs, rows) = self._twins[i].pools, self._windows[i]
         mixer, index = layer.mixer, layer.pool_index
         if isinstance(mixer, GatedAttention):
             return mixer.step(x_NH, layer.input_norm, pools.kv_AP2SGD[index], inputs, first_position=first_position)
         return mixer.step(x_NH, layer.input_norm, pools.ssm_LRVDK[index], pools.conv_LR3C[index], rows)
 
-    def _block(self, name: str, x_NH: Tensor, compute: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """compute(which twin, its input). Notes the error and returns the exact result, rounded, on the first twin's device."""
-        device = self._twins[1].device
-        got, exact = compute(0, x_NH), compute(1, x_NH.to(device, torch.float32))
-        self.errors[name] = relative_error(got.to(device), exact)
-        return exact.to(x_NH.device, self._dtype)
+    def _states(self, i: int, layer: DecoderLayer) -> dict[str, Tensor]:
+        model = self._twins[i]
+        if isinstance(layer.mixer, GatedAttention):
+            return {"keys and values": model.pools.kv_AP2SGD[layer.pool_index]}
+        return {"states": model.pools.ssm_LRVDK[layer.pool_index, self._write_rows_N.to(model.device)]}
+
+    def _mtp_layer(self, heads: tuple[MtpHead, MtpHead], x_NH: Tensor) -> None:
+        x_NH = self._layer("MTP", (heads[0].layer, heads[1].layer), x_NH, first_position=1)
+        self._block("MTP, norm", x_NH, lambda i, x: self._twins[i]._ops.rms_norm(x, heads[i].norm))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A span of a prefill."""
+
+    start: int
+    """Position of its first token; what is before is made up."""
+    count: int
+    resume_at: tuple[int, ...] = ()
+    """Positions inside it whose state is kept, and from which the rest is computed once more. Multiples of a block."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Resumed:
+    """The rest of a prompt behind a resume point."""
+
+    run: Run
+    tokens: slice
+    """Those of the whole prefill that it computes again."""
+    end_row: int
+    """Where the whole prefill left the state after the prompt."""
+    pages: list[int]
+    """Where the whole prefill stored keys and values behind the point."""
+
+    @property
+    def end_row_again(self) -> int:
+        return self.run.state_writes[-1][1]
+
+    @property
+    def fresh_pages(self) -> list[int]:
+        return list(self.run.page_ids)[self.run.start // BLOCK_TOKENS :]
+
+
+class ForcedPrompts(ForcedBlocks):
+    """Prompts in one prefill; then, in the rounded twin alone, what is behind each resume point again, from the state that was kept there.
+
+    Its keys and values go to pages of their own, which hold NaN."""
+
+    def __init__(self, rounded: Qwen3_5Model, exact: Qwen3_5Model, *, prompts: Sequence[Prompt], seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        pages_each = [-(-prompt.end // BLOCK_TOKENS) for prompt in prompts]
+        num_pages = sum(n + sum(n - at // BLOCK_TOKENS for at in prompt.resume_at) for prompt, n in zip(prompts, pages_each, strict=True))
+        num_rows = sum(2 + 2 * len(prompt.resume_at) for prompt in prompts)
+        num_tokens = sum(prompt.count for prompt in prompts)
+        super().__init__(rounded, exact, num_tokens=num_tokens, num_rows=num_rows, num_pages=num_pages, generator=generator)
+        rows = iter((torch.randperm(num_rows, generator=generator) + 2).tolist())
+        pages = iter((torch.randperm(num_pages, generator=generator) + 1).tolist())
+        self._saved_rows: list[int] = []
+        self._resumed: list[_Resumed] = []
+        runs: list[Run] = []
+        offset = 0
+        for prompt, count in zip(prompts, pages_each, strict=True):
+            tokens = slice(offset, offset + prompt.count)
+            end_row, kept = next(rows), {at: next(rows) for at in prompt.resume_at}
+            runs.append(
+                Run(
+                    token_ids=self._tokens_N[tokens].tolist(),
+                    start=prompt.start,
+                    read_row=next(rows) if prompt.start else ZERO_ROW,
+                    state_writes=(*((at - prompt.start, row) for at, row in kept.items()), (prompt.count, end_row)),
+                    page_ids=[next(pages) for _ in range(count)],
+                )
+            )
+            self._saved_rows += [*kept.values(), end_row]
+            self._resumed += [self._resume(runs[-1], at, row, tokens, next(rows), pages) for at, row in kept.items()]
+            offset = tokens.stop
+        fresh = [page for resumed in self._resumed for page in resumed.fresh_pages]
+        rounded.pools.kv_AP2SGD[:, fresh] = torch.nan
+        self._batches = [batch_of(runs, model.device) for model in self._twins]
+        self._pages = [page for run in runs for page in run.page_ids]
+
+    @staticmethod
+    def _resume(whole: Run, at: int, row: int, tokens: slice, end_row_again: int, pages: Iterator[int]) -> _Resumed:
+        skipped, before = at - whole.start, at // BLOCK_TOKENS
+        old_pages = list(whole.page_ids)
+        run = Run(
+            token_ids=whole.token_ids[skipped:],
+            start=at,
+            read_row=row,
+            state_writes=((len(whole.token_ids) - skipped, end_row_again),),
+            page_ids=[*old_pages[:before], *(next(pages) for _ in old_pages[before:])],
+        )
+        tokens = slice(tokens.start + skipped, tokens.stop)
+        return _Resumed(run=run, tokens=tokens, end_row=whole.state_writes[-1][1], pages=old_pages[before:])
+
+    def _mix(self, name: str, i: int, layer: DecoderLayer, x_NH: Tensor, first_position: int) -> Tensor:
+        out_NH = self._mix_batch(i, layer, x_NH, self._batches[i])
+        if i == 0:
+            self._again = [self._mix_batch(0, layer, x_NH[resumed.tokens], batch_of([resumed.run], x_NH.device)) for resumed in self._resumed]
+            return out_NH
+        kind = "attention" if isinstance(layer.mixer, GatedAttention) else "delta rule"
+        for number, (resumed, again_NH) in enumerate(zip(self._resumed, self._again, strict=True)):
+            self._compare(f"{name} at resume point {number}, resumed {kind}", again_NH, out_NH[resumed.tokens])
+        return out_NH
+
+    def _mix_batch(self, i: int, layer: DecoderLayer, x_NH: Tensor, batch: PrefillBatch) -> Tensor:
+        model, x_NH = self._twins[i], x_NH.clone()
+        pools, mixer, index = model.pools, layer.mixer, layer.pool_index
+        if isinstance(mixer, GatedAttention):
+            return mixer.prefill(x_NH, layer.input_norm, pools.kv_AP2SGD[index], model._rope, batch)
+        return mixer.prefill(x_NH, layer.input_norm, pools.ssm_LRVDK[index], pools.conv_LR3C[index], batch)
+
+    def _states(self, i: int, layer: DecoderLayer) -> dict[str, Tensor]:
+        pools, index = self._twins[i].pools, layer.pool_index
+        if isinstance(layer.mixer, GatedAttention):
+            kv_P2SGD = pools.kv_AP2SGD[index]
+            found = {"keys and values": kv_P2SGD[self._pages]}
+            for number, resumed in enumerate(self._resumed):
+                kv_NS2GD = kv_P2SGD[resumed.pages if i else resumed.fresh_pages].transpose(1, 2).flatten(0, 1)
+                found[f"resume point {number}, resumed keys and values"] = kv_NS2GD[: len(resumed.run.token_ids)]
+            return found
+        end_rows = [resumed.end_row if i else resumed.end_row_again for resumed in self._resumed]
+        found = {"states": pools.ssm_LRVDK[index, self._saved_rows], "convolution states": pools.conv_LR3C[index, self._saved_rows]}
+        if end_rows:
+            found |= {"resumed states": pools.ssm_LRVDK[index, end_rows], "resumed convolution states": pools.conv_LR3C[index, end_rows]}
+        return found
+
+    def _mtp_layer(self, heads: tuple[MtpHead, MtpHead], x_NH: Tensor) -> None:
+        """Keys and values are all that a prompt needs of it."""
+        for i, (model, head) in enumerate(zip(self._twins, heads, strict=True)):
+            parts = [(x_NH, self._batches[i])]
+            if i == 0:
+                parts += [(x_NH[resumed.tokens], batch_of([resumed.run], model.device)) for resumed in self._resumed]
+            for x, batch in parts:
+                x = x.to(model.device, model._dtype)
+                head.attention.prefill_keys_values(x, head.layer.input_norm, model.pools.kv_AP2SGD[head.layer.pool_index], model._rope, batch)
+        self._compare_states("MTP", (heads[0].layer, heads[1].layer))

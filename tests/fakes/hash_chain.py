@@ -10,7 +10,7 @@ With t the token at position p and r, a, b random odd 64-bit constants of tokens
 
 The MTP layer can compute h_p from the pair (h_{p-1}, t), and adds the difference between its pages' sum and the checksum: one stale pair makes
 all its drafts junk. Where everything is right, the draft is the target's greedy choice with probability `draft_accuracy`, decided by h_p.
-Storage that was never written holds poison. A CPU model: it reads lengths on the host, to be fast.
+Storage that was never written holds poison. On the CPU it reads lengths on the host, to be fast; on CUDA it reads nothing there.
 
 Shape letters as in models/protocol.py; H is 2: (h, c).
 """
@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from agentspec.kernels import PrefillBatch
+from agentspec.kernels.prefill_batch import BLOCK_COUNT, BLOCK_OFFSET, COUNT, NO_ROW, OFFSET, READ_ROW, SAVE_ROW, SECOND_SAVE_ROW, START
 from agentspec.kernels.reference.sampling import DrawInputs, PenaltyInputs, draw, penalise
-from agentspec.kernels.reference.spans import read_spans
 from agentspec.models.protocol import VerifyBatch
-from agentspec.types import SCRATCH_ROW, ZERO_ROW, ModelSpec, SamplingParams
+from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, ZERO_ROW, ModelSpec, SamplingParams
 
 Int64s = npt.NDArray[np.int64]
 
@@ -144,6 +144,12 @@ class HashChainModel:
         self.attention_PS = torch.full((num_pages, self._block), _POISON, device=self._device)
         self.mtp_PS = torch.full((num_pages, self._block), _POISON, device=self._device)
 
+    def row_tensors(self) -> tuple[Tensor, ...]:
+        return (self.rows_R3,)
+
+    def page_tensors(self) -> tuple[Tensor, ...]:
+        return self.attention_PS, self.mtp_PS
+
     def verify(self, batch: VerifyBatch) -> Tensor:
         num_columns = batch.tokens_BT.shape[1]
         position_BT = batch.length_B[:, None] + self._position[:num_columns]
@@ -162,25 +168,29 @@ class HashChainModel:
         return row_BT3[:, :, 1:]
 
     def prefill(self, batch: PrefillBatch) -> Tensor:
-        hidden_NH = torch.empty(len(batch.token_ids_N), 2, dtype=torch.int64, device=self._device)
-        for span in read_spans(batch):
-            # A span is a window of one slot; only some of its states are wanted.
-            token_N = batch.token_ids_N[span.tokens]
-            window = VerifyBatch(
-                tokens_BT=token_N[None],
-                length_B=torch.tensor([span.start], device=self._device),
-                read_row_B=torch.tensor([span.read_row], device=self._device),
-                write_rows_BT=torch.full((1, len(token_N)), SCRATCH_ROW, device=self._device),
-                page_table_BP=span.page_ids_P[None],
-            )
-            before = self.rows_R3[span.read_row, 0].clone()
-            hidden_NH[span.tokens] = self.verify(window)[0]
-            s_N = before + (self._of_token[token_N] * self._of_position[batch.position_N[span.tokens]]).cumsum(0)
-            for block in span.blocks:
-                for row in block.save_rows:
-                    self.rows_R3[row, 0] = s_N[block.end - 1 - span.begin]
-                    self.rows_R3[row, 1:] = hidden_NH[block.end - 1]
-        return hidden_NH
+        offset_U, start_U, rows_U3 = batch.spans_UF[:, OFFSET], batch.spans_UF[:, START], self.rows_R3.index_select(0, batch.spans_UF[:, READ_ROW])
+        span_N, is_token_N = self._spans_of_tokens(batch)
+        token_N = self._of_token.take(batch.token_ids_N) * is_token_N
+        in_row_N = self._of_position.take(batch.position_N)
+        attention_N = token_N * self._of_attention.take(batch.position_N)
+
+        def sum_spans(terms_N: Tensor, before_U: Tensor) -> Tensor:
+            """Running sums of each span's terms, from what stands before them: differences of one running sum are exact modulo 2**64."""
+            sum_N = terms_N.cumsum(0)
+            return sum_N + (before_U - (sum_N - terms_N).take(offset_U)).take(span_N)
+
+        s_N = sum_spans(token_N * in_row_N, rows_U3[:, 0])
+        h_N = s_N + sum_spans(attention_N, self._sum_pages(self.attention_PS, self._position, batch.page_table_UP, start_U)[:, 0])
+        previous_N = torch.cat((rows_U3[:, 1], h_N)).take(batch.previous_N)
+        pair_N = (previous_N * token_N + in_row_N) * (is_token_N & (batch.position_N > 0))
+        row_N3 = torch.stack((s_N, h_N, sum_spans(pair_N, rows_U3[:, 2])), dim=1)
+        self._store_tokens(self.attention_PS, batch, attention_N)
+        last_M = (batch.blocks_MF[:, BLOCK_OFFSET] + batch.blocks_MF[:, BLOCK_COUNT] - 1).clamp(min=0)
+        for field in (SAVE_ROW, SECOND_SAVE_ROW):
+            row_M = batch.blocks_MF[:, field]
+            is_wanted_M = (row_M != NO_ROW) & (batch.blocks_MF[:, BLOCK_COUNT] > 0)
+            self.rows_R3.index_copy_(0, row_M.where(is_wanted_M, SCRATCH_ROW), row_N3.index_select(0, last_M))
+        return row_N3[:, 1:]
 
     def mtp(self, tokens_BT: Tensor, hidden_BTH: Tensor, start_B: Tensor, page_table_BP: Tensor) -> Tensor:
         position_BT = start_B[:, None] + self._position[: tokens_BT.shape[1]]
@@ -194,9 +204,8 @@ class HashChainModel:
         return torch.stack((h_BT + token_BT * self._of_both.take(position_BT) + wrong_BT, c_BT), dim=2)
 
     def mtp_prefill(self, batch: PrefillBatch, previous_NH: Tensor) -> None:
-        pair_N = previous_NH[:, 0] * self._of_token[batch.token_ids_N] + self._of_position[batch.position_N]
-        for span in read_spans(batch):
-            self._write_pages(self.mtp_PS, span.page_ids_P[None], batch.position_N[None, span.tokens], pair_N[None, span.tokens])
+        pair_N = previous_NH[:, 0] * self._of_token.take(batch.token_ids_N) + self._of_position.take(batch.position_N)
+        self._store_tokens(self.mtp_PS, batch, pair_N)
 
     def read_hidden(self, rows_B: Tensor) -> Tensor:
         return self.rows_R3.index_select(0, rows_B)[:, 1:]
@@ -229,6 +238,20 @@ class HashChainModel:
     def _write_pages(self, pages_PS: Tensor, page_table_BP: Tensor, position_BT: Tensor, values_BT: Tensor) -> None:
         cell_BT = (page_table_BP.gather(1, position_BT >> self._block_bits) << self._block_bits) + (position_BT & (self._block - 1))
         pages_PS.view(-1).index_copy_(0, cell_BT.view(-1), values_BT.reshape(-1))
+
+    def _spans_of_tokens(self, batch: PrefillBatch) -> tuple[Tensor, Tensor]:
+        """(span of each token, whether it is one: padding is not)."""
+        first_U = batch.spans_UF[:, OFFSET]
+        index_N1 = torch.arange(len(batch.token_ids_N), device=self._device)[:, None]
+        is_inside_NU = (index_N1 >= first_U) & (index_N1 < first_U + batch.spans_UF[:, COUNT])
+        return is_inside_NU.int().argmax(1), is_inside_NU.any(1)
+
+    def _store_tokens(self, pages_PS: Tensor, batch: PrefillBatch, values_N: Tensor) -> None:
+        """A value for each token of the batch to its position's cell. Padding goes to scratch."""
+        span_N, is_token_N = self._spans_of_tokens(batch)
+        page_N = batch.page_table_UP[span_N, batch.position_N >> self._block_bits].where(is_token_N, SCRATCH_PAGE)
+        cell_N = (page_N.long() << self._block_bits) + (batch.position_N & (self._block - 1))
+        pages_PS.view(-1).index_copy_(0, cell_N, values_N)
 
     def reference_state(self, tokens: Sequence[int]) -> ReferenceState:
         """Row and page contents of a from-scratch prefill of `tokens` (at least one)."""

@@ -19,6 +19,8 @@ class Replayer:
         self.results: list[StepResult] = []
         """Of every recording, in order."""
         self.num_replays = 0
+        """Of steps."""
+        self.num_write_replays = 0
 
     def record(self, step: Callable[[], StepResult]) -> tuple[Callable[[], None], StepResult]:
         result = step()
@@ -26,14 +28,27 @@ class Replayer:
 
         def replay() -> None:
             self.num_replays += 1
-            for other in self.results:
-                other.happened_BF.fill_(-1)
-                other.logits_BTV.fill_(torch.nan)
+            self._spoil()
             again = step()
             result.happened_BF.copy_(again.happened_BF)
             result.logits_BTV.copy_(again.logits_BTV)
 
         return replay, result
 
+    def record_writes(self, work: Callable[[], None]) -> Callable[[], None]:
+        work()
+
+        def replay() -> None:
+            self.num_write_replays += 1
+            self._spoil()
+            work()
+
+        return replay
+
     def bytes_used(self) -> int:
         return 3 << 28
+
+    def _spoil(self) -> None:
+        for result in self.results:
+            result.happened_BF.fill_(-1)
+            result.logits_BTV.fill_(torch.nan)

@@ -16,6 +16,7 @@ from agentspec.cache.hybrid_cache import HybridCache, Lease
 from agentspec.runtime.admission import SessionGate
 from agentspec.runtime.constraint import Constraint
 from agentspec.runtime.metrics import EngineMetrics
+from agentspec.runtime.pace import FixedPace, Pace
 from agentspec.runtime.plan import ChunkPlan, SlotJoin, SlotOutcome, StepOutcome, StepPlan
 from agentspec.runtime.request import Request, new_request
 from agentspec.runtime.scheduler import Scheduler
@@ -66,8 +67,14 @@ class _Slot:
     older: tuple[int, int]
     pages: list[int]
     active: bool = True
+    took_first_step: bool = False
     drafts: list[int] = field(default_factory=list)
     """What the last step drafted: what the script says next."""
+
+    def extend(self, emitted: Sequence[int]) -> None:
+        for token in emitted:
+            self.sequence.append(token)
+            self.tags.append(hash((self.tags[-1], token)))
 
 
 class ScriptedDevice:
@@ -80,6 +87,10 @@ class ScriptedDevice:
         self.slots: dict[int, _Slot] = {}
         self.failure: Exception | None = None
         """Raised by the next launch."""
+        self.decode_seconds = 0.0
+        """What every decode part says that it took."""
+        self.prefill_cost: Callable[[int, int], float] = lambda start, count: 0.0
+        """(start, tokens) -> seconds of a chunk."""
         self._block = block
         self._accept = accept
         self._rows: dict[int, int] = {ZERO_ROW: prefix_tags(())[0]}
@@ -98,11 +109,17 @@ class ScriptedDevice:
         scores = {chunk.request_id: self._prefill(chunk) for chunk in plan.chunks}
         for join in plan.joins:
             self._join(join)
-        assert len(set(plan.decode_slots)) == len(plan.decode_slots)
-        assert set(plan.masks) == {slot for slot in plan.decode_slots if self.slots[slot].join.constrained}
+        taking_part = plan.first_slots + plan.decode_slots
+        assert len(set(taking_part)) == len(taking_part)
+        assert set(plan.first_slots) <= {join.slot for join in plan.joins}, "a first step comes with the join"
+        assert set(plan.masks) == {slot for slot in taking_part if self.slots[slot].join.constrained}
         for slot, masks in plan.masks.items():
             assert len(masks) == 1 + min(plan.num_drafted, len(self.slots[slot].drafts)), "a row for column 0 and for each draft"
-        return StepOutcome(slots=[self._decode(slot, plan.num_drafted) for slot in plan.decode_slots], scores=scores)
+        slots = [self._first(slot, plan.num_drafted) for slot in plan.first_slots] + [
+            self._decode(slot, plan.num_drafted) for slot in plan.decode_slots
+        ]
+        decode_seconds = self.decode_seconds if plan.decode_slots else 0.0
+        return StepOutcome(slots=slots, scores=scores, prefill_seconds=self._prefill_seconds(plan.chunks), decode_seconds=decode_seconds)
 
     def collect(self, ticket: StepOutcome) -> StepOutcome:
         self.num_collected += 1
@@ -135,15 +152,17 @@ class ScriptedDevice:
             self._rows[row] = tags[count]
         if chunk.score_top is None:
             return []
-        scored = [*chunk.token_ids[1:], chunk.next_token]
-        return [TokenScore(token, -float(start + place), []) for place, token in enumerate(scored, 1)]
+        return [TokenScore(token, -float(start + place), []) for place, token in enumerate(chunk.scored_ids, 1)]
+
+    def _prefill_seconds(self, chunks: Sequence[ChunkPlan]) -> float:
+        return sum(self.prefill_cost(chunk.start, len(chunk.token_ids)) for chunk in chunks)
 
     def _join(self, join: SlotJoin) -> None:
         assert join.slot not in self.slots, f"slot {join.slot} is taken"
         sequence = [*join.prompt_ids, *join.output_ids]
         assert join.length == len(sequence) - 1
         assert join.last_token == sequence[-1]
-        self.check_state(join.read_row, join.page_ids, sequence[:-1])
+        self.check_state(join.write_rows[0], join.page_ids, sequence)
         newer, older = join.spare_rows
         if join.checkpoint_length:
             self.check_state(newer, join.page_ids, sequence[: join.checkpoint_length])
@@ -152,30 +171,42 @@ class ScriptedDevice:
             sequence=sequence,
             tags=prefix_tags(sequence),
             length=join.length,
-            read_row=join.read_row,
+            read_row=join.write_rows[0],
             write_rows=list(join.write_rows),
             newer=(newer, join.checkpoint_length),
             older=(older, 0),
             pages=list(join.page_ids),
         )
 
+    def _first(self, index: int, num_drafted: int) -> SlotOutcome:
+        """Like a window without drafts whose column has been written already."""
+        slot = self.slots[index]
+        assert not slot.took_first_step
+        slot.took_first_step = True
+        emitted, stop = self._emit(slot, 1)
+        slot.extend(emitted)
+        return self._commit(index, slot, emitted, 0, num_drafted, stop)
+
     def _decode(self, index: int, num_drafted: int) -> SlotOutcome:
         slot = self.slots[index]
         before = slot.length
+        assert slot.took_first_step
         if not slot.active:
             return self._outcome(index, slot, [], 0, STOP_RUNNING)
         assert self._rows[slot.read_row] == slot.tags[before]
         assert len(slot.pages) * self._block >= before + 2 * num_drafted + 1, "the window is not covered by pages"
         offered = min(num_drafted, len(slot.drafts))
         emitted, stop = self._emit(slot, min(self._accept(), offered) + 1)
-        slot.sequence += emitted
-        for token in emitted:
-            slot.tags.append(hash((slot.tags[-1], token)))
+        slot.extend(emitted)
         for column in range(num_drafted + 1):
             true = column < len(emitted)
             tag = slot.tags[before + 1 + column] if true else hash(("rejected", index, before, column))
             self._rows[slot.write_rows[column]] = tag
             self._write_cell(slot.pages, before + column, tag)
+        return self._commit(index, slot, emitted, offered, num_drafted, stop)
+
+    def _commit(self, index: int, slot: _Slot, emitted: list[int], offered: int, num_drafted: int, stop: int) -> SlotOutcome:
+        before = slot.length
         slot.length, slot.read_row = before + len(emitted), slot.write_rows[len(emitted) - 1]
         boundary = slot.length // self._block * self._block
         if boundary > before:
@@ -247,13 +278,14 @@ class House:
         drafts: int = 3,
         accept: int | Callable[[], int] = 3,
         budget: int = 64,
+        pace: Pace | None = None,
         overlap: bool = True,
         hold_seconds: float = 0.0,
         gate_bytes: int = 10**9,
         caching: bool = True,
         block: int = BLOCK,
     ) -> None:
-        """accept: drafts accepted in each step, as far as they were offered."""
+        """accept: drafts accepted in each step, as far as they were offered. pace: None: always `budget`."""
         self.now = 0.0
         self.device = ScriptedDevice(block=block, accept=accept if callable(accept) else lambda: accept)
         self.cache = HybridCache(
@@ -273,7 +305,7 @@ class House:
             metrics=self.metrics,
             max_running=max_running,
             max_draft_tokens=drafts,
-            prefill_budget=budget,
+            pace=FixedPace(budget) if pace is None else pace,
             block_tokens=block,
             row_bytes=ROW_BYTES,
             page_bytes=PAGE_BYTES,

@@ -67,28 +67,23 @@ class StepDriver:
         rows = [2 + slot * self._rows_per_slot + i for i in range(self._rows_per_slot)]
         pages = [1 + slot * self._pages_per_slot + i for i in range(self._pages_per_slot)]
         known = [*request.prompt, *output_ids]
-        length = len(known) - 1
-        read_row = 0
-        if length:
-            read_row = rows[0]
-            plan.chunks.append(
-                ChunkPlan(
-                    request_id=f"r{slot}",
-                    token_ids=tokens(known[:-1]),
-                    start=0,
-                    read_row=0,
-                    state_writes=((length, rows[0]),),
-                    page_ids=pages,
-                    next_token=known[-1],
-                )
+        plan.chunks.append(
+            ChunkPlan(
+                request_id=f"r{slot}",
+                token_ids=tokens(known),
+                start=0,
+                read_row=0,
+                state_writes=((len(known), rows[0]),),
+                page_ids=pages,
+                next_token=None,
             )
+        )
         plan.joins.append(
             SlotJoin(
                 request_id=f"r{slot}",
                 slot=slot,
-                length=length,
+                length=len(known) - 1,
                 last_token=known[-1],
-                read_row=read_row,
                 write_rows=rows[:-2],
                 spare_rows=(rows[-2], rows[-1]),
                 page_ids=pages,
@@ -104,10 +99,11 @@ class StepDriver:
         return self.running[slot]
 
     def step(self, num_drafted: int, *, slots: Sequence[int] | None = None, plan: StepPlan | None = None) -> list[SlotOutcome]:
-        """Run one decode step over `slots` (all, in order) and take in its outcomes."""
+        """Run one step over `slots` (all, in order) and those that join with it, whose first step it is; take in its outcomes."""
         plan = plan or StepPlan()
         plan.num_drafted = num_drafted
-        plan.decode_slots = list(self.running if slots is None else slots)
+        plan.first_slots = [join.slot for join in plan.joins]
+        plan.decode_slots = [slot for slot in (self.running if slots is None else slots) if slot not in plan.first_slots]
         outcomes = self.executor.collect(self.executor.launch(plan)).slots
         for outcome in outcomes:
             running = self.running[outcome.slot]

@@ -125,7 +125,8 @@ def _random_request(rng: random.Random, vocab: int) -> ReferenceRequest:
 def buffers_of(driver: StepDriver) -> dict[str, Tensor]:
     """Everything that outlives a step, by name, the storage that inert slots write to left out: they race for it."""
     buffers: Any = driver.executor._buffers
-    tensors = {field.name: getattr(buffers, field.name) for field in dataclasses.fields(buffers) if field.name != "block_tokens"}
+    fields = {field.name: getattr(buffers, field.name) for field in dataclasses.fields(buffers)}
+    tensors = {name: value for name, value in fields.items() if isinstance(value, Tensor)}
     model = driver.model
     if isinstance(model, HashChainModel):
         rows, pages = {"rows": (model.rows_R3, 0)}, {"attention": (model.attention_PS, 0), "mtp": (model.mtp_PS, 0)}

@@ -1,16 +1,18 @@
-"""Decode steps of a small model, for a memory checker to watch: `scripts/sanitize.sh` runs this under compute-sanitizer.
+"""Prompts and decode steps of a small model, for a memory checker to watch: `scripts/sanitize.sh` runs this under compute-sanitizer.
 
-    python -m tests.gpu.sanitized_steps [--eager]
+    python -m tests.gpu.sanitized_steps [--eager] [--large-heads]
 
-A greedy request beside a sampled one with penalties, bias and masks; drafts, a checkpoint on the way, a leave and a join. First in float32, where the
-tokens must be the CPU's, then in bfloat16, whose kernels use other instructions. As CUDA graphs unless --eager. Few steps: a checker makes each
-instruction ten to fifty times as slow.
+A greedy request beside a sampled one with penalties, bias and masks; prompts side by side and in two chunks, the second from a kept state; drafts, a
+checkpoint on the way, a leave and a join. First in float32, where the tokens must be the CPU's, then in bfloat16, whose kernels use other
+instructions; with --large-heads once more in bfloat16 with heads of 128, whose prompts have an attention kernel of their own. As CUDA graphs unless
+--eager. Few steps: a checker makes each instruction ten to fifty times as slow.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +38,17 @@ def random_masks(seed: int) -> dict[int, np.ndarray]:
     return {0: np.random.default_rng(seed).integers(-(2**31), 2**31, (NUM_DRAFTS + 1, -(-VOCAB // 32)), dtype=np.int32)}
 
 
+def compute_beginning(driver: StepDriver, plan: StepPlan, count: int, *, keep_at: int) -> None:
+    """Take the first tokens of the plan's chunk out of it and compute them at once, leaving a state on the way too."""
+    chunk = plan.chunks.pop()
+    end_row, spare_row = chunk.state_writes[-1][1], plan.joins[-1].spare_rows[0]
+    ids = chunk.token_ids
+    begin = replace(chunk, token_ids=ids[:count], state_writes=((keep_at, spare_row), (count, end_row)), next_token=ids[count])
+    driver.executor.collect(driver.executor.launch(StepPlan(leaves=plan.leaves, chunks=[begin])))
+    plan.leaves = []
+    plan.chunks.append(replace(chunk, token_ids=ids[count:], start=count, read_row=end_row, state_writes=((len(ids) - count, end_row),)))
+
+
 @torch.inference_mode()
 def run_steps(checkpoint: Path, device: torch.device, dtype: torch.dtype, *, graphs: bool) -> list[list[int]]:
     """What every request emitted."""
@@ -51,7 +64,8 @@ def run_steps(checkpoint: Path, device: torch.device, dtype: torch.dtype, *, gra
     for number in range(NUM_STEPS):
         driver.step(NUM_DRAFTS, plan=StepPlan(masks=random_masks(number)))
     plan = StepPlan(leaves=[1])
-    second = driver.plan_join(plan, 1, ReferenceRequest(prompt=[4, 5], sampling=GREEDY, seed=0, length_limit=90))
+    second = driver.plan_join(plan, 1, ReferenceRequest(prompt=[*range(3, 153)], sampling=GREEDY, seed=0, length_limit=170))
+    compute_beginning(driver, plan, 128, keep_at=64)
     for number in range(2):
         plan.masks = random_masks(number)
         driver.step(NUM_DRAFTS, plan=plan)
@@ -62,10 +76,10 @@ def run_steps(checkpoint: Path, device: torch.device, dtype: torch.dtype, *, gra
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.sanitized_steps")
     parser.add_argument("--eager", action="store_true", help="launch kernel by kernel instead of replaying graphs")
-    graphs = not parser.parse_args().eager
+    parser.add_argument("--large-heads", action="store_true", help="also a model whose prompts go to the kernel for large heads")
+    arguments = parser.parse_args()
+    graphs = not arguments.eager
     torch.set_num_threads(1)
-    # Prompts still go through torch's attention, and racecheck reports hazards inside cuDNN's kernel for it. Torch has others.
-    torch.backends.cuda.enable_cudnn_sdp(False)
     cuda = torch.device("cuda")
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = write_agreeing_checkpoint(Path(folder), num_hidden_layers=2, full_attention_interval=2)
@@ -73,6 +87,9 @@ def main() -> None:
         found = run_steps(checkpoint, cuda, torch.float32, graphs=graphs)
         assert found == expected, f"on the device {found}, on the CPU {expected}"
         num_tokens = sum(map(len, run_steps(checkpoint, cuda, torch.bfloat16, graphs=graphs)))
+        if arguments.large_heads:
+            large = write_agreeing_checkpoint(Path(folder) / "large", num_hidden_layers=2, full_attention_interval=2, head_dim=128)
+            num_tokens += sum(map(len, run_steps(large, cuda, torch.bfloat16, graphs=graphs)))
     print(f"{sum(map(len, found))} tokens in float32, as on the CPU; {num_tokens} in bfloat16")
 
 

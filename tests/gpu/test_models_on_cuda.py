@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from benchmarks.decode_checks import streams
 from benchmarks.published import CONFIGS, spec_of
 from tests.fakes.checkpoints import write_checkpoint
 from tests.fakes.compare import TOLERANCE, relative_error
-from tests.fakes.forced_blocks import ForcedBlocks, random_twins
+from tests.fakes.forced_blocks import ForcedWindows, random_twins
 from tests.fakes.sequence_driver import Driver
 from tests.models.test_against_oracle import VARIANTS
 
@@ -45,19 +46,51 @@ def everything_of(model: Qwen3_5Model, prompt: list[int]) -> dict[str, Tensor]:
         found[f"logits of {num_columns} columns"] = model.logits(driver.verify(windows, accepted))
     m_TH = driver.mtp(prompt[100:104], hidden_NH[96:100], 100)
     found |= {"MTP logits": model.logits(m_TH), "drafts": model.draft_head(m_TH)}
+    return {name: tensor.cpu() for name, tensor in (found | kept_by(driver)).items()}
+
+
+@torch.inference_mode()
+def long_prompts_of(model: Qwen3_5Model, prompt: list[int]) -> dict[str, Tensor]:
+    """Logits and states of three prompts in one prefill, and of what follows the longest one, side by side with a second chunk."""
+    driver = Driver(model, num_sequences=3, max_tokens=1600)
+    first, one_token, middle = driver.prefill_together([prompt[:1216], prompt[:1], prompt[300:931]])
+    more, *others = driver.prefill_together([prompt[1216:1500], prompt[1:64], prompt[931:1000]])
+    driver.mtp_prefill(prompt[:1500], torch.cat([first, more]), (960, 64))
+    hiddens = {"longest": torch.cat([first, more]), "one token, and 63": torch.cat([one_token, others[0]]), "middle": torch.cat([middle, others[1]])}
+    found = {f"logits of the prompt: {name}": model.logits(hidden_NH) for name, hidden_NH in hiddens.items()}
+    longest = driver.sequences[0]
+    found["MTP K/V"] = model.pools.kv_AP2SGD[-1, longest.pages].transpose(0, 1).flatten(1, 2)[:, 1 : longest.length]
+    return {name: tensor.cpu() for name, tensor in (found | kept_by(driver)).items()}
+
+
+def kept_by(driver: Driver) -> dict[str, Tensor]:
+    """Rows and pages of every sequence."""
+    found: dict[str, Tensor] = {}
     for number, sequence in enumerate(driver.sequences):
-        pools, length = model.pools, sequence.length
+        pools, length = driver.model.pools, sequence.length
         keys_values = pools.kv_AP2SGD[:-1, sequence.pages].transpose(1, 2).flatten(2, 3)[:, :, :length]
-        parts = {"ssm": pools.ssm_LRVDK[:, sequence.read_row], "conv": pools.conv_LR3C[:, sequence.read_row], "K/V": keys_values}
+        parts = {
+            "ssm": pools.ssm_LRVDK[:, sequence.read_row],
+            "conv": pools.conv_LR3C[:, sequence.read_row],
+            "hidden": pools.hidden_RH[sequence.read_row],
+            "K/V": keys_values,
+        }
         found |= {f"{name} of sequence {number}": part for name, part in parts.items()}
-    return {name: tensor.cpu() for name, tensor in found.items()}
+    return found
 
 
-def check_against_the_cpu(checkpoint: Path, cuda: torch.device) -> None:
+def check_against_the_cpu(
+    checkpoint: Path,
+    cuda: torch.device,
+    everything_of: Callable[[Qwen3_5Model, list[int]], dict[str, Tensor]] = everything_of,
+    *,
+    num_tokens: int = 130,
+) -> None:
     expected, found = (load_model(checkpoint, device=device, dtype=torch.float32) for device in (CPU, cuda))
-    prompt = random.Random(3).choices(range(expected.spec.num_real_tokens), k=130)
+    prompt = random.Random(3).choices(range(expected.spec.num_real_tokens), k=num_tokens)
     wanted, got = everything_of(expected, prompt), everything_of(found, prompt)
-    assert torch.equal(got.pop("drafts"), wanted.pop("drafts"))
+    if "drafts" in wanted:
+        assert torch.equal(got.pop("drafts"), wanted.pop("drafts"))
     real = slice(0, expected.spec.num_real_tokens)
     errors = {name: relative_error(got[name][..., real], wanted[name][..., real]) for name in wanted}
     print({name: f"{error:.1e}" for name, error in errors.items()})
@@ -73,6 +106,10 @@ def test_small_models_in_float32(variant: str, cuda: torch.device, tmp_path: Pat
 
 def test_tiny_agent_in_float32(cuda: torch.device) -> None:
     check_against_the_cpu(resolve_checkpoint(bundled.checkpoint_of(None)), cuda)
+
+
+def test_long_prompts_of_tiny_agent_in_float32(cuda: torch.device) -> None:
+    check_against_the_cpu(resolve_checkpoint(bundled.checkpoint_of(None)), cuda, long_prompts_of, num_tokens=1500)
 
 
 SAMPLINGS = {
@@ -95,7 +132,7 @@ def test_tokens_of_tiny_agent_with_drafts_are_those_of_the_cpu_without(sampling:
 
 
 def check_blocks(rounded: Qwen3_5Model, exact: Qwen3_5Model, what: str, **window: Any) -> None:
-    errors = ForcedBlocks(rounded, exact, **window).run()
+    errors = ForcedWindows(rounded, exact, **window).run()
     kinds: dict[str, float] = {}
     for name, error in errors.items():
         kind = name.rpartition(", ")[2]
@@ -134,5 +171,5 @@ def test_a_wrong_convention_is_no_rounding(cuda: torch.device) -> None:
     config = replace(CONFIGS["0.8B"], layer_types=("linear_attention", "full_attention"), vocab_size=8192)
     rounded, exact = random_twins(config, spec_of("0.8B", config, torch.bfloat16), cuda, torch.bfloat16)
     exact._rope = replace(exact._rope, sin_LA=torch.zeros_like(exact._rope.sin_LA))
-    errors = ForcedBlocks(rounded, exact, starts=[100], num_columns=4, seed=1).run()
+    errors = ForcedWindows(rounded, exact, starts=[100], num_columns=4, seed=1).run()
     assert errors["layer 1, keys and values"] > 4 * BLOCK_TOLERANCE, errors

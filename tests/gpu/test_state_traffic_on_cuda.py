@@ -1,7 +1,8 @@
-"""What a decode step moves on the device: the state rows it must, by our kernels alone, and nothing between host and device but ids and results."""
+"""What decode steps and prompts move on the device: the state rows they must, by our kernels alone. And between host and device, ids and results."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import pkgutil
 from collections import Counter
@@ -15,8 +16,9 @@ from triton.runtime import JITFunction
 
 from agentspec.kernels import triton as triton_backend
 from agentspec.kernels.traffic import state_traffic
-from agentspec.runtime.plan import StepPlan
-from agentspec.types import SamplingParams
+from agentspec.runtime.graphs import CudaRecorder
+from agentspec.runtime.plan import ChunkPlan, StepPlan
+from agentspec.types import SamplingParams, tokens
 from benchmarks.published import make_model
 from benchmarks.running_engine import Case, RunningEngine
 from benchmarks.trace import Timeline, record
@@ -31,11 +33,16 @@ pytestmark = pytest.mark.gpu
 SMALL: dict[str, Any] = {"num_hidden_layers": 4, "full_attention_interval": 2}
 NUM_RECURRENT_LAYERS = 2
 NUM_STEPS = 32
+NUM_APPENDS = 8
+GREEDY = SamplingParams(temperature=0.0)
 
 SMALL_TORCH_KERNELS = ("index", "gather", "Gather", "CatArray", "CUDAFunctor", "direct_copy")
 """Parts of the names of torch's kernels that a greedy step may have: rows of the embedding, of the drafts and their positions, pages of a table."""
 MAX_TORCH_KERNELS = 8
 """A step."""
+
+PRODUCTS = ("gemm", "nvjet", "cutlass", "cublas", "splitK")
+"""Parts of the names of the library's kernels that products of many tokens run by."""
 
 
 def test_a_step_reads_one_row_and_writes_one_a_column(cuda: torch.device, tmp_path: Path) -> None:
@@ -55,6 +62,23 @@ def test_a_step_reads_one_row_and_writes_one_a_column(cuda: torch.device, tmp_pa
         moved = (state_traffic.rows_read, state_traffic.rows_written)
         assert moved == (NUM_RECURRENT_LAYERS * len(slots), NUM_RECURRENT_LAYERS * len(slots) * (num_drafted + 1))
         assert counter.touched == []
+
+
+def test_prompts_reach_the_pools_by_kernels_alone(cuda: torch.device, tmp_path: Path) -> None:
+    """Eagerly, three prompts at once with states kept on the way, and their first steps. Which rows move only the device knows."""
+    model = load(write_agreeing_checkpoint(tmp_path, **SMALL), cuda)
+    driver = StepDriver(model, max_running=3, max_draft_tokens=3, device=cuda)
+    poison(model)
+    plan = StepPlan()
+    for slot, length in enumerate((1, 90, 200)):
+        driver.plan_join(plan, slot, ReferenceRequest(prompt=[*range(3, 103), *range(3, 103)][:length], sampling=GREEDY, seed=slot, length_limit=250))
+        chunk, spare_row = plan.chunks[-1], plan.joins[-1].spare_rows[0]
+        kept = ((64, spare_row),) if length > 64 else ()
+        plan.chunks[-1] = dataclasses.replace(chunk, state_writes=(*kept, *chunk.state_writes))
+    with CopyCounter(model.pools.tensors()) as counter:
+        driver.step(2, plan=plan)
+    assert counter.touched == []
+    assert [len(running.emitted) for running in driver.running.values()] == [1, 1, 1]
 
 
 def our_kernels() -> set[str]:
@@ -94,3 +118,46 @@ def test_a_replayed_step_runs_our_kernels_and_copies_no_state(timeline: Timeline
     assert to_device <= of_pages, f"only new pages: {copies}"
     assert to_host + to_device == sum(copies.values()), f"no other copies: {copies}"
     assert not [name for name in copies if "Pageable" in name], f"all through pinned memory: {copies}"
+
+
+@pytest.fixture
+def appends(cuda: torch.device) -> Timeline:
+    """Chunks of 200 tokens behind 256, with a state kept on the way, replayed."""
+    with profile(activities=[ProfilerActivity.CUDA]):
+        torch.cuda.synchronize()
+    model = make_model("toy", TOY, device=cuda, dtype=torch.bfloat16)
+    model.computes_prompts = True
+    driver = StepDriver(model, max_running=1, max_draft_tokens=3, max_length=512, device=cuda)
+    driver.executor.capture([3], CudaRecorder(cuda))
+    chunk = ChunkPlan(
+        request_id="r",
+        token_ids=tokens(range(200)),
+        start=256,
+        read_row=2,
+        state_writes=((64, 3), (200, 4)),
+        page_ids=[*range(1, 9)],
+        next_token=0,
+    )
+
+    def append() -> None:
+        driver.executor.launch(StepPlan(chunks=[chunk]))
+
+    append()
+    return record(append, NUM_APPENDS)
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
+def test_a_replayed_append_runs_our_kernels_and_products_and_copies_no_state(appends: Timeline) -> None:
+    calls = Counter(kernel.name for kernel in appends.kernels)
+    copies = {name: number for name, number in calls.items() if name.startswith("Memcpy")}
+    foreign = {name: number for name, number in calls.items() if "at::" in name}
+    products = {name for name in calls if any(part in name for part in PRODUCTS)}
+    unknown = [name for name in calls.keys() - our_kernels() - copies.keys() - foreign.keys() - products if not name.startswith("Memset")]
+    assert not unknown, "neither ours nor torch's nor a product"
+    strange = [name for name in foreign if not any(part in name for part in SMALL_TORCH_KERNELS)]
+    assert not strange
+    assert sum(number for name, number in copies.items() if "HtoD" in name) == NUM_APPENDS, f"one copy of the tables: {copies}"
+    assert not [name for name in copies if "Pageable" in name or "DtoH" in name], copies
+    # The tables go to the place that the graph reads, and torch's sum of a product and the residual begins with a copy of the residual.
+    most = (1 + 2 * len(TOY.layer_types)) * NUM_APPENDS
+    assert sum(number for name, number in copies.items() if "DtoD" in name) <= most, f"only tables and residuals: {copies}"

@@ -116,7 +116,7 @@ def attention_step(
         BLOCK_T=triton.next_power_of_2(num_columns),
         BLOCK_D=max(_MIN_DOT, triton.next_power_of_2(head_dim)),
         FIRST=first_position,
-        PRECISION=_precision(projected_NP.dtype),
+        PRECISION=dot_precision(projected_NP.dtype),
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
         **shapes,
@@ -184,7 +184,7 @@ def combine_blocks(num_programs: int, num_tasks: int, head_dim: int) -> tuple[in
     return partials, min(triton.next_power_of_2(head_dim), _COMBINE_TILE // partials)
 
 
-def _precision(dtype: torch.dtype) -> str | None:
+def dot_precision(dtype: torch.dtype) -> str | None:
     """Products of float32 stay float32: the matrix units would round them to tf32."""
     return "ieee" if dtype == torch.float32 else None
 
@@ -207,7 +207,7 @@ def _units(start_B, page_table_BP, num_slots, num_pages, BLOCK_B: tl.constexpr, 
 
 
 @triton.jit
-def _norm_rope(  # type: ignore[no-untyped-def]
+def norm_rope(  # type: ignore[no-untyped-def]
     heads, offset_M, is_row_M, position_M, norm_D, eps, cos_LA, sin_LA, D: tl.constexpr, BLOCK_D: tl.constexpr, A: tl.constexpr
 ):
     """Heads at heads + offset_M after norm and RoPE, float32 [M, BLOCK_D], rounded where the reference rounds. Dimension pairs are (j, j + A)."""
@@ -283,7 +283,7 @@ def _sixteen_queries(  # type: ignore[no-untyped-def]
     row = first_row + tl.arange(0, 16)
     column = row // SHARES
     offset = column * row_stride + (row % SHARES) * (2 * D)
-    q = _norm_rope(heads, offset, column < T, start + column, norm_D, eps, cos_LA, sin_LA, D, BLOCK_D, A)
+    q = norm_rope(heads, offset, column < T, start + column, norm_D, eps, cos_LA, sin_LA, D, BLOCK_D, A)
     return q.to(heads.dtype.element_ty)
 
 
@@ -314,7 +314,7 @@ def _store_window(  # type: ignore[no-untyped-def]
     position = start + t
     is_mine = (t < T) & (position >= begin) & (position < end)
     row = t * row_stride
-    k = _norm_rope(keys, row, is_mine, position, k_norm_D, k_eps, cos_LA, sin_LA, D, BLOCK_D, A)
+    k = norm_rope(keys, row, is_mine, position, k_norm_D, k_eps, cos_LA, sin_LA, D, BLOCK_D, A)
     is_real = is_mine[:, None] & (d < D)[None, :]
     v = tl.load(keys + G * D + (row[:, None] + d[None, :]), mask=is_real, other=0.0)
     page = tl.load(pages_P + position // PAGE, mask=is_mine, other=0).to(tl.int64)
@@ -413,7 +413,7 @@ def _attend(  # type: ignore[no-untyped-def]
     units_B = _units(start_B, page_table_BP, num_slots, num_pages, BLOCK_B, T, BLOCK_S)
     total = tl.sum(units_B, axis=0) * (G * ROW_BLOCKS)
     program = tl.program_id(0)
-    position, end = _share(program, tl.minimum(tl.num_programs(0), total), total)
+    position, end = share_of(program, tl.minimum(tl.num_programs(0), total), total)
     while position < end:
         b, task, first_unit, num_units = _locate(position, units_B, BLOCK_B, G * ROW_BLOCKS)
         run = tl.minimum(num_units - first_unit, end - position)
@@ -458,7 +458,7 @@ def _locate(unit, units_B, BLOCK_B: tl.constexpr, TASKS: tl.constexpr):  # type:
 
 
 @triton.jit
-def _share(program, num_programs, total):  # type: ignore[no-untyped-def]
+def share_of(program, num_programs, total):  # type: ignore[no-untyped-def]
     """(begin, end) of program's share of `total` units; both 0 from program `num_programs` on. Every other share has a unit at least."""
     count = tl.maximum(num_programs, 1).to(tl.int64)
     begin = (program.to(tl.int64) * total // count).to(tl.int32)
@@ -468,8 +468,8 @@ def _share(program, num_programs, total):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _owner(unit, num_programs, total):  # type: ignore[no-untyped-def]
-    """The program whose share holds a unit: the inverse of `_share`."""
+def owner_of(unit, num_programs, total):  # type: ignore[no-untyped-def]
+    """The program whose share holds a unit: the inverse of `share_of`."""
     return (((unit + 1).to(tl.int64) * num_programs - 1) // tl.maximum(total, 1)).to(tl.int32)
 
 
@@ -512,8 +512,8 @@ def _combine(  # type: ignore[no-untyped-def]
     num_programs = tl.minimum(max_programs, total)
     num_units = tl.sum(tl.where(tl.arange(0, BLOCK_B) == b, units_B, 0), axis=0)
     first_unit = tl.sum(tl.where(tl.arange(0, BLOCK_B) < b, units_B, 0), axis=0) * (G * ROW_BLOCKS) + task * num_units
-    first = _owner(first_unit, num_programs, total)
-    end = tl.where(num_units > 0, _owner(first_unit + num_units - 1, num_programs, total) + 1, first)
+    first = owner_of(first_unit, num_programs, total)
+    end = tl.where(num_units > 0, owner_of(first_unit + num_units - 1, num_programs, total) + 1, first)
     num_partials = max_programs + num_slots * (G * ROW_BLOCKS)
     largest = tl.full((), float("-inf"), tl.float32)
     exponentials = tl.zeros((), tl.float32)

@@ -127,7 +127,7 @@ def _store_conv_states(conv_R3C, conv_stride, write_rows, window, channel, mask,
 
 
 @triton.jit
-def _softplus(x):  # type: ignore[no-untyped-def]
+def softplus(x):  # type: ignore[no-untyped-def]
     """log(1 + e^x) = max(x, 0) + 2 artanh(s), s = e / (2 + e), e = exp(-|x|): s is at most 1/3, so eight terms of the series are exact to float32,
     and small results keep all their digits."""
     e = tl.exp(-tl.abs(x))
@@ -145,7 +145,7 @@ def _gates(raw, x_stride, rate, dt_bias, V: tl.constexpr, T: tl.constexpr):  # t
     betas, decays = (), ()
     for t in tl.static_range(T):
         betas += (tl.sigmoid(tl.load(raw + t * x_stride).to(tl.float32)),)
-        decays += (tl.exp(-rate * _softplus(tl.load(raw + t * x_stride + V).to(tl.float32) + dt_bias)),)
+        decays += (tl.exp(-rate * softplus(tl.load(raw + t * x_stride + V).to(tl.float32) + dt_bias)),)
     return betas, decays
 
 

@@ -1,4 +1,4 @@
-"""The linear layers of a decode step in Triton, each one launch: with the norm before, SwiGLU or the residual after, or the choice of a token.
+"""The linear layers of a forward in Triton, each one launch: with the norm before, SwiGLU or the residual after, or the choice of a token.
 
 A step has few tokens, so that a layer takes as long as its weights take to arrive; `linear_tiles` has the walk over them, `linear_plans` how a layer
 is cut into programs. Where a plan says so, and for prompts, the product is torch's own. See backend.Backend for the operations.
@@ -38,7 +38,7 @@ def norm_linear(x_NH: Tensor, norm: Norm, weight_OH: Tensor) -> Tensor:
 def add_linear(residual_NH: Tensor, x_NO: Tensor, weight_HO: Tensor) -> Tensor:
     plan = _plan("add_linear", x_NO, weight_HO)
     if plan is None:
-        return torch.addmm(residual_NH, x_NO, weight_HO.t())
+        return residual_NH.addmm_(x_NO, weight_HO.t())  # a new result would begin as a copy of the residual
     return launch_linear(plan, x_NO, weight_HO, None, residual_NH)
 
 

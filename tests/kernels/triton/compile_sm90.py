@@ -24,6 +24,7 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from tests.kernels.triton.specimen import Specimen
 
@@ -46,7 +47,8 @@ def source_of(specimen: Specimen) -> ASTSource:
     if strange := (specimen.signature.keys() | constexprs.keys()) ^ set(names):
         raise ValueError(f"{specimen.name}: arguments that are missing or that the kernel does not have: {sorted(strange)}")
     is_aligned = {name: kind.startswith("*") or name in specimen.multiples_of_16 for name, kind in specimen.signature.items()}
-    return ASTSource(
+    source = GluonASTSource if specimen.kernel.is_gluon() else ASTSource
+    return source(
         specimen.kernel,
         signature={name: specimen.signature.get(name, "constexpr") for name in names},
         constexprs={(names.index(name),): value for name, value in constexprs.items()},

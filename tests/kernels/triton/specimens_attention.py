@@ -59,7 +59,7 @@ def _specimens(
             "BLOCK_T": triton.next_power_of_2(num_columns),
             "BLOCK_D": head_dim,
             "FIRST": 0,
-            "PRECISION": attention._precision(dtype),
+            "PRECISION": attention.dot_precision(dtype),
         },
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,

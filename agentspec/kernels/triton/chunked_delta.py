@@ -1,0 +1,256 @@
+"""The recurrent mixer over a prefill, block by block on the matrix units. See backend.Backend, `gated_delta_prefill`.
+
+Four launches: the convolution, and then what else needs no state, for all blocks at once (chunked_delta_blocks.py); the states, block after block,
+with what is read from them; the gated norm. A program of the third has some value dims of a value head of one span: its tile of the state stays in
+registers from the read row to the last block, and goes to save rows on the way.
+
+Scratch is in the activations' type but for gates. Knows nothing of what rows mean. Shape letters as in chunked_delta_blocks.py.
+"""
+
+# mypy: disable-error-code="assignment"
+# A kernel's tuples grow in unrolled loops, so that their type changes.
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from agentspec.kernels import prefill_batch as fields
+from agentspec.kernels.backend import DeltaWeights
+from agentspec.kernels.prefill_batch import NUM_BLOCK_FIELDS, NUM_SPAN_FIELDS, PrefillBatch
+from agentspec.kernels.traffic import touches_pools
+from agentspec.kernels.triton.chunked_delta_blocks import FROM_START, NUM_GATES, TO_END, convolve_blocks, dot, solve_blocks
+from agentspec.kernels.triton.launch import OVERLAPPED, await_previous, release_next
+from agentspec.types import BLOCK_TOKENS
+
+_MIN_DOT = 16
+"""Least side of a product."""
+_CONVOLVE_WARPS = 8
+_SOLVE_WARPS = 4
+_NARROW_FOLD_D, _WIDE_FOLD_D = 32, 64
+"""Value dims of a program that folds blocks: fewer spread a head over more multiprocessors, each of which reads all of w, q, k and `reads`."""
+_NARROW_PROGRAMS = 132
+"""Programs of one span that run at the same time, one a multiprocessor: as long as the narrow ones are no more, they take less time."""
+_FOLD_WARPS = 4
+_FOLD_STAGES = 3
+_EXACT_FOLD_D, _EXACT_FOLD_STAGES = 32, 1
+"""For float32: what fits at any size."""
+_NORM_ROWS = 32
+"""Rows (a token of a head) of a program of the norm."""
+
+_OFFSET, _READ_ROW, _FIRST_BLOCK = tl.constexpr(fields.OFFSET), tl.constexpr(fields.READ_ROW), tl.constexpr(fields.FIRST_BLOCK)
+_NUM_BLOCKS, _NUM_SPAN_FIELDS = tl.constexpr(fields.NUM_BLOCKS), tl.constexpr(NUM_SPAN_FIELDS)
+_BLOCK_COUNT, _SAVE_ROW, _SECOND_SAVE_ROW = tl.constexpr(fields.BLOCK_COUNT), tl.constexpr(fields.SAVE_ROW), tl.constexpr(fields.SECOND_SAVE_ROW)
+_NUM_BLOCK_FIELDS = tl.constexpr(NUM_BLOCK_FIELDS)
+
+
+class _Scratch(NamedTuple):
+    """What the launches leave for one another; dims are padded to powers of two, and blocks to BLOCK_TOKENS, with zeros."""
+
+    keys_METK: Tensor
+    """Of every key head q, then of every one k."""
+    values_MVTD: Tensor
+    """v, then u."""
+    gates_MVGT: Tensor
+    """float32."""
+    w_MVTK: Tensor
+    reads_MVTT: Tensor
+
+
+@touches_pools
+def gated_delta_prefill(projected_NP: Tensor, weights: DeltaWeights, ssm_RVDK: Tensor, conv_R3C: Tensor, batch: PrefillBatch) -> Tensor:
+    """What comes out of the convolution is not rounded before it is normalized; the reference rounds it to the projection's dtype.
+
+    The rows that it moves are not counted in `state_traffic`: only the device knows them."""
+    _, num_heads, value_dim, key_dim = ssm_RVDK.shape
+    num_channels, num_values = conv_R3C.shape[2], num_heads * value_dim
+    num_key_heads = (num_channels - num_values) // (2 * key_dim)
+    num_tokens, num_blocks = len(projected_NP), len(batch.blocks_MF)
+    assert projected_NP.shape == (num_tokens, num_channels + num_values + 2 * num_heads)
+    assert projected_NP.dtype == conv_R3C.dtype
+    assert ssm_RVDK.dtype == torch.float32
+    assert projected_NP.stride(1) == 1
+    assert all(x.is_contiguous() for x in (ssm_RVDK[0], conv_R3C[0], weights.conv_C4, batch.spans_UF, batch.blocks_MF))
+    dtype, device = projected_NP.dtype, projected_NP.device
+    padded_d, padded_k = (max(_MIN_DOT, triton.next_power_of_2(dim)) for dim in (value_dim, key_dim))
+    scratch = _Scratch(
+        keys_METK=torch.empty(num_blocks, 2 * num_key_heads, BLOCK_TOKENS, padded_k, dtype=dtype, device=device),
+        values_MVTD=torch.empty(num_blocks, num_heads, BLOCK_TOKENS, padded_d, dtype=dtype, device=device),
+        gates_MVGT=torch.empty(num_blocks, num_heads, NUM_GATES.value, BLOCK_TOKENS, dtype=torch.float32, device=device),
+        w_MVTK=torch.empty(num_blocks, num_heads, BLOCK_TOKENS, padded_k, dtype=dtype, device=device),
+        reads_MVTT=torch.empty(num_blocks, num_heads, BLOCK_TOKENS, BLOCK_TOKENS, dtype=dtype, device=device),
+    )
+    out_NX = torch.empty(num_tokens, num_values, dtype=dtype, device=device)
+    x, tables = (projected_NP, projected_NP.stride(0)), (batch.spans_UF, batch.blocks_MF)
+    conv = (conv_R3C, conv_R3C.stride(0))
+    heads = {"V": num_heads, "REPEATS": num_heads // num_key_heads}
+    dims = {"D": value_dim, "K": key_dim}
+    padded = {"T": BLOCK_TOKENS, "PADDED_D": padded_d, "PADDED_K": padded_k}
+    convolve_blocks[(2 * num_key_heads + num_heads, num_blocks)](
+        *x, weights.conv_C4, weights.a_log_V, weights.dt_bias_V, *conv, *tables, *scratch[:3],
+        num_warps=_CONVOLVE_WARPS, **heads, **dims, **padded, **OVERLAPPED,
+    )  # fmt: skip
+    solve_blocks[(num_heads, num_blocks)](batch.blocks_MF, *scratch, num_warps=_SOLVE_WARPS, **heads, **padded, **OVERLAPPED)
+    fold_d, stages = fold_plan(dtype, num_heads, padded_d)
+    num_tiles = num_heads * (padded_d // fold_d)
+    _fold_blocks[(num_tiles, len(batch.spans_UF))](
+        *x, ssm_RVDK, ssm_RVDK.stride(0), *conv, *tables, *scratch, out_NX,
+        BLOCK_D=fold_d, BLOCK_C=triton.next_power_of_2(triton.cdiv(num_channels, num_tiles)), STAGES=stages,
+        num_warps=_FOLD_WARPS, **heads, **dims, **padded, **OVERLAPPED,
+    )  # fmt: skip
+    _gated_norm[(triton.cdiv(num_tokens * num_heads, _NORM_ROWS),)](
+        *x, weights.norm_D, weights.eps, out_NX, num_tokens * num_heads,
+        V=num_heads, D=value_dim, C=num_channels, IS_SILU=weights.gate == "silu", BLOCK_ROWS=_NORM_ROWS, PADDED_D=padded_d, **OVERLAPPED,
+    )  # fmt: skip
+    return out_NX
+
+
+def fold_plan(dtype: torch.dtype, num_heads: int, padded_d: int) -> tuple[int, int]:
+    """(value dims of a program, stages of its pipeline). The model's sizes decide alone, so that equal blocks give equal bits in any company."""
+    if dtype == torch.float32:
+        return min(_EXACT_FOLD_D, padded_d), _EXACT_FOLD_STAGES
+    is_narrow = num_heads * triton.cdiv(padded_d, _NARROW_FOLD_D) <= _NARROW_PROGRAMS
+    return min(_NARROW_FOLD_D if is_narrow else _WIDE_FOLD_D, padded_d), _FOLD_STAGES
+
+
+@triton.jit
+def _store_states(  # type: ignore[no-untyped-def]
+    row, state_KD, in_state, is_state, ssm_RVDK, ssm_stride, x_ends, channel, conv_R3C, conv_stride, C: tl.constexpr
+):
+    """The program's tile of both states to `row`, if it is one. x_ends: the last three rows before the convolution."""
+    if row >= 0:
+        tl.store(ssm_RVDK + row * ssm_stride + in_state, state_KD, mask=is_state)
+        for i in tl.static_range(3):
+            tl.store(conv_R3C + row * conv_stride + i * C + channel, x_ends[i], mask=channel < C)
+
+
+@triton.jit
+def _last_rows(x, x_stride, count, past, channel, C: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The three rows before the convolution behind the first `count` tokens of a span. past: the three rows before the span; x: its first token."""
+    rows = ()
+    for i in tl.static_range(3):
+        token = count - 3 + i
+        row = tl.load(x + token * x_stride + channel, mask=channel < tl.where(token >= 0, C, 0), other=0.0)
+        for j in tl.static_range(3):
+            row = tl.where(token + 3 == j, past[j], row)
+        rows += (row,)
+    return rows
+
+
+@triton.jit
+def _fold_blocks(  # type: ignore[no-untyped-def]
+    projected_NP,
+    x_stride,
+    ssm_RVDK,
+    ssm_stride,
+    conv_R3C,
+    conv_stride,
+    spans_UF,
+    blocks_MF,
+    keys_METK,
+    values_MVTD,
+    gates_MVGT,
+    w_MVTK,
+    reads_MVTT,
+    out_NX,
+    V: tl.constexpr,
+    REPEATS: tl.constexpr,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    T: tl.constexpr,
+    PADDED_D: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program has BLOCK_D value dims of a value head of one span, and BLOCK_C channels of the convolution's state, which it only moves."""
+    release_next(PDL)
+    await_previous(PDL)
+    KEY_HEADS: tl.constexpr = V // REPEATS
+    C: tl.constexpr = 2 * KEY_HEADS * K + V * D
+    span = spans_UF + tl.program_id(1).to(tl.int64) * _NUM_SPAN_FIELDS
+    num_blocks = tl.load(span + _NUM_BLOCKS)
+    if num_blocks == 0:
+        return
+    offset, read_row, first_block = tl.load(span + _OFFSET), tl.load(span + _READ_ROW), tl.load(span + _FIRST_BLOCK)
+    head, first_d = tl.program_id(0) // (PADDED_D // BLOCK_D), tl.program_id(0) % (PADDED_D // BLOCK_D) * BLOCK_D
+    t, k_dim, d = tl.arange(0, T), tl.arange(0, PADDED_K), first_d + tl.arange(0, BLOCK_D)
+    dtype: tl.constexpr = keys_METK.dtype.element_ty
+
+    in_state, is_state = (head * D + d)[None, :] * K + k_dim[:, None], (d < D)[None, :] & (k_dim < K)[:, None]
+    state_KD = tl.load(ssm_RVDK + read_row * ssm_stride + in_state, mask=is_state, other=0.0)
+    # Held from the start: a save row may be the read row.
+    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    past = ()
+    for i in tl.static_range(3):
+        past += (tl.load(conv_R3C + read_row * conv_stride + i * C + channel, mask=channel < C, other=0.0),)
+    tl.debug_barrier()  # lanes that store need not be those that have loaded
+
+    in_keys, in_values = t[:, None] * PADDED_K + k_dim[None, :], t[:, None] * PADDED_D + d[None, :]
+    in_reads = t[:, None] * T + t[None, :]
+    in_out = t[:, None] * (V * D) + head * D + d[None, :]
+    begin = offset
+    for m in tl.range(first_block, first_block + num_blocks, num_stages=STAGES):
+        head_block, queries = m * V + head, keys_METK + (m * (2 * KEY_HEADS) + head // REPEATS) * (T * PADDED_K)
+        w = tl.load(w_MVTK + head_block * (T * PADDED_K) + in_keys)
+        q, k = tl.load(queries + in_keys), tl.load(queries + KEY_HEADS * (T * PADDED_K) + in_keys)
+        u = tl.load(values_MVTD + head_block * (T * PADDED_D) + in_values)
+        reads = tl.load(reads_MVTT + head_block * (T * T) + in_reads)
+        gates = gates_MVGT + head_block * (NUM_GATES * T)
+        from_start, to_end, decay = tl.load(gates + FROM_START * T + t), tl.load(gates + TO_END * T + t), tl.load(gates + FROM_START * T + T - 1)
+        block = blocks_MF + m * _NUM_BLOCK_FIELDS
+        count = tl.load(block + _BLOCK_COUNT)
+        save_row, second_row = tl.load(block + _SAVE_ROW), tl.load(block + _SECOND_SAVE_ROW)
+
+        seen = state_KD.to(dtype)
+        delta = u.to(tl.float32) - dot(w, seen)
+        o = dot(reads, delta.to(dtype), dot(q, seen) * from_start[:, None])
+        state_KD = dot(k.T, (delta * to_end[:, None]).to(dtype), state_KD * decay)
+
+        tl.store(out_NX + begin * (V * D) + in_out, o.to(dtype), mask=(t < count)[:, None] & (d < D)[None, :])
+        begin += count
+        if save_row >= 0:
+            x = projected_NP + offset * x_stride
+            x_ends = _last_rows(x, x_stride, begin - offset, past, channel, C)
+            _store_states(save_row, state_KD, in_state, is_state, ssm_RVDK, ssm_stride, x_ends, channel, conv_R3C, conv_stride, C)
+            _store_states(second_row, state_KD, in_state, is_state, ssm_RVDK, ssm_stride, x_ends, channel, conv_R3C, conv_stride, C)
+
+
+@triton.jit
+def _gated_norm(  # type: ignore[no-untyped-def]
+    projected_NP,
+    x_stride,
+    norm_D,
+    eps,
+    out_NX,
+    num_rows,
+    V: tl.constexpr,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    IS_SILU: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    PADDED_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Norm every row (a token of a head) of out_NX, in place, and gate it with z."""
+    release_next(PDL)
+    d = tl.arange(0, PADDED_D)
+    gain = tl.load(norm_D + d, mask=d < D, other=0.0)
+    await_previous(PDL)
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    is_real = (row < num_rows)[:, None] & (d < D)[None, :]
+    place = out_NX + row[:, None] * D + d[None, :]
+    z_row = projected_NP + row // V * x_stride + C + row % V * D
+    o = tl.load(place, mask=is_real, other=0.0).to(tl.float32)
+    z = tl.load(z_row[:, None] + d[None, :], mask=is_real, other=0.0).to(tl.float32)
+    gate = tl.sigmoid(z)
+    if IS_SILU:
+        gate *= z
+    normed = o * tl.rsqrt(tl.sum(o * o, axis=1, keep_dims=True) / D + eps) * gain[None, :]
+    tl.store(place, (normed * gate).to(out_NX.dtype.element_ty), mask=is_real)

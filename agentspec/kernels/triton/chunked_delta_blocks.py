@@ -1,0 +1,241 @@
+"""What the gated delta rule needs of a block of tokens before any state is known, for every block of a prefill at once.
+
+With G the running sum of log decays in a block, the recurrence unrolls (reference/gated_delta.py, `_fold_block`) into
+
+    (I + L) delta = beta (v - e^G k S^T),   L[t, j] = beta_t e^(G_t - G_j) k_t . k_j for j < t, else 0.
+
+With X the inverse of I + L that is delta = u - w S^T, where u = X (beta v) and w = X (beta e^G k) need no state. What is read afterwards is
+o = e^G q S^T + reads delta, with reads[t, j] = e^(G_t - G_j) q_t . k_j for j <= t.
+
+Products of two bf16 operands are accumulated in float32. X would lose too much by being rounded to bf16, so it enters products as two of them, its
+leading and its trailing digits. float32 operands are multiplied in float32.
+
+Knows nothing of states and rows but the convolution's, which are read. Shape letters as in backend.py and prefill_batch.py; T is the tokens of a
+block, whose scratch has room for all of them (zeros behind the last one), E the key heads.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from agentspec.kernels import prefill_batch as fields
+from agentspec.kernels.triton.gated_delta import softplus
+from agentspec.kernels.triton.launch import INTERPRETED, await_previous, release_next
+
+_OFFSET, _READ_ROW, _NUM_SPAN_FIELDS = tl.constexpr(fields.OFFSET), tl.constexpr(fields.READ_ROW), tl.constexpr(fields.NUM_SPAN_FIELDS)
+_BLOCK_OFFSET, _BLOCK_COUNT, _BLOCK_SPAN = tl.constexpr(fields.BLOCK_OFFSET), tl.constexpr(fields.BLOCK_COUNT), tl.constexpr(fields.BLOCK_SPAN)
+_NUM_BLOCK_FIELDS = tl.constexpr(fields.NUM_BLOCK_FIELDS)
+
+BETA, HIGH, LOW, FROM_START, TO_END, NUM_GATES = (tl.constexpr(i) for i in range(6))
+"""Vectors over a block's tokens in the gates of a value head: write strength; G in two parts; e^G; e^(G at the block's end - G)."""
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+_L2_EPS = tl.constexpr(1e-6)
+
+
+@triton.jit
+def dot(a, b, acc=None):  # type: ignore[no-untyped-def]
+    """a b + acc in float32. float32 operands go to the matrix units as sums of three tf32, which loses less than the additions do."""
+    if _INTERPRETED:  # it can't multiply bf16
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="tf32x3")
+
+
+@triton.jit
+def _halves(x):  # type: ignore[no-untyped-def]
+    """The leading and the trailing half of the digits of x, to 16 bits in all."""
+    high = x.to(tl.bfloat16)
+    return high, (x - high.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def _product(a, b, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """a b of float32 operands, to 16 bits; EXACT: to float32's. A batch of them has three dimensions."""
+    if EXACT:
+        product = dot(a, b)
+    else:
+        a_high, a_low = _halves(a)
+        b_high, b_low = _halves(b)
+        product = dot(a_high, b_high, dot(a_high, b_low, dot(a_low, b_high)))
+    return product
+
+
+@triton.jit
+def _applied(inverse, x, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`_product` with an operand in the activations' type. Rows of the inverse nearly cancel where keys are alike, so it is not rounded to that."""
+    if EXACT:
+        product = dot(inverse, x)
+    else:
+        high, low = _halves(inverse)
+        product = dot(high, x, dot(low, x))
+    return product
+
+
+@triton.jit
+def _join_pairs(inverse, coupling, row, column, SIZE: tl.constexpr, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """From the inverses of the diagonal blocks of SIZE to those of 2 SIZE: [[A, 0], [C, B]] has the inverse [[A', 0], [-B' C A', B']]."""
+    is_between = (row // (2 * SIZE) == column // (2 * SIZE)) & (row // SIZE != column // SIZE)
+    between = tl.where(is_between, coupling, 0.0)
+    return inverse - _product(_product(inverse, between, EXACT), inverse, EXACT)
+
+
+@triton.jit
+def _inverse(coupling_TT, T: tl.constexpr, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The inverse of I + coupling, which is strictly lower triangular. Each step inverts as substitution does, so equal keys do no harm.
+
+    Blocks of 16, the least that a matrix unit takes, are a batch; then all of it is multiplied at a time."""
+    NUM_BLOCKS: tl.constexpr = T // 16
+    block = tl.arange(0, NUM_BLOCKS)
+    is_diagonal = (block[:, None] == block[None, :])[:, :, None, None]
+    tiles = tl.permute(tl.reshape(coupling_TT, (NUM_BLOCKS, 16, NUM_BLOCKS, 16)), (0, 2, 1, 3))
+    diagonal = tl.sum(tl.where(is_diagonal, tiles, 0.0), axis=1)
+    row, column = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
+    inverse = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, diagonal, 0.0)
+    for level in tl.static_range(1, 4):
+        inverse = _join_pairs(inverse, diagonal, row, column, 2**level, EXACT)
+
+    tiles = tl.where(is_diagonal, inverse[:, None, :, :], 0.0)
+    inverse_TT = tl.reshape(tl.permute(tiles, (0, 2, 1, 3)), (T, T))
+    row, column = tl.arange(0, T)[:, None], tl.arange(0, T)[None, :]
+    inverse_TT = _join_pairs(inverse_TT, coupling_TT, row, column, 16, EXACT)
+    return _join_pairs(inverse_TT, coupling_TT, row, column, 32, EXACT)
+
+
+@triton.jit
+def _convolved(x, x_stride, past, before, count, conv_C4, first_channel, SIZE: tl.constexpr, C: tl.constexpr, T: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """SiLU of the convolution of SIZE channels from first_channel on, float32 [T, BLOCK]; zeros behind them and from token `count` on.
+
+    x: the block's first token. past: the convolution state at the start of the span, of which `before` tokens precede the block."""
+    t, c = tl.arange(0, T), tl.arange(0, BLOCK)
+    channel = first_channel + c
+    is_real = (t < count)[:, None] & (c < SIZE)[None, :]
+    y = tl.zeros((T, BLOCK), tl.float32)
+    for tap in tl.static_range(4):
+        source = t + (tap - 3)
+        is_in_span = (source + before >= 0)[:, None]
+        value = tl.load(x + source[:, None] * x_stride + channel[None, :], mask=is_real & is_in_span, other=0.0).to(tl.float32)
+        if before < 3:
+            place = past + (source + before + 3)[:, None] * C + channel[None, :]
+            value += tl.load(place, mask=is_real & (source + before < 0)[:, None], other=0.0).to(tl.float32)
+        weight = tl.load(conv_C4 + channel * 4 + tap, mask=c < SIZE, other=0.0).to(tl.float32)
+        y += value * weight[None, :]
+    return y / (1.0 + tl.exp(-y))
+
+
+@triton.jit
+def _store_gates(raw, x_stride, count, rate, dt_bias, gates, V: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The NUM_GATES vectors of one value head in one block. raw: write strength of its first token; the decay is V elements on.
+
+    G stays what it is behind the last token. It is two float32, the second what the first leaves out: differences of long sums nearly cancel."""
+    t = tl.arange(0, T)
+    is_real = t < count
+    beta = tl.sigmoid(tl.load(raw + t * x_stride, mask=is_real, other=0.0).to(tl.float32))
+    a = tl.load(raw + V + t * x_stride, mask=is_real, other=0.0).to(tl.float32)
+    total = tl.cumsum(tl.where(is_real, -rate * softplus(a + dt_bias), 0.0).to(tl.float64), 0)
+    high = total.to(tl.float32)
+    to_end = tl.sum(tl.where(t == T - 1, total, 0.0)) - total
+    tl.store(gates + BETA * T + t, tl.where(is_real, beta, 0.0))
+    tl.store(gates + HIGH * T + t, high)
+    tl.store(gates + LOW * T + t, (total - high.to(tl.float64)).to(tl.float32))
+    tl.store(gates + FROM_START * T + t, tl.exp(high))
+    tl.store(gates + TO_END * T + t, tl.exp(to_end.to(tl.float32)))
+
+
+@triton.jit
+def convolve_blocks(  # type: ignore[no-untyped-def]
+    projected_NP,
+    x_stride,
+    conv_C4,
+    a_log_V,
+    dt_bias_V,
+    conv_R3C,
+    conv_stride,
+    spans_UF,
+    blocks_MF,
+    keys_METK,
+    values_MVTD,
+    gates_MVGT,
+    V: tl.constexpr,
+    REPEATS: tl.constexpr,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    T: tl.constexpr,
+    PADDED_D: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program has one head of q, of k or of v in one block: the convolution, then for q and k the norm (and q's scale), for v the head's gates."""
+    release_next(PDL)
+    await_previous(PDL)
+    KEY_HEADS: tl.constexpr = V // REPEATS
+    C: tl.constexpr = 2 * KEY_HEADS * K + V * D
+    m, head = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    block = blocks_MF + m * _NUM_BLOCK_FIELDS
+    count = tl.load(block + _BLOCK_COUNT).to(tl.int32)
+    if count == 0:
+        return
+    offset = tl.load(block + _BLOCK_OFFSET)
+    span = spans_UF + tl.load(block + _BLOCK_SPAN) * _NUM_SPAN_FIELDS
+    before = (offset - tl.load(span + _OFFSET)).to(tl.int32)
+    x, past = projected_NP + offset * x_stride, conv_R3C + tl.load(span + _READ_ROW) * conv_stride
+
+    t = tl.arange(0, T)[:, None]
+    if head < 2 * KEY_HEADS:
+        key = _convolved(x, x_stride, past, before, count, conv_C4, head * K, K, C, T, PADDED_K)
+        key *= tl.rsqrt(tl.sum(key * key, axis=1, keep_dims=True) + _L2_EPS) * tl.where(head < KEY_HEADS, K**-0.5, 1.0)
+        keys = keys_METK + (m * (2 * KEY_HEADS) + head) * (T * PADDED_K)
+        tl.store(keys + t * PADDED_K + tl.arange(0, PADDED_K)[None, :], key.to(keys.dtype.element_ty))
+    else:
+        head -= 2 * KEY_HEADS
+        value = _convolved(x, x_stride, past, before, count, conv_C4, 2 * KEY_HEADS * K + head * D, D, C, T, PADDED_D)
+        values = values_MVTD + (m * V + head) * (T * PADDED_D)
+        tl.store(values + t * PADDED_D + tl.arange(0, PADDED_D)[None, :], value.to(values.dtype.element_ty))
+        rate, dt_bias = tl.exp(tl.load(a_log_V + head)), tl.load(dt_bias_V + head)
+        _store_gates(x + C + V * D + head, x_stride, count, rate, dt_bias, gates_MVGT + (m * V + head) * (NUM_GATES * T), V, T)
+
+
+@triton.jit
+def solve_blocks(  # type: ignore[no-untyped-def]
+    blocks_MF,
+    keys_METK,
+    values_MVTD,
+    gates_MVGT,
+    w_MVTK,
+    reads_MVTT,
+    V: tl.constexpr,
+    REPEATS: tl.constexpr,
+    T: tl.constexpr,
+    PADDED_D: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program has one value head in one block: w and reads; u, which takes the place of v."""
+    release_next(PDL)
+    await_previous(PDL)
+    KEY_HEADS: tl.constexpr = V // REPEATS
+    m, head = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    if tl.load(blocks_MF + m * _NUM_BLOCK_FIELDS + _BLOCK_COUNT) == 0:
+        return
+    t, k_dim, d = tl.arange(0, T), tl.arange(0, PADDED_K), tl.arange(0, PADDED_D)
+    row, column = t[:, None], t[None, :]
+    queries = keys_METK + (m * (2 * KEY_HEADS) + head // REPEATS) * (T * PADDED_K) + row * PADDED_K + k_dim[None, :]
+    values = values_MVTD + (m * V + head) * (T * PADDED_D) + row * PADDED_D + d[None, :]
+    gates = gates_MVGT + (m * V + head) * (NUM_GATES * T)
+    q, k, v = tl.load(queries), tl.load(queries + KEY_HEADS * (T * PADDED_K)), tl.load(values)
+    dtype: tl.constexpr = k.dtype
+
+    high, low = gates + HIGH * T, gates + LOW * T
+    difference = (tl.load(high + row) - tl.load(high + column)) + (tl.load(low + row) - tl.load(low + column))
+    ratio = tl.exp(tl.where(row >= column, difference, float("-inf")))
+    tl.store(reads_MVTT + (m * V + head) * (T * T) + row * T + column, (ratio * dot(q, k.T)).to(dtype))
+    coupling = tl.where(row > column, tl.load(gates + BETA * T + row) * ratio * dot(k, k.T), 0.0)
+    EXACT: tl.constexpr = dtype == tl.float32
+    inverse = _inverse(coupling, T, EXACT)
+
+    beta = tl.load(gates + BETA * T + column)
+    u = _applied(inverse * beta, v, EXACT)
+    w = _applied(inverse * (beta * tl.load(gates + FROM_START * T + column)), k, EXACT)
+    tl.store(w_MVTK + (m * V + head) * (T * PADDED_K) + row * PADDED_K + k_dim[None, :], w.to(dtype))
+    tl.debug_barrier()  # every lane has v
+    tl.store(values, u.to(dtype))

@@ -1,0 +1,52 @@
+"""The hiddens that a prefill leaves in state rows, in one Triton launch. See backend.Backend, `save_hidden`. Knows nothing of what rows mean."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from agentspec.kernels import prefill_batch as fields
+from agentspec.kernels.prefill_batch import PrefillBatch
+from agentspec.kernels.traffic import touches_pools
+from agentspec.kernels.triton.launch import OVERLAPPED, await_previous, release_next
+
+_MAX_BLOCK = 1024
+
+_BLOCK_OFFSET, _BLOCK_COUNT, _SAVE_ROW = tl.constexpr(fields.BLOCK_OFFSET), tl.constexpr(fields.BLOCK_COUNT), tl.constexpr(fields.SAVE_ROW)
+_SECOND_SAVE_ROW, _NUM_BLOCK_FIELDS = tl.constexpr(fields.SECOND_SAVE_ROW), tl.constexpr(fields.NUM_BLOCK_FIELDS)
+
+
+@touches_pools
+def save_hidden(hidden_NH: Tensor, hidden_RH: Tensor, batch: PrefillBatch) -> None:
+    width = hidden_NH.shape[1]
+    assert hidden_RH.shape[1] == width
+    assert hidden_RH.dtype == hidden_NH.dtype
+    assert hidden_RH.stride(1) == hidden_NH.stride(1) == 1
+    assert batch.blocks_MF.is_contiguous()
+    block = min(_MAX_BLOCK, triton.next_power_of_2(width))
+    _save_hidden[(triton.cdiv(width, block), len(batch.blocks_MF))](
+        hidden_NH,
+        hidden_NH.stride(0),
+        hidden_RH,
+        hidden_RH.stride(0),
+        batch.blocks_MF,
+        H=width,
+        BLOCK_H=block,
+        **OVERLAPPED,
+    )
+
+
+@triton.jit
+def _save_hidden(  # type: ignore[no-untyped-def]
+    hidden_NH, hidden_stride, hidden_RH, pool_stride, blocks_MF, H: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr
+):
+    release_next(PDL)
+    await_previous(PDL)
+    block = blocks_MF + tl.program_id(1).to(tl.int64) * _NUM_BLOCK_FIELDS
+    row, second_row = tl.load(block + _SAVE_ROW), tl.load(block + _SECOND_SAVE_ROW)
+    last = tl.load(block + _BLOCK_OFFSET) + tl.load(block + _BLOCK_COUNT) - 1
+    h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
+    hidden = tl.load(hidden_NH + last * hidden_stride + h, mask=h < tl.where(row >= 0, H, 0), other=0.0)
+    tl.store(hidden_RH + row * pool_stride + h, hidden, mask=h < tl.where(row >= 0, H, 0))
+    tl.store(hidden_RH + second_row * pool_stride + h, hidden, mask=h < tl.where(second_row >= 0, H, 0))

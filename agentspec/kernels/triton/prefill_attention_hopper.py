@@ -1,0 +1,346 @@
+"""The second launch of prefill_attention.py for Hopper's matrix units: what prefill_attention._attend does, in Gluon.
+
+Triton's own compiler fetches a page only when the work on the one before has ended, since there is no room for three. Here every wait and copy is
+written out. While a program works on page j, the copy engine brings the keys of page j + 1 and the values of page j; and the matrix units add
+the values of page j - 1 while the threads find the weights of page j, and the scores of page j while the output is rescaled.
+
+Knows nothing of where tiles come from: see prefill_attention.py, also for words and shape letters.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from agentspec.kernels import prefill_batch
+from agentspec.kernels.triton import prefill_line
+from agentspec.kernels.triton.attention import share_of
+from agentspec.kernels.triton.launch import await_previous, release_next
+
+_OFFSET = gl.constexpr(prefill_batch.OFFSET)
+_COUNT = gl.constexpr(prefill_batch.COUNT)
+_START = gl.constexpr(prefill_batch.START)
+_FIELDS = gl.constexpr(prefill_batch.NUM_SPAN_FIELDS)
+
+BLOCK_M = 128
+"""Two groups of four warps, 64 rows each."""
+NUM_WARPS = 8
+
+_copy_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+"""Its name in Triton 3.9, and before."""
+_barrier = tl.debug_barrier
+_share_of = gluon.jit(share_of.fn)
+_shares_of = gluon.jit(prefill_line.shares_of.fn)
+_tile_at = gluon.jit(prefill_line.tile_at.fn)
+_release_next = gluon.jit(release_next.fn)
+_await_previous = gluon.jit(await_previous.fn)
+
+
+def descriptor(kv_P2SGD: Tensor) -> TensorDescriptor:
+    """The pool for the copy engine: a block is one head's keys, or values, of a page."""
+    page_tokens, num_kv_heads, head_dim = kv_P2SGD.shape[2:]
+    layout = gl.NVMMASharedLayout.get_default_for([page_tokens, head_dim], gl.bfloat16 if kv_P2SGD.dtype == torch.bfloat16 else gl.float16)
+    return TensorDescriptor.from_tensor(kv_P2SGD.view(-1, num_kv_heads * head_dim), [page_tokens, head_dim], layout)
+
+
+@gluon.jit
+def _page_at(pages, j, num_pages, num_full, turned):  # type: ignore[no-untyped-def]
+    """Id of the j-th page that a program takes of a run: the first `num_full` from the one `turned` behind the first round to it, then the others."""
+    turn = gl.where(j + turned < num_full, j + turned, j + turned - num_full)
+    return gl.load(pages + gl.where(j < num_full, turn, j), mask=j < num_pages, other=0)
+
+
+@gluon.jit
+def _fetch(pool, page, column, HALF: gl.constexpr, buffers, barriers, turn, is_wanted, PAGE: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Start the copy of a page's keys (HALF 0) or values (1) into the buffer of turn `turn`, which nobody reads any more."""
+    barrier = barriers.index(turn % 2)
+    mbarrier.expect(barrier, pool.block_type.nbytes, pred=is_wanted)
+    _copy_block(pool, [page * (2 * PAGE) + HALF * PAGE, column], barrier, buffers.index(turn % 2), pred=is_wanted)
+
+
+@gluon.jit
+def _softmax(scores, largest, exponentials, scale):  # type: ignore[no-untyped-def]
+    """(weights [M, S], largest [M], exponentials [M], factor [M] for what was summed before) with the scores of one more page."""
+    new_largest = gl.maximum(largest, gl.max(scores, axis=1) * scale)
+    # A row that has seen no key yet has no largest score.
+    base = gl.where(new_largest == float("-inf"), 0.0, new_largest)
+    shrink = gl.exp2(largest - base)
+    weight = gl.exp2(scores * scale - gl.expand_dims(base, 1))
+    return weight, new_largest, exponentials * shrink + gl.sum(weight, axis=1), shrink
+
+
+@gluon.jit
+def _masked(scores, page_position, query_position_M, layout: gl.constexpr, PAGE: gl.constexpr):  # type: ignore[no-untyped-def]
+    position = page_position + gl.arange(0, PAGE, layout=gl.SliceLayout(0, layout))
+    return gl.where(gl.expand_dims(position, 0) <= gl.expand_dims(query_position_M, 1), scores, float("-inf"))
+
+
+@gluon.jit
+def _rescaled(values, factor_M, layout: gl.constexpr):  # type: ignore[no-untyped-def]
+    return values * gl.expand_dims(gl.convert_layout(factor_M, gl.SliceLayout(1, layout)), 1)
+
+
+@gluon.jit
+def _turns(  # type: ignore[no-untyped-def]
+    state,
+    begin,
+    end,
+    queries,
+    query_position_M,
+    keys,
+    keys_ready,
+    values_,
+    values_ready,
+    pool,
+    column,
+    run,
+    turn,
+    scale,
+    MASKED: gl.constexpr,
+    scores_layout: gl.constexpr,
+    values_layout: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    PAGE: gl.constexpr,
+):
+    """Pages begin..end-1 of a run. `state`: (page j - 1's weights, factor, largest, exponentials, values before it, ids of pages j and j + 1)."""
+    weight_layout: gl.constexpr = gl.DotOperandLayout(0, values_layout, 2)
+    pages, first_page, num_pages, num_full, turned = run
+    weight, shrink, largest, exponentials, values, page, next_page = state
+    for j in range(begin, end):
+        mbarrier.wait(keys_ready.index((turn + j) % 2), ((turn + j) // 2) & 1)
+        values = warpgroup_mma_wait(0, deps=[values])
+        nothing = gl.zeros([BLOCK_M, PAGE], gl.float32, scores_layout)
+        scores = warpgroup_mma(queries, keys.index((turn + j) % 2).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        # Everyone has read the keys of page j - 1 and the values of page j - 2.
+        _barrier()
+        _fetch(pool, next_page, column, 0, keys, keys_ready, turn + j + 1, j + 1 < num_pages, PAGE)
+        _fetch(pool, page, column, 1, values_, values_ready, turn + j, True, PAGE)
+        page = next_page
+        next_page = _page_at(pages, j + 2, num_pages, num_full, turned)
+        values = _rescaled(values, shrink, values_layout)
+        mbarrier.wait(values_ready.index((turn + j - 1) % 2), ((turn + j - 1) // 2) & 1)
+        values = warpgroup_mma(weight, values_.index((turn + j - 1) % 2), values, is_async=True)
+        scores = warpgroup_mma_wait(1, deps=[scores])
+        if MASKED:
+            scores = _masked(scores, (first_page + j) * PAGE, query_position_M, scores_layout, PAGE)
+        new_weight, largest, exponentials, shrink = _softmax(scores, largest, exponentials, scale)
+        weight = gl.convert_layout(new_weight.to(weight.dtype), weight_layout)
+    return weight, shrink, largest, exponentials, values, page, next_page
+
+
+@gluon.jit
+def _attend_run(  # type: ignore[no-untyped-def]
+    queries,
+    query_position_M,
+    keys,
+    keys_ready,
+    values_,
+    values_ready,
+    pool,
+    column,
+    run,
+    turn,
+    length,
+    scale,
+    scores_layout: gl.constexpr,
+    values_layout: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    PAGE: gl.constexpr,
+    D: gl.constexpr,
+):
+    """(largest score [M], sum of exponentials [M], weighted values [M, D]) of queries over a run of pages."""
+    pages, first_page, num_pages, num_full, turned = run
+    weight_layout: gl.constexpr = gl.DotOperandLayout(0, values_layout, 2)
+    page = _page_at(pages, 0, num_pages, num_full, turned)
+    next_page = _page_at(pages, 1, num_pages, num_full, turned)
+    # What the threads stored to shared memory is visible to the matrix units and the copy engine; everyone has read the last tile's buffers.
+    fence_async_shared()
+    _barrier()
+    _fetch(pool, page, column, 0, keys, keys_ready, turn, True, PAGE)
+    _fetch(pool, next_page, column, 0, keys, keys_ready, turn + 1, num_pages > 1, PAGE)
+    _fetch(pool, page, column, 1, values_, values_ready, turn, True, PAGE)
+    page = next_page
+    next_page = _page_at(pages, 2, num_pages, num_full, turned)
+    mbarrier.wait(keys_ready.index(turn % 2), (turn // 2) & 1)
+    nothing = gl.zeros([BLOCK_M, PAGE], gl.float32, scores_layout)
+    scores = warpgroup_mma(queries, keys.index(turn % 2).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    first_position = (first_page + gl.where(num_full > 0, turned, 0)) * PAGE
+    scores = _masked(scores, first_position, query_position_M, scores_layout, PAGE)
+    largest = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, scores_layout))
+    exponentials = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, scores_layout))
+    weight, largest, exponentials, shrink = _softmax(scores, largest, exponentials, scale)
+    weight = gl.convert_layout(weight.to(queries.dtype), weight_layout)
+    values = warpgroup_mma_init(gl.zeros([BLOCK_M, D], gl.float32, values_layout))
+    state = (weight, shrink, largest, exponentials, values, page, next_page)
+    place = (queries, query_position_M, keys, keys_ready, values_, values_ready, pool, column, run, turn, scale)
+    first_masked = gl.maximum(num_full, 1)
+    state = _turns(state, 1, num_full, *place, False, scores_layout, values_layout, BLOCK_M, PAGE)
+    state = _turns(state, first_masked, num_pages, *place, True, scores_layout, values_layout, BLOCK_M, PAGE)
+    weight, shrink, largest, exponentials, values, page, next_page = state
+    values = warpgroup_mma_wait(0, deps=[values])
+    last = turn + num_pages - 1
+    mbarrier.wait(values_ready.index(last % 2), (last // 2) & 1)
+    buffer = values_.index(last % 2)
+    rest = length - (first_page + num_pages - 1) * PAGE
+    if rest < PAGE:
+        # The sequence ends in this page. What was never written may be NaN, and 0 * NaN is NaN.
+        rows: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
+        v = buffer.load(rows)
+        is_key = gl.arange(0, PAGE, layout=gl.SliceLayout(1, rows)) < rest
+        buffer.store(gl.where(gl.expand_dims(is_key, 1), v, 0.0))
+        fence_async_shared()
+        _barrier()
+    values = warpgroup_mma(weight, buffer, _rescaled(values, shrink, values_layout), is_async=True)
+    values = warpgroup_mma_wait(0, deps=[values])
+    return largest, exponentials, values
+
+
+@gluon.jit(do_not_specialize=prefill_line.NOT_SPECIALIZED)
+def attend(  # type: ignore[no-untyped-def]
+    queries_NQD,
+    projected_NP,
+    row_stride,
+    pool,
+    page_table_UP,
+    num_pages,
+    spans_UF,
+    line_4I,
+    most_tiles,
+    first_tile_C,
+    scale,
+    sums_CMD,
+    scores_2CM,
+    out_NX,
+    G: gl.constexpr,
+    SHARES: gl.constexpr,
+    D: gl.constexpr,
+    PAGE: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """As prefill_attention._attend; BLOCK_M is 128, D a power of two."""
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, PAGE, 16])
+    values_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, D, 16])
+    dtype: gl.constexpr = queries_NQD.dtype.element_ty
+    queries = gl.allocate_shared_memory(dtype, [BLOCK_M, D], gl.NVMMASharedLayout.get_default_for([BLOCK_M, D], dtype))
+    keys = gl.allocate_shared_memory(dtype, [2, PAGE, D], pool.layout)
+    values_ = gl.allocate_shared_memory(dtype, [2, PAGE, D], pool.layout)
+    keys_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    values_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for buffer in gl.static_range(2):
+        mbarrier.init(keys_ready.index(buffer), count=1)
+        mbarrier.init(values_ready.index(buffer), count=1)
+    _release_next(PDL)
+    _await_previous(PDL)
+    program = gl.program_id(0)
+    total = gl.load(line_4I + most_tiles)
+    num_shares = _shares_of(total, gl.num_programs(0))
+    begin, end = _share_of(program, num_shares, total)
+    if begin < end:
+        first_tile, num_tiles = _tiles_of_share(line_4I, most_tiles, begin, end)
+        gl.store(first_tile_C + program, first_tile)
+        # Pages that went through the buffers before.
+        turn = program * 0
+        for tile_turn in range(num_tiles):
+            i = first_tile + (tile_turn + 1) % num_tiles
+            tile_begin = gl.load(line_4I + i)
+            tile_end = gl.load(line_4I + i + 1)
+            first_page = gl.maximum(begin - tile_begin, 0)
+            run = gl.minimum(end, tile_end) - tile_begin - first_page
+            u, g, tile = _tile_at(line_4I, most_tiles, i)
+            span = spans_UF + u * _FIELDS
+            offset = gl.load(span + _OFFSET)
+            start = gl.load(span + _START).to(gl.int32)
+            count = gl.load(span + _COUNT).to(gl.int32)
+            first_token = tile * BLOCK_M // SHARES
+            head = ((offset + first_token) * (G * SHARES) + g * SHARES) * D
+            _load_queries(queries, queries_NQD + head, tile, first_token, count, G, SHARES, D, BLOCK_M)
+            num_full = gl.minimum(gl.maximum((start + first_token + 1) // PAGE - first_page, 0), run)
+            shift = gl.where(run == end - begin, (run - first_page % run) % run, 0)
+            turned = gl.where(shift < num_full, shift, 0)
+            pages = (page_table_UP + u.to(gl.int64) * num_pages + first_page, first_page, run, num_full, turned)
+            row = tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, scores_layout))
+            buffers = (queries, start + row // SHARES, keys, keys_ready, values_, values_ready, pool, g * D)
+            largest, exponentials, values = _attend_run(*buffers, pages, turn, start + count, scale, scores_layout, values_layout, BLOCK_M, PAGE, D)
+            turn += run
+            if run == tile_end - tile_begin:
+                values = _rescaled(values, 1.0 / exponentials, values_layout)
+                gates = projected_NP + (offset + first_token) * row_stride + g * (SHARES * 2 * D) + D
+                _store_gated(values, gates, row_stride, out_NX + head, tile, first_token, count, values_layout, G, SHARES, D, BLOCK_M)
+            else:
+                partial = (2 * program + (begin < tile_begin).to(gl.int32)).to(gl.int64) * BLOCK_M
+                m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, scores_layout))
+                gl.store(scores_2CM + partial + m, largest)
+                gl.store(scores_2CM + 2 * gl.num_programs(0) * BLOCK_M + partial + m, exponentials)
+                m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, values_layout))
+                d = gl.arange(0, D, layout=gl.SliceLayout(0, values_layout))
+                gl.store(sums_CMD + partial * D + (gl.expand_dims(m, 1) * D + gl.expand_dims(d, 0)), values)
+
+
+@gluon.jit
+def _tiles_of_share(line_4I, most_tiles, begin, end):  # type: ignore[no-untyped-def]
+    """As prefill_attention._tiles_of_share."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+    first_tile = begin * 0 - 1
+    last_tile = begin * 0 - 1
+    for first in range(0, most_tiles, prefill_line.SEARCH):
+        i = first + gl.arange(0, prefill_line.SEARCH, layout=layout)
+        units = gl.load(line_4I + i, mask=i < most_tiles, other=2147483647)
+        first_tile += gl.sum((units <= begin).to(gl.int32), axis=0)
+        last_tile += gl.sum((units < end).to(gl.int32), axis=0)
+    return first_tile, last_tile - first_tile + 1
+
+
+@gluon.jit
+def _load_queries(  # type: ignore[no-untyped-def]
+    queries, heads, tile, first_token, count, G: gl.constexpr, SHARES: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr
+):
+    """A tile's queries to shared memory; `heads`: of its first token, the first that reads the key/value head. Rows behind the span are 0."""
+    # Everyone has read the last tile's.
+    _barrier()
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
+    row = tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
+    place = (row // SHARES - first_token) * (G * SHARES * D) + (row % SHARES) * D
+    q = gl.load(heads + (gl.expand_dims(place, 1) + gl.expand_dims(d, 0)), mask=gl.expand_dims(row // SHARES < count, 1), other=0.0)
+    queries.store(q)
+
+
+@gluon.jit
+def _store_gated(  # type: ignore[no-untyped-def]
+    values,
+    gates,
+    row_stride,
+    out,
+    tile,
+    first_token,
+    count,
+    layout: gl.constexpr,
+    G: gl.constexpr,
+    SHARES: gl.constexpr,
+    D: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+):
+    """As prefill_attention._store_gated; every thread loads the gates of what it holds, for there is no room to exchange them."""
+    row = tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
+    token = row // SHARES - first_token
+    is_real = gl.expand_dims(row // SHARES < count, 1)
+    place = token * row_stride + (row % SHARES) * (2 * D)
+    gate = gl.load(gates + (gl.expand_dims(place, 1) + gl.expand_dims(d, 0)), mask=is_real, other=0.0).to(gl.float32)
+    values = values / (1.0 + gl.exp2(gate * -1.4426950408889634))
+    place = token * (G * SHARES * D) + (row % SHARES) * D
+    gl.store(out + (gl.expand_dims(place, 1) + gl.expand_dims(d, 0)), values.to(out.dtype.element_ty), mask=is_real)

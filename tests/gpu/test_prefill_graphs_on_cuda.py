@@ -1,0 +1,135 @@
+"""CUDA graphs of prompt chunks: the bits of the same chunks run eagerly, true states, no wait in a launch, and what an engine makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentspec.config import EngineConfig
+from agentspec.engine import Engine
+from agentspec.models.qwen3_5 import Qwen3_5Model
+from agentspec.models.registry import load_model
+from agentspec.runtime.executor import ModelExecutor
+from agentspec.runtime.graphs import CudaRecorder
+from agentspec.runtime.plan import StepPlan
+from agentspec.runtime.prefill_graphs import CHUNK_SIZES, MAX_SPANS
+from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW
+from tests.fakes.chunk_rounds import ChunkRounds
+from tests.fakes.hash_chain import HashChainModel
+from tests.fakes.replayer import Replayer
+from tests.fakes.sequence_driver import poison
+from tests.properties.real_model import write_agreeing_checkpoint
+
+pytestmark = pytest.mark.gpu
+SMALL: dict[str, Any] = {"num_hidden_layers": 2, "full_attention_interval": 2}
+MAX_LENGTH = 1500
+MakeModel = Callable[[], HashChainModel | Qwen3_5Model]
+
+
+class ChunkHouse:
+    """An executor over a poisoned model, and rounds of chunks."""
+
+    def __init__(self, model: HashChainModel | Qwen3_5Model, device: torch.device, *, seed: int = 0) -> None:
+        self.model, spec = model, model.spec
+        self.rounds = ChunkRounds(seed=seed, num_sequences=6, max_length=MAX_LENGTH, block_tokens=spec.block_tokens, vocab_size=spec.num_real_tokens)
+        model.allocate(num_rows=self.rounds.num_rows, num_pages=self.rounds.num_pages)
+        if isinstance(model, Qwen3_5Model):
+            poison(model)
+        max_pages = -(-MAX_LENGTH // spec.block_tokens) + 1
+        self.executor = ModelExecutor(model, max_running=1, max_draft_tokens=2, max_pages_per_slot=max_pages, device=device)
+
+    def storage(self) -> dict[str, Tensor]:
+        """Copies of all rows and pages but scratch."""
+        model = self.model
+        if isinstance(model, HashChainModel):
+            rows, pages = {"rows": (model.rows_R3, 0)}, {"attention": (model.attention_PS, 0), "mtp": (model.mtp_PS, 0)}
+        else:
+            pools = model.pools
+            rows = {"ssm": (pools.ssm_LRVDK, 1), "conv": (pools.conv_LR3C, 1), "hidden": (pools.hidden_RH, 0)}
+            pages = {"kv": (pools.kv_AP2SGD, 1)}
+        kept = {name: without(tensor, dim, SCRATCH_ROW) for name, (tensor, dim) in rows.items()}
+        return kept | {name: without(tensor, dim, SCRATCH_PAGE) for name, (tensor, dim) in pages.items()}
+
+
+def without(tensor: Tensor, dim: int, index: int) -> Tensor:
+    return torch.cat((tensor.narrow(dim, 0, index), tensor.narrow(dim, index + 1, tensor.shape[dim] - index - 1)), dim)
+
+
+def assert_same(expected: dict[str, Tensor], got: dict[str, Tensor], context: str) -> None:
+    for name, tensor in expected.items():
+        # By bits: NaN, which storage that was never written holds, equals itself.
+        same = torch.equal(tensor.view(torch.uint8), got[name].view(torch.uint8))
+        assert same, f"{context}: {name} differs in {int((tensor != got[name]).sum())} of {tensor.numel()} values"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return write_agreeing_checkpoint(tmp_path, **SMALL)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("kind", ["hash chain", "float32", "bfloat16"])
+def test_a_replay_leaves_the_bits_of_the_same_chunks_run_eagerly(kind: str, seed: int, cuda: torch.device, checkpoint: Path) -> None:
+    """Both are filled up to the same number of tokens: how many a kernel gets may decide in which order it adds."""
+
+    def make_model() -> HashChainModel | Qwen3_5Model:
+        if kind == "hash chain":
+            return HashChainModel(seed=5, device=cuda)
+        return load_model(checkpoint, device=cuda, dtype=getattr(torch, kind))
+
+    first, second = (ChunkHouse(make_model(), cuda, seed=seed) for _ in range(2))
+    before = second.storage()
+    replayer = Replayer()
+    first.executor.capture([2], replayer)
+    second.executor.capture([2], CudaRecorder(cuda))
+    assert_same(before, second.storage(), f"{kind}, seed {seed}, at the start")
+    for step in range(60):
+        plan = StepPlan(chunks=first.rounds.next())
+        for house in (first, second):
+            house.executor.collect(house.executor.launch(plan))
+        sizes = [len(chunk.token_ids) for chunk in plan.chunks]
+        assert_same(first.storage(), second.storage(), f"{kind}, seed {seed}, step {step}, chunks of {sizes}")
+    assert 20 < replayer.num_write_replays < 60, "both ways are taken"
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_states_and_pages_are_true(seed: int, cuda: torch.device) -> None:
+    model = HashChainModel(seed=5, device=cuda)
+    house = ChunkHouse(model, cuda, seed=seed)
+    house.executor.capture([2], CudaRecorder(cuda))
+    for step in range(60):
+        house.executor.collect(house.executor.launch(StepPlan(chunks=house.rounds.next())))
+        for sequence in house.rounds.sequences:
+            for row, length in sequence.states.items():
+                model.check_row(row, sequence.known[:length], context=f"seed {seed}, step {step}")
+            if sequence.known:
+                model.check_pages(sequence.pages, sequence.known, context=f"seed {seed}, step {step}")
+
+
+def test_a_launch_of_chunks_never_waits(cuda: torch.device, checkpoint: Path) -> None:
+    house = ChunkHouse(load_model(checkpoint, device=cuda, dtype=torch.float32), cuda)
+    house.executor.capture([2], CudaRecorder(cuda))
+    num_replays = 0
+    while num_replays < 30:
+        chunks = house.rounds.next(most=MAX_SPANS)
+        if sum(len(chunk.token_ids) for chunk in chunks) > CHUNK_SIZES[-1]:
+            house.executor.launch(StepPlan(chunks=chunks))
+            continue
+        num_replays += 1
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            house.executor.launch(StepPlan(chunks=chunks))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_the_start_says_which_chunks_were_captured(graphs: bool, cuda: torch.device, checkpoint: Path) -> None:
+    with Engine(EngineConfig(model=str(checkpoint), device="cuda", memory_gib=0.05, max_running=1, graphs=graphs)) as engine:
+        assert (f"and {len(CHUNK_SIZES)} of prompts (up to 64, 128, " in engine._assembly.graphs) == graphs

@@ -1,0 +1,129 @@
+"""The kernels of prompts, compiled, at the shapes that are served: the interpreter's checks on published models in bfloat16, tiny-agent in float32.
+
+tests/gpu/test_resume_points.py has them in whole layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from agentspec.kernels import reference
+from agentspec.runtime.prefill_tables import PrefillSizes
+from agentspec.types import ZERO_ROW
+from tests.fakes.compare import relative_error
+from tests.fakes.prompt_run import Run
+from tests.gpu.test_kernels_at_served_shapes import HEADS, PUBLISHED, RECURRENT, TINY
+from tests.kernels.triton import test_chunked_delta as delta_checks
+from tests.kernels.triton import test_hidden as hidden_checks
+from tests.kernels.triton import test_prefill_attention as attention_checks
+from tests.kernels.triton.poison import poison_new_memory
+from tests.kernels.triton.test_prefill_attention import Case
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _poison_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison_new_memory(monkeypatch)
+
+
+# Attention
+
+SHAPES: dict[str, dict[str, Any]] = {
+    **{model: PUBLISHED | heads for model, heads in HEADS.items()},
+    "tiny-agent": TINY,
+    "tiny-agent in bfloat16": TINY | {"dtype": torch.bfloat16},
+}
+SPANS: dict[str, dict[str, Any]] = {
+    "one token": {"spans": ((0, 1),)},
+    "a whole prompt": {"spans": ((0, 2100),)},
+    "an append, filled up": {"spans": ((20_032, 890),), "padding": (6, 3)},
+    "a chunk of a long context": {"spans": ((50_048, 128),)},
+    "many of all lengths": {"spans": ((0, 64), (4096, 1), (63, 2), (0, 333), (1000, 24), (8000, 130), (64, 64), (127, 1), (2048, 7), (5, 500))},
+    "four appends, filled up": {"spans": ((640, 100), (6400, 64), (0, 17), (3000, 60)), "padding": (15, 0)},
+}
+
+
+def check_attention(case: Case, device: torch.device) -> None:
+    """As attention_checks.check_prefill, with the reference on the device too: contexts are long."""
+    inputs = attention_checks.inputs_of(case)
+    plain, real = inputs.to(device, torch.float32), inputs.to(device)
+    num_tokens = sum(count for _, count in case.spans)
+    got = attention_checks.run(real)[:num_tokens]
+    want = reference.attention_prefill(plain.projected_NP, plain.weights, plain.rope, plain.kv_P2SGD, plain.batch)[:num_tokens]
+    error = relative_error(got, want)
+    print(f"{case.num_heads} heads of {case.head_dim}, {case.dtype}: {error:.1e}")
+    assert error < attention_checks.TOLERANCE[case.dtype], case
+    attention_checks.check_stores(case, inputs.kv_P2SGD, real.kv_P2SGD.cpu(), plain.kv_P2SGD.cpu(), inputs.batch)
+
+
+@pytest.mark.parametrize("spans", SPANS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention(shape: str, spans: str, cuda: torch.device) -> None:
+    check_attention(Case(**SHAPES[shape], **SPANS[spans], seed=len(spans)), cuda)
+
+
+@pytest.mark.parametrize("shape", ["4B", "27B"])
+def test_attention_of_the_longest_appends(shape: str, cuda: torch.device) -> None:
+    check_attention(Case(**SHAPES[shape], spans=((50_048, 800),), seed=1), cuda)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_has_the_same_bits_again_and_stores_them_alone(shape: str, cuda: torch.device) -> None:
+    case = Case(**SHAPES[shape], **SPANS["four appends, filled up"], seed=2)
+    attention_checks.check_same_bits(cuda, case)
+    attention_checks.check_stores_alone(cuda, case)
+
+
+# The gated delta rule
+
+APPENDS: dict[str, tuple[list[Run], PrefillSizes | None]] = {
+    "ragged": (delta_checks.RAGGED, delta_checks.ROOMY),
+    "a long prompt": ([Run(token_ids=range(2100), state_writes=((64, 5), (1088, 6), (2048, 8), (2100, 2)), page_ids=range(1, 40))], None),
+    "an append, filled up": (
+        [Run(token_ids=range(800), start=50_048, read_row=7, state_writes=((64, 5), (768, 9), (800, 7)), page_ids=range(800))],
+        PrefillSizes(num_tokens=896, num_spans=4, num_blocks=22, num_pages=800),
+    ),
+    "many short ones": (
+        [
+            Run(token_ids=range(20 + 9 * i), start=31 * i, read_row=ZERO_ROW, state_writes=((20 + 9 * i, 2 + i),), page_ids=range(20))
+            for i in range(16)
+        ],
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("append", APPENDS)
+@pytest.mark.parametrize("model", RECURRENT)
+def test_gated_delta(model: str, append: str, cuda: torch.device) -> None:
+    runs, sizes = APPENDS[append]
+    delta_checks.check_against_reference(RECURRENT[model], runs, cuda, seed=len(append), sizes=sizes)
+
+
+@pytest.mark.parametrize("model", RECURRENT)
+def test_gated_delta_of_heads_that_remember(model: str, cuda: torch.device) -> None:
+    runs, sizes = APPENDS["an append, filled up"]
+    delta_checks.check_against_reference(RECURRENT[model], runs, cuda, seed=1, sizes=sizes, slow=True)
+
+
+@pytest.mark.parametrize("model", RECURRENT)
+def test_gated_delta_has_the_same_bits_split_and_in_any_company(model: str, cuda: torch.device) -> None:
+    delta_checks.check_bits(RECURRENT[model], cuda, seed=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gated_delta_of_one_key_over_and_over(dtype: torch.dtype, cuda: torch.device) -> None:
+    delta_checks.test_one_key_over_and_over(dtype, cuda)
+    delta_checks.test_extreme_gates_stay_finite(cuda)
+
+
+# Hiddens
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 1024), (torch.bfloat16, 2560), (torch.bfloat16, 5120), (torch.float32, 256)], ids=str)
+def test_saved_hiddens(dtype: torch.dtype, width: int, cuda: torch.device) -> None:
+    hidden_checks.test_the_last_hidden_of_a_block_goes_to_its_rows(width, dtype, cuda)

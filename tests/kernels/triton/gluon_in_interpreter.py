@@ -1,0 +1,208 @@
+"""prefill_attention_hopper.py under Triton's interpreter, which knows no Gluon: its words for shared memory, barriers, copies and matrix units, each
+standing for the plain operation, with the promises checked that a GPU would break silently.
+
+A copy lands only when its barrier is waited for, and a barrier has one phase under way. A buffer is overwritten only when nobody may be reading it:
+its last reader was waited for, and a barrier of the whole program came after that.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction, TensorHandle
+
+from agentspec.kernels.triton import prefill_attention_hopper
+
+
+class _Buffer:
+    """One block of shared memory; `data` is None before anything was written."""
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = dtype
+        self.data: Any = None
+        self.reader: Any = None
+
+    def permute(self, order: tuple[int, int]) -> _Transposed:
+        assert tuple(order) == (1, 0)
+        return _Transposed(self)
+
+    def load(self, layout: object) -> Any:
+        return self.data
+
+    def store(self, value: Any) -> None:
+        assert self.reader is None, "a store to a buffer that not everyone has read"
+        self.data = value
+
+
+class _Transposed:
+    def __init__(self, buffer: _Buffer) -> None:
+        self.buffer = buffer
+
+
+class _Barrier:
+    def __init__(self) -> None:
+        self.phase = 0
+        self.bytes = 0
+        self.copies: list[tuple[_Buffer, Any, int]] = []
+
+
+class _Ring:
+    def __init__(self, blocks: list[Any]) -> None:
+        self.blocks = blocks
+
+    def index(self, i: Any) -> Any:
+        return self.blocks[int(_number(i))]
+
+
+class _Product:
+    """A product under way."""
+
+    def __init__(self, run: Any, value: Any, reads: list[_Buffer]) -> None:
+        self.value, self.reads, self.is_done = value, reads, False
+        run.under_way.append(self)
+        for buffer in reads:
+            buffer.reader = self
+
+
+class _Machine:
+    """What the threads of one program share."""
+
+    def __init__(self) -> None:
+        self.under_way: list[_Product] = []
+        self.waited_for: set[_Buffer] = set()
+
+    def barrier(self) -> None:
+        for buffer in self.waited_for:
+            if buffer.reader.is_done:
+                buffer.reader = None
+        self.waited_for.clear()
+
+    def allocate(self, dtype: object, shape: list[int], layout: object) -> Any:
+        assert not self.under_way
+        if layout == "barrier":
+            return _Ring([_Barrier() for _ in range(shape[0])])
+        return _Ring([_Buffer(dtype) for _ in range(shape[0])]) if len(shape) == 3 else _Buffer(dtype)
+
+    def expect(self, barrier: _Barrier, num_bytes: int, pred: Any = True) -> None:
+        if _number(pred):
+            assert barrier.bytes == 0, "a barrier that expects twice in one phase"
+            barrier.bytes = num_bytes
+
+    def copy(self, pool: Any, place: list[Any], barrier: _Barrier, buffer: _Buffer, pred: Any = True) -> None:
+        if _number(pred):
+            assert buffer.reader is None, "a copy to a buffer that not everyone has read"
+            buffer.data = None
+            block = pool.block(place)
+            barrier.copies.append((buffer, block, block.handle.data.nbytes))
+
+    def wait_barrier(self, barrier: _Barrier, phase: Any) -> None:
+        assert int(_number(phase)) == barrier.phase % 2, "a wait for another phase than the one under way"
+        assert barrier.bytes, "a wait for a barrier that expects nothing hangs"
+        assert sum(size for *_, size in barrier.copies) == barrier.bytes
+        for buffer, block, _ in barrier.copies:
+            buffer.data = block
+        barrier.copies, barrier.bytes, barrier.phase = [], 0, barrier.phase + 1
+
+    def product(self, a: Any, b: _Buffer | _Transposed, sums: Any, *, use_acc: bool = True, is_async: bool = False) -> _Product:
+        assert is_async
+        buffers = [x for x in (a, b.buffer if isinstance(b, _Transposed) else b) if isinstance(x, _Buffer)]
+        assert not isinstance(sums, _Product) or sums.is_done, "sums that are still being added to"
+        right = tl.trans(b.buffer.data) if isinstance(b, _Transposed) else b.data
+        value = tl.dot(a.data if isinstance(a, _Buffer) else a, right)
+        return _Product(self, value + _plain(sums) if use_acc else value, buffers)
+
+    def wait_products(self, num_outstanding: int, deps: list[Any]) -> Any:
+        while len(self.under_way) > num_outstanding:
+            done = self.under_way.pop(0)
+            done.is_done = True
+            self.waited_for |= set(done.reads)
+        assert all(not isinstance(x, _Product) or x.is_done for x in deps), "a product that was not waited for"
+        (value,) = deps
+        return _plain(value)
+
+
+def _plain(x: Any) -> Any:
+    return x.value if isinstance(x, _Product) else x
+
+
+def _number(x: Any) -> Any:
+    return x.handle.data.item() if isinstance(x, tl.tensor) else x
+
+
+class _Pool:
+    """A layer's pool as the copy engine sees it: prefill_attention_hopper.descriptor."""
+
+    layout = "tile"
+
+    def __init__(self, kv_P2SGD: Tensor) -> None:
+        self.page_tokens, num_kv_heads, self.head_dim = kv_P2SGD.shape[2:]
+        self.rows = kv_P2SGD.view(-1, num_kv_heads * self.head_dim).numpy()
+        self.block_type = tl.block_type(tl.float16, [self.page_tokens, self.head_dim])
+
+    def block(self, place: list[Any]) -> Any:
+        row, column = map(_number, place)
+        return tl.tensor(TensorHandle(self.rows[row : row + self.page_tokens, column : column + self.head_dim].copy(), tl.float16), self.block_type)
+
+
+class _Language:
+    """What prefill_attention_hopper.py takes from gluon.language; the rest is Triton's own. Layouts are words."""
+
+    def __init__(self, machine: _Machine) -> None:
+        self.allocate_shared_memory = machine.allocate
+        self.static_range = range
+        self.NVMMASharedLayout = SimpleNamespace(get_default_for=lambda *_: "tile")
+        self.NVMMADistributedLayout = self.SliceLayout = self.BlockedLayout = self.DotOperandLayout = lambda *_, **__: "registers"
+
+    def __getattr__(self, name: str) -> Any:
+        # Looked up at every call: the interpreter changes Triton's functions while it runs a kernel.
+        return getattr(tl, name)
+
+    def arange(self, begin: int, end: int, layout: str) -> Any:
+        return tl.arange(begin, end)
+
+    def zeros(self, shape: list[int], dtype: Any, layout: str) -> Any:
+        return tl.zeros(shape, dtype)
+
+    def full(self, shape: list[int], value: float, dtype: Any, layout: str) -> Any:
+        return tl.full(shape, value, dtype)
+
+    def convert_layout(self, x: Any, layout: str) -> Any:
+        return x
+
+
+class _Kernel(InterpretedFunction):  # type: ignore[misc]
+    """Run as it stands: the interpreter would make tensors of everything that a variable is set to, shared memory too."""
+
+    def rewrite(self) -> Any:
+        return self.fn
+
+
+def interpreted_hopper() -> SimpleNamespace:
+    """(attend, descriptor) of prefill_attention_hopper.py, for float16."""
+    machine = _Machine()
+    hopper = ModuleType(prefill_attention_hopper.__name__)
+    source = Path(prefill_attention_hopper.__file__).read_text()
+    gluon = SimpleNamespace(jit=lambda function=None, **_: function or (lambda decorated: decorated))
+    tree = ast.parse(source.replace("gl.constexpr,", "tl.constexpr,"))
+    tree.body = [node for node in tree.body if not (isinstance(node, ast.ImportFrom) and str(node.module).startswith("triton.experimental"))]
+    hopper.__dict__.update(
+        gluon=gluon,
+        gl=_Language(machine),
+        fence_async_shared=lambda: None,
+        mbarrier=SimpleNamespace(
+            init=lambda barrier, count: None, expect=machine.expect, wait=machine.wait_barrier, MBarrierLayout=lambda: "barrier"
+        ),
+        tma=SimpleNamespace(async_load=machine.copy),
+        warpgroup_mma=machine.product,
+        warpgroup_mma_init=lambda value: value,
+        warpgroup_mma_wait=machine.wait_products,
+        TensorDescriptor=None,
+    )
+    exec(compile(tree, prefill_attention_hopper.__file__, "exec"), hopper.__dict__)
+    hopper.__dict__["_barrier"] = machine.barrier
+    return SimpleNamespace(attend=_Kernel(hopper.__dict__["attend"]), descriptor=_Pool)

@@ -1,0 +1,83 @@
+"""The kernels of the recurrent mixer over a prefill at served shapes, for the compile check."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from agentspec.kernels.triton import chunked_delta, chunked_delta_blocks
+from agentspec.types import BLOCK_TOKENS
+from tests.kernels.triton.specimen import Specimen
+
+
+def _specimens(model: str, value_heads: int, key_heads: int, head_dim: int, activations: str = "*bf16") -> list[Specimen]:
+    heads = {"V": value_heads, "REPEATS": value_heads // key_heads}
+    dims = {"D": head_dim, "K": head_dim}
+    padded = {"T": BLOCK_TOKENS, "PADDED_D": head_dim, "PADDED_K": head_dim}
+    num_channels = (2 * key_heads + value_heads) * head_dim
+    fold_d, stages = chunked_delta.fold_plan(torch.float32 if activations == "*fp32" else torch.bfloat16, value_heads, head_dim)
+    # float32 is there for the truth of it, not for speed.
+    stack_bytes = 512 if activations == "*fp32" else 0
+    x = {"projected_NP": activations, "x_stride": "i32"}
+    conv = {"conv_R3C": activations, "conv_stride": "i32"}
+    tables = {"spans_UF": "*i64", "blocks_MF": "*i64"}
+    scratch = {"keys_METK": activations, "values_MVTD": activations, "gates_MVGT": "*fp32"}
+    solved = {"w_MVTK": activations, "reads_MVTT": activations}
+    return [
+        Specimen(
+            name=f"convolve_blocks {model}",
+            kernel=chunked_delta_blocks.convolve_blocks,
+            signature=x | {"conv_C4": activations, "a_log_V": "*fp32", "dt_bias_V": "*fp32"} | conv | tables | scratch,
+            constexprs=heads | dims | padded,
+            num_warps=chunked_delta._CONVOLVE_WARPS,
+            multiples_of_16=("x_stride", "conv_stride"),
+            instructions=("ld.global.v4.b32", "st.global.v4.b32"),
+        ),
+        Specimen(
+            name=f"solve_blocks {model}",
+            kernel=chunked_delta_blocks.solve_blocks,
+            signature={"blocks_MF": "*i64"} | scratch | solved,
+            constexprs=heads | padded,
+            num_warps=chunked_delta._SOLVE_WARPS,
+            stack_bytes=stack_bytes,
+            instructions=("ld.global.v4.b32", "st.global.v4.b32", "wgmma.mma_async"),
+        ),
+        Specimen(
+            name=f"fold_blocks {model}",
+            kernel=chunked_delta._fold_blocks,
+            signature=x | {"ssm_RVDK": "*fp32", "ssm_stride": "i32"} | conv | tables | scratch | solved | {"out_NX": activations},
+            constexprs=heads
+            | dims
+            | padded
+            | {
+                "BLOCK_D": fold_d,
+                "BLOCK_C": triton.next_power_of_2(triton.cdiv(num_channels, value_heads * (head_dim // fold_d))),
+                "STAGES": stages,
+            },
+            num_warps=chunked_delta._FOLD_WARPS,
+            multiples_of_16=("x_stride", "ssm_stride", "conv_stride"),
+            stack_bytes=stack_bytes,
+            instructions=("wgmma.mma_async", *(["cp.async.cg"] if stages > 1 else [])),
+        ),
+        Specimen(
+            name=f"gated_norm {model}",
+            kernel=chunked_delta._gated_norm,
+            signature=x | {"norm_D": "*fp32", "eps": "fp32", "out_NX": activations, "num_rows": "i32"},
+            constexprs={
+                "V": value_heads,
+                "D": head_dim,
+                "C": num_channels,
+                "IS_SILU": True,
+                "BLOCK_ROWS": chunked_delta._NORM_ROWS,
+                "PADDED_D": head_dim,
+            },
+            multiples_of_16=("x_stride",),
+            instructions=("ld.global.v4.b32", "st.global.v4.b32"),
+        ),
+    ]
+
+
+SPECIMENS = [
+    *_specimens("4B", 32, 16, 128),
+    *_specimens("tiny-agent fp32", 4, 2, 64, "*fp32"),
+]

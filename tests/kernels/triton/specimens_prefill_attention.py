@@ -1,0 +1,101 @@
+"""Prefill attention kernels at served shapes, for the compile check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from triton.experimental.gluon import language as gl
+
+from agentspec.kernels.triton import prefill_attention
+from tests.kernels.triton.specimen import Specimen
+
+_PAGE = 64
+_LINE = {"spans_UF": "*i64", "line_4I": "*i32", "most_tiles": "i32", "first_tile_C": "*i32"}
+
+
+def _prepare(model: str, heads: tuple[int, int], head_dim: int, half_rope: int, dtype: torch.dtype, num_spans: int, block_rows: int) -> Specimen:
+    activations = "*fp32" if dtype == torch.float32 else "*bf16"
+    return Specimen(
+        name=f"norm_and_store {model} U={num_spans}",
+        kernel=prefill_attention._norm_and_store,
+        signature={
+            "projected_NP": activations,
+            "keys_values_NK": activations,
+            "num_tokens": "i32",
+            "row_stride": "i32",
+            "q_norm_D": activations,
+            "q_eps": "fp32",
+            "k_norm_D": activations,
+            "k_eps": "fp32",
+            "cos_LA": "*fp32",
+            "sin_LA": "*fp32",
+            "kv_P2SGD": activations,
+            "position_N": "*i64",
+            "spans_UF": "*i64",
+            "num_spans": "i32",
+            "page_table_UP": "*i32",
+            "num_pages": "i32",
+            "queries_NQD": activations,
+            "line_4I": "*i32",
+            "most_tiles": "i32",
+            "num_programs": "i32",
+        },
+        constexprs={
+            "G": heads[1],
+            "SHARES": heads[0] // heads[1],
+            "D": head_dim,
+            "A": half_rope,
+            "PAGE": _PAGE,
+            "BLOCK_M": block_rows,
+            "BLOCK_N": prefill_attention._BLOCK_N,
+            "BLOCK_D": head_dim,
+        }
+        | prefill_attention.line_blocks(num_spans),
+        num_warps=4,
+        multiples_of_16=("row_stride",),
+        instructions=("ld.global.v4",),
+    )
+
+
+def _specimens(model: str, heads: tuple[int, int], head_dim: int, half_rope: int, dtype: torch.dtype, num_spans: int) -> Iterator[Specimen]:
+    activations = "*fp32" if dtype == torch.float32 else "*bf16"
+    plan = prefill_attention.attend_plan(dtype, head_dim, _PAGE, is_hopper=True)
+    shapes = {"G": heads[1], "SHARES": heads[0] // heads[1], "D": head_dim, "BLOCK_M": plan.block_rows}
+    pool_layout = gl.NVMMASharedLayout.get_default_for([_PAGE, head_dim], gl.bfloat16)
+    pool = {"pool": f"tensordesc<bf16[{_PAGE},{head_dim}],{pool_layout!r}>"} if plan.is_hopper else {"kv_P2SGD": activations}
+    options = {} if plan.is_hopper else {"BLOCK_D": head_dim, "PRECISION": prefill_attention.dot_precision(dtype)}
+    yield _prepare(model, heads, head_dim, half_rope, dtype, num_spans, plan.block_rows)
+    yield Specimen(
+        name=f"attend_prompt {model}",
+        kernel=prefill_attention.hopper.attend if plan.is_hopper else prefill_attention._attend,
+        signature={"queries_NQD": activations, "projected_NP": activations, "row_stride": "i32"}
+        | pool
+        | {"page_table_UP": "*i32", "num_pages": "i32"}
+        | _LINE
+        | {"scale": "fp32", "sums_CMD": "*fp32", "scores_2CM": "*fp32", "out_NX": activations},
+        constexprs=shapes | options | {"PAGE": _PAGE},
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+        multiples_of_16=("row_stride",),
+        # A few words, outside of the loop over pages.
+        stack_bytes=128 if plan.is_hopper else 0,
+        instructions=("wgmma.mma_async", "cp.async.bulk.tensor") if plan.is_hopper else (),
+    )
+    yield Specimen(
+        name=f"combine_prompt {model}",
+        kernel=prefill_attention._combine,
+        signature={"sums_CMD": "*fp32", "scores_2CM": "*fp32", "projected_NP": activations, "row_stride": "i32"} | _LINE | {"out_NX": activations},
+        constexprs=shapes | {"BLOCK_R": prefill_attention._COMBINE_ROWS, "BLOCK_D": head_dim},
+        num_warps=4,
+        multiples_of_16=("row_stride",),
+        instructions=("ld.global.v4",),
+    )
+
+
+SPECIMENS = [
+    *_specimens("4B", (16, 4), 256, 32, torch.bfloat16, 4),
+    *_specimens("27B", (24, 4), 256, 32, torch.bfloat16, 64),
+    *_specimens("tiny-agent fp32", (4, 2), 64, 8, torch.float32, 4),
+    list(_specimens("tiny-agent", (4, 2), 64, 8, torch.bfloat16, 4))[1],
+]

@@ -1,0 +1,193 @@
+"""The recurrent mixer over a prefill against the reference: outputs, saved rows, rows that it must leave alone, and its own bits again.
+
+The checks take the device, so that tests on a GPU can make them at served shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentspec.kernels import DeltaWeights, PrefillBatch, reference
+from agentspec.kernels.triton.chunked_delta import gated_delta_prefill
+from agentspec.kernels.triton.launch import INTERPRETED
+from agentspec.runtime.prefill_tables import PrefillSizes
+from agentspec.types import SCRATCH_ROW, ZERO_ROW
+from tests.fakes.prompt_run import Run, batch_of
+from tests.kernels.triton.test_gated_delta import Shape
+
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2 if INTERPRETED else 7e-3}
+"""Norm of the difference over norm. bfloat16: operands of the matrix units are rounded; the interpreter cuts off instead, always the same way."""
+NUM_ROWS = 20
+SMALL = Shape(value_heads=2, key_heads=1, value_dim=16, key_dim=16)
+ODD = Shape(value_heads=3, key_heads=1, value_dim=24, key_dim=12, gate="sigmoid")
+TINY = Shape(value_heads=2, key_heads=2, value_dim=64, key_dim=64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    projected_NP: Tensor
+    weights: DeltaWeights
+    ssm_RVDK: Tensor
+    conv_R3C: Tensor
+
+    def in_float32(self) -> Case:
+        """The same values: what the reference would otherwise round in between, as the kernels do not."""
+        weights = replace(self.weights, conv_C4=self.weights.conv_C4.float())
+        return replace(self, projected_NP=self.projected_NP.float(), weights=weights, conv_R3C=self.conv_R3C.float())
+
+    def run(self, batch: PrefillBatch, prefill=gated_delta_prefill) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[no-untyped-def]
+        """Outputs of the real tokens, and both pools, after a prefill of the first tokens of `projected_NP`, padded with NaN."""
+        real, padding = int(batch.spans_UF[:, 1].sum()), len(batch.position_N)
+        projected = torch.nn.functional.pad(self.projected_NP[:real], (0, 0, 0, padding - real), value=torch.nan)
+        ssm, conv = self.ssm_RVDK.clone(), self.conv_R3C.clone()
+        return prefill(projected, self.weights, ssm, conv, batch)[:real], ssm, conv
+
+
+def make_case(shape: Shape, num_tokens: int, device: torch.device, seed: int, read_rows: Sequence[int], *, slow: bool = False) -> Case:
+    """Pools of NaN but for the rows that are read. slow: decays near 1, as of heads that remember a long time."""
+    rng = torch.Generator().manual_seed(seed)
+    heads = shape.value_heads
+    ssm = torch.full((NUM_ROWS, heads, shape.value_dim, shape.key_dim), torch.nan)
+    conv = torch.full((NUM_ROWS, 3, shape.channels), torch.nan)
+    for row in read_rows:
+        ssm[row], conv[row] = torch.randn(ssm.shape[1:], generator=rng), torch.randn(conv.shape[1:], generator=rng)
+    ssm[ZERO_ROW], conv[ZERO_ROW] = 0, 0
+    weights = DeltaWeights(
+        conv_C4=torch.randn(shape.channels, 4, generator=rng).to(device, shape.dtype),
+        a_log_V=(torch.empty(heads).uniform_(0.05, 16.0, generator=rng).log() - (8 if slow else 0)).to(device),
+        dt_bias_V=torch.randn(heads, generator=rng).to(device),
+        norm_D=torch.randn(shape.value_dim, generator=rng).to(device),
+        eps=1e-6,
+        gate=shape.gate,
+    )
+    projected = 2 * torch.randn(num_tokens, shape.width, generator=rng)
+    return Case(projected_NP=projected.to(device, shape.dtype), weights=weights, ssm_RVDK=ssm.to(device), conv_R3C=conv.to(device, shape.dtype))
+
+
+RAGGED = [
+    Run(token_ids=range(131), state_writes=((64, 5), (131, 2)), page_ids=(1, 2, 3)),
+    Run(token_ids=range(1), start=9, read_row=7, state_writes=((1, 7), (1, 8)), page_ids=(4,)),
+    Run(token_ids=range(40), start=50, read_row=3, state_writes=((40, 3),), page_ids=(5, 6)),
+    # A state is saved over the one that was read, while tokens that follow still look at its convolution rows.
+    Run(token_ids=range(5), start=62, read_row=10, state_writes=((1, 10), (2, 11), (5, 12)), page_ids=(7, 8)),
+]
+ROOMY = PrefillSizes(num_tokens=190, num_spans=6, num_blocks=12, num_pages=4)
+
+
+def relative_norm(got: Tensor, expected: Tensor) -> float:
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+def check_against_reference(
+    shape: Shape, runs: Sequence[Run], device: torch.device, seed: int, *, sizes: PrefillSizes | None = None, slow: bool = False
+) -> None:
+    batch = batch_of(runs, device, sizes=sizes)
+    case = make_case(shape, sum(len(run.token_ids) for run in runs), device, seed, [run.read_row for run in runs], slow=slow)
+    what = f"{shape} seed={seed}"
+    expected, expected_ssm, expected_conv = case.in_float32().run(batch, reference.gated_delta_prefill)
+    out, ssm, conv = case.run(batch)
+    assert out.dtype == shape.dtype, what
+    assert relative_norm(out, expected) < TOLERANCES[shape.dtype], what
+    saved = [row for run in runs for _, row in run.state_writes]
+    for row in saved:
+        assert relative_norm(ssm[row], expected_ssm[row]) < TOLERANCES[shape.dtype], f"row {row}: {what}"
+    assert torch.equal(conv.float().nan_to_num(7.0), expected_conv.nan_to_num(7.0)), f"convolution states are moved, never computed: {what}"
+    kept = [row for row in range(NUM_ROWS) if row not in saved]
+    assert torch.equal(ssm[kept].nan_to_num(7.0), case.ssm_RVDK[kept].nan_to_num(7.0)), f"a row that is no save row: {what}"
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(SMALL, id="small"),
+        pytest.param(ODD, id="odd sizes"),
+        pytest.param(replace(TINY, dtype=torch.bfloat16), id="a value head a key head, bfloat16"),
+    ],
+)
+def test_ragged_spans_equal_the_reference(shape: Shape, device: torch.device) -> None:
+    check_against_reference(shape, RAGGED, device, seed=1, sizes=ROOMY)
+
+
+def test_tables_may_fit_exactly(device: torch.device) -> None:
+    check_against_reference(SMALL, RAGGED[:1], device, seed=2)
+
+
+def test_slow_decays_keep_their_digits(device: torch.device) -> None:
+    check_against_reference(SMALL, RAGGED, device, seed=3, slow=True)
+
+
+def one_run(start: int, end: int, *, read_row: int, writes: tuple[tuple[int, int], ...]) -> Run:
+    return Run(token_ids=range(end - start), start=start, read_row=read_row, state_writes=writes, page_ids=range(1, 9))
+
+
+def check_bits(shape: Shape, device: torch.device, seed: int) -> None:
+    """A prefill in two, each half in other company, computes the very bits of one that is not split."""
+    start, cut, end = 30, 192, 281
+    company = Run(token_ids=range(75), read_row=ZERO_ROW, state_writes=((75, 6),), page_ids=(9, 10))
+    case = make_case(shape, end - start + 75, device, seed, [4])
+    what = f"{shape} seed={seed}"
+    out, ssm, conv = case.run(batch_of([one_run(start, end, read_row=4, writes=((cut - start, 2), (end - start, 3)))], device))
+    tokens = case.projected_NP[: end - start]
+    others = case.projected_NP[end - start :]
+
+    first = replace(case, projected_NP=torch.cat([others, tokens[: cut - start]]))
+    first_run = one_run(start, cut, read_row=4, writes=((cut - start, 2),))
+    first_out, middle_ssm, middle_conv = first.run(batch_of([company, first_run], device, sizes=replace(ROOMY, num_tokens=260)))
+    second = replace(case, projected_NP=torch.cat([tokens[cut - start :], others]), ssm_RVDK=middle_ssm, conv_R3C=middle_conv)
+    second_run = one_run(cut, end, read_row=2, writes=((end - cut, 3),))
+    second_out, last_ssm, last_conv = second.run(batch_of([second_run, company], device))
+    assert torch.equal(torch.cat([first_out[75:], second_out[: end - cut]]), out), what
+    for row in (2, 3):
+        assert torch.equal(last_ssm[row], ssm[row]), f"row {row}: {what}"
+        assert torch.equal(last_conv[row], conv[row]), f"row {row}: {what}"
+
+
+@pytest.mark.parametrize("shape", [SMALL, replace(ODD, dtype=torch.bfloat16)], ids=["small", "odd sizes, bfloat16"])
+def test_a_split_prefill_has_the_same_bits(shape: Shape, device: torch.device) -> None:
+    check_bits(shape, device, seed=4)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's, in the interpreter: sigmoid of minus infinity is 0
+def test_extreme_gates_stay_finite(device: torch.device) -> None:
+    """Decays that underflow, or that do not decay at all, and gates that saturate."""
+    batch = batch_of(RAGGED, device)
+    case = make_case(SMALL, len(batch.position_N), device, 5, [run.read_row for run in RAGGED])
+    gates = case.projected_NP[:, SMALL.channels :]
+    gates[0::3], gates[1::3] = 120.0, -120.0
+    expected, expected_ssm, _ = case.run(batch, reference.gated_delta_prefill)
+    out, ssm, _ = case.run(batch)
+    assert relative_norm(out, expected) < TOLERANCES[torch.float32]
+    for row in (5, 2, 7, 8, 3, 10, 11, 12):
+        assert relative_norm(ssm[row], expected_ssm[row]) < TOLERANCES[torch.float32], f"row {row}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_key_over_and_over(dtype: torch.dtype, device: torch.device) -> None:
+    """Tokens that repeat, strong writes, no decay: powers of the coupling would grow to 10^17, and what is rounded away adds up over a block."""
+    shape = replace(SMALL, dtype=dtype)
+    run = one_run(0, 128, read_row=4, writes=((128, 2),))
+    batch = batch_of([run], device)
+    case = make_case(shape, 128, device, 6, [4], slow=True)
+    case.projected_NP[:] = case.projected_NP[:1].clone()
+    case.projected_NP[:, shape.channels + shape.value_heads * shape.value_dim :][:, : shape.value_heads] = 8.0
+    expected, expected_ssm, _ = case.in_float32().run(batch, reference.gated_delta_prefill)
+    out, ssm, _ = case.run(batch)
+    # Equal keys add their rounding up instead of averaging it.
+    assert relative_norm(out, expected) < 2 * TOLERANCES[dtype]
+    assert relative_norm(ssm[2], expected_ssm[2]) < 2 * TOLERANCES[dtype]
+
+
+def test_no_row_is_written_for_padding(device: torch.device) -> None:
+    run = one_run(0, 10, read_row=ZERO_ROW, writes=((10, 2),))
+    batch = batch_of([run], device, sizes=ROOMY)
+    case = make_case(SMALL, 10, device, 7, [])
+    _, ssm, conv = case.run(batch)
+    rows = [row for row in range(NUM_ROWS) if row not in (ZERO_ROW, 2)]
+    assert ssm[rows].isnan().all()
+    assert conv[rows].isnan().all()
+    assert SCRATCH_ROW in rows
