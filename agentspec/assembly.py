@@ -6,14 +6,17 @@ The only place that knows every part. `auto` settings are resolved here.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from agentspec import bundled
+from agentspec.cache.host_tier import HostMemory
 from agentspec.cache.hybrid_cache import HybridCache
 from agentspec.config import EngineConfig
 from agentspec.errors import AgentspecError, ConfigError
@@ -28,8 +31,11 @@ from agentspec.runtime.constraint_source import ConstraintSource
 from agentspec.runtime.executor import ModelExecutor
 from agentspec.runtime.grammar import GrammarCompiler
 from agentspec.runtime.graphs import CudaRecorder, graph_bytes
-from agentspec.runtime.memory_plan import RESERVED, MemoryPlan, plan_memory
+from agentspec.runtime.host_copies import HostCopies
+from agentspec.runtime.memory_plan import RESERVED, MemoryPlan, plan_host_memory, plan_memory
 from agentspec.runtime.metrics import EngineMetrics
+from agentspec.runtime.pace import AUTO_BUDGET_CPU, AUTO_BUDGET_GPU, make_pace
+from agentspec.runtime.prefill_graphs import prefill_graph_bytes
 from agentspec.runtime.scheduler import Scheduler
 from agentspec.runtime.step_loop import DepthPolicy, StepLoop
 from agentspec.text.tokenizer import Tokenizer
@@ -44,6 +50,12 @@ AUTO_MAX_DRAFTS = 3
 CPU = torch.device("cpu")
 CPU_MEMORY_BYTES = 2**30
 GPU_MEMORY_SHARE = 0.85
+
+LEAST_MACHINE_BYTES = 64 * 2**30
+"""Machines with less get no host tier unless it is asked for."""
+HOST_MEMORY_SHARE = 1 / 8
+MOST_HOST_BYTES = 32 * 2**30
+"""More, and more than half of what the device has, is worth the seconds that locking it takes only to somebody who asks for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,15 +74,19 @@ class Assembly:
     device: torch.device
     memory: MemoryPlan
     graphs: str
-    """The CUDA graphs of decode steps, or why there are none: for people to read."""
+    """The CUDA graphs of decode steps and prompts, or why there are none: for people to read."""
     draft_vocabulary: str
     """What drafts are chosen from: for people to read."""
     token_counts: TokenCounts | None
     """What was served, where the settings name a file for it."""
+    copies: HostCopies | None
+    """The host tier's copies, where there is one."""
 
     def close(self) -> None:
         """Let go of what outlives the loop. Call when no step will run any more."""
         self.constraints.close()
+        if self.copies is not None:
+            self.copies.close()
         if self.token_counts is not None:
             try:
                 self.token_counts.save()
@@ -112,20 +128,12 @@ def build(
     max_draft_tokens = _max_draft_tokens(config, spec)
     token_counts = None if config.token_counts is None else TokenCounts(config.token_counts, num_tokens=spec.num_real_tokens)
     draft_vocabulary = _limit_drafts(model, config, max_draft_tokens, {} if token_counts is None else token_counts.known, tokenizer)
-    if memory is None:
-        memory = _plan_memory(model, config, device, max_draft_tokens)
+    memory = _plan_memory(model, config, device, max_draft_tokens, memory)
     model.allocate(num_rows=memory.num_rows, num_pages=memory.num_pages)
     running_rows = RESERVED + config.max_running * (max_draft_tokens + 3)
     session_bytes = max(0, memory.num_rows - running_rows) * spec.row_bytes + memory.num_pages * spec.page_bytes
-    cache = HybridCache(
-        num_rows=memory.num_rows,
-        num_pages=memory.num_pages,
-        row_bytes=spec.row_bytes,
-        page_bytes=spec.page_bytes,
-        block_tokens=spec.block_tokens,
-        enabled=config.prefix_cache,
-        clock=clock,
-    )
+    cache = _cache(config, spec, memory, clock)
+    copies = None if memory.host is None else HostCopies(model, memory.host, device)
     metrics = EngineMetrics()
     scheduler = Scheduler(
         cache=cache,
@@ -133,7 +141,7 @@ def build(
         metrics=metrics,
         max_running=config.max_running,
         max_draft_tokens=max_draft_tokens,
-        prefill_budget=config.prefill_budget,
+        pace=make_pace(config.prefill_budget, block_tokens=spec.block_tokens, largest=AUTO_BUDGET_GPU if device.type == "cuda" else AUTO_BUDGET_CPU),
         block_tokens=spec.block_tokens,
         row_bytes=spec.row_bytes,
         page_bytes=spec.page_bytes,
@@ -145,6 +153,7 @@ def build(
         max_draft_tokens=max_draft_tokens,
         max_pages_per_slot=-(-(memory.max_length + 4 * (max_draft_tokens + 1)) // spec.block_tokens),
         force_acceptance=config.force_acceptance,
+        allow_forced_output=config.allow_forced_output,
         device=device,
     )
     depths: Sequence[int] = range(max_draft_tokens + 1)
@@ -153,7 +162,13 @@ def build(
     eager = _why_eager(config, model, device)
     graphs = f"none: {eager}" if eager is not None else str(executor.capture(depths, CudaRecorder(device)))
     loop = StepLoop(
-        scheduler=scheduler, executor=executor, depth_policy=depth_policy, metrics=metrics, overlap=config.overlap, token_counts=token_counts
+        scheduler=scheduler,
+        executor=executor,
+        depth_policy=depth_policy,
+        metrics=metrics,
+        overlap=config.overlap,
+        token_counts=token_counts,
+        copier=copies,
     )
     return Assembly(
         config=config,
@@ -170,6 +185,20 @@ def build(
         graphs=graphs,
         draft_vocabulary=draft_vocabulary,
         token_counts=token_counts,
+        copies=copies,
+    )
+
+
+def _cache(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, clock: Callable[[], float]) -> HybridCache:
+    return HybridCache(
+        num_rows=memory.num_rows,
+        num_pages=memory.num_pages,
+        row_bytes=spec.row_bytes,
+        page_bytes=spec.page_bytes,
+        block_tokens=spec.block_tokens,
+        enabled=config.prefix_cache,
+        host_memory=memory.host,
+        clock=clock,
     )
 
 
@@ -208,11 +237,20 @@ def _limit_drafts(model: StepModel, config: EngineConfig, max_draft_tokens: int,
     return f"{size:,} of {spec.num_real_tokens:,} tokens ({ranked}; {num_bytes / 2**20:.1f} MiB)"
 
 
-def _plan_memory(model: StepModel, config: EngineConfig, device: torch.device, max_draft_tokens: int) -> MemoryPlan:
+def _plan_memory(model: StepModel, config: EngineConfig, device: torch.device, max_draft_tokens: int, given: MemoryPlan | None) -> MemoryPlan:
+    """What rows and pages get. `given` is kept, but for a host tier where the settings ask for one."""
+    memory = _plan_device_memory(model, config, device, max_draft_tokens) if given is None else given
+    if given is None or config.host_memory_gib:
+        memory = replace(memory, host=_host_memory(model.spec, config, device, memory))
+    return memory
+
+
+def _plan_device_memory(model: StepModel, config: EngineConfig, device: torch.device, max_draft_tokens: int) -> MemoryPlan:
     """What rows and pages get, beside all that is on the device by now and the graphs to come."""
     for_graphs = 0
     if _why_eager(config, model, device) is None:
         for_graphs = graph_bytes(vocab_size=model.spec.vocab_size, max_running=config.max_running, max_draft_tokens=max_draft_tokens)
+        for_graphs += prefill_graph_bytes()
     memory = plan_memory(
         _limited(model.spec, config),
         memory_bytes=_memory_bytes(config, device, for_graphs),
@@ -222,6 +260,29 @@ def _plan_memory(model: StepModel, config: EngineConfig, device: torch.device, m
     if config.max_context is not None and memory.max_length < config.max_context:
         raise ConfigError("max_context", config.max_context, f"the memory holds a sequence of {memory.max_length} tokens at most")
     return memory
+
+
+def _host_memory(spec: ModelSpec, config: EngineConfig, device: torch.device, memory: MemoryPlan) -> HostMemory | None:
+    if config.host_memory_gib is not None:
+        host_bytes = int(config.host_memory_gib * 2**30)
+    elif not config.prefix_cache or device.type != "cuda" or _machine_bytes() < LEAST_MACHINE_BYTES:
+        host_bytes = 0
+    else:
+        device_bytes = memory.num_rows * spec.row_bytes + memory.num_pages * spec.page_bytes
+        host_bytes = min(int(_machine_bytes() * HOST_MEMORY_SHARE), MOST_HOST_BYTES, device_bytes // 2)
+    host = plan_host_memory(spec, host_bytes)
+    if host is None and config.host_memory_gib:
+        raise ConfigError("host_memory", config.host_memory_gib, "is too little for a state and the path that leads to it; 0 does without")
+    return host
+
+
+def _machine_bytes() -> int:
+    """Memory that this process may use: the machine's, or what its container is allowed."""
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        with suppress(OSError, ValueError):  # another system, or "max"
+            available = min(available, int(limit.read_text()))
+    return available
 
 
 def _constraints(config: EngineConfig, spec: ModelSpec, tokenizer: Tokenizer | None) -> ConstraintSource:

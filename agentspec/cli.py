@@ -28,8 +28,6 @@ USER_ERROR = 2
 
 API_KEY_VARIABLE = "AGENTSPEC_API_KEY"
 
-DRY_RUN_TEMPLATE = "qwen35"
-
 
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, and takes no abbreviated flags."""
@@ -52,9 +50,6 @@ def build_parser() -> argparse.ArgumentParser:
     replay_options.add_arguments(replay)
     dry = replay.add_argument_group("dry run")
     dry.add_argument("--dry-run", metavar="COSTS", help="run scheduler and cache alone, with the costs of a named model (27b, 27b-bf16-state, ...)")
-    dry.add_argument(
-        "--template", default=DRY_RUN_TEMPLATE, choices=("qwen35", "stable"), help="dry run: how history is rendered (stable: as it was generated)"
-    )
     add_engine_arguments(replay)
     importers.add_arguments(commands.add_parser("import", help="turn another tool's trace into a replay file"))
     return parser
@@ -110,7 +105,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model", metavar="PATH|ID", help="checkpoint directory or hub id (default: the bundled model, tiny-agent)")
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     group.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="weights and activations")
-    group.add_argument("--draft-tokens", type=_draft_tokens, default="auto", metavar="K|auto", help=f"drafts a step, 0 to {MAX_DRAFT_TOKENS}")
+    group.add_argument("--draft-tokens", type=_number_or_auto, default="auto", metavar="K|auto", help=f"drafts a step, 0 to {MAX_DRAFT_TOKENS}")
     group.add_argument(
         "--draft-vocab", type=int, metavar="N", help="tokens that drafts are chosen from; 0: all (default: 32768 of a vocabulary above 65536)"
     )
@@ -119,10 +114,22 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-overlap", action="store_true", help="wait for each step's results before the next step")
     group.add_argument("--no-graphs", action="store_true", help="launch the kernels of each step one by one, instead of as a CUDA graph")
     group.add_argument("--max-running", type=int, default=8, metavar="N", help="requests that decode at the same time (default 8)")
-    group.add_argument("--prefill-budget", type=int, default=512, metavar="N", help="prompt tokens computed in one step at most (default 512)")
+    group.add_argument(
+        "--prefill-budget",
+        type=_number_or_auto,
+        default="auto",
+        metavar="N|auto",
+        help="prompt tokens computed in one step at most (default auto: as many as keep the pace of running streams)",
+    )
     group.add_argument("--max-context", type=int, metavar="N", help="tokens of prompt and output together (default: what model and memory allow)")
     group.add_argument(
         "--memory", type=float, metavar="GIB", help="GiB for state rows and KV pages together (default: 1 on the CPU, 85%% of a GPU's free)"
+    )
+    group.add_argument(
+        "--host-memory",
+        type=float,
+        metavar="GIB",
+        help="GiB of host memory for cached prefixes that the device lets go; 0: none (default: with a GPU, an eighth of 64 GiB or more, 32 at most)",
     )
     group.add_argument("--seed", type=int, default=0, metavar="N", help="for requests without a seed, and random weights (default 0)")
     group.add_argument("--random-weights", action="store_true", help="benchmarks only: build the model from its config alone")
@@ -132,6 +139,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="benchmarks only: accept draft i with the i-th of these comma-separated rates, given that the ones before it were accepted; "
         "one number above 1 means emitted tokens a step (3.39) and needs a fixed --draft-tokens",
     )
+    group.add_argument("--allow-forced-output", action="store_true", help="benchmarks only: requests may bring their own output (forced_output)")
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -150,8 +158,10 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         prefill_budget=args.prefill_budget,
         max_context=args.max_context,
         memory_gib=args.memory,
+        host_memory_gib=args.host_memory,
         seed=args.seed,
         random_weights=args.random_weights,
+        allow_forced_output=args.allow_forced_output,
         force_acceptance=None if args.force_acceptance is None else acceptance_rates(args.force_acceptance, args.draft_tokens),
     )
 
@@ -203,8 +213,12 @@ def _run(args: argparse.Namespace) -> int:
         return INTERRUPTED if caught is signal.SIGINT else 0
     if args.dry_run is not None:
         return int(_load("agentspec.dry_run_command").run(args, config))
-    if args.template != DRY_RUN_TEMPLATE:
-        raise ConfigError("template", args.template, "is for --dry-run; an engine takes its chat template from the checkpoint")
+    if args.output == "forced":
+        config = dataclasses.replace(config, allow_forced_output=True)
+    elif args.template != replay_options.DEFAULT_TEMPLATE:
+        raise ConfigError("template", args.template, "is for --dry-run and --output forced; an engine takes its chat template from the checkpoint")
+    elif args.tokenizer is not None:
+        raise ConfigError("tokenizer", args.tokenizer, "is for --dry-run and --output forced; an engine takes its tokenizer from the checkpoint")
     if args.base_url is not None:
         _refuse_engine_flags(args)
     return int(_load("agentspec.replay_command").run(args, lambda: _load("agentspec.local_server").load(config).client()))
@@ -219,7 +233,7 @@ def _refuse_engine_flags(args: argparse.Namespace) -> None:
             raise ConfigError(name, getattr(args, name), "is for an engine in this process; leave it out with --base-url")
 
 
-def _draft_tokens(text: str) -> int | str:
+def _number_or_auto(text: str) -> int | str:
     if text == "auto":
         return text
     try:

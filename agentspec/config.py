@@ -35,21 +35,27 @@ class EngineConfig:
     overlap: bool = True
     """Read the results of a step while the next one runs."""
     graphs: bool = True
-    """On a GPU: record decode steps as CUDA graphs at start, where the model allows it."""
+    """On a GPU: record decode steps and short prompt chunks as CUDA graphs at start, where the model allows it."""
     max_running: int = 8
     """Requests that decode at the same time: slots."""
-    prefill_budget: int = 512
-    """Prompt tokens computed in one step at most, so that a long prompt never stalls running streams."""
+    prefill_budget: int | Literal["auto"] = "auto"
+    """Prompt tokens computed in one step at most. auto: many while nobody decodes, else as many as keep the pace of running streams, by
+    measured times."""
     max_context: int | None = None
     """Tokens, prompt and output together. None: what the model and the memory allow."""
     memory_gib: float | None = None
     """GiB for state rows and KV pages together. None: 1 GiB on the CPU, 85% of what is free on a GPU beside CUDA graphs."""
+    host_memory_gib: float | None = None
+    """GiB of locked host memory for cached prefixes that the device lets go; 0: none. None: on a GPU an eighth of the machine's memory, up to 32 GiB
+    and half of `memory_gib`, if the machine has 64 GiB or more; else none."""
     seed: int = 0
     """Seeds requests that bring no seed of their own, and random weights."""
     random_weights: bool = False
     """Build the model from its config alone, without weights: for benchmarks."""
     force_acceptance: tuple[float, ...] | None = None
     """Benchmarks only: accept draft i with this probability (given that the ones before it were accepted), whatever the model says."""
+    allow_forced_output: bool = False
+    """Benchmarks only: requests may bring their own output (`Submit.forced_output`). With `force_acceptance`, its tokens are the drafts too."""
     session_hold_seconds: float = 5.0
     """How long the path of a session is held after a turn, so that a tool's result finds it."""
 
@@ -68,12 +74,16 @@ class EngineConfig:
             raise ConfigError("token_counts", "", "name a file, or leave it out")
         if self.max_running < 1:
             raise ConfigError("max_running", self.max_running, "must be at least 1")
-        if self.prefill_budget < BLOCK_TOKENS:
-            raise ConfigError("prefill_budget", self.prefill_budget, f"must be at least one block ({BLOCK_TOKENS} tokens)")
+        if self.prefill_budget != "auto" and not (isinstance(self.prefill_budget, int) and self.prefill_budget >= BLOCK_TOKENS):
+            raise ConfigError("prefill_budget", self.prefill_budget, f"must be auto, or at least one block ({BLOCK_TOKENS} tokens)")
         if self.max_context is not None and self.max_context < BLOCK_TOKENS:
             raise ConfigError("max_context", self.max_context, f"must be at least one block ({BLOCK_TOKENS} tokens)")
         if self.memory_gib is not None and not 0 < self.memory_gib < float("inf"):
             raise ConfigError("memory", self.memory_gib, "must be above 0 GiB")
+        if self.host_memory_gib is not None and not 0 <= self.host_memory_gib < float("inf"):
+            raise ConfigError("host_memory", self.host_memory_gib, "must not be below 0 GiB")
+        if self.host_memory_gib and not self.prefix_cache:
+            raise ConfigError("host_memory", self.host_memory_gib, "is for the prefix cache, which is switched off")
         if not 0 <= self.seed < 2**63:
             raise ConfigError("seed", self.seed, "must be between 0 and 2**63 - 1")
         if not self.session_hold_seconds >= 0:

@@ -62,6 +62,7 @@ class _Core:
             engine_seed=parts.config.seed,
             token_bytes=None if parts.tokenizer is None else parts.tokenizer.token_bytes,
             constraint=constraint,
+            allow_forced_output=parts.config.allow_forced_output,
         )
         self._number += 1
         self.loop.submit(request)

@@ -113,6 +113,7 @@ def start_page(config: EngineConfig, server: ServerConfig, engine: RemoteEngine,
         ("memory", f"{memory / 2**30:.2f} GiB"),
         ("  rows", f"{setup.num_rows:,} of {setup.row_bytes / 2**20:.2f} MiB (state of running requests and checkpoints)"),
         ("  pages", f"{setup.num_pages:,} of {setup.page_bytes / 2**20:.2f} MiB (attention, {setup.block_tokens} tokens each)"),
+        ("host memory", f"{setup.host_bytes / 2**30:.2f} GiB for prefixes that the device lets go" if setup.host_bytes else "none"),
         ("context", f"{info.max_context:,} tokens, prompt and output together"),
         ("requests", f"{info.max_running:,} run at the same time, {server.max_queue:,} more may wait"),
         ("drafts", f"up to {info.max_draft_tokens} a step, {chosen}" if info.max_draft_tokens else "none"),
@@ -125,6 +126,8 @@ def start_page(config: EngineConfig, server: ServerConfig, engine: RemoteEngine,
     ]
     if forced:
         lines.append(("FORCED ACCEPTANCE", f"{forced}: benchmarks only, the text is meaningless"))
+    if config.allow_forced_output:
+        lines.append(("FORCED OUTPUT", "allowed: benchmarks only, requests may bring their own answer"))
     width = max(len(name) for name, _ in lines)
     title = f"agentspec {metadata.version('agentspec')} serves {info.model_id} at {url}/v1"
     return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in lines)])

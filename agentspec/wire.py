@@ -49,6 +49,9 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     logprobs: int | None = None
     """The same for every generated token: `TokensEvent.scores`."""
     grammar: Grammar | None = None
+    forced_output: list[int] | None = None
+    """The output, known beforehand: these tokens are the target's choice, whatever it says, and drafts are accepted against them. What ends a request
+    ends this one too; behind the last of them the output is free. Only where the engine was made for it (`EngineConfig.allow_forced_output`)."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -59,7 +62,7 @@ class SpecStats(msgspec.Struct, kw_only=True):
     """What speculation did for one request. Lists are indexed by draft position, first draft first."""
 
     num_steps: int = 0
-    """Decode steps that the request took part in."""
+    """Decode steps that the request took part in; the first token comes before them, with the prompt."""
     num_drafted: int = 0
     num_accepted: int = 0
     """Accepted drafts; the bonus token of each step is not counted."""

@@ -19,13 +19,15 @@ from agentspec.errors import CheckpointError, ConfigError
 
 ENGINE_FLAGS = {
     "--model", "--device", "--dtype", "--draft-tokens", "--draft-vocab", "--token-counts", "--no-prefix-cache", "--no-overlap", "--no-graphs",
-    "--max-running", "--prefill-budget", "--max-context", "--memory", "--seed", "--random-weights", "--force-acceptance",
+    "--max-running", "--prefill-budget", "--max-context", "--memory", "--host-memory", "--seed", "--random-weights", "--force-acceptance",
+    "--allow-forced-output",
 }  # fmt: skip
 FLAGS = {
     "serve": ENGINE_FLAGS | {"checkpoint", "--host", "--port", "--api-key", "--max-body-mib", "--max-queue"},
     "replay": ENGINE_FLAGS | {
         "file", "--sessions", "--max-turns", "--history", "--output", "--token-ids", "--concurrency", "--arrival", "--speed", "--tool-delay",
         "--timeout", "--base-url", "--api-key", "--served-model", "--json", "--html", "--quiet", "--dry-run", "--template",
+        "--tokenizer",
     },
     "import": {"format", "input", "output", "--link"},
 }  # fmt: skip
@@ -69,10 +71,14 @@ def test_without_flags_the_settings_are_the_defaults() -> None:
         (["--no-graphs"], "graphs", False),
         (["--max-running", "2"], "max_running", 2),
         (["--prefill-budget", "64"], "prefill_budget", 64),
+        (["--prefill-budget", "auto"], "prefill_budget", "auto"),
         (["--max-context", "4096"], "max_context", 4096),
         (["--memory", "0.5"], "memory_gib", 0.5),
+        (["--host-memory", "2"], "host_memory_gib", 2.0),
+        (["--host-memory", "0"], "host_memory_gib", 0.0),
         (["--seed", "7"], "seed", 7),
         (["--random-weights"], "random_weights", True),
+        (["--allow-forced-output"], "allow_forced_output", True),
         (["--force-acceptance", "0.9,0.5"], "force_acceptance", (0.9, 0.5)),
         (["--force-acceptance", "0.5"], "force_acceptance", (0.5,)),
     ],

@@ -15,8 +15,9 @@ import pytest
 from agentspec import dry_run_command
 from agentspec.assembly import build
 from agentspec.cli import main
+from agentspec.closed_loop import RecordedTurn
 from agentspec.config import EngineConfig
-from agentspec.dry_run import DryRun, DryRunResult, DryTurn
+from agentspec.dry_run import DryMemory, DryRun, DryRunResult
 from agentspec.engine import Engine
 from agentspec.errors import ConfigError
 from agentspec.model_costs import MODEL_COSTS, ModelCosts, model_costs
@@ -33,7 +34,7 @@ from tests.replay.worlds import ask, live_session
 
 SYSTEM, USER = CheckpointKind.SYSTEM, CheckpointKind.USER
 COSTS = model_costs("27b")
-Sessions = list[tuple[str, list[DryTurn]]]
+Sessions = list[tuple[str, list[RecordedTurn]]]
 
 
 def dry(
@@ -42,36 +43,33 @@ def dry(
     """What the run reached, and the tokens that an ideal cache would hold for the same order of requests."""
     ideal, held = IdealPrefix(), 0
 
-    def on_submit(asked: DryTurn) -> None:
+    def on_submit(asked: RecordedTurn) -> None:
         nonlocal held
         held += ideal.request(asked.prompt, asked.output)
 
-    run = DryRun(
-        costs=costs,
-        memory_gib=memory_gib,
-        on_submit=on_submit,
-        **{"max_running": 8, "num_drafted": 3, "prefill_budget": 512, "hold_seconds": 5.0, "seed": 0} | settings,
-    )
+    asked_for = {"max_running": 8, "num_drafted": 3, "prefill_budget": 512, "hold_seconds": 5.0, "seed": 0} | settings
+    memory = DryMemory.bounded(memory_gib, costs=costs, max_running=asked_for["max_running"], num_drafted=asked_for["num_drafted"])
+    run = DryRun(costs=costs, memory=memory, on_submit=on_submit, **asked_for)
     reached = run.run(iter([(name, iter(turns)) for name, turns in sessions]), concurrency)
     assert reached.cached_tokens <= held, "no cache reaches more than the ideal one"
-    assert reached.cached_tokens == sum(cached for _, _, cached in reached.cached_by_request)
+    assert reached.cached_tokens == sum(turn.cached_tokens for turn in reached.ended)
     assert reached.num_requests == sum(len(turns) for _, turns in sessions)
     assert reached.prompt_tokens == sum(len(one.prompt) for _, turns in sessions for one in turns)
     return reached, held
 
 
-def made_turn(prompt: Sequence[int], output: Sequence[int], points: Sequence[tuple[int, CheckpointKind]] = (), delay: float = 0.0) -> DryTurn:
+def made_turn(prompt: Sequence[int], output: Sequence[int], points: Sequence[tuple[int, CheckpointKind]] = (), delay: float = 0.0) -> RecordedTurn:
     breakpoints = [Breakpoint(offset, kind) for offset, kind in points]
-    return DryTurn(prompt=array("i", prompt), output=array("i", output), breakpoints=breakpoints, delay_seconds=delay)
+    return RecordedTurn(prompt=array("i", prompt), output=array("i", output), breakpoints=breakpoints, delay_seconds=delay)
 
 
 def words(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(1, 48) for _ in range(count)]
 
 
-def conversation(rng: random.Random, opening: list[int], num_turns: int, *, rewrites: float = 0.0) -> list[DryTurn]:
+def conversation(rng: random.Random, opening: list[int], num_turns: int, *, rewrites: float = 0.0) -> list[RecordedTurn]:
     """Turns that mostly continue each other; `rewrites`: the share of turns whose template renders the last loop anew."""
-    turns: list[DryTurn] = []
+    turns: list[RecordedTurn] = []
     history, query_end = list(opening), len(opening)
     for index in range(num_turns):
         if index and rng.random() < rewrites:
@@ -92,16 +90,18 @@ def test_an_append_only_session_misses_less_than_a_block_a_request() -> None:
         turns = conversation(rng, words(rng, 200), 12)
         reached, held = dry([("s", turns)])
         expected = [0] + [(len(one.prompt) + len(one.output) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for one in turns[:-1]]
-        assert [cached for _, _, cached in reached.cached_by_request] == expected, f"seed {seed}"
+        assert [turn.cached_tokens for turn in reached.ended] == expected, f"seed {seed}"
         assert held - reached.cached_tokens <= BLOCK_TOKENS * len(turns), f"seed {seed}"
 
 
-def test_a_fleet_computes_its_system_prompt_once() -> None:
+@pytest.mark.parametrize("budget", [512, 8192, "auto"])
+def test_a_fleet_computes_its_system_prompt_once(budget: int | str) -> None:
+    """Also where one step computes all of it: what is on its way is waited for until it is there."""
     rng = random.Random(1)
     shared = words(rng, 40 * BLOCK_TOKENS)
     sessions = [(f"s{number}", [made_turn([*shared, *words(rng, 50)], [5], [(len(shared), SYSTEM)])]) for number in range(12)]
     for concurrency in (1, 4, 12):
-        reached, held = dry(sessions, concurrency=concurrency)
+        reached, held = dry(sessions, concurrency=concurrency, prefill_budget=budget)
         assert reached.cached_tokens == 11 * len(shared)
         assert held - reached.cached_tokens < 12 * BLOCK_TOKENS
 
@@ -133,7 +133,7 @@ def test_it_reaches_what_the_real_engine_reaches(seed: int) -> None:
                 assert ids == list(one.output), f"seed {seed}: the script was not followed"
                 cached.append(finish.usage.cached_tokens)
     reached, _ = dry(sessions)
-    assert [tokens for _, _, tokens in reached.cached_by_request] == cached, f"seed {seed}"
+    assert [turn.cached_tokens for turn in reached.ended] == cached, f"seed {seed}"
     assert reached.prefill_tokens == parts.loop.metrics.prefill_tokens, f"seed {seed}"
     assert sum(cached) > 0
 
@@ -264,6 +264,7 @@ def test_flags_shape_the_dry_run(trace: str, tmp_path: Path) -> None:
         ["--token-counts", "counts.json"],
         ["--no-overlap"],
         ["--no-graphs"],
+        ["--allow-forced-output"],
         ["--random-weights"],
         ["--device", "cuda"],
         ["--dtype", "bfloat16"],

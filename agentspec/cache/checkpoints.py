@@ -1,10 +1,10 @@
 """The checkpoints that stand in the tree: birth, use, locks, holds, and the ways in which they go.
 
 A checkpoint goes when it is evicted, or superseded and nobody locks or holds it any more, or cleared. Its row is free then, and so are the pages
-that it alone kept. A *lock* is a lease that may still read the row; a *hold* is a session whose tool runs and who will be back in seconds:
-its checkpoint is evicted last.
+that it alone kept; what is evicted may live on as a copy in the host tier. A *lock* is a lease that may still read the row; a *hold* is a session
+whose tool runs and who will be back in seconds: its checkpoint is evicted last.
 
-Knows the tree and the row pool; knows nothing about pages of leases, budgets, or why somebody publishes.
+Knows the tree, the row pool and the host tier; knows nothing about pages of leases, budgets, or why somebody publishes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from agentspec.cache.eviction import EvictionOrder
+from agentspec.cache.host_tier import HostTier
 from agentspec.cache.prefix_tree import HOLD, NEED, Checkpoint, Node, PrefixTree
 from agentspec.cache.row_pool import RowPool
 from agentspec.types import BY_PROTECTION, CheckpointKind
@@ -30,10 +31,10 @@ class Hold:
 class CheckpointSet:
     """Attributes without underscore are read-only to everybody else."""
 
-    def __init__(self, tree: PrefixTree, rows: RowPool, clock: Callable[[], float]) -> None:
+    def __init__(self, tree: PrefixTree, rows: RowPool, clock: Callable[[], float], host: HostTier | None = None) -> None:
         self.live: dict[Checkpoint, None] = {}
         """In order of creation."""
-        self.order = EvictionOrder(self.live)
+        self.order = EvictionOrder(self.live, None if host is None else _needs_copy)
         self.holds: dict[str, Hold] = {}
         self.num_locked = 0
         self.num_kept = 0
@@ -44,6 +45,7 @@ class CheckpointSet:
         self.num_evicted = 0
         self._tree = tree
         self._rows = rows
+        self._host = host
         self._clock = clock
         self._expiries: list[tuple[float, str]] = []
         self._tick = 0
@@ -67,6 +69,8 @@ class CheckpointSet:
         self._tick += 1
         checkpoint.last_used = self._tick
         checkpoint.abandoned = False
+        if self._host is not None:
+            self._host.used(checkpoint)
         self.order.queue(checkpoint)
 
     def abandon(self, checkpoint: Checkpoint) -> None:
@@ -136,7 +140,9 @@ class CheckpointSet:
         self._evict(self.order.pop_for_row())
 
     def clear(self) -> None:
-        """Drop everything that isn't locked, holds or not."""
+        """Drop everything that isn't locked, holds or not, and all copies on the host."""
+        if self._host is not None:
+            self._host.clear()
         for checkpoint in [checkpoint for checkpoint in self.live if checkpoint.is_evictable]:
             self._drop(checkpoint)
 
@@ -150,6 +156,8 @@ class CheckpointSet:
         """A lock, a hold or the reason to stay is gone."""
         if checkpoint.superseded and not checkpoint.num_locks and not checkpoint.holders:
             self.num_superseded += 1
+            if self._host is not None:
+                self._host.forget(checkpoint.node)
             self._drop(checkpoint)
         else:
             self.order.queue(checkpoint)
@@ -157,12 +165,16 @@ class CheckpointSet:
     def _evict(self, checkpoint: Checkpoint | None) -> None:
         assert checkpoint is not None, "there was room by the accounts, but nothing to evict"
         self.num_evicted += 1
+        if self._host is not None:
+            self._host.evicting(checkpoint)
         self._drop(checkpoint)
 
     def _drop(self, checkpoint: Checkpoint) -> None:
         assert not checkpoint.num_locks
         for session_id in list(checkpoint.holders):
             self._remove_hold(session_id, checkpoint)
+        if self._host is not None:
+            self._host.not_ready(checkpoint)
         checkpoint.alive = False
         checkpoint.node.checkpoint = None
         del self.live[checkpoint]
@@ -175,3 +187,7 @@ class CheckpointSet:
         if not checkpoint.holders:
             self.num_kept -= not checkpoint.num_locks
         self.unref(checkpoint.node, HOLD)
+
+
+def _needs_copy(checkpoint: Checkpoint) -> bool:
+    return checkpoint.is_evictable and checkpoint.ready_blocks is None and checkpoint.is_promising and not checkpoint.superseded

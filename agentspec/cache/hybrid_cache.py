@@ -1,10 +1,10 @@
 """The hybrid prefix cache: the only door to state rows, KV pages and the tree of checkpoints.
 
-    match -> acquire -> grow_pages, take_rows -> publish (any number of times) -> release
+    match -> acquire -> grow_pages, take_rows -> [fetch -> land] -> publish (any number of times) -> release
 
 A request may resume only where its recurrent state stands, so a hit is the deepest boundary on its path that has a checkpoint. Every row and
 page belongs to the free list, to the tree, or to one lease. What the tree owns is kept while it can serve a later prompt: one LRU over
-checkpoints, one bound in bytes beside the sizes of the pools.
+checkpoints, one bound in bytes beside the sizes of the pools. What goes may live on in the host's memory (host_tier.py), and is fetched from there.
 
 Publishing never changes a running request's pages. Where the tree has no pages, it takes the lease's and the lease goes on reading them; where it
 has others of the same content, those go if nobody reads them, and else the lease keeps its duplicates.
@@ -19,9 +19,10 @@ from array import array
 from collections.abc import Callable, Iterable
 
 from agentspec.cache.checkpoints import CheckpointSet
-from agentspec.cache.leases import Lease, Match
+from agentspec.cache.host_tier import CopyOrders, HostMemory, HostPagePool, HostTier
+from agentspec.cache.leases import Fetch, Lease, Match
 from agentspec.cache.page_pool import PagePool
-from agentspec.cache.prefix_tree import HOLD, LOCK, NEED, Checkpoint, Node, PrefixTree
+from agentspec.cache.prefix_tree import HOLD, LOCK, NEED, Checkpoint, Node, PrefixTree, path_of
 from agentspec.cache.row_pool import RowPool
 from agentspec.errors import ConfigError
 from agentspec.types import BLOCK_TOKENS, ZERO_ROW, CheckpointKind
@@ -49,10 +50,12 @@ class HybridCache:
         budget_bytes: int | None = None,
         enabled: bool = True,
         ghost_blocks: int = GHOST_BLOCKS,
+        host_memory: HostMemory | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`num_rows` and `num_pages` count the reserved ones too. `budget_bytes` bounds everything in use, the tree's and the leases' together;
-        None: only the pools bound it. `enabled=False`: nothing is ever found or published. Raises ConfigError."""
+        None: only the pools bound it. `enabled=False`: nothing is ever found or published. `host_memory=None`: what is evicted is gone. Raises
+        ConfigError."""
         for name, value, least in (
             ("num_rows", num_rows, 3),
             ("num_pages", num_pages, 2),
@@ -71,10 +74,16 @@ class HybridCache:
         self.block_tokens = block_tokens
         pool_bytes = self.rows.capacity * row_bytes + self.pages.capacity * page_bytes
         self.budget_bytes = pool_bytes if budget_bytes is None else min(budget_bytes, pool_bytes)
-        self.tree = PrefixTree(self.pages, block_tokens=block_tokens, max_ghost_blocks=ghost_blocks)
-        self.checkpoints = CheckpointSet(self.tree, self.rows, clock)
+        on_host = HostPagePool(0 if host_memory is None else host_memory.num_pages, num_reserved=0)
+        self.tree = PrefixTree(self.pages, block_tokens=block_tokens, max_ghost_blocks=ghost_blocks, host_pages=on_host)
+        self.host: HostTier | None = None
+        if enabled and host_memory is not None:
+            self.host = HostTier(host_memory, self.tree, on_host, device_rows=self.rows.capacity, device_pages=self.pages.capacity)
+        self.checkpoints = CheckpointSet(self.tree, self.rows, clock, self.host)
         self.leases: set[Lease] = set()
         self.enabled = enabled
+        self._bytes_to_host = 0
+        self._bytes_to_device = 0
 
     def match(self, namespace: str, tokens: array[int], *, limit: int | None = None) -> Match:
         """The deepest state to resume from within `limit` tokens (None: all but the last, which is always computed). Changes nothing."""
@@ -82,14 +91,20 @@ class HybridCache:
         data = tokens[: max(limit, 0) // self.block_tokens * self.block_tokens].tobytes()
         path, partial, num_common = self.tree.walk(namespace, data)
         branch_tokens = (path[-1].depth if path else 0) + (num_common * self.block_tokens if partial is not None else 0)
-        for node in reversed(path):
-            found = node.checkpoint
-            if found is not None:
-                return Match(num_tokens=node.depth, row=found.row, kind=found.kind, branch_tokens=branch_tokens, checkpoint=found)
-        return Match(num_tokens=0, row=ZERO_ROW, kind=None, branch_tokens=branch_tokens)
+        found = next((node.checkpoint for node in reversed(path) if node.checkpoint is not None), None)
+        num_tokens = 0 if found is None else found.node.depth
+        return Match(
+            num_tokens=num_tokens,
+            row=ZERO_ROW if found is None else found.row,
+            kind=None if found is None else found.kind,
+            branch_tokens=branch_tokens,
+            checkpoint=found,
+            host_copy=None if self.host is None else self.host.find(path, num_tokens),
+        )
 
     def acquire(self, match: Match, *, session_id: str | None = None) -> Lease:
-        """Resume from a match: its row and the pages of its path are locked while the lease lives. Ends the session's hold."""
+        """Resume from a match: its row and the pages of its path are locked while the lease lives, and so are pages that lead on to a state on the
+        host. Ends the session's hold."""
         lease = Lease(num_cached=match.num_tokens, read_row=match.row, page_ids=[], session_id=session_id)
         found = match.checkpoint
         if found is not None:
@@ -98,16 +113,92 @@ class HybridCache:
             lease.page_ids = self.tree.page_ids(found.node)
             lease.mine.append(found)
             self._advance(lease, found)
+        if match.host_copy is not None:
+            standing = [node for node in path_of(match.host_copy.node) if node.page_ids is not None]
+            if standing and standing[-1] is not lease.anchor:
+                self._move_anchor(lease, standing[-1])
+                lease.page_ids = self.tree.page_ids(standing[-1])
         if session_id is not None:
-            self._come_back(session_id, found)
+            self._come_back(session_id, None if found is None else found.node, None if match.host_copy is None else match.host_copy.node)
         self.leases.add(lease)
         return lease
+
+    def fetch(self, lease: Lease, match: Match) -> Fetch | None:
+        """Order the state that `match`, of which the lease came, found on the host. None, and nothing has changed, when there is no row for it.
+
+        The lease has pages for all of it. It stands where it stood until `land` is called."""
+        copy = match.host_copy
+        assert copy is not None
+        assert self.host is not None
+        rows = self.take_rows(lease, 1)
+        if rows is None:
+            return None
+        first, end = (0 if lease.anchor is None else lease.anchor.depth) // self.block_tokens, copy.node.depth // self.block_tokens
+        number = self.host.fetch(copy, rows[0], lease.page_ids[first:end])
+        lease.fetch = Fetch(number=number, num_tokens=copy.node.depth, row=rows[0], kind=copy.kind)
+        return lease.fetch
+
+    def land(self, lease: Lease, namespace: str, tokens: array[int]) -> None:
+        """The ordered state has come: it stands on the device again, and the lease resumes from it as if it had been there. Nothing of the lease's
+        is in use yet, so what others have published in the meantime takes the place of what came."""
+        fetch, lease.fetch = lease.fetch, None
+        assert fetch is not None, "nothing was ordered"
+        path = self.tree.insert(namespace, tokens[: fetch.num_tokens].tobytes())
+        node = path[-1]
+        _assert_same_path(node, lease.anchor)
+        for step in path:
+            ids = self._lease_pages(lease, step)
+            if ids[0] not in lease.own_pages:
+                continue
+            lease.own_pages.difference_update(ids)
+            if step.page_ids is None:
+                self.tree.give_pages(step, ids)
+            else:
+                self.pages.free(ids)
+                end = step.depth // self.block_tokens
+                lease.page_ids[end - step.num_blocks : end] = step.page_ids
+        resumed = node.checkpoint
+        if resumed is None:
+            lease.own_rows.remove(fetch.row)
+            resumed = self.checkpoints.create(node, fetch.row, fetch.kind)
+        else:
+            self.give_rows(lease, [fetch.row])
+            self.checkpoints.touch(resumed)
+        lease.num_cached, lease.read_row = fetch.num_tokens, resumed.row
+        lease.mine.append(resumed)
+        self._advance(lease, resumed)
+
+    def copied(self, number: int) -> None:
+        """All copy orders to the host up to this number have been carried out."""
+        assert self.host is not None
+        self.host.copied(number)
+
+    def copy_ahead(self) -> None:
+        """Order copies of what eviction would come to next, where too little could go without a loss. Call between any two steps."""
+        if self.host is None:
+            return
+        free_bytes = self.budget_bytes - self.used_bytes
+        free_rows = min(self.rows.num_free, free_bytes // self.row_bytes)
+        free_pages = min(self.pages.num_free, free_bytes // self.page_bytes)
+        while self.host.is_short(free_rows, free_pages):
+            checkpoint = self.checkpoints.order.pop_uncopied()
+            if checkpoint is None:
+                return
+            self.host.make_ready(checkpoint)
+
+    def take_copy_orders(self) -> CopyOrders:
+        """The orders since the last call; they must be carried out, as host_tier.py says."""
+        orders = CopyOrders() if self.host is None else self.host.take_orders()
+        self._bytes_to_host += sum(len(order.rows) * self.row_bytes + len(order.pages) * self.page_bytes for order in orders.to_host)
+        self._bytes_to_device += sum(len(order.rows) * self.row_bytes + len(order.pages) * self.page_bytes for order in orders.to_device)
+        return orders
 
     def release(self, lease: Lease, *, hold_seconds: float = 0.0) -> None:
         """End a lease: what it owns is free, what it locked isn't locked any more.
 
         With a session and hold_seconds > 0, the deepest checkpoint that it used or published goes last in eviction until the clock passes."""
         assert lease in self.leases, "the lease was released before"
+        assert lease.fetch is None, "a copy would write into ids that the lease doesn't own any more"
         self.leases.remove(lease)
         self.pages.free(lease.own_pages)
         self.rows.free(lease.own_rows)
@@ -242,6 +333,9 @@ class HybridCache:
             **{f"checkpoints_live_{kind.name.lower()}": count for kind, count in by_kind.items()},
             "sessions_held": len(self.checkpoints.holds),
             "leases": len(self.leases),
+            "bytes_to_host": self._bytes_to_host,
+            "bytes_to_device": self._bytes_to_device,
+            **({} if self.host is None else self.host.stats()),
         }
 
     def clear(self) -> None:
@@ -301,6 +395,8 @@ class HybridCache:
             if ids[0] in lease.own_pages:
                 self.tree.replace_pages(node, ids)
                 lease.own_pages.difference_update(ids)
+                if self.host is not None:
+                    self.host.moved(node)
             node = node.parent
 
     def _lease_pages(self, lease: Lease, node: Node) -> list[int]:
@@ -321,14 +417,14 @@ class HybridCache:
             and num_rows * self.row_bytes + num_pages * self.page_bytes <= self.available_bytes(including_held=True)
         )
 
-    def _come_back(self, session_id: str, found: Checkpoint | None) -> None:
+    def _come_back(self, session_id: str, *resumed: Node | None) -> None:
         """End the session's hold. A turn that its next prompt doesn't continue was rendered anew: that checkpoint has no future."""
         hold = self.checkpoints.holds.get(session_id)
         if hold is None:
             return
         held = hold.checkpoint
         self.checkpoints.end_hold(session_id)
-        if held.alive and held.kind is CheckpointKind.TURN and not _leads_to(held.node, found):
+        if held.alive and held.kind is CheckpointKind.TURN and not any(_leads_to(held.node, node) for node in resumed):
             self.checkpoints.abandon(held)
 
     def _make_room(self, lease: Lease, *, num_rows: int, num_pages: int) -> bool:
@@ -347,9 +443,9 @@ class HybridCache:
                 return True
 
 
-def _leads_to(node: Node, found: Checkpoint | None) -> bool:
-    """True when `node` lies on the path to a checkpoint."""
-    step = None if found is None else found.node
+def _leads_to(node: Node, lower: Node | None) -> bool:
+    """True when `node` lies on the path to `lower`."""
+    step = lower
     while step is not None and step.depth > node.depth:
         step = step.parent
     return step is node

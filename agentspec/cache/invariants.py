@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from agentspec.cache.host_tier import HostTier
 from agentspec.cache.hybrid_cache import HybridCache
 from agentspec.cache.id_pool import IdPool
 from agentspec.cache.leases import Lease
-from agentspec.cache.prefix_tree import HOLD, LOCK, NEED, Checkpoint, Node
+from agentspec.cache.prefix_tree import HOLD, HOST, LOCK, NEED, Checkpoint, Node, path_of
 from agentspec.types import ZERO_ROW
 
 
@@ -24,19 +25,11 @@ def check(cache: HybridCache) -> None:
     _check_ghosts(cache, nodes)
     _check_checkpoints(cache, nodes)
     _check_holds(cache)
+    if cache.host is not None:
+        _check_host(cache.host, cache, nodes)
     for lease in cache.leases:
         _check_lease(cache, lease)
     _check_accounts(cache)
-
-
-def path_of(node: Node) -> list[Node]:
-    """Nodes from below the root down to `node`."""
-    path: list[Node] = []
-    step: Node | None = node
-    while step is not None and step.parent is not None:
-        path.append(step)
-        step = step.parent
-    return path[::-1]
 
 
 def _check_ownership(cache: HybridCache, nodes: list[Node]) -> None:
@@ -87,6 +80,7 @@ def _check_refs(cache: HybridCache, nodes: list[Node]) -> None:
                 own[level][lease.anchor] += 1
     for hold in cache.checkpoints.holds.values():
         own[HOLD][hold.checkpoint.node] += 1
+    own[HOST] = Counter(node for node in nodes if node.host_copy is not None)
     for level, pointers in own.items():
         for node in nodes:
             wanted = pointers[node] + sum(child.refs[level] > 0 for child in node.children.values())
@@ -95,6 +89,8 @@ def _check_refs(cache: HybridCache, nodes: list[Node]) -> None:
     for node in nodes:
         assert (node.page_ids is not None) == (node.refs[NEED] > 0), f"pages kept for nobody, or missing, at depth {node.depth}"
         assert node.page_ids is None or len(node.page_ids) == node.num_blocks
+        assert (node.host_page_ids is not None) == (node.refs[HOST] > 0), f"host pages kept for nobody, or missing, at depth {node.depth}"
+        assert node.host_page_ids is None or len(node.host_page_ids) == node.num_blocks
         assert node.refs[NEED] or not node.refs[HOLD], "a hold on nothing"
         assert node.refs[HOLD] or not node.refs[LOCK]
         if node.checkpoint is not None:
@@ -103,7 +99,7 @@ def _check_refs(cache: HybridCache, nodes: list[Node]) -> None:
 
 def _check_ghosts(cache: HybridCache, nodes: list[Node]) -> None:
     tree = cache.tree
-    ghosts = [node for node in nodes if node.page_ids is None]
+    ghosts = [node for node in nodes if node.page_ids is None and node.host_page_ids is None]
     assert set(ghosts) == set(tree.ghosts)
     assert tree.num_ghost_blocks == sum(node.num_blocks for node in ghosts) <= tree.max_ghost_blocks
     age = {node: index for index, node in enumerate(tree.ghosts)}
@@ -127,6 +123,21 @@ def _check_checkpoints(cache: HybridCache, nodes: list[Node]) -> None:
     assert checkpoints.peak_live >= len(checkpoints.live)
 
 
+def _check_host(host: HostTier, cache: HybridCache, nodes: list[Node]) -> None:
+    _check_pool(host.pages, [page for node in nodes for page in node.host_page_ids or ()], ())
+    _check_pool(host.rows, [node.host_copy.row for node in nodes if node.host_copy], ())
+    assert set(host.live) == {node.host_copy for node in nodes if node.host_copy is not None}
+    for copy in host.live:
+        assert copy.alive
+        assert copy.node.host_copy is copy
+        assert host.order.knows(copy), "a copy that eviction would never find"
+        stands = copy.node.checkpoint is not None
+        assert stands or host.is_complete(copy), "a copy that may never be complete stands for a checkpoint"
+    assert len({copy.last_used for copy in host.live}) == len(host.live)
+    ready = [checkpoint.ready_blocks for checkpoint in cache.checkpoints.live if checkpoint.ready_blocks is not None]
+    assert (host.num_ready_rows, host.num_ready_blocks) == (len(ready), sum(ready))
+
+
 def _is_kept(checkpoint: Checkpoint) -> bool:
     return bool(checkpoint.num_locks or checkpoint.holders)
 
@@ -143,6 +154,7 @@ def _check_lease(cache: HybridCache, lease: Lease) -> None:
     assert lease.own_pages <= set(lease.page_ids)
     assert lease.num_cached % cache.block_tokens == 0
     assert (lease.read_row == ZERO_ROW) == (lease.num_cached == 0)
+    assert lease.fetch is None or lease.fetch.row in lease.own_rows
     assert lease.own_pages.isdisjoint(lease.page_ids[: lease.num_cached // cache.block_tokens]), "a cached page became the lease's own"
     of_tree = [page for node in path for page in node.page_ids or ()]
     for block, page in enumerate(lease.page_ids):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from agentspec.cache.prefix_tree import Checkpoint, Node
+from agentspec.cache.prefix_tree import Checkpoint, HostCopy, Node
 from agentspec.types import CheckpointKind
 
 
@@ -24,6 +24,24 @@ class Match:
     """Block-aligned depth, within the limit, to which the token ids are known, pages or not; >= num_tokens."""
     checkpoint: Checkpoint | None = field(default=None, repr=False, compare=False)
     """The cache's own; None when num_tokens is 0."""
+    host_copy: HostCopy | None = field(default=None, repr=False, compare=False)
+    """A deeper state that could be fetched from the host's memory, where that saves enough."""
+
+    @property
+    def num_reachable(self) -> int:
+        """Tokens that need not be computed if the state on the host is fetched."""
+        return self.num_tokens if self.host_copy is None else self.host_copy.node.depth
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fetch:
+    """A state on its way from the host's memory into a row of a lease's own, with the pages that the device lacked into its own pages."""
+
+    number: int
+    """Of the copy order."""
+    num_tokens: int
+    row: int
+    kind: CheckpointKind
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +57,8 @@ class Lease:
     session_id: str | None = None
     own_pages: set[int] = field(default_factory=set)
     own_rows: set[int] = field(default_factory=set)
+    fetch: Fetch | None = None
+    """What is on its way from the host: row and pages hold nothing to rely on before it has landed."""
 
     anchor: Node | None = None
     """Deepest node on the request's path that the lease locks; None while it uses nothing of the tree."""

@@ -3,15 +3,17 @@
 A node is a run of whole blocks. A checkpoint stands at a node's end, so a node that must carry one in its middle is split; the node that was
 there keeps its identity as the lower part, and whoever points at it (checkpoint, lease, hold) needs no notice.
 
-A node's `refs` say who wants it, on three levels, each a superset of the next:
+A node's `refs` say who wants it, on three levels, each a superset of the next, and a fourth of its own:
 
     NEED   a checkpoint stands, or a lease reads pages, at or below the node
     HOLD   the same for holds and leases
     LOCK   the same for leases
+    HOST   a copy of a checkpoint in the host tier stands at or below the node
 
 On each level a node counts what points at itself plus its children that are wanted, so that a change walks up only as far as something
-changes. A node has pages exactly while it is NEEDed: a hybrid model can't resume from pages with no state behind them. What is left without
-pages is a *ghost*: its token ids stay, within a bound, so that the next prompt that branches off there is noticed.
+changes. A node has pages exactly while it is NEEDed: a hybrid model can't resume from pages with no state behind them; and host pages exactly
+while it is wanted on HOST. What is left without either is a *ghost*: its token ids stay, within a bound, so that the next prompt that branches off
+there is noticed.
 
 Owns structure, pages of nodes and ghosts. Knows nothing about rows in use, budgets, eviction order or sessions.
 """
@@ -22,10 +24,10 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from agentspec.cache.page_pool import PagePool
+from agentspec.cache.id_pool import IdPool
 from agentspec.types import CheckpointKind
 
-NEED, HOLD, LOCK = range(3)
+NEED, HOLD, LOCK, HOST = range(4)
 
 TOKEN_BYTES = 4
 """Token ids are array('i')."""
@@ -34,7 +36,7 @@ TOKEN_BYTES = 4
 class Node:
     """A run of blocks. `run` is the bytes of its token ids; `depth` counts tokens from the root to the node's end."""
 
-    __slots__ = ("checkpoint", "children", "depth", "namespace", "num_blocks", "page_ids", "parent", "refs", "run")
+    __slots__ = ("checkpoint", "children", "depth", "host_copy", "host_page_ids", "namespace", "num_blocks", "page_ids", "parent", "refs", "run")
 
     def __init__(self, parent: Node | None, run: bytes, num_blocks: int, depth: int, namespace: str) -> None:
         self.parent = parent
@@ -43,11 +45,18 @@ class Node:
         self.depth = depth
         self.namespace = namespace
         self.page_ids: list[int] | None = None
-        """One per block; None for a ghost and for a root."""
+        """One per block; None where the device has none: for a ghost, for a root, and for what only the host tier has."""
+        self.host_page_ids: list[int] | None = None
+        """Pages of the host tier, one per block; None where it has none."""
         self.children: dict[bytes, Node] = {}
         """By the bytes of the child's first block."""
         self.checkpoint: Checkpoint | None = None
-        self.refs = [0, 0, 0]
+        self.host_copy: HostCopy | None = None
+        self.refs = [0, 0, 0, 0]
+
+    @property
+    def is_ghost(self) -> bool:
+        return not self.refs[NEED] and not self.refs[HOST]
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +76,8 @@ class Checkpoint:
     """Its session went on elsewhere; nobody is expected to come back."""
     superseded: bool = False
     """To be freed when the last lease and the last hold let go."""
+    ready_blocks: int | None = None
+    """Not None: the host tier has done what it can for it since its last use, and its eviction frees about so many pages without a loss."""
     alive: bool = True
 
     @property
@@ -78,21 +89,67 @@ class Checkpoint:
         """True when nothing else needs the node's pages, so that dropping the checkpoint frees some."""
         return self.node.refs[NEED] == 1
 
+    @property
+    def is_promising(self) -> bool:
+        """Somebody may well come back for it."""
+        return self.kind != CheckpointKind.GRID and not self.abandoned
+
+    @property
+    def eviction_key(self) -> tuple[bool, bool, int]:
+        return bool(self.holders), self.is_promising, self.last_used
+
+
+@dataclass(slots=True, eq=False)
+class HostCopy:
+    """A checkpoint's state in a row of the host tier; the pages of its path are in host pages of the nodes."""
+
+    row: int
+    kind: CheckpointKind
+    node: Node
+    number: int
+    """Of the copy order that completes it."""
+    last_used: int = 0
+    """Tick of the host tier's LRU clock."""
+    alive: bool = True
+
+    @property
+    def is_evictable(self) -> bool:
+        return self.alive
+
+    @property
+    def is_tip(self) -> bool:
+        return self.node.refs[HOST] == 1
+
+    @property
+    def eviction_key(self) -> tuple[bool, bool, int]:
+        return False, True, self.last_used
+
+
+def path_of(node: Node) -> list[Node]:
+    """Nodes from below the root down to `node`."""
+    path: list[Node] = []
+    step: Node | None = node
+    while step is not None and step.parent is not None:
+        path.append(step)
+        step = step.parent
+    return path[::-1]
+
 
 class PrefixTree:
     """Prefixes of all namespaces. Token ids come as the bytes of whole blocks."""
 
-    def __init__(self, pages: PagePool, *, block_tokens: int, max_ghost_blocks: int) -> None:
+    def __init__(self, pages: IdPool, *, block_tokens: int, max_ghost_blocks: int, host_pages: IdPool | None = None) -> None:
         self.block_tokens = block_tokens
         self.block_bytes = block_tokens * TOKEN_BYTES
         self.roots: dict[str, Node] = {}
-        self.num_blocks = [0, 0, 0]
-        """Blocks of all nodes that are wanted on each level; on level NEED these are the pages that the tree owns."""
+        self.num_blocks = [0, 0, 0, 0]
+        """Blocks of all nodes that are wanted on each level; on level NEED these are the pages that the tree owns, on HOST its host pages."""
         self.ghosts: OrderedDict[Node, None] = OrderedDict()
         """Oldest first. A node becomes a ghost after everything below it did, so the first one has no children."""
         self.num_ghost_blocks = 0
         self.max_ghost_blocks = max_ghost_blocks
         self._pages = pages
+        self._host_pages = host_pages
 
     def walk(self, namespace: str, data: bytes) -> tuple[list[Node], Node | None, int]:
         """Follow `data` down from the root.
@@ -134,12 +191,20 @@ class PrefixTree:
         return path
 
     def give_pages(self, node: Node, page_ids: Sequence[int]) -> None:
-        """A ghost gets pages. The caller refers to it, or to a node below it, before anything else happens."""
+        """A node without pages gets some. The caller refers to it, or to a node below it, before anything else happens."""
         assert node.page_ids is None
         assert len(page_ids) == node.num_blocks
+        if node.is_ghost:
+            self._leave_ghosts(node)
         node.page_ids = list(page_ids)
-        del self.ghosts[node]
-        self.num_ghost_blocks -= node.num_blocks
+
+    def give_host_pages(self, node: Node, page_ids: Sequence[int]) -> None:
+        """A node that is wanted on HOST, and has pages, gets its host pages."""
+        assert node.refs[HOST]
+        assert node.page_ids is not None
+        assert node.host_page_ids is None
+        assert len(page_ids) == node.num_blocks
+        node.host_page_ids = list(page_ids)
 
     def replace_pages(self, node: Node, page_ids: Sequence[int]) -> None:
         """Put other pages of the same content in the place of a node's own, which nobody may be reading."""
@@ -159,7 +224,8 @@ class PrefixTree:
             step = step.parent
 
     def unref(self, node: Node, level: int) -> Node | None:
-        """One less wants the path to `node`. Without NEED left, nodes lose their pages and become ghosts.
+        """One less wants the path to `node`. Without NEED left, nodes lose their pages, without HOST their host pages, and without both they become
+        ghosts.
 
         Returns the deepest node of the path that is still wanted, or the root. May trim ghosts."""
         step: Node | None = node
@@ -169,8 +235,8 @@ class PrefixTree:
             if step.refs[level]:
                 break
             self.num_blocks[level] -= step.num_blocks
-            if level == NEED:
-                self._become_ghost(step)
+            if level in (NEED, HOST):
+                self._lose_pages(step, level)
             step = step.parent
         self.trim_ghosts()
         return step
@@ -178,12 +244,18 @@ class PrefixTree:
     def page_ids(self, node: Node) -> list[int]:
         """Pages of the whole path to `node`, in block order."""
         runs = []
-        step: Node | None = node
-        while step is not None and step.parent is not None:
+        for step in path_of(node):
             assert step.page_ids is not None, "a path that is wanted has all its pages"
             runs.append(step.page_ids)
-            step = step.parent
-        return [page for run in reversed(runs) for page in run]
+        return [page for run in runs for page in run]
+
+    def host_page_ids(self, node: Node) -> list[int]:
+        """Host pages of the whole path to `node`, which is wanted on HOST, in block order."""
+        runs = []
+        for step in path_of(node):
+            assert step.host_page_ids is not None, "a path that is wanted has all its pages"
+            runs.append(step.host_page_ids)
+        return [page for run in runs for page in run]
 
     def trim_ghosts(self, max_blocks: int | None = None) -> None:
         """Forget the token ids of the oldest ghosts, from their ends, down to the bound (or to `max_blocks`)."""
@@ -209,20 +281,31 @@ class PrefixTree:
             if node.parent is not None:
                 yield node
 
-    def _become_ghost(self, node: Node) -> None:
-        assert node.page_ids is not None
-        assert node.checkpoint is None
-        self._pages.free(node.page_ids)
-        node.page_ids = None
-        self.ghosts[node] = None
-        self.num_ghost_blocks += node.num_blocks
+    def _lose_pages(self, node: Node, level: int) -> None:
+        if level == NEED:
+            assert node.page_ids is not None
+            assert node.checkpoint is None
+            self._pages.free(node.page_ids)
+            node.page_ids = None
+        else:
+            assert self._host_pages is not None
+            assert node.host_page_ids is not None
+            assert node.host_copy is None
+            self._host_pages.free(node.host_page_ids)
+            node.host_page_ids = None
+        if node.is_ghost:
+            self.ghosts[node] = None
+            self.num_ghost_blocks += node.num_blocks
+
+    def _leave_ghosts(self, node: Node) -> None:
+        del self.ghosts[node]
+        self.num_ghost_blocks -= node.num_blocks
 
     def _remove(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None
         del parent.children[node.run[: self.block_bytes]]
-        del self.ghosts[node]
-        self.num_ghost_blocks -= node.num_blocks
+        self._leave_ghosts(node)
         if parent.parent is None and not parent.children:
             del self.roots[parent.namespace]
 
@@ -237,10 +320,12 @@ class PrefixTree:
         node.run, node.num_blocks, node.parent = node.run[cut:], node.num_blocks - num_blocks, upper
         upper.children[node.run[: self.block_bytes]] = node
         parent.children[upper.run[: self.block_bytes]] = upper
-        if node.page_ids is None:
-            self.ghosts[upper] = None
-        else:
+        if node.page_ids is not None:
             upper.page_ids, node.page_ids = node.page_ids[:num_blocks], node.page_ids[num_blocks:]
+        if node.host_page_ids is not None:
+            upper.host_page_ids, node.host_page_ids = node.host_page_ids[:num_blocks], node.host_page_ids[num_blocks:]
+        if node.is_ghost:
+            self.ghosts[upper] = None
         return upper
 
     def _common_blocks(self, run: bytes, data: bytes, offset: int) -> int:

@@ -59,6 +59,14 @@ class StepModel(Protocol):
         """Allocate the state pools. ZERO_ROW is zeroed; nothing else may be read before it was written."""
         ...
 
+    def row_tensors(self) -> Sequence[Tensor]:
+        """All that rows consist of: element r of each tensor is contiguous, and a part of row r."""
+        ...
+
+    def page_tensors(self) -> Sequence[Tensor]:
+        """All that pages consist of, in the same form."""
+        ...
+
     def verify(self, batch: VerifyBatch) -> Tensor:
         """Target forward over every slot's window. Returns hidden_BTH, post final norm.
 

@@ -108,6 +108,12 @@ class Qwen3_5Model:  # noqa: N801  the family's name has an underscore
     def allocate(self, *, num_rows: int, num_pages: int) -> None:
         self._pools = allocate_pools(self._config, num_rows=num_rows, num_pages=num_pages, device=self._device, dtype=self._dtype)
 
+    def row_tensors(self) -> tuple[Tensor, ...]:
+        return self.pools.row_tensors()
+
+    def page_tensors(self) -> tuple[Tensor, ...]:
+        return self.pools.page_tensors()
+
     def verify(self, batch: VerifyBatch) -> Tensor:
         inputs = StepInputs(start_B=batch.length_B, page_table_BP=batch.page_table_BP, rope=self._rope)
         rows = StateRows(read_row_B=batch.read_row_B, write_rows_BT=batch.write_rows_BT)

@@ -35,6 +35,14 @@ class StatePools:
     def tensors(self) -> tuple[Tensor, ...]:
         return self.ssm_LRVDK, self.conv_LR3C, self.hidden_RH, self.kv_AP2SGD
 
+    def row_tensors(self) -> tuple[Tensor, ...]:
+        """Layer by layer, so that element r of each tensor is contiguous: a part of row r."""
+        return *self.ssm_LRVDK.unbind(), *self.conv_LR3C.unbind(), self.hidden_RH
+
+    def page_tensors(self) -> tuple[Tensor, ...]:
+        """The same for pages; neighbouring ones are neighbours in memory."""
+        return self.kv_AP2SGD.unbind()
+
 
 def num_kv_layers(config: TextConfig) -> int:
     return config.num_attention_layers + int(config.has_mtp)

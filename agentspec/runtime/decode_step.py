@@ -18,7 +18,7 @@ from agentspec.kernels.slots import NUM_COUNTS, SlotState
 from agentspec.models.protocol import StepModel, VerifyBatch
 from agentspec.mtp.drafter import Drafter
 from agentspec.runtime.plan import MAX_ALTERNATIVES, SlotOutcome
-from agentspec.runtime.sampler import choose, count_emitted
+from agentspec.runtime.sampler import choose, count_emitted, force_drafts
 from agentspec.runtime.scores import ScoreRows, score_tokens
 from agentspec.runtime.step_buffers import StepBuffers
 
@@ -42,25 +42,31 @@ def decode_step(
     num_drafted: int,
     sampled: bool,
     constrained: bool = False,
+    prefilled: bool = False,
     forced_rate_K: Tensor | None = None,
 ) -> StepResult:
     """Advance every slot of `slot_ids_B` by one window of num_drafted drafts, and draft as many for the next step.
 
     sampled: False only if every slot is greedy without penalties and bias. constrained: some slot has masks; the others' are all ones.
+    prefilled: the first step of slots that have just joined. Prefill has brought column 0 into the state, so no forward is needed. There are no
+    drafts yet, so the other columns count for nothing; what the MTP layer writes for them is overwritten like that of rejected drafts.
     forced_rate_K: benchmarks only, see Backend.commit_window. Inert slots emit nothing and keep everything."""
     ops = kernels.backend(buffers.device)
     window = ops.open_window(buffers.slots_SF, buffers.page_table_SP, slot_ids_B, num_drafted + 1)
 
     # Target forward over the last emitted token and the drafts after it.
-    hidden_BTH = model.verify(
-        VerifyBatch(
-            tokens_BT=window.tokens_BT,
-            length_B=window.start_B,
-            read_row_B=window.read_row_B,
-            write_rows_BT=window.write_rows_BT,
-            page_table_BP=window.page_table_BP,
+    if prefilled:
+        hidden_BTH = model.read_hidden(window.write_rows_BT[:, 0])[:, None].repeat(1, num_drafted + 1, 1)
+    else:
+        hidden_BTH = model.verify(
+            VerifyBatch(
+                tokens_BT=window.tokens_BT,
+                length_B=window.start_B,
+                read_row_B=window.read_row_B,
+                write_rows_BT=window.write_rows_BT,
+                page_table_BP=window.page_table_BP,
+            )
         )
-    )
     logits_BTV = model.logits(hidden_BTH)
 
     # Verify: the target chooses a token after every column; drafts stand as far as they are what it chose.
@@ -71,6 +77,8 @@ def decode_step(
 
     # Draft: the MTP layer sees the whole window, for its K/V, and drafts from the last emitted token.
     drafted_Bk = drafter.draft(commit.tokens_BT, hidden_BTH, commit.draft_start_B, commit.num_accepted_B, window.page_table_BP, num_drafted)
+    if forced_rate_K is not None:
+        drafted_Bk = force_drafts(buffers, slot_ids_B, commit, drafted_Bk)
     ops.publish_drafts(buffers.slots_SF, slot_ids_B, commit.happened_BF, drafted_Bk)
     return StepResult(happened_BF=commit.happened_BF, logits_BTV=logits_BTV)
 

@@ -1,9 +1,9 @@
 """Runs step plans on a model: the only place where the host's plan meets device tensors.
 
-Owns the slot buffers, the drafter and the order of a launch. Decode steps run eagerly until `capture` has recorded them as CUDA graphs; everything
-else is always eager. Knows nothing of requests beyond what a plan says, and decides nothing.
+Owns the slot buffers, the drafter and the order of a launch. Decode steps and short prompt chunks run eagerly until `capture` has recorded them as
+CUDA graphs; everything else is always eager. Knows nothing of requests beyond what a plan says, and decides nothing.
 
-Shape letters: B slots in the step, F fields; J joins, k drafts, K forced rates.
+Shape letters: B slots in the step, F fields, K forced rates.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from agentspec import kernels
 from agentspec.errors import ConfigError
+from agentspec.kernels import PrefillBatch
 from agentspec.models.protocol import StepModel
 from agentspec.mtp.drafter import Drafter, NullDrafter
 from agentspec.mtp.mtp_drafter import MtpDrafter
 from agentspec.runtime.decode_step import StepResult, decode_step, read_result, score_result
 from agentspec.runtime.graphs import GraphReport, Recorder, StepGraphs
-from agentspec.runtime.plan import SlotJoin, StepOutcome, StepPlan
-from agentspec.runtime.prefill import run_chunks
+from agentspec.runtime.plan import SlotJoin, SlotOutcome, StepOutcome, StepPlan
+from agentspec.runtime.prefill import run_batch, run_chunks
+from agentspec.runtime.prefill_graphs import CHUNK_SIZES, PrefillGraphs
 from agentspec.runtime.scores import ScoreRows
 from agentspec.runtime.step_buffers import StepBuffers, stage
 from agentspec.types import MAX_DRAFT_TOKENS
@@ -35,20 +36,32 @@ Moment: TypeAlias = float | torch.cuda.Event
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Results:
+    """What a step brought some slots. In host memory, complete when the step is done."""
+
+    slots: Sequence[int]
+    alternatives: Sequence[int | None]
+    """For each of them: how many come with the score of an emitted token; None: no scores."""
+    happened_BF: Tensor
+    """See decode_step.StepResult."""
+    scores: ScoreRows | None
+    """Of what was emitted. None: nobody wants any."""
+
+    def read(self) -> list[SlotOutcome]:
+        return read_result(self.happened_BF, self.scores, self.slots, self.alternatives)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepTicket:
     """A launched plan: what `collect` reads once the device is done."""
 
-    decode_slots: Sequence[int]
-    alternatives: Sequence[int | None]
-    """For each of them: how many come with the score of an emitted token; None: no scores."""
-    happened_BF: Tensor | None
-    """See decode_step.StepResult. In host memory, complete when `done` has passed. None: nothing decoded."""
-    scores: ScoreRows | None
-    """Of what was emitted, where the same holds. None: nobody wants any."""
-    started: Moment
-    """Before the decode part."""
+    prefill: tuple[Moment, Moment] | None
+    """Before and after the chunks."""
+    decode: tuple[Moment, Moment] | None
+    """Before and after the decode part."""
     done: Moment
-    """After it."""
+    results: Sequence[_Results]
+    """Of first steps, and of the decode part."""
     chunk_scores: dict[str, ScoreRows]
     """By request id; still on the device."""
 
@@ -64,6 +77,7 @@ class ModelExecutor:
         max_draft_tokens: int,
         max_pages_per_slot: int,
         force_acceptance: tuple[float, ...] | None = None,
+        allow_forced_output: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
         """max_pages_per_slot: blocks of the longest sequence plus 2 * max_draft_tokens tokens, which the last step may write beyond its end.
@@ -82,6 +96,7 @@ class ModelExecutor:
         self._needs_sampler = [False] * max_running
         self._alternatives: list[int | None] = [None] * max_running
         self._graphs: StepGraphs | None = None
+        self._prefill_graphs: PrefillGraphs | None = None
         with torch.inference_mode():
             self._forced_rate_K = None if force_acceptance is None else stage(force_acceptance, torch.float32, self._device)
             self._buffers = StepBuffers.allocate(
@@ -92,11 +107,13 @@ class ModelExecutor:
                 num_model_stop_ids=len(model.spec.stop_token_ids),
                 block_tokens=model.spec.block_tokens,
                 device=self._device,
+                allow_forced_output=allow_forced_output,
             )
 
     @torch.inference_mode()
     def capture(self, depths: Sequence[int], recorder: Recorder) -> GraphReport:
-        """Record the decode step for every batch size; from then on each one is a replay. Call before the first launch: the model's pools must stay.
+        """Record the decode step for every batch size, from then on each one is a replay, and short prompt chunks. Call before the first launch: the
+        model's pools must stay.
 
         depths: every k that a plan may ask for; another one will raise KeyError."""
         graphs = StepGraphs(
@@ -106,8 +123,17 @@ class ModelExecutor:
             depths=depths,
             device=self._device,
         )
-        self._graphs = graphs
-        return graphs.report
+        prefill_graphs = PrefillGraphs(
+            self._prefill,
+            recorder,
+            block_tokens=self._model.spec.block_tokens,
+            max_pages=self._buffers.page_table_SP.shape[1],
+            device=self._device,
+        )
+        self._graphs, self._prefill_graphs = graphs, prefill_graphs
+        return replace(
+            graphs.report, chunk_sizes=CHUNK_SIZES, device_bytes=recorder.bytes_used(), seconds=graphs.report.seconds + prefill_graphs.seconds
+        )
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepTicket:
@@ -116,52 +142,74 @@ class ModelExecutor:
         if plan.page_updates:
             self._buffers.update_pages(plan.page_updates)
         chunk_scores: dict[str, ScoreRows] = {}
+        prefill = decode = None
         if plan.chunks:
+            started = self._now()
             with self._phase("prefill"):
-                chunk_scores = run_chunks(self._model, plan.chunks, with_mtp=self._with_mtp, device=self._device)
+                chunk_scores = run_chunks(self._model, plan.chunks, with_mtp=self._with_mtp, device=self._device, graphs=self._prefill_graphs)
+            prefill = started, self._now()
         if plan.joins:
             with self._phase("join"):
-                self._join(plan.joins, plan.num_drafted)
+                self._join(plan.joins)
+        if plan.masks:
+            self._buffers.put_masks(plan.masks)
+        results = []
+        if plan.first_slots:
+            with self._phase("first"):
+                results.append(self._results(plan.first_slots, self._first(plan)))
         started = done = self._now()
-        happened_BF, scores = None, None
-        alternatives = [self._alternatives[slot] for slot in plan.decode_slots]
         if plan.decode_slots:
             with self._phase("decode"):
-                result = self._decode(plan)
-                happened_BF = _to_host(result.happened_BF)
-                if any(wanted is not None for wanted in alternatives):
-                    scores = score_result(result).map(_to_host)
+                results.append(self._results(plan.decode_slots, self._decode(plan)))
             done = self._now()
-        return StepTicket(
-            decode_slots=tuple(plan.decode_slots),
-            alternatives=alternatives,
-            happened_BF=happened_BF,
-            scores=scores,
-            started=started,
-            done=done,
-            chunk_scores=chunk_scores,
-        )
+            decode = started, done
+        return StepTicket(prefill=prefill, decode=decode, done=done, results=results, chunk_scores=chunk_scores)
 
     def collect(self, ticket: StepTicket) -> StepOutcome:
         with self._phase("collect"):
             outcome = StepOutcome(
                 scores={request_id: rows.read(0, rows.token_N.shape[0], rows.top_ids_NA.shape[1]) for request_id, rows in ticket.chunk_scores.items()}
             )
-            if ticket.happened_BF is not None:
-                outcome.decode_seconds = _seconds_between(ticket.started, ticket.done)
-                outcome.slots = read_result(ticket.happened_BF, ticket.scores, ticket.decode_slots, ticket.alternatives)
+            if isinstance(ticket.done, torch.cuda.Event):
+                ticket.done.synchronize()
+            if ticket.prefill is not None:
+                outcome.prefill_seconds = _seconds_between(*ticket.prefill)
+            if ticket.decode is not None:
+                outcome.decode_seconds = _seconds_between(*ticket.decode)
+            outcome.slots = [slot for results in ticket.results for slot in results.read()]
         return outcome
 
+    def _prefill(self, batch: PrefillBatch) -> None:
+        run_batch(self._model, batch, with_mtp=self._with_mtp)
+
+    def _first(self, plan: StepPlan) -> StepResult:
+        """Always eager: the device is still busy with the prompt when the host is through with this."""
+        slot_ids_B = stage(plan.first_slots, torch.int64, self._device)
+        sampled, constrained = self._variant(plan, plan.first_slots)
+        return self._step(slot_ids_B, plan.num_drafted, sampled=sampled, constrained=constrained, prefilled=True)
+
     def _decode(self, plan: StepPlan) -> StepResult:
-        if plan.masks:
-            self._buffers.put_masks(plan.masks)
-        constrained = bool(plan.masks)
-        sampled = any(self._needs_sampler[slot] for slot in plan.decode_slots)
+        sampled, constrained = self._variant(plan, plan.decode_slots)
         if self._graphs is not None:
             return self._graphs.run(plan.decode_slots, num_drafted=plan.num_drafted, sampled=sampled or constrained)
         return self._step(stage(plan.decode_slots, torch.int64, self._device), plan.num_drafted, sampled=sampled, constrained=constrained)
 
-    def _step(self, slot_ids_B: Tensor, num_drafted: int, *, sampled: bool, constrained: bool) -> StepResult:
+    def _variant(self, plan: StepPlan, slots: Sequence[int]) -> tuple[bool, bool]:
+        """(sampled, constrained) of a step over `slots`."""
+        return any(self._needs_sampler[slot] for slot in slots), any(slot in plan.masks for slot in slots)
+
+    def _results(self, slots: Sequence[int], result: StepResult) -> _Results:
+        """Start the copies to the host."""
+        alternatives = [self._alternatives[slot] for slot in slots]
+        is_scored = any(wanted is not None for wanted in alternatives)
+        return _Results(
+            slots=tuple(slots),
+            alternatives=alternatives,
+            happened_BF=_to_host(result.happened_BF),
+            scores=score_result(result).map(_to_host) if is_scored else None,
+        )
+
+    def _step(self, slot_ids_B: Tensor, num_drafted: int, *, sampled: bool, constrained: bool, prefilled: bool = False) -> StepResult:
         return decode_step(
             self._model,
             self._drafter,
@@ -170,6 +218,7 @@ class ModelExecutor:
             num_drafted=num_drafted,
             sampled=sampled,
             constrained=constrained,
+            prefilled=prefilled,
             forced_rate_K=self._forced_rate_K,
         )
 
@@ -184,25 +233,11 @@ class ModelExecutor:
         event.record()
         return event
 
-    def _join(self, joins: Sequence[SlotJoin], num_drafted: int) -> None:
-        """Fill the slots, and draft from the pair that ends each prompt, so that the first decode step verifies drafts already.
-
-        A constrained slot needs that pair's K/V all the same, but offers no drafts: nobody knows the masks after them yet."""
+    def _join(self, joins: Sequence[SlotJoin]) -> None:
         self._buffers.join(joins)
         for join in joins:
             self._alternatives[join.slot] = join.logprobs
             self._needs_sampler[join.slot] = not join.sampling.is_greedy or join.sampling.has_penalties or bool(join.sampling.logit_bias)
-        # The first token of a sequence pairs with nothing: no drafts from it.
-        paired = [join for join in joins if join.length > 0]
-        if not (self._with_mtp and paired):
-            return
-        slot_ids_J = stage([join.slot for join in paired], torch.int64, self._device)
-        window = kernels.backend(self._device).open_window(self._buffers.slots_SF, self._buffers.page_table_SP, slot_ids_J, 1)
-        hidden_J1H = self._model.read_hidden(window.read_row_B)[:, None]
-        first_J = torch.zeros_like(slot_ids_J)
-        drafts_Jk = self._drafter.draft(window.tokens_BT, hidden_J1H, window.start_B, first_J, window.page_table_BP, num_drafted)
-        num_valid_J = stage([0 if join.constrained else num_drafted for join in paired], torch.int64, self._device)
-        self._buffers.put_drafts(slot_ids_J, drafts_Jk, num_valid_J)
 
 
 def _to_host(result: Tensor) -> Tensor:
@@ -212,11 +247,10 @@ def _to_host(result: Tensor) -> Tensor:
 
 
 def _seconds_between(started: Moment, done: Moment) -> float:
-    """Waits until `done` has passed."""
+    """The device has passed both."""
     if isinstance(started, float):
         assert isinstance(done, float)
         return done - started
     assert isinstance(done, torch.cuda.Event)
-    done.synchronize()
     milliseconds: float = started.elapsed_time(done)
     return milliseconds / 1000.0

@@ -1,9 +1,10 @@
-"""The decode step as CUDA graphs: one for each (batch size, k, variant), recorded at start and replayed from then on.
+"""The decode step as CUDA graphs: one for each (batch size, k, variant), recorded at start and replayed from then on. And what records them, which
+runtime/prefill_graphs.py uses too.
 
 Owns which graphs there are, their input (slot ids) and their outputs. Knows no plans, and nothing of what a step does: it is given the step as a
 function of slot ids and key.
 
-All graphs share one pool of memory, for they run one after the other on one stream. So the output of a graph stands only until the next
+All graphs of a recorder share one pool of memory, for they run one after the other on one stream. So the output of a graph stands only until the next
 one runs: whoever wants to keep it enqueues a copy first.
 
 Shape letters: B slots in the step, T = k+1 columns, V vocabulary.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +23,9 @@ from torch import Tensor
 from agentspec.runtime.decode_step import StepResult
 from agentspec.runtime.step_buffers import stage
 
-_BYTES_A_GRAPH = 8 * 2**20
+Result = TypeVar("Result")
+
+BYTES_A_GRAPH = 8 * 2**20
 """What the driver and the pool keep for a graph of some hundred kernels, beside logits."""
 
 _LOGITS_AT_ONCE = 3
@@ -43,10 +46,14 @@ Step = Callable[[Tensor, GraphKey], StepResult]
 
 
 class Recorder(Protocol):
-    """Makes something that can be replayed of a step."""
+    """Makes something that can be replayed of a function."""
 
     def record(self, step: Callable[[], StepResult]) -> tuple[Callable[[], None], StepResult]:
         """(replay, result): each call of `replay` does what `step` did, and leaves its result in the same tensors."""
+        ...
+
+    def record_writes(self, work: Callable[[], None]) -> Callable[[], None]:
+        """`replay` alone, for work that leaves nothing but what it wrote to the storage of others."""
         ...
 
     def bytes_used(self) -> int:
@@ -64,16 +71,23 @@ class CudaRecorder:
         self._free_before = self._free_bytes()
 
     def record(self, step: Callable[[], StepResult]) -> tuple[Callable[[], None], StepResult]:
-        # A capture can neither compile nor load a kernel, nor make a library's workspace: a run of the same step does that first.
+        replay, result = self._capture(step)
+        # Owned logits could not share memory with those of the other graphs, and they are most of what a graph needs.
+        return replay, StepResult(happened_BF=result.happened_BF, logits_BTV=_unowned(result.logits_BTV))
+
+    def record_writes(self, work: Callable[[], None]) -> Callable[[], None]:
+        return self._capture(work)[0]
+
+    def _capture(self, work: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
+        # A capture can neither compile nor load a kernel, nor make a library's workspace: a run of the same work does that first.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            step()
+            work()
         graph = torch.cuda.CUDAGraph()
         # Other threads of the process may go on using the device meanwhile: only this thread's calls are part of the capture.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            result = step()
-        # Owned logits could not share memory with those of the other graphs, and they are most of what a graph needs.
-        return graph.replay, StepResult(happened_BF=result.happened_BF, logits_BTV=_unowned(result.logits_BTV))
+            result = work()
+        return graph.replay, result
 
     def bytes_used(self) -> int:
         return self._free_before - self._free_bytes()
@@ -106,13 +120,19 @@ class GraphReport:
     depths: tuple[int, ...]
     """Values of k."""
     num_graphs: int
+    """Of decode steps."""
+    chunk_sizes: tuple[int, ...] = ()
+    """Tokens of the graphs of prompt chunks."""
     device_bytes: int
+    """Of all."""
     seconds: float
+    """For all."""
 
     def __str__(self) -> str:
-        sizes, depths = (", ".join(map(str, values)) for values in (self.batch_sizes, self.depths))
+        sizes, depths, chunks = (", ".join(map(str, values)) for values in (self.batch_sizes, self.depths, self.chunk_sizes))
+        prompts = f" and {len(self.chunk_sizes)} of prompts (up to {chunks} tokens)" if chunks else ""
         return (
-            f"{self.num_graphs} (batches of {sizes}; {depths} drafts; greedy and sampled): "
+            f"{self.num_graphs} (batches of {sizes}; {depths} drafts; greedy and sampled){prompts}: "
             f"{self.device_bytes / 2**30:.2f} GiB, captured in {self.seconds:.1f} s"
         )
 
@@ -183,7 +203,7 @@ def batch_sizes(max_running: int) -> tuple[int, ...]:
 
 
 def graph_bytes(*, vocab_size: int, max_running: int, max_draft_tokens: int) -> int:
-    """About what the graphs of an engine will take on the device, before there are any."""
+    """About what the graphs of an engine's decode steps will take on the device, before there are any."""
     num_columns = max_draft_tokens + 1
     num_graphs = 2 * len(batch_sizes(max_running)) * num_columns
-    return _LOGITS_AT_ONCE * max_running * num_columns * vocab_size * torch.float32.itemsize + num_graphs * _BYTES_A_GRAPH
+    return _LOGITS_AT_ONCE * max_running * num_columns * vocab_size * torch.float32.itemsize + num_graphs * BYTES_A_GRAPH

@@ -9,12 +9,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from agentspec.cache.host_tier import HostMemory
 from agentspec.errors import ConfigError
 from agentspec.types import ModelSpec
 
 CHECKPOINT_SHARE = 0.4
 """Share of the memory beyond running rows that goes to checkpoint rows. Agent sessions keep about two checkpoints each beside a few thousand
 tokens of KV of their own, which in bytes lies between 1:4 (long tool loops) and 4:1 (short chats)."""
+
+_LEAST_HOST_PAGES = 16
+"""Host memory that doesn't hold a path of 1,024 tokens is of no use."""
 
 RESERVED = 2
 """Zero row and scratch row."""
@@ -28,6 +32,8 @@ class MemoryPlan:
     """The scratch page included."""
     max_length: int
     """Tokens, prompt and output, of the longest sequence that fits when it runs alone."""
+    host: HostMemory | None = None
+    """What the host's memory adds for checkpoints that the device lets go; None: nothing."""
 
 
 def longest_sequence(num_pages: int, max_draft_tokens: int, block_tokens: int) -> int:
@@ -58,3 +64,10 @@ def plan_memory(spec: ModelSpec, *, memory_bytes: int, max_running: int, max_dra
         num_pages=num_pages,
         max_length=min(spec.max_context, longest_sequence(num_pages, max_draft_tokens, spec.block_tokens)),
     )
+
+
+def plan_host_memory(spec: ModelSpec, host_bytes: int) -> HostMemory | None:
+    """Split `host_bytes` like the device's. None when not even a short path and its state fit."""
+    num_pages = int(host_bytes * (1 - CHECKPOINT_SHARE)) // spec.page_bytes
+    num_rows = min((host_bytes - num_pages * spec.page_bytes) // spec.row_bytes, num_pages)
+    return HostMemory(num_rows=num_rows, num_pages=num_pages) if num_rows and num_pages >= _LEAST_HOST_PAGES else None

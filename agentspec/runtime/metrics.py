@@ -18,6 +18,8 @@ class EngineMetrics:
     preemptions: int = 0
     steps: int = 0
     """Launched plans."""
+    first_slots: int = 0
+    """First steps, slot by slot: tokens that came with the prompt."""
     decode_steps: int = 0
     """Launched plans with at least one decoding slot."""
     decode_slots: int = 0

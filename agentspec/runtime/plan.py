@@ -3,8 +3,8 @@
 The scheduler writes a StepPlan; an Executor launches it and, one step later, hands over its StepOutcome. `ModelExecutor`
 (runtime/executor.py) runs a real model; the dry run drives the same scheduler with an executor that only counts.
 
-Order inside one launch: leaves, page updates, prefill chunks, joins, decode. So a request whose last chunk is in the plan joins and decodes in
-the same step.
+Order inside one launch: leaves, page updates, prefill chunks, joins, first steps, decode. So a request whose last chunk is in the plan joins and
+gets its first token in the same step.
 """
 
 from __future__ import annotations
@@ -30,10 +30,18 @@ class ChunkPlan:
     read_row: int
     state_writes: tuple[tuple[int, int], ...]
     page_ids: list[int]
-    next_token: int
-    """The prompt token after the chunk: what the last row of a scored prompt is scored against."""
+    next_token: int | None
+    """The prompt token after the chunk: what the last row of a scored prompt is scored against. None: the chunk ends the prompt."""
     score_top: int | None = None
-    """Not None: return a TokenScore for each of token_ids[1:] + [next_token], with that many alternatives."""
+    """Not None: return a TokenScore for each of `scored_ids`, with that many alternatives."""
+
+    @property
+    def scored_ids(self) -> array[int]:
+        """What follows each of the chunk's tokens, as far as the prompt goes."""
+        following = self.token_ids[1:]
+        if self.next_token is not None:
+            following.append(self.next_token)
+        return following
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,12 +51,10 @@ class SlotJoin:
     request_id: str
     slot: int
     length: int
-    """Tokens in the state: all of the prompt but its last token."""
+    """Position of the sequence's last token."""
     last_token: int
-    """The token at position `length`, not yet in the state."""
-    read_row: int
     write_rows: list[int]
-    """max k + 1 rows of the request's own."""
+    """max k + 1 rows of the request's own. The first one holds the state after the whole sequence, as if a step had just verified its last token."""
     spare_rows: tuple[int, int]
     """The two rows that the rolling checkpoints rotate through."""
     checkpoint_length: int = 0
@@ -63,8 +69,10 @@ class SlotJoin:
     """For the repetition penalty."""
     output_ids: array[int]
     """Tokens generated before a preemption; penalties count them."""
+    forced_output: array[int] | None = None
+    """The output from the end of the prompt on, where it is forced; None: the target chooses."""
     constrained: bool = False
-    """Every window needs masks from the host. It joins without drafts: the host couldn't know them in time."""
+    """Every window needs masks from the host."""
     logprobs: int | None = None
     """Not None: return a TokenScore for each emitted token, with that many alternatives."""
 
@@ -77,11 +85,15 @@ class StepPlan:
     """(slot, block index, page id)."""
     chunks: list[ChunkPlan] = field(default_factory=list)
     joins: list[SlotJoin] = field(default_factory=list)
+    first_slots: list[int] = field(default_factory=list)
+    """Slots that joined with this plan and take their first step: the token after the prompt, from the state that prefill left, and first drafts."""
     decode_slots: list[int] = field(default_factory=list)
+    """Slots that verify a window; none of `first_slots`."""
     num_drafted: int = 0
     """k of this step, for every slot in it."""
     masks: dict[int, MaskRows] = field(default_factory=dict)
-    """For each constrained slot of `decode_slots`: what may come after column 0 and after each of its valid drafts. At most k + 1 rows."""
+    """For each constrained slot of `first_slots` and `decode_slots`: what may come after column 0 and after each of its valid drafts. At most k + 1
+    rows; one in a first step."""
 
     @property
     def is_empty(self) -> bool:
@@ -96,7 +108,7 @@ class SlotOutcome:
     emitted: list[int]
     """num_accepted accepted drafts and one token more, cut after a stop."""
     num_drafted: int
-    """Drafts that were really offered to this slot in this step (0 in the first step of a slot that joined without drafts)."""
+    """Drafts that were really offered to this slot in this step: none in a first step."""
     num_accepted: int
     stop: int
     """STOP_RUNNING, STOP_ID or STOP_LENGTH, as the device saw it."""
@@ -113,10 +125,13 @@ class SlotOutcome:
 @dataclass(kw_only=True, slots=True)
 class StepOutcome:
     slots: list[SlotOutcome] = field(default_factory=list)
+    """Of `first_slots` and `decode_slots`, in any order."""
     scores: dict[str, list[TokenScore]] = field(default_factory=dict)
     """Scores of this step's chunks, by request id."""
+    prefill_seconds: float = 0.0
+    """Device time of the chunks (0 when there were none, or when the executor doesn't measure)."""
     decode_seconds: float = 0.0
-    """Device time of the decode part (0 when there was none, or when the executor doesn't measure)."""
+    """Device time of the decode part, first steps not included (0 when there was none, or when the executor doesn't measure)."""
 
 
 class Executor(Protocol):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from agentspec.kernels import PrefillBatch
 from agentspec.kernels.prefill_batch import READ_ROW
 from agentspec.models.protocol import StepModel
 from agentspec.runtime.plan import ChunkPlan
+from agentspec.runtime.prefill_graphs import PrefillGraphs
 from agentspec.runtime.prefill_tables import build_tables
 from agentspec.runtime.scores import ScoreRows, score_tokens
 from agentspec.runtime.step_buffers import stage
@@ -24,13 +26,23 @@ _SCORED_ROWS = 32
 """Rows whose logits exist at the same time while a prompt is scored: 32 rows of 248,320 float32 are 32 MB."""
 
 
-def run_chunks(model: StepModel, plans: Sequence[ChunkPlan], *, with_mtp: bool, device: torch.device) -> dict[str, ScoreRows]:
+def run_chunks(
+    model: StepModel, plans: Sequence[ChunkPlan], *, with_mtp: bool, device: torch.device, graphs: PrefillGraphs | None = None
+) -> dict[str, ScoreRows]:
     """Run chunks of distinct sequences: states and K/V go where the plans say.
 
-    with_mtp: also write MTP K/V. Returns scores, by request id, of the chunks that ask for them."""
-    hidden_NH = run_batch(model, build_tables(plans, block_tokens=model.spec.block_tokens).on(device).batch, with_mtp=with_mtp)
-    hiddens = torch.split(hidden_NH, [len(plan.token_ids) for plan in plans])
-    return {plan.request_id: _score(model, plan, some_NH) for plan, some_NH in zip(plans, hiddens, strict=True) if plan.score_top is not None}
+    with_mtp: also write MTP K/V. graphs: of `run_batch`, replayed where they hold the chunks and nobody asks for scores.
+    Returns scores, by request id, of the chunks that ask for them."""
+    if graphs is not None and all(plan.score_top is None for plan in plans) and graphs.hold(plans):
+        graphs.run(plans)
+        return {}
+    sizes = None if graphs is None else graphs.eager_sizes(plans)
+    tables = build_tables(plans, block_tokens=model.spec.block_tokens, sizes=sizes)
+    hidden_NH = run_batch(model, tables.on(device).batch, with_mtp=with_mtp)
+    lengths = [len(plan.token_ids) for plan in plans]
+    hiddens = torch.split(hidden_NH[: sum(lengths)], lengths)
+    scored = [(plan, some_NH) for plan, some_NH in zip(plans, hiddens, strict=True) if plan.score_top is not None and plan.scored_ids]
+    return {plan.request_id: _score(model, plan, some_NH) for plan, some_NH in scored}
 
 
 def run_batch(model: StepModel, batch: PrefillBatch, *, with_mtp: bool) -> Tensor:
@@ -45,6 +57,6 @@ def run_batch(model: StepModel, batch: PrefillBatch, *, with_mtp: bool) -> Tenso
 
 def _score(model: StepModel, plan: ChunkPlan, hidden_NH: Tensor) -> ScoreRows:
     assert plan.score_top is not None
-    token_N = stage([*plan.token_ids[1:], plan.next_token], torch.int64, hidden_NH.device)
-    rows = [slice(first, first + _SCORED_ROWS) for first in range(0, len(token_N), _SCORED_ROWS)]
-    return ScoreRows.concatenate([score_tokens(model.logits(hidden_NH[some]), token_N[some], plan.score_top) for some in rows])
+    token_N = stage(np.array(plan.scored_ids, dtype=np.int64), torch.int64, hidden_NH.device)
+    parts = zip(torch.split(hidden_NH[: len(token_N)], _SCORED_ROWS), torch.split(token_N, _SCORED_ROWS), strict=True)
+    return ScoreRows.concatenate([score_tokens(model.logits(some_NH), some_N, plan.score_top) for some_NH, some_N in parts])

@@ -1,9 +1,10 @@
 """Where a prompt is cut into chunks and where its checkpoints go: pure decisions on integers.
 
 Checkpoints stand where templates diverge, not on a grid: at the last block boundary at or before each breakpoint that the text layer
-marked, at an observed branching point, and, over long stretches with none of those, on a coarse grid. The last boundary of the
-prompt is kept in one of the request's own rows, as the first rolling checkpoint of the turn; it is published at once where the generated turn is
-not expected to come back as it was generated (turn_trust.py).
+marked, at an observed branching point, and, over long stretches with none of those, on a coarse grid. The last boundary before the prompt's
+last token is kept in one of the request's own rows, as the first rolling checkpoint of the turn; it is published at once where the generated turn
+is not expected to come back as it was generated (turn_trust.py). It serves the very same prompt too, of which one token is always computed;
+a boundary at the prompt's very end is kept by the first step, like any that a step reaches.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def wanted_checkpoints(request: Request, branch_tokens: int, block: int) -> list
     """Boundaries after the hit and up to the end of prefill where this request should leave a checkpoint, ascending."""
     wanted: dict[int, CheckpointKind] = {}
     start, end = request.computed, request.prefill_end
+    last = (end - 1) // block * block
 
     def want(length: int, kind: CheckpointKind) -> None:
         if start < length <= end:
@@ -37,9 +39,9 @@ def wanted_checkpoints(request: Request, branch_tokens: int, block: int) -> list
     for point in request.submit.breakpoints:
         want(point.offset // block * block, point.kind)
     if not request.submit.breakpoints:
-        want(min(request.prompt_length, end) // block * block, CheckpointKind.USER)
+        want((request.prompt_length - 1) // block * block, CheckpointKind.USER)
     if not request.turn_trusted:
-        want(end // block * block, CheckpointKind.TURN)
+        want(last, CheckpointKind.TURN)
     if branch_tokens - start >= BRANCH_GAP_BLOCKS * block:
         want(branch_tokens, CheckpointKind.BRANCH)
     previous = start
@@ -78,7 +80,7 @@ def plan_chunk(
             checkpoints.append((wanted.length, row, wanted.kind))
             writes.append((wanted.length - start, row))
             covered = wanted.length
-    last = end // block * block
+    last = (end - 1) // block * block
     if start < last <= stop and covered < last and request.decodes:
         writes.append((last - start, request.own_rows[-2]))
         request.prompt_checkpoint = last
@@ -90,7 +92,7 @@ def plan_chunk(
         read_row=request.state_row,
         state_writes=tuple(writes),
         page_ids=list(request.lease.page_ids),
-        next_token=request.sequence[stop],
+        next_token=request.sequence[stop] if stop < end else None,
         score_top=request.submit.prompt_logprobs if request.needs_scores else None,
     )
     return chunk, checkpoints

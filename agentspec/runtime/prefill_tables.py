@@ -1,4 +1,4 @@
-"""Prompt chunks as the integer tables that a prefill reads (kernels/prefill_batch.py): built on the host, brought to the device in two copies.
+"""Prompt chunks as the integer tables that a prefill reads (kernels/prefill_batch.py): built on the host, brought to the device in one copy.
 
 Owns how spans are cut into blocks, and what padding looks like. Knows no requests and no kernels.
 
@@ -7,9 +7,9 @@ Shape letters: N tokens, U spans, M blocks, P pages a sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from agentspec.kernels.prefill_batch import (
     NO_ROW,
     NUM_BLOCK_FIELDS,
     NUM_SPAN_FIELDS,
+    READ_ROW,
     SAVE_ROW,
     SECOND_SAVE_ROW,
 )
@@ -31,6 +32,10 @@ from agentspec.runtime.step_buffers import stage
 from agentspec.types import SCRATCH_PAGE, ZERO_ROW
 
 Int64s = npt.NDArray[np.int64]
+Words = TypeVar("Words", Tensor, Int64s)
+
+_ALIGNED_WORDS = 2
+"""Every table begins at a multiple of 16 bytes, whatever the sizes: Triton compiles a kernel once more for a pointer that doesn't."""
 
 
 class PromptRun(Protocol):
@@ -71,40 +76,51 @@ class PrefillSizes:
     """Of each span's sequence."""
 
     @property
-    def num_integers(self) -> int:
-        """Everything but the page table."""
-        return 3 * self.num_tokens + NUM_SPAN_FIELDS * self.num_spans + NUM_BLOCK_FIELDS * self.num_blocks
+    def lengths(self) -> tuple[int, ...]:
+        """Words of 8 bytes in the page table (two pages a word), in token ids, positions, previous, spans and blocks."""
+        num_page_words = -(-self.num_spans * self.num_pages // 2)
+        return num_page_words, *[self.num_tokens] * 3, NUM_SPAN_FIELDS * self.num_spans, NUM_BLOCK_FIELDS * self.num_blocks
+
+    @property
+    def num_words(self) -> int:
+        return sum(map(_aligned, self.lengths))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillTables:
-    """A batch in two tensors, on the host or on the device."""
+    """A batch in one tensor, on the host or on the device."""
 
     sizes: PrefillSizes
-    integers: Tensor
-    """int64 [num_integers]: token ids, positions, previous, spans, blocks."""
-    page_table_UP: Tensor
-    """int32."""
+    words: Tensor
+    """int64 [num_words]. See PrefillSizes.lengths."""
 
     def on(self, device: torch.device) -> PrefillTables:
-        return PrefillTables(
-            sizes=self.sizes, integers=stage(self.integers, torch.int64, device), page_table_UP=stage(self.page_table_UP, torch.int32, device)
-        )
+        return PrefillTables(sizes=self.sizes, words=stage(self.words, torch.int64, device))
 
     @property
     def batch(self) -> PrefillBatch:
-        """Views of the two tensors."""
+        """Views of the words."""
         sizes = self.sizes
-        lengths = [sizes.num_tokens] * 3 + [NUM_SPAN_FIELDS * sizes.num_spans, NUM_BLOCK_FIELDS * sizes.num_blocks]
-        token_ids_N, position_N, previous_N, spans, blocks = torch.split(self.integers, lengths)
+        page_words, token_ids_N, position_N, previous_N, spans, blocks = _sections(self.words, sizes)
         return PrefillBatch(
             token_ids_N=token_ids_N,
             position_N=position_N,
             previous_N=previous_N,
             spans_UF=spans.view(-1, NUM_SPAN_FIELDS),
             blocks_MF=blocks.view(-1, NUM_BLOCK_FIELDS),
-            page_table_UP=self.page_table_UP,
+            page_table_UP=page_words.view(torch.int32)[: sizes.num_spans * sizes.num_pages].view(sizes.num_spans, sizes.num_pages),
         )
+
+
+def _aligned(num_words: int) -> int:
+    return -(-num_words // _ALIGNED_WORDS) * _ALIGNED_WORDS
+
+
+def _sections(words: Words, sizes: PrefillSizes) -> Iterator[Words]:
+    offset = 0
+    for length in sizes.lengths:
+        yield words[offset : offset + length]
+        offset += _aligned(length)
 
 
 def build_tables(runs: Sequence[PromptRun], *, block_tokens: int, sizes: PrefillSizes | None = None) -> PrefillTables:
@@ -119,14 +135,13 @@ def build_tables(runs: Sequence[PromptRun], *, block_tokens: int, sizes: Prefill
             num_blocks=sum(map(len, blocks)),
             num_pages=max(-(-(run.start + len(run.token_ids)) // block_tokens) for run in runs),
         )
-    num_tokens = sizes.num_tokens
-    integers = np.zeros(sizes.num_integers, dtype=np.int64)
-    token_ids_N, position_N, previous_N = integers[: 3 * num_tokens].reshape(3, num_tokens)
-    first_block_field = 3 * num_tokens + NUM_SPAN_FIELDS * sizes.num_spans
-    spans_UF = integers[3 * num_tokens : first_block_field].reshape(-1, NUM_SPAN_FIELDS)
-    blocks_MF = integers[first_block_field:].reshape(-1, NUM_BLOCK_FIELDS)
+    words = np.zeros(sizes.num_words, dtype=np.int64)
+    page_words, token_ids_N, position_N, previous_N, spans, all_blocks = _sections(words, sizes)
+    spans_UF, blocks_MF = spans.reshape(-1, NUM_SPAN_FIELDS), all_blocks.reshape(-1, NUM_BLOCK_FIELDS)
+    spans_UF[:, READ_ROW] = ZERO_ROW
     blocks_MF[:, SAVE_ROW : SECOND_SAVE_ROW + 1] = NO_ROW
-    page_table_UP = np.full((sizes.num_spans, sizes.num_pages), SCRATCH_PAGE, dtype=np.int32)
+    page_table_UP = page_words.view(np.int32)[: sizes.num_spans * sizes.num_pages].reshape(sizes.num_spans, sizes.num_pages)
+    page_table_UP.fill(SCRATCH_PAGE)
     offset = first_block = 0
     for place, (run, own_blocks) in enumerate(zip(runs, blocks, strict=True)):
         count, end_block = len(run.token_ids), first_block + len(own_blocks)
@@ -141,7 +156,13 @@ def build_tables(runs: Sequence[PromptRun], *, block_tokens: int, sizes: Prefill
         num_pages = -(-(run.start + count) // block_tokens)
         page_table_UP[place, :num_pages] = run.page_ids[:num_pages]
         offset, first_block = offset + count, end_block
-    return PrefillTables(sizes=sizes, integers=torch.from_numpy(integers), page_table_UP=torch.from_numpy(page_table_UP))
+    return PrefillTables(sizes=sizes, words=torch.from_numpy(words))
+
+
+def block_ends(run: PromptRun, block_tokens: int) -> list[int]:
+    """Where the run's blocks end, in tokens of the run, ascending: at multiples of the block size in its sequence, and wherever a state is wanted."""
+    first_cut = block_tokens - run.start % block_tokens
+    return sorted({*range(first_cut, len(run.token_ids), block_tokens), *(count for count, _ in run.state_writes)})
 
 
 def _blocks(place: int, run: PromptRun, block_tokens: int) -> Int64s:
@@ -153,7 +174,7 @@ def _blocks(place: int, run: PromptRun, block_tokens: int) -> Int64s:
     for end, row in run.state_writes:
         assert row != ZERO_ROW
         rows.setdefault(end, []).append(row)
-    ends = np.array(sorted({*range(block_tokens - run.start % block_tokens, count, block_tokens), *rows}), dtype=np.int64)
+    ends = np.array(block_ends(run, block_tokens), dtype=np.int64)
     blocks = np.full((len(ends), NUM_BLOCK_FIELDS), NO_ROW, dtype=np.int64)
     blocks[1:, BLOCK_OFFSET], blocks[0, BLOCK_OFFSET] = ends[:-1], 0
     blocks[:, BLOCK_COUNT] = ends - blocks[:, BLOCK_OFFSET]

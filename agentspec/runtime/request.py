@@ -10,7 +10,9 @@ import logging
 from array import array
 from dataclasses import dataclass, field, replace
 
-from agentspec.cache.hybrid_cache import Lease
+import numpy as np
+
+from agentspec.cache.leases import Fetch, Lease
 from agentspec.errors import ContextLengthError, RequestError
 from agentspec.runtime.constraint import DEAD_END, Constraint, MaskRows
 from agentspec.runtime.plan import MAX_ALTERNATIVES, SlotOutcome
@@ -23,6 +25,8 @@ logger = logging.getLogger("agentspec")
 
 class Phase(enum.Enum):
     WAITING = enum.auto()
+    FETCHING = enum.auto()
+    """Admitted; the state that it resumes from is on its way from the host's memory. That counts as a step in flight."""
     PREFILL = enum.auto()
     DECODE = enum.auto()
     LEAVING = enum.auto()
@@ -76,6 +80,8 @@ class Request:
     """Length of the rolling checkpoint that prefill leaves in the first spare row; 0: none."""
     rolling: tuple[tuple[int, int], ...] = ()
     """(row, length) of the rolling checkpoints as of the last collected step."""
+    takes_first_step: bool = False
+    """Joined, and the outcome of its first step is not known yet."""
     drafts: list[int] | None = None
     """Of a constrained request: what its next window will verify. None: nobody knows before the step in flight is collected."""
     dead_end: int | None = None
@@ -103,13 +109,18 @@ class Request:
         return f"request {self.number}" if session_id is None else f"session {session_id}"
 
     @property
+    def fetch(self) -> Fetch | None:
+        """What is on its way for it from the host's memory."""
+        return None if self.lease is None else self.lease.fetch
+
+    @property
     def prompt_length(self) -> int:
         return len(self.submit.prompt_ids)
 
     @property
     def prefill_end(self) -> int:
-        """Prefill brings all tokens but the last into the state; the last enters with the first decode step."""
-        return len(self.sequence) - 1
+        """Prefill brings every known token into the state."""
+        return len(self.sequence)
 
     @property
     def needs_scores(self) -> bool:
@@ -120,6 +131,11 @@ class Request:
     def decodes(self) -> bool:
         """False for a request that only wants its prompt computed (max_tokens 0)."""
         return self.length_limit > self.prompt_length
+
+    @property
+    def waits_for_drafts(self) -> bool:
+        """Constrained, and nobody knows what its next window will hold before the step in flight is collected."""
+        return self.constraint is not None and self.phase is Phase.DECODE and self.drafts is None
 
     def next_masks(self, num_drafted: int) -> MaskRows | None:
         """What may come in the next window, of at most num_drafted drafts; the drafts are unknown from now on. Only for a constrained request.
@@ -150,7 +166,9 @@ class Request:
         is_dead = len(outcome.emitted) > end
         if is_dead:
             outcome = replace(outcome, emitted=outcome.emitted[:end], num_accepted=end, stop=STOP_RUNNING)
-        self._count(outcome)
+        if not self.takes_first_step:  # it comes from the prompt, and verifies nothing
+            self._count(outcome)
+        self.takes_first_step = False
         self.rolling = outcome.checkpoints
         if self.constraint is not None:
             self.drafts = outcome.drafts
@@ -235,21 +253,20 @@ def new_request(
     engine_seed: int,
     token_bytes: list[bytes] | None,
     constraint: Constraint | None = None,
+    allow_forced_output: bool = False,
 ) -> Request:
     """Check a submit against the model and make its request.
 
     `max_length` is the longest sequence that the engine can hold. `constraint`: the submit's grammar, compiled, at its beginning.
-    Raises RequestError naming the field that is wrong."""
+    `allow_forced_output`: the engine was made for it. Raises RequestError naming the field that is wrong."""
     ids, sampling = submit.prompt_ids, submit.sampling
-    if not ids:
-        raise RequestError("prompt_ids", ids, "must hold at least one token")
-    if min(ids) < 0 or max(ids) >= spec.vocab_size:
-        bad = next(token for token in ids if not 0 <= token < spec.vocab_size)
-        raise RequestError("prompt_ids", bad, f"is not a token id below {spec.vocab_size}")
+    sequence = _checked_ids("prompt_ids", ids, spec)
     sampling.validate(vocab_size=spec.vocab_size)
-    wanted = len(ids) + (1 if sampling.max_tokens is None else sampling.max_tokens)
+    num_forced = _check_forced(submit, spec, allowed=allow_forced_output)
+    wanted = len(ids) + (max(1, num_forced) if sampling.max_tokens is None else sampling.max_tokens)
     if wanted > max_length:
-        asked = "at least one new token" if sampling.max_tokens is None else f"max_tokens {sampling.max_tokens}"
+        least = f"{num_forced} forced tokens" if num_forced else "at least one new token"
+        asked = least if sampling.max_tokens is None else f"max_tokens {sampling.max_tokens}"
         raise ContextLengthError("prompt_ids", f"{len(ids)} tokens", f"with {asked} exceeds the context limit of {max_length} tokens")
     if sampling.stop and token_bytes is None:
         raise RequestError("stop", list(sampling.stop), "needs a tokenizer, and this checkpoint has none")
@@ -271,10 +288,41 @@ def new_request(
         stop_ids=tuple(dict.fromkeys(stop_ids)),
         length_limit=max_length if sampling.max_tokens is None else wanted,
         detokenizer=None if token_bytes is None else Detokenizer(token_bytes, sampling.stop),
-        sequence=tokens(ids),
+        sequence=sequence,
         constraint=constraint,
         usage=Usage(prompt_tokens=len(ids), spec=SpecStats()),
     )
+
+
+def _checked_ids(field: str, ids: list[int], spec: ModelSpec) -> array[int]:
+    if not ids:
+        raise RequestError(field, ids, "must hold at least one token")
+    try:
+        checked = tokens(ids)
+        # A long prompt's time to its first token has no room for a look at each number in Python.
+        values = np.frombuffer(checked, dtype=np.intc)
+        is_right = values.min() >= 0 and values.max() < spec.vocab_size
+    except OverflowError:
+        is_right = False
+    if not is_right:
+        bad = next(token for token in ids if not 0 <= token < spec.vocab_size)
+        raise RequestError(field, bad, f"is not a token id below {spec.vocab_size}")
+    return checked
+
+
+def _check_forced(submit: Submit, spec: ModelSpec, *, allowed: bool) -> int:
+    """Check an output that is forced; its number of tokens, 0 for one that is not."""
+    ids, limit = submit.forced_output, submit.sampling.max_tokens
+    if ids is None:
+        return 0
+    if not allowed:
+        raise RequestError("forced_output", ids[:8], "is for benchmarks: only an engine that was started with --allow-forced-output takes it")
+    _checked_ids("forced_output", ids, spec)
+    if submit.grammar is not None:
+        raise RequestError("forced_output", ids[:8], "can't go with a constrained output")
+    if limit is not None and len(ids) > limit:
+        raise RequestError("forced_output", f"{len(ids)} tokens", f"are more than max_tokens {limit}")
+    return len(ids)
 
 
 def derive_seed(engine_seed: int, number: int) -> int:

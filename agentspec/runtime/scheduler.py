@@ -11,11 +11,12 @@ is inert from then on, so its rows and pages can go at once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from agentspec.cache.hybrid_cache import HybridCache, Match
 from agentspec.runtime.admission import SessionGate
+from agentspec.runtime.flight import Flight
 from agentspec.runtime.metrics import EngineMetrics
+from agentspec.runtime.pace import Pace
 from agentspec.runtime.plan import ChunkPlan, SlotJoin, SlotOutcome, StepOutcome, StepPlan
 from agentspec.runtime.prefill_plan import BRANCH_GAP_BLOCKS, plan_chunk, wanted_checkpoints
 from agentspec.runtime.request import Phase, Request
@@ -25,17 +26,6 @@ from agentspec.wire import Event
 
 SESSION_CHECKPOINTS = 2
 """Checkpoints that a session keeps between its turns, as a rule: the last user message and the rolling one."""
-
-
-@dataclass(slots=True)
-class Flight:
-    """A launched step: who was in it, so that its outcome finds them."""
-
-    plan: StepPlan
-    occupants: dict[int, Request] = field(default_factory=dict)
-    chunks: list[tuple[Request, list[tuple[int, int, CheckpointKind]]]] = field(default_factory=list)
-    """Each chunk's request, and the checkpoints it leaves: (length, row, kind)."""
-    requests: set[Request] = field(default_factory=set)
 
 
 class Scheduler:
@@ -49,7 +39,7 @@ class Scheduler:
         metrics: EngineMetrics,
         max_running: int,
         max_draft_tokens: int,
-        prefill_budget: int,
+        pace: Pace,
         block_tokens: int,
         row_bytes: int,
         page_bytes: int,
@@ -59,7 +49,7 @@ class Scheduler:
         self._gate = gate
         self._metrics = metrics
         self._max_draft_tokens = max_draft_tokens
-        self._prefill_budget = prefill_budget
+        self._pace = pace
         self._block = block_tokens
         self._row_bytes = row_bytes
         self._page_bytes = page_bytes
@@ -118,46 +108,68 @@ class Scheduler:
     def plan(self, choose_depth: Callable[[int], int]) -> Flight:
         """The next step. `choose_depth(batch size) -> k`."""
         flight = Flight(StepPlan())
+        self._cache.copy_ahead()
         holds_back = self._holds_constrained_back()
         decoding = self._grow_decoding(flight.plan, holds_back)
         self._admit()
         joined = self._plan_prefill(flight)
         decoding = [request for request in decoding if request.phase is Phase.DECODE]
-        decoding += [request for request in joined if not (holds_back and request.constraint is not None)]
-        if decoding:
-            self._plan_decode(flight, decoding, choose_depth(len(decoding)))
+        if decoding or joined:
+            flight.plan.num_drafted = choose_depth(len(decoding) or len(joined))
+            assert 0 <= flight.plan.num_drafted <= self._max_draft_tokens
+        flight.plan.first_slots = self._take_in(flight, joined)
+        flight.plan.decode_slots = self._take_in(flight, decoding)
         flight.plan.leaves, self._leaves = self._leaves, []
+        flight.copies = self._cache.take_copy_orders()
         for request in flight.requests:
             request.in_flight += 1
-        for request in decoding:
+        for request in decoding + joined:
             if request.ending is not None:
                 self._end(request, request.ending)
         if not flight.plan.is_empty:
             self._metrics.steps += 1
+        self._metrics.first_slots += len(flight.plan.first_slots)
         if flight.plan.decode_slots:
             self._metrics.decode_steps += 1
             self._metrics.decode_slots += len(flight.plan.decode_slots)
         return flight
 
+    def copied(self, to_host: int, to_device: int) -> None:
+        """Copy orders up to these numbers have been carried out: who waited for one of them goes on."""
+        self._cache.copied(to_host)
+        for request in list(self._running):
+            lease, fetch = request.lease, request.fetch
+            if lease is None or fetch is None or fetch.number > to_device:
+                continue
+            self._cache.land(lease, request.submit.namespace, request.sequence)
+            request.promised.discard(fetch.num_tokens)
+            request.state_row = lease.read_row
+            self._count_cached(request)
+            request.in_flight -= 1
+            if request.phase is Phase.FETCHING:
+                request.phase = Phase.PREFILL
+            self._settle(request)
+
     def _holds_constrained_back(self) -> bool:
         """The masks of a constrained request need the outcome of its last step. While one waits for that, no other goes ahead: they decode in the
-        same steps, every other one under overlap, instead of splitting the batch between odd and even steps."""
-        return any(request.constraint is not None and request.phase is Phase.DECODE and request.drafts is None for request in self._running)
+        same steps, every other one under overlap, instead of splitting the batch between odd and even steps. A first step comes when the prompt is
+        through, and holds nobody back, or newcomers could do so for ever."""
+        return any(request.waits_for_drafts and not request.takes_first_step for request in self._running)
 
-    def _plan_decode(self, flight: Flight, decoding: list[Request], num_drafted: int) -> None:
-        """Enter who decodes, with masks; a request whose grammar fails is left out, with its `ending` set."""
-        assert 0 <= num_drafted <= self._max_draft_tokens
-        flight.plan.num_drafted = num_drafted
-        for request in decoding:
+    def _take_in(self, flight: Flight, requests: list[Request]) -> list[int]:
+        """The slots of those who take part in the step, with masks; a request whose grammar fails is left out, with its `ending` set."""
+        slots = []
+        for request in requests:
             assert request.slot is not None
             if request.constraint is not None:
-                masks = request.next_masks(num_drafted)
+                masks = request.next_masks(flight.plan.num_drafted)
                 if masks is None:
                     continue
                 flight.plan.masks[request.slot] = masks
-            flight.plan.decode_slots.append(request.slot)
+            slots.append(request.slot)
             flight.occupants[request.slot] = request
             flight.requests.add(request)
+        return slots
 
     def drain_events(self) -> list[Event]:
         """Events of requests that ended outside `apply`."""
@@ -174,7 +186,7 @@ class Scheduler:
         """Who decodes next: make sure of pages for each, oldest first; preempt the youngest when there are none."""
         ready = []
         for request in list(self._running):
-            if request.phase is not Phase.DECODE or (holds_back and request.constraint is not None):
+            if request.phase is not Phase.DECODE or request.waits_for_drafts or (holds_back and request.constraint is not None):
                 continue
             if self._grow(request, plan):
                 ready.append(request)
@@ -208,11 +220,10 @@ class Scheduler:
                 continue
             limit = 0 if request.needs_scores else len(request.sequence) - 1
             match = self._cache.match(request.submit.namespace, request.sequence, limit=limit)
-            if self._soon_cached(request, match.num_tokens, limit):
+            if self._soon_cached(request, match, limit):
                 continue
             pages = self._pages_needed(request, 2)
-            new_pages = pages - match.num_tokens // self._block
-            request.need_bytes = new_pages * self._page_bytes + SESSION_CHECKPOINTS * self._row_bytes
+            request.need_bytes = (pages - match.num_tokens // self._block) * self._page_bytes + SESSION_CHECKPOINTS * self._row_bytes
             if not self._gate_allows(request):
                 continue
             if not self._take_room(request, match, pages) and not self._take_room_from_nothing(request, pages):
@@ -227,32 +238,39 @@ class Scheduler:
         """An engine with nothing else to do serves whoever comes."""
         return self._gate.allows(request.session_key, request.need_bytes) or not self._running
 
-    def _soon_cached(self, request: Request, found: int, limit: int) -> bool:
-        """A running prefill will soon publish a checkpoint that saves this request much: better wait for it than compute the same again.
+    def _soon_cached(self, request: Request, match: Match, limit: int) -> bool:
+        """A prefill, or the step that it is in, will soon publish a checkpoint that saves this request much, or a fetch bring one: better wait than
+        do the same again.
 
         So a fleet of agents that starts at once computes its common prompt once."""
         if not self._cache.enabled:
             return False
-        worthwhile = found + BRANCH_GAP_BLOCKS * self._block
         for other in self._running:
-            if other.phase is not Phase.PREFILL or other.submit.namespace != request.submit.namespace:
+            if other.submit.namespace != request.submit.namespace:
                 continue
             for length in other.promised:
-                if worthwhile <= length <= limit and other.sequence[:length].tobytes() == request.sequence[:length].tobytes():
+                comes = other.fetch is not None and other.fetch.num_tokens == length
+                found = match.num_tokens if comes else match.num_reachable
+                if (
+                    found + BRANCH_GAP_BLOCKS * self._block <= length <= limit
+                    and other.sequence[:length].tobytes() == request.sequence[:length].tobytes()
+                ):
                     return True
         return False
 
     def _take_room(self, request: Request, match: Match, pages: int) -> bool:
-        """Lease the match, and take pages and rows for the request; False, with everything given back, when they can't be had."""
+        """Lease the match, take pages and rows, and start what is to be fetched; False, with everything given back, when there is no room for it."""
         lease = self._cache.acquire(match, session_id=request.submit.session_id)
         rows = self._cache.take_rows(lease, self.rows_per_request) if self._cache.grow_pages(lease, pages) else None
         # One that was preempted leaves the others a page each to grow into, or it is preempted again at once.
         margin = len(self._running) if request.preemptions else 0
-        if rows is None or (margin and self._cache.available_pages() < margin):
+        has_room = rows is not None and (not margin or self._cache.available_pages() >= margin)
+        if not has_room or (match.host_copy is not None and self._cache.fetch(lease, match) is None):
             self._cache.release(lease, hold_seconds=self._hold_seconds)
             return False
+        assert rows is not None
         request.lease, request.own_rows = lease, rows
-        request.state_row, request.computed = lease.read_row, lease.num_cached
+        request.state_row, request.computed = lease.read_row, match.num_reachable
         request.prompt_checkpoint, request.rolling = 0, ()
         return True
 
@@ -270,39 +288,47 @@ class Scheduler:
         if request.needs_scores:
             request.scores.clear()  # a preempted request scores its prompt anew
         request.slot = self._free_slots.pop()
-        request.phase = Phase.PREFILL
         self._running.append(request)
         self._gate.enter(request.session_key)
+        if request.fetch is None:
+            request.phase = Phase.PREFILL
+            self._count_cached(request)
+        else:
+            request.phase = Phase.FETCHING
+            request.promised.add(request.fetch.num_tokens)
+            request.in_flight += 1
+
+    def _count_cached(self, request: Request) -> None:
+        """At the first admission only."""
         if not request.counted_cached:
+            assert request.lease is not None
             request.counted_cached = True
             request.usage.cached_tokens = request.lease.num_cached
             self._metrics.cached_tokens += request.lease.num_cached
 
     def _plan_prefill(self, flight: Flight) -> list[Request]:
-        """Spend the step's prefill budget; whoever is through joins the decode of the same step.
+        """Spend the step's prefill budget; whoever is through joins, and takes the first step at once.
 
         The oldest prompt gets half of the budget and what the others leave, the shortest remainders the rest: a long prompt moves on in every
         step, and the short appends of running sessions don't queue behind it."""
-        prefilling = [request for request in self._running if request.phase is Phase.PREFILL]
+        prefilling = [request for request in self._running if request.phase is Phase.PREFILL and request.computed < request.prefill_end]
+        if not prefilling:
+            return []
         oldest, others = prefilling[:1], sorted(prefilling[1:], key=lambda request: request.prefill_end - request.computed)
-        budget = self._prefill_budget
+        streams_run = any(request.phase is Phase.DECODE for request in self._running)
+        budget = self._pace.choose(streams_run=streams_run, context=max(request.computed for request in prefilling))
         asked = sum(request.prefill_end - request.computed for request in others)
         share = max(self._block, budget // 2, budget - asked)
         joined = []
         for request in oldest + others:
-            if request.computed < request.prefill_end:
-                chunk, checkpoints = plan_chunk(request, min(share, budget) if request in oldest else budget, self._block, self._take_row)
-                if chunk is None:
-                    continue
-                budget -= len(chunk.token_ids)
-                self._launch_chunk(flight, request, chunk, checkpoints)
-            if request.computed == request.prefill_end:
-                if request.decodes:
-                    flight.plan.joins.append(self._join(request))
-                    flight.requests.add(request)
-                    joined.append(request)
-                elif not request.in_flight and request not in flight.requests:
-                    self._end(request, FinishReason.LENGTH)
+            chunk, checkpoints = plan_chunk(request, min(share, budget) if request in oldest else budget, self._block, self._take_row)
+            if chunk is None:
+                continue
+            budget -= len(chunk.token_ids)
+            self._launch_chunk(flight, request, chunk, checkpoints)
+            if request.computed == request.prefill_end and request.decodes:
+                flight.plan.joins.append(self._join(request))
+                joined.append(request)
         return joined
 
     def _launch_chunk(self, flight: Flight, request: Request, chunk: ChunkPlan, checkpoints: list[tuple[int, int, CheckpointKind]]) -> None:
@@ -327,13 +353,12 @@ class Scheduler:
         request.phase = Phase.DECODE
         newer, older = request.own_rows[-2:]
         request.rolling = ((newer, request.prompt_checkpoint), (older, 0))
-        request.drafts = []
+        request.takes_first_step, request.drafts = True, []
         return SlotJoin(
             request_id=request.request_id,
             slot=request.slot,
-            length=request.computed,
+            length=len(request.sequence) - 1,
             last_token=request.sequence[-1],
-            read_row=request.state_row,
             write_rows=request.own_rows[:-2],
             spare_rows=(newer, older),
             checkpoint_length=request.prompt_checkpoint,
@@ -342,8 +367,9 @@ class Scheduler:
             stop_ids=request.stop_ids,
             seed=request.seed,
             sampling=request.submit.sampling,
-            prompt_ids=tokens(request.submit.prompt_ids),
+            prompt_ids=request.sequence[: request.prompt_length],
             output_ids=request.sequence[request.prompt_length :],
+            forced_output=None if request.submit.forced_output is None else tokens(request.submit.forced_output),
             constrained=request.constraint is not None,
             logprobs=request.submit.logprobs,
         )
@@ -351,6 +377,8 @@ class Scheduler:
     def apply(self, flight: Flight, outcome: StepOutcome) -> list[Event]:
         """Take in what a step did: publish its checkpoints, extend its streams, end and release what ended."""
         events: list[Event] = []
+        chunks = [(chunk.start, len(chunk.token_ids)) for chunk in flight.plan.chunks]
+        self._pace.observe(chunks, prefill_seconds=outcome.prefill_seconds, decode_seconds=outcome.decode_seconds)
         for request in flight.requests:
             request.in_flight -= 1
         for request, checkpoints in flight.chunks:

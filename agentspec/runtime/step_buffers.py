@@ -46,6 +46,9 @@ class StepBuffers:
     """float32 [S, V]. Padding 0. Writer: join. Reader: the sampler."""
     mask_SWX: Tensor
     """int32 [S, W, X], bits as in constraint.MaskRows. Padding -1 (all allowed). Writer: join, masks of a plan. Reader: the constrained step."""
+    forced_SL: Tensor | None
+    """int32 [S, L]. Tokens of forced outputs at their positions in the sequence. Padding -1 (the target chooses). Writer: join. Reader: the sampler.
+    None: no output may be forced."""
     block_tokens: int
     """Tokens in a page, and the grid of checkpoints."""
 
@@ -60,6 +63,7 @@ class StepBuffers:
         num_model_stop_ids: int,
         block_tokens: int,
         device: torch.device,
+        allow_forced_output: bool = False,
     ) -> Self:
         num_slots, width = max_running + 1, max_draft_tokens + 1
         slots_SF = torch.zeros(num_slots, layout.TOKENS + 2 * width, dtype=torch.int64, device=device)
@@ -70,6 +74,9 @@ class StepBuffers:
         limits_SF[:, layout.LENGTH_LIMIT] = torch.iinfo(torch.int64).max
         limits_SF[:, layout.SEED] = 0
         limits_SF[:, layout.TOP_K] = vocab_size
+        forced_SL = None
+        if allow_forced_output:
+            forced_SL = torch.full((num_slots, max_pages_per_slot * block_tokens), -1, dtype=torch.int32, device=device)
         sampling_SF = torch.tensor([_sampling_row(SamplingParams(temperature=0.0))], dtype=torch.float32).repeat(num_slots, 1).to(device)
         return cls(
             slots_SF=slots_SF,
@@ -80,6 +87,7 @@ class StepBuffers:
             prompt_seen_SV=torch.zeros(num_slots, vocab_size, dtype=torch.bool, device=device),
             bias_SV=torch.zeros(num_slots, vocab_size, dtype=torch.float32, device=device),
             mask_SWX=torch.full((num_slots, width, -(-vocab_size // 32)), -1, dtype=torch.int32, device=device),
+            forced_SL=forced_SL,
             block_tokens=block_tokens,
         )
 
@@ -107,11 +115,6 @@ class StepBuffers:
         """Columns of a slot's window at most: max k + 1."""
         return (self.slots_SF.shape[1] - layout.TOKENS) // 2
 
-    def put_drafts(self, slot_ids_B: Tensor, drafts_Bk: Tensor, num_valid_B: Tensor) -> None:
-        """Enter drafts for the next step. num_valid_B: int64, how many of them each slot offers, 0 to k."""
-        self.slots_SF[slot_ids_B, layout.NUM_VALID_DRAFTS] = num_valid_B
-        self.slots_SF[slot_ids_B, layout.TOKENS + 1 : layout.TOKENS + 1 + drafts_Bk.shape[1]] = drafts_Bk
-
     def put_masks(self, masks: Mapping[int, MaskRows]) -> None:
         """Enter what each of these slots may say after the leading columns of its next window, and leave its other columns as they are."""
         cells = [(slot, column) for slot, rows in masks.items() for column in range(len(rows))]
@@ -138,12 +141,14 @@ class StepBuffers:
         self.page_table_SP[slot_ids_J] = stage(page_rows, torch.int32, self.device)
         for join in joins:
             self._join_vocabulary(join)
+            if self.forced_SL is not None:
+                self._join_forced(self.forced_SL[join.slot], join)
 
     def _slot_row(self, join: SlotJoin) -> list[int]:
         assert len(join.write_rows) == self.width, f"slot {join.slot} needs {self.width} write rows, has {len(join.write_rows)}"
         assert join.length + 1 < join.length_limit, f"slot {join.slot} has no room to emit: {join.length} + 1 tokens, limit {join.length_limit}"
         drafts = [0] * (self.width - 1)
-        return [1, join.length, join.read_row, 0, *join.spare_rows, join.checkpoint_length, 0, join.last_token, *drafts, *join.write_rows]
+        return [1, join.length, join.write_rows[0], 0, *join.spare_rows, join.checkpoint_length, 0, join.last_token, *drafts, *join.write_rows]
 
     def _limits_row(self, join: SlotJoin) -> list[int]:
         num_stop_ids = self.limits_SF.shape[1] - layout.STOP_IDS
@@ -162,6 +167,12 @@ class StepBuffers:
             seen = np.bincount(np.array(join.prompt_ids, dtype=np.int64), minlength=self.vocab_size) > 0
             self.counts_SV[join.slot] = stage(counts, torch.int32, self.device)
             self.prompt_seen_SV[join.slot] = stage(seen, torch.bool, self.device)
+
+    def _join_forced(self, forced_L: Tensor, join: SlotJoin) -> None:
+        forced_L.fill_(-1)
+        if join.forced_output is not None:
+            start = len(join.prompt_ids)
+            forced_L[start : start + len(join.forced_output)] = stage(np.array(join.forced_output), torch.int32, self.device)
 
 
 def stage(values: object, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, Protocol
 
+from agentspec.cache.host_tier import CopyOrders
 from agentspec.mtp.token_counts import TokenCounts
+from agentspec.runtime.flight import Flight
 from agentspec.runtime.metrics import EngineMetrics
 from agentspec.runtime.plan import Executor, StepOutcome
 from agentspec.runtime.request import Request
-from agentspec.runtime.scheduler import Flight, Scheduler
+from agentspec.runtime.scheduler import Scheduler
 from agentspec.wire import Event, TokensEvent
 
 
@@ -27,6 +29,18 @@ class DepthPolicy(Protocol):
 
     def observe(self, *, num_drafted: int, slots: list[tuple[int, int]], seconds: float) -> None:
         """What a decode step did: per slot (drafts offered, drafts accepted), and the device time of the step."""
+        ...
+
+
+class Copier(Protocol):
+    """Carries out copy orders beside the steps; runtime/host_copies.py has the real one."""
+
+    def launch(self, orders: CopyOrders) -> None:
+        """Start the orders: after all that was launched before. Must not wait for the device."""
+        ...
+
+    def poll(self) -> tuple[int, int]:
+        """Orders that have been carried out: all up to these numbers, to the host and to the device."""
         ...
 
 
@@ -42,14 +56,16 @@ class StepLoop:
         metrics: EngineMetrics,
         overlap: bool,
         token_counts: TokenCounts | None = None,
+        copier: Copier | None = None,
     ) -> None:
-        """token_counts: where to count what is served; None: nowhere."""
+        """token_counts: where to count what is served; None: nowhere. copier: None: the cache has no host tier."""
         self.scheduler = scheduler
         self.metrics = metrics
         self._executor = executor
         self._depth_policy = depth_policy
         self._overlap = overlap
         self._token_counts = token_counts
+        self._copier = copier
         self._in_flight: deque[tuple[Flight, Any]] = deque()
 
     @property
@@ -68,8 +84,13 @@ class StepLoop:
 
     def run_once(self) -> list[Event]:
         """Plan and launch one step, read what is due, and return the events in order."""
+        if self._copier is not None:
+            self.scheduler.copied(*self._copier.poll())
         flight = self.scheduler.plan(self._depth_policy.choose)
         events = self.scheduler.drain_events()
+        if flight.copies:
+            assert self._copier is not None
+            self._copier.launch(flight.copies)
         launched = not flight.plan.is_empty
         if launched:
             self._in_flight.append((flight, self._executor.launch(flight.plan)))
@@ -90,6 +111,7 @@ class StepLoop:
         return events
 
     def _observe(self, flight: Flight, outcome: StepOutcome) -> None:
-        offered = [(slot.num_drafted, slot.num_accepted) for slot in outcome.slots if slot.emitted]
+        verified = set(flight.plan.decode_slots)
+        offered = [(slot.num_drafted, slot.num_accepted) for slot in outcome.slots if slot.emitted and slot.slot in verified]
         if offered:
             self._depth_policy.observe(num_drafted=flight.plan.num_drafted, slots=offered, seconds=outcome.decode_seconds)

@@ -39,6 +39,7 @@ def turn_request(asked: ChatRequest, session_id: str | None) -> TurnRequest:
         namespace=asked.cache_salt,
         session_id=session_id,
         logprobs=asked.num_top,
+        forced_output=asked.forced_output,
         num_choices=asked.n,
     )
 

@@ -24,7 +24,7 @@ from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service, session_of
 from agentspec.server.turn import for_choice
 from agentspec.text.constraints import ToolDemand, turn_grammar
-from agentspec.types import TokenScore
+from agentspec.types import Breakpoint, CheckpointKind, TokenScore
 from agentspec.wire import FinishEvent, ModelInfo, Submit, TokensEvent, Usage
 
 MAX_CHOICES = 2048
@@ -53,16 +53,19 @@ def submits_of(request: CompletionRequest, prompts: Sequence[list[int]], session
     request_id = uuid.uuid4().hex
     sampling = request.sampling()
     grammar = turn_grammar(None, ToolDemand(), request.output(), dialect=None, reasoning_open=False)
+    breakpoints = [Breakpoint(point.offset, CheckpointKind[point.kind.upper()]) for point in request.breakpoints]
     return [
         Submit(
             request_id=f"{request_id}-{place * request.n + choice}",
             prompt_ids=prompt_ids,
             sampling=for_choice(sampling, choice),
+            breakpoints=breakpoints,
             session_id=session_id,
             namespace=request.cache_salt,
             prompt_logprobs=request.logprobs if request.echo else None,
             logprobs=request.logprobs if request.max_tokens != 0 else None,
             grammar=grammar,
+            forced_output=request.forced_output,
         )
         for place, prompt_ids in enumerate(prompts)
         for choice in range(request.n)

@@ -68,6 +68,8 @@ class Common(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
     return_token_ids: bool = False
+    forced_output: TokenIds | None = None
+    """The answer's tokens, for benchmarks: see wire.Submit."""
     prompt_cache_key: str | None = None
     """The session, when no x-session-id header names one."""
     cache_salt: str = ""
@@ -186,6 +188,15 @@ class ChatRequest(Common, frozen=True, kw_only=True):
         return tool_demand(self.tool_choice, [tool["function"]["name"] for tool in self.tools], parallel=self.parallel_tool_calls)
 
 
+class PromptBreakpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A place of the prompt where later prompts may part from it: worth a checkpoint of the prefix cache."""
+
+    offset: int
+    """Tokens from the start of the prompt."""
+    kind: Literal["system", "user"]
+    """system: the end of what sessions share. user: the end of the last user message."""
+
+
 class CompletionRequest(Common, frozen=True, kw_only=True):
     prompt: str | list[Any]
     """A text, token ids, or a list of either: each prompt becomes a choice."""
@@ -193,6 +204,8 @@ class CompletionRequest(Common, frozen=True, kw_only=True):
     best_of: int | None = None
     echo: bool = False
     logprobs: int | None = None
+    breakpoints: list[PromptBreakpoint] = []
+    """Ascending. In chat they come from the template; a prompt of token ids shows none by itself."""
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts as a list. Raises RequestError when they aren't texts or lists of token ids."""
@@ -239,6 +252,8 @@ def parse_completion(body: Any) -> CompletionRequest:
         _check_num_top("logprobs", request.logprobs)
     if request.best_of is not None and request.best_of != request.n:
         raise RequestError("best_of", request.best_of, f"must be n={request.n}: every choice is shown, none is made to be dropped")
+    if request.breakpoints and len(request.prompts()) > 1:
+        raise RequestError("breakpoints", msgspec.to_builtins(request.breakpoints), "belong to one prompt, and there are several")
     return request
 
 

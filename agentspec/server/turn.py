@@ -51,6 +51,7 @@ class TurnRequest:
     namespace: str = ""
     session_id: str | None = None
     logprobs: int | None = None
+    forced_output: list[int] | None = None
     num_choices: int = 1
 
 
@@ -169,6 +170,7 @@ async def begin(service: Service, asked: TurnRequest) -> list[Turn]:
             namespace=asked.namespace,
             logprobs=asked.logprobs,
             grammar=grammar,
+            forced_output=asked.forced_output,
         )
         turns.append(Turn(submit, prompt, text, may_call or None, service.engine.info, has_form=asked.output is not None))
     return turns

@@ -48,11 +48,11 @@ def test_a_split_keeps_pages_in_order_and_the_lower_node_in_place() -> None:
     assert upper.children == {data(3): leaf}
     assert (upper.depth, leaf.depth) == (2 * BLOCK, 4 * BLOCK)
     assert (tree.page_ids(upper), tree.page_ids(leaf)) == (before[:2], before)
-    assert upper.refs == [2, 0, 1], "its own reference and the child's; nobody holds; the child's lock"
-    assert tree.num_blocks == [4, 0, 4]
+    assert upper.refs == [2, 0, 1, 0], "its own reference and the child's; nobody holds; the child's lock"
+    assert tree.num_blocks == [4, 0, 4, 0]
     tree.unref(leaf, LOCK)
-    assert upper.refs == [2, 0, 0]
-    assert tree.num_blocks == [4, 0, 0]
+    assert upper.refs == [2, 0, 0, 0]
+    assert tree.num_blocks == [4, 0, 0, 0]
 
 
 def test_inserting_what_is_there_changes_nothing() -> None:
@@ -80,9 +80,9 @@ def test_holds_keep_no_pages_by_themselves_and_count_apart() -> None:
     tree.ref(leaf, HOLD)
     tree.ref(leaf, HOLD)
     tree.unref(leaf, HOLD)
-    assert tree.num_blocks == [2, 2, 0]
+    assert tree.num_blocks == [2, 2, 0, 0]
     tree.unref(leaf, HOLD)
-    assert tree.num_blocks == [2, 0, 0]
+    assert tree.num_blocks == [2, 0, 0, 0]
 
 
 def test_ghosts_are_cut_from_their_ends_and_roots_vanish_with_the_last() -> None:

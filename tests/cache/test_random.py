@@ -9,15 +9,22 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
+from agentspec.cache.host_tier import HostMemory
 from agentspec.types import CheckpointKind, tokens
 from tests.cache.world import BLOCK, PAGE_BYTES, ROW_BYTES, Key, Run, World
 
 SYSTEM, USER, TURN, BRANCH, GRID = CheckpointKind.SYSTEM, CheckpointKind.USER, CheckpointKind.TURN, CheckpointKind.BRANCH, CheckpointKind.GRID
 
-SETTINGS = {
+
+def host(num_rows: int, num_pages: int, ready_share: float) -> dict[str, Any]:
+    return {"host_memory": HostMemory(num_rows=num_rows, num_pages=num_pages, ready_share=ready_share, min_fetch_blocks=1)}
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
     "small pools": {"rows": 9, "pages": 30, "ghost_blocks": 40},
     "few rows": {"rows": 4, "pages": 120, "ghost_blocks": 40},
     "few pages": {"rows": 40, "pages": 14, "ghost_blocks": 10},
@@ -25,8 +32,16 @@ SETTINGS = {
     "least budget": {"rows": 40, "pages": 120, "budget_bytes": 2 * ROW_BYTES + 12 * PAGE_BYTES, "ghost_blocks": 5},
     "no ghosts": {"rows": 9, "pages": 30, "ghost_blocks": 0},
 }
+HOST_SETTINGS = {
+    "large host": SETTINGS["small pools"] | host(30, 90, 0.5),
+    "few host rows": SETTINGS["small pools"] | host(3, 40, 1.0),
+    "few host pages": SETTINGS["small pools"] | host(9, 9, 1.0),
+    "host, tight budget": SETTINGS["tight budget"] | host(30, 90, 0.2),
+    "host, no ghosts": SETTINGS["no ghosts"] | host(6, 40, 1.0),
+}
 MAX_BLOCKS = 12
 NUM_OPERATIONS = 5000
+NUM_HOST_OPERATIONS = 4000
 
 
 class Traffic:
@@ -55,7 +70,12 @@ class Traffic:
             limit = rng.choice([None, None, None, 0, len(ids), rng.randint(0, len(ids))])
             world.start(ids, namespace=namespace, session=rng.choice([None, "a", "b", "c"]), limit=limit)
             return
+        if world.cache.host is not None and rng.random() < 0.3:
+            world.copy_ahead()
+            world.carry_out(rng.choice([0, 1, 9]), rng.choice([0, 1, 1, 9]))
         run = rng.choice(world.runs)
+        if run.lease.fetch is not None and not world.land(run):
+            return
         action = rng.choices(
             ["compute", "snapshot", "publish", "publish snapshot", "release", "rows", "wait", "promise", "clear"], [40, 10, 40, 10, 10, 3, 3, 3, 0.4]
         )[0]
@@ -98,7 +118,11 @@ class Traffic:
     def retract(self, run: Run) -> None:
         """Out of room: as the scheduler, let somebody go. A request alone always fits, but for the rows that it hoards itself."""
         assert len(self.world.runs) > 1 or run.snapshots, f"{self.world.note}: a request alone finds no room"
-        self.release(self.rng.choice(self.world.runs))
+        victim = self.rng.choice(self.world.runs)
+        if victim.lease.fetch is not None:
+            self.world.carry_out(1 << 30, 0)
+            assert self.world.land(victim)
+        self.release(victim)
 
     def clear(self) -> None:
         self.world.cache.clear()
@@ -132,7 +156,27 @@ def test_contents_are_true_whatever_happens(name: str, seed: int) -> None:
     stats = world.cache.stats()
     assert stats["checkpoints_created"] > 100
     assert stats["checkpoints_evicted"] > 10, "the setting is meant to be tight"
+    empty(world)
+
+
+@pytest.mark.parametrize("name", HOST_SETTINGS)
+def test_contents_are_true_with_a_host_tier_whose_copies_are_late(name: str) -> None:
+    world = World(**HOST_SETTINGS[name], note=f"{name}, seed 0")
+    traffic = Traffic(world, 0)
+    for _ in range(NUM_HOST_OPERATIONS):
+        traffic.step()
+    stats = world.cache.stats()
+    assert stats["host_copies_fetched"] > 10, stats
+    assert stats["host_copies_created"] > 80, stats
+    assert stats["checkpoints_lost"] > 5, "some go before their copy is complete"
+    empty(world)
+
+
+def empty(world: World) -> None:
     while world.runs:
+        if world.runs[0].lease.fetch is not None:
+            world.carry_out(1 << 30, 0)
+            world.land(world.runs[0])
         world.release(world.runs[0])
     world.cache.clear()
     world.audit()

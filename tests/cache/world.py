@@ -1,17 +1,20 @@
 """A cache with simulated contents: every row and page remembers which prefix was written to it.
 
 `World` drives a HybridCache as the scheduler does and audits it after every operation, contents included: what the tree hands out or a running
-request reads must be exactly the prefix that it stands for. Whatever gets a new owner loses its content.
+request reads must be exactly the prefix that it stands for. Whatever gets a new owner loses its content. Copies to and from the host tier are
+carried out late, when the test says so, and read what the ids hold by then.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from agentspec.cache import invariants
+from agentspec.cache.host_tier import CopyOrder, HostMemory
 from agentspec.cache.hybrid_cache import HybridCache, Lease
-from agentspec.cache.prefix_tree import Checkpoint
+from agentspec.cache.prefix_tree import Checkpoint, HostCopy, Node, path_of
 from agentspec.types import ZERO_ROW, CheckpointKind, tokens
 
 BLOCK = 4
@@ -57,7 +60,15 @@ class Run:
 
 class World:
     def __init__(
-        self, *, rows: int = 50, pages: int = 200, budget_bytes: int | None = None, ghost_blocks: int = 1000, enabled: bool = True, note: str = ""
+        self,
+        *,
+        rows: int = 50,
+        pages: int = 200,
+        budget_bytes: int | None = None,
+        ghost_blocks: int = 1000,
+        enabled: bool = True,
+        host_memory: HostMemory | None = None,
+        note: str = "",
     ) -> None:
         """`rows` and `pages` are usable ones."""
         self.clock = Clock()
@@ -71,10 +82,18 @@ class World:
             budget_bytes=budget_bytes,
             enabled=enabled,
             ghost_blocks=ghost_blocks,
+            host_memory=host_memory,
             clock=self.clock,
         )
         self.row_content: dict[int, int] = {}
         self.page_content: dict[int, int] = {}
+        self.host_row_content: dict[int, int] = {}
+        self.host_page_content: dict[int, int] = {}
+        self.to_host: deque[CopyOrder] = deque()
+        self.to_device: deque[CopyOrder] = deque()
+        self.num_to_device = 0
+        """Orders to the device that have been carried out."""
+        self.num_fetches = 0
         self.runs: list[Run] = []
 
     def start(self, sequence: Iterable[int], *, namespace: str = "", session: str | None = None, limit: int | None = None) -> Run:
@@ -93,15 +112,75 @@ class World:
         else:
             assert match.row == ZERO_ROW
             assert match.kind is None
+        kept = [key[1] for key in self.live_copies() if key[0] == namespace and len(key[1]) <= bound and list(key[1]) == ids[: len(key[1])]]
+        deepest = max((len(key) for key in kept), default=0)
+        least = best if self.cache.host is None else best + self.cache.host.memory.min_fetch_blocks * BLOCK
+        assert match.num_reachable == (deepest if deepest >= least else best)
         self.audit()
         lease = self.cache.acquire(match, session_id=session)
         assert lease.num_cached == match.num_tokens
         assert lease.read_row == match.row
-        assert len(lease.page_ids) == best // BLOCK
+        assert best // BLOCK <= len(lease.page_ids) <= match.num_reachable // BLOCK
         run = Run(lease, namespace, ids, best, match.row)
         self.runs.append(run)
         self.audit()
+        if match.host_copy is not None:
+            before = len(lease.page_ids)
+            if self.cache.grow_pages(lease, match.num_reachable // BLOCK) and (fetch := self.cache.fetch(lease, match)) is not None:
+                self.num_fetches += 1
+                self.row_content.pop(fetch.row, None)
+            for page in lease.page_ids[before:]:
+                self.page_content.pop(page, None)
+            self.audit()
+            if lease.fetch is None:
+                self.release(run)
+                lease = self.cache.acquire(replace(self.cache.match(namespace, tokens(ids), limit=limit), host_copy=None), session_id=session)
+                run = Run(lease, namespace, ids, lease.num_cached, lease.read_row)
+                self.runs.append(run)
+                self.audit()
         return run
+
+    def copy_ahead(self) -> None:
+        self.cache.copy_ahead()
+        self.audit()
+
+    def carry_out(self, num_to_device: int, num_to_host: int) -> None:
+        """Carry out some orders: to the device first, and to the host only when nothing is to be copied to the device any more."""
+        self._collect_orders()
+        for _ in range(min(num_to_device, len(self.to_device))):
+            order = self.to_device.popleft()
+            _copy(order.rows, self.host_row_content, self.row_content)
+            _copy(order.pages, self.host_page_content, self.page_content)
+            self.num_to_device = order.number
+        for _ in range(0 if self.to_device else min(num_to_host, len(self.to_host))):
+            assert self.cache.host is not None
+            order = self.to_host.popleft()
+            _copy(order.rows, self.row_content, self.host_row_content)
+            _copy(order.pages, self.page_content, self.host_page_content)
+            self.cache.host.copied(order.number)
+        self.audit()
+
+    def settle(self) -> None:
+        """Order all copies that are wanted, and carry out every order."""
+        self.copy_ahead()
+        self.carry_out(1 << 30, 1 << 30)
+
+    def land(self, run: Run) -> bool:
+        """Resume from what was fetched, if it has come."""
+        fetch = run.lease.fetch
+        assert fetch is not None
+        if fetch.number > self.num_to_device:
+            return False
+        self.cache.land(run.lease, run.namespace, tokens(run.sequence))
+        run.length, run.state_row = run.lease.num_cached, run.lease.read_row
+        assert run.length == fetch.num_tokens
+        self.audit()
+        return True
+
+    def _collect_orders(self) -> None:
+        orders = self.cache.take_copy_orders()
+        self.to_host.extend(orders.to_host)
+        self.to_device.extend(orders.to_device)
 
     def compute(self, run: Run, length: int) -> bool:
         """Bring the run's state to `length`: pages for it, and a row of its own that holds it. False when there is no room."""
@@ -171,6 +250,9 @@ class World:
         """A whole request: resume, compute and publish at the wanted lengths (default: a TURN at the last boundary), release. Returns the hit."""
         ids = list(sequence)
         run = self.start(ids, session=session, namespace=namespace)
+        if run.lease.fetch is not None:
+            self.carry_out(1 << 30, 0)
+            assert self.land(run)
         hit = run.length
         for length, kind in sorted((kinds or {len(ids) // BLOCK * BLOCK: CheckpointKind.TURN}).items()):
             if length > run.length:
@@ -181,14 +263,11 @@ class World:
 
     def live(self) -> dict[Key, Checkpoint]:
         """Every checkpoint that stands, by its prefix as the tree tells it."""
-        found = {}
-        for checkpoint in self.cache.checkpoints.live:
-            path = invariants.path_of(checkpoint.node)
-            ids = tokens()
-            for node in path:
-                ids.frombytes(node.run)
-            found[path[0].parent.namespace if path[0].parent else "", tuple(ids)] = checkpoint
-        return found
+        return {_key(checkpoint.node): checkpoint for checkpoint in self.cache.checkpoints.live}
+
+    def live_copies(self) -> dict[Key, HostCopy]:
+        """Every copy in the host tier, complete or not."""
+        return {} if self.cache.host is None else {_key(copy.node): copy for copy in self.cache.host.live}
 
     def lengths(self, namespace: str = "") -> list[int]:
         """Depths of all live checkpoints of a namespace."""
@@ -205,9 +284,16 @@ class World:
         for (namespace, ids), checkpoint in self.live().items():
             tags = prefix_tags(namespace, ids)
             assert self.row_content.get(checkpoint.row) == tags[-1], f"row {checkpoint.row} of a checkpoint holds another prefix"
-            pages = [page for node in invariants.path_of(checkpoint.node) for page in node.page_ids or ()]
+            pages = [page for node in path_of(checkpoint.node) for page in node.page_ids or ()]
             for block, page in enumerate(pages):
                 assert self.page_content.get(page) == tags[(block + 1) * BLOCK], f"page {page} of the tree holds another prefix"
+        for (namespace, ids), copy in self.live_copies().items():
+            assert self.cache.host is not None
+            if self.cache.host.is_complete(copy):
+                tags = prefix_tags(namespace, ids)
+                assert self.host_row_content.get(copy.row) == tags[-1], f"host row {copy.row} holds another prefix"
+                for block, page in enumerate(self.cache.tree.host_page_ids(copy.node)):
+                    assert self.host_page_content.get(page) == tags[(block + 1) * BLOCK], f"host page {page} holds another prefix"
         for run in self.runs:
             for block in range(-(-run.length // BLOCK)):
                 page = run.lease.page_ids[block]
@@ -215,3 +301,18 @@ class World:
                 assert self.page_content.get(page) == expected, f"page {page} changed under a running request"
             if run.state_row in run.lease.own_rows:
                 assert self.row_content[run.state_row] == run.tags[run.length], f"row {run.state_row} changed under a running request"
+
+
+def _key(node: Node) -> Key:
+    path = path_of(node)
+    ids = tokens()
+    for step in path:
+        ids.frombytes(step.run)
+    return node.namespace, tuple(ids)
+
+
+def _copy(ids: list[tuple[int, int]], source: dict[int, int], target: dict[int, int]) -> None:
+    for from_id, to_id in ids:
+        target.pop(to_id, None)
+        if from_id in source:
+            target[to_id] = source[from_id]

@@ -50,7 +50,9 @@ class Turn:
     cached: int | None = None
     """Tokens of the first hit that it was admitted with."""
     steps: list[tuple[int, int, int]] = field(default_factory=list)
-    """(emitted, drafted, accepted) of every step that was collected before the request ended."""
+    """(emitted, drafted, accepted) of every decode step that was collected before the request ended."""
+    num_first_steps: int = 0
+    """One for each time that it was admitted, if it came so far."""
 
 
 class Clients:

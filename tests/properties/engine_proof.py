@@ -3,8 +3,8 @@
 The device is real (decode_step, prefill, buffers), the model is the hash chain: any wrong row, stale page or early publish changes its
 output. `Proof` checks
 
-- every state at the moment it is published, again at the moment a request resumes from it, and all that stand at the end: equal to a
-  from-scratch prefill of its key, published by somebody in the same namespace;
+- every state at the moment it is published, again at the moment a request resumes from it or fetches it from the host tier, and all that stand
+  at the end: equal to a from-scratch prefill of its key, published by somebody in the same namespace;
 - every stream: equal to the same request run alone, with no cache and no drafts; nothing that the device emitted is lost;
 - every request: exactly one terminal event, in finite time, with true usage, text and scores;
 - every end: the deepest boundary that the kept tokens reached has a state;
@@ -29,7 +29,7 @@ import torch
 
 from agentspec.cache import invariants
 from agentspec.cache.leases import Lease, Match
-from agentspec.cache.prefix_tree import Checkpoint
+from agentspec.cache.prefix_tree import Checkpoint, path_of
 from agentspec.runtime.plan import SlotOutcome
 from agentspec.runtime.request import Phase, Request, new_request
 from agentspec.types import STOP_ID, STOP_LENGTH, CheckpointKind, FinishReason, tokens
@@ -38,6 +38,7 @@ from tests.fakes.automaton import Automaton
 from tests.fakes.hash_chain import ReferenceRequest
 from tests.properties.clients import TOKEN_BYTES, TOKEN_TEXT, Clients, Turn
 from tests.properties.house import BLOCK, House
+from tests.properties.late_copies import LateCopies
 from tests.properties.watched_device import WatchedDevice
 
 PATIENCE = 1000
@@ -67,6 +68,8 @@ class Proof:
         self._match = self.cache.match
         self._spy_on_cache()
         self._spy_on_admission()
+        if self.assembly.copies is not None:
+            self.loop._copier = LateCopies(self.assembly.copies, random.Random(house.seed))
         self.loop._executor = self.device = WatchedDevice(
             self.loop._executor,
             self.model,
@@ -159,7 +162,7 @@ class Proof:
     def _spy_on_cache(self) -> None:
         """Check states where they change hands: at publish, at resume and at the end."""
         cache: Any = self.cache
-        match, acquire, publish, release = cache.match, cache.acquire, cache.publish, cache.release
+        match, acquire, publish, release, land = cache.match, cache.acquire, cache.publish, cache.release, cache.land
         replace, supersede = cache.tree.replace_pages, cache.checkpoints.supersede
         looked_up: list[Turn] = []
 
@@ -190,6 +193,20 @@ class Proof:
             self.paths["older rolling checkpoint published"] += any(beyond > len(sequence) for _, beyond in turn.request.rolling)
             return taken
 
+        def spy_land(lease: Lease, namespace: str, sequence: array[int]) -> None:
+            turn = self._turn_of(sequence)
+            assert turn.request.lease is lease, "landed for another"
+            assert lease.fetch is not None
+            stood = self._match(namespace, sequence).num_tokens >= lease.fetch.num_tokens
+            land(lease, namespace, sequence)
+            key = sequence[: lease.num_cached]
+            assert (turn.submit.namespace, key.tobytes()) in self._published, f"fetched {len(key)} tokens that nobody published in its namespace"
+            self._check_state(lease.read_row, lease.page_ids, key, "fetched")
+            self.paths["fetched"] += 1
+            self.paths["fetched what stood again already"] += stood
+            self.paths["fetched after preemption"] += turn.request.preemptions > 0
+            self.paths["fetched for nobody"] += turn.request.phase is Phase.LEAVING
+
         def spy_release(lease: Lease, **keywords: Any) -> None:
             turn = next((turn for turn in self.running.values() if turn.request.lease is lease), None)
             if turn is None:
@@ -207,7 +224,7 @@ class Proof:
             self.paths["superseded while somebody reads it"] += checkpoint.num_locks > 0
             supersede(checkpoint)
 
-        cache.match, cache.acquire, cache.publish, cache.release = spy_match, spy_acquire, spy_publish, spy_release
+        cache.match, cache.acquire, cache.publish, cache.release, cache.land = spy_match, spy_acquire, spy_publish, spy_release, spy_land
         cache.tree.replace_pages, cache.checkpoints.supersede = spy_replace, spy_supersede
 
     def _spy_on_admission(self) -> None:
@@ -253,7 +270,7 @@ class Proof:
         boundary = (len(request.sequence) - 1) // BLOCK * BLOCK
         is_wanted = request.turn_trusted or request.ending is None
         self.paths["ended untrusted"] += not is_wanted
-        if is_wanted and request.rolling and boundary > request.computed and self.cache.enabled:
+        if is_wanted and request.rolling and boundary >= request.computed and self.cache.enabled:
             found = self._match(turn.submit.namespace, request.sequence, limit=len(request.sequence)).num_tokens
             assert found >= boundary, f"{len(request.sequence)} tokens were kept, and the deepest state that is left holds {found}"
 
@@ -262,7 +279,13 @@ class Proof:
             return
         turn = self.running[request.request_id]
         num_accepted = slot.num_accepted if request.dead_end is None else min(slot.num_accepted, request.dead_end)
-        turn.steps.append((len(slot.emitted), slot.num_drafted, num_accepted))
+        if request.takes_first_step:
+            assert (len(slot.emitted), slot.num_drafted) == (1, 0), "a first step emits one token"
+            turn.num_first_steps += 1
+            self.paths["first step"] += 1
+            self.paths["first step onto a boundary"] += slot.length % BLOCK == 0
+        else:
+            turn.steps.append((len(slot.emitted), slot.num_drafted, num_accepted))
         cut = slot.num_accepted < slot.num_drafted
         self.paths["stop id"] += slot.stop == STOP_ID
         self.paths["stop id inside a window"] += slot.stop == STOP_ID and cut and slot.num_accepted > 0
@@ -323,7 +346,7 @@ class Proof:
         assert usage.completion_tokens == len(turn.emitted), "usage: completion tokens"
         assert usage.cached_tokens == (turn.cached or 0), f"usage: {usage.cached_tokens} cached tokens, resumed from {turn.cached}"
         emitted, drafted, accepted = (sum(column) for column in zip((0, 0, 0), *turn.steps, strict=True))
-        beyond_stop = emitted - len(turn.emitted)
+        beyond_stop = turn.num_first_steps + emitted - len(turn.emitted)
         may_lose = isinstance(finish.stop_match, str) or finish.refused is not None
         assert beyond_stop == 0 or (may_lose and beyond_stop > 0), f"{beyond_stop} tokens of the device are lost"
         assert spec.num_steps == len(turn.steps) == sum(spec.histogram), "usage: steps"
@@ -347,7 +370,7 @@ class Proof:
         """Every state that stands is still what it was published as: nobody wrote over it since."""
         for checkpoint in self.cache.checkpoints.live:
             key = tokens()
-            for node in invariants.path_of(checkpoint.node):
+            for node in path_of(checkpoint.node):
                 key.frombytes(node.run)
             assert (checkpoint.node.namespace, key.tobytes()) in self._published, "a state stands that nobody published"
             self._check_state(checkpoint.row, self.cache.tree.page_ids(checkpoint.node), key, "standing")
@@ -356,11 +379,16 @@ class Proof:
         cache, gate = self.cache, self.loop.scheduler._gate
         self.paths["evicted"] += cache.checkpoints.num_evicted
         self.paths["superseded"] += cache.checkpoints.num_superseded
+        if cache.host is not None:
+            self.paths["copied to the host"] += cache.host.num_created
+            self.paths["evicted from the host"] += cache.host.num_evicted
+            self.paths["lost before it was copied"] += cache.host.num_lost
         invariants.check(cache)
         self.now += 1000.0
         assert gate.num_live == 0, f"the gate counts {gate.num_live} sessions in an empty house"
         cache.clear()
         invariants.check(cache)
+        assert cache.host is None or not (cache.host.rows.num_used or cache.host.pages.num_used), "host memory leaked"
         assert cache.used_bytes == 0, f"{cache.rows.num_used} rows and {cache.pages.num_used} pages leaked"
 
 

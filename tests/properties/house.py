@@ -13,6 +13,7 @@ from typing import Self
 import torch
 
 from agentspec.assembly import Assembly, build
+from agentspec.cache.host_tier import HostMemory
 from agentspec.config import EngineConfig
 from agentspec.runtime.memory_plan import RESERVED, MemoryPlan, longest_sequence
 from tests.fakes.hash_chain import HashChainModel
@@ -58,6 +59,8 @@ class House:
     """Requests that the clients keep in the house, beyond its slots."""
     bursts: bool
     """The clients send the next requests only when all of the last ones have ended."""
+    host: HostMemory | None = None
+    """The host tier; its copies are late."""
 
     @classmethod
     def random(cls, seed: int) -> Self:
@@ -103,6 +106,7 @@ class House:
             sampled_share=rng.choice([0.0, 0.4, 0.4, 1.0]),
             extra_clients=rng.choice([-1, 0, 2, 5]),
             bursts=rng.random() < 0.2,
+            host=random_host(rng),
         )
 
     @property
@@ -139,6 +143,7 @@ class House:
             memory=MemoryPlan(
                 num_rows=self.num_rows,
                 num_pages=self.num_pages,
+                host=self.host if self.prefix_cache else None,
                 max_length=min(MAX_CONTEXT, longest_sequence(num_pages, self.max_draft_tokens, BLOCK)),
             ),
             depth_policy=RandomDepth(self.max_draft_tokens, random.Random(self.seed)) if self.random_depth else None,
@@ -146,6 +151,17 @@ class House:
         )
         assembly.cache.budget_bytes = budget_bytes
         return assembly
+
+
+def random_host(rng: random.Random) -> HostMemory | None:
+    if rng.random() < 0.4:
+        return None
+    return HostMemory(
+        num_rows=rng.choice([3, 10, 60]),
+        num_pages=rng.choice([20, 100, 400]),
+        ready_share=rng.choice([0.1, 0.5, 1.0]),
+        min_fetch_blocks=rng.choice([1, 1, 4]),
+    )
 
 
 class RandomDepth:

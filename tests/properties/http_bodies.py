@@ -264,6 +264,7 @@ class Bodies:
             ("stop_token_ids", 0.1, [[1], [2, 3], [NUM_TOKENS - 1]]),
             ("ignore_eos", 0.1, [True]),
             ("return_token_ids", 0.2, [True]),
+            ("forced_output", 0.05, [[1, 2]]),
             ("prompt_cache_key", 0.2, ["a", "b"]),
             ("cache_salt", 0.1, ["salt", ""]),
             ("user", 0.05, ["me", None]),

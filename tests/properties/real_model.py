@@ -16,14 +16,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from agentspec import kernels
 from agentspec.assembly import Assembly, build
+from agentspec.cache.host_tier import HostMemory
 from agentspec.config import EngineConfig
 from agentspec.engine import Engine
+from agentspec.kernels import reference
 from agentspec.models.qwen3_5 import Qwen3_5Model
 from agentspec.models.registry import load_model
 from agentspec.runtime.memory_plan import MemoryPlan, longest_sequence
@@ -100,6 +104,16 @@ class House:
     spare_rows: int = 60
     """Rows beyond those of all slots."""
     num_pages: int = 200
+    host_memory: HostMemory | None = None
+    max_context: int = 1024
+    system_tokens: tuple[int, int] = (50, 180)
+    """Shortest and longest system prompt."""
+    related_systems: int = 0
+    """More system prompts that begin as the first one does, two thirds of it: agents with other tools."""
+    ignoring_share: float = 0.3
+    """Share of requests that go on behind the model's stop ids."""
+    forced_share: float = 0.0
+    """Share of requests that bring their own output."""
 
     @classmethod
     def random(cls, rng: random.Random, *, tight: bool = False) -> House:
@@ -122,7 +136,7 @@ class House:
 
     @property
     def max_length(self) -> int:
-        return min(1024, longest_sequence(self.num_pages, self.max_draft_tokens, BLOCK_TOKENS))
+        return min(self.max_context, longest_sequence(self.num_pages, self.max_draft_tokens, BLOCK_TOKENS))
 
 
 def assemble_house(house: House, model: Qwen3_5Model, clock: Clock | None = None) -> Assembly:
@@ -136,8 +150,14 @@ def assemble_house(house: House, model: Qwen3_5Model, clock: Clock | None = None
             overlap=house.overlap,
             max_running=house.max_running,
             prefill_budget=house.prefill_budget,
+            allow_forced_output=house.forced_share > 0,
         ),
-        memory=MemoryPlan(num_rows=2 + house.max_running * (k + 3) + house.spare_rows, num_pages=house.num_pages, max_length=house.max_length),
+        memory=MemoryPlan(
+            num_rows=2 + house.max_running * (k + 3) + house.spare_rows,
+            num_pages=house.num_pages,
+            max_length=house.max_length,
+            host=house.host_memory,
+        ),
         device=model.device,
         depth_policy=RandomDepth(k, house.seed) if house.random_depth else None,
         clock=clock or Clock(),
@@ -146,10 +166,22 @@ def assemble_house(house: House, model: Qwen3_5Model, clock: Clock | None = None
     return assembly
 
 
-def alone(checkpoint: Path) -> Engine:
+def alone(
+    checkpoint: Path, device: torch.device = CPU, *, num_pages: int = 20, prefill_budget: int = 512, takes_forced_output: bool = False
+) -> Engine:
     """An engine for one request at a time, without cache and without drafts."""
-    house = House(max_draft_tokens=0, overlap=False, prefix_cache=False, max_running=1, spare_rows=1, num_pages=20)
-    return Engine(assemble_house(house, load(checkpoint)))
+    house = House(
+        max_draft_tokens=0,
+        overlap=False,
+        prefix_cache=False,
+        max_running=1,
+        spare_rows=1,
+        prefill_budget=prefill_budget,
+        num_pages=num_pages,
+        max_context=num_pages * BLOCK_TOKENS,
+        forced_share=float(takes_forced_output),
+    )
+    return Engine(assemble_house(house, load(checkpoint, device)))
 
 
 @dataclass(slots=True)
@@ -188,8 +220,17 @@ class Play:
     """Runs a house's agents, some at a time, until each has had its turns."""
 
     def __init__(
-        self, house: House, checkpoint: Path, *, num_agents: int, num_turns: int = 3, sampled: bool = False, device: torch.device = CPU
+        self,
+        house: House,
+        checkpoint: Path,
+        *,
+        num_agents: int,
+        num_turns: int = 3,
+        sampled: bool = False,
+        device: torch.device = CPU,
+        words: Sequence[int] | None = None,
     ) -> None:
+        """words: a text that everything said is cut from; None: any tokens in any order."""
         self.house = house
         self.rng = random.Random(house.seed)
         self.clock = Clock()
@@ -199,7 +240,10 @@ class Play:
         self.metrics = self.assembly.loop.metrics
         self.turns: list[Turn] = []
         self._sampled = sampled
-        systems = [self._tokens(self.rng.randint(50, 180)) for _ in range(2)]
+        self._words = words
+        systems = [self._tokens(self.rng.randint(*house.system_tokens)) for _ in range(2)]
+        shared = systems[0][: len(systems[0]) * 2 // 3]
+        systems += [shared + self._tokens(len(systems[0]) - len(shared)) for _ in range(house.related_systems)]
         self._agents = [Agent(f"s{i}", self.rng.choice(systems), self.rng.randint(2, num_turns)) for i in range(num_agents)]
         for agent in self._agents:
             agent.history = list(agent.system)
@@ -230,7 +274,10 @@ class Play:
             self.clock.now += self.rng.choice([0.0, 0.1, 2.0])
 
     def _tokens(self, count: int) -> list[int]:
-        return [self.rng.randrange(3, VOCAB) for _ in range(count)]
+        if self._words is None:
+            return [self.rng.randrange(3, VOCAB) for _ in range(count)]
+        first = self.rng.randrange(len(self._words) - count)
+        return list(self._words[first : first + count])
 
     def _next_submit(self, agent: Agent) -> Submit:
         rng = self.rng
@@ -251,11 +298,12 @@ class Play:
             sampling=self._sampling(max_tokens),
             breakpoints=[Breakpoint(len(agent.system), CheckpointKind.SYSTEM), Breakpoint(agent.user_mark, CheckpointKind.USER)],
             session_id=agent.name if rng.random() < 0.8 else None,
+            forced_output=self._tokens(rng.randint(1, max_tokens)) if self.house.forced_share and rng.random() < self.house.forced_share else None,
         )
 
     def _sampling(self, max_tokens: int) -> SamplingParams:
         rng = self.rng
-        common: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": rng.random() < 0.3}
+        common: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": rng.random() < self.house.ignoring_share}
         if rng.random() < 0.4:
             common["stop_token_ids"] = tuple(rng.sample(range(VOCAB), 8))
         if rng.random() < 0.3:
@@ -274,11 +322,21 @@ class Play:
         )
 
 
-class Scratch:
-    """What a from-scratch prefill of a token sequence, in one piece, leaves behind."""
+def explain(checkpoint: Path, turn: Turn, expected: list[int]) -> str:
+    """Where a stream left the expected one, and how close the plain model's two best logits are there: rounding or a wrong state?"""
+    pairs = enumerate(zip(turn.emitted, expected, strict=False))
+    at = next((i for i, (got, wanted) in pairs if got != wanted), min(len(turn.emitted), len(expected)))
+    logits = Scratch(checkpoint).logits(turn.submit.prompt_ids + expected[:at])[-1]
+    best, second = logits.topk(2).values.tolist()
+    return f"token {at} differs; the plain model's best raw logits there: {best:.7g}, {second:.7g}"
 
-    def __init__(self, checkpoint: Path) -> None:
-        self._model = load(checkpoint)
+
+class Scratch:
+    """What a from-scratch prefill of a token sequence, in one piece and by the reference's operations, leaves behind."""
+
+    def __init__(self, checkpoint: Path, device: torch.device = CPU) -> None:
+        with patch.object(kernels, "backend", lambda _: reference):
+            self._model = load(checkpoint, device)
         self._known: dict[bytes, tuple[Tensor, ...]] = {}
 
     @torch.inference_mode()
@@ -319,13 +377,14 @@ def read_state(model: Qwen3_5Model, row: int, page_ids: Sequence[int], length: i
 
 
 class StateSpy:
-    """Compares states with a from-scratch prefill where they change hands: at publish and at resume."""
+    """Compares states with a from-scratch prefill where they change hands: at publish, at resume, and when they come back from the host."""
 
     def __init__(self, play: Play, scratch: Scratch) -> None:
         self.num_published = dict.fromkeys(CheckpointKind, 0)
         self.num_resumed = 0
+        self.num_fetched = 0
         cache: Any = play.assembly.cache
-        match, acquire, publish = cache.match, cache.acquire, cache.publish
+        match, acquire, land, publish = cache.match, cache.acquire, cache.land, cache.publish
         looked_up: list[array[int]] = []
 
         def check(row: int, page_ids: list[int], tokens: array[int], length: int, what: str) -> None:
@@ -343,10 +402,15 @@ class StateSpy:
                 check(lease.read_row, lease.page_ids, looked_up[0], lease.num_cached, "resumed")
             return lease
 
+        def spy_land(lease: Any, namespace: str, tokens: array[int]) -> None:
+            land(lease, namespace, tokens)
+            self.num_fetched += 1
+            check(lease.read_row, lease.page_ids, tokens, lease.num_cached, "fetched")
+
         def spy_publish(lease: Any, namespace: str, tokens: array[int], length: int, row: int, kind: CheckpointKind) -> bool:
             self.num_published[kind] += 1
             check(row, lease.page_ids, tokens, length, f"published {kind.name}")
             taken: bool = publish(lease, namespace, tokens, length, row, kind)
             return taken
 
-        cache.match, cache.acquire, cache.publish = spy_match, spy_acquire, spy_publish
+        cache.match, cache.acquire, cache.land, cache.publish = spy_match, spy_acquire, spy_land, spy_publish

@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 
 from agentspec.cache.checkpoints import CheckpointSet
+from agentspec.cache.host_tier import HostMemory, HostTier
 from agentspec.cache.hybrid_cache import HybridCache, Lease
 from agentspec.cache.leases import Match
+from agentspec.kernels import PrefillBatch
+from agentspec.kernels.prefill_batch import OFFSET, READ_ROW
 from agentspec.kernels.reference import sampling, verdict, window
 from agentspec.kernels.reference.sampling import DrawInputs
 from agentspec.kernels.slots import Commit, SlotState
@@ -29,7 +32,7 @@ from agentspec.runtime.request import Phase, Request
 from agentspec.runtime.scheduler import Scheduler
 from agentspec.runtime.step_buffers import StepBuffers
 from agentspec.text.detokenizer import Detokenizer
-from agentspec.types import SCRATCH_PAGE, CheckpointKind, FinishReason, tokens
+from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, CheckpointKind, FinishReason, tokens
 from tests.fakes.hash_chain import HashChainModel
 from tests.properties.engine_proof import Proof
 from tests.properties.house import House
@@ -54,6 +57,10 @@ CROWDED: dict[str, Any] = {
 }  # fmt: skip
 
 
+FETCHING: dict[str, Any] = {
+    **ROOMY, "num_pages": 60, "num_rows": 90, "session_share": 0.9,
+    "host": HostMemory(num_rows=60, num_pages=400, ready_share=1.0, min_fetch_blocks=1),
+}  # fmt: skip
 FEW_ROWS: dict[str, Any] = {**ROOMY, "max_draft_tokens": 2, "num_rows": 18, "max_running": 3}
 
 
@@ -237,15 +244,15 @@ def misplaces_states(patch: Patch) -> None:
 
 
 def skips_mtp_prefill(patch: Patch) -> None:
-    patch.setattr(HashChainModel, "mtp_prefill", lambda self, chunks, previous: None)
+    patch.setattr(HashChainModel, "mtp_prefill", lambda self, batch, previous_NH: None)
 
 
 def shifts_mtp_pairs(patch: Patch) -> None:
     """Prefill pairs each token with its own hidden instead of the one before."""
     original = HashChainModel.mtp_prefill
 
-    def mtp_prefill(self: Any, chunks: Any, previous: list[Tensor]) -> None:
-        original(self, chunks, [hidden.roll(-1, 0) for hidden in previous])
+    def mtp_prefill(self: Any, batch: PrefillBatch, previous_NH: Tensor) -> None:
+        original(self, batch, previous_NH.roll(-1, 0))
 
     patch.setattr(HashChainModel, "mtp_prefill", mtp_prefill)
 
@@ -254,9 +261,9 @@ def reads_the_hidden_after_prefill(patch: Patch) -> None:
     """By then a chunk may have written over the row that it resumed from."""
     original = HashChainModel.mtp_prefill
 
-    def mtp_prefill(self: Any, chunks: Any, previous: list[Tensor]) -> None:
-        now = self.read_hidden(torch.tensor([chunk.read_row for chunk in chunks]))
-        original(self, chunks, [torch.cat((now[i : i + 1], hidden[1:])) for i, hidden in enumerate(previous)])
+    def mtp_prefill(self: Any, batch: PrefillBatch, previous_NH: Tensor) -> None:
+        now_UH = self.read_hidden(batch.spans_UF[:, READ_ROW])
+        original(self, batch, previous_NH.index_copy(0, batch.spans_UF[:, OFFSET], now_UH))
 
     patch.setattr(HashChainModel, "mtp_prefill", mtp_prefill)
 
@@ -298,6 +305,26 @@ def frees_the_newer_checkpoint(patch: Patch) -> None:
         return torch.where(crossed & (write_rows == older), newer, write_rows), rows, lens
 
     patch.setattr(window, "rotate_checkpoints", rotate)
+
+
+def verifies_the_prompts_last_token_again(patch: Patch) -> None:
+    """A first step like any other: its forward adds a token to a state that holds it already."""
+    original = executor.decode_step
+    patch.setattr(executor, "decode_step", lambda *arguments, **keywords: original(*arguments, **{**keywords, "prefilled": False}))
+
+
+def leaves_out_the_prompts_last_token(patch: Patch) -> None:
+    """The state that a request joins with stands one token short."""
+
+    def early(request: Request, *rest: Any) -> Any:
+        chunk, checkpoints = plan_chunk(request, *rest)
+        if chunk is None or chunk.next_token is not None or len(chunk.token_ids) < 2:
+            return chunk, checkpoints
+        count, row = chunk.state_writes[-1]
+        inner = tuple(write for write in chunk.state_writes[:-1] if write[0] < count - 1)
+        return replace(chunk, state_writes=(*inner, (count - 1, row), (count, SCRATCH_ROW))), checkpoints
+
+    patch.setattr(scheduler, "plan_chunk", early)
 
 
 def lets_inert_slots_write(patch: Patch) -> None:
@@ -457,6 +484,20 @@ def publishes_a_page_of_its_own(patch: Patch) -> None:
     patch.setattr(HybridCache, "_fill_ghosts", fill)
 
 
+def resumes_before_the_state_has_come(patch: Patch) -> None:
+    original = Scheduler.copied
+    patch.setattr(Scheduler, "copied", lambda self, to_host, to_device: original(self, to_host, 1 << 60))
+
+
+def trusts_copies_that_are_not_complete(patch: Patch) -> None:
+    patch.setattr(HostTier, "is_complete", lambda self, copy: True)
+
+
+def fetches_one_page_too_few(patch: Patch) -> None:
+    original = HostTier.fetch
+    patch.setattr(HostTier, "fetch", lambda self, copy, row, page_ids: original(self, copy, row, page_ids[1:]))
+
+
 BUGS: dict[Callable[[Patch], None], Bug] = {
     publishes_beyond_the_stop: Bug("published [0-9]+ tokens of [0-9]+ kept ones", STOPPING),
     publishes_one_block_deeper: Bug("published TURN"),
@@ -481,6 +522,8 @@ BUGS: dict[Callable[[Patch], None], Bug] = {
     never_rotates_checkpoints: Bug("the deepest state that is left"),
     rotates_the_next_column: Bug(""),
     frees_the_newer_checkpoint: Bug(""),
+    verifies_the_prompts_last_token_again: Bug("windows of a step"),
+    leaves_out_the_prompts_last_token: Bug(""),
     lets_inert_slots_write: Bug("lease that was released|lease doesn't own", {**ROOMY, "overlap": True}),
     leaves_the_slots_old_pages: Bug(""),
     forgets_new_pages: Bug(""),
@@ -498,7 +541,10 @@ BUGS: dict[Callable[[Patch], None], Bug] = {
     scores_twice_after_preemption: Bug("scores for", {**CROWDED, "scoring_share": 0.5}),
     leaves_a_ghost_at_the_gate: Bug("the gate counts"),
     overdraws_the_budget: Bug("bytes in use", {"budget_share": 0.6}),
-    publishes_a_page_of_its_own: Bug("resumed pages"),
+    publishes_a_page_of_its_own: Bug("resumed pages|fetched pages"),
+    resumes_before_the_state_has_come: Bug("fetched row", FETCHING),
+    trusts_copies_that_are_not_complete: Bug("fetched (row|pages)|may never be complete", FETCHING),
+    fetches_one_page_too_few: Bug("fetched pages", FETCHING),
 }
 
 

@@ -81,7 +81,7 @@ def test_a_second_turn_computes_its_new_tokens_and_at_most_a_block(desk: Desk) -
         follow_up = desk.ask(history + result, system=system, query=200, num_new=5)
         assert follow_up.prefilled <= len(result) + BLOCK_TOKENS
         assert follow_up.cached >= len(history) - BLOCK_TOKENS
-        assert follow_up.cached + follow_up.prefilled == len(history) + len(result) - 1
+        assert follow_up.cached + follow_up.prefilled == len(history) + len(result)
         history = history + result + follow_up.emitted
 
 
@@ -115,7 +115,7 @@ def test_without_the_prefix_cache_nothing_is_cached(checkpoint: Path) -> None:
     prompt = desk.tokens(200)
     for _ in range(2):
         answer = desk.ask(prompt, system=100, query=190)
-        assert (answer.cached, answer.prefilled) == (0, len(prompt) - 1)
+        assert (answer.cached, answer.prefilled) == (0, len(prompt))
     assert desk.metrics.cached_tokens == 0
     assert desk.assembly.cache.stats()["checkpoints_created"] == 0
 

@@ -27,13 +27,13 @@ from tests.fakes.hash_chain import HashChainModel
 
 @dataclass(slots=True)
 class _Step:
-    """A launched plan, and who is behind its slots, chunks and joins."""
+    """A launched plan, and who is behind its slots and chunks."""
 
     plan: StepPlan
     by_slot: dict[int, Request]
+    first: list[Lease]
     decoding: list[Lease]
     chunks: list[Lease]
-    drafting: list[Lease]
     ticket: Any = None
     has_run: bool = False
 
@@ -77,9 +77,9 @@ class WatchedDevice:
         step = _Step(
             plan,
             by_slot,
+            first=[leases[by_slot[slot].request_id] for slot in plan.first_slots],
             decoding=[leases[by_slot[slot].request_id] for slot in plan.decode_slots],
             chunks=[leases[chunk.request_id] for chunk in plan.chunks],
-            drafting=[leases[join.request_id] for join in plan.joins if join.length > 0],
         )
         self._queue.append(step)
         if self._lateness is None or self._lateness.random() < 0.3:
@@ -89,7 +89,7 @@ class WatchedDevice:
     def collect(self, step: _Step) -> StepOutcome:
         self._run_through(step)
         outcome = self._executor.collect(step.ticket)
-        if outcome.slots:
+        if step.plan.decode_slots:
             self._paths[f"k={step.plan.num_drafted}"] += 1
         for slot in outcome.slots:
             self._on_outcome(step.by_slot[slot.slot], slot)
@@ -98,7 +98,7 @@ class WatchedDevice:
     def _run_through(self, step: _Step) -> None:
         while not step.has_run:
             first = self._queue.popleft()
-            self._running, self._drafting = first, first.drafting
+            self._running, self._drafting = first, first.first
             first.ticket = self._executor.launch(first.plan)
             self._running, first.has_run = None, True
 
@@ -108,6 +108,9 @@ class WatchedDevice:
         def watched_verify(batch: VerifyBatch) -> Tensor:
             step = self._running
             if step is not None:
+                assert len(batch.tokens_BT) == len(step.decoding), (
+                    f"{len(batch.tokens_BT)} windows of a step in which {len(step.decoding)} slots decode"
+                )
                 self._check_rows(step.decoding, batch.read_row_B.tolist(), batch.write_rows_BT.tolist())
                 self._check_pages(step.decoding, batch.page_table_BP, batch.length_B, batch.tokens_BT.shape[1])
                 self._drafting = step.decoding

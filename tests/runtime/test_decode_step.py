@@ -101,19 +101,33 @@ def test_every_depth_emits_the_same(k: int) -> None:
 
 def test_perfect_drafts_fill_every_window() -> None:
     driver = StepDriver(ENDLESS, max_running=1, max_draft_tokens=3)
-    request = greedy([1, 2, 3], 3 + 4 * 20)
+    request = greedy([1, 2, 3], 3 + 1 + 4 * 20)
     driver.run([request], lambda: 3)
     outcomes = driver.running[0].outcomes
-    assert [outcome.num_accepted for outcome in outcomes] == [3] * 20
-    assert [outcome.num_drafted for outcome in outcomes] == [3] * 20, "the first step verifies drafts already"
+    assert [outcome.num_accepted for outcome in outcomes] == [0] + [3] * 20
+    assert [outcome.num_drafted for outcome in outcomes] == [0] + [3] * 20, "the first step has none to verify, the second one is full"
 
 
-def test_the_first_token_of_a_sequence_pairs_with_nothing() -> None:
-    driver = StepDriver(ENDLESS, max_running=2, max_draft_tokens=3)
-    requests = [greedy([7], 30), greedy([7, 8], 30)]
-    assert driver.run(requests, lambda: 3, check=True) == ENDLESS.reference_streams(requests)
-    assert [running.outcomes[0].num_drafted for running in driver.running.values()] == [0, 3]
-    assert [running.outcomes[1].num_accepted for running in driver.running.values()] == [3, 3]
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 48])
+def test_a_first_step_takes_its_token_from_the_prompt_without_a_forward(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = [place % 40 for place in range(length)]
+    driver = StepDriver(ENDLESS, max_running=1, max_draft_tokens=3)
+    plan = StepPlan()
+    running = driver.plan_join(plan, 0, greedy(prompt, 200))
+    prefill, verify = ENDLESS.prefill, ENDLESS.verify
+    monkeypatch.setattr(ENDLESS, "verify", None)
+
+    def with_its_own_forward(batch: Any) -> torch.Tensor:
+        with monkeypatch.context() as patch:
+            patch.setattr(ENDLESS, "verify", verify)
+            return prefill(batch)
+
+    monkeypatch.setattr(ENDLESS, "prefill", with_its_own_forward)
+    (outcome,) = driver.step(3, plan=plan)
+    stream = ENDLESS.reference_stream(greedy(prompt, length + 5))
+    assert (outcome.emitted, outcome.length, outcome.drafts) == (stream[:1], length, stream[1:4])
+    driver.check(running)
+    assert outcome.checkpoints[0][1] == (length if length % ENDLESS.spec.block_tokens == 0 else 0)
 
 
 def test_drafts_survive_a_change_of_depth() -> None:
@@ -128,7 +142,7 @@ def test_drafts_survive_a_change_of_depth() -> None:
         offered.append(outcome.num_drafted)
         assert outcome.num_accepted == outcome.num_drafted
         driver.check(driver.running[0])
-    assert offered == [2, 2, 1, 1, 7, 0, 0, 3]
+    assert offered == [0, 2, 1, 1, 7, 0, 0, 3]
 
 
 def test_no_mtp_runs_when_nothing_is_ever_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +161,7 @@ def find_stop_inside_window(k: int) -> tuple[list[int], int, int]:
     for seed in range(1000):
         prompt = random_prompt(random.Random(seed), 40)
         stream = ENDLESS.reference_stream(greedy(prompt, len(prompt) + 2 * (k + 1)))
-        for index in range(k + 2, 2 * k + 1):
+        for index in range(2, k + 1):
             if stream[index] not in stream[:index]:
                 return prompt, stream[index], index
     raise AssertionError("no such prompt")
@@ -257,6 +271,9 @@ class MetaModel:
     def verify(self, batch: VerifyBatch) -> torch.Tensor:
         return torch.empty(*batch.tokens_BT.shape, self._hidden_size, device="meta")
 
+    def read_hidden(self, rows_B: torch.Tensor) -> torch.Tensor:
+        return torch.empty(*rows_B.shape, self._hidden_size, device="meta")
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.empty(*hidden.shape[:-1], self._vocab_size, device="meta")
 
@@ -271,7 +288,8 @@ class MetaModel:
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("forced", [False, True])
 @pytest.mark.parametrize("constrained", [False, True])
-def test_a_step_never_reads_the_device(k: int, sampled: bool, forced: bool, constrained: bool) -> None:
+@pytest.mark.parametrize("prefilled", [False, True])
+def test_a_step_never_reads_the_device(k: int, sampled: bool, forced: bool, constrained: bool, prefilled: bool) -> None:
     """Meta tensors have shapes and no values: a host read or a shape that depends on data raises."""
     meta = torch.device("meta")
     buffers = StepBuffers.allocate(
@@ -280,7 +298,7 @@ def test_a_step_never_reads_the_device(k: int, sampled: bool, forced: bool, cons
     model = MetaModel(8, 99)
     slots = torch.empty(3, dtype=torch.int64, device=meta)
     rates = torch.empty(4, device=meta) if forced else None
-    variant: dict[str, Any] = {"sampled": sampled, "constrained": constrained, "forced_rate_K": rates}
+    variant: dict[str, Any] = {"sampled": sampled, "constrained": constrained, "prefilled": prefilled, "forced_rate_K": rates}
     result = decode_step(model, MtpDrafter(model), buffers, slots, num_drafted=k, **variant)  # type: ignore[arg-type]
     happened = result.happened_BF
     assert (happened.device, happened.dtype, happened.shape) == (meta, torch.int64, (3, 12 + k + 1 + k))
@@ -333,7 +351,7 @@ def test_a_commit_that_ends_on_a_boundary_reads_its_checkpoint(prompt_length: in
         plan = StepPlan()
         driver.check(running)
         on_boundary += outcome.length % ENDLESS.spec.block_tokens == 0
-    assert on_boundary >= (4 if prompt_length == 33 else 0)
+    assert on_boundary >= (5 if prompt_length == 32 else 0)
 
 
 def accepted_counts(rates: tuple[float, ...], steps: int, *, sampling: SamplingParams, slots: int = 50) -> list[int]:
@@ -343,11 +361,11 @@ def accepted_counts(rates: tuple[float, ...], steps: int, *, sampling: SamplingP
     plan = StepPlan()
     for slot in range(slots):
         driver.plan_join(plan, slot, ReferenceRequest(prompt=[slot % 40, 2, 3], sampling=sampling, seed=slot, length_limit=10**6))
+    driver.step(k, plan=plan)
     counts = [0] * (k + 1)
     for _ in range(steps):
-        for outcome in driver.step(k, plan=plan):
+        for outcome in driver.step(k):
             counts[outcome.num_accepted] += 1
-        plan = StepPlan()
     for running in driver.running.values():
         driver.check(running)
     return counts
@@ -429,7 +447,7 @@ def test_every_planted_fault_in_storage_changes_the_stream() -> None:
                     ENDLESS.mtp_PS[running.pages[1], 3] += 1 << 55
         if fault == "mtp":
             assert running.emitted == expected
-            assert all(outcome.num_accepted == 3 for outcome in running.outcomes[: when + 1])
+            assert all(outcome.num_accepted == 3 for outcome in running.outcomes[1 : when + 1])
             assert sum(outcome.num_accepted for outcome in running.outcomes[when + 1 :]) < len(running.outcomes) - when
         else:
             assert running.emitted != expected

@@ -34,7 +34,7 @@ def chunk(
     read_row: int = 0,
     writes: Sequence[tuple[int, int]],
     pages: list[int],
-    next_token: int = 0,
+    next_token: int | None = None,
     score_top: int | None = None,
 ) -> ChunkPlan:
     return ChunkPlan(
@@ -53,20 +53,18 @@ def join(
     known: Sequence[int],
     *,
     slot: int,
-    read_row: int,
     rows: list[int],
     pages: list[int],
     checkpoint_length: int = 0,
     constrained: bool = False,
     logprobs: int | None = None,
 ) -> SlotJoin:
-    """A greedy request over `known`, with all but the last token in `read_row`."""
+    """A greedy request over `known`, which rows[0] holds."""
     return SlotJoin(
         request_id=f"r{slot}",
         slot=slot,
         length=len(known) - 1,
         last_token=known[-1],
-        read_row=read_row,
         write_rows=rows[:-2],
         spare_rows=(rows[-2], rows[-1]),
         checkpoint_length=checkpoint_length,
@@ -116,18 +114,14 @@ def test_a_resumed_request_equals_one_from_scratch_and_leaves_the_checkpoint_alo
     for seed in range(10):
         generator = random.Random(seed)
         shared = random_tokens(3 * BLOCK, seed)
-        # From a boundary inside a prompt, prefill some and decode; or decode from the checkpoint itself.
-        suffix = random_tokens(generator.choice([1, 1, 2, 20]), seed + 100)
+        suffix = random_tokens(generator.choice([1, 1, 2, 16, 20]), seed + 100)
         executor = make_executor()
         shared_pages = [1, 2, 3]
         executor.collect(executor.launch(StepPlan(chunks=[chunk(shared, writes=[(len(shared), 9)], pages=shared_pages)])))
         rows, pages = list(range(20, 26)), [*shared_pages, *range(10, 20)]
-        plan = StepPlan(num_drafted=3, decode_slots=[0])
-        read_row = 9
-        if len(suffix) > 1:
-            read_row = rows[0]
-            plan.chunks = [chunk(suffix[:-1], start=len(shared), read_row=9, writes=[(len(suffix) - 1, rows[0])], pages=pages)]
-        plan.joins = [join(shared + suffix, slot=0, read_row=read_row, rows=rows, pages=pages)]
+        plan = StepPlan(num_drafted=3, first_slots=[0])
+        plan.chunks = [chunk(suffix, start=len(shared), read_row=9, writes=[(len(suffix), rows[0])], pages=pages)]
+        plan.joins = [join(shared + suffix, slot=0, rows=rows, pages=pages)]
         resumed = []
         for _ in range(12):
             resumed += executor.collect(executor.launch(plan)).slots
@@ -151,10 +145,10 @@ def test_a_checkpoint_from_prefill_becomes_the_first_rolling_one() -> None:
     rows, pages = list(range(20, 26)), list(range(1, 15))
     boundary = 2 * BLOCK
     plan = StepPlan(
-        chunks=[chunk(ids[:-1], writes=[(boundary, rows[-2]), (len(ids) - 1, rows[0])], pages=pages)],
-        joins=[join(ids, slot=0, read_row=rows[0], rows=rows, pages=pages, checkpoint_length=boundary)],
+        chunks=[chunk(ids, writes=[(boundary, rows[-2]), (len(ids), rows[0])], pages=pages)],
+        joins=[join(ids, slot=0, rows=rows, pages=pages, checkpoint_length=boundary)],
         num_drafted=3,
-        decode_slots=[0],
+        first_slots=[0],
     )
     known, lengths = list(ids), []
     for _ in range(12):
@@ -225,11 +219,10 @@ def test_page_updates_reach_the_step_of_their_own_plan() -> None:
     executor = make_executor()
     rows, pages = list(range(20, 26)), [1]
     plan = StepPlan(
-        chunks=[chunk(ids[:-1], writes=[(9, rows[0])], pages=pages)],
-        joins=[join(ids, slot=1, read_row=rows[0], rows=rows, pages=pages)],
+        chunks=[chunk(ids, writes=[(10, rows[0])], pages=pages)],
+        joins=[join(ids, slot=1, rows=rows, pages=pages)],
         num_drafted=3,
-        decode_slots=[1],
-        page_updates=[],
+        first_slots=[1],
     )
     known = list(ids)
     for step in range(12):
@@ -251,7 +244,7 @@ def test_collecting_late_changes_nothing() -> None:
     """With overlap the host reads a step after the next one was launched: a result must not be overwritten."""
     request = ReferenceRequest(prompt=[3, 1, 2], sampling=SamplingParams(temperature=1.0), seed=5, length_limit=200)
     driver = StepDriver(MODEL, max_running=1, max_draft_tokens=3)
-    plan = StepPlan(num_drafted=3, decode_slots=[0])
+    plan = StepPlan(num_drafted=3, first_slots=[0])
     driver.plan_join(plan, 0, request)
     executor = driver.executor
     tickets, emitted = [executor.launch(plan)], []
@@ -262,10 +255,12 @@ def test_collecting_late_changes_nothing() -> None:
 
 
 def test_scores_are_log_probabilities_of_the_prompt() -> None:
+    """Of the tokens that follow a chunk's: the one behind it included, where it doesn't end the prompt."""
     ids = random_tokens(75, 6)
-    for top in (0, 3):
+    for top, count in ((0, 74), (3, 74), (3, 75)):
         executor = make_executor()
-        plan = StepPlan(chunks=[chunk(ids[:-1], writes=[(74, 20)], pages=list(range(1, 8)), next_token=ids[-1], score_top=top)])
+        following = ids[count] if count < 75 else None
+        plan = StepPlan(chunks=[chunk(ids[:count], writes=[(count, 20)], pages=list(range(1, 8)), next_token=following, score_top=top)])
         scores = executor.collect(executor.launch(plan)).scores["r"]
         assert [score.token_id for score in scores] == ids[1:]
         for position, score in enumerate(scores):
@@ -282,15 +277,15 @@ def test_scores_of_emitted_tokens_are_those_of_their_own_request() -> None:
     first, second = random_tokens(9, 1), random_tokens(14, 2)
     executor = make_executor(max_running=3)
     logit_bias = SamplingParams(temperature=0.0, logit_bias={5: 30.0})
-    plan = StepPlan(num_drafted=3, decode_slots=[2, 0, 1])
+    plan = StepPlan(num_drafted=3, first_slots=[2, 0, 1])
     for slot, (ids, logprobs) in enumerate(((first, 3), (second, None), (second, 0))):
         rows, pages = list(range(10 + 6 * slot, 16 + 6 * slot)), list(range(1 + 5 * slot, 6 + 5 * slot))
-        plan.chunks.append(chunk(ids[:-1], writes=[(len(ids) - 1, rows[0])], pages=pages))
-        plan.joins.append(join(ids, slot=slot, read_row=rows[0], rows=rows, pages=pages, logprobs=logprobs))
+        plan.chunks.append(chunk(ids, writes=[(len(ids), rows[0])], pages=pages))
+        plan.joins.append(join(ids, slot=slot, rows=rows, pages=pages, logprobs=logprobs))
     plan.joins[0] = dataclasses.replace(plan.joins[0], sampling=logit_bias)
     ticket = executor.launch(plan)
     again = StepPlan(num_drafted=3, decode_slots=[2], leaves=[0])
-    again.joins = [join(first, slot=0, read_row=0, rows=list(range(10, 16)), pages=[1, 2])]
+    again.joins = [join(first, slot=0, rows=list(range(10, 16)), pages=[1, 2])]
     later = executor.launch(again)
     by_slot = {outcome.slot: outcome for outcome in executor.collect(ticket).slots}
     assert by_slot[1].scores is None
@@ -309,23 +304,21 @@ def test_scores_of_emitted_tokens_are_those_of_their_own_request() -> None:
     assert len(outcome.scores) == len(outcome.emitted)
 
 
-def test_a_constrained_slot_joins_without_drafts_and_says_what_it_drafted() -> None:
+def test_a_constrained_slot_says_what_it_drafted() -> None:
     ids = random_tokens(20, 3)
     perfect = HashChainModel(seed=23, draft_accuracy=1.0)
     executor = make_executor(perfect)
-    plan = StepPlan(num_drafted=3, decode_slots=[0, 1])
+    plan = StepPlan(num_drafted=3, first_slots=[0, 1])
     for slot in (0, 1):
         rows, pages = list(range(10 + 6 * slot, 16 + 6 * slot)), list(range(1 + 6 * slot, 7 + 6 * slot))
-        plan.chunks.append(chunk(ids[:-1], writes=[(19, rows[0])], pages=pages))
-        plan.joins.append(join(ids, slot=slot, read_row=rows[0], rows=rows, pages=pages, constrained=slot == 1))
+        plan.chunks.append(chunk(ids, writes=[(20, rows[0])], pages=pages))
+        plan.joins.append(join(ids, slot=slot, rows=rows, pages=pages, constrained=slot == 1))
     everything = Everything(perfect.spec.vocab_size)
     plan.masks = {1: everything.masks([])}
     free, constrained = executor.collect(executor.launch(plan)).slots
-    assert (free.num_drafted, constrained.num_drafted) == (3, 0)
     stream = perfect.reference_stream(greedy(ids, 60))
-    assert constrained.emitted == stream[:1]
-    assert constrained.drafts == stream[1:4]
-    assert free.drafts == stream[4:7]
+    for outcome in (free, constrained):
+        assert (outcome.num_drafted, outcome.emitted, outcome.drafts) == (0, stream[:1], stream[1:4])
     barred = np.ones(perfect.spec.vocab_size, dtype=np.bool_)
     barred[stream[2]] = False
     masks = everything.masks(constrained.drafts)
@@ -334,20 +327,23 @@ def test_a_constrained_slot_joins_without_drafts_and_says_what_it_drafted() -> N
     assert after.num_drafted == 3
     assert (after.num_accepted, after.emitted[0]) == (1, stream[1])
     assert after.emitted[1] != stream[2], "the second draft may not come"
-    perfect.check_pages(list(range(7, 13)), [*ids, stream[0], stream[1]], context="MTP K/V of the pair at the join included:")
+    perfect.check_pages(list(range(7, 13)), [*ids, stream[0], stream[1]], context="MTP K/V of the prompt's last pair included:")
 
 
 def test_an_empty_decode_has_no_outcomes() -> None:
     executor = make_executor()
     outcome = executor.collect(executor.launch(StepPlan(leaves=[1], page_updates=[(0, 2, 7)])))
-    assert (outcome.slots, outcome.scores, outcome.decode_seconds) == ([], {}, 0.0)
+    assert (outcome.slots, outcome.scores, outcome.prefill_seconds, outcome.decode_seconds) == ([], {}, 0.0, 0.0)
 
 
-def test_decode_time_is_measured() -> None:
+def test_chunks_and_decode_steps_are_timed() -> None:
     driver = StepDriver(MODEL, max_running=1, max_draft_tokens=1)
-    plan = StepPlan(num_drafted=1, decode_slots=[0])
+    plan = StepPlan(num_drafted=1, first_slots=[0])
     driver.plan_join(plan, 0, greedy([1, 2], 50))
-    assert driver.executor.collect(driver.executor.launch(plan)).decode_seconds > 0.0
+    with_prompt = driver.executor.collect(driver.executor.launch(plan))
+    assert with_prompt.prefill_seconds > 0.0 == with_prompt.decode_seconds, "a first step is no decode step"
+    alone = driver.executor.collect(driver.executor.launch(StepPlan(num_drafted=1, decode_slots=[0])))
+    assert alone.decode_seconds > 0.0 == alone.prefill_seconds
 
 
 def test_settings_that_do_not_fit_the_model_are_refused_by_name() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agentspec.errors import ConfigError
-from agentspec.runtime.memory_plan import longest_sequence, plan_memory
+from agentspec.runtime.memory_plan import longest_sequence, plan_host_memory, plan_memory
 from agentspec.types import ModelSpec
 
 SPEC = ModelSpec(
@@ -40,3 +40,15 @@ def test_the_longest_sequence_fits_with_every_position_that_a_step_may_touch() -
 def test_too_little_memory_says_how_much_is_needed() -> None:
     with pytest.raises(ConfigError, match=r"memory='0\.009313 GiB'.*need at least 0\.0"):
         plan_memory(SPEC, memory_bytes=10_000_000, max_running=4, max_draft_tokens=3)
+
+
+@pytest.mark.parametrize("host_bytes", [10_000_000, 10**9, 10**12])
+def test_host_memory_stays_inside_its_budget(host_bytes: int) -> None:
+    host = plan_host_memory(SPEC, host_bytes)
+    assert host is not None
+    assert 0.8 * host_bytes < host.num_rows * SPEC.row_bytes + host.num_pages * SPEC.page_bytes <= host_bytes
+
+
+@pytest.mark.parametrize("host_bytes", [0, 10_000, 1_000_000, 1_300_000])
+def test_host_memory_for_no_path_at_all_is_none(host_bytes: int) -> None:
+    assert plan_host_memory(SPEC, host_bytes) is None

@@ -43,10 +43,9 @@ def test_breakpoints_are_rounded_down_to_a_block(offset: int, length: int | None
     assert wanted(request(100, [(offset, USER)])) == ([(length, USER)] if length else [])
 
 
-def test_a_breakpoint_inside_the_hit_or_beyond_prefill_leaves_nothing() -> None:
-    """Prefill ends one token before the prompt does, so a breakpoint at a prompt's very end may not be reached."""
+def test_a_breakpoint_inside_the_hit_leaves_nothing_and_one_at_the_very_end_does() -> None:
     assert wanted(request(65, [(32, SYSTEM), (64, USER)], computed=32)) == [(64, USER)]
-    assert wanted(request(64, [(64, USER)])) == []
+    assert wanted(request(64, [(64, USER)])) == [(64, USER)]
 
 
 def test_the_most_protected_kind_names_a_shared_boundary() -> None:
@@ -57,7 +56,7 @@ def test_the_most_protected_kind_names_a_shared_boundary() -> None:
 def test_a_prompt_without_breakpoints_keeps_its_last_boundary() -> None:
     assert wanted(request(100)) == [(96, USER)]
     assert wanted(request(97)) == [(96, USER)]
-    assert wanted(request(96)) == [(80, USER)], "the last token is not part of prefill"
+    assert wanted(request(96)) == [(80, USER)], "where the same prompt can resume: its last token is always computed"
     assert wanted(request(16)) == []
 
 
@@ -117,11 +116,14 @@ def test_a_chunk_that_does_not_end_the_prompt_ends_on_a_block() -> None:
         assert chunk is not None
         assert len(chunk.token_ids) == expected
         assert chunk.next_token == made.sequence[expected]
+        assert list(chunk.scored_ids) == list(made.sequence[1 : expected + 1])
     assert plan_chunk(made, BLOCK - 1, BLOCK, Rows()) == (None, [])
     made.computed = 96
-    chunk, _ = plan_chunk(made, 3, BLOCK, Rows())
+    chunk, _ = plan_chunk(made, 4, BLOCK, Rows())
     assert chunk is not None
-    assert list(chunk.token_ids) == list(made.sequence[96:99])
+    assert (list(chunk.token_ids), chunk.next_token) == (list(made.sequence[96:100]), None)
+    assert list(chunk.scored_ids) == list(made.sequence[97:100])
+    assert plan_chunk(made, 3, BLOCK, Rows()) == (None, [])
     made.computed = 80
     assert plan_chunk(made, 15, BLOCK, Rows()) == (None, []), "less than a block, and the end is further"
 
@@ -131,8 +133,21 @@ def test_the_last_boundary_becomes_the_first_rolling_checkpoint() -> None:
     chunk, checkpoints = plan_chunk(made, 512, BLOCK, Rows())
     assert chunk is not None
     assert checkpoints == []
-    assert chunk.state_writes == ((96, 60), (99, 50))
+    assert chunk.state_writes == ((96, 60), (100, 50))
     assert made.prompt_checkpoint == 96
+
+
+def test_a_boundary_at_the_very_end_is_left_to_the_first_step_and_may_be_published() -> None:
+    for points, ends in (((), ((80, 60), (96, 50))), (((96, USER),), ((96, 100), (96, 50)))):
+        made = request(96, points)
+        if points:
+            made.pending = wanted_checkpoints(made, 0, BLOCK)
+            made.promised = {96}
+        chunk, checkpoints = plan_chunk(made, 512, BLOCK, Rows())
+        assert chunk is not None
+        assert sorted(chunk.state_writes) == sorted(ends)
+        assert checkpoints == ([(96, 100, USER)] if points else [])
+        assert made.prompt_checkpoint == (0 if points else 80)
 
 
 def test_a_published_checkpoint_at_the_last_boundary_is_not_kept_twice() -> None:
@@ -141,7 +156,7 @@ def test_a_published_checkpoint_at_the_last_boundary_is_not_kept_twice() -> None
     chunk, checkpoints = plan_chunk(made, 512, BLOCK, Rows())
     assert chunk is not None
     assert checkpoints == [(96, 100, USER)]
-    assert chunk.state_writes == ((96, 100), (99, 50))
+    assert chunk.state_writes == ((96, 100), (100, 50))
     assert made.prompt_checkpoint == 0
 
 
@@ -151,7 +166,7 @@ def test_where_no_row_can_be_had_the_rolling_checkpoint_steps_in() -> None:
     chunk, checkpoints = plan_chunk(made, 512, BLOCK, Rows(0))
     assert chunk is not None
     assert checkpoints == []
-    assert chunk.state_writes == ((96, 60), (99, 50))
+    assert chunk.state_writes == ((96, 60), (100, 50))
     assert made.promised == set(), "nobody waits for what will not come"
 
 
@@ -159,7 +174,7 @@ def test_a_request_that_does_not_decode_keeps_no_rolling_checkpoint() -> None:
     made = request(100, max_tokens=0)
     chunk, _ = plan_chunk(made, 512, BLOCK, Rows())
     assert chunk is not None
-    assert chunk.state_writes == ((99, 50),)
+    assert chunk.state_writes == ((100, 50),)
     assert made.prompt_checkpoint == 0
 
 
@@ -194,6 +209,6 @@ def test_chunks_tile_the_prompt_and_leave_every_wanted_state() -> None:
             assert states[50] == covered, f"seed {seed}: the running state stays in the request's first row"
         assert covered == made.prefill_end, f"seed {seed}"
         assert left == expected, f"seed {seed}"
-        last = made.prefill_end // BLOCK * BLOCK
+        last = (made.prefill_end - 1) // BLOCK * BLOCK
         if last > start and last not in {length for length, _ in expected}:
             assert (made.prompt_checkpoint, states[60]) == (last, last), f"seed {seed}"

@@ -184,15 +184,17 @@ def test_a_stop_string_completed_by_the_last_token_is_a_stop() -> None:
 
 def test_what_speculation_did_is_counted_by_position() -> None:
     request = make()
+    request.takes_first_step = True
     request.take(outcome("a", drafted=0))
+    assert request.usage.completion_tokens == 1
     for accepted in (0, 3, 2, 3):
         request.take(outcome("abcd"[: accepted + 1], drafted=3))
     request.take(outcome("", drafted=0))  # a step that found the slot inert
     spec = request.usage.spec
-    assert (spec.num_steps, spec.num_drafted, spec.num_accepted) == (5, 12, 8)
+    assert (spec.num_steps, spec.num_drafted, spec.num_accepted) == (4, 12, 8), "the first token comes with the prompt"
     assert spec.drafted_by_position == [4, 4, 4]
     assert spec.accepted_by_position == [3, 3, 2]
-    assert spec.histogram == [2, 0, 1, 2]
+    assert spec.histogram == [1, 0, 1, 2]
 
 
 def test_positions_where_nothing_was_accepted_count_too() -> None:

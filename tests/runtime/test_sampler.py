@@ -32,7 +32,6 @@ def make_buffers(parameters: list[SamplingParams], *, prompt: list[int], output:
                 slot=slot,
                 length=len(prompt) + len(output) - 1,
                 last_token=(prompt + output)[-1],
-                read_row=2,
                 write_rows=[2, 3, 4],
                 spare_rows=(5, 6),
                 page_ids=[1],

@@ -14,10 +14,10 @@ def test_a_prompt_is_cut_at_the_budget_and_joins_with_its_last_chunk() -> None:
     house = House(budget=64)
     house.submit("a", letters(200), "hello")
     house.run()
-    assert house.chunks("a") == [(0, 64), (64, 64), (128, 64), (192, 7)]
+    assert house.chunks("a") == [(0, 64), (64, 64), (128, 64), (192, 8)]
     last = house.device.plans[3]
     assert [join.request_id for join in last.joins] == ["a"]
-    assert last.decode_slots == [last.joins[0].slot]
+    assert (last.first_slots, last.decode_slots) == ([last.joins[0].slot], []), "its first token comes with its last chunk"
     assert house.said("a") == "hello"
 
 
@@ -25,16 +25,17 @@ def test_a_budget_that_is_no_multiple_of_a_block_never_cuts_inside_one() -> None
     house = House(budget=70)
     house.submit("a", letters(200), "x")
     house.run()
-    assert [length for _, length in house.chunks("a")] == [64, 64, 64, 7]
+    assert [length for _, length in house.chunks("a")] == [64, 64, 64, 8]
 
 
 def test_no_step_computes_more_than_its_budget() -> None:
     for seed in range(20):
-        house = House(budget=(80, 64, 100)[seed % 3], max_running=6)
+        budget = (80, 64, 100)[seed % 3]
+        house = House(budget=budget, max_running=6)
         for number in range(8):
             house.submit(f"r{number}", letters(1 + (seed * 37 + number * 53) % 300, seed=number), "abc" * (number % 4))
         house.run()
-        assert all(sum(len(chunk.token_ids) for chunk in plan.chunks) <= house.scheduler._prefill_budget for plan in house.device.plans), seed
+        assert all(sum(len(chunk.token_ids) for chunk in plan.chunks) <= budget for plan in house.device.plans), seed
 
 
 def test_the_oldest_prompt_gets_half_of_the_budget_and_short_ones_pass_it() -> None:
@@ -43,7 +44,7 @@ def test_the_oldest_prompt_gets_half_of_the_budget_and_short_ones_pass_it() -> N
     house.submit("medium", letters(60, seed=1), "x")
     house.submit("short", letters(12, seed=2), "x")
     house.step()
-    assert {chunk.request_id: len(chunk.token_ids) for chunk in house.device.plans[0].chunks} == {"long": 32, "short": 11, "medium": 16}
+    assert {chunk.request_id: len(chunk.token_ids) for chunk in house.device.plans[0].chunks} == {"long": 32, "short": 12, "medium": 16}
     house.run()
     assert house.step_of_join("short") == 0
     assert house.step_of_join("medium") <= 2
@@ -90,7 +91,7 @@ def test_the_next_turn_resumes_at_the_end_of_the_last_one() -> None:
     house.submit("two", grown, "p", points=[(50, SYSTEM), (140, USER)], session="s")
     house.run()
     assert house.finish("two").usage.cached_tokens == 192
-    assert house.chunks("two") == [(192, len(grown) - 1 - 192)]
+    assert house.chunks("two") == [(192, len(grown) - 192)]
 
 
 def test_a_turn_that_is_rendered_anew_resumes_at_the_last_user_message() -> None:
@@ -138,7 +139,7 @@ def test_without_a_prefix_cache_nothing_is_ever_cached() -> None:
         house.submit(f"r{number}", letters(200), "abcabc", points=[(100, SYSTEM)])
         house.run()
     assert house.resumed == [0, 0]
-    assert house.metrics.prefill_tokens == 2 * 199
+    assert house.metrics.prefill_tokens == 2 * 200
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -149,7 +150,7 @@ def test_a_fleet_computes_its_common_prefix_once(agents: int, overlap: bool) -> 
     for number in range(agents):
         house.submit(f"a{number}", shared + letters(20, seed=1 + number), "xyz", points=[(320, SYSTEM), (335, USER)], session=f"s{number}")
     house.run()
-    assert house.metrics.prefill_tokens == 339 + (agents - 1) * 19
+    assert house.metrics.prefill_tokens == 340 + (agents - 1) * 20
     assert all(house.said(f"a{number}") == "xyz" for number in range(agents))
 
 
@@ -158,7 +159,7 @@ def test_equal_prompts_at_once_compute_all_but_the_tail_once() -> None:
     for number in range(6):
         house.submit(f"a{number}", letters(200), "xyz", points=[(200, USER)])
     house.run()
-    assert house.metrics.prefill_tokens == 199 + 5 * (199 - 192)
+    assert house.metrics.prefill_tokens == 200 + 5 * (200 - 192)
 
 
 def test_nobody_waits_for_a_prefix_that_saves_little() -> None:
@@ -213,7 +214,7 @@ def test_max_tokens_0_computes_the_prompt_and_says_nothing() -> None:
     house.run()
     finish = house.finish("a")
     assert (finish.reason, finish.usage.completion_tokens, len(house.events["a"])) == (FinishReason.LENGTH, 0, 1)
-    assert not any(plan.joins or plan.decode_slots for plan in house.device.plans)
+    assert not any(plan.joins or plan.first_slots or plan.decode_slots for plan in house.device.plans)
     assert house.published == [("USER", 144)]
     house.submit("b", letters(200), "x", points=[(150, USER)])
     house.run()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from agentspec.wire import TokensEvent
@@ -66,7 +68,37 @@ def test_the_depth_policy_is_asked_for_each_batch_and_told_what_happened() -> No
     house.submit("b", letters(10, seed=1), "a")
     house.run()
     assert house.depth.batches == [2, 1, 1, 1]
-    assert house.depth.observed == [(3, [(0, 0), (0, 0)]), (3, [(3, 2)]), (3, [(3, 2)]), (3, [(3, 0)])]
+    assert house.depth.observed == [(3, [(3, 2)]), (3, [(3, 2)]), (3, [(3, 0)])], "first steps verify nothing"
+
+
+def test_the_pace_is_told_of_every_step() -> None:
+    pace = ListeningPace()
+    house = House(overlap=False, drafts=3, pace=pace)
+    house.device.decode_seconds, house.device.prefill_cost = 0.25, lambda start, count: start + count
+    house.submit("a", letters(100), "abcdef")
+    house.run()
+    assert pace.asked == [(False, 0), (False, 64)]
+    assert pace.told == [([(0, 64)], 64.0, 0.0), ([(64, 36)], 100.0, 0.0), ([], 0.0, 0.25), ([], 0.0, 0.25), ([], 0.0, 0.0)]
+    house.submit("b", letters(20, seed=1), "abcdef")
+    house.step()
+    house.submit("c", letters(20, seed=2), "a")
+    house.step()
+    assert pace.asked[-2:] == [(False, 0), (True, 0)]
+
+
+class ListeningPace:
+    """Always 64 tokens; keeps what it was asked and told."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[bool, int]] = []
+        self.told: list[tuple[list[tuple[int, int]], float, float]] = []
+
+    def choose(self, *, streams_run: bool, context: int) -> int:
+        self.asked.append((streams_run, context))
+        return 64
+
+    def observe(self, chunks: Sequence[tuple[int, int]], *, prefill_seconds: float, decode_seconds: float) -> None:
+        self.told.append((list(chunks), prefill_seconds, decode_seconds))
 
 
 def test_inert_slots_teach_the_policy_nothing() -> None:
@@ -75,7 +107,7 @@ def test_inert_slots_teach_the_policy_nothing() -> None:
     house.submit("a", letters(10), "ab")
     house.run()
     assert len(house.depth.batches) == 3
-    assert len(house.depth.observed) == 2
+    assert len(house.depth.observed) == 1
 
 
 def test_metrics_count_what_was_launched_and_emitted() -> None:
@@ -84,8 +116,9 @@ def test_metrics_count_what_was_launched_and_emitted() -> None:
     house.run()
     metrics = house.metrics
     assert metrics.requests == 1
-    assert (metrics.prompt_tokens, metrics.prefill_tokens, metrics.cached_tokens, metrics.emitted_tokens) == (100, 99, 0, 10)
+    assert (metrics.prompt_tokens, metrics.prefill_tokens, metrics.cached_tokens, metrics.emitted_tokens) == (100, 100, 0, 10)
     assert metrics.steps == len(house.device.plans)
+    assert metrics.first_slots == sum(len(plan.first_slots) for plan in house.device.plans) == 1
     assert metrics.decode_steps == sum(bool(plan.decode_slots) for plan in house.device.plans)
     assert metrics.decode_slots == sum(len(plan.decode_slots) for plan in house.device.plans)
     assert metrics.finished == {"stop": 0, "length": 1, "abort": 0, "error": 0}

@@ -1,0 +1,104 @@
+"""Short prompt chunks as CUDA graphs: one for each of a few numbers of tokens, recorded at start and replayed over tables that the host fills.
+
+An agent's turn appends a few hundred tokens: the device computes them in less time than the host needs to launch their kernels one by one. A batch
+between two sizes is filled up with padding tokens, which cost next to nothing up to the 128 rows of a matrix product's tile. Larger batches are
+eager by design, for they keep the device busy longer than the host; so are chunks whose tokens are scored.
+
+Owns which sizes there are, those of eager batches too, and the tables that all graphs read. Knows neither plans nor models: it is given the prefill
+as a function of a batch. Graphs leave nothing but what they write to rows and pages, so they can share the memory of the decode step's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from agentspec.kernels import PrefillBatch
+from agentspec.runtime.graphs import BYTES_A_GRAPH, Recorder
+from agentspec.runtime.prefill_tables import PrefillSizes, PrefillTables, PromptRun, block_ends, build_tables
+from agentspec.runtime.step_buffers import stage
+
+CHUNK_SIZES = (64, 128, 192, 256, 288, 384, 512, 640, 768, 800, 864, 896, 960, 1024)
+"""Tokens of a batch that are captured. Matrix products take a number of tokens well or badly as it fills their tiles (832 take longer than 896); these
+are sizes that they take well on an H100, in the family's shapes, and at most an eighth of a large one is padding."""
+
+MAX_SPANS = 4
+"""Sequences in a captured batch."""
+
+_EAGER_STEP = 128
+"""Eager batches are filled up to a multiple of so many tokens."""
+
+_BYTES_A_TOKEN = 512 * 2**10
+"""More than what a forward of the largest dense model of the family holds at the same time, for each of its tokens."""
+
+
+class PrefillGraphs:
+    """Every graph of prompt chunks."""
+
+    def __init__(
+        self, prefill: Callable[[PrefillBatch], None], recorder: Recorder, *, block_tokens: int, max_pages: int, device: torch.device
+    ) -> None:
+        """Record all of them, over nothing but padding: so it changes nothing.
+
+        prefill: without host reads. max_pages: of a sequence."""
+        began = time.perf_counter()
+        self._block_tokens, self._max_pages, self._device = block_tokens, max_pages, device
+        self._sizes = {num_tokens: self._room(num_tokens, MAX_SPANS) for num_tokens in CHUNK_SIZES}
+        self._words = torch.empty(max(sizes.num_words for sizes in self._sizes.values()), dtype=torch.int64, device=device)
+        """The static tables: those of every size begin here, for only one runs at a time."""
+        # The largest first: what it took and gave back holds everything that the smaller ones need.
+        self._replays = {num_tokens: self._record(prefill, recorder, num_tokens) for num_tokens in reversed(CHUNK_SIZES)}
+        self.seconds = time.perf_counter() - began
+        """What recording took."""
+
+    def hold(self, runs: Sequence[PromptRun]) -> bool:
+        """Whether there is a graph for `runs`; otherwise they are to run eagerly."""
+        return self._smallest(runs) is not None
+
+    def run(self, runs: Sequence[PromptRun]) -> None:
+        """Enqueue the prefill of `runs`, for which there must be a graph."""
+        num_tokens = self._smallest(runs)
+        assert num_tokens is not None, "no graph holds them"
+        self._fill(num_tokens, runs)
+        self._replays[num_tokens]()
+
+    def eager_sizes(self, runs: Sequence[PromptRun]) -> PrefillSizes:
+        """Room for `runs` without a graph: in steps, and otherwise as in a graph, since Triton compiles a kernel anew for other kinds of sizes."""
+        num_tokens = -(-sum(len(run.token_ids) for run in runs) // _EAGER_STEP) * _EAGER_STEP
+        room = self._room(num_tokens, max(MAX_SPANS, 1 << (len(runs) - 1).bit_length()))
+        return replace(room, num_blocks=max(room.num_blocks, self._num_blocks(runs)))
+
+    def _room(self, num_tokens: int, num_spans: int) -> PrefillSizes:
+        # A span that begins and ends inside of blocks has two besides those that it fills. States wanted inside of blocks cut further ones.
+        num_blocks = num_tokens // self._block_tokens + 2 * num_spans
+        return PrefillSizes(num_tokens=num_tokens, num_spans=num_spans, num_blocks=num_blocks, num_pages=self._max_pages)
+
+    def _num_blocks(self, runs: Sequence[PromptRun]) -> int:
+        return sum(len(block_ends(run, self._block_tokens)) for run in runs)
+
+    def _smallest(self, runs: Sequence[PromptRun]) -> int | None:
+        """Tokens of the smallest graph that holds the runs."""
+        if len(runs) > MAX_SPANS:
+            return None
+        num_tokens = sum(len(run.token_ids) for run in runs)
+        num_blocks = self._num_blocks(runs)
+        fitting = (size for size, sizes in self._sizes.items() if size >= num_tokens and sizes.num_blocks >= num_blocks)
+        return next(fitting, None)
+
+    def _record(self, prefill: Callable[[PrefillBatch], None], recorder: Recorder, num_tokens: int) -> Callable[[], None]:
+        self._fill(num_tokens, [])
+        sizes = self._sizes[num_tokens]
+        batch = PrefillTables(sizes=sizes, words=self._words[: sizes.num_words]).batch
+        return recorder.record_writes(lambda: prefill(batch))
+
+    def _fill(self, num_tokens: int, runs: Sequence[PromptRun]) -> None:
+        tables = build_tables(runs, block_tokens=self._block_tokens, sizes=self._sizes[num_tokens])
+        self._words[: tables.sizes.num_words].copy_(stage(tables.words, torch.int64, self._device))
+
+
+def prefill_graph_bytes() -> int:
+    """About what the graphs of prompt chunks will take on the device, before there are any."""
+    return CHUNK_SIZES[-1] * _BYTES_A_TOKEN + len(CHUNK_SIZES) * BYTES_A_GRAPH

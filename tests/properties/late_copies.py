@@ -1,0 +1,39 @@
+"""Copies to and from the host tier that come as late, and as far apart, as the rules allow: step_loop.Copier around the real one.
+
+Orders to the device may overtake those to the host, an order to the host never one to the device that was given before it. What an order reads is
+what its ids hold when it is carried out.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+from agentspec.cache.host_tier import CopyOrder, CopyOrders
+from agentspec.runtime.host_copies import CopyProgress, HostCopies
+
+
+class LateCopies:
+    def __init__(self, copies: HostCopies, lateness: random.Random) -> None:
+        self._copies = copies
+        self._rng = lateness
+        self._to_host: deque[CopyOrder] = deque()
+        self._to_device: deque[CopyOrder] = deque()
+
+    def launch(self, orders: CopyOrders) -> None:
+        self._to_host.extend(orders.to_host)
+        self._to_device.extend(orders.to_device)
+
+    def poll(self) -> CopyProgress:
+        for _ in range(self._rng.choice([0, 0, 1, 3])):
+            if self._to_device:
+                self._carry_out(CopyOrders(to_device=[self._to_device.popleft()]))
+            elif self._to_host:
+                self._carry_out(CopyOrders(to_host=[self._to_host.popleft()]))
+        return self._copies.poll()
+
+    def _carry_out(self, orders: CopyOrders) -> None:
+        before = sum(self._copies.poll())
+        self._copies.launch(orders)
+        while sum(self._copies.poll()) == before:
+            pass

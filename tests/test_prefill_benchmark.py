@@ -1,0 +1,394 @@
+"""`python -m benchmarks.prefill` without its figures: what is counted, cached, computed and measured is what the tables say it is."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentspec.models.state import row_bytes
+from agentspec.models.tensors import parameter_shapes
+from benchmarks import prefill, prefill_checks, prefill_engine, prefill_profile
+from benchmarks.bandwidth import Bandwidth
+from benchmarks.decode_checks import CheckFailedError
+from benchmarks.prefill import Run, chosen_cases
+from benchmarks.prefill_cases import (
+    PaceCase,
+    PaceFigures,
+    PromptCase,
+    PromptFigures,
+    SessionCase,
+    Shape,
+    gaps_between,
+    p99,
+    run_pace,
+    run_session,
+    time_prompts,
+)
+from benchmarks.prefill_checks import check_cached_turns, check_resume_points
+from benchmarks.prefill_engine import Answer, NoFigureError, PromptEngine, Room
+from benchmarks.prefill_floor import Operation, Rates, flops_by_kind, measure_matmul, operations, seconds_of
+from benchmarks.prefill_peers import compare_kernels
+from benchmarks.prefill_profile import profile_prompt
+from benchmarks.prefill_report import PROMPT_HEADER, Entry, Report
+from benchmarks.published import CONFIGS, PrefilledModel, make_model
+from benchmarks.trace import Kernel, Timeline
+from tests.test_decode_benchmark import TOY
+
+CPU = torch.device("cpu")
+RATES = Rates(matmul=500e12, matmul_burst=600e12, bandwidth=Bandwidth(copy=3e12, read=2e12))
+SMALL = Room(longest=900, others=600)
+SHAPE = Shape(config=TOY, draft_vocab=300)
+
+
+@pytest.fixture
+def model() -> PrefilledModel:
+    return make_model("toy", TOY, device=CPU, dtype=torch.float32)
+
+
+@pytest.fixture
+def prefills(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
+    """(computed, tokens) of every prefill."""
+    seen: list[tuple[bool, int]] = []
+    run = PrefilledModel.prefill
+
+    def spy(self: PrefilledModel, batch):  # type: ignore[no-untyped-def]
+        seen.append((self.computes_prompts, len(batch.token_ids_N)))
+        return run(self, batch)
+
+    monkeypatch.setattr(PrefilledModel, "prefill", spy)
+    return seen
+
+
+# The floor
+
+
+def test_every_operation_of_a_prompt_is_counted_once() -> None:
+    config = CONFIGS["4B"]
+    count, start = 800, 50_048
+    found = flops_by_kind(operations(config, count=count, start=start, num_drafts=3, draft_vocab=32_768))
+    shapes = parameter_shapes(config)
+    trunk = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("model.layers.") and len(shape) == 2)
+    assert found["linear"] == 2 * count * trunk
+    pairs = sum(start + place + 1 for place in range(count))
+    assert found["attention"] == 8 * 4 * 16 * 256 * pairs
+    assert found["recurrence"] == 24 * count * (6 * 32 * 128 * 128 + 8 * 8192)
+    assert found["mtp"] == 2 * count * (2560 * 5120 + 2 * 1024 * 2560)
+    assert set(found) == {"linear", "attention", "recurrence", "mtp"}
+
+
+def test_compulsory_bytes_are_those_of_weights_state_and_keys() -> None:
+    config = CONFIGS["4B"]
+    ops = operations(config, count=1, start=1_000, num_drafts=0, draft_vocab=32_768)
+    num_bytes = {kind: sum(op.num_bytes for op in ops if op.kind == kind) for kind in ("linear", "attention", "recurrence", "mtp", "first step")}
+    shapes = parameter_shapes(config)
+    assert num_bytes["linear"] == 2 * sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("model.layers.") and len(shape) == 2)
+    assert num_bytes["attention"] == 8 * 1_001 * 2 * 4 * 256 * 2
+    conv_and_hidden = 24 * 3 * 8192 * 2 + 2560 * 2
+    assert num_bytes["recurrence"] == 2 * (row_bytes(config, torch.bfloat16) - conv_and_hidden)
+    assert num_bytes["mtp"] == 0
+    assert num_bytes["first step"] == 248_320 * 2560 * 2
+    with_drafts = operations(config, count=1, start=1_000, num_drafts=3, draft_vocab=32_768)
+    mtp = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("mtp.")) * 2
+    drafts = 3 * (mtp + 32_768 * 2560 * 2 + 1_001 * 2 * 4 * 256 * 2)
+    assert sum(op.num_bytes for op in with_drafts if op.kind == "first step") == 248_320 * 2560 * 2 + drafts
+
+
+def test_the_floor_is_the_longer_of_arithmetic_and_memory_operation_by_operation() -> None:
+    ops = [Operation(kind="linear", flops=500e12, num_bytes=1e12), Operation(kind="attention", flops=100e12, num_bytes=1e12)]
+    assert seconds_of(ops, RATES) == pytest.approx(1.0 + 0.5)
+
+
+def test_the_floor_of_the_issue_s_append_is_near_what_it_says() -> None:
+    """About 13 ms for 890 tokens at 16k on a GPU of 700 TFLOPS."""
+    rates = replace(RATES, matmul=700e12, bandwidth=Bandwidth(copy=3e12, read=3.2e12))
+    ops = operations(CONFIGS["4B"], count=890, start=16_384, num_drafts=3, draft_vocab=32_768)
+    assert 12e-3 < seconds_of(ops, rates) < 14e-3
+
+
+def test_the_matmul_rate_is_one() -> None:
+    sustained, burst = measure_matmul(CPU, side=64)
+    assert sustained > 1e6
+    assert burst > 1e6
+
+
+# The engine
+
+
+def test_a_made_up_context_is_cached_and_not_computed(model: PrefilledModel, prefills: list[tuple[bool, int]]) -> None:
+    engine = PromptEngine(model, CPU, SMALL)
+    context = [token % 300 for token in range(330)]
+    engine.cache_context(context, compute=False)
+    assert not any(computed for computed, _ in prefills)
+    prefills.clear()
+    answer = engine.ask(context[:320] + [7] * 100)
+    assert (answer.prompt_tokens, answer.cached_tokens) == (420, 320)
+    assert all(computed for computed, _ in prefills)
+    assert 99 <= sum(count for _, count in prefills) <= 100
+    again = engine.ask(context[:320] + [8] * 50)
+    assert again.cached_tokens == 320
+
+
+def test_a_computed_context_is_computed(model: PrefilledModel, prefills: list[tuple[bool, int]]) -> None:
+    PromptEngine(model, CPU, SMALL).cache_context([5] * 200, compute=True)
+    assert all(computed for computed, _ in prefills)
+    assert sum(count for _, count in prefills) >= 192
+
+
+def test_a_context_without_room_gives_no_figure(model: PrefilledModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_engine, "SPARE_CHECKPOINTS", 0)
+    monkeypatch.setattr(prefill_engine, "SESSION_CHECKPOINTS", 0)
+    with pytest.raises(NoFigureError, match="no row for a checkpoint behind 192 tokens"):
+        PromptEngine(model, CPU, SMALL).cache_context([5] * 200, compute=False)
+
+
+def test_an_answer_is_timed_from_its_submit(model: PrefilledModel) -> None:
+    answer = PromptEngine(model, CPU, SMALL).ask([1, 2, 3], max_tokens=6)
+    assert len(answer.token_ids) == 6
+    assert answer.first_token_s > 0
+    assert len(answer.gaps_s) == len(answer.arrivals) - 1
+    assert sum(answer.gaps_s) == pytest.approx(answer.arrivals[-1] - answer.arrivals[0])
+
+
+# The parts
+
+
+def test_prompts_are_timed_behind_their_context(model: PrefilledModel, prefills: list[tuple[bool, int]]) -> None:
+    figures = time_prompts(PromptEngine(model, CPU, SMALL), PromptCase(count=70, context=128), SHAPE, RATES, repeats=3)
+    assert len(figures.seconds) == 3
+    assert figures.tokens_per_second == pytest.approx(70 / figures.median_s)
+    assert figures.floor_s == seconds_of(SHAPE.operations(70, 128), RATES)
+    assert figures.times_floor > 1
+    computed = sum(count for is_computed, count in prefills if is_computed)
+    assert computed in (5 * 69, 5 * 70)
+
+
+@pytest.mark.parametrize(("count", "context"), [(0, 64), (10, 63), (10, -64)])
+def test_a_prompt_that_cannot_be_is_refused(count: int, context: int) -> None:
+    with pytest.raises(ValueError, match=f"{count}@{context}: "):
+        PromptCase(count=count, context=context)
+
+
+def test_a_session_finds_its_last_turn_in_the_cache(model: PrefilledModel) -> None:
+    case = SessionCase(first=200, turns=3, append=40, output=30)
+    figures = run_session(PromptEngine(model, CPU, case.room), case, SHAPE, RATES)
+    assert [turn.prompt for turn in figures.turns] == [200, 270, 340, 410]
+    assert [turn.cached for turn in figures.turns] == [0, 192, 256, 320]
+    assert figures.hit_share == pytest.approx((192 + 256 + 320) / (270 + 340 + 410))
+    assert figures.turns[1].floor_s == seconds_of(SHAPE.operations(270 - 192, 192), RATES)
+    assert figures.turns[0].decode_tokens_per_second > 0
+
+
+def test_streams_decode_while_a_long_prompt_comes_in(model: PrefilledModel) -> None:
+    case = PaceCase(context=64, streams=2, prompt=300, idle_steps=12, warm_up_prompt=100)
+    figures = run_pace(PromptEngine(model, CPU, case.room), case)
+    assert len(figures.idle_s) == 2 * 12
+    assert len(figures.busy_s) >= 2
+    assert figures.prompt_s >= max(figures.busy_s) * 0.5
+    assert figures.ratio == pytest.approx(p99(figures.busy_s) / p99(figures.idle_s))
+
+
+def test_streams_that_end_too_early_give_no_figure(model: PrefilledModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PaceCase, "tokens_a_stream", property(lambda self: 30))
+    case = PaceCase(context=64, streams=2, prompt=300, idle_steps=3, warm_up_prompt=100)
+    with pytest.raises(NoFigureError, match="ended before"):
+        run_pace(PromptEngine(model, CPU, case.room), case)
+
+
+def test_gaps_are_those_that_end_inside_the_time() -> None:
+    streams = [Answer(submitted=0.0, arrivals=[1.0, 2.0, 4.0, 7.0]), Answer(submitted=0.0, arrivals=[3.5, 4.5])]
+    assert gaps_between(streams, 2.0, 5.0) == [1.0, 2.0, 1.0]
+
+
+# The checks that come first
+
+
+def test_cached_turns_are_held_against_uncached_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_checks, "SESSION_TURNS", ((70, 6), (9, 5)))
+    monkeypatch.setattr(prefill_checks, "NUM_SESSIONS", 1)
+    assert "11 tokens on cpu behind 64 cached ones" in check_cached_turns("cpu")
+    sessions = prefill_checks.all_sessions
+    calls: list[None] = []
+
+    def wrong(parts):  # type: ignore[no-untyped-def]
+        found, num_cached = sessions(parts)
+        calls.append(None)
+        found["session 0, turn 1"][0] += len(calls)
+        return found, num_cached
+
+    monkeypatch.setattr(prefill_checks, "all_sessions", wrong)
+    with pytest.raises(CheckFailedError, match="session 0, turn 1"):
+        check_cached_turns("cpu")
+
+
+@pytest.fixture
+def short_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_checks, "RESUME_POINTS", (64, 128, 320))
+
+
+@pytest.mark.usefixtures("short_points")
+def test_resume_points_are_held_against_whole_prefills() -> None:
+    assert "prompts resumed at (64, 128) are as computed at once" in check_resume_points("toy", TOY, CPU)
+
+
+def zero_states(tensor: Tensor) -> None:
+    tensor.zero_()
+
+
+def swap_rows(tensor: Tensor) -> None:
+    tensor.copy_(tensor.flip(0))
+
+
+@pytest.mark.usefixtures("short_points")
+@pytest.mark.parametrize("spoil", [zero_states, swap_rows])
+def test_a_resume_from_a_wrong_state_fails_the_check(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Tensor], None]) -> None:
+    run = PrefilledModel.prefill
+
+    def spoiled(self: PrefilledModel, batch):  # type: ignore[no-untyped-def]
+        if batch.spans_UF[0, 2] > 0:  # a resumed span: what it reads is not what was saved
+            spoil(self.pools.ssm_LRVDK[0])
+        return run(self, batch)
+
+    monkeypatch.setattr(PrefilledModel, "prefill", spoiled)
+    with pytest.raises(CheckFailedError, match="resumed: off by"):
+        check_resume_points("toy", TOY, CPU)
+
+
+# Peers, report, command
+
+
+@pytest.fixture
+def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "measure_bandwidth", lambda device: RATES.bandwidth)
+    monkeypatch.setattr(prefill, "measure_matmul", lambda device: (RATES.matmul, RATES.matmul_burst))
+
+
+def test_kernels_alone_are_compared() -> None:
+    """There is nobody to compare with here but torch; float32 shapes are too small for anything but the table's form."""
+    lines = compare_kernels("toy", TOY, CPU, spans=((70, 64), (100, 0))).splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith(("| attention", "| recurrence"))]
+    assert [row[:4] for row in rows if row[3] in ("agentspec", "torch")] == [
+        ["attention", "70", "64", "agentspec"],
+        ["attention", "70", "64", "torch"],
+        ["recurrence", "70", "64", "agentspec"],
+        ["attention", "100", "0", "agentspec"],
+        ["attention", "100", "0", "torch"],
+        ["recurrence", "100", "0", "agentspec"],
+    ]
+    assert all(float(row[4]) > 0 for row in rows if row[3] in ("agentspec", "torch"))
+
+
+def test_the_report_says_what_is_missing_and_why() -> None:
+    case = PromptCase(count=800, context=50_048)
+    prompts = PromptFigures(case=case, seconds=[0.03, 0.02, 0.04], flops={"linear": 6e12, "attention": 3e12}, floor_s=0.015)
+    paced = PaceFigures(case=PaceCase(context=64), idle_s=[0.010] * 50, busy_s=[0.015] * 50, prompt_s=2.0)
+    entries = [
+        Entry(model="4B", what=str(case), figures=prompts),
+        Entry(model="4B", what="pace", figures=paced),
+        Entry(model="27B", what="pace", note="does not fit: 4.0 GiB more than the device has"),
+    ]
+    report = Report(machine="m", command="c", checks=["x"], rates=RATES, entries=entries)
+    text = report.markdown()
+    row = next(line for line in text.splitlines() if line.startswith("| 4B | 800 | 50,048"))
+    assert row.count("|") == PROMPT_HEADER.count("|")
+    assert "| 30.00 (20.00, 40.00) | 26,667 | 300 (0.006, 0.003, 0.000) | 60.0 % | 15.00 | 2.00 |" in row
+    assert "| 2.00 | 10.00, 10.00, 10.00 | 15.00, 15.00, 15.00 | 1.50 |" in text
+    assert "- 27B, pace: does not fit: 4.0 GiB more than the device has" in text
+    written = json.loads(report.as_json())
+    assert written["entries"][0]["figures"]["times_floor"] == pytest.approx(2.0)
+    assert written["entries"][1]["figures"]["ratio"] == pytest.approx(1.5)
+    assert written["entries"][2]["figures"] is None
+
+
+def test_the_default_run_holds_the_issue_s_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["prefill"])
+    options = prefill.arguments()
+    for size in ("4B", "9B", "27B"):
+        cases = chosen_cases(options, size)
+        assert {PromptCase(count=8_192), PromptCase(count=32_768), PromptCase(count=800, context=50_048)} <= set(cases)
+    of_4b = chosen_cases(options, "4B")
+    assert {PromptCase(count=890, context=16_384), PromptCase(count=890, context=25_600), PromptCase(count=2_048), SessionCase()} <= set(of_4b)
+    assert any(isinstance(case, PaceCase) and case.streams == 8 for case in of_4b)
+
+
+@pytest.mark.usefixtures("short_points", "known_rates")
+def test_the_command_measures_what_its_flags_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(prefill, "CONFIGS", {"toy": TOY})
+    monkeypatch.setattr(prefill, "check_cached_turns", lambda device: "nothing")
+    flags = ["--device", "cpu", "--models", "toy", "--prompts", "100", "60@128", "--repeats", "2", "--json", str(tmp_path / "figures.json")]
+    monkeypatch.setattr("sys.argv", ["prefill", *flags])
+    assert prefill.main() == 0
+    printed = capsys.readouterr().out.partition("Synthetic")[2]
+    rows = [line.split(" | ")[:3] for line in printed.splitlines() if line.startswith("| toy")]
+    assert rows == [["| toy", "100", "0"], ["| toy", "60", "128"]]
+    written = json.loads((tmp_path / "figures.json").read_text())
+    assert [len(entry["figures"]["seconds"]) for entry in written["entries"]] == [2, 2]
+    assert "resumed at (64, 128)" in written["checks"][1]
+
+
+@pytest.mark.usefixtures("short_points", "known_rates")
+def test_every_part_has_its_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    cases = {
+        "zero": [PromptCase(count=100)],
+        "agentic": [SessionCase(first=200, turns=2, append=40, output=30)],
+        "pace": [PaceCase(context=64, streams=2, prompt=200, idle_steps=5, warm_up_prompt=100)],
+    }
+    monkeypatch.setattr(prefill, "CONFIGS", {"toy": TOY})
+    monkeypatch.setattr(prefill, "CASES", cases)
+    monkeypatch.setattr(prefill, "check_cached_turns", lambda device: "nothing")
+    monkeypatch.setattr("sys.argv", ["prefill", "--device", "cpu", "--models", "toy", "--parts", *cases, "--repeats", "1"])
+    assert prefill.main() == 0
+    printed = capsys.readouterr().out.partition("Synthetic")[2].splitlines()
+    headers = [index for index, line in enumerate(printed) if line.startswith("| model")]
+    rows = [[line for line in printed[begin:end] if line.startswith("| toy")] for begin, end in zip(headers, [*headers[1:], None], strict=True)]
+    assert [len(part) for part in rows] == [1, 4, 1]
+    for header, part in zip(headers, rows, strict=True):
+        assert {row.count("|") for row in part} == {printed[header].count("|")}
+    assert "| 2 and later |" in rows[1][-1]
+
+
+def test_a_profile_is_that_of_one_prompt(model: PrefilledModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is nothing on a GPU to record here: what is tried is what would be recorded."""
+    asked: list[int] = []
+
+    def record(step, num_steps):  # type: ignore[no-untyped-def]
+        asked.append(num_steps)
+        step()
+        return Timeline(kernels=[Kernel(name="a", start=0.0, duration=40.0), Kernel(name="b", start=50.0, duration=10.0)], num_steps=num_steps)
+
+    monkeypatch.setattr(prefill_profile.trace, "record", record)
+    text = profile_prompt(PromptEngine(model, CPU, SMALL, overlap=False), PromptCase(count=70, context=128))
+    assert asked == [1]
+    assert "ms to the first token by the host's clock" in text
+    assert "2.0 kernels, 0.060 ms a step under the profiler, 16.7 % of it idle" in text
+
+
+@pytest.mark.usefixtures("known_rates")
+def test_what_the_time_does_not_reach_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(prefill, "check_cached_turns", lambda device: "nothing")
+    monkeypatch.setattr("sys.argv", ["prefill", "--device", "cpu", "--models", "4B", "--parts", "zero", "--max-seconds", "0"])
+    assert prefill.main() == 0
+    assert capsys.readouterr().out.count("the time was up") == 4
+
+
+def test_one_part_without_figures_leaves_the_others(model: PrefilledModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "CONFIGS", {"toy": TOY})
+    monkeypatch.setattr(prefill, "make_model", lambda *arguments, **options: model)
+    monkeypatch.setattr(prefill, "check_resume_points", lambda *arguments: "nothing")
+    measured = prefill.time_prompts
+
+    def some(engine, case, *arguments, **options):  # type: ignore[no-untyped-def]
+        if case.count == 11:
+            raise NoFigureError("for a reason")
+        return measured(engine, case, *arguments, **options)
+
+    monkeypatch.setattr(prefill, "time_prompts", some)
+    report = Report(machine="m", command="c", checks=[], rates=RATES)
+    Run(report, CPU, repeats=1, deadline=math.inf, save=lambda report: None).measure("toy", [PromptCase(count=11), PromptCase(count=12)])
+    assert [(entry.figures is None, entry.note) for entry in report.entries] == [(True, "for a reason"), (False, "")]
