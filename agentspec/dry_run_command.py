@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from agentspec import bundled
+from agentspec.closed_loop import RecordedTurn, Sessions
 from agentspec.config import EngineConfig
-from agentspec.dry_run import DryRun, DryRunResult, DryTurn
+from agentspec.dry_run import DryMemory, DryRun, DryRunResult
 from agentspec.errors import ConfigError
 from agentspec.model_costs import ModelCosts, model_costs
 from agentspec.replay.encoders import find_encoder
@@ -37,20 +38,21 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
     costs = model_costs(args.dry_run)
     file = load(args.file)
     _refuse_worlds(file, options)
-    encoder = find_encoder(bundled.checkpoint_of(config.model))
-    renderer = TraceRenderer(encoder, args.template, token_runs=TokenRuns(options.seed, *options.token_ids))
+    encoder = find_encoder(bundled.checkpoint_of(config.model if options.tokenizer is None else options.tokenizer))
+    renderer = TraceRenderer(encoder, options.template, token_runs=TokenRuns(options.seed, *options.token_ids))
     ideal = IdealPrefix()
     ideal_tokens = 0
 
-    def on_submit(turn: DryTurn) -> None:
+    def on_submit(turn: RecordedTurn) -> None:
         nonlocal ideal_tokens
         ideal_tokens += ideal.request(turn.prompt, turn.output)
 
+    num_drafted = DEFAULT_DRAFTS if config.draft_tokens == "auto" else config.draft_tokens
     dry = DryRun(
         costs=costs,
-        memory_gib=config.memory_gib,
+        memory=DryMemory.bounded(config.memory_gib, costs=costs, max_running=config.max_running, num_drafted=num_drafted),
         max_running=config.max_running,
-        num_drafted=DEFAULT_DRAFTS if config.draft_tokens == "auto" else config.draft_tokens,
+        num_drafted=num_drafted,
         prefill_budget=config.prefill_budget,
         hold_seconds=config.session_hold_seconds,
         seed=config.seed,
@@ -58,11 +60,11 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
     )
     lanes = options.lanes
     assert lanes is not None, "a dry run is a closed loop"
-    result = dry.run(_sessions(file, renderer, options), lanes)
+    result = dry.run(recorded_sessions(file, renderer, options), lanes)
     summary = _summary(file, encoder.name, args.template, costs, config, lanes, result, ideal_tokens)
     print(_table(summary))
     if options.json_path is not None:
-        rows = [dict(zip(("request", "prompt_tokens", "cached_tokens"), row, strict=True)) for row in result.cached_by_request]
+        rows = [{"request": turn.request_id, "prompt_tokens": turn.prompt_tokens, "cached_tokens": turn.cached_tokens} for turn in result.ended]
         Path(options.json_path).write_text(json.dumps({"summary": summary, "requests": rows}, indent=1) + "\n")
     return 0
 
@@ -85,7 +87,9 @@ def _refuse(args: argparse.Namespace, options: ReplayOptions) -> None:
         ("token_counts", args.token_counts, None),
         ("no_overlap", args.no_overlap, False),
         ("no_graphs", args.no_graphs, False),
+        ("allow_forced_output", args.allow_forced_output, False),
         ("max_context", args.max_context, None),
+        ("host_memory", args.host_memory, None),
         ("random_weights", args.random_weights, False),
         ("timeout", options.timeout, ReplayOptions().timeout),
     ):
@@ -100,15 +104,16 @@ def _refuse_worlds(file: ReplayFile, options: ReplayOptions) -> None:
             raise ConfigError("file", file.path, reason)
 
 
-def _sessions(file: ReplayFile, renderer: TraceRenderer, options: ReplayOptions) -> Iterator[tuple[str, Iterator[DryTurn]]]:
+def recorded_sessions(file: ReplayFile, renderer: TraceRenderer, options: ReplayOptions) -> Sessions:
+    """What the options leave of a file, rendered as it is asked for."""
     for session in itertools.islice(file.sessions, options.sessions):
         yield session.session_id, _turns(file, session, renderer, options)
 
 
-def _turns(file: ReplayFile, session: Session, renderer: TraceRenderer, options: ReplayOptions) -> Iterator[DryTurn]:
+def _turns(file: ReplayFile, session: Session, renderer: TraceRenderer, options: ReplayOptions) -> Iterator[RecordedTurn]:
     turns = zip(session.turns, renderer.turns(file, session), strict=False)  # the renderer stops where nothing was recorded
     for turn, rendered in itertools.islice(turns, options.max_turns):
-        yield DryTurn(
+        yield RecordedTurn(
             prompt=rendered.prompt_ids,
             output=rendered.output_ids or array("i", [0]),
             breakpoints=rendered.breakpoints,

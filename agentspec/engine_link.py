@@ -39,6 +39,8 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
     row_bytes: int
     num_pages: int
     page_bytes: int
+    host_bytes: int
+    """Of the host tier's rows and pages; 0: there is none."""
     block_tokens: int
     graphs: str
     """The CUDA graphs of its steps, or why there are none."""

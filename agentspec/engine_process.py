@@ -42,6 +42,8 @@ from agentspec.engine_link import (
     frame,
 )
 from agentspec.errors import AgentspecError, EngineClosedError, RequestError
+from agentspec.runtime.memory_plan import MemoryPlan
+from agentspec.types import ModelSpec
 from agentspec.wire import Abort, EngineClient, Submit
 
 logger = logging.getLogger("agentspec")
@@ -214,10 +216,15 @@ def _setup(parts: Assembly) -> EngineSetup:
         row_bytes=parts.spec.row_bytes,
         num_pages=parts.memory.num_pages,
         page_bytes=parts.spec.page_bytes,
+        host_bytes=_host_bytes(parts.memory, parts.spec),
         block_tokens=parts.spec.block_tokens,
         graphs=parts.graphs,
         draft_vocabulary=parts.draft_vocabulary,
     )
+
+
+def _host_bytes(memory: MemoryPlan, spec: ModelSpec) -> int:
+    return 0 if memory.host is None else memory.host.num_rows * spec.row_bytes + memory.host.num_pages * spec.page_bytes
 
 
 if __name__ == "__main__":

@@ -10,11 +10,15 @@ from contextlib import AbstractAsyncContextManager
 
 import httpx
 
+from agentspec import bundled
+from agentspec.replay.encoders import find_encoder
 from agentspec.replay.options import ReplayOptions
 from agentspec.replay.page import write_page
+from agentspec.replay.render import TraceRenderer
 from agentspec.replay.report import Report
 from agentspec.replay.run import http_client, make_plans, run_replay
 from agentspec.replay.schema import ReplayFile, load
+from agentspec.replay.token_runs import TokenRuns
 
 FAILED_SESSIONS = 1
 
@@ -27,7 +31,8 @@ def run(args: argparse.Namespace, open_engine: Callable[[], AbstractAsyncContext
     options.check_outputs()
     file = load(args.file)
     make_plans(file, options)
-    report = asyncio.run(_measure(file, options, http_client(options) if options.base_url is not None else open_engine()))
+    renderer = make_renderer(options, args.model) if options.output == "forced" else None
+    report = asyncio.run(_measure(file, options, renderer, http_client(options) if options.base_url is not None else open_engine()))
     print(report.table())
     if options.json_path is not None:
         report.write_json(options.json_path)
@@ -36,6 +41,15 @@ def run(args: argparse.Namespace, open_engine: Callable[[], AbstractAsyncContext
     return FAILED_SESSIONS if report.has_failures else 0
 
 
-async def _measure(file: ReplayFile, options: ReplayOptions, opened: AbstractAsyncContextManager[httpx.AsyncClient]) -> Report:
+def make_renderer(options: ReplayOptions, model: str | None) -> TraceRenderer:
+    """What makes a file's tokens where no server does: by the tokenizer that the options name, else by that of the engine's model."""
+    encoder = find_encoder(bundled.checkpoint_of(model if options.tokenizer is None else options.tokenizer))
+    return TraceRenderer(encoder, options.template, token_runs=TokenRuns(options.seed, *options.token_ids))
+
+
+async def _measure(
+    file: ReplayFile, options: ReplayOptions, renderer: TraceRenderer | None, opened: AbstractAsyncContextManager[httpx.AsyncClient]
+) -> Report:
     async with opened as client:
-        return await run_replay(file, options, client, options.served_model, progress=None if options.quiet else sys.stderr)
+        progress = None if options.quiet else sys.stderr
+        return await run_replay(file, options, client, options.served_model, renderer=renderer, progress=progress)

@@ -26,6 +26,7 @@ def load(config: EngineConfig) -> tuple[NoOpEngine, EngineSetup]:
         row_bytes=0,
         num_pages=0,
         page_bytes=0,
+        host_bytes=0,
         block_tokens=0,
         graphs="none",
         draft_vocabulary="nothing",

@@ -19,6 +19,7 @@ from agentspec.config import EngineConfig
 from agentspec.mtp.depth_policy import AdaptiveDepth
 from agentspec.runtime.graphs import graph_bytes
 from agentspec.runtime.memory_plan import RESERVED, MemoryPlan
+from agentspec.runtime.prefill_graphs import prefill_graph_bytes
 from agentspec.runtime.request import new_request
 from agentspec.runtime.scheduler import SESSION_CHECKPOINTS
 from agentspec.types import MAX_DRAFT_TOKENS, ModelSpec, SamplingParams
@@ -42,7 +43,7 @@ class Case:
 
     model: str
     context: int
-    """Tokens in each slot's state when the first step begins."""
+    """Tokens in each slot's state when the first decode step begins."""
     batch: int
     depth: int | Literal["auto"]
     """Drafts a step; auto: as the depth policy chooses, up to MAX_DRAFTS."""
@@ -106,7 +107,7 @@ def missing_bytes(case: Case, spec: ModelSpec, device: torch.device, num_steps: 
         return 0
     free, _ = torch.cuda.mem_get_info(device)
     plan = memory_for(case, spec, num_steps)
-    graphs = graph_bytes(vocab_size=spec.vocab_size, max_running=case.batch, max_draft_tokens=case.max_drafts)
+    graphs = graph_bytes(vocab_size=spec.vocab_size, max_running=case.batch, max_draft_tokens=case.max_drafts) + prefill_graph_bytes()
     return plan.num_rows * spec.row_bytes + plan.num_pages * spec.page_bytes + WORKSPACE_BYTES + graphs - free
 
 
@@ -123,7 +124,7 @@ class RecordedDepth(AdaptiveDepth):
 
 
 class RunningEngine:
-    """`step` runs the engine's loop once. From the second call on, each one reads a step of every slot."""
+    """`step` runs the engine's loop once, and reads a decode step of every slot."""
 
     def __init__(self, case: Case, model: PrefilledModel, device: torch.device, *, num_steps: int, graphs: bool = True) -> None:
         """num_steps: calls of `step` that must be possible before a request ends. graphs: as in EngineConfig."""
@@ -143,14 +144,16 @@ class RunningEngine:
         self._case = case
         self._device = device
         self._loop = parts.loop
-        max_tokens = memory.max_length - case.context - 1
+        max_tokens = memory.max_length - case.context
         for slot in range(case.batch):
             words = random.Random(slot)
-            prompt = words.choices(range(spec.num_real_tokens), k=case.context + 1)  # the last one is not in the state yet
+            prompt = words.choices(range(spec.num_real_tokens), k=case.context)
             sampling = msgspec.structs.replace(SAMPLED if case.sampled else GREEDY, max_tokens=max_tokens)
             submit = Submit(request_id=str(slot), prompt_ids=prompt, sampling=sampling)
             self._loop.submit(new_request(submit, number=slot, spec=spec, max_length=memory.max_length, engine_seed=0, token_bytes=None))
         assert not self.step(), "with overlap, the first call has nothing to read"
+        first = self.step()
+        assert [len(token_ids) for token_ids in first] == [1] * case.batch, "the prompts bring the first token of each"
 
     def step(self) -> list[list[int]]:
         """Launch a step and read the one before: the tokens that it emitted, slot by slot."""

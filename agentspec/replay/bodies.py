@@ -9,6 +9,7 @@ from array import array
 from typing import Any
 
 from agentspec.replay.conversation import Message
+from agentspec.replay.render import RenderedTurn
 from agentspec.replay.schema import Meta, Turn
 
 _CONSTRAINING = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
@@ -25,6 +26,14 @@ def chat_body(*, messages: list[Message], tools: list[dict[str, Any]], fields: d
 def completion_body(*, prompt_ids: array[int], fields: dict[str, Any], model: str) -> dict[str, Any]:
     """Body of /v1/completions with a prompt of token ids."""
     return {"model": model, "prompt": prompt_ids.tolist()} | fields | _streaming()
+
+
+def forced_body(turn: RenderedTurn, *, model: str) -> dict[str, Any]:
+    """Body of /v1/completions at agentspec's server, with the recorded answer as its output. The file's sampling fields have no place in it."""
+    output = turn.output_ids.tolist()
+    breakpoints = [{"offset": point.offset, "kind": point.kind.name.lower()} for point in turn.breakpoints]
+    fields = {"breakpoints": breakpoints, "forced_output": output, "max_tokens": len(output), "ignore_eos": True, "temperature": 0}
+    return completion_body(prompt_ids=turn.prompt_ids, fields=fields, model=model)
 
 
 def turn_fields(turn: Turn, meta: Meta, *, fixed_length: bool) -> dict[str, Any]:

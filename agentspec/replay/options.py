@@ -13,7 +13,12 @@ DEFAULT_LANES = 4
 
 ArrivalKind = Literal["closed", "trace", "poisson"]
 History = Literal["auto", "recorded", "live"]
-Output = Literal["free", "length"]
+Output = Literal["free", "length", "forced"]
+TemplateMode = Literal["qwen35", "stable"]
+"""How the replay itself renders history. qwen35: a think block, even an empty one, stays only after the last user message. stable: history stands as
+it was generated."""
+
+DEFAULT_TEMPLATE: TemplateMode = "qwen35"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +38,11 @@ class ReplayOptions:
     history: History = "auto"
     """Whose answers the next prompt contains. auto: the recorded ones when the session has them all, else the live ones."""
     output: Output = "free"
-    """length: `ignore_eos`, and exactly as many tokens as were recorded."""
+    """length: `ignore_eos`, and exactly as many tokens as were recorded. forced: the recorded tokens themselves, with prompts of token ids."""
+    template: TemplateMode = DEFAULT_TEMPLATE
+    """Forced outputs and dry runs: how history is rendered."""
+    tokenizer: str | None = None
+    """Forced outputs and dry runs: the checkpoint directory whose tokenizer makes the tokens. None: that of the engine's model."""
     sessions: int | None = None
     """Replay the first n sessions only."""
     max_turns: int | None = None
@@ -71,8 +80,12 @@ class ReplayOptions:
             raise ConfigError("tool_delay", f"scale:{self.delay_scale:g}", "the factor must not be negative")
         if self.history not in ("auto", "recorded", "live"):
             raise ConfigError("history", self.history, "must be auto, recorded or live")
-        if self.output not in ("free", "length"):
-            raise ConfigError("output", self.output, "must be free or length")
+        if self.output not in ("free", "length", "forced"):
+            raise ConfigError("output", self.output, "must be free, length or forced")
+        if self.output == "forced" and self.history == "live":
+            raise ConfigError("history", self.history, "is not there where the recorded answers are forced")
+        if self.template not in ("qwen35", "stable"):
+            raise ConfigError("template", self.template, "must be qwen35 or stable")
         if not 0 < self.timeout < float("inf"):
             raise ConfigError("timeout", self.timeout, "must be above 0 seconds")
         if not 0 <= self.token_ids[0] < self.token_ids[1] <= 2**31 - 1:
@@ -96,6 +109,8 @@ class ReplayOptions:
             delay_scale=_delay_scale(args.tool_delay),
             history=args.history,
             output=args.output,
+            template=args.template,
+            tokenizer=args.tokenizer,
             sessions=args.sessions,
             max_turns=args.max_turns,
             timeout=args.timeout,
@@ -130,6 +145,8 @@ class ReplayOptions:
             "timeout": f"{self.timeout:g} s",
             "seed": str(self.seed),
         }
+        if self.output == "forced":
+            shown["template"] = self.template
         if self.sessions is not None:
             shown["sessions"] = f"first {self.sessions}"
         if self.max_turns is not None:
@@ -153,7 +170,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--history", default="auto", metavar="auto|recorded|live", help="whose answers the next prompt contains (auto: the recorded ones if there)"
     )
-    what.add_argument("--output", default="free", metavar="free|length", help="length: as many tokens as recorded, ignoring the end of text")
+    what.add_argument(
+        "--output",
+        default="free",
+        metavar="free|length|forced",
+        help="length: as many tokens as recorded, ignoring the end of text. forced: the recorded tokens themselves, whatever the model says",
+    )
+    what.add_argument(
+        "--template", default=DEFAULT_TEMPLATE, metavar="qwen35|stable", help="forced, dry run: how history is rendered (stable: as it was generated)"
+    )
+    what.add_argument(
+        "--tokenizer", metavar="PATH", help="forced, dry run: checkpoint directory whose tokenizer makes the tokens (default: --model's)"
+    )
     what.add_argument("--token-ids", default="100:2000", metavar="LOW:HIGH", help="ids that prompts without text are made of (default 100:2000)")
     when = parser.add_argument_group("when")
     when.add_argument("--concurrency", type=int, metavar="N", help=f"sessions at the same time (closed loop: {DEFAULT_LANES})")

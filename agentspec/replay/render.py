@@ -1,4 +1,4 @@
-"""Recorded sessions as token streams, for dry runs: what a server would be asked and would answer, without a server or a model directory.
+"""Recorded sessions as token streams, for dry runs and forced outputs: what a server would be asked and would answer, without its help.
 
 Renders messages in the manner of Qwen3.5's chat template (framing, XML tool calls, think blocks, and which of them survive in history), with
 wording of our own where a template holds fixed prose. A message is encoded once, by itself, so a prompt is a concatenation of what was encoded
@@ -11,19 +11,17 @@ import json
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from agentspec.errors import ConfigError
 from agentspec.replay.encoders import Encoder
+from agentspec.replay.options import TemplateMode
 from agentspec.replay.schema import AssistantMessage, InputMessage, ReplayFile, Session, Turn
 from agentspec.replay.token_runs import TokenRuns
 from agentspec.types import Breakpoint, CheckpointKind
 
-TemplateMode = Literal["qwen35", "stable"]
-"""qwen35: a think block, even an empty one, stays only after the last user message. stable: history stands as it was generated."""
-
 _OUTPUT_SEED = 1_000_003
-"""Outputs of token-run turns come from another family of blocks than prompts."""
+"""Outputs of token-run turns whose blocks the trace doesn't name come from another family of blocks than prompts."""
 
 _USER_OPENINGS = ("<|im_start|>user\na", "<|im_start|>user\n(")
 _PLAIN_ANSWER = "<|im_start|>assistant\na"
@@ -75,8 +73,6 @@ class TraceRenderer:
     """Renders the sessions of a file, in any order. Holds encoded system prompts, which sessions share; everything else goes session by session."""
 
     def __init__(self, encoder: Encoder, template_mode: TemplateMode, *, token_runs: TokenRuns | None = None) -> None:
-        if template_mode not in ("qwen35", "stable"):
-            raise ConfigError("template_mode", template_mode, "must be qwen35 or stable")
         self._encoder = encoder
         self._drops_think = template_mode == "qwen35"
         self._token_runs = token_runs or TokenRuns(0, 100, 150_000)
@@ -123,8 +119,12 @@ class TraceRenderer:
     def _token_run_turns(self, session: Session) -> Iterator[RenderedTurn]:
         outputs = TokenRuns(self._token_runs.seed + _OUTPUT_SEED, self._token_runs.low, self._token_runs.high)
         for index, turn in enumerate(session.turns):
-            unique = int.from_bytes(f"{session.session_id}/{index}".encode(), "little") % (2**61 - 1)
-            yield RenderedTurn(self._token_runs.prompt(turn), outputs.block(unique, turn.recorded_output_tokens or 0), [])
+            if turn.expect is not None and turn.expect.hash_ids is not None:
+                output = self._token_runs.answer(turn)
+            else:
+                unique = int.from_bytes(f"{session.session_id}/{index}".encode(), "little") % (2**61 - 1)
+                output = outputs.block(unique, turn.recorded_output_tokens or 0)
+            yield RenderedTurn(self._token_runs.prompt(turn), output, [])
 
 
 class _History:

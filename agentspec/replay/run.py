@@ -6,6 +6,8 @@ Every turn's request is checked before the first one is sent, so a file that can
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -20,10 +22,13 @@ from agentspec.replay.live import LiveSession
 from agentspec.replay.measure import SessionRecord, TurnRecord, summarize
 from agentspec.replay.options import ReplayOptions
 from agentspec.replay.progress import Progress, Tally
+from agentspec.replay.render import RenderedTurn, TraceRenderer
 from agentspec.replay.reply import Reply
 from agentspec.replay.report import Report
 from agentspec.replay.schema import ReplayFile, Session, Turn
 from agentspec.replay.token_runs import TokenRuns
+
+Render = Callable[[Session], Iterator[RenderedTurn]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +68,8 @@ def _plan(file: ReplayFile, session: Session, options: ReplayOptions) -> Session
     fields: list[dict[str, Any]] = []
     for index, turn in enumerate(turns):
         try:
+            if options.output == "forced":
+                _check_recorded(turn)
             fields.append(bodies.turn_fields(turn, file.meta, fixed_length=options.output == "length"))
         except ValueError as error:
             raise ConfigError("output", options.output, f"session {session.session_id!r}: turns[{index}] {error}") from None
@@ -73,27 +80,44 @@ def _check_live(session: Session, options: ReplayOptions) -> None:
     reason = f"session {session.session_id!r} has a world: the model's own answers decide what follows, and none are recorded"
     if options.history == "recorded":
         raise ConfigError("history", options.history, reason)
-    if options.output == "length":
+    if options.output != "free":
         raise ConfigError("output", options.output, reason)
 
 
+def _check_recorded(turn: Turn) -> None:
+    if turn.messages is not None and turn.recorded_message is None:
+        raise ValueError("has no expect.message, which --output forced needs")
+    if turn.messages is None and turn.recorded_output_tokens is None:
+        raise ValueError("has neither expect.output_tokens nor expect.usage.completion_tokens, which --output forced needs")
+
+
 async def run_replay(
-    file: ReplayFile, options: ReplayOptions, client: httpx.AsyncClient, model: str | None, *, progress: TextIO | None = None
+    file: ReplayFile,
+    options: ReplayOptions,
+    client: httpx.AsyncClient,
+    model: str | None,
+    *,
+    renderer: TraceRenderer | None = None,
+    progress: TextIO | None = None,
 ) -> Report:
     """Replay `file` against the server at the client's base URL (its root, without /v1) and measure it.
 
-    `model` is the name to ask for, None the first that the server lists. `progress` is where live progress is shown.
-    Raises ConfigError for options that the file can't meet and TargetError when there is no server; a turn that fails is a
-    result, not an error."""
+    `model` is the name to ask for, None the first that the server lists. `renderer` makes the tokens of forced outputs, and is there for those alone.
+    `progress` is where live progress is shown. Raises ConfigError for options that the file or the server can't meet and TargetError when there is no
+    server; a turn that fails is a result, not an error."""
     plans = make_plans(file, options)
+    assert (renderer is not None) == (options.output == "forced"), "forced outputs, and only those, are rendered here"
     target = await find_target(client, model)
+    if renderer is not None and not target.is_agentspec:
+        raise ConfigError("output", options.output, f"{target.url} is not agentspec's server; others don't know forced outputs")
     num_live = sum(plan.session.world is not None for plan in plans)
     tally = Tally(num_sessions=len(plans), num_turns=sum(len(plan.turns) for plan in plans), num_live=num_live)
     async with AsyncExitStack() as stack:
         if progress is not None:
             await stack.enter_async_context(Progress(tally, progress))
         turn_client = TurnClient(client, target, timeout=options.timeout, start=asyncio.get_running_loop().time())
-        runner = _Runner(plans, options, turn_client, tally)
+        render = None if renderer is None else functools.partial(renderer.turns, file)
+        runner = _Runner(plans, options, turn_client, tally, render)
         await schedule.run_all([plan.session for plan in plans], options, runner.run, turn_client.now)
         wall = turn_client.now()
     return _report(file, options, target, runner.records, wall)
@@ -102,13 +126,15 @@ async def run_replay(
 class _Runner:
     """Runs planned sessions over one client and keeps their records."""
 
-    def __init__(self, plans: list[SessionPlan], options: ReplayOptions, client: TurnClient, tally: Tally) -> None:
+    def __init__(self, plans: list[SessionPlan], options: ReplayOptions, client: TurnClient, tally: Tally, render: Render | None) -> None:
+        """`render`: turns a session into tokens, where outputs are forced."""
         self._plans = {plan.session.session_id: plan for plan in plans}
         self._records = {
             name: SessionRecord(session_id=name, group=plan.session.group, num_planned=len(plan.turns)) for name, plan in self._plans.items()
         }
         self._delay_scale = options.delay_scale
         self._token_runs = TokenRuns(options.seed, *options.token_ids)
+        self._render = render
         self._client = client
         self._tally = tally
 
@@ -129,11 +155,13 @@ class _Runner:
     async def _run_script(self, plan: SessionPlan, record: SessionRecord, due: float) -> None:
         """The turns of a script, one after another, each due its recorded wait after the last token of the one before."""
         conversation = Conversation(live=plan.live)
+        rendered = iter(()) if self._render is None else self._render(plan.session)
         for index, turn in enumerate(plan.turns):
             due += turn.delay_ms / 1000 * self._delay_scale
             entry = await self._new_entry(record, turn.delay_kind, due)
             try:
-                path, body, entry.diverged = self._body(plan, index, conversation)
+                forced = next(rendered, None)
+                path, body, entry.diverged = self._body(plan, index, conversation) if forced is None else self._forced(forced)
             except ConversationError as error:
                 entry.error, entry.end = str(error), self._client.now()
                 self._count(record, entry)
@@ -151,6 +179,9 @@ class _Runner:
             return COMPLETION_PATH, bodies.completion_body(prompt_ids=self._token_runs.prompt(turn), fields=fields, model=model), False
         messages, diverged = conversation.prompt(turn)
         return CHAT_PATH, bodies.chat_body(messages=messages, tools=plan.tools, fields=fields, model=model), diverged
+
+    def _forced(self, turn: RenderedTurn) -> tuple[str, dict[str, Any], bool]:
+        return COMPLETION_PATH, bodies.forced_body(turn, model=self._client.model), False
 
     async def _run_live(self, plan: SessionPlan, live: LiveSession, record: SessionRecord, due: float) -> None:
         """The turns of the user, each with as many requests as the model's calls bring. Their results are there at once."""

@@ -79,6 +79,8 @@ class Expect(_Strict, frozen=True, kw_only=True):
     message: AssistantMessage | None = None
     finish_reason: str | None = None
     output_tokens: int | None = None
+    hash_ids: list[int] | None = None
+    """Of a token-run turn: the blocks of its `output_tokens`, where later prompts hold them."""
     usage: RecordedUsage | None = None
     latency_ms: float | None = None
 
@@ -274,6 +276,8 @@ def _check_turn(where: str, turn: Turn, *, is_first: bool) -> None:
     _check_request_fields(f"{where}.extra", turn.extra)
     if turn.expect is not None:
         _check_expect(f"{where}.expect", turn.expect)
+        if turn.expect.hash_ids is not None:
+            _check_answer_blocks(f"{where}.expect.hash_ids", turn, turn.expect.hash_ids)
 
 
 def _check_live(where: str, turn: Turn, world: World | None) -> None:
@@ -316,11 +320,22 @@ def _check_token_runs(where: str, turn: Turn) -> None:
         raise ValueError(f"{where}: needs messages, or all of input_length, block_size and hash_ids")
     if turn.input_length < 1 or turn.block_size < 1:
         raise ValueError(f"{where}: input_length {turn.input_length} and block_size {turn.block_size} must be at least 1")
-    num_blocks = -(-turn.input_length // turn.block_size)
-    if len(turn.hash_ids) != num_blocks:
-        raise ValueError(f"{where}.hash_ids: has {len(turn.hash_ids)} ids; input_length {turn.input_length} makes {num_blocks} blocks")
-    if any(not 0 <= block_id < 2**63 for block_id in turn.hash_ids):
-        raise ValueError(f"{where}.hash_ids: ids must be between 0 and 2**63 - 1")
+    _check_blocks(f"{where}.hash_ids", turn.hash_ids, turn.block_size, "input_length", turn.input_length)
+
+
+def _check_answer_blocks(where: str, turn: Turn, hash_ids: list[int]) -> None:
+    num_tokens = turn.expect.output_tokens if turn.expect is not None else None
+    if turn.block_size is None or num_tokens is None:
+        raise ValueError(f"{where}: needs a token-run prompt with its block_size, and output_tokens")
+    _check_blocks(where, hash_ids, turn.block_size, "output_tokens", num_tokens)
+
+
+def _check_blocks(where: str, hash_ids: list[int], block_size: int, name: str, num_tokens: int) -> None:
+    num_blocks = -(-num_tokens // block_size)
+    if len(hash_ids) != num_blocks:
+        raise ValueError(f"{where}: has {len(hash_ids)} ids; {name} {num_tokens} makes {num_blocks} blocks")
+    if any(not 0 <= block_id < 2**63 for block_id in hash_ids):
+        raise ValueError(f"{where}: ids must be between 0 and 2**63 - 1")
 
 
 def _check_expect(where: str, expect: Expect) -> None:

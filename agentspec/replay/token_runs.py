@@ -41,7 +41,18 @@ class TokenRuns:
         assert turn.input_length is not None
         assert turn.block_size is not None
         assert turn.hash_ids is not None
+        return self._blocks(turn.hash_ids, turn.block_size, turn.input_length)
+
+    def answer(self, turn: Turn) -> array[int]:
+        """The recorded answer of a token-run turn that names its blocks."""
+        assert turn.block_size is not None
+        assert turn.expect is not None
+        assert turn.expect.hash_ids is not None
+        assert turn.expect.output_tokens is not None
+        return self._blocks(turn.expect.hash_ids, turn.block_size, turn.expect.output_tokens)
+
+    def _blocks(self, block_ids: list[int], block_size: int, length: int) -> array[int]:
         ids = array("i")
-        for index, block_id in enumerate(turn.hash_ids):
-            ids += self.block(block_id, min(turn.block_size, turn.input_length - index * turn.block_size))
+        for index, block_id in enumerate(block_ids):
+            ids += self.block(block_id, min(block_size, length - index * block_size))
         return ids

@@ -1,16 +1,21 @@
-"""workloads/recorded.jsonl is what its generator writes, and as small and varied as a script for every mode should be."""
+"""The files of workloads/ are what their generators write: recorded.jsonl small and varied, the profiles of the shapes that they are named for."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from agentspec.cli import main
 from agentspec.replay.options import ReplayOptions
 from agentspec.replay.run import make_plans
 from agentspec.replay.schema import ReplayFile, load
-from workloads import generate
+from workloads import generate, profiles
 
-FILE = Path(__file__).parents[2] / "workloads" / "recorded.jsonl"
+WORKLOADS = Path(__file__).parents[2] / "workloads"
+FILE = WORKLOADS / "recorded.jsonl"
 
 
 def workload() -> ReplayFile:
@@ -50,3 +55,32 @@ def test_it_is_varied_and_can_be_replayed_in_every_mode() -> None:
     assert max(sizes) > 2500
     for options in (ReplayOptions(history="recorded", output="length"), ReplayOptions(history="live")):
         assert len(make_plans(file, options)) == len(file.sessions)
+
+
+@pytest.mark.parametrize("name", profiles.PROFILES)
+def test_the_profiles_are_what_is_generated(name: str) -> None:
+    assert profiles.generate(name) == (WORKLOADS / name).read_text(encoding="utf-8"), "run python -m workloads.profiles"
+    for options in (ReplayOptions(output="forced"), ReplayOptions(output="length")):
+        assert make_plans(load(WORKLOADS / name), options)
+
+
+def dry_run(name: str, out: Path, *flags: str) -> list[dict[str, Any]]:
+    assert main(["replay", str(WORKLOADS / name), "--dry-run", "4b", "--json", str(out), *flags]) == 0
+    rows: list[dict[str, Any]] = json.loads(out.read_text())["requests"]
+    return rows
+
+
+def test_the_agentic_shape(tmp_path: Path) -> None:
+    """50,000 tokens first, then 800 a turn; a cache gives at least 98% from the second turn on."""
+    rows = dry_run("profile_agentic.jsonl", tmp_path / "out.json", "--sessions", "1")
+    assert [row["prompt_tokens"] for row in rows] == [50_000 + 1000 * turn for turn in range(12)]
+    assert all(row["cached_tokens"] >= 0.98 * row["prompt_tokens"] for row in rows[1:])
+    second = dry_run("profile_agentic.jsonl", tmp_path / "out.json", "--sessions", "2", "--max-turns", "1", "--concurrency", "1")[1]
+    assert second["cached_tokens"] == 0, "nothing marks the end of what token runs share, so only a third session finds a checkpoint there"
+
+
+def test_short_chats(tmp_path: Path) -> None:
+    rows = dry_run("profile_chat.jsonl", tmp_path / "out.json", "--concurrency", "4")
+    assert 64 <= len(rows) <= 128
+    assert max(row["prompt_tokens"] for row in rows) < 4000
+    assert sum(row["cached_tokens"] for row in rows) > 0.85 * sum(row["prompt_tokens"] for row in rows)

@@ -102,8 +102,9 @@ def test_the_submit_carries_prompt_session_and_namespace(connect: Connect) -> No
     engine = ScriptedEngine()
     post(connect, engine, {**CHAT, "max_tokens": 5, "prompt_cache_key": "by-body", "cache_salt": "s"}, **{"x-session-id": "by-header"})
     post(connect, engine, {**CHAT, "prompt_cache_key": "by-body"})
-    post(connect, engine, CHAT)
+    post(connect, engine, {**CHAT, "forced_output": [3, 4]})
     first, second, third = engine.submits
+    assert [submit.forced_output for submit in engine.submits] == [None, None, [3, 4]]
     assert [submit.session_id for submit in engine.submits] == ["by-header", "by-body", None]
     assert (first.namespace, second.namespace) == ("s", "")
     assert first.sampling.max_tokens == 5

@@ -14,7 +14,7 @@ import pytest
 from agentspec.errors import RequestError
 from agentspec.server.logprobs import CompletionLogprobs
 from agentspec.server.pipeline import TextPipeline
-from agentspec.types import FinishReason, TokenScore
+from agentspec.types import Breakpoint, CheckpointKind, FinishReason, TokenScore
 from agentspec.wire import SpecStats, TokensEvent
 from tests.fakes.engine_client import SPEC, ScriptedEngine, ended, said
 from tests.fakes.generated import generated, scores_of
@@ -65,6 +65,32 @@ def test_ids_and_echo(connect: Connect, pipeline: TextPipeline) -> None:
     assert first["choices"][0]["prompt_token_ids"] == [*ids, 999]
     assert (second["choices"][0]["text"], second["choices"][0]["token_ids"]) == ("c", [99])
     assert (last["choices"][0]["text"], last["choices"][0]["finish_reason"]) == ("", "stop")
+
+
+def test_breakpoints_and_a_forced_output_go_to_the_engine(connect: Connect) -> None:
+    engine = ScriptedEngine()
+    marks = [{"offset": 0, "kind": "system"}, {"offset": 3, "kind": "user"}]
+    post(connect, engine, {"prompt": [1, 2, 3], "breakpoints": marks, "forced_output": [7, 8]})
+    post(connect, engine, {"prompt": [1, 2, 3]})
+    assert [submit.forced_output for submit in engine.submits] == [[7, 8], None]
+    assert engine.submits[0].breakpoints == [Breakpoint(0, CheckpointKind.SYSTEM), Breakpoint(3, CheckpointKind.USER)]
+    assert engine.submits[1].breakpoints == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"breakpoints": [{"offset": 1, "kind": "turn"}]}, "breakpoints[0].kind"),
+        ({"breakpoints": [{"offset": 1}]}, "breakpoints[0]"),
+        ({"prompt": ["a", "b"], "breakpoints": [{"offset": 1, "kind": "user"}]}, "breakpoints"),
+        ({"forced_output": []}, "forced_output"),
+        ({"forced_output": "text"}, "forced_output"),
+    ],
+)
+def test_what_is_wrong_with_them_is_named(fields: dict[str, Any], name: str, connect: Connect) -> None:
+    answer = post(connect, ScriptedEngine(), {"prompt": "a", **fields})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == name
 
 
 def test_streaming_without_extras_sends_text_alone(connect: Connect) -> None:

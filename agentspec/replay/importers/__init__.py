@@ -1,20 +1,32 @@
-"""`agentspec import FORMAT IN OUT`: other tools' traces as replay files. One module a format; each yields a ReplayFile."""
+"""`agentspec import FORMAT IN OUT`: other tools' traces as replay files. Each format has a reader that yields a ReplayFile."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 
 from agentspec.errors import ConfigError
-from agentspec.replay.importers import mooncake, openai_messages
+from agentspec.replay.importers import agents, bailian, mooncake, openai_messages, weka, workloads
 from agentspec.replay.schema import ReplayFile, load, save
 
-FORMATS = ("mooncake", "openai-messages")
+_READERS: dict[str, Callable[[str], ReplayFile]] = {
+    "openai-messages": openai_messages.read,
+    "bailian": bailian.read,
+    "weka": weka.read,
+    "tau-bench": agents.read_tau_bench,
+    "mini-swe-agent": agents.read_mini_swe_agent,
+    "swe-agent": agents.read_swe_agent,
+    "sglang-agentic": workloads.read_sglang_agentic,
+    "evalscope-workload": workloads.read_evalscope_workload,
+    "aiperf-multi-turn": workloads.read_aiperf_multi_turn,
+}
+FORMATS = ("mooncake", *_READERS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `agentspec import`."""
-    parser.add_argument("format", metavar="FORMAT", choices=FORMATS, help=" or ".join(FORMATS))
+    parser.add_argument("format", metavar="FORMAT", choices=FORMATS, help=f"one of {', '.join(FORMATS)}")
     parser.add_argument("input", metavar="IN", help="the trace, plain or gzip")
     parser.add_argument("output", metavar="OUT", help="replay file to write; gzip when the name ends in .gz")
     parser.add_argument("--link", action="store_true", help="mooncake: join requests that continue an earlier one into a session (inferred)")
@@ -34,4 +46,4 @@ def main(args: argparse.Namespace) -> int:
 
 def convert(name: str, path: str, *, link: bool = False) -> ReplayFile:
     """Read a trace of one of FORMATS. Raises ReplayFileError naming its line and field."""
-    return mooncake.read(path, link=link) if name == "mooncake" else openai_messages.read(path)
+    return mooncake.read(path, link=link) if name == "mooncake" else _READERS[name](path)

@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 
 from agentspec.errors import ReplayFileError
-from agentspec.replay.schema import Expect, Meta, ReplayFile, Session, Turn, read_lines
+from agentspec.replay.importers.runs import BlockRequest, chain
+from agentspec.replay.schema import Meta, ReplayFile, Session, read_lines
 
 BLOCK_SIZE = 512
 MIN_LINK_BLOCKS = 2
@@ -36,7 +37,7 @@ def read(path: str | Path, *, link: bool) -> ReplayFile:
     requests.sort(key=lambda request: request.timestamp)
     chains = _link(requests) if link else [[index] for index in range(len(requests))]
     source = {"importer": "mooncake", "file": Path(path).name, "sessions": "inferred by prefix" if link else "one request each"}
-    sessions = [_session(chain, requests) for chain in chains]
+    sessions = [_session(numbers, requests) for numbers in chains]
     return ReplayFile(path=str(path), meta=Meta(source=source), sessions=sessions)
 
 
@@ -45,35 +46,17 @@ def _parse(path: str, number: int, line: bytes) -> Request:
         request = msgspec.json.decode(line, type=Request)
     except msgspec.DecodeError as error:
         raise ReplayFileError(path, number, str(error)) from None
-    num_blocks = -(-request.input_length // BLOCK_SIZE)
-    for field, value in (("timestamp", request.timestamp), ("input_length", request.input_length - 1), ("output_length", request.output_length)):
-        if value < 0:
-            raise ReplayFileError(path, number, f"{field}: {getattr(request, field)} is too small")
-    if len(request.hash_ids) != num_blocks:
-        reason = f"hash_ids: has {len(request.hash_ids)} ids; input_length {request.input_length} makes {num_blocks} blocks of {BLOCK_SIZE}"
-        raise ReplayFileError(path, number, reason)
+    _block(request).check(path, number, BLOCK_SIZE)
     return request
 
 
-def _session(chain: list[int], requests: list[Request]) -> Session:
-    """Waits are gaps between arrivals, which include the answer's own time: the trace does not say when an answer ended."""
-    turns = []
-    before: float | None = None
-    for index in chain:
-        request = requests[index]
-        turns.append(
-            Turn(
-                input_length=request.input_length,
-                block_size=BLOCK_SIZE,
-                hash_ids=request.hash_ids,
-                delay_ms=0.0 if before is None else request.timestamp - before,
-                delay_kind="start" if before is None else "user",
-                max_tokens=max(1, request.output_length),
-                expect=Expect(output_tokens=max(1, request.output_length)),
-            )
-        )
-        before = request.timestamp
-    return Session(session_id=f"request-{chain[0]}", start_ms=requests[chain[0]].timestamp, turns=turns)
+def _block(request: Request) -> BlockRequest:
+    return BlockRequest(at_ms=request.timestamp, input_length=request.input_length, output_length=request.output_length, hash_ids=request.hash_ids)
+
+
+def _session(numbers: list[int], requests: list[Request]) -> Session:
+    turns = chain([_block(requests[number]) for number in numbers], BLOCK_SIZE)
+    return Session(session_id=f"request-{numbers[0]}", start_ms=requests[numbers[0]].timestamp, turns=turns)
 
 
 def _link(requests: list[Request]) -> list[list[int]]:
@@ -90,11 +73,11 @@ def _link(requests: list[Request]) -> list[list[int]]:
             prefix = steps.setdefault((prefix, block_id), len(steps) + 1)
             path.append(prefix)
         earlier = _continued(request, path, ending, requests)
-        chain = chain_of.pop(earlier) if earlier is not None else []
-        if not chain:
-            chains.append(chain)
-        chain.append(number)
-        chain_of[number] = chain
+        numbers = chain_of.pop(earlier) if earlier is not None else []
+        if not numbers:
+            chains.append(numbers)
+        numbers.append(number)
+        chain_of[number] = numbers
         if path:
             ending.setdefault(prefix, []).append(number)
     return chains

@@ -1,0 +1,204 @@
+"""Trajectories that agents keep of their own runs: tau-bench, mini-swe-agent and SWE-agent.
+
+Cut before every answer of the model, which becomes the recorded one; what follows the last answer was never asked, so it is left out. Tools are not
+part of these files, except mini-swe-agent's only one. Of a message's fields those stay that a prompt shows; an unknown one is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from agentspec.errors import ReplayFileError
+from agentspec.replay.importers.documents import convert, read_documents
+from agentspec.replay.schema import AssistantMessage, Expect, InputMessage, Meta, RecordedUsage, ReplayFile, Session, Turn, check_session
+
+_SHOWN = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content")
+_HIDDEN = (
+    *("function_call", "refusal", "annotations", "audio", "images", "provider_specific_fields", "thinking_blocks", "cache_control"),
+    *("agent", "message_type", "thought", "action", "tool_call_ids", "is_demo", "tags", "extra"),
+)
+"""Fields that no prompt shows, or that are there a second time."""
+
+_BASH = {
+    "type": "function",
+    "function": {
+        "name": "bash",
+        "description": "Execute a bash command",
+        "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    """One message of a trajectory."""
+
+    message: dict[str, Any]
+    took_ms: float | None = None
+    """Of a client's message: time since the model's last answer."""
+    latency_ms: float | None = None
+    """Of an answer: time since the message before it."""
+    usage: RecordedUsage | None = None
+    finish_reason: str | None = None
+
+
+def read_tau_bench(path: str | Path) -> ReplayFile:
+    """Results of tau-bench runs: a list of {"task_id", "trial", "traj"}. No times are recorded."""
+
+    def session(item: Any, number: int) -> Session:
+        run = convert("", item, _TauRun)
+        steps = [_Step(message=message) for message in run.traj]
+        return _session(f"task-{run.task_id}-{run.trial}", steps, group=f"task-{run.task_id}", has_user=True)
+
+    return _read(path, "tau-bench", session)
+
+
+def read_mini_swe_agent(path: str | Path) -> ReplayFile:
+    """Trajectories of mini-swe-agent (`*.traj.json`). Tool time is the result's timestamp minus that of the answer before it."""
+
+    def session(item: Any, number: int) -> Session:
+        run = convert("", item, _MiniRun)
+        name = run.instance_id or Path(path).name.partition(".")[0] + (f"-{number}" if number > 1 else "")
+        steps = list(_timed(message for message in run.messages if message.get("role") != "exit"))
+        calls = any(step.message.get("tool_calls") for step in steps)
+        return _session(name, steps, group=run.instance_id, has_user=False, tools=[_BASH] if calls else None)
+
+    return _read(path, "mini-swe-agent", session)
+
+
+def read_swe_agent(path: str | Path) -> ReplayFile:
+    """Trajectories of SWE-agent (`*.traj`). Tool times are those of the steps, where there is one step an answer."""
+
+    def session(item: Any, number: int) -> Session:
+        run = convert("", item, _SweRun)
+        name = Path(path).name.partition(".")[0] + (f"-{number}" if number > 1 else "")
+        times = [step.get("execution_time") for step in run.trajectory]
+        if len(times) != sum(message.get("role") == "assistant" and not message.get("is_demo") for message in run.history):
+            times = []
+        return _session(name, list(_with_tool_times(run.history, iter(times))), group=None, has_user=False)
+
+    return _read(path, "swe-agent", session)
+
+
+class _TauRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    task_id: int | str
+    traj: list[dict[str, Any]]
+    trial: int = 0
+    reward: float | None = None
+    info: Any = None
+
+
+class _MiniRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    messages: list[dict[str, Any]]
+    trajectory_format: str
+    info: Any = None
+    instance_id: str | None = None
+
+
+class _SweRun(msgspec.Struct, frozen=True, kw_only=True):
+    """The file has many more fields, of the run's configuration."""
+
+    history: list[dict[str, Any]]
+    trajectory: list[dict[str, Any]]
+
+
+def _read(path: str | Path, importer: str, session: Callable[[Any, int], Session]) -> ReplayFile:
+    sessions: dict[str, Session] = {}
+    for number, item in read_documents(path):
+        try:
+            made = session(item, number)
+            check_session(made, Meta())
+            if made.session_id in sessions:
+                raise ValueError(f"session {made.session_id!r} occurs twice")
+        except ValueError as error:
+            raise ReplayFileError(str(path), number, str(error)) from None
+        sessions[made.session_id] = made
+    return ReplayFile(path=str(path), meta=Meta(source={"importer": importer, "file": Path(path).name}), sessions=list(sessions.values()))
+
+
+def _timed(messages: Iterator[dict[str, Any]]) -> Iterator[_Step]:
+    answered: float | None = None
+    before: float | None = None
+    for message in messages:
+        extra = message.get("extra") or {}
+        at = extra.get("timestamp")
+        if message.get("role") == "assistant":
+            response = extra.get("response") or {}
+            choices = response.get("choices") or [{}]
+            yield _Step(
+                message=message,
+                latency_ms=_milliseconds(before, at),
+                usage=_usage(response.get("usage")),
+                finish_reason=choices[0].get("finish_reason"),
+            )
+            answered = at
+        else:
+            yield _Step(message=message, took_ms=_milliseconds(answered, at))
+        before = at
+
+
+def _milliseconds(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else max(0.0, round((end - start) * 1000, 3))
+
+
+def _usage(usage: dict[str, Any] | None) -> RecordedUsage | None:
+    if not usage:
+        return None
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    return RecordedUsage(prompt_tokens=usage.get("prompt_tokens"), completion_tokens=usage.get("completion_tokens"), cached_tokens=cached)
+
+
+def _with_tool_times(history: list[dict[str, Any]], times: Iterator[float | None]) -> Iterator[_Step]:
+    seconds: float | None = None
+    for message in history:
+        if message.get("role") == "assistant":
+            seconds = None if message.get("is_demo") else next(times, None)
+            yield _Step(message=message)
+        else:
+            call_ids = message.get("tool_call_ids") or [None]
+            message = message if call_ids[0] is None else message | {"tool_call_id": call_ids[0]}
+            yield _Step(message=message, took_ms=None if seconds is None else seconds * 1000)
+
+
+def _session(name: str, steps: list[_Step], *, group: str | None, has_user: bool, tools: list[dict[str, Any]] | None = None) -> Session:
+    """has_user: a user, not only tools, speaks between answers."""
+    turns: list[Turn] = []
+    new: list[InputMessage] = []
+    took_ms = 0.0
+    for index, step in enumerate(steps):
+        where = f"messages[{index}]"
+        message = _shown(where, step.message)
+        if message.get("role") != "assistant":
+            new.append(convert(where, {"content": ""} | message, InputMessage))
+            took_ms = step.took_ms or 0.0
+            continue
+        if not new:
+            raise ValueError(f"{where}: an answer needs another message before it")
+        kind: Literal["start", "tool", "user"] = "start" if not turns else "user" if has_user and new[-1].role == "user" else "tool"
+        answer = convert(where, {"content": None} | message, AssistantMessage)
+        expect = Expect(message=answer, finish_reason=step.finish_reason, usage=step.usage, latency_ms=step.latency_ms)
+        turns.append(Turn(messages=new, delay_ms=took_ms if turns else 0.0, delay_kind=kind, expect=expect))
+        new = []
+    return Session(session_id=name, group=group, tools=tools, turns=turns)
+
+
+def _shown(where: str, message: dict[str, Any]) -> dict[str, Any]:
+    unknown = [name for name, value in message.items() if value is not None and name not in _SHOWN + _HIDDEN]
+    if unknown:
+        raise ValueError(f"{where}.{unknown[0]}: is no field of a message that we know")
+    shown = {name: message[name] for name in _SHOWN if message.get(name) is not None}
+    if shown.get("role") == "assistant":
+        shown.pop("name", None)
+    if isinstance(shown.get("content"), list):
+        shown["content"] = [
+            {name: value for name, value in part.items() if name != "cache_control"} if isinstance(part, dict) else part for part in shown["content"]
+        ]
+    if "tool_calls" in shown:
+        names = ("id", "type", "function")
+        shown["tool_calls"] = [{name: call[name] for name in names if name in call} for call in shown["tool_calls"]]
+    return shown

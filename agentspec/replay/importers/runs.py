@@ -1,0 +1,52 @@
+"""Requests that a trace knows by their lengths and the hashes of their blocks, as token-run turns. Knows no trace's own fields."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from agentspec.errors import ReplayFileError
+from agentspec.replay.schema import Expect, Turn
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockRequest:
+    """One request of a trace."""
+
+    at_ms: float
+    """Its arrival, on the trace's clock."""
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+    def check(self, path: str, line: int, block_size: int) -> None:
+        """Raise ReplayFileError for a length or an arrival that can't be, or for another number of blocks than the input makes."""
+        for field, value, least in (("timestamp", self.at_ms, 0), ("input_length", self.input_length, 1), ("output_length", self.output_length, 0)):
+            if not value >= least:
+                raise ReplayFileError(path, line, f"{field}: {value} is too small")
+        num_blocks = -(-self.input_length // block_size)
+        if len(self.hash_ids) != num_blocks:
+            reason = f"hash_ids: has {len(self.hash_ids)} ids; input_length {self.input_length} makes {num_blocks} blocks of {block_size}"
+            raise ReplayFileError(path, line, reason)
+
+    def turn(self, block_size: int, *, delay_ms: float, delay_kind: Literal["start", "tool", "user", "none"]) -> Turn:
+        num_tokens = max(1, self.output_length)
+        return Turn(
+            input_length=self.input_length,
+            block_size=block_size,
+            hash_ids=self.hash_ids,
+            delay_ms=delay_ms,
+            delay_kind=delay_kind,
+            max_tokens=num_tokens,
+            expect=Expect(output_tokens=num_tokens),
+        )
+
+
+def chain(requests: Sequence[BlockRequest], block_size: int) -> list[Turn]:
+    """Requests that followed one another as the turns of a session. Waits are gaps between arrivals, which include the answer's own time: such traces
+    don't say when an answer ended."""
+    first = requests[0].turn(block_size, delay_ms=0.0, delay_kind="start")
+    rest = itertools.pairwise(requests)
+    return [first, *(after.turn(block_size, delay_ms=max(0.0, after.at_ms - before.at_ms), delay_kind="user") for before, after in rest)]

@@ -1,0 +1,131 @@
+"""Claude Code sessions in Weka's trace format (kv-cache-tester, InferenceX AgentX): an object a session, requests by their lengths and block hashes.
+
+Hashes count from the session's own start where the trace says so, so equal ones of two sessions are not the same block. Where a prompt ends inside a
+block that the trace gives no hash, that block is one of its own. Subagents become sessions with a parent.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from agentspec.errors import ReplayFileError
+from agentspec.replay.importers.documents import convert, read_documents
+from agentspec.replay.importers.runs import BlockRequest
+from agentspec.replay.schema import Meta, Parent, ReplayFile, Session, Turn
+
+_LOCAL_IDS = 2**32
+"""Room for the hashes of one session."""
+_TAIL_IDS = 2**62
+"""From here on: blocks that the trace gives no hash."""
+
+
+class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename={"num_in": "in", "num_out": "out"}):
+    t: float
+    """Seconds from the session's start, or from the subagent's."""
+    type: Literal["n", "s"]
+    model: str
+    num_in: int
+    num_out: int
+    hash_ids: list[int] = []
+    input_types: list[str] = []
+    output_types: list[str] = []
+    stop: str = ""
+    api_time: float | None = None
+    think_time: float | None = None
+    ttft: float | None = None
+
+
+class _Subagent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    t: float
+    type: Literal["subagent"]
+    agent_id: str
+    requests: list[_Request]
+    subagent_type: str = ""
+    duration_ms: float | None = None
+    total_tokens: int | None = None
+    tool_use_count: int | None = None
+    status: str = ""
+    models: list[str] = []
+    tool_tokens: int = 0
+    system_tokens: int = 0
+
+
+class _Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    id: str
+    block_size: int
+    hash_id_scope: Literal["local", "global"]
+    requests: list[dict[str, Any]]
+    models: list[str] = []
+    tool_tokens: int = 0
+    system_tokens: int = 0
+    totals: dict[str, Any] | None = None
+
+
+def read(path: str | Path) -> ReplayFile:
+    """The traces as sessions. Raises ReplayFileError naming the place of the first object that isn't one."""
+    sessions: list[Session] = []
+    tails = itertools.count(_TAIL_IDS)
+    for number, item in read_documents(path):
+        try:
+            sessions += _Reader(convert("", item, _Trace), number, tails).sessions()
+        except ValueError as error:
+            raise ReplayFileError(str(path), number, str(error)) from None
+    return ReplayFile(path=str(path), meta=Meta(source={"importer": "weka", "file": Path(path).name}), sessions=sessions)
+
+
+class _Reader:
+    """One trace."""
+
+    def __init__(self, trace: _Trace, number: int, tails: Iterator[int]) -> None:
+        if trace.block_size < 1:
+            raise ValueError(f"block_size: {trace.block_size} must be at least 1")
+        self._trace = trace
+        self._offset = number * _LOCAL_IDS if trace.hash_id_scope == "local" else 0
+        self._tails = tails
+
+    def sessions(self) -> list[Session]:
+        """The main session, then its subagents."""
+        calls: list[tuple[str, _Request]] = []
+        spawned: list[tuple[int, str, _Subagent]] = []
+        for index, item in enumerate(self._trace.requests):
+            where = f"requests[{index}]"
+            if item.get("type") == "subagent":
+                spawned.append((len(calls), where, convert(where, item, _Subagent)))
+            else:
+                calls.append((where, convert(where, item, _Request)))
+        if not calls:
+            raise ValueError("requests: the session itself has none")
+        sessions = [Session(session_id=self._trace.id, turns=self._turns(calls))]
+        for num_before, where, agent in spawned:
+            if agent.requests:
+                parent = Parent(session_id=self._trace.id, turn=max(0, num_before - 1), join_turn=num_before if 0 < num_before < len(calls) else None)
+                named = [(f"{where}.requests[{index}]", call) for index, call in enumerate(agent.requests)]
+                sessions.append(Session(session_id=f"{self._trace.id}/{agent.agent_id}", turns=self._turns(named), parent=parent))
+        return sessions
+
+    def _turns(self, calls: list[tuple[str, _Request]]) -> list[Turn]:
+        turns = []
+        before: _Request | None = None
+        for where, call in calls:
+            request = self._request(where, call)
+            if before is None:
+                turns.append(request.turn(self._trace.block_size, delay_ms=0.0, delay_kind="start"))
+            else:
+                gap = call.t - before.t - (before.api_time or 0.0) if call.think_time is None else call.think_time
+                kind: Literal["tool", "user"] = "tool" if before.stop == "tool_use" else "user"
+                turns.append(request.turn(self._trace.block_size, delay_ms=max(0.0, gap * 1000), delay_kind=kind))
+            before = call
+        return turns
+
+    def _request(self, where: str, call: _Request) -> BlockRequest:
+        num_blocks = -(-call.num_in // self._trace.block_size)
+        if call.num_in < 1 or len(call.hash_ids) > num_blocks or any(not 0 <= block < _LOCAL_IDS for block in call.hash_ids):
+            raise ValueError(f"{where}.hash_ids: {len(call.hash_ids)} ids don't fit {call.num_in} tokens in blocks of {self._trace.block_size}")
+        known = [self._offset + block for block in call.hash_ids]
+        unknown = list(itertools.islice(self._tails, num_blocks - len(known)))
+        return BlockRequest(at_ms=call.t * 1000, input_length=call.num_in, output_length=call.num_out, hash_ids=known + unknown)

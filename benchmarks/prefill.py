@@ -1,0 +1,235 @@
+"""How long a prompt waits for its first token, and how far that is from the least that arithmetic and memory allow: `python -m benchmarks.prefill`.
+
+The engine's own loop on models of published shapes, bfloat16, with prefix cache, CUDA graphs, overlap and three drafts a step. Parts:
+
+- zero: 8k and 32k tokens that nobody has sent before.
+- append: some hundred new tokens behind a long cached context, as an agent's turns bring them.
+- fresh: a 2k prompt.
+- agentic: one session, 50k tokens at first, then twelve turns of 800 tokens in and 200 out, every prompt computed.
+- pace: eight streams decode while another session's 50k prompt comes in.
+- profile: kernel by kernel, where an append's time goes. Only when asked for.
+- peers: attention and recurrence alone, beside other libraries' kernels where those can be imported. Only when asked for.
+
+Synthetic, and said so in what is printed: weights are random, the cached contexts of lone prompts are random instead of computed, drafts are
+accepted at a forced rate. The floor is defined in benchmarks/prefill_floor.py, and counted with a matmul rate and a read bandwidth measured in the
+same run.
+
+First of all come the checks: no figure without them. A case that doesn't fit or wasn't reached stays in the report, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from agentspec.types import ModelSpec
+from benchmarks.bandwidth import measure_bandwidth
+from benchmarks.prefill_cases import PaceCase, PromptCase, SessionCase, Shape, run_pace, run_session, time_prompts
+from benchmarks.prefill_checks import check_cached_turns, check_resume_points
+from benchmarks.prefill_engine import NoFigureError, PromptEngine, Room
+from benchmarks.prefill_floor import Rates, measure_matmul
+from benchmarks.prefill_peers import compare_kernels
+from benchmarks.prefill_profile import profile_prompt
+from benchmarks.prefill_report import Entry, Figures, Report
+from benchmarks.published import CONFIGS, PrefilledModel, make_model
+from benchmarks.running_engine import let_go
+
+Case = PromptCase | SessionCase | PaceCase
+
+MODELS = ("4B", "27B", "9B")
+PARTS = ("zero", "append", "fresh", "agentic", "pace")
+EXTRA_PARTS = ("profile", "peers")
+
+LONG_APPEND = PromptCase(count=800, context=50_048)
+CASES: dict[str, list[Case]] = {
+    "zero": [PromptCase(count=8_192), PromptCase(count=32_768)],
+    "append": [LONG_APPEND, PromptCase(count=890, context=16_384), PromptCase(count=890, context=25_600)],
+    "fresh": [PromptCase(count=2_048)],
+    "agentic": [SessionCase()],
+    "pace": [PaceCase(context=50_048), PaceCase(context=2_048)],
+}
+FOR_ALL_MODELS: tuple[Case, ...] = (*CASES["zero"], LONG_APPEND)
+"""What the default run measures of every model; the rest of the 4B."""
+
+WORKSPACE_BYTES = 3 * 2**30
+"""Beside weights and pools: activations of the largest chunk, graphs, slots."""
+
+
+def chosen_cases(options: argparse.Namespace, model: str) -> list[Case]:
+    """What the flags ask for, for one model."""
+    if options.prompts:
+        return list(options.prompts)
+    if options.parts:
+        return [case for part in options.parts if part in CASES for case in CASES[part]]
+    return [case for part in PARTS for case in CASES[part] if model == MODELS[0] or case in FOR_ALL_MODELS]
+
+
+class Run:
+    """Measures one model after the other, within a time limit, and keeps the report up to date."""
+
+    def __init__(self, report: Report, device: torch.device, *, repeats: int, deadline: float, save: Callable[[Report], None]) -> None:
+        """deadline: on time.perf_counter's clock; what has not begun by then is not begun."""
+        self._report = report
+        self._device = device
+        self._repeats = repeats
+        self._deadline = deadline
+        self._save = save
+
+    def measure(self, name: str, cases: Sequence[Case]) -> None:
+        """Raises CheckFailedError when a prompt behind a cached prefix isn't what it should be."""
+        if time.perf_counter() > self._deadline:
+            self._miss(name, cases, "the time was up")
+            return
+        check = check_resume_points(name, CONFIGS[name], self._device)
+        print(f"checked: {check}", flush=True)
+        self._report.checks.append(check)
+        model = load(name, self._device)
+        together = [case for case in cases if not isinstance(case, PaceCase)]
+        if together:
+            room = together[0].room
+            for case in together[1:]:
+                room = room.beside(case.room)
+            self._measure_all(model, room, together)
+        for among_streams in cases:
+            if isinstance(among_streams, PaceCase):
+                self._measure_all(model, among_streams.room, [among_streams])
+
+    def _measure_all(self, model: PrefilledModel, room: Room, cases: Sequence[Case]) -> None:
+        """On an engine of their own, which is gone afterwards."""
+        name = model.spec.name
+        missing = missing_bytes(room, model.spec, self._device)
+        if missing > 0:
+            self._miss(name, cases, f"does not fit: {missing / 2**30:.1f} GiB more than the device has")
+            return
+        engine = PromptEngine(model, self._device, room)
+        self._report.engines.append(f"{name}, {room.max_running} slots: {engine.graphs}; started in {engine.start_seconds:.1f} s")
+        for number, case in enumerate(cases):
+            entry = Entry(model=name, what=str(case))
+            try:
+                if time.perf_counter() > self._deadline:
+                    raise NoFigureError("the time was up")
+                entry.figures = self._figures(engine, case)
+            except NoFigureError as error:
+                entry.note = str(error)
+            except torch.OutOfMemoryError as error:  # in the middle of a launch: nothing more can be asked of this engine
+                self._miss(name, cases[number:], f"out of memory: {error}".partition("\n")[0])
+                break
+            self._enter(entry)
+        del engine
+        let_go(model)
+
+    def _figures(self, engine: PromptEngine, case: Case) -> Figures:
+        if isinstance(case, PaceCase):
+            return run_pace(engine, case)
+        shape = Shape.of(CONFIGS[engine.model.spec.name], engine.model.spec.num_real_tokens)
+        if isinstance(case, SessionCase):
+            return run_session(engine, case, shape, self._report.rates)
+        return time_prompts(engine, case, shape, self._report.rates, repeats=self._repeats)
+
+    def _miss(self, model: str, cases: Sequence[Case], why: str) -> None:
+        for case in cases:
+            self._enter(Entry(model=model, what=str(case), note=why))
+
+    def _enter(self, entry: Entry) -> None:
+        self._report.entries.append(entry)
+        self._save(self._report)
+        print("\n".join(self._report.lines(entry)), flush=True)
+
+
+def load(name: str, device: torch.device) -> PrefilledModel:
+    """Without pools, on a device that has let go of what was there before."""
+    gc.collect()
+    model = make_model(name, CONFIGS[name], device=device, dtype=torch.bfloat16)
+    let_go(model)
+    return model
+
+
+def missing_bytes(room: Room, spec: ModelSpec, device: torch.device) -> int:
+    """Bytes that an engine needs beyond those that are free; 0 or less: it fits. The model is loaded, its pools are released."""
+    if device.type == "cpu":
+        return 0
+    free, _ = torch.cuda.mem_get_info(device)
+    return room.num_bytes(spec) + WORKSPACE_BYTES - free
+
+
+def prompt_case(text: str) -> PromptCase:
+    """800@50048, or 2048 for a prompt without context."""
+    count, _, context = text.partition("@")
+    return PromptCase(count=int(count), context=int(context or 0))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.prefill", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    which = parser.add_argument_group("cases: without any of these, zero and an append for every model, and all parts of the 4B")
+    which.add_argument("--models", nargs="+", choices=list(CONFIGS))
+    which.add_argument("--parts", nargs="+", choices=[*PARTS, *EXTRA_PARTS])
+    which.add_argument("--prompts", nargs="+", type=prompt_case, metavar="NEW[@CONTEXT]", help="lone prompts of these sizes, and nothing else")
+    parser.add_argument("--repeats", type=int, default=5, help="measured prompts behind each figure; it is their median")
+    parser.add_argument("--max-seconds", type=float, default=330.0, help="begin no case after so long")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--json", type=Path, help="write all figures here, after every case")
+    return parser.parse_args()
+
+
+def measure_all(options: argparse.Namespace, work: Mapping[str, Sequence[Case]], device: torch.device) -> Report:
+    """Checks first, then every case of every model."""
+    began = time.perf_counter()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    checks = [check_cached_turns(options.device)]
+    print(f"checked: {checks[0]}", flush=True)
+    matmul, burst = measure_matmul(device)
+    report = Report(
+        machine=f"{name}, torch {torch.__version__}",
+        command=" ".join(["python -m benchmarks.prefill", *sys.argv[1:]]),
+        checks=checks,
+        rates=Rates(matmul=matmul, matmul_burst=burst, bandwidth=measure_bandwidth(device)),
+    )
+
+    def save(report: Report) -> None:
+        report.seconds = time.perf_counter() - began
+        if options.json is not None:
+            options.json.write_text(report.as_json(), encoding="utf-8")
+
+    run = Run(report, device, repeats=options.repeats, deadline=began + options.max_seconds, save=save)
+    for model, cases in work.items():
+        run.measure(model, cases)
+    save(report)
+    return report
+
+
+def profile_all(work: Mapping[str, Sequence[Case]], device: torch.device) -> None:
+    """Of each model the last of its lone prompts. After all timing, for the profiler stays."""
+    with profile(activities=[ProfilerActivity.CUDA]):  # it must be there before a graph is captured that it shall see into
+        torch.cuda.synchronize()
+    for name, cases in work.items():
+        case = next((case for case in cases[::-1] if isinstance(case, PromptCase)), LONG_APPEND)
+        model = load(name, device)
+        print(f"\n{profile_prompt(PromptEngine(model, device, case.room, overlap=False), case)}", flush=True)
+
+
+def main() -> int:
+    options = arguments()
+    device = torch.device(options.device)
+    extra = [part for part in options.parts or () if part in EXTRA_PARTS]
+    models = options.models or (MODELS[:1] if extra else MODELS)
+    work = {model: chosen_cases(options, model) for model in models}
+    if any(work.values()):
+        print(measure_all(options, work, device).markdown(), flush=True)
+    if "peers" in extra:
+        for model in models:
+            print(f"\n{compare_kernels(model, CONFIGS[model], device)}", flush=True)
+    if "profile" in extra:
+        profile_all(work, device)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""An engine that is asked one thing after the other, and what each answer took: time to the first token, tokens found in the cache.
+
+The engine's own scheduler, step loop, cache and executor, as assembly.build puts them together, with the settings that are its defaults, except that
+memory is given and there is no host tier. Synthetic are the model's weights, contexts where they are made instead of computed
+(published.PrefilledModel), and which drafts are accepted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from agentspec.assembly import build
+from agentspec.config import EngineConfig
+from agentspec.runtime.memory_plan import RESERVED, MemoryPlan
+from agentspec.runtime.request import Request, new_request
+from agentspec.runtime.scheduler import SESSION_CHECKPOINTS
+from agentspec.types import Breakpoint, CheckpointKind, ModelSpec, SamplingParams, tokens
+from agentspec.wire import Event, FinishEvent, Submit, TokensEvent
+from benchmarks.published import PrefilledModel
+from benchmarks.running_engine import acceptance_rate
+
+NUM_DRAFTS = 3
+EMITTED = 3.39
+"""Tokens a step that the forced acceptance gives on average."""
+
+SPARE_CHECKPOINTS = 24
+"""Rows beside those that running requests need: the grid behind a long prompt, and what earlier prompts left."""
+
+
+class NoFigureError(Exception):
+    """The engine did not do what the measurement is about, so there is no figure."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """What an engine must hold."""
+
+    longest: int
+    """Tokens, prompt and output, of a sequence."""
+    others: int = 0
+    """Tokens of other sequences that are to stay beside it, running or cached."""
+    max_running: int = 1
+
+    def beside(self, other: Room) -> Room:
+        """For the one and then the other."""
+        return Room(
+            longest=max(self.longest, other.longest), others=max(self.others, other.others), max_running=max(self.max_running, other.max_running)
+        )
+
+    def memory(self, spec: ModelSpec) -> MemoryPlan:
+        block, window = spec.block_tokens, NUM_DRAFTS + 1
+        pages = sum(-(-length // block) for length in (self.longest, self.others)) + 4 * self.max_running * -(-window // block) + 1
+        rows = RESERVED + self.max_running * (NUM_DRAFTS + 3 + SESSION_CHECKPOINTS) + SPARE_CHECKPOINTS
+        return MemoryPlan(num_rows=rows, num_pages=pages, max_length=self.longest)
+
+    def num_bytes(self, spec: ModelSpec) -> int:
+        memory = self.memory(spec)
+        return memory.num_rows * spec.row_bytes + memory.num_pages * spec.page_bytes
+
+
+@dataclass(kw_only=True, slots=True)
+class Answer:
+    """One request's way, by the host's clock."""
+
+    submitted: float
+    arrivals: list[float] = field(default_factory=list)
+    """When each event with tokens was there."""
+    token_ids: list[int] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    is_over: bool = False
+
+    @property
+    def first_token_s(self) -> float:
+        """From the submit on: checks at the door and the host's own work are part of it."""
+        return self.arrivals[0] - self.submitted
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [after - before for before, after in zip(self.arrivals, self.arrivals[1:], strict=False)]
+
+
+class PromptEngine:
+    """Requests by number; `step` runs the engine's loop once for all of them."""
+
+    def __init__(self, model: PrefilledModel, device: torch.device, room: Room, *, overlap: bool = True, prefix_cache: bool = True) -> None:
+        config = EngineConfig(
+            draft_tokens=NUM_DRAFTS,
+            force_acceptance=(acceptance_rate(EMITTED),) * NUM_DRAFTS,
+            max_running=room.max_running,
+            overlap=overlap,
+            prefix_cache=prefix_cache,
+            session_hold_seconds=0.0,
+        )
+        model.computes_prompts = True  # for the graphs
+        began = time.perf_counter()
+        parts = build(model, config=config, memory=room.memory(model.spec), device=device)
+        self.start_seconds = time.perf_counter() - began
+        self.graphs = parts.graphs
+        self.cache = parts.cache
+        self.metrics = parts.loop.metrics
+        self.device = device
+        self.model = model
+        self._loop = parts.loop
+        self._max_length = room.longest
+        self._answers: dict[str, Answer] = {}
+        self._num_asked = 0
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int,
+        session: str | None = None,
+        breakpoints: Sequence[tuple[int, CheckpointKind]] = (),
+        namespace: str = "",
+    ) -> Answer:
+        answer = Answer(submitted=time.perf_counter())
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        points = [Breakpoint(offset, kind) for offset, kind in breakpoints]
+        number, self._num_asked = self._num_asked, self._num_asked + 1
+        submit = Submit(
+            request_id=str(number), prompt_ids=list(prompt), sampling=sampling, breakpoints=points, session_id=session, namespace=namespace
+        )
+        self._loop.submit(self._request(submit, number))
+        self._answers[submit.request_id] = answer
+        return answer
+
+    def step(self) -> list[Answer]:
+        """The answers that got tokens."""
+        events = self._loop.run_once()
+        now = time.perf_counter()
+        return [answer for event in events if (answer := self._take(event, now)) is not None]
+
+    def ask(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 1,
+        session: str | None = None,
+        breakpoints: Sequence[tuple[int, CheckpointKind]] = (),
+        namespace: str = "",
+    ) -> Answer:
+        """Submit to an idle engine, and run it until it is idle again."""
+        self.settle()
+        answer = self.submit(prompt, max_tokens=max_tokens, session=session, breakpoints=breakpoints, namespace=namespace)
+        self.settle()
+        assert answer.is_over
+        return answer
+
+    def cache_context(self, prompt: Sequence[int], *, compute: bool) -> None:
+        """Leave a checkpoint behind the whole blocks of `prompt`, which stays when prompts resume from it.
+
+        compute: False: nothing is computed; the state and keys behind it are random. Raises NoFigureError when there is no room."""
+        block = self.model.spec.block_tokens
+        boundary = len(prompt) // block * block
+        self.model.computes_prompts = compute
+        try:  # one token more than the boundary, and a kind that no deeper checkpoint replaces
+            self.ask([*prompt[:boundary], 0], breakpoints=[(boundary, CheckpointKind.BRANCH)])
+        finally:
+            self.model.computes_prompts = True
+        found = self.cache.match("", tokens(prompt), limit=boundary)
+        if found.num_tokens != boundary or found.kind is not CheckpointKind.BRANCH:
+            raise NoFigureError(f"there was no row for a checkpoint behind {boundary} tokens")
+
+    def settle(self) -> None:
+        """Nothing is running on the host or the device."""
+        while self._loop.has_work:
+            self.step()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _request(self, submit: Submit, number: int) -> Request:
+        return new_request(submit, number=number, spec=self.model.spec, max_length=self._max_length, engine_seed=0, token_bytes=None)
+
+    def _take(self, event: Event, now: float) -> Answer | None:
+        answer = self._answers[event.request_id]
+        if isinstance(event, TokensEvent):
+            answer.arrivals.append(now)
+            answer.token_ids += event.token_ids
+            return answer
+        assert isinstance(event, FinishEvent)
+        if event.error is not None:
+            raise NoFigureError(f"request {event.request_id} failed: {event.error}")
+        answer.prompt_tokens, answer.cached_tokens, answer.is_over = event.usage.prompt_tokens, event.usage.cached_tokens, True
+        del self._answers[event.request_id]
+        return None
