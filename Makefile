@@ -30,7 +30,7 @@ test: .venv/.dev-installed  ## run every test that needs no GPU
 test-gpu: .venv/.dev-installed  ## run the tests that need a CUDA device, and those of the kernels on it
 	$(BIN)/python -m pytest tests/gpu tests/kernels/triton $(ARGS)
 
-sanitize: .venv/.dev-installed  ## watch decode steps on a CUDA device with compute-sanitizer: memory errors and races
+sanitize: .venv/.dev-installed  ## watch prompts and decode steps on a CUDA device with compute-sanitizer: memory errors and races
 	scripts/sanitize.sh $(BIN)/python
 
 check: .venv/.dev-installed  ## check format, lint, types and architecture

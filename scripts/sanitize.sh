@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Decode steps of a small model under compute-sanitizer, on a machine with a CUDA device: scripts/sanitize.sh [PYTHON]
+# Prompts and decode steps of a small model under compute-sanitizer, on a machine with a CUDA device: scripts/sanitize.sh [PYTHON]
 #
 #   memcheck of eager steps  each tensor is an allocation of its own, so that whatever runs over its end is seen
 #   memcheck of graphs       captured and replayed, as steps are served; there tensors share allocations
-#   racecheck                hazards in shared memory
+#   racecheck                hazards in shared memory, but for the kernel of large heads, whose copies into it are asynchronous
 #
 # All three at once, after a run without a checker that leaves every kernel compiled. Errors of CUDA calls are not reported: torch tries calls that
 # may fail, and raises what matters.
@@ -25,13 +25,13 @@ watch() {  # name, tool, arguments of the program
     "$sanitizer" --tool "$tool" --report-api-errors no --error-exitcode 99 "$python" -m tests.gpu.sanitized_steps "$@" >"$logs/$name" 2>&1
 }
 
-"$python" -m tests.gpu.sanitized_steps
-"$python" -m tests.gpu.sanitized_steps --eager
+"$python" -m tests.gpu.sanitized_steps --large-heads
+"$python" -m tests.gpu.sanitized_steps --eager --large-heads
 
 names=("memcheck of eager steps" "memcheck of graphs" "racecheck")
-PYTORCH_NO_CUDA_MEMORY_CACHING=1 watch "${names[0]}" memcheck --eager &
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 watch "${names[0]}" memcheck --eager --large-heads &
 pids=($!)
-watch "${names[1]}" memcheck &
+watch "${names[1]}" memcheck --large-heads &
 pids+=($!)
 watch "${names[2]}" racecheck --eager &
 pids+=($!)

@@ -22,8 +22,8 @@ from agentspec.runtime.prefill_tables import PrefillSizes, PrefillTables, Prompt
 from agentspec.runtime.step_buffers import stage
 
 CHUNK_SIZES = (64, 128, 192, 256, 288, 384, 512, 640, 768, 800, 864, 896, 960, 1024)
-"""Tokens of a batch that are captured. Matrix products take a number of tokens well or badly as it fills their tiles (832 take longer than 896); these
-are sizes that they take well on an H100, in the family's shapes, and at most an eighth of a large one is padding."""
+"""Tokens of a batch that are captured. Matrix products take a number of tokens well or badly as it fills their tiles (832 take longer than 896);
+these are sizes that they take well on an H100, in the family's shapes, and at most a quarter of one above 192 is padding."""
 
 MAX_SPANS = 4
 """Sequences in a captured batch."""

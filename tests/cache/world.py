@@ -7,6 +7,7 @@ carried out late, when the test says so, and read what the ids hold by then.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -25,12 +26,17 @@ Key = tuple[str, tuple[int, ...]]
 """Namespace and token ids of a prefix."""
 
 
-def prefix_tags(namespace: str, ids: Iterable[int]) -> list[int]:
+def prefix_tags(namespace: str, ids: Iterable[int]) -> tuple[int, ...]:
     """What stands in memory for each prefix: tags[n] is a hash chain over the first n tokens."""
+    return _prefix_tags(namespace, tuple(ids))
+
+
+@functools.lru_cache(maxsize=4096)
+def _prefix_tags(namespace: str, ids: tuple[int, ...]) -> tuple[int, ...]:
     tags = [hash(namespace)]
     for token in ids:
         tags.append(hash((tags[-1], token)))
-    return tags
+    return tuple(tags)
 
 
 class Clock:
@@ -52,7 +58,7 @@ class Run:
     state_row: int
     snapshots: dict[int, int] = field(default_factory=dict)
     """Row by length."""
-    tags: list[int] = field(init=False)
+    tags: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.tags = prefix_tags(self.namespace, self.sequence)
