@@ -26,7 +26,7 @@ from agentspec.models.weights import resolve_checkpoint
 from agentspec.mtp.depth_policy import AdaptiveDepth, FixedDepth
 from agentspec.mtp.draft_vocab import choose_draft_ids, draft_vocab_size
 from agentspec.mtp.token_counts import TokenCounts
-from agentspec.runtime.admission import SessionGate
+from agentspec.runtime.admission import SessionGate, rows_of_sessions
 from agentspec.runtime.constraint_source import ConstraintSource
 from agentspec.runtime.executor import ModelExecutor
 from agentspec.runtime.grammar import GrammarCompiler
@@ -130,14 +130,12 @@ def build(
     draft_vocabulary = _limit_drafts(model, config, max_draft_tokens, {} if token_counts is None else token_counts.known, tokenizer)
     memory = _plan_memory(model, config, device, max_draft_tokens, memory)
     model.allocate(num_rows=memory.num_rows, num_pages=memory.num_pages)
-    running_rows = RESERVED + config.max_running * (max_draft_tokens + 3)
-    session_bytes = max(0, memory.num_rows - running_rows) * spec.row_bytes + memory.num_pages * spec.page_bytes
     cache = _cache(config, spec, memory, clock)
     copies = None if memory.host is None else HostCopies(model, memory.host, device)
     metrics = EngineMetrics()
     scheduler = Scheduler(
         cache=cache,
-        gate=SessionGate(budget_bytes=session_bytes, hold_seconds=config.session_hold_seconds, clock=clock),
+        gate=_gate(config, spec, memory, max_draft_tokens, clock),
         metrics=metrics,
         max_running=config.max_running,
         max_draft_tokens=max_draft_tokens,
@@ -198,6 +196,16 @@ def _cache(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, clock: Cal
         block_tokens=spec.block_tokens,
         enabled=config.prefix_cache,
         host_memory=memory.host,
+        clock=clock,
+    )
+
+
+def _gate(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, max_draft_tokens: int, clock: Callable[[], float]) -> SessionGate:
+    running_rows = RESERVED + config.max_running * (max_draft_tokens + 3)
+    return SessionGate(
+        row_bytes=rows_of_sessions(memory.num_rows - running_rows, config.max_running) * spec.row_bytes,
+        page_bytes=(memory.num_pages - 1) * spec.page_bytes,
+        hold_seconds=config.session_hold_seconds,
         clock=clock,
     )
 

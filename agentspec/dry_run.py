@@ -17,7 +17,7 @@ from agentspec.closed_loop import ClosedLoop, EndedTurn, RecordedTurn, Sessions,
 from agentspec.errors import ConfigError
 from agentspec.model_costs import ModelCosts
 from agentspec.mtp.depth_policy import FixedDepth
-from agentspec.runtime.admission import SessionGate
+from agentspec.runtime.admission import SessionGate, rows_of_sessions
 from agentspec.runtime.memory_plan import RESERVED, MemoryPlan
 from agentspec.runtime.metrics import EngineMetrics
 from agentspec.runtime.pace import AUTO_BUDGET_GPU, make_pace
@@ -146,8 +146,6 @@ class DryMemory:
     num_pages: int
     max_length: int
     """Tokens of the longest sequence that fits when it runs alone."""
-    session_bytes: int
-    """What checkpoints and pages may take, for admission."""
     cache_bytes: int | None = None
     """Bound on rows and pages together; None: each pool is its own bound."""
     gib: float | None = None
@@ -158,7 +156,7 @@ class DryMemory:
         """`gib` bounds checkpoints and pages; None: no bound. The rows in which running requests write (k + 3 each) are not counted against it, since
         no cache could use them. Raises ConfigError when not even two blocks fit."""
         page_bytes = costs.kv_bytes_per_token * BLOCK_TOKENS
-        running_rows = RESERVED + max_running * (num_drafted + 3)
+        running_rows = _running_rows(max_running, num_drafted)
         memory_bytes = UNBOUNDED_BYTES if gib is None else int(gib * 2**30)
         if memory_bytes < 2 * page_bytes:
             least = 2 * page_bytes / 2**30
@@ -168,17 +166,19 @@ class DryMemory:
             num_rows=running_rows + min(UNBOUNDED_ROWS, memory_bytes // costs.row_bytes),
             num_pages=num_pages,
             max_length=num_pages * BLOCK_TOKENS - _reserved_tokens(num_drafted),
-            session_bytes=memory_bytes,
             cache_bytes=memory_bytes + running_rows * costs.row_bytes,
             gib=gib,
         )
 
     @classmethod
-    def of_engine(cls, plan: MemoryPlan, *, costs: ModelCosts, max_running: int, num_drafted: int) -> Self:
+    def of_engine(cls, plan: MemoryPlan) -> Self:
         """The memory of an engine with this plan (assembly.py)."""
-        checkpoint_rows = plan.num_rows - RESERVED - max_running * (num_drafted + 3)
-        session_bytes = max(0, checkpoint_rows) * costs.row_bytes + plan.num_pages * costs.kv_bytes_per_token * BLOCK_TOKENS
-        return cls(num_rows=plan.num_rows, num_pages=plan.num_pages, max_length=plan.max_length, session_bytes=session_bytes)
+        return cls(num_rows=plan.num_rows, num_pages=plan.num_pages, max_length=plan.max_length)
+
+
+def _running_rows(max_running: int, num_drafted: int) -> int:
+    """Rows that no checkpoint can stand in: the reserved ones and those in which running requests write."""
+    return RESERVED + max_running * (num_drafted + 3)
 
 
 def _reserved_tokens(num_drafted: int) -> int:
@@ -218,10 +218,18 @@ class DryRun:
             budget_bytes=memory.cache_bytes,
             clock=clock,
         )
+        running_rows = _running_rows(max_running, num_drafted)
+        gate = SessionGate(
+            row_bytes=rows_of_sessions(memory.num_rows - running_rows, max_running) * costs.row_bytes,
+            page_bytes=(memory.num_pages - 1) * page_bytes,
+            budget_bytes=None if memory.cache_bytes is None else memory.cache_bytes - running_rows * costs.row_bytes,
+            hold_seconds=hold_seconds,
+            clock=clock,
+        )
         self._metrics = EngineMetrics()
         scheduler = Scheduler(
             cache=self._cache,
-            gate=SessionGate(budget_bytes=memory.session_bytes, hold_seconds=hold_seconds, clock=clock),
+            gate=gate,
             metrics=self._metrics,
             max_running=max_running,
             max_draft_tokens=num_drafted,

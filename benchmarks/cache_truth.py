@@ -143,7 +143,7 @@ def run_dry(costs: ModelCosts, sessions: Sessions, settings: Settings, memory: M
     shape = {"max_running": settings.max_running, "num_drafted": settings.num_drafted}
     dry = DryRun(
         costs=costs,
-        memory=DryMemory.of_engine(memory, costs=costs, **shape),
+        memory=DryMemory.of_engine(memory),
         prefill_budget=settings.prefill_budget,
         hold_seconds=settings.hold_seconds,
         seed=0,

@@ -38,9 +38,15 @@ Sessions = list[tuple[str, list[RecordedTurn]]]
 
 
 def dry(
-    sessions: Sessions, *, concurrency: int = 1, costs: ModelCosts = COSTS, memory_gib: float | None = None, **settings: Any
+    sessions: Sessions,
+    *,
+    concurrency: int = 1,
+    costs: ModelCosts = COSTS,
+    memory_gib: float | None = None,
+    memory: DryMemory | None = None,
+    **settings: Any,
 ) -> tuple[DryRunResult, int]:
-    """What the run reached, and the tokens that an ideal cache would hold for the same order of requests."""
+    """What the run reached, and the tokens that an ideal cache would hold for the same order of requests. memory: None: bounded by `memory_gib`."""
     ideal, held = IdealPrefix(), 0
 
     def on_submit(asked: RecordedTurn) -> None:
@@ -48,7 +54,8 @@ def dry(
         held += ideal.request(asked.prompt, asked.output)
 
     asked_for = {"max_running": 8, "num_drafted": 3, "prefill_budget": 512, "hold_seconds": 5.0, "seed": 0} | settings
-    memory = DryMemory.bounded(memory_gib, costs=costs, max_running=asked_for["max_running"], num_drafted=asked_for["num_drafted"])
+    if memory is None:
+        memory = DryMemory.bounded(memory_gib, costs=costs, max_running=asked_for["max_running"], num_drafted=asked_for["num_drafted"])
     run = DryRun(costs=costs, memory=memory, on_submit=on_submit, **asked_for)
     reached = run.run(iter([(name, iter(turns)) for name, turns in sessions]), concurrency)
     assert reached.cached_tokens <= held, "no cache reaches more than the ideal one"
@@ -158,6 +165,25 @@ def test_a_tight_budget_is_kept_and_costs_hits(mebibytes: int) -> None:
     assert reached.output_tokens == loose.output_tokens
     assert reached.cached_tokens <= loose.cached_tokens
     assert cache["checkpoints_evicted"] > 0
+
+
+def grown(rng: random.Random) -> list[RecordedTurn]:
+    """A tool loop that grows to 40 blocks."""
+    history, turns = words(rng, 4 * BLOCK_TOKENS), []
+    for _ in range(12):
+        turns.append(made_turn(history, words(rng, 20), [(4 * BLOCK_TOKENS, USER)]))
+        history = [*history, *turns[-1].output, *words(rng, 3 * BLOCK_TOKENS - 20)]
+    return turns
+
+
+def test_long_sessions_wait_for_pages_however_many_rows_are_free() -> None:
+    """Rows and pages of an engine are two pools. By the bytes of both, all four sessions fit; the pages hold one and a half."""
+    rng = random.Random(4)
+    sessions = [(f"s{number}", grown(rng)) for number in range(4)]
+    memory = DryMemory.of_engine(MemoryPlan(num_rows=2 + 4 * 6 + 200, num_pages=60, max_length=59 * BLOCK_TOKENS))
+    alone, together = (dry(sessions, concurrency=lanes, costs=small_costs(), memory=memory, max_running=4)[0] for lanes in (1, 4))
+    assert alone.preemptions == together.preemptions == 0
+    assert together.prefill_tokens < 2 * alone.prefill_tokens, "a session that was paused computes its path once more, not every turn"
 
 
 def test_a_turn_that_cannot_fit_says_what_it_needs() -> None:

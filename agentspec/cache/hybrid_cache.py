@@ -292,8 +292,8 @@ class HybridCache:
         rows, pages = self._evictable(including_held)
         return self.budget_bytes - self.used_bytes + rows * self.row_bytes + pages * self.page_bytes
 
-    def private_bytes(self, lease: Lease) -> int:
-        """Bytes that only this lease's session uses: its own rows and pages, and its path in the tree up to where others use it too."""
+    def private_bytes(self, lease: Lease) -> tuple[int, int]:
+        """Bytes of rows and of pages that only this lease's session uses: its own, and its path in the tree up to where others use it too."""
         assert lease in self.leases
         num_rows, num_pages = len(lease.own_rows), len(lease.own_pages)
         node = lease.anchor
@@ -304,7 +304,7 @@ class HybridCache:
             num_rows += node.checkpoint is not None
             num_pages += node.num_blocks
             node = node.parent
-        return num_rows * self.row_bytes + num_pages * self.page_bytes
+        return num_rows * self.row_bytes, num_pages * self.page_bytes
 
     def stats(self) -> dict[str, int]:
         """Counters and gauges, by name. Walks the live checkpoints once."""

@@ -5,7 +5,9 @@ stand in order of their arrival, and a turn may run if its session fits beside t
 they grow out of the memory, the youngest wait until an older one ends. A session is live while a turn of it runs or waits, and for
 `hold_seconds` after. A request without a session is one of its own.
 
-Knows bytes and session ids; knows nothing of pages, rows or requests.
+Rows and pages are two pools, and free bytes of one are of no use to a session that needs the other: it must fit into both.
+
+Knows bytes and session ids; knows nothing of the cache or of requests.
 """
 
 from __future__ import annotations
@@ -14,21 +16,39 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 
+@dataclass(frozen=True, slots=True)
+class WorkingSet:
+    """Bytes that only one session needs of the cache."""
+
+    row_bytes: int = 0
+    page_bytes: int = 0
+
+
+NOTHING = WorkingSet()
+
+
 @dataclass(slots=True)
 class _Session:
-    working_set: int = 0
-    """Bytes that only this session needs of the cache."""
+    working_set: WorkingSet = NOTHING
     running: int = 0
     waiting: int = 0
     last_active: float = float("-inf")
 
 
+def rows_of_sessions(num_rows: int, max_running: int) -> int:
+    """Rows by which the gate goes, out of `num_rows` for checkpoints: one a slot at least, so that no slot stays empty where nobody comes back."""
+    return max(num_rows, max_running)
+
+
 class SessionGate:
     """Decides whether a turn may be considered for admission now."""
 
-    def __init__(self, *, budget_bytes: int, hold_seconds: float, clock: Callable[[], float]) -> None:
-        """`budget_bytes`: what checkpoints and pages may take; the rows in which running requests write are not part of it."""
-        self._budget_bytes = budget_bytes
+    def __init__(self, *, row_bytes: int, page_bytes: int, budget_bytes: int | None = None, hold_seconds: float, clock: Callable[[], float]) -> None:
+        """`row_bytes`: of all checkpoint rows; those in which running requests write are not part of it. `page_bytes`: of all pages.
+        `budget_bytes`: what both may take together; None: whatever there is of each."""
+        self._row_bytes = row_bytes
+        self._page_bytes = page_bytes
+        self._budget_bytes = row_bytes + page_bytes if budget_bytes is None else budget_bytes
         self._hold_seconds = hold_seconds
         self._clock = clock
         self._sessions: dict[str, _Session] = {}
@@ -39,19 +59,29 @@ class SessionGate:
         self._expire()
         self._sessions.setdefault(session_id, _Session()).waiting += 1
 
-    def allows(self, session_id: str, need_bytes: int) -> bool:
+    def allows(self, session_id: str, need: WorkingSet) -> bool:
         """True when the working set of this waiting turn's session fits beside those of the older live sessions.
 
-        `need_bytes`: what the turn would add. A session that was evicted needs at least what it had. The oldest is always allowed."""
+        `need`: what the turn would add. A session that was evicted needs at least what it had. The oldest is always allowed."""
         self._expire()
         session = self._sessions[session_id]
-        session.working_set = max(session.working_set, need_bytes)
-        older_bytes = 0
+        had = session.working_set
+        session.working_set = WorkingSet(max(had.row_bytes, need.row_bytes), max(had.page_bytes, need.page_bytes))
+        row_bytes = page_bytes = 0
         for other in self._sessions.values():
             if other is session:
                 break
-            older_bytes += other.working_set
-        return not older_bytes or older_bytes + session.working_set <= self._budget_bytes
+            row_bytes += other.working_set.row_bytes
+            page_bytes += other.working_set.page_bytes
+        if not (row_bytes or page_bytes):
+            return True
+        row_bytes += session.working_set.row_bytes
+        page_bytes += session.working_set.page_bytes
+        return row_bytes <= self._row_bytes and page_bytes <= self._page_bytes and row_bytes + page_bytes <= self._budget_bytes
+
+    def is_next(self, session_id: str) -> bool:
+        """True for the oldest of the sessions that have a waiting turn."""
+        return next(key for key, session in self._sessions.items() if session.waiting) == session_id
 
     def enter(self, session_id: str) -> None:
         """A waiting turn of this session was admitted."""
@@ -59,7 +89,7 @@ class SessionGate:
         session.waiting -= 1
         session.running += 1
 
-    def leave(self, session_id: str, working_set: int, *, waits_again: bool, comes_back: bool = True) -> None:
+    def leave(self, session_id: str, working_set: WorkingSet, *, waits_again: bool, comes_back: bool = True) -> None:
         """A turn of this session ended, or was retracted and waits again; `working_set` is what its path takes now.
 
         comes_back: False for a session that can't have another turn; it isn't live any more once this one has ended."""

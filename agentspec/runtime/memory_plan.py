@@ -13,9 +13,10 @@ from agentspec.cache.host_tier import HostMemory
 from agentspec.errors import ConfigError
 from agentspec.types import ModelSpec
 
-CHECKPOINT_SHARE = 0.4
-"""Share of the memory beyond running rows that goes to checkpoint rows. Agent sessions keep about two checkpoints each beside a few thousand
-tokens of KV of their own, which in bytes lies between 1:4 (long tool loops) and 4:1 (short chats)."""
+TOKENS_PER_CHECKPOINT = 8192
+"""Tokens of KV that are bought with each checkpoint row beyond one a running request. A session keeps about two checkpoints, beside a few thousand
+tokens in a short chat and tens of thousands in a long tool loop. Too few pages cost most: long sessions then push each other out, path and all.
+Where rows are too few, what goes first are states that sessions yet to come would share."""
 
 _LEAST_HOST_PAGES = 16
 """Host memory that doesn't hold a path of 1,024 tokens is of no use."""
@@ -54,7 +55,7 @@ def plan_memory(spec: ModelSpec, *, memory_bytes: int, max_running: int, max_dra
         )
     left = memory_bytes - base
     whole_contexts = max_running * -(-(spec.max_context + 2 * (max_draft_tokens + 1)) // spec.block_tokens)
-    num_pages = max(2 * max_running + 1, int(left * (1 - CHECKPOINT_SHARE)) // spec.page_bytes)
+    num_pages = max(2 * max_running + 1, _pages_of(spec, left))
     checkpoint_rows = max_running + max(0, left - num_pages * spec.page_bytes) // spec.row_bytes
     # No more than one checkpoint a page can stand in the tree, and there is no use for many times all contexts.
     num_pages = min(num_pages, 8 * whole_contexts + 1)
@@ -67,7 +68,14 @@ def plan_memory(spec: ModelSpec, *, memory_bytes: int, max_running: int, max_dra
 
 
 def plan_host_memory(spec: ModelSpec, host_bytes: int) -> HostMemory | None:
-    """Split `host_bytes` like the device's. None when not even a short path and its state fit."""
-    num_pages = int(host_bytes * (1 - CHECKPOINT_SHARE)) // spec.page_bytes
-    num_rows = min((host_bytes - num_pages * spec.page_bytes) // spec.row_bytes, num_pages)
-    return HostMemory(num_rows=num_rows, num_pages=num_pages) if num_rows and num_pages >= _LEAST_HOST_PAGES else None
+    """Split `host_bytes` like the device's, for one state at least. None when not even a short path and its state fit."""
+    left = max(0, host_bytes - spec.row_bytes)
+    num_pages = _pages_of(spec, left)
+    num_rows = min(1 + (left - num_pages * spec.page_bytes) // spec.row_bytes, num_pages)
+    return HostMemory(num_rows=num_rows, num_pages=num_pages) if num_pages >= _LEAST_HOST_PAGES else None
+
+
+def _pages_of(spec: ModelSpec, memory_bytes: int) -> int:
+    """Pages out of `memory_bytes`; what they leave is for checkpoint rows."""
+    pages_bytes = TOKENS_PER_CHECKPOINT // spec.block_tokens * spec.page_bytes
+    return memory_bytes * pages_bytes // (pages_bytes + spec.row_bytes) // spec.page_bytes

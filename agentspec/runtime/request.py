@@ -14,6 +14,7 @@ import numpy as np
 
 from agentspec.cache.leases import Fetch, Lease
 from agentspec.errors import ContextLengthError, RequestError
+from agentspec.runtime.admission import WorkingSet
 from agentspec.runtime.constraint import DEAD_END, Constraint, MaskRows
 from agentspec.runtime.plan import MAX_ALTERNATIVES, SlotOutcome
 from agentspec.text.detokenizer import Detokenizer
@@ -69,8 +70,8 @@ class Request:
     """Tokens that planned prefill chunks have brought into the state."""
     own_rows: list[int] = field(default_factory=list)
     """max k + 1 write rows, then the two spare rows."""
-    need_bytes: int = 0
-    """What admission last reckoned that this turn would take of the memory; 0: not reckoned yet."""
+    need: WorkingSet | None = None
+    """What admission last reckoned that this turn would take of the memory; None: not reckoned yet."""
     pending: list[PendingCheckpoint] = field(default_factory=list)
     turn_trusted: bool = True
     """The generated turn is expected to come back as it was generated, so its checkpoint is worth a row."""

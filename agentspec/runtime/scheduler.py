@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from agentspec.cache.hybrid_cache import HybridCache, Match
-from agentspec.runtime.admission import SessionGate
+from agentspec.runtime.admission import SessionGate, WorkingSet
 from agentspec.runtime.flight import Flight
 from agentspec.runtime.metrics import EngineMetrics
 from agentspec.runtime.pace import Pace
@@ -216,15 +216,17 @@ class Scheduler:
         for request in list(self._waiting):
             if not self._free_slots or self._full_since == self._num_let_go:
                 return
-            if request.need_bytes and not self._gate_allows(request):
+            if request.need is not None and not self._gate_allows(request, request.need):
                 continue
             limit = 0 if request.needs_scores else len(request.sequence) - 1
             match = self._cache.match(request.submit.namespace, request.sequence, limit=limit)
             if self._soon_cached(request, match, limit):
                 continue
             pages = self._pages_needed(request, 2)
-            request.need_bytes = (pages - match.num_tokens // self._block) * self._page_bytes + SESSION_CHECKPOINTS * self._row_bytes
-            if not self._gate_allows(request):
+            new_pages = pages - match.num_tokens // self._block
+            num_checkpoints = 1 if request.submit.session_id is None else SESSION_CHECKPOINTS
+            request.need = WorkingSet(num_checkpoints * self._row_bytes, new_pages * self._page_bytes)
+            if not self._gate_allows(request, request.need):
                 continue
             if not self._take_room(request, match, pages) and not self._take_room_from_nothing(request, pages):
                 self._full_since = self._num_let_go
@@ -234,9 +236,9 @@ class Scheduler:
             request.promised = {wanted.length for wanted in request.pending}
             self._enter(request)
 
-    def _gate_allows(self, request: Request) -> bool:
-        """An engine with nothing else to do serves whoever comes."""
-        return self._gate.allows(request.session_key, request.need_bytes) or not self._running
+    def _gate_allows(self, request: Request, need: WorkingSet) -> bool:
+        """An engine with nothing else to do serves whoever comes, by the age of their sessions."""
+        return self._gate.allows(request.session_key, need) or (not self._running and self._gate.is_next(request.session_key))
 
     def _soon_cached(self, request: Request, match: Match, limit: int) -> bool:
         """A prefill, or the step that it is in, will soon publish a checkpoint that saves this request much, or a fetch bring one: better wait than
@@ -452,7 +454,8 @@ class Scheduler:
         assert lease is not None
         assert request.slot is not None
         self._publish_rolling(request)
-        working_set = self._cache.private_bytes(lease) - len(lease.own_rows) * self._row_bytes
+        row_bytes, page_bytes = self._cache.private_bytes(lease)
+        working_set = WorkingSet(row_bytes - len(lease.own_rows) * self._row_bytes, page_bytes)
         named = request.submit.session_id is not None
         self._gate.leave(request.session_key, working_set, waits_again=request.ending is None, comes_back=named)
         hold = 0.0 if request.ending is FinishReason.ABORT else self._hold_seconds

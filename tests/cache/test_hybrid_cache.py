@@ -274,19 +274,18 @@ def test_private_bytes_end_where_others_begin() -> None:
     world = World()
     world.turn(ids((1, 8), (2, 8)), kinds={8: SYSTEM, 16: TURN})
     run = world.start(ids((1, 8), (2, 8), (3, 8)), session="s")
-    path = 4 * PAGE_BYTES + 2 * ROW_BYTES
-    assert world.cache.private_bytes(run.lease) == path, "nobody else uses anything of it"
+    assert world.cache.private_bytes(run.lease) == (2 * ROW_BYTES, 4 * PAGE_BYTES), "nobody else uses anything of it"
     assert world.compute(run, 24)
-    assert world.cache.private_bytes(run.lease) == path + 2 * PAGE_BYTES + ROW_BYTES
+    assert world.cache.private_bytes(run.lease) == (3 * ROW_BYTES, 6 * PAGE_BYTES)
     other = world.start(ids((1, 8), (4, 8)))
-    assert world.cache.private_bytes(run.lease) == 4 * PAGE_BYTES + 2 * ROW_BYTES, "the system prompt is shared now"
-    assert world.cache.private_bytes(other.lease) == 0
+    assert world.cache.private_bytes(run.lease) == (2 * ROW_BYTES, 4 * PAGE_BYTES), "the system prompt is shared now"
+    assert world.cache.private_bytes(other.lease) == (0, 0)
     world.release(other)
     twin = world.start(ids((1, 8), (2, 8), (5, 8)))
-    assert world.cache.private_bytes(run.lease) == 2 * PAGE_BYTES + ROW_BYTES
+    assert world.cache.private_bytes(run.lease) == (ROW_BYTES, 2 * PAGE_BYTES)
     world.release(twin)
     assert world.publish(run)
-    assert world.cache.private_bytes(run.lease) == 6 * PAGE_BYTES + 2 * ROW_BYTES, "the TURN at 16 was superseded"
+    assert world.cache.private_bytes(run.lease) == (2 * ROW_BYTES, 6 * PAGE_BYTES), "the TURN at 16 was superseded"
     world.release(run)
 
 
@@ -294,10 +293,10 @@ def test_private_bytes_do_not_count_what_another_session_holds() -> None:
     world = World()
     world.turn(ids((1, 8)), session="a", hold_seconds=5.0)
     run = world.start(ids((1, 12)), session="b")
-    assert world.cache.private_bytes(run.lease) == 0
+    assert world.cache.private_bytes(run.lease) == (0, 0)
     world.clock.now += 6
     world.cache.available_pages()
-    assert world.cache.private_bytes(run.lease) == 2 * PAGE_BYTES + ROW_BYTES
+    assert world.cache.private_bytes(run.lease) == (ROW_BYTES, 2 * PAGE_BYTES)
 
 
 def test_misuse_is_an_assertion() -> None:

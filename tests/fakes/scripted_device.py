@@ -301,7 +301,7 @@ class House:
         self.depth = FixedDepth(drafts)
         self.scheduler = Scheduler(
             cache=self.cache,
-            gate=SessionGate(budget_bytes=gate_bytes, hold_seconds=hold_seconds, clock=lambda: self.now),
+            gate=SessionGate(row_bytes=gate_bytes, page_bytes=gate_bytes, budget_bytes=gate_bytes, hold_seconds=hold_seconds, clock=lambda: self.now),
             metrics=self.metrics,
             max_running=max_running,
             max_draft_tokens=drafts,

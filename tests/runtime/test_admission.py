@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentspec.runtime.admission import SessionGate
+from agentspec.runtime.admission import SessionGate, WorkingSet, rows_of_sessions
 
 
 class Clock:
@@ -13,14 +13,18 @@ class Clock:
         return self.now
 
 
-def gate(budget: int = 100, hold: float = 5.0) -> tuple[SessionGate, Clock]:
+def gate(rows: int = 50, pages: int = 100, budget: int | None = None, hold: float = 5.0) -> tuple[SessionGate, Clock]:
     clock = Clock()
-    return SessionGate(budget_bytes=budget, hold_seconds=hold, clock=clock), clock
+    return SessionGate(row_bytes=rows, page_bytes=pages, budget_bytes=budget, hold_seconds=hold, clock=clock), clock
 
 
-def run(door: SessionGate, name: str, need: int) -> bool:
+def need(pages: int, rows: int = 10) -> WorkingSet:
+    return WorkingSet(row_bytes=rows, page_bytes=pages)
+
+
+def run(door: SessionGate, name: str, pages: int, rows: int = 10) -> bool:
     door.arrive(name)
-    if not door.allows(name, need):
+    if not door.allows(name, need(pages, rows)):
         return False
     door.enter(name)
     return True
@@ -34,17 +38,50 @@ def test_sessions_enter_in_order_of_arrival_while_they_fit() -> None:
     assert not run(door, "d", 20), "d would take the room that c waits for"
 
 
+def test_free_bytes_of_one_pool_do_not_help_who_needs_the_other() -> None:
+    door, _ = gate(rows=50, pages=100)
+    assert run(door, "a", 60)
+    assert not run(door, "b", 60), "120 of 150 bytes, but the pages have 100"
+    door, _ = gate(rows=50, pages=100)
+    assert run(door, "a", 10, rows=30)
+    assert not run(door, "b", 10, rows=30), "80 of 150 bytes, but the rows have 50"
+
+
+def test_a_budget_bounds_both_together() -> None:
+    door, _ = gate(rows=100, pages=100, budget=100)
+    assert run(door, "a", 40, rows=10)
+    assert not run(door, "b", 41, rows=10)
+    assert door.allows("b", need(40, rows=10)) is False, "a session that was kept out once still asks for what it asked for"
+    door.withdraw("b")
+    assert run(door, "c", 40, rows=10)
+
+
+def test_every_slot_counts_for_a_row() -> None:
+    assert [rows_of_sessions(num_rows, max_running=4) for num_rows in (-3, 3, 4, 9)] == [4, 4, 4, 9]
+
+
 def test_the_oldest_is_always_allowed() -> None:
     door, _ = gate()
-    assert run(door, "a", 1_000)
+    assert run(door, "a", 1_000, rows=1_000)
+
+
+def test_the_next_one_is_the_oldest_that_waits() -> None:
+    door, _ = gate()
+    assert run(door, "a", 90)
+    assert not run(door, "b", 90)
+    assert not run(door, "c", 90)
+    assert door.is_next("b")
+    door.leave("a", need(90), waits_again=False)
+    door.arrive("a")
+    assert [name for name in "abc" if door.is_next(name)] == ["a"]
 
 
 def test_a_session_that_grew_pushes_the_youngest_out() -> None:
     door, _ = gate()
     assert run(door, "a", 40)
     assert run(door, "b", 40)
-    door.leave("b", 40, waits_again=False)
-    door.leave("a", 70, waits_again=False)
+    door.leave("b", need(40), waits_again=False)
+    door.leave("a", need(70), waits_again=False)
     assert not run(door, "b", 10), "b had 40 and needs them again"
     assert run(door, "a", 10)
 
@@ -52,21 +89,21 @@ def test_a_session_that_grew_pushes_the_youngest_out() -> None:
 def test_a_session_stays_live_for_the_hold_after_its_turn() -> None:
     door, clock = gate(hold=5.0)
     assert run(door, "a", 90)
-    door.leave("a", 90, waits_again=False)
+    door.leave("a", need(90), waits_again=False)
     clock.now = 4.9
     assert not run(door, "b", 20)
     clock.now = 5.0
-    assert door.allows("b", 20)
+    assert door.allows("b", need(20))
     assert door.num_live == 1
 
 
 def test_a_session_that_cannot_come_back_is_gone_at_once() -> None:
     door, _ = gate()
     assert run(door, "a", 90)
-    door.leave("a", 90, waits_again=True, comes_back=False)
+    door.leave("a", need(90), waits_again=True, comes_back=False)
     assert door.num_live == 1
     door.enter("a")
-    door.leave("a", 90, waits_again=False, comes_back=False)
+    door.leave("a", need(90), waits_again=False, comes_back=False)
     assert door.num_live == 0
     assert run(door, "b", 90)
 
@@ -77,16 +114,16 @@ def test_running_and_waiting_sessions_never_expire() -> None:
     assert not run(door, "b", 20)
     clock.now = 1e6
     assert door.num_live == 2
-    assert not door.allows("b", 20)
+    assert not door.allows("b", need(20))
 
 
 def test_a_retracted_turn_keeps_its_session_in_line() -> None:
     door, clock = gate()
     assert run(door, "a", 50)
     assert run(door, "b", 40)
-    door.leave("a", 60, waits_again=True)
+    door.leave("a", need(60), waits_again=True)
     clock.now = 1e6
-    assert door.allows("a", 10)
+    assert door.allows("a", need(10))
     assert door.num_live == 2
 
 

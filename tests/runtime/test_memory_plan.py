@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from agentspec.errors import ConfigError
@@ -28,6 +30,14 @@ def test_a_plan_stays_inside_its_budget(memory_bytes: int, max_running: int, max
     assert plan.num_rows * SPEC.row_bytes + plan.num_pages * SPEC.page_bytes <= memory_bytes
     assert plan.num_rows >= 2 + max_running * (max_draft_tokens + 3)
     assert 0 < plan.max_length <= SPEC.max_context
+
+
+@pytest.mark.parametrize("row_bytes", [200_000, 1_000_000, 5_000_000])
+def test_a_checkpoint_comes_with_eight_thousand_tokens(row_bytes: int) -> None:
+    spec = replace(SPEC, row_bytes=row_bytes, max_context=2**18)
+    plan = plan_memory(spec, memory_bytes=600_000_000, max_running=2, max_draft_tokens=3)
+    checkpoint_rows = plan.num_rows - 2 - 2 * 6 - 2
+    assert plan.num_pages // 128 <= checkpoint_rows <= plan.num_pages // 128 + 1
 
 
 def test_the_longest_sequence_fits_with_every_position_that_a_step_may_touch() -> None:
