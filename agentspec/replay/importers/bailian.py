@@ -11,9 +11,8 @@ from typing import Literal
 
 import msgspec
 
-from agentspec.errors import ReplayFileError
-from agentspec.replay.importers.runs import BlockRequest, chain
-from agentspec.replay.schema import Meta, ReplayFile, Session, read_lines
+from agentspec.replay.importers.runs import BlockRequest, chain, read_trace
+from agentspec.replay.schema import Meta, ReplayFile, Session
 
 BLOCK_SIZE = 16
 
@@ -32,38 +31,25 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     turn: int = 1
     type: Literal["text", "search", "image", "file"] = "text"
 
+    @property
+    def block(self) -> BlockRequest:
+        return BlockRequest(at_ms=self.timestamp * 1000, input_length=self.input_length, output_length=self.output_length, hash_ids=self.hash_ids)
+
 
 def read(path: str | Path) -> ReplayFile:
     """The trace as sessions, in order of arrival. Raises ReplayFileError for the first line that isn't a request of it."""
     chains: list[list[Request]] = []
     ending: dict[int, list[Request]] = {}
     """chat -> the session that it ends so far."""
-    for asked in sorted((_parse(str(path), number, line) for number, line in read_lines(path)), key=lambda request: request.timestamp):
+    for asked in sorted(read_trace(path, Request, BLOCK_SIZE), key=lambda request: request.timestamp):
         session = ending.pop(asked.parent_chat_id, None)
         if session is None:
             session = []
             chains.append(session)
         session.append(asked)
         ending[asked.chat_id] = session
-    if not chains:
-        raise ReplayFileError(str(path), 1, "the trace has no requests")
     sessions = []
     for requests in chains:
-        turns = chain([_block(request) for request in requests], BLOCK_SIZE)
+        turns = chain([request.block for request in requests], BLOCK_SIZE)
         sessions.append(Session(session_id=f"chat-{requests[0].chat_id}", start_ms=requests[0].timestamp * 1000, turns=turns))
     return ReplayFile(path=str(path), meta=Meta(source={"importer": "bailian", "file": Path(path).name}), sessions=sessions)
-
-
-def _parse(path: str, number: int, line: bytes) -> Request:
-    try:
-        request = msgspec.json.decode(line, type=Request)
-    except msgspec.DecodeError as error:
-        raise ReplayFileError(path, number, str(error)) from None
-    _block(request).check(path, number, BLOCK_SIZE)
-    return request
-
-
-def _block(request: Request) -> BlockRequest:
-    return BlockRequest(
-        at_ms=request.timestamp * 1000, input_length=request.input_length, output_length=request.output_length, hash_ids=request.hash_ids
-    )

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from agentspec.errors import ReplayFileError
-from agentspec.replay.importers.runs import BlockRequest, chain
-from agentspec.replay.schema import Meta, ReplayFile, Session, read_lines
+from agentspec.replay.importers.runs import BlockRequest, chain, read_trace
+from agentspec.replay.schema import Meta, ReplayFile, Session
 
 BLOCK_SIZE = 512
 MIN_LINK_BLOCKS = 2
@@ -28,34 +27,22 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     output_length: int
     hash_ids: list[int]
 
+    @property
+    def block(self) -> BlockRequest:
+        return BlockRequest(at_ms=self.timestamp, input_length=self.input_length, output_length=self.output_length, hash_ids=self.hash_ids)
+
 
 def read(path: str | Path, *, link: bool) -> ReplayFile:
     """The trace as sessions, in order of arrival. Raises ReplayFileError for the first line that isn't a request of it."""
-    requests = [_parse(str(path), number, line) for number, line in read_lines(path)]
-    if not requests:
-        raise ReplayFileError(str(path), 1, "the trace has no requests")
-    requests.sort(key=lambda request: request.timestamp)
+    requests = sorted(read_trace(path, Request, BLOCK_SIZE), key=lambda request: request.timestamp)
     chains = _link(requests) if link else [[index] for index in range(len(requests))]
     source = {"importer": "mooncake", "file": Path(path).name, "sessions": "inferred by prefix" if link else "one request each"}
     sessions = [_session(numbers, requests) for numbers in chains]
     return ReplayFile(path=str(path), meta=Meta(source=source), sessions=sessions)
 
 
-def _parse(path: str, number: int, line: bytes) -> Request:
-    try:
-        request = msgspec.json.decode(line, type=Request)
-    except msgspec.DecodeError as error:
-        raise ReplayFileError(path, number, str(error)) from None
-    _block(request).check(path, number, BLOCK_SIZE)
-    return request
-
-
-def _block(request: Request) -> BlockRequest:
-    return BlockRequest(at_ms=request.timestamp, input_length=request.input_length, output_length=request.output_length, hash_ids=request.hash_ids)
-
-
 def _session(numbers: list[int], requests: list[Request]) -> Session:
-    turns = chain([_block(requests[number]) for number in numbers], BLOCK_SIZE)
+    turns = chain([requests[number].block for number in numbers], BLOCK_SIZE)
     return Session(session_id=f"request-{numbers[0]}", start_ms=requests[numbers[0]].timestamp, turns=turns)
 
 

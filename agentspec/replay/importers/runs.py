@@ -1,14 +1,18 @@
-"""Requests that a trace knows by their lengths and the hashes of their blocks, as token-run turns. Knows no trace's own fields."""
+"""Traces that know their requests by lengths and the hashes of their blocks: their lines, and the requests as token-run turns. Knows no trace's own
+fields."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Literal, Protocol, TypeVar
+
+import msgspec
 
 from agentspec.errors import ReplayFileError
-from agentspec.replay.schema import Expect, Turn
+from agentspec.replay.schema import Expect, Turn, read_lines
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +46,31 @@ class BlockRequest:
             max_tokens=num_tokens,
             expect=Expect(output_tokens=num_tokens),
         )
+
+
+class TraceLine(Protocol):
+    """A line of a trace, in the trace's own fields."""
+
+    @property
+    def block(self) -> BlockRequest: ...
+
+
+L = TypeVar("L", bound=TraceLine)
+
+
+def read_trace(path: str | Path, line_type: type[L], block_size: int) -> list[L]:
+    """The lines of a trace, at least one. Raises ReplayFileError for the first that isn't a request of it."""
+    requests: list[L] = []
+    for number, line in read_lines(path):
+        try:
+            request = msgspec.json.decode(line, type=line_type)
+        except msgspec.DecodeError as error:
+            raise ReplayFileError(str(path), number, str(error)) from None
+        request.block.check(str(path), number, block_size)
+        requests.append(request)
+    if not requests:
+        raise ReplayFileError(str(path), 1, "the trace has no requests")
+    return requests
 
 
 def chain(requests: Sequence[BlockRequest], block_size: int) -> list[Turn]:

@@ -45,17 +45,25 @@ class Inputs:
     start_B: Tensor
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Inputs:
-        def norm(old: Norm) -> Norm:
-            return replace(old, weight=old.weight.to(device, dtype))
-
         return Inputs(
             projected_NP=self.projected_NP.to(device, dtype),
-            weights=replace(self.weights, q_norm=norm(self.weights.q_norm), k_norm=norm(self.weights.k_norm)),
-            rope=RopeTable(cos_LA=self.rope.cos_LA.to(device), sin_LA=self.rope.sin_LA.to(device)),
+            weights=weights_on(device, self.weights, dtype),
+            rope=rope_on(device, self.rope),
             kv_P2SGD=self.kv_P2SGD.to(device, dtype, copy=True),
             page_table_BP=self.page_table_BP.to(device),
             start_B=self.start_B.to(device),
         )
+
+
+def weights_on(device: torch.device | str, weights: AttentionWeights, dtype: torch.dtype | None) -> AttentionWeights:
+    def norm(old: Norm) -> Norm:
+        return replace(old, weight=old.weight.to(device, dtype))
+
+    return replace(weights, q_norm=norm(weights.q_norm), k_norm=norm(weights.k_norm))
+
+
+def rope_on(device: torch.device | str, rope: RopeTable) -> RopeTable:
+    return RopeTable(cos_LA=rope.cos_LA.to(device), sin_LA=rope.sin_LA.to(device))
 
 
 def inputs_of(case: Case) -> Inputs:

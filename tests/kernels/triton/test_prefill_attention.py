@@ -19,6 +19,7 @@ from agentspec.kernels.triton.prefill_attention import AttendPlan, attention_pre
 from agentspec.types import SCRATCH_PAGE
 from tests.fakes.compare import relative_error
 from tests.kernels.triton.gluon_in_interpreter import interpreted_hopper
+from tests.kernels.triton.test_attention import rope_on, weights_on
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """Against the reference in float32 on the same inputs."""
@@ -48,13 +49,10 @@ class Inputs:
     batch: PrefillBatch
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Inputs:
-        def norm(old: Norm) -> Norm:
-            return replace(old, weight=old.weight.to(device, dtype))
-
         return Inputs(
             projected_NP=self.projected_NP.to(device, dtype),
-            weights=replace(self.weights, q_norm=norm(self.weights.q_norm), k_norm=norm(self.weights.k_norm)),
-            rope=RopeTable(cos_LA=self.rope.cos_LA.to(device), sin_LA=self.rope.sin_LA.to(device)),
+            weights=weights_on(device, self.weights, dtype),
+            rope=rope_on(device, self.rope),
             kv_P2SGD=self.kv_P2SGD.to(device, dtype, copy=True),
             batch=PrefillBatch(**{name: getattr(self.batch, name).to(device) for name in PrefillBatch.__slots__}),
         )
