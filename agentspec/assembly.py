@@ -34,7 +34,7 @@ from agentspec.runtime.graphs import CudaRecorder, graph_bytes
 from agentspec.runtime.host_copies import HostCopies
 from agentspec.runtime.memory_plan import RESERVED, MemoryPlan, plan_host_memory, plan_memory
 from agentspec.runtime.metrics import EngineMetrics
-from agentspec.runtime.pace import AUTO_BUDGET_CPU, AUTO_BUDGET_GPU, make_pace
+from agentspec.runtime.pace import AUTO_BUDGET_CPU, AUTO_BUDGET_GPU, FixedPace, Pace, make_pace
 from agentspec.runtime.prefill_graphs import prefill_graph_bytes
 from agentspec.runtime.scheduler import Scheduler
 from agentspec.runtime.step_loop import DepthPolicy, StepLoop
@@ -139,7 +139,7 @@ def build(
         metrics=metrics,
         max_running=config.max_running,
         max_draft_tokens=max_draft_tokens,
-        pace=make_pace(config.prefill_budget, block_tokens=spec.block_tokens, largest=AUTO_BUDGET_GPU if device.type == "cuda" else AUTO_BUDGET_CPU),
+        pace=_pace(config, spec, device),
         block_tokens=spec.block_tokens,
         row_bytes=spec.row_bytes,
         page_bytes=spec.page_bytes,
@@ -208,6 +208,13 @@ def _gate(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, max_draft_t
         hold_seconds=config.session_hold_seconds,
         clock=clock,
     )
+
+
+def _pace(config: EngineConfig, spec: ModelSpec, device: torch.device) -> Pace:
+    """On a CPU small chunks keep no stream's pace, for a decode step waits for arithmetic there too: they would make every answer later."""
+    if config.prefill_budget == "auto" and device.type == "cpu":
+        return FixedPace(AUTO_BUDGET_CPU)
+    return make_pace(config.prefill_budget, block_tokens=spec.block_tokens, largest=AUTO_BUDGET_GPU)
 
 
 def _depth_policy(config: EngineConfig, max_draft_tokens: int) -> tuple[DepthPolicy, Sequence[int]]:
