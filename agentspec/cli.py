@@ -119,7 +119,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         type=_number_or_auto,
         default="auto",
         metavar="N|auto",
-        help="prompt tokens computed in one step at most (default auto: as many as keep the pace of running streams)",
+        help="prompt tokens computed in one step at most (default auto: as many as keep the pace of running streams; 512 on the CPU)",
     )
     group.add_argument("--max-context", type=int, metavar="N", help="tokens of prompt and output together (default: what model and memory allow)")
     group.add_argument(

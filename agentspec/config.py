@@ -39,8 +39,8 @@ class EngineConfig:
     max_running: int = 8
     """Requests that decode at the same time: slots."""
     prefill_budget: int | Literal["auto"] = "auto"
-    """Prompt tokens computed in one step at most. auto: many while nobody decodes, else as many as keep the pace of running streams, by
-    measured times."""
+    """Prompt tokens computed in one step at most. auto: on a GPU many while nobody decodes, else as many as keep the pace of running
+    streams, by measured times; on the CPU 512."""
     max_context: int | None = None
     """Tokens, prompt and output together. None: what the model and the memory allow."""
     memory_gib: float | None = None

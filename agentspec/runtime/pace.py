@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 AUTO_BUDGET_GPU = 8192
 """Budget of `auto` while nobody decodes, on a GPU: more tokens at once make no product faster."""
 AUTO_BUDGET_CPU = 512
+"""Budget of `auto` on a CPU, whoever decodes."""
 
 STEP_SHARE = 0.85
 """Time that chunks may take beside a decode step, as a share of it: with joins and gaps, a step with chunks takes about 1.9 times a plain one."""
