@@ -21,24 +21,35 @@ from typing import cast
 import torch
 
 from agentspec.kernels import reference
-from agentspec.kernels.backend import AttentionWeights, Backend, DeltaWeights, Norm, RopeTable
+from agentspec.kernels.backend import AttentionWeights, Backend, DeltaWeights, MixtureWeights, Norm, RopeTable
 from agentspec.kernels.prefill_batch import PrefillBatch
 from agentspec.kernels.reference.hidden import read_hidden
 from agentspec.kernels.reference.moe import mix_experts, route_top_k
 from agentspec.kernels.reference.rope import rope_cos_sin
+from agentspec.kernels.weights import FP8, FP8_MAX, SCALE_BLOCK, BlockScaled, Weight, dequantize, quantize_blocks, rows_from, stack_rows
 
 __all__ = [
+    "FP8",
+    "FP8_MAX",
+    "SCALE_BLOCK",
     "AttentionWeights",
     "Backend",
+    "BlockScaled",
     "DeltaWeights",
+    "MixtureWeights",
     "Norm",
     "PrefillBatch",
     "RopeTable",
+    "Weight",
     "backend",
+    "dequantize",
     "mix_experts",
+    "quantize_blocks",
     "read_hidden",
     "rope_cos_sin",
     "route_top_k",
+    "rows_from",
+    "stack_rows",
 ]
 
 

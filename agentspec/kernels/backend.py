@@ -7,9 +7,9 @@ allows, so that a fast backend has room.
 No operation of a step reads anything on the host (those of `reference` do where they say so), and all may be captured in a CUDA graph. Results
 are new tensors unless "in place" is said. Vectors and tables of integers (ids, rows, positions, page tables) are contiguous.
 
-Shape letters: N tokens, B slots, T tokens a slot (N = B * T, slot by slot), H hidden size, O output features, I FFN width, V vocabulary, R rows,
-P pages a sequence, S slots of the tables, F fields, k drafts; in the recurrence V value heads, D value dim, K key dim, C conv channels; in
-attention Q query heads, G key/value heads, D head dim, A half of the rotary dims, L positions.
+Shape letters: N tokens, B slots, T tokens a slot (N = B * T, slot by slot), H hidden size, O output features, E extra outputs, I FFN width,
+X experts, J chosen experts, V vocabulary, R rows, P pages a sequence, S slots of the tables, F fields, k drafts; in the recurrence V value heads,
+D value dim, K key dim, C conv channels; in attention Q query heads, G key/value heads, D head dim, A half of the rotary dims, L positions.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from agentspec.kernels.prefill_batch import PrefillBatch
 from agentspec.kernels.slots import Commit, SamplingTable, Window
+from agentspec.kernels.weights import Weight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,27 +70,53 @@ class AttentionWeights:
     head_dim: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixtureWeights:
+    """What one mixture-of-experts FFN holds. Gate rows stand before up rows."""
+
+    router_XH: Tensor
+    top_k: int
+    """Experts that a token visits."""
+    normalize: bool
+    """Divide the probabilities of a token's experts by their sum."""
+    gate_up_X2IH: Weight
+    down_XHI: Weight
+    shared_gate_1H: Tensor
+    shared_gate_up_2IH: Weight
+    """The shared expert's width need not be that of the routed ones."""
+    shared_down_HI: Weight
+
+
 class Backend(Protocol):
-    # Dense blocks
+    # Dense blocks. Weights may be block-scaled (weights.BlockScaled) unless they are said to be tensors. A product of many tokens with block-scaled
+    # weights may round its inputs to 8-bit floats too, each token in groups of 128 under a multiplier of their own
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         """The norm over the last dimension of x [..., H], in float32, then cast to x's dtype."""
         ...
 
-    def linear(self, x_NH: Tensor, weight_OH: Tensor) -> Tensor:
+    def linear(self, x_NH: Tensor, weight_OH: Weight) -> Tensor:
         """x W^T: [N, O] in x's dtype."""
         ...
 
-    def norm_linear(self, x_NH: Tensor, norm: Norm, weight_OH: Tensor) -> Tensor:
-        """`linear` of the normed input."""
+    def norm_linear(self, x_NH: Tensor, norm: Norm, weight_OH: Weight, extra_EH: Tensor | None = None) -> Tensor:
+        """`linear` of the normed input: [N, O], or [N, O + E] with the outputs of `extra`, which are never rounded to 8 bits, behind the others."""
         ...
 
-    def norm_swiglu(self, x_NH: Tensor, norm: Norm, gate_up_2IH: Tensor) -> Tensor:
+    def norm_swiglu(self, x_NH: Tensor, norm: Norm, gate_up_2IH: Weight) -> Tensor:
         """silu(gate) * up of the normed input, [N, I] in x's dtype; gate_up holds the rows of gate, then those of up."""
         ...
 
-    def add_linear(self, residual_NH: Tensor, x_NO: Tensor, weight_HO: Tensor) -> Tensor:
+    def add_linear(self, residual_NH: Tensor, x_NO: Tensor, weight_HO: Weight) -> Tensor:
         """residual + x W^T: [N, H] in the residual's dtype. The residual is given away: the result may be written over it."""
+        ...
+
+    def add_experts(self, residual_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
+        """residual + the mixture of experts of the normed residual: [N, H]. The residual is given away.
+
+        With y the normed residual: sum over the token's top_k experts of weight * expert(y), plus sigmoid(shared gate y) * shared expert(y), where an
+        expert is down(silu(gate y) * up y) and weights are the softmax over ALL experts' router scores (float32), perhaps normalised. A token's sum
+        has one order, whatever else is in the call. Definition: kernels/reference/moe.py."""
         ...
 
     def norm_to_rows(self, x_NH: Tensor, norm: Norm, hidden_RH: Tensor, write_rows_N: Tensor) -> Tensor:
@@ -110,7 +137,7 @@ class Backend(Protocol):
         """[norm(embedding of the token) | norm(hidden)]: [N, 2H]."""
         ...
 
-    def nearest_token(self, x_NH: Tensor, head_OH: Tensor, ids_O: Tensor | None) -> Tensor:
+    def nearest_token(self, x_NH: Tensor, head_OH: Weight, ids_O: Tensor | None) -> Tensor:
         """int64 [N]: ids[argmax of x head^T], the first of equals. ids_O: int64; None: row o of the head stands for token o."""
         ...
 

@@ -17,8 +17,8 @@ class GatedAttention:
     def __init__(self, config: TextConfig, ops: kernels.Backend, parameters: ParameterScope) -> None:
         self._ops = ops
         self.weights = kernels.AttentionWeights(
-            q_norm=kernels.Norm(weight=parameters.take("q_norm.weight"), eps=config.rms_norm_eps),
-            k_norm=kernels.Norm(weight=parameters.take("k_norm.weight"), eps=config.rms_norm_eps),
+            q_norm=kernels.Norm(weight=parameters.take_tensor("q_norm.weight"), eps=config.rms_norm_eps),
+            k_norm=kernels.Norm(weight=parameters.take_tensor("k_norm.weight"), eps=config.rms_norm_eps),
             scale=config.head_dim**-0.5,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
@@ -44,5 +44,5 @@ class GatedAttention:
     def prefill_keys_values(self, x_NH: Tensor, norm: kernels.Norm, kv_P2SGD: Tensor, rope: kernels.RopeTable, batch: kernels.PrefillBatch) -> None:
         """Only the stores of `prefill`, for a last layer whose output nobody needs."""
         first_key = 2 * self.weights.num_heads * self.weights.head_dim
-        projected_NK = self._ops.norm_linear(x_NH, norm, self.qkv_proj[first_key:])
+        projected_NK = self._ops.norm_linear(x_NH, norm, kernels.rows_from(self.qkv_proj, first_key))
         self._ops.store_keys_values(projected_NK, self.weights, rope, kv_P2SGD, batch)

@@ -16,12 +16,16 @@ from agentspec.models.tensors import ParameterScope
 class GatedDeltaNet:
     def __init__(self, config: TextConfig, ops: kernels.Backend, parameters: ParameterScope) -> None:
         self._ops = ops
-        self.in_proj = parameters.take_rows("in_proj_qkv.weight", "in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight")
+        self.in_proj = parameters.take_rows("in_proj_qkv.weight", "in_proj_z.weight")
+        self.in_proj_ba: Tensor | None = parameters.take_tensor_rows("in_proj_b.weight", "in_proj_a.weight")
+        """None where they are the last rows of `in_proj`: write strength and decay stay in full precision where the rest is block-scaled."""
+        if isinstance(self.in_proj, Tensor):
+            self.in_proj, self.in_proj_ba = kernels.stack_rows([self.in_proj, self.in_proj_ba]), None
         self.weights = kernels.DeltaWeights(
-            conv_C4=parameters.take("conv1d.weight").squeeze(1),
-            a_log_V=parameters.take("A_log"),
-            dt_bias_V=parameters.take("dt_bias"),
-            norm_D=parameters.take("norm.weight"),
+            conv_C4=parameters.take_tensor("conv1d.weight").squeeze(1),
+            a_log_V=parameters.take_tensor("A_log"),
+            dt_bias_V=parameters.take_tensor("dt_bias"),
+            norm_D=parameters.take_tensor("norm.weight"),
             eps=config.rms_norm_eps,
             gate=config.output_gate,
         )
@@ -29,12 +33,12 @@ class GatedDeltaNet:
 
     def step(self, x_NH: Tensor, norm: kernels.Norm, ssm_RVDK: Tensor, conv_R3C: Tensor, rows: StateRows) -> Tensor:
         """x plus the mixer over a decode window: reads each slot's row, writes the state after every column."""
-        projected_NP = self._ops.norm_linear(x_NH, norm, self.in_proj)
+        projected_NP = self._ops.norm_linear(x_NH, norm, self.in_proj, self.in_proj_ba)
         o_ND = self._ops.gated_delta_step(projected_NP, self.weights, ssm_RVDK, conv_R3C, rows.read_row_B, rows.write_rows_BT)
         return self._ops.add_linear(x_NH, o_ND, self.out_proj)
 
     def prefill(self, x_NH: Tensor, norm: kernels.Norm, ssm_RVDK: Tensor, conv_R3C: Tensor, batch: kernels.PrefillBatch) -> Tensor:
         """x plus the mixer over prompt tokens: reads each span's row, writes the wanted states."""
-        projected_NP = self._ops.norm_linear(x_NH, norm, self.in_proj)
+        projected_NP = self._ops.norm_linear(x_NH, norm, self.in_proj, self.in_proj_ba)
         o_ND = self._ops.gated_delta_prefill(projected_NP, self.weights, ssm_RVDK, conv_R3C, batch)
         return self._ops.add_linear(x_NH, o_ND, self.out_proj)

@@ -32,8 +32,8 @@ class DecoderLayer:
         self.mixer = mixer
         self.pool_index = pool_index
         """Index of the layer among those of its kind: the layer dimension of its pool."""
-        self.input_norm = kernels.Norm(weight=parameters.take("input_layernorm.weight"), eps=config.rms_norm_eps)
-        self.post_norm = kernels.Norm(weight=parameters.take("post_attention_layernorm.weight"), eps=config.rms_norm_eps)
+        self.input_norm = kernels.Norm(weight=parameters.take_tensor("input_layernorm.weight"), eps=config.rms_norm_eps)
+        self.post_norm = kernels.Norm(weight=parameters.take_tensor("post_attention_layernorm.weight"), eps=config.rms_norm_eps)
         ffn = parameters.under("mlp.")
         self.ffn = SwiGLU(ops, ffn) if config.moe is None else MixtureOfExperts(config.moe, ops, ffn)
 
@@ -44,13 +44,13 @@ class MtpHead:
     def __init__(self, config: TextConfig, ops: kernels.Backend, parameters: ParameterScope) -> None:
         self._ops = ops
         eps = config.rms_norm_eps
-        self.embedding_norm = kernels.Norm(weight=parameters.take("pre_fc_norm_embedding.weight"), eps=eps)
-        self.hidden_norm = kernels.Norm(weight=parameters.take("pre_fc_norm_hidden.weight"), eps=eps)
-        self.fc = parameters.take("fc.weight")
+        self.embedding_norm = kernels.Norm(weight=parameters.take_tensor("pre_fc_norm_embedding.weight"), eps=eps)
+        self.hidden_norm = kernels.Norm(weight=parameters.take_tensor("pre_fc_norm_hidden.weight"), eps=eps)
+        self.fc = parameters.take_tensor("fc.weight")
         layer = parameters.under("layers.0.")
         self.attention = GatedAttention(config, ops, layer.under("self_attn."))
         self.layer = DecoderLayer(config, ops, layer, self.attention, config.num_attention_layers)
-        self.norm = kernels.Norm(weight=parameters.take("norm.weight"), eps=eps)
+        self.norm = kernels.Norm(weight=parameters.take_tensor("norm.weight"), eps=eps)
 
     def join(self, tokens_N: Tensor, embedding_VH: Tensor, hidden_NH: Tensor) -> Tensor:
         """The layer's input for each pair; the embedding comes first."""
@@ -60,12 +60,12 @@ class MtpHead:
 class Qwen3_5Model:  # noqa: N801  the family's name has an underscore
     """A loaded model. See models/protocol.py for what each operation promises."""
 
-    def __init__(self, config: TextConfig, spec: ModelSpec, parameters: dict[str, Tensor], *, dtype: torch.dtype) -> None:
+    def __init__(self, config: TextConfig, spec: ModelSpec, parameters: dict[str, kernels.Weight], *, dtype: torch.dtype) -> None:
         """Takes ownership of `parameters` (canonical names, models/tensors.py) and leaves it empty."""
         scope = ParameterScope(parameters)
         trunk = scope.under("model.")
         self._config, self._spec, self._dtype = config, spec, dtype
-        self._embedding_VH = trunk.take("embed_tokens.weight")
+        self._embedding_VH = trunk.take_tensor("embed_tokens.weight")
         self._device = self._embedding_VH.device
         self._ops = ops = kernels.backend(self._device)
         self._rope = rope_table(config, self._device)
@@ -77,11 +77,11 @@ class Qwen3_5Model:  # noqa: N801  the family's name has an underscore
             else:
                 mixer = GatedAttention(config, ops, layer.under("self_attn."))
             self._layers.append(DecoderLayer(config, ops, layer, mixer, config.layer_types[:i].count(layer_type)))
-        self._norm = kernels.Norm(weight=trunk.take("norm.weight"), eps=config.rms_norm_eps)
-        self._head_VH = self._embedding_VH if config.tied else scope.take("lm_head.weight")
+        self._norm = kernels.Norm(weight=trunk.take_tensor("norm.weight"), eps=config.rms_norm_eps)
+        self._head_VH = self._embedding_VH if config.tied else scope.take_tensor("lm_head.weight")
         self._mtp = MtpHead(config, ops, scope.under("mtp.")) if config.has_mtp else None
         self._pools: StatePools | None = None
-        self._draft_head_OH = self._head_VH[: spec.num_real_tokens]
+        self._draft_head_OH: kernels.Weight = self._head_VH[: spec.num_real_tokens]
         self._draft_ids_O: Tensor | None = None
         """The token of each row of the draft head; None: row o stands for token o."""
         scope.finish()

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from agentspec import kernels
 from agentspec.errors import CheckpointError
 from agentspec.models.hf_config import CONV_TAPS, TextConfig
 
@@ -93,10 +94,10 @@ def parameter_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if name.endswith(_FLOAT32_SUFFIXES) else dtype
 
 
-def random_parameters(config: TextConfig, *, device: torch.device, dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
+def random_parameters(config: TextConfig, *, device: torch.device, dtype: torch.dtype, seed: int) -> dict[str, kernels.Weight]:
     """Untrained parameters of sane scale, made on the device; the same seed gives the same values on one device type."""
     generator = torch.Generator(device).manual_seed(seed)
-    parameters = {}
+    parameters: dict[str, kernels.Weight] = {}
     for name, shape in parameter_shapes(config).items():
         tensor = torch.empty(shape, dtype=parameter_dtype(name, dtype), device=device)
         if name.endswith("A_log"):
@@ -120,7 +121,7 @@ def random_parameters(config: TextConfig, *, device: torch.device, dtype: torch.
 class ParameterScope:
     """Hands each parameter to the layer that owns it, exactly once."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], prefix: str = "") -> None:
+    def __init__(self, parameters: Mapping[str, kernels.Weight], prefix: str = "") -> None:
         self._parameters = parameters if isinstance(parameters, dict) else dict(parameters)
         self._prefix = prefix
 
@@ -128,12 +129,22 @@ class ParameterScope:
         """The same parameters, seen from one module: shares what has been taken."""
         return ParameterScope(self._parameters, self._prefix + prefix)
 
-    def take(self, name: str) -> Tensor:
+    def take(self, name: str) -> kernels.Weight:
         return self._parameters.pop(self._prefix + name)
 
-    def take_rows(self, *names: str) -> Tensor:
+    def take_tensor(self, name: str) -> Tensor:
+        """A parameter that is never block-scaled."""
+        parameter = self.take(name)
+        assert isinstance(parameter, Tensor), f"{self._prefix}{name} is block-scaled"
+        return parameter
+
+    def take_tensor_rows(self, *names: str) -> Tensor:
+        """`take_rows` of parameters that are never block-scaled."""
+        return torch.cat([self.take_tensor(name) for name in names])
+
+    def take_rows(self, *names: str) -> kernels.Weight:
         """Several projections of the same input, stacked into one."""
-        return torch.cat([self.take(name) for name in names])
+        return kernels.stack_rows([self.take(name) for name in names])
 
     def finish(self) -> None:
         """Raise if a parameter was loaded that no layer uses."""

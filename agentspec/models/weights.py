@@ -19,6 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from agentspec import kernels
 from agentspec.errors import CheckpointError
 from agentspec.models.hf_config import TextConfig, read_json
 from agentspec.models.tensors import Shapes, parameter_dtype, parameter_shapes
@@ -129,7 +130,7 @@ class Checkpoint:
         tensor: Tensor = file.get_tensor(name)
         return tensor
 
-    def load(self, config: TextConfig, *, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    def load(self, config: TextConfig, *, device: torch.device, dtype: torch.dtype) -> dict[str, kernels.Weight]:
         """All parameters under canonical names. Raises CheckpointError that lists every tensor which is missing, unexpected or misshapen."""
         shapes = parameter_shapes(config)
         sources = _sources(config, shapes, self.names)
@@ -140,7 +141,7 @@ class Checkpoint:
             for target in source.targets:
                 part = tensor if target.pick is None else target.pick(tensor)
                 parameters[target.parameter][target.index].copy_(part)
-        return parameters
+        return dict(parameters)
 
     def _check(self, sources: Mapping[str, _Source], config: TextConfig) -> None:
         wanted, present = set(sources), self.names

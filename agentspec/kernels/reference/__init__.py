@@ -1,6 +1,7 @@
 """Every operation in plain torch: slow, readable, and what faster implementations are tested against. A backend.Backend."""
 
 from agentspec.kernels.reference.fused import (
+    add_experts,
     add_linear,
     argmax,
     attention_prefill,
@@ -22,6 +23,7 @@ from agentspec.kernels.reference.sampling import sample
 from agentspec.kernels.reference.window import commit_window, open_window, publish_drafts
 
 __all__ = [
+    "add_experts",
     "add_linear",
     "argmax",
     "attention_prefill",

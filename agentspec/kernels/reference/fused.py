@@ -5,33 +5,50 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding, silu
-from torch.nn.functional import linear as linear
+from torch.nn.functional import linear as torch_linear
 
-from agentspec.kernels.backend import AttentionWeights, DeltaWeights, Norm, RopeTable
+from agentspec.kernels.backend import AttentionWeights, DeltaWeights, MixtureWeights, Norm, RopeTable
 from agentspec.kernels.prefill_batch import PrefillBatch
 from agentspec.kernels.reference import norms
 from agentspec.kernels.reference.attention import paged_attention, paged_attention_prefill, write_kv, write_kv_prefill
 from agentspec.kernels.reference.causal_conv import causal_conv, causal_conv_prefill
 from agentspec.kernels.reference.gated_delta import gated_delta, gated_delta_blocks
 from agentspec.kernels.reference.hidden import write_hidden
+from agentspec.kernels.reference.moe import mix_experts, route_top_k
 from agentspec.kernels.reference.rope import apply_rope
+from agentspec.kernels.weights import Weight, dequantize
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     return norms.rms_norm(x, norm.weight, norm.eps)
 
 
-def norm_linear(x_NH: Tensor, norm: Norm, weight_OH: Tensor) -> Tensor:
-    return linear(rms_norm(x_NH, norm), weight_OH)
+def linear(x_NH: Tensor, weight_OH: Weight) -> Tensor:
+    return torch_linear(x_NH, dequantize(weight_OH, x_NH.dtype))
 
 
-def norm_swiglu(x_NH: Tensor, norm: Norm, gate_up_2IH: Tensor) -> Tensor:
+def norm_linear(x_NH: Tensor, norm: Norm, weight_OH: Weight, extra_EH: Tensor | None = None) -> Tensor:
+    normed_NH = rms_norm(x_NH, norm)
+    out_NO = linear(normed_NH, weight_OH)
+    return out_NO if extra_EH is None else torch.cat([out_NO, linear(normed_NH, extra_EH)], -1)
+
+
+def norm_swiglu(x_NH: Tensor, norm: Norm, gate_up_2IH: Weight) -> Tensor:
     gate_NI, up_NI = norm_linear(x_NH, norm, gate_up_2IH).chunk(2, -1)
     return silu(gate_NI) * up_NI
 
 
-def add_linear(residual_NH: Tensor, x_NO: Tensor, weight_HO: Tensor) -> Tensor:
+def add_linear(residual_NH: Tensor, x_NO: Tensor, weight_HO: Weight) -> Tensor:
     return residual_NH + linear(x_NO, weight_HO)
+
+
+def add_experts(residual_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
+    """Reads the chosen experts on the host."""
+    normed_NH = rms_norm(residual_NH, norm)
+    weights_NJ, expert_ids_NJ = route_top_k(linear(normed_NH, weights.router_XH), weights.top_k, weights.normalize)
+    routed_NH = mix_experts(normed_NH, weights_NJ, expert_ids_NJ, weights.gate_up_X2IH, weights.down_XHI)
+    shared_NH = linear(norm_swiglu(residual_NH, norm, weights.shared_gate_up_2IH), weights.shared_down_HI)
+    return residual_NH + (routed_NH + torch.sigmoid(linear(normed_NH, weights.shared_gate_1H)) * shared_NH)
 
 
 def norm_to_rows(x_NH: Tensor, norm: Norm, hidden_RH: Tensor, write_rows_N: Tensor) -> Tensor:
@@ -54,7 +71,7 @@ def pair_norms(tokens_N: Tensor, embedding_VH: Tensor, hidden_NH: Tensor, embedd
     return torch.cat([rms_norm(embedding(tokens_N, embedding_VH), embedding_norm), rms_norm(hidden_NH, hidden_norm)], -1)
 
 
-def nearest_token(x_NH: Tensor, head_OH: Tensor, ids_O: Tensor | None) -> Tensor:
+def nearest_token(x_NH: Tensor, head_OH: Weight, ids_O: Tensor | None) -> Tensor:
     nearest_N = linear(x_NH, head_OH).argmax(-1)
     return nearest_N if ids_O is None else ids_O[nearest_N]
 

@@ -1,5 +1,6 @@
 """Every operation of a forward and of a decode step as Triton kernels for CUDA. A backend.Backend; tested against `reference`, one by one."""
 
+from agentspec.kernels.reference.fused import add_experts
 from agentspec.kernels.triton.attention import attention_step
 from agentspec.kernels.triton.chunked_delta import gated_delta_prefill
 from agentspec.kernels.triton.gated_delta import gated_delta_step
@@ -11,6 +12,7 @@ from agentspec.kernels.triton.sampling import argmax, sample
 from agentspec.kernels.triton.window import commit_window, open_window, publish_drafts
 
 __all__ = [
+    "add_experts",
     "add_linear",
     "argmax",
     "attention_prefill",
