@@ -1,16 +1,18 @@
 """How fast the linear layers of a decode step are, and which plan is best for each: `python -m benchmarks.linear` on a CUDA device.
 
 For every layer shape of the published models and several token counts: our kernels under many plans, and torch's product (with separate kernels for
-what ours fuse). Each is timed as the step runs it: a CUDA graph of many launches one behind the other, over weights that together exceed the L2. All
-plans are compiled and checked against float64 first, in parallel processes; the winners are checked again at their real shapes.
+what ours fuse; block-scaled weights have no other product that rounds nothing). Each is timed as the step runs it: a CUDA graph of many launches one
+behind the other, over weights that together exceed the L2. All plans are compiled and checked against float64 first, in parallel processes; the
+winners are checked again at their real shapes.
 
-Writes $OUT/linear_plans.json, which is the package's own file of that name, and $OUT/linear.md (every cell with its best plan and the runners-up);
-prints what the chosen plans take.
+Writes $OUT/linear_plans.json, which is the package's own file of that name with what was measured now in place, and $OUT/linear.md (every cell with
+its best plan and the runners-up); prints what the chosen plans take.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import time
@@ -26,8 +28,10 @@ from torch.nn.functional import linear as torch_linear
 
 from agentspec.kernels.backend import Norm
 from agentspec.kernels.triton import linear_layers as ours
-from agentspec.kernels.triton.linear_plans import Kind, Plan
+from agentspec.kernels.triton import linear_plans
+from agentspec.kernels.triton.linear_plans import OURS_ALONE, Kind, Plan
 from agentspec.kernels.triton.norms import rms_norm
+from agentspec.kernels.weights import FP8, SCALE_BLOCK, BlockScaled, Weight, dequantize
 from benchmarks.bandwidth import measure_bandwidth
 from benchmarks.linear_results import MODELS, NUM_REAL, Cell, Model, Shape, cell_lines, chosen_lines, chosen_plans, describe, plan_file
 
@@ -46,8 +50,9 @@ MOST_SHARED_TOKENS, NUM_SHARED = 16, 3
 class Operands:
     x: Tensor
     norm: Norm
-    weights: tuple[Tensor, ...]
+    weights: tuple[Weight, ...]
     residual: Tensor
+    extra: Tensor | None
 
     @classmethod
     def random(cls, shape: Shape, num_tokens: int, num_weights: int) -> Operands:
@@ -57,11 +62,23 @@ class Operands:
             return torch.randn(size, generator=generator, device="cuda", dtype=torch.bfloat16)
 
         x, residual = randn(num_tokens, shape.depth), randn(num_tokens, shape.num_outputs)
-        weights = tuple(randn(shape.num_outputs, shape.depth).mul_(shape.depth**-0.5) for _ in range(num_weights))
-        return cls(x, Norm(weight=randn(shape.depth).mul_(0.1), eps=EPS), weights, residual)
+
+        def weight() -> Weight:
+            if not shape.fp8:
+                return randn(shape.num_outputs, shape.depth).mul_(shape.depth**-0.5)
+            # Any code but NaN's, of either sign: as many small values as large ones. Their root mean square is about 120.
+            size = (shape.num_outputs, shape.depth)
+            values = torch.randint(0, 0x7F, size, generator=generator, device="cuda", dtype=torch.uint8)
+            values |= torch.randint(0, 2, size, generator=generator, device="cuda", dtype=torch.uint8) << 7
+            scales = torch.rand([-(-side // SCALE_BLOCK) for side in size], generator=generator, device="cuda") + 0.5
+            return BlockScaled(values=values.view(FP8), scales=scales * (shape.depth**-0.5 / 120))
+
+        weights = tuple(weight() for _ in range(num_weights))
+        extra = randn(shape.num_extra, shape.depth).mul_(shape.depth**-0.5) if shape.num_extra else None
+        return cls(x, Norm(weight=randn(shape.depth).mul_(0.1), eps=EPS), weights, residual, extra)
 
 
-def run(kind: Kind, plan: Plan | None, operands: Operands, weight: Tensor) -> Tensor:
+def run(kind: Kind, plan: Plan | None, operands: Operands, weight: Weight) -> Tensor:
     """One layer, by our kernel under the plan or by torch."""
     x, norm, residual = operands.x, operands.norm, operands.residual
     num_real = min(NUM_REAL, weight.shape[0])
@@ -70,15 +87,17 @@ def run(kind: Kind, plan: Plan | None, operands: Operands, weight: Tensor) -> Te
             case "linear":
                 return ours.launch_linear(plan, x, weight, None, None)
             case "norm_linear":
-                return ours.launch_linear(plan, x, weight, norm, None)
+                return ours.launch_linear(plan, x, weight, norm, None, operands.extra)
             case "add_linear":
                 return ours.launch_linear(plan, x, weight, None, residual)
             case "norm_swiglu":
                 return ours.launch_swiglu(plan, x, norm, weight)
             case "logits":
+                assert isinstance(weight, Tensor)
                 return ours.launch_logits(plan, x, weight, num_real)
             case "nearest_token":
                 return ours.launch_nearest(plan, x, weight, None)
+    assert isinstance(weight, Tensor)
     match kind:
         case "linear":
             return torch_linear(x, weight)
@@ -96,12 +115,14 @@ def run(kind: Kind, plan: Plan | None, operands: Operands, weight: Tensor) -> Te
             return torch_linear(x, weight).argmax(-1)
 
 
-def fault(kind: Kind, got: Tensor, operands: Operands, weight: Tensor, dtype: torch.dtype) -> str:
+def fault(kind: Kind, got: Tensor, operands: Operands, weight: Weight, dtype: torch.dtype) -> str:
     """What is wrong with a result; nothing if it is right. The formula in float64 or, for large weights, float32."""
     x = operands.x.to(dtype)
     if kind.startswith("norm"):
         x = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * (1 + operands.norm.weight.to(dtype))
-    y = x @ weight.to(dtype).t()
+    y = x @ dequantize(weight, dtype).t()
+    if operands.extra is not None:
+        y = torch.cat([y, x @ operands.extra.to(dtype).t()], -1)
     if kind == "nearest_token":
         short = (y.amax(-1) - y.gather(1, got[:, None])[:, 0]).max().item()
         return "" if short <= 1e-3 * y.abs().max().item() else f"a choice lies {short} below the best"
@@ -119,10 +140,21 @@ def fault(kind: Kind, got: Tensor, operands: Operands, weight: Tensor, dtype: to
     return "" if error < TOLERANCE else f"relative error {error}"
 
 
-def prepare(kind: Kind, plan: Plan) -> str:
+Form = tuple[Kind, bool, bool]
+"""Of a layer, what its code depends on besides the plan: kind, whether its weight is block-scaled, whether there are extra rows."""
+
+
+def form_of(shape: Shape) -> Form:
+    return shape.kind, shape.fp8, shape.num_extra > 0
+
+
+def prepare(form: Form, plan: Plan) -> str:
     """In a worker: compile one candidate, run it twice on a small problem with ragged edges. Returns what is wrong."""
+    kind, fp8, has_extra = form
+    # Gate and up rows of a block-scaled weight have tiles of their own, as at real shapes.
+    num_outputs = 4 * plan.block_o if fp8 and kind == "norm_swiglu" else 2 * plan.block_o + 32
     try:
-        shape = Shape(kind, 2 * plan.block_o + 32, 6 * plan.block_k * plan.split)
+        shape = Shape(kind, num_outputs, 6 * plan.block_k * plan.split, fp8, 48 * has_extra)
         for num_tokens in (plan.block_m // 2 + 1, plan.block_m):
             operands = Operands.random(shape, num_tokens, 1)
             (weight,) = operands.weights
@@ -140,13 +172,15 @@ def prepare(kind: Kind, plan: Plan) -> str:
     return ""
 
 
-def prepare_pair(pair: tuple[Kind, Plan]) -> str:
+def prepare_pair(pair: tuple[Form, Plan]) -> str:
     return prepare(*pair)
 
 
 SHARED_BYTES = 220 << 10
 AHEAD_BYTES, RELEASE_BYTES = 8e6, 6e6
 """Of all programs together: what first candidates ask for before they wait, and have left to read when they release the next kernel."""
+FP8_AHEAD_BYTES, FP8_RELEASE_BYTES, APART_BYTES = 8e6, 9e6, 6e6
+"""Steps of 8-bit weights end sooner. What memory reads while a norm of its own runs is asked for besides."""
 
 
 def compiled(plan: Plan) -> Plan:
@@ -154,46 +188,62 @@ def compiled(plan: Plan) -> Plan:
     return replace(plan, ahead=2, release=2)
 
 
-def shared_bytes(plan: Plan) -> int:
-    return plan.stages * plan.block_k * 2 * (plan.block_o + plan.block_m)
+def shared_bytes(shape: Shape, plan: Plan) -> int:
+    return plan.stages * plan.block_k * (shape.element_bytes * plan.block_o + 2 * plan.block_m)
 
 
 def resident_bytes(shape: Shape, plan: Plan, sm_count: int) -> float:
     """Weights on the way from all programs that fit the device at once, if each keeps all stages but one filled."""
     programs = -(-shape.num_outputs // plan.block_o) * plan.split
-    at_once = min(programs, sm_count * (SHARED_BYTES // shared_bytes(plan)))
-    return at_once * (plan.stages - 1) * plan.block_k * 2.0 * plan.block_o
+    at_once = min(programs, sm_count * (SHARED_BYTES // shared_bytes(shape, plan)))
+    return at_once * (plan.stages - 1) * plan.block_k * float(shape.element_bytes) * plan.block_o
+
+
+SPLITS: dict[Kind, tuple[int, ...]] = {"add_linear": (1, 2, 3, 4, 6, 8), "linear": (1, 2, 4), "norm_linear": (1, 2, 3)}
+"""Of programs that do not norm."""
 
 
 def candidates(shape: Shape, num_tokens: int, sm_count: int) -> Iterator[Plan]:
     """Tilings worth a try: enough programs, and enough bytes on the way."""
-    splits = {"add_linear": (1, 2, 3, 4, 6, 8), "linear": (1, 2, 4)}.get(shape.kind, (1,))
     block_ms = (8, 16) if num_tokens <= 8 else (16,) if num_tokens <= 16 else (32,) if num_tokens <= 32 else (64,) if num_tokens <= 64 else (64, 128)
-    for block_m in block_ms:
-        for block_o, block_k, stages, warps in tilings(block_m):
-            for split in splits:
-                programs = -(-shape.num_outputs // block_o) * split
-                steps_of = 2 * block_o * block_k * min(programs, 3 * sm_count)
-                plan = Plan(
-                    block_o=block_o,
-                    block_m=block_m,
-                    block_k=block_k,
-                    split=split,
-                    stages=stages,
-                    warps=warps,
-                    ahead=max(1, min(16, round(AHEAD_BYTES / steps_of))),
-                    running=True,
-                    release=max(1, min(16, round(RELEASE_BYTES / steps_of))),
-                )
-                steps = shape.depth // (block_k * split)
-                is_head = shape.kind in ("logits", "nearest_token")
-                if shape.depth % block_k or steps < 4 or shared_bytes(plan) > SHARED_BYTES:
-                    continue
-                if programs < 80 or (programs > 6 * sm_count and not is_head) or (split > 1 and programs > 3 * sm_count):
-                    continue
-                if resident_bytes(shape, plan, sm_count) < sm_count * 20e3:
-                    continue
-                yield plan
+    for block_m in block_ms[:1] if shape.fp8 else block_ms:
+        for norm_apart in (False, True) if shape.fp8 and shape.kind in ("norm_linear", "norm_swiglu") else (False,):
+            is_fused = shape.kind.startswith("norm") and not norm_apart
+            for tiling in fp8_tilings(block_m, is_fused) if shape.fp8 else tilings(block_m):
+                for split in (1,) if is_fused else SPLITS.get(shape.kind, (1,)):
+                    plan = first_plan(shape, block_m, tiling, split, norm_apart, sm_count)
+                    if is_promising(shape, plan, sm_count):
+                        yield plan
+
+
+def first_plan(shape: Shape, block_m: int, tiling: tuple[int, int, int, int], split: int, norm_apart: bool, sm_count: int) -> Plan:
+    """A tiling with what it asks for ahead, and the time of the next kernel's start, by numbers of bytes."""
+    block_o, block_k, stages, warps = tiling
+    programs = -(-shape.num_outputs // block_o) * split
+    steps_of = shape.element_bytes * block_o * block_k * min(programs, 3 * sm_count)
+    ahead_bytes, release_bytes = (FP8_AHEAD_BYTES, FP8_RELEASE_BYTES) if shape.fp8 else (AHEAD_BYTES, RELEASE_BYTES)
+    return Plan(
+        block_o=block_o,
+        block_m=block_m,
+        block_k=block_k,
+        split=split,
+        stages=stages,
+        warps=warps,
+        ahead=max(1, min(16, round((ahead_bytes + norm_apart * APART_BYTES) / steps_of))),
+        running=True,
+        release=max(1, min(16, round(release_bytes / steps_of))),
+        norm_apart=norm_apart,
+    )
+
+
+def is_promising(shape: Shape, plan: Plan, sm_count: int) -> bool:
+    if shape.depth % plan.block_k or shape.depth // (plan.block_k * plan.split) < min(4, shape.depth // SCALE_BLOCK // 2):
+        return False
+    programs = -(-shape.num_outputs // plan.block_o) * plan.split
+    most = (4 if shape.fp8 else 3) if plan.split > 1 else 9 if plan.norm_apart else math.inf if shape.kind in OURS_ALONE else 6
+    if shared_bytes(shape, plan) > SHARED_BYTES or not min(80, shape.num_outputs // 64) <= programs <= most * sm_count:
+        return False
+    return resident_bytes(shape, plan, sm_count) >= min(sm_count * 20e3, shape.weight_bytes / 6)
 
 
 def tilings(block_m: int) -> Iterable[tuple[int, int, int, int]]:
@@ -238,7 +288,47 @@ def tilings(block_m: int) -> Iterable[tuple[int, int, int, int]]:
     return ((64, 64, 4, 4), (64, 128, 3, 4), (128, 64, 3, 4), (128, 64, 4, 4), (128, 64, 3, 8), (128, 64, 4, 8), (128, 128, 3, 8))
 
 
-def refinements(plan: Plan) -> Iterator[Plan]:
+def fp8_tilings(block_m: int, is_fused: bool) -> Iterable[tuple[int, int, int, int]]:
+    """As `tilings`. With two warps on 64 rows weights come out of shared memory by fours, with four by twos, but there each is decoded once for more
+    tokens. A warp takes 16 rows at least, and an SM needs about 16 warps to hide how long decoding takes: by tall tiles of many warps whose K several
+    programs share. is_fused: with the norm in every step."""
+    if is_fused:
+        if block_m <= 16:
+            return ((32, 256, 3, 2), (64, 128, 3, 2), (64, 128, 4, 2), (64, 256, 3, 2), (64, 128, 4, 4), (64, 256, 3, 4))
+        return ((64, 64, 4, 4), (64, 128, 4, 4), (128, 128, 4, 8))
+    if block_m == 8:
+        return (
+            (16, 256, 4, 1),
+            (32, 128, 4, 2),
+            (32, 256, 3, 2),
+            (32, 256, 4, 2),
+            (32, 512, 3, 2),
+            (64, 128, 4, 2),
+            (64, 256, 3, 2),
+            (64, 128, 4, 4),
+            (64, 256, 3, 4),
+            (128, 128, 4, 4),
+            (128, 128, 4, 8),
+            (128, 256, 3, 8),
+        )
+    if block_m == 16:
+        return (
+            (32, 128, 4, 2),
+            (32, 256, 3, 2),
+            (64, 128, 4, 2),
+            (64, 256, 3, 2),
+            (64, 128, 4, 4),
+            (64, 256, 3, 4),
+            (128, 128, 3, 4),
+            (128, 128, 4, 4),
+            (128, 128, 4, 8),
+        )
+    if block_m == 32:
+        return ((32, 128, 4, 2), (64, 128, 4, 2), (64, 128, 4, 4), (128, 128, 3, 4), (128, 128, 3, 8), (128, 128, 4, 8))
+    return ((64, 64, 4, 4), (64, 128, 3, 4), (64, 128, 4, 4), (128, 64, 4, 8), (128, 128, 3, 8), (128, 128, 4, 8))
+
+
+def refinements(shape: Shape, plan: Plan) -> Iterator[Plan]:
     """Variants of a good tiling in what does not change the arithmetic: depth of the pipeline and of the prefetch.
 
     None releases the next kernel at its start. In a chain of equal kernels that is as fast, in one of different layers it is not: the next one's
@@ -252,7 +342,7 @@ def refinements(plan: Plan) -> Iterator[Plan]:
     for release in (0, plan.release // 2, 2 * plan.release):
         yield replace(plan, release=release)
     for stages in (plan.stages - 1, plan.stages + 1):
-        if stages >= 2 and shared_bytes(replace(plan, stages=stages)) <= SHARED_BYTES:
+        if stages >= 2 and shared_bytes(shape, replace(plan, stages=stages)) <= SHARED_BYTES:
             yield replace(plan, stages=stages)
 
 
@@ -285,19 +375,20 @@ class Tuner:
         self.sm_count = torch.cuda.get_device_properties(0).multi_processor_count
         self.bandwidth = measure_bandwidth(torch.device("cuda")).read
         self.cells: dict[tuple[Shape, int], Cell] = {}
-        self.faults: dict[tuple[Kind, Plan], str] = {}
+        self.faults: dict[tuple[Form, Plan], str] = {}
         self.pool = ProcessPoolExecutor(num_processes, mp_context=get_context("spawn"))
 
-    def prepare(self, wanted: Iterable[tuple[Kind, Plan]]) -> None:
-        new = sorted({(kind, compiled(plan)) for kind, plan in wanted} - self.faults.keys(), key=repr)
-        for (kind, plan), wrong in zip(new, self.pool.map(prepare_pair, new, chunksize=4), strict=True):
-            self.faults[kind, plan] = wrong
+    def prepare(self, wanted: Iterable[tuple[Form, Plan]]) -> None:
+        new = sorted({(form, compiled(plan)) for form, plan in wanted} - self.faults.keys(), key=repr)
+        for (form, plan), wrong in zip(new, self.pool.map(prepare_pair, new, chunksize=4), strict=True):
+            self.faults[form, plan] = wrong
             if wrong:
-                print(f"out: {kind} {plan}: {wrong}", flush=True)
+                print(f"out: {form} {plan}: {wrong}", flush=True)
 
     def measure(self, shape: Shape, num_tokens: int, plans: Iterable[Plan | None]) -> None:
         cell = self.cells.setdefault((shape, num_tokens), Cell(shape, num_tokens, {}))
-        todo = [plan for plan in dict.fromkeys(plans) if plan not in cell.seconds and (plan is None or not self.faults[shape.kind, compiled(plan)])]
+        form = form_of(shape)
+        todo = [plan for plan in dict.fromkeys(plans) if plan not in cell.seconds and (plan is None or not self.faults[form, compiled(plan)])]
         if not todo or time.monotonic() > self.deadline:
             return
         num_weights = 1 if shape.kind == "logits" else max(2, min(32, -(-ROTATED_BYTES // shape.weight_bytes)))
@@ -340,21 +431,21 @@ def layer_times(tuner: Tuner, model: Model, num_tokens: int) -> tuple[float, flo
 
         return seconds_a_launch(launch, num_bytes / tuner.bandwidth)
 
-    return seconds(best), seconds([None] * len(shapes)), num_bytes
+    return seconds(best), math.nan if model.fp8 else seconds([None] * len(shapes)), num_bytes
 
 
 def tune(tuner: Tuner, cells: list[tuple[Shape, int]], began: float) -> None:
     """Every cell's candidates, then variants of the best ones, then what is good at one small token count at the others."""
 
     def measure_all(wanted: dict[tuple[Shape, int], list[Plan]]) -> None:
-        tuner.prepare((shape.kind, plan) for (shape, _), plans in wanted.items() for plan in plans)
+        tuner.prepare((form_of(shape), plan) for (shape, _), plans in wanted.items() for plan in plans)
         print(f"{len(tuner.faults)} candidates compiled and checked at {time.monotonic() - began:.0f} s", flush=True)
         for (shape, tokens), plans in wanted.items():
-            tuner.measure(shape, tokens, [None, *plans])
+            tuner.measure(shape, tokens, plans if shape.fp8 else [None, *plans])
         print(f"measured at {time.monotonic() - began:.0f} s", flush=True)
 
     measure_all({(shape, tokens): list(candidates(shape, tokens, tuner.sm_count)) for shape, tokens in cells})
-    measure_all({at: [fine for plan in tuner.cells[at].ranked()[: 3 if at[1] in (1, 4) else 1] for fine in refinements(plan)] for at in cells})
+    measure_all({at: [fine for plan in tuner.cells[at].ranked()[: 3 if at[1] in (1, 4) else 1] for fine in refinements(at[0], plan)] for at in cells})
     shared: dict[Shape, list[Plan]] = {}
     small = [at for at in cells if at[1] <= MOST_SHARED_TOKENS]
     for shape, tokens in small:
@@ -374,11 +465,13 @@ def main() -> None:
     began = time.monotonic()
     tuner = Tuner(began + args.seconds, args.processes)
     print(f"{torch.cuda.get_device_name()}, read {tuner.bandwidth / 1e12:.3f} TB/s", flush=True)
-    cells = list(dict.fromkeys((shape, tokens) for tokens in args.tokens for model in args.models for shape in MODELS[model].shapes().values()))
+    shapes = [shape for model in args.models for shape in MODELS[model].shapes().values()]
+    most = {shape: linear_plans.SMALL_TOKENS if shape.fp8 and shape.kind not in OURS_ALONE else max(TOKENS) for shape in shapes}
+    cells = list(dict.fromkeys((shape, tokens) for tokens in args.tokens for shape in shapes if tokens <= most[shape]))
     tune(tuner, cells, began)
     tuner.pool.shutdown()
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "linear_plans.json").write_text(plan_file(torch.cuda.get_device_name(), tuner.cells))
+    (args.out / "linear_plans.json").write_text(plan_file(torch.cuda.get_device_name(), tuner.cells, linear_plans.FILE.read_text()))
     (args.out / "linear.md").write_text("\n".join(cell_lines(tuner.cells, args.models, tuner.bandwidth)) + "\n")
     for cell in tuner.cells.values():
         if cell.seconds and (wrong := tuner.verify(cell)):
@@ -387,7 +480,10 @@ def main() -> None:
         print(line)
     for name in args.models:
         for tokens in sorted(args.tokens):
-            if all(tuner.cells[MODELS[name].shapes()[layer], tokens].seconds for layer in ("delta in", "delta out", "ffn in", "ffn out")):
+            if all(
+                at in tuner.cells and tuner.cells[at].seconds
+                for at in ((MODELS[name].shapes()[layer], tokens) for layer in ("delta in", "delta out", "ffn in", "ffn out"))
+            ):
                 mine, torchs, num_bytes = layer_times(tuner, MODELS[name], tokens)
                 share = num_bytes / tuner.bandwidth / mine
                 print(f"{name} recurrent layer, {tokens} tokens: {mine * 1e6:.1f} us, {share:.0%} of read; torch {torchs * 1e6:.1f} us")

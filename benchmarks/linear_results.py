@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 from agentspec.kernels.triton.linear_plans import OURS_ALONE, Kind, Plan
+from agentspec.kernels.weights import SCALE_BLOCK
 
 DRAFT_VOCABULARY, VOCABULARY, NUM_REAL = 32768, 248320, 248077
 CLOSE, AS_GOOD = 1.02, 1.01
@@ -28,10 +30,19 @@ class Shape:
     kind: Kind
     num_outputs: int
     depth: int
+    fp8: bool = False
+    """Block-scaled weights."""
+    num_extra: int = 0
+    """Rows of 16 bits whose outputs stand behind the others."""
+
+    @property
+    def element_bytes(self) -> int:
+        return 1 if self.fp8 else 2
 
     @property
     def weight_bytes(self) -> int:
-        return 2 * self.num_outputs * self.depth
+        scales = 4 * -(-self.num_outputs // SCALE_BLOCK) * -(-self.depth // SCALE_BLOCK) if self.fp8 else 0
+        return self.element_bytes * self.num_outputs * self.depth + scales + 2 * self.num_extra * self.depth
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +51,26 @@ class Model:
 
     hidden: int
     ffn: int
+    """Of a mixture of experts: the shared expert's width."""
     heads: tuple[int, int, int]
+    fp8: bool = False
+    mixture: bool = False
 
     def shapes(self) -> dict[str, Shape]:
         queries, keys, values = self.heads
-        return {
-            "delta in": Shape("norm_linear", 2 * 16 * 128 + 2 * values * 128 + 2 * values, self.hidden),
-            "delta out": Shape("add_linear", self.hidden, values * 128),
-            "attention in": Shape("norm_linear", 2 * queries * 256 + 2 * keys * 256, self.hidden),
-            "attention out": Shape("add_linear", self.hidden, queries * 256),
-            "ffn in": Shape("norm_swiglu", 2 * self.ffn, self.hidden),
-            "ffn out": Shape("add_linear", self.hidden, self.ffn),
-            "mtp fc": Shape("linear", self.hidden, 2 * self.hidden),
-            "logits": Shape("logits", VOCABULARY, self.hidden),
-            "draft head": Shape("nearest_token", DRAFT_VOCABULARY, self.hidden),
+        gates = 2 * values
+        sizes: dict[str, tuple[Kind, int, int]] = {
+            "delta in": ("norm_linear", 2 * 16 * 128 + 2 * values * 128 + gates * (not self.fp8), self.hidden),
+            "delta out": ("add_linear", self.hidden, values * 128),
+            "attention in": ("norm_linear", 2 * queries * 256 + 2 * keys * 256, self.hidden),
+            "attention out": ("add_linear", self.hidden, queries * 256),
+            "ffn in": ("norm_swiglu", 2 * self.ffn, self.hidden),
+            "ffn out": ("linear" if self.mixture else "add_linear", self.hidden, self.ffn),
+            "draft head": ("nearest_token", DRAFT_VOCABULARY, self.hidden),
         }
+        if not self.fp8:
+            sizes |= {"mtp fc": ("linear", self.hidden, 2 * self.hidden), "logits": ("logits", VOCABULARY, self.hidden)}
+        return {name: Shape(*size, self.fp8, gates if self.fp8 and name == "delta in" else 0) for name, size in sizes.items()}
 
 
 MODELS = {
@@ -62,7 +78,11 @@ MODELS = {
     "27B": Model(5120, 17408, (24, 4, 48)),
     "9B": Model(4096, 12288, (16, 4, 32)),
     "0.8B": Model(1024, 3584, (8, 2, 16)),
+    "35B-A3B": Model(2048, 512, (16, 2, 32), mixture=True),
+    "27B-FP8": Model(5120, 17408, (24, 4, 48), fp8=True),
+    "35B-A3B-FP8": Model(2048, 512, (16, 2, 32), fp8=True, mixture=True),
 }
+"""Of FP8 models the layers whose weights are block-scaled; the others are those of the same model in 16 bits."""
 
 
 @dataclass(slots=True)
@@ -123,14 +143,21 @@ def chosen_plans(shape: Shape, cells: Cells) -> list[tuple[int, Plan | None]]:
     return [row for index, row in enumerate(rows) if index + 1 == len(rows) or rows[index + 1][1] != row[1]]
 
 
-def plan_file(device: str, cells: Cells) -> str:
-    """The text of `linear_plans.json`: one line a shape, of each plan what is not its default."""
-    lines = []
-    for shape in dict.fromkeys(shape for shape, _ in cells):
+def plan_file(device: str, cells: Cells, recorded: str) -> str:
+    """The text of `linear_plans.json`: one line a shape, of each plan what is not its default. Shapes without a measurement keep their line of the
+    recorded text."""
+    layers = {_key(layer): layer for layer in json.loads(recorded)["layers"]}
+    for shape in dict.fromkeys(shape for (shape, _), cell in cells.items() if cell.seconds):
         rows = [[most, None if plan is None else _fields(plan)] for most, plan in chosen_plans(shape, cells)]
-        lines.append(json.dumps({"kind": shape.kind, "num_outputs": shape.num_outputs, "depth": shape.depth, "plans": rows}))
-    head = f'{{"measured": "on one {device} by benchmarks/linear.py",\n"layers": [\n'
-    return head + ",\n".join(lines) + "\n]}\n"
+        form = {"weight": "fp8"} if shape.fp8 else {}
+        layer = {"kind": shape.kind, **form, "num_outputs": shape.num_outputs, "depth": shape.depth, "plans": rows}
+        layers[_key(layer)] = layer
+    lines = map(json.dumps, layers.values())
+    return f'{{"measured": "on one {device} by benchmarks/linear.py",\n"layers": [\n' + ",\n".join(lines) + "\n]}\n"
+
+
+def _key(layer: Mapping[str, Any]) -> tuple[Any, ...]:
+    return layer["kind"], layer.get("weight"), layer["num_outputs"], layer["depth"]
 
 
 def _fields(plan: Plan) -> dict[str, int]:
@@ -141,7 +168,12 @@ def describe(plan: Plan | None) -> str:
     if plan is None:
         return "torch"
     far = f" r{plan.release}" + (f" a{plan.ahead}{'r' if plan.running else ''}" if plan.ahead else "")
-    return f"{plan.block_o}x{plan.block_m}x{plan.block_k} s{plan.stages} w{plan.warps}" + (f" /{plan.split}" if plan.split > 1 else "") + far
+    return (
+        ("norm + " if plan.norm_apart else "")
+        + f"{plan.block_o}x{plan.block_m}x{plan.block_k} s{plan.stages} w{plan.warps}"
+        + (f" /{plan.split}" if plan.split > 1 else "")
+        + far
+    )
 
 
 def cell_lines(cells: Cells, models: Iterable[str], bandwidth: float) -> Iterator[str]:

@@ -26,7 +26,18 @@ from agentspec.kernels.prefill_batch import PrefillBatch
 from agentspec.kernels.reference.hidden import read_hidden
 from agentspec.kernels.reference.moe import mix_experts, route_top_k
 from agentspec.kernels.reference.rope import rope_cos_sin
-from agentspec.kernels.weights import FP8, FP8_MAX, SCALE_BLOCK, BlockScaled, Weight, dequantize, quantize_blocks, rows_from, stack_rows
+from agentspec.kernels.weights import (
+    FP8,
+    FP8_MAX,
+    SCALE_BLOCK,
+    BlockScaled,
+    Weight,
+    dequantize,
+    quantize_blocks,
+    rows_from,
+    stack_rows,
+    with_block_rows,
+)
 
 __all__ = [
     "FP8",
@@ -50,6 +61,7 @@ __all__ = [
     "route_top_k",
     "rows_from",
     "stack_rows",
+    "with_block_rows",
 ]
 
 

@@ -90,7 +90,7 @@ def stack_rows(weights: Sequence[Weight]) -> Weight:
     assert len(scaled) == len(weights), "plain and block-scaled rows don't stack"
     # Every part but the last must fill whole blocks, so that the next one begins a new one.
     block_rows = math.gcd(*(weight.block_rows for weight in scaled), *(weight.shape[-2] for weight in scaled[:-1]))
-    scales = [_with_block_rows(weight, block_rows) for weight in scaled]
+    scales = [with_block_rows(weight, block_rows).scales for weight in scaled]
     return BlockScaled(values=torch.cat([weight.values for weight in scaled], -2), scales=torch.cat(scales, -2), block_rows=block_rows)
 
 
@@ -109,7 +109,8 @@ def matrix(weight: Weight, index: int) -> Weight:
     return BlockScaled(values=weight.values[index], scales=weight.scales[index], block_rows=weight.block_rows)
 
 
-def _with_block_rows(weight: BlockScaled, block_rows: int) -> Tensor:
-    """The scales of the same matrix in lower blocks."""
+def with_block_rows(weight: BlockScaled, block_rows: int) -> BlockScaled:
+    """The same values under multipliers of lower blocks. block_rows: divides the weight's own."""
     num_blocks = -(-weight.shape[-2] // block_rows)
-    return weight.scales.repeat_interleave(weight.block_rows // block_rows, -2)[..., :num_blocks, :]
+    scales = weight.scales.repeat_interleave(weight.block_rows // block_rows, -2)[..., :num_blocks, :].contiguous()
+    return BlockScaled(values=weight.values, scales=scales, block_rows=block_rows)

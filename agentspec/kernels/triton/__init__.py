@@ -1,11 +1,11 @@
 """Every operation of a forward and of a decode step as Triton kernels for CUDA. A backend.Backend; tested against `reference`, one by one."""
 
-from agentspec.kernels.reference.fused import add_experts
 from agentspec.kernels.triton.attention import attention_step
 from agentspec.kernels.triton.chunked_delta import gated_delta_prefill
 from agentspec.kernels.triton.gated_delta import gated_delta_step
 from agentspec.kernels.triton.hidden import save_hidden
 from agentspec.kernels.triton.linear_layers import add_linear, linear, logits, nearest_token, norm_linear, norm_swiglu
+from agentspec.kernels.triton.mixture import add_experts
 from agentspec.kernels.triton.norms import norm_to_rows, pair_norms, rms_norm
 from agentspec.kernels.triton.prefill_attention import attention_prefill, store_keys_values
 from agentspec.kernels.triton.sampling import argmax, sample

@@ -1,7 +1,7 @@
 """How each linear layer is cut into programs: what was measured on an H100, and a rule for every other shape.
 
 Owns the choice alone: knows nothing of what the kernels compute with it. `benchmarks/linear.py` measures the candidates and writes
-`linear_plans.json`.
+`linear_plans.json`: entries for 16-bit weights, and for 8-bit block-scaled ones (`"weight": "fp8"`) with 16-bit activations.
 
 Shape letters: O output features (for SwiGLU those of gate and up together), K input features, N tokens.
 """
@@ -35,6 +35,14 @@ class Plan:
     """Keep that distance all along."""
     release: int = 2
     """Steps before the end at which the next kernel may start."""
+    norm_apart: bool = False
+    """A norm before the product is a launch of its own, while the first weights arrive, instead of a part of every step: for steps that are short
+    against what the norm adds to them, and so that programs may share a tile's K. Nothing where there is no norm."""
+
+    @property
+    def takes_pairs(self) -> bool:
+        """Whether 8-bit weights are read by twos: Triton computes such a plan with Hopper's matrix instructions of four warps."""
+        return self.warps % 4 == 0 and self.block_o % 64 == 0 and self.block_m >= 16
 
 
 OURS_ALONE: tuple[Kind, ...] = ("logits", "nearest_token")
@@ -46,16 +54,20 @@ Key = tuple[Kind, int, int]
 """Kind, O, K."""
 
 
-def _read(path: Path) -> dict[Key, tuple[tuple[int, Plan | None], ...]]:
+def _read(path: Path, weight: Literal["16-bit", "fp8"] = "16-bit") -> dict[Key, tuple[tuple[int, Plan | None], ...]]:
     layers = json.loads(path.read_text())["layers"]
     return {
         (layer["kind"], layer["num_outputs"], layer["depth"]): tuple((most, None if plan is None else Plan(**plan)) for most, plan in layer["plans"])
         for layer in layers
+        if layer.get("weight", "16-bit") == weight
     }
 
 
-MEASURED = _read(Path(__file__).with_name("linear_plans.json"))
+FILE = Path(__file__).with_name("linear_plans.json")
+MEASURED = _read(FILE)
 """For each key (most tokens, plan) in rising order, for 16-bit weights. None: torch's own product."""
+MEASURED_FP8 = _read(FILE, "fp8")
+"""For block-scaled weights and 16-bit activations. None: the product of `fp8_prefill`."""
 
 _SM_COUNT = 132
 
@@ -92,13 +104,38 @@ def _rule(kind: Kind, num_outputs: int, depth: int, num_tokens: int, element_byt
     )
 
 
+def _fp8_rule(kind: Kind, num_outputs: int, depth: int, num_tokens: int) -> Plan | None:
+    """The same aim with half the bytes, and with decoding, which every warp does for its own rows. A step is then too short to hold a norm.
+
+    Up to 32 tokens by plans whose weights come out of shared memory by fours; for more by those that have registers enough (Plan.takes_pairs)."""
+    if num_tokens > SMALL_TOKENS and kind not in OURS_ALONE:
+        return None
+    has_norm = kind in ("norm_linear", "norm_swiglu")
+    block_m = min(max(_power_of_two(num_tokens), 8), 64)
+    block_k = min(128, max(16, _power_of_two(depth)))
+    if block_m == 64:
+        block_o, warps = 64, 4
+    else:
+        block_o, warps = (64 if num_outputs >= 64 * _SM_COUNT else 32), 2
+    tiles = -(-num_outputs // block_o)
+    split = 1
+    if kind in ("linear", "add_linear", "norm_linear"):
+        while tiles * split < 2 * _SM_COUNT and depth // (2 * split) >= 4 * block_k:
+            split *= 2
+    return Plan(block_o=block_o, block_m=block_m, block_k=block_k, split=split, stages=4, warps=warps, ahead=4, running=True, norm_apart=has_norm)
+
+
 @functools.cache
-def plan_for(kind: Kind, num_outputs: int, depth: int, num_tokens: int, element_bytes: int) -> Plan | None:
-    """The plan of a product of num_tokens rows with a weight [num_outputs, depth]; None: use torch's product."""
-    measured = MEASURED.get((kind, num_outputs, depth), ()) if element_bytes == 2 else ()
+def plan_for(kind: Kind, num_outputs: int, depth: int, num_tokens: int, element_bytes: int, is_fp8: bool = False) -> Plan | None:
+    """The plan of a product of num_tokens rows with a weight [num_outputs, depth]; None: use a product that is made for many tokens.
+
+    element_bytes: of activations. is_fp8: the weight is block-scaled; otherwise it has the activations' dtype."""
+    measured = (MEASURED_FP8 if is_fp8 else MEASURED).get((kind, num_outputs, depth), ()) if element_bytes == 2 else ()
     for most_tokens, plan in measured:
         if num_tokens <= most_tokens:
             return plan
     if measured and kind in OURS_ALONE:
         return measured[-1][1]
+    if is_fp8 and element_bytes == 2:
+        return _fp8_rule(kind, num_outputs, depth, num_tokens)
     return _rule(kind, num_outputs, depth, num_tokens, element_bytes)

@@ -1,4 +1,4 @@
-"""The parts that the linear kernels are made of: weight prefetch, the walk along K, the sum over split programs.
+"""The parts that the linear kernels are made of: weight prefetch, the walks along K, the sum over split programs.
 
 Weights stay still and tokens are few: a program owns BLOCK_O rows of W and forms acc[o, m] = sum_k W[o, k] x[m, k], so that every byte of W is read
 once, and the tensor cores' long side is the one that has many rows. Knows nothing of layers or of what is done with a tile.
@@ -10,19 +10,36 @@ import triton
 import triton.language as tl
 
 from agentspec.kernels.triton.launch import INTERPRETED
+from agentspec.kernels.weights import SCALE_BLOCK
 
 CAN_PREFETCH: tl.constexpr = tl.constexpr(not INTERPRETED)
+HAS_PTX: tl.constexpr = tl.constexpr(not INTERPRETED)
 LINE_BYTES: tl.constexpr = tl.constexpr(128)
+SCALE_COLUMNS: tl.constexpr = tl.constexpr(SCALE_BLOCK)
+
+
+@triton.constexpr_function
+def _weights_per_element(element_type):  # type: ignore[no-untyped-def]
+    """Of a pointer to weights: those of 8 bits may come by twos."""
+    return 2 if element_type == tl.uint16 else 1
+
+
+@triton.jit
+def weight_rows_at(weight_ptr, rows, depth, begin):  # type: ignore[no-untyped-def]
+    """Pointers to column `begin` of rows of W."""
+    PER_ELEMENT: tl.constexpr = _weights_per_element(weight_ptr.dtype.element_ty)
+    return weight_ptr + rows.to(tl.int64) * (depth // PER_ELEMENT) + begin // PER_ELEMENT
 
 
 @triton.jit
 def prefetch_step(weight_rows, step, num_steps, depth, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
     """Ask for the lines of one step's weights into L2; nothing past the last step. weight_rows: pointers [BLOCK_O] to the first step."""
+    PER_ELEMENT: tl.constexpr = _weights_per_element(weight_rows.dtype.element_ty)
     ELEMENTS: tl.constexpr = LINE_BYTES // (weight_rows.dtype.element_ty.primitive_bitwidth // 8)
-    LINES: tl.constexpr = (BLOCK_K + ELEMENTS - 1) // ELEMENTS
-    k = step * BLOCK_K + tl.arange(0, LINES) * ELEMENTS
+    LINES: tl.constexpr = (BLOCK_K // PER_ELEMENT + ELEMENTS - 1) // ELEMENTS
+    k = step * (BLOCK_K // PER_ELEMENT) + tl.arange(0, LINES) * ELEMENTS
     addresses = (weight_rows[:, None] + k[None, :]).to(tl.int64, bitcast=True)
-    wanted = ((step < num_steps) & (k < depth)).to(tl.int32)[None, :] + tl.zeros((BLOCK_O, LINES), tl.int32)
+    wanted = ((step < num_steps) & (k < depth // PER_ELEMENT)).to(tl.int32)[None, :] + tl.zeros((BLOCK_O, LINES), tl.int32)
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
         "=r,l,r",
@@ -107,6 +124,196 @@ def walk(  # type: ignore[no-untyped-def]
             x = (x32 * gain[None, :]).to(w.dtype)
         acc = tl.dot(w, x.T, acc, input_precision="ieee")
     return acc, tl.sum(squares, axis=1)
+
+
+@triton.jit
+def decode_e4m3(bits, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The exact values of 8-bit floats, given as uint8. (The code of NaN, which no weight has, gives 480.)
+
+    Their exponent and mantissa, moved to where a wider float has them, are the value times 2^(7 - 127), subnormals too. Triton's own conversion to
+    bfloat16 goes by an instruction of a sixteenth of the usual rate. Here four values take two byte permutations, which double each byte's sign, two
+    shifts, two masks and two products."""
+    if HAS_PTX and dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 low, high, rebase;
+            mov.b32 rebase, 0x7B807B80;
+            prmt.b32 low, $2, 0, 0x9180;
+            prmt.b32 high, $2, 0, 0xB3A2;
+            shl.b32 low, low, 4;
+            shl.b32 high, high, 4;
+            and.b32 low, low, 0x87F087F0;
+            and.b32 high, high, 0x87F087F0;
+            mul.rn.bf16x2 $0, low, rebase;
+            mul.rn.bf16x2 $1, high, rebase; }""",
+            "=r,=r,r",
+            [bits],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    wide = bits.to(tl.int32)
+    placed = ((wide & 0x80) << 24) | ((wide & 0x7F) << 20)
+    return (placed.to(tl.float32, bitcast=True) * 2.0**120).to(dtype)
+
+
+@triton.jit
+def decode_e4m3_pairs(bits, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`decode_e4m3` of [R, C / 2] pairs, given as uint16: [R, C]."""
+    if HAS_PTX and dtype == tl.bfloat16:
+        first, second = tl.inline_asm_elementwise(
+            """{ .reg .b32 pair, rebase;
+            mov.b32 rebase, 0x7B807B80;
+            cvt.u32.u16 pair, $2;
+            prmt.b32 pair, pair, 0, 0x9180;
+            shl.b32 pair, pair, 4;
+            and.b32 pair, pair, 0x87F087F0;
+            mul.rn.bf16x2 pair, pair, rebase;
+            mov.b32 {$0, $1}, pair; }""",
+            "=h,=h,h",
+            [bits],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        first, second = decode_e4m3(bits & 0xFF, dtype), decode_e4m3(bits >> 8, dtype)
+    return tl.join(first, second).reshape(bits.shape[0], 2 * bits.shape[1])
+
+
+@triton.jit
+def walk_scaled(  # type: ignore[no-untyped-def]
+    x_rows,
+    token_is_real,
+    weight_rows,
+    scale_rows,
+    up_scale_rows,
+    is_up,
+    begin,
+    norm_ptr,
+    num_steps,
+    depth,
+    ahead,
+    release,
+    NORM: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    RUNNING: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`walk` over block-scaled weights: weight_rows are pointers to the bytes of 8-bit floats, or to pairs of them (uint16), for matrix instructions
+    whose operands of 16 bits come by twos.
+
+    A product's two factors are exact, and each group of columns under one multiplier is summed in float32 and then multiplied: no scaled weight is
+    ever rounded. BLOCK_K divides SCALE_COLUMNS or is a multiple of it.
+    scale_rows: pointer to the first multiplier of the tile's rows, or pointers [BLOCK_O] where rows of the tile have several; not advanced by
+    `begin`, the column of K where this program begins. up_scale_rows: None, or the pointer for the rows of is_up [BLOCK_O] instead.
+    """
+    GROUP: tl.constexpr = min(BLOCK_K, SCALE_COLUMNS)
+    acc = tl.zeros((BLOCK_O, BLOCK_M), tl.float32)
+    squares = tl.zeros((BLOCK_M, GROUP), tl.float32)
+    releasing_step = tl.maximum(num_steps - release, 0)
+    group_k = tl.arange(0, GROUP)
+    PER_ELEMENT: tl.constexpr = _weights_per_element(weight_rows.dtype.element_ty)
+    group_w = tl.arange(0, GROUP // PER_ELEMENT)
+    last_column = (begin + depth - 1) // SCALE_COLUMNS
+    next_scale = _scales(scale_rows, up_scale_rows, is_up, begin // SCALE_COLUMNS)
+    if NORM:
+        next_gain = tl.load(norm_ptr + group_k, mask=(group_k < depth) | EVEN, other=0.0)
+    for step in range(num_steps):
+        for group in tl.static_range(BLOCK_K // GROUP):
+            first_k = step * BLOCK_K + group * GROUP
+            k = first_k + group_k
+            at_w = first_k // PER_ELEMENT + group_w
+            if EVEN:
+                w = tl.load(weight_rows[:, None] + at_w[None, :])
+                x = tl.load(x_rows[:, None] + k[None, :], mask=token_is_real[:, None], other=0.0)
+            else:
+                w = tl.load(weight_rows[:, None] + at_w[None, :], mask=(at_w < depth // PER_ELEMENT)[None, :], other=0)
+                x = tl.load(x_rows[:, None] + k[None, :], mask=token_is_real[:, None] & (k < depth)[None, :], other=0.0)
+            if group == 0:
+                if RUNNING and CAN_PREFETCH:
+                    prefetch_step(weight_rows, step + ahead, num_steps, depth, BLOCK_O, BLOCK_K)
+                release_next_if(step == releasing_step, PDL)
+            scale = next_scale
+            next_column = tl.minimum((begin + first_k + GROUP) // SCALE_COLUMNS, last_column)
+            next_scale = _scales(scale_rows, up_scale_rows, is_up, next_column)
+            if NORM:
+                gain = next_gain.to(tl.float32)
+                next_gain = tl.load(norm_ptr + k + GROUP, mask=k + GROUP < depth, other=0.0)
+                x32 = x.to(tl.float32)
+                squares += x32 * x32
+                x = (x32 + x32 * gain[None, :]).to(x.dtype)
+            exact = decode_e4m3_pairs(w, x.dtype) if PER_ELEMENT == 2 else decode_e4m3(w, x.dtype)
+            acc += tl.dot(exact, x.T, input_precision="ieee") * scale
+    return acc, tl.sum(squares, axis=1)
+
+
+@triton.jit
+def _scales(scale_rows, up_scale_rows, is_up, column):  # type: ignore[no-untyped-def]
+    """The multipliers of one column of blocks: a number, or [BLOCK_O, 1]."""
+    if scale_rows.type.is_block():
+        scale = tl.load(scale_rows + column)[:, None]
+    else:
+        scale = tl.load(scale_rows + column)
+    if up_scale_rows is not None:
+        scale = tl.where((is_up != 0)[:, None], tl.load(up_scale_rows + column), scale)
+    return scale
+
+
+@triton.jit
+def walk_either(  # type: ignore[no-untyped-def]
+    x_rows,
+    token_is_real,
+    weight_rows,
+    scale_rows,
+    begin,
+    norm_ptr,
+    num_steps,
+    depth,
+    ahead,
+    release,
+    BLOCK_O: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    RUNNING: tl.constexpr,
+    PDL: tl.constexpr,
+    up_scale_rows=None,
+    is_up=None,
+):
+    """`walk_scaled`, or `walk` where scale_rows is None. x_rows, depth: of all of K; weight_rows: from `begin`, where this program begins."""
+    NORM: tl.constexpr = norm_ptr is not None
+    x_rows += begin
+    depth -= begin
+    if scale_rows is None:
+        acc, squares = walk(
+            x_rows, token_is_real, weight_rows, norm_ptr, num_steps, depth, ahead, release, NORM, BLOCK_O, BLOCK_M, BLOCK_K, EVEN, RUNNING, PDL
+        )
+    else:
+        acc, squares = walk_scaled(
+            x_rows,
+            token_is_real,
+            weight_rows,
+            scale_rows,
+            up_scale_rows,
+            is_up,
+            begin,
+            norm_ptr,
+            num_steps,
+            depth,
+            ahead,
+            release,
+            NORM,
+            BLOCK_O,
+            BLOCK_M,
+            BLOCK_K,
+            EVEN,
+            RUNNING,
+            PDL,
+        )
+    return acc, squares
 
 
 @triton.jit

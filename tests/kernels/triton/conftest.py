@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from agentspec.kernels.triton.launch import INTERPRETED
 from tests.kernels.triton.poison import poison_new_memory
+from tests.kernels.triton.quick_interpreter import prepare_once_a_launch
 
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cpu" if INTERPRETED else "cuda")
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _prepare_once_a_launch() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if INTERPRETED:
+            prepare_once_a_launch(patch)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -4,33 +4,43 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentspec.kernels.triton import linear_layers
+from agentspec.kernels.triton import linear_kernels
 from agentspec.kernels.triton.linear_plans import Kind, plan_for
 from tests.kernels.triton.specimen import Specimen
 
 ASYNC_COPIES, WGMMA = "cp.async.cg.shared", "wgmma.mma_async"
-OPERANDS = ("x_ptr", "weight_ptr", "norm_ptr", "residual_ptr")
-INTEGERS = ("x_stride", "num_tokens", "num_outputs", "depth", "width", "num_real", "tiles", "ahead", "release")
+PACKED_DECODING, PAIRED_DECODING = "prmt.b32 low", "prmt.b32 pair"
+OPERANDS = ("x_ptr", "weight_ptr", "extra_ptr", "norm_ptr", "residual_ptr")
+INTEGERS = ("x_stride", "num_tokens", "num_outputs", "num_extra", "depth", "width", "num_real", "tiles", "ahead", "release")
 
 
 KERNELS: dict[Kind, Any] = {
-    "linear": linear_layers._linear_kernel,
-    "norm_linear": linear_layers._linear_kernel,
-    "add_linear": linear_layers._linear_kernel,
-    "norm_swiglu": linear_layers._swiglu_kernel,
-    "logits": linear_layers._logits_kernel,
-    "nearest_token": linear_layers._nearest_kernel,
+    "linear": linear_kernels.linear_kernel,
+    "norm_linear": linear_kernels.linear_kernel,
+    "add_linear": linear_kernels.linear_kernel,
+    "norm_swiglu": linear_kernels.swiglu_kernel,
+    "logits": linear_kernels.logits_kernel,
+    "nearest_token": linear_kernels.nearest_kernel,
 }
 
 
 def specimen(
-    name: str, kernel: Any, constexprs: dict[str, Any], warps: int, stages: int, *instructions: str, dtype: str = "bf16", stack_bytes: int = 0
+    name: str,
+    kernel: Any,
+    constexprs: dict[str, Any],
+    warps: int,
+    stages: int,
+    *instructions: str,
+    dtype: str = "bf16",
+    weight: str = "",
+    stack_bytes: int = 0,
 ) -> Specimen:
-    """`constexprs`: None for absent operands."""
+    """`constexprs`: None for absent operands. weight: its type where it is not `dtype`."""
     types = {**dict.fromkeys(OPERANDS, f"*{dtype}"), **dict.fromkeys(INTEGERS, "i32"), "eps": "fp32", "partial_ptr": "*fp32", "arrivals_ptr": "*i32"}
-    types |= {"score_ptr": "*fp32", "row_ptr": "*i32", "token_ptr": "*i64", "ids_ptr": "*i64"}
+    types |= {"score_ptr": "*fp32", "row_ptr": "*i32", "token_ptr": "*i64", "ids_ptr": "*i64", "scales_ptr": "*fp32"}
     types["gate_up_ptr"] = f"*{dtype}"
-    types["out_ptr"] = "*fp32" if kernel is linear_layers._logits_kernel else f"*{dtype}"
+    types["out_ptr"] = "*fp32" if kernel is linear_kernels.logits_kernel else f"*{dtype}"
+    types |= {"weight_ptr": f"*{weight}"} if weight else {}
     names = [argument for argument in kernel.arg_names if argument not in constexprs and argument != "PDL"]
     return Specimen(
         name=name,
@@ -39,30 +49,52 @@ def specimen(
         constexprs=constexprs,
         num_warps=warps,
         num_stages=stages,
-        multiples_of_16=tuple(argument for argument in ("x_stride", "num_outputs", "depth", "width") if argument in names),
+        multiples_of_16=tuple(argument for argument in ("x_stride", "num_outputs", "num_extra", "depth", "width") if argument in names),
         instructions=instructions,
         stack_bytes=stack_bytes,
     )
 
 
 def layer(
-    model: str, kind: Kind, num_outputs: int, depth: int, num_tokens: int, *instructions: str, dtype: str = "bf16", stack_bytes: int = 0
+    model: str,
+    kind: Kind,
+    num_outputs: int,
+    depth: int,
+    num_tokens: int,
+    *instructions: str,
+    dtype: str = "bf16",
+    stack_bytes: int = 0,
+    fp8: bool = False,
+    extra: bool = False,
+    block_rows: int = 128,
 ) -> Specimen:
-    """A layer as its plan has it launched."""
-    plan = plan_for(kind, num_outputs, depth, num_tokens, 4 if dtype == "fp32" else 2)
+    """A layer as its plan has it launched: the product, where the norm is apart."""
+    plan = plan_for(kind, num_outputs, depth, num_tokens, 4 if dtype == "fp32" else 2, fp8)
     assert plan is not None
-    constexprs = {
+    constexprs: dict[str, Any] = {
         "BLOCK_O": plan.block_o,
         "BLOCK_M": plan.block_m,
         "BLOCK_K": plan.block_k,
         "EVEN": depth % plan.block_k == 0,
         "RUNNING": plan.running,
     }
-    if KERNELS[kind] is linear_layers._linear_kernel:
+    kernel = KERNELS[kind]
+    if "scales_ptr" in kernel.arg_names:
+        rows = plan.block_o // 2 if kind == "norm_swiglu" else plan.block_o
+        constexprs |= (
+            {"BLOCK_ROWS": block_rows, "ONE_BLOCK": block_rows % rows == 0} if fp8 else {"scales_ptr": None, "BLOCK_ROWS": 1, "ONE_BLOCK": False}
+        )
+    if kernel is linear_kernels.linear_kernel:
         constexprs |= {"SPLIT": plan.split} | ({} if plan.split > 1 else {"partial_ptr": None, "arrivals_ptr": None})
-        constexprs |= ({} if kind == "norm_linear" else {"norm_ptr": None}) | ({} if kind == "add_linear" else {"residual_ptr": None})
-    name = f"{kind} {model} M={num_tokens} {dtype}"
-    return specimen(name, KERNELS[kind], constexprs, plan.warps, plan.stages, *instructions, dtype=dtype, stack_bytes=stack_bytes)
+        constexprs |= {} if kind == "add_linear" else {"residual_ptr": None}
+        constexprs |= {"EXTRA_O": max(plan.block_o // (2 * plan.split), 16)} | ({} if extra else {"extra_ptr": None, "num_extra": None})
+    if "norm_ptr" in kernel.arg_names and (plan.norm_apart or not kind.startswith("norm")):
+        constexprs |= {"norm_ptr": None}
+    if fp8 and dtype == "bf16":
+        instructions += (WGMMA, PAIRED_DECODING) if plan.takes_pairs else (PACKED_DECODING,)
+    name = f"{kind} {model} M={num_tokens} {dtype}{' fp8' * fp8}"
+    weight = ("u16" if plan.takes_pairs else "u8") if fp8 else ""
+    return specimen(name, kernel, constexprs, plan.warps, plan.stages, *instructions, dtype=dtype, weight=weight, stack_bytes=stack_bytes)
 
 
 SPECIMENS = [
@@ -79,6 +111,17 @@ SPECIMENS = [
     layer("none", "norm_linear", 2000, 1536, 9, ASYNC_COPIES),
     layer("tiny", "norm_swiglu", 1280, 256, 4, dtype="fp32"),
     layer("tiny", "add_linear", 256, 640, 4, dtype="fp32"),
-    specimen("choose 32k", linear_layers._choose_kernel, {"BLOCK": 1024}, 4, 3),
-    specimen("swiglu after torch", linear_layers._gate_kernel, {"BLOCK": 1024}, 4, 3),
+    specimen("choose 32k", linear_kernels.choose_kernel, {"BLOCK": 1024}, 4, 3),
+    specimen("swiglu after torch", linear_kernels.gate_kernel, {"BLOCK": 1024}, 4, 3),
+    layer("27B", "norm_linear", 16384, 5120, 4, ASYNC_COPIES, fp8=True, extra=True),
+    layer("35B", "norm_linear", 12288, 2048, 64, ASYNC_COPIES, fp8=True, extra=True),
+    layer("27B", "norm_swiglu", 34816, 5120, 4, ASYNC_COPIES, fp8=True),
+    layer("27B", "norm_swiglu", 34816, 5120, 32, ASYNC_COPIES, fp8=True),
+    layer("27B", "add_linear", 5120, 17408, 4, ASYNC_COPIES, fp8=True),
+    layer("35B", "nearest_token", 32768, 2048, 1, ASYNC_COPIES, fp8=True),
+    # By the rule, which has the norm apart.
+    layer("none", "norm_linear", 12288, 3072, 4, ASYNC_COPIES, fp8=True, extra=True),
+    layer("none", "norm_swiglu", 12288, 3072, 64, ASYNC_COPIES, fp8=True),
+    layer("tiny", "norm_swiglu", 1280, 256, 4, dtype="fp32", fp8=True, block_rows=8),
+    layer("tiny", "norm_linear", 1024, 256, 4, fp8=True, extra=True, block_rows=8),
 ]

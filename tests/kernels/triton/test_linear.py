@@ -56,6 +56,15 @@ def check_products(plan: Plan, layer: Layer) -> None:
         layer.check(ours.launch_swiglu(whole, x, norm, weight), reference.norm_swiglu(x, norm, weight))
 
 
+def check_norm_apart(plan: Plan, layer: Layer) -> None:
+    """The same by two launches; then programs may share a tile's K behind a norm too."""
+    x, weight, norm = layer.x, layer.weight, layer.norm
+    apart = replace(plan, norm_apart=True)
+    layer.check(ours.launch_linear(apart, x, weight, norm, None), reference.norm_linear(x, norm, weight))
+    if len(weight) % 2 == 0:
+        layer.check(ours.launch_swiglu(replace(apart, split=1), x, norm, weight), reference.norm_swiglu(x, norm, weight))
+
+
 def check_logits(plan: Plan, layer: Layer, num_real: int) -> None:
     got = ours.launch_logits(plan, layer.x, layer.weight, num_real)
     expected = reference.linear(layer.x.float(), layer.weight.float())
@@ -81,6 +90,12 @@ def test_products(size: tuple[int, int, int], split: int, dtype: torch.dtype, de
     check_products(replace(PLAN, split=split), Layer(*size, device, dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [(3, 48, 200), (11, 100, 72)], ids=str)
+def test_the_norm_may_be_apart(size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+    check_norm_apart(replace(PLAN, split=2), Layer(*size, device, dtype))
+
+
 def test_a_second_run_and_another_company_give_the_same_bits(device: torch.device) -> None:
     layer = Layer(5, 48, 128, device, torch.float32)
     plan = replace(PLAN, split=2)
@@ -96,6 +111,7 @@ def test_tokens_may_be_slices_of_something_wider(device: torch.device) -> None:
     wide[:, 100:164] = layer.x
     layer.x = wide[:, 100:164]
     check_products(replace(PLAN, split=2), layer)
+    check_norm_apart(PLAN, layer)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)

@@ -1,0 +1,88 @@
+"""Activations as 8-bit floats: each token in groups of 128 features under a multiplier of their own. What W8A8 products read.
+
+Owns the form and the rounding. Knows nothing of what the numbers are multiplied with.
+Shape letters: N tokens, R rows (the tokens and what fills up behind them), K features, G groups of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from agentspec.kernels.triton.launch import INTERPRETED, OVERLAPPED, await_previous, release_next
+from agentspec.kernels.weights import FP8, FP8_MAX, SCALE_BLOCK
+
+GROUP: tl.constexpr = tl.constexpr(SCALE_BLOCK)
+LARGEST: tl.constexpr = tl.constexpr(FP8_MAX)
+_INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
+ROWS = 16
+"""Tokens are filled up to a multiple of so many, as the matrix library wants its multipliers."""
+_BLOCK_ROWS = 32
+"""Rows of a program."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScaledTokens:
+    """x[n, k] = values[n, k] * scales[k // 128, n]."""
+
+    values_RK: Tensor
+    """float8_e4m3fn, contiguous. K is a multiple of 128."""
+    scales_GR: Tensor
+    """float32, contiguous: the multipliers of one group lie side by side, as the matrix library wants them. Largest magnitude / 448; 1 for a group of
+    zeros, or of numbers below 2^-100, which become zeros: a multiplier has a reciprocal."""
+
+
+def quantize_tokens(x_NK: Tensor) -> ScaledTokens:
+    """The nearest 8-bit floats, one launch. A value is off by at most 2^-4 of itself, or 2^-10 of its multiplier if that is more.
+
+    As many rows as tokens, up to a multiple of ROWS; those behind the tokens are zeros."""
+    num_tokens, depth = x_NK.shape
+    assert depth % SCALE_BLOCK == 0, f"{depth} features"
+    assert x_NK.stride(1) == 1
+    num_rows = triton.cdiv(num_tokens, ROWS) * ROWS
+    values_RK = torch.empty(num_rows, depth, dtype=FP8, device=x_NK.device)
+    scales_GR = torch.empty(depth // SCALE_BLOCK, num_rows, dtype=torch.float32, device=x_NK.device)
+    if num_tokens:
+        grid = (depth // SCALE_BLOCK, triton.cdiv(num_rows, _BLOCK_ROWS))
+        arguments = values_RK, scales_GR, x_NK, x_NK.stride(0), num_tokens, num_rows, depth
+        _quantize_kernel[grid](*arguments, BLOCK_R=_BLOCK_ROWS, num_warps=4, **OVERLAPPED)
+    return ScaledTokens(values_RK=values_RK, scales_GR=scales_GR)
+
+
+@triton.jit
+def to_fp8(x):  # type: ignore[no-untyped-def]
+    """float32 to the nearest float8_e4m3fn, ties to even; magnitudes above 448 become 448."""
+    if _INTERPRETED:
+        # The interpreter's cast truncates: round to a representable value before it. Adding 1.5 * 2^(e + 20) cuts a float32 at 2^(e - 3).
+        x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+        exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
+        shift = (exponent + (20 << 23)).to(tl.float32, bitcast=True) * 1.5
+        x = (x + shift) - shift
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def group_scale(largest):  # type: ignore[no-untyped-def]
+    """(multiplier, its reciprocal) of groups with these largest magnitudes."""
+    scale = tl.where(largest < 2.0**-100, 1.0, tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32)))
+    return scale, tl.div_rn(tl.full(largest.shape, 1.0, tl.float32), scale)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _quantize_kernel(  # type: ignore[no-untyped-def]
+    values_ptr, scales_ptr, x_ptr, x_stride, num_tokens, num_rows, depth, BLOCK_R: tl.constexpr, PDL: tl.constexpr
+):
+    release_next(PDL)
+    await_previous(PDL)
+    group = tl.program_id(0)
+    r = tl.program_id(1).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    k = group * GROUP + tl.arange(0, GROUP)
+    is_row = r < num_rows
+    x = tl.load(x_ptr + r[:, None] * x_stride + k[None, :], mask=(r < num_tokens)[:, None], other=0.0).to(tl.float32)
+    scale, inverse = group_scale(tl.max(tl.abs(x), axis=1))
+    tl.store(values_ptr + r[:, None] * depth + k[None, :], to_fp8(x * inverse[:, None]), mask=is_row[:, None])
+    tl.store(scales_ptr + group.to(tl.int64) * num_rows + r, scale, mask=is_row)

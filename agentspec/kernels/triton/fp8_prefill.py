@@ -1,0 +1,71 @@
+"""Products of many tokens with block-scaled weights: both sides as 8-bit floats (W8A8), by the matrix library.
+
+Hopper's matrix units add the 128 products of one block of K, and keep about 14 bits of such a sum (2^-10 of the largest result covers what is lost);
+each sum times its two multipliers is added in float32. Where 8 bits don't apply (float32 activations, shapes that the library doesn't take) the
+weights are dequantised and multiplied with the activations as they are.
+
+Shape letters: N tokens, R rows (the tokens and what fills up behind them), K features, O outputs, G groups of 128 features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from agentspec.kernels.triton.fp8_activations import ScaledTokens, quantize_tokens
+from agentspec.kernels.triton.launch import INTERPRETED
+from agentspec.kernels.weights import SCALE_BLOCK, BlockScaled, dequantize
+
+_DEPTH_MULTIPLE = 4 * SCALE_BLOCK
+"""The library reads the multipliers of a row of blocks four by four."""
+_ROW_ALIGNMENT = 8
+"""Outputs of 16 bits: each row of a result begins at a multiple of 16 bytes."""
+_BLOCKWISE_1X128, _BLOCKWISE_128X128 = 4, 5
+"""torch.nn.functional.ScalingType."""
+
+
+def prefill_linear(x_NK: Tensor, weight_OK: BlockScaled, out_NO: Tensor) -> None:
+    """x W^T into `out`, whose rows may be part of wider ones. x: the activation dtype; rows may have any stride."""
+    if takes_fp8(x_NK.dtype, weight_OK):
+        multiply_scaled(quantize_tokens(x_NK), weight_OK, out_NO)
+    else:
+        out_NO.copy_(x_NK @ dequantize(weight_OK, x_NK.dtype).t())
+
+
+def takes_fp8(dtype: torch.dtype, weight_OK: BlockScaled) -> bool:
+    """Whether products of this activation dtype with this weight are W8A8."""
+    num_outputs, depth = weight_OK.shape
+    is_whole = num_outputs % SCALE_BLOCK == 0 and depth % _DEPTH_MULTIPLE == 0
+    return dtype.itemsize == 2 and weight_OK.block_rows == SCALE_BLOCK and is_whole
+
+
+def multiply_scaled(x: ScaledTokens, weight_OK: BlockScaled, out_NO: Tensor) -> None:
+    """x W^T of tokens that are 8-bit floats already, as from `quantize_tokens`."""
+    num_tokens, num_rows = len(out_NO), len(x.values_RK)
+    assert num_tokens <= num_rows, f"{num_tokens} {num_rows}"
+    if num_tokens == num_rows and out_NO.stride(0) % _ROW_ALIGNMENT == 0:
+        _multiply(x, weight_OK, out_NO)
+    else:
+        out_RO = torch.empty(num_rows, weight_OK.shape[0], dtype=out_NO.dtype, device=out_NO.device)
+        _multiply(x, weight_OK, out_RO)
+        out_NO.copy_(out_RO[:num_tokens])
+
+
+def _multiply(x: ScaledTokens, weight_OK: BlockScaled, out_RO: Tensor) -> None:
+    if INTERPRETED:  # on the CPU, for which the library has no such product
+        x_RK = x.values_RK.float() * x.scales_GR.t().repeat_interleave(SCALE_BLOCK, 1)
+        out_RO.copy_(x_RK @ dequantize(weight_OK).t())
+        return
+    torch.ops.aten._scaled_mm_v2.out(
+        x.values_RK,
+        weight_OK.values.t(),
+        [x.scales_GR.t()],
+        [_BLOCKWISE_1X128],
+        [],
+        [weight_OK.scales.t()],
+        [_BLOCKWISE_128X128],
+        [],
+        None,
+        out_RO.dtype,
+        out=out_RO,
+    )

@@ -1,0 +1,139 @@
+"""The mixture of experts: route, visit, add up; and where the shared expert runs meanwhile. See backend.Backend.add_experts.
+
+Up to MOST_TOKENS tokens weights decide how long it takes, and `experts` has the kernels; above, `expert_prefill`. Owns the choice between them and of
+their tiles.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import triton
+from torch import Tensor
+
+from agentspec.kernels.backend import MixtureWeights, Norm
+from agentspec.kernels.triton import experts, side_stream
+from agentspec.kernels.triton.expert_groups import group_pairs
+from agentspec.kernels.triton.expert_prefill import add_experts_prefill
+from agentspec.kernels.triton.experts import FEW_TOKENS, Tiles, Visits
+from agentspec.kernels.triton.linear_layers import linear, norm_swiglu
+from agentspec.kernels.triton.routing import Routing, route
+from agentspec.kernels.weights import SCALE_BLOCK, BlockScaled, Weight
+
+MOST_TOKENS = 256
+"""Above, products are bound by arithmetic rather than by weights."""
+
+Placement = Literal["among", "beside", "behind"]
+"""Where the shared expert runs: among the routed ones, as one more that every token visits; beside them, on a second stream; or behind the routing,
+on the same stream."""
+
+forced_placement: Placement | None = None
+"""For benchmarks: overrules `placement_for`. Set it before a step is captured."""
+
+_MOST_TOKENS_BESIDE = 32
+"""The second stream pays where a step is short against its launches."""
+
+
+def add_experts(residual_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
+    num_tokens = residual_NH.shape[0]
+    if num_tokens == 0:
+        return residual_NH
+    if num_tokens > MOST_TOKENS:
+        routing = route(residual_NH, norm, weights, visit_shared=False)
+        assert routing.gate_N is not None
+        return add_experts_prefill(residual_NH, routing.normed_NH, routing.weights_NC, routing.ids_NC, routing.gate_N, weights)
+    placement = placement_for(num_tokens, weights)
+    if placement == "among":
+        return _add_all(residual_NH, norm, weights)
+    if placement == "behind":
+        routing = route(residual_NH, norm, weights, visit_shared=False)
+        shared_NH = _shared_expert(residual_NH, norm, weights)
+        parts_PH = _routed_parts(routing, weights)
+    else:
+        with side_stream.beside(residual_NH.device):
+            shared_NH = _shared_expert(residual_NH, norm, weights)
+        routing = route(residual_NH, norm, weights, visit_shared=False)
+        parts_PH = _routed_parts(routing, weights)
+        side_stream.join(residual_NH.device)
+    return experts.add_visits(residual_NH, parts_PH, weights.top_k, routing.gate_N, shared_NH)
+
+
+def placement_for(num_tokens: int, weights: MixtureWeights) -> Placement:
+    if forced_placement is not None:
+        return forced_placement
+    if shared_is_alike(weights):
+        return "among"
+    return "beside" if num_tokens <= _MOST_TOKENS_BESIDE else "behind"
+
+
+def shared_is_alike(weights: MixtureWeights) -> bool:
+    """The shared expert has the width and the form of weights of the routed ones, so that it can run among them."""
+    pairs = ((weights.shared_gate_up_2IH, weights.gate_up_X2IH), (weights.shared_down_HI, weights.down_XHI))
+    return all(shared.shape == routed.shape[1:] and _form(shared) == _form(routed) for shared, routed in pairs)
+
+
+def _form(weight: Weight) -> tuple[torch.dtype, int]:
+    return (weight.values.dtype, weight.block_rows) if isinstance(weight, BlockScaled) else (weight.dtype, SCALE_BLOCK)
+
+
+def _add_all(residual_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
+    assert shared_is_alike(weights), "a shared expert of another form cannot run among the routed ones"
+    routing = route(residual_NH, norm, weights, visit_shared=True)
+    visits = visits_of(routing, weights.router_XH.shape[0] + 1)
+    return experts.add_visits(residual_NH, _parts(routing, visits, weights, visit_shared=True), weights.top_k + 1, None, None)
+
+
+def _routed_parts(routing: Routing, weights: MixtureWeights) -> Tensor:
+    """float32 [P, H]: what each visit of a routed expert adds."""
+    return _parts(routing, visits_of(routing, weights.router_XH.shape[0]), weights, visit_shared=False)
+
+
+def _parts(routing: Routing, visits: Visits, weights: MixtureWeights, *, visit_shared: bool) -> Tensor:
+    x_NH, num_tokens = routing.normed_NH, routing.normed_NH.shape[0]
+    shared_2IH, shared_HI = (weights.shared_gate_up_2IH, weights.shared_down_HI) if visit_shared else (None, None)
+    h_PI = experts.gate_up(gate_up_tiles(weights.gate_up_X2IH, x_NH.dtype, num_tokens), x_NH, weights.gate_up_X2IH, shared_2IH, visits)
+    return experts.down(down_tiles(weights.down_XHI, x_NH.dtype, num_tokens), h_PI, weights.down_XHI, shared_HI, visits)
+
+
+def _shared_expert(residual_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
+    return linear(norm_swiglu(residual_NH, norm, weights.shared_gate_up_2IH), weights.shared_down_HI)
+
+
+def visits_of(routing: Routing, num_experts: int) -> Visits:
+    """num_experts: with the shared one, where it is visited."""
+    num_tokens = routing.ids_NC.shape[0]
+    block_m = 8 if num_tokens <= 8 else 16
+    groups = None if num_tokens <= FEW_TOKENS else group_pairs(routing.ids_NC, num_experts, block_m)
+    return Visits(ids_NC=routing.ids_NC, weights_NC=routing.weights_NC, groups=groups, block_m=block_m)
+
+
+# What was fastest on an H100 at the shapes of 35B-A3B, with 4, 8, 16, 32 and 128 tokens.
+
+
+def gate_up_tiles(weight: Weight, dtype: torch.dtype, num_tokens: int) -> Tiles:
+    depth = weight.shape[-1]
+    if dtype == torch.float32:
+        return Tiles(block_o=32, block_k=_block_k(depth, 32), warps=4, stages=2)
+    if isinstance(weight, BlockScaled) and (num_tokens <= 4 or num_tokens > 8):
+        return Tiles(block_o=64, block_k=_block_k(depth, 256), warps=4 if num_tokens <= 4 else 2, stages=3, release=3)
+    if num_tokens <= 8:
+        return Tiles(block_o=32, block_k=_block_k(depth, 256), warps=2, stages=3, release=3)
+    return Tiles(block_o=64, block_k=_block_k(depth, 128), warps=4, stages=3, release=3)
+
+
+def down_tiles(weight: Weight, dtype: torch.dtype, num_tokens: int) -> Tiles:
+    depth = weight.shape[-1]
+    if dtype == torch.float32:
+        return Tiles(block_o=32, block_k=_block_k(depth, 32), warps=4, stages=2)
+    if not isinstance(weight, BlockScaled):
+        return Tiles(block_o=64, block_k=_block_k(depth, 128), warps=4, stages=3, ahead=1, release=3)
+    if num_tokens <= 4:
+        return Tiles(block_o=64, block_k=_block_k(depth, 512), warps=4, stages=2, ahead=1, release=3)
+    if num_tokens <= 8:
+        return Tiles(block_o=64, block_k=_block_k(depth, 256), warps=2, stages=3, ahead=1, release=3)
+    return Tiles(block_o=64, block_k=_block_k(depth, SCALE_BLOCK), warps=2, stages=4, ahead=2, release=3)
+
+
+def _block_k(depth: int, most: int) -> int:
+    return min(most, max(16, int(triton.next_power_of_2(depth))))

@@ -1,0 +1,323 @@
+"""Which experts each token visits, and with what weight: the router's scores, then the choice of the most likely.
+
+Scores are those of the normed input before it is rounded, in float32: near-ties decide which expert runs. The shared expert may be one more visit of
+every token, weighted by its gate. Nothing is read on the host. Knows nothing of experts' weights.
+
+Shape letters: N tokens, H hidden size, X experts, J chosen experts, C visits of a token: J, or J + 1 with the shared expert, S parts of H.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from agentspec.kernels.backend import MixtureWeights, Norm
+from agentspec.kernels.triton.launch import OVERLAPPED, await_previous, release_next
+from agentspec.kernels.triton.linear_tiles import prefetch_first_steps
+from agentspec.kernels.triton.ranking import LOWEST_KEY, order_key, value_of_key
+
+FEW_SCORES = 16
+"""Up to here a program scores some experts for one token, with every weight on the way before the tokens are there; above, tiles are multiplied."""
+_ROWS = 4
+"""Experts of a program of few tokens."""
+_BLOCK_H = 2048
+_NORM_BLOCK = 1024
+_PROGRAMS = 264
+"""Two for each SM of an H100: as many as tiles' parts of H are worth."""
+_LEAST_PART = 128
+_AHEAD = 4
+"""Steps whose router rows are asked into L2 before the tokens are there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoreTiles:
+    """How the scores of many tokens are cut: a program scores block_x experts for block_n tokens, over one of `split` parts of H."""
+
+    block_n: int
+    block_x: int
+    block_k: int
+    split: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routing:
+    """Every token's visits, most likely first; the shared expert's, if it is one, last and under the id X."""
+
+    ids_NC: Tensor
+    """int32."""
+    weights_NC: Tensor
+    """float32: of the routed ones their probabilities, perhaps normalised; of the shared one the sigmoid of its gate."""
+    gate_N: Tensor | None
+    """float32, the shared gate's logit; None where the shared expert is a visit."""
+    normed_NH: Tensor
+    """The normed input, in its dtype."""
+
+
+def route(x_NH: Tensor, norm: Norm, weights: MixtureWeights, *, visit_shared: bool) -> Routing:
+    """Two launches. visit_shared: the shared expert is one more visit of every token."""
+    (num_tokens, width), num_experts = x_NH.shape, weights.router_XH.shape[0]
+    assert x_NH.stride(1) == 1
+    num_visits = weights.top_k + int(visit_shared)
+
+    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=x_NH.device)
+
+    parts_SNX, squares_SN = _scores(x_NH, norm, weights)
+    ids_NC = empty(num_tokens, num_visits, dtype=torch.int32)
+    weights_NC = empty(num_tokens, num_visits, dtype=torch.float32)
+    gate_N = None if visit_shared else empty(num_tokens, dtype=torch.float32)
+    normed_NH = empty(num_tokens, width, dtype=x_NH.dtype)
+    _choose_kernel[(num_tokens, 2)](
+        ids_NC,
+        weights_NC,
+        gate_N,
+        normed_NH,
+        parts_SNX,
+        squares_SN,
+        x_NH,
+        x_NH.stride(0),
+        norm.weight,
+        weights.shared_gate_1H,
+        norm.eps,
+        num_tokens,
+        num_experts,
+        H=width,
+        J=weights.top_k,
+        C=num_visits,
+        SPLIT=len(parts_SNX),
+        NORMALIZE=weights.normalize,
+        BLOCK_X=triton.next_power_of_2(num_experts),
+        BLOCK_C=triton.next_power_of_2(num_visits),
+        BLOCK_H=min(triton.next_power_of_2(width), _NORM_BLOCK),
+        num_warps=1,
+        **OVERLAPPED,
+    )
+    return Routing(ids_NC=ids_NC, weights_NC=weights_NC, gate_N=gate_N, normed_NH=normed_NH)
+
+
+def score_tiles(num_tokens: int, num_experts: int, width: int, element_bytes: int) -> ScoreTiles:
+    if element_bytes == 4:
+        return ScoreTiles(block_n=32, block_x=32, block_k=32, split=1, warps=4, stages=2)
+    if num_tokens > 2048:
+        block_n, block_x, block_k, stages = 64, 128, 32, 4
+    else:
+        block_n, block_x, block_k, stages = (32, 32, 64, 3) if num_tokens <= 64 else (64, 64, 64, 3)
+    tiles = triton.cdiv(num_tokens, block_n) * triton.cdiv(num_experts, block_x)
+    split = 1
+    while 2 * split * tiles <= _PROGRAMS and width // (2 * split) >= _LEAST_PART:
+        split *= 2
+    return ScoreTiles(block_n=block_n, block_x=block_x, block_k=block_k, split=split, warps=4, stages=stages)
+
+
+def _scores(x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> tuple[Tensor, Tensor]:
+    """float32: (each part's share of the router's logits before they are divided by the norm [S, N, X], and of the sum of squares [S, N])."""
+    (num_tokens, width), num_experts = x_NH.shape, weights.router_XH.shape[0]
+    assert weights.router_XH.is_contiguous()
+    is_few = num_tokens <= FEW_SCORES
+    tiles = score_tiles(num_tokens, num_experts, width, x_NH.element_size())
+    split = 1 if is_few else tiles.split
+    parts_SNX = torch.empty(split, num_tokens, num_experts, dtype=torch.float32, device=x_NH.device)
+    squares_SN = torch.empty(split, num_tokens, dtype=torch.float32, device=x_NH.device)
+    operands = (parts_SNX, squares_SN, x_NH, x_NH.stride(0), weights.router_XH, norm.weight, num_experts)
+    if is_few:
+        block_h = min(triton.next_power_of_2(width), _BLOCK_H)
+        grid = (triton.cdiv(num_experts, _ROWS), num_tokens)
+        warps = min(max(block_h // 256, 1), 8)
+        _few_scores_kernel[grid](*operands, H=width, ROWS=_ROWS, BLOCK_H=block_h, num_warps=warps, **OVERLAPPED)
+    else:
+        share = triton.cdiv(triton.cdiv(width, split), tiles.block_k) * tiles.block_k
+        _many_scores_kernel[(triton.cdiv(num_tokens, tiles.block_n), triton.cdiv(num_experts, tiles.block_x), split)](
+            *operands,
+            num_tokens,
+            H=width,
+            SHARE=share,
+            BLOCK_N=tiles.block_n,
+            BLOCK_X=tiles.block_x,
+            BLOCK_K=tiles.block_k,
+            AHEAD=_AHEAD,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+            **OVERLAPPED,
+        )
+    return parts_SNX, squares_SN
+
+
+@triton.jit
+def _few_scores_kernel(  # type: ignore[no-untyped-def]
+    parts_ptr,
+    squares_ptr,
+    x_ptr,
+    x_stride,
+    router_ptr,
+    norm_ptr,
+    num_experts,
+    H: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    release_next(PDL)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    h = tl.arange(0, BLOCK_H)
+    rows = (router_ptr + tl.minimum(row, num_experts - 1).to(tl.int64) * H)[:, None] + h[None, :]
+    w = tl.load(rows, mask=(h < H)[None, :], other=0.0)
+    gain = tl.load(norm_ptr + h, mask=h < H, other=0.0)
+    await_previous(PDL)
+    n = tl.program_id(1).to(tl.int64)
+    products = tl.zeros((ROWS, BLOCK_H), tl.float32)
+    squares = tl.zeros((BLOCK_H,), tl.float32)
+    for first in range(0, H, BLOCK_H):
+        x = tl.load(x_ptr + n * x_stride + first + h, mask=first + h < H, other=0.0).to(tl.float32)
+        squares += x * x
+        products += w.to(tl.float32) * (x * (1.0 + gain.to(tl.float32)))[None, :]
+        following = first + BLOCK_H + h
+        w = tl.load(rows + first + BLOCK_H, mask=(following < H)[None, :], other=0.0)
+        gain = tl.load(norm_ptr + following, mask=following < H, other=0.0)
+    tl.store(parts_ptr + n * num_experts + row, tl.sum(products, axis=1), mask=row < num_experts)
+    if tl.program_id(0) == 0:
+        tl.store(squares_ptr + n, tl.sum(squares, axis=0))
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _many_scores_kernel(  # type: ignore[no-untyped-def]
+    parts_ptr,
+    squares_ptr,
+    x_ptr,
+    x_stride,
+    router_ptr,
+    norm_ptr,
+    num_experts,
+    num_tokens,
+    H: tl.constexpr,
+    SHARE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """16-bit inputs are multiplied in two halves, so that next to nothing of the float32 normed input is lost."""
+    part = tl.program_id(2)
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(1) * BLOCK_X + tl.arange(0, BLOCK_X)
+    k = part * SHARE + tl.arange(0, BLOCK_K)
+    first_rows = router_ptr + tl.minimum(row, num_experts - 1).to(tl.int64) * H
+    rows = first_rows[:, None]
+    prefetch_first_steps(first_rows + part * SHARE, AHEAD, SHARE // BLOCK_K, H - part * SHARE, BLOCK_X, BLOCK_K)
+    tokens = (x_ptr + tl.minimum(n, num_tokens - 1) * x_stride)[:, None]
+    acc = tl.zeros((BLOCK_N, BLOCK_X), tl.float32)
+    squares = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    next_gain = tl.load(norm_ptr + k, mask=k < H, other=0.0)
+    await_previous(PDL)
+    release_next(PDL)
+    for first in range(0, SHARE, BLOCK_K):
+        at = first + k
+        if H % SHARE == 0:
+            w = tl.load(rows + at[None, :])
+            x = tl.load(tokens + at[None, :]).to(tl.float32)
+        else:
+            w = tl.load(rows + at[None, :], mask=(at < H)[None, :], other=0.0)
+            x = tl.load(tokens + at[None, :], mask=(at < H)[None, :], other=0.0).to(tl.float32)
+        # One step early: too few bytes a thread for an asynchronous copy, too long a way to wait for.
+        gain, next_gain = next_gain, tl.load(norm_ptr + at + BLOCK_K, mask=at + BLOCK_K < H, other=0.0)
+        squares += x * x
+        x *= 1.0 + gain.to(tl.float32)[None, :]
+        high = x.to(w.dtype)
+        acc = tl.dot(high, w.T, acc, input_precision="ieee")
+        if w.dtype.primitive_bitwidth == 16:
+            acc = tl.dot((x - high.to(tl.float32)).to(w.dtype), w.T, acc)
+    place = part.to(tl.int64) * num_tokens + n
+    tl.store(parts_ptr + place[:, None] * num_experts + row[None, :], acc, mask=(n < num_tokens)[:, None] & (row < num_experts)[None, :])
+    if tl.program_id(1) == 0:
+        tl.store(squares_ptr + place, tl.sum(squares, axis=1), mask=n < num_tokens)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _choose_kernel(  # type: ignore[no-untyped-def]
+    ids_ptr,
+    weights_ptr,
+    gates_ptr,
+    normed_ptr,
+    parts_ptr,
+    squares_ptr,
+    x_ptr,
+    x_stride,
+    norm_ptr,
+    shared_gate_ptr,
+    eps,
+    num_tokens,
+    num_experts,
+    H: tl.constexpr,
+    J: tl.constexpr,
+    C: tl.constexpr,
+    SPLIT: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (n, 0) has token n's normed row and its gate, program (n, 1) chooses for it, the lower id on ties."""
+    release_next(PDL)
+    n = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) == 0:
+        gate = _store_normed(normed_ptr + n * H, x_ptr + n * x_stride, norm_ptr, shared_gate_ptr, eps, H, BLOCK_H, PDL)
+        if C > J:
+            tl.store(weights_ptr + n * C + J, 1.0 / (1.0 + tl.exp(-gate)))
+        else:
+            tl.store(gates_ptr + n, gate)
+    else:
+        await_previous(PDL)
+        x = tl.arange(0, BLOCK_X)
+        score = tl.zeros((BLOCK_X,), tl.float32)
+        squares = 0.0
+        for part in tl.static_range(SPLIT):
+            place = part * num_tokens + n
+            score += tl.load(parts_ptr + place * num_experts + x, mask=x < num_experts, other=0.0)
+            squares += tl.load(squares_ptr + place)
+        score *= tl.rsqrt(squares / H + eps)
+        # Keys of numbers that are not any must not count as chosen already.
+        keys = tl.where(x < num_experts, tl.maximum(order_key(score), LOWEST_KEY + 1), LOWEST_KEY)
+        c = tl.arange(0, BLOCK_C)
+        ids = tl.full((BLOCK_C,), num_experts, tl.int32)
+        chosen = tl.full((BLOCK_C,), -1e38, tl.float32)
+        for j in tl.static_range(J):
+            key = tl.max(keys, axis=0)
+            best = tl.min(tl.where(keys == key, x, BLOCK_X), axis=0)
+            keys = tl.where(x == best, LOWEST_KEY, keys)
+            ids = tl.where(c == j, best, ids)
+            chosen = tl.where(c == j, value_of_key(key), chosen)
+        highest = tl.max(chosen, axis=0)
+        weights = tl.exp(chosen - highest)
+        if NORMALIZE:
+            weights /= tl.sum(weights, axis=0)
+        else:
+            weights /= tl.sum(tl.where(x < num_experts, tl.exp(score - highest), 0.0), axis=0)
+        tl.store(ids_ptr + n * C + c, ids, mask=c < C)
+        tl.store(weights_ptr + n * C + c, weights, mask=c < J)
+
+
+@triton.jit
+def _store_normed(normed_ptr, x_ptr, norm_ptr, shared_gate_ptr, eps, H: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store a token's normed row; its score against the shared gate's row, of the row as it is before it is rounded."""
+    squares, products = tl.zeros((BLOCK_H,), tl.float32), tl.zeros((BLOCK_H,), tl.float32)
+    await_previous(PDL)
+    for first in tl.static_range(0, H, BLOCK_H):
+        h = first + tl.arange(0, BLOCK_H)
+        x = tl.load(x_ptr + h, mask=h < H, other=0.0).to(tl.float32)
+        gain = 1.0 + tl.load(norm_ptr + h, mask=h < H, other=0.0).to(tl.float32)
+        squares += x * x
+        products += x * gain * tl.load(shared_gate_ptr + h, mask=h < H, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(squares, axis=0) / H + eps)
+    for first in tl.static_range(0, H, BLOCK_H):
+        h = first + tl.arange(0, BLOCK_H)
+        x = tl.load(x_ptr + h, mask=h < H, other=0.0).to(tl.float32)
+        gain = 1.0 + tl.load(norm_ptr + h, mask=h < H, other=0.0).to(tl.float32)
+        tl.store(normed_ptr + h, (x * scale * gain).to(normed_ptr.dtype.element_ty), mask=h < H)
+    return tl.sum(products, axis=0) * scale

@@ -1,0 +1,72 @@
+"""The mixture of experts over many tokens at the sizes of 35B-A3B (256 experts, 8 a token, 2048 x 512), by the plans that these have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from agentspec.kernels.triton import expert_prefill, grouped_gemm
+from agentspec.kernels.triton.grouped_gemm import GroupedPlan
+from tests.kernels.triton.specimen import Specimen
+
+WGMMA, COPIES = "wgmma.mma_async", "cp.async.bulk.tensor"
+
+
+def grouped(kernel: Any, name: str, plan: GroupedPlan, block_m: int, dtype: str, *instructions: str) -> Specimen:
+    """dtype: of the operands."""
+    is_scaled = dtype == "fp8e4nv"
+    pointer, scales = f"*{dtype}", "*fp32" if is_scaled else "constexpr"
+    tiles = f"tensordesc<{dtype}[{{}}, {plan.block_k}]>"
+    signature = {"weight_tiles": tiles.format(plan.block_o), "weight_scales_ptr": scales, "pairs_ptr": "*i32", "tiles_ptr": "*i32"}
+    if kernel is grouped_gemm._gate_up_kernel:
+        signature |= {"h_ptr": pointer, "h_scales_ptr": scales, "x_ptr": pointer, "x_stride": "i32", "x_scales_ptr": scales}
+        signature |= {"num_rows": "i32", "num_pairs": "i32", "top_k": "i32", "width": "i32", "depth": "i32"}
+    else:
+        signature |= {"parts_ptr": "*fp32" if dtype == "fp32" else "*bf16", "h_tiles": tiles.format(block_m), "h_scales_ptr": scales}
+        signature |= {"weights_ptr": "*fp32", "num_pairs": "i32", "num_outputs": "i32", "depth": "i32"}
+    absent = {argument: None for argument, kind in signature.items() if kind == "constexpr"}
+    return Specimen(
+        name=f"{name} {dtype} M={block_m} {plan.block_o} x {plan.block_k} warps {plan.warps} stages {plan.stages}",
+        kernel=kernel,
+        signature={argument: kind for argument, kind in signature.items() if argument not in absent},
+        constexprs={"BLOCK_M": block_m, "BLOCK_O": plan.block_o, "BLOCK_K": plan.block_k, "TOKENS_FIRST": block_m >= 64, **absent},
+        num_warps=plan.warps,
+        num_stages=plan.stages,
+        multiples_of_16=tuple(argument for argument in ("x_stride", "width", "depth", "num_outputs") if argument in signature),
+        instructions=instructions,
+    )
+
+
+def layer(block_m: int, dtype: str, *instructions: str) -> list[Specimen]:
+    is_scaled = dtype == "fp8e4nv"
+    activations = torch.float32 if dtype == "fp32" else torch.bfloat16
+    return [
+        grouped(
+            grouped_gemm._gate_up_kernel,
+            "experts' gate and up",
+            expert_prefill.gate_up_plan(block_m, is_scaled, activations),
+            block_m,
+            dtype,
+            *instructions,
+        ),
+        grouped(grouped_gemm._down_kernel, "experts' down", expert_prefill.down_plan(block_m, is_scaled, activations), block_m, dtype, *instructions),
+    ]
+
+
+SPECIMENS = [
+    *layer(16, "bf16", WGMMA, COPIES),
+    *layer(64, "bf16", WGMMA, COPIES),
+    *layer(128, "bf16", WGMMA, COPIES),
+    *layer(16, "fp8e4nv", WGMMA, COPIES),
+    *layer(64, "fp8e4nv", WGMMA, COPIES),
+    *layer(16, "fp32", COPIES),
+    Specimen(
+        name="experts' sum",
+        kernel=expert_prefill._sum_kernel,
+        signature={"residual_ptr": "*bf16", "parts_ptr": "*bf16", "gate_ptr": "*fp32", "shared_ptr": "*bf16", "width": "i32"},
+        constexprs={"TOP_K": 8, "BLOCK_H": 1024},
+        multiples_of_16=("width",),
+        instructions=("ld.global.v4",),
+    ),
+]

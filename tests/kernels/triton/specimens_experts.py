@@ -1,0 +1,117 @@
+"""The kernels of a mixture of experts at the shapes of 35B-A3B (256 experts of 512, 8 of them and the shared one a token), and of a tiny one."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from agentspec.kernels.triton import expert_groups, experts, routing
+from agentspec.kernels.triton.experts import Tiles
+from agentspec.kernels.triton.mixture import down_tiles, gate_up_tiles
+from agentspec.kernels.weights import SCALE_BLOCK, BlockScaled, Weight
+from tests.kernels.triton.specimen import Specimen
+
+ASYNC_COPIES, TENSOR_CORES, OF_FOUR_WARPS = "cp.async.cg.shared", "mma.", "wgmma.mma_async"
+Form = Literal["fp8", "bf16", "fp32"]
+
+INTEGERS = ("x_stride", "num_tokens", "num_experts", "num_pairs", "block_m", "width", "num_outputs", "depth", "ahead", "release")
+FLOATS = ("scales_ptr", "shared_scales_ptr", "parts_ptr", "squares_ptr", "weights_ptr", "gates_ptr", "gate_ptr")
+INDICES = ("ids_ptr", "pairs_ptr", "tiles_ptr")
+VALUES = ("stack_ptr", "shared_ptr")
+MULTIPLES = ("x_stride", "width", "num_outputs", "depth")
+
+
+def specimen(
+    name: str, kernel: Any, constexprs: dict[str, Any], warps: int, stages: int, *instructions: str, dtype: str, weights: str = "bf16"
+) -> Specimen:
+    """`constexprs`: None for absent operands. weights: type of the experts' values."""
+    types = {**dict.fromkeys(INTEGERS, "i32"), **dict.fromkeys(FLOATS, "*fp32"), **dict.fromkeys(INDICES, "*i32"), "eps": "fp32"}
+    types |= dict.fromkeys(VALUES, f"*{weights}")
+    names = [argument for argument in kernel.arg_names if argument not in constexprs and argument != "PDL"]
+    return Specimen(
+        name=name,
+        kernel=kernel,
+        signature={argument: types.get(argument, f"*{dtype}") for argument in names},
+        constexprs=constexprs,
+        num_warps=warps,
+        num_stages=stages,
+        multiples_of_16=tuple(argument for argument in MULTIPLES if argument in names),
+        instructions=instructions,
+    )
+
+
+def product(kernel: Any, form: Form, num_tokens: int, rows: int, depth: int, *, shared: bool = True, tiles: Tiles | None = None) -> Specimen:
+    dtype = "fp32" if form == "fp32" else "bf16"
+    is_down = kernel is experts._down_kernel
+    activations = torch.float32 if form == "fp32" else torch.bfloat16
+    tiles = tiles or (down_tiles if is_down else gate_up_tiles)(meta_weight(form, rows, depth), activations, num_tokens)
+    absent = {} if form == "fp8" else {"scales_ptr": None, "shared_scales_ptr": None}
+    absent |= {} if shared else {"shared_ptr": None, "shared_scales_ptr": None}
+    absent |= {"pairs_ptr": None, "tiles_ptr": None} if num_tokens <= experts.FEW_TOKENS else {}
+    constexprs = {
+        "C": 9 if shared else 8,
+        "BLOCK_ROWS": SCALE_BLOCK,
+        "ONE_BLOCK": True,
+        "BLOCK_O": tiles.block_o,
+        "BLOCK_M": 8 if num_tokens <= 8 else 16,
+        "BLOCK_K": tiles.block_k,
+        "BLOCK_C": 16 if shared else 8,
+        "EVEN": depth % tiles.block_k == 0,
+    }
+    name = f"{'down' if is_down else 'gate_up'} {form} {rows}x{depth} N={num_tokens}{' shared' * shared} {tiles_text(tiles)}"
+    instructions = (
+        () if form == "fp32" else (ASYNC_COPIES, OF_FOUR_WARPS if tiles.block_o >= 64 and tiles.warps == 4 and num_tokens > 8 else TENSOR_CORES)
+    )
+    weights = {"fp8": "u8", "bf16": "bf16", "fp32": "fp32"}[form]
+    return specimen(name, kernel, absent | constexprs, tiles.warps, tiles.stages, *instructions, dtype=dtype, weights=weights)
+
+
+def meta_weight(form: Form, rows: int, depth: int) -> Weight:
+    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    if form != "fp8":
+        return empty(1, rows, depth, dtype=torch.float32 if form == "fp32" else torch.bfloat16)
+    scales = empty(1, -(-rows // SCALE_BLOCK), -(-depth // SCALE_BLOCK), dtype=torch.float32)
+    return BlockScaled(values=empty(1, rows, depth, dtype=torch.float8_e4m3fn), scales=scales)
+
+
+def tiles_text(tiles: Tiles) -> str:
+    return f"{tiles.block_o}/{tiles.block_k} w{tiles.warps} s{tiles.stages}"
+
+
+def many_scores(num_tokens: int) -> Specimen:
+    tiles = routing.score_tiles(num_tokens, 256, 2048, 2)
+    blocks = {"BLOCK_N": tiles.block_n, "BLOCK_X": tiles.block_x, "BLOCK_K": tiles.block_k, "H": 2048, "SHARE": 2048 // tiles.split, "AHEAD": 4}
+    instructions = (ASYNC_COPIES, OF_FOUR_WARPS if tiles.block_n >= 64 else TENSOR_CORES)
+    return specimen(f"scores 35B N={num_tokens}", routing._many_scores_kernel, blocks, tiles.warps, tiles.stages, *instructions, dtype="bf16")
+
+
+def choice(split: int) -> Specimen:
+    blocks = {"J": 8, "C": 9, "SPLIT": split, "NORMALIZE": True, "BLOCK_X": 256, "BLOCK_C": 16, "H": 2048, "BLOCK_H": 1024, "gates_ptr": None}
+    # One instruction finds the largest of a warp's integers.
+    return specimen(f"choice 35B of {split} parts", routing._choose_kernel, blocks, 1, 3, "redux.sync.max.s32", dtype="bf16", weights="u8")
+
+
+def groups(pairs: int, experts: int, warps: int) -> Specimen:
+    """Pairs at once, and experts of a program."""
+    return specimen(f"groups of {pairs} pairs", expert_groups._group_kernel, {"BLOCK_E": experts, "BLOCK_P": pairs}, warps, 3, dtype="bf16")
+
+
+SPECIMENS = [
+    product(experts._gate_up_kernel, "fp8", 4, 1024, 2048),
+    product(experts._gate_up_kernel, "fp8", 128, 1024, 2048),
+    product(experts._gate_up_kernel, "bf16", 16, 1024, 2048, shared=False),
+    product(experts._gate_up_kernel, "fp32", 4, 64, 256),
+    product(experts._down_kernel, "fp8", 4, 2048, 512),
+    product(experts._down_kernel, "fp8", 128, 2048, 512),
+    product(experts._down_kernel, "bf16", 16, 2048, 512),
+    specimen("few scores 35B", routing._few_scores_kernel, {"H": 2048, "ROWS": 4, "BLOCK_H": 2048}, 8, 3, dtype="bf16", weights="u8"),
+    *(many_scores(num_tokens) for num_tokens in (32, 256, 8192)),
+    choice(1),
+    choice(16),
+    groups(512, 1, 4),
+    groups(4096, 2, 16),
+    specimen("visits added 35B", experts._add_visits_kernel, {"C": 8, "BLOCK_O": 512}, 4, 3, dtype="bf16"),
+]

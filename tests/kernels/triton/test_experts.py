@@ -1,0 +1,181 @@
+"""Experts for few tokens against the reference: both ways to find visitors, every form of weights, every place of the shared expert."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentspec.kernels.backend import MixtureWeights, Norm
+from agentspec.kernels.reference import fused as reference
+from agentspec.kernels.triton import experts, mixture
+from agentspec.kernels.triton.experts import Tiles
+from agentspec.kernels.triton.launch import arrival_counters, separate_counters
+from agentspec.kernels.triton.mixture import Placement
+from agentspec.kernels.triton.routing import Routing
+from agentspec.kernels.weights import Weight, dequantize, matrix, quantize_blocks, stack_rows
+from tests.fakes.compare import relative_error
+
+TOLERANCES = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 2**-6}
+"""Largest difference over largest value, to the same in float32: routing is given, inputs and results are rounded."""
+SIZES = [(1, 64, 8, 32, 2), (3, 72, 5, 24, 3), (9, 40, 7, 40, 1), (16, 32, 4, 16, 1), (17, 48, 5, 24, 2), (40, 32, 4, 16, 2)]
+"""Tokens, hidden size, experts, width, chosen."""
+
+
+def randn(*shape: int, generator: torch.Generator, device: torch.device) -> Tensor:
+    return torch.randn(shape, generator=generator, device=device)
+
+
+def mixture_of(
+    hidden: int, num_experts: int, width: int, top_k: int, seed: int, device: torch.device, dtype: torch.dtype, *, scaled: bool, shared_width: int = 0
+) -> MixtureWeights:
+    """Random weights such that results are about 1. Router rows are far apart, so that 16 bits choose as 32 do."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def weight(*shape: int) -> Weight:
+        plain = randn(*shape, generator=generator, device=device) * shape[-1] ** -0.5
+        return quantize_blocks(plain) if scaled else plain.to(dtype)
+
+    shared = shared_width or width
+    gate_up = weight(2 * shared, hidden) if not shared_width else stack_rows([weight(shared, hidden), weight(shared, hidden)])
+    return MixtureWeights(
+        router_XH=randn(num_experts, hidden, generator=generator, device=device).to(dtype),
+        top_k=top_k,
+        normalize=True,
+        gate_up_X2IH=weight(num_experts, 2 * width, hidden),
+        down_XHI=weight(num_experts, hidden, width),
+        shared_gate_1H=(randn(1, hidden, generator=generator, device=device) * hidden**-0.5).to(dtype),
+        shared_gate_up_2IH=gate_up,
+        shared_down_HI=weight(hidden, shared),
+    )
+
+
+def inputs(num_tokens: int, hidden: int, seed: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Norm]:
+    generator = torch.Generator(device).manual_seed(seed + 1)
+    x = randn(num_tokens, hidden, generator=generator, device=device).to(dtype)
+    return x, Norm(weight=(randn(hidden, generator=generator, device=device) * 0.1).to(dtype), eps=1e-3)
+
+
+def in_float32(weights: MixtureWeights) -> MixtureWeights:
+    names = ("router_XH", "gate_up_X2IH", "down_XHI", "shared_gate_1H", "shared_gate_up_2IH", "shared_down_HI")
+    return replace(weights, **{name: dequantize(getattr(weights, name)) for name in names})
+
+
+def check_mixture(
+    size: tuple[int, int, int, int, int], device: torch.device, dtype: torch.dtype, *, scaled: bool, placement: Placement, shared_width: int = 0
+) -> None:
+    num_tokens, hidden, *rest = size
+    seed = 10 * num_tokens + hidden
+    text = f"seed {seed}: {size}, {dtype}, scaled {scaled}, {placement}, shared width {shared_width}"
+    weights = mixture_of(hidden, *rest, seed, device, dtype, scaled=scaled, shared_width=shared_width)
+    x, norm = inputs(num_tokens, hidden, seed, device, dtype)
+    expected = reference.add_experts(x.float(), replace(norm, weight=norm.weight.float()), in_float32(weights))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mixture, "forced_placement", placement)
+        got = mixture.add_experts(x.clone(), norm, weights)
+    assert (got.shape, got.dtype) == (x.shape, dtype), text
+    error = relative_error(got.float(), expected)
+    assert error < TOLERANCES[dtype], f"{text}: {error}"
+    assert not arrival_counters(x.device).any(), text
+
+
+@pytest.mark.parametrize("form", ["float32", "float16", "scaled"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_mixtures(size: tuple[int, int, int, int, int], form: str, device: torch.device) -> None:
+    check_mixture(size, device, torch.float16 if form == "float16" else torch.float32, scaled=form == "scaled", placement="among")
+
+
+@pytest.mark.parametrize("num_tokens", [3, 18])
+@pytest.mark.parametrize("placement", get_args(Placement))
+def test_places_of_the_shared_expert(placement: Placement, num_tokens: int, device: torch.device) -> None:
+    check_mixture((num_tokens, 32, 5, 16, 2), device, torch.float32, scaled=True, placement=placement)
+
+
+@pytest.mark.parametrize("placement", ["beside", "behind"])
+def test_a_shared_expert_of_another_width(placement: Placement, device: torch.device) -> None:
+    check_mixture((2, 32, 5, 16, 2), device, torch.float32, scaled=True, placement=placement, shared_width=48)
+
+
+def test_more_than_one_block_of_multipliers(device: torch.device) -> None:
+    check_mixture((1, 272, 2, 136, 1), device, torch.float32, scaled=True, placement="among")
+
+
+def test_what_cannot_run_among_the_others_has_another_place(device: torch.device) -> None:
+    alike = mixture_of(64, 4, 32, 2, 1, device, torch.float32, scaled=True)
+    wider = mixture_of(64, 4, 32, 2, 1, device, torch.float32, scaled=True, shared_width=48)
+    plain = replace(alike, shared_down_HI=dequantize(alike.shared_down_HI))
+    assert mixture.placement_for(4, alike) == "among"
+    for weights in (wider, plain):
+        assert mixture.placement_for(1, weights) == "beside"
+        assert mixture.placement_for(200, weights) == "behind"
+
+
+@pytest.mark.parametrize("num_tokens", [3, 18])
+def test_a_token_has_the_same_bits_in_any_company(num_tokens: int, device: torch.device) -> None:
+    """Of one number of tokens: another one may have another way to multiply."""
+    weights = mixture_of(32, 5, 16, 2, 7, device, torch.float32, scaled=True)
+    x, norm = inputs(num_tokens, 32, 7, device, torch.float32)
+    together = mixture.add_experts(x.clone(), norm, weights)
+    turned = mixture.add_experts(x.roll(2, 0), norm, weights)
+    assert torch.equal(turned.roll(-2, 0), together)
+    others, _ = inputs(num_tokens, 32, 8, device, torch.float32)
+    others[2] = x[2]
+    assert torch.equal(mixture.add_experts(others, norm, weights)[2], together[2])
+
+
+def test_all_tokens_may_visit_one_expert_and_nobody_the_others(device: torch.device) -> None:
+    weights = mixture_of(64, 6, 32, 1, 3, device, torch.float32, scaled=False)
+    weights.gate_up_X2IH[:5] = torch.nan  # type: ignore[index]
+    for num_tokens in (5, 16, 40):
+        x, _ = inputs(num_tokens, 64, 3, device, torch.float32)
+        ids = torch.full((num_tokens, 1), 5, dtype=torch.int32, device=device)
+        visit_weights = torch.linspace(0.5, 1.5, num_tokens, device=device)[:, None]
+        visits = mixture.visits_of(Routing(ids_NC=ids, weights_NC=visit_weights, gate_N=None, normed_NH=x), 6)
+        tiles = Tiles(block_o=32, block_k=32, warps=4, stages=2)
+        parts = experts.down(tiles, experts.gate_up(tiles, x, weights.gate_up_X2IH, None, visits), weights.down_XHI, None, visits)
+        expected = visit_weights * reference.linear(swiglu(reference.linear(x, matrix(weights.gate_up_X2IH, 5))), matrix(weights.down_XHI, 5))
+        assert relative_error(parts, expected) < 5e-6, num_tokens
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_visits_are_added_in_their_order(shared: bool, device: torch.device) -> None:
+    generator = torch.Generator(device).manual_seed(4)
+    x, parts, shared_NH = (randn(*shape, generator=generator, device=device) for shape in ((5, 600), (15, 600), (5, 600)))
+    gate = randn(5, generator=generator, device=device)
+    expected = torch.zeros_like(x)
+    for visit in range(3):
+        expected += parts.view(5, 3, 600)[:, visit]
+    if shared:
+        expected += shared_NH * gate.sigmoid()[:, None]
+    got = experts.add_visits(x, parts, 3, gate if shared else None, shared_NH if shared else None)
+    assert relative_error(got, x + expected) < 1e-6
+
+
+def test_prompts_go_another_way(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = mixture_of(64, 6, 32, 2, 4, device, torch.float32, scaled=False)
+    x, norm = inputs(6, 64, 4, device, torch.float32)
+    expected = reference.add_experts(x, norm, weights)
+    monkeypatch.setattr(mixture, "MOST_TOKENS", 5)
+    assert relative_error(mixture.add_experts(x.clone(), norm, weights), expected) < 5e-6
+
+
+def test_no_tokens_give_no_rows(device: torch.device) -> None:
+    weights = mixture_of(64, 6, 32, 2, 4, device, torch.float32, scaled=False)
+    x, norm = inputs(1, 64, 4, device, torch.float32)
+    assert mixture.add_experts(x[:0], norm, weights).shape == (0, 64)
+
+
+def test_kernels_of_a_second_stream_count_apart(device: torch.device) -> None:
+    ours = arrival_counters(device)
+    with separate_counters():
+        theirs = arrival_counters(device)
+    assert ours.data_ptr() + ours.nbytes <= theirs.data_ptr()
+    assert arrival_counters(device).data_ptr() == ours.data_ptr()

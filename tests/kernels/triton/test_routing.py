@@ -1,0 +1,125 @@
+"""The Triton router against the reference: scores in float32, order of choice, ties, the shared expert's gate, strided tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentspec.kernels.backend import MixtureWeights, Norm
+from agentspec.kernels.reference.moe import route_top_k
+from agentspec.kernels.reference.norms import rms_norm
+from agentspec.kernels.triton import routing
+from tests.fakes.compare import relative_error
+
+TOLERANCE = 1e-5
+"""Scores are float32 sums of products that are exact, or lose 2^-17 of the normed input where 16-bit tiles are multiplied in two halves."""
+SIZES = [(1, 64, 8, 2), (4, 100, 17, 8), (9, 600, 12, 2), (17, 64, 8, 2), (34, 100, 33, 3)]
+"""Tokens, hidden size, experts, chosen. 600 features of 16 bits come in four parts, of which the last is shorter."""
+
+
+def router(num_experts: int, width: int, top_k: int, normalize: bool, seed: int, device: torch.device, dtype: torch.dtype) -> MixtureWeights:
+    """A mixture of which only the router and the shared gate matter."""
+    generator = torch.Generator(device).manual_seed(seed)
+    rows = torch.randn(num_experts + 1, width, generator=generator, device=device).to(dtype)
+    nothing = torch.empty(0, device=device)
+    return MixtureWeights(
+        router_XH=rows[:-1].contiguous(),
+        top_k=top_k,
+        normalize=normalize,
+        gate_up_X2IH=nothing,
+        down_XHI=nothing,
+        shared_gate_1H=rows[-1:].contiguous(),
+        shared_gate_up_2IH=nothing,
+        shared_down_HI=nothing,
+    )
+
+
+def inputs(num_tokens: int, width: int, seed: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Norm]:
+    generator = torch.Generator(device).manual_seed(seed + 1)
+    x = torch.randn(num_tokens, width, generator=generator, device=device).to(dtype)
+    return x, Norm(weight=(torch.randn(width, generator=generator, device=device) * 0.1).to(dtype), eps=1e-3)
+
+
+def expected_scores(x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> tuple[Tensor, Tensor]:
+    """(router's, shared gate's) from inputs that are nowhere rounded."""
+    normed = rms_norm(x_NH.double(), norm.weight.double(), norm.eps)
+    return (normed @ weights.router_XH.double().T).float(), (normed @ weights.shared_gate_1H.double().T)[:, 0].float()
+
+
+def check_routing(
+    num_tokens: int, width: int, num_experts: int, top_k: int, device: torch.device, dtype: torch.dtype, *, normalize: bool = True
+) -> None:
+    seed = 100 * num_tokens + width + num_experts
+    text = f"seed {seed}: {num_tokens} tokens of {width}, {top_k} of {num_experts} experts, {dtype}, normalize {normalize}"
+    weights = router(num_experts, width, top_k, normalize, seed, device, dtype)
+    x, norm = inputs(num_tokens, width, seed, device, dtype)
+    scores, gate = expected_scores(x, norm, weights)
+    expected_weights, expected_ids = route_top_k(scores, top_k, normalize)
+    apart = routing.route(x, norm, weights, visit_shared=False)
+    assert torch.equal(apart.ids_NC.long(), expected_ids), text
+    assert relative_error(apart.weights_NC, expected_weights) < 10 * TOLERANCE, text
+    assert apart.gate_N is not None
+    assert relative_error(apart.gate_N, gate) < TOLERANCE, text
+    assert relative_error(apart.normed_NH, rms_norm(x, norm.weight, norm.eps)) < (1e-6 if dtype == torch.float32 else 1e-2), text
+    among = routing.route(x, norm, weights, visit_shared=True)
+    assert among.gate_N is None
+    assert torch.equal(among.ids_NC[:, :-1], apart.ids_NC), text
+    assert (among.ids_NC[:, -1] == num_experts).all(), text
+    assert torch.equal(among.weights_NC[:, :-1], apart.weights_NC), text
+    assert relative_error(among.weights_NC[:, -1], gate.sigmoid()) < TOLERANCE, text
+
+
+def test_many_tokens_are_cut_into_as_many_programs_as_pay() -> None:
+    splits = {num_tokens: routing.score_tiles(num_tokens, 256, 2048, 2).split for num_tokens in (9, 256, 1024, 8192)}
+    assert splits == {9: 16, 256: 16, 1024: 4, 8192: 1}
+    assert routing.score_tiles(9, 256, 2048, 4).split == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_choices_and_weights(size: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+    check_routing(*size, device, dtype)
+
+
+def test_weights_that_are_not_normalised(device: torch.device) -> None:
+    check_routing(4, 64, 12, 4, device, torch.float32, normalize=False)
+
+
+def test_a_hidden_size_of_more_than_one_block(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "_BLOCK_H", 32)
+    check_routing(3, 100, 9, 2, device, torch.float32)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 18])
+def test_of_equal_scores_the_lower_expert_comes_first(num_tokens: int, device: torch.device) -> None:
+    weights = router(16, 32, 4, True, 5, device, torch.float32)
+    weights.router_XH[:] = weights.router_XH[:1]
+    x, norm = inputs(num_tokens, 32, 5, device, torch.float32)
+    got = routing.route(x, norm, weights, visit_shared=False)
+    assert got.ids_NC.tolist() == [[0, 1, 2, 3]] * num_tokens
+    assert torch.allclose(got.weights_NC, torch.full_like(got.weights_NC, 0.25))
+
+
+@pytest.mark.parametrize("num_tokens", [2, 18])
+def test_scores_that_are_not_numbers_still_choose_experts_that_exist(num_tokens: int, device: torch.device) -> None:
+    weights = router(11, 32, 3, True, 5, device, torch.float32)
+    x, norm = inputs(num_tokens, 32, 5, device, torch.float32)
+    x[1] = torch.nan
+    ids = routing.route(x, norm, weights, visit_shared=False).ids_NC
+    assert ((ids >= 0) & (ids < 11)).all()
+    assert all(len(set(row)) == 3 for row in ids.tolist())
+
+
+def test_tokens_may_be_slices_of_something_wider_and_do_not_see_each_other(device: torch.device) -> None:
+    weights = router(7, 64, 3, True, 9, device, torch.float32)
+    x, norm = inputs(3, 64, 9, device, torch.float32)
+    wide = torch.full((3, 200), torch.nan, device=device)
+    wide[:, 100:164] = x
+    together = routing.route(x, norm, weights, visit_shared=True)
+    sliced = routing.route(wide[:, 100:164], norm, weights, visit_shared=True)
+    assert torch.equal(sliced.weights_NC, together.weights_NC)
+    for n in range(3):
+        alone = routing.route(x[n : n + 1], norm, weights, visit_shared=True)
+        assert torch.equal(alone.weights_NC[0], together.weights_NC[n])
+        assert torch.equal(alone.ids_NC[0], together.ids_NC[n])
