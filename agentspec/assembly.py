@@ -106,7 +106,14 @@ def assemble(config: EngineConfig) -> Assembly:
     device = _device(config)
     dtype = _dtype(config, device)
     model_dir = resolve_checkpoint(bundled.checkpoint_of(config.model))
-    model = load_model(model_dir, device=device, dtype=dtype, random_weights=config.random_weights, seed=config.seed)
+    model = load_model(
+        model_dir,
+        device=device,
+        dtype=dtype,
+        random_weights=config.random_weights,
+        seed=config.seed,
+        fp8_drafts=_fp8_drafts(config, device, dtype),
+    )
     return build(model, config=config, device=device, tokenizer=Tokenizer.from_directory(model_dir), model_dir=model_dir)
 
 
@@ -157,7 +164,7 @@ def build(
     depths: Sequence[int] = range(max_draft_tokens + 1)
     if depth_policy is None:
         depth_policy, depths = _depth_policy(config, max_draft_tokens)
-    eager = _why_eager(config, model, device)
+    eager = _why_eager(config, device)
     graphs = f"none: {eager}" if eager is not None else str(executor.capture(depths, CudaRecorder(device)))
     loop = StepLoop(
         scheduler=scheduler,
@@ -242,14 +249,21 @@ def _limit_drafts(model: StepModel, config: EngineConfig, max_draft_tokens: int,
     if max_draft_tokens == 0:
         if config.draft_vocab_size is not None:
             raise ConfigError("draft_vocab", config.draft_vocab_size, "there are no drafts to choose")
+        if config.draft_precision != "auto":
+            raise ConfigError("draft_precision", config.draft_precision, "there are no drafts to make")
         return "nothing: there are no drafts"
     size = draft_vocab_size(config.draft_vocab_size, num_real_tokens=spec.num_real_tokens)
     always = {*spec.stop_token_ids, *(() if tokenizer is None else tokenizer.added_ids)}
     num_bytes = model.limit_drafts(choose_draft_ids(counts, size=size, num_real_tokens=spec.num_real_tokens, always=always))
-    if size == spec.num_real_tokens:
-        return f"all {size:,} tokens"
-    ranked = "the most served" if counts else "the lowest ids"
-    return f"{size:,} of {spec.num_real_tokens:,} tokens ({ranked}; {num_bytes / 2**20:.1f} MiB)"
+    facts = []
+    if size < spec.num_real_tokens:
+        facts.append("the most served" if counts else "the lowest ids")
+    if model.fp8_drafts:
+        facts.append("FP8")
+    if num_bytes:
+        facts.append(f"{num_bytes / 2**20:.1f} MiB")
+    chosen = f"{size:,} of {spec.num_real_tokens:,}" if size < spec.num_real_tokens else f"all {size:,}"
+    return f"{chosen} tokens" + (f" ({'; '.join(facts)})" if facts else "")
 
 
 def _plan_memory(model: StepModel, config: EngineConfig, device: torch.device, max_draft_tokens: int, given: MemoryPlan | None) -> MemoryPlan:
@@ -263,7 +277,7 @@ def _plan_memory(model: StepModel, config: EngineConfig, device: torch.device, m
 def _plan_device_memory(model: StepModel, config: EngineConfig, device: torch.device, max_draft_tokens: int) -> MemoryPlan:
     """What rows and pages get, beside all that is on the device by now and the graphs to come."""
     for_graphs = 0
-    if _why_eager(config, model, device) is None:
+    if _why_eager(config, device) is None:
         for_graphs = graph_bytes(vocab_size=model.spec.vocab_size, max_running=config.max_running, max_draft_tokens=max_draft_tokens)
         for_graphs += prefill_graph_bytes()
     memory = plan_memory(
@@ -332,6 +346,12 @@ def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
 
 
+def _fp8_drafts(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    if config.draft_precision == "auto":
+        return device.type == "cuda" and dtype != torch.float32 and config.draft_tokens != 0
+    return config.draft_precision == "fp8"
+
+
 def _max_draft_tokens(config: EngineConfig, spec: ModelSpec) -> int:
     rates = config.force_acceptance
     if config.draft_tokens != "auto":
@@ -348,19 +368,20 @@ def _max_draft_tokens(config: EngineConfig, spec: ModelSpec) -> int:
     return num_drafts
 
 
-def _why_eager(config: EngineConfig, model: StepModel, device: torch.device) -> str | None:
+def _why_eager(config: EngineConfig, device: torch.device) -> str | None:
     """Why steps are not captured; None: they are."""
     if device.type != "cuda":
         return f"steps run eagerly on the {device.type.upper()}"
     if not config.graphs:
         return "switched off"
-    return None if model.capturable else "this model's experts are chosen with the host's help, so steps run eagerly"
+    return None
 
 
 def _memory_bytes(config: EngineConfig, device: torch.device, for_graphs: int) -> int:
     if config.memory_gib is not None:
         return int(config.memory_gib * 2**30)
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading let go of
         free, _ = torch.cuda.mem_get_info(device)
         return int(max(free - for_graphs, 0) * GPU_MEMORY_SHARE)
     return CPU_MEMORY_BYTES

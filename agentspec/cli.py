@@ -52,6 +52,9 @@ def build_parser() -> argparse.ArgumentParser:
     dry.add_argument("--dry-run", metavar="COSTS", help="run scheduler and cache alone, with the costs of a named model (27b, 27b-bf16-state, ...)")
     add_engine_arguments(replay)
     importers.add_arguments(commands.add_parser("import", help="turn another tool's trace into a replay file"))
+    quantize = commands.add_parser("quantize", help="write a checkpoint's linears and experts as 8-bit floats")
+    quantize.add_argument("source", metavar="SRC", help="checkpoint directory or hub id, in full precision")
+    quantize.add_argument("destination", metavar="DST", help="directory to make; it must not exist")
     return parser
 
 
@@ -109,6 +112,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft-vocab", type=int, metavar="N", help="tokens that drafts are chosen from; 0: all (default: 32768 of a vocabulary above 65536)"
     )
+    group.add_argument(
+        "--draft-precision",
+        choices=("auto", "checkpoint", "fp8"),
+        default="auto",
+        help="of the weights that drafts are made by: the checkpoint's, or FP8 (auto: on a GPU in bfloat16)",
+    )
     group.add_argument("--token-counts", metavar="FILE", help="rank the draft vocabulary by this file, and add what is served to it at the end")
     group.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt from its first token")
     group.add_argument("--no-overlap", action="store_true", help="wait for each step's results before the next step")
@@ -150,6 +159,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         dtype=args.dtype,
         draft_tokens=args.draft_tokens,
         draft_vocab_size=args.draft_vocab,
+        draft_precision=args.draft_precision,
         token_counts=args.token_counts,
         prefix_cache=not args.no_prefix_cache,
         overlap=not args.no_overlap,
@@ -206,6 +216,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     if args.command == "import":
         return int(importers.main(args))
+    if args.command == "quantize":
+        return int(_load("agentspec.quantize_command").run(args.source, args.destination))
     config = engine_config(args)
     if args.command == "serve":
         config = dataclasses.replace(config, model=served_model(args))

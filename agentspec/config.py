@@ -14,6 +14,7 @@ from agentspec.types import BLOCK_TOKENS, MAX_DRAFT_TOKENS
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16"]
+DraftPrecision = Literal["auto", "checkpoint", "fp8"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +30,8 @@ class EngineConfig:
     """Drafts a step: a fixed k, or chosen per step by the depth policy."""
     draft_vocab_size: int | None = None
     """Tokens that drafts are chosen from. 0: all. None: all of a vocabulary up to 65,536, else 32,768."""
+    draft_precision: DraftPrecision = "auto"
+    """Of the MTP layer and the draft head: as the checkpoint has them, or quantised to FP8 at load. auto: FP8 on a GPU in bfloat16."""
     token_counts: str | None = None
     """A file of how often each token was served: ranks the draft vocabulary, and gets what this engine served added when it closes."""
     prefix_cache: bool = True
@@ -70,6 +73,8 @@ class EngineConfig:
             raise ConfigError("draft_tokens", self.draft_tokens, f"must be auto, or 0 to {MAX_DRAFT_TOKENS}")
         if self.draft_vocab_size is not None and self.draft_vocab_size < 0:
             raise ConfigError("draft_vocab", self.draft_vocab_size, "must be a number of tokens, or 0 for all")
+        if self.draft_precision not in ("auto", "checkpoint", "fp8"):
+            raise ConfigError("draft_precision", self.draft_precision, "must be auto, checkpoint or fp8")
         if self.token_counts == "":
             raise ConfigError("token_counts", "", "name a file, or leave it out")
         if self.max_running < 1:

@@ -84,6 +84,7 @@ def _refuse(args: argparse.Namespace, options: ReplayOptions) -> None:
         ("device", args.device, idle.device),
         ("dtype", args.dtype, idle.dtype),
         ("draft_vocab", args.draft_vocab, None),
+        ("draft_precision", args.draft_precision, idle.draft_precision),
         ("token_counts", args.token_counts, None),
         ("no_overlap", args.no_overlap, False),
         ("no_graphs", args.no_graphs, False),

@@ -86,6 +86,7 @@ ENGINE_FLAGS = {
     "--dtype",
     "--draft-tokens",
     "--draft-vocab",
+    "--draft-precision",
     "--token-counts",
     "--no-prefix-cache",
     "--no-overlap",

@@ -18,9 +18,9 @@ from agentspec.config import EngineConfig, ServerConfig
 from agentspec.errors import CheckpointError, ConfigError
 
 ENGINE_FLAGS = {
-    "--model", "--device", "--dtype", "--draft-tokens", "--draft-vocab", "--token-counts", "--no-prefix-cache", "--no-overlap", "--no-graphs",
-    "--max-running", "--prefill-budget", "--max-context", "--memory", "--host-memory", "--seed", "--random-weights", "--force-acceptance",
-    "--allow-forced-output",
+    "--model", "--device", "--dtype", "--draft-tokens", "--draft-vocab", "--draft-precision", "--token-counts", "--no-prefix-cache", "--no-overlap",
+    "--no-graphs", "--max-running", "--prefill-budget", "--max-context", "--memory", "--host-memory", "--seed", "--random-weights",
+    "--force-acceptance", "--allow-forced-output",
 }  # fmt: skip
 FLAGS = {
     "serve": ENGINE_FLAGS | {"checkpoint", "--host", "--port", "--api-key", "--max-body-mib", "--max-queue"},
@@ -30,6 +30,7 @@ FLAGS = {
         "--tokenizer",
     },
     "import": {"format", "input", "output", "--link"},
+    "quantize": {"source", "destination"},
 }  # fmt: skip
 """A flag is a promise: adding or changing one is a decision, and changes this list."""
 
@@ -65,6 +66,7 @@ def test_without_flags_the_settings_are_the_defaults() -> None:
         (["--draft-tokens", "0"], "draft_tokens", 0),
         (["--draft-vocab", "64"], "draft_vocab_size", 64),
         (["--draft-vocab", "0"], "draft_vocab_size", 0),
+        (["--draft-precision", "fp8"], "draft_precision", "fp8"),
         (["--token-counts", "counts.json"], "token_counts", "counts.json"),
         (["--no-prefix-cache"], "prefix_cache", False),
         (["--no-overlap"], "overlap", False),

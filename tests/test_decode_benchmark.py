@@ -21,8 +21,9 @@ from benchmarks.decode_checks import CheckFailedError, check_graphs, check_small
 from benchmarks.decode_report import HEADER, Report
 from benchmarks.decode_timing import Result, Steps, Traced, floor_of, time_case
 from benchmarks.profile_step import order_table, pointers_line, shares_table
-from benchmarks.published import CONFIGS, PrefilledModel, StepBytes, make_model, step_bytes
+from benchmarks.published import CONFIGS, PrefilledModel, make_model
 from benchmarks.running_engine import Case, RunningEngine, acceptance_rate, emitted_at, let_go, memory_for
+from benchmarks.step_bytes import StepBytes, step_bytes
 from tests.models.test_published_sizes import SIZES
 
 CPU = torch.device("cpu")
@@ -199,8 +200,8 @@ def test_graphs_are_held_against_eager_steps(model: PrefilledModel, monkeypatch:
 # Traces
 
 
-def event(name: str, start: float, duration: float, category: str = "kernel") -> dict[str, object]:
-    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration}
+def event(name: str, start: float, duration: float, category: str = "kernel", stream: int = 7) -> dict[str, object]:
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration, "args": {"stream": stream}}
 
 
 def two_steps() -> trace.Timeline:
@@ -271,7 +272,7 @@ def test_the_core_cases_hold_the_issue_s_targets() -> None:
 
 def test_the_report_says_what_is_missing_and_why(model: PrefilledModel) -> None:
     timed = Result(case=case(), timing=time_case(case(), model, CPU, STEPS))
-    timed.floor_bytes = StepBytes(weights=10**9, head=0, mtp=0, draft_head=0, state=0, kv=0)
+    timed.floor_bytes = StepBytes(weights=10**9, experts=0, head=0, mtp=0, draft_head=0, state=0, kv=0)
     assert timed.timing is not None
     timed.traced = Traced(kernels=7.0, busy_ms=timed.timing.step_ms / 2, step_ms=timed.timing.step_ms)
     too_large = Result(case=case(batch=32), note="does not fit: 4.0 GiB more than the device has")

@@ -33,13 +33,14 @@ from benchmarks.prefill_cases import (
 )
 from benchmarks.prefill_checks import check_cached_turns, check_resume_points
 from benchmarks.prefill_engine import Answer, NoFigureError, PromptEngine, Room
-from benchmarks.prefill_floor import Operation, Rates, flops_by_kind, measure_matmul, operations, seconds_of
+from benchmarks.prefill_floor import Operation, Rates, flops_by_kind, measure_matmul, measure_rates, operations, seconds_of
 from benchmarks.prefill_peers import compare_kernels
 from benchmarks.prefill_profile import profile_prompt
 from benchmarks.prefill_report import PROMPT_HEADER, Entry, Report
 from benchmarks.published import CONFIGS, PrefilledModel, make_model
 from benchmarks.trace import Kernel, Timeline
 from tests.test_decode_benchmark import TOY
+from tests.test_mixture_benchmark import MOE
 
 CPU = torch.device("cpu")
 RATES = Rates(matmul=500e12, matmul_burst=600e12, bandwidth=Bandwidth(copy=3e12, read=2e12))
@@ -98,6 +99,37 @@ def test_compulsory_bytes_are_those_of_weights_state_and_keys() -> None:
     mtp = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("mtp.")) * 2
     drafts = 3 * (mtp + 32_768 * 2560 * 2 + 1_001 * 2 * 4 * 256 * 2)
     assert sum(op.num_bytes for op in with_drafts if op.kind == "first step") == 248_320 * 2560 * 2 + drafts
+
+
+def test_of_a_mixture_each_token_s_experts_compute_and_the_different_ones_are_read() -> None:
+    config = CONFIGS["35B-A3B-FP8"]
+    moe = config.moe
+    assert moe is not None
+    one_expert = 3 * 2048 * 512
+    for count in (1, 800):
+        ops = operations(config, count=count, start=0, num_drafts=3, draft_vocab=32_768)
+        experts = [op for op in ops if op.kind == "experts"]
+        assert sum(op.flops for op in experts) == pytest.approx(2 * count * 40 * 8 * one_expert)
+        assert all(op.fp8 for op in experts)
+        touched = 8 if count == 1 else 256
+        assert sum(op.num_bytes for op in experts) == pytest.approx(40 * touched * one_expert, rel=1e-3)
+    router = sum(op.flops for op in ops if op.kind == "linear" and not op.fp8)
+    assert router == 2 * 800 * 2048 * (40 * (256 + 1) + 30 * 2 * 32)  # router, shared gate, b and a
+    first = next(op for op in ops if op.kind == "first step")
+    plain = next(
+        op for op in operations(CONFIGS["35B-A3B"], count=800, start=0, num_drafts=3, draft_vocab=32_768, fp8_drafts=True) if op.kind == "first step"
+    )
+    head_bytes = 3 * 32_768 * 2048
+    assert first.num_bytes - plain.num_bytes == pytest.approx(head_bytes, rel=1e-3)  # the draft head alone: the MTP layer is in 8 bits in both
+
+
+def test_products_in_8_bits_have_their_own_rate() -> None:
+    rates = replace(RATES, matmul_fp8=1000e12)
+    op = Operation(kind="linear", flops=500e12, fp8=True)
+    assert (op.seconds(rates), op.seconds(RATES)) == (0.5, 1.0)
+    assert replace(op, fp8=False).seconds(rates) == 1.0
+    assert replace(op, num_bytes=1.5e12).seconds(rates) == 0.75
+    assert measure_rates(CPU).matmul_fp8 is None
 
 
 def test_the_floor_is_the_longer_of_arithmetic_and_memory_operation_by_operation() -> None:
@@ -265,8 +297,7 @@ def test_a_resume_from_a_wrong_state_fails_the_check(monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "measure_bandwidth", lambda device: RATES.bandwidth)
-    monkeypatch.setattr(prefill, "measure_matmul", lambda device: (RATES.matmul, RATES.matmul_burst))
+    monkeypatch.setattr(prefill, "measure_rates", lambda device: RATES)
 
 
 def test_kernels_alone_are_compared() -> None:
@@ -286,7 +317,7 @@ def test_kernels_alone_are_compared() -> None:
 
 def test_the_report_says_what_is_missing_and_why() -> None:
     case = PromptCase(count=800, context=50_048)
-    prompts = PromptFigures(case=case, seconds=[0.03, 0.02, 0.04], flops={"linear": 6e12, "attention": 3e12}, floor_s=0.015)
+    prompts = PromptFigures(case=case, seconds=[0.03, 0.02, 0.04], flops={"linear": 6e12, "attention": 3e12}, arithmetic_s=0.018, floor_s=0.015)
     paced = PaceFigures(case=PaceCase(context=64), idle_s=[0.010] * 50, busy_s=[0.015] * 50, prompt_s=2.0)
     entries = [
         Entry(model="4B", what=str(case), figures=prompts),
@@ -309,7 +340,7 @@ def test_the_report_says_what_is_missing_and_why() -> None:
 def test_the_default_run_holds_the_issue_s_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["prefill"])
     options = prefill.arguments()
-    for size in ("4B", "9B", "27B"):
+    for size in prefill.MODELS:
         cases = chosen_cases(options, size)
         assert {PromptCase(count=8_192), PromptCase(count=32_768), PromptCase(count=800, context=50_048)} <= set(cases)
     of_4b = chosen_cases(options, "4B")
@@ -330,6 +361,27 @@ def test_the_command_measures_what_its_flags_name(monkeypatch: pytest.MonkeyPatc
     written = json.loads((tmp_path / "figures.json").read_text())
     assert [len(entry["figures"]["seconds"]) for entry in written["entries"]] == [2, 2]
     assert "resumed at (64, 128)" in written["checks"][1]
+
+
+@pytest.mark.usefixtures("short_points", "known_rates")
+def test_a_mixture_in_8_bits_is_checked_by_blocks_and_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(prefill, "CONFIGS", {"toy": replace(MOE, quantization=CONFIGS["27B-FP8"].quantization)})
+    monkeypatch.setattr(prefill, "check_cached_turns", lambda device: "nothing")
+    monkeypatch.setattr("sys.argv", ["prefill", "--device", "cpu", "--models", "toy", "--prompts", "100", "--repeats", "1"])
+    assert prefill.main() == 0
+    printed = capsys.readouterr().out
+    assert "blocks are as in float32" in printed
+    assert "resumed at (64, 128)" in printed
+    assert "| toy | 100 | 0 |" in printed
+
+
+@pytest.mark.usefixtures("known_rates")
+def test_a_model_that_is_too_large_stays_in_the_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(prefill, "check_cached_turns", lambda device: "nothing")
+    monkeypatch.setattr(prefill, "missing_for_weights", lambda *arguments, **options: 2 * 2**30)
+    monkeypatch.setattr("sys.argv", ["prefill", "--device", "cpu", "--models", "35B-A3B", "--parts", "fresh"])
+    assert prefill.main() == 0
+    assert "- 35B-A3B, 2,048 tokens behind 0: does not fit: 2.0 GiB more than the device has" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("short_points", "known_rates")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentspec.errors import CheckpointError, UnsupportedModelError
+from agentspec.models.quantization import Fp8Blocks, parse_quantization
 
 LayerType = Literal["linear_attention", "full_attention"]
 GateType = Literal["silu", "sigmoid"]
@@ -88,6 +89,8 @@ class TextConfig:
     num_mtp_layers: int | None
     """0 or 1. None: the config doesn't say; the checkpoint's tensors decide."""
     eos_token_ids: tuple[int, ...]
+    quantization: Fp8Blocks | None = None
+    """None: every parameter is a plain tensor."""
 
     @property
     def packed_projections(self) -> bool:
@@ -200,10 +203,6 @@ def parse_text_config(raw: Mapping[str, Any], *, where: str = "config.json") -> 
     model_type = text.get("model_type", outer_type)
     if model_type not in _DENSE_TYPES + _MOE_TYPES or (model_type in _MOE_TYPES) != (outer_type in _MOE_TYPES):
         raise UnsupportedModelError(f"{where}: text_config.model_type={model_type!r} inside {outer_type!r} is not supported")
-    for holder in (raw, text):
-        if holder.get("quantization_config"):
-            method = holder["quantization_config"].get("quant_method")
-            raise UnsupportedModelError(f"{where}: quantization_config (quant_method={method!r}) is not supported")
     fields = _Fields(text, where)
     _refuse_unimplemented(fields)
     top = _Fields(raw, where)
@@ -239,6 +238,7 @@ def parse_text_config(raw: Mapping[str, Any], *, where: str = "config.json") -> 
         moe=_moe(fields) if is_moe else None,
         num_mtp_layers=_num_mtp_layers(fields),
         eos_token_ids=tuple(dict.fromkeys(token_ids(raw, "eos_token_id", where) + token_ids(text, "eos_token_id", where))),
+        quantization=parse_quantization(raw, text, where),
     )
 
 

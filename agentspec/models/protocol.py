@@ -3,8 +3,8 @@
 Shape letters: B slots in the step, T tokens a slot (k+1 in a verify), N tokens of a prefill, H hidden size, V vocabulary,
 P pages a sequence. Token ids, rows, lengths and positions are int64; page ids int32.
 
-No method that a step calls may read on the host: a model where one still does says so (`capturable`), and its steps run
-eagerly. Row and page ids are pointers; no method copies the state of one row to another.
+On CUDA no method that a step or a prefill calls reads on the host, so that a graph may record it. Row and page ids are pointers; no
+method copies the state of one row to another.
 
 State rules that every implementation keeps (the hash-chain model in tests/fakes proves the engine against them):
 
@@ -51,8 +51,8 @@ class StepModel(Protocol):
     def spec(self) -> ModelSpec: ...
 
     @property
-    def capturable(self) -> bool:
-        """On CUDA the forwards (verify, prefill, mtp, mtp_prefill) and both heads run without host reads, so a graph may record them."""
+    def fp8_drafts(self) -> bool:
+        """Drafts are made by weights in 8-bit floats: the MTP layer's, and from `limit_drafts` on the draft head's."""
         ...
 
     def allocate(self, *, num_rows: int, num_pages: int) -> None:

@@ -13,6 +13,7 @@ from torch.nn.functional import embedding
 
 from agentspec import kernels
 from agentspec.models.attention import GatedAttention
+from agentspec.models.fp8_drafts import in_fp8, quantize_mtp_layer
 from agentspec.models.gated_delta import GatedDeltaNet
 from agentspec.models.hf_config import TextConfig
 from agentspec.models.layers import StateRows, StepInputs, SwiGLU, rope_table
@@ -60,8 +61,15 @@ class MtpHead:
 class Qwen3_5Model:  # noqa: N801  the family's name has an underscore
     """A loaded model. See models/protocol.py for what each operation promises."""
 
-    def __init__(self, config: TextConfig, spec: ModelSpec, parameters: dict[str, kernels.Weight], *, dtype: torch.dtype) -> None:
-        """Takes ownership of `parameters` (canonical names, models/tensors.py) and leaves it empty."""
+    def __init__(
+        self, config: TextConfig, spec: ModelSpec, parameters: dict[str, kernels.Weight], *, dtype: torch.dtype, fp8_drafts: bool = False
+    ) -> None:
+        """Takes ownership of `parameters` (canonical names, models/tensors.py) and leaves it empty.
+
+        fp8_drafts: quantise the MTP layer here, and the draft head in `limit_drafts`."""
+        if fp8_drafts:
+            quantize_mtp_layer(parameters)
+        self._fp8_drafts = fp8_drafts
         scope = ParameterScope(parameters)
         trunk = scope.under("model.")
         self._config, self._spec, self._dtype = config, spec, dtype
@@ -91,9 +99,8 @@ class Qwen3_5Model:  # noqa: N801  the family's name has an underscore
         return self._spec
 
     @property
-    def capturable(self) -> bool:
-        """The chosen experts are read on the host."""
-        return self._config.moe is None
+    def fp8_drafts(self) -> bool:
+        return self._fp8_drafts
 
     @property
     def device(self) -> torch.device:
@@ -165,13 +172,18 @@ class Qwen3_5Model:  # noqa: N801  the family's name has an underscore
         return scores_NV.view(*hidden.shape[:-1], -1)
 
     def limit_drafts(self, ids: Sequence[int]) -> int:
+        num_bytes = 0
         if len(ids) == self._spec.num_real_tokens:
-            self._draft_head_OH, self._draft_ids_O = self._head_VH[: len(ids)], None
-            return 0
-        # Their rows lie all over the head: a copy can be read at full bandwidth, and is, once for every draft.
-        self._draft_ids_O = torch.tensor(ids, dtype=torch.int64, device=self._device)
-        self._draft_head_OH = self._head_VH[self._draft_ids_O]
-        return self._draft_head_OH.nbytes + self._draft_ids_O.nbytes
+            rows_OH, self._draft_ids_O = self._head_VH[: len(ids)], None
+        else:
+            # Their rows lie all over the head: a copy can be read at full bandwidth, and is, once for every draft.
+            self._draft_ids_O = torch.tensor(ids, dtype=torch.int64, device=self._device)
+            rows_OH = self._head_VH[self._draft_ids_O]
+            num_bytes = self._draft_ids_O.nbytes
+        self._draft_head_OH = in_fp8(rows_OH) if self._fp8_drafts else rows_OH
+        if self._fp8_drafts or self._draft_ids_O is not None:
+            num_bytes += self._draft_head_OH.nbytes
+        return num_bytes
 
     def draft_head(self, m: Tensor) -> Tensor:
         nearest_N = self._ops.nearest_token(m.reshape(-1, m.shape[-1]), self._draft_head_OH, self._draft_ids_O)

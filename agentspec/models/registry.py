@@ -15,13 +15,16 @@ from agentspec.models.weights import Checkpoint
 from agentspec.types import ModelSpec
 
 
-def load_model(path: Path, *, device: torch.device, dtype: torch.dtype, random_weights: bool = False, seed: int = 0) -> Qwen3_5Model:
+def load_model(
+    path: Path, *, device: torch.device, dtype: torch.dtype, random_weights: bool = False, seed: int = 0, fp8_drafts: bool = False
+) -> Qwen3_5Model:
     """Load the model of a checkpoint directory (`weights.resolve_checkpoint` finds it).
 
     Args:
         dtype: of weights, activations, conv rows, hidden column and pages; recurrent state is float32.
         random_weights: read the JSON files alone and make up the weights from `seed`. A config that doesn't say whether it has an MTP
             head gets one, as every published checkpoint does.
+        fp8_drafts: quantise what drafts are made by, as far as the checkpoint hasn't (models/fp8_drafts.py).
     Raises CheckpointError, or UnsupportedModelError naming what we don't run.
     """
     config = load_text_config(path)
@@ -34,7 +37,7 @@ def load_model(path: Path, *, device: torch.device, dtype: torch.dtype, random_w
             if config.num_mtp_layers is None:
                 config = config.with_mtp_layers(int(checkpoint.has_mtp))
             parameters = checkpoint.load(config, device=device, dtype=dtype)
-    return Qwen3_5Model(config, model_spec(path, config, dtype), parameters, dtype=dtype)
+    return Qwen3_5Model(config, model_spec(path, config, dtype), parameters, dtype=dtype, fp8_drafts=fp8_drafts)
 
 
 def model_spec(path: Path, config: TextConfig, dtype: torch.dtype) -> ModelSpec:

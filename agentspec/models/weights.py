@@ -1,15 +1,13 @@
 """Strict safetensors loading: every checkpoint tensor is used once, every parameter is filled once, or the names are told.
 
-Owns how published layouts (namespaces, fused or per-expert experts, Qwen3-Next's packed projections) map to the canonical parameters of
-`tensors.py`. Executes nothing from a checkpoint: pickle files are refused.
+Owns files, indexes and what is refused of them; what they must hold is `checkpoint_layout.py`'s. Executes nothing from a checkpoint: pickle
+files are refused.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,36 +19,20 @@ from torch import Tensor
 
 from agentspec import kernels
 from agentspec.errors import CheckpointError
+from agentspec.models.checkpoint_layout import Layout, Source, checkpoint_layout, scale_name
 from agentspec.models.hf_config import TextConfig, read_json
-from agentspec.models.tensors import Shapes, parameter_dtype, parameter_shapes
+from agentspec.models.quantization import canonical_name, is_convertible
+from agentspec.models.tensors import parameter_dtype
+from agentspec.models.weight_regions import empty_weight, fill
 
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _VISION_PREFIXES = ("model.visual.", "visual.")
-_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _FLOAT_DTYPES = ("F32", "F16", "BF16")
-_PER_EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")
+_FP8_DTYPE = "F8_E4M3"
+_SCALE_DTYPES = ("F32", "BF16")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
-
-Index = int | slice
-Pick = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """Where a checkpoint tensor, or a part of it, goes."""
-
-    parameter: str
-    index: tuple[Index, ...] = ()
-    """Region of the parameter that it fills; () is all of it."""
-    pick: Pick | None = None
-    """Takes the part out of the checkpoint's tensor; None is all of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """A tensor that the checkpoint must hold."""
-
-    shape: tuple[int, ...]
-    targets: tuple[_Target, ...]
 
 
 def resolve_checkpoint(model: str) -> Path:
@@ -78,6 +60,8 @@ class Checkpoint:
         self._files = ExitStack()
         self._where: dict[str, tuple[Any, str]] = {}
         """Canonical name -> (open file, name in the file)."""
+        self._contents: list[tuple[Any, list[str]]] = []
+        """(open file, its names) in order."""
         try:
             for path, listed in _files(directory):
                 self._open(path, listed)
@@ -101,10 +85,11 @@ class Checkpoint:
             raise CheckpointError(
                 f"{path}: does not hold what the index says{_names('; missing', listed - names)}{_names('; unlisted', names - listed)}"
             )
+        self._contents.append((file, sorted(names)))
         for name in names:
             if name.startswith(_VISION_PREFIXES):
                 continue
-            canonical = re.sub(r"^model\.language_model\.", "model.", name)
+            canonical = canonical_name(name)
             if canonical in self._where:
                 raise CheckpointError(f"{self._directory}: {canonical} is filled twice, by {self._where[canonical][1]} and {name}")
             self._where[canonical] = file, name
@@ -130,22 +115,44 @@ class Checkpoint:
         tensor: Tensor = file.get_tensor(name)
         return tensor
 
+    def stored(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor, vision's too, by its name in the file: one in memory at a time, file by file."""
+        for file, names in self._contents:
+            for name in names:
+                yield name, file.get_tensor(name)
+
+    def layout(self, config: TextConfig) -> Layout:
+        """How the checkpoint holds the parameters. Raises CheckpointError as `load` does, and reads no tensor."""
+        layout = checkpoint_layout(config, self.names)
+        self._check(layout.sources, config)
+        return layout
+
     def load(self, config: TextConfig, *, device: torch.device, dtype: torch.dtype) -> dict[str, kernels.Weight]:
-        """All parameters under canonical names. Raises CheckpointError that lists every tensor which is missing, unexpected or misshapen."""
-        shapes = parameter_shapes(config)
-        sources = _sources(config, shapes, self.names)
-        self._check(sources, config)
-        parameters = {name: torch.empty(shape, dtype=parameter_dtype(name, dtype), device=device) for name, shape in shapes.items()}
-        for name, source in sources.items():
+        """All parameters under canonical names; those in 8 bits lie as `weight_regions.empty_weight` says.
+
+        Raises CheckpointError that lists every tensor which is missing, unexpected, misshapen or in the wrong format."""
+        layout = self.layout(config)
+        parameters: dict[str, kernels.Weight] = {}
+        for name, shape in layout.shapes.items():
+            if name in layout.block_rows:
+                parameters[name] = empty_weight(shape, device=device, dtype=dtype, block_rows=layout.block_rows[name])
+            else:
+                parameters[name] = torch.empty(shape, dtype=parameter_dtype(name, dtype), device=device)
+        for name, source in layout.sources.items():
             tensor = self.tensor(name)
             for target in source.targets:
-                part = tensor if target.pick is None else target.pick(tensor)
-                parameters[target.parameter][target.index].copy_(part)
-        return dict(parameters)
+                part: kernels.Weight = tensor if target.pick is None else target.pick(tensor)
+                if source.scaled:
+                    part = kernels.BlockScaled(values=tensor, scales=self.tensor(scale_name(name)).float())
+                fill(parameters[target.parameter], target.region, part)
+        return parameters
 
-    def _check(self, sources: Mapping[str, _Source], config: TextConfig) -> None:
-        wanted, present = set(sources), self.names
-        missing, unexpected = wanted - present, present - wanted
+    def _check(self, sources: Mapping[str, Source], config: TextConfig) -> None:
+        self._check_formats(sources, config)
+        shapes = {name: source.shape for name, source in sources.items()}
+        scale_shapes = {scale_name(name): source.scale_shape for name, source in sources.items() if source.scaled}
+        wanted, present = shapes | scale_shapes, self.names
+        missing, unexpected = wanted.keys() - present, present - wanted.keys()
         if missing or unexpected:
             hints = ""
             if "lm_head.weight" in unexpected:
@@ -153,20 +160,44 @@ class Checkpoint:
             if any(name.startswith("mtp.") for name in missing) and not self.has_mtp:
                 hints += " (the config promises an MTP head; set mtp_num_hidden_layers to 0 to run without it)"
             raise CheckpointError(f"{self._directory}:{_names(' missing tensors', missing)}{_names(' unexpected tensors', unexpected)}{hints}")
-        misshapen = {name: self.shape(name) for name, source in sources.items() if self.shape(name) != source.shape}
+        misshapen = [
+            f"{name} has shape {list(self.shape(name))}, expected {list(shape)}"
+            for name, shape in sorted(wanted.items())
+            if self.shape(name) != shape
+        ]
         if misshapen:
-            lines = [f"{name} has shape {list(got)}, expected {list(sources[name].shape)}" for name, got in sorted(misshapen.items())]
-            raise CheckpointError(f"{self._directory}: {'; '.join(_shortened(lines))}")
-        alien = [f"{name} ({self.dtype(name)})" for name in sorted(wanted) if self.dtype(name) not in _FLOAT_DTYPES]
+            raise CheckpointError(f"{self._directory}: {'; '.join(_shortened(misshapen))}")
+        self._refuse_dtypes("tensors must be F32, F16 or BF16", (n for n, s in sources.items() if not s.scaled), _FLOAT_DTYPES)
+        self._refuse_dtypes("multipliers must be F32 or BF16", scale_shapes, _SCALE_DTYPES)
+
+    def _check_formats(self, sources: Mapping[str, Source], config: TextConfig) -> None:
+        """A tensor is in 8 bits where the config says so, and nowhere else: read in the other form it would be noise."""
+        present = self.names & sources.keys()
+        in_8_bits = {name for name in present if self.dtype(name) == _FP8_DTYPE}
+        surplus = {name for name in in_8_bits if not sources[name].scaled}
+        lacking = {name for name in present - in_8_bits if sources[name].scaled}
+        if surplus and config.quantization is None:
+            raise CheckpointError(f"{self._directory}: config.json has no quantization_config{_names(', but these are in 8 bits', surplus)}")
+        never = {name for name in surplus if not is_convertible(name)}
+        complaints = [
+            _names("must not be in 8 bits", never),
+            _names("in 8 bits although quantization_config excludes them", surplus - never),
+            _names("neither in 8 bits nor excluded by quantization_config", lacking),
+        ]
+        if surplus or lacking:
+            raise CheckpointError(f"{self._directory}: {'; '.join(filter(None, complaints))}")
+
+    def _refuse_dtypes(self, rule: str, names: Iterable[str], allowed: tuple[str, ...]) -> None:
+        alien = [f"{name} ({self.dtype(name)})" for name in sorted(names) if self.dtype(name) not in allowed]
         if alien:
-            raise CheckpointError(f"{self._directory}: tensors must be F32, F16 or BF16: {', '.join(_shortened(alien))}")
+            raise CheckpointError(f"{self._directory}: {rule}: {', '.join(_shortened(alien))}")
 
 
 def _files(directory: Path) -> Iterable[tuple[Path, set[str] | None]]:
     """(safetensors file, the names that the index lists for it), for a sharded or a single-file checkpoint."""
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory")
-    index_path, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    index_path, single = directory / INDEX_FILE, directory / SINGLE_FILE
     if index_path.is_file():
         weight_map = read_json(index_path).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -183,70 +214,10 @@ def _files(directory: Path) -> Iterable[tuple[Path, set[str] | None]]:
         return [(directory / file_name, names) for file_name, names in listed.items()]
     if single.is_file():
         return [(single, None)]
-    pickles = sorted(path.name for path in directory.iterdir() if path.suffix in _PICKLE_SUFFIXES)
+    pickles = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLE_SUFFIXES)
     if pickles:
         raise CheckpointError(f"{directory}: pickle files are refused, only safetensors is loaded: {', '.join(_shortened(pickles))}")
-    raise CheckpointError(f"{directory}: holds neither model.safetensors nor model.safetensors.index.json")
-
-
-def _sources(config: TextConfig, shapes: Shapes, present: set[str]) -> dict[str, _Source]:
-    """The tensors that the checkpoint must hold, given how it lays out its experts (decided for the trunk and for mtp separately)."""
-    split_roots = {name.split(".")[0] for name in present if _PER_EXPERT.search(name)}
-    sources: dict[str, _Source] = {}
-    for name, shape in shapes.items():
-        if ".mlp.experts." in name and name.split(".")[0] in split_roots:
-            sources |= _per_expert(name, shape)
-        elif config.packed_projections and ".linear_attn.in_proj_" in name:
-            if name.endswith("in_proj_qkv.weight"):
-                sources |= _packed(config, name.removesuffix("in_proj_qkv.weight"))
-        else:
-            sources[name] = _Source(shape, (_Target(name),))
-    return sources
-
-
-def _per_expert(name: str, shape: tuple[int, ...]) -> dict[str, _Source]:
-    prefix, kind = name.rsplit(".", 1)
-    num_experts, rows, columns = shape
-    if kind == "down_proj":
-        return {f"{prefix}.{e}.down_proj.weight": _Source((rows, columns), (_Target(name, (e,)),)) for e in range(num_experts)}
-    width = rows // 2
-    sources = {}
-    for e in range(num_experts):
-        sources[f"{prefix}.{e}.gate_proj.weight"] = _Source((width, columns), (_Target(name, (e, slice(0, width))),))
-        sources[f"{prefix}.{e}.up_proj.weight"] = _Source((width, columns), (_Target(name, (e, slice(width, rows))),))
-    return sources
-
-
-def _packed(config: TextConfig, prefix: str) -> dict[str, _Source]:
-    """Qwen3-Next's rows go key head by key head: q, k, then that head's share of v and z (of b and a in the other tensor)."""
-    key_heads, key_dim = config.num_key_heads, config.key_dim
-    share = config.num_value_heads // key_heads
-    values = share * config.value_dim
-    qkvz_sizes, ba_sizes = [key_dim, key_dim, values, values], [share, share]
-
-    def part(sizes: list[int], which: tuple[int, ...]) -> Pick:
-        def pick(packed: Tensor) -> Tensor:
-            parts = torch.split(torch.unflatten(packed, 0, (key_heads, sum(sizes))), sizes, 1)
-            return torch.cat([parts[i].flatten(0, 1) for i in which])
-
-        return pick
-
-    return {
-        f"{prefix}in_proj_qkvz.weight": _Source(
-            (key_heads * sum(qkvz_sizes), config.hidden_size),
-            (
-                _Target(f"{prefix}in_proj_qkv.weight", (), part(qkvz_sizes, (0, 1, 2))),
-                _Target(f"{prefix}in_proj_z.weight", (), part(qkvz_sizes, (3,))),
-            ),
-        ),
-        f"{prefix}in_proj_ba.weight": _Source(
-            (key_heads * sum(ba_sizes), config.hidden_size),
-            (
-                _Target(f"{prefix}in_proj_b.weight", (), part(ba_sizes, (0,))),
-                _Target(f"{prefix}in_proj_a.weight", (), part(ba_sizes, (1,))),
-            ),
-        ),
-    }
+    raise CheckpointError(f"{directory}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
 
 
 def _names(label: str, names: Iterable[str]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -232,6 +233,62 @@ def _pack_projections(tensors: Tensors, text: dict[str, Any]) -> Tensors:
     return out
 
 
+_PLAIN = re.compile(r"embed_tokens|lm_head|norm|conv1d|A_log|dt_bias|in_proj_(a|b|ba|qkvz)\b|mlp\.gate\.|shared_expert_gate|mtp\.fc|visual")
+_ALIASES = ("layers.0.mlp.gate", "layers.0.mlp.shared_expert_gate", "layers.0.linear_attn.in_proj_ba", "visual.deepstack_merger_list.0")
+"""Modules that published lists of exclusions name although no checkpoint has them (dense ones list a router)."""
+
+
+def _to_fp8(weight: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """8-bit values and multipliers of a matrix or a stack of matrices, block by block."""
+    *stack, rows, columns = weight.shape
+    values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    scales = torch.empty((*stack, math.ceil(rows / 128), math.ceil(columns / 128)), dtype=scale_dtype)
+    for i in range(scales.shape[-2]):
+        for j in range(scales.shape[-1]):
+            block = weight[..., 128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)].float()
+            scale = (block.abs().amax((-2, -1)) / 448).to(scale_dtype)
+            scales[..., i, j] = scale
+            values[..., 128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)] = (block / scale.float()[..., None, None]).clamp(-448, 448)
+    return values, scales
+
+
+def _from_fp8(values: Tensor, scales: Tensor) -> Tensor:
+    weight = values.float()
+    for i in range(scales.shape[-2]):
+        for j in range(scales.shape[-1]):
+            weight[..., 128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)] *= scales[..., i, j, None, None].float()
+    return weight
+
+
+def _quantized(tensors: Tensors, scale_dtype: torch.dtype, plain: tuple[str, ...], *, expand: bool) -> Tensors:
+    """All but `_PLAIN` tensors and the modules of `plain` in 8 bits; expand: as float32 tensors of the same values."""
+    out: Tensors = {}
+    for name, tensor in tensors.items():
+        if _PLAIN.search(name) or name.removesuffix(".weight") in plain:
+            out[name] = tensor
+            continue
+        values, scales = _to_fp8(tensor, scale_dtype)
+        if expand:
+            out[name] = _from_fp8(values, scales)
+        else:
+            out[name], out[f"{name}_scale_inv"] = values, scales
+    return out
+
+
+def quantization_config(tensors: Tensors, *, wrapper: bool) -> dict[str, Any]:
+    """The official form; the list names every module in full precision by its path, and some that don't exist."""
+    root = "model.language_model." if wrapper else "model."
+    modules = {name.removesuffix(".weight") for name in tensors if name.endswith(".weight") and f"{name}_scale_inv" not in tensors}
+    listed = sorted(modules - {"mtp.fc"} | {root + alias for alias in _ALIASES})
+    return {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": listed,
+    }
+
+
 def write_checkpoint(
     directory: Path,
     family: Family,
@@ -246,6 +303,9 @@ def write_checkpoint(
     control_dtype: torch.dtype | None = None,
     vision: bool = True,
     mtp: bool = True,
+    fp8: Literal["stored", "expanded"] | None = None,
+    scale_dtype: torch.dtype = torch.bfloat16,
+    plain: tuple[str, ...] = (),
     **overrides: Any,
 ) -> Path:
     """Write config.json and safetensors of a tiny model into `directory` (made if missing) and return it.
@@ -253,7 +313,9 @@ def write_checkpoint(
     namespace: "wrapper" (text_config inside, `model.language_model.`) or "flat" (`model.`); Qwen3-Next is always flat.
     experts, mtp_experts: layout of the trunk's and the head's experts; by default the family's published one.
     control_dtype: of A_log and linear_attn.norm; by default `dtype`.
-    The same family, seed and overrides give the same values in every layout.
+    fp8: "stored" in 8 bits with multipliers of `scale_dtype`; "expanded": the values that those stand for, as a checkpoint in full precision.
+    plain: modules in full precision beside those that always are, by the layout's names in the flat namespace.
+    The same family, seed and overrides give the same values in every layout (in 8 bits: where parts of experts are quantised alike).
     """
     wrapper = family != "next" and namespace != "flat"
     text = text_config(family, **overrides)
@@ -270,12 +332,17 @@ def write_checkpoint(
         tensors = _split_experts(tensors, "mtp.")
     if family == "next":
         tensors = _pack_projections(tensors, text)
+    if fp8 is not None:
+        tensors = _quantized(tensors, scale_dtype, plain, expand=fp8 == "expanded")
     if wrapper:
         tensors = {name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name: t for name, t in tensors.items()}
         if vision:
             tensors |= {name: t.to(dtype) for name, t in _vision(text["hidden_size"]).items()}
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config_json(family, text, wrapper=wrapper, tied=tied), indent=1))
+    config = config_json(family, text, wrapper=wrapper, tied=tied)
+    if fp8 == "stored":
+        config["quantization_config"] = quantization_config(tensors, wrapper=wrapper)
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
     write_tensors(directory, tensors, sharded=sharded)
     return directory
 

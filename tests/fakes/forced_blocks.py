@@ -15,13 +15,14 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, linear
 
 from agentspec import kernels
 from agentspec.kernels import PrefillBatch, reference
 from agentspec.models.attention import GatedAttention
 from agentspec.models.hf_config import TextConfig
 from agentspec.models.layers import StateRows, StepInputs
+from agentspec.models.moe import MixtureOfExperts
 from agentspec.models.qwen3_5 import DecoderLayer, MtpHead, Qwen3_5Model
 from agentspec.models.tensors import random_parameters
 from agentspec.types import BLOCK_TOKENS, ZERO_ROW, ModelSpec
@@ -31,24 +32,32 @@ from tests.fakes.prompt_run import Run, batch_of
 STATE_SCALE = 0.05
 """Standard deviation of made-up recurrent states: what they read out is of the size of what a few written tokens do."""
 
+SCORE_GAP = 0.25
+"""Between the scores of chosen and other experts, whose standard deviation is about 1. Rounding a normed input to bfloat16 moves them by some 0.001,
+and rounding themselves by up to 0.008."""
+
 
 def random_twins(config: TextConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> tuple[Qwen3_5Model, Qwen3_5Model]:
-    """(in `dtype` on the device's kernels, the same weights in float32 on reference kernels), both on the device."""
+    """(in `dtype` on the device's kernels, the same weights in float32 on reference kernels), both on the device.
+
+    Block-scaled weights are exact in float32: what they cost beside exact ones is not a rounding of the block's."""
     parameters = random_parameters(config, device=device, dtype=dtype, seed=0)
-    exact = {name: parameter.float() for name, parameter in parameters.items()}
+    exact: dict[str, kernels.Weight] = {name: kernels.dequantize(parameter) for name, parameter in parameters.items()}
     with patch.object(kernels, "backend", lambda _: reference):
         exact_model = Qwen3_5Model(config, spec, exact, dtype=torch.float32)
     return Qwen3_5Model(config, spec, parameters, dtype=dtype), exact_model
 
 
 class ForcedBlocks(ABC):
-    """The same work in both twins, block by block. `errors` has each result's error by name, relative to the largest of the exact values."""
+    """The same work in both twins, block by block. `errors` has each result's largest error by name, relative to the largest of the exact values,
+    `spreads` the root mean square of its errors relative to that of the exact values."""
 
     def __init__(
         self, rounded: Qwen3_5Model, exact: Qwen3_5Model, *, num_tokens: int, num_rows: int, num_pages: int, generator: torch.Generator
     ) -> None:
         """num_rows, num_pages: beside the reserved ones."""
         self.errors: dict[str, float] = {}
+        self.spreads: dict[str, float] = {}
         self._twins = (rounded, exact)
         self._dtype = rounded._dtype
         for model in self._twins:
@@ -91,7 +100,29 @@ class ForcedBlocks(ABC):
         kind = "attention" if isinstance(layers[0].mixer, GatedAttention) else "delta rule"
         x_NH = self._block(f"{name}, {kind}", x_NH, lambda i, x: self._mix(name, i, layers[i], x, first_position))
         self._compare_states(name, layers)
+        x_NH = self._with_scores_apart(layers[1], x_NH)
         return self._block(f"{name}, FFN", x_NH, lambda i, x: layers[i].ffn.add_to(x, layers[i].post_norm))
+
+    def _with_scores_apart(self, layer: DecoderLayer, x_NH: Tensor) -> Tensor:
+        """x, with the router's scores of every token's chosen experts raised by some SCORE_GAP above all others.
+
+        Between two scores that are all but equal rounding chooses, and another expert's output is no rounding. layer: of the exact twin."""
+        if not isinstance(layer.ffn, MixtureOfExperts):
+            return x_NH
+        weights, norm = layer.ffn.weights, layer.post_norm
+        exact_NH = x_NH.to(weights.router_XH.device, torch.float32)
+        scores_NX = self._scores(layer, exact_NH)
+        chosen_NX = torch.zeros_like(scores_NX).scatter_(1, scores_NX.topk(weights.top_k).indices, 1.0)
+        # A score is the product of the normed x and a row of the router: this raises those of the chosen alone.
+        towards_NH = chosen_NX @ torch.linalg.pinv(weights.router_XH).T / (1 + norm.weight)
+        apart_NH = (exact_NH + SCORE_GAP * exact_NH.square().mean(-1, keepdim=True).sqrt() * towards_NH).to(x_NH.device, x_NH.dtype)
+        best_NJ = self._scores(layer, apart_NH.to(exact_NH.device, torch.float32)).topk(weights.top_k + 1).values
+        assert float((best_NJ[:, -2] - best_NJ[:, -1]).min()) > SCORE_GAP / 4
+        return apart_NH
+
+    def _scores(self, layer: DecoderLayer, x_NH: Tensor) -> Tensor:
+        assert isinstance(layer.ffn, MixtureOfExperts)
+        return linear(reference.rms_norm(x_NH, layer.post_norm), layer.ffn.weights.router_XH)
 
     def _compare_states(self, name: str, layers: tuple[DecoderLayer, DecoderLayer]) -> None:
         got, expected = (self._states(i, layer) for i, layer in enumerate(layers))
@@ -106,7 +137,9 @@ class ForcedBlocks(ABC):
         return exact.to(x_NH.device, self._dtype)
 
     def _compare(self, name: str, got: Tensor, exact: Tensor) -> None:
-        self.errors[name] = relative_error(got.to(exact.device), exact)
+        got = got.to(exact.device)
+        self.errors[name] = relative_error(got, exact)
+        self.spreads[name] = float((got - exact).norm() / exact.norm())
 
 
 class ForcedWindows(ForcedBlocks):

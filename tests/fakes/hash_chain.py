@@ -135,8 +135,8 @@ class HashChainModel:
         return self._spec
 
     @property
-    def capturable(self) -> bool:
-        return self._device.type == "cuda"
+    def fp8_drafts(self) -> bool:
+        return False
 
     def allocate(self, *, num_rows: int, num_pages: int) -> None:
         self.rows_R3 = torch.full((num_rows, 3), _POISON, device=self._device)
@@ -229,7 +229,7 @@ class HashChainModel:
     def _sum_pages(self, pages_PS: Tensor, position: Tensor, page_table_BP: Tensor, length_B: Tensor) -> Tensor:
         """Sum of what the pages hold at positions below each length: [B, 1]."""
         # A captured step can't ask how long its slots are: it sums all pages, whatever they hold beyond.
-        num_blocks = page_table_BP.shape[1] if self.capturable else -(-max(length_B.tolist()) // self._block)
+        num_blocks = page_table_BP.shape[1] if self._device.type == "cuda" else -(-max(length_B.tolist()) // self._block)
         if num_blocks == 0:
             return torch.zeros_like(length_B)[:, None]
         values = pages_PS.index_select(0, page_table_BP[:, :num_blocks].flatten()).view(len(length_B), -1)
@@ -264,6 +264,13 @@ class HashChainModel:
         pairs = np.concatenate(([0], hidden[:-1])) * of_token + of_position
         row = np.array([state[-1], hidden[-1], pairs[1:].sum()])
         return ReferenceState(row=row, attention_N=attention, mtp_N=pairs)
+
+    def reference_hidden(self, tokens: Sequence[int]) -> Int64s:
+        """h after each of `tokens`: int64 [N]."""
+        ids = np.array(tokens, dtype=np.int64)
+        in_row, in_page = self._reference.of_position[: len(ids)], self._reference.of_attention[: len(ids)]
+        hidden: Int64s = np.cumsum(self._reference.of_token[ids] * (in_row + in_page))
+        return hidden
 
     def check_row(self, row: int, tokens: Sequence[int], *, context: str = "") -> None:
         """Raise AssertionError unless the row is exactly the state after `tokens`."""

@@ -19,18 +19,24 @@ from tests.fakes.hash_chain import HashChainModel
 class ScriptedModel(HashChainModel):
     """StepModel; every draft of a scripted token is right."""
 
-    def __init__(self, *, num_tokens: int = 265, stop_id: int | None = None, max_context: int = 8192, seed: int = 0) -> None:
+    def __init__(
+        self, *, num_tokens: int = 265, stop_id: int | None = None, max_context: int = 8192, seed: int = 0, stop_chance: float = 0.0
+    ) -> None:
+        """stop_chance: share of contexts, scripts apart, in which `stop_id` is by far the likeliest token."""
         super().__init__(
             seed=seed, num_real_tokens=num_tokens, num_padding_tokens=0, block_tokens=BLOCK_TOKENS, max_context=max_context, draft_accuracy=0.5
         )
         stop_ids = () if stop_id is None else (stop_id,)
         self._spec = dataclasses.replace(self._spec, name="scripted", stop_token_ids=stop_ids)
         self._next: dict[int, int] = {}
+        if stop_id is not None and stop_chance > 0:
+            ends = torch.rand(len(self._table), generator=torch.Generator().manual_seed(seed)) < stop_chance
+            self._table[ends, stop_id] = 40.0
 
     def script(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         """After `prompt` it says `output`."""
-        for count, token in enumerate(output):
-            self._next[int(self.reference_state([*prompt, *output[:count]]).row[1])] = token
+        before = self.reference_hidden([*prompt, *output])[len(prompt) - 1 : -1]
+        self._next.update(zip(before.tolist(), output, strict=True))
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits = super().logits(hidden)

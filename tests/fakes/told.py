@@ -32,7 +32,7 @@ class Told:
         self.stop_id = tokenizer.special_ids[END_OF_TURN]
         self.model = ScriptedModel(num_tokens=tokenizer.vocab_size, stop_id=self.stop_id)
         memory = MemoryPlan(num_rows=100, num_pages=400, max_length=8192)
-        parts = build(self.model, config=EngineConfig(draft_tokens=3, max_running=4), memory=memory, tokenizer=tokenizer, model_dir=directory)
+        parts = build(self.model, config=EngineConfig(draft_tokens=7, max_running=4), memory=memory, tokenizer=tokenizer, model_dir=directory)
         self.engine = AsyncEngine(parts)
         self.app = self.engine.app
 

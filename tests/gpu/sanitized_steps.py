@@ -1,11 +1,12 @@
 """Prompts and decode steps of a small model, for a memory checker to watch: `scripts/sanitize.sh` runs this under compute-sanitizer.
 
-    python -m tests.gpu.sanitized_steps [--eager] [--large-heads]
+    python -m tests.gpu.sanitized_steps [--eager] [--large-heads] [--experts]
 
 A greedy request beside a sampled one with penalties, bias and masks; prompts side by side and in two chunks, the second from a kept state; drafts, a
 checkpoint on the way, a leave and a join. First in float32, where the tokens must be the CPU's, then in bfloat16, whose kernels use other
-instructions; with --large-heads once more in bfloat16 with heads of 128, whose prompts have an attention kernel of their own. As CUDA graphs unless
---eager. Few steps: a checker makes each instruction ten to fifty times as slow.
+instructions; with --large-heads once more in bfloat16 with heads of 128, whose prompts have an attention kernel of their own; with --experts once
+more in both with experts and weights in 8 bits, and in bfloat16 with plain ones, drafts in 8 bits. As CUDA graphs unless --eager. Few steps: a
+checker makes each instruction ten to fifty times as slow.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from agentspec.models.registry import load_model
 from agentspec.runtime.graphs import CudaRecorder
 from agentspec.runtime.plan import StepPlan
 from agentspec.types import SamplingParams
+from tests.fakes.compare import TOLERANCE, relative_error
 from tests.fakes.hash_chain import ReferenceRequest
-from tests.fakes.sequence_driver import poison
+from tests.fakes.sequence_driver import Driver, poison
 from tests.fakes.step_driver import StepDriver
-from tests.properties.real_model import VOCAB, write_agreeing_checkpoint
+from tests.properties.real_model import VOCAB, write_agreeing_checkpoint, write_agreeing_fp8_checkpoint
 
 NUM_DRAFTS = 2
 NUM_STEPS = 6
@@ -50,9 +53,10 @@ def compute_beginning(driver: StepDriver, plan: StepPlan, count: int, *, keep_at
 
 
 @torch.inference_mode()
-def run_steps(checkpoint: Path, device: torch.device, dtype: torch.dtype, *, graphs: bool) -> list[list[int]]:
+def run_steps(checkpoint: Path, device: torch.device, dtype: torch.dtype, *, graphs: bool, fp8_drafts: bool = False) -> list[list[int]]:
     """What every request emitted."""
-    model = load_model(checkpoint, device=device, dtype=dtype)
+    model = load_model(checkpoint, device=device, dtype=dtype, fp8_drafts=fp8_drafts)
+    model.limit_drafts(range(model.spec.num_real_tokens))
     driver = StepDriver(model, max_running=2, max_draft_tokens=NUM_DRAFTS, device=device)
     poison(model)
     if graphs:
@@ -73,23 +77,51 @@ def run_steps(checkpoint: Path, device: torch.device, dtype: torch.dtype, *, gra
     return [running.emitted for running in (sampled, first, second)]
 
 
+def check_steps(checkpoint: Path, device: torch.device, *, graphs: bool) -> list[list[int]]:
+    """What every request emitted in float32, which must be what it does on the CPU."""
+    expected = run_steps(checkpoint, torch.device("cpu"), torch.float32, graphs=False)
+    found = run_steps(checkpoint, device, torch.float32, graphs=graphs)
+    assert found == expected, f"on the device {found}, on the CPU {expected}"
+    return found
+
+
+@torch.inference_mode()
+def check_long_prompt(checkpoint: Path, device: torch.device) -> None:
+    """More tokens than experts take for a decode step's, whose kernels are others."""
+    ids = [(7 * place) % VOCAB for place in range(300)]
+
+    def hiddens(device: torch.device, dtype: torch.dtype) -> Tensor:
+        return Driver(load_model(checkpoint, device=device, dtype=dtype), max_tokens=320).prefill(ids).cpu()
+
+    assert relative_error(hiddens(device, torch.float32), hiddens(torch.device("cpu"), torch.float32)) < TOLERANCE
+    assert hiddens(device, torch.bfloat16).isfinite().all()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.sanitized_steps")
     parser.add_argument("--eager", action="store_true", help="launch kernel by kernel instead of replaying graphs")
     parser.add_argument("--large-heads", action="store_true", help="also a model whose prompts go to the kernel for large heads")
+    parser.add_argument("--experts", action="store_true", help="also models with experts, with weights or drafts in 8 bits")
     arguments = parser.parse_args()
     graphs = not arguments.eager
     torch.set_num_threads(1)
     cuda = torch.device("cuda")
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = write_agreeing_checkpoint(Path(folder), num_hidden_layers=2, full_attention_interval=2)
-        expected = run_steps(checkpoint, torch.device("cpu"), torch.float32, graphs=False)
-        found = run_steps(checkpoint, cuda, torch.float32, graphs=graphs)
-        assert found == expected, f"on the device {found}, on the CPU {expected}"
+        found = check_steps(checkpoint, cuda, graphs=graphs)
         num_tokens = sum(map(len, run_steps(checkpoint, cuda, torch.bfloat16, graphs=graphs)))
         if arguments.large_heads:
             large = write_agreeing_checkpoint(Path(folder) / "large", num_hidden_layers=2, full_attention_interval=2, head_dim=128)
             num_tokens += sum(map(len, run_steps(large, cuda, torch.bfloat16, graphs=graphs)))
+        if arguments.experts:
+            shape = {"num_hidden_layers": 2, "full_attention_interval": 2, "num_experts": 16, "num_experts_per_tok": 4}
+            plain = write_agreeing_checkpoint(Path(folder) / "experts", "moe", **shape)
+            quantized = write_agreeing_fp8_checkpoint(Path(folder) / "fp8", "moe", **shape)
+            for model in (plain, quantized):
+                check_long_prompt(model, cuda)
+            found += check_steps(quantized, cuda, graphs=graphs)
+            num_tokens += sum(map(len, run_steps(quantized, cuda, torch.bfloat16, graphs=graphs)))
+            num_tokens += sum(map(len, run_steps(plain, cuda, torch.bfloat16, graphs=graphs, fp8_drafts=True)))
     print(f"{sum(map(len, found))} tokens in float32, as on the CPU; {num_tokens} in bfloat16")
 
 

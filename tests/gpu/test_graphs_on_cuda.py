@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +26,42 @@ from tests.fakes.replayer import Replayer
 from tests.fakes.sequence_driver import poison
 from tests.fakes.step_driver import StepDriver, greedy
 from tests.fakes.twins import run_twins
-from tests.properties.real_model import write_agreeing_checkpoint
+from tests.properties.real_model import write_agreeing_checkpoint, write_agreeing_fp8_checkpoint
 
 pytestmark = pytest.mark.gpu
 SMALL: dict[str, Any] = {"num_hidden_layers": 2, "full_attention_interval": 2}
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_a_replay_leaves_the_bits_of_the_same_step_run_eagerly(dtype: torch.dtype, seed: int, cuda: torch.device, tmp_path: Path) -> None:
-    """Both are filled up to the same batch: how many tokens a kernel gets may decide in which order it adds."""
-    checkpoint = write_agreeing_checkpoint(tmp_path, **SMALL)
+CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
+    "dense": lambda directory: write_agreeing_checkpoint(directory, **SMALL),
+    "experts": lambda directory: write_agreeing_checkpoint(directory, "moe", **SMALL),
+    "experts in FP8": lambda directory: write_agreeing_fp8_checkpoint(directory, "moe", **SMALL),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "seed"),
+    [
+        ("dense", torch.float32, 1),
+        ("dense", torch.float32, 2),
+        ("dense", torch.bfloat16, 1),
+        ("dense", torch.bfloat16, 2),
+        ("experts", torch.float32, 3),
+        ("experts", torch.bfloat16, 4),
+        ("experts in FP8", torch.bfloat16, 5),
+    ],
+    ids=str,
+)
+def test_a_replay_leaves_the_bits_of_the_same_step_run_eagerly(kind: str, dtype: torch.dtype, seed: int, cuda: torch.device, tmp_path: Path) -> None:
+    """Both are filled up to the same batch: how many tokens a kernel gets may decide in which order it adds.
+
+    In 16 bits drafts are made in FP8, as they are by default."""
+    checkpoint = CHECKPOINTS[kind](tmp_path)
 
     def make_model() -> Qwen3_5Model:
-        return load_model(checkpoint, device=cuda, dtype=dtype)
+        model = load_model(checkpoint, device=cuda, dtype=dtype, fp8_drafts=dtype != torch.float32)
+        model.limit_drafts(range(model.spec.num_real_tokens))
+        return model
 
     run_twins(
         make_model,
@@ -107,7 +130,8 @@ def test_graphs_share_the_memory_of_their_logits(cuda: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "graphs", "told"), [("dense", True, "24 (batches of 1, 2, 3;"), ("dense", False, "none: switched off"), ("moe", True, "none: this")]
+    ("family", "graphs", "told"),
+    [("dense", True, "24 (batches of 1, 2, 3;"), ("dense", False, "none: switched off"), ("moe", True, "24 (batches of 1, 2, 3;")],
 )
 def test_the_start_says_what_was_captured(family: Family, graphs: bool, told: str, cuda: torch.device, tmp_path: Path) -> None:
     checkpoint = write_agreeing_checkpoint(tmp_path, family, **SMALL)

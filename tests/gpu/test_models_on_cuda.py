@@ -29,6 +29,8 @@ from tests.models.test_against_oracle import VARIANTS
 
 pytestmark = pytest.mark.gpu
 CPU = torch.device("cpu")
+DENSE = [size for size, config in CONFIGS.items() if config.moe is None and config.quantization is None]
+"""Others have files of their own: test_mixture_on_cuda.py, test_fp8_on_cuda.py."""
 BLOCK_TOLERANCE = 2**-6
 """Of a block in bfloat16: four roundings of half a unit in the last place each, 2^-8, as if they met in the largest value."""
 
@@ -150,7 +152,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("size", CONFIGS)
+@pytest.mark.parametrize("size", DENSE)
 def test_blocks_of_published_shapes_in_bfloat16(size: str, window: str, cuda: torch.device) -> None:
     config = replace(CONFIGS[size], layer_types=("linear_attention", "full_attention"), vocab_size=8192)
     twins = random_twins(config, spec_of(size, config, torch.bfloat16), cuda, torch.bfloat16)

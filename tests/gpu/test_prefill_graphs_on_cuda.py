@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from tests.fakes.chunk_rounds import ChunkRounds
 from tests.fakes.hash_chain import HashChainModel
 from tests.fakes.replayer import Replayer
 from tests.fakes.sequence_driver import poison
-from tests.properties.real_model import write_agreeing_checkpoint
+from tests.properties.real_model import write_agreeing_checkpoint, write_agreeing_fp8_checkpoint
 
 pytestmark = pytest.mark.gpu
 SMALL: dict[str, Any] = {"num_hidden_layers": 2, "full_attention_interval": 2}
@@ -72,15 +73,25 @@ def checkpoint(tmp_path: Path) -> Path:
     return write_agreeing_checkpoint(tmp_path, **SMALL)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("kind", ["hash chain", "float32", "bfloat16"])
-def test_a_replay_leaves_the_bits_of_the_same_chunks_run_eagerly(kind: str, seed: int, cuda: torch.device, checkpoint: Path) -> None:
-    """Both are filled up to the same number of tokens: how many a kernel gets may decide in which order it adds."""
+KINDS: dict[str, tuple[torch.dtype, Callable[[Path], Path]]] = {
+    "float32": (torch.float32, lambda directory: write_agreeing_checkpoint(directory, **SMALL)),
+    "bfloat16": (torch.bfloat16, lambda directory: write_agreeing_checkpoint(directory, **SMALL)),
+    "experts, float32": (torch.float32, lambda directory: write_agreeing_checkpoint(directory, "moe", **SMALL)),
+    "experts, bfloat16": (torch.bfloat16, lambda directory: write_agreeing_checkpoint(directory, "moe", **SMALL)),
+    "experts in FP8, bfloat16": (torch.bfloat16, lambda directory: write_agreeing_fp8_checkpoint(directory, "moe", **SMALL)),
+}
 
-    def make_model() -> HashChainModel | Qwen3_5Model:
-        if kind == "hash chain":
-            return HashChainModel(seed=5, device=cuda)
-        return load_model(checkpoint, device=cuda, dtype=getattr(torch, kind))
+
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [*((kind, seed) for kind in ("hash chain", "float32", "bfloat16") for seed in (1, 2)), *((kind, 3) for kind in KINDS if "experts" in kind)],
+)
+def test_a_replay_leaves_the_bits_of_the_same_chunks_run_eagerly(kind: str, seed: int, cuda: torch.device, tmp_path: Path) -> None:
+    """Both are filled up to the same number of tokens: how many a kernel gets may decide in which order it adds."""
+    make_model: MakeModel = functools.partial(HashChainModel, seed=5, device=cuda)
+    if kind != "hash chain":
+        dtype, write = KINDS[kind]
+        make_model = functools.partial(load_model, write(tmp_path), device=cuda, dtype=dtype, fp8_drafts=dtype != torch.float32)
 
     first, second = (ChunkHouse(make_model(), cuda, seed=seed) for _ in range(2))
     before = second.storage()

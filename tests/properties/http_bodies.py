@@ -5,6 +5,7 @@ Knows the fields of every endpoint, and what clients get wrong; nothing of what 
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Callable
@@ -381,7 +382,12 @@ def nonsense(rng: random.Random, depth: int) -> Any:
         return [nonsense(rng, depth - 1) for _ in range(rng.randrange(4))]
     if kind == 5:
         return {rng.choice(WORDS): nonsense(rng, depth - 1) for _ in range(rng.randrange(4))}
-    return rng.choice(JUNK) if kind % 2 else rng.choice(WORDS)
+    return junk(rng) if kind % 2 else rng.choice(WORDS)
+
+
+def junk(rng: random.Random) -> Any:
+    """A value of its own: what stands in a body may be damaged again, which must not reach the bodies after it."""
+    return copy.deepcopy(rng.choice(JUNK))
 
 
 def damage(rng: random.Random, body: Any) -> None:
@@ -399,7 +405,7 @@ def damage(rng: random.Random, body: Any) -> None:
     if kind == 0:
         del place[key]
     elif kind == 1 and isinstance(place, dict):
-        place[rng.choice([*WORDS, "type", "role", "name", "content", "stream", "suffix", "audio"])] = rng.choice(JUNK)
+        place[rng.choice([*WORDS, "type", "role", "name", "content", "stream", "suffix", "audio"])] = junk(rng)
     elif kind == 2 and isinstance(place, list):
         place += [place[key]] * rng.choice([1, 3, 30])
     elif kind == 3:

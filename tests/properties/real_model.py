@@ -30,6 +30,7 @@ from agentspec.engine import Engine
 from agentspec.kernels import reference
 from agentspec.models.qwen3_5 import Qwen3_5Model
 from agentspec.models.registry import load_model
+from agentspec.quantize_command import quantize
 from agentspec.runtime.memory_plan import MemoryPlan, longest_sequence
 from agentspec.types import BLOCK_TOKENS, Breakpoint, CheckpointKind, FinishReason, SamplingParams
 from agentspec.wire import FinishEvent, Submit, TokensEvent
@@ -61,6 +62,12 @@ def write_agreeing_checkpoint(directory: Path, family: Family = "dense", *, laye
     tensors["mtp.norm.weight"] = tensors[trunk_norm]
     write_tensors(directory, tensors)
     return directory
+
+
+def write_agreeing_fp8_checkpoint(directory: Path, family: Family = "dense", **overrides: Any) -> Path:
+    """`write_agreeing_checkpoint`, quantised."""
+    quantize(write_agreeing_checkpoint(directory / "full", family, **overrides), directory / "fp8")
+    return directory / "fp8"
 
 
 def load(checkpoint: Path, device: torch.device = CPU) -> Qwen3_5Model:

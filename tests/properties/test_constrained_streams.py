@@ -244,7 +244,7 @@ def test_a_planted_bug_is_noticed(bug: Callable[[pytest.MonkeyPatch], None], mon
     bug(monkeypatch)
 
     def run_houses() -> None:
-        for seed in range(500_000, 500_020):
+        for seed in (500_010, *range(500_000, 500_020)):  # the first one shows what is rare
             proof = ConstrainedProof(House.random(seed))
             proof.run(TURNS)
             proof.check_ended()

@@ -1,0 +1,137 @@
+"""How published layouts hold the canonical parameters of `tensors.py`: names, shapes, and which part of a tensor goes where.
+
+Owns fused and per-expert experts, Qwen3-Next's packed projections and where multipliers stand. Opens no file: names come in, names go out.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentspec import kernels
+from agentspec.models.hf_config import TextConfig
+from agentspec.models.quantization import SCALE_SUFFIX
+from agentspec.models.tensors import Shapes, block_scaled_names, parameter_shapes
+from agentspec.models.weight_regions import Region
+
+_PER_EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")
+
+Pick = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a checkpoint tensor, or a part of it, goes."""
+
+    parameter: str
+    region: Region = ()
+    """What it fills of the parameter."""
+    pick: Pick | None = None
+    """Takes the part out of the checkpoint's tensor; None is all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A tensor that the checkpoint must hold."""
+
+    shape: tuple[int, ...]
+    targets: tuple[Target, ...]
+    scaled: bool = False
+    """In 8-bit floats, beside a tensor of multipliers (`scale_name`)."""
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        *stack, num_rows, depth = self.shape
+        return (*stack, -(-num_rows // kernels.SCALE_BLOCK), -(-depth // kernels.SCALE_BLOCK))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one checkpoint holds all parameters."""
+
+    shapes: Shapes
+    """Every parameter, by canonical name."""
+    sources: dict[str, Source]
+    """Every tensor that it must hold, multipliers apart."""
+    block_rows: dict[str, int]
+    """Of each parameter in 8 bits: rows that share a multiplier. Fewer than a checkpoint's where parts are joined that don't fill whole blocks."""
+
+
+def scale_name(name: str) -> str:
+    """The tensor that holds the multipliers of tensor `name`."""
+    return name + SCALE_SUFFIX
+
+
+def checkpoint_layout(config: TextConfig, present: set[str]) -> Layout:
+    """What a checkpoint must hold, given how it lays out its experts (decided for the trunk and for mtp separately).
+
+    present: canonical names of what it does hold. Raises UnsupportedModelError for 8-bit weights that we can't read (`block_scaled_names`)."""
+    split_roots = {name.split(".")[0] for name in present if _PER_EXPERT.search(name)}
+    shapes, scaled_names = parameter_shapes(config), block_scaled_names(config)
+    sources: dict[str, Source] = {}
+    for name, shape in shapes.items():
+        scaled = name in scaled_names
+        if ".mlp.experts." in name and name.split(".")[0] in split_roots:
+            sources |= _per_expert(name, shape, scaled)
+        elif config.packed_projections and ".linear_attn.in_proj_" in name:
+            if name.endswith("in_proj_qkv.weight"):
+                sources |= _packed(config, name.removesuffix("in_proj_qkv.weight"))
+        else:
+            sources[name] = Source(shape, (Target(name),), scaled)
+    block_rows = dict.fromkeys(scaled_names, kernels.SCALE_BLOCK)
+    for source in sources.values():
+        for target in source.targets:
+            if target.parameter in scaled_names:
+                starts = [index.start for index in target.region if isinstance(index, slice)]
+                block_rows[target.parameter] = math.gcd(block_rows[target.parameter], *starts)
+    return Layout(shapes, sources, block_rows)
+
+
+def _per_expert(name: str, shape: tuple[int, ...], scaled: bool) -> dict[str, Source]:
+    prefix, kind = name.rsplit(".", 1)
+    num_experts, rows, columns = shape
+    if kind == "down_proj":
+        return {f"{prefix}.{e}.down_proj.weight": Source((rows, columns), (Target(name, (e,)),), scaled) for e in range(num_experts)}
+    width = rows // 2
+    sources = {}
+    for e in range(num_experts):
+        sources[f"{prefix}.{e}.gate_proj.weight"] = Source((width, columns), (Target(name, (e, slice(0, width))),), scaled)
+        sources[f"{prefix}.{e}.up_proj.weight"] = Source((width, columns), (Target(name, (e, slice(width, rows))),), scaled)
+    return sources
+
+
+def _packed(config: TextConfig, prefix: str) -> dict[str, Source]:
+    """Qwen3-Next's rows go key head by key head: q, k, then that head's share of v and z (of b and a in the other tensor)."""
+    key_heads, key_dim = config.num_key_heads, config.key_dim
+    share = config.num_value_heads // key_heads
+    values = share * config.value_dim
+    qkvz_sizes, ba_sizes = [key_dim, key_dim, values, values], [share, share]
+
+    def part(sizes: list[int], which: tuple[int, ...]) -> Pick:
+        def pick(packed: Tensor) -> Tensor:
+            parts = torch.split(torch.unflatten(packed, 0, (key_heads, sum(sizes))), sizes, 1)
+            return torch.cat([parts[i].flatten(0, 1) for i in which])
+
+        return pick
+
+    return {
+        f"{prefix}in_proj_qkvz.weight": Source(
+            (key_heads * sum(qkvz_sizes), config.hidden_size),
+            (
+                Target(f"{prefix}in_proj_qkv.weight", (), part(qkvz_sizes, (0, 1, 2))),
+                Target(f"{prefix}in_proj_z.weight", (), part(qkvz_sizes, (3,))),
+            ),
+        ),
+        f"{prefix}in_proj_ba.weight": Source(
+            (key_heads * sum(ba_sizes), config.hidden_size),
+            (
+                Target(f"{prefix}in_proj_b.weight", (), part(ba_sizes, (0,))),
+                Target(f"{prefix}in_proj_a.weight", (), part(ba_sizes, (1,))),
+            ),
+        ),
+    }

@@ -1,0 +1,147 @@
+"""Mixtures of experts on a CUDA device: block by block against exact arithmetic, small models against the CPU, and sessions with a cache.
+
+Inputs of an FFN are forced apart at the router, where rounding would otherwise choose between two experts (tests/fakes/forced_blocks.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentspec.kernels import reference
+from agentspec.models.hf_config import MoeConfig
+from agentspec.models.moe import MixtureOfExperts
+from agentspec.text.tokenizer import Tokenizer
+from benchmarks.published import CONFIGS, spec_of
+from tests.fakes.checkpoints import write_checkpoint
+from tests.fakes.compare import TOLERANCE, relative_error
+from tests.fakes.forced_blocks import ForcedBlocks, ForcedPrompts, ForcedWindows, Prompt, random_twins
+from tests.fakes.upcycled import write_upcycled
+from tests.gpu.test_models_on_cuda import check_against_the_cpu
+from tests.properties.cached_sessions import SCENES, WORKLOAD, Stage
+
+pytestmark = pytest.mark.gpu
+BLOCK_TOLERANCE = 2**-6
+"""Of a block in bfloat16, as in test_models_on_cuda.py."""
+LINEAR, FULL = "linear_attention", "full_attention"
+
+MOE = MoeConfig(num_experts=32, top_k=8, intermediate_size=128, shared_intermediate_size=128, normalize_top_k=True)
+PUBLISHED = replace(CONFIGS["35B-A3B"], layer_types=(LINEAR, FULL), vocab_size=8192)
+SMALL = replace(
+    PUBLISHED,
+    hidden_size=256,
+    num_heads=4,
+    head_dim=64,
+    rotary_dim=16,
+    num_key_heads=2,
+    num_value_heads=4,
+    key_dim=64,
+    value_dim=64,
+    moe=MOE,
+    vocab_size=1024,
+)
+SIZES = {
+    "small": SMALL,
+    "a wider shared expert": replace(SMALL, moe=replace(MOE, shared_intermediate_size=192)),
+}
+WINDOWS: dict[str, dict[str, Any]] = {
+    "one token": {"starts": [77], "num_columns": 1},
+    "one user": {"starts": [1000], "num_columns": 4},
+    "five slots": {"starts": [200, 64, 3, 130, 511], "num_columns": 3},
+    "64 slots": {"starts": [*range(10, 330, 5)], "num_columns": 4},
+}
+PROMPTS: dict[str, list[Prompt]] = {
+    "a chunk of a few blocks": [Prompt(start=4096, count=192, resume_at=(4160,))],
+    "several": [Prompt(start=0, count=700, resume_at=(64, 640)), Prompt(start=70, count=1), Prompt(start=1024, count=333)],
+    "long": [Prompt(start=0, count=2048, resume_at=(64,))],
+}
+
+
+def check(work: ForcedBlocks, dtype: torch.dtype, what: str) -> None:
+    errors = work.run()
+    worst = max(errors, key=lambda name: errors[name])
+    print(f"{what}: {worst} {errors[worst]:.1e}")
+    assert any("FFN" in name for name in errors)
+    for name, error in errors.items():
+        assert error < (TOLERANCE if dtype == torch.float32 or name == "logits" else BLOCK_TOLERANCE), f"{what}: {name}: {error}"
+
+
+@pytest.mark.parametrize(("size", "dtype"), [("small", torch.bfloat16), ("small", torch.float32), ("a wider shared expert", torch.bfloat16)], ids=str)
+def test_blocks_of_small_models(size: str, dtype: torch.dtype, cuda: torch.device) -> None:
+    config = SIZES[size]
+    twins = random_twins(config, spec_of(size, config, dtype), cuda, dtype)
+    for name, window in WINDOWS.items():
+        check(ForcedWindows(*twins, **window, seed=1), dtype, f"{size}, {name}")
+    for name, prompts in PROMPTS.items():
+        check(ForcedPrompts(*twins, prompts=prompts, seed=2), dtype, f"{size}, {name}")
+
+
+def test_blocks_of_the_published_width_in_bfloat16(cuda: torch.device) -> None:
+    """One pair of twins for all: making them takes longer than running them."""
+    twins = random_twins(PUBLISHED, spec_of("35B-A3B", PUBLISHED, torch.bfloat16), cuda, torch.bfloat16)
+    for name, window in WINDOWS.items():
+        check(ForcedWindows(*twins, **window, seed=3), torch.bfloat16, f"35B-A3B, {name}")
+    for name, prompts in PROMPTS.items():
+        check(ForcedPrompts(*twins, prompts=prompts, seed=4), torch.bfloat16, f"35B-A3B, {name}")
+
+
+def make_wrong(kind: str, ffn: MixtureOfExperts) -> None:
+    weights = ffn.weights
+    if kind == "weights that don't add up to 1":
+        ffn.weights = replace(weights, normalize=False)
+    elif kind == "one expert less":
+        ffn.weights = replace(weights, top_k=weights.top_k - 1)
+    elif kind == "no gate of the shared expert":
+        ffn.weights = replace(weights, shared_gate_1H=weights.shared_gate_1H * 1e-6)
+    else:
+        assert isinstance(weights.gate_up_X2IH, torch.Tensor)
+        ffn.weights = replace(weights, gate_up_X2IH=weights.gate_up_X2IH.roll(weights.gate_up_X2IH.shape[1] // 2, 1))
+
+
+WRONG = ("weights that don't add up to 1", "one expert less", "no gate of the shared expert", "up before gate")
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_convention_is_no_rounding(kind: str, cuda: torch.device) -> None:
+    rounded, exact = random_twins(SMALL, spec_of("small", SMALL, torch.bfloat16), cuda, torch.bfloat16)
+    ffn = exact._layers[0].ffn
+    assert isinstance(ffn, MixtureOfExperts)
+    make_wrong(kind, ffn)
+    error = ForcedWindows(rounded, exact, starts=[100, 7], num_columns=4, seed=1).run()["layer 0, FFN"]
+    assert error > 2 * BLOCK_TOLERANCE, error
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 32, 128, 256, 257, 1000])
+def test_a_token_alone_is_what_it_is_in_company(num_tokens: int, cuda: torch.device) -> None:
+    """And the kernels give the same bits twice, whatever was in the memory they get."""
+    model, exact = random_twins(SMALL, spec_of("small", SMALL, torch.float32), cuda, torch.float32)
+    layer, exact_layer = model._layers[1], exact._layers[1]
+    generator = torch.Generator(cuda).manual_seed(num_tokens)
+    x_NH = torch.randn(num_tokens, SMALL.hidden_size, generator=generator, device=cuda)
+    with torch.inference_mode():
+        together, again = (layer.ffn.add_to(x_NH.clone(), layer.post_norm) for _ in range(2))
+        alone = torch.cat([layer.ffn.add_to(x_NH[n : n + 1].clone(), layer.post_norm) for n in range(0, num_tokens, 50)])
+        assert isinstance(exact_layer.ffn, MixtureOfExperts)
+        expected = reference.add_experts(x_NH, exact_layer.post_norm, exact_layer.ffn.weights)
+    assert torch.equal(together, again)
+    assert relative_error(alone, together[::50]) < TOLERANCE
+    assert relative_error(together, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("overrides", [{}, {"num_experts": 32, "num_experts_per_tok": 8}, {"num_experts": 5, "num_experts_per_tok": 5}], ids=str)
+def test_small_models_are_those_of_the_cpu(overrides: dict[str, Any], cuda: torch.device, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, "moe", num_hidden_layers=4, **overrides)
+    check_against_the_cpu(checkpoint, cuda)
+
+
+@pytest.mark.parametrize("name", ["roomy", "many prompts at once, long chunks"])
+def test_cached_sessions_of_a_model_with_experts(name: str, cuda: torch.device, tmp_path: Path) -> None:
+    checkpoint = write_upcycled(tmp_path, noise=1e-3)
+    words = Tokenizer.from_directory(checkpoint).encode(WORKLOAD.read_text(encoding="utf-8"))
+    found = Stage(checkpoint, cuda, words=words).play(name, SCENES[name])
+    print(dict(found))
+    assert found["replayed prefills"] > 5

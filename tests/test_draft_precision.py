@@ -1,0 +1,64 @@
+"""Drafts by FP8 weights: the same streams, all but the same acceptance, and a start page that says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentspec import bundled
+from agentspec.assembly import _fp8_drafts
+from agentspec.config import EngineConfig
+from agentspec.errors import ConfigError
+from agentspec.types import SamplingParams
+from tests.fakes.upcycled import write_upcycled
+from tests.test_draft_vocabulary import QUESTIONS, SAMPLINGS, SIZE, ask, tiny_agent
+
+
+@pytest.mark.parametrize(("kind", "sampling"), [("tiny-agent", SAMPLINGS[1]), ("with experts", SAMPLINGS[0])], ids=["tiny-agent", "with experts"])
+def test_streams_are_the_same_and_hardly_fewer_drafts_stand(kind: str, sampling: SamplingParams, tmp_path: Path) -> None:
+    """tests/properties/draft_precision.py measures it on more."""
+    model = str(bundled.DIRECTORY if kind == "tiny-agent" else write_upcycled(tmp_path))
+    exact, rounded = (ask(tiny_agent(model=model, draft_precision=precision), QUESTIONS, [sampling]) for precision in ("checkpoint", "fp8"))
+    print(f"{kind}: {exact.acceptance:.1%} of the drafts by the checkpoint's weights, {rounded.acceptance:.1%} in FP8")
+    assert rounded.streams == exact.streams
+    assert rounded.acceptance > 0.95 * exact.acceptance > 0.3
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "dtype", "expected"),
+    [
+        ({}, "cuda", torch.bfloat16, True),
+        ({}, "cuda", torch.float32, False),
+        ({}, "cpu", torch.bfloat16, False),
+        ({"draft_tokens": 0}, "cuda", torch.bfloat16, False),
+        ({"draft_precision": "checkpoint"}, "cuda", torch.bfloat16, False),
+        ({"draft_precision": "fp8"}, "cpu", torch.float32, True),
+    ],
+    ids=str,
+)
+def test_auto_is_fp8_where_it_halves_what_a_draft_reads(settings: dict[str, Any], device: str, dtype: torch.dtype, expected: bool) -> None:
+    assert _fp8_drafts(EngineConfig(**settings), torch.device(device), dtype) == expected
+
+
+def test_the_start_page_says_it() -> None:
+    everything, some = (tiny_agent(draft_precision="fp8", draft_vocab_size=size) for size in (0, SIZE))
+    assert everything.draft_vocabulary == "all 4,096 tokens (FP8; 4.0 MiB)"
+    assert some.draft_vocabulary == f"64 of 4,096 tokens (the lowest ids; FP8; {SIZE * (256 * 4 + 8) / 2**20:.1f} MiB)"
+    assert not tiny_agent().model.fp8_drafts, "nobody gains by it on a CPU"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"draft_precision": "int4"}, "draft_precision='int4': must be auto, checkpoint or fp8"),
+        ({"draft_precision": "fp8", "draft_tokens": 0}, "draft_precision='fp8': there are no drafts to make"),
+        ({"draft_precision": "checkpoint", "draft_tokens": 0}, "draft_precision='checkpoint': there are no drafts to make"),
+    ],
+    ids=str,
+)
+def test_settings_that_mean_nothing_are_refused_by_name(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        tiny_agent(**settings)
