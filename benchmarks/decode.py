@@ -2,7 +2,9 @@
 
 The engine's own loop on models of published shapes, bfloat16. Synthetic, and said so in what it prints: the weights are random, the context's state
 and keys are random instead of computed, and drafts are accepted at a forced rate. None of that changes what a step does. The floor of a step is
-the bytes that it can't do without (published.StepBytes) over the read bandwidth measured in the same run.
+the bytes that it can't do without (step_bytes.StepBytes) over the read bandwidth measured in the same run; of a mixture those of the experts that
+its steps really chose, which are counted in some of the same steps, run eagerly. With --overlap off on, engines that differ in whether the shared
+expert runs beside the routed ones take turns.
 
 First of all come the checks: no figure without them. Then every case is timed; then the same cases are traced, in engines of their own, since a
 profiler slows down what it sees. A case that doesn't fit or wasn't reached stays in the table, with the reason.
@@ -17,6 +19,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +28,20 @@ from torch.profiler import ProfilerActivity, profile
 
 from agentspec.mtp.draft_vocab import draft_vocab_size
 from benchmarks.bandwidth import measure_bandwidth
+from benchmarks.block_checks import check_blocks, wants_block_checks
 from benchmarks.decode_checks import check_graphs, check_small_model
 from benchmarks.decode_report import Report
 from benchmarks.decode_timing import Result, Steps, floor_of, summary, time_case, trace_case
+from benchmarks.experts_touched import touched_experts
+from benchmarks.overlap import PLACEMENTS, overlapped, read_trace, time_overlap
 from benchmarks.published import CONFIGS, PrefilledModel, make_model
-from benchmarks.running_engine import Case, let_go, missing_bytes
+from benchmarks.running_engine import Case, let_go, missing_bytes, missing_for_weights
 
 CONTEXTS = (2_048, 32_768, 131_072)
 BATCHES = (1, 8, 32)
 DEPTHS = (0, 3)
+DRAFT_PRECISIONS = {"auto": None, "checkpoint": False, "fp8": True}
+"""As published.make_model takes them."""
 
 
 def core_cases() -> list[Case]:
@@ -46,6 +54,9 @@ def core_cases() -> list[Case]:
         cases += [Case(model=model, context=context, batch=1, depth=3) for context in CONTEXTS[1:]]
         if model == "4B":
             cases.append(Case(model=model, context=2_048, batch=32, depth="auto"))
+    for model in ("35B-A3B-FP8", "27B-FP8"):
+        cases += [Case(model=model, context=2_048, batch=batch, depth=depth) for depth in DEPTHS[::-1] for batch in BATCHES]
+        cases.append(Case(model=model, context=CONTEXTS[1], batch=1, depth=3))
     cases.append(Case(model="0.8B", context=2_048, batch=1, depth=3))
     return cases
 
@@ -67,16 +78,33 @@ def chosen_cases(options: argparse.Namespace) -> list[Case]:
     ]
 
 
+class DoesNotFitError(Exception):
+    """The device has too little memory."""
+
+
 class Run:
     """Measures cases one after the other, within a time limit, and keeps the report up to date."""
 
-    def __init__(self, report: Report, device: torch.device, steps: Steps, *, deadline: float, save: Callable[[Report], None]) -> None:
-        """deadline: on time.perf_counter's clock; what has not begun by then is not begun."""
+    def __init__(
+        self,
+        report: Report,
+        device: torch.device,
+        steps: Steps,
+        *,
+        deadline: float,
+        save: Callable[[Report], None],
+        fp8_drafts: bool | None = None,
+        overlaps: Sequence[str] = (),
+    ) -> None:
+        """deadline: on time.perf_counter's clock; what has not begun by then is not begun. fp8_drafts: as in published.make_model.
+        overlaps: choices that are to be compared."""
         self._report = report
         self._device = device
         self._steps = steps
         self._deadline = deadline
         self._save = save
+        self._fp8_drafts = fp8_drafts
+        self._overlaps = overlaps
         self._checked: set[str] = set()
         """Models whose graphs were held against eager steps."""
 
@@ -94,16 +122,40 @@ class Run:
         if result.case.model not in self._checked:
             self._report.checks.append(check_graphs(model, self._device))
             self._checked.add(result.case.model)
-        missing = missing_bytes(result.case, model.spec, self._device, self._steps.total)
-        if missing > 0:
-            result.note = f"does not fit: {missing / 2**30:.1f} GiB more than the device has"
-            return
-        result.timing = time_case(result.case, model, self._device, self._steps)
+        case, config = result.case, CONFIGS[result.case.model]
+        self._require(missing_bytes(case, model.spec, self._device, self._steps.total))
+        result.timing = time_case(case, model, self._device, self._steps)
+        if config.moe is not None and case.depth != "auto":
+            let_go(model)
+            result.experts = touched_experts(case, model, self._device)
         draft_vocab = draft_vocab_size(None, num_real_tokens=model.spec.num_real_tokens)
-        result.floor_bytes = floor_of(result.case, CONFIGS[result.case.model], result.timing, draft_vocab)
+        result.floor_bytes = floor_of(case, config, result.timing, draft_vocab, experts=result.experts, fp8_drafts=model.fp8_drafts)
+        if config.moe is not None and self._overlaps:
+            let_go(model)
+            self._require(missing_bytes(case, model.spec, self._device, self._steps.total, num_engines=len(self._overlaps)))
+            result.overlap = time_overlap(case, model, self._device, self._overlaps)
 
     def _trace(self, result: Result, model: PrefilledModel) -> None:
         result.traced = summary(trace_case(result.case, model, self._device, self._steps))
+        for turns in result.overlap:
+            let_go(model)
+            with overlapped(turns.choice):
+                read_trace(turns, trace_case(result.case, model, self._device, self._steps))
+
+    def _require(self, missing: int) -> None:
+        if missing > 0:
+            raise DoesNotFitError(f"does not fit: {missing / 2**30:.1f} GiB more than the device has")
+
+    def _load(self, name: str) -> PrefilledModel:
+        """With a check of its blocks the first time, where it has such that tiny-agent hasn't. Raises DoesNotFitError."""
+        config = CONFIGS[name]
+        let_go()  # what was there before
+        self._require(missing_for_weights(config, self._device, fp8_drafts=self._fp8_drafts is not False))
+        if wants_block_checks(config) and name not in self._checked:
+            self._report.checks.append(check_blocks(name, config, self._device))
+        model = make_model(name, config, device=self._device, dtype=torch.bfloat16, fp8_drafts=self._fp8_drafts)
+        let_go(model)
+        return model
 
     def _for_each(self, results: list[Result], measure: Callable[[Result, PrefilledModel], None]) -> None:
         """Each result with the model of its case, made once for all that follow one another; prints and saves after each."""
@@ -113,14 +165,15 @@ class Run:
                 if time.perf_counter() > self._deadline:
                     result.note = f"not {'run' if result.timing is None else 'traced'}: the time was up"
                     continue
-                if model is None:
-                    model = make_model(name, CONFIGS[name], device=self._device, dtype=torch.bfloat16)
-                    let_go(model)
                 try:
+                    model = model or self._load(name)
                     measure(result, model)
+                except DoesNotFitError as error:
+                    result.note = str(error)
                 except torch.OutOfMemoryError as error:
                     result.note = f"out of memory: {error}".partition("\n")[0]
-                let_go(model)
+                if model is not None:
+                    let_go(model)
                 self._save(self._report)
                 print(self._report.line(result), flush=True)
             del model
@@ -138,6 +191,8 @@ def arguments() -> argparse.Namespace:
     )
     which.add_argument("--emitted", type=float, default=3.39, help="tokens a step that forced acceptance gives with 3 drafts")
     which.add_argument("--sampled", action="store_true", help="temperature 0.6, top-k 20, top-p 0.95 instead of greedy")
+    which.add_argument("--overlap", nargs="+", choices=list(PLACEMENTS), help="where a shared expert runs; one: in all; several: compared in turns")
+    which.add_argument("--draft-precision", choices=list(DRAFT_PRECISIONS), default="auto", help="as of an engine")
     which.add_argument("--quick", action="store_true", help="4B, one user, 2k context, few steps")
     which.add_argument("--all", action="store_true", help="every model, context, batch and depth")
     parser.add_argument("--steps", type=int, default=100, help="timed steps a case")
@@ -151,6 +206,8 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     options = arguments()
     cases = chosen_cases(options)
+    if options.overlap and all(CONFIGS[case.model].moe is None for case in cases):
+        sys.exit("--overlap: none of these models has experts")
     began = time.perf_counter()
     device = torch.device(options.device)
     cuda = device.type == "cuda"
@@ -171,10 +228,20 @@ def main() -> int:
             options.json.write_text(report.as_json(), encoding="utf-8")
 
     steps = Steps(timed=30 if options.quick else options.steps)
-    run = Run(report, device, steps, deadline=began + options.max_seconds, save=save)
-    run.time_all()
-    if cuda and not options.no_trace:
-        run.trace_all()
+    overlaps = list(dict.fromkeys(options.overlap or ()))
+    run = Run(
+        report,
+        device,
+        steps,
+        deadline=began + options.max_seconds,
+        save=save,
+        fp8_drafts=DRAFT_PRECISIONS[options.draft_precision],
+        overlaps=overlaps if len(overlaps) > 1 else (),
+    )
+    with overlapped(overlaps[0]) if len(overlaps) == 1 else nullcontext():
+        run.time_all()
+        if cuda and not options.no_trace:
+            run.trace_all()
     report.seconds = time.perf_counter() - began
     save(report)
     print(report.markdown())

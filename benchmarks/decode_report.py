@@ -7,11 +7,19 @@ from dataclasses import asdict, dataclass
 
 from benchmarks.bandwidth import Bandwidth
 from benchmarks.decode_timing import Result
+from benchmarks.overlap import layer_table
 
 SYNTHETIC = "Synthetic: random weights of published shapes, random state and keys for the context, drafts accepted at a forced rate."
 HEADER = (
     "| model | context | batch | k | emitted a step: forced (seen) | ms a step | tokens/s | floor, ms | of the floor | kernels a step | GPU idle"
     " (traced) | host, ms a step |"
+)
+EXPERTS_HEADER = (
+    "| model | context | batch | k | experts read of a layer: mean (least, most) | of the MTP layer in a forward | MB a step: routed experts"
+    " | rest of the trunk | head | drafts | state and keys |"
+)
+OVERLAP_HEADER = (
+    "| model | context | batch | k | overlap | ms a step, in turns | saved | turns won | us a step beside routed experts | of that most |"
 )
 
 
@@ -28,7 +36,7 @@ class Report:
     def line(self, result: Result) -> str:
         """A row of the table; a figure that is missing is a dash, and the note says why."""
         case, timing, traced = result.case, result.timing, result.traced
-        head = [f"{case.model}{' sampled' * case.sampled}", f"{case.context:,}", f"{case.batch}", f"{case.depth}"]
+        head = _case_cells(result)
         if timing is None:
             return f"| {' | '.join([*head, result.note or 'not run yet', *['–'] * 7])} |"
         floor = result.floor_ms(self.bandwidth.read)
@@ -57,11 +65,49 @@ class Report:
             HEADER,
             f"|{'---|' * (HEADER.count('|') - 1)}",
             *[self.line(result) for result in self.results],
+            *_table(EXPERTS_HEADER, [row for result in self.results for row in self._experts(result)]),
+            *_table(OVERLAP_HEADER, [row for result in self.results for row in self._overlap(result)]),
+            *self._layers(),
             "",
             "Idle: the part of an untimed-by-the-profiler step in which, by the trace, no kernel runs; in brackets the same of the traced step, which"
             " tracing makes longer.",
         ]
         return "\n".join(lines)
+
+    def _experts(self, result: Result) -> list[str]:
+        """Which experts the floor was counted with, and what of it they are."""
+        touched, parts = result.experts, result.floor_bytes
+        if touched is None or parts is None:
+            return []
+        sizes = (parts.experts, parts.weights, parts.head, parts.mtp + parts.draft_head, parts.state + parts.kv)
+        cells = [str(touched.trunk), "–" if touched.draft is None else str(touched.draft), *[f"{size / 1e6:,.0f}" for size in sizes]]
+        return [f"| {' | '.join([*_case_cells(result), *cells])} |"]
+
+    def _overlap(self, result: Result) -> list[str]:
+        rows = []
+        for turns in result.overlap:
+            cells = [turns.choice, f"{turns.step_ms:.3f}", "–", "–"]
+            if turns is not result.overlap[0]:
+                baseline = result.overlap[0]
+                cells[2:] = [f"{100 * turns.saved(baseline):.1f} %", f"{turns.num_won(baseline)} of {len(turns.turns_ms)}"]
+            traced = ["–", "–"]
+            if turns.layer:
+                most = [f"{name[:40]} {us:.0f}" for name, us in list(turns.beside_us.items())[:3]]
+                traced = [f"{sum(turns.beside_us.values()):.0f}", ", ".join(most)]
+            rows.append(f"| {' | '.join([*_case_cells(result), *cells, *traced])} |")
+        return rows
+
+    def _layers(self) -> list[str]:
+        """Of the first case that was traced with each choice of overlap."""
+        for result in self.results:
+            traced = [turns for turns in result.overlap if turns.layer]
+            if traced:
+                return [
+                    line
+                    for turns in traced
+                    for line in ("", f"{result.case}, overlap {turns.choice}: a layer as the profiler saw it, us.", "", *layer_table(turns.layer))
+                ]
+        return []
 
     def as_json(self) -> str:
         whole = {
@@ -74,3 +120,12 @@ class Report:
             "results": [result.as_dict(self.bandwidth.read) for result in self.results],
         }
         return json.dumps(whole, indent=1)
+
+
+def _case_cells(result: Result) -> list[str]:
+    case = result.case
+    return [f"{case.model}{' sampled' * case.sampled}", f"{case.context:,}", f"{case.batch}", f"{case.depth}"]
+
+
+def _table(header: str, rows: list[str]) -> list[str]:
+    return ["", header, f"|{'---|' * (header.count('|') - 1)}", *rows] if rows else []

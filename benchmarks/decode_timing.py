@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -13,8 +13,11 @@ import torch
 
 from agentspec.models.hf_config import TextConfig
 from benchmarks import trace
-from benchmarks.published import PrefilledModel, StepBytes, step_bytes
+from benchmarks.experts_touched import TouchedExperts
+from benchmarks.overlap import Turns
+from benchmarks.published import PrefilledModel
 from benchmarks.running_engine import Case, RunningEngine
+from benchmarks.step_bytes import StepBytes, step_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +78,10 @@ class Result:
     traced: Traced | None = None
     floor_bytes: StepBytes | None = None
     """None: the depth changes from step to step."""
+    experts: TouchedExperts | None = None
+    """Of a model with experts."""
+    overlap: list[Turns] = field(default_factory=list)
+    """Of each choice that was asked for; the first one is what the others are held against."""
     note: str = ""
 
     def floor_ms(self, read_bandwidth: float) -> float | None:
@@ -174,7 +181,18 @@ def summary(timeline: trace.Timeline) -> Traced:
     return Traced(kernels=timeline.kernels_a_step, busy_ms=timeline.busy_ms, step_ms=timeline.step_ms)
 
 
-def floor_of(case: Case, config: TextConfig, timing: Timing, draft_vocab: int) -> StepBytes | None:
+def floor_of(
+    case: Case, config: TextConfig, timing: Timing, draft_vocab: int, *, experts: TouchedExperts | None = None, fp8_drafts: bool = False
+) -> StepBytes | None:
+    """experts: of a model with a mixture, in steps of this case."""
     if case.depth == "auto":
         return None
-    return step_bytes(config, batch=case.batch, num_drafted=case.depth, context=timing.mean_context, draft_vocab=draft_vocab)
+    return step_bytes(
+        config,
+        batch=case.batch,
+        num_drafted=case.depth,
+        context=timing.mean_context,
+        draft_vocab=draft_vocab,
+        experts=None if experts is None else experts.means,
+        fp8_drafts=fp8_drafts,
+    )

@@ -31,20 +31,20 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from agentspec.types import ModelSpec
-from benchmarks.bandwidth import measure_bandwidth
+from benchmarks.block_checks import check_blocks, wants_block_checks
 from benchmarks.prefill_cases import PaceCase, PromptCase, SessionCase, Shape, run_pace, run_session, time_prompts
 from benchmarks.prefill_checks import check_cached_turns, check_resume_points
 from benchmarks.prefill_engine import NoFigureError, PromptEngine, Room
-from benchmarks.prefill_floor import Rates, measure_matmul
+from benchmarks.prefill_floor import measure_rates
 from benchmarks.prefill_peers import compare_kernels
 from benchmarks.prefill_profile import profile_prompt
 from benchmarks.prefill_report import Entry, Figures, Report
 from benchmarks.published import CONFIGS, PrefilledModel, make_model
-from benchmarks.running_engine import let_go
+from benchmarks.running_engine import let_go, missing_for_weights
 
 Case = PromptCase | SessionCase | PaceCase
 
-MODELS = ("4B", "27B", "9B")
+MODELS = ("4B", "27B", "9B", "35B-A3B-FP8", "27B-FP8")
 PARTS = ("zero", "append", "fresh", "agentic", "pace")
 EXTRA_PARTS = ("profile", "peers")
 
@@ -88,9 +88,15 @@ class Run:
         if time.perf_counter() > self._deadline:
             self._miss(name, cases, "the time was up")
             return
-        check = check_resume_points(name, CONFIGS[name], self._device)
-        print(f"checked: {check}", flush=True)
-        self._report.checks.append(check)
+        config = CONFIGS[name]
+        let_go()  # what was there before
+        missing = missing_for_weights(config, self._device, fp8_drafts=True)
+        if missing > 0:
+            self._miss(name, cases, f"does not fit: {missing / 2**30:.1f} GiB more than the device has")
+            return
+        if wants_block_checks(config):
+            self._check(check_blocks(name, config, self._device))
+        self._check(check_resume_points(name, config, self._device))
         model = load(name, self._device)
         together = [case for case in cases if not isinstance(case, PaceCase)]
         if together:
@@ -101,6 +107,10 @@ class Run:
         for among_streams in cases:
             if isinstance(among_streams, PaceCase):
                 self._measure_all(model, among_streams.room, [among_streams])
+
+    def _check(self, passed: str) -> None:
+        print(f"checked: {passed}", flush=True)
+        self._report.checks.append(passed)
 
     def _measure_all(self, model: PrefilledModel, room: Room, cases: Sequence[Case]) -> None:
         """On an engine of their own, which is gone afterwards."""
@@ -129,7 +139,7 @@ class Run:
     def _figures(self, engine: PromptEngine, case: Case) -> Figures:
         if isinstance(case, PaceCase):
             return run_pace(engine, case)
-        shape = Shape.of(CONFIGS[engine.model.spec.name], engine.model.spec.num_real_tokens)
+        shape = Shape.of(CONFIGS[engine.model.spec.name], engine.model)
         if isinstance(case, SessionCase):
             return run_session(engine, case, shape, self._report.rates)
         return time_prompts(engine, case, shape, self._report.rates, repeats=self._repeats)
@@ -185,12 +195,11 @@ def measure_all(options: argparse.Namespace, work: Mapping[str, Sequence[Case]],
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     checks = [check_cached_turns(options.device)]
     print(f"checked: {checks[0]}", flush=True)
-    matmul, burst = measure_matmul(device)
     report = Report(
         machine=f"{name}, torch {torch.__version__}",
         command=" ".join(["python -m benchmarks.prefill", *sys.argv[1:]]),
         checks=checks,
-        rates=Rates(matmul=matmul, matmul_burst=burst, bandwidth=measure_bandwidth(device)),
+        rates=measure_rates(device),
     )
 
     def save(report: Report) -> None:

@@ -14,10 +14,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from agentspec.models.hf_config import TextConfig
+from agentspec.models.protocol import StepModel
 from agentspec.mtp.draft_vocab import draft_vocab_size
 from agentspec.types import BLOCK_TOKENS, CheckpointKind
 from benchmarks.prefill_engine import NUM_DRAFTS, Answer, NoFigureError, PromptEngine, Room
-from benchmarks.prefill_floor import Operation, Rates, flops_by_kind, operations, seconds_of
+from benchmarks.prefill_floor import Operation, Rates, arithmetic_seconds_of, flops_by_kind, operations, seconds_of
 
 WARM_UPS = 2
 """Prompts of the same size before the first measured one: compilation, and what libraries choose."""
@@ -43,14 +44,16 @@ class Shape:
 
     config: TextConfig
     draft_vocab: int
+    fp8_drafts: bool = False
 
     @classmethod
-    def of(cls, config: TextConfig, num_real_tokens: int) -> Shape:
-        return cls(config=config, draft_vocab=draft_vocab_size(None, num_real_tokens=num_real_tokens))
+    def of(cls, config: TextConfig, model: StepModel) -> Shape:
+        draft_vocab = draft_vocab_size(None, num_real_tokens=model.spec.num_real_tokens)
+        return cls(config=config, draft_vocab=draft_vocab, fp8_drafts=model.fp8_drafts)
 
     def operations(self, count: int, start: int) -> list[Operation]:
         """Of a prompt's new tokens behind a context, up to the first token."""
-        return operations(self.config, count=count, start=start, num_drafts=NUM_DRAFTS, draft_vocab=self.draft_vocab)
+        return operations(self.config, count=count, start=start, num_drafts=NUM_DRAFTS, draft_vocab=self.draft_vocab, fp8_drafts=self.fp8_drafts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +82,8 @@ class PromptFigures:
     seconds: list[float]
     """To the first token, of each measured prompt."""
     flops: dict[str, float]
+    arithmetic_s: float
+    """What the arithmetic alone takes at the measured rates."""
     floor_s: float
 
     @property
@@ -94,11 +99,16 @@ class PromptFigures:
         return sum(self.flops.values()) / self.median_s
 
     @property
+    def of_matmul_rate(self) -> float:
+        """Share of the time that the arithmetic would fill."""
+        return self.arithmetic_s / self.median_s
+
+    @property
     def times_floor(self) -> float:
         return self.median_s / self.floor_s
 
     def as_dict(self) -> dict[str, Any]:
-        names = ("median_s", "tokens_per_second", "flops_per_second", "times_floor")
+        names = ("median_s", "tokens_per_second", "flops_per_second", "of_matmul_rate", "times_floor")
         return asdict(self) | {name: getattr(self, name) for name in names}
 
 
@@ -115,7 +125,8 @@ def time_prompts(engine: PromptEngine, case: PromptCase, shape: Shape, rates: Ra
         if round_number >= WARM_UPS:
             seconds.append(answer.first_token_s)
     ops = shape.operations(case.count, case.context)
-    return PromptFigures(case=case, seconds=seconds, flops=flops_by_kind(ops), floor_s=seconds_of(ops, rates))
+    arithmetic_s = arithmetic_seconds_of(ops, rates)
+    return PromptFigures(case=case, seconds=seconds, flops=flops_by_kind(ops), arithmetic_s=arithmetic_s, floor_s=seconds_of(ops, rates))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,6 +19,7 @@ from agentspec.models.hf_config import TextConfig
 from agentspec.runtime.request import new_request
 from agentspec.types import Breakpoint, CheckpointKind, SamplingParams, tokens
 from agentspec.wire import FinishEvent, Submit, TokensEvent
+from benchmarks.block_checks import relative_error
 from benchmarks.decode_checks import CheckFailedError
 from benchmarks.prefill_cases import Words
 from benchmarks.prefill_engine import PromptEngine, Room
@@ -39,6 +40,10 @@ RESUME_VOCABULARY = 8_192
 TOLERANCE = 2**-4
 """Of logits and states in bfloat16, by their norms. Products of other heights are summed in other orders, and attention over other shares of the keys
 is rounded elsewhere; four layers come to about 2^-6. What comes from a wrong row is off by about 1."""
+COARSE_TOLERANCE = 2**-2
+"""The same where a rounding can go further: it may send a token to another expert, or its value to the next of 8 bits."""
+LEAST_OF_ANOTHER = 2**-1
+"""What another prompt's logits must be off by, for the check to tell one from the other."""
 
 
 def check_cached_turns(device: Device) -> str:
@@ -93,8 +98,9 @@ def all_sessions(parts: Assembly) -> tuple[dict[str, list[int]], int]:
 def check_resume_points(model: str, config: TextConfig, device: torch.device) -> str:
     """The engine on the first layers: at each resume point the state that grew by resuming, from point to point, against that of one whole prefill.
 
-    Returns what was checked, in words. Raises CheckFailedError when they are further apart than TOLERANCE, or when a wrong prefix's state isn't."""
+    Returns what was checked, in words. Raises CheckFailedError when they are too far apart, or when a wrong prefix's state isn't."""
     end = RESUME_POINTS[-1]
+    tolerance = TOLERANCE if config.moe is None and config.quantization is None else COARSE_TOLERANCE
     cut = replace(config, layer_types=config.layer_types[:RESUME_LAYERS], vocab_size=min(RESUME_VOCABULARY, config.vocab_size))
     cut_model = make_model(model, cut, device=device, dtype=torch.bfloat16)
     engine = PromptEngine(cut_model, device, Room(longest=end + 64, others=(len(RESUME_POINTS) + 2) * end))
@@ -106,11 +112,11 @@ def check_resume_points(model: str, config: TextConfig, device: torch.device) ->
         for name, tensor in found.items():
             error = relative_error(tensor, expected[name])
             worst[name] = max(worst.get(name, 0.0), error)
-            if not error <= TOLERANCE:
+            if not error <= tolerance:
                 raise CheckFailedError(f"{model}: {name} after {point} tokens, resumed: off by {error:.1e} from a whole prefill's")
     _ask_up_to(engine, other, end, "other")
     wrong = relative_error(_state_at(engine, other, end, "other")["logits"], expected["logits"])
-    if wrong < 4 * TOLERANCE:
+    if not wrong >= LEAST_OF_ANOTHER:
         raise CheckFailedError(f"{model}: another prompt's logits are only {wrong:.1e} away: the check can't tell one from the other")
     errors = ", ".join(f"{name} {error:.1e}" for name, error in worst.items())
     del engine
@@ -149,9 +155,3 @@ def _state_at(engine: PromptEngine, prompt: list[int], point: int, namespace: st
     pools = engine.model.pools
     logits_V = engine.model.logits(pools.hidden_RH[found.row])[: engine.model.spec.num_real_tokens]
     return {"logits": logits_V, "states": pools.ssm_LRVDK[:, found.row].clone(), "conv rows": pools.conv_LR3C[:, found.row].clone()}
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Not a number where anything isn't."""
-    difference = torch.linalg.vector_norm(found.double() - expected.double())
-    return float(difference / torch.linalg.vector_norm(expected.double()))

@@ -17,8 +17,8 @@ SYNTHETIC = (
 )
 
 PROMPT_HEADER = (
-    "| model | new tokens | cached context | ms to the first token (least, most) | tokens/s | TFLOPS (linear, attention, recurrence: PFLOP) |"
-    " of the matmul rate | floor, ms | times the floor |"
+    "| model | new tokens | cached context | ms to the first token (least, most) | tokens/s"
+    " | TFLOPS (linear and experts, attention, recurrence: PFLOP) | of the matmul rate | floor, ms | times the floor |"
 )
 SESSION_HEADER = "| model | turn | prompt | from the cache | hit | ms to the first token | floor, ms | times the floor | tokens/s after it |"
 PACE_HEADER = (
@@ -64,9 +64,10 @@ class Report:
 
     def markdown(self) -> str:
         rates = self.rates
+        fp8 = "" if rates.matmul_fp8 is None else f"FP8 matmul {rates.matmul_fp8 / 1e12:.4g} TFLOPS sustained, "
         lines = [
             f"`{self.command}` on {self.machine}; {self.seconds:.0f} s. In the same run: bf16 matmul {rates.matmul / 1e12:.4g} TFLOPS sustained"
-            f" ({rates.matmul_burst / 1e12:.4g} after a pause), copy {rates.bandwidth.copy / 1e12:.2f} TB/s,"
+            f" ({rates.matmul_burst / 1e12:.4g} after a pause), {fp8}copy {rates.bandwidth.copy / 1e12:.2f} TB/s,"
             f" read {rates.bandwidth.read / 1e12:.2f} TB/s.",
             SYNTHETIC,
             *[f"Checked first: {check}." for check in self.checks],
@@ -103,7 +104,9 @@ class Report:
         }
 
     def _prompt(self, model: str, figures: PromptFigures) -> str:
-        parts = ", ".join(f"{figures.flops.get(kind, 0.0) / 1e15:.3f}" for kind in ("linear", "attention", "recurrence"))
+        flops = figures.flops
+        sums = (flops.get("linear", 0.0) + flops.get("experts", 0.0), flops.get("attention", 0.0), flops.get("recurrence", 0.0))
+        parts = ", ".join(f"{flop / 1e15:.3f}" for flop in sums)
         cells = [
             model,
             f"{figures.case.count:,}",
@@ -111,7 +114,7 @@ class Report:
             f"{ms(figures.median_s)} ({ms(min(figures.seconds))}, {ms(max(figures.seconds))})",
             f"{figures.tokens_per_second:,.0f}",
             f"{figures.flops_per_second / 1e12:.0f} ({parts})",
-            f"{100 * figures.flops_per_second / self.rates.matmul:.1f} %",
+            f"{100 * figures.of_matmul_rate:.1f} %",
             ms(figures.floor_s),
             f"{figures.times_floor:.2f}",
         ]

@@ -7,11 +7,13 @@ not for figures: the profiler slows a step down, and nothing is checked first.
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.decode_timing import Steps, trace_case
+from benchmarks.overlap import PLACEMENTS, overlapped
 from benchmarks.published import CONFIGS, make_model
 from benchmarks.running_engine import Case, let_go, missing_bytes
 from benchmarks.trace import Timeline, by_name
@@ -61,6 +63,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--k", type=int, default=3)
     parser.add_argument("--sampled", action="store_true", help="temperature 0.6, top-k 20, top-p 0.95 instead of greedy")
+    parser.add_argument("--overlap", choices=list(PLACEMENTS), help="of the shared expert with the routed ones; without: as the engine decides")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--timeline", action="store_true", help="also print the kernels of one step in order")
     options = parser.parse_args()
@@ -74,7 +77,8 @@ def main() -> None:
     missing = missing_bytes(case, model.spec, device, steps.total)
     if missing > 0:
         parser.error(f"{case} does not fit: {missing / 2**30:.1f} GiB more than the device has")
-    timeline = trace_case(case, model, device, steps)
+    with nullcontext() if options.overlap is None else overlapped(options.overlap):
+        timeline = trace_case(case, model, device, steps)
     print(f"{case}\n\n{shares_table(timeline)}\n\n{pointers_line(timeline)}")
     if options.timeline:
         print(f"\n{order_table(timeline)}")

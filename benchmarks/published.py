@@ -1,22 +1,24 @@
-"""Published sizes of Qwen3.5 as configs in code, models of them with made-up weights, and the bytes that one of their steps must move.
+"""Published sizes of Qwen3.5 as configs in code, and models of them with made-up weights.
 
 Knows shapes alone: no checkpoint, no tokenizer, no text.
 """
 
 from __future__ import annotations
 
-import math
+from copy import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from agentspec.kernels import PrefillBatch
+from agentspec.kernels import PrefillBatch, RopeTable
 from agentspec.models.hf_config import TextConfig, parse_text_config
-from agentspec.models.qwen3_5 import Qwen3_5Model
+from agentspec.models.moe import MixtureOfExperts
+from agentspec.models.qwen3_5 import DecoderLayer, Qwen3_5Model
 from agentspec.models.state import page_bytes, row_bytes
-from agentspec.models.tensors import parameter_dtype, parameter_shapes, random_parameters
-from agentspec.types import BLOCK_TOKENS, ZERO_ROW, ModelSpec
+from agentspec.models.tensors import random_parameters
+from agentspec.types import ZERO_ROW, ModelSpec
 
 NUM_REAL_TOKENS = 248_077
 """Ids of the family's tokenizer; the rows of the embedding above them are padding."""
@@ -25,8 +27,21 @@ STATE_SCALE = 0.05
 """Standard deviation of made-up recurrent states: what they read out is of the size of what a few written tokens do."""
 
 
-def _dense(hidden: int, layers: int, heads: tuple[int, int], value_heads: int, ffn: int, *, tied: bool) -> TextConfig:
-    text = {
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Experts:
+    """The FFN of a model with experts."""
+
+    num: int
+    top_k: int
+    width: int
+    """Of every expert, the shared one too."""
+
+
+def _published(
+    hidden: int, layers: int, heads: tuple[int, int], value_heads: int, ffn: int | _Experts, *, tied: bool = False, fp8: bool = False
+) -> TextConfig:
+    """heads: of queries and of keys. ffn: width of a dense one. fp8: as the official checkpoints in 8-bit floats."""
+    text: dict[str, Any] = {
         "vocab_size": 248_320,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
@@ -37,21 +52,50 @@ def _dense(hidden: int, layers: int, heads: tuple[int, int], value_heads: int, f
         "linear_num_value_heads": value_heads,
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
-        "intermediate_size": ffn,
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 262_144,
         "full_attention_interval": 4,
         "mtp_num_hidden_layers": 1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000, "partial_rotary_factor": 0.25},
     }
-    return parse_text_config({"model_type": "qwen3_5", "tie_word_embeddings": tied, "text_config": text})
+    if isinstance(ffn, int):
+        text["intermediate_size"] = ffn
+    else:
+        text |= {"num_experts": ffn.num, "num_experts_per_tok": ffn.top_k}
+        text |= {"moe_intermediate_size": ffn.width, "shared_expert_intermediate_size": ffn.width}
+    whole = {"model_type": "qwen3_5" if isinstance(ffn, int) else "qwen3_5_moe", "tie_word_embeddings": tied, "text_config": text}
+    if fp8:
+        whole["quantization_config"] = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": _kept_in_full(layers),
+        }
+    return parse_text_config(whole)
 
+
+def _kept_in_full(layers: int) -> list[str]:
+    """The exclusion list of the official checkpoints, in their own names. It names modules that a model may not have, too."""
+    modules = ["lm_head", "model.embed_tokens", "model.language_model.embed_tokens", "mtp.fc"]
+    roots = [f"model.language_model.layers.{layer}" for layer in range(layers)]
+    for part in ("linear_attn.conv1d", "linear_attn.in_proj_a", "linear_attn.in_proj_b", "linear_attn.in_proj_ba"):
+        modules += [f"{root}.{part}" for root in roots]
+    for part in ("mlp.gate", "mlp.shared_expert_gate"):
+        modules += [f"{root}.{part}" for root in [*roots, "mtp.layers.0"]]
+    return modules
+
+
+_35B_EXPERTS = _Experts(num=256, top_k=8, width=512)
 
 CONFIGS = {
-    "0.8B": _dense(1024, 24, (8, 2), 16, 3584, tied=True),
-    "4B": _dense(2560, 32, (16, 4), 32, 9216, tied=True),
-    "9B": _dense(4096, 32, (16, 4), 32, 12288, tied=False),
-    "27B": _dense(5120, 64, (24, 4), 48, 17408, tied=False),
+    "0.8B": _published(1024, 24, (8, 2), 16, 3584, tied=True),
+    "4B": _published(2560, 32, (16, 4), 32, 9216, tied=True),
+    "9B": _published(4096, 32, (16, 4), 32, 12288),
+    "27B": _published(5120, 64, (24, 4), 48, 17408),
+    "27B-FP8": _published(5120, 64, (24, 4), 48, 17408, fp8=True),
+    "35B-A3B": _published(2048, 40, (16, 2), 32, _35B_EXPERTS),
+    "35B-A3B-FP8": _published(2048, 40, (16, 2), 32, _35B_EXPERTS, fp8=True),
 }
 
 
@@ -88,6 +132,28 @@ class PrefilledModel(Qwen3_5Model):
         """Let go of the pools."""
         self._pools = None
 
+    def sibling(self) -> PrefilledModel:
+        """The same weights, for a second engine beside the first: with pools, and a draft head, of its own."""
+        twin = copy(self)
+        twin.release()
+        return twin
+
+    @property
+    def layers(self) -> list[DecoderLayer]:
+        """The trunk's."""
+        return self._layers
+
+    @property
+    def rope(self) -> RopeTable:
+        return self._rope
+
+    @property
+    def mixtures(self) -> tuple[list[DecoderLayer], list[DecoderLayer]]:
+        """Layers whose FFN is a mixture of experts: the trunk's, and the MTP layer if it is one."""
+        drafting = [] if self._mtp is None else [self._mtp.layer]
+        trunk, mtp = ([layer for layer in layers if isinstance(layer.ffn, MixtureOfExperts)] for layers in (self._layers, drafting))
+        return trunk, mtp
+
 
 def spec_of(name: str, config: TextConfig, dtype: torch.dtype) -> ModelSpec:
     """No stop ids: made-up weights would say one now and then."""
@@ -103,47 +169,9 @@ def spec_of(name: str, config: TextConfig, dtype: torch.dtype) -> ModelSpec:
     )
 
 
-def make_model(name: str, config: TextConfig, *, device: torch.device, dtype: torch.dtype) -> PrefilledModel:
-    """The model with weights made on the device."""
+def make_model(name: str, config: TextConfig, *, device: torch.device, dtype: torch.dtype, fp8_drafts: bool | None = None) -> PrefilledModel:
+    """The model with weights made on the device. fp8_drafts: None: as an engine decides by itself."""
+    if fp8_drafts is None:
+        fp8_drafts = device.type == "cuda" and dtype != torch.float32
     parameters = random_parameters(config, device=device, dtype=dtype, seed=0)
-    return PrefilledModel(config, spec_of(name, config, dtype), parameters, dtype=dtype)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepBytes:
-    """Bytes that a decode step can't do without, each read once where one pass over it serves the whole batch."""
-
-    weights: int
-    """Layers and final norm of the trunk."""
-    head: int
-    mtp: int
-    """The MTP layer, once for each of the k drafts: each needs the one before."""
-    draft_head: int
-    """The head's rows of the draft vocabulary, likewise."""
-    state: int
-    """One row read and k + 1 written, for each slot."""
-    kv: int
-    """Keys and values of the context, in the trunk's attention layers once and in the MTP layer k times, for each slot."""
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.head + self.mtp + self.draft_head + self.state + self.kv
-
-
-def step_bytes(
-    config: TextConfig, *, batch: int, num_drafted: int, context: float, draft_vocab: int, dtype: torch.dtype = torch.bfloat16
-) -> StepBytes:
-    """context: tokens in each slot's state. draft_vocab: tokens that drafts are chosen from. Dense models; activations are small and left out."""
-    assert config.moe is None, "which experts a step reads is not known from shapes"
-    sizes = {name: math.prod(shape) * parameter_dtype(name, dtype).itemsize for name, shape in parameter_shapes(config).items()}
-    token_bytes = page_bytes(config, dtype) // BLOCK_TOKENS
-    mtp_token_bytes = 2 * config.num_kv_heads * config.head_dim * dtype.itemsize if config.has_mtp else 0
-    head_row = config.hidden_size * dtype.itemsize
-    return StepBytes(
-        weights=sum(size for name, size in sizes.items() if name.startswith(("model.layers.", "model.norm."))),
-        head=config.vocab_size * head_row,
-        mtp=num_drafted * sum(size for name, size in sizes.items() if name.startswith("mtp.")),
-        draft_head=num_drafted * draft_vocab * head_row,
-        state=batch * (num_drafted + 2) * row_bytes(config, dtype),
-        kv=round(batch * context * (token_bytes - mtp_token_bytes + num_drafted * mtp_token_bytes)),
-    )
+    return PrefilledModel(config, spec_of(name, config, dtype), parameters, dtype=dtype, fp8_drafts=fp8_drafts)

@@ -16,6 +16,7 @@ import torch
 
 from agentspec.assembly import build
 from agentspec.config import EngineConfig
+from agentspec.models.hf_config import TextConfig
 from agentspec.mtp.depth_policy import AdaptiveDepth
 from agentspec.runtime.graphs import graph_bytes
 from agentspec.runtime.memory_plan import RESERVED, MemoryPlan
@@ -25,6 +26,7 @@ from agentspec.runtime.scheduler import SESSION_CHECKPOINTS
 from agentspec.types import MAX_DRAFT_TOKENS, ModelSpec, SamplingParams
 from agentspec.wire import Submit, TokensEvent
 from benchmarks.published import PrefilledModel
+from benchmarks.step_bytes import parameter_bytes
 
 MAX_DRAFTS = 3
 """k of the emitted counts that cases are named by, and the most that the adaptive depth may choose."""
@@ -101,14 +103,25 @@ def memory_for(case: Case, spec: ModelSpec, num_steps: int) -> MemoryPlan:
     return MemoryPlan(num_rows=rows, num_pages=pages, max_length=length)
 
 
-def missing_bytes(case: Case, spec: ModelSpec, device: torch.device, num_steps: int) -> int:
-    """Bytes that this case needs beyond those that are free; 0 or less: it fits. The model is loaded, its pools are released."""
+def missing_bytes(case: Case, spec: ModelSpec, device: torch.device, num_steps: int, *, num_engines: int = 1) -> int:
+    """Bytes that this case needs beyond those that are free; 0 or less: it fits. The model is loaded, its pools are released.
+
+    num_engines: at the same time, each with its own pools and graphs."""
     if device.type == "cpu":
         return 0
     free, _ = torch.cuda.mem_get_info(device)
     plan = memory_for(case, spec, num_steps)
     graphs = graph_bytes(vocab_size=spec.vocab_size, max_running=case.batch, max_draft_tokens=case.max_drafts) + prefill_graph_bytes()
-    return plan.num_rows * spec.row_bytes + plan.num_pages * spec.page_bytes + WORKSPACE_BYTES + graphs - free
+    pools = plan.num_rows * spec.row_bytes + plan.num_pages * spec.page_bytes
+    return num_engines * (pools + graphs) + WORKSPACE_BYTES - free
+
+
+def missing_for_weights(config: TextConfig, device: torch.device, *, fp8_drafts: bool) -> int:
+    """Bytes that a bfloat16 model's weights, and next to nothing beside them, need beyond those that are free; 0 or less: they fit."""
+    if device.type == "cpu":
+        return 0
+    free, _ = torch.cuda.mem_get_info(device)
+    return sum(parameter_bytes(config, torch.bfloat16, fp8_drafts=fp8_drafts).values()) + WORKSPACE_BYTES - free
 
 
 class RecordedDepth(AdaptiveDepth):
@@ -170,9 +183,10 @@ class RunningEngine:
             torch.cuda.synchronize(self._device)
 
 
-def let_go(model: PrefilledModel) -> None:
+def let_go(*models: PrefilledModel) -> None:
     """Give memory back between two cases; the caller holds no engine any more."""
-    model.release()
+    for model in models:
+        model.release()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ class Kernel:
     name: str
     start: float
     duration: float
+    stream: int = 0
 
     @property
     def end(self) -> float:
@@ -81,7 +83,10 @@ def timeline(trace: Mapping[str, Any], num_steps: int) -> Timeline:
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get("cat") in ON_THE_GPU]
     if not events:
         raise ValueError("the trace holds no kernel: the profiler saw nothing run on a GPU")
-    kernels = [Kernel(name=event["name"], start=float(event["ts"]), duration=float(event["dur"])) for event in events]
+    kernels = [
+        Kernel(name=event["name"], start=float(event["ts"]), duration=float(event["dur"]), stream=int(event.get("args", {}).get("stream", 0)))
+        for event in events
+    ]
     return Timeline(kernels=sorted(kernels, key=lambda kernel: kernel.start), num_steps=num_steps)
 
 
@@ -94,6 +99,21 @@ def _spans(kernels: Iterable[Kernel]) -> list[tuple[float, float]]:
         else:
             spans.append((kernel.start, kernel.end))
     return spans
+
+
+def beside(timeline: Timeline, is_one: Callable[[str], bool]) -> dict[str, float]:
+    """Microseconds a step in which each other kernel ran while one of those that are asked for by name did, most first."""
+    spans = _spans(kernel for kernel in timeline.kernels if is_one(kernel.name))
+    found: dict[str, float] = {}
+    for kernel in timeline.kernels:
+        if is_one(kernel.name):
+            continue
+        first = bisect_left(spans, kernel.start, key=lambda span: span[1])
+        for start, end in spans[first:]:
+            if start >= kernel.end:
+                break
+            found[kernel.name] = found.get(kernel.name, 0.0) + (min(end, kernel.end) - max(start, kernel.start)) / timeline.num_steps
+    return dict(sorted(((name, us) for name, us in found.items() if us > 0), key=lambda item: -item[1]))
 
 
 @dataclass(slots=True)

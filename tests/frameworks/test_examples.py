@@ -3,42 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from agentspec.config import EngineConfig
 from agentspec.engine import AsyncEngine
-
-pytest.importorskip("openai")
-pytest.importorskip("anthropic")
-pytest.importorskip("agents")
-pytest.importorskip("langgraph")
-pytest.importorskip("pydantic_ai")
-
-from examples import anthropic_messages, langgraph_agent, openai_agents, openai_chat, openai_responses, orders, pydantic_ai_agent
+from examples import orders
 
 _MODEL = "tiny-agent"
 
-Session = Callable[[AsyncEngine, bool], Awaitable[Any]]
-
-SESSIONS: dict[str, Session] = {
-    "openai chat completions": lambda engine, stream: openai_chat.session(engine.openai_client(), _MODEL, stream=stream),
-    "openai responses": lambda engine, stream: openai_responses.session(engine.openai_client(), _MODEL, stream=stream),
-    "anthropic": lambda engine, stream: anthropic_messages.session(engine.anthropic_client(), _MODEL, stream=stream),
-    "Agents SDK, responses": lambda engine, stream: openai_agents.session(engine.openai_client(), _MODEL, stream=stream),
-    "Agents SDK, chat completions": lambda engine, stream: openai_agents.session(engine.openai_client(), _MODEL, stream=stream, responses=False),
-    "LangGraph": lambda engine, stream: langgraph_agent.session(engine.openai_client(), _MODEL, stream=stream),
-    "Pydantic AI": lambda engine, stream: pydantic_ai_agent.session(engine.openai_client(), _MODEL, stream=stream),
+SESSIONS: dict[str, tuple[str, str, dict[str, bool]]] = {
+    "openai chat completions": ("openai", "openai_chat", {}),
+    "openai responses": ("openai", "openai_responses", {}),
+    "anthropic": ("anthropic", "anthropic_messages", {}),
+    "Agents SDK, responses": ("agents", "openai_agents", {}),
+    "Agents SDK, chat completions": ("agents", "openai_agents", {"responses": False}),
+    "LangGraph": ("langgraph", "langgraph_agent", {}),
+    "Pydantic AI": ("pydantic_ai", "pydantic_ai_agent", {}),
 }
+"""The package, the example, and what its session is told. A test imports its own: together they take seconds, in every process that collects."""
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("name", SESSIONS)
 def test_a_session_calls_its_tools(name: str, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    package, module, settings = SESSIONS[name]
+    pytest.importorskip(package)
+    example = importlib.import_module(f"examples.{module}")
     called: list[tuple[str, str]] = []
 
     def recorded(function: Callable[[str], str]) -> Callable[[str], str]:
@@ -55,7 +51,8 @@ def test_a_session_calls_its_tools(name: str, stream: bool, monkeypatch: pytest.
 
     async def run() -> tuple[Any, dict[str, Any]]:
         async with AsyncEngine(EngineConfig(device="cpu")) as engine:
-            return await SESSIONS[name](engine, stream), await engine.stats()
+            client = engine.anthropic_client() if package == "anthropic" else engine.openai_client()
+            return await example.session(client, _MODEL, stream=stream, **settings), await engine.stats()
 
     result, stats = asyncio.run(run())
     assert called == [("orders_get", "O-4071"), ("orders_cancel", "O-4071")]

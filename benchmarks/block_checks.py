@@ -1,0 +1,144 @@
+"""What must hold before a figure of a model with experts or 8-bit weights counts: its blocks, at their published widths, are what the reference says.
+
+One recurrent and one attention layer on the device's kernels against the same weights in float32 on the CPU. Inputs are forced: every block gets
+inputs of its own, so that no error is handed on. Compared is what a block adds to its input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from agentspec import kernels
+from agentspec.kernels import reference
+from agentspec.models.attention import GatedAttention
+from agentspec.models.hf_config import LayerType, TextConfig
+from agentspec.models.layers import StateRows, StepInputs
+from agentspec.models.moe import MixtureOfExperts
+from agentspec.models.qwen3_5 import DecoderLayer
+from agentspec.models.tensors import random_parameters
+from agentspec.types import BLOCK_TOKENS
+from benchmarks.decode_checks import CheckFailedError
+from benchmarks.published import PrefilledModel, spec_of
+
+CPU = torch.device("cpu")
+LAYERS: tuple[LayerType, ...] = ("linear_attention", "full_attention")
+VOCABULARY = 1_024
+
+STARTS = (70, 5)
+"""Positions at which the windows of the mixers begin, one a slot."""
+NUM_COLUMNS = 4
+FFN_TOKENS = (4, 32, 128, 300)
+"""From a decode window to a prompt: each is computed in another way."""
+EXACT_WEIGHT_TOKENS = 64
+"""Up to so many tokens, products with 8-bit weights leave their inputs as they are; above, they may round them to 8 bits too."""
+
+INPUT_SCALE = 1 / 8
+"""Of made-up inputs, so that what a block adds isn't small against them."""
+ROUTER_MARGIN = 0.02
+"""Between the scores of a token's last expert and of the best one that it doesn't visit: some times what rounding moves them by."""
+
+TOLERANCE = 2**-6
+"""Of what a block adds, by norms. A result in bfloat16 and the roundings on its way come to 2^-8 to 2^-7."""
+ROUNDED_INPUTS_TOLERANCE = 2**-4
+"""The same where inputs are rounded to 3 bits of mantissa: 2^-4 of a value at most, 2^-5.3 on average, in both products of an FFN."""
+
+
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """One of the two models, with what its windows read and write."""
+
+    model: PrefilledModel
+    inputs: StepInputs
+    rows: StateRows
+
+    def mix(self, layer: DecoderLayer, x_NH: Tensor) -> Tensor:
+        """x plus the layer's mixer."""
+        pools, mixer, index = self.model.pools, layer.mixer, layer.pool_index
+        if isinstance(mixer, GatedAttention):
+            return mixer.step(x_NH, layer.input_norm, pools.kv_AP2SGD[index], self.inputs)
+        return mixer.step(x_NH, layer.input_norm, pools.ssm_LRVDK[index], pools.conv_LR3C[index], self.rows)
+
+
+def wants_block_checks(config: TextConfig) -> bool:
+    """Whether the small model that everything is checked with has no such blocks."""
+    return config.moe is not None or config.quantization is not None
+
+
+@torch.inference_mode()
+def check_blocks(name: str, config: TextConfig, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str:
+    """Returns what was checked, in words. Raises CheckFailedError that names the first block which is off by more than the tolerance."""
+    ours, exact = twins(name, config, device, dtype)
+    worst: dict[str, float] = {}
+    for layer, exact_layer in zip(ours.model.layers, exact.model.layers, strict=True):
+        for block, found, expected in _results(ours, exact, layer, exact_layer, dtype):
+            num_tokens = len(found)
+            rounds_inputs = config.quantization is not None and num_tokens > EXACT_WEIGHT_TOKENS
+            error, tolerance = relative_error(found, expected), ROUNDED_INPUTS_TOLERANCE if rounds_inputs else TOLERANCE
+            if not error <= tolerance:
+                raise CheckFailedError(f"{name}: {block} of {num_tokens} tokens: off by {error:.1e} from float32 on the CPU, {tolerance:.1e} at most")
+            kind = f"{block} of {num_tokens}"
+            worst[kind] = max(worst.get(kind, 0.0), error)
+    errors = ", ".join(f"{block} {error:.1e}" for block, error in worst.items())
+    return f"{name}, a recurrent and an attention layer, {str(dtype).removeprefix('torch.')}: blocks are as in float32 on the CPU (errors: {errors})"
+
+
+def twins(name: str, config: TextConfig, device: torch.device, dtype: torch.dtype) -> tuple[Twin, Twin]:
+    """(on the device, in float32 on the CPU) with the same weights, states and keys."""
+    cut = replace(config, layer_types=LAYERS, vocab_size=min(VOCABULARY, config.vocab_size), num_mtp_layers=0)
+    parameters = random_parameters(cut, device=device, dtype=dtype, seed=0)
+    exact_parameters: dict[str, kernels.Weight] = {key: kernels.dequantize(parameter).cpu() for key, parameter in parameters.items()}
+    spec = spec_of(name, cut, dtype)
+    models = PrefilledModel(cut, spec, parameters, dtype=dtype), PrefilledModel(cut, spec, exact_parameters, dtype=torch.float32)
+    num_slots, num_pages = len(STARTS), (max(STARTS) + NUM_COLUMNS) // BLOCK_TOKENS + 1
+    rows_BR = torch.arange(num_slots * (NUM_COLUMNS + 1)).view(num_slots, -1) + 2
+    pages_BP = (torch.arange(num_slots * num_pages, dtype=torch.int32) + 1).view(num_slots, -1)
+    found = []
+    for model in models:
+        model.allocate(num_rows=2 + rows_BR.numel(), num_pages=1 + pages_BP.numel())
+        start_B = torch.tensor(STARTS, device=model.device)
+        inputs = StepInputs(start_B=start_B, page_table_BP=pages_BP.to(model.device), rope=model.rope)
+        rows = StateRows(read_row_B=rows_BR[:, 0].to(model.device).contiguous(), write_rows_BT=rows_BR[:, 1:].to(model.device).contiguous())
+        found.append(Twin(model, inputs, rows))
+    for tensor, exact in zip(models[0].pools.tensors(), models[1].pools.tensors(), strict=True):
+        exact.copy_(tensor)
+    return found[0], found[1]
+
+
+def _results(ours: Twin, exact: Twin, layer: DecoderLayer, exact_layer: DecoderLayer, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(block, what it adds on the device, what it adds in float32)."""
+    generator = torch.Generator().manual_seed(layer.pool_index)
+    x_NH = made_up_inputs(len(STARTS) * NUM_COLUMNS, exact_layer, dtype, generator)
+    kind = "attention" if isinstance(layer.mixer, GatedAttention) else "delta rule"
+    device = ours.model.device
+    yield kind, _added(ours.mix(layer, x_NH.to(device, copy=True)), x_NH), _added(exact.mix(exact_layer, x_NH.float()), x_NH)
+    for num_tokens in FFN_TOKENS:
+        x_NH = made_up_inputs(num_tokens, exact_layer, dtype, generator)
+        found_NH = layer.ffn.add_to(x_NH.to(device, copy=True), layer.post_norm)
+        yield "FFN", _added(found_NH, x_NH), _added(exact_layer.ffn.add_to(x_NH.float(), exact_layer.post_norm), x_NH)
+
+
+def _added(result_NH: Tensor, x_NH: Tensor) -> Tensor:
+    return result_NH.cpu().double() - x_NH.double()
+
+
+def made_up_inputs(num_tokens: int, exact_layer: DecoderLayer, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """[num_tokens, H] on the CPU: inputs of which rounding changes no expert."""
+    hidden = exact_layer.post_norm.weight.shape[0]
+    x_NH = (torch.randn(4 * num_tokens, hidden, generator=generator) * INPUT_SCALE).to(dtype)
+    if isinstance(exact_layer.ffn, MixtureOfExperts):
+        weights = exact_layer.ffn.weights
+        scores_NX = reference.linear(reference.rms_norm(x_NH.float(), exact_layer.post_norm), kernels.dequantize(weights.router_XH))
+        best_NJ = scores_NX.topk(min(weights.top_k + 1, scores_NX.shape[1]), -1).values
+        x_NH = x_NH[best_NJ[:, -2] - best_NJ[:, -1] > ROUTER_MARGIN]
+        assert len(x_NH) >= num_tokens, f"{len(x_NH)} of {4 * num_tokens} tokens choose clearly"
+    return x_NH[:num_tokens]
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """By norms. Not a number where anything isn't."""
+    difference = torch.linalg.vector_norm(found.double() - expected.double())
+    return float(difference / torch.linalg.vector_norm(expected.double()))

@@ -1,0 +1,104 @@
+"""How many different experts the layers of a mixture read in decode steps: measured on the engine's own steps, not assumed.
+
+The steps run eagerly, for a replayed graph passes by no Python; the windows, the drafts and so the experts are those of the timed engine, whose
+prompts and seeds they share. What a layer's tokens choose is computed once more beside it, by the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentspec import kernels
+from agentspec.kernels import reference
+from agentspec.models.moe import MixtureOfExperts
+from agentspec.models.qwen3_5 import DecoderLayer
+from benchmarks.published import PrefilledModel
+from benchmarks.running_engine import Case, RunningEngine
+from benchmarks.step_bytes import Experts
+
+WARM_UP_STEPS = 4
+"""Behind the step that every slot enters with."""
+NUM_STEPS = 24
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """Of counts of different experts."""
+
+    mean: float
+    least: int
+    most: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.1f} ({self.least} to {self.most})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TouchedExperts:
+    trunk: Spread
+    """Of each layer of the trunk in each step."""
+    draft: Spread | None
+    """Of the MTP layer in each of its forwards; None: there were none."""
+
+    @property
+    def means(self) -> Experts:
+        return Experts(trunk=self.trunk.mean, draft=0.0 if self.draft is None else self.draft.mean)
+
+
+class CountingMixture(MixtureOfExperts):
+    """The same mixture, which also counts the different experts that the tokens of each call chose."""
+
+    def __init__(self, mixture: MixtureOfExperts) -> None:
+        self._ops, self.weights = mixture._ops, mixture.weights
+        self.counts: list[Tensor] = []
+        """int64 scalars on the device: nothing waits for them."""
+
+    def add_to(self, x_NH: Tensor, norm: kernels.Norm) -> Tensor:
+        self.counts.append(count_chosen(x_NH, norm, self.weights))
+        return super().add_to(x_NH, norm)
+
+
+def count_chosen(x_NH: Tensor, norm: kernels.Norm, weights: kernels.MixtureWeights) -> Tensor:
+    """Different experts that these tokens visit: an int64 scalar."""
+    scores_NX = reference.linear(reference.rms_norm(x_NH, norm), weights.router_XH)
+    _, expert_ids_NJ = kernels.route_top_k(scores_NX, weights.top_k, weights.normalize)
+    is_chosen_X = torch.zeros(scores_NX.shape[1], dtype=torch.int64, device=x_NH.device)
+    return is_chosen_X.index_fill_(0, expert_ids_NJ.flatten(), 1).sum()
+
+
+@contextmanager
+def counting(layers: Sequence[DecoderLayer]) -> Iterator[list[CountingMixture]]:
+    """Inside it these layers' mixtures count."""
+    mixtures = [layer.ffn for layer in layers]
+    counters = [CountingMixture(mixture) for mixture in mixtures if isinstance(mixture, MixtureOfExperts)]
+    assert len(counters) == len(layers), "a layer without a mixture has no experts to count"
+    for layer, counter in zip(layers, counters, strict=True):
+        layer.ffn = counter
+    try:
+        yield counters
+    finally:
+        for layer, mixture in zip(layers, mixtures, strict=True):
+            layer.ffn = mixture
+
+
+def touched_experts(case: Case, model: PrefilledModel, device: torch.device, *, num_steps: int = NUM_STEPS) -> TouchedExperts:
+    """Of a case's first steps. The model has a mixture in every layer; its pools are released."""
+    engine = RunningEngine(case, model, device, num_steps=WARM_UP_STEPS + num_steps + 1, graphs=False)
+    for _ in range(WARM_UP_STEPS):
+        engine.step()
+    trunk, mtp = model.mixtures
+    with counting(trunk) as of_trunk, counting(mtp) as of_mtp:
+        for _ in range(num_steps):
+            engine.step()
+    in_trunk, in_drafts = ([int(count) for counter in counters for count in counter.counts] for counters in (of_trunk, of_mtp))
+    assert len(in_trunk) == num_steps * len(trunk), f"{len(in_trunk)} calls of {len(trunk)} layers in {num_steps} steps"
+    return TouchedExperts(trunk=spread(in_trunk), draft=spread(in_drafts) if in_drafts else None)
+
+
+def spread(counts: Sequence[int]) -> Spread:
+    return Spread(mean=sum(counts) / len(counts), least=min(counts), most=max(counts))

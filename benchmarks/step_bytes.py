@@ -1,0 +1,122 @@
+"""The bytes that a decode step of a model must move, counted from its shapes and the formats of its weights.
+
+Which experts a step reads is no matter of shapes: how many they were is measured (benchmarks/experts_touched.py) and comes in as a number.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from agentspec.kernels import SCALE_BLOCK
+from agentspec.models.hf_config import TextConfig
+from agentspec.models.quantization import is_convertible
+from agentspec.models.state import page_bytes, row_bytes
+from agentspec.models.tensors import block_scaled_names, parameter_dtype, parameter_shapes
+from agentspec.types import BLOCK_TOKENS
+
+ROUTED = ".mlp.experts."
+"""In the names of parameters that are stacks over all experts of a layer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experts:
+    """How many different experts a model with a mixture reads, on average."""
+
+    trunk: float
+    """In one layer of the trunk, in a step."""
+    draft: float
+    """In the MTP layer, in one of its forwards."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepBytes:
+    """Bytes that a decode step can't do without, each read once where one pass over it serves the whole batch."""
+
+    weights: int
+    """Layers and final norm of the trunk, without routed experts."""
+    experts: int
+    """Routed experts of the trunk that some token of the step chose."""
+    head: int
+    mtp: int
+    """The MTP layer, once for each of the k drafts: each needs the one before. Of its routed experts those that were chosen."""
+    draft_head: int
+    """The head's rows of the draft vocabulary, likewise."""
+    state: int
+    """One row read and k + 1 written, for each slot."""
+    kv: int
+    """Keys and values of the context, in the trunk's attention layers once and in the MTP layer k times, for each slot."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.experts + self.head + self.mtp + self.draft_head + self.state + self.kv
+
+
+def step_bytes(
+    config: TextConfig,
+    *,
+    batch: int,
+    num_drafted: int,
+    context: float,
+    draft_vocab: int,
+    experts: Experts | None = None,
+    fp8_drafts: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> StepBytes:
+    """Activations are small and left out.
+
+    Args:
+        context: tokens in each slot's state.
+        draft_vocab: tokens that drafts are chosen from.
+        experts: of a model with a mixture, and of no other.
+        fp8_drafts: the MTP layer and the draft head are in 8 bits, whatever the checkpoint has.
+    """
+    assert (experts is None) == (config.moe is None), "a mixture's bytes follow from the experts that were chosen"
+    sizes = parameter_bytes(config, dtype, fp8_drafts=fp8_drafts)
+    trunk = {name: size for name, size in sizes.items() if name.startswith(("model.layers.", "model.norm."))}
+    mtp = {name: size for name, size in sizes.items() if name.startswith("mtp.")}
+    weights, draft = (sum(size for name, size in part.items() if ROUTED not in name) for part in (trunk, mtp))
+    chosen = 0.0
+    if config.moe is not None and experts is not None:
+        chosen = routed_bytes(trunk) * experts.trunk / config.moe.num_experts
+        draft += round(routed_bytes(mtp) * experts.draft / config.moe.num_experts)
+    token_bytes = page_bytes(config, dtype) // BLOCK_TOKENS
+    mtp_token_bytes = 2 * config.num_kv_heads * config.head_dim * dtype.itemsize if config.has_mtp else 0
+    head_row = config.hidden_size * dtype.itemsize
+    return StepBytes(
+        weights=weights,
+        experts=round(chosen),
+        head=config.vocab_size * head_row,
+        mtp=num_drafted * draft,
+        draft_head=num_drafted * weight_bytes((draft_vocab, config.hidden_size), dtype, fp8=fp8_drafts),
+        state=batch * (num_drafted + 2) * row_bytes(config, dtype),
+        kv=round(batch * context * (token_bytes - mtp_token_bytes + num_drafted * mtp_token_bytes)),
+    )
+
+
+def parameter_bytes(config: TextConfig, dtype: torch.dtype, *, fp8_drafts: bool = False) -> dict[str, int]:
+    """Of every parameter, by canonical name, as a GPU holds it."""
+    scaled = names_in_fp8(config, fp8_drafts=fp8_drafts)
+    return {name: weight_bytes(shape, parameter_dtype(name, dtype), fp8=name in scaled) for name, shape in parameter_shapes(config).items()}
+
+
+def names_in_fp8(config: TextConfig, *, fp8_drafts: bool) -> frozenset[str]:
+    """Parameters in 8 bits: the checkpoint's, and with fp8_drafts the MTP layer's too."""
+    drafts = [name for name in parameter_shapes(config) if name.startswith("mtp.") and is_convertible(name)]
+    return block_scaled_names(config).union(drafts if fp8_drafts else ())
+
+
+def weight_bytes(shape: tuple[int, ...], dtype: torch.dtype, *, fp8: bool) -> int:
+    """Of a tensor, or of values in 8 bits with their multipliers."""
+    if not fp8:
+        return math.prod(shape) * dtype.itemsize
+    *stack, num_rows, depth = shape
+    num_scales = math.prod(stack) * -(-num_rows // SCALE_BLOCK) * -(-depth // SCALE_BLOCK)
+    return math.prod(shape) + num_scales * torch.float32.itemsize
+
+
+def routed_bytes(sizes: dict[str, int]) -> int:
+    """Of all routed experts among these parameters."""
+    return sum(size for name, size in sizes.items() if ROUTED in name)
