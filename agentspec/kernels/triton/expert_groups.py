@@ -1,9 +1,10 @@
 """Pairs of (token, choice) in the order of their experts, and the tiles that cut each expert's share: what grouped products walk over.
 
-One launch, whatever the ids are: nothing is read on the host. A program reads all ids for its few experts, so none needs another's result and there
-are no atomics: the order is that of the pairs within an expert. Knows nothing of weights or products.
+Whatever the ids are, nothing is read on the host, and there are no atomics in memory: the order is that of the pairs within an expert. Few pairs
+take one launch, in which a program for each expert reads all ids. Many take two: the first counts each chunk's pairs by expert, and in the second
+they find their places, behind those of lower experts, and of the same expert in earlier chunks. Knows nothing of weights or products.
 
-Shape letters: N tokens, J choices a token, P = N J pairs, X experts, T tiles.
+Shape letters: N tokens, J choices a token, P = N J pairs, X experts, T tiles, C chunks.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from agentspec.kernels.triton.launch import OVERLAPPED, await_previous, release_
 EXPERT, FIRST, COUNT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Columns of a table of tiles."""
 FIELDS = tl.constexpr(4)
-_MOST_PAIRS_AT_ONCE = 4096
-_PAIRS_FOR_ONE = 16384
-"""With more pairs a program has two experts: all that programs read has to come out of L2."""
+_PAIRS_OF_ONE_LAUNCH = 2048
+_SMALL_CHUNK, _LARGE_CHUNK = 256, 512
+_PAIRS_OF_SMALL_CHUNKS = 32768
+"""Ranking a chunk's pairs is quadratic in the chunk, but each program reads the counts of all chunks."""
+_COUNTS_OF_A_THREAD = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,77 +43,164 @@ def group_pairs(expert_ids_NJ: Tensor, num_experts: int, block_m: int) -> Expert
     assert (expert_ids_NJ.dtype, expert_ids_NJ.is_contiguous()) == (torch.int32, True)
     pairs_P = torch.empty(num_pairs, dtype=torch.int32, device=device)
     tiles_T4 = torch.empty(num_pairs // block_m + num_experts, FIELDS.value, dtype=torch.int32, device=device)
-    block_p = min(max(triton.next_power_of_2(num_pairs), 128), _MOST_PAIRS_AT_ONCE)
-    block_e = 1 if num_pairs <= _PAIRS_FOR_ONE else 2
-    _group_kernel[(triton.cdiv(num_experts, block_e),)](
-        pairs_P,
-        tiles_T4,
-        expert_ids_NJ,
-        num_pairs,
+    groups = ExpertGroups(pairs_P=pairs_P, tiles_T4=tiles_T4, block_m=block_m)
+    if num_pairs <= _PAIRS_OF_ONE_LAUNCH:
+        _group_few(groups, expert_ids_NJ, num_experts)
+    else:
+        _group_many(groups, expert_ids_NJ, num_experts)
+    return groups
+
+
+def _group_few(groups: ExpertGroups, ids_NJ: Tensor, num_experts: int) -> None:
+    block_p = max(triton.next_power_of_2(ids_NJ.numel()), 128)
+    _few_kernel[(num_experts,)](
+        groups.pairs_P,
+        groups.tiles_T4,
+        ids_NJ,
+        ids_NJ.numel(),
         num_experts,
-        block_m,
-        BLOCK_E=block_e,
+        groups.block_m,
         BLOCK_P=block_p,
-        num_warps=min(max(block_p // 128, 1), 16),
+        num_warps=min(block_p // 128, 16),
         **OVERLAPPED,
     )
-    return ExpertGroups(pairs_P=pairs_P, tiles_T4=tiles_T4, block_m=block_m)
+
+
+def _group_many(groups: ExpertGroups, ids_NJ: Tensor, num_experts: int) -> None:
+    num_pairs, block_x = ids_NJ.numel(), max(triton.next_power_of_2(num_experts), 32)
+    chunk = _SMALL_CHUNK if num_pairs <= _PAIRS_OF_SMALL_CHUNKS else _LARGE_CHUNK
+    num_chunks = triton.cdiv(num_pairs, chunk)
+    counts_CX = torch.empty(num_chunks, block_x, dtype=torch.int32, device=ids_NJ.device)
+    _count_kernel[(num_chunks,)](counts_CX, ids_NJ, num_pairs, CHUNK=chunk, BLOCK_X=block_x, num_warps=4, **OVERLAPPED)
+    _many_kernel[(num_chunks,)](
+        groups.pairs_P,
+        groups.tiles_T4,
+        ids_NJ,
+        counts_CX,
+        num_pairs,
+        num_experts,
+        groups.block_m,
+        groups.tiles_T4.shape[0],
+        CHUNK=chunk,
+        BLOCK_X=block_x,
+        BLOCK_C=max(_COUNTS_OF_A_THREAD * chunk // block_x, 1),
+        num_warps=chunk // 32,  # a thread for each pair
+        **OVERLAPPED,
+    )
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_experts", "block_m"])
-def _group_kernel(  # type: ignore[no-untyped-def]
+def _few_kernel(pairs_ptr, tiles_ptr, ids_ptr, num_pairs, num_experts, block_m, BLOCK_P: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    await_previous(PDL)
+    release_next(PDL)
+    expert = tl.program_id(0)
+    pair = tl.arange(0, BLOCK_P)
+    # Past the end: of no expert, and above all.
+    ids = tl.load(ids_ptr + pair, mask=pair < num_pairs, other=0x7FFFFFFF)
+    is_mine = ids == expert
+    first, size = tl.sum((ids < expert).to(tl.int32), axis=0), tl.sum(is_mine.to(tl.int32), axis=0)
+    tl.store(pairs_ptr + first + tl.cumsum(is_mine.to(tl.int32), axis=0) - 1, pair, mask=is_mine)
+    begin, end = _first_row(expert, first, block_m), _first_row(expert + 1, first + size, block_m)
+    for row in range(begin, end, 32):
+        t = row + tl.arange(0, 32)
+        _store_tiles(tiles_ptr, t, t < end, expert, first, size, block_m)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _count_kernel(counts_ptr, ids_ptr, num_pairs, CHUNK: tl.constexpr, BLOCK_X: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    await_previous(PDL)
+    # Not before: the next kernel reads the ids while this one runs.
+    release_next(PDL)
+    pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    is_real = pair < num_pairs
+    counts = tl.histogram(tl.load(ids_ptr + pair, mask=is_real, other=0), BLOCK_X, mask=is_real)
+    tl.store(counts_ptr + tl.program_id(0) * BLOCK_X + tl.arange(0, BLOCK_X), counts)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_experts", "block_m", "num_tiles"])
+def _many_kernel(  # type: ignore[no-untyped-def]
     pairs_ptr,
     tiles_ptr,
     ids_ptr,
+    counts_ptr,
     num_pairs,
     num_experts,
     block_m,
-    BLOCK_E: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+    num_tiles,
+    CHUNK: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    chunk, num_chunks = tl.program_id(0), tl.num_programs(0)
+    # While the pairs are still being counted: the ids are older than that.
+    rank = _ranks(ids_ptr, chunk * CHUNK, num_pairs, CHUNK, BLOCK_X)
     await_previous(PDL)
     release_next(PDL)
-    first_expert = tl.program_id(0) * BLOCK_E
-    expert = first_expert + tl.arange(0, BLOCK_E)
-    lower, equal = tl.zeros((BLOCK_E, BLOCK_P), tl.int32), tl.zeros((BLOCK_E, BLOCK_P), tl.int32)
-    following = _ids(ids_ptr, 0, num_pairs, BLOCK_P)
-    for first in range(0, num_pairs, BLOCK_P):
-        ids, following = following, _ids(ids_ptr, first + BLOCK_P, num_pairs, BLOCK_P)
-        lower += (ids[None, :] < expert[:, None]).to(tl.int32)
-        equal += (ids[None, :] == expert[:, None]).to(tl.int32)
-    place, count = tl.sum(lower, axis=1), tl.sum(equal, axis=1)
-    for e in tl.static_range(BLOCK_E):
-        is_this = expert == first_expert + e
-        first, size = tl.sum(tl.where(is_this, place, 0), axis=0), tl.sum(tl.where(is_this, count, 0), axis=0)
-        _write_tiles(tiles_ptr, first_expert + e, num_experts, first, size, block_m)
-    following = _ids(ids_ptr, 0, num_pairs, BLOCK_P)
-    for first in range(0, num_pairs, BLOCK_P):
-        ids, following = following, _ids(ids_ptr, first + BLOCK_P, num_pairs, BLOCK_P)
-        is_mine = ids[None, :] == expert[:, None]
-        rank = tl.cumsum(is_mine.to(tl.int32), axis=1)
-        pair = first + tl.arange(0, BLOCK_P)[None, :] + tl.zeros((BLOCK_E, 1), tl.int32)
-        tl.store(pairs_ptr + place[:, None] + rank - 1, pair, mask=is_mine)
-        place += tl.max(rank, axis=1)
+    x = tl.arange(0, BLOCK_X)
+    total, before = _add_counts(counts_ptr, chunk, num_chunks, BLOCK_X, BLOCK_C)
+    # What is not in this chunk and of lower experts stands before, and so does what is in earlier chunks and of the same expert.
+    elsewhere = total - tl.load(counts_ptr + chunk * BLOCK_X + x)
+    shift = tl.cumsum(elsewhere, axis=0) - elsewhere + before
+    pair = chunk * CHUNK + tl.arange(0, CHUNK)
+    is_real = pair < num_pairs
+    ids = tl.load(ids_ptr + pair, mask=is_real, other=0)
+    tl.store(pairs_ptr + tl.gather(shift, ids, axis=0) + rank, pair, mask=is_real)
+    first = tl.cumsum(total, axis=0) - total
+    first_row = tl.where(x < num_experts, _first_row(x, first, block_m), 0x7FFFFFFF)
+    for row in range(chunk * 16, num_tiles, num_chunks * 16):
+        t = row + tl.arange(0, 16)
+        expert = tl.max(tl.where(first_row[None, :] <= t[:, None], x[None, :], 0), axis=1)
+        _store_tiles(tiles_ptr, t, t < num_tiles, expert, tl.gather(first, expert, axis=0), tl.gather(total, expert, axis=0), block_m)
 
 
 @triton.jit
-def _ids(ids_ptr, first, num_pairs, BLOCK_P: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Past the end: of no expert, and above all."""
-    pair = first + tl.arange(0, BLOCK_P)
-    return tl.load(ids_ptr + pair, mask=pair < num_pairs, other=0x7FFFFFFF)
+def _ranks(ids_ptr, first, num_pairs, CHUNK: tl.constexpr, BLOCK_X: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Each pair's place in its chunk's order."""
+    key = _keys(ids_ptr, first, tl.arange(0, CHUNK), num_pairs, CHUNK, BLOCK_X)
+    lower = tl.zeros((CHUNK, 32), tl.int32)
+    for start in range(0, CHUNK, 32):
+        other = _keys(ids_ptr, first, start + tl.arange(0, 32), num_pairs, CHUNK, BLOCK_X)
+        lower += (other[None, :] < key[:, None]).to(tl.int32)
+    return tl.sum(lower, axis=1)
 
 
 @triton.jit
-def _write_tiles(tiles_ptr, expert, num_experts, first, size, block_m):  # type: ignore[no-untyped-def]
-    """The rows from first // block_m + expert up to those of the next expert, which begin no earlier than this one's tiles end:
-    floor((a + b) / m) + 1 >= floor(a / m) + ceil(b / m). So where an expert's tiles stand does not depend on how many tiles others have."""
-    row = first // block_m + expert
-    end = tl.where(expert < num_experts, (first + size) // block_m + expert + 1, row)
-    for start in range(row, end, 32):
-        t = start + tl.arange(0, 32)
-        done = (t - row) * block_m
-        to = tiles_ptr + t * FIELDS
-        tl.store(to + EXPERT, tl.zeros((32,), tl.int32) + expert, mask=t < end)
-        tl.store(to + FIRST, first + done, mask=t < end)
-        tl.store(to + COUNT, tl.minimum(tl.maximum(size - done, 0), block_m), mask=t < end)
+def _keys(ids_ptr, first, p, num_pairs, CHUNK: tl.constexpr, BLOCK_X: tl.constexpr):  # type: ignore[no-untyped-def]
+    """In the order of experts, and of pairs within. Past the end: above all."""
+    return tl.load(ids_ptr + first + p, mask=first + p < num_pairs, other=BLOCK_X) * CHUNK + p
+
+
+@triton.jit
+def _add_counts(counts_ptr, chunk, num_chunks, BLOCK_X: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Each expert's pairs in all chunks, and in those before `chunk`."""
+    total, before = tl.zeros((BLOCK_C, BLOCK_X), tl.int32), tl.zeros((BLOCK_C, BLOCK_X), tl.int32)
+    following = _counts(counts_ptr, 0, num_chunks, BLOCK_X, BLOCK_C)
+    for first in range(0, num_chunks, BLOCK_C):
+        counts, following = following, _counts(counts_ptr, first + BLOCK_C, num_chunks, BLOCK_X, BLOCK_C)
+        total += counts
+        before += tl.where(first + tl.arange(0, BLOCK_C)[:, None] < chunk, counts, 0)
+    return tl.sum(total, axis=0), tl.sum(before, axis=0)
+
+
+@triton.jit
+def _counts(counts_ptr, first, num_chunks, BLOCK_X: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
+    c = first + tl.arange(0, BLOCK_C)
+    return tl.load(counts_ptr + c[:, None] * BLOCK_X + tl.arange(0, BLOCK_X)[None, :], mask=(c < num_chunks)[:, None], other=0)
+
+
+@triton.jit
+def _first_row(expert, first, block_m):  # type: ignore[no-untyped-def]
+    """Where an expert's tiles begin in the table, which does not depend on how many tiles others have: no earlier than those of the expert before
+    end, as floor((a + b) / m) + 1 >= floor(a / m) + ceil(b / m)."""
+    return first // block_m + expert
+
+
+@triton.jit
+def _store_tiles(tiles_ptr, t, is_real, expert, first, size, block_m):  # type: ignore[no-untyped-def]
+    """Rows `t` of the table, of an expert with `size` places from `first` on."""
+    done = (t - _first_row(expert, first, block_m)) * block_m
+    to = tiles_ptr + t * FIELDS
+    tl.store(to + EXPERT, tl.zeros_like(t) + expert, mask=is_real)
+    tl.store(to + FIRST, first + done, mask=is_real)
+    tl.store(to + COUNT, tl.minimum(tl.maximum(size - done, 0), block_m), mask=is_real)

@@ -74,7 +74,7 @@ def block_m_for(num_pairs: int, num_experts: int, is_scaled: bool, dtype: torch.
     """Tokens of a tile: the weights are read once a tile, so a tile should hold what a usual expert gets. As measured with 256 experts."""
     usual = triton.cdiv(num_pairs, num_experts)
     if is_scaled:
-        return 16 if usual <= 16 else 64
+        return 16 if usual <= 16 else 64 if usual < 128 else 128
     if dtype == torch.float32 or usual <= 8:
         return 16
     return 64 if usual <= 32 else 128
@@ -83,12 +83,16 @@ def block_m_for(num_pairs: int, num_experts: int, is_scaled: bool, dtype: torch.
 def down_plan(block_m: int, is_scaled: bool, dtype: torch.dtype) -> GroupedPlan:
     if dtype == torch.float32 and not is_scaled:
         return GroupedPlan(block_o=32, block_k=32, warps=4, stages=2)
-    return GroupedPlan(block_o=128, block_k=128 if is_scaled else 64, warps=4 if block_m == 16 else 8, stages=3)
+    plan = GroupedPlan(block_o=128, block_k=128 if is_scaled else 64, warps=4 if block_m == 16 else 8, stages=3)
+    # Half a tile each: only gate and up gain from 128 tokens.
+    return replace(plan, sharers=2) if is_scaled and block_m == 128 else plan
 
 
 def gate_up_plan(block_m: int, is_scaled: bool, dtype: torch.dtype) -> GroupedPlan:
     plan = down_plan(block_m, is_scaled, dtype)
-    return replace(plan, stages=4) if block_m == 128 else plan
+    if block_m < 128:
+        return plan
+    return replace(plan, warps=16, sharers=1) if is_scaled else replace(plan, stages=4)
 
 
 def add_parts(residual_NH: Tensor, parts_NJH: Tensor, shared_gate_N: Tensor, shared_NH: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Products of many tokens with a stack of experts' matrices, each token with those that it chose: gate and up with SwiGLU, and down.
 
-A program multiplies a block of one expert's rows with the tokens of one tile (expert_groups). The matrix units work on 64 rows at least: these are
-tokens where a tile has that many, and else the weights' rows, so that tiles of 16 tokens waste nothing. With 8-bit weights the tokens are 8-bit too
-(fp8_activations), and the sum over each 128 of K times its two multipliers is added in float32: sums of which Hopper's matrix units keep about 14
-bits, so that 2^-10 of the largest result covers what is lost.
+A program multiplies a block of one expert's rows with the tokens of one tile (expert_groups), or of its share of one. The matrix units work on 64
+rows at least: these are tokens where a program has that many, and else the weights' rows, so that tiles of 16 tokens waste nothing. With 8-bit
+weights the tokens are 8-bit too (fp8_activations), and the sum over each 128 of K times its two multipliers is added in float32: sums of which
+Hopper's matrix units keep about 14 bits, so that 2^-10 of the largest result covers what is lost.
 
 Shape letters: N tokens, R rows (the tokens and what fills up behind them), J choices a token, P = N J pairs, X experts, H and K input features, I FFN
 width, O outputs, G groups of 128 features.
@@ -35,6 +35,8 @@ class GroupedPlan:
     """128 with 8-bit floats."""
     warps: int
     stages: int
+    sharers: int = 1
+    """Programs that share a tile's tokens: so one table of tiles serves a product that wants fewer tokens a program than another."""
 
 
 def gate_up(plan: GroupedPlan, x: Tensor | ScaledTokens, weight_X2IK: Weight, groups: ExpertGroups, top_k: int) -> Tensor | ScaledTokens:
@@ -44,7 +46,7 @@ def gate_up(plan: GroupedPlan, x: Tensor | ScaledTokens, weight_X2IK: Weight, gr
     assert values.stride(1) == 1
     h = torch.empty(num_pairs, width, dtype=values.dtype, device=values.device)
     h_scales = None if scales is None else torch.empty(width // SCALE_BLOCK, num_pairs, dtype=torch.float32, device=h.device)
-    _gate_up_kernel[(triton.cdiv(width, plan.block_o), groups.tiles_T4.shape[0])](
+    _gate_up_kernel[(triton.cdiv(width, plan.block_o), groups.tiles_T4.shape[0] * plan.sharers)](
         h,
         h_scales,
         values,
@@ -71,9 +73,9 @@ def down(plan: GroupedPlan, h: Tensor | ScaledTokens, weight_XOI: Weight, groups
     (num_pairs, depth), num_outputs = values.shape, weight_XOI.shape[1]
     assert (weights_NJ.dtype, weights_NJ.is_contiguous()) == (torch.float32, True)
     parts = torch.empty(*weights_NJ.shape, num_outputs, dtype=dtype, device=values.device)
-    _down_kernel[(triton.cdiv(num_outputs, plan.block_o), groups.tiles_T4.shape[0])](
+    _down_kernel[(triton.cdiv(num_outputs, plan.block_o), groups.tiles_T4.shape[0] * plan.sharers)](
         parts,
-        TensorDescriptor.from_tensor(values, [groups.block_m, plan.block_k]),
+        TensorDescriptor.from_tensor(values, [groups.block_m // plan.sharers, plan.block_k]),
         scales,
         _rows(weight_XOI, plan),
         _scales_of(weight_XOI),
@@ -100,22 +102,27 @@ def _scales_of(weight_XOK: Weight) -> Tensor | None:
 
 
 def _blocks(plan: GroupedPlan, groups: ExpertGroups) -> dict[str, int | bool]:
+    assert groups.block_m % plan.sharers == 0
+    block_m = groups.block_m // plan.sharers
     # With tokens as the matrix units' rows each thread has few tokens, and few multipliers.
     return {
-        "BLOCK_M": groups.block_m,
+        "BLOCK_M": block_m,
         "BLOCK_O": plan.block_o,
         "BLOCK_K": plan.block_k,
-        "TOKENS_FIRST": groups.block_m >= 64,
+        "TOKENS_FIRST": block_m >= 64,
+        "SHARERS": plan.sharers,
         "num_warps": plan.warps,
         "num_stages": plan.stages,
     }
 
 
 @triton.jit
-def _tile(tiles_ptr):  # type: ignore[no-untyped-def]
-    """(expert, first place, number of places) of this program's tile."""
-    row = tiles_ptr + tl.program_id(1) * FIELDS
-    return tl.load(row + EXPERT), tl.load(row + FIRST), tl.load(row + COUNT)
+def _tile(tiles_ptr, BLOCK_M: tl.constexpr, SHARERS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(expert, first place, number of places) of this program's share of a tile. No places: nothing to do."""
+    row = tiles_ptr + tl.program_id(1) // SHARERS * FIELDS
+    before = tl.program_id(1) % SHARERS * BLOCK_M
+    count = tl.minimum(tl.maximum(tl.load(row + COUNT) - before, 0), BLOCK_M)
+    return tl.load(row + EXPERT), tl.load(row + FIRST) + before, count
 
 
 @triton.jit
@@ -150,10 +157,11 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     BLOCK_O: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TOKENS_FIRST: tl.constexpr,
+    SHARERS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     await_previous(PDL)
-    expert, first, count = _tile(tiles_ptr)
+    expert, first, count = _tile(tiles_ptr, BLOCK_M, SHARERS)
     if count == 0:
         return
     m = tl.arange(0, BLOCK_M)
@@ -218,10 +226,11 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     BLOCK_O: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TOKENS_FIRST: tl.constexpr,
+    SHARERS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     await_previous(PDL)
-    expert, first, count = _tile(tiles_ptr)
+    expert, first, count = _tile(tiles_ptr, BLOCK_M, SHARERS)
     if count == 0:
         return
     m = tl.arange(0, BLOCK_M)

@@ -15,9 +15,9 @@ from tests.kernels.triton.specimen import Specimen
 ASYNC_COPIES, TENSOR_CORES, OF_FOUR_WARPS = "cp.async.cg.shared", "mma.", "wgmma.mma_async"
 Form = Literal["fp8", "bf16", "fp32"]
 
-INTEGERS = ("x_stride", "num_tokens", "num_experts", "num_pairs", "block_m", "width", "num_outputs", "depth", "ahead", "release")
+INTEGERS = ("x_stride", "num_tokens", "num_experts", "num_pairs", "num_tiles", "block_m", "width", "num_outputs", "depth", "ahead", "release")
 FLOATS = ("scales_ptr", "shared_scales_ptr", "parts_ptr", "squares_ptr", "weights_ptr", "gates_ptr", "gate_ptr")
-INDICES = ("ids_ptr", "pairs_ptr", "tiles_ptr")
+INDICES = ("ids_ptr", "pairs_ptr", "tiles_ptr", "counts_ptr")
 VALUES = ("stack_ptr", "shared_ptr")
 MULTIPLES = ("x_stride", "width", "num_outputs", "depth")
 
@@ -94,9 +94,9 @@ def choice(split: int) -> Specimen:
     return specimen(f"choice 35B of {split} parts", routing._choose_kernel, blocks, 1, 3, "redux.sync.max.s32", dtype="bf16", weights="u8")
 
 
-def groups(pairs: int, experts: int, warps: int) -> Specimen:
-    """Pairs at once, and experts of a program."""
-    return specimen(f"groups of {pairs} pairs", expert_groups._group_kernel, {"BLOCK_E": experts, "BLOCK_P": pairs}, warps, 3, dtype="bf16")
+def groups(kernel: Any, warps: int, **blocks: int) -> Specimen:
+    text = " ".join(f"{name} {size}" for name, size in blocks.items())
+    return specimen(f"groups{kernel.__name__} {text}", kernel, blocks, warps, 3, dtype="bf16")
 
 
 SPECIMENS = [
@@ -111,7 +111,9 @@ SPECIMENS = [
     *(many_scores(num_tokens) for num_tokens in (32, 256, 8192)),
     choice(1),
     choice(16),
-    groups(512, 1, 4),
-    groups(4096, 2, 16),
+    groups(expert_groups._few_kernel, 16, BLOCK_P=2048),
+    groups(expert_groups._count_kernel, 4, CHUNK=512, BLOCK_X=256),
+    groups(expert_groups._many_kernel, 8, CHUNK=256, BLOCK_X=256, BLOCK_C=16),
+    groups(expert_groups._many_kernel, 16, CHUNK=512, BLOCK_X=256, BLOCK_C=32),
     specimen("visits added 35B", experts._add_visits_kernel, {"C": 8, "BLOCK_O": 512}, 4, 3, dtype="bf16"),
 ]

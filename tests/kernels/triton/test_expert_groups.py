@@ -1,13 +1,16 @@
-"""Pairs in the order of their experts: in one go, in several, and by programs that have two experts."""
+"""Pairs in the order of their experts: in one launch, and in two by chunks; tiles that several programs share."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from agentspec.kernels.triton import expert_groups
+from agentspec.kernels.triton import expert_groups, grouped_gemm
 from agentspec.kernels.triton.expert_groups import group_pairs
+from agentspec.kernels.triton.grouped_gemm import GroupedPlan
 
 
 def check_groups(ids: Tensor, num_experts: int, block_m: int) -> None:
@@ -25,18 +28,46 @@ def check_groups(ids: Tensor, num_experts: int, block_m: int) -> None:
     assert [row[:3] for row in groups.tiles_T4.tolist() if row[2]] == expected, text
 
 
-@pytest.mark.parametrize("num_experts", [5, 8, 40])
-@pytest.mark.parametrize("at_once", [128, 4096])
-@pytest.mark.parametrize("most_for_one", [100, 100_000])
-def test_any_ids(num_experts: int, at_once: int, most_for_one: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_groups, "_MOST_PAIRS_AT_ONCE", at_once)
-    monkeypatch.setattr(expert_groups, "_PAIRS_FOR_ONE", most_for_one)
+@pytest.fixture(params=["one launch", "small chunks", "large chunks"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_groups, "_PAIRS_OF_ONE_LAUNCH", 100_000 if request.param == "one launch" else 0)
+    monkeypatch.setattr(expert_groups, "_PAIRS_OF_SMALL_CHUNKS", 100_000 if request.param == "small chunks" else 0)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("num_experts", [1, 5, 8, 40, 257])
+def test_any_ids(num_experts: int, device: torch.device) -> None:
     generator = torch.Generator(device).manual_seed(num_experts)
-    for num_tokens, block_m in ((1, 16), (40, 16), (101, 8)):
+    for num_tokens, block_m in ((1, 16), (40, 16), (256, 64), (701, 8)):
         ids = torch.randint(num_experts, (num_tokens, 3), generator=generator, device=device, dtype=torch.int32)
         check_groups(ids, num_experts, block_m)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("expert", [0, 3, 6])
 def test_one_expert_has_everyone(expert: int, device: torch.device) -> None:
-    check_groups(torch.full((70, 2), expert, dtype=torch.int32, device=device), 7, 16)
+    check_groups(torch.full((350, 2), expert, dtype=torch.int32, device=device), 7, 16)
+
+
+def test_counts_of_more_chunks_than_are_read_at_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_groups, "_COUNTS_OF_A_THREAD", 1)
+    monkeypatch.setattr(expert_groups, "_SMALL_CHUNK", 128)
+    ids = torch.randint(7, (2500, 1), generator=torch.Generator(device).manual_seed(3), device=device, dtype=torch.int32)
+    check_groups(ids, 7, 64)
+
+
+def test_programs_that_share_a_tile_do_what_those_of_smaller_tiles_do(device: torch.device) -> None:
+    generator = torch.Generator(device).manual_seed(4)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    ids = torch.randint(4, (70, 2), generator=generator, device=device, dtype=torch.int32)
+    h, gate_up, down, weights = randn(140, 32), randn(4, 64, 48), randn(4, 48, 32), randn(70, 2)
+    whole = GroupedPlan(block_o=32, block_k=32, warps=4, stages=2)
+    shared, small, large = replace(whole, sharers=2), group_pairs(ids, 4, 16), group_pairs(ids, 4, 32)
+    x = randn(70, 48)
+    assert torch.equal(grouped_gemm.gate_up(shared, x, gate_up, large, 2), grouped_gemm.gate_up(whole, x, gate_up, small, 2))  # type: ignore[arg-type]
+    assert torch.equal(
+        grouped_gemm.down(shared, h, down, large, weights, torch.float32), grouped_gemm.down(whole, h, down, small, weights, torch.float32)
+    )
