@@ -33,11 +33,12 @@ test-gpu: .venv/.dev-installed  ## run the tests that need a CUDA device, and th
 sanitize: .venv/.dev-installed  ## watch prompts and decode steps on a CUDA device with compute-sanitizer: memory errors and races
 	scripts/sanitize.sh $(BIN)/python
 
-check: .venv/.dev-installed  ## check format, lint, types and architecture
+check: .venv/.dev-installed  ## check format, lint, types, architecture, and that every kernel compiles for Hopper
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_architecture.py
+	$(BIN)/python -m tests.kernels.triton.compile_sm90
 
 format: .venv/.dev-installed  ## rewrite the sources in the project's format
 	$(BIN)/ruff format .

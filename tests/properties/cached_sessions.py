@@ -74,8 +74,8 @@ SCENES = {
         least=ALWAYS | {"preempted": 1, "hit after preemption": 1, "evicted": 3},
     ),
     "few rows": Scene(
-        house=House(seed=5, spare_rows=4, prefill_budget=203, system_tokens=(100, 400), related_systems=1, **LONG),
-        least=ALWAYS | {"evicted": 3, "superseded": 1},
+        house=House(seed=5, spare_rows=1, prefill_budget=203, system_tokens=(100, 400), related_systems=1, **LONG),
+        least=ALWAYS | {"evicted": 2, "superseded": 1},
     ),
     "few pages, and a host tier": Scene(
         house=House(
