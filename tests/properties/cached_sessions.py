@@ -75,7 +75,7 @@ SCENES = {
     ),
     "few rows": Scene(
         house=House(seed=5, spare_rows=1, prefill_budget=203, system_tokens=(100, 400), related_systems=1, **LONG),
-        least=ALWAYS | {"evicted": 2, "superseded": 1},
+        least=ALWAYS | {"evicted": 3, "superseded": 1},
     ),
     "few pages, and a host tier": Scene(
         house=House(

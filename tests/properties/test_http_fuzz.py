@@ -92,7 +92,7 @@ class Fuzz:
         self.stop_id = tokenizer.special_ids[END_OF_TURN]
         self.model = the_model()
         assert self.model.spec.stop_token_ids == (self.stop_id,)
-        drafts, max_running = rng.choice([0, 3, 7]), rng.choice([1, 4, 6])
+        drafts, max_running = rng.choice([0, 1, 3, 7]), rng.choice([1, 4, 6])
         memory = MemoryPlan(num_rows=2 + max_running * (drafts + 3) + rng.choice([4, 30]), num_pages=rng.choice([34, 34, 60]), max_length=MAX_LENGTH)
         config = EngineConfig(draft_tokens=drafts, max_running=max_running, overlap=rng.random() < 0.7, prefix_cache=rng.random() < 0.9)
         self.parts = build(self.model, config=config, memory=memory, tokenizer=tokenizer, model_dir=directory)

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from agentspec.kernels.triton import fp8_prefill as ours
 from agentspec.kernels.triton.fp8_activations import ScaledTokens, quantize_tokens
+from agentspec.kernels.triton.launch import INTERPRETED
 from agentspec.kernels.weights import BlockScaled, dequantize, quantize_blocks, stack_rows
 from tests.fakes.compare import relative_error
 
-SUM_LOSS = 2**-10
-"""What Hopper's matrix units lose of a sum of 128 products of 8-bit floats, of which they keep about 14 bits. 3.4e-4 was measured."""
+SUM_LOSS = 1e-5 if INTERPRETED else 2**-10
+"""What is lost of a sum of 128 products of 8-bit floats. Hopper's matrix units keep about 14 bits of one: 3.4e-4 was measured."""
 
 
 def randn(*shape: int, seed: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
