@@ -82,7 +82,8 @@ def test_products_of_8_bit_floats(size: tuple[int, int, int], num_extra: int, de
     assert wide[:, num_outputs:].isnan().all()
     expected = from_scaled(quantize_tokens(x))[:num_tokens].double() @ dequantize(weight).double().t()
     error = relative_error(wide[:, :num_outputs], expected)
-    assert error < 2**-9 + SUM_LOSS, f"seed {seed}: {size}, {num_extra}: {error}"
+    # 2^-9 and 2^-10: less than half a unit of bfloat16, the last rounding, may be of the largest value.
+    assert error < 2**-9 + 2**-10, f"seed {seed}: {size}, {num_extra}: {error}"
 
 
 @pytest.mark.parametrize(
