@@ -279,7 +279,7 @@ def _plan_device_memory(model: StepModel, config: EngineConfig, device: torch.de
     for_graphs = 0
     if _why_eager(config, device) is None:
         for_graphs = graph_bytes(vocab_size=model.spec.vocab_size, max_running=config.max_running, max_draft_tokens=max_draft_tokens)
-        for_graphs += prefill_graph_bytes()
+        for_graphs += prefill_graph_bytes(model.spec.hidden_size)
     memory = plan_memory(
         _limited(model.spec, config),
         memory_bytes=_memory_bytes(config, device, for_graphs),

@@ -246,6 +246,7 @@ class DryRun:
             vocab_size=2**31 - 1,
             num_real_tokens=2**31 - 1,
             max_context=memory.max_length,
+            hidden_size=0,
             has_mtp=True,
             stop_token_ids=(),
             row_bytes=costs.row_bytes,

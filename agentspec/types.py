@@ -169,6 +169,8 @@ class ModelSpec:
     num_real_tokens: int
     max_context: int
     """Tokens, prompt and output together."""
+    hidden_size: int
+    """Width of the residual stream."""
     has_mtp: bool
     stop_token_ids: tuple[int, ...]
     """Union of generation_config's, config's and the tokenizer's end ids."""

@@ -162,6 +162,7 @@ def spec_of(name: str, config: TextConfig, dtype: torch.dtype) -> ModelSpec:
         vocab_size=config.vocab_size,
         num_real_tokens=min(NUM_REAL_TOKENS, config.vocab_size),
         max_context=config.max_context,
+        hidden_size=config.hidden_size,
         has_mtp=config.has_mtp,
         stop_token_ids=(),
         row_bytes=row_bytes(config, dtype),

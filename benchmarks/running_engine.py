@@ -111,7 +111,8 @@ def missing_bytes(case: Case, spec: ModelSpec, device: torch.device, num_steps: 
         return 0
     free, _ = torch.cuda.mem_get_info(device)
     plan = memory_for(case, spec, num_steps)
-    graphs = graph_bytes(vocab_size=spec.vocab_size, max_running=case.batch, max_draft_tokens=case.max_drafts) + prefill_graph_bytes()
+    graphs = graph_bytes(vocab_size=spec.vocab_size, max_running=case.batch, max_draft_tokens=case.max_drafts)
+    graphs += prefill_graph_bytes(spec.hidden_size)
     pools = plan.num_rows * spec.row_bytes + plan.num_pages * spec.page_bytes
     return num_engines * (pools + graphs) + WORKSPACE_BYTES - free
 

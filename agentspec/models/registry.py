@@ -47,6 +47,7 @@ def model_spec(path: Path, config: TextConfig, dtype: torch.dtype) -> ModelSpec:
         vocab_size=config.vocab_size,
         num_real_tokens=vocabulary.num_real_tokens(path, config),
         max_context=config.max_context,
+        hidden_size=config.hidden_size,
         has_mtp=config.has_mtp,
         stop_token_ids=vocabulary.stop_token_ids(path, config),
         row_bytes=row_bytes(config, dtype),

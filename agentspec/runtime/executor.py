@@ -26,7 +26,7 @@ from agentspec.runtime.decode_step import StepResult, decode_step, read_result, 
 from agentspec.runtime.graphs import GraphReport, Recorder, StepGraphs
 from agentspec.runtime.plan import SlotJoin, SlotOutcome, StepOutcome, StepPlan
 from agentspec.runtime.prefill import run_batch, run_chunks
-from agentspec.runtime.prefill_graphs import CHUNK_SIZES, PrefillGraphs
+from agentspec.runtime.prefill_graphs import PrefillGraphs, chunk_sizes
 from agentspec.runtime.scores import ScoreRows
 from agentspec.runtime.step_buffers import StepBuffers, stage
 from agentspec.types import MAX_DRAFT_TOKENS
@@ -123,17 +123,17 @@ class ModelExecutor:
             depths=depths,
             device=self._device,
         )
+        sizes = chunk_sizes(self._model.spec.hidden_size)
         prefill_graphs = PrefillGraphs(
             self._prefill,
             recorder,
+            sizes=sizes,
             block_tokens=self._model.spec.block_tokens,
             max_pages=self._buffers.page_table_SP.shape[1],
             device=self._device,
         )
         self._graphs, self._prefill_graphs = graphs, prefill_graphs
-        return replace(
-            graphs.report, chunk_sizes=CHUNK_SIZES, device_bytes=recorder.bytes_used(), seconds=graphs.report.seconds + prefill_graphs.seconds
-        )
+        return replace(graphs.report, chunk_sizes=sizes, device_bytes=recorder.bytes_used(), seconds=graphs.report.seconds + prefill_graphs.seconds)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepTicket:

@@ -1,8 +1,9 @@
 """Short prompt chunks as CUDA graphs: one for each of a few numbers of tokens, recorded at start and replayed over tables that the host fills.
 
 An agent's turn appends a few hundred tokens: the device computes them in less time than the host needs to launch their kernels one by one. A batch
-between two sizes is filled up with padding tokens, which cost next to nothing up to the 128 rows of a matrix product's tile. Larger batches are
-eager by design, for they keep the device busy longer than the host; so are chunks whose tokens are scored.
+between two sizes is filled up with padding tokens, which cost next to nothing up to the 128 rows of a matrix product's tile. Larger batches, which
+begin the earlier the wider the model is, are eager by design, for they keep the device busy longer than the host; so are chunks whose tokens are
+scored.
 
 Owns which sizes there are, those of eager batches too, and the tables that all graphs read. Knows neither plans nor models: it is given the prefill
 as a function of a batch. Graphs leave nothing but what they write to rows and pages, so they can share the memory of the decode step's.
@@ -22,8 +23,15 @@ from agentspec.runtime.prefill_tables import PrefillSizes, PrefillTables, Prompt
 from agentspec.runtime.step_buffers import stage
 
 CHUNK_SIZES = (64, 128, 192, 256, 288, 384, 512, 640, 768, 800, 864, 896, 960, 1024)
-"""Tokens of a batch that are captured. Matrix products take a number of tokens well or badly as it fills their tiles (832 take longer than 896);
-these are sizes that they take well on an H100, in the family's shapes, and at most a quarter of one above 192 is padding."""
+"""Tokens of a batch that are captured for every model. Matrix products take a number of tokens well or badly as it fills their tiles (832 take longer
+than 896); these are sizes that they take well on an H100, in the family's shapes, and at most a quarter of one above 192 is padding."""
+
+LONG_CHUNK_SIZES = (1152, 1280, 1408, 1536, 1792, 2048, 2304, 2560, 3072, 3584, 4096)
+"""Besides, for narrow models."""
+
+_EVEN_WIDTH = 4096
+"""Hidden size at which the device needs about as long for the largest batch of CHUNK_SIZES as the host for launching it, on an H100. A token's
+arithmetic grows with the square of it, the number of launches does not."""
 
 MAX_SPANS = 4
 """Sequences in a captured batch."""
@@ -31,26 +39,33 @@ MAX_SPANS = 4
 _EAGER_STEP = 128
 """Eager batches are filled up to a multiple of so many tokens."""
 
-_BYTES_A_TOKEN = 512 * 2**10
-"""More than what a forward of the largest dense model of the family holds at the same time, for each of its tokens."""
+_BYTES_OF_WIDTH = 104
+"""More than what a forward holds at the same time, for each of its tokens and each of the hidden size."""
 
 
 class PrefillGraphs:
     """Every graph of prompt chunks."""
 
     def __init__(
-        self, prefill: Callable[[PrefillBatch], None], recorder: Recorder, *, block_tokens: int, max_pages: int, device: torch.device
+        self,
+        prefill: Callable[[PrefillBatch], None],
+        recorder: Recorder,
+        *,
+        sizes: Sequence[int],
+        block_tokens: int,
+        max_pages: int,
+        device: torch.device,
     ) -> None:
         """Record all of them, over nothing but padding: so it changes nothing.
 
-        prefill: without host reads. max_pages: of a sequence."""
+        prefill: without host reads. sizes: tokens of a batch, in rising order. max_pages: of a sequence."""
         began = time.perf_counter()
         self._block_tokens, self._max_pages, self._device = block_tokens, max_pages, device
-        self._sizes = {num_tokens: self._room(num_tokens, MAX_SPANS) for num_tokens in CHUNK_SIZES}
+        self._sizes = {num_tokens: self._room(num_tokens, MAX_SPANS) for num_tokens in sizes}
         self._words = torch.empty(max(sizes.num_words for sizes in self._sizes.values()), dtype=torch.int64, device=device)
         """The static tables: those of every size begin here, for only one runs at a time."""
         # The largest first: what it took and gave back holds everything that the smaller ones need.
-        self._replays = {num_tokens: self._record(prefill, recorder, num_tokens) for num_tokens in reversed(CHUNK_SIZES)}
+        self._replays = {num_tokens: self._record(prefill, recorder, num_tokens) for num_tokens in reversed(sizes)}
         self.seconds = time.perf_counter() - began
         """What recording took."""
 
@@ -99,6 +114,13 @@ class PrefillGraphs:
         self._words[: tables.sizes.num_words].copy_(stage(tables.words, torch.int64, self._device))
 
 
-def prefill_graph_bytes() -> int:
+def chunk_sizes(hidden_size: int) -> tuple[int, ...]:
+    """Tokens of the batches that are captured for a model of this width, in rising order."""
+    most = CHUNK_SIZES[-1] * (_EVEN_WIDTH / hidden_size) ** 2
+    return *CHUNK_SIZES, *(size for size in LONG_CHUNK_SIZES if size <= most)
+
+
+def prefill_graph_bytes(hidden_size: int) -> int:
     """About what the graphs of prompt chunks will take on the device, before there are any."""
-    return CHUNK_SIZES[-1] * _BYTES_A_TOKEN + len(CHUNK_SIZES) * BYTES_A_GRAPH
+    sizes = chunk_sizes(hidden_size)
+    return sizes[-1] * hidden_size * _BYTES_OF_WIDTH + len(sizes) * BYTES_A_GRAPH

@@ -100,6 +100,7 @@ class HashChainModel:
             vocab_size=num_real_tokens + num_padding_tokens,
             num_real_tokens=num_real_tokens,
             max_context=max_context,
+            hidden_size=2,
             has_mtp=has_mtp,
             stop_token_ids=(stop_id,),
             row_bytes=3 * 8,

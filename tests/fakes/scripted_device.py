@@ -324,6 +324,7 @@ class House:
             vocab_size=VOCABULARY,
             num_real_tokens=VOCABULARY,
             max_context=self._max_length,
+            hidden_size=1,
             has_mtp=drafts > 0,
             stop_token_ids=(0,),
             row_bytes=ROW_BYTES,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 import torch
@@ -22,3 +24,21 @@ def _give_memory_back() -> Iterator[None]:
     yield
     gc.collect()
     torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def no_waits() -> Callable[[], AbstractContextManager[None]]:
+    """Makes contexts in which whatever lets the host wait for the device raises RuntimeError."""
+
+    @contextmanager
+    def watch() -> Iterator[None]:
+        with warnings.catch_warnings():
+            # A process's first change of the mode warns, after it was made, that not all waits are seen.
+            warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype feature", category=UserWarning)
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return watch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from agentspec.models.registry import load_model
 from agentspec.runtime.executor import ModelExecutor
 from agentspec.runtime.graphs import CudaRecorder
 from agentspec.runtime.plan import StepPlan
-from agentspec.runtime.prefill_graphs import CHUNK_SIZES, MAX_SPANS
+from agentspec.runtime.prefill_graphs import MAX_SPANS, chunk_sizes
 from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW
 from tests.fakes.chunk_rounds import ChunkRounds
 from tests.fakes.hash_chain import HashChainModel
@@ -29,6 +30,7 @@ from tests.properties.real_model import write_agreeing_checkpoint, write_agreein
 pytestmark = pytest.mark.gpu
 SMALL: dict[str, Any] = {"num_hidden_layers": 2, "full_attention_interval": 2}
 MAX_LENGTH = 1500
+NoWaits = Callable[[], AbstractContextManager[None]]
 MakeModel = Callable[[], HashChainModel | Qwen3_5Model]
 
 
@@ -122,25 +124,23 @@ def test_states_and_pages_are_true(seed: int, cuda: torch.device) -> None:
                 model.check_pages(sequence.pages, sequence.known, context=f"seed {seed}, step {step}")
 
 
-def test_a_launch_of_chunks_never_waits(cuda: torch.device, checkpoint: Path) -> None:
+def test_a_launch_of_chunks_never_waits(cuda: torch.device, checkpoint: Path, no_waits: NoWaits) -> None:
     house = ChunkHouse(load_model(checkpoint, device=cuda, dtype=torch.float32), cuda)
     house.executor.capture([2], CudaRecorder(cuda))
     num_replays = 0
     while num_replays < 30:
         chunks = house.rounds.next(most=MAX_SPANS)
-        if sum(len(chunk.token_ids) for chunk in chunks) > CHUNK_SIZES[-1]:
+        if sum(len(chunk.token_ids) for chunk in chunks) > chunk_sizes(house.model.spec.hidden_size)[-1]:
             house.executor.launch(StepPlan(chunks=chunks))
             continue
         num_replays += 1
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits():
             house.executor.launch(StepPlan(chunks=chunks))
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("graphs", [True, False])
 def test_the_start_says_which_chunks_were_captured(graphs: bool, cuda: torch.device, checkpoint: Path) -> None:
     with Engine(EngineConfig(model=str(checkpoint), device="cuda", memory_gib=0.05, max_running=1, graphs=graphs)) as engine:
-        assert (f"and {len(CHUNK_SIZES)} of prompts (up to 64, 128, " in engine._assembly.graphs) == graphs
+        sizes = chunk_sizes(engine._assembly.spec.hidden_size)
+        assert (f"and {len(sizes)} of prompts (up to 64, 128, " in engine._assembly.graphs) == graphs

@@ -15,6 +15,7 @@ SPEC = ModelSpec(
     vocab_size=100,
     num_real_tokens=100,
     max_context=4096,
+    hidden_size=64,
     has_mtp=True,
     stop_token_ids=(),
     row_bytes=1_000_000,

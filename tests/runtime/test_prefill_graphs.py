@@ -18,7 +18,7 @@ from agentspec.models.registry import load_model
 from agentspec.runtime.executor import ModelExecutor
 from agentspec.runtime.plan import ChunkPlan, StepPlan
 from agentspec.runtime.prefill import run_batch
-from agentspec.runtime.prefill_graphs import CHUNK_SIZES, MAX_SPANS, PrefillGraphs, prefill_graph_bytes
+from agentspec.runtime.prefill_graphs import CHUNK_SIZES, LONG_CHUNK_SIZES, MAX_SPANS, PrefillGraphs, chunk_sizes, prefill_graph_bytes
 from agentspec.runtime.prefill_tables import PrefillSizes
 from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, tokens
 from tests.fakes.chunk_rounds import ChunkRounds
@@ -29,6 +29,7 @@ from tests.properties.real_model import write_agreeing_checkpoint
 
 CPU = torch.device("cpu")
 BLOCK, PAGES = 64, 20
+SIZES = chunk_sizes(HashChainModel().spec.hidden_size)
 
 
 class Watched:
@@ -36,7 +37,7 @@ class Watched:
 
     def __init__(self) -> None:
         self.batches: list[PrefillBatch] = []
-        self.graphs = PrefillGraphs(self._prefill, Replayer(), block_tokens=BLOCK, max_pages=PAGES, device=CPU)
+        self.graphs = PrefillGraphs(self._prefill, Replayer(), sizes=CHUNK_SIZES, block_tokens=BLOCK, max_pages=PAGES, device=CPU)
         self.recorded, self.batches = self.batches, []
 
     def _prefill(self, batch: PrefillBatch) -> None:
@@ -169,7 +170,7 @@ def test_replayed_chunks_leave_what_eager_ones_do(seed: int) -> None:
         first.launch(chunks)
         num_replays = recorder.num_write_replays
         second.launch(chunks)
-        is_held = sum(len(chunk.token_ids) for chunk in chunks) <= CHUNK_SIZES[-1] and len(chunks) <= MAX_SPANS
+        is_held = sum(len(chunk.token_ids) for chunk in chunks) <= SIZES[-1] and len(chunks) <= MAX_SPANS
         assert recorder.num_write_replays - num_replays == is_held, f"seed {seed}, step {step}: {[len(chunk.token_ids) for chunk in chunks]}"
         assert all(map(torch.equal, first.storage(), second.storage())), f"seed {seed}, step {step}"
         num_held += is_held
@@ -216,13 +217,27 @@ def test_padding_does_not_reach_the_states_of_a_real_model(tmp_path: Path) -> No
 
 def test_the_start_says_which_sizes_there_are_and_what_they_took() -> None:
     report = ChunkHouse(0).executor.capture([1], Replayer())
-    assert report.chunk_sizes == CHUNK_SIZES
-    sizes = ", ".join(map(str, CHUNK_SIZES))
+    assert report.chunk_sizes == (*CHUNK_SIZES, *LONG_CHUNK_SIZES)
+    sizes = ", ".join(map(str, report.chunk_sizes))
     assert str(report).startswith(
-        f"4 (batches of 1, 2; 1 drafts; greedy and sampled) and {len(CHUNK_SIZES)} of prompts (up to {sizes} tokens): 0.75 GiB, "
+        f"4 (batches of 1, 2; 1 drafts; greedy and sampled) and {len(report.chunk_sizes)} of prompts (up to {sizes} tokens): 0.75 GiB, "
     )
 
 
-def test_the_estimate_has_room_for_what_the_largest_forward_holds() -> None:
-    gate_up_of_27b = 1024 * 2 * 17_408 * 2
-    assert 4 * gate_up_of_27b < prefill_graph_bytes() < 2**30
+@pytest.mark.parametrize(("hidden_size", "longest"), [(2, 4096), (1024, 4096), (2048, 4096), (2560, 2560), (3072, 1792), (4096, 1024), (5120, 1024)])
+def test_a_narrow_model_has_graphs_of_longer_batches(hidden_size: int, longest: int) -> None:
+    sizes = chunk_sizes(hidden_size)
+    assert sizes[: len(CHUNK_SIZES)] == CHUNK_SIZES
+    assert sizes[-1] == longest
+    assert list(sizes) == sorted(set(sizes))
+
+
+@pytest.mark.parametrize(("hidden_size", "ffn_width"), [(5120, 17_408), (4096, 12_288), (2560, 9216), (1024, 3584)])
+def test_the_estimate_has_room_for_what_the_largest_forward_holds(hidden_size: int, ffn_width: int) -> None:
+    gate_up = chunk_sizes(hidden_size)[-1] * 2 * ffn_width * 2
+    assert 4 * gate_up < prefill_graph_bytes(hidden_size) < 2**30
+
+
+def test_the_estimate_has_room_for_all_choices_of_a_mixture() -> None:
+    """Of 35B-A3B: every token's parts by its 8 experts, in 16 bits, and what their gates and ups leave."""
+    assert 2 * 4096 * 8 * (2048 + 3 * 512) * 2 < prefill_graph_bytes(2048) < 1.1 * 2**30

@@ -16,7 +16,16 @@ from agentspec.wire import Submit
 BLOCK = 16
 SYSTEM, USER, TURN, BRANCH, GRID = CheckpointKind.SYSTEM, CheckpointKind.USER, CheckpointKind.TURN, CheckpointKind.BRANCH, CheckpointKind.GRID
 SPEC = ModelSpec(
-    name="m", vocab_size=1000, num_real_tokens=1000, max_context=10**6, has_mtp=True, stop_token_ids=(), row_bytes=1, page_bytes=1, block_tokens=BLOCK
+    name="m",
+    vocab_size=1000,
+    num_real_tokens=1000,
+    max_context=10**6,
+    hidden_size=1,
+    has_mtp=True,
+    stop_token_ids=(),
+    row_bytes=1,
+    page_bytes=1,
+    block_tokens=BLOCK,
 )
 
 

@@ -16,7 +16,16 @@ from tests.fakes.automaton import Everything
 
 TOKEN_BYTES = [bytes([token]) for token in range(128)]
 SPEC = ModelSpec(
-    name="m", vocab_size=128, num_real_tokens=120, max_context=100, has_mtp=True, stop_token_ids=(0, 1), row_bytes=1, page_bytes=1, block_tokens=16
+    name="m",
+    vocab_size=128,
+    num_real_tokens=120,
+    max_context=100,
+    hidden_size=1,
+    has_mtp=True,
+    stop_token_ids=(0, 1),
+    row_bytes=1,
+    page_bytes=1,
+    block_tokens=16,
 )
 
 
