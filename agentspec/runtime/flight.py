@@ -18,6 +18,7 @@ class Flight:
     occupants: dict[int, Request] = field(default_factory=dict)
     chunks: list[tuple[Request, list[tuple[int, int, CheckpointKind]]]] = field(default_factory=list)
     """Each chunk's request, and the checkpoints it leaves: (length, row, kind)."""
-    requests: set[Request] = field(default_factory=set)
+    requests: dict[Request, None] = field(default_factory=dict)
+    """Everyone who takes part, each once; the order is that in which they are let go. A set's would be that of addresses, another one in each run."""
     copies: CopyOrders = field(default_factory=CopyOrders)
     """To be started before the plan. Nothing in the plan waits for them."""

@@ -168,7 +168,7 @@ class Scheduler:
                 flight.plan.masks[request.slot] = masks
             slots.append(request.slot)
             flight.occupants[request.slot] = request
-            flight.requests.add(request)
+            flight.requests[request] = None
         return slots
 
     def drain_events(self) -> list[Event]:
@@ -336,7 +336,7 @@ class Scheduler:
     def _launch_chunk(self, flight: Flight, request: Request, chunk: ChunkPlan, checkpoints: list[tuple[int, int, CheckpointKind]]) -> None:
         flight.plan.chunks.append(chunk)
         flight.chunks.append((request, checkpoints))
-        flight.requests.add(request)
+        flight.requests[request] = None
         request.computed += len(chunk.token_ids)
         request.state_row = request.own_rows[0]
         self._metrics.prefill_tokens += len(chunk.token_ids)

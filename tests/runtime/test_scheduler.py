@@ -49,6 +49,20 @@ def test_a_stop_of_the_device_frees_at_once() -> None:
         house.run()
 
 
+def test_those_that_end_in_one_step_are_let_go_in_the_order_in_which_it_has_them() -> None:
+    """It decides which rows and pages come next and what is evicted, so it must be the same whenever the same is asked."""
+    for _ in range(5):
+        house = House(max_running=8)
+        requests = [house.submit(f"r{number}", letters(20, seed=number), "a" * 200) for number in range(8)]
+        house.run_until(lambda requests=requests: all(request.phase is Phase.DECODE for request in requests))  # type: ignore[misc]
+        plan, names = house.device.plans[-1], {request.slot: request.request_id for request in requests}
+        for request in requests:
+            house.loop.abort(request.request_id)
+        ended = [event.request_id for event in house.step() if isinstance(event, FinishEvent)]
+        assert ended == [names[slot] for slot in plan.first_slots + plan.decode_slots]
+        house.run()
+
+
 @pytest.mark.parametrize("how", ["stop string", "abort"])
 def test_a_stop_of_the_host_frees_when_the_step_in_flight_has_landed(how: str) -> None:
     house = House(overlap=True)
