@@ -1,20 +1,13 @@
 """The embedding API: an engine in this process, driven by the caller (`Engine`) or by its own thread (`AsyncEngine`).
 
-Builds the house from one EngineConfig: model, memory, cache, executor, scheduler, loop. Speaks wire messages; knows nothing of
-HTTP, templates or messages.
+Speaks wire messages. An AsyncEngine can also be asked for its HTTP app and for SDK clients; what they do is the server's.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import queue
-import threading
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from functools import cached_property
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -23,60 +16,16 @@ from fastapi import FastAPI
 from agentspec import sdk_clients
 from agentspec.assembly import Assembly, assemble
 from agentspec.config import EngineConfig
+from agentspec.engine_thread import EngineCore, EngineThread
 from agentspec.errors import EngineClosedError, RequestError
-from agentspec.runtime.constraint import Constraint
-from agentspec.runtime.request import Request, new_request
 from agentspec.server.app import create_app
 from agentspec.server.pipeline import TextPipeline
 from agentspec.text.tokenizer import Tokenizer
-from agentspec.types import FinishReason
-from agentspec.wire import Event, FinishEvent, Grammar, ModelInfo, Submit, Usage
+from agentspec.wire import Event, FinishEvent, ModelInfo, Submit
 
 if TYPE_CHECKING:
     from anthropic import AsyncAnthropic
     from openai import AsyncOpenAI
-
-logger = logging.getLogger("agentspec")
-
-COMPILE_THREADS = 32
-"""Grammars that an AsyncEngine asks its compiler for at the same time. Most only wait: a known grammar must not queue behind new ones."""
-
-
-class _Core:
-    """What both engines share: an assembly, the numbering of requests, and the checks at the door. Not thread-safe."""
-
-    def __init__(self, assembly: Assembly) -> None:
-        self._assembly = assembly
-        self._number = 0
-        self.loop = assembly.loop
-
-    def submit(self, submit: Submit, constraint: Constraint | None) -> Request:
-        if self.loop.scheduler.knows(submit.request_id):
-            raise RequestError("request_id", submit.request_id, "is in use by a running request")
-        parts = self._assembly
-        request = new_request(
-            submit,
-            number=self._number,
-            spec=parts.spec,
-            max_length=parts.info.max_context,
-            engine_seed=parts.config.seed,
-            token_bytes=None if parts.tokenizer is None else parts.tokenizer.token_bytes,
-            constraint=constraint,
-            allow_forced_output=parts.config.allow_forced_output,
-        )
-        self._number += 1
-        self.loop.submit(request)
-        return request
-
-    def stats(self) -> dict[str, Any]:
-        scheduler = self.loop.scheduler
-        return {
-            "model": self._assembly.info.model_id,
-            "waiting": scheduler.num_waiting,
-            "running": scheduler.num_running,
-            "engine": self.loop.metrics.as_dict(),
-            "cache": self._assembly.cache.stats(),
-        }
 
 
 class Engine:
@@ -90,7 +39,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig | Assembly) -> None:
         self._assembly = config if isinstance(config, Assembly) else assemble(config)
-        self._core = _Core(self._assembly)
+        self._core = EngineCore(self._assembly)
         self._events: dict[str, deque[Event]] = {}
         """Of submitted requests: what was not read yet."""
         self._read: set[str] = set()
@@ -223,7 +172,7 @@ class EventStream(Iterator[Event]):
             self._engine.leave(self._request_id, wait=wait)
 
 
-class AsyncEngine:
+class AsyncEngine(EngineThread):
     """An engine on its own thread, for asyncio callers: the server, agent frameworks. Implements wire.EngineClient.
 
         async with AsyncEngine(EngineConfig(model="path/to/checkpoint")) as engine:
@@ -231,42 +180,6 @@ class AsyncEngine:
                 ...
 
     If the engine's thread dies, every open stream ends with an ERROR event and later submits raise EngineClosedError."""
-
-    def __init__(self, config: EngineConfig | Assembly) -> None:
-        self._assembly = config if isinstance(config, Assembly) else assemble(config)
-        self._core = _Core(self._assembly)
-        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._streams: dict[str, asyncio.Queue[Event]] = {}
-        self._left: set[str] = set()
-        """Requests whose reader has gone, until their terminal event: their ids are still in use."""
-        self._compiling: dict[str, asyncio.Future[Constraint | None]] = {}
-        """Requests that wait for their grammar. They are not in the engine yet; None ends them."""
-        self._compilers = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="agentspec-grammar")
-        self._asyncio: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._death: str | None = None
-        self._stopping = False
-
-    async def __aenter__(self) -> Self:
-        self._asyncio = asyncio.get_running_loop()
-        self._thread = threading.Thread(target=self._run, name="agentspec-engine", daemon=True)
-        self._thread.start()
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        await self.close()
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._assembly.info
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self._assembly.tokenizer
-
-    @property
-    def model_dir(self) -> Path | None:
-        return self._assembly.model_dir
 
     @cached_property
     def app(self) -> FastAPI:
@@ -280,204 +193,3 @@ class AsyncEngine:
     def anthropic_client(self, **options: Any) -> AsyncAnthropic:
         """The same as an `anthropic.AsyncAnthropic`."""
         return sdk_clients.anthropic_client(self.app, **options)
-
-    @property
-    def alive(self) -> bool:
-        return self._thread is not None and self._death is None and not self._stopping
-
-    async def stream(self, submit: Submit) -> AsyncIterator[Event]:
-        """Submit and yield this request's events, the FinishEvent last. Leaving early aborts the request.
-
-        Raises RequestError when the request is refused, EngineClosedError when the engine is not running."""
-        await self._submit(submit)
-        events = self._streams[submit.request_id]
-        finished = False
-        try:
-            while not finished:
-                event = await events.get()
-                finished = isinstance(event, FinishEvent)
-                yield event
-        finally:
-            del self._streams[submit.request_id]
-            if not finished:
-                self._leave(submit.request_id)
-
-    async def abort(self, request_id: str) -> None:
-        """End a request early; its stream ends with an ABORT event."""
-        compiling = self._compiling.get(request_id)
-        if compiling is not None:
-            _settle(compiling, None)
-            return
-        self._inbox.put(("abort", request_id))
-
-    async def stats(self) -> dict[str, Any]:
-        """A snapshot between two steps; of an engine that has ended, the last one."""
-        if not self.alive:
-            if self._thread is not None:
-                await asyncio.to_thread(self._thread.join)
-            return self._core.stats()
-        assert self._asyncio is not None
-        answer: asyncio.Future[dict[str, Any]] = self._asyncio.create_future()
-        self._inbox.put(("stats", answer))
-        return await answer
-
-    async def ended(self) -> str | None:
-        """Wait until the engine's thread has ended: what it died of, or None after `close`."""
-        assert self._thread is not None
-        await asyncio.to_thread(self._thread.join)
-        return self._death
-
-    async def close(self) -> None:
-        """Stop the thread. Requests still running end with an ABORT event."""
-        if self._thread is None or self._stopping:
-            return
-        self._stopping = True
-        self._inbox.put(("stop", None))
-        await asyncio.to_thread(self._thread.join)
-        self._compilers.shutdown(wait=False, cancel_futures=True)
-        await asyncio.to_thread(self._assembly.close)
-
-    async def _submit(self, submit: Submit) -> None:
-        self._check_alive()
-        assert self._asyncio is not None
-        if submit.request_id in self._streams or submit.request_id in self._left:
-            raise RequestError("request_id", submit.request_id, "is in use by a running request")
-        accepted: asyncio.Future[None] = self._asyncio.create_future()
-        self._streams[submit.request_id] = asyncio.Queue()
-        try:
-            constraint = None
-            if submit.grammar is not None:
-                constraint = await self._compile(submit.request_id, submit.grammar)
-                if constraint is None:
-                    usage = Usage(prompt_tokens=len(submit.prompt_ids))
-                    self._hand_out([FinishEvent(request_id=submit.request_id, reason=FinishReason.ABORT, usage=usage)])
-                    return
-                self._check_alive()
-            self._inbox.put(("submit", (submit, constraint, accepted)))
-            await accepted
-        except asyncio.CancelledError:
-            del self._streams[submit.request_id]
-            self._leave(submit.request_id)
-            raise
-        except BaseException:
-            del self._streams[submit.request_id]
-            raise
-
-    async def _compile(self, request_id: str, grammar: Grammar) -> Constraint | None:
-        """The constraint of a request, made beside the event loop and the engine's thread; None when the request is aborted first."""
-        assert self._asyncio is not None
-        answer: asyncio.Future[Constraint | None] = self._asyncio.create_future()
-
-        def make() -> None:
-            try:
-                constraint = self._assembly.constraints.make(grammar)
-            except Exception as error:  # a grammar that breaks its compiler must hurt nobody but its sender
-                self._call(_refuse, answer, error)
-            else:
-                self._call(_settle, answer, constraint)
-
-        self._compiling[request_id] = answer
-        job = self._compilers.submit(make)
-        try:
-            return await answer
-        finally:
-            job.cancel()
-            del self._compiling[request_id]
-
-    def _leave(self, request_id: str) -> None:
-        if self.alive:
-            self._left.add(request_id)
-            self._inbox.put(("leave", request_id))
-
-    def _check_alive(self) -> None:
-        if not self.alive:
-            raise EngineClosedError(f"the engine is not running{': ' + self._death if self._death else ''}")
-
-    def _run(self) -> None:
-        """The engine's thread: commands between steps, steps while there is work."""
-        try:
-            while self._take_commands():
-                if self._core.loop.has_work:
-                    self._deliver(self._core.loop.run_once())
-            self._core.loop.abort_all()
-            while self._core.loop.has_work:
-                self._deliver(self._core.loop.run_once())
-            self._end_all(FinishReason.ABORT, "the engine was closed")
-        except Exception as error:
-            logger.exception("the engine's thread died")
-            self._death = f"{type(error).__name__}: {error}"
-            self._end_all(FinishReason.ERROR, self._death)
-
-    def _take_commands(self) -> bool:
-        """Handle what is in the inbox, waiting when there is no work; False when told to stop."""
-        while True:
-            try:
-                command, payload = self._inbox.get(block=not self._core.loop.has_work)
-            except queue.Empty:
-                return True
-            if command == "stop":
-                return False
-            if command == "abort":
-                self._core.loop.abort(payload)
-            elif command == "leave":
-                if self._core.loop.scheduler.knows(payload):
-                    self._core.loop.abort(payload)
-                else:
-                    self._call(self._left.discard, payload)
-            elif command == "stats":
-                self._call(_settle, payload, self._core.stats())
-            else:
-                self._accept(*payload)
-
-    def _accept(self, submit: Submit, constraint: Constraint | None, accepted: asyncio.Future[None]) -> None:
-        try:
-            self._core.submit(submit, constraint)
-        except Exception as error:  # a submit of the wrong types must hurt nobody but its sender
-            self._call(_refuse, accepted, error)
-        else:
-            self._call(_settle, accepted, None)
-
-    def _deliver(self, events: list[Event]) -> None:
-        if events:
-            self._call(self._hand_out, events)
-
-    def _hand_out(self, events: list[Event]) -> None:
-        for event in events:
-            stream = self._streams.get(event.request_id)
-            if stream is not None:
-                stream.put_nowait(event)
-            elif isinstance(event, FinishEvent):
-                self._left.discard(event.request_id)
-
-    def _end_all(self, reason: FinishReason, error: str) -> None:
-        """The thread is about to end: the rest happens on the event loop, where nobody can put anything into the inbox meanwhile."""
-        self._call(self._close_streams, reason, error)
-
-    def _close_streams(self, reason: FinishReason, error: str) -> None:
-        """End every stream, and answer what nobody will take out of the inbox any more."""
-        shown = error if reason is FinishReason.ERROR else None
-        for request_id, stream in self._streams.items():
-            stream.put_nowait(FinishEvent(request_id=request_id, reason=reason, usage=Usage(), error=shown))
-        for compiling in self._compiling.values():
-            _refuse(compiling, EngineClosedError(error))
-        while not self._inbox.empty():
-            command, payload = self._inbox.get()
-            if command == "submit":
-                _refuse(payload[-1], EngineClosedError(error))
-            elif command == "stats":
-                _settle(payload, self._core.stats())
-
-    def _call(self, function: Any, *arguments: Any) -> None:
-        assert self._asyncio is not None
-        if not self._asyncio.is_closed():
-            self._asyncio.call_soon_threadsafe(function, *arguments)
-
-
-def _settle(future: asyncio.Future[Any], result: Any) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _refuse(future: asyncio.Future[Any], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)

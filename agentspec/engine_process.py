@@ -24,7 +24,6 @@ import torch
 
 from agentspec.assembly import Assembly, assemble
 from agentspec.config import EngineConfig
-from agentspec.engine import AsyncEngine
 from agentspec.engine_link import (
     Close,
     EngineSetup,
@@ -41,6 +40,7 @@ from agentspec.engine_link import (
     error_data,
     frame,
 )
+from agentspec.engine_thread import EngineThread
 from agentspec.errors import AgentspecError, EngineClosedError, RequestError
 from agentspec.runtime.memory_plan import MemoryPlan
 from agentspec.types import ModelSpec
@@ -53,7 +53,7 @@ _FAILED = 1
 
 
 class HostedEngine(EngineClient, AbstractAsyncContextManager[Any], Protocol):
-    """What the process needs of its engine: an AsyncEngine, or one that computes nothing, to measure the rest."""
+    """What the process needs of its engine: an EngineThread, or one that computes nothing, to measure the rest."""
 
     async def ended(self) -> str | None:
         """Wait until the engine has ended: what it died of, or None after its context was left."""
@@ -204,7 +204,7 @@ class _Host:
 
 def _load(config: EngineConfig) -> tuple[HostedEngine, EngineSetup]:
     parts = assemble(config)
-    return AsyncEngine(parts), _setup(parts)
+    return EngineThread(parts), _setup(parts)
 
 
 def _setup(parts: Assembly) -> EngineSetup:

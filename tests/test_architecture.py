@@ -34,6 +34,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
 }
 """What each room may import besides itself. A top-level module that is not listed here stands above the rooms and may import them all."""
 
+ENGINE_ROOMS = (*ROOMS["runtime"], "runtime", "bundled")
+"""What an engine is made of. Its own process loads no server."""
+
 TOP_LEVEL: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(FOUNDATION, FOUNDATION),
     "__init__": (),
@@ -41,6 +44,9 @@ TOP_LEVEL: dict[str, tuple[str, ...]] = {
     "model_costs": FOUNDATION,
     "engine_link": FOUNDATION,
     "remote_engine": (*FOUNDATION, "engine_link"),
+    "assembly": ENGINE_ROOMS,
+    "engine_thread": (*ENGINE_ROOMS, "assembly"),
+    "engine_process": (*ENGINE_ROOMS, "assembly", "engine_link", "engine_thread"),
     "cli": (*FOUNDATION, "replay"),
 }
 """Top-level modules that may import less than all."""

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -44,6 +42,10 @@ def resolve_checkpoint(model: str) -> Path:
         raise CheckpointError(f"model={model!r}: is a file; give the checkpoint's directory")
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise CheckpointError(f"model={model!r}: no such directory")
+    # Takes a while to import, in every process with an engine, and most models lie in a directory.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
     try:
         return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
     except RepositoryNotFoundError as error:

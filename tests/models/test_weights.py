@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from agentspec.errors import CheckpointError
-from agentspec.models import weights
 from agentspec.models.hf_config import load_text_config
 from agentspec.models.registry import load_model
 from agentspec.models.tensors import parameter_shapes
@@ -223,7 +223,7 @@ def test_resolve_asks_the_hub_for_safetensors_json_and_templates(monkeypatch: py
         asked[repo] = allow_patterns
         return str(tmp_path)
 
-    monkeypatch.setattr(weights, "snapshot_download", snapshot)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert resolve_checkpoint("Qwen/Qwen3.5-4B") == tmp_path
     assert asked == {"Qwen/Qwen3.5-4B": ["*.json", "*.safetensors", "*.jinja"]}
 
@@ -232,6 +232,6 @@ def test_resolve_turns_hub_failures_into_one_error(monkeypatch: pytest.MonkeyPat
     def offline(repo: str, **_: Any) -> str:
         raise ConnectionError("no route to the hub")
 
-    monkeypatch.setattr(weights, "snapshot_download", offline)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(CheckpointError, match=r"Qwen/Qwen3\.5-4B.*no route"):
         resolve_checkpoint("Qwen/Qwen3.5-4B")
