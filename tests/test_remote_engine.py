@@ -46,17 +46,10 @@ InEngine = Callable[[str], None]
 Shared = Callable[[Callable[[RemoteEngine], Coroutine[Any, Any, None]]], None]
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As conftest.py has it for this process."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Shared]:
     """One engine for tests that leave it as it was."""
-    with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
-        patch.setenv("OMP_NUM_THREADS", "1")
+    with asyncio.Runner() as runner:
         engine = runner.run(RemoteEngine.start(CONFIG))
         yield lambda main: runner.run(main(engine))
         runner.run(engine.close())

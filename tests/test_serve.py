@@ -75,7 +75,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
     def start(*flags: str, in_engine: str = "", wait: bool = True) -> Served:
         """in_engine: code that the engine's process runs before it loads."""
-        environment = {name: value for name, value in os.environ.items() if name != "AGENTSPEC_API_KEY"} | {"OMP_NUM_THREADS": "1"}
+        environment = {name: value for name, value in os.environ.items() if name != "AGENTSPEC_API_KEY"}
         if in_engine:
             (tmp_path / "sitecustomize.py").write_text(f"import sys\nif 'agentspec.engine_process' in sys.orig_argv:\n    {in_engine}\n")
             environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, [environment.get("PYTHONPATH")])])

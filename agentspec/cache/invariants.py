@@ -40,14 +40,13 @@ def _check_ownership(cache: HybridCache, nodes: list[Node]) -> None:
 
 
 def _check_pool(pool: IdPool, of_tree: Iterable[int], of_leases: Iterable[int]) -> None:
-    owners = Counter(pool.free_ids())
-    owners.update(of_tree)
-    owners.update(of_leases)
-    twice = [owned for owned, count in owners.items() if count > 1]
-    assert not twice, f"{pool.noun}s with more than one owner: {twice}"
-    lost = set(range(pool.num_reserved, pool.num_ids)) - owners.keys()
-    assert not lost, f"{pool.noun}s with no owner: {lost}"
-    assert len(owners) == pool.capacity, f"reserved or unknown {pool.noun}s are owned: {[owned for owned in owners if owned < pool.num_reserved]}"
+    owned = sorted([*pool.free_ids(), *of_tree, *of_leases])
+    expected = range(pool.num_reserved, pool.num_ids)
+    if owned != list(expected):
+        twice = [unit for unit, count in Counter(owned).items() if count > 1]
+        assert not twice, f"{pool.noun}s with more than one owner: {twice}"
+        assert not set(expected) - set(owned), f"{pool.noun}s with no owner: {set(expected) - set(owned)}"
+        raise AssertionError(f"reserved or unknown {pool.noun}s are owned: {set(owned) - set(expected)}")
     assert pool.num_free == len(pool.free_ids())
     assert pool.num_used == pool.capacity - pool.num_free
     assert pool.peak_used >= pool.num_used
@@ -71,9 +70,8 @@ def _check_structure(cache: HybridCache, nodes: list[Node]) -> None:
 
 def _check_refs(cache: HybridCache, nodes: list[Node]) -> None:
     """`refs` are what points at a node plus its wanted children; pages are there exactly where they are needed."""
-    own: dict[int, Counter[Node]] = {level: Counter() for level in (NEED, HOLD, LOCK)}
-    for node in nodes:
-        own[NEED][node] += node.checkpoint is not None
+    own: dict[int, Counter[Node | None]] = {level: Counter() for level in (NEED, HOLD, LOCK)}
+    own[NEED].update(node for node in nodes if node.checkpoint is not None)
     for lease in cache.leases:
         if lease.anchor is not None:
             for level in (NEED, HOLD, LOCK):
@@ -82,10 +80,12 @@ def _check_refs(cache: HybridCache, nodes: list[Node]) -> None:
         own[HOLD][hold.checkpoint.node] += 1
     own[HOST] = Counter(node for node in nodes if node.host_copy is not None)
     for level, pointers in own.items():
+        wanted = [node for node in nodes if node.refs[level]]
+        pointers.update(node.parent for node in wanted)
         for node in nodes:
-            wanted = pointers[node] + sum(child.refs[level] > 0 for child in node.children.values())
-            assert node.refs[level] == wanted, f"refs on level {level} say {node.refs[level]}, counted {wanted} at depth {node.depth}"
-        assert cache.tree.num_blocks[level] == sum(node.num_blocks for node in nodes if node.refs[level])
+            count = pointers.get(node, 0)
+            assert node.refs[level] == count, f"refs on level {level} say {node.refs[level]}, counted {count} at depth {node.depth}"
+        assert cache.tree.num_blocks[level] == sum(node.num_blocks for node in wanted)
     for node in nodes:
         assert (node.page_ids is not None) == (node.refs[NEED] > 0), f"pages kept for nobody, or missing, at depth {node.depth}"
         assert node.page_ids is None or len(node.page_ids) == node.num_blocks

@@ -98,13 +98,16 @@ class Traffic:
         elif action == "rows":
             rows = world.take_rows(run, rng.randint(0, 3))
             world.cache.give_rows(run.lease, rows or [])
+            world.audit()
         elif action == "wait":
             world.clock.now += rng.choice([0.5, 3.0])
+            world.audit()
         elif action == "promise":
             self.take_all_that_is_available()
+            world.audit()
         elif action == "clear":
             self.clear()
-        world.audit()
+            world.audit()
 
     def publish(self, run: Run, length: int | None) -> None:
         self.world.publish(run, self.kind(), length)
@@ -215,6 +218,7 @@ class Ledger(Traffic):
         for session in [session for session, until in self.until.items() if until <= self.world.clock.now]:
             self.end_hold(session)
         self.world.cache.available_rows()  # the cache ends holds when it looks at the clock
+        self.world.audit()
         assert {key: (entry.kind, entry.superseded) for key, entry in self.standing.items()} == {
             key: (checkpoint.kind, checkpoint.superseded) for key, checkpoint in self.world.live().items()
         }, self.world.note

@@ -10,6 +10,7 @@ Views only move pointers and are not counted; anything that loads from or stores
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,6 +28,11 @@ class CopyCounter(TorchDispatchMode):
         self.touched: list[str] = []
         """Names of the offending operations, in order."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and to keep the compiler out of every operation takes longer than to count it."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if state_traffic.kernel_depth == 0 and not _is_view(func) and any(map(self._in_pool, tree_leaves((args, kwargs)))):
@@ -37,6 +43,7 @@ class CopyCounter(TorchDispatchMode):
         return isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() in self._storages
 
 
+@functools.cache
 def _is_view(func: Any) -> bool:
     returns = func._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)

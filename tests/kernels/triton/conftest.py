@@ -9,7 +9,7 @@ import torch
 
 from agentspec.kernels.triton.launch import INTERPRETED
 from tests.kernels.triton.poison import poison_new_memory
-from tests.kernels.triton.quick_interpreter import prepare_once_a_launch
+from tests.kernels.triton.quick_interpreter import make_quick
 
 
 @pytest.fixture(scope="session")
@@ -18,10 +18,10 @@ def device() -> torch.device:
 
 
 @pytest.fixture(scope="package", autouse=True)
-def _prepare_once_a_launch() -> Iterator[None]:
+def _quick_interpreter() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if INTERPRETED:
-            prepare_once_a_launch(patch)
+            make_quick(patch)
         yield
 
 
