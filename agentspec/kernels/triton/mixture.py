@@ -31,7 +31,7 @@ on the same stream."""
 forced_placement: Placement | None = None
 """For benchmarks: overrules `placement_for`. Set it before a step is captured."""
 
-_FASTEST: tuple[tuple[int, Placement], ...] = ((8, "among"), (16, "beside"), (MOST_TOKENS, "among"))
+_FASTEST: tuple[tuple[int, Placement], ...] = ((4, "among"), (16, "beside"), (MOST_TOKENS, "among"))
 """(most tokens, placement), where the shared expert can run among the routed ones: by whole steps of 35B-A3B in FP8 on an H100."""
 _MOST_TOKENS_BESIDE = 32
 """Where it can't: the second stream pays where a step is short against its launches."""
@@ -110,15 +110,17 @@ def visits_of(routing: Routing, num_experts: int) -> Visits:
     return Visits(ids_NC=routing.ids_NC, weights_NC=routing.weights_NC, groups=groups, block_m=block_m)
 
 
-# What was fastest on an H100 at the shapes of 35B-A3B, with 4, 8, 16, 32 and 128 tokens.
+# What was fastest on an H100 at the shapes of 35B-A3B, with 8, 16, 32 and 128 tokens by launches of their own, and up to 4 in whole steps.
 
 
 def gate_up_tiles(weight: Weight, dtype: torch.dtype, num_tokens: int) -> Tiles:
     depth = weight.shape[-1]
     if dtype == torch.float32:
         return Tiles(block_o=32, block_k=_block_k(depth, 32), warps=4, stages=2)
-    if isinstance(weight, BlockScaled) and (num_tokens <= 4 or num_tokens > 8):
-        return Tiles(block_o=64, block_k=_block_k(depth, 256), warps=4 if num_tokens <= 4 else 2, stages=3, release=3)
+    if isinstance(weight, BlockScaled) and num_tokens <= 4:
+        return Tiles(block_o=64, block_k=_block_k(depth, SCALE_BLOCK), warps=4, stages=3, release=5)
+    if isinstance(weight, BlockScaled) and num_tokens > 8:
+        return Tiles(block_o=64, block_k=_block_k(depth, 256), warps=2, stages=3, release=3)
     if num_tokens <= 8:
         return Tiles(block_o=32, block_k=_block_k(depth, 256), warps=2, stages=3, release=3)
     return Tiles(block_o=64, block_k=_block_k(depth, 128), warps=4, stages=3, release=3)
@@ -130,10 +132,8 @@ def down_tiles(weight: Weight, dtype: torch.dtype, num_tokens: int) -> Tiles:
         return Tiles(block_o=32, block_k=_block_k(depth, 32), warps=4, stages=2)
     if not isinstance(weight, BlockScaled):
         return Tiles(block_o=64, block_k=_block_k(depth, 128), warps=4, stages=3, ahead=1, release=3)
-    if num_tokens <= 4:
-        return Tiles(block_o=64, block_k=_block_k(depth, 512), warps=4, stages=2, ahead=1, release=3)
     if num_tokens <= 8:
-        return Tiles(block_o=64, block_k=_block_k(depth, 256), warps=2, stages=3, ahead=1, release=3)
+        return Tiles(block_o=64, block_k=_block_k(depth, 256), warps=4 if num_tokens <= 4 else 2, stages=3, ahead=1, release=3)
     return Tiles(block_o=64, block_k=_block_k(depth, SCALE_BLOCK), warps=2, stages=4, ahead=2, release=3)
 
 
