@@ -50,6 +50,12 @@ class BlockScaled:
     def nbytes(self) -> int:
         return self.values.nbytes + self.scales.nbytes
 
+    def is_finite(self) -> bool:
+        """Whether every value and multiplier is a finite number. Of 8-bit floats only two codes are none: all ones, but for the sign."""
+        codes = self.values.view(torch.uint8)
+        has_nan = codes.view(torch.int8).max() == 0x7F or codes.max() == 0xFF
+        return not has_nan and bool(self.scales.isfinite().all())
+
 
 Weight = Tensor | BlockScaled
 

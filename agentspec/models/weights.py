@@ -132,7 +132,8 @@ class Checkpoint:
     def load(self, config: TextConfig, *, device: torch.device, dtype: torch.dtype) -> dict[str, kernels.Weight]:
         """All parameters under canonical names; those in 8 bits lie as `weight_regions.empty_weight` says.
 
-        Raises CheckpointError that lists every tensor which is missing, unexpected, misshapen or in the wrong format."""
+        Raises CheckpointError that lists every tensor which is missing, unexpected, misshapen or in the wrong format, or names the first one in
+        8 bits that holds what is no finite number: kernels would read such a code as a large one."""
         layout = self.layout(config)
         parameters: dict[str, kernels.Weight] = {}
         for name, shape in layout.shapes.items():
@@ -145,9 +146,14 @@ class Checkpoint:
             for target in source.targets:
                 part: kernels.Weight = tensor if target.pick is None else target.pick(tensor)
                 if source.scaled:
-                    part = kernels.BlockScaled(values=tensor, scales=self.tensor(scale_name(name)).float())
+                    part = self._finite(name, kernels.BlockScaled(values=tensor, scales=self.tensor(scale_name(name)).float()))
                 fill(parameters[target.parameter], target.region, part)
         return parameters
+
+    def _finite(self, name: str, weight: kernels.BlockScaled) -> kernels.BlockScaled:
+        if not weight.is_finite():
+            raise CheckpointError(f"{self._directory}: {name} or its multipliers hold values that aren't finite")
+        return weight
 
     def _check(self, sources: Mapping[str, Source], config: TextConfig) -> None:
         self._check_formats(sources, config)

@@ -190,11 +190,24 @@ O_PROJ = "model.layers.3.self_attn.o_proj.weight"
             lambda t: t.update({f"{LM}layers.3.self_attn.o_proj.weight": t[f"{LM}layers.3.self_attn.o_proj.weight"].to(torch.float8_e5m2)}),
             rf"neither in 8 bits.*: {O_PROJ}",
         ),
+        *((lambda t, nan=nan: put(t, O_PROJ, nan), rf"{O_PROJ} or its multipliers hold values that aren't finite") for nan in (0x7F, 0xFF)),
+        *(
+            (
+                lambda t, value=value: t[f"{LM}layers.3.self_attn.o_proj.weight_scale_inv"].fill_(value),
+                rf"{O_PROJ} or its multipliers hold values that aren't finite",
+            )
+            for value in (float("nan"), float("-inf"))
+        ),
     ],
 )
 def test_defects_are_named(change: Callable[[dict[str, Tensor]], object], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         load(rewrite(small(tmp_path), change))
+
+
+def put(tensors: dict[str, Tensor], name: str, code: int) -> None:
+    """The last value's code."""
+    tensors[name.replace("model.", LM, 1)].view(torch.uint8)[-1, -1] = code
 
 
 def to_plain(tensors: dict[str, Tensor], name: str) -> None:

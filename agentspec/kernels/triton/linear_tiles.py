@@ -128,7 +128,7 @@ def walk(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def decode_e4m3(bits, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The exact values of 8-bit floats, given as uint8. (The code of NaN, which no weight has, gives 480.)
+    """The exact values of 8-bit floats, given as uint8. (The code of NaN, which no checkpoint is loaded with, gives 480.)
 
     Their exponent and mantissa, moved to where a wider float has them, are the value times 2^(7 - 127), subnormals too. Triton's own conversion to
     bfloat16 goes by an instruction of a sixteenth of the usual rate. Here four values take two byte permutations, which double each byte's sign, two
