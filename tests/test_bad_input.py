@@ -14,14 +14,13 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from agentspec.assembly import AUTO_MAX_DRAFTS
 from agentspec.cli import main
 from agentspec.config import EngineConfig
 from agentspec.local_server import load
 from agentspec.replay.schema import save
-from tests.fakes.checkpoints import write_checkpoint
+from tests.fakes.checkpoints import rewrite, write_checkpoint
 from tests.fakes.text import write_text_assets
 from tests.replay.builders import chats
 
@@ -87,12 +86,6 @@ def edit_json(directory: Path, name: str, **changes: Any) -> None:
     path.write_text(json.dumps(raw))
 
 
-def edit_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    tensors = load_file(directory / "model.safetensors")
-    change(tensors)
-    save_file(tensors, directory / "model.safetensors")
-
-
 BROKEN: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("no config", lambda d: (d / "config.json").unlink(), ["config.json: no such file"]),
     ("config that is no JSON", lambda d: (d / "config.json").write_text("{"), ["config.json: unreadable JSON"]),
@@ -107,16 +100,16 @@ BROKEN: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("quantised weights", lambda d: edit_json(d, "config.json", quantization_config={"quant_method": "awq"}), ["quantization_config", "awq"]),
     ("no weights", lambda d: (d / "model.safetensors").unlink(), ["model.safetensors"]),
     ("weights that are none", lambda d: (d / "model.safetensors").write_bytes(b"junk"), ["model.safetensors: not a readable safetensors file"]),
-    ("a missing tensor", lambda d: edit_tensors(d, lambda t: t.pop("lm_head.weight")), ["missing tensors: lm_head.weight"]),
-    ("an extra tensor", lambda d: edit_tensors(d, lambda t: t.update({"model.audio.w": torch.zeros(1)})), ["unexpected tensors: model.audio.w"]),
+    ("a missing tensor", lambda d: rewrite(d, lambda t: t.pop("lm_head.weight")), ["missing tensors: lm_head.weight"]),
+    ("an extra tensor", lambda d: rewrite(d, lambda t: t.update({"model.audio.w": torch.zeros(1)})), ["unexpected tensors: model.audio.w"]),
     (
         "a tensor of the wrong shape",
-        lambda d: edit_tensors(d, lambda t: t.update({f"{LM}norm.weight": torch.zeros(63)})),
+        lambda d: rewrite(d, lambda t: t.update({f"{LM}norm.weight": torch.zeros(63)})),
         ["model.norm.weight has shape [63], expected [64]"],
     ),
     (
         "a tensor of the wrong type",
-        lambda d: edit_tensors(d, lambda t: t.update({f"{LM}norm.weight": torch.zeros(64, dtype=torch.int8)})),
+        lambda d: rewrite(d, lambda t: t.update({f"{LM}norm.weight": torch.zeros(64, dtype=torch.int8)})),
         ["model.norm.weight (I8)"],
     ),
     ("a tokenizer that is none", lambda d: (d / "tokenizer.json").write_text("{}"), ["tokenizer.json"]),

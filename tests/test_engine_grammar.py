@@ -1,6 +1,6 @@
 """The way of a grammar into an engine: compiled beside everything else, refused by name, and given up when nobody waits for it any more.
 
-The compiler is a fake that makes random automata and may be told to wait; the last tests have the real one, as tests/runtime/test_grammar.py has.
+The compiler is a fake that makes random automata and may be told to wait, but for one test; tests/runtime/test_grammar.py is about the real one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import dataclasses
 import json
 import random
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -310,36 +309,15 @@ def test_scores_and_constraints_cross_the_thread() -> None:
     run(main())
 
 
-class Shared(ConstraintSource):
-    """Of several engines: none of them closes it."""
-
-    def __init__(self, source: ConstraintSource) -> None:
-        self._source = source
-
-    def make(self, grammar: Grammar) -> Constraint:
-        return self._source.make(grammar)
-
-    def close(self) -> None:
-        pass
-
-
-@pytest.fixture(scope="module")
-def real() -> Iterator[ConstraintSource]:
-    """What the bundled model's engines compile with. Its process takes seconds to start."""
-    source = assemble(EngineConfig(device="cpu", memory_gib=0.2)).constraints
-    yield Shared(source)
-    source.close()
-
-
 LATE = "".join(random.Random(1).choices("zqxjv", k=70))
 DEAD_END = f'root ::= "{LATE}" dead\ndead ::= []'
 """Beyond what a trial walk sees: most of these letters are tokens of their own."""
 
 
-def test_a_dead_end_that_shows_late_is_a_refusal_half_way(real: ConstraintSource) -> None:
+def test_a_dead_end_that_shows_late_is_a_refusal_half_way() -> None:
     heard = []
     for draft_tokens in (0, 3):
-        parts = dataclasses.replace(assemble(EngineConfig(draft_tokens=draft_tokens, device="cpu", memory_gib=0.2)), constraints=real)
+        parts = assemble(EngineConfig(draft_tokens=draft_tokens, device="cpu", memory_gib=0.2))
         with Engine(parts) as engine:
             assert engine.tokenizer is not None
             asked = Submit(request_id="a", prompt_ids=[5, 6, 7], grammar=Grammar(kind="ebnf", source=DEAD_END))
@@ -358,9 +336,9 @@ def test_a_dead_end_that_shows_late_is_a_refusal_half_way(real: ConstraintSource
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_the_server_refuses_a_late_dead_end_under_the_name_of_the_field(path: str, real: ConstraintSource) -> None:
+def test_the_server_refuses_a_late_dead_end_under_the_name_of_the_field(path: str) -> None:
     async def main() -> None:
-        parts = dataclasses.replace(assemble(EngineConfig(device="cpu", memory_gib=0.2)), constraints=real)
+        parts = assemble(EngineConfig(device="cpu", memory_gib=0.2))
         prompt = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}
         body = {"model": "tiny-agent", "guided_grammar": DEAD_END, "max_tokens": 100, **prompt}
         async with (

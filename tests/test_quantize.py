@@ -17,9 +17,8 @@ from agentspec.models.hf_config import load_text_config
 from agentspec.models.quantization import is_convertible
 from agentspec.models.registry import load_model
 from agentspec.models.weights import Checkpoint
-from tests.fakes.checkpoints import Family, write_checkpoint
+from tests.fakes.checkpoints import Family, rewrite, write_checkpoint
 from tests.fakes.sequence_driver import Driver
-from tests.models.test_weights import rewrite
 
 CPU = torch.device("cpu")
 

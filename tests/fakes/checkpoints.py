@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 Family = Literal["dense", "moe", "next"]
@@ -361,6 +362,14 @@ def write_tensors(directory: Path, tensors: Tensors, *, sharded: bool = False) -
         weight_map |= dict.fromkeys(shard, file_name)
     total = sum(t.numel() * t.element_size() for t in tensors.values())
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
+
+
+def rewrite(directory: Path, change: Callable[[Tensors], object]) -> Path:
+    """Let `change` edit the tensors of a checkpoint in one file, by their names in it."""
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+    return directory
 
 
 def _stored_dtype(name: str, dtype: torch.dtype, control_dtype: torch.dtype | None) -> torch.dtype:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from agentspec.errors import CheckpointError, UnsupportedModelError
@@ -23,7 +22,7 @@ from agentspec.models.qwen3_5 import Qwen3_5Model
 from agentspec.models.registry import load_model
 from agentspec.models.tensors import random_parameters
 from agentspec.models.weights import Checkpoint
-from tests.fakes.checkpoints import Family, write_checkpoint
+from tests.fakes.checkpoints import Family, rewrite, write_checkpoint
 from tests.fakes.sequence_driver import Driver
 from tests.models.test_published_sizes import published_config
 
@@ -144,13 +143,6 @@ def edit_list(directory: Path, change: Callable[[list[str]], list[str]]) -> Path
     raw = json.loads(path.read_text())
     raw["quantization_config"]["modules_to_not_convert"] = change(raw["quantization_config"]["modules_to_not_convert"])
     path.write_text(json.dumps(raw))
-    return directory
-
-
-def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
-    tensors = load_file(directory / "model.safetensors")
-    change(tensors)
-    save_file(tensors, directory / "model.safetensors")
     return directory
 
 

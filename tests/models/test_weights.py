@@ -10,7 +10,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from agentspec.errors import CheckpointError
@@ -18,7 +18,7 @@ from agentspec.models.hf_config import load_text_config
 from agentspec.models.registry import load_model
 from agentspec.models.tensors import parameter_shapes
 from agentspec.models.weights import Checkpoint, resolve_checkpoint
-from tests.fakes.checkpoints import Family, write_checkpoint
+from tests.fakes.checkpoints import Family, rewrite, write_checkpoint
 
 CPU = torch.device("cpu")
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -83,13 +83,6 @@ def test_head_is_inferred_from_its_tensors(family: Family, tmp_path: Path) -> No
     for mtp in (True, False):
         directory = small(tmp_path / f"{family}{mtp}", family, mtp=mtp, mtp_num_hidden_layers=None)
         assert load_model(directory, device=CPU, dtype=torch.float32).spec.has_mtp == mtp
-
-
-def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
-    tensors = load_file(directory / "model.safetensors")
-    change(tensors)
-    save_file(tensors, directory / "model.safetensors")
-    return directory
 
 
 LM = "model.language_model."

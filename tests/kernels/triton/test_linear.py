@@ -14,6 +14,7 @@ from agentspec.kernels.backend import Norm
 from agentspec.kernels.reference import fused as reference
 from agentspec.kernels.triton import linear_layers as ours
 from agentspec.kernels.triton.linear_plans import MEASURED, OURS_ALONE, Kind, Plan, plan_for
+from agentspec.kernels.weights import Weight
 from tests.fakes.compare import relative_error
 
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -27,15 +28,20 @@ def randn(*shape: int, seed: int, device: torch.device, dtype: torch.dtype) -> T
     return torch.randn(shape, generator=torch.Generator(device).manual_seed(seed), device=device).to(dtype)
 
 
-class Layer:
-    """Random operands of one size; weights such that results are about 1."""
+class Operands:
+    """Random operands of one size, for a weight of any form."""
+
+    weight: Weight
+    extra: Tensor | None = None
+    """Rows of a plain weight beside `weight`."""
 
     def __init__(self, num_tokens: int, num_outputs: int, depth: int, device: torch.device, dtype: torch.dtype) -> None:
-        seed = 1000 * num_tokens + num_outputs + depth
+        self.seed = seed = 1000 * num_tokens + num_outputs + depth
         self.text = f"seed {seed}: {num_tokens} tokens, {num_outputs} x {depth}, {dtype}"
         self.tolerance = TOLERANCES[dtype]
         self.x = randn(num_tokens, depth, seed=seed, device=device, dtype=dtype)
-        self.weight = (randn(num_outputs, depth, seed=seed + 1, device=device, dtype=torch.float32) * depth**-0.5).to(dtype)
+        self.full_weight = randn(num_outputs, depth, seed=seed + 1, device=device, dtype=torch.float32) * depth**-0.5
+        """float32, such that results are about 1."""
         self.norm = Norm(weight=randn(depth, seed=seed + 2, device=device, dtype=dtype) * 0.1, eps=1e-3)
         self.residual = randn(num_tokens, num_outputs, seed=seed + 3, device=device, dtype=dtype)
 
@@ -45,23 +51,33 @@ class Layer:
         assert error < self.tolerance, f"{self.text}: {error}"
 
 
-def check_products(plan: Plan, layer: Layer) -> None:
+class Layer(Operands):
+    """With a plain weight."""
+
+    weight: Tensor
+
+    def __init__(self, num_tokens: int, num_outputs: int, depth: int, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(num_tokens, num_outputs, depth, device, dtype)
+        self.weight = self.full_weight.to(dtype)
+
+
+def check_products(plan: Plan, layer: Operands) -> None:
     """Everything that is one product, by one plan."""
     x, weight, norm, residual = layer.x, layer.weight, layer.norm, layer.residual
     layer.check(ours.launch_linear(plan, x, weight, None, None), reference.linear(x, weight))
     layer.check(ours.launch_linear(plan, x, weight, None, residual), reference.add_linear(residual, x, weight))
     whole = replace(plan, split=1)
     layer.check(ours.launch_linear(whole, x, weight, norm, None), reference.norm_linear(x, norm, weight))
-    if len(weight) % 2 == 0:
+    if weight.shape[0] % 2 == 0:
         layer.check(ours.launch_swiglu(whole, x, norm, weight), reference.norm_swiglu(x, norm, weight))
 
 
-def check_norm_apart(plan: Plan, layer: Layer) -> None:
-    """The same by two launches; then programs may share a tile's K behind a norm too."""
-    x, weight, norm = layer.x, layer.weight, layer.norm
+def check_norm_apart(plan: Plan, layer: Operands) -> None:
+    """The norm as a launch of its own; then programs may share a tile's K behind it too."""
+    x, weight, norm, extra = layer.x, layer.weight, layer.norm, layer.extra
     apart = replace(plan, norm_apart=True)
-    layer.check(ours.launch_linear(apart, x, weight, norm, None), reference.norm_linear(x, norm, weight))
-    if len(weight) % 2 == 0:
+    layer.check(ours.launch_linear(apart, x, weight, norm, None, extra), reference.norm_linear(x, norm, weight, extra))
+    if weight.shape[0] % 2 == 0:
         layer.check(ours.launch_swiglu(replace(apart, split=1), x, norm, weight), reference.norm_swiglu(x, norm, weight))
 
 

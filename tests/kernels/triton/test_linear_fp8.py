@@ -10,14 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentspec.kernels.backend import Norm
 from agentspec.kernels.reference import fused as reference
 from agentspec.kernels.triton import linear_layers as ours
 from agentspec.kernels.triton.launch import INTERPRETED
 from agentspec.kernels.triton.linear_plans import MEASURED_FP8, OURS_ALONE, Kind, Plan, plan_for
 from agentspec.kernels.weights import FP8, BlockScaled, dequantize, quantize_blocks, with_block_rows
-from tests.fakes.compare import relative_error
-from tests.kernels.triton.test_linear import LARGEST_SHARED_MEMORY, TOKEN_COUNTS, TOLERANCES, randn
+from tests.kernels.triton.test_linear import LARGEST_SHARED_MEMORY, TOKEN_COUNTS, Operands, check_norm_apart, check_products, randn
 
 PLAN = Plan(block_o=32, block_m=8, block_k=128, stages=2, warps=2)
 PAIRED = Plan(block_o=64, block_m=16, block_k=128, stages=2, warps=4)
@@ -25,51 +23,20 @@ PAIRED = Plan(block_o=64, block_m=16, block_k=128, stages=2, warps=4)
 NUM_CODES = 256
 
 
-class Layer:
-    """Random operands of one size; weights such that results are about 1."""
+class Layer(Operands):
+    """With a block-scaled weight, and rows of a plain one beside it."""
+
+    weight: BlockScaled
+    extra: Tensor
 
     def __init__(self, num_tokens: int, num_outputs: int, depth: int, device: torch.device, dtype: torch.dtype, *, block_rows: int = 128) -> None:
-        seed = 1000 * num_tokens + num_outputs + depth
-        self.text = f"seed {seed}: {num_tokens} tokens, {num_outputs} x {depth}, {dtype}, blocks of {block_rows} rows"
-        self.tolerance = TOLERANCES[dtype]
-
-        def values(*shape: int, seed: int) -> Tensor:
-            return randn(*shape, seed=seed, device=device, dtype=dtype)
-
-        self.x = values(num_tokens, depth, seed=seed)
-        weight = quantize_blocks(randn(num_outputs, depth, seed=seed + 1, device=device, dtype=torch.float32) * depth**-0.5)
-        weight = with_block_rows(weight, block_rows)
+        super().__init__(num_tokens, num_outputs, depth, device, dtype)
+        self.text += f", blocks of {block_rows} rows"
+        weight = with_block_rows(quantize_blocks(self.full_weight), block_rows)
         # Lower blocks of one block have one multiplier, so that taking the wrong one of them would not show.
-        factors = torch.rand(weight.scales.shape, generator=torch.Generator(device).manual_seed(seed + 5), device=device) + 0.5
+        factors = torch.rand(weight.scales.shape, generator=torch.Generator(device).manual_seed(self.seed + 5), device=device) + 0.5
         self.weight = replace(weight, scales=weight.scales * factors.bfloat16().float())
-        self.norm = Norm(weight=values(depth, seed=seed + 2) * 0.1, eps=1e-3)
-        self.residual = values(num_tokens, num_outputs, seed=seed + 3)
-        self.extra = values(21, depth, seed=seed + 4) * depth**-0.5
-
-    def check(self, got: Tensor, expected: Tensor) -> None:
-        assert (got.shape, got.dtype) == (expected.shape, expected.dtype), self.text
-        error = relative_error(got, expected)
-        assert error < self.tolerance, f"{self.text}: {error}"
-
-
-def check_products(plan: Plan, layer: Layer) -> None:
-    """Everything that is one product, by one plan."""
-    x, weight, norm, residual = layer.x, layer.weight, layer.norm, layer.residual
-    layer.check(ours.launch_linear(plan, x, weight, None, None), reference.linear(x, weight))
-    layer.check(ours.launch_linear(plan, x, weight, None, residual), reference.add_linear(residual, x, weight))
-    whole = replace(plan, split=1)
-    layer.check(ours.launch_linear(whole, x, weight, norm, None), reference.norm_linear(x, norm, weight))
-    if weight.shape[0] % 2 == 0:
-        layer.check(ours.launch_swiglu(whole, x, norm, weight), reference.norm_swiglu(x, norm, weight))
-
-
-def check_norm_apart(plan: Plan, layer: Layer) -> None:
-    """The norm as a launch of its own; then programs may share a tile's K behind it too."""
-    x, weight, norm, extra = layer.x, layer.weight, layer.norm, layer.extra
-    apart = replace(plan, norm_apart=True)
-    layer.check(ours.launch_linear(apart, x, weight, norm, None, extra), reference.norm_linear(x, norm, weight, extra))
-    if weight.shape[0] % 2 == 0:
-        layer.check(ours.launch_swiglu(replace(apart, split=1), x, norm, weight), reference.norm_swiglu(x, norm, weight))
+        self.extra = randn(21, depth, seed=self.seed + 4, device=device, dtype=dtype) * depth**-0.5
 
 
 def all_codes(device: torch.device) -> BlockScaled:
