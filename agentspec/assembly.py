@@ -126,6 +126,7 @@ def build(
     tokenizer: Tokenizer | None = None,
     model_dir: Path | None = None,
     depth_policy: DepthPolicy | None = None,
+    pace: Pace | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Assembly:
     """Build an engine around a model; allocates its state pools, and captures its steps where that is possible.
@@ -146,7 +147,7 @@ def build(
         metrics=metrics,
         max_running=config.max_running,
         max_draft_tokens=max_draft_tokens,
-        pace=_pace(config, spec, device),
+        pace=_pace(config, spec, device) if pace is None else pace,
         block_tokens=spec.block_tokens,
         row_bytes=spec.row_bytes,
         page_bytes=spec.page_bytes,

@@ -16,6 +16,7 @@ import torch
 from agentspec.assembly import build
 from agentspec.config import EngineConfig
 from agentspec.runtime.memory_plan import RESERVED, MemoryPlan
+from agentspec.runtime.pace import Pace
 from agentspec.runtime.request import Request, new_request
 from agentspec.runtime.scheduler import SESSION_CHECKPOINTS
 from agentspec.types import Breakpoint, CheckpointKind, ModelSpec, SamplingParams, tokens
@@ -87,7 +88,10 @@ class Answer:
 class PromptEngine:
     """Requests by number; `step` runs the engine's loop once for all of them."""
 
-    def __init__(self, model: PrefilledModel, device: torch.device, room: Room, *, overlap: bool = True, prefix_cache: bool = True) -> None:
+    def __init__(
+        self, model: PrefilledModel, device: torch.device, room: Room, *, overlap: bool = True, prefix_cache: bool = True, pace: Pace | None = None
+    ) -> None:
+        """pace: None: the engine's own."""
         config = EngineConfig(
             draft_tokens=NUM_DRAFTS,
             force_acceptance=(acceptance_rate(EMITTED),) * NUM_DRAFTS,
@@ -98,7 +102,7 @@ class PromptEngine:
         )
         model.computes_prompts = True  # for the graphs
         began = time.perf_counter()
-        parts = build(model, config=config, memory=room.memory(model.spec), device=device)
+        parts = build(model, config=config, memory=room.memory(model.spec), device=device, pace=pace)
         self.start_seconds = time.perf_counter() - began
         self.graphs = parts.graphs
         self.cache = parts.cache

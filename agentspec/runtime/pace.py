@@ -34,6 +34,20 @@ _FORGET_AFTER = 256
 """Measured steps after which a size that wasn't used is as good as never tried. So a size that was too dear is tried again now and then."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTimes:
+    """What one step took."""
+
+    chunks: Sequence[tuple[int, int]] = ()
+    """(start, tokens) of each prompt chunk."""
+    contexts: Sequence[int] = ()
+    """Tokens in the state of each slot that verified a window."""
+    prefill_seconds: float = 0.0
+    """Of all chunks. 0: there were none, or they were not measured."""
+    decode_seconds: float = 0.0
+    """Of the windows. 0: there were none, or they were not measured."""
+
+
 class Pace(Protocol):
     """What the scheduler asks for each step's prefill budget."""
 
@@ -43,8 +57,8 @@ class Pace(Protocol):
         streams_run: somebody decodes already, and waits for this step. context: tokens before the deepest of the chunks to come."""
         ...
 
-    def observe(self, chunks: Sequence[tuple[int, int]], *, prefill_seconds: float, decode_seconds: float) -> None:
-        """What a step took. chunks: (start, tokens) of each. 0 seconds: there was no such part, or it was not measured."""
+    def observe(self, times: StepTimes) -> None:
+        """Learn from a step that is done."""
         ...
 
 
@@ -57,7 +71,7 @@ class FixedPace:
     def choose(self, *, streams_run: bool, context: int) -> int:
         return self._budget
 
-    def observe(self, chunks: Sequence[tuple[int, int]], *, prefill_seconds: float, decode_seconds: float) -> None:
+    def observe(self, times: StepTimes) -> None:
         """There is nothing to learn."""
 
 
@@ -105,9 +119,10 @@ class AdaptivePace:
             size = self._size_of(size + 1)
         return affordable
 
-    def observe(self, chunks: Sequence[tuple[int, int]], *, prefill_seconds: float, decode_seconds: float) -> None:
-        if decode_seconds > 0.0:
-            self._decode_seconds.append(decode_seconds)
+    def observe(self, times: StepTimes) -> None:
+        if times.decode_seconds > 0.0:
+            self._decode_seconds.append(times.decode_seconds)
+        chunks, prefill_seconds = times.chunks, times.prefill_seconds
         num_tokens = sum(count for _, count in chunks)
         if prefill_seconds <= 0.0 or num_tokens != self._size_of(num_tokens):
             return

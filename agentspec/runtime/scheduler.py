@@ -16,7 +16,7 @@ from agentspec.cache.hybrid_cache import HybridCache, Match
 from agentspec.runtime.admission import SessionGate, WorkingSet
 from agentspec.runtime.flight import Flight
 from agentspec.runtime.metrics import EngineMetrics
-from agentspec.runtime.pace import Pace
+from agentspec.runtime.pace import Pace, StepTimes
 from agentspec.runtime.plan import ChunkPlan, SlotJoin, SlotOutcome, StepOutcome, StepPlan
 from agentspec.runtime.prefill_plan import BRANCH_GAP_BLOCKS, plan_chunk, wanted_checkpoints
 from agentspec.runtime.request import Phase, Request
@@ -379,8 +379,7 @@ class Scheduler:
     def apply(self, flight: Flight, outcome: StepOutcome) -> list[Event]:
         """Take in what a step did: publish its checkpoints, extend its streams, end and release what ended."""
         events: list[Event] = []
-        chunks = [(chunk.start, len(chunk.token_ids)) for chunk in flight.plan.chunks]
-        self._pace.observe(chunks, prefill_seconds=outcome.prefill_seconds, decode_seconds=outcome.decode_seconds)
+        self._pace.observe(_times(flight.plan, outcome))
         for request in flight.requests:
             request.in_flight -= 1
         for request, checkpoints in flight.chunks:
@@ -494,3 +493,13 @@ class Scheduler:
         del self._by_id[request.request_id]
         self._metrics.count_finished(request.ending, request.usage)
         self._events.append(request.finish(request.ending))
+
+
+def _times(plan: StepPlan, outcome: StepOutcome) -> StepTimes:
+    verified = set(plan.decode_slots)
+    return StepTimes(
+        chunks=[(chunk.start, len(chunk.token_ids)) for chunk in plan.chunks],
+        contexts=[slot.length for slot in outcome.slots if slot.slot in verified],
+        prefill_seconds=outcome.prefill_seconds,
+        decode_seconds=outcome.decode_seconds,
+    )
