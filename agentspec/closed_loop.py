@@ -1,7 +1,8 @@
 """Recorded sessions in closed loops through a step loop, on a virtual clock: turn k+1 of a session is due its recorded wait after turn k ended.
 
-A named model's costs move the clock by what each step computed, so that order and waits are the same on every run, whoever executes the steps: nobody
-(the dry run) or a real model, whose cache is then compared with the dry run's. Imports no torch.
+`TimedExecutor` moves the clock: a device that computes one step after the other, each for as long as a named model's costs say, while the host is one
+step ahead. So order and waits are the same on every run, whoever executes the steps: nobody (the dry run) or a real model, whose cache is then compared
+with the dry run's. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ import heapq
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 from agentspec.model_costs import ModelCosts
+from agentspec.runtime.plan import Executor, StepOutcome, StepPlan
 from agentspec.runtime.request import new_request
 from agentspec.runtime.step_loop import StepLoop
 from agentspec.types import Breakpoint, FinishReason, ModelSpec, SamplingParams
@@ -43,6 +47,24 @@ class EndedTurn:
     cached_tokens: int
     emissions: list[int]
     """Tokens that each of its steps emitted."""
+    submitted: float
+    """When it was there; the scheduler sees it when it plans its next step."""
+    times: list[float]
+    """When each of its steps was done, the first token's first."""
+
+    @property
+    def first_token_seconds(self) -> float:
+        return self.times[0] - self.submitted
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole turn."""
+        return self.times[-1] - self.submitted
+
+    @property
+    def longest_gap(self) -> float:
+        """Between two of its steps; 0 when there was only one."""
+        return max((after - before for before, after in pairwise(self.times)), default=0.0)
 
 
 @dataclass(slots=True)
@@ -55,7 +77,38 @@ class VirtualClock:
         return self.now
 
 
-@dataclass(frozen=True, slots=True)
+class TimedExecutor:
+    """An executor whose steps take as long as a model's costs say.
+
+    Launching takes no time; a step begins when the one before has ended. Collecting it moves the clock to its end."""
+
+    def __init__(self, executor: Executor, *, costs: ModelCosts, clock: VirtualClock) -> None:
+        self._executor = executor
+        self._costs = costs
+        self._clock = clock
+        self._lengths: dict[int, int] = {}
+        """Of the sequence in each slot, as far as the host knows."""
+        self._free_at = 0.0
+        """When the device will have done all that was launched."""
+
+    def launch(self, plan: StepPlan) -> Any:
+        self._lengths |= {join.slot: join.length for join in plan.joins}
+        prefill = self._costs.pass_seconds([(chunk.start, len(chunk.token_ids)) for chunk in plan.chunks])
+        decode = self._costs.step_seconds([self._lengths[slot] for slot in plan.decode_slots])
+        joins = self._costs.join_seconds if plan.first_slots else 0.0
+        self._free_at = max(self._clock.now, self._free_at) + prefill + joins + decode
+        return self._executor.launch(plan), prefill, decode, self._free_at
+
+    def collect(self, ticket: Any) -> StepOutcome:
+        inner, prefill, decode, end = ticket
+        outcome = self._executor.collect(inner)
+        outcome.prefill_seconds, outcome.decode_seconds = prefill, decode
+        self._lengths |= {slot.slot: slot.length for slot in outcome.slots}
+        self._clock.now = max(self._clock.now, end)
+        return outcome
+
+
+@dataclass(slots=True)
 class _Lane:
     """A session on its way, with its next turn."""
 
@@ -63,7 +116,9 @@ class _Lane:
     number: int
     turn: RecordedTurn
     rest: Iterator[RecordedTurn]
+    submitted: float = 0.0
     emissions: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
 
 
 class ClosedLoop:
@@ -74,15 +129,16 @@ class ClosedLoop:
         loop: StepLoop,
         *,
         clock: VirtualClock,
-        costs: ModelCosts,
+        turn_seconds: float,
         spec: ModelSpec,
         max_length: int,
         on_submit: Callable[[str, RecordedTurn], None],
     ) -> None:
-        """`on_submit` sees session and turn in the order of submission, and may refuse one by raising."""
+        """`turn_seconds`: between two turns of a session, besides recorded waits. `on_submit` sees session and turn in the order of submission, and may
+        refuse one by raising."""
         self._loop = loop
         self._clock = clock
-        self._costs = costs
+        self._turn_seconds = turn_seconds
         self._spec = spec
         self._max_length = max_length
         self._on_submit = on_submit
@@ -102,20 +158,19 @@ class ClosedLoop:
             if not self._loop.has_work:
                 self._clock.now = max(self._clock.now, self._due[0][0])
             while self._due and self._due[0][0] <= self._clock.now:
-                self._submit(heapq.heappop(self._due)[-1])
+                due, _, lane = heapq.heappop(self._due)
+                lane.submitted = due
+                self._submit(lane)
             self._step(sessions)
 
     def _step(self, sessions: Sessions) -> None:
-        metrics = self._loop.metrics
-        prefilled, decoded = metrics.prefill_tokens, metrics.decode_steps
-        events = self._loop.run_once()
-        self._clock.now += (metrics.prefill_tokens - prefilled) * self._costs.prefill_seconds_per_token
-        self._clock.now += (metrics.decode_steps - decoded) * self._costs.step_seconds
-        for event in events:
+        for event in self._loop.run_once():
             if isinstance(event, FinishEvent):
                 self._finish(event, sessions)
             else:
-                self._running[event.request_id].emissions.append(len(event.token_ids))
+                lane = self._running[event.request_id]
+                lane.emissions.append(len(event.token_ids))
+                lane.times.append(self._clock.now)
 
     def _start_session(self, sessions: Sessions) -> None:
         for session_id, turns in sessions:
@@ -159,10 +214,18 @@ class ClosedLoop:
         usage = event.usage
         assert event.reason is FinishReason.LENGTH, f"{event.request_id} ended with {event.reason.value}: {event.error}"
         assert sum(lane.emissions) == len(lane.turn.output), f"{event.request_id} emitted {lane.emissions}, not {len(lane.turn.output)} tokens"
-        ended = EndedTurn(request_id=event.request_id, prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens, emissions=lane.emissions)
-        self.ended.append(ended)
+        self.ended.append(
+            EndedTurn(
+                request_id=event.request_id,
+                prompt_tokens=usage.prompt_tokens,
+                cached_tokens=usage.cached_tokens,
+                emissions=lane.emissions,
+                submitted=lane.submitted,
+                times=lane.times,
+            )
+        )
         following = next(lane.rest, None)
         if following is None:
             self._start_session(sessions)
         else:
-            self._schedule(_Lane(lane.session_id, lane.number + 1, following, lane.rest), following.delay_seconds)
+            self._schedule(_Lane(lane.session_id, lane.number + 1, following, lane.rest), following.delay_seconds + self._turn_seconds)

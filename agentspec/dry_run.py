@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Self
 
 from agentspec.cache.hybrid_cache import HybridCache
-from agentspec.closed_loop import ClosedLoop, EndedTurn, RecordedTurn, Sessions, VirtualClock
+from agentspec.closed_loop import ClosedLoop, EndedTurn, RecordedTurn, Sessions, TimedExecutor, VirtualClock
 from agentspec.errors import ConfigError
 from agentspec.model_costs import ModelCosts
 from agentspec.mtp.depth_policy import FixedDepth
@@ -43,9 +43,12 @@ class _Slot:
 class DryExecutor:
     """An executor that has no device: it follows the script and keeps the integers that the decode step would keep."""
 
-    def __init__(self, *, costs: ModelCosts, block_tokens: int, seed: int, emissions: Mapping[str, Sequence[int]] | None = None) -> None:
-        """`emissions`: by request id, how many tokens each step of it emits; None: drawn by the costs' acceptance."""
-        self._costs = costs
+    def __init__(
+        self, *, acceptance: Sequence[float], block_tokens: int, seed: int, emissions: Mapping[str, Sequence[int]] | None = None
+    ) -> None:
+        """`acceptance`: chance of each draft, given that those before it were accepted. `emissions`: by request id, how many tokens each step of it
+        emits; None: drawn by `acceptance`."""
+        self._acceptance = acceptance
         self._emissions = emissions
         self._block = block_tokens
         self._random = random.Random(seed)
@@ -54,13 +57,11 @@ class DryExecutor:
     def launch(self, plan: StepPlan) -> StepOutcome:
         for slot in plan.leaves:
             self._slots.pop(slot, None)
-        prefill_seconds = sum(len(chunk.token_ids) for chunk in plan.chunks) * self._costs.prefill_seconds_per_token
-        decode_seconds = self._costs.step_seconds if plan.decode_slots else 0.0
         for join in plan.joins:
             self._join(join)
         # A first step verifies nothing: it emits one token.
         slots = [self._decode(slot, 0) for slot in plan.first_slots] + [self._decode(slot, plan.num_drafted) for slot in plan.decode_slots]
-        return StepOutcome(slots=slots, prefill_seconds=prefill_seconds, decode_seconds=decode_seconds)
+        return StepOutcome(slots=slots)
 
     def collect(self, ticket: StepOutcome) -> StepOutcome:
         return ticket
@@ -85,7 +86,7 @@ class DryExecutor:
     def _num_accepted(self, slot: _Slot, num_drafted: int) -> int:
         if slot.emissions is not None and slot.remaining:
             return next(slot.emissions) - 1
-        rates = self._costs.acceptance[:num_drafted]
+        rates = self._acceptance[:num_drafted]
         rejected = (index for index, rate in enumerate(rates) if self._random.random() >= rate)
         return min(next(rejected, len(rates)), slot.remaining - 1)
 
@@ -239,7 +240,8 @@ class DryRun:
             page_bytes=page_bytes,
             hold_seconds=hold_seconds,
         )
-        executor = DryExecutor(costs=costs, block_tokens=BLOCK_TOKENS, seed=seed, emissions=emissions)
+        scripted = DryExecutor(acceptance=costs.acceptance, block_tokens=BLOCK_TOKENS, seed=seed, emissions=emissions)
+        executor = TimedExecutor(scripted, costs=costs, clock=clock)
         loop = StepLoop(scheduler=scheduler, executor=executor, depth_policy=FixedDepth(num_drafted), metrics=self._metrics, overlap=True)
         spec = ModelSpec(
             name=costs.name,
@@ -252,7 +254,9 @@ class DryRun:
             row_bytes=costs.row_bytes,
             page_bytes=page_bytes,
         )
-        self._lanes = ClosedLoop(loop, clock=clock, costs=costs, spec=spec, max_length=memory.max_length, on_submit=self._check)
+        self._lanes = ClosedLoop(
+            loop, clock=clock, turn_seconds=costs.turn_seconds, spec=spec, max_length=memory.max_length, on_submit=self._check
+        )
         self._clock = clock
 
     def run(self, sessions: Sessions, num_lanes: int) -> DryRunResult:

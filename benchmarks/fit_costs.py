@@ -1,0 +1,113 @@
+"""Turns samples of steps into the constants of dry runs: `python -m benchmarks.fit_costs SAMPLES...`, SAMPLES made by `python -m benchmarks.step_costs`.
+
+Writes agentspec/model_costs.json: models that are in SAMPLES are replaced, the others stay. The time of a pair of tokens is the median over the
+passes with a context of what the context adds; that of a token of context in a decode step likewise. The tables are what remains of the samples without
+them, so a pass or a step that was measured comes out as it was. Prints how far each sample is from the fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from agentspec.model_costs import ModelCosts
+from agentspec.runtime.prefill_graphs import chunk_sizes
+from benchmarks.published import CONFIGS
+
+TARGET = Path(__file__).resolve().parent.parent / "agentspec" / "model_costs.json"
+
+Chunks = list[tuple[int, int]]
+
+
+def num_pairs(chunks: Chunks) -> float:
+    return sum(count * (start + (count + 1) / 2) for start, count in chunks)
+
+
+def fit(measured: dict[str, Any], turn_seconds: float) -> dict[str, Any]:
+    """The entry of one model in model_costs.json."""
+    fresh = {sample["chunks"][0][1]: sample for sample in measured["passes"] if sample["chunks"][0][0] == 0}
+    added = []
+    for sample in measured["passes"]:
+        (start, count), *others = sample["chunks"]
+        if start and not others:
+            # Large passes weigh more: there the difference is well above what two measurements differ by.
+            pairs = num_pairs(sample["chunks"]) - num_pairs(fresh[count]["chunks"])
+            added.append(((sample["prefill_seconds"] - fresh[count]["prefill_seconds"]) / pairs, pairs))
+    pair_seconds = weighted_median(added)
+    by_batch: dict[int, list[dict[str, Any]]] = {}
+    for sample in measured["steps"]:
+        by_batch.setdefault(len(sample["contexts"]), []).append(sample)
+    slopes = []
+    for samples in by_batch.values():
+        low, high = samples[0], samples[-1]
+        tokens = sum(high["contexts"]) - sum(low["contexts"])
+        if tokens:
+            slopes.append(((high["decode_seconds"] - low["decode_seconds"]) / tokens, tokens))
+    context_seconds = weighted_median(slopes)
+    steps = [
+        (batch, statistics.median(sample["decode_seconds"] - sum(sample["contexts"]) * context_seconds for sample in samples))
+        for batch, samples in sorted(by_batch.items())
+    ]
+    passes = [(count, sample["prefill_seconds"] - num_pairs(sample["chunks"]) * pair_seconds) for count, sample in sorted(fresh.items())]
+    joins = [seconds for _, seconds in measured["joins"] if seconds > 0]
+    return {
+        "name": measured["model"].lower(),
+        "row_bytes": measured["row_bytes"],
+        "kv_bytes_per_token": measured["kv_bytes_per_token"],
+        "passes": [(count, round(seconds, 7)) for count, seconds in passes],
+        "pair_seconds": float(f"{pair_seconds:.4g}"),
+        "chunk_sizes": list(chunk_sizes(CONFIGS[measured["model"]].hidden_size)),
+        "steps": [(batch, round(seconds, 7)) for batch, seconds in steps],
+        "context_seconds": float(f"{context_seconds:.4g}"),
+        "join_seconds": round(statistics.median(joins), 6) if joins else 0.0,
+        "turn_seconds": turn_seconds,
+    }
+
+
+def weighted_median(values: list[tuple[float, float]]) -> float:
+    """Of (value, weight): half of the weight lies on either side."""
+    half, reached = sum(weight for _, weight in values) / 2, 0.0
+    for value, weight in sorted(values):
+        reached += weight
+        if reached >= half:
+            return value
+    raise ValueError("nothing was measured behind a context")
+
+
+def deviations(measured: dict[str, Any], entry: dict[str, Any]) -> list[str]:
+    """A line for each sample that the fit misses by more than 5 %."""
+    tables = {name: tuple(map(tuple, entry[name])) for name in ("passes", "steps")}
+    costs = ModelCosts(**{**entry, **tables, "chunk_sizes": tuple(entry["chunk_sizes"])})
+    lines = []
+    for sample in [*measured["passes"], *measured["steps"]]:
+        seen = sample["prefill_seconds"] or sample["decode_seconds"]
+        fitted = costs.pass_seconds(sample["chunks"]) or costs.step_seconds(sample["contexts"])
+        if abs(fitted / seen - 1) > 0.05:
+            what = " + ".join(f"{count}@{start}" for start, count in sample["chunks"]) or f"{len(sample['contexts'])} x {sample['contexts'][0]}"
+            lines.append(f"  {what}: {seen * 1e3:.2f} ms, by the fit {fitted * 1e3:.2f} ({fitted / seen - 1:+.1%})")
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fit_costs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("samples", nargs="+", type=Path)
+    parser.add_argument("--turn-ms", type=float, default=0.0, help="what client, HTTP and text take between two turns of a session")
+    options = parser.parse_args()
+    known = {entry["name"]: entry for entry in json.loads(TARGET.read_text(encoding="utf-8"))["models"]} if TARGET.exists() else {}
+    for path in options.samples:
+        for measured in json.loads(path.read_text(encoding="utf-8")):
+            entry = fit(measured, options.turn_ms / 1e3)
+            known[entry["name"]] = entry
+            print(f"{measured['model']} on {measured['machine']}: {len(measured['passes'])} passes, {len(measured['steps'])} steps")
+            print("\n".join(deviations(measured, entry)) or "  all within 5 %")
+    lines = [json.dumps(entry) for entry in known.values()]
+    TARGET.write_text('{"models": [\n' + ",\n".join(lines) + "\n]}\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
