@@ -1,9 +1,12 @@
-"""Writes workloads/profile_agentic.jsonl and workloads/profile_chat.jsonl: shapes of traffic as token runs, without text, the same bytes each time.
+"""Writes the profiles of workloads/, profile_*.jsonl: shapes of traffic as token runs, without text, the same bytes each time.
 
     python -m workloads.profiles
 
 agentic: a coding agent. Each session opens with 50,000 tokens, of which 4,000 (system prompt and tools) are common to all; then every turn adds a
 tool's result of 800 tokens. Answers are 200 tokens, twelve a session. Waits are tool runs as measured on real agents.
+
+agents: a fleet of agents without waits, one session a lane (`--concurrency N --sessions N`, up to 32). Each opens with 16,384 tokens, of which 4,096
+are common to all; then eight turns add 800 tokens each. Answers are 160 tokens, nine a session.
 
 chat: people. A common system prompt of 512 tokens, questions of 32 to 160 and answers of 64 to 320 tokens, four to eight a session, and a few seconds
 between them.
@@ -73,6 +76,18 @@ def agentic(seed: int) -> Iterator[Json]:
         yield run.line()
 
 
+def agents(seed: int) -> Iterator[Json]:
+    block = 32  # the largest that divides all four lengths
+    ids = iter(range(10**9))
+    opening = [next(ids) for _ in range(4096 // block)]
+    for number in range(1, 33):
+        run = Run(f"agent-{number}", group="agents", block_size=block, opening=opening, ids=ids)
+        run.turn(16_384 - 4096, 160, delay_ms=0, delay_kind="start")
+        for _ in range(8):
+            run.turn(800, 160, delay_ms=0, delay_kind="tool")
+        yield run.line()
+
+
 def chat(seed: int) -> Iterator[Json]:
     rng, block = random.Random(seed), 32
     ids = iter(range(10**9))
@@ -85,7 +100,7 @@ def chat(seed: int) -> Iterator[Json]:
         yield run.line()
 
 
-PROFILES = {"profile_agentic.jsonl": agentic, "profile_chat.jsonl": chat}
+PROFILES = {"profile_agentic.jsonl": agentic, "profile_agents.jsonl": agents, "profile_chat.jsonl": chat}
 
 
 def generate(name: str, seed: int = SEED) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
+import msgspec
 
 from agentspec.errors import AgentspecError
 from agentspec.replay.measure import TurnRecord
@@ -80,10 +81,11 @@ class TurnClient:
         if self._target.is_agentspec:
             body = body | {"return_token_ids": True}
         reply = Reply()
+        content = msgspec.json.encode(body)  # not by httpx: a long prompt of ids takes `json` milliseconds, in which no lane's answer is read
         record.sent = self.now()
         try:
             async with asyncio.timeout(self._timeout):
-                await self._stream(path, body, record, reply)
+                await self._stream(path, content, record, reply)
         except TimeoutError:
             record.error = f"no complete answer within {self._timeout:g} s"
         except httpx.HTTPError as error:
@@ -99,9 +101,9 @@ class TurnClient:
         record.forced_acceptance = reply.forced_acceptance
         return reply if record.error is None else None
 
-    async def _stream(self, path: str, body: dict[str, Any], record: TurnRecord, reply: Reply) -> None:
-        headers = {"x-session-id": quote(record.session_id, safe="/:@!$&'()*+,;=?#[] ")}
-        async with self._client.stream("POST", path, json=body, headers=headers, timeout=None) as response:
+    async def _stream(self, path: str, content: bytes, record: TurnRecord, reply: Reply) -> None:
+        headers = {"content-type": "application/json", "x-session-id": quote(record.session_id, safe="/:@!$&'()*+,;=?#[] ")}
+        async with self._client.stream("POST", path, content=content, headers=headers, timeout=None) as response:
             if not response.is_success:
                 raise ServerError(f"{response.status_code}: {_refusal(await response.aread())}")
             async for event in read_events(response.aiter_lines()):

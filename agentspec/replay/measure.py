@@ -48,6 +48,7 @@ class TurnRecord:
 
     @property
     def latency(self) -> float:
+        """Turn time: seconds from sending to the last token."""
         return self.end - self.sent
 
     @property
@@ -64,10 +65,19 @@ class TurnRecord:
         return (self.tokens[-1][0] - first_time) / num_after if num_after > 0 else None
 
     @property
+    def normalized_latency(self) -> float | None:
+        """Seconds of the whole turn for each of its output tokens."""
+        return self.latency / self.completion_tokens if self.completion_tokens else None
+
+    @property
     def gaps(self) -> list[float]:
         """Seconds between the events of the stream: what a reader waits for."""
         times = [time for time, _ in self.tokens]
         return [after - before for before, after in pairwise(times)]
+
+    @property
+    def longest_gap(self) -> float | None:
+        return max(self.gaps, default=None)
 
     @property
     def hit_share(self) -> float | None:
@@ -151,6 +161,7 @@ class TurnColumn:
 
     turn: int
     time_to_first_token: Distribution
+    latency: Distribution
     hits: Hits
 
 
@@ -170,15 +181,23 @@ class Summary:
     wall: float
     prompt_tokens: int | None
     output_tokens: int | None
-    time_to_first_token: Distribution
-    time_per_token: Distribution
-    gaps: Distribution
     latency: Distribution
+    """Turn time."""
+    time_to_first_token: Distribution
+    first_token_of_first_turns: Distribution
+    """Time to first token of the turns that open a session."""
+    first_token_of_later_turns: Distribution
+    """Time to first token of all other turns."""
+    time_per_token: Distribution
+    normalized_latency: Distribution
+    gaps: Distribution
     lag: Distribution
     hits: Hits
     speculation: Speculation | None
     forced_acceptance: bool
     by_turn: list[TurnColumn]
+    num_gpus: int | None
+    """GPUs that served, where that was told."""
     live: LiveCounts | None
     """Of the sessions with a world; None when there are none."""
     live_groups: list[LiveCounts]
@@ -187,6 +206,23 @@ class Summary:
     def output_rate(self) -> float | None:
         """Output tokens a second, all sessions together."""
         return self.output_tokens / self.wall if self.output_tokens is not None and self.wall > 0 else None
+
+    @property
+    def output_rate_per_gpu(self) -> float | None:
+        return self.output_rate / self.num_gpus if self.output_rate is not None and self.num_gpus is not None else None
+
+    @property
+    def total_rate_per_gpu(self) -> float | None:
+        """Prompt and output tokens a second a GPU; tokens from a prefix cache count as well."""
+        if self.output_rate_per_gpu is None or self.prompt_tokens is None or self.num_gpus is None:
+            return None
+        return self.output_rate_per_gpu + self.prompt_tokens / self.wall / self.num_gpus
+
+    @property
+    def interactivity(self) -> float | None:
+        """E2E normalized interactivity, output tokens a second a user: 1 / P90 of (turn time / output tokens), the percentile before the inverse
+        (SemiAnalysis InferenceX, AgentX guidelines in MODELS.md; aiperf's e2e_normalized_interactivity_p90)."""
+        return 1 / self.normalized_latency.p90 if self.normalized_latency.p90 else None
 
     @property
     def emitted_per_step(self) -> float | None:
@@ -210,8 +246,8 @@ class Summary:
         return [accepted / drafted if drafted else None for drafted, accepted in pairs]
 
 
-def summarize(sessions: Sequence[SessionRecord], wall: float) -> Summary:
-    """The summary of a run of `wall` seconds."""
+def summarize(sessions: Sequence[SessionRecord], wall: float, *, num_gpus: int | None = None) -> Summary:
+    """The summary of a run of `wall` seconds on `num_gpus` GPUs, where that is known."""
     sent = [turn for session in sessions for turn in session.turns]
     turns = [turn for turn in sent if turn.error is None]
     speculation: Speculation | None = None
@@ -232,15 +268,19 @@ def summarize(sessions: Sequence[SessionRecord], wall: float) -> Summary:
         wall=wall,
         prompt_tokens=_total(turn.prompt_tokens for turn in turns),
         output_tokens=_total(turn.completion_tokens for turn in turns),
-        time_to_first_token=Distribution.of(_known(turn.time_to_first_token for turn in turns)),
-        time_per_token=Distribution.of(_known(turn.time_per_token for turn in turns)),
-        gaps=Distribution.of(gap for turn in turns for gap in turn.gaps),
         latency=Distribution.of(turn.latency for turn in turns),
+        time_to_first_token=_first_tokens(turns),
+        first_token_of_first_turns=_first_tokens(turn for turn in turns if turn.turn == 0),
+        first_token_of_later_turns=_first_tokens(turn for turn in turns if turn.turn > 0),
+        time_per_token=Distribution.of(_known(turn.time_per_token for turn in turns)),
+        normalized_latency=Distribution.of(_known(turn.normalized_latency for turn in turns)),
+        gaps=Distribution.of(gap for turn in turns for gap in turn.gaps),
         lag=Distribution.of(turn.lag for turn in sent),
         hits=hits(turns),
         speculation=speculation,
         forced_acceptance=any(turn.forced_acceptance for turn in sent),
         by_turn=_columns(turns),
+        num_gpus=num_gpus,
         live=count(outcome for _, outcome in outcomes) if outcomes else None,
         live_groups=count_groups(outcomes),
     )
@@ -251,9 +291,13 @@ def _columns(turns: Sequence[TurnRecord]) -> list[TurnColumn]:
     for turn in turns:
         places.setdefault(turn.turn, []).append(turn)
     return [
-        TurnColumn(turn=place, time_to_first_token=Distribution.of(_known(turn.time_to_first_token for turn in there)), hits=hits(there))
+        TurnColumn(turn=place, time_to_first_token=_first_tokens(there), latency=Distribution.of(turn.latency for turn in there), hits=hits(there))
         for place, there in sorted(places.items())
     ]
+
+
+def _first_tokens(turns: Iterable[TurnRecord]) -> Distribution:
+    return Distribution.of(_known(turn.time_to_first_token for turn in turns))
 
 
 def _known(values: Iterable[float | None]) -> list[float]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from agentspec.errors import ConfigError
+from agentspec.replay.slo import Slo
 
 DEFAULT_LANES = 4
 
@@ -58,12 +59,17 @@ class ReplayOptions:
     api_key: str | None = None
     served_model: str | None = None
     """Model name to ask for. None: the first that the server lists."""
+    slo: Slo | None = None
+    """Bounds that the report holds every turn to."""
+    gpus: int | None = None
+    """GPUs that serve, for tokens a second a GPU."""
     json_path: str | None = None
     html_path: str | None = None
     quiet: bool = False
 
     def __post_init__(self) -> None:
-        for field, count in (("concurrency", self.concurrency), ("sessions", self.sessions), ("max_turns", self.max_turns)):
+        counts = (("concurrency", self.concurrency), ("sessions", self.sessions), ("max_turns", self.max_turns), ("gpus", self.gpus))
+        for field, count in counts:
             if count is not None and count < 1:
                 raise ConfigError(field, count, "must be at least 1")
         if self.arrival not in ("closed", "trace", "poisson"):
@@ -119,6 +125,8 @@ class ReplayOptions:
             base_url=args.base_url,
             api_key=args.api_key,
             served_model=args.served_model,
+            slo=None if args.slo is None else Slo.parse(args.slo),
+            gpus=args.gpus,
             json_path=args.json,
             html_path=args.html,
             quiet=args.quiet,
@@ -194,6 +202,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
     server.add_argument("--served-model", metavar="NAME", help="model to ask for (default: the first that the server lists)")
     results = parser.add_argument_group("results")
+    results.add_argument(
+        "--slo", action="append", metavar="NAME=TIME,...", help="mark turns over these bounds: turn, ttft, tpot, gap, as in turn=10s,ttft=150ms"
+    )
+    results.add_argument("--gpus", type=int, metavar="N", help="GPUs that serve: adds tokens a second a GPU")
     results.add_argument("--json", metavar="FILE", help="write every request and the summary as JSON")
     results.add_argument("--html", metavar="FILE", help="write one self-contained page with plots")
     results.add_argument("--quiet", action="store_true", help="no progress on stderr")

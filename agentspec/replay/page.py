@@ -5,14 +5,15 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-from agentspec.replay import plots, report_live
-from agentspec.replay.measure import SessionRecord, Summary, TurnRecord
+from agentspec.replay import page_plots, report_live
+from agentspec.replay.measure import SessionRecord, Summary
 from agentspec.replay.outcomes import LiveCounts
 from agentspec.replay.page_style import STYLE
-from agentspec.replay.report import FORCED_LABEL, NOT_REPORTED, Report, count, count_rows, milliseconds, share, time_rows
+from agentspec.replay.report import FORCED_LABEL, NOT_REPORTED, Report, count, count_rows, milliseconds, rate, share, time_rows
+from agentspec.replay.slo import Goodput
 
-MAX_TIMELINES = 80
-"""Sessions drawn in the timeline; the table below it has them all."""
+MAX_CARDS = 8
+"""Two full rows; what finds no room stands in the tables below."""
 
 
 def write_page(report: Report, path: str) -> None:
@@ -26,11 +27,12 @@ def render_page(report: Report) -> str:
         (
             _header(report),
             f'<p class="forced" role="alert">{escape(FORCED_LABEL)}</p>' if summary.forced_acceptance else "",
-            _cards(summary),
-            f'<section class="plots">{_first_token_plot(report)}{_hit_plot(summary)}{_acceptance_plot(summary)}{_token_plot(report)}</section>',
-            _timeline(report),
+            _cards(report),
+            page_plots.two_columns(report),
+            page_plots.timeline(report),
             _times_table(summary),
             _turn_table(summary),
+            _over_table(report),
             _live_tables(report),
             _session_table(report.sessions),
             _facts(report),
@@ -53,9 +55,10 @@ def _header(report: Report) -> str:
     )
 
 
-def _cards(summary: Summary) -> str:
-    first, between, lag = summary.time_to_first_token, summary.time_per_token, summary.lag
-    rate = NOT_REPORTED if summary.output_rate is None else f"{summary.output_rate:,.1f}"
+def _cards(report: Report) -> str:
+    summary, goodput = report.summary, report.goodput
+    turn, between = summary.latency, summary.time_per_token
+    firsts = [milliseconds(times.p50) for times in (summary.first_token_of_first_turns, summary.first_token_of_later_turns)]
     emitted = NOT_REPORTED if summary.emitted_per_step is None else f"{summary.emitted_per_step:.2f}"
     hit = share(summary.hits.share) if summary.hits.num_turns else NOT_REPORTED
     hit_note = (
@@ -64,18 +67,25 @@ def _cards(summary: Summary) -> str:
     accepted = f"{share(summary.draft_acceptance)} of drafts accepted" if summary.draft_acceptance is not None else "no drafts"
     failures = summary.num_failed_sessions
     cards = [
-        ("Time to first token", milliseconds(first.p50), "ms", f"p90 {milliseconds(first.p90)} · p99 {milliseconds(first.p99)}", ""),
-        ("Time between tokens", milliseconds(between.p50), "ms", f"p90 {milliseconds(between.p90)} · p99 {milliseconds(between.p99)}", ""),
-        ("Output tokens a second", rate, "", f"{count(summary.output_tokens)} in {_seconds(summary.wall)}", ""),
+        ("Turn time", milliseconds(turn.p50), "ms", f"p90 {milliseconds(turn.p90)} · p99 {milliseconds(turn.p99)}", ""),
+        ("Time to first token", milliseconds(summary.time_to_first_token.p50), "ms", f"first turns {firsts[0]} · later {firsts[1]}", ""),
+        ("Output tokens a second", rate(summary.output_rate), "", f"{count(summary.output_tokens)} in {_seconds(summary.wall)}", ""),
         ("Prefix hit", hit, "", hit_note, ""),
-        ("Emitted tokens a step", emitted, "", ("forced: " if summary.forced_acceptance else "") + accepted, ""),
         ("Failed sessions", str(failures), "", f"{summary.num_turns:,} of {summary.num_planned_turns:,} turns answered", "bad" if failures else ""),
-        ("Diverged turns", str(summary.num_diverged), "", "live answers replaced by recorded ones", ""),
-        ("Schedule lag", milliseconds(lag.p50), "ms", f"p99 {milliseconds(lag.p99)} · max {milliseconds(lag.largest)}", ""),
+        ("Emitted tokens a step", emitted, "", ("forced: " if summary.forced_acceptance else "") + accepted, ""),
+        ("Time between tokens", milliseconds(between.p50), "ms", f"p90 {milliseconds(between.p90)} · p99 {milliseconds(between.p99)}", ""),
+        ("Normalized interactivity", rate(summary.interactivity), "", "tokens a second a user, P90", ""),
     ]
-    if summary.live is not None:  # in place of the last two, whose figures stand below as well
-        cards = [*_live_cards(summary.live), *cards[:-2]]
-    return '<section class="cards">' + "".join(_card(*card) for card in cards) + "</section>"
+    if goodput is not None:
+        cards.insert(0, _goodput_card(goodput))
+    if summary.live is not None:
+        cards = [*_live_cards(summary.live), *cards]
+    return '<section class="cards">' + "".join(_card(*card) for card in cards[:MAX_CARDS]) + "</section>"
+
+
+def _goodput_card(goodput: Goodput) -> tuple[str, str, str, str, str]:
+    note = f"{goodput.num_met:,} of {goodput.num_turns:,} · {'-' if goodput.rate is None else f'{goodput.rate:,.2f}'} a second"
+    return ("Turns within bounds", share(goodput.share), "", note, "over" if goodput.num_met < goodput.num_turns else "")
 
 
 def _live_cards(live: LiveCounts) -> list[tuple[str, str, str, str, str]]:
@@ -94,114 +104,6 @@ def _card(name: str, value: str, unit: str, note: str, kind: str) -> str:
     )
 
 
-def _figure(title: str, note: str, plot: str, kind: str = "") -> str:
-    return f'<figure class="{kind}"><figcaption><h2>{escape(title)}</h2><p>{note}</p></figcaption>{plot}</figure>'
-
-
-def _absent(title: str, reason: str) -> str:
-    return _figure(title, "", f'<p class="absent">{escape(reason)}</p>')
-
-
-def _first_token_plot(report: Report) -> str:
-    title = "Time to first token, by turn"
-    columns = report.summary.by_turn
-    if not any(column.time_to_first_token.count for column in columns):
-        return _absent(title, "No turn was answered.")
-    place = {column.turn: index for index, column in enumerate(columns)}
-    points = [
-        plots.Dot(place[turn.turn], wait * 1000, f"{turn.session_id}, turn {turn.turn + 1}: {milliseconds(wait)} ms")
-        for turn in _answered(report.sessions)
-        if (wait := turn.time_to_first_token) is not None
-    ]
-    medians = [None if column.time_to_first_token.p50 is None else column.time_to_first_token.p50 * 1000 for column in columns]
-    plot = plots.dots(points, medians, axis="turn of the session", show=_plain)
-    return _figure(title, "Milliseconds; each dot is a request, the line goes through the medians.", plot)
-
-
-def _hit_plot(summary: Summary) -> str:
-    title = "Prefix hit, by turn"
-    if not summary.hits.num_turns:
-        return _absent(title, "The server does not report cached tokens.")
-    columns = [
-        plots.Bar(
-            str(column.turn + 1),
-            (column.hits.cached_tokens / column.hits.num_turns, (column.hits.prompt_tokens - column.hits.cached_tokens) / column.hits.num_turns),
-            "" if column.hits.share is None else f"{column.hits.share:.0%}",
-            f"turn {column.turn + 1}: {column.hits.cached_tokens:,} of {column.hits.prompt_tokens:,} tokens, {share(column.hits.share)}",
-        )
-        for column in summary.by_turn
-        if column.hits.num_turns
-    ]
-    key = '<span class="key part0"></span>from the cache <span class="key part1"></span>computed'
-    return _figure(title, f"Mean prompt tokens of a request: {key}", plots.bars(columns, axis="turn of the session", show=_plain))
-
-
-def _acceptance_plot(summary: Summary) -> str:
-    title = "Acceptance, by draft position"
-    speculation = summary.speculation
-    if speculation is None:
-        return _absent(title, "The server does not report speculation.")
-    if not summary.acceptance_by_position:
-        return _absent(title, "Nothing was drafted." if not speculation.num_drafted else "The server does not report positions.")
-    counts = zip(speculation.drafted_by_position, speculation.accepted_by_position, strict=False)
-    columns = [
-        plots.Bar(str(place), ((rate or 0.0) * 100,), share(rate), f"position {place}: {accepted:,} of {drafted:,} drafts, {share(rate)}")
-        for place, (rate, (drafted, accepted)) in enumerate(zip(summary.acceptance_by_position, counts, strict=True), start=1)
-    ]
-    note = (
-        "FORCED to set rates; says nothing about the model."
-        if summary.forced_acceptance
-        else "Accepted share of the drafts offered at each position."
-    )
-    return _figure(title, note, plots.bars(columns, axis="draft position", show=lambda value: f"{value:.0f} %", high=112))
-
-
-def _token_plot(report: Report) -> str:
-    title = "Time between tokens"
-    values = sorted(value * 1000 for turn in _answered(report.sessions) if (value := turn.time_per_token) is not None)
-    if not values:
-        return _absent(title, "No answer came in more than one piece.")
-    step = plots.ticks(values[-1] or 1, at_most=14)
-    width = step[1] if len(step) > 1 else values[-1] or 1
-    counts = [0] * (int(values[-1] / width) + 1)
-    for value in values:
-        counts[int(value / width)] += 1
-    columns = [
-        plots.Bar(
-            _plain(index * width), (number,), str(number) if number else "", f"{_plain(index * width)} to {_plain((index + 1) * width)} ms: {number}"
-        )
-        for index, number in enumerate(counts)
-    ]
-    return _figure(title, "Requests by their mean milliseconds between tokens.", plots.bars(columns, axis="milliseconds, from", show=_plain))
-
-
-def _timeline(report: Report) -> str:
-    rows = [(session.session_id, _spans(session)) for session in report.sessions if session.turns]
-    if not rows:
-        return ""
-    left_out = f" The first {MAX_TIMELINES} of {len(rows)} sessions." if len(rows) > MAX_TIMELINES else ""
-    key = (
-        '<span class="key wait"></span>waiting for the first token <span class="key stream"></span>streaming '
-        '<span class="key failed"></span>failed; blank: tools and people.'
-    )
-    plot = plots.timelines(rows[:MAX_TIMELINES], report.summary.wall, axis="seconds since the start", show=_plain)
-    return _figure("Sessions over time", key + left_out, plot, kind="wide")
-
-
-def _spans(session: SessionRecord) -> list[plots.Span]:
-    spans = []
-    for turn in session.turns:
-        label = f"turn {turn.turn + 1}: sent at {turn.sent:.2f} s"
-        if turn.error is not None:
-            spans.append(plots.Span(turn.sent, turn.end, "failed", f"{label}, failed: {turn.error}"))
-            continue
-        first = turn.sent + (turn.time_to_first_token if turn.time_to_first_token is not None else turn.latency)
-        tokens = f"{count(turn.prompt_tokens)} prompt, {count(turn.cached_tokens)} cached, {count(turn.completion_tokens)} output tokens"
-        label = f"{label}, first token after {milliseconds(first - turn.sent)} ms, {tokens}"
-        spans += [plots.Span(turn.sent, first, "wait", label), plots.Span(first, turn.end, "stream", label)]
-    return spans
-
-
 def _times_table(summary: Summary) -> str:
     rows = [
         [name, *(milliseconds(value) for value in (times.mean, times.p50, times.p90, times.p99, times.largest))] for name, times in time_rows(summary)
@@ -213,17 +115,38 @@ def _turn_table(summary: Summary) -> str:
     rows = [
         [
             str(column.turn + 1),
-            f"{column.time_to_first_token.count:,}",
+            f"{column.latency.count:,}",
             milliseconds(column.time_to_first_token.p50),
             milliseconds(column.time_to_first_token.p90),
+            milliseconds(column.latency.p50),
+            milliseconds(column.latency.p90),
             count(column.hits.prompt_tokens if column.hits.num_turns else None),
             count(column.hits.cached_tokens if column.hits.num_turns else None),
             share(column.hits.share),
         ]
         for column in summary.by_turn
     ]
-    head = ["turn", "requests", "first token p50, ms", "p90, ms", "prompt tokens", "cached tokens", "hit share"]
+    head = ["turn", "requests", "first token p50, ms", "p90, ms", "turn time p50, ms", "p90, ms", "prompt tokens", "cached tokens", "hit share"]
     return _table("Turns", "", head, rows, is_folded=len(rows) > 12)
+
+
+def _over_table(report: Report) -> str:
+    rows = [
+        [
+            turn.session_id,
+            str(turn.turn + 1),
+            f"{turn.sent:.2f}",
+            *(milliseconds(value) for value in (turn.latency, turn.time_to_first_token, turn.time_per_token, turn.longest_gap)),
+            ", ".join(missed),
+        ]
+        for session in report.sessions
+        for turn in session.turns
+        if (missed := report.missed(turn))
+    ]
+    if not rows:
+        return ""
+    head = ["session", "turn", "sent at, s", "turn time, ms", "first token, ms", "between tokens, ms", "longest gap, ms", "over"]
+    return _table("Turns over a bound", f"Bounds: {report.slo}.", head, rows, is_folded=len(rows) > 12)
 
 
 def _live_tables(report: Report) -> str:
@@ -258,7 +181,7 @@ def _facts(report: Report) -> str:
     settings += [(f"source: {name}", str(value)) for name, value in report.source.items()]
     lists = "".join(
         f"<div><h2>{title}</h2><dl>{''.join(f'<dt>{escape(name)}</dt><dd>{escape(value)}</dd>' for name, value in rows)}</dl></div>"
-        for title, rows in (("Counts", count_rows(report.summary)), ("Settings", settings))
+        for title, rows in (("Counts", count_rows(report)), ("Settings", settings))
     )
     return f'<section class="facts">{lists}</section>'
 
@@ -270,14 +193,6 @@ def _table(title: str, note: str, head: list[str], rows: list[list[str]], *, is_
     if is_folded:
         return f'<section class="table"><details><summary><h2>{escape(title)}</h2> <span>{len(rows)} rows</span></summary>{table}</details></section>'
     return f'<section class="table"><h2>{escape(title)}</h2><p>{escape(note)}</p>{table}</section>'
-
-
-def _answered(sessions: list[SessionRecord]) -> list[TurnRecord]:
-    return [turn for session in sessions for turn in session.turns if turn.error is None]
-
-
-def _plain(value: float) -> str:
-    return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:.3g}"
 
 
 def _seconds(seconds: float) -> str:

@@ -4,11 +4,13 @@ STYLE = """
 :root {
   --ground: #f7f7f5; --surface: #ffffff; --ink: #1d2126; --soft: #646b73; --line: #e3e4e1; --faint: #eeefec;
   --accent: #2563c9; --accent-soft: #b9cdf0; --second: #0f8f7e; --bad: #c2351f; --bad-ground: #fdeeea;
+  --over: #c9820d; --over-soft: #f0d6a4;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --ground: #14171a; --surface: #1c2024; --ink: #e7e9ea; --soft: #98a0a8; --line: #2e3439; --faint: #262b30;
     --accent: #6d9df0; --accent-soft: #33486d; --second: #3cc1ad; --bad: #f0715a; --bad-ground: #3a1f1a;
+    --over: #e2a541; --over-soft: #63491b;
   }
 }
 * { box-sizing: border-box; }
@@ -33,6 +35,7 @@ h2 { margin: 0; font-size: 15px; font-weight: 620; letter-spacing: -.005em; }
 .card .value.long { font-size: 18px; line-height: 36px; letter-spacing: -.01em; }
 .card .value small { font-size: 15px; font-weight: 500; color: var(--soft); letter-spacing: 0; }
 .card.bad .value { color: var(--bad); }
+.card.over .value { color: var(--over); }
 .plots { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 14px; }
 figure { margin: 0; padding: 18px 20px 14px; }
 figure.wide { margin-top: 14px; }
@@ -47,6 +50,7 @@ svg .axis { font-size: 11px; }
 svg .grid { stroke: var(--line); stroke-width: 1; }
 svg .lane { stroke: var(--faint); stroke-width: 1; }
 svg .dot { fill: var(--accent); fill-opacity: .34; }
+svg .dot.over { fill: var(--over); fill-opacity: .75; }
 svg .dot:hover { fill-opacity: 1; }
 svg .median { fill: none; stroke: var(--accent); stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
 svg .part0 { fill: var(--accent); }
@@ -54,11 +58,14 @@ svg .part1 { fill: var(--accent-soft); }
 svg g:hover rect { opacity: .82; }
 svg .wait { fill: var(--accent-soft); }
 svg .stream { fill: var(--accent); }
+svg .wait.over { fill: var(--over-soft); }
+svg .stream.over { fill: var(--over); }
 svg .failed { fill: var(--bad); }
 svg rect.wait:hover, svg rect.stream:hover { fill: var(--second); }
 .key { display: inline-block; width: 10px; height: 10px; margin: 0 6px 0 8px; border-radius: 2px; vertical-align: -1px; }
 .key.part0, .key.stream { background: var(--accent); }
 .key.part1, .key.wait { background: var(--accent-soft); }
+.key.over { background: var(--over); }
 .key.failed { background: var(--bad); }
 .absent { display: grid; place-items: center; min-height: 200px; margin: 0; color: var(--soft); }
 section.table { margin-top: 14px; padding: 18px 20px 12px; }

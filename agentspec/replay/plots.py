@@ -27,6 +27,8 @@ class Dot:
     """Column, from 0."""
     y: float
     label: str
+    kind: str = ""
+    """A further class of the style sheet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Span:
     start: float
     end: float
     kind: str
-    """A class of the style sheet."""
+    """Classes of the style sheet."""
     label: str
 
 
@@ -95,7 +97,7 @@ def dots(points: Sequence[Dot], medians: Sequence[float | None], *, axis: str, s
     marks = []
     for index, point in enumerate(points):
         x = place(point.x) + (index * _GOLDEN % 1 - 0.5) * room
-        marks.append(f'<circle class="dot" cx="{x:.1f}" cy="{scale(point.y):.1f}" r="3">{_title(point.label)}</circle>')
+        marks.append(f'<circle class="{f"dot {point.kind}".strip()}" cx="{x:.1f}" cy="{scale(point.y):.1f}" r="3">{_title(point.label)}</circle>')
     line = " ".join(f"{place(index):.1f},{scale(value):.1f}" for index, value in enumerate(medians) if value is not None)
     marks.append(f'<polyline class="median" points="{line}"/>')
     return _frame(_grid(scale, show) + _names([str(index + 1) for index in range(len(medians))], place, axis) + marks)

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentspec.replay import report_live
+from agentspec.replay import report_json, report_live
 from agentspec.replay.measure import Distribution, SessionRecord, Summary, TurnColumn, TurnRecord
+from agentspec.replay.slo import Goodput, Slo
 
 REPORT_SCHEMA = "agentspec.report/1"
 FORCED_LABEL = "FORCED ACCEPTANCE: drafts were accepted at set rates, not by the model. The text is meaningless; these are benchmark figures."
@@ -33,6 +34,18 @@ class Report:
     settings: dict[str, str]
     sessions: list[SessionRecord]
     summary: Summary
+    slo: Slo | None = None
+    """The bounds that turns are held to, where some were given."""
+
+    @property
+    def goodput(self) -> Goodput | None:
+        if self.slo is None:
+            return None
+        return self.slo.goodput((turn for session in self.sessions for turn in session.turns), self.summary.wall)
+
+    def missed(self, turn: TurnRecord) -> list[str]:
+        """Names of the bounds that a turn was over; empty, too, where there are none."""
+        return [] if self.slo is None else self.slo.missed(turn)
 
     @property
     def has_failures(self) -> bool:
@@ -44,6 +57,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Everything measured, JSON-ready: the summary, and a row for each request."""
+        goodput = self.goodput
         return {
             "schema": REPORT_SCHEMA,
             "forced_acceptance": self.summary.forced_acceptance,
@@ -53,9 +67,10 @@ class Report:
             "model": self.model,
             "url": self.url,
             "settings": self.settings,
-            "summary": _summary_json(self.summary),
+            "summary": report_json.summary_json(self.summary),
+            **({"slo": report_json.goodput_json(self.slo, goodput)} if self.slo is not None and goodput is not None else {}),
             **({"live": report_live.counts_json(self.summary)} if self.summary.live is not None else {}),
-            "by_turn": [_column_json(column) for column in self.summary.by_turn],
+            "by_turn": [report_json.column_json(column) for column in self.summary.by_turn],
             "sessions": [
                 {
                     "session_id": session.session_id,
@@ -66,7 +81,7 @@ class Report:
                 }
                 for session in self.sessions
             ],
-            "requests": [_request_json(turn) for session in self.sessions for turn in session.turns],
+            "requests": [report_json.request_json(turn, self.slo) for session in self.sessions for turn in session.turns],
         }
 
     def write_json(self, path: str) -> None:
@@ -81,14 +96,14 @@ def _table(report: Report) -> list[str]:
     ]
     if summary.forced_acceptance:
         lines += ["", FORCED_LABEL]
-    lines += [""] + [f"{name:<26}{value}" for name, value in count_rows(summary)]
+    lines += [""] + [f"{name:<26}{value}" for name, value in count_rows(report)]
     if len(summary.live_groups) > 1:
         lines += ["", f"{'sessions with a world':<26}" + "".join(f"{head:>22}" for head in report_live.GROUP_HEAD)]
         lines += [f"{row[0]:<26}" + "".join(f"{cell:>22}" for cell in row[1:]) for row in report_live.group_rows(summary)]
     lines += ["", f"{'milliseconds':<26}" + "".join(f"{head:>10}" for head in ("mean", "p50", "p90", "p99", "max"))]
     for name, distribution in time_rows(summary):
         lines.append(f"{name:<26}" + "".join(f"{milliseconds(value):>10}" for value in _five(distribution)))
-    lines += ["", f"{'turn':<26}" + "".join(f"{head:>14}" for head in ("requests", "first token", "prompt", "prefix hit", "share"))]
+    lines += ["", f"{'turn':<26}" + "".join(f"{head:>14}" for head in ("requests", "first token", "turn time", "prompt", "prefix hit", "share"))]
     shown = summary.by_turn if len(summary.by_turn) <= MAX_TURN_LINES else summary.by_turn[: MAX_TURN_LINES - 1]
     for column in shown:
         lines.append(f"{column.turn + 1:<26}" + "".join(f"{value:>14}" for value in _column_cells(column)))
@@ -101,8 +116,9 @@ def _table(report: Report) -> list[str]:
     return lines
 
 
-def count_rows(summary: Summary) -> list[tuple[str, str]]:
+def count_rows(report: Report) -> list[tuple[str, str]]:
     """The counts of a run, as (name, text)."""
+    summary = report.summary
     not_sent = summary.num_planned_turns - summary.num_turns - summary.num_failed_turns
     turns = f"{summary.num_turns} answered of {summary.num_planned_turns}"
     if summary.num_failed_turns or not_sent:
@@ -118,10 +134,39 @@ def count_rows(summary: Summary) -> list[tuple[str, str]]:
         ("wall time", f"{summary.wall:.2f} s"),
         ("prompt tokens", count(summary.prompt_tokens)),
         ("output tokens", count(summary.output_tokens)),
-        ("output tokens a second", NOT_REPORTED if summary.output_rate is None else f"{summary.output_rate:,.1f}"),
+        ("output tokens a second", rate(summary.output_rate)),
+        *_gpu_rows(summary),
+        ("normalized interactivity", _interactivity(summary)),
+        *_slo_rows(report),
         ("prefix hit", hit_text(summary)),
     ]
     return rows + speculation_rows(summary)
+
+
+def _gpu_rows(summary: Summary) -> list[tuple[str, str]]:
+    if summary.num_gpus is None:
+        return []
+    of = f"of {summary.num_gpus} GPU{'s' if summary.num_gpus > 1 else ''}"
+    return [("tokens a second a GPU", f"{rate(summary.output_rate_per_gpu)} output, {rate(summary.total_rate_per_gpu)} with the prompts, {of}")]
+
+
+def _interactivity(summary: Summary) -> str:
+    """By AgentX's formula, which docs/replay.md has."""
+    return NOT_REPORTED if summary.interactivity is None else f"{summary.interactivity:,.1f} tokens a second a user, P90"
+
+
+def _slo_rows(report: Report) -> list[tuple[str, str]]:
+    """How many turns met all bounds; empty without bounds."""
+    goodput = report.goodput
+    if goodput is None:
+        return []
+    missed = [f"{name} {number:,}" for name, number in goodput.missed.items() if number]
+    return [
+        ("bounds of a turn", str(report.slo)),
+        ("turns within bounds", f"{goodput.num_met:,} of {goodput.num_turns:,}, {share(goodput.share)}"),
+        ("turns over a bound", ", ".join(missed) or "none"),
+        ("goodput", "-" if goodput.rate is None else f"{goodput.rate:,.2f} turns a second"),
+    ]
 
 
 def speculation_rows(summary: Summary) -> list[tuple[str, str]]:
@@ -144,10 +189,12 @@ def speculation_rows(summary: Summary) -> list[tuple[str, str]]:
 
 def time_rows(summary: Summary) -> list[tuple[str, Distribution]]:
     return [
+        ("turn time", summary.latency),
         ("time to first token", summary.time_to_first_token),
+        ("first token, first turns", summary.first_token_of_first_turns),
+        ("first token, later turns", summary.first_token_of_later_turns),
         ("time between tokens", summary.time_per_token),
         ("gap between events", summary.gaps),
-        ("whole turn", summary.latency),
         ("schedule lag", summary.lag),
     ]
 
@@ -162,6 +209,10 @@ def hit_text(summary: Summary) -> str:
 
 def count(value: int | None) -> str:
     return NOT_REPORTED if value is None else f"{value:,}"
+
+
+def rate(value: float | None) -> str:
+    return NOT_REPORTED if value is None else f"{value:,.1f}"
 
 
 def share(value: float | None) -> str:
@@ -181,97 +232,8 @@ def _five(distribution: Distribution) -> list[float | None]:
 
 
 def _column_cells(column: TurnColumn) -> list[str]:
-    first = f"{milliseconds(column.time_to_first_token.p50)} ms"
+    times = [f"{milliseconds(distribution.p50)} ms" for distribution in (column.time_to_first_token, column.latency)]
+    cells = [str(column.latency.count), *times]
     if not column.hits.num_turns:
-        return [str(column.time_to_first_token.count), first, NOT_REPORTED, NOT_REPORTED, "-"]
-    return [
-        str(column.time_to_first_token.count),
-        first,
-        f"{column.hits.prompt_tokens:,}",
-        f"{column.hits.cached_tokens:,}",
-        share(column.hits.share),
-    ]
-
-
-def _summary_json(summary: Summary) -> dict[str, Any]:
-    speculation = summary.speculation
-    return {
-        "sessions": summary.num_sessions,
-        "failed_sessions": summary.num_failed_sessions,
-        "planned_turns": summary.num_planned_turns,
-        "turns": summary.num_turns,
-        "failed_turns": summary.num_failed_turns,
-        "diverged_turns": summary.num_diverged,
-        "errors": [{"message": message, "sessions": number} for message, number in summary.errors],
-        "wall_s": round(summary.wall, 6),
-        "prompt_tokens": summary.prompt_tokens,
-        "output_tokens": summary.output_tokens,
-        "output_tokens_per_s": summary.output_rate,
-        "ttft_ms": _distribution_json(summary.time_to_first_token),
-        "tpot_ms": _distribution_json(summary.time_per_token),
-        "itl_ms": _distribution_json(summary.gaps),
-        "e2el_ms": _distribution_json(summary.latency),
-        "sched_lag_ms": _distribution_json(summary.lag),
-        "cached_tokens": summary.hits.cached_tokens if summary.hits.num_turns else None,
-        "hit_share": summary.hits.share,
-        "turns_reporting_hits": summary.hits.num_turns,
-        "emitted_per_step": summary.emitted_per_step,
-        "draft_acceptance": summary.draft_acceptance,
-        "drafted_by_position": speculation.drafted_by_position if speculation is not None else None,
-        "accepted_by_position": speculation.accepted_by_position if speculation is not None else None,
-        "acceptance_by_position": summary.acceptance_by_position if speculation is not None else None,
-        "decode_steps": speculation.num_steps if speculation is not None else None,
-        "drafted_tokens": speculation.num_drafted if speculation is not None else None,
-        "accepted_tokens": speculation.num_accepted if speculation is not None else None,
-    }
-
-
-def _column_json(column: TurnColumn) -> dict[str, Any]:
-    return {
-        "turn": column.turn,
-        "ttft_ms": _distribution_json(column.time_to_first_token),
-        "prompt_tokens": column.hits.prompt_tokens if column.hits.num_turns else None,
-        "cached_tokens": column.hits.cached_tokens if column.hits.num_turns else None,
-        "hit_share": column.hits.share,
-    }
-
-
-def _request_json(turn: TurnRecord) -> dict[str, Any]:
-    return {
-        "session_id": turn.session_id,
-        "turn": turn.turn,
-        "user_turn": turn.user_turn,
-        "delay_kind": turn.delay_kind,
-        "due_ms": _ms(turn.due),
-        "sent_ms": _ms(turn.sent),
-        "sched_lag_ms": _ms(turn.lag),
-        "ttft_ms": _ms(turn.time_to_first_token),
-        "tpot_ms": _ms(turn.time_per_token),
-        "itl_ms": [_ms(gap) for gap in turn.gaps],
-        "e2el_ms": _ms(turn.latency),
-        "finish_reason": turn.finish_reason,
-        "prompt_tokens": turn.prompt_tokens,
-        "completion_tokens": turn.completion_tokens,
-        "cached_tokens": turn.cached_tokens,
-        "decode_steps": turn.speculation.num_steps if turn.speculation is not None else None,
-        "drafted_tokens": turn.speculation.num_drafted if turn.speculation is not None else None,
-        "accepted_tokens": turn.speculation.num_accepted if turn.speculation is not None else None,
-        "forced_acceptance": turn.forced_acceptance,
-        "diverged": turn.diverged,
-        "error": turn.error,
-    }
-
-
-def _distribution_json(distribution: Distribution) -> dict[str, Any]:
-    return {
-        "count": distribution.count,
-        "mean": _ms(distribution.mean),
-        "p50": _ms(distribution.p50),
-        "p90": _ms(distribution.p90),
-        "p99": _ms(distribution.p99),
-        "max": _ms(distribution.largest),
-    }
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds * 1000, 3)
+        return [*cells, NOT_REPORTED, NOT_REPORTED, "-"]
+    return [*cells, f"{column.hits.prompt_tokens:,}", f"{column.hits.cached_tokens:,}", share(column.hits.share)]

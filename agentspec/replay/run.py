@@ -233,7 +233,8 @@ def _report(file: ReplayFile, options: ReplayOptions, target: Target, records: l
         url=target.url,
         settings=options.settings(),
         sessions=records,
-        summary=summarize(records, wall),
+        summary=summarize(records, wall, num_gpus=options.gpus),
+        slo=options.slo,
     )
 
 

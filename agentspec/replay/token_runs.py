@@ -28,13 +28,7 @@ class TokenRuns:
 
     def block(self, block_id: int, num_tokens: int) -> array[int]:
         """The first `num_tokens` tokens of a block."""
-        start = (self.seed * _ODD_SEED + block_id * _ODD_BLOCK) % 2**64
-        x = np.arange(num_tokens, dtype=np.uint64) * np.uint64(_ODD_TOKEN) + np.uint64(start)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x ^= x >> np.uint64(31)
-        ids = np.uint64(self.low) + x % np.uint64(self.high - self.low)
-        return array("i", ids.astype(np.int32).tobytes())
+        return self._blocks([block_id], num_tokens, num_tokens)
 
     def prompt(self, turn: Turn) -> array[int]:
         """The whole prompt of a token-run turn."""
@@ -52,7 +46,11 @@ class TokenRuns:
         return self._blocks(turn.expect.hash_ids, turn.block_size, turn.expect.output_tokens)
 
     def _blocks(self, block_ids: list[int], block_size: int, length: int) -> array[int]:
-        ids = array("i")
-        for index, block_id in enumerate(block_ids):
-            ids += self.block(block_id, min(block_size, length - index * block_size))
-        return ids
+        """All blocks in one piece: a long prompt has hundreds, and while it is made no lane's answer is read."""
+        starts = [(self.seed * _ODD_SEED + block_id * _ODD_BLOCK) % 2**64 for block_id in block_ids]
+        x = np.array(starts, dtype=np.uint64)[:, None] + np.arange(min(block_size, length), dtype=np.uint64) * np.uint64(_ODD_TOKEN)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x ^= x >> np.uint64(31)
+        ids = np.uint64(self.low) + x % np.uint64(self.high - self.low)
+        return array("i", ids.astype(np.int32).tobytes())[:length]

@@ -38,6 +38,37 @@ def test_time_per_token_leaves_the_first_event_out() -> None:
     assert record(tokens=[(1.0, 4), (1.1, 1)], completion_tokens=4).time_per_token is None  # nothing came after the first event
 
 
+def test_interactivity_inverts_the_percentile_of_time_by_token() -> None:
+    """1 / P90 of the ratios: neither a percentile of rates nor a ratio of percentiles. Turns without output have no ratio."""
+    rng = random.Random(7)
+    turns = [record(end=rng.uniform(0.1, 9), completion_tokens=rng.randrange(1, 500)) for _ in range(30)]
+    ratios = [turn.end / (turn.completion_tokens or 1) for turn in turns]
+    turns += [record(end=100.0, completion_tokens=0), record(end=100.0), record(end=100.0, completion_tokens=5, error="gone")]
+    summary = summarize([SessionRecord(session_id="s", group=None, num_planned=33, turns=turns)], wall=2.0)
+    assert summary.interactivity == pytest.approx(1 / float(np.percentile(ratios, 90)))
+    assert summary.normalized_latency.count == 30
+
+
+def test_first_tokens_of_sessions_openings_stand_apart() -> None:
+    turns = [record(place, tokens=[(float(first), 1)], end=float(first)) for place, first in enumerate((9, 1, 2))]
+    summary = summarize([SessionRecord(session_id="s", group=None, num_planned=3, turns=turns)], wall=9.0)
+    assert (summary.first_token_of_first_turns.count, summary.first_token_of_first_turns.p50) == (1, 9.0)
+    assert (summary.first_token_of_later_turns.count, summary.first_token_of_later_turns.mean) == (2, 1.5)
+    assert [column.latency.p50 for column in summary.by_turn] == [9.0, 1.0, 2.0]
+
+
+def test_rates_of_a_gpu_need_their_number_and_the_tokens() -> None:
+    def rates(num_gpus: int | None, **fields: int) -> tuple[float | None, float | None]:
+        turns = [record(end=1.0, **fields)]
+        summary = summarize([SessionRecord(session_id="s", group=None, num_planned=1, turns=turns)], wall=2.0, num_gpus=num_gpus)
+        return summary.output_rate_per_gpu, summary.total_rate_per_gpu
+
+    assert rates(4, prompt_tokens=96, completion_tokens=8) == (1.0, 13.0)
+    assert rates(None, prompt_tokens=96, completion_tokens=8) == (None, None)
+    assert rates(4, completion_tokens=8) == (1.0, None)
+    assert rates(4) == (None, None)
+
+
 def test_hits_pool_tokens_over_the_turns_that_report_them() -> None:
     pooled = hits([record(prompt_tokens=100, cached_tokens=50), record(prompt_tokens=300, cached_tokens=300), record(prompt_tokens=999)])
     assert (pooled.num_turns, pooled.prompt_tokens, pooled.cached_tokens) == (2, 400, 350)
@@ -69,3 +100,4 @@ def test_columns_go_by_place_and_failures_stay_out() -> None:
 def test_nothing_at_all_is_no_error() -> None:
     summary = summarize([], wall=0.0)
     assert (summary.output_rate, summary.hits.share, summary.acceptance_by_position) == (None, None, [])
+    assert (summary.interactivity, summary.latency.p50, summary.first_token_of_later_turns.p99) == (None, None, None)

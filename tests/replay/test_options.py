@@ -8,6 +8,7 @@ import pytest
 
 from agentspec.errors import ConfigError
 from agentspec.replay.options import ReplayOptions, add_arguments
+from agentspec.replay.slo import Slo
 
 
 def parse(*flags: str) -> ReplayOptions:
@@ -27,6 +28,7 @@ def test_every_flag_arrives() -> None:
         *("--concurrency", "7", "--arrival", "poisson:2.5", "--speed", "3", "--tool-delay", "scale:0.5", "--history", "live", "--output", "length"),
         *("--sessions", "8", "--max-turns", "9", "--timeout", "10", "--token-ids", "5:99", "--base-url", "http://h", "--api-key", "k"),
         *("--served-model", "m", "--json", "a.json", "--html", "a.html", "--quiet"),
+        *("--slo", "turn=10,ttft=150ms", "--slo", "gap=1", "--gpus", "2"),
     )
     assert options == ReplayOptions(
         concurrency=7,
@@ -44,6 +46,8 @@ def test_every_flag_arrives() -> None:
         base_url="http://h",
         api_key="k",
         served_model="m",
+        slo=Slo({"turn": 10.0, "ttft": 0.15, "gap": 1.0}),
+        gpus=2,
         json_path="a.json",
         html_path="a.html",
         quiet=True,
@@ -75,6 +79,9 @@ def test_sessions_that_arrive_by_themselves_have_no_limit() -> None:
         (("--output", "forced", "--history", "live"), "history", "live"),
         (("--template", "chatml"), "template", "chatml"),
         (("--timeout", "0"), "timeout", 0.0),
+        (("--slo", "turn=10,first=1"), "slo", "first=1"),
+        (("--slo", "turn=10", "--slo", "turn=9"), "slo", "turn=9"),
+        (("--gpus", "0"), "gpus", 0),
         (("--token-ids", "9"), "token_ids", "9"),
         (("--token-ids", "9:9"), "token_ids", (9, 9)),
         (("--base-url", "host:80"), "base_url", "host:80"),

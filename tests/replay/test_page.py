@@ -10,12 +10,16 @@ import pytest
 
 from agentspec.replay import plots
 from agentspec.replay.measure import SessionRecord, TurnRecord, summarize
-from agentspec.replay.page import MAX_TIMELINES, render_page, write_page
+from agentspec.replay.page import render_page, write_page
+from agentspec.replay.page_plots import MAX_TIMELINES
 from agentspec.replay.reply import Speculation
 from agentspec.replay.report import Report
+from agentspec.replay.slo import Slo
 
 
-def make_report(num_sessions: int = 3, num_turns: int = 4, *, reports: bool = True, forced: bool = False, fails: bool = False) -> Report:
+def make_report(
+    num_sessions: int = 3, num_turns: int = 4, *, reports: bool = True, forced: bool = False, fails: bool = False, slo: str | None = None
+) -> Report:
     sessions = []
     for number in range(num_sessions):
         session = SessionRecord(session_id=f"<s&{number}>", group=None, num_planned=num_turns)
@@ -42,6 +46,7 @@ def make_report(num_sessions: int = 3, num_turns: int = 4, *, reports: bool = Tr
         settings={"history": "auto"},
         sessions=sessions,
         summary=summarize(sessions, wall=8.0),
+        slo=None if slo is None else Slo.parse([slo]),
     )
 
 
@@ -61,8 +66,22 @@ def parse(page: str) -> ElementTree.Element:
         make_report(1, 1, fails=True),
         make_report(MAX_TIMELINES + 5, 1),
         make_report(0, 0),
+        make_report(fails=True, slo="turn=1ms,ttft=150ms"),
+        make_report(0, 0, slo="turn=1ms"),
     ],
-    ids=["usual", "one turn", "many turns", "nothing reported", "forced", "failed", "all failed", "many sessions", "empty"],
+    ids=[
+        "usual",
+        "one turn",
+        "many turns",
+        "nothing reported",
+        "forced",
+        "failed",
+        "all failed",
+        "many sessions",
+        "empty",
+        "over bounds",
+        "empty with bounds",
+    ],
 )
 def test_is_well_formed_and_loads_nothing(report: Report) -> None:
     page = render_page(report)
@@ -81,6 +100,21 @@ def test_shows_the_figures() -> None:
     assert "first token after 200 ms" in text
     assert "position 2: 18 of 36 drafts, 50.0%" in text
     assert len(list(parse(page).iter("svg"))) == 5
+
+
+def test_turns_over_a_bound_are_marked() -> None:
+    """Of three turns a session, all have their first token after 200 ms and the last after 500."""
+    page = render_page(make_report(2, 3, fails=True, slo="turn=1s,ttft=150ms"))
+    text = " ".join(parse(page).itertext())
+    assert page.count('class="dot over"') == 5
+    assert page.count('class="wait over"') == page.count('class="stream over"') == 5
+    assert "first token after 200 ms, last after 500 ms, 1,000 prompt, 0 cached, 4 output tokens, over the bounds of ttft" in text
+    assert "Turns over a bound" in text
+    assert "ttft 5, failed 1" in text
+    within = render_page(make_report(2, 3, slo="turn=1s"))
+    assert "6 of 6" in within
+    assert "over a bound</h2>" not in within.lower()
+    assert not re.search('class="(dot|wait|stream) over"', within)
 
 
 def test_failures_and_missing_figures_are_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ from agentspec.replay.options import ReplayOptions
 from agentspec.replay.report import Report
 from agentspec.replay.run import http_client, run_replay
 from agentspec.replay.schema import ReplayFile, Session
+from agentspec.replay.slo import Slo
 from tests.replay.builders import TOOL, called, chats, replay_file, result, runs, said, system, turn, user
 from tests.replay.fakes import Answer, FakeServer, run, speculation, usage
 
@@ -209,7 +211,43 @@ def test_poisson_arrivals_are_seeded() -> None:
 
 def test_the_table_of_long_sessions_is_cut_and_says_so() -> None:
     assert "and 5 later turns" in replay(chats(1, 20)).table()
-    assert "later turns" not in replay(chats(1, 16)).table()
+    assert "listed by" not in replay(chats(1, 16)).table()
+
+
+def test_turn_times_first_tokens_and_bounds_in_table_and_json() -> None:
+    """Two sessions of two turns; the first turn of one of them is slow."""
+    waits = iter([4.0, 1.0, 0.5, 0.5])
+    server = FakeServer(lambda body: Answer(texts="abcd", wait=next(waits), gap=0.1, usage=usage(100, 4, 64)))
+    report = replay(chats(2, 2), server, concurrency=1, slo=Slo.parse(["turn=2s,ttft=750ms"]), gpus=2)
+    seconds = 4.3 + 1.3 + 0.8 + 0.8
+    data = report.to_json()
+    summary = data["summary"]
+    assert summary["wall_s"] == pytest.approx(seconds)
+    assert [summary["e2el_ms"][name] for name in ("mean", "p50", "max")] == pytest.approx([seconds * 250, 1050, 4300])
+    assert [summary[name]["count"] for name in ("ttft_ms", "ttft_first_turns_ms", "ttft_later_turns_ms")] == [4, 2, 2]
+    assert [summary[name]["max"] for name in ("ttft_ms", "ttft_first_turns_ms", "ttft_later_turns_ms")] == pytest.approx([4000, 4000, 1000])
+    assert summary["output_tokens_per_s"] == pytest.approx(16 / seconds)
+    assert (summary["gpus"], summary["output_tokens_per_s_per_gpu"]) == (2, pytest.approx(8 / seconds))
+    assert summary["total_tokens_per_s_per_gpu"] == pytest.approx((8 + 200) / seconds)
+    assert summary["e2e_normalized_interactivity_p90"] == pytest.approx(4 / (1.3 + 0.7 * 3.0))
+    assert data["slo"]["bounds_ms"] == {"turn": 2000, "ttft": 750}
+    assert (data["slo"]["turns"], data["slo"]["turns_met"], data["slo"]["missed"]) == (4, 2, {"turn": 1, "ttft": 2})
+    assert data["slo"]["goodput_turns_per_s"] == pytest.approx(2 / seconds)
+    assert [row["slo_missed"] for row in data["requests"]] == [["turn", "ttft"], ["ttft"], [], []]
+    table = report.table()
+    for line in (r"turn time +1,800 +1,050 ", "first token, first turns +2,250 ", "first token, later turns +750 ", "goodput +0.28 turns a second"):
+        assert re.search(line, table), table
+    assert "turns within bounds       2 of 4, 50.0%" in table
+    assert "1.2 tokens a second a user, P90" in table
+    assert "of 2 GPUs" in table
+
+
+def test_without_bounds_and_gpus_none_are_reported() -> None:
+    report = replay(chats(1, 1))
+    assert "slo" not in report.to_json()
+    assert report.to_json()["requests"][0]["slo_missed"] is None
+    assert report.to_json()["summary"]["output_tokens_per_s_per_gpu"] is None
+    assert not re.search("goodput|bound|GPU", report.table())
 
 
 def test_the_first_sessions_and_turns_only() -> None:

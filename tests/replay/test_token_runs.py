@@ -35,3 +35,8 @@ def test_a_prompt_has_its_length_and_its_prefix(length: int, ids: list[int]) -> 
     for index, block_id in enumerate(ids):
         part = prompt[index * 8 : index * 8 + 8]
         assert part == made.block(block_id, len(part))
+
+
+def test_a_block_far_longer_than_its_prompt_costs_what_the_prompt_does() -> None:
+    made = TokenRuns(0, 0, 50_000)
+    assert made.prompt(runs(5, [3], block_size=10**15)) == made.block(3, 5)

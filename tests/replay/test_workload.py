@@ -12,6 +12,7 @@ from agentspec.cli import main
 from agentspec.replay.options import ReplayOptions
 from agentspec.replay.run import make_plans
 from agentspec.replay.schema import ReplayFile, load
+from agentspec.replay.token_runs import TokenRuns
 from workloads import generate, profiles
 
 WORKLOADS = Path(__file__).parents[2] / "workloads"
@@ -62,6 +63,21 @@ def test_the_profiles_are_what_is_generated(name: str) -> None:
     assert profiles.generate(name) == (WORKLOADS / name).read_text(encoding="utf-8"), "run python -m workloads.profiles"
     for options in (ReplayOptions(output="forced"), ReplayOptions(output="length")):
         assert make_plans(load(WORKLOADS / name), options)
+
+
+def test_the_shape_of_a_fleet() -> None:
+    """One session for each of 32 lanes: 16,384 tokens first, 4,096 of them common, then eight times 800 behind answers of 160."""
+    sessions, runs = load(WORKLOADS / "profile_agents.jsonl").sessions, TokenRuns(0, 100, 2000)
+    assert len(sessions) == 32
+    prompts = [[runs.prompt(turn) for turn in session.turns] for session in sessions]
+    assert all([len(prompt) for prompt in turns] == [16_384 + 960 * place for place in range(9)] for turns in prompts)
+    assert all(turn.recorded_output_tokens == turn.max_tokens == 160 and turn.delay_ms == 0 for session in sessions for turn in session.turns)
+    assert len({turns[0][:4096].tobytes() for turns in prompts}) == 1
+    assert len({turns[0][4096:4128].tobytes() for turns in prompts}) == 32
+    for session, turns in zip(sessions, prompts, strict=True):
+        for turn, prompt, following in zip(session.turns, turns, turns[1:], strict=False):
+            said = prompt + runs.answer(turn)
+            assert following[: len(said)] == said, "forced answers make a session append-only"
 
 
 def dry_run(name: str, out: Path, *flags: str) -> list[dict[str, Any]]:
