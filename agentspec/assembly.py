@@ -34,7 +34,7 @@ from agentspec.runtime.graphs import CudaRecorder, graph_bytes
 from agentspec.runtime.host_copies import HostCopies
 from agentspec.runtime.memory_plan import RESERVED, MemoryPlan, plan_host_memory, plan_memory
 from agentspec.runtime.metrics import EngineMetrics
-from agentspec.runtime.pace import AUTO_BUDGET_CPU, AUTO_BUDGET_GPU, FixedPace, Pace, make_pace
+from agentspec.runtime.pace import CPU_BUDGET, DEFAULT_MAX_GAP, FixedPace, GapPace, Pace
 from agentspec.runtime.prefill_graphs import prefill_graph_bytes
 from agentspec.runtime.scheduler import Scheduler
 from agentspec.runtime.step_loop import DepthPolicy, StepLoop
@@ -219,10 +219,12 @@ def _gate(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, max_draft_t
 
 
 def _pace(config: EngineConfig, spec: ModelSpec, device: torch.device) -> Pace:
-    """On a CPU small chunks keep no stream's pace, for a decode step waits for arithmetic there too: they would make every answer later."""
-    if config.prefill_budget == "auto" and device.type == "cpu":
-        return FixedPace(AUTO_BUDGET_CPU)
-    return make_pace(config.prefill_budget, block_tokens=spec.block_tokens, largest=AUTO_BUDGET_GPU)
+    if config.prefill_budget != "auto":
+        return FixedPace(config.prefill_budget, block_tokens=spec.block_tokens)
+    if config.max_gap_seconds is None and device.type == "cpu":
+        return FixedPace(CPU_BUDGET, block_tokens=spec.block_tokens)
+    max_gap = DEFAULT_MAX_GAP if config.max_gap_seconds is None else config.max_gap_seconds
+    return GapPace(max_gap, block_tokens=spec.block_tokens)
 
 
 def _depth_policy(config: EngineConfig, max_draft_tokens: int) -> tuple[DepthPolicy, Sequence[int]]:

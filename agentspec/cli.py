@@ -128,7 +128,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         type=_number_or_auto,
         default="auto",
         metavar="N|auto",
-        help="prompt tokens computed in one step at most (default auto: as many as keep the pace of running streams; 512 on the CPU)",
+        help="prompt tokens computed in one step at most (default auto: as many as fit under --max-gap; 512 on the CPU)",
+    )
+    group.add_argument(
+        "--max-gap",
+        type=float,
+        metavar="S",
+        help="seconds between two steps of a running stream at most, while prompts come in (default 0.1 on a GPU)",
     )
     group.add_argument("--max-context", type=int, metavar="N", help="tokens of prompt and output together (default: what model and memory allow)")
     group.add_argument(
@@ -166,6 +172,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         graphs=not args.no_graphs,
         max_running=args.max_running,
         prefill_budget=args.prefill_budget,
+        max_gap_seconds=args.max_gap,
         max_context=args.max_context,
         memory_gib=args.memory,
         host_memory_gib=args.host_memory,

@@ -42,8 +42,10 @@ class EngineConfig:
     max_running: int = 8
     """Requests that decode at the same time: slots."""
     prefill_budget: int | Literal["auto"] = "auto"
-    """Prompt tokens computed in one step at most. auto: on a GPU many while nobody decodes, else as many as keep the pace of running
-    streams, by measured times; on the CPU 512."""
+    """Prompt tokens computed in one step at most. auto: as many as fit under `max_gap_seconds`, by measured times; on the CPU 512."""
+    max_gap_seconds: float | None = None
+    """The longest time between two steps of a running stream that prompts may make: a ceiling, which only the smallest possible piece of a prompt exceeds
+    where the device is that slow. None: 0.1 on a GPU; on the CPU, and with a fixed `prefill_budget`, there is none."""
     max_context: int | None = None
     """Tokens, prompt and output together. None: what the model and the memory allow."""
     memory_gib: float | None = None
@@ -81,6 +83,12 @@ class EngineConfig:
             raise ConfigError("max_running", self.max_running, "must be at least 1")
         if self.prefill_budget != "auto" and not (isinstance(self.prefill_budget, int) and self.prefill_budget >= BLOCK_TOKENS):
             raise ConfigError("prefill_budget", self.prefill_budget, f"must be auto, or at least one block ({BLOCK_TOKENS} tokens)")
+        if self.max_gap_seconds is not None and not 0 < self.max_gap_seconds < float("inf"):
+            raise ConfigError("max_gap", self.max_gap_seconds, "must be above 0 seconds")
+        if self.max_gap_seconds is not None and self.prefill_budget != "auto":
+            raise ConfigError(
+                "max_gap", self.max_gap_seconds, f"can't be kept with a fixed prefill_budget of {self.prefill_budget}: give one of the two"
+            )
         if self.max_context is not None and self.max_context < BLOCK_TOKENS:
             raise ConfigError("max_context", self.max_context, f"must be at least one block ({BLOCK_TOKENS} tokens)")
         if self.memory_gib is not None and not 0 < self.memory_gib < float("inf"):

@@ -20,7 +20,7 @@ from agentspec.mtp.depth_policy import FixedDepth
 from agentspec.runtime.admission import SessionGate, rows_of_sessions
 from agentspec.runtime.memory_plan import RESERVED, MemoryPlan
 from agentspec.runtime.metrics import EngineMetrics
-from agentspec.runtime.pace import AUTO_BUDGET_GPU, make_pace
+from agentspec.runtime.pace import DEFAULT_MAX_GAP, FixedPace, GapPace
 from agentspec.runtime.plan import SlotJoin, SlotOutcome, StepOutcome, StepPlan
 from agentspec.runtime.scheduler import Scheduler
 from agentspec.runtime.step_loop import StepLoop
@@ -43,9 +43,7 @@ class _Slot:
 class DryExecutor:
     """An executor that has no device: it follows the script and keeps the integers that the decode step would keep."""
 
-    def __init__(
-        self, *, acceptance: Sequence[float], block_tokens: int, seed: int, emissions: Mapping[str, Sequence[int]] | None = None
-    ) -> None:
+    def __init__(self, *, acceptance: Sequence[float], block_tokens: int, seed: int, emissions: Mapping[str, Sequence[int]] | None = None) -> None:
         """`acceptance`: chance of each draft, given that those before it were accepted. `emissions`: by request id, how many tokens each step of it
         emits; None: drawn by `acceptance`."""
         self._acceptance = acceptance
@@ -198,6 +196,7 @@ class DryRun:
         max_running: int,
         num_drafted: int,
         prefill_budget: int | Literal["auto"],
+        max_gap: float = DEFAULT_MAX_GAP,
         hold_seconds: float,
         seed: int,
         on_submit: Callable[[RecordedTurn], None],
@@ -234,7 +233,7 @@ class DryRun:
             metrics=self._metrics,
             max_running=max_running,
             max_draft_tokens=num_drafted,
-            pace=make_pace(prefill_budget, block_tokens=BLOCK_TOKENS, largest=AUTO_BUDGET_GPU),
+            pace=GapPace(max_gap, block_tokens=BLOCK_TOKENS) if prefill_budget == "auto" else FixedPace(prefill_budget, block_tokens=BLOCK_TOKENS),
             block_tokens=BLOCK_TOKENS,
             row_bytes=costs.row_bytes,
             page_bytes=page_bytes,
@@ -254,9 +253,7 @@ class DryRun:
             row_bytes=costs.row_bytes,
             page_bytes=page_bytes,
         )
-        self._lanes = ClosedLoop(
-            loop, clock=clock, turn_seconds=costs.turn_seconds, spec=spec, max_length=memory.max_length, on_submit=self._check
-        )
+        self._lanes = ClosedLoop(loop, clock=clock, turn_seconds=costs.turn_seconds, spec=spec, max_length=memory.max_length, on_submit=self._check)
         self._clock = clock
 
     def run(self, sessions: Sessions, num_lanes: int) -> DryRunResult:

@@ -63,8 +63,8 @@ class Sample:
 class RecordingPace(FixedPace):
     """A fixed budget, and what it hears."""
 
-    def __init__(self, budget: int) -> None:
-        super().__init__(budget)
+    def __init__(self, budget: int, *, block_tokens: int) -> None:
+        super().__init__(budget, block_tokens=block_tokens)
         self.heard: list[tuple[float, StepTimes]] = []
         """(when, what)."""
 
@@ -89,7 +89,7 @@ class Measured:
 
 def measure(name: str, device: torch.device, *, slots: int, longest: int, others: int) -> Measured:
     model = make_model(name, CONFIGS[name], device=device, dtype=torch.bfloat16)
-    pace = RecordingPace(LARGEST_PASS)
+    pace = RecordingPace(LARGEST_PASS, block_tokens=model.spec.block_tokens)
     engine = PromptEngine(model, device, Room(longest=longest, others=others, max_running=slots), pace=pace)
     print(f"{name}: {engine.graphs}; started in {engine.start_seconds:.1f} s", flush=True)
     spec = model.spec

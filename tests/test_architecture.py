@@ -99,6 +99,7 @@ ENGINE_FLAGS = {
     "--no-graphs",
     "--max-running",
     "--prefill-budget",
+    "--max-gap",
     "--max-context",
     "--memory",
     "--host-memory",

@@ -1,37 +1,41 @@
-"""How many prompt tokens a step may compute: a fixed budget, or as many as running streams can bear by measured times.
+"""How many prompt tokens a step may compute: a fixed budget, or what fits under the longest gap that running streams may have, by measured times.
 
-Owns the budget and its statistics. Knows nothing of requests, models or tensors: no torch, no clock, no randomness.
+An agent waits for whole turns, so prompts go first and in pieces as large as the gap allows: every piece reads all weights again, and every stream that
+joins sooner shares its steps with the others sooner. The gap is a ceiling, never a target: what is short goes whole and takes what it takes.
+
+Owns the estimate of what a pass takes. Knows nothing of requests, models or tensors: no torch, no clock, no randomness.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
-AUTO_BUDGET_GPU = 8192
-"""Budget of `auto` while nobody decodes, on a GPU: more tokens at once make no product faster."""
-AUTO_BUDGET_CPU = 512
-"""Budget of `auto` on a CPU, whoever decodes."""
+LARGEST_PASS = 8192
+"""Tokens of a pass at most: more at once make no product faster, and a pass's activations are as long."""
+CPU_BUDGET = 512
+"""Prompt tokens a step on a CPU, whoever decodes: there a decode step waits for arithmetic too, and small pieces make every answer later."""
+DEFAULT_MAX_GAP = 0.1
+"""Seconds. A person who reads along needs ten tokens a second; an agent needs its turn."""
 
-STEP_SHARE = 0.85
-"""Time that chunks may take beside a decode step, as a share of it: with joins and gaps, a step with chunks takes about 1.9 times a plain one."""
-
-_FIRST_TOKENS = 128
-"""Budget beside running streams while nothing was measured."""
+_MARGIN = 0.9
+"""Share of the gap that is given out: first steps, tables and what an estimate is wrong by take the rest."""
+_FIRST_TOKENS = 256
+"""Of a pass beside running streams, while nothing was measured."""
 _ATTENTION_TOKENS = 65_536
 """Context at which attention over it costs a token as much as everything else: about what the family's layers come to. Only the way from one
 measurement to the next context depends on it."""
 _FIXED_TOKENS = 192
-"""A chunk's fixed cost, in tokens: weights are read once, however few tokens there are. Only guesses at a size never tried depend on it."""
+"""A pass's fixed cost, in tokens: weights are read once, however few tokens there are. Only guesses at a size never tried depend on it."""
 _TIMINGS = 3
 """Times kept per size; the median stands for them, so one slow step changes nothing."""
 _DECODE_TIMINGS = 8
-"""The same for decode steps."""
+"""The same for decode steps, of which the longest counts: batches grow while prompts come in."""
 _FORGET_AFTER = 256
-"""Measured steps after which a size that wasn't used is as good as never tried. So a size that was too dear is tried again now and then."""
+"""Measured passes after which a size that wasn't used is as good as never tried."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,13 +52,67 @@ class StepTimes:
     """Of the windows. 0: there were none, or they were not measured."""
 
 
+class Room:
+    """What the prompt pass of one step may still take. Costs are tokens or seconds, as the pace counts."""
+
+    def __init__(self, cost: Callable[[int, float], float], capacity: float, *, most_tokens: int, tile: int) -> None:
+        """cost: of a pass of so many tokens with so many pairs of a token and one that it attends to. tile: tokens that a chunk which doesn't end its
+        prompt is a multiple of, where there is room for more than one block."""
+        self._cost = cost
+        self._capacity = capacity
+        self._most_tokens = most_tokens
+        self._tile = tile
+        self._tokens = 0
+        self._pairs = 0.0
+
+    def fit(self, start: int, wanted: int, *, share: float = 1.0) -> int:
+        """Of the next `wanted` tokens behind `start`, those that fit into `share` of what is left."""
+        used = self._cost(self._tokens, self._pairs) if self._tokens else 0.0
+        limit = used + max(self._capacity - used, 0.0) * share
+        most = min(wanted, int((self._most_tokens - self._tokens) * share))
+        if most <= 0:
+            return 0
+        if most == wanted and self._with(start, most) <= limit:
+            return most
+        low, high = 0, most // self._tile
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._with(start, middle * self._tile) <= limit else (low, middle - 1)
+        return low * self._tile
+
+    def part(self, chunks: Iterable[tuple[int, int]]) -> float:
+        """The share of what is left that all of these would take; 1 if that is more than there is."""
+        tokens, pairs = self._tokens, self._pairs
+        for start, count in chunks:
+            tokens, pairs = tokens + count, pairs + num_pairs(start, count)
+        used = self._cost(self._tokens, self._pairs) if self._tokens else 0.0
+        left = self._capacity - used
+        by_tokens = (tokens - self._tokens) / max(self._most_tokens - self._tokens, 1)
+        by_cost = (self._cost(tokens, pairs) - used) / left if left > 0 else 1.0
+        return min(max(by_tokens, by_cost), 1.0)
+
+    def take(self, start: int, count: int) -> None:
+        self._tokens += count
+        self._pairs += num_pairs(start, count)
+
+    @property
+    def is_untouched(self) -> bool:
+        return not self._tokens
+
+    def _with(self, start: int, count: int) -> float:
+        return self._cost(self._tokens + count, self._pairs + num_pairs(start, count))
+
+
+def num_pairs(start: int, count: int) -> float:
+    """Pairs of a token and one that it attends to, of `count` tokens behind `start`."""
+    return count * (start + (count + 1) / 2)
+
+
 class Pace(Protocol):
-    """What the scheduler asks for each step's prefill budget."""
+    """What the scheduler asks for the room of each step's prompt pass."""
 
-    def choose(self, *, streams_run: bool, context: int) -> int:
-        """Prompt tokens that the next step may compute, one block at least.
-
-        streams_run: somebody decodes already, and waits for this step. context: tokens before the deepest of the chunks to come."""
+    def open(self, *, streams_run: bool) -> Room:
+        """streams_run: somebody decodes already, and waits for this step."""
         ...
 
     def observe(self, times: StepTimes) -> None:
@@ -63,13 +121,14 @@ class Pace(Protocol):
 
 
 class FixedPace:
-    """Always the same budget."""
+    """Always the same number of tokens."""
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, *, block_tokens: int) -> None:
         self._budget = budget
+        self._block = block_tokens
 
-    def choose(self, *, streams_run: bool, context: int) -> int:
-        return self._budget
+    def open(self, *, streams_run: bool) -> Room:
+        return Room(lambda tokens, pairs: tokens, self._budget, most_tokens=self._budget, tile=self._block)
 
     def observe(self, times: StepTimes) -> None:
         """There is nothing to learn."""
@@ -78,7 +137,7 @@ class FixedPace:
 @dataclass(slots=True)
 class _Size:
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=_TIMINGS))
-    """Seconds per token of `_weight`."""
+    """Seconds for each token of `_weight`."""
     last_measured: int = 0
 
     @property
@@ -86,66 +145,54 @@ class _Size:
         return statistics.median(self.rates)
 
 
-class AdaptivePace:
-    """As much as a step can hold while nobody decodes; else the largest size whose chunks take at most STEP_SHARE of a decode step.
+class GapPace:
+    """As much as a pass can hold while nobody decodes; else what fits, beside a decode step, under the longest gap that a stream may have.
 
-    Sizes are one block and the multiples of two: a matrix product works on tiles of two blocks, so what lies between costs as much as the next size.
-    A size that was never tried is reckoned from the next smaller one that was, and only one such step up is taken at a time. Context makes
-    chunks dearer, and a time counts for the context that it was measured at. Only steps that fill a size are measured."""
+    Passes are known by size, in powers of two. One that was never tried is reckoned from the next smaller one that was, and only the next size
+    up is tried at a time; context makes a pass dearer, and a time counts for the context that it was measured at."""
 
-    def __init__(self, *, block_tokens: int, largest: int) -> None:
-        """largest: the budget while nobody decodes."""
+    def __init__(self, max_gap: float, *, block_tokens: int, largest: int = LARGEST_PASS) -> None:
+        """max_gap: seconds between two steps of a running stream. largest: tokens of any pass."""
+        self._max_gap = max_gap
         self._block = block_tokens
         self._largest = max(largest // block_tokens, 1) * block_tokens
         self._sizes: dict[int, _Size] = {}
+        """By the bit length of the number of tokens."""
         self._decode_seconds: deque[float] = deque(maxlen=_DECODE_TIMINGS)
         self._num_measured = 0
 
-    def choose(self, *, streams_run: bool, context: int) -> int:
+    def open(self, *, streams_run: bool) -> Room:
+        # A matrix product works on tiles of two blocks: what lies between costs as much as the next tile.
+        tile = 2 * self._block
         if not streams_run:
-            return self._largest
-        if not (self._sizes and self._decode_seconds):
-            return min(self._size_of(_FIRST_TOKENS), self._largest)
-        allowed = STEP_SHARE * statistics.median(self._decode_seconds)
-        affordable = size = self._block
-        known = min(self._sizes)
-        while size <= self._largest:
-            known = size if size in self._sizes else known
-            if self._sizes[known].rate * _weight(size, context) > allowed:
-                break
-            affordable = size
-            if size > known:
-                break
-            size = self._size_of(size + 1)
-        return affordable
+            return Room(lambda tokens, pairs: tokens, self._largest, most_tokens=self._largest, tile=self._block)
+        if not self._sizes:
+            most = min(_FIRST_TOKENS, self._largest)
+            return Room(lambda tokens, pairs: tokens, most, most_tokens=most, tile=self._block)
+        capacity = _MARGIN * self._max_gap - max(self._decode_seconds, default=0.0)
+        most = min(self._largest, 1 << (max(self._sizes) + 1))
+        return Room(self._seconds, max(capacity, 0.0), most_tokens=most, tile=tile)
 
     def observe(self, times: StepTimes) -> None:
         if times.decode_seconds > 0.0:
             self._decode_seconds.append(times.decode_seconds)
-        chunks, prefill_seconds = times.chunks, times.prefill_seconds
-        num_tokens = sum(count for _, count in chunks)
-        if prefill_seconds <= 0.0 or num_tokens != self._size_of(num_tokens):
+        num_tokens = sum(count for _, count in times.chunks)
+        if times.prefill_seconds <= 0.0 or not num_tokens:
             return
         self._num_measured += 1
-        context = sum(start * count for start, count in chunks) // num_tokens
-        size = self._sizes.setdefault(num_tokens, _Size())
-        size.rates.append(prefill_seconds / _weight(num_tokens, context))
+        pairs = sum(num_pairs(start, count) for start, count in times.chunks)
+        size = self._sizes.setdefault(num_tokens.bit_length(), _Size())
+        size.rates.append(times.prefill_seconds / _weight(num_tokens, pairs))
         size.last_measured = self._num_measured
-        self._sizes = {count: kept for count, kept in self._sizes.items() if self._num_measured - kept.last_measured < _FORGET_AFTER}
+        self._sizes = {bits: kept for bits, kept in self._sizes.items() if self._num_measured - kept.last_measured < _FORGET_AFTER}
 
-    def _size_of(self, num_tokens: int) -> int:
-        """The smallest size that holds so many tokens."""
-        if num_tokens <= self._block:
-            return self._block
-        tile = 2 * self._block
-        return -(-num_tokens // tile) * tile
-
-
-def _weight(num_tokens: int, context: int) -> float:
-    """What a chunk behind `context` tokens costs, in tokens without any."""
-    return _FIXED_TOKENS + num_tokens * (1.0 + (context + num_tokens / 2) / _ATTENTION_TOKENS)
+    def _seconds(self, num_tokens: int, pairs: float) -> float:
+        """What a pass would take."""
+        bits = num_tokens.bit_length()
+        known = max((size for size in self._sizes if size <= bits), default=min(self._sizes))
+        return self._sizes[known].rate * _weight(num_tokens, pairs)
 
 
-def make_pace(budget: int | Literal["auto"], *, block_tokens: int, largest: int) -> Pace:
-    """The pace that `prefill_budget` asks for. largest: the budget of `auto` while nobody decodes."""
-    return AdaptivePace(block_tokens=block_tokens, largest=largest) if budget == "auto" else FixedPace(budget)
+def _weight(num_tokens: int, pairs: float) -> float:
+    """What a pass costs, in tokens that attend to nothing."""
+    return _FIXED_TOKENS + num_tokens + pairs / _ATTENTION_TOKENS

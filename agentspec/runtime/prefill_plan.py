@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from agentspec.runtime.pace import Room
 from agentspec.runtime.plan import ChunkPlan
 from agentspec.runtime.request import PendingCheckpoint, Request
 from agentspec.types import BY_PROTECTION, CheckpointKind
@@ -24,6 +25,12 @@ GRID_BLOCKS = 64
 SYSTEM_GRID_BLOCKS = 6
 """Spacing of the grid inside a system prompt that nobody has sent before (384 tokens): agents with other tools often share its beginning, and it is
 computed once for all of them."""
+
+_OLDEST_SHARE = 0.5
+"""Of each pass, for the prompt that was admitted first."""
+
+_AGING_TOKENS = 256
+"""Tokens by which a prompt counts as shorter for each pass that it got nothing of."""
 
 
 def wanted_checkpoints(request: Request, branch_tokens: int, block: int) -> list[PendingCheckpoint]:
@@ -52,6 +59,24 @@ def wanted_checkpoints(request: Request, branch_tokens: int, block: int) -> list
             want(previous, CheckpointKind.GRID)
         previous = length
     return [PendingCheckpoint(length, wanted[length]) for length in sorted(wanted)]
+
+
+def shares(prefilling: list[Request], room: Room) -> list[tuple[Request, float]]:
+    """In which order prompts get room, and which share of what is left each may take. `prefilling`: in order of admission, not empty.
+
+    The shortest remainder goes first: a short append of a running session is whole and through while a long prompt would hardly notice it. Who is passed
+    over ages. And the oldest prompt has half of every pass, if it needs that, and what the others leave: so it moves on, whoever comes."""
+    oldest = prefilling[0]
+    order = sorted(prefilling, key=lambda request: _left(request) - _AGING_TOKENS * request.times_passed_over)
+    if order[0] is oldest:
+        return [(request, 1.0) for request in order]
+    others = [request for request in order if request is not oldest]
+    share = max(_OLDEST_SHARE, 1.0 - room.part((request.computed, _left(request)) for request in others))
+    return [(oldest, share), *((request, 1.0) for request in others)]
+
+
+def _left(request: Request) -> int:
+    return request.prefill_end - request.computed
 
 
 def plan_chunk(

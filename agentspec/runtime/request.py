@@ -87,6 +87,8 @@ class Request:
     """Of a constrained request: what its next window will verify. None: nobody knows before the step in flight is collected."""
     dead_end: int | None = None
     """Tokens after which the grammar allows nothing more, if the window in flight comes to that; None: it can't."""
+    times_passed_over: int = 0
+    """Prompt passes that it got nothing of."""
     in_flight: int = 0
     """Launched and not yet collected steps that contain this request."""
     ending: FinishReason | None = None

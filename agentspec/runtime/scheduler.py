@@ -18,7 +18,7 @@ from agentspec.runtime.flight import Flight
 from agentspec.runtime.metrics import EngineMetrics
 from agentspec.runtime.pace import Pace, StepTimes
 from agentspec.runtime.plan import ChunkPlan, SlotJoin, SlotOutcome, StepOutcome, StepPlan
-from agentspec.runtime.prefill_plan import BRANCH_GAP_BLOCKS, plan_chunk, wanted_checkpoints
+from agentspec.runtime.prefill_plan import BRANCH_GAP_BLOCKS, plan_chunk, shares, wanted_checkpoints
 from agentspec.runtime.request import Phase, Request
 from agentspec.runtime.turn_trust import TurnTrust
 from agentspec.types import STOP_RUNNING, CheckpointKind, FinishReason, tokens
@@ -309,24 +309,21 @@ class Scheduler:
             self._metrics.cached_tokens += request.lease.num_cached
 
     def _plan_prefill(self, flight: Flight) -> list[Request]:
-        """Spend the step's prefill budget; whoever is through joins, and takes the first step at once.
-
-        The oldest prompt gets half of the budget and what the others leave, the shortest remainders the rest: a long prompt moves on in every
-        step, and the short appends of running sessions don't queue behind it."""
+        """Fill the room of the step's prompt pass; whoever is through joins, and takes the first step at once."""
         prefilling = [request for request in self._running if request.phase is Phase.PREFILL and request.computed < request.prefill_end]
         if not prefilling:
             return []
-        oldest, others = prefilling[:1], sorted(prefilling[1:], key=lambda request: request.prefill_end - request.computed)
-        streams_run = any(request.phase is Phase.DECODE for request in self._running)
-        budget = self._pace.choose(streams_run=streams_run, context=max(request.computed for request in prefilling))
-        asked = sum(request.prefill_end - request.computed for request in others)
-        share = max(self._block, budget // 2, budget - asked)
+        room = self._pace.open(streams_run=any(request.phase is Phase.DECODE for request in self._running))
         joined = []
-        for request in oldest + others:
-            chunk, checkpoints = plan_chunk(request, min(share, budget) if request in oldest else budget, self._block, self._take_row)
+        for request, share in shares(prefilling, room):
+            tokens = room.fit(request.computed, request.prefill_end - request.computed, share=share)
+            if room.is_untouched:
+                tokens = max(tokens, self._block)
+            chunk, checkpoints = plan_chunk(request, tokens, self._block, self._take_row)
             if chunk is None:
+                request.times_passed_over += 1
                 continue
-            budget -= len(chunk.token_ids)
+            room.take(chunk.start, len(chunk.token_ids))
             self._launch_chunk(flight, request, chunk, checkpoints)
             if request.computed == request.prefill_end and request.decodes:
                 flight.plan.joins.append(self._join(request))
