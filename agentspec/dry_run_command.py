@@ -25,6 +25,7 @@ from agentspec.replay.ideal import IdealPrefix
 from agentspec.replay.options import ReplayOptions
 from agentspec.replay.render import TraceRenderer
 from agentspec.replay.schema import ReplayFile, Session, load
+from agentspec.replay.subagents import kept_sessions
 from agentspec.replay.token_runs import TokenRuns
 
 DEFAULT_DRAFTS = 3
@@ -93,6 +94,7 @@ def _refuse(args: argparse.Namespace, options: ReplayOptions) -> None:
         ("host_memory", args.host_memory, None),
         ("random_weights", args.random_weights, False),
         ("timeout", options.timeout, ReplayOptions().timeout),
+        ("warmup", options.warmup, 0),
     ):
         if value != default:
             raise ConfigError(field, value, "has no effect on a dry run")
@@ -106,8 +108,12 @@ def _refuse_worlds(file: ReplayFile, options: ReplayOptions) -> None:
 
 
 def recorded_sessions(file: ReplayFile, renderer: TraceRenderer, options: ReplayOptions) -> Sessions:
-    """What the options leave of a file, rendered as it is asked for."""
-    for session in itertools.islice(file.sessions, options.sessions):
+    """What the options leave of a file, rendered as it is asked for. Raises ConfigError for subagents."""
+    sessions = kept_sessions(file.sessions, options.sessions, options.max_turns)
+    for session in sessions:
+        if session.parent is not None:
+            raise ConfigError("file", file.path, f"session {session.session_id!r}: parent: a dry run has no subagents")
+    for session in sessions:
         yield session.session_id, _turns(file, session, renderer, options)
 
 
@@ -118,7 +124,7 @@ def _turns(file: ReplayFile, session: Session, renderer: TraceRenderer, options:
             prompt=rendered.prompt_ids,
             output=rendered.output_ids or array("i", [0]),
             breakpoints=rendered.breakpoints,
-            delay_seconds=(turn.delay_ms or 0) / 1000 * options.delay_scale,
+            delay_seconds=options.wait(turn.delay_ms or 0),
         )
 
 

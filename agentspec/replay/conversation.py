@@ -25,11 +25,16 @@ class ConversationError(AgentspecError):
 class Conversation:
     """Messages of one session so far. `prompt(turn)` before each request, `answer(turn, message)` after it."""
 
-    def __init__(self, *, live: bool) -> None:
-        self._live = live
+    def __init__(self) -> None:
         self._messages: list[Message] = []
-        self._pending: tuple[Turn, Message] | None = None
-        """The last turn and the model's answer to it: whether that goes back depends on the turn that follows."""
+        self._pending: tuple[Turn, Message, bool] | None = None
+        """The last turn, the model's answer to it, and whether history is live: whether the answer goes back depends on the turn that follows."""
+
+    def fork(self) -> Conversation:
+        """Another one that goes on from here."""
+        other = Conversation()
+        other._messages, other._pending = list(self._messages), self._pending
+        return other
 
     def prompt(self, turn: Turn) -> tuple[list[Message], bool]:
         """All messages of this turn's request, and whether the answer before it had to be replaced by the recorded one.
@@ -39,10 +44,10 @@ class Conversation:
         diverged = False
         new = turn.messages
         if self._pending is not None:
-            before, answer = self._pending
+            before, answer, live = self._pending
             recorded = before.recorded_message
             ids: dict[int, str] = {}
-            if not self._live:
+            if not live:
                 assert recorded is not None
                 answer = recorded_message(recorded)
             elif (fit := _live_ids(answer, new, recorded)) is not None:
@@ -61,18 +66,18 @@ class Conversation:
             self._messages += [input_message(message, None) for message in new]
         return list(self._messages), diverged
 
-    def answer(self, turn: Turn, message: Message) -> None:
-        """The model's answer to the last prompt, as an assistant message."""
-        self._pending = (turn, message)
+    def answer(self, turn: Turn, message: Message, *, live: bool) -> None:
+        """The model's answer to the last prompt, as an assistant message. `live`: it is what goes back, not the recorded one."""
+        self._pending = (turn, message, live)
 
 
-def keeps_live_history(session: Session, history: str, num_turns: int) -> bool:
-    """Whether the first `num_turns` turns of a session are replayed with live history.
+def keeps_live_history(session: Session, history: str, num_answers: int) -> bool:
+    """Whether a session is replayed with live history, where later prompts hold the answers to its first `num_answers` turns.
 
     Raises ValueError when recorded history is asked for and an answer that a later turn needs wasn't recorded."""
     if history == "live":
         return True
-    for index, turn in enumerate(session.turns[: num_turns - 1]):
+    for index, turn in enumerate(session.turns[:num_answers]):
         if turn.messages is not None and turn.recorded_message is None:
             if history == "auto":
                 return True

@@ -39,6 +39,8 @@ class TurnRecord:
     """Of a session with a world: the turn of the user that the request belongs to, from 0."""
     diverged: bool = False
     """The answer before it was replaced by the recorded one, because its tool calls did not fit."""
+    is_warmup: bool = False
+    """Sent before the measurement began. Only a failed one is kept."""
     error: str | None = None
 
     @property
@@ -97,6 +99,12 @@ class SessionRecord:
     """Why the session ended before its last turn."""
     outcome: SessionOutcome | None = None
     """Of a session with a world."""
+    parent: str | None = None
+    """Of a subagent: the session that starts it."""
+    num_warmup: int = 0
+    """Warm-up requests, which are neither among `turns` nor planned."""
+    last_end: float = 0.0
+    """When its last request ended, warm-up or not."""
 
     @property
     def hit_share(self) -> float | None:
@@ -170,6 +178,8 @@ class Summary:
     """A whole run. Failed turns count as failures and stay out of everything else."""
 
     num_sessions: int
+    num_subagents: int
+    """Those of the sessions that have a parent."""
     num_failed_sessions: int
     num_planned_turns: int
     num_turns: int
@@ -257,8 +267,10 @@ def summarize(sessions: Sequence[SessionRecord], wall: float, *, num_gpus: int |
             speculation.add(turn.speculation)
     outcomes = [(session.group, session.outcome) for session in sessions if session.outcome is not None]
     failures = Counter(turn.error for turn in sent if turn.error is not None)
+    failures.update(session.error for session in sessions if session.error is not None and not session.turns)
     return Summary(
         num_sessions=len(sessions),
+        num_subagents=sum(session.parent is not None for session in sessions),
         num_failed_sessions=sum(session.error is not None for session in sessions),
         num_planned_turns=sum(session.num_planned for session in sessions),
         num_turns=len(turns),

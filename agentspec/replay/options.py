@@ -36,6 +36,10 @@ class ReplayOptions:
     """The clock of arrivals runs this much faster (trace and poisson)."""
     delay_scale: float = 1.0
     """Factor on the recorded waits between turns (tool runs and user thinking)."""
+    max_idle: float | None = None
+    """Seconds that a wait between turns lasts at most. None: as long as recorded."""
+    warmup: int = 0
+    """Requests that each lane sends before the measurement begins (closed loop)."""
     history: History = "auto"
     """Whose answers the next prompt contains. auto: the recorded ones when the session has them all, else the live ones."""
     output: Output = "free"
@@ -84,6 +88,12 @@ class ReplayOptions:
             raise ConfigError("speed", self.speed, "has no effect in closed loop; use it with --arrival trace or poisson:RATE")
         if not 0 <= self.delay_scale < float("inf"):
             raise ConfigError("tool_delay", f"scale:{self.delay_scale:g}", "the factor must not be negative")
+        if self.max_idle is not None and not 0 <= self.max_idle < float("inf"):
+            raise ConfigError("max_idle", self.max_idle, "must be a number of seconds, 0 or more")
+        if self.warmup < 0:
+            raise ConfigError("warmup", self.warmup, "must not be negative")
+        if self.warmup and self.arrival != "closed":
+            raise ConfigError("warmup", self.warmup, "counts the requests of a lane, and only a closed loop has lanes")
         if self.history not in ("auto", "recorded", "live"):
             raise ConfigError("history", self.history, "must be auto, recorded or live")
         if self.output not in ("free", "length", "forced"):
@@ -113,6 +123,8 @@ class ReplayOptions:
             arrival_rate=rate,
             speed=args.speed,
             delay_scale=_delay_scale(args.tool_delay),
+            max_idle=args.max_idle,
+            warmup=args.warmup,
             history=args.history,
             output=args.output,
             template=args.template,
@@ -153,6 +165,10 @@ class ReplayOptions:
             "timeout": f"{self.timeout:g} s",
             "seed": str(self.seed),
         }
+        if self.max_idle is not None:
+            shown["longest wait"] = f"{self.max_idle:g} s"
+        if self.warmup:
+            shown["warm-up"] = f"{self.warmup} requests a lane"
         if self.output == "forced":
             shown["template"] = self.template
         if self.sessions is not None:
@@ -160,6 +176,11 @@ class ReplayOptions:
         if self.max_turns is not None:
             shown["turns"] = f"first {self.max_turns} of a session"
         return shown
+
+    def wait(self, delay_ms: float) -> float:
+        """Seconds of a recorded wait, as it is replayed."""
+        seconds = delay_ms / 1000 * self.delay_scale
+        return seconds if self.max_idle is None else min(seconds, self.max_idle)
 
     @property
     def lanes(self) -> int | None:
@@ -173,7 +194,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that only `replay` has; the engine's flags are added by the command line itself."""
     parser.add_argument("file", metavar="FILE", help="replay file (agentspec.replay/1, plain or gzip)")
     what = parser.add_argument_group("what is replayed")
-    what.add_argument("--sessions", type=int, metavar="N", help="the first N sessions only")
+    what.add_argument("--sessions", type=int, metavar="N", help="the first N sessions only, with their subagents")
     what.add_argument("--max-turns", type=int, metavar="N", help="the first N turns of each session only")
     what.add_argument(
         "--history", default="auto", metavar="auto|recorded|live", help="whose answers the next prompt contains (auto: the recorded ones if there)"
@@ -196,6 +217,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     when.add_argument("--arrival", default="closed", metavar="closed|trace|poisson:R", help="how sessions start; R in sessions a second")
     when.add_argument("--speed", type=float, default=1.0, metavar="X", help="arrivals this many times as fast as recorded")
     when.add_argument("--tool-delay", default="recorded", metavar="recorded|zero|scale:X", help="waits between turns: tool runs and user thinking")
+    when.add_argument("--max-idle", type=float, metavar="S", help="no wait between turns is longer than this many seconds")
+    when.add_argument(
+        "--warmup", type=int, default=0, metavar="N", help="the first N requests of each lane are sent before the measurement, and not measured"
+    )
     when.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds for one turn (default 600)")
     server = parser.add_argument_group("another server")
     server.add_argument("--base-url", metavar="URL", help="measure this server instead of an engine in this process")

@@ -28,6 +28,8 @@ class Tally:
     prompt_tokens: int = 0
     cached_tokens: int | None = None
     forced_acceptance: bool = False
+    measured_from: float | None = 0.0
+    """Seconds of the run before the measurement began; None: it hasn't."""
 
     def add(self, turn: TurnRecord) -> None:
         """Count a turn that has ended."""
@@ -47,8 +49,10 @@ class Tally:
             f"turns {self.turns_done}/{self.num_turns}{'+' if self.num_live else ''}",
             f"{self.num_running} running",
         ]
-        if self.output_tokens and seconds > 0:
-            parts.append(f"{self.output_tokens / seconds:.0f} tok/s")
+        if self.measured_from is None:
+            parts.append("warm-up")
+        elif self.output_tokens and seconds > self.measured_from:
+            parts.append(f"{self.output_tokens / (seconds - self.measured_from):.0f} tok/s")
         if self.cached_tokens is not None and self.prompt_tokens:
             parts.append(f"prefix hit {self.cached_tokens / self.prompt_tokens:.1%}")
         if self.num_failed:

@@ -75,6 +75,7 @@ class Report:
                 {
                     "session_id": session.session_id,
                     "group": session.group,
+                    **({"parent": session.parent} if session.parent is not None else {}),
                     "planned_turns": session.num_planned,
                     "error": session.error,
                     **({"live": report_live.session_json(session.outcome)} if session.outcome is not None else {}),
@@ -126,6 +127,8 @@ def count_rows(report: Report) -> list[tuple[str, str]]:
     if summary.num_diverged:
         turns += f", {summary.num_diverged} after a recorded answer that replaced a diverged one"
     sessions = f"{summary.num_sessions - summary.num_failed_sessions} completed of {summary.num_sessions}"
+    if summary.num_subagents:
+        sessions += f", {summary.num_subagents} of them subagents"
     rows = [
         ("sessions", sessions),
         ("turns", turns),

@@ -15,6 +15,7 @@ def summary_json(summary: Summary) -> dict[str, Any]:
     speculation = summary.speculation
     return {
         "sessions": summary.num_sessions,
+        "subagent_sessions": summary.num_subagents,
         "failed_sessions": summary.num_failed_sessions,
         "planned_turns": summary.num_planned_turns,
         "turns": summary.num_turns,
@@ -67,6 +68,7 @@ def request_json(turn: TurnRecord, slo: Slo | None) -> dict[str, Any]:
         "session_id": turn.session_id,
         "turn": turn.turn,
         "user_turn": turn.user_turn,
+        **({"warmup": True} if turn.is_warmup else {}),
         "delay_kind": turn.delay_kind,
         "due_ms": _ms(turn.due),
         "sent_ms": _ms(turn.sent),

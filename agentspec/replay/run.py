@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, TextIO
 
 import httpx
+import msgspec
 
 from agentspec.errors import ConfigError
 from agentspec.replay import bodies, schedule
@@ -26,7 +28,9 @@ from agentspec.replay.render import RenderedTurn, TraceRenderer
 from agentspec.replay.reply import Reply
 from agentspec.replay.report import Report
 from agentspec.replay.schema import ReplayFile, Session, Turn
+from agentspec.replay.subagents import AgentRun, Subagents, kept_sessions
 from agentspec.replay.token_runs import TokenRuns
+from agentspec.replay.warmup import Lane, Warmup, count_from
 
 Render = Callable[[Session], Iterator[RenderedTurn]]
 
@@ -46,23 +50,34 @@ class SessionPlan:
 
 def make_plans(file: ReplayFile, options: ReplayOptions) -> list[SessionPlan]:
     """What the options leave of the file. Raises ConfigError, naming session and turn, for what can't be replayed as asked."""
-    plans = [_plan(file, session, options) for session in file.sessions[: options.sessions]]
+    sessions = kept_sessions(file.sessions, options.sessions, options.max_turns)
+    subagents = Subagents(sessions)
+    plans = [_plan(file, session, options, subagents.num_inherited(session)) for session in sessions]
     if options.arrival == "trace":
         try:
-            schedule.arrivals([plan.session for plan in plans], options)
+            schedule.arrivals(_agents(plans), options)
         except ValueError as error:
             raise ConfigError("arrival", options.arrival, str(error)) from None
+    if options.warmup:
+        num_requests, num_lanes = sum(len(plan.turns) for plan in plans), schedule.num_lanes(_agents(plans), options)
+        if options.warmup * num_lanes >= num_requests:
+            reason = f"{num_lanes} lanes could send all {num_requests} requests before the measurement begins"
+            raise ConfigError("warmup", options.warmup, reason)
     return plans
 
 
-def _plan(file: ReplayFile, session: Session, options: ReplayOptions) -> SessionPlan:
-    if session.parent is not None:
-        raise ConfigError("file", file.path, f"session {session.session_id!r}: parent: subagents can't be replayed yet")
+def _agents(plans: list[SessionPlan]) -> list[Session]:
+    """The sessions that start by themselves."""
+    return [plan.session for plan in plans if plan.session.parent is None]
+
+
+def _plan(file: ReplayFile, session: Session, options: ReplayOptions, num_inherited: int) -> SessionPlan:
+    """`num_inherited`: turns of the session whose answers its forks go on from."""
     if session.world is not None:
         _check_live(session, options)
     turns = session.turns[: options.max_turns]
     try:
-        live = keeps_live_history(session, options.history, len(turns))
+        live = keeps_live_history(session, options.history, max(len(turns) - 1, num_inherited))
     except ValueError as error:
         raise ConfigError("history", options.history, str(error)) from None
     fields: list[dict[str, Any]] = []
@@ -82,6 +97,8 @@ def _check_live(session: Session, options: ReplayOptions) -> None:
         raise ConfigError("history", options.history, reason)
     if options.output != "free":
         raise ConfigError("output", options.output, reason)
+    if options.warmup:
+        raise ConfigError("warmup", options.warmup, f"session {session.session_id!r} has a world, and all its calls and goals are counted")
 
 
 def _check_recorded(turn: Turn) -> None:
@@ -111,28 +128,36 @@ async def run_replay(
     if renderer is not None and not target.is_agentspec:
         raise ConfigError("output", options.output, f"{target.url} is not agentspec's server; others don't know forced outputs")
     num_live = sum(plan.session.world is not None for plan in plans)
-    tally = Tally(num_sessions=len(plans), num_turns=sum(len(plan.turns) for plan in plans), num_live=num_live)
+    measured_from = None if options.warmup else 0.0
+    tally = Tally(num_sessions=len(plans), num_turns=sum(len(plan.turns) for plan in plans), num_live=num_live, measured_from=measured_from)
     async with AsyncExitStack() as stack:
         if progress is not None:
             await stack.enter_async_context(Progress(tally, progress))
         turn_client = TurnClient(client, target, timeout=options.timeout, start=asyncio.get_running_loop().time())
-        render = None if renderer is None else functools.partial(renderer.turns, file)
+        render = None if renderer is None else functools.partial(_render, file, renderer)
         runner = _Runner(plans, options, turn_client, tally, render)
-        await schedule.run_all([plan.session for plan in plans], options, runner.run, turn_client.now)
-        wall = turn_client.now()
+        warmup = Warmup(options.warmup, turn_client.now, on_end=functools.partial(setattr, tally, "measured_from"))
+        await schedule.run_all(_agents(plans), options, runner.run, turn_client.now, warmup)
+        wall = turn_client.now() - warmup.measured_from
+    count_from(runner.records, warmup.measured_from)
     return _report(file, options, target, runner.records, wall)
 
 
+def _render(file: ReplayFile, renderer: TraceRenderer, session: Session) -> Iterator[RenderedTurn]:
+    inherited = file.inherited(session)
+    whole = msgspec.structs.replace(session, turns=[*inherited, *session.turns])
+    return itertools.islice(renderer.turns(file, whole), len(inherited), None)
+
+
 class _Runner:
-    """Runs planned sessions over one client and keeps their records."""
+    """Runs planned sessions, and their subagents with them, over one client and keeps their records."""
 
     def __init__(self, plans: list[SessionPlan], options: ReplayOptions, client: TurnClient, tally: Tally, render: Render | None) -> None:
         """`render`: turns a session into tokens, where outputs are forced."""
         self._plans = {plan.session.session_id: plan for plan in plans}
-        self._records = {
-            name: SessionRecord(session_id=name, group=plan.session.group, num_planned=len(plan.turns)) for name, plan in self._plans.items()
-        }
-        self._delay_scale = options.delay_scale
+        self._records = {name: _new_record(plan) for name, plan in self._plans.items()}
+        self._subagents = Subagents(plan.session for plan in plans)
+        self._wait = options.wait
         self._token_runs = TokenRuns(options.seed, *options.token_ids)
         self._render = render
         self._client = client
@@ -142,35 +167,47 @@ class _Runner:
     def records(self) -> list[SessionRecord]:
         return list(self._records.values())
 
-    async def run(self, session: Session, due: float) -> None:
-        """A session from its first turn to its last. The first request that fails ends it."""
+    async def run(self, session: Session, due: float, lane: Lane) -> None:
+        """A session from its first turn to its last, and all its subagents to theirs."""
+        async with asyncio.TaskGroup() as group:
+            await self._run_session(AgentRun(lane, self._subagents, group, self._run_session), session, due, Conversation())
+
+    async def _run_session(self, agent: AgentRun, session: Session, since: float, conversation: Conversation) -> float:
+        """One session; returns when its last turn ended. The first request that fails ends it: subagents that it has started go on, and those that
+        it hasn't fail with it."""
         plan, record = self._plans[session.session_id], self._records[session.session_id]
         if session.world is not None:
-            await self._run_live(plan, LiveSession(plan.turns, session.world, plan.tools), record, due)
+            num_ended = await self._run_live(plan, LiveSession(plan.turns, session.world, plan.tools), record, since, agent)
             self._tally.num_live -= 1
         else:
-            await self._run_script(plan, record, due)
+            num_ended = await self._run_script(plan, record, since, agent, conversation)
+        for lost in self._subagents.not_started(session, num_ended):
+            self._records[lost.session_id].error = "not started: the session that starts it failed before"
+            self._tally.sessions_done += 1
+            self._tally.num_live -= lost.world is not None
         self._tally.sessions_done += 1
+        return record.last_end
 
-    async def _run_script(self, plan: SessionPlan, record: SessionRecord, due: float) -> None:
-        """The turns of a script, one after another, each due its recorded wait after the last token of the one before."""
-        conversation = Conversation(live=plan.live)
+    async def _run_script(self, plan: SessionPlan, record: SessionRecord, since: float, agent: AgentRun, conversation: Conversation) -> int:
+        """The turns of a script, one after another, each due its recorded wait after the last token of what it follows. Returns how many ended."""
         rendered = iter(()) if self._render is None else self._render(plan.session)
         for index, turn in enumerate(plan.turns):
-            due += turn.delay_ms / 1000 * self._delay_scale
-            entry = await self._new_entry(record, turn.delay_kind, due)
+            since = max(since, await agent.join(plan.session, index))
+            entry = await self._new_entry(record, turn.delay_kind, self._wait(turn.delay_ms), since, agent.lane)
             try:
                 forced = next(rendered, None)
                 path, body, entry.diverged = self._body(plan, index, conversation) if forced is None else self._forced(forced)
             except ConversationError as error:
                 entry.error, entry.end = str(error), self._client.now()
-                self._count(record, entry)
-                return
-            reply = await self._send(path, body, record, entry)
+                self._count(record, entry, agent.lane)
+                return index
+            reply = await self._send(path, body, record, entry, agent.lane)
             if reply is None:
-                return
-            conversation.answer(turn, reply.message())
-            due = entry.end
+                return index
+            conversation.answer(turn, reply.message(), live=plan.live)
+            since = entry.end
+            agent.start(plan.session, index, since, conversation)
+        return len(plan.turns)
 
     def _body(self, plan: SessionPlan, index: int, conversation: Conversation) -> tuple[str, dict[str, Any], bool]:
         """Path and body of a turn's request, and whether the answer before it had to be replaced. Raises ConversationError."""
@@ -183,46 +220,73 @@ class _Runner:
     def _forced(self, turn: RenderedTurn) -> tuple[str, dict[str, Any], bool]:
         return COMPLETION_PATH, bodies.forced_body(turn, model=self._client.model), False
 
-    async def _run_live(self, plan: SessionPlan, live: LiveSession, record: SessionRecord, due: float) -> None:
-        """The turns of the user, each with as many requests as the model's calls bring. Their results are there at once."""
+    async def _run_live(self, plan: SessionPlan, live: LiveSession, record: SessionRecord, since: float, agent: AgentRun) -> int:
+        """The turns of the user, each with as many requests as the model's calls bring. Their results are there at once. Returns how many ended."""
         record.outcome = live.outcome
         for index, turn in enumerate(plan.turns):
             live.begin()
-            due += turn.delay_ms / 1000 * self._delay_scale
-            delay_kind, is_answered = turn.delay_kind, False
+            since = max(since, await agent.join(plan.session, index))
+            wait, delay_kind, is_answered = self._wait(turn.delay_ms), turn.delay_kind, False
             while not is_answered:
-                entry = await self._new_entry(record, delay_kind, due)
+                entry = await self._new_entry(record, delay_kind, wait, since, agent.lane)
                 entry.user_turn = index
                 body = bodies.chat_body(messages=live.prompt(), tools=plan.tools, fields=plan.fields[index], model=self._client.model)
-                reply = await self._send(CHAT_PATH, body, record, entry)
+                reply = await self._send(CHAT_PATH, body, record, entry, agent.lane)
                 if reply is None:
                     live.fail(str(entry.error))
-                    return
+                    return index
                 is_answered = not live.take(reply.message(), reply.finish_reason)
-                due, delay_kind = entry.end, "tool"
+                since, wait, delay_kind = entry.end, 0.0, "tool"
                 if not is_answered:
                     record.num_planned += 1
                     self._tally.num_turns += 1
+            agent.start(plan.session, index, since, Conversation())
+        return len(plan.turns)
 
-    async def _new_entry(self, record: SessionRecord, delay_kind: str, due: float) -> TurnRecord:
-        """Wait until a request is due and open its record."""
+    async def _new_entry(self, record: SessionRecord, delay_kind: str, wait: float, since: float, lane: Lane) -> TurnRecord:
+        """Wait until a request is due, `wait` seconds after `since`, and open its record. Warm-up requests don't wait."""
+        is_warmup = await lane.admit()
+        due = since if is_warmup else lane.due(since + wait)
         await asyncio.sleep(max(0.0, due - self._client.now()))
-        entry = TurnRecord(session_id=record.session_id, turn=len(record.turns), delay_kind=delay_kind, due=due, sent=self._client.now())
+        entry = TurnRecord(
+            session_id=record.session_id,
+            turn=record.num_warmup + len(record.turns),
+            delay_kind=delay_kind,
+            due=due,
+            sent=self._client.now(),
+            is_warmup=is_warmup,
+        )
         record.turns.append(entry)
         return entry
 
-    async def _send(self, path: str, body: dict[str, Any], record: SessionRecord, entry: TurnRecord) -> Reply | None:
+    async def _send(self, path: str, body: dict[str, Any], record: SessionRecord, entry: TurnRecord, lane: Lane) -> Reply | None:
         """One request; None when it failed."""
         self._tally.num_running += 1
         reply = await self._client.send(path, body, entry)
         self._tally.num_running -= 1
-        self._count(record, entry)
+        self._count(record, entry, lane)
         return reply
 
-    def _count(self, record: SessionRecord, entry: TurnRecord) -> None:
+    def _count(self, record: SessionRecord, entry: TurnRecord, lane: Lane) -> None:
+        """A request has ended. Nothing stays of a warm-up request, unless it failed."""
+        record.last_end = entry.end
+        if entry.is_warmup:
+            lane.end_request()
+        if entry.is_warmup and entry.error is None:
+            record.turns.pop()
+            record.num_warmup += 1
+            record.num_planned -= 1
+            self._tally.num_turns -= 1
+            return
         self._tally.add(entry)
         if entry.error is not None:
             record.error = f"turn {entry.turn + 1}: {entry.error}"
+
+
+def _new_record(plan: SessionPlan) -> SessionRecord:
+    session = plan.session
+    parent = None if session.parent is None else session.parent.session_id
+    return SessionRecord(session_id=session.session_id, group=session.group, num_planned=len(plan.turns), parent=parent)
 
 
 def _report(file: ReplayFile, options: ReplayOptions, target: Target, records: list[SessionRecord], wall: float) -> Report:

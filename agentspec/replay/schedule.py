@@ -13,9 +13,10 @@ from contextlib import AsyncExitStack
 
 from agentspec.replay.options import ReplayOptions
 from agentspec.replay.schema import Session
+from agentspec.replay.warmup import Lane, Warmup
 
-RunSession = Callable[[Session, float], Awaitable[None]]
-"""Runs a session whose first turn is due at a time (seconds on the run's clock)."""
+RunSession = Callable[[Session, float, Lane], Awaitable[None]]
+"""Runs a session, and its subagents, whose first turn is due at a time (seconds on the run's clock), in a lane."""
 
 
 def arrivals(sessions: Sequence[Session], options: ReplayOptions) -> list[float]:
@@ -37,27 +38,35 @@ def arrivals(sessions: Sequence[Session], options: ReplayOptions) -> list[float]
     return times
 
 
-async def run_all(sessions: Sequence[Session], options: ReplayOptions, run: RunSession, now: Callable[[], float]) -> None:
-    """Run every session as the options say; returns when the last has ended."""
+async def run_all(sessions: Sequence[Session], options: ReplayOptions, run: RunSession, now: Callable[[], float], warmup: Warmup) -> None:
+    """Run every session as the options say; returns when the last has ended. `sessions` are those without a parent: others start with theirs."""
     if options.arrival == "closed":
-        await _closed_loop(sessions, options.lanes or len(sessions), run, now)
+        await _closed_loop(sessions, [warmup.lane() for _ in range(num_lanes(sessions, options))], run, now)
     else:
-        await _open_loop(sessions, arrivals(sessions, options), options.lanes, run, now)
+        await _open_loop(sessions, arrivals(sessions, options), options.lanes, run, now, warmup)
 
 
-async def _closed_loop(sessions: Sequence[Session], num_lanes: int, run: RunSession, now: Callable[[], float]) -> None:
+def num_lanes(sessions: Sequence[Session], options: ReplayOptions) -> int:
+    """Lanes that a closed loop of these sessions has."""
+    return min(options.lanes or len(sessions), len(sessions))
+
+
+async def _closed_loop(sessions: Sequence[Session], lanes: Sequence[Lane], run: RunSession, now: Callable[[], float]) -> None:
     waiting = iter(sessions)
 
-    async def lane() -> None:
+    async def work(lane: Lane) -> None:
         for session in waiting:  # shared: every lane takes the next one
-            await run(session, now())
+            await run(session, now(), lane)
+        lane.close()
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(min(num_lanes, len(sessions))):
-            group.create_task(lane())
+        for lane in lanes:
+            group.create_task(work(lane))
 
 
-async def _open_loop(sessions: Sequence[Session], times: Sequence[float], limit: int | None, run: RunSession, now: Callable[[], float]) -> None:
+async def _open_loop(
+    sessions: Sequence[Session], times: Sequence[float], limit: int | None, run: RunSession, now: Callable[[], float], warmup: Warmup
+) -> None:
     places = asyncio.Semaphore(limit) if limit is not None else None
 
     async def start(session: Session, time: float) -> None:
@@ -65,7 +74,7 @@ async def _open_loop(sessions: Sequence[Session], times: Sequence[float], limit:
         async with AsyncExitStack() as stack:
             if places is not None:
                 await stack.enter_async_context(places)
-            await run(session, time)
+            await run(session, time, warmup.lane())
 
     async with asyncio.TaskGroup() as group:
         for session, time in sorted(zip(sessions, times, strict=True), key=lambda pair: pair[1]):

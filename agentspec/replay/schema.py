@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -96,7 +96,8 @@ class Turn(_Strict, frozen=True, kw_only=True):
     hash_ids: list[int] | None = None
     """One id a block; equal ids are equal tokens. The last, partial block has its own."""
     delay_ms: float = 0.0
-    """Wait after the last token of the previous turn."""
+    """Wait after the last token of the previous turn and of the subagents that the turn joins. A subagent waits first after the last token of the
+    turn that starts it."""
     delay_kind: Literal["start", "tool", "user", "none"] = "none"
     max_tokens: int | None = None
     extra: dict[str, Any] = {}
@@ -122,12 +123,16 @@ class Turn(_Strict, frozen=True, kw_only=True):
 
 
 class Parent(_Strict, frozen=True, kw_only=True):
-    """The session is a subagent: it starts when `turn` of another session has ended."""
+    """The session is a subagent: it starts when `turn` of another session has ended. In a live session turns are the user's."""
 
     session_id: str
     turn: int
+    """From 0."""
     mode: Literal["spawn", "fork"] = "spawn"
+    """fork: the session goes on from its parent's messages, the answer to `turn` included, with its parent's tools. Prompts of token runs are whole
+    ones, so they hold what they inherit themselves."""
     join_turn: int | None = None
+    """The parent's turn that is not sent before this session has ended. None: nobody waits for it."""
 
 
 class Session(_Strict, frozen=True, kw_only=True, tag="session", tag_field="type"):
@@ -141,8 +146,14 @@ class Session(_Strict, frozen=True, kw_only=True, tag="session", tag_field="type
     """Name in `meta.toolsets`."""
     tools: list[dict[str, Any]] | None = None
     parent: Parent | None = None
+    """Of a subagent."""
     world: World | None = None
     """What the tools work on. The session is live: the model's calls are executed, and each turn is the user's."""
+
+    @property
+    def is_fork(self) -> bool:
+        """Whether its prompts begin with its parent's messages."""
+        return self.parent is not None and self.parent.mode == "fork" and self.turns[0].messages is not None
 
 
 class Meta(_Strict, frozen=True, kw_only=True, tag="meta", tag_field="type"):
@@ -162,15 +173,29 @@ class ReplayFile(msgspec.Struct, frozen=True, kw_only=True):
 
     def tools(self, session: Session) -> list[dict[str, Any]]:
         """The tools of a session, in the order and with the key order of the file (both are part of the prompt's prefix)."""
+        while session.is_fork:
+            session = self._parent(session)
         if session.toolset is not None:
             return self.meta.toolsets[session.toolset]
         return session.tools or []
+
+    def inherited(self, session: Session) -> list[Turn]:
+        """The turns of its forebears that a fork's prompts begin with; none of any other session."""
+        if session.parent is None or not session.is_fork:
+            return []
+        parent = self._parent(session)
+        return [*self.inherited(parent), *parent.turns[: session.parent.turn + 1]]
+
+    def _parent(self, session: Session) -> Session:
+        assert session.parent is not None
+        return next(other for other in self.sessions if other.session_id == session.parent.session_id)
 
 
 def load(path: str | Path) -> ReplayFile:
     """Read a replay file. Raises ReplayFileError with the line and the field of the first problem."""
     meta: Meta | None = None
     sessions: dict[str, Session] = {}
+    lines: dict[str, int] = {}
     for number, line in read_lines(path):
         item = parse_line(str(path), number, line)
         try:
@@ -178,7 +203,7 @@ def load(path: str | Path) -> ReplayFile:
                 check_session(item, meta or Meta())
                 if item.session_id in sessions:
                     raise ValueError(f"session_id: {item.session_id!r} occurs twice")
-                sessions[item.session_id] = item
+                sessions[item.session_id], lines[item.session_id] = item, number
             else:
                 if meta is not None or sessions:
                     raise ValueError("type: the meta line must be the first line, and the only one")
@@ -188,6 +213,11 @@ def load(path: str | Path) -> ReplayFile:
             raise ReplayFileError(str(path), number, str(error)) from None
     if not sessions:
         raise ReplayFileError(str(path), 1, "the file has no sessions")
+    for name, session in sessions.items():
+        try:
+            check_parent(session, sessions)
+        except ValueError as error:
+            raise ReplayFileError(str(path), lines[name], f"session {name!r}: {error}") from None
     return ReplayFile(path=str(path), meta=meta or Meta(), sessions=list(sessions.values()))
 
 
@@ -251,13 +281,46 @@ def check_session(session: Session, meta: Meta) -> None:
     if not session.turns:
         raise ValueError("turns: a session needs at least one turn")
     for index, turn in enumerate(session.turns):
-        _check_turn(f"turns[{index}]", turn, is_first=index == 0)
+        _check_turn(f"turns[{index}]", turn, is_first=index == 0 and not session.is_fork)
     if len({turn.messages is None for turn in session.turns}) > 1:
         raise ValueError("turns: messages and token runs can't be mixed in one session")
     if session.world is not None:
         check_world(session.world, meta.toolsets[session.toolset] if session.toolset is not None else session.tools or [])
     for index, turn in enumerate(session.turns):
         _check_live(f"turns[{index}]", turn, session.world)
+
+
+def check_parent(session: Session, sessions: Mapping[str, Session]) -> None:
+    """Raise ValueError, naming the field, for the first rule that a session breaks as the subagent of another of `sessions` (by their ids)."""
+    link = session.parent
+    if link is None:
+        return
+    parent = sessions.get(link.session_id)
+    if parent is None:
+        raise ValueError(f"parent.session_id: {link.session_id!r} is no session of this file")
+    forebears = [session.session_id]
+    above: Session | None = parent
+    while above is not None:
+        if above.session_id in forebears:
+            raise ValueError(f"parent.session_id: the parents go round in a circle: {' -> '.join([*forebears, above.session_id])}")
+        forebears.append(above.session_id)
+        above = sessions.get(above.parent.session_id) if above.parent is not None else None
+    for field, turn in (("turn", link.turn), ("join_turn", link.join_turn)):
+        if turn is not None and not 0 <= turn < len(parent.turns):
+            raise ValueError(f"parent.{field}: {turn} is no turn of session {parent.session_id!r}, which has {len(parent.turns)}, from 0")
+    if link.join_turn is not None and link.join_turn <= link.turn:
+        raise ValueError(f"parent.join_turn: {link.join_turn} must come after the turn that starts the session, {link.turn}")
+    if link.mode == "fork":
+        _check_fork(session, parent)
+
+
+def _check_fork(session: Session, parent: Session) -> None:
+    if session.world is not None or parent.world is not None:
+        raise ValueError("parent.mode: a fork goes on from recorded turns; neither it nor its parent may have a world")
+    if (session.turns[0].messages is None) != (parent.turns[0].messages is None):
+        raise ValueError("parent.mode: a fork's turns have the form of its parent's, messages or token runs")
+    if session.toolset is not None or session.tools is not None:
+        raise ValueError(f"{'tools' if session.toolset is None else 'toolset'}: a fork has its parent's tools")
 
 
 def _check_turn(where: str, turn: Turn, *, is_first: bool) -> None:

@@ -78,14 +78,64 @@ def test_weka_traces_keep_waits_subagents_and_blocks_of_their_own(tmp_path: Path
     )
     file = convert(tmp_path, "weka", lines(one, weka("t2", asked(0.0, 64, [1]))))
     main, child, other = file.sessions
-    assert [(turn.delay_ms, turn.delay_kind) for turn in main.turns] == [(0.0, "start"), (7500.0, "tool"), (3000.0, "user")]
+    assert [(turn.delay_ms, turn.delay_kind) for turn in main.turns] == [(0.0, "start"), (4000.0, "tool"), (3000.0, "user")]
     blocks = [turn.hash_ids or [] for turn in main.turns]
     assert blocks[0] == blocks[1][:2] == blocks[2][:2]
     assert len(blocks[1]) == 3
     assert blocks[1][2] != blocks[2][2], "the end of a prompt has no hash: it is like no other block"
     assert (child.session_id, child.parent and (child.parent.session_id, child.parent.turn, child.parent.join_turn)) == ("t1/agent_001", ("t1", 0, 1))
+    assert [turn.delay_ms for turn in child.turns] == [2500.0, 1000.0]
     assert child.turns[0].hash_ids == blocks[0][:1], "hashes are the whole trace's"
     assert other.turns[0].hash_ids != blocks[0][:1], "and no other's"
+
+
+def agent(t: float, *requests: dict[str, Any], name: str = "a", **fields: Any) -> dict[str, Any]:
+    head = {"t": t, "type": "subagent", "agent_id": name, "subagent_type": "Explore", "status": "completed", "models": ["m"]}
+    return head | {"requests": list(requests)} | fields
+
+
+def links(file: Any) -> dict[str, tuple[int, int | None, float]]:
+    """Of each subagent: the turns that start and join it, and its first wait in seconds."""
+    return {
+        session.session_id: (session.parent.turn, session.parent.join_turn, session.turns[0].delay_ms / 1000)
+        for session in file.sessions
+        if session.parent is not None
+    }
+
+
+@pytest.mark.parametrize("origin", [0.0, 4.0])
+def test_times_of_weka_subagents_count_from_the_session_or_from_their_start(tmp_path: Path, origin: float) -> None:
+    inner = [asked(4.0 - origin, 64, [1], api_time=2.0), asked(8.0 - origin, 64, [1], api_time=1.0)]
+    trace = weka("t", asked(0.0, 64, [1], api_time=1.5), agent(4.0, *inner), asked(9.5, 64, [1]))
+    file = convert(tmp_path, "weka", lines(trace))
+    assert links(file) == {"t/a": (0, 1, 2.5)}
+    assert [turn.delay_ms for turn in file.sessions[1].turns] == [2500.0, 2000.0]
+    assert [turn.delay_ms for turn in file.sessions[0].turns] == [0.0, 500.0], "the wait behind a subagent counts from its end"
+
+
+def test_weka_subagents_are_joined_by_the_first_request_behind_their_end(tmp_path: Path) -> None:
+    trace = weka(
+        "t",
+        agent(0.0, asked(0.5, 64, [1]), name="first"),  # no request stands before it
+        asked(0.0, 64, [1], api_time=1.0),
+        agent(2.0, asked(2.0, 64, [1], api_time=5.0), name="long"),
+        agent(2.0, asked(2.0, 64, [1]), name="timed", duration_ms=18_000.0),
+        agent(2.0, asked(2.0, 64, [1], api_time=90.0), name="background"),
+        agent(2.0, name="empty"),
+        asked(3.0, 64, [1], api_time=1.0, think_time=2.0),
+        asked(9.0, 64, [1], api_time=1.0, think_time=5.0),
+        agent(10.0, asked(12.0, 64, [1], api_time=1.0), name="long"),  # a name twice
+        asked(21.0, 64, [1], think_time=11.0),
+    )
+    file = convert(tmp_path, "weka", lines(trace))
+    assert links(file) == {
+        "t/first": (0, 1, 0.0),
+        "t/long": (0, 2, 1.0),
+        "t/timed": (0, 3, 1.0),
+        "t/background": (0, None, 1.0),
+        "t/long/2": (2, 3, 2.0),
+    }
+    assert [turn.delay_ms for turn in file.sessions[0].turns] == [0.0, 2000.0, 2000.0, 1000.0]
 
 
 def test_tau_bench_runs(tmp_path: Path) -> None:

@@ -21,13 +21,14 @@ def test_defaults() -> None:
     options = parse()
     assert options == ReplayOptions(seed=3)
     assert options.lanes == 4
+    assert parse("--warmup", "10") == ReplayOptions(warmup=10, seed=3)
 
 
 def test_every_flag_arrives() -> None:
     options = parse(
         *("--concurrency", "7", "--arrival", "poisson:2.5", "--speed", "3", "--tool-delay", "scale:0.5", "--history", "live", "--output", "length"),
         *("--sessions", "8", "--max-turns", "9", "--timeout", "10", "--token-ids", "5:99", "--base-url", "http://h", "--api-key", "k"),
-        *("--served-model", "m", "--json", "a.json", "--html", "a.html", "--quiet"),
+        *("--served-model", "m", "--json", "a.json", "--html", "a.html", "--quiet", "--max-idle", "300"),
         *("--slo", "turn=10,ttft=150ms", "--slo", "gap=1", "--gpus", "2"),
     )
     assert options == ReplayOptions(
@@ -36,6 +37,7 @@ def test_every_flag_arrives() -> None:
         arrival_rate=2.5,
         speed=3.0,
         delay_scale=0.5,
+        max_idle=300.0,
         history="live",
         output="length",
         sessions=8,
@@ -74,6 +76,9 @@ def test_sessions_that_arrive_by_themselves_have_no_limit() -> None:
         (("--speed", "2"), "speed", 2.0),
         (("--tool-delay", "fast"), "tool_delay", "fast"),
         (("--tool-delay", "scale:-1"), "tool_delay", "scale:-1"),
+        (("--max-idle", "-1"), "max_idle", -1.0),
+        (("--warmup", "-1"), "warmup", -1),
+        (("--warmup", "3", "--arrival", "trace"), "warmup", 3),
         (("--history", "none"), "history", "none"),
         (("--output", "spoken"), "output", "spoken"),
         (("--output", "forced", "--history", "live"), "history", "live"),

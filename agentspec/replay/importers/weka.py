@@ -1,12 +1,17 @@
 """Claude Code sessions in Weka's trace format (kv-cache-tester, InferenceX AgentX): an object a session, requests by their lengths and block hashes.
 
 Hashes count from the session's own start where the trace says so, so equal ones of two sessions are not the same block. Where a prompt ends inside a
-block that the trace gives no hash, that block is one of its own. Subagents become sessions with a parent.
+block that the trace gives no hash, that block is one of its own.
+
+Subagents become sessions with a parent. One starts behind the request before it in the list (the session's first, where there is none), and is joined
+by the first later request that was sent when it had ended; without one nobody waits for it. aiperf reads the traces so too, but leaves out subagents
+that no request stands before.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -22,11 +27,13 @@ _LOCAL_IDS = 2**32
 """Room for the hashes of one session."""
 _TAIL_IDS = 2**62
 """From here on: blocks that the trace gives no hash."""
+_EPSILON = 1e-6
+"""Seconds that times in a trace may differ by and mean the same."""
 
 
 class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename={"num_in": "in", "num_out": "out"}):
     t: float
-    """Seconds from the session's start, or from the subagent's."""
+    """Seconds from the session's start. A subagent's requests count from its own in some traces."""
     type: Literal["n", "s"]
     model: str
     num_in: int
@@ -38,6 +45,10 @@ class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     api_time: float | None = None
     think_time: float | None = None
     ttft: float | None = None
+
+    @property
+    def end(self) -> float:
+        return self.t + max(0.0, self.api_time or 0.0)
 
 
 class _Subagent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -87,6 +98,7 @@ class _Reader:
         self._trace = trace
         self._offset = number * _LOCAL_IDS if trace.hash_id_scope == "local" else 0
         self._tails = tails
+        self._names: Counter[str] = Counter()
 
     def sessions(self) -> list[Session]:
         """The main session, then its subagents."""
@@ -100,26 +112,49 @@ class _Reader:
                 calls.append((where, convert(where, item, _Request)))
         if not calls:
             raise ValueError("requests: the session itself has none")
-        sessions = [Session(session_id=self._trace.id, turns=self._turns(calls))]
+        are_relative = any(call.t < agent.t - _EPSILON for _, _, agent in spawned for call in agent.requests)
+        main = [call for _, call in calls]
+        ends = [call.end for call in main]
+        subagents = []
         for num_before, where, agent in spawned:
             if agent.requests:
-                parent = Parent(session_id=self._trace.id, turn=max(0, num_before - 1), join_turn=num_before if 0 < num_before < len(calls) else None)
-                named = [(f"{where}.requests[{index}]", call) for index, call in enumerate(agent.requests)]
-                sessions.append(Session(session_id=f"{self._trace.id}/{agent.agent_id}", turns=self._turns(named), parent=parent))
-        return sessions
+                requests = [msgspec.structs.replace(call, t=call.t + agent.t) for call in agent.requests] if are_relative else agent.requests
+                parent, end = self._place(main, max(0, num_before - 1), agent, requests)
+                if parent.join_turn is not None:
+                    ends[parent.join_turn - 1] = max(ends[parent.join_turn - 1], end)
+                turns = self._turns([(f"{where}.requests[{index}]", call) for index, call in enumerate(requests)], behind=main[parent.turn].end)
+                subagents.append(Session(session_id=self._name(agent), turns=turns, parent=parent))
+        return [Session(session_id=self._trace.id, turns=self._turns(calls, ends=ends)), *subagents]
 
-    def _turns(self, calls: list[tuple[str, _Request]]) -> list[Turn]:
-        turns = []
-        before: _Request | None = None
-        for where, call in calls:
+    def _place(self, main: list[_Request], turn: int, agent: _Subagent, requests: list[_Request]) -> tuple[Parent, float]:
+        """Where a subagent that starts behind a turn is joined, and when it had ended: its recorded duration after its start, else with its last
+        request."""
+        end = max(call.end for call in requests) if agent.duration_ms is None else agent.t + max(0.0, agent.duration_ms / 1000)
+        join_turn = next((place for place in range(turn + 1, len(main)) if main[place].t >= end - _EPSILON), None)
+        return Parent(session_id=self._trace.id, turn=turn, join_turn=join_turn), end
+
+    def _name(self, agent: _Subagent) -> str:
+        """Names of subagents may come twice in a trace."""
+        name = f"{self._trace.id}/{agent.agent_id}"
+        self._names[name] += 1
+        return name if self._names[name] == 1 else f"{name}/{self._names[name]}"
+
+    def _turns(self, calls: list[tuple[str, _Request]], *, behind: float | None = None, ends: list[float] | None = None) -> list[Turn]:
+        """Requests that followed one another. `behind`: when the request ended that a subagent starts behind. `ends`: when, for each of them, all had
+        ended that the next one waits for; its own end unless given."""
+        turns: list[Turn] = []
+        for index, (where, call) in enumerate(calls):
+            kind: Literal["start", "tool", "user"] = "start"
+            wait = 0.0 if behind is None else call.t - behind
+            if index:
+                before = calls[index - 1][1]
+                end = before.end if ends is None else ends[index - 1]
+                wait = call.t - end
+                if call.think_time is not None:  # counts from the request before: what is joined may have ended later
+                    wait = call.think_time if end == before.end else min(wait, call.think_time)
+                kind = "tool" if before.stop == "tool_use" else "user"
             request = self._request(where, call)
-            if before is None:
-                turns.append(request.turn(self._trace.block_size, delay_ms=0.0, delay_kind="start"))
-            else:
-                gap = call.t - before.t - (before.api_time or 0.0) if call.think_time is None else call.think_time
-                kind: Literal["tool", "user"] = "tool" if before.stop == "tool_use" else "user"
-                turns.append(request.turn(self._trace.block_size, delay_ms=max(0.0, gap * 1000), delay_kind=kind))
-            before = call
+            turns.append(request.turn(self._trace.block_size, delay_ms=max(0.0, wait * 1000), delay_kind=kind))
         return turns
 
     def _request(self, where: str, call: _Request) -> BlockRequest:
