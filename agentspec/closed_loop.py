@@ -1,8 +1,8 @@
 """Recorded sessions in closed loops through a step loop, on a virtual clock: turn k+1 of a session is due its recorded wait after turn k ended.
 
-`TimedExecutor` moves the clock: a device that computes one step after the other, each for as long as a named model's costs say, while the host is one
-step ahead. So order and waits are the same on every run, whoever executes the steps: nobody (the dry run) or a real model, whose cache is then compared
-with the dry run's. Imports no torch.
+`TimedExecutor` moves the clock: a device that computes one step after the other, each for as long as a named model's costs say, while the host
+is one step ahead. So order and waits are the same on every run, whoever executes the steps: nobody (the dry run) or a real model, whose cache is
+then compared with the dry run's. Imports no torch.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class ClosedLoop:
         max_length: int,
         on_submit: Callable[[str, RecordedTurn], None],
     ) -> None:
-        """`turn_seconds`: between two turns of a session, besides recorded waits. `on_submit` sees session and turn in the order of submission, and may
-        refuse one by raising."""
+        """`turn_seconds`: between two turns of a session, besides recorded waits. `on_submit` sees session and turn in the order of submission, and
+        may refuse one by raising."""
         self._loop = loop
         self._clock = clock
         self._turn_seconds = turn_seconds

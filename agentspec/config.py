@@ -44,8 +44,8 @@ class EngineConfig:
     prefill_budget: int | Literal["auto"] = "auto"
     """Prompt tokens computed in one step at most. auto: as many as fit under `max_gap_seconds`, by measured times; on the CPU 512."""
     max_gap_seconds: float | None = None
-    """The longest time between two steps of a running stream that prompts may make: a ceiling, which only the smallest possible piece of a prompt exceeds
-    where the device is that slow. None: 0.1 on a GPU; on the CPU, and with a fixed `prefill_budget`, there is none."""
+    """The longest time between two steps of a running stream that prompts may make: a ceiling, which only the smallest possible piece of a
+    prompt exceeds where the device is that slow. None: 0.1 on a GPU; on the CPU, and with a fixed `prefill_budget`, there is none."""
     max_context: int | None = None
     """Tokens, prompt and output together. None: what the model and the memory allow."""
     memory_gib: float | None = None

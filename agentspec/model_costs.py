@@ -1,8 +1,8 @@
 """What named models cost: bytes a state row and a token of KV take, and how long the parts of a step take, for runs without a model.
 
-Times are measured (`python -m benchmarks.step_costs`) and fitted (`python -m benchmarks.fit_costs`) into model_costs.json. A prompt pass takes what its
-tokens take with no context, by a table, and a time for each pair of a token and one that it attends to. A decode step takes what its batch takes with no
-context, by a table, and a time for each token of context. Weights are read once a pass and once a step: that is what the tables' low ends say.
+Times are measured (`python -m benchmarks.step_costs`) and fitted (`python -m benchmarks.fit_costs`) into model_costs.json. A prompt pass takes what
+its tokens take with no context, by a table, and a time for each pair of a token and one that it attends to. A decode step takes what its batch takes
+with no context, by a table, and a time for each token of context. Weights are read once a pass and once a step: the tables' low ends say so.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ import torch
 
 from agentspec import bundled
 from agentspec.assembly import build
-from agentspec.closed_loop import ClosedLoop, EndedTurn, RecordedTurn, VirtualClock
+from agentspec.closed_loop import ClosedLoop, EndedTurn, RecordedTurn, TimedExecutor, VirtualClock
 from agentspec.config import EngineConfig
 from agentspec.dry_run import DryMemory, DryRun
 from agentspec.dry_run_command import recorded_sessions
@@ -121,7 +121,11 @@ def run_real(model: StepModel, device: torch.device, sessions: Sessions, setting
         session_hold_seconds=settings.hold_seconds,
     )
     parts = build(model, config=config, memory=memory, device=device, clock=clock)
-    driver = ClosedLoop(parts.loop, clock=clock, costs=costs_of(model), spec=parts.spec, max_length=parts.info.max_context, on_submit=on_submit)
+    costs = costs_of(model)
+    parts.loop.executor = TimedExecutor(parts.loop.executor, costs=costs, clock=clock)
+    driver = ClosedLoop(
+        parts.loop, clock=clock, turn_seconds=costs.turn_seconds, spec=parts.spec, max_length=parts.info.max_context, on_submit=on_submit
+    )
     started = time.perf_counter()
     try:
         driver.run(_iterators(sessions), settings.lanes)

@@ -1,8 +1,8 @@
-"""Turns samples of steps into the constants of dry runs: `python -m benchmarks.fit_costs SAMPLES...`, SAMPLES made by `python -m benchmarks.step_costs`.
+"""Turns samples of steps into the constants of dry runs: `python -m benchmarks.fit_costs SAMPLES...`, files of `python -m benchmarks.step_costs`.
 
 Writes agentspec/model_costs.json: models that are in SAMPLES are replaced, the others stay. The time of a pair of tokens is the median over the
-passes with a context of what the context adds; that of a token of context in a decode step likewise. The tables are what remains of the samples without
-them, so a pass or a step that was measured comes out as it was. Prints how far each sample is from the fit.
+passes with a context of what the context adds; that of a token of context in a decode step likewise. The tables are what remains of the samples
+without them, so a pass or a step that was measured comes out as it was. Prints how far each sample is from the fit.
 """
 
 from __future__ import annotations

@@ -80,7 +80,10 @@ def test_an_engine_gives_what_the_cache_alone_predicts(seed: int) -> None:
 
 
 def test_every_difference_is_told() -> None:
-    ended = [EndedTurn(request_id=f"a/{index}", prompt_tokens=200, cached_tokens=64 * index, emissions=[1, 2]) for index in range(3)]
+    ended = [
+        EndedTurn(request_id=f"a/{index}", prompt_tokens=200, cached_tokens=64 * index, emissions=[1, 2], submitted=0.0, times=[1.0, 2.0])
+        for index in range(3)
+    ]
     cache = dict.fromkeys(cache_truth.CACHE_EVENTS, 4)
     right = Reached(ended=ended, computed_tokens=100, preemptions=0, cache=cache, seconds=1.0)
     assert differences(right, dataclasses.replace(right, seconds=2.0)) == []

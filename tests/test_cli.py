@@ -19,8 +19,8 @@ from agentspec.errors import CheckpointError, ConfigError
 
 ENGINE_FLAGS = {
     "--model", "--device", "--dtype", "--draft-tokens", "--draft-vocab", "--draft-precision", "--token-counts", "--no-prefix-cache", "--no-overlap",
-    "--no-graphs", "--max-running", "--prefill-budget", "--max-context", "--memory", "--host-memory", "--seed", "--random-weights",
-    "--force-acceptance", "--allow-forced-output",
+    "--no-graphs", "--max-running", "--prefill-budget", "--max-gap", "--max-context", "--memory", "--host-memory", "--seed",
+    "--random-weights", "--force-acceptance", "--allow-forced-output",
 }  # fmt: skip
 FLAGS = {
     "serve": ENGINE_FLAGS | {"checkpoint", "--host", "--port", "--api-key", "--max-body-mib", "--max-queue"},
@@ -74,6 +74,7 @@ def test_without_flags_the_settings_are_the_defaults() -> None:
         (["--max-running", "2"], "max_running", 2),
         (["--prefill-budget", "64"], "prefill_budget", 64),
         (["--prefill-budget", "auto"], "prefill_budget", "auto"),
+        (["--max-gap", "0.2"], "max_gap_seconds", 0.2),
         (["--max-context", "4096"], "max_context", 4096),
         (["--memory", "0.5"], "memory_gib", 0.5),
         (["--host-memory", "2"], "host_memory_gib", 2.0),

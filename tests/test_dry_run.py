@@ -147,7 +147,7 @@ def test_it_reaches_what_the_real_engine_reaches(seed: int) -> None:
 
 def small_costs() -> ModelCosts:
     """A mebibyte a row and a mebibyte a page, so that budgets can be counted on fingers."""
-    return ModelCosts(name="small", row_bytes=2**20, kv_bytes_per_token=2**14, prefill_seconds_per_token=1e-5, step_seconds=0.01)
+    return ModelCosts(name="small", row_bytes=2**20, kv_bytes_per_token=2**14, passes=((64, 64e-5), (6400, 64e-3)), steps=((1, 0.01), (8, 0.01)))
 
 
 @pytest.mark.parametrize("mebibytes", [50, 70, 100])

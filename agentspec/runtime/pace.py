@@ -1,7 +1,7 @@
-"""How many prompt tokens a step may compute: a fixed budget, or what fits under the longest gap that running streams may have, by measured times.
+"""How many prompt tokens a step may compute: a fixed budget, or what fits under the longest gap that streams may have, by measured times.
 
-An agent waits for whole turns, so prompts go first and in pieces as large as the gap allows: every piece reads all weights again, and every stream that
-joins sooner shares its steps with the others sooner. The gap is a ceiling, never a target: what is short goes whole and takes what it takes.
+An agent waits for whole turns, so prompts go first and in pieces as large as the gap allows: every piece reads all weights again, and every stream
+that joins sooner shares its steps with the others sooner. The gap is a ceiling, never a target: what is short goes whole and takes what it takes.
 
 Owns the estimate of what a pass takes. Knows nothing of requests, models or tensors: no torch, no clock, no randomness.
 """
@@ -12,7 +12,9 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, Self
+
+from agentspec.runtime.plan import StepOutcome, StepPlan
 
 LARGEST_PASS = 8192
 """Tokens of a pass at most: more at once make no product faster, and a pass's activations are as long."""
@@ -23,13 +25,16 @@ DEFAULT_MAX_GAP = 0.1
 
 _MARGIN = 0.9
 """Share of the gap that is given out: first steps, tables and what an estimate is wrong by take the rest."""
+_DECODE_SHARE = 0.2
+"""Share of the gap that a decode step is taken for, while none was measured."""
 _FIRST_TOKENS = 256
 """Of a pass beside running streams, while nothing was measured."""
 _ATTENTION_TOKENS = 65_536
 """Context at which attention over it costs a token as much as everything else: about what the family's layers come to. Only the way from one
 measurement to the next context depends on it."""
 _FIXED_TOKENS = 192
-"""A pass's fixed cost, in tokens: weights are read once, however few tokens there are. Only guesses at a size never tried depend on it."""
+"""A pass's fixed cost, in tokens: weights are read once, however few tokens there are. Only the way from a pass to a smaller one depends on it; a
+larger one is reckoned without."""
 _TIMINGS = 3
 """Times kept per size; the median stands for them, so one slow step changes nothing."""
 _DECODE_TIMINGS = 8
@@ -50,6 +55,16 @@ class StepTimes:
     """Of all chunks. 0: there were none, or they were not measured."""
     decode_seconds: float = 0.0
     """Of the windows. 0: there were none, or they were not measured."""
+
+    @classmethod
+    def of(cls, plan: StepPlan, outcome: StepOutcome) -> Self:
+        verified = set(plan.decode_slots)
+        return cls(
+            chunks=[(chunk.start, len(chunk.token_ids)) for chunk in plan.chunks],
+            contexts=[slot.length for slot in outcome.slots if slot.slot in verified],
+            prefill_seconds=outcome.prefill_seconds,
+            decode_seconds=outcome.decode_seconds,
+        )
 
 
 class Room:
@@ -136,13 +151,17 @@ class FixedPace:
 
 @dataclass(slots=True)
 class _Size:
-    rates: deque[float] = field(default_factory=lambda: deque(maxlen=_TIMINGS))
-    """Seconds for each token of `_weight`."""
+    """Measured passes of about one size."""
+
+    timings: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_TIMINGS))
+    """(seconds for each token of the work, the work in tokens that attend to nothing)."""
     last_measured: int = 0
 
-    @property
-    def rate(self) -> float:
-        return statistics.median(self.rates)
+    def seconds(self, work: float) -> float:
+        rate, measured = statistics.median_high(self.timings)
+        if work >= measured:
+            return rate * work
+        return rate * measured * (_FIXED_TOKENS + work) / (_FIXED_TOKENS + measured)
 
 
 class GapPace:
@@ -169,7 +188,7 @@ class GapPace:
         if not self._sizes:
             most = min(_FIRST_TOKENS, self._largest)
             return Room(lambda tokens, pairs: tokens, most, most_tokens=most, tile=self._block)
-        capacity = _MARGIN * self._max_gap - max(self._decode_seconds, default=0.0)
+        capacity = _MARGIN * self._max_gap - max(self._decode_seconds, default=_DECODE_SHARE * self._max_gap)
         most = min(self._largest, 1 << (max(self._sizes) + 1))
         return Room(self._seconds, max(capacity, 0.0), most_tokens=most, tile=tile)
 
@@ -180,9 +199,9 @@ class GapPace:
         if times.prefill_seconds <= 0.0 or not num_tokens:
             return
         self._num_measured += 1
-        pairs = sum(num_pairs(start, count) for start, count in times.chunks)
+        work = _work(num_tokens, sum(num_pairs(start, count) for start, count in times.chunks))
         size = self._sizes.setdefault(num_tokens.bit_length(), _Size())
-        size.rates.append(times.prefill_seconds / _weight(num_tokens, pairs))
+        size.timings.append((times.prefill_seconds / work, work))
         size.last_measured = self._num_measured
         self._sizes = {bits: kept for bits, kept in self._sizes.items() if self._num_measured - kept.last_measured < _FORGET_AFTER}
 
@@ -190,9 +209,9 @@ class GapPace:
         """What a pass would take."""
         bits = num_tokens.bit_length()
         known = max((size for size in self._sizes if size <= bits), default=min(self._sizes))
-        return self._sizes[known].rate * _weight(num_tokens, pairs)
+        return self._sizes[known].seconds(_work(num_tokens, pairs))
 
 
-def _weight(num_tokens: int, pairs: float) -> float:
-    """What a pass costs, in tokens that attend to nothing."""
-    return _FIXED_TOKENS + num_tokens + pairs / _ATTENTION_TOKENS
+def _work(num_tokens: int, pairs: float) -> float:
+    """What a pass computes, in tokens that attend to nothing."""
+    return num_tokens + pairs / _ATTENTION_TOKENS

@@ -29,7 +29,7 @@ computed once for all of them."""
 _OLDEST_SHARE = 0.5
 """Of each pass, for the prompt that was admitted first."""
 
-_AGING_TOKENS = 256
+_AGING_TOKENS = 64
 """Tokens by which a prompt counts as shorter for each pass that it got nothing of."""
 
 
@@ -64,8 +64,8 @@ def wanted_checkpoints(request: Request, branch_tokens: int, block: int) -> list
 def shares(prefilling: list[Request], room: Room) -> list[tuple[Request, float]]:
     """In which order prompts get room, and which share of what is left each may take. `prefilling`: in order of admission, not empty.
 
-    The shortest remainder goes first: a short append of a running session is whole and through while a long prompt would hardly notice it. Who is passed
-    over ages. And the oldest prompt has half of every pass, if it needs that, and what the others leave: so it moves on, whoever comes."""
+    The shortest remainder goes first: a short append of a running session is through while a long prompt would hardly notice it. Who is passed over
+    ages. And the oldest prompt has half of every pass, if it needs that, and what the others leave: so it moves on, whoever comes."""
     oldest = prefilling[0]
     order = sorted(prefilling, key=lambda request: _left(request) - _AGING_TOKENS * request.times_passed_over)
     if order[0] is oldest:

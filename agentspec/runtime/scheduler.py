@@ -376,7 +376,7 @@ class Scheduler:
     def apply(self, flight: Flight, outcome: StepOutcome) -> list[Event]:
         """Take in what a step did: publish its checkpoints, extend its streams, end and release what ended."""
         events: list[Event] = []
-        self._pace.observe(_times(flight.plan, outcome))
+        self._pace.observe(StepTimes.of(flight.plan, outcome))
         for request in flight.requests:
             request.in_flight -= 1
         for request, checkpoints in flight.chunks:
@@ -490,13 +490,3 @@ class Scheduler:
         del self._by_id[request.request_id]
         self._metrics.count_finished(request.ending, request.usage)
         self._events.append(request.finish(request.ending))
-
-
-def _times(plan: StepPlan, outcome: StepOutcome) -> StepTimes:
-    verified = set(plan.decode_slots)
-    return StepTimes(
-        chunks=[(chunk.start, len(chunk.token_ids)) for chunk in plan.chunks],
-        contexts=[slot.length for slot in outcome.slots if slot.slot in verified],
-        prefill_seconds=outcome.prefill_seconds,
-        decode_seconds=outcome.decode_seconds,
-    )

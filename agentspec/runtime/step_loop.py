@@ -61,7 +61,8 @@ class StepLoop:
         """token_counts: where to count what is served; None: nowhere. copier: None: the cache has no host tier."""
         self.scheduler = scheduler
         self.metrics = metrics
-        self._executor = executor
+        self.executor = executor
+        """May be wrapped before the first step: by a clock, say."""
         self._depth_policy = depth_policy
         self._overlap = overlap
         self._token_counts = token_counts
@@ -93,7 +94,7 @@ class StepLoop:
             self._copier.launch(flight.copies)
         launched = not flight.plan.is_empty
         if launched:
-            self._in_flight.append((flight, self._executor.launch(flight.plan)))
+            self._in_flight.append((flight, self.executor.launch(flight.plan)))
         behind = 1 if launched and self._overlap else 0
         while len(self._in_flight) > behind:
             events.extend(self._collect())
@@ -101,7 +102,7 @@ class StepLoop:
 
     def _collect(self) -> list[Event]:
         flight, ticket = self._in_flight.popleft()
-        outcome = self._executor.collect(ticket)
+        outcome = self.executor.collect(ticket)
         self._observe(flight, outcome)
         events = self.scheduler.apply(flight, outcome)
         if self._token_counts is not None:

@@ -305,7 +305,7 @@ class House:
             metrics=self.metrics,
             max_running=max_running,
             max_draft_tokens=drafts,
-            pace=FixedPace(budget) if pace is None else pace,
+            pace=FixedPace(budget, block_tokens=BLOCK) if pace is None else pace,
             block_tokens=block,
             row_bytes=ROW_BYTES,
             page_bytes=PAGE_BYTES,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
+from agentspec.runtime.pace import FixedPace, Room, StepTimes
 from agentspec.wire import TokensEvent
 from tests.fakes.scripted_device import House, letters
 
@@ -77,28 +76,31 @@ def test_the_pace_is_told_of_every_step() -> None:
     house.device.decode_seconds, house.device.prefill_cost = 0.25, lambda start, count: start + count
     house.submit("a", letters(100), "abcdef")
     house.run()
-    assert pace.asked == [(False, 0), (False, 64)]
-    assert pace.told == [([(0, 64)], 64.0, 0.0), ([(64, 36)], 100.0, 0.0), ([], 0.0, 0.25), ([], 0.0, 0.25), ([], 0.0, 0.0)]
+    assert pace.asked == [False, False]
+    chunks, contexts = [[(0, 64)], [(64, 36)], [], [], []], [[], [], [104], [105], []]
+    assert [times.chunks for times in pace.told] == chunks
+    assert [times.contexts for times in pace.told] == contexts
+    assert [(times.prefill_seconds, times.decode_seconds) for times in pace.told] == [(64.0, 0.0), (100.0, 0.0), (0.0, 0.25), (0.0, 0.25), (0.0, 0.0)]
     house.submit("b", letters(20, seed=1), "abcdef")
     house.step()
     house.submit("c", letters(20, seed=2), "a")
     house.step()
-    assert pace.asked[-2:] == [(False, 0), (True, 0)]
+    assert pace.asked[-2:] == [False, True]
 
 
 class ListeningPace:
     """Always 64 tokens; keeps what it was asked and told."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[bool, int]] = []
-        self.told: list[tuple[list[tuple[int, int]], float, float]] = []
+        self.asked: list[bool] = []
+        self.told: list[StepTimes] = []
 
-    def choose(self, *, streams_run: bool, context: int) -> int:
-        self.asked.append((streams_run, context))
-        return 64
+    def open(self, *, streams_run: bool) -> Room:
+        self.asked.append(streams_run)
+        return FixedPace(64, block_tokens=16).open(streams_run=streams_run)
 
-    def observe(self, chunks: Sequence[tuple[int, int]], *, prefill_seconds: float, decode_seconds: float) -> None:
-        self.told.append((list(chunks), prefill_seconds, decode_seconds))
+    def observe(self, times: StepTimes) -> None:
+        self.told.append(times)
 
 
 def test_inert_slots_teach_the_policy_nothing() -> None:
