@@ -160,7 +160,7 @@ class Paths:
         scheduler._enter, scheduler._soon_cached = watched_enter, watched_soon_cached
 
     def _watch_executor(self, loop: Any) -> None:
-        executor = loop._executor
+        executor = loop.executor
         launch = executor.launch
 
         def watched_launch(plan: StepPlan) -> Any:

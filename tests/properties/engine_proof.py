@@ -70,8 +70,8 @@ class Proof:
         self._spy_on_admission()
         if self.assembly.copies is not None:
             self.loop._copier = LateCopies(self.assembly.copies, random.Random(house.seed))
-        self.loop._executor = self.device = WatchedDevice(
-            self.loop._executor,
+        self.loop.executor = self.device = WatchedDevice(
+            self.loop.executor,
             self.model,
             self.cache,
             lateness=random.Random(house.seed) if house.overlap and house.late_device else None,
