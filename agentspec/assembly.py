@@ -47,6 +47,12 @@ logger = logging.getLogger("agentspec")
 AUTO_MAX_DRAFTS = 3
 """Most drafts that `draft_tokens=auto` may choose: the recommendation of the model's authors, and near the optimum for one user."""
 
+AUTO_MAX_RUNNING = 64
+"""Most slots that `max_running=auto` chooses: so a fleet that starts at once has its first tokens one prompt after the other."""
+CPU_MAX_RUNNING = 8
+RUNNING_SHARE = 1 / 3
+"""Of the memory for rows and pages, at most, for the rows in which running requests write, where their number is chosen here."""
+
 CPU = torch.device("cpu")
 CPU_MEMORY_BYTES = 2**30
 GPU_MEMORY_SHARE = 0.85
@@ -134,6 +140,7 @@ def build(
     memory: None: by the settings, and by what is free on the device. Raises ConfigError when a setting doesn't fit the model."""
     spec = model.spec
     max_draft_tokens = _max_draft_tokens(config, spec)
+    config = replace(config, max_running=_max_running(config, spec, device, max_draft_tokens, memory))
     token_counts = None if config.token_counts is None else TokenCounts(config.token_counts, num_tokens=spec.num_real_tokens)
     draft_vocabulary = _limit_drafts(model, config, max_draft_tokens, {} if token_counts is None else token_counts.known, tokenizer)
     memory = _plan_memory(model, config, device, max_draft_tokens, memory)
@@ -145,7 +152,7 @@ def build(
         cache=cache,
         gate=_gate(config, spec, memory, max_draft_tokens, clock),
         metrics=metrics,
-        max_running=config.max_running,
+        max_running=_slots(config),
         max_draft_tokens=max_draft_tokens,
         pace=_pace(config, spec, device) if pace is None else pace,
         block_tokens=spec.block_tokens,
@@ -155,7 +162,7 @@ def build(
     )
     executor = ModelExecutor(
         model,
-        max_running=config.max_running,
+        max_running=_slots(config),
         max_draft_tokens=max_draft_tokens,
         max_pages_per_slot=-(-(memory.max_length + 4 * (max_draft_tokens + 1)) // spec.block_tokens),
         force_acceptance=config.force_acceptance,
@@ -209,9 +216,9 @@ def _cache(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, clock: Cal
 
 
 def _gate(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, max_draft_tokens: int, clock: Callable[[], float]) -> SessionGate:
-    running_rows = RESERVED + config.max_running * (max_draft_tokens + 3)
+    running_rows = RESERVED + _slots(config) * (max_draft_tokens + 3)
     return SessionGate(
-        row_bytes=rows_of_sessions(memory.num_rows - running_rows, config.max_running) * spec.row_bytes,
+        row_bytes=rows_of_sessions(memory.num_rows - running_rows, _slots(config)) * spec.row_bytes,
         page_bytes=(memory.num_pages - 1) * spec.page_bytes,
         hold_seconds=config.session_hold_seconds,
         clock=clock,
@@ -234,6 +241,27 @@ def _depth_policy(config: EngineConfig, max_draft_tokens: int) -> tuple[DepthPol
     return FixedDepth(max_draft_tokens), [max_draft_tokens]
 
 
+def _max_running(config: EngineConfig, spec: ModelSpec, device: torch.device, max_draft_tokens: int, given: MemoryPlan | None) -> int:
+    """Slots. A request that runs writes into rows of its own, whatever it will be; they must leave room for what is cached."""
+    if config.max_running != "auto":
+        return config.max_running
+    num_slots = CPU_MAX_RUNNING
+    if device.type == "cuda" and given is None:
+        row_bytes = (max_draft_tokens + 3) * spec.row_bytes
+        while num_slots < AUTO_MAX_RUNNING:
+            more = replace(config, max_running=2 * num_slots)
+            memory_bytes = _memory_bytes(config, device, _graph_bytes(more, spec, device, max_draft_tokens))
+            if 2 * num_slots * row_bytes > RUNNING_SHARE * memory_bytes:
+                break
+            num_slots *= 2
+    return num_slots
+
+
+def _slots(config: EngineConfig) -> int:
+    assert config.max_running != "auto", "auto is resolved before anything is built"
+    return config.max_running
+
+
 def _info(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, max_draft_tokens: int) -> ModelInfo:
     return ModelInfo(
         model_id=spec.name,
@@ -241,7 +269,7 @@ def _info(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, max_draft_t
         max_context=memory.max_length,
         stop_token_ids=spec.stop_token_ids,
         max_draft_tokens=max_draft_tokens,
-        max_running=config.max_running,
+        max_running=_slots(config),
         forced_acceptance=config.force_acceptance,
     )
 
@@ -279,14 +307,10 @@ def _plan_memory(model: StepModel, config: EngineConfig, device: torch.device, m
 
 def _plan_device_memory(model: StepModel, config: EngineConfig, device: torch.device, max_draft_tokens: int) -> MemoryPlan:
     """What rows and pages get, beside all that is on the device by now and the graphs to come."""
-    for_graphs = 0
-    if _why_eager(config, device) is None:
-        for_graphs = graph_bytes(vocab_size=model.spec.vocab_size, max_running=config.max_running, max_draft_tokens=max_draft_tokens)
-        for_graphs += prefill_graph_bytes(model.spec.hidden_size)
     memory = plan_memory(
         _limited(model.spec, config),
-        memory_bytes=_memory_bytes(config, device, for_graphs),
-        max_running=config.max_running,
+        memory_bytes=_memory_bytes(config, device, _graph_bytes(config, model.spec, device, max_draft_tokens)),
+        max_running=_slots(config),
         max_draft_tokens=max_draft_tokens,
     )
     if config.max_context is not None and memory.max_length < config.max_context:
@@ -378,6 +402,15 @@ def _why_eager(config: EngineConfig, device: torch.device) -> str | None:
     if not config.graphs:
         return "switched off"
     return None
+
+
+def _graph_bytes(config: EngineConfig, spec: ModelSpec, device: torch.device, max_draft_tokens: int) -> int:
+    """About what the graphs to come will take on the device."""
+    if _why_eager(config, device) is not None:
+        return 0
+    return graph_bytes(vocab_size=spec.vocab_size, max_running=_slots(config), max_draft_tokens=max_draft_tokens) + prefill_graph_bytes(
+        spec.hidden_size
+    )
 
 
 def _memory_bytes(config: EngineConfig, device: torch.device, for_graphs: int) -> int:

@@ -122,7 +122,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt from its first token")
     group.add_argument("--no-overlap", action="store_true", help="wait for each step's results before the next step")
     group.add_argument("--no-graphs", action="store_true", help="launch the kernels of each step one by one, instead of as a CUDA graph")
-    group.add_argument("--max-running", type=int, default=8, metavar="N", help="requests that decode at the same time (default 8)")
+    group.add_argument(
+        "--max-running",
+        type=_number_or_auto,
+        default="auto",
+        metavar="N|auto",
+        help="requests that decode at the same time (default auto: up to 64 on a GPU, by its memory; 8 on the CPU)",
+    )
     group.add_argument(
         "--prefill-budget",
         type=_number_or_auto,

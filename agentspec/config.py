@@ -39,8 +39,9 @@ class EngineConfig:
     """Read the results of a step while the next one runs."""
     graphs: bool = True
     """On a GPU: record decode steps and short prompt chunks as CUDA graphs at start, where the model allows it."""
-    max_running: int = 8
-    """Requests that decode at the same time: slots."""
+    max_running: int | Literal["auto"] = "auto"
+    """Requests that decode at the same time: slots. auto: on a GPU up to 64, as many as write into at most a third of the memory for rows and
+    pages; 8 on the CPU."""
     prefill_budget: int | Literal["auto"] = "auto"
     """Prompt tokens computed in one step at most. auto: as many as fit under `max_gap_seconds`, by measured times; on the CPU 512."""
     max_gap_seconds: float | None = None
@@ -79,8 +80,8 @@ class EngineConfig:
             raise ConfigError("draft_precision", self.draft_precision, "must be auto, checkpoint or fp8")
         if self.token_counts == "":
             raise ConfigError("token_counts", "", "name a file, or leave it out")
-        if self.max_running < 1:
-            raise ConfigError("max_running", self.max_running, "must be at least 1")
+        if self.max_running != "auto" and not (isinstance(self.max_running, int) and self.max_running >= 1):
+            raise ConfigError("max_running", self.max_running, "must be auto, or at least 1")
         if self.prefill_budget != "auto" and not (isinstance(self.prefill_budget, int) and self.prefill_budget >= BLOCK_TOKENS):
             raise ConfigError("prefill_budget", self.prefill_budget, f"must be auto, or at least one block ({BLOCK_TOKENS} tokens)")
         if self.max_gap_seconds is not None and not 0 < self.max_gap_seconds < float("inf"):

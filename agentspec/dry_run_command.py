@@ -9,8 +9,8 @@ import argparse
 import itertools
 import json
 from array import array
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,13 @@ from agentspec.errors import ConfigError
 from agentspec.model_costs import ModelCosts, model_costs
 from agentspec.replay.encoders import find_encoder
 from agentspec.replay.ideal import IdealPrefix
+from agentspec.replay.measure import Distribution
 from agentspec.replay.options import ReplayOptions
 from agentspec.replay.render import TraceRenderer
 from agentspec.replay.schema import ReplayFile, Session, load
 from agentspec.replay.subagents import kept_sessions
 from agentspec.replay.token_runs import TokenRuns
+from agentspec.runtime.pace import DEFAULT_MAX_GAP
 
 DEFAULT_DRAFTS = 3
 
@@ -48,6 +50,11 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
         nonlocal ideal_tokens
         ideal_tokens += ideal.request(turn.prompt, turn.output)
 
+    lanes = options.lanes
+    assert lanes is not None, "a dry run is a closed loop"
+    if config.max_running == "auto":
+        config = replace(config, max_running=lanes)
+    assert config.max_running != "auto"
     num_drafted = DEFAULT_DRAFTS if config.draft_tokens == "auto" else config.draft_tokens
     dry = DryRun(
         costs=costs,
@@ -55,12 +62,11 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
         max_running=config.max_running,
         num_drafted=num_drafted,
         prefill_budget=config.prefill_budget,
+        max_gap=DEFAULT_MAX_GAP if config.max_gap_seconds is None else config.max_gap_seconds,
         hold_seconds=config.session_hold_seconds,
         seed=config.seed,
         on_submit=on_submit,
     )
-    lanes = options.lanes
-    assert lanes is not None, "a dry run is a closed loop"
     result = dry.run(recorded_sessions(file, renderer, options), lanes)
     summary = _summary(file, encoder.name, args.template, costs, config, lanes, result, ideal_tokens)
     print(_table(summary))
@@ -94,6 +100,8 @@ def _refuse(args: argparse.Namespace, options: ReplayOptions) -> None:
         ("host_memory", args.host_memory, None),
         ("random_weights", args.random_weights, False),
         ("timeout", options.timeout, ReplayOptions().timeout),
+        ("slo", options.slo, None),
+        ("gpus", options.gpus, None),
         ("warmup", options.warmup, 0),
     ):
         if value != default:
@@ -156,8 +164,20 @@ def _summary(
         "computed_tokens_per_request": result.prefill_tokens / requests,
         "preemptions": result.preemptions,
         "virtual_seconds": result.virtual_seconds,
+        "turn_ms": _milliseconds(turn.seconds for turn in result.ended),
+        "ttft_ms": _milliseconds(turn.first_token_seconds for turn in result.ended),
+        "longest_gap_ms": 1000 * max((turn.longest_gap for turn in result.ended), default=0.0),
         "cache": result.cache,
     }
+
+
+def _milliseconds(seconds: Iterable[float]) -> dict[str, float | None]:
+    found = Distribution.of(seconds)
+    return {name: None if value is None else 1000 * value for name, value in (("mean", found.mean), ("p50", found.p50), ("p99", found.p99))}
+
+
+def _times(milliseconds: dict[str, float | None]) -> str:
+    return ", ".join(f"{name} {'-' if value is None else f'{value:,.0f}'}" for name, value in milliseconds.items())
 
 
 def _table(summary: dict[str, Any]) -> str:
@@ -180,6 +200,10 @@ def _table(summary: dict[str, Any]) -> str:
         ),
         ("live checkpoints", f"{cache['checkpoints_live']:,} at the end, {cache['checkpoints_peak']:,} at most ({state_gib:,.1f} GiB)"),
         ("preemptions", f"{summary['preemptions']}"),
+        ("turns, ms", _times(summary["turn_ms"])),
+        ("first tokens, ms", _times(summary["ttft_ms"])),
+        ("longest gap, ms", f"{summary['longest_gap_ms']:,.0f}"),
+        ("wall", f"{summary['virtual_seconds']:,.2f} s on the virtual clock"),
     ]
     width = max(len(name) for name, _ in lines)
     return "\n".join(["dry run: no forward pass, recorded outputs, virtual clock", *(f"  {name:<{width}}  {value}" for name, value in lines)])

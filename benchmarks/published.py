@@ -39,8 +39,8 @@ class _Experts:
 
 def _published(
     hidden: int, layers: int, heads: tuple[int, int], value_heads: int, ffn: int | _Experts, *, tied: bool = False, fp8: bool = False
-) -> TextConfig:
-    """heads: of queries and of keys. ffn: width of a dense one. fp8: as the official checkpoints in 8-bit floats."""
+) -> dict[str, Any]:
+    """A config.json. heads: of queries and of keys. ffn: width of a dense one. fp8: as the official checkpoints in 8-bit floats."""
     text: dict[str, Any] = {
         "vocab_size": 248_320,
         "hidden_size": hidden,
@@ -72,7 +72,7 @@ def _published(
             "weight_block_size": [128, 128],
             "modules_to_not_convert": _kept_in_full(layers),
         }
-    return parse_text_config(whole)
+    return whole
 
 
 def _kept_in_full(layers: int) -> list[str]:
@@ -88,7 +88,7 @@ def _kept_in_full(layers: int) -> list[str]:
 
 _35B_EXPERTS = _Experts(num=256, top_k=8, width=512)
 
-CONFIGS = {
+CONFIG_FILES = {
     "0.8B": _published(1024, 24, (8, 2), 16, 3584, tied=True),
     "4B": _published(2560, 32, (16, 4), 32, 9216, tied=True),
     "9B": _published(4096, 32, (16, 4), 32, 12288),
@@ -97,6 +97,9 @@ CONFIGS = {
     "35B-A3B": _published(2048, 40, (16, 2), 32, _35B_EXPERTS),
     "35B-A3B-FP8": _published(2048, 40, (16, 2), 32, _35B_EXPERTS, fp8=True),
 }
+"""What each model's config.json says."""
+
+CONFIGS = {name: parse_text_config(config) for name, config in CONFIG_FILES.items()}
 
 
 class PrefilledModel(Qwen3_5Model):
