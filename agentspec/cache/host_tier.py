@@ -146,9 +146,13 @@ class HostTier:
             self._drop(node.host_copy)
 
     def moved(self, node: Node) -> None:
-        """The node's content is in other pages of the device now: whatever has not been copied yet is copied from there."""
+        """The node's content is in other pages of the device now: what has not been copied yet is copied from there.
+
+        What has been copied stays: a further order could be carried out when its pages of the device belong to somebody else, and nobody would wait
+        for it, since the copies that have the node on their path count as complete. One of those says that the node's pages are there."""
         late = [copy for copy in self.live if not self.is_complete(copy)]
-        if node.host_page_ids is not None and late:
+        is_copied = any(self.is_complete(copy) and node in path_of(copy.node) for copy in self.live)
+        if node.host_page_ids is not None and late and not is_copied:
             assert node.page_ids is not None
             number = self._order_to_host([], list(zip(node.page_ids, node.host_page_ids, strict=True)))
             for copy in late:

@@ -225,3 +225,26 @@ def test_settings_that_make_no_sense_are_refused(field: str, value: float) -> No
     settings: dict[str, Any] = {"num_rows": 2, "num_pages": 2, field: value}
     with pytest.raises(ConfigError, match=f"{field}={value}"):
         HostMemory(**settings)
+
+
+def test_a_complete_copy_stays_as_it_is_when_the_device_takes_other_pages_for_its_path() -> None:
+    """Somebody computes the same prefix once more, and the tree adopts those pages while other copies are still on their way. The pages may have a
+    new owner, and another content, by the time that an order to the host is carried out."""
+    world = new_world(rows=6, pages=12)
+    world.turn(story(1))
+    world.settle()
+    assert on_host(world) == [1]
+    world.turn(story(2))
+    world.copy_ahead()
+    again = world.start([*story(1), 91, 92, 93, 94], limit=0)
+    assert world.compute(again, 12)
+    assert world.publish(again), "the tree adopts the lease's pages for the first two blocks"
+    world.release(again)
+    for number in range(3, 9):
+        world.turn(story(number))
+    assert 1 not in stories(world), "its pages are somebody else's"
+    world.settle()
+    fetched = world.start(story(1))
+    assert fetched.lease.fetch is not None
+    world.settle()
+    assert world.land(fetched), "world.land checks that row and pages hold the story"
