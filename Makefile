@@ -11,7 +11,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 export PYTHON TORCH
 
-.PHONY: help install replay evaluate test test-gpu sanitize check format clean
+.PHONY: help install replay evaluate test aiperf test-gpu sanitize check format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ evaluate: .venv/.installed  ## measure tiny-agent on sessions that its training 
 
 test: .venv/.dev-installed  ## run every test that needs no GPU
 	$(BIN)/python -m pytest -n 2 -m "not gpu" --ignore=tests/gpu --durations=10 $(ARGS)
+
+aiperf: .venv/.dev-installed  ## make .venv-aiperf, where aiperf's test finds its client; where that can't be done, the test is skipped
+	scripts/aiperf_venv.sh
 
 test-gpu: .venv/.dev-installed  ## run the tests that need a CUDA device, and those of the kernels on it
 	$(BIN)/python -m pytest tests/gpu tests/kernels/triton $(ARGS)

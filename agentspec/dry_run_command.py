@@ -25,6 +25,7 @@ from agentspec.replay.ideal import IdealPrefix
 from agentspec.replay.measure import Distribution
 from agentspec.replay.options import ReplayOptions
 from agentspec.replay.render import TraceRenderer
+from agentspec.replay.salt import salted
 from agentspec.replay.schema import ReplayFile, Session, load
 from agentspec.replay.subagents import kept_sessions
 from agentspec.replay.token_runs import TokenRuns
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
     _refuse(args, options)
     options.check_outputs()
     costs = model_costs(args.dry_run)
-    file = load(args.file)
+    file = salted(load(args.file), options)
     _refuse_worlds(file, options)
     encoder = find_encoder(bundled.checkpoint_of(config.model if options.tokenizer is None else options.tokenizer))
     renderer = TraceRenderer(encoder, options.template, token_runs=TokenRuns(options.seed, *options.token_ids))

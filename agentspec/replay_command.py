@@ -17,6 +17,7 @@ from agentspec.replay.page import write_page
 from agentspec.replay.render import TraceRenderer
 from agentspec.replay.report import Report
 from agentspec.replay.run import http_client, make_plans, run_replay
+from agentspec.replay.salt import salted
 from agentspec.replay.schema import ReplayFile, load
 from agentspec.replay.token_runs import TokenRuns
 
@@ -29,7 +30,7 @@ def run(args: argparse.Namespace, open_engine: Callable[[], AbstractAsyncContext
     What can be wrong with the file and the options is found before a model is loaded."""
     options = ReplayOptions.from_args(args, seed=args.seed)
     options.check_outputs()
-    file = load(args.file)
+    file = salted(load(args.file), options)
     make_plans(file, options)
     renderer = make_renderer(options, args.model) if options.output == "forced" else None
     report = asyncio.run(_measure(file, options, renderer, http_client(options) if options.base_url is not None else open_engine()))

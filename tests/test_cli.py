@@ -27,7 +27,7 @@ FLAGS = {
     "replay": ENGINE_FLAGS | {
         "file", "--sessions", "--max-turns", "--history", "--output", "--token-ids", "--concurrency", "--arrival", "--speed", "--tool-delay",
         "--timeout", "--base-url", "--api-key", "--served-model", "--json", "--html", "--quiet", "--dry-run", "--template",
-        "--tokenizer", "--max-idle", "--warmup", "--slo", "--gpus",
+        "--tokenizer", "--max-idle", "--warmup", "--slo", "--gpus", "--salt",
     },
     "import": {"format", "input", "output", "--link"},
     "quantize": {"source", "destination"},

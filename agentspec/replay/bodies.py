@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from agentspec.replay.conversation import Message
+from agentspec.replay.conversation import Message, is_object
 from agentspec.replay.render import RenderedTurn
 from agentspec.replay.schema import Meta, Turn
 
@@ -34,6 +34,22 @@ def forced_body(turn: RenderedTurn, *, model: str) -> dict[str, Any]:
     breakpoints = [{"offset": point.offset, "kind": point.kind.name.lower()} for point in turn.breakpoints]
     fields = {"breakpoints": breakpoints, "forced_output": output, "max_tokens": len(output), "ignore_eos": True, "temperature": 0}
     return completion_body(prompt_ids=turn.prompt_ids, fields=fields, model=model)
+
+
+def portable(body: dict[str, Any]) -> dict[str, Any]:
+    """A body that any server takes: many refuse a history whose calls have arguments that are no JSON object, so these become `{}`."""
+    messages = body.get("messages", ())
+    if all(is_object(call["function"]["arguments"]) for message in messages for call in message.get("tool_calls", ())):
+        return body
+    return body | {"messages": [_with_objects(message) if "tool_calls" in message else message for message in messages]}
+
+
+def _with_objects(message: Message) -> Message:
+    calls = [
+        call if is_object(call["function"]["arguments"]) else call | {"function": call["function"] | {"arguments": "{}"}}
+        for call in message["tool_calls"]
+    ]
+    return message | {"tool_calls": calls}
 
 
 def turn_fields(turn: Turn, meta: Meta, *, fixed_length: bool) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import httpx
 import msgspec
 
 from agentspec.errors import AgentspecError
+from agentspec.replay.bodies import portable
 from agentspec.replay.measure import TurnRecord
 from agentspec.replay.reply import Reply, ServerError, error_text, read_events
 
@@ -33,7 +34,7 @@ class Target:
     model: str
     url: str
     is_agentspec: bool
-    """Only agentspec's own server is asked for what OpenAI's API doesn't know (`return_token_ids`)."""
+    """Only agentspec's own server is asked for what OpenAI's API doesn't know (`return_token_ids`), or takes any arguments in a history."""
 
 
 async def find_target(client: httpx.AsyncClient, model: str | None) -> Target:
@@ -78,8 +79,7 @@ class TurnClient:
 
     async def send(self, path: str, body: dict[str, Any], record: TurnRecord) -> Reply | None:
         """Send a turn and fill its record; the answer, or None when the turn failed (`record.error` says why)."""
-        if self._target.is_agentspec:
-            body = body | {"return_token_ids": True}
+        body = body | {"return_token_ids": True} if self._target.is_agentspec else portable(body)
         reply = Reply()
         content = msgspec.json.encode(body)  # not by httpx: a long prompt of ids takes `json` milliseconds, in which no lane's answer is read
         record.sent = self.now()

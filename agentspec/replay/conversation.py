@@ -125,7 +125,15 @@ def _live_ids(answer: Message, new: list[InputMessage], recorded: AssistantMessa
 
 def is_object(arguments: str) -> bool:
     """Whether a call's arguments are a JSON object."""
+    return read_object(arguments) is not None
+
+
+def read_object(arguments: str) -> dict[str, Any] | None:
+    """A call's arguments; None when they are no JSON object, or one that no prompt can hold."""
     try:
-        return isinstance(json.loads(arguments), dict)
+        value = json.loads(arguments)
+        if "\\u" in arguments:
+            json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate is no text
     except (ValueError, RecursionError):
-        return False
+        return None
+    return value if isinstance(value, dict) else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentspec.replay.conversation import Message, input_message, is_object
+from agentspec.replay.conversation import Message, input_message
 from agentspec.replay.outcomes import CallOutcome, Ending, SessionOutcome, UserTurn
 from agentspec.replay.schema import Turn
 from agentspec.replay.simulator import Simulator, Tables
@@ -55,7 +55,7 @@ class LiveSession:
             self._take_cut(message)
             return False
         calls = message.get("tool_calls", [])
-        self._messages.append(_returned(message))
+        self._messages.append(message)
         if not calls:
             self._end("answered", "the answer holds a tool call that the server could not read" if is_unread else None)
             return False
@@ -101,18 +101,6 @@ class LiveSession:
         answer = entry.answer if reason is None else None
         misses = self._simulator.misses(goal, self._before, answer=answer, num_calls=len(entry.calls))
         entry.missed = ([reason] if reason is not None else []) + misses
-
-
-def _returned(message: Message) -> Message:
-    """The answer as it goes back: as it came, but for arguments that are no JSON object, which servers refuse in a history."""
-    calls = message.get("tool_calls", [])
-    if all(is_object(call["function"]["arguments"]) for call in calls):
-        return message
-    fixed = [
-        call if is_object(call["function"]["arguments"]) else {**call, "function": {"name": call["function"]["name"], "arguments": "{}"}}
-        for call in calls
-    ]
-    return {**message, "tool_calls": fixed}
 
 
 def _unread(answer: str) -> CallOutcome:

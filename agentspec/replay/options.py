@@ -15,6 +15,7 @@ DEFAULT_LANES = 4
 ArrivalKind = Literal["closed", "trace", "poisson"]
 History = Literal["auto", "recorded", "live"]
 Output = Literal["free", "length", "forced"]
+Salt = Literal["none", "system", "first-user"]
 TemplateMode = Literal["qwen35", "stable"]
 """How the replay itself renders history. qwen35: a think block, even an empty one, stays only after the last user message. stable: history stands as
 it was generated."""
@@ -48,6 +49,8 @@ class ReplayOptions:
     """Forced outputs and dry runs: how history is rendered."""
     tokenizer: str | None = None
     """Forced outputs and dry runs: the checkpoint directory whose tokenizer makes the tokens. None: that of the engine's model."""
+    salt: Salt = "none"
+    """Where salts keep prefix caches from knowing a session from elsewhere (replay/salt.py)."""
     sessions: int | None = None
     """Replay the first n sessions only."""
     max_turns: int | None = None
@@ -102,6 +105,8 @@ class ReplayOptions:
             raise ConfigError("history", self.history, "is not there where the recorded answers are forced")
         if self.template not in ("qwen35", "stable"):
             raise ConfigError("template", self.template, "must be qwen35 or stable")
+        if self.salt not in ("none", "system", "first-user"):
+            raise ConfigError("salt", self.salt, "must be none, system or first-user")
         if not 0 < self.timeout < float("inf"):
             raise ConfigError("timeout", self.timeout, "must be above 0 seconds")
         if not 0 <= self.token_ids[0] < self.token_ids[1] <= 2**31 - 1:
@@ -129,6 +134,7 @@ class ReplayOptions:
             output=args.output,
             template=args.template,
             tokenizer=args.tokenizer,
+            salt=args.salt,
             sessions=args.sessions,
             max_turns=args.max_turns,
             timeout=args.timeout,
@@ -171,6 +177,8 @@ class ReplayOptions:
             shown["warm-up"] = f"{self.warmup} requests a lane"
         if self.output == "forced":
             shown["template"] = self.template
+        if self.salt != "none":
+            shown["salt"] = self.salt
         if self.sessions is not None:
             shown["sessions"] = f"first {self.sessions}"
         if self.max_turns is not None:
@@ -210,6 +218,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument(
         "--tokenizer", metavar="PATH", help="forced, dry run: checkpoint directory whose tokenizer makes the tokens (default: --model's)"
+    )
+    what.add_argument(
+        "--salt",
+        default="none",
+        metavar="system|first-user",
+        help="markers by --seed that bust prefix caches: around the system prompt, or behind it",
     )
     what.add_argument("--token-ids", default="100:2000", metavar="LOW:HIGH", help="ids that prompts without text are made of (default 100:2000)")
     when = parser.add_argument_group("when")

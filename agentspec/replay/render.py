@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentspec.errors import ConfigError
+from agentspec.replay.conversation import read_object
 from agentspec.replay.encoders import Encoder
 from agentspec.replay.options import TemplateMode
 from agentspec.replay.schema import AssistantMessage, InputMessage, ReplayFile, Session, Turn
@@ -215,7 +216,12 @@ def _body_text(message: AssistantMessage) -> str:
 
 
 def _call_text(name: str, arguments: str) -> str:
-    parameters = "".join(f"<parameter={key}>\n{_value_text(value)}\n</parameter>\n" for key, value in json.loads(arguments).items())
+    """Arguments that are no JSON object stand where the parameters would, as agentspec's server shows them."""
+    values = read_object(arguments if arguments.strip() else "{}")
+    if values is None:
+        parameters = f"{arguments}\n"
+    else:
+        parameters = "".join(f"<parameter={key}>\n{_value_text(value)}\n</parameter>\n" for key, value in values.items())
     return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
 
 

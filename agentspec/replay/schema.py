@@ -7,7 +7,6 @@ except keys that begin with `x_`: those are notes of other tools, read over and 
 from __future__ import annotations
 
 import gzip
-import json
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -36,7 +35,7 @@ class TextPart(_Strict, frozen=True, kw_only=True, tag="text", tag_field="type")
 class FunctionCall(_Strict, frozen=True, kw_only=True):
     name: str
     arguments: str
-    """A JSON object, as text (OpenAI's form)."""
+    """A JSON object, as text (OpenAI's form), or whatever else the model wrote there."""
 
 
 class ToolCall(_Strict, frozen=True, kw_only=True):
@@ -405,16 +404,6 @@ def _check_expect(where: str, expect: Expect) -> None:
     _check_not_negative(f"{where}.latency_ms", expect.latency_ms)
     if expect.output_tokens is not None and expect.output_tokens < 1:
         raise ValueError(f"{where}.output_tokens: {expect.output_tokens} must be at least 1")
-    if expect.message is None:
-        return
-    for index, call in enumerate(expect.message.tool_calls):
-        field = f"{where}.message.tool_calls[{index}].function.arguments"
-        try:
-            arguments = json.loads(call.function.arguments)
-        except ValueError:
-            raise ValueError(f"{field}: is not JSON") from None
-        if not isinstance(arguments, dict):
-            raise ValueError(f"{field}: must be a JSON object")
 
 
 def _check_request_fields(where: str, fields: dict[str, Any]) -> None:

@@ -15,7 +15,6 @@ import msgspec
 
 from agentspec.errors import RequestError
 from agentspec.server.fields import check
-from agentspec.text.messages import read_arguments
 
 Item = dict[str, Any]
 _Status = Literal["in_progress", "completed", "incomplete"] | None
@@ -126,7 +125,6 @@ def _read_item(given: Any, name: str) -> Item:
         item.setdefault("summary", [])
     elif kind == "function_call":
         item.pop("parsed_arguments", None)
-        read_arguments(item["arguments"], f"{name}.arguments")
     return item
 
 
@@ -151,7 +149,7 @@ class Conversation:
         """`named_items`: items of `read_items` or of a response's output, each with its name for errors.
 
         One response's reasoning, texts and calls become one assistant message. Instructions and the system and developer messages at the start
-        become one system message, because templates take one. Raises RequestError for a call that was cut."""
+        become one system message, because templates take one."""
         conversation = cls()
         if instructions:
             conversation._add("instructions", {"role": "system", "content": instructions})
@@ -170,7 +168,7 @@ class Conversation:
         else:
             if self._last is None or self._begins_turn(kind):
                 self._add(name, {"role": "assistant", "content": ""})
-            self._extend_turn(name, item)
+            self._extend_turn(item)
             self._last = item
 
     def _take_system(self, name: str, text: str) -> None:
@@ -184,14 +182,12 @@ class Conversation:
         assert self._last is not None
         return kind == "reasoning" or (kind == "message" and self._last["type"] == "message")
 
-    def _extend_turn(self, name: str, item: Item) -> None:
+    def _extend_turn(self, item: Item) -> None:
         turn = self.messages[-1]
         if item["type"] == "message":
             turn["content"] += _text(item["content"])
         elif item["type"] == "reasoning":
             turn["reasoning_content"] = _text(item.get("content") or item["summary"])
-        elif item["status"] == "incomplete":
-            raise RequestError(name, item["call_id"], "is a call that was cut: nothing can follow it")
         else:
             function = {"name": item["name"], "arguments": item["arguments"]}
             turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})

@@ -12,8 +12,8 @@ from agentspec.server.recorder import Figures
 from agentspec.server.response_store import ResponseStore
 from agentspec.wire import EngineClient
 
-SESSION_HEADERS = ("x-session-id", "session-id", "x-smg-routing-key", "x-dynamo-session-id", "x-claude-code-session-id")
-"""Headers in which agents and routers name the session, first come first served."""
+SESSION_HEADERS = ("x-session-id", "session-id", "x-smg-routing-key", "x-dynamo-session-id", "x-session-affinity", "x-claude-code-session-id")
+"""Headers in which agents, routers and benchmark clients name the session, first come first served."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,8 @@ from jinja2 import Template, TemplateError, meta
 
 from agentspec.errors import CheckpointError, RequestError
 from agentspec.text.assets import named_tokens, read_object, read_text
-from agentspec.text.messages import Message
+from agentspec.text.messages import Message, raw_arguments
+from agentspec.text.raw_arguments import show_raw
 from agentspec.text.template_environment import template_environment
 from agentspec.types import CheckpointKind
 
@@ -140,10 +141,11 @@ class ChatTemplate:
         template: Template = self._template if tools is None else self._tool_template
         variables = {**self._variables, **kwargs, "messages": messages, "tools": tools, "documents": None}
         try:
-            return template.render(variables, add_generation_prompt=add_generation_prompt)
+            text = template.render(variables, add_generation_prompt=add_generation_prompt)
         except Exception as error:  # template code is the checkpoint's: whatever it raises, it raises about these messages
             roles = [message["role"] for message in messages]
             raise RequestError("messages", roles, f"the chat template refuses them: {error}") from error
+        return show_raw(text, raw_arguments(messages))
 
     def _system_end(self, text: str, messages: Sequence[Message], tools: Tools | None, kwargs: dict[str, Any]) -> int:
         """Length of what any conversation with this system text and these tools begins with."""

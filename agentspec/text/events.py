@@ -47,12 +47,12 @@ TextEvent = ReasoningDelta | ContentDelta | CallEvent
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCall:
-    """A finished call."""
+    """A call as it was generated."""
 
     id: str
     name: str
     arguments: str
-    """JSON text of an object."""
+    """JSON text of an object; of a call that was cut, its beginning."""
     as_written: dict[str, Any] = field(default_factory=dict)
     """The arguments in the order and, where the dialect has no types, the very text that the model wrote: rendering them reproduces the call."""
 
@@ -66,3 +66,10 @@ class AssistantTurn:
     calls: tuple[ToolCall, ...] = ()
     is_call_cut: bool = False
     """The text ended inside a call (which isn't among `calls`): the turn can't finish with `tool_calls`."""
+    cut_call: ToolCall | None = None
+    """That call, if its name was complete."""
+
+    @property
+    def shown_calls(self) -> tuple[ToolCall, ...]:
+        """All calls that clients were told of, the one that was cut, too."""
+        return self.calls if self.cut_call is None else (*self.calls, self.cut_call)

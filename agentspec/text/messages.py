@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentspec.errors import RequestError
-from agentspec.text.nesting import MAX_NESTING, is_too_deep
+from agentspec.text.nesting import is_too_deep
+from agentspec.text.raw_arguments import RawArguments
 
 Message = dict[str, Any]
-"""Normalised: no None values, `content` a string, call arguments as objects, reasoning under every name that templates read."""
+"""Normalised: no None values, `content` a string, call arguments as objects (RawArguments where they are none), reasoning under every name that
+templates read."""
 
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
@@ -35,19 +37,22 @@ def call_arguments(call: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return function["name"], function["arguments"]
 
 
-def read_arguments(text: str, field: str) -> dict[str, Any]:
-    """A call's arguments from their JSON text, which is empty for a call without any. Raises RequestError naming `field`."""
+def raw_arguments(messages: Sequence[Message]) -> list[RawArguments]:
+    """The arguments in normalised messages that are no JSON object."""
+    calls = (call for message in messages for call in message.get("tool_calls", ()))
+    return [arguments for _, arguments in map(call_arguments, calls) if isinstance(arguments, RawArguments)]
+
+
+def read_arguments(text: str) -> dict[str, Any]:
+    """A call's arguments from their text: an object, empty for a call without any; RawArguments for any other text, as models write it and as a
+    token limit leaves it."""
     try:
         value = json.loads(text) if text.strip() else {}
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate is no text that a prompt could hold
-    except (ValueError, RecursionError) as error:
-        raise RequestError(field, text, f"is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise RequestError(field, text, "must be a JSON object")
-    if is_too_deep(value):
-        raise RequestError(field, text, f"is nested deeper than {MAX_NESTING} levels")
-    return value
+    except (ValueError, RecursionError):
+        return RawArguments(text)
+    return RawArguments(text) if not isinstance(value, dict) or is_too_deep(value) else value
 
 
 def call_ids(message: Message) -> tuple[str, ...] | None:
@@ -113,15 +118,15 @@ def _call(call: object, field: str) -> dict[str, Any]:
 
 
 def _function(function: Mapping[str, Any], field: str) -> dict[str, Any]:
-    """Arguments may be an object, its JSON text, or empty for a call without arguments."""
+    """Arguments may be an object, any text, or empty for a call without arguments."""
     if not isinstance(function.get("name"), str):
         raise RequestError(f"{field}.name", function.get("name"), "must be a string")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        return {**function, "arguments": read_arguments(arguments, f"{field}.arguments")}
+        return {**function, "arguments": read_arguments(arguments)}
     value = {} if arguments is None else arguments
     if not isinstance(value, Mapping):
-        raise RequestError(f"{field}.arguments", arguments, "must be a JSON object")
+        raise RequestError(f"{field}.arguments", arguments, "must be an object or its text")
     return {**function, "arguments": dict(value)}
 
 

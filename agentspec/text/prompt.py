@@ -99,8 +99,6 @@ class PromptBuilder:
     def remember(self, prompt: BuiltPrompt, turn: AssistantTurn, token_ids: Sequence[int], *, is_cut: bool) -> None:
         """Keep a finished turn for when the client sends it back. `turn` is the segmenter's, `token_ids` all that was generated, stop id or not;
         `is_cut`: it was not ended by the model's own stop id."""
-        if turn.is_call_cut:
-            return  # no client can send half a call back
         ids = array("i", token_ids)
         if ids and not self._tokenizer.token_bytes[ids[-1]]:
             ids.pop()

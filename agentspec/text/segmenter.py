@@ -68,6 +68,7 @@ class Segmenter:
         self._content: list[str] = []
         self._calls: list[ToolCall] = []
         self._is_call_cut = False
+        self._cut_call: ToolCall | None = None
         self._num_pushed = 0
         self._call_start = 0
         self._reasoning_end = 0
@@ -78,7 +79,11 @@ class Segmenter:
     def turn(self) -> AssistantTurn:
         """Everything passed on so far, put together."""
         return AssistantTurn(
-            reasoning="".join(self._reasoning), content="".join(self._content), calls=tuple(self._calls), is_call_cut=self._is_call_cut
+            reasoning="".join(self._reasoning),
+            content="".join(self._content),
+            calls=tuple(self._calls),
+            is_call_cut=self._is_call_cut,
+            cut_call=self._cut_call,
         )
 
     @property
@@ -99,13 +104,14 @@ class Segmenter:
         self._events = []
         if is_cut and self._parser is not None:
             self._is_call_cut = True
-            step = self._parser.cut()
+            parser, self._parser = self._parser, None
+            step = parser.cut()
             self._events += step.events
-            self._parser = None
             self._segment = self._return_to
             if step.status is CallStatus.NOT_A_CALL:
                 self._pass_on(step.rest)
             else:
+                self._cut_call = parser.call
                 self._leave_for_call()
         else:
             self._run(final=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentspec.text.events import AssistantTurn
-from agentspec.text.messages import Message, call_arguments, call_ids, with_reasoning
+from agentspec.text.messages import Message, call_arguments, call_ids, read_arguments, with_reasoning
 
 _ENTRY_OVERHEAD_BYTES = 1000
 
@@ -33,12 +33,17 @@ def extend_conversation(key: bytes, message: Message) -> bytes:
 
 def extend_by_turn(key: bytes, turn: AssistantTurn) -> bytes:
     """The key of a conversation with the generated turn as its next message: equal to extend_conversation once the client returns it."""
-    return _extend(key, "assistant", turn.content, [(call.name, json.loads(call.arguments)) for call in turn.calls])
+    return _extend(key, "assistant", turn.content, _generated(turn))
 
 
 def _extend(key: bytes, role: str, content: str, calls: list[tuple[str, dict[str, Any]]]) -> bytes:
     text = json.dumps([role, content.strip(), calls], sort_keys=True)
     return hashlib.blake2b(key + text.encode(), digest_size=16).digest()
+
+
+def _generated(turn: AssistantTurn) -> list[tuple[str, dict[str, Any]]]:
+    """Names and arguments of the turn's calls, as a client's message has them once it is normalised."""
+    return [(call.name, read_arguments(call.arguments)) for call in turn.shown_calls]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +65,7 @@ class TurnRecord:
         reasoning = message.get("reasoning_content", "").strip()
         return (
             message.get("content", "").strip() == self.turn.content.strip()
-            and [call_arguments(call) for call in message.get("tool_calls", ())]
-            == [(call.name, json.loads(call.arguments)) for call in self.turn.calls]
+            and [call_arguments(call) for call in message.get("tool_calls", ())] == _generated(self.turn)
             and reasoning in ("", self.turn.reasoning.strip())
         )
 
@@ -70,10 +74,10 @@ class TurnRecord:
         result = dict(message)
         if self.turn.reasoning:
             result = with_reasoning(result, self.turn.reasoning)
-        if self.turn.calls:
+        if self.turn.shown_calls:
             result["tool_calls"] = [
-                _with_arguments(call, made.as_written if arguments_as_written else json.loads(made.arguments))
-                for call, made in zip(message["tool_calls"], self.turn.calls, strict=True)
+                _with_arguments(call, made.as_written if arguments_as_written else read_arguments(made.arguments))
+                for call, made in zip(message["tool_calls"], self.turn.shown_calls, strict=True)
             ]
         return result
 
@@ -113,7 +117,7 @@ class TurnMemory:
             self._forget(key)
             self._records[key] = record
             self._num_bytes += record.num_bytes
-            if record.turn.calls:
+            if record.turn.shown_calls:
                 self._key_of_calls[_ids(record)] = key
             while self._num_bytes > self._max_bytes:
                 self._forget(next(iter(self._records)))
@@ -139,4 +143,4 @@ class TurnMemory:
 
 
 def _ids(record: TurnRecord) -> tuple[str, ...]:
-    return tuple(call.id for call in record.turn.calls)
+    return tuple(call.id for call in record.turn.shown_calls)

@@ -26,9 +26,10 @@ def said(text: str = "recorded", reasoning: str | None = None) -> Expect:
     return Expect(message=AssistantMessage(role="assistant", content=text, reasoning_content=reasoning))
 
 
-def called(*calls: tuple[str, str, dict[str, Any]], text: str | None = None) -> Expect:
-    """An answer with calls: (id, name, arguments)."""
-    made = [ToolCall(id=call_id, function=FunctionCall(name=name, arguments=json.dumps(arguments))) for call_id, name, arguments in calls]
+def called(*calls: tuple[str, str, dict[str, Any] | str], text: str | None = None) -> Expect:
+    """An answer with calls: (id, name, arguments or the text that stands in their place)."""
+    texts = [arguments if isinstance(arguments, str) else json.dumps(arguments) for _, _, arguments in calls]
+    made = [ToolCall(id=call[0], function=FunctionCall(name=call[1], arguments=text)) for call, text in zip(calls, texts, strict=True)]
     return Expect(message=AssistantMessage(role="assistant", content=text, tool_calls=made))
 
 

@@ -35,10 +35,12 @@ def words(text: str) -> Answer:
     return Answer(texts=[text])
 
 
-def replay(session: Session | ReplayFile, answers: Iterable[Answer], *, progress: Any = None, **options: Any) -> tuple[Report, FakeServer]:
+def replay(
+    session: Session | ReplayFile, answers: Iterable[Answer], *, progress: Any = None, owner: str = "somebody", **options: Any
+) -> tuple[Report, FakeServer]:
     """The server gives the answers in order, whoever asks."""
     script = iter(answers)
-    server = FakeServer(lambda body: next(script))
+    server = FakeServer(lambda body: next(script), owner=owner)
     file = session if isinstance(session, ReplayFile) else replay_file(session)
 
     async def main() -> Report:
@@ -160,11 +162,13 @@ def test_a_cut_call_is_invalid_and_leaves_the_history() -> None:
     assert [(made.name, made.kind, made.result) for made in outcome.calls] == [("delete_order", None, None), ("get_order", "invalid JSON", None)]
 
 
-def test_arguments_that_are_no_object_do_not_go_back() -> None:
+@pytest.mark.parametrize("owner", ["agentspec", "somebody"])
+def test_arguments_that_are_no_object_go_back_to_our_server_alone(owner: str) -> None:
     broken = [("c1", "get_order", '{"order_id": '), call("find_orders", "c2"), ("c3", "get_order", "[]")]
-    _, server = replay(live_session(ask()), [calls(*broken), words("sorry")])
+    _, server = replay(live_session(ask()), [calls(*broken), words("sorry")], owner=owner)
     messages = server.requests[1].body["messages"]
-    assert [made["function"]["arguments"] for made in messages[1]["tool_calls"]] == ["{}"] * 3
+    sent = [made["function"]["arguments"] for made in messages[1]["tool_calls"]]
+    assert sent == ([arguments for _, _, arguments in broken] if owner == "agentspec" else ["{}"] * 3)
     assert [json.loads(message["content"]) for message in (messages[2], messages[4])] == [
         {"error": "the arguments are not valid JSON"},
         {"error": "the arguments must be an object"},

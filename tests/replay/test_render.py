@@ -55,6 +55,16 @@ CALL = f"<tool_call>\n<function=lookup>\n{PARAMETERS}</function>\n</tool_call>"
 OPENING = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
+def test_arguments_that_are_no_object_are_rendered_as_they_are() -> None:
+    """In place of the parameters, as the server shows them; without any, the call has none."""
+    texts = ['{"key": "x', "[1]", '{"key": "\\ud800"}', " "]
+    calls = called(*((f"c{index}", "lookup", arguments) for index, arguments in enumerate(texts)))
+    answer, _ = render(Session(session_id="s", tools=[TOOL], turns=[turn(user(), expect=calls), turn(result(), expect=said())]))
+    shown = [f"{arguments}\n" if arguments.strip() else "" for arguments in texts]
+    expected = "\n".join(f"<tool_call>\n<function=lookup>\n{parameters}</function>\n</tool_call>" for parameters in shown)
+    assert text(answer.output_ids) == expected + "<|im_end|>"
+
+
 def test_a_session_as_text() -> None:
     first, second, third = render(LOOP)
     assert text(first.prompt_ids).startswith("<|im_start|>system\n# Tools")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,7 +15,7 @@ from agentspec.replay.client import TargetError
 from agentspec.replay.options import ReplayOptions
 from agentspec.replay.report import Report
 from agentspec.replay.run import http_client, run_replay
-from agentspec.replay.schema import ReplayFile, Session
+from agentspec.replay.schema import ReplayFile, Session, load, save
 from agentspec.replay.slo import Slo
 from tests.replay.builders import TOOL, called, chats, replay_file, result, runs, said, system, turn, user
 from tests.replay.fakes import Answer, FakeServer, run, speculation, usage
@@ -56,6 +57,23 @@ def test_one_turn_is_asked_for_and_measured() -> None:
     assert record.latency == pytest.approx(0.8)
     assert (record.prompt_tokens, record.completion_tokens, record.cached_tokens, record.finish_reason) == (100, 4, 64, "stop")
     assert report.summary.wall == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("owner", ["agentspec", "somebody"])
+def test_recorded_arguments_that_are_no_object_replay(owner: str, tmp_path: Path) -> None:
+    """As they are to our server; as `{}` to others, which refuse such a history. The rest of the request is the same."""
+    texts = ['{"key": "x', "[1]", "", '{"key": 1}']
+    first = turn(user(), expect=called(*((f"c{index}", "lookup", text) for index, text in enumerate(texts)), text="hm"))
+    results = [result("no", f"c{index}") for index in range(len(texts))]
+    save(replay_file(Session(session_id="s", turns=[first, turn(*results, expect=said()), turn(user())])), tmp_path / "file.jsonl")
+    server = FakeServer(owner=owner)
+    report = replay(load(tmp_path / "file.jsonl"), server)
+    assert report.sessions[0].error is None
+    for request in server.requests[1:]:
+        answer = request.body["messages"][1]
+        assert answer["content"] == "hm"
+        sent = [call["function"]["arguments"] for call in answer["tool_calls"]]
+        assert sent == (texts if owner == "agentspec" else ["{}", "{}", "{}", '{"key": 1}'])
 
 
 def test_ids_are_asked_for_from_agentspec_only_and_counted() -> None:

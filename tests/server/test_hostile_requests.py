@@ -59,19 +59,30 @@ def call_item(arguments: str) -> dict[str, Any]:
     [
         pytest.param(chat(guided_json="[" * 10**5), "guided_json", id="a schema's text that exhausts the stack"),
         pytest.param(chat(guided_json=DEEP), "guided_json", id="a deep schema as text"),
-        pytest.param(chat_with_call('{"a": "\\ud800"}'), "messages[1].tool_calls[0].function.arguments", id="a lone surrogate in arguments"),
-        pytest.param(chat_with_call(DEEP), "messages[1].tool_calls[0].function.arguments", id="deep arguments"),
         pytest.param(chat(max_completion_tokens=-1), "max_completion_tokens", id="less than no tokens"),
         pytest.param(items({"type": {}}), "input[1].type", id="an item whose type is an object"),
         pytest.param(items({"type": []}), "input[1].type", id="an item whose type is a list"),
-        pytest.param(items(call_item('{"a": "\\ud800"}')), "input[1].arguments", id="a lone surrogate in an item's arguments"),
-        pytest.param(items(call_item(DEEP)), "input[1].arguments", id="an item with deep arguments"),
         pytest.param(items(include=["message.output_text.logprobs"], top_logprobs=21), "top_logprobs", id="too many likely tokens"),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(connect: Callable[..., httpx.AsyncClient], request_: tuple[str, dict[str, Any]], field: str) -> None:
     refused = send(connect, "POST", *request_)
     assert (refused.status_code, refused.json()["error"].get("param")) == (400, field), refused.text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [DEEP, "[" * 10**5, "1" * 5000, '{"a": "\\ud800"}', '{"a": ', "[1]", "null", "ls -la", "</tool_call>", '{"raw_name_0": 1}', "x" * 10**5],
+    ids=lambda text: text[:12],
+)
+def test_a_history_may_hold_arguments_that_are_no_object(connect: Callable[..., httpx.AsyncClient], arguments: str) -> None:
+    """Models write such calls, and clients send them back: the prompt shows them as they are."""
+    path, body = chat_with_call(arguments)
+    assert send(connect, "POST", path, body).status_code == 200
+    path, body = items(call_item(arguments) | {"status": "incomplete"})
+    assert send(connect, "POST", path, body).status_code == 200
+    output = {"type": "function_call_output", "call_id": "c", "output": "no"}
+    assert send(connect, "POST", path, body | {"input": [*body["input"], output]}).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions/render", "/v1/responses/input_tokens"])

@@ -19,7 +19,8 @@ from agentspec.text.messages import normalise
 from agentspec.types import CheckpointKind
 from tests.text.conversations import CONVERSATIONS, SYSTEM, TOOLS, call
 
-TEMPLATES = sorted((Path(__file__).parent / "templates").glob("*.jinja"))
+TEMPLATES_IN = Path(__file__).parent / "templates"
+TEMPLATES = sorted(TEMPLATES_IN.glob("*.jinja"))
 BUNDLED = bundled.DIRECTORY / "chat_template.jinja"
 ALL = [BUNDLED, *TEMPLATES]
 
@@ -74,6 +75,34 @@ def test_bundled_template_writes_the_published_format() -> None:
     assert without_thinking == loop + "\n</think>\n\n"
     assert "<think>\nI need" not in template.render(messages, TOOLS).text
     assert "<think>\nI need" in template.render(messages, TOOLS, template_kwargs={"preserve_thinking": True}).text
+
+
+RAW = '{"command": "grep "x" </parameter>\\n\\\\1'
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (BUNDLED.read_text(), f"<tool_call>\n<function=bash>\n{RAW}\n</function>\n</tool_call>"),
+        ((TEMPLATES_IN / "python_values.jinja").read_text(), f"<tool_call>\n<function=bash>\n{RAW}\n</function>\n</tool_call>"),
+        ((TEMPLATES_IN / "json_calls.jinja").read_text(), f'<tool_call>{{"name": "bash", "arguments": {RAW}}}</tool_call>'),
+        ((TEMPLATES_IN / "tools_in_user.jinja").read_text(), f'{{"name":"bash","arguments":{RAW}}}'),
+        (
+            "{% for m in messages %}{% for c in m.tool_calls or [] %}{% for k, v in c.function.arguments.items() %}"
+            "<arg_key>{{ k }}</arg_key><arg_value>{{ v | tojson }}</arg_value>{% endfor %}{% endfor %}{% endfor %}",
+            f'<arg_key>arguments</arg_key><arg_value>"{RAW}"</arg_value>',
+        ),
+    ],
+    ids=["bundled", "python_values", "json_calls", "tools_in_user", "unknown form"],
+)
+def test_arguments_that_are_no_object_stand_as_raw_text_in_place_of_the_parameters(source: str, expected: str) -> None:
+    other = {"a": 1, "b": "raw_name_" + "0" * 32}
+    calls = [call("1", "bash", RAW), call("2", "bash", other), call("3", "bash", "ls")]
+    messages = [{"role": "user", "content": "raw_value_" + "f" * 32}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    rendered = ChatTemplate(source, variables=VARIABLES).render(normalise(messages), None).text
+    parts = [expected, expected.replace(RAW, "ls")]
+    assert [rendered.count(part) for part in parts] == [1, 1], rendered
+    assert ("raw_name_" in rendered, "raw_value_" in rendered) == (other["b"] in rendered, messages[0]["content"] in rendered)
 
 
 def test_bundled_template_refuses_what_the_format_lacks() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from agentspec.errors import RequestError
-from agentspec.text.messages import normalise
+from agentspec.text.messages import normalise, raw_arguments
 from tests.text.conversations import call
 
 
@@ -45,6 +45,15 @@ def test_each_run_of_results_belongs_to_the_calls_before_it() -> None:
     assert [message["content"] for message in normalise(sent) if message["role"] == "tool"] == ["x0", "x1", "x2", "y0", "y1", "y2"]
 
 
+@pytest.mark.parametrize(
+    "text", ['{"a": ', "[1]", '"a"', "null", "ls -la", '{"a": 1} {}', '{"a": "\\ud800"}', '{"a": ' * 150 + "1" + "}" * 150, "[" * 100_000, "1" * 5000]
+)
+def test_arguments_that_are_no_object_are_kept_as_text(text: str) -> None:
+    messages = normalise([{"role": "assistant", "tool_calls": [call("1", "f", "{}"), call("2", "g", text)]}])
+    assert [raw.text for raw in raw_arguments(messages)] == [text]
+    assert messages[0]["tool_calls"][0]["function"]["arguments"] == {}
+
+
 ASSISTANT = {"role": "assistant", "tool_calls": [call("1", "f", "{}")]}
 
 
@@ -64,8 +73,7 @@ ASSISTANT = {"role": "assistant", "tool_calls": [call("1", "f", "{}")]}
         ([{"role": "assistant", "tool_calls": ["f"]}], "messages[0].tool_calls[0]"),
         ([{"role": "assistant", "tool_calls": [{"function": "f"}]}], "messages[0].tool_calls[0].function"),
         ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}], "messages[0].tool_calls[0].function.name"),
-        ([{"role": "assistant", "tool_calls": [call("1", "f", '{"a": ')]}], "messages[0].tool_calls[0].function.arguments"),
-        ([{"role": "assistant", "tool_calls": [call("1", "f", "[1]")]}], "messages[0].tool_calls[0].function.arguments"),
+        ([{"role": "assistant", "tool_calls": [call("1", "f", [1])]}], "messages[0].tool_calls[0].function.arguments"),
         ([{"role": "tool", "tool_call_id": "1", "content": ""}], "messages[0].tool_call_id"),
         ([ASSISTANT, {"role": "tool", "tool_call_id": "2", "content": ""}], "messages[1].tool_call_id"),
         ([ASSISTANT, {"role": "user", "content": ""}, {"role": "tool", "tool_call_id": "1", "content": ""}], "messages[2].tool_call_id"),

@@ -66,7 +66,7 @@ class Session:
         message: dict[str, Any] = {"role": "assistant", "content": turn.content or None}
         if with_reasoning:
             message["reasoning"] = turn.reasoning
-        for call in turn.calls:
+        for call in turn.shown_calls:
             arguments = call.arguments
             if respelled:
                 pairs = list(json.loads(arguments).items())
@@ -74,7 +74,7 @@ class Session:
                 arguments = json.dumps(dict(pairs), separators=(",", ":"), ensure_ascii=True)
             message.setdefault("tool_calls", []).append({"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}})
         self.messages.append(message)
-        results = [{"role": "tool", "tool_call_id": call.id, "content": f"result {index}"} for index, call in enumerate(turn.calls)]
+        results = [{"role": "tool", "tool_call_id": call.id, "content": f"result {index}"} for index, call in enumerate(turn.shown_calls)]
         self.rng.shuffle(results)
         self.messages += results
 
@@ -230,6 +230,29 @@ def test_cut_turns_are_put_back_too(session: Session) -> None:
     before = [*prompt.prompt_ids, *ids]
     assert session.build().prompt_ids[: len(before)] == before
     assert session.builder.num_spliced == 1
+
+
+def test_a_cut_call_is_put_back(tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    """Wherever the token limit cuts a call inside a value, the next prompt goes on with what was generated and closes the call behind it."""
+    opened = CALL[: CALL.index("</function>")]
+    long = f"{THINKING}Looking.\n\n{CALL}\n{opened}<parameter=more>\none 'two'\n\"three\""
+    for size in range(len(long) - 17, len(long) + 1):
+        session = Session(PromptBuilder(tokenizer, template, TurnMemory()), tokenizer, random.Random(size))
+        prompt = session.ask("Two seats to Oslo")
+        ids, turn = session.generate(prompt, long[:size], is_cut=True)
+        session.returned(turn)
+        before = [*prompt.prompt_ids, *ids]
+        following = session.build()
+        assert following.prompt_ids[: len(before)] == before, long[:size]
+        assert spelled(tokenizer, following.prompt_ids[len(before) :]).lstrip().startswith("</parameter>\n</function>\n</tool_call><|im_end|>\n")
+
+
+def test_a_call_cut_between_values_is_rendered(session: Session, tokenizer: Tokenizer) -> None:
+    prompt = session.ask("Two seats to Oslo")
+    _, turn = session.generate(prompt, f"{THINKING}{CALL[: CALL.index('seats')]}", is_cut=True)
+    session.returned(turn)
+    shown = f"{THINKING}<tool_call>\n<function=search_flights>\n<parameter=to>\nOslo\n</parameter>\n</function>\n</tool_call><|im_end|>"
+    assert shown in spelled(tokenizer, session.build().prompt_ids)
 
 
 def test_a_changed_turn_is_the_clients(session: Session, template: ChatTemplate) -> None:

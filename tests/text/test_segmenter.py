@@ -127,6 +127,7 @@ def test_a_cut_call_has_no_end(name: str) -> None:
         assert shown(merged(events)) == expected
         assert splitter.turn.is_call_cut
         assert splitter.turn.calls == ()
+        assert [call.name for call in splitter.turn.shown_calls] == [event.name for event in events if isinstance(event, ToolCallStart)]
 
 
 def test_a_cut_hermes_call_is_content() -> None:

@@ -7,12 +7,13 @@ import sys
 from collections.abc import Callable
 
 from agentspec.errors import ConfigError
-from agentspec.replay.importers import agents, bailian, mooncake, openai_messages, weka, workloads
+from agentspec.replay.importers import agents, bailian, mlperf, mooncake, openai_messages, weka, workloads
 from agentspec.replay.schema import ReplayFile, load, save
 
 _READERS: dict[str, Callable[[str], ReplayFile]] = {
     "openai-messages": openai_messages.read,
     "bailian": bailian.read,
+    "mlperf-agentic": mlperf.read,
     "weka": weka.read,
     "tau-bench": agents.read_tau_bench,
     "mini-swe-agent": agents.read_mini_swe_agent,

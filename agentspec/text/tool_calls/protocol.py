@@ -51,7 +51,7 @@ class CallParser(Protocol):
 
     @property
     def call(self) -> ToolCall:
-        """The finished call; only after DONE."""
+        """The finished call, after DONE; after a cut that answered MORE, the call as far as it came."""
         ...
 
 

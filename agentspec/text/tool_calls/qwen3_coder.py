@@ -97,13 +97,15 @@ class Qwen3CoderParser:
         self._events = []
         if self._state is _State.HEAD:
             return CallStep([], CallStatus.NOT_A_CALL, self._buffer)
-        if self._state is _State.VALUE and not is_plain_string(self._types):
-            self._write("".join(self._value))  # what is still in the buffer may be half a closing tag
+        if self._state is _State.VALUE:
+            self._values[self._key] = text = "".join(self._value)  # what is still in the buffer may be half a closing tag
+            if not is_plain_string(self._types):
+                self._write(text)
         return CallStep(self._events, CallStatus.MORE)
 
     @property
     def call(self) -> ToolCall:
-        assert self._status is CallStatus.DONE
+        assert self._id, "the call has not started"
         return ToolCall(id=self._id, name=self._name, arguments="".join(self._arguments), as_written=dict(self._values))
 
     # Each step reads from the buffer and says whether another step may follow at once.
