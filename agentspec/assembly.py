@@ -9,10 +9,12 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import torch
 
 from agentspec import bundled
@@ -20,8 +22,11 @@ from agentspec.cache.host_tier import HostMemory
 from agentspec.cache.hybrid_cache import HybridCache
 from agentspec.config import EngineConfig
 from agentspec.errors import AgentspecError, ConfigError
+from agentspec.kernels import Machine
+from agentspec.models.outline import outline
 from agentspec.models.protocol import StepModel
-from agentspec.models.registry import load_model
+from agentspec.models.registry import load_model, model_spec, resolved_config
+from agentspec.models.weights import STAGE as LOADING
 from agentspec.models.weights import resolve_checkpoint
 from agentspec.mtp.depth_policy import AdaptiveDepth, FixedDepth
 from agentspec.mtp.draft_vocab import choose_draft_ids, draft_vocab_size
@@ -31,27 +36,27 @@ from agentspec.runtime.constraint_source import ConstraintSource
 from agentspec.runtime.executor import ModelExecutor
 from agentspec.runtime.grammar import GrammarCompiler
 from agentspec.runtime.graphs import CudaRecorder, graph_bytes
+from agentspec.runtime.host_copies import STAGE as LOCKING
 from agentspec.runtime.host_copies import HostCopies
-from agentspec.runtime.memory_plan import RESERVED, MemoryPlan, plan_host_memory, plan_memory
+from agentspec.runtime.kernels_ahead import KernelJob, KernelsAhead
+from agentspec.runtime.memory_plan import AUTO_MAX_RUNNING, RESERVED, MemoryPlan, choose_slots, plan_host_memory, plan_memory
 from agentspec.runtime.metrics import EngineMetrics
 from agentspec.runtime.pace import CPU_BUDGET, DEFAULT_MAX_GAP, FixedPace, GapPace, Pace
 from agentspec.runtime.prefill_graphs import prefill_graph_bytes
+from agentspec.runtime.rehearsal import Rehearsal
 from agentspec.runtime.scheduler import Scheduler
 from agentspec.runtime.step_loop import DepthPolicy, StepLoop
 from agentspec.text.tokenizer import Tokenizer
-from agentspec.types import ModelSpec
+from agentspec.types import ModelSpec, Progress, no_progress
 from agentspec.wire import ModelInfo
 
 logger = logging.getLogger("agentspec")
 
+CPU_MAX_RUNNING = 8
+"""Slots that `max_running=auto` chooses on a CPU, and the least on a GPU."""
+
 AUTO_MAX_DRAFTS = 3
 """Most drafts that `draft_tokens=auto` may choose: the recommendation of the model's authors, and near the optimum for one user."""
-
-AUTO_MAX_RUNNING = 64
-"""Most slots that `max_running=auto` chooses: so a fleet that starts at once has its first tokens one prompt after the other."""
-CPU_MAX_RUNNING = 8
-RUNNING_SHARE = 1 / 3
-"""Of the memory for rows and pages, at most, for the rows in which running requests write, where their number is chosen here."""
 
 CPU = torch.device("cpu")
 CPU_MEMORY_BYTES = 2**30
@@ -105,22 +110,58 @@ class Assembly:
         return _dtype(self.config, self.device)
 
 
-def assemble(config: EngineConfig) -> Assembly:
+def assemble(config: EngineConfig, progress: Progress = no_progress) -> Assembly:
     """Load the model that `config` names, the bundled one if it names none, and build an engine around it.
 
     Raises CheckpointError when it can't be loaded, ConfigError when a setting doesn't fit it."""
     device = _device(config)
     dtype = _dtype(config, device)
     model_dir = resolve_checkpoint(bundled.checkpoint_of(config.model))
-    model = load_model(
-        model_dir,
-        device=device,
-        dtype=dtype,
-        random_weights=config.random_weights,
-        seed=config.seed,
-        fp8_drafts=_fp8_drafts(config, device, dtype),
+    progress(LOADING, 0, 0)
+    with ExitStack() as stack:
+        beside = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="agentspec-tokenizer"))
+        tokenizer = beside.submit(Tokenizer.from_directory, model_dir)
+        ahead = None
+        if device.type == "cuda":
+            job = KernelJob(config=config, model_dir=str(model_dir), machine=machine_of(device))
+            ahead = stack.enter_context(KernelsAhead(job, progress))
+        model = load_model(
+            model_dir,
+            device=device,
+            dtype=dtype,
+            random_weights=config.random_weights,
+            seed=config.seed,
+            fp8_drafts=_fp8_drafts(config, device, dtype),
+            progress=progress,
+        )
+        return build(model, config=config, device=device, tokenizer=tokenizer.result(), model_dir=model_dir, ahead=ahead, progress=progress)
+
+
+def rehearsal(config: EngineConfig, model_dir: Path, *, max_pages: int | None = None) -> Rehearsal:
+    """What an engine of these settings will launch on a GPU, which this process need not have. Reads no tensor.
+
+    max_pages: of a sequence; None: there is memory for the whole context. Raises as `assemble` does."""
+    device = torch.device("cuda")
+    dtype = _dtype(config, device)
+    text_config = resolved_config(model_dir, random_weights=config.random_weights)
+    spec = _limited(model_spec(model_dir, text_config, dtype), config)
+    max_draft_tokens = _max_draft_tokens(config, spec)
+
+    def make() -> StepModel:
+        model = outline(text_config, spec, dtype=dtype, fp8_drafts=_fp8_drafts(config, device, dtype))
+        if max_draft_tokens:
+            model.limit_drafts(range(draft_vocab_size(config.draft_vocab_size, num_real_tokens=spec.num_real_tokens)))
+        return model
+
+    return Rehearsal(
+        outline=make,
+        max_running=AUTO_MAX_RUNNING if config.max_running == "auto" else config.max_running,
+        max_draft_tokens=max_draft_tokens,
+        depths=_depth_policy(config, max_draft_tokens)[1],
+        max_pages_per_slot=_max_pages(spec, spec.max_context, max_draft_tokens) if max_pages is None else max_pages,
+        force_acceptance=config.force_acceptance,
+        allow_forced_output=config.allow_forced_output,
     )
-    return build(model, config=config, device=device, tokenizer=Tokenizer.from_directory(model_dir), model_dir=model_dir)
 
 
 def build(
@@ -134,10 +175,13 @@ def build(
     depth_policy: DepthPolicy | None = None,
     pace: Pace | None = None,
     clock: Callable[[], float] = time.monotonic,
+    ahead: KernelsAhead | None = None,
+    progress: Progress = no_progress,
 ) -> Assembly:
     """Build an engine around a model; allocates its state pools, and captures its steps where that is possible.
 
-    memory: None: by the settings, and by what is free on the device. Raises ConfigError when a setting doesn't fit the model."""
+    memory: None: by the settings, and by what is free on the device. ahead: kernels that are being compiled; without it each one is compiled at its
+    first launch. Raises ConfigError when a setting doesn't fit the model."""
     spec = model.spec
     max_draft_tokens = _max_draft_tokens(config, spec)
     config = replace(config, max_running=_max_running(config, spec, device, max_draft_tokens, memory))
@@ -160,20 +204,17 @@ def build(
         page_bytes=spec.page_bytes,
         hold_seconds=config.session_hold_seconds,
     )
-    executor = ModelExecutor(
-        model,
-        max_running=_slots(config),
-        max_draft_tokens=max_draft_tokens,
-        max_pages_per_slot=-(-(memory.max_length + 4 * (max_draft_tokens + 1)) // spec.block_tokens),
-        force_acceptance=config.force_acceptance,
-        allow_forced_output=config.allow_forced_output,
-        device=device,
-    )
+    executor = _executor(model, config, memory, max_draft_tokens, device)
     depths: Sequence[int] = range(max_draft_tokens + 1)
     if depth_policy is None:
         depth_policy, depths = _depth_policy(config, max_draft_tokens)
+    if ahead is not None:
+        _await_kernels(ahead, _limited(spec, config), memory, max_draft_tokens, progress)
     eager = _why_eager(config, device)
-    graphs = f"none: {eager}" if eager is not None else str(executor.capture(depths, CudaRecorder(device)))
+    graphs = f"none: {eager}" if eager is not None else str(executor.capture(depths, CudaRecorder(device), progress))
+    if copies is not None:
+        progress(LOCKING, 0, 0)
+        copies.await_memory()
     loop = StepLoop(
         scheduler=scheduler,
         executor=executor,
@@ -200,6 +241,38 @@ def build(
         token_counts=token_counts,
         copies=copies,
     )
+
+
+def _executor(model: StepModel, config: EngineConfig, memory: MemoryPlan, max_draft_tokens: int, device: torch.device) -> ModelExecutor:
+    return ModelExecutor(
+        model,
+        max_running=_slots(config),
+        max_draft_tokens=max_draft_tokens,
+        max_pages_per_slot=_max_pages(model.spec, memory.max_length, max_draft_tokens),
+        force_acceptance=config.force_acceptance,
+        allow_forced_output=config.allow_forced_output,
+        device=device,
+    )
+
+
+def _await_kernels(ahead: KernelsAhead, spec: ModelSpec, memory: MemoryPlan, max_draft_tokens: int, progress: Progress) -> None:
+    """Until they are compiled. Where memory holds less than the whole context of `spec`, a few others are launched: those too."""
+    ahead.wait()
+    max_pages = _max_pages(spec, memory.max_length, max_draft_tokens)
+    if max_pages != _max_pages(spec, spec.max_context, max_draft_tokens):
+        with KernelsAhead(msgspec.structs.replace(ahead.job, max_pages=max_pages), progress) as others:
+            others.wait()
+
+
+def machine_of(device: torch.device) -> Machine:
+    """What kernels depend on of a GPU."""
+    properties = torch.cuda.get_device_properties(device)
+    return Machine(capability=(properties.major, properties.minor), num_multiprocessors=properties.multi_processor_count)
+
+
+def _max_pages(spec: ModelSpec, max_length: int, max_draft_tokens: int) -> int:
+    """Of the longest sequence, with what its last steps may write beyond its end."""
+    return -(-(max_length + 4 * (max_draft_tokens + 1)) // spec.block_tokens)
 
 
 def _cache(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, clock: Callable[[], float]) -> HybridCache:
@@ -242,23 +315,19 @@ def _depth_policy(config: EngineConfig, max_draft_tokens: int) -> tuple[DepthPol
 
 
 def _max_running(config: EngineConfig, spec: ModelSpec, device: torch.device, max_draft_tokens: int, given: MemoryPlan | None) -> int:
-    """Slots. A request that runs writes into rows of its own, whatever it will be; they must leave room for what is cached."""
     if config.max_running != "auto":
         return config.max_running
-    num_slots = CPU_MAX_RUNNING
-    if device.type == "cuda" and given is None:
-        row_bytes = (max_draft_tokens + 3) * spec.row_bytes
-        while num_slots < AUTO_MAX_RUNNING:
-            more = replace(config, max_running=2 * num_slots)
-            memory_bytes = _memory_bytes(config, device, _graph_bytes(more, spec, device, max_draft_tokens))
-            if 2 * num_slots * row_bytes > RUNNING_SHARE * memory_bytes:
-                break
-            num_slots *= 2
-    return num_slots
+    if device.type == "cpu" or given is not None:
+        return CPU_MAX_RUNNING
+
+    def memory_bytes(num_slots: int) -> int:
+        return _memory_bytes(config, device, _graph_bytes(replace(config, max_running=num_slots), spec, device, max_draft_tokens))
+
+    return choose_slots(spec, memory_bytes, max_draft_tokens=max_draft_tokens, least=CPU_MAX_RUNNING)
 
 
 def _slots(config: EngineConfig) -> int:
-    assert config.max_running != "auto", "auto is resolved before anything is built"
+    assert config.max_running != "auto", "it is resolved before anything is built"
     return config.max_running
 
 

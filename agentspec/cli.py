@@ -13,7 +13,8 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from typing import Any, Literal, NoReturn
 
@@ -46,6 +47,10 @@ def build_parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="serve the OpenAI API over HTTP")
     _add_server_arguments(serve)
     add_engine_arguments(serve)
+    warm = commands.add_parser("warm", help="compile what `serve` with the same flags would compile at its start: for container images")
+    warm.add_argument("checkpoint", nargs="?", metavar="MODEL", help="the same as --model")
+    warm.add_argument("--target", metavar="CC", help="compute capability to compile for, as 9.0 for an H100 (default: this machine's GPU)")
+    add_engine_arguments(warm)
     replay = commands.add_parser("replay", help="replay recorded agent sessions and report what they cost")
     replay_options.add_arguments(replay)
     dry = replay.add_argument_group("dry run")
@@ -96,14 +101,14 @@ def server_config(args: argparse.Namespace, environment: Mapping[str, str]) -> S
 
 
 def served_model(args: argparse.Namespace) -> str | None:
-    """What `serve` is to load, named by place or by flag."""
+    """What `serve` or `warm` is about, named by place or by flag."""
     if args.checkpoint is not None and args.model is not None and args.checkpoint != args.model:
         raise ConfigError("model", args.model, f"and {args.checkpoint!r} are two models: serve one")
     return args.model if args.checkpoint is None else str(args.checkpoint)
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of EngineConfig. `serve` and `replay` have the same ones."""
+    """The flags of EngineConfig. `serve`, `warm` and `replay` have the same ones."""
     group = parser.add_argument_group("engine")
     group.add_argument("--model", metavar="PATH|ID", help="checkpoint directory or hub id (default: the bundled model, tiny-agent)")
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -234,8 +239,13 @@ def _run(args: argparse.Namespace) -> int:
     config = engine_config(args)
     if args.command == "serve":
         config = dataclasses.replace(config, model=served_model(args))
-        caught = _load("agentspec.serve_command").run(config, server_config(args, os.environ))
+        server = server_config(args, os.environ)
+        # The engine's process takes longest to load what it needs: it begins before this one loads a web server.
+        with _caught_signals() as early, _load("agentspec.remote_engine").EngineProcess() as process:
+            caught = _load("agentspec.serve_command").run(config, server, process, early)
         return INTERRUPTED if caught is signal.SIGINT else 0
+    if args.command == "warm":
+        return int(_load("agentspec.warm_command").run(dataclasses.replace(config, model=served_model(args)), args.target))
     if args.dry_run is not None:
         return int(_load("agentspec.dry_run_command").run(args, config))
     if args.output == "forced":
@@ -247,6 +257,19 @@ def _run(args: argparse.Namespace) -> int:
     if args.base_url is not None:
         _refuse_engine_flags(args)
     return int(_load("agentspec.replay_command").run(args, lambda: _load("agentspec.local_server").load(config).client()))
+
+
+@contextmanager
+def _caught_signals() -> Iterator[list[signal.Signals]]:
+    """Signals that come before the server has handlers of its own: it is told of them when it has."""
+    early: list[signal.Signals] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda caught, _: early.append(signal.Signals(caught))) for number in numbers]
+    try:
+        yield early
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _refuse_engine_flags(args: argparse.Namespace) -> None:

@@ -1,8 +1,9 @@
 """What crosses between a server's process and its engine's process: messages beside those of wire.py, errors as data, and frames of bytes.
 
-A frame is four bytes of length (big endian) and a msgpack list of messages. The server sends `Start` first, and the engine answers with `Ready` or
-with `Failed`. From then on each `Submit` is answered with any number of `TokensEvent` and exactly one of `FinishEvent`, `Refused` and `Gone`, the
-last one only after an `Abort`. A `Failed` after `Ready` is the last word of an engine that died. Knows neither processes nor sockets.
+A frame is four bytes of length (big endian) and a msgpack list of messages. The server sends `Start` first, and the engine answers with any number of
+`Loading`, then with `Ready` or with `Failed`. From then on each `Submit` is answered with any number of `TokensEvent` and exactly one of
+`FinishEvent`, `Refused` and `Gone`, the last one only after an `Abort`. A `Failed` after `Ready` is the last word of an engine that died. Knows
+neither processes nor sockets.
 """
 
 from __future__ import annotations
@@ -70,6 +71,15 @@ class Close(msgspec.Struct, frozen=True, tag="close"):
     """End what runs, then the process."""
 
 
+class Loading(msgspec.Struct, frozen=True, tag="loading"):
+    """What the engine's start is at. Any number of them come before `Ready`."""
+
+    stage: str
+    done: int
+    total: int
+    """0: nobody can say."""
+
+
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     info: ModelInfo
     setup: EngineSetup
@@ -100,7 +110,7 @@ class StatsReply(msgspec.Struct, frozen=True, tag="stats"):
 
 
 ToEngine = Start | Submit | Abort | StatsQuery | Close
-ToServer = Ready | Failed | TokensEvent | FinishEvent | Refused | Gone | StatsReply
+ToServer = Loading | Ready | Failed | TokensEvent | FinishEvent | Refused | Gone | StatsReply
 
 _FIELD_KINDS = {kind.__name__: kind for kind in (ConfigError, RequestError, ContextLengthError)}
 _KINDS = {kind.__name__: kind for kind in (AgentspecError, CheckpointError, UnsupportedModelError, EngineClosedError)}

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
@@ -30,6 +31,7 @@ from agentspec.engine_link import (
     Failed,
     FrameReader,
     Gone,
+    Loading,
     Ready,
     Refused,
     Start,
@@ -43,12 +45,14 @@ from agentspec.engine_link import (
 from agentspec.engine_thread import EngineThread
 from agentspec.errors import AgentspecError, EngineClosedError, RequestError
 from agentspec.runtime.memory_plan import MemoryPlan
-from agentspec.types import ModelSpec
+from agentspec.types import ModelSpec, Progress
 from agentspec.wire import Abort, EngineClient, Submit
 
 logger = logging.getLogger("agentspec")
 
 _RECEIVE_BYTES = 2**18
+_TOLD_SECONDS = 0.1
+"""Between two words about one stage of the start."""
 _FAILED = 1
 
 
@@ -60,7 +64,7 @@ class HostedEngine(EngineClient, AbstractAsyncContextManager[Any], Protocol):
         ...
 
 
-def main(load: Callable[[EngineConfig], tuple[HostedEngine, EngineSetup]]) -> int:
+def main(load: Callable[[EngineConfig, Progress], tuple[HostedEngine, EngineSetup]]) -> int:
     """Serve the engine that `load` makes of the server's config, until one of the process's ends; its exit status. The socket is the argument FD."""
     # Signals are the server's business: it closes this process when it has drained, or by its own end.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -69,7 +73,7 @@ def main(load: Callable[[EngineConfig], tuple[HostedEngine, EngineSetup]]) -> in
     start = link.early.get()
     assert isinstance(start, Start)
     try:
-        engine, setup = load(start.config)
+        engine, setup = load(start.config, _Told(link))
     except AgentspecError as error:
         link.send(Failed(error_data(error)))
         return _FAILED
@@ -108,6 +112,23 @@ class _Link:
             for body in frames.feed(data):
                 for message in _decoded(decoder, body):
                     self.hand(message)
+
+
+class _Told:
+    """A Progress that the other end follows: not every step of it, for there may be thousands."""
+
+    def __init__(self, link: _Link) -> None:
+        self._link = link
+        self._turn = threading.Lock()
+        self._last: dict[str, float] = {}
+        """When a stage was told of last."""
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        with self._turn:
+            if done == total or now - self._last.get(stage, 0.0) >= _TOLD_SECONDS:
+                self._last[stage] = now
+                self._link.send(Loading(stage, done, total))
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[list[ToEngine]], body: bytes) -> list[ToEngine | Refused]:
@@ -202,8 +223,8 @@ class _Host:
             self._link.send(*messages)
 
 
-def _load(config: EngineConfig) -> tuple[HostedEngine, EngineSetup]:
-    parts = assemble(config)
+def _load(config: EngineConfig, progress: Progress) -> tuple[HostedEngine, EngineSetup]:
+    parts = assemble(config, progress)
     return EngineThread(parts), _setup(parts)
 
 

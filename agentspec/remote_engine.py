@@ -27,6 +27,7 @@ from agentspec.engine_link import (
     Failed,
     FrameReader,
     Gone,
+    Loading,
     Ready,
     Refused,
     Start,
@@ -37,7 +38,7 @@ from agentspec.engine_link import (
     to_error,
 )
 from agentspec.errors import AgentspecError, EngineClosedError, RequestError
-from agentspec.types import FinishReason
+from agentspec.types import FinishReason, Progress, no_progress
 from agentspec.wire import Abort, Event, FinishEvent, ModelInfo, Submit, TokensEvent, Usage
 
 logger = logging.getLogger("agentspec")
@@ -49,6 +50,37 @@ ENGINE_ENTRY = ("-P", "-m", "agentspec.engine_process")
 """What Python runs in the process. -P: the working directory is no place to import from."""
 
 _CLOSED = "the engine was closed"
+
+
+class EngineProcess:
+    """A process that loads what engines are made of, and waits to be told which one to be. A context manager: it ends no later than its context."""
+
+    def __init__(self, entry: Sequence[str] = ENGINE_ENTRY) -> None:
+        """entry: Python's arguments for a module that runs engine_process.main."""
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            number = theirs.fileno()
+            # Its own session, so that Ctrl-C reaches the server alone, and so that what it starts can be killed with it.
+            command = [sys.executable, *entry, str(number)]
+            try:
+                self.process = subprocess.Popen(command, pass_fds=(number,), stdin=subprocess.DEVNULL, start_new_session=True)
+            except BaseException:
+                self.socket.close()
+                raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.kill()
+        self.process.wait()
+        self.socket.close()
+
+    def kill(self) -> None:
+        """The process, if it still runs, and all that it started: they are a group of their own."""
+        if self.process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
 
 
 class RemoteEngine:
@@ -63,9 +95,11 @@ class RemoteEngine:
     info: ModelInfo
     setup: EngineSetup
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, process: EngineProcess, progress: Progress) -> None:
         """For `start`."""
-        self._process = process
+        self._group = process
+        self._process = process.process
+        self._progress = progress
         self._wire = _Wire(self._take, self._lose)
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._streams: dict[str, asyncio.Queue[Event | AgentspecError]] = {}
@@ -79,25 +113,17 @@ class RemoteEngine:
         self._burial: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, config: EngineConfig, entry: Sequence[str] = ENGINE_ENTRY) -> Self:
-        """Start the process and wait until its model is loaded. `entry`: Python's arguments for a module that runs engine_process.main.
+    async def start(cls, config: EngineConfig, process: EngineProcess | None = None, *, progress: Progress = no_progress) -> Self:
+        """Start an engine in `process`, which is its own from then on, and wait until its model is loaded.
 
+        process: None: a new one. progress: told what the process is at, by the event loop.
         Raises what loading raised there: CheckpointError, ConfigError; AgentspecError when the process ended without a word."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            number = theirs.fileno()
-            # Its own session, so that Ctrl-C reaches the server alone, and so that what it starts can be killed with it.
-            command = [sys.executable, *entry, str(number)]
-            try:
-                process = subprocess.Popen(command, pass_fds=(number,), stdin=subprocess.DEVNULL, start_new_session=True)
-            except BaseException:
-                ours.close()
-                raise
-        engine = cls(process)
+        process = EngineProcess() if process is None else process
+        engine = cls(process, progress)
         try:
-            await engine._load(ours, config)
+            await engine._load(process.socket, config)
         except BaseException:
-            engine._kill()
+            process.kill()
             await engine._lost.wait()
             assert engine._burial is not None
             await engine._burial
@@ -172,7 +198,7 @@ class RemoteEngine:
             except TimeoutError:
                 logger.error("the engine's process did not end within %d seconds and is killed", CLOSE_SECONDS)
                 self._death = "it did not end when it was told to"
-                self._kill()
+                self._group.kill()
                 await self._lost.wait()
         assert self._burial is not None
         await self._burial
@@ -197,6 +223,8 @@ class RemoteEngine:
             case StatsReply(number=number):
                 if number in self._questions and not self._questions[number].done():
                     self._questions[number].set_result(message.stats)
+            case Loading():
+                self._progress(message.stage, message.done, message.total)
             case Ready():
                 self._ready.set_result(message)
             case Failed():
@@ -212,7 +240,7 @@ class RemoteEngine:
 
     def _lose(self) -> None:
         """The process ended, or is about to: everything that waits for it gets its answer."""
-        self._kill()
+        self._group.kill()
         self._lost.set()
         is_closed = self._closing is not None and self._death is None
         if self._death is None:
@@ -238,12 +266,6 @@ class RemoteEngine:
             self._ready.set_exception(AgentspecError(f"the engine's process ended before its model was loaded ({how})"))
         elif not is_expected and not self._ready.cancelled() and self._ready.exception() is None:
             logger.error("the engine's process ended (%s)", how)
-
-    def _kill(self) -> None:
-        """The process, if it still runs, and all that it started: they are a group of their own."""
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
 
 
 class _Wire(asyncio.Protocol):

@@ -1,5 +1,6 @@
 """`agentspec serve`: HTTP in this process, the engine in one of its own, until a signal ends both. Imports no torch.
 
+It listens from the beginning: until the engine is loaded, every answer is a 503 that says what the start is at, and so do lines on stderr.
 The first signal drains: new requests are refused, running ones may end. What still runs after the grace, or at a second signal, ends with its
 terminal event. The engine's process is closed on every way out.
 """
@@ -9,19 +10,24 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from importlib import metadata
 from pathlib import Path
 
 import uvicorn
+from starlette.types import ASGIApp
 
+from agentspec import bundled
 from agentspec.config import EngineConfig, ServerConfig
 from agentspec.errors import ConfigError
-from agentspec.remote_engine import RemoteEngine
+from agentspec.remote_engine import EngineProcess, RemoteEngine
 from agentspec.server.app import create_app
 from agentspec.server.door import Door
 from agentspec.server.pipeline import TextPipeline
+from agentspec.server.waiting_room import WaitingRoom
+from agentspec.start_progress import TICK_SECONDS, ProgressLines, StartProgress
 from agentspec.text.tokenizer import Tokenizer
 
 GRACE_SECONDS = 5
@@ -41,10 +47,12 @@ class _SignalledServer(uvicorn.Server):
         yield
 
 
-def run(config: EngineConfig, server: ServerConfig) -> signal.Signals | None:
-    """Serve until a signal; returns it. Binds first: a port that is taken must not cost the loading of a model."""
+def run(config: EngineConfig, server: ServerConfig, process: EngineProcess, early: Sequence[signal.Signals] = ()) -> signal.Signals | None:
+    """Serve an engine in `process` until a signal; returns it. Binds first: a port that is taken must not cost the loading of a model.
+
+    early: gets the signals that come until there are handlers here."""
     with _bind(server.host, server.port) as listener:
-        return asyncio.run(_serve(config, server, listener))
+        return asyncio.run(_serve(config, server, process, listener, early))
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -59,35 +67,82 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def _serve(config: EngineConfig, server: ServerConfig, listener: socket.socket) -> signal.Signals | None:
+async def _serve(
+    config: EngineConfig, server: ServerConfig, process: EngineProcess, listener: socket.socket, early: Sequence[signal.Signals]
+) -> signal.Signals | None:
     caught: Signals = asyncio.Queue()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, caught.put_nowait, number)
+    if early:
+        return early[0]
     first = asyncio.create_task(caught.get())
-    loading = asyncio.create_task(RemoteEngine.start(config))
-    await asyncio.wait((first, loading), return_when=asyncio.FIRST_COMPLETED)
-    if not loading.done():
-        loading.cancel()
-        await asyncio.wait((loading,))
-        return first.result()
-    async with await loading as engine:
-        directory = engine.setup.model_dir
-        tokenizer = None if directory is None else Tokenizer.from_directory(directory)
-        text = TextPipeline.from_checkpoint(tokenizer, None if directory is None else Path(directory))
-        app = create_app(engine, text, max_body_bytes=server.max_body_bytes)
-        door = Door(app, server, max_running=engine.info.max_running)
-        settings = uvicorn.Config(door, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=CLOSE_SECONDS)
-        http = _SignalledServer(settings)
-        listener.listen()
-        print(start_page(config, server, engine, listener.getsockname()), flush=True)
-        serving = asyncio.create_task(http.serve(sockets=[listener]))
-        await asyncio.wait((first, serving), return_when=asyncio.FIRST_COMPLETED)
-        if first.done():
-            await _drain(door, caught)
-            await engine.close()
-            http.should_exit = True
-        await serving
+    progress = StartProgress()
+    room = WaitingRoom(progress.describe, lambda: progress.seconds, max_body_bytes=server.max_body_bytes)
+    async with _listening(room, listener) as serving:
+        loading = asyncio.create_task(_load(config, process, progress))
+        await asyncio.wait((first, serving, loading), return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            loading.cancel()
+            await asyncio.wait((loading,))
+            return first.result() if first.done() else None
+        engine, text = await loading
+        async with engine:
+            app = create_app(engine, text, max_body_bytes=server.max_body_bytes)
+            door = Door(app, server, max_running=engine.info.max_running)
+            room.enter(door)
+            print(start_page(config, server, engine, listener.getsockname()), flush=True)
+            await asyncio.wait((first, serving), return_when=asyncio.FIRST_COMPLETED)
+            if first.done():
+                await _drain(door, caught)
         return first.result() if first.done() else None
+
+
+@asynccontextmanager
+async def _listening(app: ASGIApp, listener: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
+    """The task that serves HTTP within; ended afterwards, with what it still sends."""
+    settings = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=CLOSE_SECONDS)
+    http = _SignalledServer(settings)
+    listener.listen()
+    serving = asyncio.create_task(http.serve(sockets=[listener]))
+    try:
+        yield serving
+    finally:
+        http.should_exit = True
+        await serving
+
+
+async def _load(config: EngineConfig, process: EngineProcess, progress: StartProgress) -> tuple[RemoteEngine, TextPipeline | None]:
+    """The engine, and beside it what makes prompts of messages: at once where the checkpoint is a directory, else after its download."""
+    lines = ProgressLines(progress, sys.stderr)
+    telling = asyncio.create_task(_tell(lines))
+    named = Path(bundled.checkpoint_of(config.model)).expanduser()
+    reading = asyncio.create_task(asyncio.to_thread(_text, named)) if named.is_dir() else None
+    try:
+        engine = await RemoteEngine.start(config, process, progress=progress)
+        directory = engine.setup.model_dir
+        if directory is None:
+            return engine, None
+        try:
+            return engine, await (asyncio.to_thread(_text, Path(directory)) if reading is None else reading)
+        except BaseException:
+            await engine.close()
+            raise
+    finally:
+        telling.cancel()
+        lines.clear()
+        if reading is not None:
+            await asyncio.wait((reading,))
+            reading.cancelled() or reading.exception()  # the engine's own word about the directory came first
+
+
+def _text(directory: Path) -> TextPipeline | None:
+    return TextPipeline.from_checkpoint(Tokenizer.from_directory(directory), directory)
+
+
+async def _tell(lines: ProgressLines) -> None:
+    while True:
+        lines.tick()
+        await asyncio.sleep(TICK_SECONDS)
 
 
 async def _drain(door: Door, caught: Signals) -> None:

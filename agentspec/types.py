@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -33,6 +33,14 @@ SCRATCH_PAGE = 0
 
 STOP_RUNNING, STOP_ID, STOP_LENGTH = range(3)
 """Whether a decode step ended a request, and why, as the device writes it."""
+
+
+Progress = Callable[[str, int, int], None]
+"""Told what a start is at: (stage, how much of it is done, of how much). The total is 0 where nobody can say. Any thread may call it."""
+
+
+def no_progress(stage: str, done: int, total: int) -> None:
+    """A Progress that nobody follows."""
 
 
 def tokens(ids: Iterable[int] = ()) -> array[int]:

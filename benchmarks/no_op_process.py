@@ -11,10 +11,11 @@ from agentspec import bundled, engine_process
 from agentspec.config import EngineConfig
 from agentspec.engine_link import EngineSetup
 from agentspec.text.tokenizer import Tokenizer
+from agentspec.types import Progress
 from benchmarks.no_op_engine import NoOpEngine
 
 
-def load(config: EngineConfig) -> tuple[NoOpEngine, EngineSetup]:
+def load(config: EngineConfig, progress: Progress) -> tuple[NoOpEngine, EngineSetup]:
     """An engine that holds no memory, whatever the config."""
     tokenizer = Tokenizer.from_directory(bundled.DIRECTORY)
     assert tokenizer is not None

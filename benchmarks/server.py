@@ -33,7 +33,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentspec import bundled
 from agentspec.config import EngineConfig, ServerConfig
-from agentspec.remote_engine import RemoteEngine
+from agentspec.remote_engine import EngineProcess, RemoteEngine
 from agentspec.server.app import create_app
 from agentspec.server.door import Door
 from agentspec.server.pipeline import TextPipeline
@@ -130,7 +130,7 @@ async def serve() -> None:
     """Record the app's own answers, then serve all ways until the standard input ends."""
     tokenizer = Tokenizer.from_directory(bundled.DIRECTORY)
     assert tokenizer is not None
-    async with NoOpEngine(tokenizer) as engine, await RemoteEngine.start(EngineConfig(), NO_OP_ENTRY) as remote:
+    async with NoOpEngine(tokenizer) as engine, await RemoteEngine.start(EngineConfig(), EngineProcess(NO_OP_ENTRY)) as remote:
         app = app_of(engine, tokenizer)
         async with httpx.AsyncClient(transport=InProcessTransport(app), base_url="http://in-process") as client:
             whole = (await client.post(PATH, json=body(0, stream=False, paced=False))).content

@@ -83,7 +83,7 @@ TORCH_FREE = (
 ONLY_IN = {"triton": "kernels", "flashinfer": "kernels", "xgrammar": "runtime.grammar"}
 """Packages that one place alone may import."""
 
-LATE_LOADERS = {("cli", "_load"), ("kernels", "backend")}
+LATE_LOADERS = {("cli", "_load"), ("kernels", "backend"), ("kernels", "compiler")}
 """Functions that may import a module late: commands load what they need, and Triton is needed where there is CUDA."""
 
 ENGINE_FLAGS = {

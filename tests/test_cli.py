@@ -8,7 +8,9 @@ import json
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ ENGINE_FLAGS = {
 }  # fmt: skip
 FLAGS = {
     "serve": ENGINE_FLAGS | {"checkpoint", "--host", "--port", "--api-key", "--max-body-mib", "--max-queue"},
+    "warm": ENGINE_FLAGS | {"checkpoint", "--target"},
     "replay": ENGINE_FLAGS | {
         "file", "--sessions", "--max-turns", "--history", "--output", "--token-ids", "--concurrency", "--arrival", "--speed", "--tool-delay",
         "--timeout", "--base-url", "--api-key", "--served-model", "--json", "--html", "--quiet", "--dry-run", "--template",
@@ -216,11 +219,11 @@ class Loaded:
     [(None, 0), (signal.SIGTERM, 0), (signal.SIGINT, 130), (KeyboardInterrupt(), 130), (CheckpointError("config.json: no such file"), 2)],
 )
 def test_how_serving_can_end(result: Any, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = Loaded(result)
-    monkeypatch.setattr(cli, "_load", {"agentspec.serve_command": command}.__getitem__)
+    command, remote = Loaded(result), SimpleNamespace(EngineProcess=lambda: nullcontext("its process"))
+    monkeypatch.setattr(cli, "_load", {"agentspec.serve_command": command, "agentspec.remote_engine": remote}.__getitem__)
     monkeypatch.delenv("AGENTSPEC_API_KEY", raising=False)
     assert cli.main(["serve", "m", "--port", "9"]) == code
-    assert command.arguments == (EngineConfig(model="m"), ServerConfig(port=9))
+    assert command.arguments == (EngineConfig(model="m"), ServerConfig(port=9), "its process", [])
 
 
 def test_replay_opens_an_engine_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -331,7 +331,7 @@ def test_a_context_beyond_the_model() -> None:
 
 
 def test_a_process_that_dies_while_it_loads(in_engine: InEngine) -> None:
-    in_engine("import agentspec.assembly, os\nagentspec.assembly.assemble = lambda config: os._exit(3)")
+    in_engine("import agentspec.assembly, os\nagentspec.assembly.assemble = lambda config, progress: os._exit(3)")
 
     async def main() -> None:
         with pytest.raises(AgentspecError, match=r"before its model was loaded \(exit status 3\)"):
@@ -360,7 +360,7 @@ def test_the_engine_does_not_outlive_its_server(moment: str, in_engine: InEngine
 import sys, threading
 if "agentspec.engine_process" in sys.orig_argv:
     import agentspec.assembly
-    def never_ends(config):
+    def never_ends(config, progress):
         print("loading", flush=True)
         threading.Event().wait()
     agentspec.assembly.assemble = never_ends
@@ -372,12 +372,26 @@ if "agentspec.engine_process" in sys.orig_argv:
         assert server.stdout.read() == ""
 
 
+def test_a_start_tells_its_stages() -> None:
+    stages: list[tuple[str, int, int]] = []
+
+    async def run() -> None:
+        async with await RemoteEngine.start(CONFIG, progress=lambda *stage: stages.append(stage)):
+            pass
+
+    asyncio.run(run())
+    assert stages[0] == ("loading weights", 0, 0)
+    name, done, total = stages[-1]
+    assert (name, done) == ("loading weights", total)
+    assert total > 0
+
+
 def test_a_cancelled_start_leaves_no_process(in_engine: InEngine, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     in_engine(f"""
 import os, threading
 import agentspec.assembly
-def never_ends(config):
+def never_ends(config, progress):
     open({str(pid)!r}, "w").write(str(os.getpid()))
     os.kill({os.getpid()}, {int(signal.SIGUSR1)})
     threading.Event().wait()

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +60,9 @@ class Served:
         self.client.base_url = httpx.URL(url.group())
 
     def end(self) -> tuple[int, str, str]:
-        """Wait for both processes: exit code, the rest of stdout, stderr."""
+        """Wait for both processes: exit code, the rest of stdout, stderr but for what it says of the start."""
         rest, errors = self.process.communicate()
-        return self.process.returncode, rest, errors
+        return self.process.returncode, rest, re.sub(r"^agentspec: .*, \d+ s\n", "", errors, flags=re.MULTILINE)
 
 
 Serve = Callable[..., Served]
@@ -194,6 +194,23 @@ def test_a_signal_while_the_model_loads(serve: Serve, number: signal.Signals, co
     assert served.stdout.readline() == "loading\n"
     served.process.send_signal(number)
     assert served.end() == (code, "", "")
+
+
+def test_a_server_that_loads_says_so_and_ends_at_a_signal(serve: Serve) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    served = serve("--port", str(port), in_engine="import threading; threading.Event().wait()", wait=False)
+    served.client.base_url = httpx.URL(f"http://127.0.0.1:{port}")
+    health = None
+    while health is None:
+        with suppress(httpx.ConnectError):
+            health = served.client.get("/health")
+    assert (health.status_code, health.headers["retry-after"]) == (503, "2")
+    assert (health.json()["status"], health.json()["stage"]) == ("loading", "starting")
+    answer = served.client.post("/v1/chat/completions", json=CHAT)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "loading")
+    served.process.send_signal(signal.SIGTERM)
+    assert served.end() == (0, "", "")
 
 
 def test_a_model_that_can_not_be_loaded(serve: Serve) -> None:

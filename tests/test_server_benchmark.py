@@ -9,7 +9,7 @@ import pytest
 
 from agentspec import bundled
 from agentspec.config import EngineConfig
-from agentspec.remote_engine import RemoteEngine
+from agentspec.remote_engine import EngineProcess, RemoteEngine
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.wire import EngineClient, Event, Submit
 from benchmarks import server
@@ -34,7 +34,7 @@ def test_the_engine_in_its_own_process_is_the_no_op_one() -> None:
     async def main() -> None:
         tokenizer = Tokenizer.from_directory(bundled.DIRECTORY)
         assert tokenizer is not None
-        async with NoOpEngine(tokenizer) as local, await RemoteEngine.start(EngineConfig(), server.NO_OP_ENTRY) as remote:
+        async with NoOpEngine(tokenizer) as local, await RemoteEngine.start(EngineConfig(), EngineProcess(server.NO_OP_ENTRY)) as remote:
             assert (remote.setup.device, remote.info) == ("none", local.info)
             heard = await events(remote)
             assert len(heard) == STEPS + 1

@@ -26,6 +26,7 @@ from agentspec.kernels.prefill_batch import PrefillBatch
 from agentspec.kernels.reference.hidden import read_hidden
 from agentspec.kernels.reference.moe import mix_experts, route_top_k
 from agentspec.kernels.reference.rope import rope_cos_sin
+from agentspec.kernels.variants import KernelCompiler, Machine, Variant
 from agentspec.kernels.weights import (
     FP8,
     FP8_MAX,
@@ -47,12 +48,16 @@ __all__ = [
     "Backend",
     "BlockScaled",
     "DeltaWeights",
+    "KernelCompiler",
+    "Machine",
     "MixtureWeights",
     "Norm",
     "PrefillBatch",
     "RopeTable",
+    "Variant",
     "Weight",
     "backend",
+    "compiler",
     "dequantize",
     "mix_experts",
     "quantize_blocks",
@@ -67,7 +72,14 @@ __all__ = [
 
 @functools.cache
 def backend(device: torch.device) -> Backend:
-    """The operations for tensors on `device`. Triton is imported for CUDA alone: elsewhere it may not be installed."""
-    if device.type == "cuda":
+    """The operations for tensors on `device`. Triton is imported for CUDA alone: elsewhere it may not be installed.
+
+    "meta" is a GPU on which nothing is launched (variants.KernelCompiler.variants_of)."""
+    if device.type in ("cuda", "meta"):
         return cast(Backend, importlib.import_module("agentspec.kernels.triton"))
     return reference
+
+
+def compiler() -> KernelCompiler:
+    """What compiles the kernels of CUDA's backend. Raises ImportError where Triton isn't installed."""
+    return cast(KernelCompiler, importlib.import_module("agentspec.kernels.triton.compiler"))

@@ -12,11 +12,18 @@ from agentspec.models.qwen3_5 import Qwen3_5Model
 from agentspec.models.state import page_bytes, row_bytes
 from agentspec.models.tensors import random_parameters
 from agentspec.models.weights import Checkpoint
-from agentspec.types import ModelSpec
+from agentspec.types import ModelSpec, Progress, no_progress
 
 
 def load_model(
-    path: Path, *, device: torch.device, dtype: torch.dtype, random_weights: bool = False, seed: int = 0, fp8_drafts: bool = False
+    path: Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    random_weights: bool = False,
+    seed: int = 0,
+    fp8_drafts: bool = False,
+    progress: Progress = no_progress,
 ) -> Qwen3_5Model:
     """Load the model of a checkpoint directory (`weights.resolve_checkpoint` finds it).
 
@@ -25,19 +32,29 @@ def load_model(
         random_weights: read the JSON files alone and make up the weights from `seed`. A config that doesn't say whether it has an MTP
             head gets one, as every published checkpoint does.
         fp8_drafts: quantise what drafts are made by, as far as the checkpoint hasn't (models/fp8_drafts.py).
+        progress: told how many tensors have been read.
     Raises CheckpointError, or UnsupportedModelError naming what we don't run.
     """
-    config = load_text_config(path)
+    config = resolved_config(path, random_weights=random_weights)
     if random_weights:
-        if config.num_mtp_layers is None:
-            config = config.with_mtp_layers(1)
         parameters = random_parameters(config, device=device, dtype=dtype, seed=seed)
     else:
         with Checkpoint(path) as checkpoint:
-            if config.num_mtp_layers is None:
-                config = config.with_mtp_layers(int(checkpoint.has_mtp))
-            parameters = checkpoint.load(config, device=device, dtype=dtype)
+            parameters = checkpoint.load(config, device=device, dtype=dtype, progress=progress)
     return Qwen3_5Model(config, model_spec(path, config, dtype), parameters, dtype=dtype, fp8_drafts=fp8_drafts)
+
+
+def resolved_config(path: Path, *, random_weights: bool) -> TextConfig:
+    """A checkpoint's config that says whether there is an MTP head: where it doesn't, the checkpoint's tensors do.
+
+    random_weights: look at no tensors; where the config doesn't say, there is a head, as in every published checkpoint."""
+    config = load_text_config(path)
+    if config.num_mtp_layers is not None:
+        return config
+    if random_weights:
+        return config.with_mtp_layers(1)
+    with Checkpoint(path) as checkpoint:
+        return config.with_mtp_layers(int(checkpoint.has_mtp))
 
 
 def model_spec(path: Path, config: TextConfig, dtype: torch.dtype) -> ModelSpec:

@@ -22,7 +22,9 @@ from agentspec.models.hf_config import TextConfig, read_json
 from agentspec.models.quantization import canonical_name, is_convertible
 from agentspec.models.tensors import parameter_dtype
 from agentspec.models.weight_regions import empty_weight, fill
+from agentspec.types import Progress, no_progress
 
+STAGE = "loading weights"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -31,10 +33,13 @@ _FLOAT_DTYPES = ("F32", "F16", "BF16")
 _FP8_DTYPE = "F8_E4M3"
 _SCALE_DTYPES = ("F32", "BF16")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+_SMALL_HUB_FILES = ["*.json", "*.jinja"]
 
 
-def resolve_checkpoint(model: str) -> Path:
-    """A local directory as it is, or the local snapshot of a hub id (downloaded through huggingface_hub; safetensors and JSON only)."""
+def resolve_checkpoint(model: str, *, weights: bool = True) -> Path:
+    """A local directory as it is, or the local snapshot of a hub id (downloaded through huggingface_hub; safetensors and JSON only).
+
+    weights: False: of a hub id everything but its safetensors."""
     path = Path(model).expanduser()
     if path.is_dir():
         return path
@@ -47,7 +52,7 @@ def resolve_checkpoint(model: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(model, allow_patterns=_HUB_FILES if weights else _SMALL_HUB_FILES))
     except RepositoryNotFoundError as error:
         raise CheckpointError(f"model={model!r}: neither a directory nor a repository on the hub (or it is private)") from error
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -129,7 +134,7 @@ class Checkpoint:
         self._check(layout.sources, config)
         return layout
 
-    def load(self, config: TextConfig, *, device: torch.device, dtype: torch.dtype) -> dict[str, kernels.Weight]:
+    def load(self, config: TextConfig, *, device: torch.device, dtype: torch.dtype, progress: Progress = no_progress) -> dict[str, kernels.Weight]:
         """All parameters under canonical names; those in 8 bits lie as `weight_regions.empty_weight` says.
 
         Raises CheckpointError that lists every tensor which is missing, unexpected, misshapen or in the wrong format, or names the first one in
@@ -141,13 +146,15 @@ class Checkpoint:
                 parameters[name] = empty_weight(shape, device=device, dtype=dtype, block_rows=layout.block_rows[name])
             else:
                 parameters[name] = torch.empty(shape, dtype=parameter_dtype(name, dtype), device=device)
-        for name, source in layout.sources.items():
+        for num_read, (name, source) in enumerate(layout.sources.items()):
+            progress(STAGE, num_read, len(layout.sources))
             tensor = self.tensor(name)
             for target in source.targets:
                 part: kernels.Weight = tensor if target.pick is None else target.pick(tensor)
                 if source.scaled:
                     part = self._finite(name, kernels.BlockScaled(values=tensor, scales=self.tensor(scale_name(name)).float()))
                 fill(parameters[target.parameter], target.region, part)
+        progress(STAGE, len(layout.sources), len(layout.sources))
         return parameters
 
     def _finite(self, name: str, weight: kernels.BlockScaled) -> kernels.BlockScaled:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TypeAlias
 
 import torch
@@ -23,13 +24,14 @@ from agentspec.models.protocol import StepModel
 from agentspec.mtp.drafter import Drafter, NullDrafter
 from agentspec.mtp.mtp_drafter import MtpDrafter
 from agentspec.runtime.decode_step import StepResult, decode_step, read_result, score_result
-from agentspec.runtime.graphs import GraphReport, Recorder, StepGraphs
+from agentspec.runtime.graphs import CountedRecorder, GraphKey, GraphReport, Recorder, StepGraphs, batch_sizes, graph_keys
 from agentspec.runtime.plan import SlotJoin, SlotOutcome, StepOutcome, StepPlan
 from agentspec.runtime.prefill import run_batch, run_chunks
-from agentspec.runtime.prefill_graphs import PrefillGraphs, chunk_sizes
+from agentspec.runtime.prefill_graphs import PrefillGraphs, chunk_sizes, rehearsed_sizes
+from agentspec.runtime.prefill_tables import PrefillTables
 from agentspec.runtime.scores import ScoreRows
 from agentspec.runtime.step_buffers import StepBuffers, stage
-from agentspec.types import MAX_DRAFT_TOKENS
+from agentspec.types import MAX_DRAFT_TOKENS, Progress, no_progress
 
 Moment: TypeAlias = float | torch.cuda.Event
 """A point in the device's time: seconds of the host's clock where the host computes, else an event."""
@@ -111,22 +113,17 @@ class ModelExecutor:
             )
 
     @torch.inference_mode()
-    def capture(self, depths: Sequence[int], recorder: Recorder) -> GraphReport:
+    def capture(self, depths: Sequence[int], recorder: Recorder, progress: Progress = no_progress) -> GraphReport:
         """Record the decode step for every batch size, from then on each one is a replay, and short prompt chunks. Call before the first launch: the
         model's pools must stay.
 
-        depths: every k that a plan may ask for; another one will raise KeyError."""
-        graphs = StepGraphs(
-            lambda slot_ids_B, key: self._step(slot_ids_B, key.num_drafted, sampled=key.sampled, constrained=key.sampled),
-            recorder,
-            max_running=len(self._needs_sampler),
-            depths=depths,
-            device=self._device,
-        )
+        depths: every k that a plan may ask for; another one will raise KeyError. progress: told how many graphs there are."""
         sizes = chunk_sizes(self._model.spec.hidden_size)
+        counted = CountedRecorder(recorder, len(graph_keys(len(self._needs_sampler), depths)) + len(sizes), progress)
+        graphs = StepGraphs(self._captured_step, counted, max_running=len(self._needs_sampler), depths=depths, device=self._device)
         prefill_graphs = PrefillGraphs(
             self._prefill,
-            recorder,
+            counted,
             sizes=sizes,
             block_tokens=self._model.spec.block_tokens,
             max_pages=self._buffers.page_table_SP.shape[1],
@@ -134,6 +131,21 @@ class ModelExecutor:
         )
         self._graphs, self._prefill_graphs = graphs, prefill_graphs
         return replace(graphs.report, chunk_sizes=sizes, device_bytes=recorder.bytes_used(), seconds=graphs.report.seconds + prefill_graphs.seconds)
+
+    @torch.inference_mode()
+    def rehearse(self, depths: Sequence[int]) -> None:
+        """Run everything that `capture` records, and what is never recorded: larger chunks, and first steps.
+
+        For an executor on the device type "meta", where nothing is computed (runtime/rehearsal.py)."""
+        max_running, max_pages = len(self._needs_sampler), self._buffers.page_table_SP.shape[1]
+        for sizes in rehearsed_sizes(self._model.spec.hidden_size, block_tokens=self._model.spec.block_tokens, max_pages=max_pages):
+            self._prefill(PrefillTables(sizes=sizes, words=torch.empty(sizes.num_words, dtype=torch.int64, device=self._device)).batch)
+        for key in graph_keys(max_running, depths):
+            self._captured_step(torch.empty(key.batch_size, dtype=torch.int64, device=self._device), key)
+        for num_slots in batch_sizes(max_running):
+            slot_ids_B = torch.empty(num_slots, dtype=torch.int64, device=self._device)
+            for num_drafted, sampled, constrained in product(depths, (False, True), (False, True)):
+                self._step(slot_ids_B, num_drafted, sampled=sampled, constrained=constrained, prefilled=True)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepTicket:
@@ -178,6 +190,9 @@ class ModelExecutor:
                 outcome.decode_seconds = _seconds_between(*ticket.decode)
             outcome.slots = [slot for results in ticket.results for slot in results.read()]
         return outcome
+
+    def _captured_step(self, slot_ids_B: Tensor, key: GraphKey) -> StepResult:
+        return self._step(slot_ids_B, key.num_drafted, sampled=key.sampled, constrained=key.sampled)
 
     def _prefill(self, batch: PrefillBatch) -> None:
         run_batch(self._model, batch, with_mtp=self._with_mtp)

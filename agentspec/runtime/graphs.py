@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Protocol, TypeVar
 
 import torch
@@ -22,8 +23,11 @@ from torch import Tensor
 
 from agentspec.runtime.decode_step import StepResult
 from agentspec.runtime.step_buffers import stage
+from agentspec.types import Progress
 
 Result = TypeVar("Result")
+
+STAGE = "capturing graphs"
 
 BYTES_A_GRAPH = 8 * 2**20
 """What the driver and the pool keep for a graph of some hundred kernels, beside logits."""
@@ -79,14 +83,18 @@ class CudaRecorder:
         return self._capture(work)[0]
 
     def _capture(self, work: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
-        # A capture can neither compile nor load a kernel, nor make a library's workspace: a run of the same work does that first.
+        graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
+            # A capture can neither compile nor load a kernel, nor make a library's workspace: a run of the same work does that first.
             work()
-        graph = torch.cuda.CUDAGraph()
-        # Other threads of the process may go on using the device meanwhile: only this thread's calls are part of the capture.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            result = work()
+            # torch.cuda.graph would wait for the device and give back all free memory, which the next work would ask for again. Other threads of the
+            # process may go on using the device meanwhile: only this thread's calls are part of the capture.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = work()
+            finally:
+                graph.capture_end()
         return graph.replay, result
 
     def bytes_used(self) -> int:
@@ -96,6 +104,32 @@ class CudaRecorder:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)[0]
+
+
+class CountedRecorder:
+    """A recorder that says how many recordings there are."""
+
+    def __init__(self, recorder: Recorder, total: int, progress: Progress) -> None:
+        self._recorder, self._total, self._progress = recorder, total, progress
+        self._num_done = 0
+        progress(STAGE, 0, total)
+
+    def record(self, step: Callable[[], StepResult]) -> tuple[Callable[[], None], StepResult]:
+        recorded = self._recorder.record(step)
+        self._count()
+        return recorded
+
+    def record_writes(self, work: Callable[[], None]) -> Callable[[], None]:
+        replay = self._recorder.record_writes(work)
+        self._count()
+        return replay
+
+    def bytes_used(self) -> int:
+        return self._recorder.bytes_used()
+
+    def _count(self) -> None:
+        self._num_done += 1
+        self._progress(STAGE, self._num_done, self._total)
 
 
 class _Address:
@@ -159,12 +193,7 @@ class StepGraphs:
         self._padding_slot = max_running
         self._sizes = batch_sizes(max_running)
         self._graphs: dict[GraphKey, _Graph] = {}
-        keys = [
-            GraphKey(batch_size=size, num_drafted=num_drafted, sampled=sampled)
-            for size in self._sizes
-            for num_drafted in depths
-            for sampled in (True, False)
-        ]
+        keys = graph_keys(max_running, depths)
         # The largest first: what it took and gave back holds everything that the smaller ones need.
         for key in sorted(keys, key=lambda key: key.batch_size * (key.num_drafted + 1), reverse=True):
             self._graphs[key] = self._record(step, recorder, key)
@@ -195,6 +224,14 @@ class StepGraphs:
         slot_ids_B = stage(slot_ids, torch.int64, self._device)
         replay, result = recorder.record(lambda: step(slot_ids_B, key))
         return _Graph(slot_ids_B=slot_ids_B, slot_ids=slot_ids, replay=replay, result=result)
+
+
+def graph_keys(max_running: int, depths: Sequence[int]) -> list[GraphKey]:
+    """Of every graph of decode steps."""
+    return [
+        GraphKey(batch_size=size, num_drafted=num_drafted, sampled=sampled)
+        for size, num_drafted, sampled in product(batch_sizes(max_running), depths, (True, False))
+    ]
 
 
 def batch_sizes(max_running: int) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import NamedTuple
 
@@ -28,6 +29,8 @@ COPIES_AT_ONCE = 128
 """Copies that one call enqueues at most: about a millisecond of the host's time. A copy is a run of neighbouring pages, or one row, in one layer."""
 
 _ALIGNMENT = 4096
+
+STAGE = "locking host memory"
 
 
 class CopyProgress(NamedTuple):
@@ -48,18 +51,30 @@ class HostCopies:
     """Twins of a model's pools, and the copies between them."""
 
     def __init__(self, model: StepModel, memory: HostMemory, device: torch.device) -> None:
-        """Allocates the host's memory, and locks it where the device is a GPU. Call after model.allocate. Raises ConfigError if that is refused."""
+        """Allocates the host's memory. Where the device is a GPU a thread begins to lock it: see `await_memory`. Call after model.allocate."""
         rows, pages = model.row_tensors(), model.page_tensors()
         shapes = [(memory.num_rows, tensor) for tensor in rows] + [(memory.num_pages, tensor) for tensor in pages]
-        twins = _allocate([(count, *tensor.shape[1:]) for count, tensor in shapes], [tensor.dtype for _, tensor in shapes], self, device)
+        memory_B, twins = _allocate([(count, *tensor.shape[1:]) for count, tensor in shapes], [tensor.dtype for _, tensor in shapes])
+        self._locking: Future[None] | None = None
+        if device.type == "cuda":
+            beside = ThreadPoolExecutor(1, thread_name_prefix="agentspec-locking")
+            self._locking = beside.submit(_lock, memory_B, device)
+            beside.shutdown(wait=False)
+            weakref.finalize(self, _unlock, self._locking, memory_B)
         self._rows = _Twins(rows, twins[: len(rows)])
         self._pages = _Twins(pages, twins[len(rows) :])
         self._device = device
         self._to_host, self._to_device = _Lane(device), _Lane(device)
 
+    def await_memory(self) -> None:
+        """Until the memory is locked, which takes seconds; `launch` does so too. Raises ConfigError if that is refused."""
+        if self._locking is not None:
+            self._locking.result()
+
     @torch.inference_mode()
     def launch(self, orders: CopyOrders) -> None:
         """Start the orders, in their order. Never waits for the device."""
+        self.await_memory()
         launched = _moment(self._device)
         for order in orders.to_device:
             parts = _parts(self._pages.on_host, self._pages.on_device, order.pages), _parts(self._rows.on_host, self._rows.on_device, order.rows)
@@ -154,28 +169,28 @@ def _moment(device: torch.device) -> torch.cuda.Event | None:
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
-def _allocate(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], owner: object, device: torch.device) -> list[Tensor]:
-    """Tensors in one piece of memory, which is locked as long as `owner` lives: torch's own locked memory comes in powers of two only."""
+def _allocate(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]) -> tuple[Tensor, list[Tensor]]:
+    """Tensors in one piece of memory, and that piece, uint8: torch's own locked memory comes in powers of two only."""
     sizes = [-(-torch.Size(shape).numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype in zip(shapes, dtypes, strict=True)]
     memory = torch.empty(sum(sizes) + _ALIGNMENT, dtype=torch.uint8)
-    offset = -memory.data_ptr() % _ALIGNMENT
-    if device.type == "cuda":
-        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        address, num_bytes = memory.data_ptr() + offset, sum(sizes)
-        status = int(cudart.cudaHostRegister(address, num_bytes, 0))
-        if status:
-            reason = f"the system doesn't lock so much memory for the device (CUDA error {status}); 0 does without"
-            raise ConfigError("host_memory", f"{num_bytes / 2**30:.4g} GiB", reason)
-        weakref.finalize(owner, _unlock, memory, address)
+    memory_B = memory[-memory.data_ptr() % _ALIGNMENT :][: sum(sizes)]
     tensors = []
-    for shape, dtype, size in zip(shapes, dtypes, sizes, strict=True):
-        used = memory[offset : offset + torch.Size(shape).numel() * dtype.itemsize]
-        tensors.append(used.view(dtype).view(shape))
-        offset += size
-    return tensors
+    for shape, dtype, part_B in zip(shapes, dtypes, torch.split(memory_B, sizes), strict=True):
+        tensors.append(part_B[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape))
+    return memory_B, tensors
 
 
-def _unlock(memory: torch.Tensor, address: int) -> None:
-    """`memory` comes along so that it lives until now."""
-    torch.cuda.synchronize()
-    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+def _lock(memory_B: Tensor, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        memory_B.zero_()  # by all cores: locking would ask for the pages one after the other
+        status = int(torch.cuda.cudart().cudaHostRegister(memory_B.data_ptr(), memory_B.nbytes, 0))  # type: ignore[no-untyped-call]
+    if status:
+        reason = f"the system doesn't lock so much memory for the device (CUDA error {status}); 0 does without"
+        raise ConfigError("host_memory", f"{memory_B.nbytes / 2**30:.4g} GiB", reason)
+
+
+def _unlock(locking: Future[None], memory_B: Tensor) -> None:
+    """`memory_B` comes along so that it lives until now."""
+    if locking.exception() is None:
+        torch.cuda.synchronize()
+        torch.cuda.cudart().cudaHostUnregister(memory_B.data_ptr())  # type: ignore[no-untyped-call]

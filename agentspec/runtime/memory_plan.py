@@ -7,6 +7,7 @@ split is fixed at start; inside it, one LRU over checkpoints decides what stays 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from agentspec.cache.host_tier import HostMemory
@@ -24,6 +25,13 @@ _LEAST_HOST_PAGES = 16
 RESERVED = 2
 """Zero row and scratch row."""
 
+AUTO_MAX_RUNNING = 64
+"""Most slots that are chosen: so a fleet that starts at once has its first tokens one prompt after the other. Fewer are powers of two, whose kernels
+are among those of the most."""
+
+_RUNNING_SHARE = 1 / 3
+"""Of the memory for rows and pages, at most, for the rows in which running requests write, where their number is chosen."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
@@ -40,6 +48,19 @@ class MemoryPlan:
 def longest_sequence(num_pages: int, max_draft_tokens: int, block_tokens: int) -> int:
     """Tokens that fit into all pages but the scratch page, less the window that a step may touch beyond its end."""
     return (num_pages - 1) * block_tokens - 2 * (max_draft_tokens + 1)
+
+
+def choose_slots(spec: ModelSpec, memory_bytes: Callable[[int], int], *, max_draft_tokens: int, least: int) -> int:
+    """How many requests may run at the same time. A running request writes into rows of its own; they must leave room for what is cached.
+
+    memory_bytes: for rows and pages with so many slots, whose graphs and buffers take memory, too."""
+    num_slots = least
+    while num_slots < AUTO_MAX_RUNNING:
+        rows_bytes = 2 * num_slots * (max_draft_tokens + 3) * spec.row_bytes
+        if rows_bytes > _RUNNING_SHARE * memory_bytes(2 * num_slots):
+            break
+        num_slots *= 2
+    return num_slots
 
 
 def plan_memory(spec: ModelSpec, *, memory_bytes: int, max_running: int, max_draft_tokens: int) -> MemoryPlan:

@@ -39,6 +39,9 @@ MAX_SPANS = 4
 _EAGER_STEP = 128
 """Eager batches are filled up to a multiple of so many tokens."""
 
+_LARGE_BATCH = 8192
+"""Tokens."""
+
 _BYTES_OF_WIDTH = 104
 """More than what a forward holds at the same time, for each of its tokens and each of the hidden size."""
 
@@ -61,7 +64,7 @@ class PrefillGraphs:
         prefill: without host reads. sizes: tokens of a batch, in rising order. max_pages: of a sequence."""
         began = time.perf_counter()
         self._block_tokens, self._max_pages, self._device = block_tokens, max_pages, device
-        self._sizes = {num_tokens: self._room(num_tokens, MAX_SPANS) for num_tokens in sizes}
+        self._sizes = {num_tokens: _room(num_tokens, MAX_SPANS, block_tokens, max_pages) for num_tokens in sizes}
         self._words = torch.empty(max(sizes.num_words for sizes in self._sizes.values()), dtype=torch.int64, device=device)
         """The static tables: those of every size begin here, for only one runs at a time."""
         # The largest first: what it took and gave back holds everything that the smaller ones need.
@@ -83,13 +86,8 @@ class PrefillGraphs:
     def eager_sizes(self, runs: Sequence[PromptRun]) -> PrefillSizes:
         """Room for `runs` without a graph: in steps, and otherwise as in a graph, since Triton compiles a kernel anew for other kinds of sizes."""
         num_tokens = -(-sum(len(run.token_ids) for run in runs) // _EAGER_STEP) * _EAGER_STEP
-        room = self._room(num_tokens, max(MAX_SPANS, 1 << (len(runs) - 1).bit_length()))
+        room = _room(num_tokens, max(MAX_SPANS, 1 << (len(runs) - 1).bit_length()), self._block_tokens, self._max_pages)
         return replace(room, num_blocks=max(room.num_blocks, self._num_blocks(runs)))
-
-    def _room(self, num_tokens: int, num_spans: int) -> PrefillSizes:
-        # A span that begins and ends inside of blocks has two besides those that it fills. States wanted inside of blocks cut further ones.
-        num_blocks = num_tokens // self._block_tokens + 2 * num_spans
-        return PrefillSizes(num_tokens=num_tokens, num_spans=num_spans, num_blocks=num_blocks, num_pages=self._max_pages)
 
     def _num_blocks(self, runs: Sequence[PromptRun]) -> int:
         return sum(len(block_ends(run, self._block_tokens)) for run in runs)
@@ -112,6 +110,19 @@ class PrefillGraphs:
     def _fill(self, num_tokens: int, runs: Sequence[PromptRun]) -> None:
         tables = build_tables(runs, block_tokens=self._block_tokens, sizes=self._sizes[num_tokens])
         self._words[: tables.sizes.num_words].copy_(stage(tables.words, torch.int64, self._device))
+
+
+def _room(num_tokens: int, num_spans: int, block_tokens: int, max_pages: int) -> PrefillSizes:
+    # A span that begins and ends inside of blocks has two besides those that it fills. States wanted inside of blocks cut further ones.
+    return PrefillSizes(num_tokens=num_tokens, num_spans=num_spans, num_blocks=num_tokens // block_tokens + 2 * num_spans, num_pages=max_pages)
+
+
+def rehearsed_sizes(hidden_size: int, *, block_tokens: int, max_pages: int) -> list[PrefillSizes]:
+    """Of every graph, and enough of those of eager batches: any larger one launches the same kernels."""
+    sizes = chunk_sizes(hidden_size)
+    alone = (*sizes, *range(sizes[-1] + _EAGER_STEP, 2 * sizes[-1] + 1, sizes[-1] // 4), _LARGE_BATCH)
+    together = [(_LARGE_BATCH, num_spans) for num_spans in (2 * MAX_SPANS, 4 * MAX_SPANS)]
+    return [_room(num_tokens, num_spans, block_tokens, max_pages) for num_tokens, num_spans in [*((size, MAX_SPANS) for size in alone), *together]]
 
 
 def chunk_sizes(hidden_size: int) -> tuple[int, ...]:

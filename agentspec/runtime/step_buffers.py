@@ -178,8 +178,8 @@ class StepBuffers:
 def stage(values: object, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Host values as a device tensor, through memory of this call's own: a reused staging buffer would race the copy still in flight."""
     host = torch.as_tensor(values, dtype=dtype)
-    if device.type == "cpu":
-        return host
+    if device.type != "cuda":
+        return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
 
 

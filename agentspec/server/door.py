@@ -47,7 +47,7 @@ class Door:
             return
         error = self._refusal(scope)
         if error is not None:
-            await self._discard_body(receive)
+            await discard_body(receive, self._max_body_bytes)
             await error_response(error, scope["path"])(scope, receive, send)
         elif _generates(scope):
             self._active += 1
@@ -86,14 +86,15 @@ class Door:
                 shown.append(value[7:].strip())
         return any(hmac.compare_digest(key, sha256(offered).digest()) for key in self._keys for offered in shown)
 
-    async def _discard_body(self, receive: Receive) -> None:
-        """Without this, the answer to a client that still sends would be lost with the connection."""
-        left = self._max_body_bytes
-        while left >= 0:
-            message = await receive()
-            if message["type"] != "http.request" or not message.get("more_body", False):
-                return
-            left -= len(message.get("body", b""))
+
+async def discard_body(receive: Receive, max_body_bytes: int) -> None:
+    """Without this, the answer to a client that still sends would be lost with the connection."""
+    left = max_body_bytes
+    while left >= 0:
+        message = await receive()
+        if message["type"] != "http.request" or not message.get("more_body", False):
+            return
+        left -= len(message.get("body", b""))
 
 
 def _generates(scope: Scope) -> bool:

@@ -136,6 +136,15 @@ def test_forced_acceptance_is_recorded_with_the_step() -> None:
     assert {outcome.num_accepted for outcome in driver.running[0].outcomes[1:]} == {2}
 
 
+def test_every_recording_is_counted() -> None:
+    told: list[tuple[str, int, int]] = []
+    driver = StepDriver(MODELS[0.9], max_running=3, max_draft_tokens=2)
+    report = driver.executor.capture([0, 2], Replayer(), lambda *stage: told.append(stage))
+    total = report.num_graphs + len(report.chunk_sizes)
+    assert report.num_graphs == 3 * 2 * 2
+    assert told == [("capturing graphs", done, total) for done in range(total + 1)]
+
+
 def test_an_executor_that_was_captured_never_runs_eagerly() -> None:
     driver = StepDriver(MODELS[0.9], max_running=1, max_draft_tokens=3)
     driver.executor.capture([3], Replayer())

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from agentspec.errors import ConfigError
-from agentspec.runtime.memory_plan import longest_sequence, plan_host_memory, plan_memory
+from agentspec.runtime.memory_plan import choose_slots, longest_sequence, plan_host_memory, plan_memory
 from agentspec.types import ModelSpec
 
 SPEC = ModelSpec(
@@ -63,3 +63,20 @@ def test_host_memory_stays_inside_its_budget(host_bytes: int) -> None:
 @pytest.mark.parametrize("host_bytes", [0, 10_000, 1_000_000, 1_300_000])
 def test_host_memory_for_no_path_at_all_is_none(host_bytes: int) -> None:
     assert plan_host_memory(SPEC, host_bytes) is None
+
+
+@pytest.mark.parametrize(
+    ("row_mb", "gigabytes", "slots"),
+    [(51.5, 61.3, 64), (51.5, 30.0, 32), (154.0, 46.0, 16), (154.0, 24.0, 8), (154.0, 3.0, 8), (0.1, 60.0, 64)],
+)
+def test_slots_are_as_many_as_write_into_a_third_of_the_memory(row_mb: float, gigabytes: float, slots: int) -> None:
+    """A 4B and a 27B, on devices of several sizes; never fewer than on a CPU."""
+    spec = replace(SPEC, row_bytes=int(row_mb * 1e6))
+    asked: list[int] = []
+
+    def memory_bytes(num_slots: int) -> int:
+        asked.append(num_slots)
+        return int(gigabytes * 1e9)
+
+    assert choose_slots(spec, memory_bytes, max_draft_tokens=3, least=8) == slots
+    assert asked == [16, 32, 64][: len(asked)]

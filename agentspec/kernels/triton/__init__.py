@@ -1,6 +1,7 @@
 """Every operation of a forward and of a decode step as Triton kernels for CUDA. A backend.Backend; tested against `reference`, one by one."""
 
 from agentspec.kernels.triton.attention import attention_step
+from agentspec.kernels.triton.cache_keys import settle_keys
 from agentspec.kernels.triton.chunked_delta import gated_delta_prefill
 from agentspec.kernels.triton.gated_delta import gated_delta_step
 from agentspec.kernels.triton.hidden import save_hidden
@@ -34,3 +35,5 @@ __all__ = [
     "save_hidden",
     "store_keys_values",
 ]
+
+settle_keys(__name__)

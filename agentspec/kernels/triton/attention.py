@@ -30,6 +30,7 @@ from agentspec import types
 from agentspec.kernels.backend import AttentionWeights, RopeTable
 from agentspec.kernels.traffic import touches_pools
 from agentspec.kernels.triton.launch import INTERPRETED, OVERLAPPED, await_previous, release_next
+from agentspec.kernels.triton.machine import machine_of
 
 _SCRATCH_PAGE = tl.constexpr(types.SCRATCH_PAGE)
 
@@ -193,8 +194,7 @@ def dot_precision(dtype: torch.dtype) -> str | None:
 def _resident_programs(device: torch.device, programs_per_sm: int) -> int:
     if INTERPRETED:
         return _INTERPRETED_PROGRAMS
-    num_sms: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return num_sms * programs_per_sm
+    return machine_of(device).num_multiprocessors * programs_per_sm
 
 
 @triton.jit

@@ -52,6 +52,8 @@ def multiply_scaled(x: ScaledTokens, weight_OK: BlockScaled, out_NO: Tensor) -> 
 
 
 def _multiply(x: ScaledTokens, weight_OK: BlockScaled, out_RO: Tensor) -> None:
+    if out_RO.is_meta:  # torch knows no shapes alone for this product, and there is nothing to compute
+        return
     if INTERPRETED:  # on the CPU, for which the library has no such product
         x_RK = x.values_RK.float() * x.scales_GR.t().repeat_interleave(SCALE_BLOCK, 1)
         out_RO.copy_(x_RK @ dequantize(weight_OK).t())

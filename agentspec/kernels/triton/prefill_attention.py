@@ -37,6 +37,7 @@ from agentspec.kernels.traffic import touches_pools
 from agentspec.kernels.triton import prefill_attention_hopper as hopper
 from agentspec.kernels.triton.attention import dot_precision, norm_rope, owner_of, share_of
 from agentspec.kernels.triton.launch import INTERPRETED, OVERLAPPED, await_previous, release_next
+from agentspec.kernels.triton.machine import machine_of
 from agentspec.kernels.triton.prefill_line import NOT_SPECIALIZED, SEARCH, lay_out, shares_of, tile_at
 
 _OFFSET = tl.constexpr(prefill_batch.OFFSET)
@@ -196,8 +197,8 @@ def _machine(device: torch.device) -> tuple[int, bool]:
     """(multiprocessors, whether it is a Hopper)."""
     if INTERPRETED:
         return _INTERPRETED_PROGRAMS, False
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.major == 9
+    machine = machine_of(device)
+    return machine.num_multiprocessors, machine.capability[0] == 9
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)

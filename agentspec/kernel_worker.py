@@ -1,0 +1,53 @@
+"""The process that lists and compiles an engine's kernels: `python -m agentspec.kernel_worker`, started by runtime/kernels_ahead.py.
+
+Reads a KernelJob from its standard input, and writes lines of JSON to its standard output: stages, and last a report. Touches no device, so that it
+can fork. Kernels that an optional package builds at its first use belong here too, as a further stage.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+
+from agentspec import kernels
+from agentspec.assembly import rehearsal
+from agentspec.kernels.compile_pool import compile_all
+from agentspec.runtime.kernels_ahead import KernelJob, KernelReport, Stage
+
+LISTING = "listing kernels"
+COMPILING = "compiling kernels"
+
+
+def run(job: KernelJob, tell: Callable[[Stage | KernelReport], object]) -> None:
+    tell(Stage(LISTING, 0, 0))
+    compiler = kernels.compiler()
+    compiler.use_machine(job.machine)
+    variants = rehearsal(job.config, Path(job.model_dir), max_pages=job.max_pages).variants(compiler)
+    missing, failures = compiler.missing(variants), []
+    if missing:
+        tell(Stage(COMPILING, 0, len(missing)))
+        for num_done, failure in enumerate(compile_all(missing, compiler), 1):
+            if failure is not None:
+                failures.append(failure)
+            tell(Stage(COMPILING, num_done, len(missing)))
+    if not failures:
+        compiler.put_note(job.note())
+    tell(KernelReport(num_kernels=len(variants), num_compiled=len(missing), failures=tuple(failures)))
+
+
+def main() -> None:
+    # Whatever a compiler prints must not end up among the lines.
+    lines = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    torch.set_num_threads(1)  # nothing is computed, and a fork takes no threads along
+    job = msgspec.json.decode(sys.stdin.buffer.read(), type=KernelJob)
+    run(job, lambda line: os.write(lines, msgspec.json.encode(line) + b"\n"))
+
+
+if __name__ == "__main__":
+    main()

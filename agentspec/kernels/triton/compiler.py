@@ -1,0 +1,130 @@
+"""Triton's compiler as a variants.KernelCompiler: which variants a start launches, which of them are in Triton's cache, and how to put one there.
+
+Triton's cache is a directory of the user's (TRITON_CACHE_DIR, else ~/.triton/cache). A binary's key is made of the sources of Triton and of the
+kernel, its variant and its target: whatever changes, nothing stale is found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
+from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime import driver
+from triton.runtime.cache import get_cache_key, get_cache_manager
+from triton.runtime.jit import get_cache_invalidating_env_vars
+
+from agentspec.kernels.triton.machine import use_machine
+from agentspec.kernels.variants import Variant
+
+__all__ = ["cache_directory", "compile_variant", "has_note", "missing", "put_note", "use_machine", "variants_of"]
+
+_WARP_SIZE = 32
+_NOTE = "agentspec.txt"
+_BUILDS_LAUNCHERS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+"""Older versions have a C compiler make a launcher for each signature, which takes about as long as the kernel."""
+
+
+def variants_of(work: Callable[[], None]) -> list[Variant]:
+    found: dict[Variant, None] = {}
+    arch = int(driver.active.get_current_target().arch)
+    thread = threading.get_ident()
+
+    def take(*, fn: Any, compile: dict[str, Any], **_: object) -> bool:
+        """True: neither compile nor launch it."""
+        if threading.get_ident() != thread:
+            return False
+        found[Variant(module=fn.module, function=fn.name, arch=arch, data=compile["specialization_data"])] = None
+        return True
+
+    before = knobs.runtime.jit_cache_hook
+    knobs.runtime.jit_cache_hook = take
+    try:
+        with torch.inference_mode():
+            work()
+    finally:
+        knobs.runtime.jit_cache_hook = before
+    return list(found)
+
+
+def missing(variants: Sequence[Variant]) -> list[Variant]:
+    env_vars = get_cache_invalidating_env_vars()
+    return [variant for variant in variants if not _is_cached(variant, env_vars)]
+
+
+def compile_variant(variant: Variant) -> None:
+    source, target, options = _source(variant)
+    compiled = triton.compile(source, target=target, options=options)
+    if _BUILDS_LAUNCHERS and _has_cuda_library():
+        nvidia.CudaLauncher(compiled.src, compiled.metadata)
+
+
+def cache_directory() -> str:
+    return str(knobs.cache.dir)
+
+
+def has_note(name: str) -> bool:
+    return _notes(name).get_file(_NOTE) is not None
+
+
+def put_note(name: str) -> None:
+    _notes(name).put(name, _NOTE, binary=False)
+
+
+def _notes(name: str) -> Any:
+    """Under what keys consist of, but for Triton's own sources, which take long to read."""
+    key = (name, triton.__version__, torch.__version__, sys.version, sorted(get_cache_invalidating_env_vars().items()))
+    return get_cache_manager(hashlib.sha256(repr(key).encode("utf-8")).hexdigest())
+
+
+def _is_cached(variant: Variant, env_vars: dict[str, str]) -> bool:
+    """As triton.compile looks it up."""
+    source, target, options = _source(variant)
+    backend = make_backend(target)
+    key = get_cache_key(source, backend, backend.parse_options(dict(options, **source.parse_options())), env_vars=env_vars)
+    group = get_cache_manager(hashlib.sha256(key.encode("utf-8")).hexdigest()).get_group(f"{source.name[:150]}.json")
+    return bool(group)
+
+
+def _source(variant: Variant) -> tuple[Any, GPUTarget, dict[str, Any]]:
+    """(source, target, options): what triton.compile takes. Reads data as JITFunction.preload does."""
+    function = vars(sys.modules[variant.module])[variant.function]
+    data = json.loads(variant.data)
+    constants = {tuple(path): _constant(value) for path, value in zip(data["constant_keys"], data["constant_vals"], strict=True)}
+    attributes = {tuple(path): value for path, value in zip(data["attrs_keys"], data["attrs_vals"], strict=True)}
+    options = {name: _tuples(value) for name, value in data["options"].items()}
+    signature = {name: _tuples(value) for name, value in data["signature"].items()}
+    source = (GluonASTSource if function.is_gluon() else ASTSource)(function, signature, constants, attributes)
+    return source, GPUTarget("cuda", variant.arch, _WARP_SIZE), options
+
+
+def _constant(value: Any) -> Any:
+    if triton.language.dtype.is_dtype(value):
+        return triton.language.dtype(value)
+    if isinstance(value, dict):
+        return triton.language.constexpr(_tuples(value["constexpr"]))
+    return _tuples(value)
+
+
+def _tuples(value: Any) -> Any:
+    """JSON knows lists alone, Triton tuples."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _has_cuda_library() -> bool:
+    """A launcher is linked with the driver's library, which machines without a GPU lack."""
+    try:
+        nvidia.libcuda_dirs()
+    except AssertionError:
+        return False
+    return True

@@ -1,0 +1,44 @@
+"""Which kernels an engine will launch, learned from an outline of its model: every step and prompt runs once over tensors without memory.
+
+What a rehearsal misses is compiled at its first launch, and nothing is ever computed with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from agentspec import kernels
+from agentspec.models.outline import META
+from agentspec.models.protocol import StepModel
+from agentspec.runtime.executor import ModelExecutor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rehearsal:
+    """What decides which kernels an engine launches."""
+
+    outline: Callable[[], StepModel]
+    """Makes the model without memory, its draft vocabulary chosen."""
+    max_running: int
+    max_draft_tokens: int
+    depths: Sequence[int]
+    """Every k that a step may have."""
+    max_pages_per_slot: int
+    force_acceptance: tuple[float, ...] | None = None
+    allow_forced_output: bool = False
+
+    def variants(self, compiler: kernels.KernelCompiler) -> list[kernels.Variant]:
+        """What the engine will launch."""
+        model = self.outline()
+        model.allocate(num_rows=self.max_running, num_pages=self.max_pages_per_slot)  # of any size
+        executor = ModelExecutor(
+            model,
+            max_running=self.max_running,
+            max_draft_tokens=self.max_draft_tokens,
+            max_pages_per_slot=self.max_pages_per_slot,
+            force_acceptance=self.force_acceptance,
+            allow_forced_output=self.allow_forced_output,
+            device=META,
+        )
+        return compiler.variants_of(lambda: executor.rehearse(self.depths))

@@ -1,0 +1,47 @@
+"""The server before its engine is loaded: an ASGI app that says so, until there is a real one to pass requests on to.
+
+A load balancer sees a 503 on /health instead of a refused connection, and knows that somebody is there. Knows neither engine nor model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from agentspec.server.door import discard_body
+from agentspec.server.errors import ApiError
+from agentspec.server.responding import error_response, json_response
+
+RETRY_SECONDS = 2
+"""When a client is asked to come again."""
+
+
+class WaitingRoom:
+    """Answers 503 with Retry-After until `enter` names the app."""
+
+    def __init__(self, describe: Callable[[], str], seconds: Callable[[], float], *, max_body_bytes: int) -> None:
+        """describe: what the start is at. seconds: since its beginning."""
+        self._describe, self._seconds = describe, seconds
+        self._max_body_bytes = max_body_bytes
+        self._app: ASGIApp | None = None
+
+    def enter(self, app: ASGIApp) -> None:
+        """From now on requests are the app's."""
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._app is not None:
+            await self._app(scope, receive, send)
+            return
+        headers = {"retry-after": str(RETRY_SECONDS)}
+        stage = self._describe()
+        if scope["path"] == "/health":
+            body: dict[str, Any] = {"status": "loading", "stage": stage, "seconds": round(self._seconds(), 1)}
+            response = json_response(body, 503, headers)
+        else:
+            error = ApiError(503, f"the model is being loaded: {stage}", code="loading", headers=headers)
+            response = error_response(error, scope["path"])
+        await discard_body(receive, self._max_body_bytes)
+        await response(scope, receive, send)

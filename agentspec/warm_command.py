@@ -1,0 +1,75 @@
+"""`agentspec warm`: compile what `agentspec serve` with the same flags would compile at its start, without weights and without serving.
+
+For container images: what it compiles stays in the compiler's cache, so that the image's servers find it. With `--target` no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from dataclasses import replace
+
+import torch
+
+from agentspec import bundled, kernels
+from agentspec.assembly import machine_of, rehearsal
+from agentspec.config import EngineConfig
+from agentspec.errors import AgentspecError, ConfigError
+from agentspec.models.weights import resolve_checkpoint
+from agentspec.runtime.kernels_ahead import KernelJob, KernelsAhead
+from agentspec.start_progress import TICK_SECONDS, ProgressLines, StartProgress
+
+MULTIPROCESSORS = 132
+"""Of a GPU that is only named: a full H100's or H200's. Few kernels depend on it, and those that do are compiled again at their first launch."""
+
+
+def run(config: EngineConfig, target: str | None) -> int:
+    """Compile, and say what was done. Returns the exit code.
+
+    Raises ConfigError for a target that is none, AgentspecError when a kernel doesn't compile."""
+    machine = _machine(config, target)
+    if machine is None:
+        reason = "the CPU needs no kernels" if config.device == "cpu" else "this machine has no GPU; --target 9.0 compiles for one"
+        print(f"agentspec: nothing to compile: {reason}")
+        return 0
+    model_dir = resolve_checkpoint(bundled.checkpoint_of(config.model), weights=False)
+    if not any(model_dir.glob("*.safetensors")):
+        config = replace(config, random_weights=True)
+    rehearsal(config, model_dir)  # raises here what is wrong with the settings
+    began = time.perf_counter()
+    progress = StartProgress()
+    lines = ProgressLines(progress, sys.stderr)
+    job = KernelJob(config=config, model_dir=str(model_dir), machine=machine)
+    with KernelsAhead(job, progress, believe_note=False) as ahead:
+        while not ahead.wait(TICK_SECONDS):
+            lines.tick()
+    lines.clear()
+    report = ahead.report
+    if report is None or report.failures:
+        raise AgentspecError(
+            "the kernels could not be compiled" if report is None else f"{len(report.failures)} of {report.num_kernels} kernels failed"
+        )
+    found, seconds, name = report.num_kernels - report.num_compiled, time.perf_counter() - began, model_dir.resolve().name
+    done = f"{report.num_kernels} kernels, {found} found and {report.num_compiled} compiled in {seconds:.1f} s"
+    capability = ".".join(map(str, machine.capability))
+    print(f"agentspec: {name} on GPUs of compute capability {capability}: {done}, in {kernels.compiler().cache_directory()}")
+    return 0
+
+
+def _machine(config: EngineConfig, target: str | None) -> kernels.Machine | None:
+    """What is compiled for; None: nothing is."""
+    if config.device == "cpu":
+        if target is not None:
+            raise ConfigError("target", target, "is a GPU, and --device says cpu")
+        return None
+    if target is not None:
+        if not re.fullmatch(r"\d+\.\d", target):
+            raise ConfigError("target", target, "must be a compute capability, as 9.0 for an H100")
+        major, minor = map(int, target.split("."))
+        return kernels.Machine(capability=(major, minor), num_multiprocessors=MULTIPROCESSORS)
+    if not torch.cuda.is_available():
+        if config.device == "cuda":
+            raise ConfigError("device", "cuda", "no CUDA device is available")
+        return None
+    return machine_of(torch.device("cuda"))

@@ -1,0 +1,41 @@
+"""A model without memory has one layer of each kind, and its own vocabulary and head."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from agentspec import kernels
+from agentspec.models import qwen3_5
+from agentspec.models.attention import GatedAttention
+from agentspec.models.outline import META, outline
+from agentspec.models.quantization import Fp8Blocks
+from benchmarks.published import CONFIGS, spec_of
+
+
+@pytest.fixture(autouse=True)
+def any_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is computed: it need not be Triton's."""
+    monkeypatch.setattr(qwen3_5.kernels, "backend", lambda device: kernels.reference)
+
+
+@pytest.mark.parametrize("name", ["4B", "27B-FP8", "35B-A3B-FP8"])
+def test_one_layer_of_each_kind(name: str) -> None:
+    config = CONFIGS[name]
+    model = outline(config, spec_of(name, config, torch.bfloat16), dtype=torch.bfloat16, fp8_drafts=True)
+    assert [isinstance(layer.mixer, GatedAttention) for layer in model._layers] == [False, True]
+    assert model.device == META
+    assert model.spec.has_mtp
+    model.allocate(num_rows=1 << 20, num_pages=1 << 20)
+    assert all(tensor.is_meta for tensor in model.row_tensors())
+
+
+def test_layers_that_keep_full_precision_are_of_another_kind() -> None:
+    config = CONFIGS["27B-FP8"]
+    assert config.quantization is not None
+    kept = {f"model.layers.5.mlp.{part}_proj" for part in ("gate", "up", "down")}
+    config = replace(config, quantization=Fp8Blocks(excluded=config.quantization.excluded | kept))
+    model = outline(config, spec_of("27B", config, torch.bfloat16), dtype=torch.bfloat16, fp8_drafts=True)
+    assert len(model._layers) == 3
