@@ -7,6 +7,7 @@ which it tells first; or at once, with everything that it started, when the othe
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import queue
@@ -54,6 +55,8 @@ _RECEIVE_BYTES = 2**18
 _TOLD_SECONDS = 0.1
 """Between two words about one stage of the start."""
 _FAILED = 1
+_SWITCH_SECONDS = 0.0005
+"""How long a thread of this process keeps Python's lock when another one wants it; 5 ms by default."""
 
 
 class HostedEngine(EngineClient, AbstractAsyncContextManager[Any], Protocol):
@@ -77,6 +80,11 @@ def main(load: Callable[[EngineConfig, Progress], tuple[HostedEngine, EngineSetu
     except AgentspecError as error:
         link.send(Failed(error_data(error)))
         return _FAILED
+    # The engine's thread launches hundreds of kernels in a row: the event loop, which hands out the tokens of the step before, must not wait for that.
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    # What was loaded stays: without it, a full collection has next to nothing to look at, and no step waits for one.
+    gc.collect()
+    gc.freeze()
     return asyncio.run(_Host(engine, setup, link).run())
 
 
