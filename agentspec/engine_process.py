@@ -80,7 +80,7 @@ def main(load: Callable[[EngineConfig, Progress], tuple[HostedEngine, EngineSetu
     except AgentspecError as error:
         link.send(Failed(error_data(error)))
         return _FAILED
-    # The engine's thread launches hundreds of kernels in a row: the event loop, which hands out the tokens of the step before, must not wait for that.
+    # The engine's thread launches hundreds of kernels in a row: the event loop, which hands out the last step's tokens, must not wait for that.
     sys.setswitchinterval(_SWITCH_SECONDS)
     # What was loaded stays: without it, a full collection has next to nothing to look at, and no step waits for one.
     gc.collect()

@@ -40,6 +40,7 @@ from benchmarks.served_directory import write_directory
 COMMAND = (sys.executable, "-c", "from agentspec.cli import main; raise SystemExit(main())")
 PROFILE = Path(__file__).resolve().parent.parent / "workloads" / "profile_agents.jsonl"
 EMITTED = 3.0
+HOLD_SECONDS = 6
 FIRST, COMMON, APPENDS, APPEND, ANSWER = 16_384, 4_096, 8, 800, 160
 
 
@@ -125,9 +126,10 @@ async def ask(client: httpx.AsyncClient, model: str, prompt: list[int], max_toke
     return times
 
 
-async def storm(url: str, model: str, count: int) -> None:
-    """First prompts of 2,000 tokens, all at once."""
-    words = Words(count, 2_000)
+async def storm(url: str, model: str, count: int, seed: int) -> None:
+    """First prompts of 2,000 tokens, all at once. An idle server: sessions of earlier runs are held for some seconds."""
+    words = Words(seed, 2_000)
+    await asyncio.sleep(HOLD_SECONDS)
     async with httpx.AsyncClient(base_url=url, timeout=None, limits=httpx.Limits(max_connections=None)) as client:
         name = (await client.get("/v1/models")).json()["data"][0]["id"]
         alone = [(await ask(client, name, words(2_000), 2, words(2)))[0] for _ in range(5)]
@@ -145,9 +147,10 @@ async def storm(url: str, model: str, count: int) -> None:
     )
 
 
-async def newcomer(url: str, model: str) -> None:
+async def newcomer(url: str, model: str, seed: int) -> None:
     """A prompt of 50,000 tokens beside eight streams of 2,000."""
-    words = Words(7, 2_000)
+    words = Words(seed, 2_000)
+    await asyncio.sleep(HOLD_SECONDS)
     async with httpx.AsyncClient(base_url=url, timeout=None, limits=httpx.Limits(max_connections=None)) as client:
         name = (await client.get("/v1/models")).json()["data"][0]["id"]
         alone = min([(await ask(client, name, words(50_000), 2, words(2)))[0] for _ in range(2)])
@@ -192,11 +195,11 @@ def main() -> None:
                 if options.json is not None:
                     (options.json / f"agents-{options.model}-{lanes}-{seed}.json").write_text(json.dumps(report["summary"], indent=1))
         if options.storm:
-            asyncio.run(storm(url, options.model, options.storm))
-            asyncio.run(storm(url, options.model, options.storm))
+            for seed in (1, 2):
+                asyncio.run(storm(url, options.model, options.storm, seed))
         if options.newcomer:
-            asyncio.run(newcomer(url, options.model))
-            asyncio.run(newcomer(url, options.model))
+            for seed in (3, 4):
+                asyncio.run(newcomer(url, options.model, seed))
 
 
 if __name__ == "__main__":
