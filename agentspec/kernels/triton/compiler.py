@@ -6,6 +6,7 @@ kernel, its variant and its target: whatever changes, nothing stale is found.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import sys
@@ -65,8 +66,9 @@ def missing(variants: Sequence[Variant]) -> list[Variant]:
 def compile_variant(variant: Variant) -> None:
     source, target, options = _source(variant)
     compiled = triton.compile(source, target=target, options=options)
-    if _BUILDS_LAUNCHERS and _has_cuda_library():
+    if _builds_launchers():
         nvidia.CudaLauncher(compiled.src, compiled.metadata)
+        put_note(_launcher_of(variant))
 
 
 def cache_directory() -> str:
@@ -83,12 +85,14 @@ def put_note(name: str) -> None:
 
 def _notes(name: str) -> Any:
     """Under what keys consist of, but for Triton's own sources, which take long to read."""
-    key = (name, triton.__version__, torch.__version__, sys.version, sorted(get_cache_invalidating_env_vars().items()))
+    key = (name, triton.__version__, torch.__version__, sys.version, _builds_launchers(), sorted(get_cache_invalidating_env_vars().items()))
     return get_cache_manager(hashlib.sha256(repr(key).encode("utf-8")).hexdigest())
 
 
 def _is_cached(variant: Variant, env_vars: dict[str, str]) -> bool:
-    """As triton.compile looks it up."""
+    """As triton.compile looks it up; with its launcher, where that is built."""
+    if _builds_launchers() and not has_note(_launcher_of(variant)):
+        return False
     source, target, options = _source(variant)
     backend = make_backend(target)
     key = get_cache_key(source, backend, backend.parse_options(dict(options, **source.parse_options())), env_vars=env_vars)
@@ -121,10 +125,15 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def _has_cuda_library() -> bool:
-    """A launcher is linked with the driver's library, which machines without a GPU lack."""
+@functools.cache
+def _builds_launchers() -> bool:
+    """A launcher is linked with the driver's library, which machines without a GPU lack: there it is left to the first start with one."""
     try:
-        nvidia.libcuda_dirs()
+        return _BUILDS_LAUNCHERS and bool(nvidia.libcuda_dirs())
     except AssertionError:
         return False
-    return True
+
+
+def _launcher_of(variant: Variant) -> str:
+    """The name of the note that a variant's launcher is in the cache."""
+    return f"launcher {variant.module} {variant.function} {variant.arch} {variant.data}"
