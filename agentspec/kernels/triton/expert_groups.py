@@ -18,7 +18,7 @@ from torch import Tensor
 
 from agentspec.kernels.triton.launch import OVERLAPPED, await_previous, release_next
 
-EXPERT, FIRST, COUNT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+EXPERT, FIRST, COUNT, NUM_ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 """Columns of a table of tiles."""
 FIELDS = tl.constexpr(4)
 _PAIRS_OF_ONE_LAUNCH = 2048
@@ -33,7 +33,8 @@ class ExpertGroups:
     pairs_P: Tensor
     """int32: pair n * J + j at each place of the order."""
     tiles_T4: Tensor
-    """int32: expert, first place, number of places (1..block_m; 0 where there is no tile, which may be anywhere), nothing."""
+    """int32: expert, first place, number of places (1..block_m; 0 where there is no tile, which may be anywhere), and in each row the number of rows
+    behind which there is no tile. Of many pairs the tiles stand in these first rows, one behind the other."""
     block_m: int
 
 
@@ -100,10 +101,11 @@ def _few_kernel(pairs_ptr, tiles_ptr, ids_ptr, num_pairs, num_experts, block_m, 
     is_mine = ids == expert
     first, size = tl.sum((ids < expert).to(tl.int32), axis=0), tl.sum(is_mine.to(tl.int32), axis=0)
     tl.store(pairs_ptr + first + tl.cumsum(is_mine.to(tl.int32), axis=0) - 1, pair, mask=is_mine)
-    begin, end = _first_row(expert, first, block_m), _first_row(expert + 1, first + size, block_m)
+    # Without what other experts have: no earlier than those of the expert before end, as floor((a + b) / m) + 1 >= floor(a / m) + ceil(b / m).
+    begin, end = first // block_m + expert, (first + size) // block_m + expert + 1
     for row in range(begin, end, 32):
         t = row + tl.arange(0, 32)
-        _store_tiles(tiles_ptr, t, t < end, expert, first, size, block_m)
+        _store_tiles(tiles_ptr, t, t < end, expert, first, size, begin, num_pairs // block_m + num_experts, block_m)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -147,11 +149,15 @@ def _many_kernel(  # type: ignore[no-untyped-def]
     ids = tl.load(ids_ptr + pair, mask=is_real, other=0)
     tl.store(pairs_ptr + tl.gather(shift, ids, axis=0) + rank, pair, mask=is_real)
     first = tl.cumsum(total, axis=0) - total
-    first_row = tl.where(x < num_experts, _first_row(x, first, block_m), 0x7FFFFFFF)
+    tiles = (total + block_m - 1) // block_m
+    first_row, num_rows = tl.cumsum(tiles, axis=0) - tiles, tl.sum(tiles, axis=0)
     for row in range(chunk * 16, num_tiles, num_chunks * 16):
         t = row + tl.arange(0, 16)
         expert = tl.max(tl.where(first_row[None, :] <= t[:, None], x[None, :], 0), axis=1)
-        _store_tiles(tiles_ptr, t, t < num_tiles, expert, tl.gather(first, expert, axis=0), tl.gather(total, expert, axis=0), block_m)
+        begin = tl.gather(first_row, expert, axis=0)
+        _store_tiles(
+            tiles_ptr, t, t < num_tiles, expert, tl.gather(first, expert, axis=0), tl.gather(total, expert, axis=0), begin, num_rows, block_m
+        )
 
 
 @triton.jit
@@ -190,17 +196,11 @@ def _counts(counts_ptr, first, num_chunks, BLOCK_X: tl.constexpr, BLOCK_C: tl.co
 
 
 @triton.jit
-def _first_row(expert, first, block_m):  # type: ignore[no-untyped-def]
-    """Where an expert's tiles begin in the table, which does not depend on how many tiles others have: no earlier than those of the expert before
-    end, as floor((a + b) / m) + 1 >= floor(a / m) + ceil(b / m)."""
-    return first // block_m + expert
-
-
-@triton.jit
-def _store_tiles(tiles_ptr, t, is_real, expert, first, size, block_m):  # type: ignore[no-untyped-def]
-    """Rows `t` of the table, of an expert with `size` places from `first` on."""
-    done = (t - _first_row(expert, first, block_m)) * block_m
+def _store_tiles(tiles_ptr, t, is_real, expert, first, size, begin, num_rows, block_m):  # type: ignore[no-untyped-def]
+    """Rows `t` of the table, of an expert with `size` places from `first` on, whose rows begin at `begin`."""
+    done = (t - begin) * block_m
     to = tiles_ptr + t * FIELDS
     tl.store(to + EXPERT, tl.zeros_like(t) + expert, mask=is_real)
     tl.store(to + FIRST, first + done, mask=is_real)
     tl.store(to + COUNT, tl.minimum(tl.maximum(size - done, 0), block_m), mask=is_real)
+    tl.store(to + NUM_ROWS, tl.zeros_like(t) + num_rows, mask=is_real)

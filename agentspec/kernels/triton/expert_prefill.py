@@ -1,7 +1,8 @@
 """The mixture of experts over many tokens: Backend.add_experts behind the router, for prompts.
 
-Pairs of token and expert are grouped by expert (expert_groups) and multiplied tile by tile (grouped_gemm); each token's parts are then added in the
-order of its choices, so its bits do not depend on who else is in the call but for the shared expert's, whose products may be the library's.
+Pairs of token and expert are grouped by expert (expert_groups) and multiplied tile by tile (grouped_gemm; those in 8 bits on a Hopper by
+grouped_gemm_hopper, which gives the same bits); each token's parts are then added in the order of its choices, so its bits do not depend on who else
+is in the call but for the shared expert's, whose products may be the library's.
 
 Shape letters: N tokens, J choices a token, P = N J pairs, H hidden size, I FFN width, X experts.
 """
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import linear as torch_linear
 
 from agentspec.kernels.backend import MixtureWeights
-from agentspec.kernels.triton import grouped_gemm
+from agentspec.kernels.triton import grouped_gemm, grouped_gemm_hopper
 from agentspec.kernels.triton.expert_groups import group_pairs
 from agentspec.kernels.triton.fp8_activations import ScaledTokens, quantize_tokens
 from agentspec.kernels.triton.fp8_prefill import multiply_scaled, prefill_linear, takes_fp8
@@ -27,46 +28,67 @@ from agentspec.kernels.triton.linear_layers import swiglu
 from agentspec.kernels.weights import SCALE_BLOCK, BlockScaled, Weight, dequantize
 
 _SUM_BLOCK = 1024
+_LEAST_OF_HOPPERS = 17
+"""Tokens of a usual expert from which on the kernels made for Hopper take less time, as measured with 256 experts: with fewer their 64 rows are too
+many."""
 
 
 def add_experts_prefill(
-    residual_NH: Tensor, normed_NH: Tensor, weights_NJ: Tensor, expert_ids_NJ: Tensor, shared_gate_N: Tensor, weights: MixtureWeights
+    residual_NH: Tensor,
+    normed: Tensor | ScaledTokens,
+    weights_NJ: Tensor,
+    expert_ids_NJ: Tensor,
+    shared_gate_N: Tensor,
+    weights: MixtureWeights,
 ) -> Tensor:
     """The residual plus its routed and its shared experts: [N, H], written over the residual, which must be contiguous.
 
     Args:
-        normed_NH: the normed residual, in its dtype.
+        normed: the normed residual, in its dtype [N, H]; in 8 bits only where `takes_scaled`.
         weights_NJ: float32, contiguous: what each chosen expert counts. expert_ids_NJ: int32, contiguous.
         shared_gate_N: float32, contiguous: the shared expert's gate before the sigmoid."""
-    if len(normed_NH) == 0:
+    if len(residual_NH) == 0:
         return residual_NH
-    dtype, shared_gate_up = normed_NH.dtype, weights.shared_gate_up_2IH
-    routed_fp8 = _is_scaled(dtype, weights.gate_up_X2IH, weights.down_XHI)
-    shared_fp8 = isinstance(shared_gate_up, BlockScaled) and takes_fp8(dtype, shared_gate_up)
-    scaled = quantize_tokens(normed_NH) if routed_fp8 or shared_fp8 else None
-    parts_NJH = _routed_parts(normed_NH, scaled if routed_fp8 else None, weights_NJ, expert_ids_NJ, weights)
-    shared_NH = _product(swiglu(_product(normed_NH, shared_gate_up, scaled)), weights.shared_down_HI)
+    dtype = residual_NH.dtype
+    routed_fp8, shared_fp8 = _routed_is_scaled(dtype, weights), _shared_is_scaled(dtype, weights)
+    scaled = quantize_tokens(normed) if isinstance(normed, Tensor) and (routed_fp8 or shared_fp8) else normed
+    parts_NJH = _routed_parts(scaled if routed_fp8 else normed, weights_NJ, expert_ids_NJ, weights, dtype)
+    shared_NH = _shared_expert(scaled if shared_fp8 else normed, residual_NH, weights)
     return add_parts(residual_NH, parts_NJH, shared_gate_N, shared_NH)
 
 
-def _is_scaled(dtype: torch.dtype, *weights_XOK: Weight) -> bool:
-    """Whether the experts' products are W8A8."""
+def takes_scaled(dtype: torch.dtype, weights: MixtureWeights) -> bool:
+    """Whether routed and shared experts all want tokens of this type in 8 bits."""
+    return _routed_is_scaled(dtype, weights) and _shared_is_scaled(dtype, weights)
+
+
+def _routed_is_scaled(dtype: torch.dtype, weights: MixtureWeights) -> bool:
+    """Whether the routed experts' products are W8A8."""
     return dtype.itemsize == 2 and all(
-        isinstance(weight, BlockScaled) and weight.block_rows == SCALE_BLOCK and weight.shape[-1] % SCALE_BLOCK == 0 for weight in weights_XOK
+        isinstance(weight, BlockScaled) and weight.block_rows == SCALE_BLOCK and weight.shape[-1] % SCALE_BLOCK == 0
+        for weight in (weights.gate_up_X2IH, weights.down_XHI)
     )
 
 
-def _routed_parts(normed_NH: Tensor, scaled: ScaledTokens | None, weights_NJ: Tensor, expert_ids_NJ: Tensor, weights: MixtureWeights) -> Tensor:
-    """Each choice's share of the result, [N, J, H]. scaled: the tokens in 8 bits, where the experts' products are W8A8."""
-    gate_up, down, dtype, is_scaled = weights.gate_up_X2IH, weights.down_XHI, normed_NH.dtype, scaled is not None
+def _shared_is_scaled(dtype: torch.dtype, weights: MixtureWeights) -> bool:
+    return isinstance(weights.shared_gate_up_2IH, BlockScaled) and takes_fp8(dtype, weights.shared_gate_up_2IH)
+
+
+def _routed_parts(x: Tensor | ScaledTokens, weights_NJ: Tensor, expert_ids_NJ: Tensor, weights: MixtureWeights, dtype: torch.dtype) -> Tensor:
+    """Each choice's share of the result, [N, J, H] of `dtype`. x: in 8 bits where the experts' products are W8A8."""
+    gate_up, down, is_scaled = weights.gate_up_X2IH, weights.down_XHI, isinstance(x, ScaledTokens)
+    num_pairs, top_k, num_experts = expert_ids_NJ.numel(), expert_ids_NJ.shape[1], gate_up.shape[0]
+    if isinstance(x, ScaledTokens) and num_pairs >= _LEAST_OF_HOPPERS * num_experts and grouped_gemm_hopper.is_for(gate_up, weights_NJ.device):
+        assert isinstance(gate_up, BlockScaled)
+        assert isinstance(down, BlockScaled)
+        groups = group_pairs(expert_ids_NJ, num_experts, grouped_gemm_hopper.BLOCK_M)
+        return grouped_gemm_hopper.down(grouped_gemm_hopper.gate_up(x, gate_up, groups, top_k), down, groups, weights_NJ, dtype)
     if not is_scaled:
         # Whole stacks in the activation dtype: only models too small for 8-bit activations come here with 8-bit weights, or those in float32.
         gate_up, down = dequantize(gate_up, dtype), dequantize(down, dtype)
-    num_experts = gate_up.shape[0]
-    block_m = block_m_for(expert_ids_NJ.numel(), num_experts, is_scaled, dtype)
+    block_m = block_m_for(num_pairs, num_experts, is_scaled, dtype)
     groups = group_pairs(expert_ids_NJ, num_experts, block_m)
-    x = normed_NH if scaled is None else scaled
-    h = grouped_gemm.gate_up(gate_up_plan(block_m, is_scaled, dtype), x, gate_up, groups, expert_ids_NJ.shape[1])
+    h = grouped_gemm.gate_up(gate_up_plan(block_m, is_scaled, dtype), x, gate_up, groups, top_k)
     return grouped_gemm.down(down_plan(block_m, is_scaled, dtype), h, down, groups, weights_NJ, dtype)
 
 
@@ -106,15 +128,23 @@ def add_parts(residual_NH: Tensor, parts_NJH: Tensor, shared_gate_N: Tensor, sha
     return residual_NH
 
 
-def _product(x_NK: Tensor, weight_OK: Weight, scaled: ScaledTokens | None = None) -> Tensor:
-    """x W^T; `scaled`: x in 8 bits, if it is there already."""
+def _shared_expert(x: Tensor | ScaledTokens, like_NH: Tensor, weights: MixtureWeights) -> Tensor:
+    """[N, H] of the number of tokens and the dtype of `like`. x: in 8 bits where its first product is W8A8."""
+    gate_up = weights.shared_gate_up_2IH
+    if isinstance(x, Tensor):
+        return _product(swiglu(_product(x, gate_up)), weights.shared_down_HI)
+    assert isinstance(gate_up, BlockScaled)
+    gate_up_N2I = like_NH.new_empty(len(like_NH), gate_up.shape[0])
+    multiply_scaled(x, gate_up, gate_up_N2I)
+    return _product(swiglu(gate_up_N2I), weights.shared_down_HI)
+
+
+def _product(x_NK: Tensor, weight_OK: Weight) -> Tensor:
+    """x W^T."""
     if isinstance(weight_OK, Tensor):
         return torch_linear(x_NK, weight_OK)
-    out_NO = torch.empty(x_NK.shape[0], weight_OK.shape[0], dtype=x_NK.dtype, device=x_NK.device)
-    if scaled is not None and takes_fp8(x_NK.dtype, weight_OK):
-        multiply_scaled(scaled, weight_OK, out_NO)
-    else:
-        prefill_linear(x_NK, weight_OK, out_NO)
+    out_NO = x_NK.new_empty(len(x_NK), weight_OK.shape[0])
+    prefill_linear(x_NK, weight_OK, out_NO)
     return out_NO
 
 

@@ -43,14 +43,22 @@ def quantize_tokens(x_NK: Tensor) -> ScaledTokens:
     num_tokens, depth = x_NK.shape
     assert depth % SCALE_BLOCK == 0, f"{depth} features"
     assert x_NK.stride(1) == 1
-    num_rows = triton.cdiv(num_tokens, ROWS) * ROWS
-    values_RK = torch.empty(num_rows, depth, dtype=FP8, device=x_NK.device)
-    scales_GR = torch.empty(depth // SCALE_BLOCK, num_rows, dtype=torch.float32, device=x_NK.device)
+    scaled = empty_scaled(num_tokens, depth, x_NK.device)
+    num_rows = len(scaled.values_RK)
     if num_tokens:
         grid = (depth // SCALE_BLOCK, triton.cdiv(num_rows, _BLOCK_ROWS))
-        arguments = values_RK, scales_GR, x_NK, x_NK.stride(0), num_tokens, num_rows, depth
+        arguments = scaled.values_RK, scaled.scales_GR, x_NK, x_NK.stride(0), num_tokens, num_rows, depth
         _quantize_kernel[grid](*arguments, BLOCK_R=_BLOCK_ROWS, num_warps=4, **OVERLAPPED)
-    return ScaledTokens(values_RK=values_RK, scales_GR=scales_GR)
+    return scaled
+
+
+def empty_scaled(num_tokens: int, depth: int, device: torch.device) -> ScaledTokens:
+    """Room for so many tokens and the rows that fill up behind them."""
+    num_rows = triton.cdiv(num_tokens, ROWS) * ROWS
+    return ScaledTokens(
+        values_RK=torch.empty(num_rows, depth, dtype=FP8, device=device),
+        scales_GR=torch.empty(depth // SCALE_BLOCK, num_rows, dtype=torch.float32, device=device),
+    )
 
 
 @triton.jit

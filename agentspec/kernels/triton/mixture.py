@@ -15,7 +15,7 @@ from torch import Tensor
 from agentspec.kernels.backend import MixtureWeights, Norm
 from agentspec.kernels.triton import experts, side_stream
 from agentspec.kernels.triton.expert_groups import group_pairs
-from agentspec.kernels.triton.expert_prefill import add_experts_prefill
+from agentspec.kernels.triton.expert_prefill import add_experts_prefill, takes_scaled
 from agentspec.kernels.triton.experts import FEW_TOKENS, Tiles, Visits
 from agentspec.kernels.triton.linear_layers import linear, norm_swiglu
 from agentspec.kernels.triton.routing import Routing, route
@@ -42,9 +42,9 @@ def add_experts(residual_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Ten
     if num_tokens == 0:
         return residual_NH
     if num_tokens > MOST_TOKENS:
-        routing = route(residual_NH, norm, weights, visit_shared=False)
+        routing = route(residual_NH, norm, weights, visit_shared=False, in_fp8=takes_scaled(residual_NH.dtype, weights))
         assert routing.gate_N is not None
-        return add_experts_prefill(residual_NH, routing.normed_NH, routing.weights_NC, routing.ids_NC, routing.gate_N, weights)
+        return add_experts_prefill(residual_NH, routing.normed, routing.weights_NC, routing.ids_NC, routing.gate_N, weights)
     placement = placement_for(num_tokens, weights)
     if placement == "among":
         return _add_all(residual_NH, norm, weights)
@@ -92,7 +92,8 @@ def _routed_parts(routing: Routing, weights: MixtureWeights) -> Tensor:
 
 
 def _parts(routing: Routing, visits: Visits, weights: MixtureWeights, *, visit_shared: bool) -> Tensor:
-    x_NH, num_tokens = routing.normed_NH, routing.normed_NH.shape[0]
+    assert isinstance(routing.normed, Tensor)
+    x_NH, num_tokens = routing.normed, len(routing.normed)
     shared_2IH, shared_HI = (weights.shared_gate_up_2IH, weights.shared_down_HI) if visit_shared else (None, None)
     h_PI = experts.gate_up(gate_up_tiles(weights.gate_up_X2IH, x_NH.dtype, num_tokens), x_NH, weights.gate_up_X2IH, shared_2IH, visits)
     return experts.down(down_tiles(weights.down_XHI, x_NH.dtype, num_tokens), h_PI, weights.down_XHI, shared_HI, visits)

@@ -3,8 +3,8 @@
 Three launches. The first norms and rotates: keys and values go into their pages, queries into a tensor; one more program of it lays out the
 work of the second. The second attends. A *tile* is BLOCK_M query rows of one span that read the same key/value head: row r is query head
 g * SHARES + r % SHARES of token r // SHARES, so that keys and values are loaded once for all heads that share them. A *unit* of work is one
-tile and one page of keys. The units of all tiles lie in one line, and a fixed number of programs, one for every multiprocessor, take equal
-shares of it: long prompts, short ones and appends to long contexts fill the machine alike, whatever their number. A tile inside one share is
+tile and one page of keys. The units of all tiles lie in one line, and a fixed number of programs, one for every multiprocessor, take shares of it
+that cost the same: long prompts, short ones and appends to long contexts fill the machine alike, whatever their number. A tile inside one share is
 written out at once; one that is cut leaves a *partial* for every program that has a part of it: for each row the largest score, the sum of the
 exponentials under it, and the values weighted by them. The third launch adds up the partials of every cut tile, in order, and gates.
 
@@ -35,10 +35,10 @@ from agentspec.kernels.backend import AttentionWeights, RopeTable
 from agentspec.kernels.prefill_batch import PrefillBatch
 from agentspec.kernels.traffic import touches_pools
 from agentspec.kernels.triton import prefill_attention_hopper as hopper
-from agentspec.kernels.triton.attention import dot_precision, norm_rope, owner_of, share_of
+from agentspec.kernels.triton.attention import dot_precision, norm_rope, share_of
 from agentspec.kernels.triton.launch import INTERPRETED, OVERLAPPED, await_previous, release_next
 from agentspec.kernels.triton.machine import machine_of
-from agentspec.kernels.triton.prefill_line import NOT_SPECIALIZED, SEARCH, lay_out, shares_of, tile_at
+from agentspec.kernels.triton.prefill_line import NOT_SPECIALIZED, SEARCH, TILE_COST, lay_out, shares_of, tile_at, unit_at
 
 _OFFSET = tl.constexpr(prefill_batch.OFFSET)
 _COUNT = tl.constexpr(prefill_batch.COUNT)
@@ -92,10 +92,10 @@ def attention_prefill(projected_NP: Tensor, weights: AttentionWeights, rope: Rop
     line_4I = torch.empty(4, most_tiles + 1, dtype=torch.int32, device=device)
     _prepare(projected_NP, projected_NP[:, 2 * num_heads * head_dim :], weights, rope, kv_P2SGD, batch, queries_NQD, line_4I, shapes, num_programs)
     out_NX = torch.empty(num_tokens, num_heads * head_dim, dtype=projected_NP.dtype, device=device)
-    first_tile_C = torch.empty(num_programs, dtype=torch.int32, device=device)
+    cuts_2C = torch.empty(2, num_programs, dtype=torch.int32, device=device)
     sums_CMD = torch.empty(2 * num_programs, plan.block_rows, head_dim, dtype=torch.float32, device=device)
     scores_2CM = torch.empty(2, 2 * num_programs, plan.block_rows, dtype=torch.float32, device=device)
-    layout = (batch.spans_UF, line_4I, most_tiles, first_tile_C)
+    layout = (batch.spans_UF, line_4I, most_tiles, cuts_2C)
     block_dims = max(_MIN_DOT, triton.next_power_of_2(head_dim))
     arguments = (projected_NP, projected_NP.stride(0))
     sizes: dict[str, Any] = shapes | {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
@@ -124,6 +124,7 @@ def attention_prefill(projected_NP: Tensor, weights: AttentionWeights, rope: Rop
         *layout,
         out_NX,
         BLOCK_R=block_rows,
+        BLOCK_C=triton.next_power_of_2(num_programs),
         BLOCK_D=block_dims,
         num_warps=4,
         **combine_shapes,
@@ -360,7 +361,7 @@ def _attend(  # type: ignore[no-untyped-def]
     spans_UF,
     line_4I,
     most_tiles,
-    first_tile_C,
+    cuts_2C,
     scale,
     sums_CMD,
     scores_2CM,
@@ -380,12 +381,11 @@ def _attend(  # type: ignore[no-untyped-def]
     release_next(PDL)
     await_previous(PDL)
     program = tl.program_id(0)
-    total = tl.load(line_4I + most_tiles)
-    num_shares = shares_of(total, tl.num_programs(0))
-    begin, end = share_of(program, num_shares, total)
+    begin, end = _share(line_4I, most_tiles, program, tl.num_programs(0))
+    first_tile, num_tiles = _tiles_of_share(line_4I, most_tiles, begin, end)
+    tl.store(cuts_2C + program, first_tile)
+    tl.store(cuts_2C + tl.num_programs(0) + program, begin)
     if begin < end:
-        first_tile, num_tiles = _tiles_of_share(line_4I, most_tiles, begin, end)
-        tl.store(first_tile_C + program, first_tile)
         for turn in tl.range(0, num_tiles, num_stages=1):
             i = first_tile + (turn + 1) % num_tiles
             tile_begin = tl.load(line_4I + i)
@@ -419,6 +419,25 @@ def _attend(  # type: ignore[no-untyped-def]
                 tl.store(scores_2CM + partial, largest)
                 tl.store(scores_2CM + 2 * tl.num_programs(0) * BLOCK_M + partial, exponentials)
                 tl.store(sums_CMD + partial[:, None] * D + d[None, :], values, mask=(d < D)[None, :])
+
+
+@triton.jit
+def _share(line_4I, most_tiles, program, num_programs):  # type: ignore[no-untyped-def]
+    """(a program's first unit, the first that isn't its own): perhaps none."""
+    total = tl.load(line_4I + most_tiles)
+    num_tiles = tl.zeros((), tl.int32)
+    for first in tl.range(0, most_tiles, SEARCH, num_stages=1):
+        i = first + tl.arange(0, SEARCH)
+        num_tiles += tl.sum((tl.load(line_4I + i, mask=i < most_tiles, other=2147483647) < total).to(tl.int32), axis=0)
+    begin, end = share_of(program, shares_of(total, num_programs), total + TILE_COST * num_tiles)
+    begin_tile = tl.full((), -1, tl.int32)
+    end_tile = tl.full((), -1, tl.int32)
+    for first in tl.range(0, most_tiles, SEARCH, num_stages=1):
+        i = first + tl.arange(0, SEARCH)
+        cost = tl.where(i < most_tiles, tl.load(line_4I + i, mask=i < most_tiles, other=0) + TILE_COST * i, 2147483647)
+        begin_tile += tl.sum((cost <= begin).to(tl.int32), axis=0)
+        end_tile += tl.sum((cost <= end).to(tl.int32), axis=0)
+    return unit_at(line_4I, begin_tile, begin), unit_at(line_4I, end_tile, end)
 
 
 @triton.jit
@@ -463,7 +482,7 @@ def _combine(  # type: ignore[no-untyped-def]
     spans_UF,
     line_4I,
     most_tiles,
-    first_tile_C,
+    cuts_2C,
     out_NX,
     G: tl.constexpr,
     SHARES: tl.constexpr,
@@ -471,6 +490,7 @@ def _combine(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (c, r) does the r-th BLOCK_R rows of the tile in which share c begins, if it is the first share that begins inside of it."""
@@ -481,12 +501,13 @@ def _combine(  # type: ignore[no-untyped-def]
     total = tl.load(line_4I + most_tiles)
     num_shares = shares_of(total, num_programs)
     if (share > 0) & (share < num_shares):
-        i = tl.load(first_tile_C + share)
+        i = tl.load(cuts_2C + share)
+        begins = cuts_2C + num_programs
         tile_begin = tl.load(line_4I + i)
-        begin, _ = share_of(share, num_shares, total)
-        begin_before, _ = share_of(share - 1, num_shares, total)
-        if (begin > tile_begin) & (begin_before <= tile_begin):
-            last = owner_of(tl.load(line_4I + i + 1) - 1, num_shares, total)
+        if (tl.load(begins + share) > tile_begin) & (tl.load(begins + share - 1) <= tile_begin):
+            p = tl.arange(0, BLOCK_C)
+            is_before_end = tl.load(begins + p, mask=p < num_shares, other=2147483647) < tl.load(line_4I + i + 1)
+            last = tl.sum(is_before_end.to(tl.int32), axis=0) - 1
             r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
             d = tl.arange(0, BLOCK_D)
             largest = tl.full((BLOCK_R,), float("-inf"), tl.float32)
@@ -494,8 +515,7 @@ def _combine(  # type: ignore[no-untyped-def]
             values = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
             for part_turn in range(last + 2 - share):
                 c = share - 1 + part_turn
-                begin, _ = share_of(c, num_shares, total)
-                partial = (2 * c + (begin < tile_begin).to(tl.int32)).to(tl.int64) * BLOCK_M + r
+                partial = (2 * c + (tl.load(begins + c) < tile_begin).to(tl.int32)).to(tl.int64) * BLOCK_M + r
                 score = tl.load(scores_2CM + partial)
                 sum_ = tl.load(scores_2CM + 2 * num_programs * BLOCK_M + partial)
                 part = tl.load(sums_CMD + partial[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)

@@ -44,6 +44,7 @@ _barrier = tl.debug_barrier
 _share_of = gluon.jit(share_of.fn)
 _shares_of = gluon.jit(prefill_line.shares_of.fn)
 _tile_at = gluon.jit(prefill_line.tile_at.fn)
+_unit_at = gluon.jit(prefill_line.unit_at.fn)
 _release_next = gluon.jit(release_next.fn)
 _await_previous = gluon.jit(await_previous.fn)
 
@@ -219,7 +220,7 @@ def attend(  # type: ignore[no-untyped-def]
     spans_UF,
     line_4I,
     most_tiles,
-    first_tile_C,
+    cuts_2C,
     scale,
     sums_CMD,
     scores_2CM,
@@ -246,12 +247,11 @@ def attend(  # type: ignore[no-untyped-def]
     _release_next(PDL)
     _await_previous(PDL)
     program = gl.program_id(0)
-    total = gl.load(line_4I + most_tiles)
-    num_shares = _shares_of(total, gl.num_programs(0))
-    begin, end = _share_of(program, num_shares, total)
+    begin, end = _share(line_4I, most_tiles, program, gl.num_programs(0))
+    first_tile, num_tiles = _tiles_of_share(line_4I, most_tiles, begin, end)
+    gl.store(cuts_2C + program, first_tile)
+    gl.store(cuts_2C + gl.num_programs(0) + program, begin)
     if begin < end:
-        first_tile, num_tiles = _tiles_of_share(line_4I, most_tiles, begin, end)
-        gl.store(first_tile_C + program, first_tile)
         # Pages that went through the buffers before.
         turn = program * 0
         for tile_turn in range(num_tiles):
@@ -288,6 +288,26 @@ def attend(  # type: ignore[no-untyped-def]
                 m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, values_layout))
                 d = gl.arange(0, D, layout=gl.SliceLayout(0, values_layout))
                 gl.store(sums_CMD + partial * D + (gl.expand_dims(m, 1) * D + gl.expand_dims(d, 0)), values)
+
+
+@gluon.jit
+def _share(line_4I, most_tiles, program, num_programs):  # type: ignore[no-untyped-def]
+    """As prefill_attention._share."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+    total = gl.load(line_4I + most_tiles)
+    num_tiles = program * 0
+    for first in range(0, most_tiles, prefill_line.SEARCH):
+        i = first + gl.arange(0, prefill_line.SEARCH, layout=layout)
+        num_tiles += gl.sum((gl.load(line_4I + i, mask=i < most_tiles, other=2147483647) < total).to(gl.int32), axis=0)
+    begin, end = _share_of(program, _shares_of(total, num_programs), total + prefill_line.TILE_COST * num_tiles)
+    begin_tile = program * 0 - 1
+    end_tile = program * 0 - 1
+    for first in range(0, most_tiles, prefill_line.SEARCH):
+        i = first + gl.arange(0, prefill_line.SEARCH, layout=layout)
+        cost = gl.where(i < most_tiles, gl.load(line_4I + i, mask=i < most_tiles, other=0) + prefill_line.TILE_COST * i, 2147483647)
+        begin_tile += gl.sum((cost <= begin).to(gl.int32), axis=0)
+        end_tile += gl.sum((cost <= end).to(gl.int32), axis=0)
+    return _unit_at(line_4I, begin_tile, begin), _unit_at(line_4I, end_tile, end)
 
 
 @gluon.jit

@@ -1,7 +1,8 @@
 """The line of all work of a prompt's attention: where every tile stands in it, and how it is shared out. See prefill_attention.py.
 
 A tile is BLOCK_M query rows of one span and key/value head; it has one unit of work for every page of keys that its rows see. The tiles of all
-spans and heads lie one behind the other, and programs take equal shares of their units.
+spans and heads lie one behind the other, and programs take shares of their units, which are equal if TILE_COST units more are counted at the
+beginning of every tile.
 
 Knows nothing of queries, keys and values. Shape letters: as in prefill_attention.py.
 """
@@ -23,6 +24,8 @@ SEARCH = tl.constexpr(1024)
 """Places of the line that a program looks at, at once, for its share."""
 _MIN_SHARE = tl.constexpr(4)
 """Units of a program, if there are so many: shorter tiles aren't worth cutting."""
+TILE_COST = tl.constexpr(5)
+"""Units that take as long as beginning and ending a tile, on an H100: a program with many short tiles gets fewer units."""
 
 
 @triton.jit
@@ -76,15 +79,18 @@ def _line_place(i, num_tiles, num_groups):  # type: ignore[no-untyped-def]
 
     The line is made of groups, one for about every program, of equally many tiles, give or take one. The first tiles of all groups are neighbours in
     the span, then the second ones, and so on, from the last group to the first and back: what programs do at one time is of one head and of
-    about one length, and so is all that each of them has done before."""
+    about one length, and so is all that each of them has done before. The last ones, too, go the other way than those before them: else a prompt of
+    two tiles a program would give some of them all short ones, and a tile costs time of its own."""
     fewest = num_tiles // num_groups
     group = ((i + 1) * num_groups - 1) // num_tiles
     begin = group * num_tiles // num_groups
     turn = i - begin
     in_turn = tl.where(turn % 2 == 1, num_groups - 1 - group, group)
-    # Only some groups have one more tile than the fewest: so many before this one.
+    # Only some groups have one more tile than the fewest: so many, and so many before this one.
+    num_larger = num_tiles - fewest * num_groups
     larger_before = begin - group * fewest
-    return tl.where(turn < fewest, turn * num_groups + in_turn, fewest * num_groups + larger_before)
+    in_last = tl.where(fewest % 2 == 1, num_larger - 1 - larger_before, larger_before)
+    return tl.where(turn < fewest, turn * num_groups + in_turn, fewest * num_groups + in_last)
 
 
 @triton.jit
@@ -97,3 +103,10 @@ def tile_at(line_4I, most_tiles, i):  # type: ignore[no-untyped-def]
     """(span, key/value head, tile of the span) at a place of the line."""
     line = line_4I + (most_tiles + 1) + i
     return tl.load(line), tl.load(line + (most_tiles + 1)), tl.load(line + 2 * (most_tiles + 1))
+
+
+@triton.jit
+def unit_at(line_4I, tile, cost):  # type: ignore[no-untyped-def]
+    """The first unit that is not before a cut: `cost` units from the beginning, in this tile, TILE_COST counted with each."""
+    unit = tl.load(line_4I + tile)
+    return unit + tl.maximum(cost - unit - TILE_COST * (tile + 1), 0)

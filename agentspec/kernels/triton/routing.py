@@ -16,9 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from agentspec.kernels.backend import MixtureWeights, Norm
+from agentspec.kernels.triton.fp8_activations import GROUP, ScaledTokens, empty_scaled, group_scale, to_fp8
 from agentspec.kernels.triton.launch import OVERLAPPED, await_previous, release_next
 from agentspec.kernels.triton.linear_tiles import prefetch_first_steps
 from agentspec.kernels.triton.ranking import LOWEST_KEY, order_key, value_of_key
+from agentspec.kernels.weights import SCALE_BLOCK
 
 FEW_SCORES = 16
 """Up to here a program scores some experts for one token, with every weight on the way before the tokens are there; above, tiles are multiplied."""
@@ -55,14 +57,15 @@ class Routing:
     """float32: of the routed ones their probabilities, perhaps normalised; of the shared one the sigmoid of its gate."""
     gate_N: Tensor | None
     """float32, the shared gate's logit; None where the shared expert is a visit."""
-    normed_NH: Tensor
-    """The normed input, in its dtype."""
+    normed: Tensor | ScaledTokens
+    """The normed input, in its dtype [N, H]; or in 8 bits, of the values that it has in its dtype."""
 
 
-def route(x_NH: Tensor, norm: Norm, weights: MixtureWeights, *, visit_shared: bool) -> Routing:
-    """Two launches. visit_shared: the shared expert is one more visit of every token."""
+def route(x_NH: Tensor, norm: Norm, weights: MixtureWeights, *, visit_shared: bool, in_fp8: bool = False) -> Routing:
+    """Two launches. visit_shared: the shared expert is one more visit of every token. in_fp8: the normed input is wanted in 8 bits, and only so."""
     (num_tokens, width), num_experts = x_NH.shape, weights.router_XH.shape[0]
     assert x_NH.stride(1) == 1
+    assert not (visit_shared and in_fp8), "visits read tokens in their dtype"
     num_visits = weights.top_k + int(visit_shared)
 
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -72,12 +75,14 @@ def route(x_NH: Tensor, norm: Norm, weights: MixtureWeights, *, visit_shared: bo
     ids_NC = empty(num_tokens, num_visits, dtype=torch.int32)
     weights_NC = empty(num_tokens, num_visits, dtype=torch.float32)
     gate_N = None if visit_shared else empty(num_tokens, dtype=torch.float32)
-    normed_NH = empty(num_tokens, width, dtype=x_NH.dtype)
-    _choose_kernel[(num_tokens, 2)](
+    scaled = empty_scaled(num_tokens, width, x_NH.device) if in_fp8 else None
+    normed = scaled.values_RK if scaled else empty(num_tokens, width, dtype=x_NH.dtype)
+    _choose_kernel[(len(normed), 2)](
         ids_NC,
         weights_NC,
         gate_N,
-        normed_NH,
+        normed,
+        scaled.scales_GR if scaled else None,
         parts_SNX,
         squares_SN,
         x_NH,
@@ -86,6 +91,7 @@ def route(x_NH: Tensor, norm: Norm, weights: MixtureWeights, *, visit_shared: bo
         weights.shared_gate_1H,
         norm.eps,
         num_tokens,
+        len(normed),
         num_experts,
         H=width,
         J=weights.top_k,
@@ -94,11 +100,11 @@ def route(x_NH: Tensor, norm: Norm, weights: MixtureWeights, *, visit_shared: bo
         NORMALIZE=weights.normalize,
         BLOCK_X=triton.next_power_of_2(num_experts),
         BLOCK_C=triton.next_power_of_2(num_visits),
-        BLOCK_H=min(triton.next_power_of_2(width), _NORM_BLOCK),
+        BLOCK_H=max(min(triton.next_power_of_2(width), _NORM_BLOCK), SCALE_BLOCK if in_fp8 else 1),
         num_warps=1,
         **OVERLAPPED,
     )
-    return Routing(ids_NC=ids_NC, weights_NC=weights_NC, gate_N=gate_N, normed_NH=normed_NH)
+    return Routing(ids_NC=ids_NC, weights_NC=weights_NC, gate_N=gate_N, normed=scaled or normed)
 
 
 def score_tiles(num_tokens: int, num_experts: int, width: int, element_bytes: int) -> ScoreTiles:
@@ -238,12 +244,13 @@ def _many_scores_kernel(  # type: ignore[no-untyped-def]
         tl.store(squares_ptr + place, tl.sum(squares, axis=1), mask=n < num_tokens)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
 def _choose_kernel(  # type: ignore[no-untyped-def]
     ids_ptr,
     weights_ptr,
     gates_ptr,
     normed_ptr,
+    normed_scales_ptr,
     parts_ptr,
     squares_ptr,
     x_ptr,
@@ -252,6 +259,7 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     shared_gate_ptr,
     eps,
     num_tokens,
+    num_rows,
     num_experts,
     H: tl.constexpr,
     J: tl.constexpr,
@@ -263,16 +271,23 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (n, 0) has token n's normed row and its gate, program (n, 1) chooses for it, the lower id on ties."""
+    """Program (n, 0) has token n's normed row and its gate, program (n, 1) chooses for it, the lower id on ties. Rows behind the tokens fill up what
+    is in 8 bits."""
     release_next(PDL)
     n = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
-        gate = _store_normed(normed_ptr + n * H, x_ptr + n * x_stride, norm_ptr, shared_gate_ptr, eps, H, BLOCK_H, PDL)
-        if C > J:
-            tl.store(weights_ptr + n * C + J, 1.0 / (1.0 + tl.exp(-gate)))
+        if normed_scales_ptr is not None:
+            is_token = n < num_tokens
+            values, scales = normed_ptr + n * H, normed_scales_ptr + n
+            gate = _store_scaled(values, scales, num_rows, x_ptr + n * x_stride, is_token, norm_ptr, shared_gate_ptr, eps, H, BLOCK_H, PDL)
+            tl.store(gates_ptr + n, gate, mask=is_token)
         else:
-            tl.store(gates_ptr + n, gate)
-    else:
+            gate = _store_normed(normed_ptr + n * H, x_ptr + n * x_stride, norm_ptr, shared_gate_ptr, eps, H, BLOCK_H, PDL)
+            if C > J:
+                tl.store(weights_ptr + n * C + J, 1.0 / (1.0 + tl.exp(-gate)))
+            else:
+                tl.store(gates_ptr + n, gate)
+    elif n < num_tokens:
         await_previous(PDL)
         x = tl.arange(0, BLOCK_X)
         score = tl.zeros((BLOCK_X,), tl.float32)
@@ -301,6 +316,8 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
             weights /= tl.sum(tl.where(x < num_experts, tl.exp(score - highest), 0.0), axis=0)
         tl.store(ids_ptr + n * C + c, ids, mask=c < C)
         tl.store(weights_ptr + n * C + c, weights, mask=c < J)
+    else:
+        await_previous(PDL)
 
 
 @triton.jit
@@ -321,3 +338,29 @@ def _store_normed(normed_ptr, x_ptr, norm_ptr, shared_gate_ptr, eps, H: tl.const
         gain = 1.0 + tl.load(norm_ptr + h, mask=h < H, other=0.0).to(tl.float32)
         tl.store(normed_ptr + h, (x * scale * gain).to(normed_ptr.dtype.element_ty), mask=h < H)
     return tl.sum(products, axis=0) * scale
+
+
+@triton.jit
+def _store_scaled(  # type: ignore[no-untyped-def]
+    values_ptr, scales_ptr, num_rows, x_ptr, is_token, norm_ptr, shared_gate_ptr, eps, H: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr
+):
+    """As `_store_normed`, the row rounded to x's dtype and then to 8 bits. A row that is no token's is zeros."""
+    g, k = tl.arange(0, BLOCK_H // GROUP), tl.arange(0, GROUP)
+    squares, products = tl.zeros((BLOCK_H // GROUP, GROUP), tl.float32), tl.zeros((BLOCK_H // GROUP, GROUP), tl.float32)
+    await_previous(PDL)
+    for first in tl.static_range(0, H, BLOCK_H):
+        h = first + g[:, None] * GROUP + k[None, :]
+        x = tl.load(x_ptr + h, mask=h < tl.where(is_token, H, 0), other=0.0).to(tl.float32)
+        gain = 1.0 + tl.load(norm_ptr + h, mask=h < H, other=0.0).to(tl.float32)
+        squares += x * x
+        products += x * gain * tl.load(shared_gate_ptr + h, mask=h < H, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(squares) / H + eps)
+    for first in tl.static_range(0, H, BLOCK_H):
+        h = first + g[:, None] * GROUP + k[None, :]
+        x = tl.load(x_ptr + h, mask=h < tl.where(is_token, H, 0), other=0.0).to(tl.float32)
+        gain = 1.0 + tl.load(norm_ptr + h, mask=h < H, other=0.0).to(tl.float32)
+        normed = (x * scale * gain).to(x_ptr.dtype.element_ty).to(tl.float32)
+        multiplier, inverse = group_scale(tl.max(tl.abs(normed), axis=1))
+        tl.store(values_ptr + h, to_fp8(normed * inverse[:, None]), mask=h < H)
+        tl.store(scales_ptr + (g + first // GROUP).to(tl.int64) * num_rows, multiplier, mask=g * GROUP + first < H)
+    return tl.sum(products) * scale

@@ -15,8 +15,21 @@ from tests.kernels.triton.specimen import Specimen
 ASYNC_COPIES, TENSOR_CORES, OF_FOUR_WARPS = "cp.async.cg.shared", "mma.", "wgmma.mma_async"
 Form = Literal["fp8", "bf16", "fp32"]
 
-INTEGERS = ("x_stride", "num_tokens", "num_experts", "num_pairs", "num_tiles", "block_m", "width", "num_outputs", "depth", "ahead", "release")
-FLOATS = ("scales_ptr", "shared_scales_ptr", "parts_ptr", "squares_ptr", "weights_ptr", "gates_ptr", "gate_ptr")
+INTEGERS = (
+    "x_stride",
+    "num_tokens",
+    "num_rows",
+    "num_experts",
+    "num_pairs",
+    "num_tiles",
+    "block_m",
+    "width",
+    "num_outputs",
+    "depth",
+    "ahead",
+    "release",
+)
+FLOATS = ("scales_ptr", "normed_scales_ptr", "shared_scales_ptr", "parts_ptr", "squares_ptr", "weights_ptr", "gates_ptr", "gate_ptr")
 INDICES = ("ids_ptr", "pairs_ptr", "tiles_ptr", "counts_ptr")
 VALUES = ("stack_ptr", "shared_ptr")
 MULTIPLES = ("x_stride", "width", "num_outputs", "depth")
@@ -28,6 +41,8 @@ def specimen(
     """`constexprs`: None for absent operands. weights: type of the experts' values."""
     types = {**dict.fromkeys(INTEGERS, "i32"), **dict.fromkeys(FLOATS, "*fp32"), **dict.fromkeys(INDICES, "*i32"), "eps": "fp32"}
     types |= dict.fromkeys(VALUES, f"*{weights}")
+    if "normed_scales_ptr" not in constexprs:
+        types["normed_ptr"] = "*fp8e4nv"
     names = [argument for argument in kernel.arg_names if argument not in constexprs and argument != "PDL"]
     return Specimen(
         name=name,
@@ -90,8 +105,15 @@ def many_scores(num_tokens: int) -> Specimen:
 
 def choice(split: int) -> Specimen:
     blocks = {"J": 8, "C": 9, "SPLIT": split, "NORMALIZE": True, "BLOCK_X": 256, "BLOCK_C": 16, "H": 2048, "BLOCK_H": 1024, "gates_ptr": None}
+    blocks["normed_scales_ptr"] = None
     # One instruction finds the largest of a warp's integers.
     return specimen(f"choice 35B of {split} parts", routing._choose_kernel, blocks, 1, 3, "redux.sync.max.s32", dtype="bf16", weights="u8")
+
+
+def scaled_choice() -> Specimen:
+    """Of a prompt: the normed input in 8 bits."""
+    blocks = {"J": 8, "C": 8, "SPLIT": 1, "NORMALIZE": True, "BLOCK_X": 256, "BLOCK_C": 8, "H": 2048, "BLOCK_H": 1024}
+    return specimen("choice 35B of 1 part, in 8 bits", routing._choose_kernel, blocks, 1, 3, "st.global.v4", dtype="bf16", weights="u8")
 
 
 def groups(kernel: Any, warps: int, **blocks: int) -> Specimen:
@@ -111,6 +133,7 @@ SPECIMENS = [
     *(many_scores(num_tokens) for num_tokens in (32, 256, 8192)),
     choice(1),
     choice(16),
+    scaled_choice(),
     groups(expert_groups._few_kernel, 16, BLOCK_P=2048),
     groups(expert_groups._count_kernel, 4, CHUNK=512, BLOCK_X=256),
     groups(expert_groups._many_kernel, 8, CHUNK=256, BLOCK_X=256, BLOCK_C=16),

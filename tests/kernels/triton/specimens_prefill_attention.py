@@ -11,7 +11,7 @@ from agentspec.kernels.triton import prefill_attention
 from tests.kernels.triton.specimen import Specimen
 
 _PAGE = 64
-_LINE = {"spans_UF": "*i64", "line_4I": "*i32", "most_tiles": "i32", "first_tile_C": "*i32"}
+_LINE = {"spans_UF": "*i64", "line_4I": "*i32", "most_tiles": "i32", "cuts_2C": "*i32"}
 
 
 def _prepare(model: str, heads: tuple[int, int], head_dim: int, half_rope: int, dtype: torch.dtype, num_spans: int, block_rows: int) -> Specimen:
@@ -86,7 +86,7 @@ def _specimens(model: str, heads: tuple[int, int], head_dim: int, half_rope: int
         name=f"combine_prompt {model}",
         kernel=prefill_attention._combine,
         signature={"sums_CMD": "*fp32", "scores_2CM": "*fp32", "projected_NP": activations, "row_stride": "i32"} | _LINE | {"out_NX": activations},
-        constexprs=shapes | {"BLOCK_R": prefill_attention._COMBINE_ROWS, "BLOCK_D": head_dim},
+        constexprs=shapes | {"BLOCK_R": prefill_attention._COMBINE_ROWS, "BLOCK_C": 256, "BLOCK_D": head_dim},
         num_warps=4,
         multiples_of_16=("row_stride",),
         instructions=("ld.global.v4",),

@@ -25,7 +25,12 @@ def check_groups(ids: Tensor, num_experts: int, block_m: int) -> None:
         for expert in range(num_experts)
         for done in range(0, sizes[expert], block_m)
     ]
-    assert [row[:3] for row in groups.tiles_T4.tolist() if row[2]] == expected, text
+    rows = groups.tiles_T4.tolist()
+    assert [row[:3] for row in rows if row[2]] == expected, text
+    (num_rows,) = {row[3] for row in rows}
+    assert not any(row[2] for row in rows[num_rows:]), text
+    if ids.numel() > expert_groups._PAIRS_OF_ONE_LAUNCH:
+        assert num_rows == len(expected), f"rows without a tile among the others: {text}"
 
 
 @pytest.fixture(params=["one launch", "small chunks", "large chunks"])

@@ -10,6 +10,7 @@ from agentspec.kernels.backend import MixtureWeights, Norm
 from agentspec.kernels.reference.moe import route_top_k
 from agentspec.kernels.reference.norms import rms_norm
 from agentspec.kernels.triton import routing
+from agentspec.kernels.triton.fp8_activations import ScaledTokens, quantize_tokens
 from tests.fakes.compare import relative_error
 
 TOLERANCE = 1e-5
@@ -61,7 +62,7 @@ def check_routing(
     assert relative_error(apart.weights_NC, expected_weights) < 10 * TOLERANCE, text
     assert apart.gate_N is not None
     assert relative_error(apart.gate_N, gate) < TOLERANCE, text
-    assert relative_error(apart.normed_NH, rms_norm(x, norm.weight, norm.eps)) < (1e-6 if dtype == torch.float32 else 1e-2), text
+    assert relative_error(apart.normed, rms_norm(x, norm.weight, norm.eps)) < (1e-6 if dtype == torch.float32 else 1e-2), text
     among = routing.route(x, norm, weights, visit_shared=True)
     assert among.gate_N is None
     assert torch.equal(among.ids_NC[:, :-1], apart.ids_NC), text
@@ -123,3 +124,20 @@ def test_tokens_may_be_slices_of_something_wider_and_do_not_see_each_other(devic
         alone = routing.route(x[n : n + 1], norm, weights, visit_shared=True)
         assert torch.equal(alone.weights_NC[0], together.weights_NC[n])
         assert torch.equal(alone.ids_NC[0], together.ids_NC[n])
+
+
+@pytest.mark.parametrize("size", [(18, 256), (5, 384), (16, 1280)], ids=str)
+def test_the_normed_input_in_8_bits(size: tuple[int, int], device: torch.device) -> None:
+    """Bit for bit what rounding it afterwards gives, and the rows that fill up are zeros."""
+    num_tokens, width = size
+    weights = router(16, width, 4, True, 5, device, torch.float16)
+    x, norm = inputs(num_tokens, width, 5, device, torch.float16)
+    plain, scaled = (routing.route(x, norm, weights, visit_shared=False, in_fp8=in_fp8) for in_fp8 in (False, True))
+    assert isinstance(plain.normed, torch.Tensor)
+    assert isinstance(scaled.normed, ScaledTokens)
+    expected = quantize_tokens(plain.normed)
+    assert torch.equal(scaled.normed.values_RK.view(torch.uint8), expected.values_RK.view(torch.uint8))
+    assert torch.equal(scaled.normed.scales_GR, expected.scales_GR)
+    assert torch.equal(scaled.ids_NC, plain.ids_NC)
+    assert torch.equal(scaled.weights_NC, plain.weights_NC)
+    torch.testing.assert_close(scaled.gate_N, plain.gate_N)

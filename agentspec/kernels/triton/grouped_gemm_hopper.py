@@ -1,0 +1,426 @@
+"""The products of grouped_gemm.py with 8-bit operands for Hopper's matrix units, in Gluon.
+
+One program a multiprocessor takes pieces of work, one after the other from a counter that all share: the up to 128 tokens of a tile by two blocks of
+128 outputs. One group of four warps only fetches, up to four steps of K ahead and on into the next piece. Two others have 64 tokens each, multiply
+and add up, so that the matrix units work for one while the other scales its sums. Triton's own compiler has no such division: there all warps wait
+for every product, and every piece begins with an empty pipeline.
+
+Sums are those of grouped_gemm.py, bit for bit: see there for what is computed, for operands and for shape letters.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from agentspec.kernels.triton.expert_groups import COUNT, EXPERT, FIELDS, FIRST, NUM_ROWS, ExpertGroups
+from agentspec.kernels.triton.fp8_activations import LARGEST, ScaledTokens
+from agentspec.kernels.triton.launch import INTERPRETED, OVERLAPPED, arrival_counters, await_previous, release_next
+from agentspec.kernels.triton.machine import machine_of
+from agentspec.kernels.weights import FP8, SCALE_BLOCK, BlockScaled, Weight
+
+BLOCK_M = 128
+"""Of the table of tiles."""
+_HALF_M = gl.constexpr(64)
+"""Tokens of a group of warps."""
+_BLOCK_O = gl.constexpr(128)
+"""Outputs under one multiplier; a piece has two such blocks."""
+_BLOCK_K = gl.constexpr(SCALE_BLOCK)
+_STAGES = gl.constexpr(4)
+_GATE_UP_REGISTERS = {"REGISTERS": 216, "FETCH_REGISTERS": 64}
+_DOWN_REGISTERS = {"REGISTERS": 232, "FETCH_REGISTERS": 40}
+"""Of a thread that multiplies and of one that fetches; the first group that multiplies gets what is left of 504. So nothing is spilled."""
+
+_EXPERT, _FIRST, _COUNT, _NUM_ROWS, _FIELDS = (gl.constexpr(field.value) for field in (EXPERT, FIRST, COUNT, NUM_ROWS, FIELDS))
+_LARGEST = gl.constexpr(LARGEST.value)
+_copy_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_copy_rows = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+"""Their names in Triton 3.9, and before."""
+_barrier = tl.debug_barrier
+"""Of the warps of one group."""
+_release_next = gluon.jit(release_next.fn)
+_await_previous = gluon.jit(await_previous.fn)
+
+
+def is_for(gate_up_X2IH: Weight, device: torch.device) -> bool:
+    """Whether experts of these shapes, whose products are W8A8, can be multiplied here."""
+    _, two_widths, hidden_size = gate_up_X2IH.shape
+    return two_widths % (2 * SCALE_BLOCK) == 0 and hidden_size % (2 * SCALE_BLOCK) == 0 and _num_programs(device) > 0
+
+
+def gate_up(x: ScaledTokens, weight_X2IK: BlockScaled, groups: ExpertGroups, top_k: int) -> ScaledTokens:
+    """As grouped_gemm.gate_up, over tiles of BLOCK_M. One launch."""
+    (num_rows, depth), width, num_pairs = x.values_RK.shape, weight_X2IK.shape[1] // 2, groups.pairs_P.shape[0]
+    assert groups.block_m == BLOCK_M
+    values = torch.empty(num_pairs, width, dtype=FP8, device=x.values_RK.device)
+    scales = torch.empty(width // SCALE_BLOCK, num_pairs, dtype=torch.float32, device=values.device)
+    gate_up_kernel[(_num_programs(values.device),)](
+        values,
+        scales,
+        x.values_RK,
+        x.values_RK.stride(0),
+        x.scales_GR,
+        _descriptor(weight_X2IK.values.flatten(0, 1), SCALE_BLOCK),
+        weight_X2IK.scales,
+        groups.pairs_P,
+        groups.tiles_T4,
+        arrival_counters(values.device),
+        num_rows,
+        num_pairs,
+        top_k,
+        width,
+        depth,
+        num_warps=4,
+        **_GATE_UP_REGISTERS,
+        **OVERLAPPED,
+    )
+    return ScaledTokens(values_RK=values, scales_GR=scales)
+
+
+def down(h: ScaledTokens, weight_XOI: BlockScaled, groups: ExpertGroups, weights_NJ: Tensor, dtype: torch.dtype) -> Tensor:
+    """As grouped_gemm.down, over tiles of BLOCK_M. One launch."""
+    (num_pairs, depth), num_outputs = h.values_RK.shape, weight_XOI.shape[1]
+    assert (weights_NJ.dtype, weights_NJ.is_contiguous()) == (torch.float32, True)
+    assert groups.block_m == BLOCK_M
+    parts = torch.empty(*weights_NJ.shape, num_outputs, dtype=dtype, device=weights_NJ.device)
+    down_kernel[(_num_programs(parts.device),)](
+        parts,
+        _descriptor(h.values_RK, BLOCK_M // 2),
+        h.scales_GR,
+        _descriptor(weight_XOI.values.flatten(0, 1), SCALE_BLOCK),
+        weight_XOI.scales,
+        weights_NJ,
+        groups.pairs_P,
+        groups.tiles_T4,
+        arrival_counters(parts.device),
+        num_pairs,
+        num_outputs,
+        depth,
+        num_warps=4,
+        **_DOWN_REGISTERS,
+        **OVERLAPPED,
+    )
+    return parts
+
+
+def _descriptor(values: Tensor, rows: int) -> TensorDescriptor:
+    """[*, K] for the copy engine, `rows` rows of 128 bytes at a time."""
+    block = [rows, SCALE_BLOCK]
+    return TensorDescriptor.from_tensor(values, block, gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv))
+
+
+@functools.cache
+def _num_programs(device: torch.device) -> int:
+    """One a multiprocessor, or none where this is no Hopper."""
+    if INTERPRETED:
+        return 0
+    machine = machine_of(device)
+    return machine.num_multiprocessors if machine.capability[0] == 9 else 0
+
+
+@gluon.jit
+def _fetch(operands, shared, GATED: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The third group of warps: takes pieces, says what they are, and brings every step of them into the next free buffers. A piece of no tokens is
+    the end."""
+    x, x_stride, weights, pairs_ptr, tiles_ptr, counters_ptr, num_tiles, top_k, num_outputs, depth = operands
+    x_buffers, weight_buffers, facts, places, full, empty = shared
+    rows: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    four: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    num_blocks = num_outputs // (_BLOCK_O if GATED else 2 * _BLOCK_O)
+    m = gl.arange(0, _HALF_M, layout=gl.SliceLayout(1, rows))
+    k = gl.arange(0, _BLOCK_K, layout=gl.SliceLayout(0, rows))
+    fact = gl.arange(0, 4, layout=four)
+    weight_bytes: gl.constexpr = 2 * _BLOCK_O * _BLOCK_K
+    turn = num_tiles * 0
+    piece = gl.atomic_add(counters_ptr, 1, sem="relaxed")
+    while piece < num_tiles * num_blocks:
+        row = tiles_ptr + piece // num_blocks * _FIELDS
+        block = piece % num_blocks
+        expert = gl.load(row + _EXPERT)
+        first = gl.load(row + _FIRST)
+        count = gl.load(row + _COUNT)
+        if count > 0:
+            # Places past the end are those of the last pair again: nothing of them is stored.
+            low = gl.load(pairs_ptr + first + gl.minimum(m, count - 1))
+            high = gl.load(pairs_ptr + first + gl.minimum(m + _HALF_M, count - 1))
+            if GATED:
+                low = low // top_k
+                high = high // top_k
+                low_rows = gl.expand_dims(x + low.to(gl.int64) * x_stride, 1) + gl.expand_dims(k, 0)
+                high_rows = gl.expand_dims(x + high.to(gl.int64) * x_stride, 1) + gl.expand_dims(k, 0)
+                weight_row = expert * (2 * num_outputs) + block * _BLOCK_O
+                second_row = weight_row + num_outputs
+            else:
+                weight_row = expert * num_outputs + block * (2 * _BLOCK_O)
+                second_row = weight_row + _BLOCK_O
+            stage = turn % _STAGES
+            mbarrier.wait(empty.index(stage), (turn // _STAGES & 1) ^ 1)
+            facts.index(stage).store(gl.where(fact == 0, expert, gl.where(fact == 1, first, gl.where(fact == 2, count, block))))
+            places.index(2 * stage).store(low)
+            places.index(2 * stage + 1).store(high)
+            _barrier()
+            for step in range(depth // _BLOCK_K):
+                stage = turn % _STAGES
+                mbarrier.wait(empty.index(stage), (turn // _STAGES & 1) ^ 1)
+                ready = full.index(stage)
+                if GATED:
+                    mbarrier.expect(ready, weight_bytes)
+                elif count > _HALF_M:
+                    mbarrier.expect(ready, weight_bytes + 2 * _HALF_M * _BLOCK_K)
+                else:
+                    mbarrier.expect(ready, weight_bytes + _HALF_M * _BLOCK_K)
+                _copy_block(weights, [weight_row, step * _BLOCK_K], ready, weight_buffers.index(2 * stage))
+                _copy_block(weights, [second_row, step * _BLOCK_K], ready, weight_buffers.index(2 * stage + 1))
+                if GATED:
+                    _copy_rows(x_buffers.index(2 * stage), low_rows + step * _BLOCK_K)
+                    if count > _HALF_M:
+                        _copy_rows(x_buffers.index(2 * stage + 1), high_rows + step * _BLOCK_K)
+                    async_copy.mbarrier_arrive(ready, increment_count=False)
+                else:
+                    _copy_block(x, [first, step * _BLOCK_K], ready, x_buffers.index(2 * stage))
+                    if count > _HALF_M:
+                        _copy_block(x, [first + _HALF_M, step * _BLOCK_K], ready, x_buffers.index(2 * stage + 1))
+                turn += 1
+        piece = gl.atomic_add(counters_ptr, 1, sem="relaxed")
+    stage = turn % _STAGES
+    mbarrier.wait(empty.index(stage), (turn // _STAGES & 1) ^ 1)
+    facts.index(stage).store(fact * 0)
+    _barrier()
+    mbarrier.arrive(full.index(stage), count=1)
+    if GATED:
+        async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+    if gl.atomic_add(counters_ptr + 1, 1, sem="acq_rel") == gl.num_programs(0) - 1:
+        # No program takes pieces any more: the counters are zero again for the next kernel.
+        gl.store(counters_ptr, 0)
+        gl.store(counters_ptr + 1, 0)
+
+
+@gluon.jit
+def _next_piece(facts, full, turn):  # type: ignore[no-untyped-def]
+    """(expert, first place, number of places, block of outputs) of the piece whose first step is `turn`."""
+    four: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    mbarrier.wait(full.index(turn % _STAGES), turn // _STAGES & 1)
+    values = facts.index(turn % _STAGES).load(four)
+    fact = gl.arange(0, 4, layout=four)
+    expert = gl.sum(gl.where(fact == 0, values, 0), axis=0)
+    first = gl.sum(gl.where(fact == 1, values, 0), axis=0)
+    count = gl.sum(gl.where(fact == 2, values, 0), axis=0)
+    return expert, first, count, gl.sum(gl.where(fact == 3, values, 0), axis=0)
+
+
+@gluon.jit
+def _multiply(  # type: ignore[no-untyped-def]
+    x_scales, scales_stride, place_M, first_scales, second_scales, depth, turn, shared, GROUP: gl.constexpr, layout: gl.constexpr
+):
+    """Two blocks of 128 outputs of 64 tokens: float32 [64, 128] each."""
+    x_buffers, weight_buffers, _facts, _places, full, empty = shared
+    zeros = gl.zeros([_HALF_M, _BLOCK_O], gl.float32, layout)
+    sums = zeros
+    second_sums = zeros
+    last = depth // _BLOCK_K - 1
+    next_x_scale = gl.load(x_scales + place_M)
+    next_scale = gl.load(first_scales)
+    next_second_scale = gl.load(second_scales)
+    for step in range(last + 1):
+        stage = turn % _STAGES
+        x_scale = next_x_scale
+        scale = next_scale
+        second_scale = next_second_scale
+        mbarrier.wait(full.index(stage), turn // _STAGES & 1)
+        # Tokens that threads have gathered are visible to the matrix units.
+        fence_async_shared()
+        x = x_buffers.index(2 * stage + GROUP)
+        product = warpgroup_mma(x, weight_buffers.index(2 * stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        # One step early: too little for an asynchronous copy, too long a way to wait for.
+        further = gl.minimum(step + 1, last)
+        next_x_scale = gl.load(x_scales + further.to(gl.int64) * scales_stride + place_M)
+        next_scale = gl.load(first_scales + further)
+        next_second_scale = gl.load(second_scales + further)
+        product = warpgroup_mma_wait(0, deps=[product])
+        sums += product * gl.expand_dims(scale * x_scale, 1)
+        product = warpgroup_mma(x, weight_buffers.index(2 * stage + 1).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        product = warpgroup_mma_wait(0, deps=[product])
+        mbarrier.arrive(empty.index(stage), count=1)
+        second_sums += product * gl.expand_dims(second_scale * x_scale, 1)
+        turn += 1
+    return sums, second_sums, turn
+
+
+@gluon.jit
+def _skip(turn, depth, full, empty):  # type: ignore[no-untyped-def]
+    """A piece in which this group of warps has no tokens."""
+    for _ in range(depth // _BLOCK_K):
+        mbarrier.wait(full.index(turn % _STAGES), turn // _STAGES & 1)
+        mbarrier.arrive(empty.index(turn % _STAGES), count=1)
+        turn += 1
+    return turn
+
+
+@gluon.jit
+def _gate_up(operands, shared, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
+    """One of the two groups of warps that multiply."""
+    h_ptr, h_scales_ptr, x_scales_ptr, weight_scales_ptr, num_rows, num_pairs, width, depth = operands
+    _x_buffers, _weight_buffers, facts, places, full, empty = shared
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+    rows: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    num_blocks = width // _BLOCK_O
+    num_groups = depth // _BLOCK_K
+    m = gl.arange(0, _HALF_M, layout=gl.SliceLayout(1, layout))
+    place = gl.arange(0, _HALF_M, layout=gl.SliceLayout(1, rows))
+    o = gl.arange(0, _BLOCK_O, layout=gl.SliceLayout(0, rows))
+    turn = width * 0
+    expert, first, all_count, block = _next_piece(facts, full, turn)
+    while all_count > 0:
+        count = all_count - GROUP * _HALF_M
+        if count > 0:
+            token = places.index(2 * (turn % _STAGES) + GROUP).load(gl.SliceLayout(1, layout))
+            _barrier()  # everyone has read what this piece is
+            gate_scales = weight_scales_ptr + (expert * 2 * num_blocks + block) * num_groups
+            up_scales = gate_scales + num_blocks * num_groups
+            gate, up, turn = _multiply(x_scales_ptr, num_rows, token, gate_scales, up_scales, depth, turn, shared, GROUP, layout)
+            h = gate / (1.0 + gl.exp(-gate)) * up
+            largest = gl.max(gl.abs(h), axis=1)
+            scale = gl.where(largest < 2.0**-100, 1.0, gl.div_rn(largest, gl.full_like(largest, _LARGEST)))
+            inverse = gl.div_rn(gl.full_like(scale, 1.0), scale)
+            begin = first + GROUP * _HALF_M
+            gl.store(h_scales_ptr + block.to(gl.int64) * num_pairs + begin + m, scale, mask=m < count)
+            rounded = gl.convert_layout((h * gl.expand_dims(inverse, 1)).to(gl.float8e4nv), rows)
+            at = gl.expand_dims((begin + place).to(gl.int64) * width, 1) + gl.expand_dims(block * _BLOCK_O + o, 0)
+            gl.store(h_ptr + at, rounded, mask=gl.expand_dims(place < count, 1))
+        else:
+            _barrier()
+            turn = _skip(turn, depth, full, empty)
+        expert, first, all_count, block = _next_piece(facts, full, turn)
+
+
+@gluon.jit
+def _down(operands, shared, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
+    """One of the two groups of warps that multiply."""
+    parts_ptr, h_scales_ptr, weight_scales_ptr, weights_ptr, num_pairs, num_outputs, depth = operands
+    _x_buffers, _weight_buffers, facts, places, full, empty = shared
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+    rows: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    num_blocks = num_outputs // (2 * _BLOCK_O)
+    num_groups = depth // _BLOCK_K
+    m = gl.arange(0, _HALF_M, layout=gl.SliceLayout(1, layout))
+    place = gl.arange(0, _HALF_M, layout=gl.SliceLayout(1, rows))
+    o = gl.arange(0, _BLOCK_O, layout=gl.SliceLayout(0, rows))
+    turn = num_outputs * 0
+    expert, first, all_count, block = _next_piece(facts, full, turn)
+    while all_count > 0:
+        count = all_count - GROUP * _HALF_M
+        if count > 0:
+            mine = places.index(2 * (turn % _STAGES) + GROUP)
+            weight_M = gl.expand_dims(gl.load(weights_ptr + mine.load(gl.SliceLayout(1, layout))), 1)
+            pair = mine.load(gl.SliceLayout(1, rows))
+            _barrier()  # everyone has read what this piece is
+            scales = weight_scales_ptr + (expert * num_blocks + block) * (2 * num_groups)
+            h_places = first + GROUP * _HALF_M + gl.minimum(m, count - 1)
+            sums, second_sums, turn = _multiply(h_scales_ptr, num_pairs, h_places, scales, scales + num_groups, depth, turn, shared, GROUP, layout)
+            at = gl.expand_dims(pair.to(gl.int64) * num_outputs, 1) + gl.expand_dims(block * (2 * _BLOCK_O) + o, 0)
+            is_real = gl.expand_dims(place < count, 1)
+            dtype: gl.constexpr = parts_ptr.dtype.element_ty
+            gl.store(parts_ptr + at, gl.convert_layout((sums * weight_M).to(dtype), rows), mask=is_real)
+            gl.store(parts_ptr + at + _BLOCK_O, gl.convert_layout((second_sums * weight_M).to(dtype), rows), mask=is_real)
+        else:
+            _barrier()
+            turn = _skip(turn, depth, full, empty)
+        expert, first, all_count, block = _next_piece(facts, full, turn)
+
+
+@gluon.jit
+def _shared(num_arrivals: gl.constexpr, weights):  # type: ignore[no-untyped-def]
+    """What the groups of warps share: tokens by step and group that multiplies; weights by step and block; what a piece is, and its pairs or tokens,
+    by its first step; barriers: a step is there, and it is done with."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_HALF_M, _BLOCK_K], gl.float8e4nv)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    x_buffers = gl.allocate_shared_memory(gl.float8e4nv, [2 * _STAGES, _HALF_M, _BLOCK_K], layout)
+    weight_buffers = gl.allocate_shared_memory(gl.float8e4nv, [2 * _STAGES, _BLOCK_O, _BLOCK_K], weights.layout)
+    facts = gl.allocate_shared_memory(gl.int32, [_STAGES, 4], plain)
+    places = gl.allocate_shared_memory(gl.int32, [2 * _STAGES, _HALF_M], plain)
+    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(_STAGES):
+        mbarrier.init(full.index(stage), count=num_arrivals)
+        mbarrier.init(empty.index(stage), count=2)
+    return x_buffers, weight_buffers, facts, places, full, empty
+
+
+@gluon.jit(do_not_specialize=["num_rows", "num_pairs", "top_k"])
+def gate_up_kernel(  # type: ignore[no-untyped-def]
+    h_ptr,
+    h_scales_ptr,
+    x_ptr,
+    x_stride,
+    x_scales_ptr,
+    weights,
+    weight_scales_ptr,
+    pairs_ptr,
+    tiles_ptr,
+    counters_ptr,
+    num_rows,
+    num_pairs,
+    top_k,
+    width,
+    depth,
+    REGISTERS: gl.constexpr,
+    FETCH_REGISTERS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    # The copy engine and the 128 threads that gather tokens.
+    shared = _shared(1 + 128, weights)
+    _await_previous(PDL)
+    _release_next(PDL)
+    num_tiles = gl.load(tiles_ptr + _NUM_ROWS)
+    operands = (h_ptr, h_scales_ptr, x_scales_ptr, weight_scales_ptr, num_rows, num_pairs, width, depth)
+    gl.warp_specialize(
+        [
+            (_gate_up, (operands, shared, 0)),
+            (_gate_up, (operands, shared, 1)),
+            (_fetch, ((x_ptr, x_stride, weights, pairs_ptr, tiles_ptr, counters_ptr, num_tiles, top_k, width, depth), shared, True)),
+        ],
+        [4, 4],
+        [REGISTERS, FETCH_REGISTERS],
+    )
+
+
+@gluon.jit(do_not_specialize=["num_pairs"])
+def down_kernel(  # type: ignore[no-untyped-def]
+    parts_ptr,
+    h,
+    h_scales_ptr,
+    weights,
+    weight_scales_ptr,
+    weights_ptr,
+    pairs_ptr,
+    tiles_ptr,
+    counters_ptr,
+    num_pairs,
+    num_outputs,
+    depth,
+    REGISTERS: gl.constexpr,
+    FETCH_REGISTERS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    shared = _shared(1, weights)
+    _await_previous(PDL)
+    _release_next(PDL)
+    num_tiles = gl.load(tiles_ptr + _NUM_ROWS)
+    operands = (parts_ptr, h_scales_ptr, weight_scales_ptr, weights_ptr, num_pairs, num_outputs, depth)
+    gl.warp_specialize(
+        [
+            (_down, (operands, shared, 0)),
+            (_down, (operands, shared, 1)),
+            (_fetch, ((h, 0, weights, pairs_ptr, tiles_ptr, counters_ptr, num_tiles, 1, num_outputs, depth), shared, False)),
+        ],
+        [4, 4],
+        [REGISTERS, FETCH_REGISTERS],
+    )
