@@ -44,6 +44,7 @@ from agentspec.runtime.metrics import EngineMetrics
 from agentspec.runtime.pace import CPU_BUDGET, DEFAULT_MAX_GAP, FixedPace, GapPace, Pace
 from agentspec.runtime.prefill_graphs import prefill_graph_bytes
 from agentspec.runtime.rehearsal import Rehearsal
+from agentspec.runtime.ride import default_riders, ride_graph_bytes
 from agentspec.runtime.scheduler import Scheduler
 from agentspec.runtime.step_loop import DepthPolicy, StepLoop
 from agentspec.text.tokenizer import Tokenizer
@@ -174,14 +175,15 @@ def build(
     model_dir: Path | None = None,
     depth_policy: DepthPolicy | None = None,
     pace: Pace | None = None,
+    most_riders: int | None = None,
     clock: Callable[[], float] = time.monotonic,
     ahead: KernelsAhead | None = None,
     progress: Progress = no_progress,
 ) -> Assembly:
     """Build an engine around a model; allocates its state pools, and captures its steps where that is possible.
 
-    memory: None: by the settings, and by what is free on the device. ahead: kernels that are being compiled; without it each one is compiled at its
-    first launch. Raises ConfigError when a setting doesn't fit the model."""
+    memory: None: by the settings, and by what is free on the device. most_riders: see runtime/ride.py; None: as the device has it. ahead: kernels
+    that are being compiled; without it each one is compiled at its first launch. Raises ConfigError when a setting doesn't fit the model."""
     spec = model.spec
     max_draft_tokens = _max_draft_tokens(config, spec)
     config = replace(config, max_running=_max_running(config, spec, device, max_draft_tokens, memory))
@@ -204,7 +206,7 @@ def build(
         page_bytes=spec.page_bytes,
         hold_seconds=config.session_hold_seconds,
     )
-    executor = _executor(model, config, memory, max_draft_tokens, device)
+    executor = _executor(model, config, memory, max_draft_tokens, default_riders(device) if most_riders is None else most_riders, device)
     depths: Sequence[int] = range(max_draft_tokens + 1)
     if depth_policy is None:
         depth_policy, depths = _depth_policy(config, max_draft_tokens)
@@ -243,7 +245,9 @@ def build(
     )
 
 
-def _executor(model: StepModel, config: EngineConfig, memory: MemoryPlan, max_draft_tokens: int, device: torch.device) -> ModelExecutor:
+def _executor(
+    model: StepModel, config: EngineConfig, memory: MemoryPlan, max_draft_tokens: int, most_riders: int, device: torch.device
+) -> ModelExecutor:
     return ModelExecutor(
         model,
         max_running=_slots(config),
@@ -251,6 +255,7 @@ def _executor(model: StepModel, config: EngineConfig, memory: MemoryPlan, max_dr
         max_pages_per_slot=_max_pages(model.spec, memory.max_length, max_draft_tokens),
         force_acceptance=config.force_acceptance,
         allow_forced_output=config.allow_forced_output,
+        most_riders=most_riders,
         device=device,
     )
 
@@ -477,9 +482,9 @@ def _graph_bytes(config: EngineConfig, spec: ModelSpec, device: torch.device, ma
     """About what the graphs to come will take on the device."""
     if _why_eager(config, device) is not None:
         return 0
-    return graph_bytes(vocab_size=spec.vocab_size, max_running=_slots(config), max_draft_tokens=max_draft_tokens) + prefill_graph_bytes(
-        spec.hidden_size
-    )
+    slots, width = _slots(config), spec.hidden_size
+    of_rides = ride_graph_bytes(width, max_running=slots, max_draft_tokens=max_draft_tokens, most_riders=default_riders(device))
+    return graph_bytes(vocab_size=spec.vocab_size, max_running=slots, max_draft_tokens=max_draft_tokens) + prefill_graph_bytes(width) + of_rides
 
 
 def _memory_bytes(config: EngineConfig, device: torch.device, for_graphs: int) -> int:

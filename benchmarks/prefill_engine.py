@@ -89,9 +89,17 @@ class PromptEngine:
     """Requests by number; `step` runs the engine's loop once for all of them."""
 
     def __init__(
-        self, model: PrefilledModel, device: torch.device, room: Room, *, overlap: bool = True, prefix_cache: bool = True, pace: Pace | None = None
+        self,
+        model: PrefilledModel,
+        device: torch.device,
+        room: Room,
+        *,
+        overlap: bool = True,
+        prefix_cache: bool = True,
+        pace: Pace | None = None,
+        most_riders: int | None = None,
     ) -> None:
-        """pace: None: the engine's own."""
+        """pace, most_riders: None: the engine's own."""
         config = EngineConfig(
             draft_tokens=NUM_DRAFTS,
             force_acceptance=(acceptance_rate(EMITTED),) * NUM_DRAFTS,
@@ -102,10 +110,11 @@ class PromptEngine:
         )
         model.computes_prompts = True  # for the graphs
         began = time.perf_counter()
-        parts = build(model, config=config, memory=room.memory(model.spec), device=device, pace=pace)
+        parts = build(model, config=config, memory=room.memory(model.spec), device=device, pace=pace, most_riders=most_riders)
         self.start_seconds = time.perf_counter() - began
         self.graphs = parts.graphs
         self.cache = parts.cache
+        self.executor = parts.loop.executor
         self.metrics = parts.loop.metrics
         self.device = device
         self.model = model

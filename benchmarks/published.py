@@ -15,6 +15,7 @@ from torch import Tensor
 from agentspec.kernels import PrefillBatch, RopeTable
 from agentspec.models.hf_config import TextConfig, parse_text_config
 from agentspec.models.moe import MixtureOfExperts
+from agentspec.models.protocol import VerifyBatch
 from agentspec.models.qwen3_5 import DecoderLayer, Qwen3_5Model
 from agentspec.models.state import page_bytes, row_bytes
 from agentspec.models.tensors import random_parameters
@@ -126,6 +127,11 @@ class PrefilledModel(Qwen3_5Model):
         if self.computes_prompts:
             return super().prefill(batch)
         return self.pools.hidden_RH.new_zeros(len(batch.token_ids_N), self.pools.hidden_RH.shape[1])
+
+    def ride(self, prompts: PrefillBatch, windows: VerifyBatch) -> tuple[Tensor, Tensor]:
+        if self.computes_prompts:
+            return super().ride(prompts, windows)
+        return self.prefill(prompts), self.verify(windows)
 
     def mtp_prefill(self, batch: PrefillBatch, previous_NH: Tensor) -> None:
         if self.computes_prompts:

@@ -5,6 +5,7 @@ Owns projections and the order of operations; pages belong to the caller, who pa
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from agentspec import kernels
@@ -40,6 +41,18 @@ class GatedAttention:
         projected_NP = self._ops.norm_linear(x_NH, norm, self.qkv_proj)
         o_ND = self._ops.attention_prefill(projected_NP, self.weights, rope, kv_P2SGD, batch)
         return self._ops.add_linear(x_NH, o_ND, self.o_proj)
+
+    def ride(
+        self, x_NH: Tensor, norm: kernels.Norm, kv_P2SGD: Tensor, rope: kernels.RopeTable, batch: kernels.PrefillBatch, inputs: StepInputs
+    ) -> Tensor:
+        """`prefill` for the batch's tokens, which come first, and `step` for the windows behind them; the weights are read once."""
+        num_tokens = len(batch.token_ids_N)
+        projected_NP = self._ops.norm_linear(x_NH, norm, self.qkv_proj)
+        prompts_ND = self._ops.attention_prefill(projected_NP[:num_tokens], self.weights, rope, kv_P2SGD, batch)
+        windows_ND = self._ops.attention_step(
+            projected_NP[num_tokens:], self.weights, inputs.rope, kv_P2SGD, inputs.page_table_BP, inputs.start_B, first_position=0
+        )
+        return self._ops.add_linear(x_NH, torch.cat((prompts_ND, windows_ND)), self.o_proj)
 
     def prefill_keys_values(self, x_NH: Tensor, norm: kernels.Norm, kv_P2SGD: Tensor, rope: kernels.RopeTable, batch: kernels.PrefillBatch) -> None:
         """Only the stores of `prefill`, for a last layer whose output nobody needs."""

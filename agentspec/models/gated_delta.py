@@ -5,6 +5,7 @@ Owns projections and the order of operations; the recurrence and everything that
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from agentspec import kernels
@@ -42,3 +43,11 @@ class GatedDeltaNet:
         projected_NP = self._ops.norm_linear(x_NH, norm, self.in_proj, self.in_proj_ba)
         o_ND = self._ops.gated_delta_prefill(projected_NP, self.weights, ssm_RVDK, conv_R3C, batch)
         return self._ops.add_linear(x_NH, o_ND, self.out_proj)
+
+    def ride(self, x_NH: Tensor, norm: kernels.Norm, ssm_RVDK: Tensor, conv_R3C: Tensor, batch: kernels.PrefillBatch, rows: StateRows) -> Tensor:
+        """`prefill` for the batch's tokens, which come first, and `step` for the windows behind them; the weights are read once."""
+        num_tokens = len(batch.token_ids_N)
+        projected_NP = self._ops.norm_linear(x_NH, norm, self.in_proj, self.in_proj_ba)
+        prompts_ND = self._ops.gated_delta_prefill(projected_NP[:num_tokens], self.weights, ssm_RVDK, conv_R3C, batch)
+        windows_ND = self._ops.gated_delta_step(projected_NP[num_tokens:], self.weights, ssm_RVDK, conv_R3C, rows.read_row_B, rows.write_rows_BT)
+        return self._ops.add_linear(x_NH, torch.cat((prompts_ND, windows_ND)), self.out_proj)

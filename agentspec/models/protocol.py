@@ -1,4 +1,4 @@
-"""What the runtime asks of a model: four device operations over rows and pages, and nothing about layers.
+"""What the runtime asks of a model: five device operations over rows and pages, and nothing about layers.
 
 Shape letters: B slots in the step, T tokens a slot (k+1 in a verify), N tokens of a prefill, H hidden size, V vocabulary,
 P pages a sequence. Token ids, rows, lengths and positions are int64; page ids int32.
@@ -75,6 +75,10 @@ class StepModel(Protocol):
 
     def prefill(self, batch: PrefillBatch) -> Tensor:
         """Target forward over prompt tokens of distinct sequences. Returns hidden_NH, post final norm; writes K/V and the wanted states."""
+        ...
+
+    def ride(self, prompts: PrefillBatch, windows: VerifyBatch) -> tuple[Tensor, Tensor]:
+        """`prefill` and `verify` in one forward: (hidden_NH, hidden_BTH). Neither may write a row or page that the other one reads."""
         ...
 
     def mtp(self, tokens_BT: Tensor, hidden_BTH: Tensor, start_B: Tensor, page_table_BP: Tensor) -> Tensor:

@@ -149,6 +149,23 @@ class Qwen3_5Model:  # noqa: N801  the family's name has an underscore
         self._ops.save_hidden(hidden_NH, pools.hidden_RH, batch)
         return hidden_NH
 
+    def ride(self, prompts: kernels.PrefillBatch, windows: VerifyBatch) -> tuple[Tensor, Tensor]:
+        inputs = StepInputs(start_B=windows.length_B, page_table_BP=windows.page_table_BP, rope=self._rope)
+        rows = StateRows(read_row_B=windows.read_row_B, write_rows_BT=windows.write_rows_BT)
+        pools, num_tokens = self.pools, len(prompts.token_ids_N)
+
+        def mix(layer: DecoderLayer, x_NH: Tensor) -> Tensor:
+            mixer, index = layer.mixer, layer.pool_index
+            if isinstance(mixer, GatedAttention):
+                return mixer.ride(x_NH, layer.input_norm, pools.kv_AP2SGD[index], self._rope, prompts, inputs)
+            return mixer.ride(x_NH, layer.input_norm, pools.ssm_LRVDK[index], pools.conv_LR3C[index], prompts, rows)
+
+        x_NH = self._run_layers(torch.cat((prompts.token_ids_N, windows.tokens_BT.flatten())), mix)
+        hidden_NH = self._ops.rms_norm(x_NH[:num_tokens], self._norm)
+        self._ops.save_hidden(hidden_NH, pools.hidden_RH, prompts)
+        window_NH = self._ops.norm_to_rows(x_NH[num_tokens:], self._norm, pools.hidden_RH, windows.write_rows_BT.flatten())
+        return hidden_NH, window_NH.view(*windows.tokens_BT.shape, -1)
+
     def mtp(self, tokens_BT: Tensor, hidden_BTH: Tensor, start_B: Tensor, page_table_BP: Tensor) -> Tensor:
         head = self._mtp_head()
         inputs = StepInputs(start_B=start_B, page_table_BP=page_table_BP, rope=self._rope)

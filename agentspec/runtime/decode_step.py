@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from torch import Tensor
 
 from agentspec import kernels
-from agentspec.kernels.slots import NUM_COUNTS, SlotState
+from agentspec.kernels.slots import NUM_COUNTS, SlotState, Window
 from agentspec.models.protocol import StepModel, VerifyBatch
 from agentspec.mtp.drafter import Drafter
 from agentspec.runtime.plan import MAX_ALTERNATIVES, SlotOutcome
@@ -32,6 +33,38 @@ class StepResult:
     logits_BTV: Tensor
     """float32, raw. What the target chose from after each column."""
 
+    def first(self, num_slots: int) -> StepResult:
+        """Of so many slots, without those that fill up the batch."""
+        return StepResult(happened_BF=self.happened_BF[:num_slots], logits_BTV=self.logits_BTV[:num_slots])
+
+
+class Forward(Enum):
+    """Where the hiddens of a step's windows come from."""
+
+    RUN = auto()
+    """The step runs the target forward."""
+    PREFILLED = auto()
+    """The first step of slots that have just joined: prefill has brought column 0 into the state, whose hidden is in the first write row. There are
+    no drafts yet, so the other columns count for nothing; what the MTP layer writes for them is overwritten like that of rejected drafts."""
+    RIDDEN = auto()
+    """The windows rode in the pass of a prompt (`open_windows`), which left every column's hidden in its write row."""
+
+
+def open_windows(buffers: StepBuffers, slot_ids_B: Tensor, num_drafted: int) -> Window:
+    """What the target forward of the slots' next step reads. Changes nothing."""
+    return kernels.backend(buffers.device).open_window(buffers.slots_SF, buffers.page_table_SP, slot_ids_B, num_drafted + 1)
+
+
+def verify_batch(window: Window) -> VerifyBatch:
+    """The window as the model takes it."""
+    return VerifyBatch(
+        tokens_BT=window.tokens_BT,
+        length_B=window.start_B,
+        read_row_B=window.read_row_B,
+        write_rows_BT=window.write_rows_BT,
+        page_table_BP=window.page_table_BP,
+    )
+
 
 def decode_step(
     model: StepModel,
@@ -42,31 +75,16 @@ def decode_step(
     num_drafted: int,
     sampled: bool,
     constrained: bool = False,
-    prefilled: bool = False,
+    forward: Forward = Forward.RUN,
     forced_rate_K: Tensor | None = None,
 ) -> StepResult:
     """Advance every slot of `slot_ids_B` by one window of num_drafted drafts, and draft as many for the next step.
 
     sampled: False only if every slot is greedy without penalties and bias. constrained: some slot has masks; the others' are all ones.
-    prefilled: the first step of slots that have just joined. Prefill has brought column 0 into the state, so no forward is needed. There are no
-    drafts yet, so the other columns count for nothing; what the MTP layer writes for them is overwritten like that of rejected drafts.
     forced_rate_K: benchmarks only, see Backend.commit_window. Inert slots emit nothing and keep everything."""
     ops = kernels.backend(buffers.device)
-    window = ops.open_window(buffers.slots_SF, buffers.page_table_SP, slot_ids_B, num_drafted + 1)
-
-    # Target forward over the last emitted token and the drafts after it.
-    if prefilled:
-        hidden_BTH = model.read_hidden(window.write_rows_BT[:, 0])[:, None].repeat(1, num_drafted + 1, 1)
-    else:
-        hidden_BTH = model.verify(
-            VerifyBatch(
-                tokens_BT=window.tokens_BT,
-                length_B=window.start_B,
-                read_row_B=window.read_row_B,
-                write_rows_BT=window.write_rows_BT,
-                page_table_BP=window.page_table_BP,
-            )
-        )
+    window = open_windows(buffers, slot_ids_B, num_drafted)
+    hidden_BTH = _hidden(model, window, forward)
     logits_BTV = model.logits(hidden_BTH)
 
     # Verify: the target chooses a token after every column; drafts stand as far as they are what it chose.
@@ -81,6 +99,16 @@ def decode_step(
         drafted_Bk = force_drafts(buffers, slot_ids_B, commit, drafted_Bk)
     ops.publish_drafts(buffers.slots_SF, slot_ids_B, commit.happened_BF, drafted_Bk)
     return StepResult(happened_BF=commit.happened_BF, logits_BTV=logits_BTV)
+
+
+def _hidden(model: StepModel, window: Window, forward: Forward) -> Tensor:
+    """The target's hidden of the last emitted token and of the drafts after it."""
+    if forward is Forward.RUN:
+        return model.verify(verify_batch(window))
+    num_slots, num_columns = window.tokens_BT.shape
+    if forward is Forward.PREFILLED:
+        return model.read_hidden(window.write_rows_BT[:, 0])[:, None].repeat(1, num_columns, 1)
+    return model.read_hidden(window.write_rows_BT.flatten()).view(num_slots, num_columns, -1)
 
 
 def score_result(result: StepResult) -> ScoreRows:

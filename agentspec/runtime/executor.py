@@ -1,7 +1,8 @@
 """Runs step plans on a model: the only place where the host's plan meets device tensors.
 
-Owns the slot buffers, the drafter and the order of a launch. Decode steps and short prompt chunks run eagerly until `capture` has recorded them as
-CUDA graphs; everything else is always eager. Knows nothing of requests beyond what a plan says, and decides nothing.
+Owns the slot buffers, the drafter and the order of a launch. Decode steps and short prompt chunks, alone or with windows that ride, run eagerly until
+`capture` has recorded them as CUDA graphs; everything else is always eager. Knows nothing of requests beyond what a plan says, and decides nothing
+but whether windows ride, by the rule of runtime/ride.py.
 
 Shape letters: B slots in the step, F fields, K forced rates.
 """
@@ -23,12 +24,13 @@ from agentspec.kernels import PrefillBatch
 from agentspec.models.protocol import StepModel
 from agentspec.mtp.drafter import Drafter, NullDrafter
 from agentspec.mtp.mtp_drafter import MtpDrafter
-from agentspec.runtime.decode_step import StepResult, decode_step, read_result, score_result
+from agentspec.runtime.decode_step import Forward, StepResult, decode_step, open_windows, read_result, score_result, verify_batch
 from agentspec.runtime.graphs import CountedRecorder, GraphKey, GraphReport, Recorder, StepGraphs, batch_sizes, graph_keys
 from agentspec.runtime.plan import SlotJoin, SlotOutcome, StepOutcome, StepPlan
 from agentspec.runtime.prefill import run_batch, run_chunks
-from agentspec.runtime.prefill_graphs import PrefillGraphs, chunk_sizes, rehearsed_sizes
-from agentspec.runtime.prefill_tables import PrefillTables
+from agentspec.runtime.prefill_graphs import MAX_SPANS, PrefillGraphs, chunk_room, chunk_sizes, rehearsed_sizes
+from agentspec.runtime.prefill_tables import PrefillSizes, PrefillTables
+from agentspec.runtime.ride import RideGraphs, even_batch, ride_keys, rows_beyond
 from agentspec.runtime.scores import ScoreRows
 from agentspec.runtime.step_buffers import StepBuffers, stage
 from agentspec.types import MAX_DRAFT_TOKENS, Progress, no_progress
@@ -59,6 +61,8 @@ class StepTicket:
 
     prefill: tuple[Moment, Moment] | None
     """Before and after the chunks."""
+    rode: bool
+    """With the decode part's windows."""
     decode: tuple[Moment, Moment] | None
     """Before and after the decode part."""
     done: Moment
@@ -80,9 +84,11 @@ class ModelExecutor:
         max_pages_per_slot: int,
         force_acceptance: tuple[float, ...] | None = None,
         allow_forced_output: bool = False,
+        most_riders: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
         """max_pages_per_slot: blocks of the longest sequence plus 2 * max_draft_tokens tokens, which the last step may write beyond its end.
+        most_riders: see ride.MOST_RIDERS; 0: no window rides.
 
         Raises ConfigError if the model has no MTP head to draft with, or if forced acceptance lacks a rate."""
         if not 0 <= max_draft_tokens <= MAX_DRAFT_TOKENS:
@@ -99,6 +105,9 @@ class ModelExecutor:
         self._alternatives: list[int | None] = [None] * max_running
         self._graphs: StepGraphs | None = None
         self._prefill_graphs: PrefillGraphs | None = None
+        self._ride_graphs: RideGraphs | None = None
+        self.most_riders = most_riders
+        """May change between two plans; what the graphs hold doesn't."""
         with torch.inference_mode():
             self._forced_rate_K = None if force_acceptance is None else stage(force_acceptance, torch.float32, self._device)
             self._buffers = StepBuffers.allocate(
@@ -119,33 +128,48 @@ class ModelExecutor:
 
         depths: every k that a plan may ask for; another one will raise KeyError. progress: told how many graphs there are."""
         sizes = chunk_sizes(self._model.spec.hidden_size)
-        counted = CountedRecorder(recorder, len(graph_keys(len(self._needs_sampler), depths)) + len(sizes), progress)
-        graphs = StepGraphs(self._captured_step, counted, max_running=len(self._needs_sampler), depths=depths, device=self._device)
-        prefill_graphs = PrefillGraphs(
-            self._prefill,
+        max_running, block_tokens, max_pages = len(self._needs_sampler), self._model.spec.block_tokens, self._buffers.page_table_SP.shape[1]
+        rides = ride_keys(sizes[-1], max_running=max_running, num_columns=max(depths) + 1, most_riders=self.most_riders)
+        counted = CountedRecorder(recorder, len(graph_keys(max_running, depths)) + len(sizes) + len(rides), progress)
+        graphs = StepGraphs(self._captured_step, counted, max_running=max_running, depths=depths, device=self._device)
+        prefill_graphs = PrefillGraphs(self._prefill, counted, sizes=sizes, block_tokens=block_tokens, max_pages=max_pages, device=self._device)
+        ride_graphs = RideGraphs(
+            lambda batch, slot_ids_B: self._ride(batch, slot_ids_B, max(depths)),
             counted,
-            sizes=sizes,
-            block_tokens=self._model.spec.block_tokens,
-            max_pages=self._buffers.page_table_SP.shape[1],
+            keys=rides,
+            padding_slot=max_running,
+            num_columns=max(depths) + 1,
+            block_tokens=block_tokens,
+            max_pages=max_pages,
             device=self._device,
         )
-        self._graphs, self._prefill_graphs = graphs, prefill_graphs
-        return replace(graphs.report, chunk_sizes=sizes, device_bytes=recorder.bytes_used(), seconds=graphs.report.seconds + prefill_graphs.seconds)
+        self._graphs, self._prefill_graphs, self._ride_graphs = graphs, prefill_graphs, ride_graphs
+        return replace(
+            graphs.report,
+            chunk_sizes=sizes,
+            num_rides=ride_graphs.num_graphs,
+            device_bytes=recorder.bytes_used(),
+            seconds=graphs.report.seconds + prefill_graphs.seconds + ride_graphs.seconds,
+        )
 
     @torch.inference_mode()
     def rehearse(self, depths: Sequence[int]) -> None:
         """Run everything that `capture` records, and what is never recorded: larger chunks, and first steps.
 
         For an executor on the device type "meta", where nothing is computed (runtime/rehearsal.py)."""
+        width, block_tokens = self._model.spec.hidden_size, self._model.spec.block_tokens
         max_running, max_pages = len(self._needs_sampler), self._buffers.page_table_SP.shape[1]
-        for sizes in rehearsed_sizes(self._model.spec.hidden_size, block_tokens=self._model.spec.block_tokens, max_pages=max_pages):
-            self._prefill(PrefillTables(sizes=sizes, words=torch.empty(sizes.num_words, dtype=torch.int64, device=self._device)).batch)
+        for sizes in rehearsed_sizes(width, block_tokens=block_tokens, max_pages=max_pages):
+            self._prefill(self._empty_batch(sizes))
+        for ride in ride_keys(chunk_sizes(width)[-1], max_running=max_running, num_columns=max(depths) + 1, most_riders=self.most_riders):
+            slot_ids_B = torch.empty(ride.batch_size, dtype=torch.int64, device=self._device)
+            self._ride(self._empty_batch(chunk_room(ride.num_tokens, MAX_SPANS, block_tokens, max_pages)), slot_ids_B, max(depths))
         for key in graph_keys(max_running, depths):
             self._captured_step(torch.empty(key.batch_size, dtype=torch.int64, device=self._device), key)
         for num_slots in batch_sizes(max_running):
             slot_ids_B = torch.empty(num_slots, dtype=torch.int64, device=self._device)
             for num_drafted, sampled, constrained in product(depths, (False, True), (False, True)):
-                self._step(slot_ids_B, num_drafted, sampled=sampled, constrained=constrained, prefilled=True)
+                self._step(slot_ids_B, num_drafted, sampled=sampled, constrained=constrained, forward=Forward.PREFILLED)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepTicket:
@@ -155,10 +179,11 @@ class ModelExecutor:
             self._buffers.update_pages(plan.page_updates)
         chunk_scores: dict[str, ScoreRows] = {}
         prefill = decode = None
+        rides = self._rides(plan)
         if plan.chunks:
             started = self._now()
-            with self._phase("prefill"):
-                chunk_scores = run_chunks(self._model, plan.chunks, with_mtp=self._with_mtp, device=self._device, graphs=self._prefill_graphs)
+            with self._phase("ride" if rides else "prefill"):
+                chunk_scores = self._run_chunks(plan, rides=rides)
             prefill = started, self._now()
         if plan.joins:
             with self._phase("join"):
@@ -172,15 +197,18 @@ class ModelExecutor:
         started = done = self._now()
         if plan.decode_slots:
             with self._phase("decode"):
-                results.append(self._results(plan.decode_slots, self._decode(plan)))
+                results.append(self._results(plan.decode_slots, self._decode(plan, ridden=rides)))
             done = self._now()
             decode = started, done
-        return StepTicket(prefill=prefill, decode=decode, done=done, results=results, chunk_scores=chunk_scores)
+        return StepTicket(prefill=prefill, rode=rides, decode=decode, done=done, results=results, chunk_scores=chunk_scores)
 
     def collect(self, ticket: StepTicket) -> StepOutcome:
         with self._phase("collect"):
             outcome = StepOutcome(
-                scores={request_id: rows.read(0, rows.token_N.shape[0], rows.top_ids_NA.shape[1]) for request_id, rows in ticket.chunk_scores.items()}
+                rode=ticket.rode,
+                scores={
+                    request_id: rows.read(0, rows.token_N.shape[0], rows.top_ids_NA.shape[1]) for request_id, rows in ticket.chunk_scores.items()
+                },
             )
             if isinstance(ticket.done, torch.cuda.Event):
                 ticket.done.synchronize()
@@ -197,17 +225,56 @@ class ModelExecutor:
     def _prefill(self, batch: PrefillBatch) -> None:
         run_batch(self._model, batch, with_mtp=self._with_mtp)
 
+    def _empty_batch(self, sizes: PrefillSizes) -> PrefillBatch:
+        return PrefillTables(sizes=sizes, words=torch.empty(sizes.num_words, dtype=torch.int64, device=self._device)).batch
+
+    def _ride(self, batch: PrefillBatch, slot_ids_B: Tensor, num_drafted: int) -> None:
+        run_batch(self._model, batch, with_mtp=self._with_mtp, windows=verify_batch(open_windows(self._buffers, slot_ids_B, num_drafted)))
+
+    def _rides(self, plan: StepPlan) -> bool:
+        """Whether the windows of the plan ride with its chunks: where that pays, by a graph, or eagerly where the pass has no graph anyway."""
+        if not self.most_riders or not plan.chunks or not plan.decode_slots or any(chunk.score_top is not None for chunk in plan.chunks):
+            return False
+        num_columns = plan.num_drafted + 1
+        if self._prefill_graphs is None or self._ride_graphs is None:
+            return num_columns * len(plan.decode_slots) <= self.most_riders
+        alone = self._prefill_graphs.tokens_of(plan.chunks)
+        if alone is None:
+            return num_columns * even_batch(len(plan.decode_slots), num_columns) <= self.most_riders
+        ridden = self._ride_graphs.rows_of(plan.chunks, len(plan.decode_slots), num_columns)
+        return ridden is not None and rows_beyond(ridden, alone) <= self.most_riders
+
+    def _run_chunks(self, plan: StepPlan, *, rides: bool) -> dict[str, ScoreRows]:
+        windows = None
+        if rides:
+            if self._prefill_graphs is not None and self._ride_graphs is not None and self._prefill_graphs.hold(plan.chunks):
+                self._ride_graphs.run(plan.chunks, plan.decode_slots)
+                return {}
+            size = len(plan.decode_slots) if self._graphs is None else even_batch(len(plan.decode_slots), plan.num_drafted + 1)
+            windows = verify_batch(open_windows(self._buffers, self._slot_ids(plan.decode_slots, size), plan.num_drafted))
+        return run_chunks(self._model, plan.chunks, with_mtp=self._with_mtp, device=self._device, graphs=self._prefill_graphs, windows=windows)
+
+    def _slot_ids(self, slots: Sequence[int], size: int) -> Tensor:
+        """slot_ids_B of a batch of `size`, filled up with the padding slot."""
+        return stage([*slots, *[len(self._needs_sampler)] * (size - len(slots))], torch.int64, self._device)
+
     def _first(self, plan: StepPlan) -> StepResult:
         """Always eager: the device is still busy with the prompt when the host is through with this."""
         slot_ids_B = stage(plan.first_slots, torch.int64, self._device)
         sampled, constrained = self._variant(plan, plan.first_slots)
-        return self._step(slot_ids_B, plan.num_drafted, sampled=sampled, constrained=constrained, prefilled=True)
+        return self._step(slot_ids_B, plan.num_drafted, sampled=sampled, constrained=constrained, forward=Forward.PREFILLED)
 
-    def _decode(self, plan: StepPlan) -> StepResult:
+    def _decode(self, plan: StepPlan, *, ridden: bool) -> StepResult:
         sampled, constrained = self._variant(plan, plan.decode_slots)
-        if self._graphs is not None:
+        if self._graphs is not None and not ridden:
             return self._graphs.run(plan.decode_slots, num_drafted=plan.num_drafted, sampled=sampled or constrained)
-        return self._step(stage(plan.decode_slots, torch.int64, self._device), plan.num_drafted, sampled=sampled, constrained=constrained)
+        size = len(plan.decode_slots)
+        if self._graphs is not None:
+            # What is left of the step is eager like a first step. In the sizes and variants of the graphs no kernel is compiled for it.
+            size, sampled, constrained = self._graphs.batch_size(size), sampled or constrained, sampled or constrained
+        forward = Forward.RIDDEN if ridden else Forward.RUN
+        slot_ids_B = self._slot_ids(plan.decode_slots, size)
+        return self._step(slot_ids_B, plan.num_drafted, sampled=sampled, constrained=constrained, forward=forward).first(len(plan.decode_slots))
 
     def _variant(self, plan: StepPlan, slots: Sequence[int]) -> tuple[bool, bool]:
         """(sampled, constrained) of a step over `slots`."""
@@ -224,7 +291,7 @@ class ModelExecutor:
             scores=score_result(result).map(_to_host) if is_scored else None,
         )
 
-    def _step(self, slot_ids_B: Tensor, num_drafted: int, *, sampled: bool, constrained: bool, prefilled: bool = False) -> StepResult:
+    def _step(self, slot_ids_B: Tensor, num_drafted: int, *, sampled: bool, constrained: bool, forward: Forward = Forward.RUN) -> StepResult:
         return decode_step(
             self._model,
             self._drafter,
@@ -233,7 +300,7 @@ class ModelExecutor:
             num_drafted=num_drafted,
             sampled=sampled,
             constrained=constrained,
-            prefilled=prefilled,
+            forward=forward,
             forced_rate_K=self._forced_rate_K,
         )
 

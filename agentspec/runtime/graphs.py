@@ -157,6 +157,8 @@ class GraphReport:
     """Of decode steps."""
     chunk_sizes: tuple[int, ...] = ()
     """Tokens of the graphs of prompt chunks."""
+    num_rides: int = 0
+    """Graphs of prompt chunks in which windows ride."""
     device_bytes: int
     """Of all."""
     seconds: float
@@ -165,8 +167,9 @@ class GraphReport:
     def __str__(self) -> str:
         sizes, depths, chunks = (", ".join(map(str, values)) for values in (self.batch_sizes, self.depths, self.chunk_sizes))
         prompts = f" and {len(self.chunk_sizes)} of prompts (up to {chunks} tokens)" if chunks else ""
+        rides = f" and {self.num_rides} of prompts with windows" if self.num_rides else ""
         return (
-            f"{self.num_graphs} (batches of {sizes}; {depths} drafts; greedy and sampled){prompts}: "
+            f"{self.num_graphs} (batches of {sizes}; {depths} drafts; greedy and sampled){prompts}{rides}: "
             f"{self.device_bytes / 2**30:.2f} GiB, captured in {self.seconds:.1f} s"
         )
 
@@ -209,15 +212,18 @@ class StepGraphs:
         """Enqueue one step. The result has one row a slot of `slots`, and stands until the next call.
 
         Raises KeyError if there is no graph for it."""
-        size = next((size for size in self._sizes if size >= len(slots)), len(slots))
+        size = self.batch_size(len(slots))
         graph = self._graphs[GraphKey(batch_size=size, num_drafted=num_drafted, sampled=sampled)]
         padded = [*slots, *[self._padding_slot] * (size - len(slots))]
         if padded != graph.slot_ids:
             graph.slot_ids_B.copy_(stage(padded, torch.int64, self._device))
             graph.slot_ids[:] = padded
         graph.replay()
-        result = graph.result
-        return StepResult(happened_BF=result.happened_BF[: len(slots)], logits_BTV=result.logits_BTV[: len(slots)])
+        return graph.result.first(len(slots))
+
+    def batch_size(self, num_slots: int) -> int:
+        """The captured size that so many slots are filled up to."""
+        return next((size for size in self._sizes if size >= num_slots), num_slots)
 
     def _record(self, step: Step, recorder: Recorder, key: GraphKey) -> _Graph:
         slot_ids = [self._padding_slot] * key.batch_size

@@ -4,7 +4,8 @@ The scheduler writes a StepPlan; an Executor launches it and, one step later, ha
 (runtime/executor.py) runs a real model; the dry run drives the same scheduler with an executor that only counts.
 
 Order inside one launch: leaves, page updates, prefill chunks, joins, first steps, decode. So a request whose last chunk is in the plan joins and
-gets its first token in the same step.
+gets its first token in the same step. An executor may verify the windows of `decode_slots` together with the chunks (runtime/ride.py): no chunk
+reads or writes a row or page that a window writes, or the other way round.
 """
 
 from __future__ import annotations
@@ -129,9 +130,11 @@ class StepOutcome:
     scores: dict[str, list[TokenScore]] = field(default_factory=dict)
     """Scores of this step's chunks, by request id."""
     prefill_seconds: float = 0.0
-    """Device time of the chunks (0 when there were none, or when the executor doesn't measure)."""
+    """Device time of the chunks, and of the windows that rode with them (0 when there were no chunks, or when the executor doesn't measure)."""
     decode_seconds: float = 0.0
     """Device time of the decode part, first steps not included (0 when there was none, or when the executor doesn't measure)."""
+    rode: bool = False
+    """The windows' forward was that of the chunks, so `decode_seconds` is of the rest alone."""
 
 
 class Executor(Protocol):

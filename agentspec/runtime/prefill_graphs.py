@@ -64,7 +64,7 @@ class PrefillGraphs:
         prefill: without host reads. sizes: tokens of a batch, in rising order. max_pages: of a sequence."""
         began = time.perf_counter()
         self._block_tokens, self._max_pages, self._device = block_tokens, max_pages, device
-        self._sizes = {num_tokens: _room(num_tokens, MAX_SPANS, block_tokens, max_pages) for num_tokens in sizes}
+        self._sizes = {num_tokens: chunk_room(num_tokens, MAX_SPANS, block_tokens, max_pages) for num_tokens in sizes}
         self._words = torch.empty(max(sizes.num_words for sizes in self._sizes.values()), dtype=torch.int64, device=device)
         """The static tables: those of every size begin here, for only one runs at a time."""
         # The largest first: what it took and gave back holds everything that the smaller ones need.
@@ -74,32 +74,34 @@ class PrefillGraphs:
 
     def hold(self, runs: Sequence[PromptRun]) -> bool:
         """Whether there is a graph for `runs`; otherwise they are to run eagerly."""
-        return self._smallest(runs) is not None
+        return self.tokens_of(runs) is not None
 
     def run(self, runs: Sequence[PromptRun]) -> None:
         """Enqueue the prefill of `runs`, for which there must be a graph."""
-        num_tokens = self._smallest(runs)
+        num_tokens = self.tokens_of(runs)
         assert num_tokens is not None, "no graph holds them"
         self._fill(num_tokens, runs)
         self._replays[num_tokens]()
 
-    def eager_sizes(self, runs: Sequence[PromptRun]) -> PrefillSizes:
-        """Room for `runs` without a graph: in steps, and otherwise as in a graph, since Triton compiles a kernel anew for other kinds of sizes."""
-        num_tokens = -(-sum(len(run.token_ids) for run in runs) // _EAGER_STEP) * _EAGER_STEP
-        room = _room(num_tokens, max(MAX_SPANS, 1 << (len(runs) - 1).bit_length()), self._block_tokens, self._max_pages)
-        return replace(room, num_blocks=max(room.num_blocks, self._num_blocks(runs)))
-
-    def _num_blocks(self, runs: Sequence[PromptRun]) -> int:
-        return sum(len(block_ends(run, self._block_tokens)) for run in runs)
-
-    def _smallest(self, runs: Sequence[PromptRun]) -> int | None:
-        """Tokens of the smallest graph that holds the runs."""
+    def tokens_of(self, runs: Sequence[PromptRun]) -> int | None:
+        """Tokens of the smallest graph that holds the runs; None: they are to run eagerly."""
         if len(runs) > MAX_SPANS:
             return None
         num_tokens = sum(len(run.token_ids) for run in runs)
         num_blocks = self._num_blocks(runs)
         fitting = (size for size, sizes in self._sizes.items() if size >= num_tokens and sizes.num_blocks >= num_blocks)
         return next(fitting, None)
+
+    def eager_sizes(self, runs: Sequence[PromptRun], *, riders: int = 0) -> PrefillSizes:
+        """Room for `runs` without a graph: in steps, and otherwise as in a graph, since Triton compiles a kernel anew for other kinds of sizes.
+
+        riders: rows of windows that join the forward behind them."""
+        num_tokens = -(-(sum(len(run.token_ids) for run in runs) + riders) // _EAGER_STEP) * _EAGER_STEP - riders
+        room = chunk_room(num_tokens, max(MAX_SPANS, 1 << (len(runs) - 1).bit_length()), self._block_tokens, self._max_pages)
+        return replace(room, num_blocks=max(room.num_blocks, self._num_blocks(runs)))
+
+    def _num_blocks(self, runs: Sequence[PromptRun]) -> int:
+        return sum(len(block_ends(run, self._block_tokens)) for run in runs)
 
     def _record(self, prefill: Callable[[PrefillBatch], None], recorder: Recorder, num_tokens: int) -> Callable[[], None]:
         self._fill(num_tokens, [])
@@ -112,7 +114,8 @@ class PrefillGraphs:
         self._words[: tables.sizes.num_words].copy_(stage(tables.words, torch.int64, self._device))
 
 
-def _room(num_tokens: int, num_spans: int, block_tokens: int, max_pages: int) -> PrefillSizes:
+def chunk_room(num_tokens: int, num_spans: int, block_tokens: int, max_pages: int) -> PrefillSizes:
+    """Sizes of the tables of a batch."""
     # A span that begins and ends inside of blocks has two besides those that it fills. States wanted inside of blocks cut further ones.
     return PrefillSizes(num_tokens=num_tokens, num_spans=num_spans, num_blocks=num_tokens // block_tokens + 2 * num_spans, num_pages=max_pages)
 
@@ -122,7 +125,9 @@ def rehearsed_sizes(hidden_size: int, *, block_tokens: int, max_pages: int) -> l
     sizes = chunk_sizes(hidden_size)
     alone = (*sizes, *range(sizes[-1] + _EAGER_STEP, 2 * sizes[-1] + 1, sizes[-1] // 4), _LARGE_BATCH)
     together = [(_LARGE_BATCH, num_spans) for num_spans in (2 * MAX_SPANS, 4 * MAX_SPANS)]
-    return [_room(num_tokens, num_spans, block_tokens, max_pages) for num_tokens, num_spans in [*((size, MAX_SPANS) for size in alone), *together]]
+    return [
+        chunk_room(num_tokens, num_spans, block_tokens, max_pages) for num_tokens, num_spans in [*((size, MAX_SPANS) for size in alone), *together]
+    ]
 
 
 def chunk_sizes(hidden_size: int) -> tuple[int, ...]:

@@ -115,4 +115,5 @@ class StepLoop:
         verified = set(flight.plan.decode_slots)
         offered = [(slot.num_drafted, slot.num_accepted) for slot in outcome.slots if slot.emitted and slot.slot in verified]
         if offered:
-            self._depth_policy.observe(num_drafted=flight.plan.num_drafted, slots=offered, seconds=outcome.decode_seconds)
+            seconds = 0.0 if outcome.rode else outcome.decode_seconds  # what is left of a step says nothing of its k
+            self._depth_policy.observe(num_drafted=flight.plan.num_drafted, slots=offered, seconds=seconds)

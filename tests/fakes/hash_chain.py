@@ -193,6 +193,11 @@ class HashChainModel:
             self.rows_R3.index_copy_(0, row_M.where(is_wanted_M, SCRATCH_ROW), row_N3.index_select(0, last_M))
         return row_N3[:, 1:]
 
+    def ride(self, prompts: PrefillBatch, windows: VerifyBatch) -> tuple[Tensor, Tensor]:
+        """The windows first: what either reads may not depend on the other."""
+        hidden_BTH = self.verify(windows)
+        return self.prefill(prompts), hidden_BTH
+
     def mtp(self, tokens_BT: Tensor, hidden_BTH: Tensor, start_B: Tensor, page_table_BP: Tensor) -> Tensor:
         position_BT = start_B[:, None] + self._position[: tokens_BT.shape[1]]
         token_BT = self._of_token.take(tokens_BT)

@@ -89,6 +89,8 @@ class ScriptedDevice:
         """Raised by the next launch."""
         self.decode_seconds = 0.0
         """What every decode part says that it took."""
+        self.rides = False
+        """Every window rides with the chunks that there are."""
         self.prefill_cost: Callable[[int, int], float] = lambda start, count: 0.0
         """(start, tokens) -> seconds of a chunk."""
         self._block = block
@@ -119,7 +121,9 @@ class ScriptedDevice:
             self._decode(slot, plan.num_drafted) for slot in plan.decode_slots
         ]
         decode_seconds = self.decode_seconds if plan.decode_slots else 0.0
-        return StepOutcome(slots=slots, scores=scores, prefill_seconds=self._prefill_seconds(plan.chunks), decode_seconds=decode_seconds)
+        rode = self.rides and bool(plan.chunks and plan.decode_slots)
+        prefill_seconds = self._prefill_seconds(plan.chunks)
+        return StepOutcome(slots=slots, scores=scores, prefill_seconds=prefill_seconds, decode_seconds=decode_seconds, rode=rode)
 
     def collect(self, ticket: StepOutcome) -> StepOutcome:
         self.num_collected += 1
@@ -257,6 +261,7 @@ class FixedDepth:
         self.num_drafted = num_drafted
         self.batches: list[int] = []
         self.observed: list[tuple[int, list[tuple[int, int]]]] = []
+        self.seconds: list[float] = []
 
     def choose(self, batch_size: int) -> int:
         self.batches.append(batch_size)
@@ -264,6 +269,7 @@ class FixedDepth:
 
     def observe(self, *, num_drafted: int, slots: list[tuple[int, int]], seconds: float) -> None:
         self.observed.append((num_drafted, slots))
+        self.seconds.append(seconds)
 
 
 class House:

@@ -10,6 +10,7 @@ import torch
 from agentspec.models.qwen3_5 import Qwen3_5Model
 from agentspec.runtime.executor import ModelExecutor
 from agentspec.runtime.plan import ChunkPlan, SlotJoin, SlotOutcome, StepPlan
+from agentspec.runtime.ride import MOST_RIDERS
 from agentspec.types import SCRATCH_ROW, STOP_RUNNING, SamplingParams, tokens
 from tests.fakes.hash_chain import HashChainModel, ReferenceRequest
 
@@ -45,6 +46,7 @@ class StepDriver:
         max_draft_tokens: int,
         max_length: int = 256,
         force_acceptance: tuple[float, ...] | None = None,
+        most_riders: int = MOST_RIDERS,
         device: torch.device | str = "cpu",
     ) -> None:
         self.model = model
@@ -58,6 +60,7 @@ class StepDriver:
             max_draft_tokens=max_draft_tokens,
             max_pages_per_slot=self._pages_per_slot,
             force_acceptance=force_acceptance,
+            most_riders=most_riders,
             device=device,
         )
         self.running: dict[int, Running] = {}

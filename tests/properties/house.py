@@ -16,6 +16,7 @@ from agentspec.assembly import Assembly, build
 from agentspec.cache.host_tier import HostMemory
 from agentspec.config import EngineConfig
 from agentspec.runtime.memory_plan import RESERVED, MemoryPlan, longest_sequence
+from agentspec.runtime.ride import MOST_RIDERS
 from tests.fakes.hash_chain import HashChainModel
 
 BLOCK = 16
@@ -61,6 +62,8 @@ class House:
     """The clients send the next requests only when all of the last ones have ended."""
     host: HostMemory | None = None
     """The host tier; its copies are late."""
+    most_riders: int = MOST_RIDERS
+    """See runtime/ride.py."""
 
     @classmethod
     def random(cls, seed: int) -> Self:
@@ -107,6 +110,7 @@ class House:
             extra_clients=rng.choice([-1, 0, 2, 5]),
             bursts=rng.random() < 0.2,
             host=random_host(rng),
+            most_riders=rng.choice([0, 16, MOST_RIDERS, MOST_RIDERS]),
         )
 
     @property
@@ -146,6 +150,7 @@ class House:
                 host=self.host if self.prefix_cache else None,
                 max_length=min(MAX_CONTEXT, longest_sequence(num_pages, self.max_draft_tokens, BLOCK)),
             ),
+            most_riders=self.most_riders,
             depth_policy=RandomDepth(self.max_draft_tokens, random.Random(self.seed)) if self.random_depth else None,
             clock=clock,
         )

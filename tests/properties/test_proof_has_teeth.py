@@ -23,10 +23,11 @@ from agentspec.kernels import PrefillBatch
 from agentspec.kernels.prefill_batch import OFFSET, READ_ROW
 from agentspec.kernels.reference import sampling, verdict, window
 from agentspec.kernels.reference.sampling import DrawInputs
-from agentspec.kernels.slots import Commit, SlotState
+from agentspec.kernels.slots import Commit, SlotState, Window
 from agentspec.mtp.mtp_drafter import MtpDrafter
 from agentspec.runtime import decode_step, executor, scheduler
 from agentspec.runtime.admission import SessionGate
+from agentspec.runtime.decode_step import Forward, StepResult
 from agentspec.runtime.prefill_plan import plan_chunk
 from agentspec.runtime.request import Phase, Request
 from agentspec.runtime.scheduler import Scheduler
@@ -310,7 +311,11 @@ def frees_the_newer_checkpoint(patch: Patch) -> None:
 def verifies_the_prompts_last_token_again(patch: Patch) -> None:
     """A first step like any other: its forward adds a token to a state that holds it already."""
     original = executor.decode_step
-    patch.setattr(executor, "decode_step", lambda *arguments, **keywords: original(*arguments, **{**keywords, "prefilled": False}))
+
+    def step(*arguments: Any, forward: Forward, **keywords: Any) -> StepResult:
+        return original(*arguments, forward=Forward.RUN if forward is Forward.PREFILLED else forward, **keywords)
+
+    patch.setattr(executor, "decode_step", step)
 
 
 def leaves_out_the_prompts_last_token(patch: Patch) -> None:
@@ -329,14 +334,50 @@ def leaves_out_the_prompts_last_token(patch: Patch) -> None:
 
 def lets_inert_slots_write(patch: Patch) -> None:
     """The rows of a slot that has ended are not replaced by scratch."""
-    batch, original = decode_step.VerifyBatch, executor.decode_step
+    original = decode_step.open_windows
 
-    def step(model: Any, drafter: Any, buffers: StepBuffers, slot_ids_B: Tensor, **keywords: Any) -> Tensor:
-        rows = SlotState.of(buffers.slots_SF[slot_ids_B]).write_rows_BW[:, : keywords["num_drafted"] + 1]
-        patch.setattr(decode_step, "VerifyBatch", lambda **fields: batch(**{**fields, "write_rows_BT": rows}))
-        return original(model, drafter, buffers, slot_ids_B, **keywords)
+    def open_windows(buffers: StepBuffers, slot_ids_B: Tensor, num_drafted: int) -> Window:
+        rows = SlotState.of(buffers.slots_SF[slot_ids_B]).write_rows_BW[:, : num_drafted + 1]
+        return replace(original(buffers, slot_ids_B, num_drafted), write_rows_BT=rows)
+
+    for module in (decode_step, executor):
+        patch.setattr(module, "open_windows", open_windows)
+
+
+def verifies_again_after_a_ride(patch: Patch) -> None:
+    """The window's forward runs twice, and may find its own state in the row that it reads."""
+    original = executor.decode_step
+
+    def step(*arguments: Any, forward: Forward, **keywords: Any) -> StepResult:
+        return original(*arguments, forward=Forward.RUN if forward is Forward.RIDDEN else forward, **keywords)
 
     patch.setattr(executor, "decode_step", step)
+
+
+def takes_the_first_column_for_all_after_a_ride(patch: Patch) -> None:
+    """As in a first step, which has no other."""
+    original = executor.decode_step
+
+    def step(*arguments: Any, forward: Forward, **keywords: Any) -> StepResult:
+        return original(*arguments, forward=Forward.PREFILLED if forward is Forward.RIDDEN else forward, **keywords)
+
+    patch.setattr(executor, "decode_step", step)
+
+
+def rides_before_new_pages_are_known(patch: Patch) -> None:
+    """The windows that ride are those of the page tables before the plan."""
+    launch, update = executor.ModelExecutor.launch, StepBuffers.update_pages
+
+    def late(self: Any, plan: Any) -> Any:
+        if not self._rides(plan):
+            return launch(self, plan)
+        ticket = launch(self, replace(plan, page_updates=[]))
+        if plan.page_updates:
+            with torch.inference_mode():
+                update(self._buffers, plan.page_updates)
+        return ticket
+
+    patch.setattr(executor.ModelExecutor, "launch", late)
 
 
 def leaves_the_slots_old_pages(patch: Patch) -> None:
@@ -524,6 +565,9 @@ BUGS: dict[Callable[[Patch], None], Bug] = {
     frees_the_newer_checkpoint: Bug(""),
     verifies_the_prompts_last_token_again: Bug("windows of a step"),
     leaves_out_the_prompts_last_token: Bug(""),
+    verifies_again_after_a_ride: Bug(""),
+    takes_the_first_column_for_all_after_a_ride: Bug("stream|published"),
+    rides_before_new_pages_are_known: Bug(""),
     lets_inert_slots_write: Bug("lease that was released|lease doesn't own", {**ROOMY, "overlap": True}),
     leaves_the_slots_old_pages: Bug(""),
     forgets_new_pages: Bug(""),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -34,6 +34,8 @@ class _Step:
     first: list[Lease]
     decoding: list[Lease]
     chunks: list[Lease]
+    drafting: deque[list[Lease]] = field(default_factory=deque)
+    """Whose windows are still to be drafted for, in order."""
     ticket: Any = None
     has_run: bool = False
 
@@ -91,6 +93,10 @@ class WatchedDevice:
         outcome = self._executor.collect(step.ticket)
         if step.plan.decode_slots:
             self._paths[f"k={step.plan.num_drafted}"] += 1
+        if step.plan.decode_slots and step.plan.chunks:
+            self._paths["windows ride" if outcome.rode else "windows beside chunks"] += 1
+        if outcome.rode and step.plan.first_slots:
+            self._paths["windows ride with a last chunk"] += 1
         for slot in outcome.slots:
             self._on_outcome(step.by_slot[slot.slot], slot)
         return outcome
@@ -98,7 +104,8 @@ class WatchedDevice:
     def _run_through(self, step: _Step) -> None:
         while not step.has_run:
             first = self._queue.popleft()
-            self._running, self._drafting = first, first.first
+            self._running, self._drafting = first, []
+            first.drafting.extend(leases for leases in (first.first, first.decoding) if leases)
             first.ticket = self._executor.launch(first.plan)
             self._running, first.has_run = None, True
 
@@ -113,7 +120,6 @@ class WatchedDevice:
                 )
                 self._check_rows(step.decoding, batch.read_row_B.tolist(), batch.write_rows_BT.tolist())
                 self._check_pages(step.decoding, batch.page_table_BP, batch.length_B, batch.tokens_BT.shape[1])
-                self._drafting = step.decoding
             result: Tensor = verify(batch)
             return result
 
@@ -131,6 +137,9 @@ class WatchedDevice:
             return result
 
         def watched_mtp(tokens_BT: Tensor, hidden_BTH: Tensor, start_B: Tensor, page_table_BP: Tensor) -> Tensor:
+            step = self._running
+            if step is not None and tokens_BT.shape[1] == step.plan.num_drafted + 1:  # a whole window, so the next draft begins
+                self._drafting = step.drafting.popleft()
             self._check_pages(self._drafting, page_table_BP, start_B, tokens_BT.shape[1])
             result: Tensor = mtp(tokens_BT, hidden_BTH, start_B, page_table_BP)
             return result

@@ -15,7 +15,7 @@ from agentspec.kernels.reference.window import rotate_checkpoints
 from agentspec.kernels.slots import SlotState
 from agentspec.models.protocol import VerifyBatch
 from agentspec.mtp.mtp_drafter import MtpDrafter
-from agentspec.runtime.decode_step import decode_step, read_result, score_result
+from agentspec.runtime.decode_step import Forward, decode_step, read_result, score_result
 from agentspec.runtime.plan import MAX_ALTERNATIVES, StepPlan
 from agentspec.runtime.step_buffers import StepBuffers
 from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, STOP_ID, STOP_LENGTH, STOP_RUNNING, SamplingParams
@@ -288,8 +288,8 @@ class MetaModel:
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("forced", [False, True])
 @pytest.mark.parametrize("constrained", [False, True])
-@pytest.mark.parametrize("prefilled", [False, True])
-def test_a_step_never_reads_the_device(k: int, sampled: bool, forced: bool, constrained: bool, prefilled: bool) -> None:
+@pytest.mark.parametrize("forward", Forward)
+def test_a_step_never_reads_the_device(k: int, sampled: bool, forced: bool, constrained: bool, forward: Forward) -> None:
     """Meta tensors have shapes and no values: a host read or a shape that depends on data raises."""
     meta = torch.device("meta")
     buffers = StepBuffers.allocate(
@@ -298,7 +298,7 @@ def test_a_step_never_reads_the_device(k: int, sampled: bool, forced: bool, cons
     model = MetaModel(8, 99)
     slots = torch.empty(3, dtype=torch.int64, device=meta)
     rates = torch.empty(4, device=meta) if forced else None
-    variant: dict[str, Any] = {"sampled": sampled, "constrained": constrained, "prefilled": prefilled, "forced_rate_K": rates}
+    variant: dict[str, Any] = {"sampled": sampled, "constrained": constrained, "forward": forward, "forced_rate_K": rates}
     result = decode_step(model, MtpDrafter(model), buffers, slots, num_drafted=k, **variant)  # type: ignore[arg-type]
     happened = result.happened_BF
     assert (happened.device, happened.dtype, happened.shape) == (meta, torch.int64, (3, 12 + k + 1 + k))

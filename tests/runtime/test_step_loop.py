@@ -70,6 +70,21 @@ def test_the_depth_policy_is_asked_for_each_batch_and_told_what_happened() -> No
     assert house.depth.observed == [(3, [(3, 2)]), (3, [(3, 2)]), (3, [(3, 0)])], "first steps verify nothing"
 
 
+@pytest.mark.parametrize("rides", [False, True])
+def test_the_depth_policy_hears_no_time_of_a_step_whose_windows_rode(rides: bool) -> None:
+    """Most of it is in the time of the chunks."""
+    house = House(overlap=False, accept=2, drafts=3, max_running=2)
+    house.device.decode_seconds, house.device.rides = 0.25, rides
+    house.submit("a", letters(10), "abcdefghijklmn")
+    house.step()
+    house.submit("b", letters(10, seed=1), "a")
+    house.run()
+    chunks = [bool(plan.chunks) for plan in house.device.plans if plan.decode_slots]
+    assert chunks[:3] == [True, False, False]
+    assert house.depth.seconds == [0.0 if rides and with_chunks else 0.25 for with_chunks in chunks]
+    assert len(house.depth.observed) == len(chunks), "what was accepted counts"
+
+
 def test_the_pace_is_told_of_every_step() -> None:
     pace = ListeningPace()
     house = House(overlap=False, drafts=3, pace=pace)

@@ -1,0 +1,33 @@
+"""Windows that ride in a prompt's pass, on CUDA: the forward against a prefill and a verify apart, and what an engine with graphs of rides says."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from agentspec.models.registry import load_model
+from benchmarks.ride import check_rides
+from tests.fakes.checkpoints import Family
+from tests.fakes.compare import TOLERANCE, relative_error
+from tests.fakes.ridden_pass import PADDED, RiddenPass
+from tests.properties.real_model import write_agreeing_checkpoint
+
+pytestmark = pytest.mark.gpu
+PROMPT = random.Random(3).choices(range(48), k=150)
+
+
+@pytest.mark.parametrize("family", ["dense", "moe"])
+def test_a_ridden_forward_is_a_prefill_and_a_verify(family: Family, cuda: torch.device, tmp_path: Path) -> None:
+    checkpoint = write_agreeing_checkpoint(tmp_path, family, num_hidden_layers=2, full_attention_interval=2)
+    model = load_model(checkpoint, device=cuda, dtype=torch.float32)
+    with torch.inference_mode():
+        expected, got = RiddenPass(model, PROMPT, PADDED).apart(), RiddenPass(model, PROMPT, PADDED).ridden()
+    for ours, wanted in zip(got, expected, strict=True):
+        assert relative_error(ours, wanted) < TOLERANCE
+
+
+def test_an_engine_says_the_same_whether_windows_ride_or_not(cuda: torch.device) -> None:
+    print(check_rides(cuda))
