@@ -44,7 +44,7 @@ from agentspec.runtime.metrics import EngineMetrics
 from agentspec.runtime.pace import CPU_BUDGET, DEFAULT_MAX_GAP, FixedPace, GapPace, Pace
 from agentspec.runtime.prefill_graphs import prefill_graph_bytes
 from agentspec.runtime.rehearsal import Rehearsal
-from agentspec.runtime.ride import default_riders, ride_graph_bytes
+from agentspec.runtime.ride import MOST_RIDERS, ride_graph_bytes
 from agentspec.runtime.scheduler import Scheduler
 from agentspec.runtime.step_loop import DepthPolicy, StepLoop
 from agentspec.text.tokenizer import Tokenizer
@@ -206,7 +206,7 @@ def build(
         page_bytes=spec.page_bytes,
         hold_seconds=config.session_hold_seconds,
     )
-    executor = _executor(model, config, memory, max_draft_tokens, default_riders(device) if most_riders is None else most_riders, device)
+    executor = _executor(model, config, memory, max_draft_tokens, MOST_RIDERS if most_riders is None else most_riders, device)
     depths: Sequence[int] = range(max_draft_tokens + 1)
     if depth_policy is None:
         depth_policy, depths = _depth_policy(config, max_draft_tokens)
@@ -483,7 +483,7 @@ def _graph_bytes(config: EngineConfig, spec: ModelSpec, device: torch.device, ma
     if _why_eager(config, device) is not None:
         return 0
     slots, width = _slots(config), spec.hidden_size
-    of_rides = ride_graph_bytes(width, max_running=slots, max_draft_tokens=max_draft_tokens, most_riders=default_riders(device))
+    of_rides = ride_graph_bytes(width, max_running=slots, max_draft_tokens=max_draft_tokens, most_riders=MOST_RIDERS)
     return graph_bytes(vocab_size=spec.vocab_size, max_running=slots, max_draft_tokens=max_draft_tokens) + prefill_graph_bytes(width) + of_rides
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from agentspec.model_costs import ModelCosts
+from agentspec.model_costs import MOST_RIDERS, ModelCosts
 from agentspec.runtime.plan import Executor, StepOutcome, StepPlan
 from agentspec.runtime.request import new_request
 from agentspec.runtime.step_loop import StepLoop
@@ -93,16 +93,21 @@ class TimedExecutor:
 
     def launch(self, plan: StepPlan) -> Any:
         self._lengths |= {join.slot: join.length for join in plan.joins}
-        prefill = self._costs.pass_seconds([(chunk.start, len(chunk.token_ids)) for chunk in plan.chunks])
-        decode = self._costs.step_seconds([self._lengths[slot] for slot in plan.decode_slots])
-        joins = self._costs.join_seconds if plan.first_slots else 0.0
+        costs = self._costs
+        prefill = costs.pass_seconds([(chunk.start, len(chunk.token_ids)) for chunk in plan.chunks])
+        decode = costs.step_seconds([self._lengths[slot] for slot in plan.decode_slots])
+        joins = costs.join_seconds if plan.first_slots else 0.0
+        rides = plan.chunks and plan.decode_slots and costs.ride_seconds and (plan.num_drafted + 1) * len(plan.decode_slots) <= MOST_RIDERS
+        if rides:
+            rest = min(costs.join_seconds, decode)  # a step without its forward, as a first step is
+            prefill, decode = prefill + max(decode - rest - costs.ride_seconds, 0.0), rest
         self._free_at = max(self._clock.now, self._free_at) + prefill + joins + decode
-        return self._executor.launch(plan), prefill, decode, self._free_at
+        return self._executor.launch(plan), prefill, decode, bool(rides), self._free_at
 
     def collect(self, ticket: Any) -> StepOutcome:
-        inner, prefill, decode, end = ticket
+        inner, prefill, decode, rode, end = ticket
         outcome = self._executor.collect(inner)
-        outcome.prefill_seconds, outcome.decode_seconds = prefill, decode
+        outcome.prefill_seconds, outcome.decode_seconds, outcome.rode = prefill, decode, rode
         self._lengths |= {slot.slot: slot.length for slot in outcome.slots}
         self._clock.now = max(self._clock.now, end)
         return outcome

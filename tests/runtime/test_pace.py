@@ -186,3 +186,19 @@ def test_a_long_prompt_comes_in_beside_streams_and_ends() -> None:
     assert all(size * 2.5e-5 + 0.004 <= 0.01 for size in sizes)
     assert sum(sizes[2:-1]) / len(sizes[2:-1]) > 128
     assert house.step_of_join("short") < house.step_of_join("long")
+
+
+def test_where_windows_ride_the_pass_has_their_time() -> None:
+    """After some passes in a row with which they rode, and until one comes without."""
+    pace = running_pace(large_model, 0.03)
+    alone = pace.open(streams_run=True).fit(0, 10**5)
+    ridden = StepTimes(chunks=[(0, 1024)], contexts=[9] * 8, prefill_seconds=large_model([(0, 1024)]) + 0.002, decode_seconds=0.002, rode=True)
+    for _ in range(3):
+        pace.observe(ridden)
+    assert pace.open(streams_run=True).fit(0, 10**5) < 1.2 * alone, "it may have been chance"
+    pace.observe(ridden)
+    assert pace.open(streams_run=True).fit(0, 10**5) > 1.3 * alone
+    pace.observe(StepTimes(contexts=[9] * 8, decode_seconds=0.03))
+    assert pace.open(streams_run=True).fit(0, 10**5) > 1.3 * alone, "a step without prompts says nothing of it"
+    pace.observe(StepTimes(chunks=[(0, 1024)], contexts=[9] * 8, prefill_seconds=large_model([(0, 1024)]), decode_seconds=0.03))
+    assert pace.open(streams_run=True).fit(0, 10**5) < 1.2 * alone
