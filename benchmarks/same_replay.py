@@ -112,7 +112,7 @@ def main() -> int:
     found = replay(file, options.device, options)
     assert found.report is not None
     print(f"{options.device}, float32, {options.k} drafts")
-    print("\n".join(f"{name:<26}{value}" for name, value in count_rows(found.report.summary)))
+    print("\n".join(f"{name:<26}{value}" for name, value in count_rows(found.report)))
     if options.save is not None:
         options.save.write_text(json.dumps(found.exchanges), encoding="utf-8")
         return int(found.report.has_failures)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from agentspec import kernels
 from agentspec.kernels.reference import window as window_module
 from agentspec.kernels.reference.window import rotate_checkpoints
 from agentspec.kernels.slots import SlotState
@@ -289,8 +290,11 @@ class MetaModel:
 @pytest.mark.parametrize("forced", [False, True])
 @pytest.mark.parametrize("constrained", [False, True])
 @pytest.mark.parametrize("forward", Forward)
-def test_a_step_never_reads_the_device(k: int, sampled: bool, forced: bool, constrained: bool, forward: Forward) -> None:
-    """Meta tensors have shapes and no values: a host read or a shape that depends on data raises."""
+def test_a_step_never_reads_the_device(
+    k: int, sampled: bool, forced: bool, constrained: bool, forward: Forward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meta tensors have shapes and no values: a host read or a shape that depends on data raises. With the reference's operations."""
+    monkeypatch.setattr(kernels, "backend", lambda device: kernels.reference)
     meta = torch.device("meta")
     buffers = StepBuffers.allocate(
         max_running=5, max_draft_tokens=4, max_pages_per_slot=6, vocab_size=99, num_model_stop_ids=2, block_tokens=16, device=meta

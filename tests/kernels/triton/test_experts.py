@@ -13,7 +13,7 @@ from agentspec.kernels.backend import MixtureWeights, Norm
 from agentspec.kernels.reference import fused as reference
 from agentspec.kernels.triton import experts, mixture
 from agentspec.kernels.triton.experts import Tiles
-from agentspec.kernels.triton.launch import arrival_counters, separate_counters
+from agentspec.kernels.triton.launch import INTERPRETED, arrival_counters, separate_counters
 from agentspec.kernels.triton.mixture import Placement
 from agentspec.kernels.triton.routing import Routing
 from agentspec.kernels.weights import Weight, dequantize, matrix, quantize_blocks, stack_rows
@@ -115,15 +115,17 @@ def test_what_cannot_run_among_the_others_has_another_place(device: torch.device
 
 @pytest.mark.parametrize("num_tokens", [3, 18])
 def test_a_token_has_the_same_bits_in_any_company(num_tokens: int, device: torch.device) -> None:
-    """Of one number of tokens: another one may have another way to multiply."""
+    """Of one number of tokens: another one may have another way to multiply. In the interpreter a library multiplies, which on some processors sums a
+    row in another order at another place."""
     weights = mixture_of(32, 5, 16, 2, 7, device, torch.float32, scaled=True)
     x, norm = inputs(num_tokens, 32, 7, device, torch.float32)
     together = mixture.add_experts(x.clone(), norm, weights)
     turned = mixture.add_experts(x.roll(2, 0), norm, weights)
-    assert torch.equal(turned.roll(-2, 0), together)
+    bound = 2**-20 if INTERPRETED else 0.0
+    assert relative_error(turned.roll(-2, 0), together) <= bound
     others, _ = inputs(num_tokens, 32, 8, device, torch.float32)
     others[2] = x[2]
-    assert torch.equal(mixture.add_experts(others, norm, weights)[2], together[2])
+    assert relative_error(mixture.add_experts(others, norm, weights)[2], together[2]) <= bound
 
 
 def test_all_tokens_may_visit_one_expert_and_nobody_the_others(device: torch.device) -> None:
