@@ -174,7 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.agents", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=tuple(CONFIG_FILES), default="4B")
     parser.add_argument("--lanes", type=int, nargs="*", default=[1, 4, 8, 16])
-    parser.add_argument("--repeats", type=int, default=2, help="runs of each number of lanes; the first one of all warms up")
+    parser.add_argument("--repeats", type=int, default=2, help="runs of each kind; one of two lanes warms up before all")
     parser.add_argument("--storm", type=int, metavar="N", help="N first prompts at once")
     parser.add_argument("--newcomer", action="store_true", help="a long prompt beside eight streams")
     parser.add_argument("--json", type=Path, metavar="DIR", help="keep the replays' reports here")
@@ -195,11 +195,11 @@ def main() -> None:
                 if options.json is not None:
                     (options.json / f"agents-{options.model}-{lanes}-{seed}.json").write_text(json.dumps(report["summary"], indent=1))
         if options.storm:
-            for seed in (1, 2):
+            for seed in range(options.repeats):
                 asyncio.run(storm(url, options.model, options.storm, seed))
         if options.newcomer:
-            for seed in (3, 4):
-                asyncio.run(newcomer(url, options.model, seed))
+            for seed in range(options.repeats):
+                asyncio.run(newcomer(url, options.model, 1_000 + seed))
 
 
 if __name__ == "__main__":

@@ -546,7 +546,7 @@ BUGS: dict[Callable[[Patch], None], Bug] = {
     publishes_no_turn: Bug("the deepest state that is left"),
     publishes_prefill_at_launch: Bug("published .* row"),
     lets_go_of_a_request_in_flight: Bug("lease doesn't own|lease that was released", STOPPING),
-    retracts_a_request_in_flight: Bug("still has its lease", CROWDED),
+    retracts_a_request_in_flight: Bug("still has its lease|a copy would write into ids", CROWDED),
     loses_the_tokens_of_the_step_in_flight: Bug("tokens of the device are lost", CROWDED),
     does_not_lock_the_resumed_row: Bug("neither owns nor locks", FEW_ROWS),
     supersedes_a_row_that_others_read: Bug(""),
