@@ -69,7 +69,7 @@ class Proof:
         self._spy_on_cache()
         self._spy_on_admission()
         if self.assembly.copies is not None:
-            self.loop._copier = LateCopies(self.assembly.copies, random.Random(house.seed))
+            self.loop._copier = LateCopies(self.assembly.copies, random.Random(house.seed), is_slow=house.slow_copies)
         self.loop.executor = self.device = WatchedDevice(
             self.loop.executor,
             self.model,

@@ -62,6 +62,8 @@ class House:
     """The clients send the next requests only when all of the last ones have ended."""
     host: HostMemory | None = None
     """The host tier; its copies are late."""
+    slow_copies: bool = False
+    """Very late."""
     most_riders: int = MOST_RIDERS
     """See runtime/ride.py."""
 
@@ -110,6 +112,7 @@ class House:
             extra_clients=rng.choice([-1, 0, 2, 5]),
             bursts=rng.random() < 0.2,
             host=random_host(rng),
+            slow_copies=is_crowded,
             most_riders=rng.choice([0, 16, MOST_RIDERS, MOST_RIDERS]),
         )
 

@@ -14,8 +14,10 @@ from agentspec.runtime.host_copies import CopyProgress, HostCopies
 
 
 class LateCopies:
-    def __init__(self, copies: HostCopies, lateness: random.Random) -> None:
+    def __init__(self, copies: HostCopies, lateness: random.Random, *, is_slow: bool = False) -> None:
+        """is_slow: most orders are carried out many steps late."""
         self._copies = copies
+        self._orders_a_poll = [0] * 11 + [1] if is_slow else [0, 0, 1, 3]
         self._rng = lateness
         self._to_host: deque[CopyOrder] = deque()
         self._to_device: deque[CopyOrder] = deque()
@@ -25,7 +27,7 @@ class LateCopies:
         self._to_device.extend(orders.to_device)
 
     def poll(self) -> CopyProgress:
-        for _ in range(self._rng.choice([0, 0, 1, 3])):
+        for _ in range(self._rng.choice(self._orders_a_poll)):
             if self._to_device:
                 self._carry_out(CopyOrders(to_device=[self._to_device.popleft()]))
             elif self._to_host:
