@@ -74,6 +74,10 @@ LEAST = {
 """How often 5,000 turns must take each path at least, so that the proof can't lose one unnoticed: a third of what they do, or less."""
 
 
+RARE_HOUSES = (6, 40, 42, 3026)
+"""Seeds of houses in which a request is preempted while its state comes from the host: one house in eighty does that. Each shard runs one besides."""
+
+
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_every_state_and_every_stream_is_true(shard: int) -> None:
     paths: Counter[str] = Counter()
@@ -84,6 +88,9 @@ def test_every_state_and_every_stream_is_true(shard: int) -> None:
         proof = Proof(House.random(seed + first_turn // TURNS_PER_HOUSE))
         proof.run(min(TURNS_PER_HOUSE, turns - first_turn))
         paths.update(proof.paths)
+    proof = Proof(House.random(RARE_HOUSES[shard % len(RARE_HOUSES)]))
+    proof.run(TURNS_PER_HOUSE)
+    paths.update(proof.paths)
     rare = {path: f"{paths[path]} of {least}" for path, least in LEAST.items() if paths[path] < least}
     assert turns < 5000 or not rare, f"paths that the proof hardly takes any more: {rare}"
 
