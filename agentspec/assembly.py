@@ -225,6 +225,7 @@ def build(
         overlap=config.overlap,
         token_counts=token_counts,
         copier=copies,
+        clock=clock,
     )
     return Assembly(
         config=config,

@@ -241,7 +241,9 @@ class DryRun:
         )
         scripted = DryExecutor(acceptance=costs.acceptance, block_tokens=BLOCK_TOKENS, seed=seed, emissions=emissions)
         executor = TimedExecutor(scripted, costs=costs, clock=clock)
-        loop = StepLoop(scheduler=scheduler, executor=executor, depth_policy=FixedDepth(num_drafted), metrics=self._metrics, overlap=True)
+        loop = StepLoop(
+            scheduler=scheduler, executor=executor, depth_policy=FixedDepth(num_drafted), metrics=self._metrics, overlap=True, clock=clock
+        )
         spec = ModelSpec(
             name=costs.name,
             vocab_size=2**31 - 1,

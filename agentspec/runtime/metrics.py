@@ -1,12 +1,16 @@
-"""Counters of the whole engine, as `engine.stats()` and `/stats` show them: plain integers, written by the scheduler and the step loop."""
+"""Counters of the whole engine, as `engine.stats()` and `/stats` show them: plain numbers, written by the scheduler and the step loop."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from agentspec.types import FinishReason
 from agentspec.wire import Usage
+
+GAP_BOUNDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0)
+"""Seconds: upper bounds, inclusive, of the groups in which gaps are counted; a last group has those above."""
 
 
 @dataclass(slots=True)
@@ -34,6 +38,16 @@ class EngineMetrics:
     accepted_tokens: int = 0
     checkpoints_skipped: int = 0
     """Wanted checkpoints for which no row could be had."""
+    gap_counts: list[int] = field(default_factory=lambda: [0] * (len(GAP_BOUNDS) + 1))
+    """Times between two steps of a running stream, as the host had their results, by GAP_BOUNDS."""
+    gap_seconds: float = 0.0
+    """Their sum."""
+    longest_gap_seconds: float = 0.0
+
+    def count_gap(self, seconds: float) -> None:
+        self.gap_counts[bisect_left(GAP_BOUNDS, seconds)] += 1
+        self.gap_seconds += seconds
+        self.longest_gap_seconds = max(self.longest_gap_seconds, seconds)
 
     def count_finished(self, reason: FinishReason, usage: Usage) -> None:
         self.finished[reason.value] += 1
@@ -41,4 +55,4 @@ class EngineMetrics:
         self.accepted_tokens += usage.spec.num_accepted
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"gap_bounds": list(GAP_BOUNDS)}

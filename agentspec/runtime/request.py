@@ -87,6 +87,8 @@ class Request:
     """Of a constrained request: what its next window will verify. None: nobody knows before the step in flight is collected."""
     dead_end: int | None = None
     """Tokens after which the grammar allows nothing more, if the window in flight comes to that; None: it can't."""
+    stepped_at: float | None = None
+    """When the host had the results of its last step; None: it has taken none since it joined."""
     times_passed_over: int = 0
     """Prompt passes that it got nothing of."""
     in_flight: int = 0

@@ -352,7 +352,7 @@ class Scheduler:
         request.phase = Phase.DECODE
         newer, older = request.own_rows[-2:]
         request.rolling = ((newer, request.prompt_checkpoint), (older, 0))
-        request.takes_first_step, request.drafts = True, []
+        request.takes_first_step, request.drafts, request.stepped_at = True, [], None
         return SlotJoin(
             request_id=request.request_id,
             slot=request.slot,

@@ -9,7 +9,9 @@ engine's one thread.
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from agentspec.cache.host_tier import CopyOrders
@@ -57,8 +59,9 @@ class StepLoop:
         overlap: bool,
         token_counts: TokenCounts | None = None,
         copier: Copier | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """token_counts: where to count what is served; None: nowhere. copier: None: the cache has no host tier."""
+        """token_counts: where to count what is served; None: nowhere. copier: None: the cache has no host tier. clock: seconds, for gaps alone."""
         self.scheduler = scheduler
         self.metrics = metrics
         self.executor = executor
@@ -67,6 +70,7 @@ class StepLoop:
         self._overlap = overlap
         self._token_counts = token_counts
         self._copier = copier
+        self._clock = clock
         self._in_flight: deque[tuple[Flight, Any]] = deque()
 
     @property
@@ -117,3 +121,10 @@ class StepLoop:
         if offered:
             seconds = 0.0 if outcome.rode else outcome.decode_seconds  # what is left of a step says nothing of its k
             self._depth_policy.observe(num_drafted=flight.plan.num_drafted, slots=offered, seconds=seconds)
+        now = self._clock()
+        for slot in outcome.slots:
+            request = flight.occupants[slot.slot]
+            if slot.emitted and request.stepped_at is not None:
+                self.metrics.count_gap(now - request.stepped_at)
+            if slot.emitted:
+                request.stepped_at = now

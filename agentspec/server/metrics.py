@@ -139,6 +139,11 @@ def _engine(stats: Mapping[str, Any]) -> Iterator[Family]:
     for name, counter, text, aliases in ENGINE_COUNTERS:
         if counter in engine:
             yield Family("counter", name, text, engine[counter], aliases)
+    if "gap_counts" in engine:
+        gaps = Histogram(engine["gap_bounds"])
+        gaps.counts, gaps.sum = engine["gap_counts"], engine["gap_seconds"]
+        yield Family("histogram", "gap_seconds", "Between two steps of a running stream, in the engine.", gaps)
+        yield Family("gauge", "longest_gap_seconds", "The longest of them.", engine["longest_gap_seconds"])
     for kind, name, figure, text in CACHE_FIGURES:
         if figure in cache:
             yield Family(kind, name, text, cache[figure])

@@ -103,6 +103,26 @@ def test_the_pace_is_told_of_every_step() -> None:
     assert pace.asked[-2:] == [False, True]
 
 
+def test_gaps_of_running_streams_are_counted() -> None:
+    """From the first token on, and not across a turn's end."""
+    now = [0.0]
+    house = House(overlap=False, accept=0, drafts=1)
+    house.loop._clock = lambda: now[0]
+    house.submit("a", letters(10), "abcd")
+    for at in (1.0, 1.004, 1.104, 1.604):
+        now[0] = at
+        house.step()
+    house.run()
+    now[0] = 9.0
+    house.submit("b", letters(10, seed=1), "x")
+    house.run()
+    metrics = house.metrics.as_dict()
+    assert sum(metrics["gap_counts"]) == 3
+    assert metrics["longest_gap_seconds"] == pytest.approx(0.5)
+    assert metrics["gap_seconds"] == pytest.approx(0.604)
+    assert [bound for bound, count in zip(metrics["gap_bounds"], metrics["gap_counts"], strict=False) if count] == [0.005, 0.15, 0.5]
+
+
 class ListeningPace:
     """Always 64 tokens; keeps what it was asked and told."""
 

@@ -296,6 +296,8 @@ def test_the_real_engines_counters_all_have_their_family() -> None:
     assert found.value("agentspec_prompt_tokens_total") == stats["engine"]["prompt_tokens"] == 3 * len(prompt)
     assert found.value("agentspec_cached_prompt_tokens_total") == stats["engine"]["cached_tokens"] > 0
     assert found.value("agentspec_generation_tokens_total") == 40
+    assert found.value("agentspec_gap_seconds_count") == sum(stats["engine"]["gap_counts"]) > 0
+    assert found.value("agentspec_longest_gap_seconds") == stats["engine"]["longest_gap_seconds"] > 0
     assert found.value("agentspec_drafted_tokens_total") >= spec.num_drafted
     assert found.value("agentspec_kv_usage_ratio") < 0.5
     assert found.value("agentspec_requests_finished_total", finished_reason="length") == 2
