@@ -13,6 +13,7 @@ from agentspec.engine import Engine
 from agentspec.kernels import PrefillBatch
 from agentspec.kernels.reference.spans import read_spans
 from agentspec.kernels.traffic import state_traffic
+from agentspec.models.protocol import VerifyBatch
 from agentspec.types import BLOCK_TOKENS, Breakpoint, CheckpointKind, SamplingParams
 from agentspec.wire import Submit
 from tests.fakes.copy_counter import CopyCounter
@@ -54,23 +55,37 @@ class CallSpy:
 
     def __init__(self, model: Any) -> None:
         self.windows: list[tuple[int, int]] = []
-        """(slots, columns) of each verify."""
+        """(slots, columns) of each verify, and of the windows of each ride."""
         self.chunk_writes: list[int] = []
         """State writes of each chunk."""
-        verify, prefill = model.verify, model.prefill
+        self.num_rides = 0
+        verify, prefill, ride = model.verify, model.prefill, model.ride
 
-        def spy_verify(batch: Any) -> Tensor:
-            num_slots, num_columns = batch.tokens_BT.shape
-            self.windows.append((num_slots, num_columns))
+        def spy_verify(batch: VerifyBatch) -> Tensor:
+            self._count_windows(batch)
             hidden: Tensor = verify(batch)
             return hidden
 
         def spy_prefill(batch: PrefillBatch) -> Tensor:
-            self.chunk_writes.extend(sum(len(block.save_rows) for block in span.blocks) for span in read_spans(batch))
+            self._count_chunks(batch)
             hidden: Tensor = prefill(batch)
             return hidden
 
-        model.verify, model.prefill = spy_verify, spy_prefill
+        def spy_ride(prompts: PrefillBatch, windows: VerifyBatch) -> tuple[Tensor, Tensor]:
+            self.num_rides += 1
+            self._count_chunks(prompts)
+            self._count_windows(windows)
+            hiddens: tuple[Tensor, Tensor] = ride(prompts, windows)
+            return hiddens
+
+        model.verify, model.prefill, model.ride = spy_verify, spy_prefill, spy_ride
+
+    def _count_windows(self, batch: VerifyBatch) -> None:
+        num_slots, num_columns = batch.tokens_BT.shape
+        self.windows.append((num_slots, num_columns))
+
+    def _count_chunks(self, batch: PrefillBatch) -> None:
+        self.chunk_writes.extend(sum(len(block.save_rows) for block in span.blocks) for span in read_spans(batch))
 
     def tiles(self, num_layers: int) -> tuple[int, int]:
         """(read, written) by design: a window reads one row a slot and writes one a column; a chunk reads one and writes the wanted ones."""
@@ -88,6 +103,7 @@ def test_whole_runs_copy_no_state(checkpoint: Path, name: str) -> None:
         play.run()
     assert counter.touched == []
     assert (state_traffic.rows_read, state_traffic.rows_written) == calls.tiles(play.model.pools.ssm_LRVDK.shape[0])
+    assert calls.num_rides > 0
     stats, metrics = play.assembly.cache.stats(), play.metrics
     assert metrics.cached_tokens > 0
     assert stats["checkpoints_created"] > 10
