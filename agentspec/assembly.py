@@ -44,11 +44,11 @@ from agentspec.runtime.metrics import EngineMetrics
 from agentspec.runtime.pace import CPU_BUDGET, DEFAULT_MAX_GAP, FixedPace, GapPace, Pace
 from agentspec.runtime.prefill_graphs import prefill_graph_bytes
 from agentspec.runtime.rehearsal import Rehearsal
-from agentspec.runtime.ride import MOST_RIDERS, ride_graph_bytes
+from agentspec.runtime.ride import ride_graph_bytes
 from agentspec.runtime.scheduler import Scheduler
 from agentspec.runtime.step_loop import DepthPolicy, StepLoop
 from agentspec.text.tokenizer import Tokenizer
-from agentspec.types import ModelSpec, Progress, no_progress
+from agentspec.types import MOST_RIDERS, ModelSpec, Progress, no_progress
 from agentspec.wire import ModelInfo
 
 logger = logging.getLogger("agentspec")

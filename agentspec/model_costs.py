@@ -18,9 +18,6 @@ from agentspec.errors import ConfigError
 PUBLISHED_ACCEPTANCE = (0.92, 0.85, 0.81, 0.79, 0.74, 0.67, 0.89)
 """Conditional acceptance by draft position of the 397B model on coding (InferenceX golden curve, thinking off: 1.92, 2.70, 3.33 ... a step)."""
 
-MOST_RIDERS = 128
-"""Columns of windows that ride in a prompt's pass at most."""
-
 Table = tuple[tuple[int, float], ...]
 """(size, seconds), sizes in rising order."""
 

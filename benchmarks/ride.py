@@ -31,8 +31,7 @@ from agentspec.runtime.memory_plan import MemoryPlan
 from agentspec.runtime.pace import FixedPace
 from agentspec.runtime.plan import ChunkPlan, StepOutcome, StepPlan
 from agentspec.runtime.request import new_request
-from agentspec.runtime.ride import MOST_RIDERS
-from agentspec.types import ZERO_ROW, SamplingParams
+from agentspec.types import MOST_RIDERS, ZERO_ROW, SamplingParams
 from agentspec.wire import Submit, TokensEvent
 from benchmarks.decode_checks import CheckFailedError
 from benchmarks.prefill_cases import Words

@@ -12,7 +12,7 @@ from agentspec import kernels
 from agentspec.models.outline import META
 from agentspec.models.protocol import StepModel
 from agentspec.runtime.executor import ModelExecutor
-from agentspec.runtime.ride import MOST_RIDERS
+from agentspec.types import MOST_RIDERS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

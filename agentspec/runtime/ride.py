@@ -26,10 +26,6 @@ from agentspec.runtime.prefill_graphs import PrefillGraphs, chunk_sizes
 from agentspec.runtime.prefill_tables import PromptRun
 from agentspec.runtime.step_buffers import stage
 
-MOST_RIDERS = 128
-"""Rows that a pass may have beyond what it has alone, windows and padding, where windows ride. An H100 reads all weights of a dense model in the time
-of about 130 (27B in FP8) to 230 (4B) more prompt tokens; with 128 rows more a pass still took less time than both apart."""
-
 RIDE_SIZES = (256, 384, 512, 640, 768, 896, 1024, 1280, 1792, 2560)
 """Rows of the passes that are captured, tokens and windows together, as far as a model's prompts are captured alone."""
 

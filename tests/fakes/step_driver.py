@@ -10,8 +10,7 @@ import torch
 from agentspec.models.qwen3_5 import Qwen3_5Model
 from agentspec.runtime.executor import ModelExecutor
 from agentspec.runtime.plan import ChunkPlan, SlotJoin, SlotOutcome, StepPlan
-from agentspec.runtime.ride import MOST_RIDERS
-from agentspec.types import SCRATCH_ROW, STOP_RUNNING, SamplingParams, tokens
+from agentspec.types import MOST_RIDERS, SCRATCH_ROW, STOP_RUNNING, SamplingParams, tokens
 from tests.fakes.hash_chain import HashChainModel, ReferenceRequest
 
 

@@ -16,7 +16,7 @@ from agentspec.assembly import Assembly, build
 from agentspec.cache.host_tier import HostMemory
 from agentspec.config import EngineConfig
 from agentspec.runtime.memory_plan import RESERVED, MemoryPlan, longest_sequence
-from agentspec.runtime.ride import MOST_RIDERS
+from agentspec.types import MOST_RIDERS
 from tests.fakes.hash_chain import HashChainModel
 
 BLOCK = 16

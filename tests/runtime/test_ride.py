@@ -9,8 +9,8 @@ import pytest
 
 from agentspec.runtime.executor import ModelExecutor
 from agentspec.runtime.plan import StepPlan
-from agentspec.runtime.ride import MOST_RIDERS, RIDE_SIZES, even_batch, ride_graph_bytes, ride_keys, rows_beyond
-from agentspec.types import tokens
+from agentspec.runtime.ride import RIDE_SIZES, even_batch, ride_graph_bytes, ride_keys, rows_beyond
+from agentspec.types import MOST_RIDERS, tokens
 from tests.fakes.hash_chain import HashChainModel
 from tests.fakes.replayer import Replayer
 from tests.fakes.step_driver import StepDriver, greedy
