@@ -123,6 +123,11 @@ class Room:
         return self._cost(self._tokens + count, self._pairs + num_pairs(start, count))
 
 
+def _room_of_tokens(budget: int, block_tokens: int) -> Room:
+    """Room for so many tokens, whatever they attend to."""
+    return Room(lambda tokens, pairs: tokens, budget, most_tokens=budget, tile=block_tokens)
+
+
 def num_pairs(start: int, count: int) -> float:
     """Pairs of a token and one that it attends to, of `count` tokens behind `start`."""
     return count * (start + (count + 1) / 2)
@@ -148,7 +153,7 @@ class FixedPace:
         self._block = block_tokens
 
     def open(self, *, streams_run: bool) -> Room:
-        return Room(lambda tokens, pairs: tokens, self._budget, most_tokens=self._budget, tile=self._block)
+        return _room_of_tokens(self._budget, self._block)
 
     def observe(self, times: StepTimes) -> None:
         """There is nothing to learn."""
@@ -189,13 +194,12 @@ class GapPace:
         self._num_measured = 0
 
     def open(self, *, streams_run: bool) -> Room:
+        if not streams_run:
+            return _room_of_tokens(self._largest, self._block)
+        if not self._sizes:
+            return _room_of_tokens(min(_FIRST_TOKENS, self._largest), self._block)
         # A matrix product works on tiles of two blocks: what lies between costs as much as the next tile.
         tile = 2 * self._block
-        if not streams_run:
-            return Room(lambda tokens, pairs: tokens, self._largest, most_tokens=self._largest, tile=self._block)
-        if not self._sizes:
-            most = min(_FIRST_TOKENS, self._largest)
-            return Room(lambda tokens, pairs: tokens, most, most_tokens=most, tile=self._block)
         capacity = _MARGIN * self._max_gap - self._seconds_beside()
         most = min(self._largest, 1 << (max(self._sizes) + 1))
         return Room(self._seconds, max(capacity, 0.0), most_tokens=most, tile=tile)

@@ -308,14 +308,19 @@ def frees_the_newer_checkpoint(patch: Patch) -> None:
     patch.setattr(window, "rotate_checkpoints", rotate)
 
 
-def verifies_the_prompts_last_token_again(patch: Patch) -> None:
-    """A first step like any other: its forward adds a token to a state that holds it already."""
+def _mistake_forward(patch: Patch, real: Forward, taken: Forward) -> None:
+    """Steps of one kind are taken as of another one."""
     original = executor.decode_step
 
     def step(*arguments: Any, forward: Forward, **keywords: Any) -> StepResult:
-        return original(*arguments, forward=Forward.RUN if forward is Forward.PREFILLED else forward, **keywords)
+        return original(*arguments, forward=taken if forward is real else forward, **keywords)
 
     patch.setattr(executor, "decode_step", step)
+
+
+def verifies_the_prompts_last_token_again(patch: Patch) -> None:
+    """A first step like any other: its forward adds a token to a state that holds it already."""
+    _mistake_forward(patch, Forward.PREFILLED, Forward.RUN)
 
 
 def leaves_out_the_prompts_last_token(patch: Patch) -> None:
@@ -346,22 +351,12 @@ def lets_inert_slots_write(patch: Patch) -> None:
 
 def verifies_again_after_a_ride(patch: Patch) -> None:
     """The window's forward runs twice, and may find its own state in the row that it reads."""
-    original = executor.decode_step
-
-    def step(*arguments: Any, forward: Forward, **keywords: Any) -> StepResult:
-        return original(*arguments, forward=Forward.RUN if forward is Forward.RIDDEN else forward, **keywords)
-
-    patch.setattr(executor, "decode_step", step)
+    _mistake_forward(patch, Forward.RIDDEN, Forward.RUN)
 
 
 def takes_the_first_column_for_all_after_a_ride(patch: Patch) -> None:
     """As in a first step, which has no other."""
-    original = executor.decode_step
-
-    def step(*arguments: Any, forward: Forward, **keywords: Any) -> StepResult:
-        return original(*arguments, forward=Forward.PREFILLED if forward is Forward.RIDDEN else forward, **keywords)
-
-    patch.setattr(executor, "decode_step", step)
+    _mistake_forward(patch, Forward.RIDDEN, Forward.PREFILLED)
 
 
 def rides_before_new_pages_are_known(patch: Patch) -> None:
