@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,8 @@ COMMAND = (sys.executable, "-c", "from agentspec.cli import main; raise SystemEx
 PROFILE = Path(__file__).resolve().parent.parent / "workloads" / "profile_agents.jsonl"
 EMITTED = 3.0
 HOLD_SECONDS = 6
+CEILING = 0.1
+"""Seconds: the default of `--max-gap`."""
 FIRST, COMMON, APPENDS, APPEND, ANSWER = 16_384, 4_096, 8, 800, 160
 
 
@@ -86,6 +90,34 @@ def replay(url: str, lanes: int, seed: int) -> dict[str, Any]:
         result: dict[str, Any] = json.loads(Path(report.name).read_text())
     assert not result["summary"]["failed_sessions"], result["summary"]["errors"]
     return result
+
+
+@dataclass(frozen=True, slots=True)
+class EngineGaps:
+    """Times between two steps of running streams, as /metrics counts them since the server's start."""
+
+    count: int
+    over_ceiling: int
+    longest: float
+    """Seconds."""
+
+    @classmethod
+    def read(cls, url: str) -> EngineGaps:
+        page = httpx.get(url + "/metrics").text
+
+        def value(name: str, labels: str = "") -> float:
+            found = re.search(rf"^agentspec_{name}{{[^}}]*{re.escape(labels)}}} (.+)$", page, re.MULTILINE)
+            assert found is not None, f"no {name} in /metrics"
+            return float(found[1])
+
+        count = int(value("gap_seconds_count"))
+        return cls(count, count - int(value("gap_seconds_bucket", f'le="{CEILING}"')), value("longest_gap_seconds"))
+
+    def since(self, before: EngineGaps) -> str:
+        return (
+            f"in the engine {self.count - before.count:,} gaps, {self.over_ceiling - before.over_ceiling} over {CEILING * 1e3:.0f} ms, "
+            f"longest since the start {self.longest * 1e3:.0f} ms"
+        )
 
 
 def arithmetic(costs: ModelCosts, lanes: int) -> float:
@@ -190,16 +222,21 @@ def main() -> None:
         for lanes in options.lanes:
             for _ in range(options.repeats):
                 seed += 1
+                before = EngineGaps.read(url)
                 report = replay(url, lanes, seed)
-                print(row(options.model, lanes, report), flush=True)
+                print(row(options.model, lanes, report), EngineGaps.read(url).since(before), flush=True)
                 if options.json is not None:
                     (options.json / f"agents-{options.model}-{lanes}-{seed}.json").write_text(json.dumps(report["summary"], indent=1))
         if options.storm:
             for seed in range(options.repeats):
+                before = EngineGaps.read(url)
                 asyncio.run(storm(url, options.model, options.storm, seed))
+                print(EngineGaps.read(url).since(before), flush=True)
         if options.newcomer:
             for seed in range(options.repeats):
+                before = EngineGaps.read(url)
                 asyncio.run(newcomer(url, options.model, 1_000 + seed))
+                print(EngineGaps.read(url).since(before), flush=True)
 
 
 if __name__ == "__main__":

@@ -95,6 +95,8 @@ class CudaRecorder:
                 result = work()
             finally:
                 graph.capture_end()
+        # What comes next may write to what that run reads: the tables of prompts are one place for all sizes.
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return graph.replay, result
 
     def bytes_used(self) -> int:

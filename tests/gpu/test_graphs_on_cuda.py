@@ -117,6 +117,20 @@ def test_a_depth_without_graphs_raises(driver: StepDriver) -> None:
         driver.step(2)
 
 
+def test_what_follows_a_recording_comes_after_its_work(cuda: torch.device) -> None:
+    """Its first run and its capture are on a stream of the recorder's own; the tables of the next graph are written over those that it reads."""
+    table, seen = torch.ones(1, device=cuda), torch.zeros(1, device=cuda)
+    slow = torch.ones(8192, 8192, device=cuda)
+
+    def work() -> None:
+        torch.mm(slow, slow)
+        seen.copy_(table)
+
+    CudaRecorder(cuda).record_writes(work)
+    table.fill_(2)
+    assert seen.item() == 1
+
+
 def test_graphs_share_the_memory_of_their_logits(cuda: torch.device) -> None:
     recorder = CudaRecorder(cuda)
     logits_bytes = 2**26
