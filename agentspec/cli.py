@@ -83,6 +83,7 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MIB",
         help=f"MiB of a request's body at most (default {idle.max_body_mib:g})",
     )
+    group.add_argument("--strict-fields", action="store_true", help="refuse unknown fields of a request instead of leaving them out: to test clients")
     group.add_argument(
         "--max-queue",
         type=int,
@@ -97,7 +98,14 @@ def server_config(args: argparse.Namespace, environment: Mapping[str, str]) -> S
     keys = list(args.api_key or ())
     if API_KEY_VARIABLE in environment:
         keys.append(environment[API_KEY_VARIABLE])
-    return ServerConfig(host=args.host, port=args.port, api_keys=tuple(keys), max_body_mib=args.max_body_mib, max_queue=args.max_queue)
+    return ServerConfig(
+        host=args.host,
+        port=args.port,
+        api_keys=tuple(keys),
+        max_body_mib=args.max_body_mib,
+        max_queue=args.max_queue,
+        strict_fields=args.strict_fields,
+    )
 
 
 def served_model(args: argparse.Namespace) -> str | None:

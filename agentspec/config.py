@@ -124,6 +124,8 @@ class ServerConfig:
     """MiB of a request's body at most."""
     max_queue: int = 256
     """Requests that may wait beside those that the engine runs (`max_running`); more are refused with 429."""
+    strict_fields: bool = False
+    """Refuse bodies with fields that nobody knows, instead of leaving these out."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:

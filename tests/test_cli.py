@@ -25,7 +25,7 @@ ENGINE_FLAGS = {
     "--random-weights", "--force-acceptance", "--allow-forced-output",
 }  # fmt: skip
 FLAGS = {
-    "serve": ENGINE_FLAGS | {"checkpoint", "--host", "--port", "--api-key", "--max-body-mib", "--max-queue"},
+    "serve": ENGINE_FLAGS | {"checkpoint", "--host", "--port", "--api-key", "--max-body-mib", "--max-queue", "--strict-fields"},
     "warm": ENGINE_FLAGS | {"checkpoint", "--target"},
     "replay": ENGINE_FLAGS | {
         "file", "--sessions", "--max-turns", "--history", "--output", "--token-ids", "--concurrency", "--arrival", "--speed", "--tool-delay",

@@ -17,11 +17,13 @@ from starlette.responses import Response
 
 from agentspec.server import chat, completions, messages, metrics, openapi, page, responses, status, tokens
 from agentspec.server.errors import ApiError
+from agentspec.server.fields import Notes
 from agentspec.server.pipeline import TextPipeline
 from agentspec.server.recorder import Figures, RecordedEngine
 from agentspec.server.responding import WatchedResponse, error_response
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service
+from agentspec.server.unknown_fields import HEADER
 from agentspec.text.nesting import MAX_NESTING, is_too_deep
 from agentspec.wire import EngineClient
 
@@ -41,10 +43,12 @@ ROUTES: tuple[Route, ...] = openapi.described(
 )
 
 
-def create_app(engine: EngineClient, text: TextPipeline | None, *, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
-    """The server of one engine. `text` is None for a checkpoint without a tokenizer: token-id prompts only."""
+def create_app(engine: EngineClient, text: TextPipeline | None, *, max_body_bytes: int = MAX_BODY_BYTES, strict_fields: bool = False) -> FastAPI:
+    """The server of one engine. `text` is None for a checkpoint without a tokenizer: token-id prompts only.
+
+    strict_fields: refuse bodies with fields that nobody knows, instead of leaving these out."""
     figures = Figures()
-    service = Service(engine=RecordedEngine(engine, figures), text=text, figures=figures)
+    service = Service(engine=RecordedEngine(engine, figures), text=text, figures=figures, strict_fields=strict_fields)
     app = FastAPI(title="agentspec", docs_url=None, redoc_url=None, openapi_url=None)
     for route in ROUTES:
         app.add_api_route(route.path, _endpoint(service, route, max_body_bytes), methods=[route.method], response_model=None)
@@ -68,10 +72,19 @@ def _endpoint(service: Service, route: Route, max_body_bytes: int) -> Callable[[
             return error_response(error, request.url.path)
         except ClientDisconnect:
             return Response(status_code=400)  # nobody reads it
-        call = Call(body=body, headers=request.headers, path=request.path_params, query=request.query_params)
-        return WatchedResponse(lambda: route.handle(service, call))
+        notes = Notes(strict=service.strict_fields)
+        call = Call(body=body, headers=request.headers, path=request.path_params, query=request.query_params, notes=notes)
+        return WatchedResponse(lambda: _answer(service, route, call, request.url.path))
 
     return endpoint
+
+
+async def _answer(service: Service, route: Route, call: Call, path: str) -> Response:
+    """The route's answer, which says what of the request was left out."""
+    response = await route.handle(service, call)
+    if call.notes.unknown:
+        response.headers[HEADER] = service.unknown.note(call.notes.unknown, path=path, client=call.headers.get("user-agent", ""))
+    return response
 
 
 async def _json_body(request: Request, max_body_bytes: int) -> Any:

@@ -19,6 +19,7 @@ from agentspec.server.openai import ChatRequest
 from agentspec.server.responding import FrameResponse, json_response
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service, session_of
+from agentspec.server.tables.chat import CHAT
 from agentspec.server.turn import Turn, TurnEnd, TurnRequest, begin
 from agentspec.text.events import ContentDelta, ReasoningDelta, TextEvent, ToolCallArguments, ToolCallStart
 from agentspec.types import TokenScore
@@ -30,7 +31,7 @@ def turn_request(asked: ChatRequest, session_id: str | None) -> TurnRequest:
     return TurnRequest(
         messages=asked.messages,
         sampling=asked.sampling(),
-        tools=asked.tools,
+        tools=[openai.shown_tool(tool) for tool in asked.tools],
         demand=demand,
         callable_names=callable_names,
         output=asked.output(),
@@ -46,7 +47,7 @@ def turn_request(asked: ChatRequest, session_id: str | None) -> TurnRequest:
 
 async def answer(service: Service, call: Call) -> Response:
     """POST /v1/chat/completions."""
-    asked = openai.parse_chat(call.body)
+    asked = openai.parse_chat(call.body, call.notes)
     service.check_model(asked.model)
     turns = await begin(service, turn_request(asked, session_of(call.headers, asked.prompt_cache_key)))
     try:
@@ -65,7 +66,7 @@ ROUTES = (
         handle=answer,
         body=ChatRequest,
         checked=openai.CHAT_CHECKED,
-        extra=openai.CHAT_HARMLESS,
+        table=CHAT,
         answers="json or events",
         answer=answer_shapes.ChatCompletion,
     ),

@@ -22,6 +22,7 @@ from agentspec.server.pipeline import TextPipeline
 from agentspec.server.responding import FrameResponse, json_response
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service, session_of
+from agentspec.server.tables.completions import COMPLETIONS
 from agentspec.server.turn import for_choice
 from agentspec.text.constraints import ToolDemand, turn_grammar
 from agentspec.types import Breakpoint, CheckpointKind, TokenScore
@@ -74,7 +75,7 @@ def submits_of(request: CompletionRequest, prompts: Sequence[list[int]], session
 
 async def answer(service: Service, call: Call) -> Response:
     """POST /v1/completions."""
-    asked = openai.parse_completion(call.body)
+    asked = openai.parse_completion(call.body, call.notes)
     service.check_model(asked.model)
     submits = submits_of(asked, encode_prompts(asked, service.text), session_of(call.headers, asked.prompt_cache_key))
     if asked.stream:
@@ -90,7 +91,7 @@ ROUTES = (
         handle=answer,
         body=CompletionRequest,
         checked=openai.COMPLETION_CHECKED,
-        extra=openai.COMPLETION_HARMLESS,
+        table=COMPLETIONS,
         answers="json or events",
         answer=answer_shapes.Completion,
     ),

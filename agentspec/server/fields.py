@@ -1,20 +1,43 @@
-"""JSON bodies to structs: a field is known, or refused by name; a value is right, or refused with the place where it stands.
+"""JSON bodies to structs, by a table of what each field is to this server.
 
-Knows no endpoint's fields. `null` means absent, as everywhere in OpenAI's API.
+A field works, or is known and refused because it would change the answer and can't be done, or is accepted because it says nothing to this server.
+What no table knows is left out and noted: a client's own fields must not end its work. Knows no endpoint's fields. `null` means absent, everywhere.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any, TypeVar
 
 import msgspec
 
 from agentspec.errors import RequestError
 
-Harmless = Mapping[str, tuple[Any, ...]]
-"""Documented fields that an endpoint doesn't serve, with the values that ask for nothing. Any other value is refused."""
+
+class Treatment(Enum):
+    WORKS = auto()
+    """A field of the endpoint's struct, which holds its type."""
+    REFUSED = auto()
+    """It would change the answer, and can't be done. Taken with a value that asks for nothing."""
+    ACCEPTED = auto()
+    """Whatever it says, the answer is the same."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Field:
+    treatment: Treatment
+    words: str = ""
+    """For docs/api.md, in Markdown: what it does, or why not."""
+    idle: tuple[Any, ...] = ()
+    """Values with which a refused field asks for nothing."""
+
+
+FieldTable = Mapping[str, Field]
+"""Every field of a body that anybody here knows, by name."""
 
 Checked = Mapping[str, tuple[Any, ...]]
 """Fields that a struct keeps as they come, with the types that they are held to nevertheless: any one of them. `name[]`: what a list there holds."""
@@ -22,34 +45,107 @@ Checked = Mapping[str, tuple[Any, ...]]
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _Value = TypeVar("_Value")
 
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
+_NULL = re.compile(r"Expected `.*`, got `null`")
+_STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
+"""Of msgspec's paths, such as `$.messages[1].role`."""
 
-def read(body: Any, kind: type[_Struct], harmless: Harmless, *, required: tuple[str, ...]) -> _Struct:
-    """A decoded body as `kind`. Raises RequestError with the first field that is unknown, not served, missing or wrong."""
+
+def works(words: str) -> Field:
+    return Field(treatment=Treatment.WORKS, words=words)
+
+
+def refused(words: str, *idle: Any) -> Field:
+    return Field(treatment=Treatment.REFUSED, words=words, idle=idle)
+
+
+def accepted(words: str = "") -> Field:
+    return Field(treatment=Treatment.ACCEPTED, words=words)
+
+
+def named(treatment: Treatment, table: FieldTable) -> list[str]:
+    """The fields of a table that are treated so, in its order."""
+    return [name for name, known in table.items() if known.treatment is treatment]
+
+
+@dataclass(slots=True)
+class Notes:
+    """What a request asked for that nobody here knows."""
+
+    strict: bool = False
+    """Refuse it instead."""
+    unknown: list[str] = field(default_factory=list)
+    """Fields that were left out, each once."""
+
+    def leave_out(self, name: str, value: Any) -> None:
+        """Raises RequestError where notes are strict."""
+        if self.strict:
+            raise RequestError(name, value, "is not a field of this endpoint")
+        if name not in self.unknown:
+            self.unknown.append(name)
+
+
+def read(body: Any, kind: type[_Struct], table: FieldTable, notes: Notes, *, required: tuple[str, ...]) -> _Struct:
+    """A decoded body as `kind`. Raises RequestError with the first field that is not served, missing or wrong."""
     if not isinstance(body, dict):
         raise RequestError("body", body, "must be a JSON object")
     asked: dict[str, Any] = {}
     for name, value in body.items():
-        if name not in harmless and name not in kind.__struct_encode_fields__:
-            raise RequestError(name, value, "is not a field of this endpoint")
-        if value is None:
+        known = table.get(name)
+        if known is None:
+            notes.leave_out(name, value)
+        elif value is None or known.treatment is Treatment.ACCEPTED:
             continue
-        if name in kind.__struct_encode_fields__:
+        elif known.treatment is Treatment.WORKS:
             asked[name] = value
-        elif not any(type(value) is type(idle) and value == idle for idle in harmless[name]):
-            raise RequestError(name, value, "is not supported" + _only(harmless[name]))
+        elif not any(type(value) is type(idle) and value == idle for idle in known.idle):
+            raise RequestError(name, value, "is not supported" + _only(known.idle))
     for name in required:
         if name not in asked:
             raise RequestError(name, None, "is required")
-    return check(asked, kind)
+    return check(asked, kind, notes=notes)
 
 
-def check(value: Any, kind: type[_Value], name: str = "") -> _Value:
-    """A value as `kind`, which may be any type that msgspec knows. Raises RequestError with the path under `name` and what stands there."""
-    try:
-        return msgspec.convert(value, kind, str_keys=True)
-    except msgspec.ValidationError as error:
-        reason, _, path = str(error).partition(" - at ")
-        raise _field_error(value, path.strip("`"), reason, name) from None
+def check(value: Any, kind: type[_Value], name: str = "", *, notes: Notes | None = None) -> _Value:
+    """A value as `kind`, which may be any type that msgspec knows. Raises RequestError with the path under `name` and what stands there.
+
+    notes: inside of the value, too, what no struct knows is left out, and a null is as good as nothing. None: refused like all that is wrong."""
+    whole = value
+    while True:
+        try:
+            return msgspec.convert(value, kind, str_keys=True)
+        except msgspec.ValidationError as error:
+            reason, _, path = str(error).partition(" - at ")
+            shorter = None if notes is None else _left_out(value, path.strip("`"), reason, name, notes)
+            if shorter is None:
+                raise _field_error(whole, path.strip("`"), reason, name) from None
+            value = shorter
+
+
+def _left_out(value: Any, path: str, reason: str, name: str, notes: Notes) -> Any:
+    """The value without what is unknown or null at the path; None: that is not what is wrong."""
+    steps: list[str | int] = [int(index) if index.isdigit() else index or key for key, index in _STEP.findall(path)]
+    if unknown := _UNKNOWN.fullmatch(reason):
+        steps.append(unknown[1])
+    elif not _NULL.match(reason):
+        return None
+    if not steps or "..." in steps or not isinstance(steps[-1], str):
+        return None
+    shorter = copy.copy(value)
+    inner = shorter
+    for step in steps[:-1]:
+        inner[step] = copy.copy(inner[step])
+        inner = inner[step]
+    given = inner.pop(steps[-1])
+    if unknown:
+        notes.leave_out(_spelled(name, steps), given)
+    return shorter
+
+
+def _spelled(name: str, steps: list[str | int]) -> str:
+    for step in steps:
+        name += f"[{step}]" if isinstance(step, int) else f".{step}" if name else step
+    return name
 
 
 def _only(values: tuple[Any, ...]) -> str:
@@ -57,8 +153,8 @@ def _only(values: tuple[Any, ...]) -> str:
 
 
 def _field_error(value: Any, path: str, reason: str, name: str) -> RequestError:
-    """Name the field at msgspec's path (`$.messages[1].role`, under `name`) and the value that stands there."""
-    for key, index in re.findall(r"\.(\w+)|\[(\d+|\.\.\.)\]", path):
+    """Name the field at msgspec's path, under `name`, and the value that stands there."""
+    for key, index in _STEP.findall(path):
         if index == "...":
             break
         name += (f".{key}" if name else key) if key else f"[{index}]"

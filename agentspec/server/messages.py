@@ -12,10 +12,11 @@ from starlette.responses import Response
 from agentspec.errors import RequestError
 from agentspec.server import answer_shapes, events, messages_request
 from agentspec.server.messages_events import MessageEvents, frames, put_together
-from agentspec.server.messages_request import HARMLESS, CountRequest, MessagesRequest
+from agentspec.server.messages_request import CountRequest, MessagesRequest
 from agentspec.server.responding import FrameResponse, json_response
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service, session_of
+from agentspec.server.tables.messages import COUNT, MESSAGES
 from agentspec.server.turn import TurnRequest, begin, build_prompt
 from agentspec.wire import EngineClient, Submit
 
@@ -31,7 +32,7 @@ _NAMES = {
 
 async def answer(service: Service, call: Call) -> Response:
     """POST /v1/messages."""
-    asked = messages_request.parse_messages(call.body)
+    asked = messages_request.parse_messages(call.body, call.notes)
     try:
         (turn,) = await begin(service, _turn_request(service, asked, call))
         told = MessageEvents(turn, service.engine.info, omits_thinking=asked.omits_thinking)
@@ -44,7 +45,7 @@ async def answer(service: Service, call: Call) -> Response:
 
 async def count_tokens(service: Service, call: Call) -> Response:
     """POST /v1/messages/count_tokens: the prompt's length, nothing is generated."""
-    asked = messages_request.parse_count(call.body)
+    asked = messages_request.parse_count(call.body, call.notes)
     try:
         prompt = await build_prompt(service, _turn_request(service, asked, call))
     except RequestError as error:
@@ -54,9 +55,9 @@ async def count_tokens(service: Service, call: Call) -> Response:
 
 ROUTES = (
     Route(
-        method="POST", path=_PATH, handle=answer, body=MessagesRequest, extra=HARMLESS, answers="json or events", answer=answer_shapes.MessageObject
+        method="POST", path=_PATH, handle=answer, body=MessagesRequest, table=MESSAGES, answers="json or events", answer=answer_shapes.MessageObject
     ),
-    Route(method="POST", path=f"{_PATH}/count_tokens", handle=count_tokens, body=CountRequest, extra=HARMLESS, answer=answer_shapes.InputTokens),
+    Route(method="POST", path=f"{_PATH}/count_tokens", handle=count_tokens, body=CountRequest, table=COUNT, answer=answer_shapes.InputTokens),
 )
 
 

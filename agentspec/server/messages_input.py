@@ -14,13 +14,13 @@ from agentspec.errors import RequestError
 from agentspec.text.chat_template import MessageMark
 
 
-class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CacheControl(msgspec.Struct, frozen=True):
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
     """Without effect: what was used last stays longest, for as long as there is room."""
 
 
-class _Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
+class _Block(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     pass
 
 
@@ -41,7 +41,7 @@ class RedactedThinkingBlock(_Block, frozen=True, kw_only=True, tag="redacted_thi
     """Another provider's: it has no text that we could know."""
 
 
-class _Caller(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Caller(msgspec.Struct, frozen=True):
     type: Literal["direct"]
 
 
@@ -77,15 +77,15 @@ UserBlock = TextBlock | ToolResultBlock
 AssistantBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock
 
 
-class UserMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="role", tag="user"):
+class UserMessage(msgspec.Struct, frozen=True, tag_field="role", tag="user"):
     content: str | Annotated[list[UserBlock], msgspec.Meta(min_length=1)]
 
 
-class AssistantMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="role", tag="assistant"):
+class AssistantMessage(msgspec.Struct, frozen=True, tag_field="role", tag="assistant"):
     content: str | list[AssistantBlock]
 
 
-class SystemMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="role", tag="system"):
+class SystemMessage(msgspec.Struct, frozen=True, tag_field="role", tag="system"):
     content: str | list[TextBlock]
 
 

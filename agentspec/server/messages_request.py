@@ -1,4 +1,4 @@
-"""Request bodies of /v1/messages and its count_tokens: every field is known, works, or is refused by name.
+"""Request bodies of /v1/messages and its count_tokens, as tables/messages.py says what is served.
 
 Owns Anthropic's structs of a request and what they mean as a TurnRequest, but for the messages themselves. Knows nothing of events or of HTTP.
 """
@@ -11,21 +11,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from agentspec.errors import RequestError
-from agentspec.server.fields import Harmless, read
+from agentspec.server.fields import Notes, read
 from agentspec.server.messages_input import CacheControl, InputMessage, TextBlock, converted
+from agentspec.server.tables.messages import COUNT, MESSAGES
 from agentspec.server.turn import TurnRequest
 from agentspec.text.chat_template import CacheMark, MessageMark, ToolsMark
 from agentspec.text.constraints import OutputForm, ToolDemand
 from agentspec.types import SamplingParams
-
-HARMLESS: Harmless = {
-    "container": (),
-    "context_management": (),
-    "diagnostics": (),
-    "inference_geo": (),
-    "mcp_servers": ([],),
-    "speed": ("standard",),
-}
 
 MAX_MARKS = 4
 """Places with cache_control in one request, as at Anthropic."""
@@ -36,7 +28,7 @@ _THINKING_SWITCH = "enable_thinking"
 _EFFORT = "reasoning_effort"
 
 
-class Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Tool(msgspec.Struct, frozen=True, kw_only=True):
     """A tool of the client's own."""
 
     name: str
@@ -106,11 +98,6 @@ class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: JsonFormat | None = None
 
 
-class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    user_id: str | None = None
-    """A label, without effect."""
-
-
 class CountRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What makes the prompt."""
 
@@ -136,9 +123,6 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    metadata: Metadata = Metadata()
-    service_tier: Literal["auto", "standard_only"] = "auto"
-    """There is one tier: both ask for it."""
 
     @property
     def omits_thinking(self) -> bool:
@@ -150,19 +134,19 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
         )
 
 
-def parse_messages(body: Any) -> MessagesRequest:
-    """Check a decoded JSON body. Raises RequestError with the first field that is unknown, not supported or wrong."""
+def parse_messages(body: Any, notes: Notes | None = None) -> MessagesRequest:
+    """Check a decoded JSON body. Raises RequestError with the first field that is not served or wrong. notes: of what nobody knows."""
     _refuse_foreign_tools(body)
-    asked = read(body, MessagesRequest, HARMLESS, required=("model", "max_tokens", "messages"))
+    asked = read(body, MessagesRequest, MESSAGES, notes or Notes(), required=("model", "max_tokens", "messages"))
     if isinstance(asked.thinking, EnabledThinking) and asked.thinking.budget_tokens >= asked.max_tokens:
         raise RequestError("thinking.budget_tokens", asked.thinking.budget_tokens, f"must be below max_tokens={asked.max_tokens}")
     return asked
 
 
-def parse_count(body: Any) -> CountRequest:
+def parse_count(body: Any, notes: Notes | None = None) -> CountRequest:
     """The same for count_tokens."""
     _refuse_foreign_tools(body)
-    return read(body, CountRequest, HARMLESS, required=("model", "messages"))
+    return read(body, CountRequest, COUNT, notes or Notes(), required=("model", "messages"))
 
 
 def turn_request(asked: CountRequest, session_id: str | None, template_reads: Collection[str]) -> TurnRequest:

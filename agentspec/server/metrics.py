@@ -16,6 +16,7 @@ from agentspec.errors import EngineClosedError
 from agentspec.server.recorder import Figures, Histogram
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service
+from agentspec.server.unknown_fields import UnknownFields
 from agentspec.text.prompt import PromptBuilder
 from agentspec.types import BLOCK_TOKENS
 from agentspec.wire import ModelInfo
@@ -79,6 +80,7 @@ async def metrics(service: Service, call: Call) -> Response:
     except EngineClosedError:
         stats = {}
     families = [*_state(engine.info, engine.alive), *_engine(stats), *_requests(service.figures), *_times(service.figures)]
+    families.append(_unknown_fields(service.unknown))
     if service.text is not None and service.text.prompts is not None:
         families += _turns(service.text.prompts)
     return Response(exposition(families, engine.info.model_id), media_type=MEDIA_TYPE)
@@ -119,6 +121,11 @@ def _sample(name: str, labels: Mapping[str, str], value: float) -> str:
 def _escaped(text: str, *, quote: bool = False) -> str:
     text = text.replace("\\", "\\\\").replace("\n", "\\n")
     return text.replace('"', '\\"') if quote else text
+
+
+def _unknown_fields(unknown: UnknownFields) -> Family:
+    samples: Samples = [({"field": name}, float(count)) for name, count in unknown.counts.items()]
+    return Family("counter", "ignored_fields_total", "Requests with a field that nobody knows, which was left out.", samples)
 
 
 def _state(info: ModelInfo, alive: bool) -> list[Family]:

@@ -1,4 +1,4 @@
-"""Request bodies of /v1/chat/completions and /v1/completions: every field is known, works, or is refused by name.
+"""Request bodies of /v1/chat/completions and /v1/completions, as tables/chat.py and tables/completions.py say what is served.
 
 Owns the structs and their validation up to SamplingParams, whose ranges the engine checks at its door. Knows nothing of
 prompts as tokens, of events or of HTTP. `null` means absent, as everywhere in OpenAI's API.
@@ -12,31 +12,12 @@ import msgspec
 
 from agentspec.errors import RequestError
 from agentspec.server.demands import Choices, ResponseFormat, Schema, StructuredOutputs, ToolChoice, output_form, tool_demand
-from agentspec.server.fields import Checked, Harmless, check, read
+from agentspec.server.fields import Checked, Notes, check, read
 from agentspec.server.sampling_fields import SamplingFields
+from agentspec.server.tables.chat import CHAT
+from agentspec.server.tables.completions import COMPLETIONS
 from agentspec.text.constraints import OutputForm, ToolDemand
 from agentspec.types import SamplingParams
-
-CHAT_HARMLESS: Harmless = {
-    "add_generation_prompt": (True,),
-    "audio": (),
-    "continue_final_message": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "moderation": (),
-    "prediction": (),
-    "prompt_cache_options": ({"mode": "implicit"},),
-    "prompt_cache_retention": ("in_memory", "in-memory"),
-    "prompt_logprobs": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
-"""Fields of OpenAI's API, or known from vLLM's, that agentspec doesn't serve, with the values that ask for nothing. Any other value is refused."""
-
-COMPLETION_HARMLESS: Harmless = {"prompt_logprobs": (), "suffix": ("",)}
 
 MAX_CHOICES = 128
 """OpenAI's limit of `n`."""
@@ -74,10 +55,6 @@ class Common(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The session, when no x-session-id header names one."""
     cache_salt: str = ""
     """Prefixes are shared only among requests with the same salt."""
-    user: str | None = None
-    """A label: accepted, without effect, like the two below."""
-    safety_identifier: str | None = None
-    metadata: dict[str, str] | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -109,7 +86,7 @@ class Common(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         )
 
 
-class FunctionSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FunctionSpec(msgspec.Struct, frozen=True):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -117,31 +94,29 @@ class FunctionSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Calls of the tool are held to its schema."""
 
 
-class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Tool(msgspec.Struct, frozen=True):
     type: Literal["function"]
     function: FunctionSpec
 
 
-class CalledFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CalledFunction(msgspec.Struct, frozen=True):
     name: str
     arguments: str | dict[str, Any]
 
 
-class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ToolCall(msgspec.Struct, frozen=True):
     function: CalledFunction
     id: str | None = None
     type: Literal["function"] = "function"
-    index: int | None = None
-    """Left over by clients that assemble streamed deltas; without effect."""
 
 
-class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TextPart(msgspec.Struct, frozen=True):
     type: Literal["text"]
     text: str
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One message as OpenAI's clients send it, with the fields that they return from earlier answers."""
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read of a message. Clients return all that answers had, of other servers too: the rest is left out."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -150,11 +125,9 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     tool_calls: list[ToolCall] | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    refusal: None = None
     audio: None = None
+    """Refused, like the next: the model would have to read it."""
     function_call: None = None
-    annotations: list[dict[str, Any]] | None = None
-    """Citations that a client may carry along; without effect."""
 
 
 class ChatRequest(Common, frozen=True, kw_only=True):
@@ -227,9 +200,9 @@ COMPLETION_CHECKED: Checked = {"prompt": (str, TokenIds, list[str | TokenIds])}
 """Fields that the structs keep as they come, with the types that they are held to: any one of them."""
 
 
-def parse_chat(body: Any) -> ChatRequest:
-    """Check a decoded JSON body. Raises RequestError with the first field that is unknown, not supported or wrong."""
-    request = read(body, ChatRequest, CHAT_HARMLESS, required=("model", "messages"))
+def parse_chat(body: Any, notes: Notes | None = None) -> ChatRequest:
+    """Check a decoded JSON body. Raises RequestError with the first field that is not served or wrong. notes: of what nobody knows."""
+    request = read(body, ChatRequest, CHAT, notes or Notes(), required=("model", "messages"))
     check(request.messages, list[Message], "messages")
     check(request.tools, list[Tool], "tools")
     _check_common(request)
@@ -243,9 +216,9 @@ def parse_chat(body: Any) -> ChatRequest:
     return request
 
 
-def parse_completion(body: Any) -> CompletionRequest:
-    """Check a decoded JSON body. Raises RequestError like `parse_chat`."""
-    request = read(body, CompletionRequest, COMPLETION_HARMLESS, required=("model", "prompt"))
+def parse_completion(body: Any, notes: Notes | None = None) -> CompletionRequest:
+    """Check a decoded JSON body, like `parse_chat`."""
+    request = read(body, CompletionRequest, COMPLETIONS, notes or Notes(), required=("model", "prompt"))
     request.prompts()
     _check_common(request)
     if request.logprobs is not None:
@@ -255,6 +228,12 @@ def parse_completion(body: Any) -> CompletionRequest:
     if request.breakpoints and len(request.prompts()) > 1:
         raise RequestError("breakpoints", msgspec.to_builtins(request.breakpoints), "belong to one prompt, and there are several")
     return request
+
+
+def shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A checked tool as the template shows it: its keys in the client's order, without those that are none of a tool's (`cache_control`)."""
+    function = {name: value for name, value in tool["function"].items() if name in FunctionSpec.__struct_fields__ and value is not None}
+    return {name: function if name == "function" else value for name, value in tool.items() if name in Tool.__struct_fields__}
 
 
 def _check_common(request: Common) -> None:

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from agentspec.server.answer_shapes import AnthropicError, Error
 from agentspec.server.door import GENERATING, OPEN_FOLDER, OPEN_PATHS
 from agentspec.server.errors import is_anthropic
+from agentspec.server.fields import Treatment, named
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import SESSION_HEADERS, Service
 
@@ -118,8 +119,9 @@ def _body(schema: Schema, route: Route, schema_of: Mapping[Any, Schema]) -> Sche
     for name, given in schema["properties"].items():
         asked = (_checked(name, route, schema_of) or given) | BOUNDS.get(name, {})
         fields[name] = asked if name in required else _or_null(asked)
-    fields |= {name: {"enum": [*values, None]} for name, values in route.extra.items()}
-    return schema | {"properties": fields}
+    fields |= {name: {"enum": [*route.table[name].idle, None]} for name in named(Treatment.REFUSED, route.table)}
+    fields |= {name: {} for name in named(Treatment.ACCEPTED, route.table)}
+    return schema | {"properties": fields, "additionalProperties": True}
 
 
 def _checked(name: str, route: Route, schema_of: Mapping[Any, Schema]) -> Schema:

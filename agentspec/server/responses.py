@@ -21,9 +21,10 @@ from agentspec.server.responding import FrameResponse, json_response
 from agentspec.server.response_store import StoredResponse
 from agentspec.server.responses_answer import Answer, frames
 from agentspec.server.responses_items import Conversation, Item, read_items
-from agentspec.server.responses_request import CHECKED, HARMLESS, ResponsesRequest, parse
+from agentspec.server.responses_request import CHECKED, ResponsesRequest, parse
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service, session_of
+from agentspec.server.tables.responses import RESPONSES
 from agentspec.server.turn import TurnRequest, begin, build_prompt
 
 _MAX_LISTED = 100
@@ -47,7 +48,7 @@ class _Asked:
     """A request with the conversation that it continues."""
 
     def __init__(self, service: Service, call: Call) -> None:
-        self.request = parse(call.body)
+        self.request = parse(call.body, call.notes)
         service.check_model(self.request.model)
         stored = _stored_conversation(service, self.request.previous_response_id)
         history = [("previous_response_id", item) for record in stored for item in _items_of(record)]
@@ -148,7 +149,7 @@ ROUTES = (
         handle=create,
         body=ResponsesRequest,
         checked=CHECKED,
-        extra=HARMLESS,
+        table=RESPONSES,
         answers="json or events",
         answer=answer_shapes.ResponseObject,
     ),
@@ -158,7 +159,7 @@ ROUTES = (
         handle=count_input,
         body=ResponsesRequest,
         checked=CHECKED,
-        extra=HARMLESS,
+        table=RESPONSES,
         answer=answer_shapes.ResponseInputTokens,
     ),
     Route(method="GET", path="/v1/responses/{response_id}", handle=retrieve, query=_RETRIEVE_QUERY, answer=answer_shapes.ResponseObject),

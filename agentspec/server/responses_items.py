@@ -20,7 +20,7 @@ Item = dict[str, Any]
 _Status = Literal["in_progress", "completed", "incomplete"] | None
 
 
-class _Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class _Given(msgspec.Struct, frozen=True, omit_defaults=True):
     """What clients send, or send back: null is absent."""
 
 

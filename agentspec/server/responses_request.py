@@ -1,4 +1,4 @@
-"""Request bodies of /v1/responses: every field is known, works, or is refused by name.
+"""Request bodies of /v1/responses, as tables/responses.py says what is served.
 
 Owns the struct, what an answer repeats of it, and the way to a TurnRequest. Knows nothing of items' meaning, of events or of HTTP.
 """
@@ -21,26 +21,12 @@ from agentspec.server.demands import (
     ToolChoice,
     tool_demand,
 )
-from agentspec.server.fields import Checked, Harmless, check, read
+from agentspec.server.fields import Checked, Notes, check, read
 from agentspec.server.responses_items import ITEM_KINDS
 from agentspec.server.sampling_fields import SamplingFields
+from agentspec.server.tables.responses import RESPONSES
 from agentspec.server.turn import TurnRequest
 from agentspec.text.constraints import OutputForm, ToolDemand
-
-HARMLESS: Harmless = {
-    "access_programs": (),
-    "background": (False,),
-    "context_management": ([],),
-    "conversation": (),
-    "image": (),
-    "max_tool_calls": (),
-    "moderation": (),
-    "prompt": (),
-    "prompt_cache_options": ({"mode": "implicit"},),
-    "prompt_cache_retention": ("in_memory", "in-memory"),
-    "service_tier": ("auto", "default"),
-    "truncation": ("disabled",),
-}
 
 _MAX_LABELS, _MAX_LABEL_NAME, _MAX_LABEL = 16, 64, 512
 """OpenAI's limits of metadata."""
@@ -52,8 +38,8 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Literal["auto"] | None = None
-    """There are no summaries: the reasoning itself is in the answer."""
+    summary: str | None = None
+    """Without effect: there are no summaries, the reasoning itself is in the answer."""
     generate_summary: None = None
     context: Literal["auto"] | None = None
     mode: Literal["standard"] | None = None
@@ -65,10 +51,11 @@ class SchemaFormat(NamedSchema, frozen=True, forbid_unknown_fields=True, tag_fie
 
 class Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: str | None = None
+    """Without effect."""
 
 
-class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"is_async": "async"}):
+class Tool(msgspec.Struct, frozen=True, rename={"is_async": "async"}):
     type: Literal["function"]
     name: str
     description: str | None = None
@@ -178,9 +165,9 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown
 CHECKED: Checked = {"input": (str,), "input[]": ITEM_KINDS, "tools": (list[Tool],)}
 
 
-def parse(body: Any) -> ResponsesRequest:
-    """Check a decoded JSON body. Raises RequestError with the first field that is unknown, not supported or wrong."""
-    request = read(body, ResponsesRequest, HARMLESS, required=("model", "input"))
+def parse(body: Any, notes: Notes | None = None) -> ResponsesRequest:
+    """Check a decoded JSON body. Raises RequestError with the first field that is not served or wrong. notes: of what nobody knows."""
+    request = read(body, ResponsesRequest, RESPONSES, notes or Notes(), required=("model", "input"))
     check(request.tools, list[Tool], "tools")
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options", body["stream_options"], "needs stream=true")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 from starlette.responses import Response
 
-from agentspec.server.fields import Checked, Harmless
+from agentspec.server.fields import Checked, FieldTable, Notes
 from agentspec.server.service import Service
 
 
@@ -25,6 +25,8 @@ class Call:
     """Parameters of the path."""
     query: Mapping[str, str] = field(default_factory=dict)
     """What stands behind the path; of a name given twice, the last."""
+    notes: Notes = field(default_factory=Notes)
+    """Of what the body holds that nobody knows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +40,8 @@ class Route:
     body: type[msgspec.Struct] | None = None
     """What the body holds; None: no JSON body."""
     checked: Checked = field(default_factory=dict)
-    extra: Harmless = field(default_factory=dict)
-    """Further fields of the body."""
+    table: FieldTable = field(default_factory=dict)
+    """Every known field of the body."""
     query: Mapping[str, Mapping[str, Any]] | None = None
     """Parameters of the query by their JSON schemas; others are refused. None: whatever stands there is ignored."""
     answers: Literal["json", "json or events", "text", "html", "asset"] = "json"

@@ -10,6 +10,7 @@ from agentspec.server.errors import ApiError
 from agentspec.server.pipeline import TextPipeline
 from agentspec.server.recorder import Figures
 from agentspec.server.response_store import ResponseStore
+from agentspec.server.unknown_fields import UnknownFields
 from agentspec.wire import EngineClient
 
 SESSION_HEADERS = ("x-session-id", "session-id", "x-smg-routing-key", "x-dynamo-session-id", "x-session-affinity", "x-claude-code-session-id")
@@ -25,6 +26,9 @@ class Service:
     """What `engine` measures: see recorder.py."""
     responses: ResponseStore = field(default_factory=ResponseStore)
     """What /v1/responses keeps."""
+    strict_fields: bool = False
+    """Bodies with fields that nobody knows are refused."""
+    unknown: UnknownFields = field(default_factory=UnknownFields)
 
     def check_model(self, name: str) -> None:
         served = self.engine.info.model_id

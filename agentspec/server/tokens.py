@@ -15,10 +15,10 @@ from agentspec.server import answer_shapes, chat, fields, openai
 from agentspec.server.responding import json_response
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service, session_of
+from agentspec.server.tables.chat import CHAT
+from agentspec.server.tables.tokenize import DETOKENIZE, TOKENIZE
 from agentspec.server.turn import begin, build_prompt
 from agentspec.text.tokenizer import Tokenizer
-
-HARMLESS: fields.Harmless = {"add_generation_prompt": (True,), "continue_final_message": (False,)}
 
 _OF_CHAT = ("tools", "chat_template_kwargs", "reasoning_effort", "cache_salt")
 
@@ -45,7 +45,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 async def tokenize(service: Service, call: Call) -> Response:
     """POST /tokenize: the ids of a text, or of the prompt that chat messages become."""
-    asked = fields.read(call.body, TokenizeRequest, HARMLESS, required=())
+    asked = fields.read(call.body, TokenizeRequest, TOKENIZE, call.notes, required=())
     _check_model(service, asked.model)
     ids = await _ids_of(service, asked)
     names = [_tokenizer(service, "prompt", asked.prompt).name_of(token) for token in ids] if asked.return_token_strs else None
@@ -54,7 +54,7 @@ async def tokenize(service: Service, call: Call) -> Response:
 
 async def detokenize(service: Service, call: Call) -> Response:
     """POST /detokenize: the text of token ids, control tokens written out."""
-    asked = fields.read(call.body, DetokenizeRequest, {}, required=("tokens",))
+    asked = fields.read(call.body, DetokenizeRequest, DETOKENIZE, call.notes, required=("tokens",))
     _check_model(service, asked.model)
     vocab_size = service.engine.info.vocab_size
     for index, token in enumerate(asked.tokens):
@@ -65,7 +65,7 @@ async def detokenize(service: Service, call: Call) -> Response:
 
 async def render(service: Service, call: Call) -> Response:
     """POST /v1/chat/completions/render: what the engine would be asked for this chat request; of several choices, for the first."""
-    asked = openai.parse_chat(call.body)
+    asked = openai.parse_chat(call.body, call.notes)
     service.check_model(asked.model)
     turns = await begin(service, chat.turn_request(asked, session_of(call.headers, asked.prompt_cache_key)))
     submit = turns[0].submit
@@ -90,17 +90,17 @@ ROUTES = (
         handle=tokenize,
         body=TokenizeRequest,
         checked=openai.CHAT_CHECKED,
-        extra=HARMLESS,
+        table=TOKENIZE,
         answer=answer_shapes.Tokens,
     ),
-    Route(method="POST", path="/detokenize", handle=detokenize, body=DetokenizeRequest, answer=answer_shapes.Text),
+    Route(method="POST", path="/detokenize", handle=detokenize, body=DetokenizeRequest, table=DETOKENIZE, answer=answer_shapes.Text),
     Route(
         method="POST",
         path="/v1/chat/completions/render",
         handle=render,
         body=openai.ChatRequest,
         checked=openai.CHAT_CHECKED,
-        extra=openai.CHAT_HARMLESS,
+        table=CHAT,
         answer=answer_shapes.RenderedChat,
     ),
 )

@@ -18,6 +18,8 @@ Message = dict[str, Any]
 templates read."""
 
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+_READ = frozenset(("role", "content", "name", "tool_calls", "tool_call_id", *_REASONING_NAMES))
+"""What templates read of a message. Clients send back all that answers had, of other servers too; the rest is left out."""
 
 
 def normalise(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -69,7 +71,7 @@ def with_reasoning(message: Message, reasoning: str) -> Message:
 def _message(message: Mapping[str, Any], field: str) -> Message:
     if not isinstance(message, Mapping):
         raise RequestError(field, message, "must be an object")
-    result: Message = {key: value for key, value in message.items() if value is not None}
+    result: Message = {key: value for key, value in message.items() if value is not None and key in _READ}
     if not isinstance(result.get("role"), str):
         raise RequestError(f"{field}.role", result.get("role"), "must be a string")
     if "content" in result:
@@ -114,7 +116,8 @@ def _call(call: object, field: str) -> dict[str, Any]:
     function = call["function"]
     if not isinstance(function, Mapping):
         raise RequestError(f"{field}.function", function, "must be an object")
-    return {**{key: value for key, value in call.items() if value is not None}, "function": _function(function, f"{field}.function")}
+    named = {key: call[key] for key in ("id", "type") if call.get(key) is not None}
+    return {**named, "function": _function(function, f"{field}.function")}
 
 
 def _function(function: Mapping[str, Any], field: str) -> dict[str, Any]:
@@ -123,11 +126,11 @@ def _function(function: Mapping[str, Any], field: str) -> dict[str, Any]:
         raise RequestError(f"{field}.name", function.get("name"), "must be a string")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        return {**function, "arguments": read_arguments(arguments)}
+        return {"name": function["name"], "arguments": read_arguments(arguments)}
     value = {} if arguments is None else arguments
     if not isinstance(value, Mapping):
         raise RequestError(f"{field}.arguments", arguments, "must be an object or its text")
-    return {**function, "arguments": dict(value)}
+    return {"name": function["name"], "arguments": dict(value)}
 
 
 def _order_tool_results(messages: list[Message]) -> None:

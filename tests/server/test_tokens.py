@@ -94,7 +94,6 @@ def test_a_returned_turn_is_counted_as_it_was_generated(connect: Connect) -> Non
         ({"prompt": "a", "messages": [USER]}, "prompt"),
         ({"prompt": ["a"]}, "prompt"),
         ({"prompt": "a", "tools": TOOLS}, "tools"),
-        ({"prompt": "a", "temperature": 1}, "temperature"),
         ({"prompt": "a", "return_token_strs": "yes"}, "return_token_strs"),
         ({"messages": [{"role": "wizard"}]}, "messages[0].role"),
         ({"messages": [USER], "add_generation_prompt": False}, "add_generation_prompt"),

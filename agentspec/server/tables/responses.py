@@ -1,0 +1,67 @@
+"""The fields of /v1/responses, and of its input_tokens. Words are Markdown, for docs/api.md."""
+
+from __future__ import annotations
+
+from agentspec.server.fields import FieldTable, accepted, refused, works
+from agentspec.server.tables.shared import SAMPLING
+
+RESPONSES: FieldTable = {
+    "model": works("required; must be the served model (404 otherwise)"),
+    "input": works(
+        "required. A text, or items: `message` (`input_text` and `output_text` parts), `function_call`, `function_call_output` (text), "
+        "`reasoning`. What "
+        "else an item or a part carries is left out"
+    ),
+    "instructions": works(
+        "stands before the conversation. With it, `system` and `developer` messages at its start become one system message. It isn't carried over by "
+        "`previous_response_id`"
+    ),
+    "previous_response_id": works("the stored response that this one continues; 404 if it, or one before it, is no longer there"),
+    "store": works("default true: keep the response for the endpoints that read it"),
+    "stream": works("events as OpenAI documents them"),
+    "stream_options": works("`include_obfuscation` only false"),
+    "max_output_tokens": works("at least 1; up to the context by default"),
+    "tools": works("functions only. Strict where `strict` is true, and not by default"),
+    "tool_choice": works("`auto`, `none`, `required`, a function, `allowed_tools`"),
+    "parallel_tool_calls": works("true by default; false: one call at most"),
+    "text": works("`format`: `text`, `json_object`, `json_schema`, which is held to whatever its `strict` says. `verbosity` has no effect"),
+    "reasoning": works(
+        "`effort`: `none` switches thinking off; others where the checkpoint's template has `reasoning_effort`. `summary` has no effect: "
+        "reasoning items "
+        "hold the reasoning itself"
+    ),
+    "include": works("`message.output_text.logprobs`. Nothing else: reasoning is never encrypted, so there is no encrypted content"),
+    "top_logprobs": works("0 to 20 likely tokens beside each, with `include`"),
+    **{name: SAMPLING[name] for name in ("temperature", "top_p")},
+    **{name: works(f"{known.words}; not OpenAI's") for name, known in SAMPLING.items() if name not in ("temperature", "top_p")},
+    "metadata": works("labels, 16 pairs at most; answers repeat them"),
+    "prompt_cache_key": works("names the session, if the header `x-session-id` doesn't"),
+    "safety_identifier": works("a label; answers repeat it"),
+    "user": works("a label; answers repeat it"),
+    "chat_template_kwargs": works("not OpenAI's; as in chat"),
+    "cache_salt": works("not OpenAI's; as in chat"),
+    "background": refused("answers are waited for", False),
+    "context_management": refused("histories are rendered as they are sent", []),
+    "conversation": refused("`previous_response_id` is served"),
+    "image": refused("there are no images"),
+    "max_tool_calls": refused("tools are the client's to call"),
+    "prompt": refused("no templates of prompts are kept"),
+    "truncation": refused("nothing is dropped from a conversation", "disabled"),
+    "logit_bias": refused("of chat", {}),
+    "logprobs": refused("of chat; `include` is served", False),
+    "max_completion_tokens": refused("of chat"),
+    "max_tokens": refused("of chat"),
+    "messages": refused("of chat"),
+    "n": refused("of chat: there is one answer", 1),
+    "reasoning_effort": refused("of chat; `reasoning.effort` is served"),
+    "response_format": refused("of chat; `text.format` is served"),
+    "stop": refused("of chat", []),
+    "structured_outputs": refused("of chat"),
+    "system": refused("of messages"),
+    "access_programs": accepted(),
+    "client_metadata": accepted("labels"),
+    "moderation": accepted("nothing is moderated"),
+    "prompt_cache_options": accepted("prefixes are cached without being asked"),
+    "prompt_cache_retention": accepted("what was used last stays longest"),
+    "service_tier": accepted("there is one tier"),
+}
