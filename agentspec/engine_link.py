@@ -24,6 +24,7 @@ from agentspec.errors import (
     RequestError,
     UnsupportedModelError,
 )
+from agentspec.types import tokens
 from agentspec.wire import Abort, FinishEvent, ModelInfo, Submit, TokensEvent
 
 _LENGTH = struct.Struct(">I")
@@ -61,6 +62,15 @@ class ErrorData(msgspec.Struct, frozen=True, kw_only=True):
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
     config: EngineConfig
+
+
+class Packed(msgspec.Struct, frozen=True, tag="packed"):
+    """A Submit with its prompt beside it. From a list, the engine's process makes a number of each id, and 24,000 of them took it 0.4 ms in which no
+    other thread of it could run."""
+
+    submit: Submit
+    prompt: bytes
+    """Of the array of types.tokens. Both ends are one machine."""
 
 
 class StatsQuery(msgspec.Struct, frozen=True, tag="stats"):
@@ -109,7 +119,7 @@ class StatsReply(msgspec.Struct, frozen=True, tag="stats"):
     stats: dict[str, Any]
 
 
-ToEngine = Start | Submit | Abort | StatsQuery | Close
+ToEngine = Start | Submit | Packed | Abort | StatsQuery | Close
 ToServer = Loading | Ready | Failed | TokensEvent | FinishEvent | Refused | Gone | StatsReply
 
 _FIELD_KINDS = {kind.__name__: kind for kind in (ConfigError, RequestError, ContextLengthError)}
@@ -121,6 +131,23 @@ def frame(messages: Sequence[ToEngine] | Sequence[ToServer]) -> bytes:
     """Raises OverflowError or UnicodeEncodeError for a number or a text that msgpack can't hold."""
     body = _encoder.encode(messages)
     return _LENGTH.pack(len(body)) + body
+
+
+def packed(submit: Submit) -> Packed | Submit:
+    """The submit as it travels: itself if its prompt can't be packed, so that the engine says what is wrong with it."""
+    if not submit.prompt_ids:
+        return submit
+    try:
+        prompt = tokens(submit.prompt_ids).tobytes()
+    except (TypeError, OverflowError):
+        return submit
+    return Packed(msgspec.structs.replace(submit, prompt_ids=[]), prompt)
+
+
+def unpacked(message: Packed) -> Submit:
+    ids = tokens()
+    ids.frombytes(message.prompt)
+    return msgspec.structs.replace(message.submit, prompt_ids=ids)
 
 
 class FrameReader:

@@ -33,6 +33,7 @@ from agentspec.engine_link import (
     FrameReader,
     Gone,
     Loading,
+    Packed,
     Ready,
     Refused,
     Start,
@@ -42,6 +43,7 @@ from agentspec.engine_link import (
     ToServer,
     error_data,
     frame,
+    unpacked,
 )
 from agentspec.engine_thread import EngineThread
 from agentspec.errors import AgentspecError, EngineClosedError, RequestError
@@ -141,10 +143,11 @@ class _Told:
 
 def _decoded(decoder: msgspec.msgpack.Decoder[list[ToEngine]], body: bytes) -> list[ToEngine | Refused]:
     try:
-        return [*decoder.decode(body)]
+        return [unpacked(message) if isinstance(message, Packed) else message for message in decoder.decode(body)]
     except msgspec.ValidationError as error:  # a submit of the wrong types must hurt nobody but its sender
         refusal = RequestError("submit", "", f"is malformed: {error}")
-        return [Refused(message["request_id"], error_data(refusal)) for message in msgspec.msgpack.decode(body)]
+        submits = [message.get("submit", message) for message in msgspec.msgpack.decode(body)]
+        return [Refused(submit["request_id"], error_data(refusal)) for submit in submits]
 
 
 class _Host:

@@ -35,6 +35,7 @@ from agentspec.engine_link import (
     StatsReply,
     ToServer,
     frame,
+    packed,
     to_error,
 )
 from agentspec.errors import AgentspecError, EngineClosedError, RequestError
@@ -299,7 +300,7 @@ class _Wire(asyncio.Protocol):
 def _framed(submit: Submit, info: ModelInfo) -> bytes:
     """Raises RequestError naming the field whose value can't be sent: a number beyond 64 bits, text that isn't Unicode."""
     try:
-        return frame([submit])
+        return frame([packed(submit)])
     except (OverflowError, UnicodeEncodeError) as error:
         submit.sampling.validate(vocab_size=info.vocab_size)  # knows the field by its own name
         for name in submit.__struct_fields__:

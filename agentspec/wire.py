@@ -7,7 +7,7 @@ no events at all. What only its own output brings to light ends it with a `Finis
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from operator import attrgetter
 from typing import Any, Literal, Protocol
 
@@ -35,8 +35,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     """One turn: a prompt, where it may diverge later, and how to continue it."""
 
     request_id: str
-    prompt_ids: list[int]
-    """At least one id."""
+    prompt_ids: Sequence[int]
+    """At least one id. A list, or an array of types.tokens, which is what comes out of an engine's link."""
     sampling: SamplingParams = SamplingParams()
     breakpoints: list[Breakpoint] = []
     """From the text layer; ascending offsets, each between 0 and the prompt's length."""

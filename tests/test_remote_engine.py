@@ -11,17 +11,19 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from array import array
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import httpx
+import msgspec
 import pytest
 
 from agentspec import remote_engine
 from agentspec.config import EngineConfig
 from agentspec.engine import Engine
-from agentspec.engine_link import FrameReader, error_data, frame, to_error
+from agentspec.engine_link import FrameReader, Packed, error_data, frame, packed, to_error, unpacked
 from agentspec.errors import (
     AgentspecError,
     CheckpointError,
@@ -148,7 +150,11 @@ def test_refusals_keep_their_type_field_value_and_words(shared: Shared) -> None:
         assert (error.field, error.value) == ("prompt_ids", [])
         assert (await refusal(engine, submit("a", sampling=SamplingParams(seed=huge)))).field == "seed"
         assert (await refusal(engine, Submit(request_id="a", prompt_ids=[huge]))).field == "prompt_ids"
+        for bad in (-5, 2**31, 2**40):
+            error = await refusal(engine, Submit(request_id="a", prompt_ids=[1, bad]))
+            assert (error.field, error.value, "is not a token id below" in error.reason) == ("prompt_ids", bad, True)
         assert (await refusal(engine, Submit(request_id="a", prompt_ids=[1], namespace="\ud800"))).field == "namespace"
+        assert "malformed" in str(await refusal(engine, Submit(request_id="a", prompt_ids=[1], namespace=5)))  # type: ignore[arg-type]
         assert "malformed" in str(await refusal(engine, Submit(request_id="a", prompt_ids=["one"])))  # type: ignore[list-item]
         running = stream(engine, submit("a", sampling=ENDLESS))
         await anext(running)
@@ -423,6 +429,22 @@ def test_frames_come_whole_whatever_the_chunks() -> None:
         found += reader.feed(data[:size])
         data = data[size:]
     assert found == [body[4:] for body in bodies]
+
+
+@pytest.mark.parametrize("ids", [[1], [0, 2**31 - 1, -(2**31)], array("i", [3, 4])])
+def test_a_prompt_crosses_as_bytes(ids: Sequence[int]) -> None:
+    asked = submit("a", sampling=ENDLESS)
+    sent = packed(msgspec.structs.replace(asked, prompt_ids=ids))
+    assert isinstance(sent, Packed)
+    (crossed,) = msgspec.msgpack.decode(frame([sent])[4:], type=list[Packed])
+    assert list(unpacked(crossed).prompt_ids) == list(ids)
+    assert msgspec.structs.replace(unpacked(crossed), prompt_ids=asked.prompt_ids) == asked
+
+
+@pytest.mark.parametrize("ids", [[], [2**31], [1.5], ["one"], None])
+def test_a_prompt_that_is_none_crosses_as_it_is(ids: Any) -> None:
+    asked = Submit(request_id="a", prompt_ids=ids)
+    assert packed(asked) is asked
 
 
 @pytest.mark.parametrize(

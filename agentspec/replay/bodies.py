@@ -36,6 +36,11 @@ def forced_body(turn: RenderedTurn, *, model: str) -> dict[str, Any]:
     return completion_body(prompt_ids=turn.prompt_ids, fields=fields, model=model)
 
 
+def counting(body: dict[str, Any]) -> dict[str, Any]:
+    """A body that asks for the tokens so far in every chunk: one brings several where drafts are accepted, and none where text is held back."""
+    return body | {"stream_options": body["stream_options"] | {"continuous_usage_stats": True}}
+
+
 def portable(body: dict[str, Any]) -> dict[str, Any]:
     """A body that any server takes: many refuse a history whose calls have arguments that are no JSON object, so these become `{}`."""
     messages = body.get("messages", ())

@@ -15,7 +15,7 @@ import httpx
 import msgspec
 
 from agentspec.errors import AgentspecError
-from agentspec.replay.bodies import portable
+from agentspec.replay.bodies import counting, portable
 from agentspec.replay.measure import TurnRecord
 from agentspec.replay.reply import Reply, ServerError, error_text, read_events
 
@@ -34,7 +34,7 @@ class Target:
     model: str
     url: str
     is_agentspec: bool
-    """Only agentspec's own server is asked for what OpenAI's API doesn't know (`return_token_ids`), or takes any arguments in a history."""
+    """Only agentspec's own server is asked for what OpenAI's API doesn't know (tokens so far in every chunk), or takes any arguments in a history."""
 
 
 async def find_target(client: httpx.AsyncClient, model: str | None) -> Target:
@@ -79,8 +79,8 @@ class TurnClient:
 
     async def send(self, path: str, body: dict[str, Any], record: TurnRecord) -> Reply | None:
         """Send a turn and fill its record; the answer, or None when the turn failed (`record.error` says why)."""
-        body = body | {"return_token_ids": True} if self._target.is_agentspec else portable(body)
-        reply = Reply()
+        body = counting(body) if self._target.is_agentspec else portable(body)
+        reply = Reply(counts_so_far=self._target.is_agentspec)
         content = msgspec.json.encode(body)  # not by httpx: a long prompt of ids takes `json` milliseconds, in which no lane's answer is read
         record.sent = self.now()
         try:
@@ -106,7 +106,7 @@ class TurnClient:
         async with self._client.stream("POST", path, content=content, headers=headers, timeout=None) as response:
             if not response.is_success:
                 raise ServerError(f"{response.status_code}: {_refusal(await response.aread())}")
-            async for event in read_events(response.aiter_lines()):
+            async for event in read_events(response.aiter_bytes()):
                 try:
                     num_tokens = reply.add(event)
                 except (KeyError, TypeError, AttributeError, IndexError) as error:

@@ -26,7 +26,7 @@ class TurnRecord:
     """When it was to be sent: the end of the turn before plus the recorded wait, or the session's arrival."""
     sent: float
     tokens: list[tuple[float, int]] = field(default_factory=list)
-    """(time, tokens) of each event of the stream that shows output. 1 token where the server doesn't list ids."""
+    """(time, tokens) of each event of the stream that shows output. 1 token where the server doesn't count them in its chunks."""
     end: float = 0.0
     """Last token; of a failed turn, when it failed."""
     finish_reason: str | None = None

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+import msgspec
+
 from agentspec.errors import AgentspecError
 
 
@@ -37,31 +39,54 @@ class Speculation:
         self.accepted_by_position = _sum(self.accepted_by_position, other.accepted_by_position)
 
 
-async def read_events(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:
-    """The JSON objects of a server-sent event stream, up to `[DONE]` or its end. Raises ServerError for what isn't one."""
-    data: list[str] = []
-    async for line in lines:
-        if line.startswith("data:"):
-            data.append(line[5:].removeprefix(" "))
-        elif not line and data:
-            text, data = "\n".join(data), []
-            if text == "[DONE]":
-                return
-            yield _decode(text)
-    if data and data != ["[DONE]"]:  # a last event without its blank line
-        yield _decode("\n".join(data))
+async def read_events(parts: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
+    """The JSON objects of a server-sent event stream, up to `[DONE]` or its end. Raises ServerError for what isn't one.
+
+    `parts`: its bytes, cut anywhere. Lines end with a newline, a carriage return before it or not: what else Python takes for the end of a line may
+    stand inside of a text."""
+    data: list[bytes] = []
+    rest = b""
+    async for part in parts:
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                data.append(_value(line))
+            elif line in (b"", b"\r") and data:
+                text, data = b"\n".join(data), []
+                if text == b"[DONE]":
+                    return
+                yield _decode(text)
+    if rest.startswith(b"data:"):
+        data.append(_value(rest))
+    if data and data != [b"[DONE]"]:  # a last event without its blank line
+        yield _decode(b"\n".join(data))
 
 
-def _decode(text: str) -> dict[str, Any]:
+def _value(line: bytes) -> bytes:
+    return line[5:].removesuffix(b"\r").removeprefix(b" ")
+
+
+def _decode(text: bytes) -> dict[str, Any]:
     try:
-        event = json.loads(text)
+        event = _parse(text)
     except ValueError:
-        raise ServerError(f"the stream holds an event that is not JSON: {text[:200]!r}") from None
+        raise ServerError(f"the stream holds an event that is not JSON: {_shown(text)}") from None
     if not isinstance(event, dict):
-        raise ServerError(f"the stream holds an event that is no object: {text[:200]!r}")
+        raise ServerError(f"the stream holds an event that is no object: {_shown(text)}")
     if "error" in event:
         raise ServerError(error_text(event))
     return event
+
+
+def _parse(text: bytes) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError):  # servers in Python send NaN, and halves of characters
+        return json.loads(text.decode(errors="replace"))
+
+
+def _shown(text: bytes) -> str:
+    return repr(text.decode(errors="replace")[:200])
 
 
 def error_text(body: Any) -> str:
@@ -74,7 +99,8 @@ def error_text(body: Any) -> str:
 class Reply:
     """Collects the events of one answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, counts_so_far: bool = False) -> None:
+        """`counts_so_far`: the usage of an event with a choice is what this choice has so far, and no word about the whole answer."""
         self.content = ""
         self.reasoning = ""
         self.tool_calls: list[dict[str, Any]] = []
@@ -85,17 +111,22 @@ class Reply:
         self.speculation: Speculation | None = None
         self.forced_acceptance = False
         self._reasoning_field = "reasoning_content"
+        self._counts_so_far = counts_so_far
+        self._num_counted: dict[int, int] = {}
+        """Tokens so far, by choice."""
 
     def add(self, event: dict[str, Any]) -> int:
-        """Take one event; returns the tokens that it shows: as many ids as it lists; from a server that lists none, 1 if it carries any text."""
+        """Take one event; returns the tokens that it shows: those that it counts; from a server that doesn't, 1 if it carries any text."""
         num_tokens = 0
-        for choice in event.get("choices") or []:
+        choices = event.get("choices") or []
+        usage = event.get("usage")
+        so_far = usage if self._counts_so_far and choices else None
+        for choice in choices:
             delta = choice.get("delta") or choice  # /v1/completions has `text` in the choice itself
             shows_text = self._take_text(delta) | self._take_calls(delta)
-            ids = choice.get("token_ids")
-            num_tokens += int(shows_text) if ids is None else len(ids)
+            num_tokens += int(shows_text) if so_far is None else self._count(choice["index"], so_far["completion_tokens"])
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
-        if isinstance(usage := event.get("usage"), dict):
+        if isinstance(usage, dict) and so_far is None:
             self._take_usage(usage)
         if isinstance(metrics := event.get("metrics"), dict):
             self._take_metrics(metrics)
@@ -109,6 +140,12 @@ class Reply:
         if self.tool_calls:
             message["tool_calls"] = self.tool_calls
         return message
+
+    def _count(self, index: int, so_far: int) -> int:
+        """How many tokens a choice has more than before."""
+        new = so_far - self._num_counted.get(index, 0)
+        self._num_counted[index] = so_far
+        return new
 
     def _take_text(self, delta: dict[str, Any]) -> bool:
         text = delta.get("content") or delta.get("text") or ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import logging
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -299,7 +300,7 @@ def new_request(
     )
 
 
-def _checked_ids(field: str, ids: list[int], spec: ModelSpec) -> array[int]:
+def _checked_ids(field: str, ids: Sequence[int], spec: ModelSpec) -> array[int]:
     if not ids:
         raise RequestError(field, ids, "must hold at least one token")
     try:

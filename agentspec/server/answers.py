@@ -44,6 +44,11 @@ def usage_body(usage: Usage, reasoning_tokens: int = 0) -> dict[str, Any]:
     }
 
 
+def usage_so_far(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """Usage of one choice that goes on: what else belongs to it is known at its end."""
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": prompt_tokens + completion_tokens}
+
+
 def metrics_body(spec: SpecStats, info: ModelInfo) -> dict[str, Any]:
     """`metrics.speculative_decoding`, in the shape that vLLM introduced; a rate that nothing was measured for is null.
 

@@ -24,7 +24,7 @@ from agentspec.server.responding import WatchedResponse, error_response
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service
 from agentspec.server.unknown_fields import HEADER
-from agentspec.text.nesting import MAX_NESTING, is_too_deep
+from agentspec.text.nesting import MAX_NESTING, is_too_deep, may_be_too_deep
 from agentspec.wire import EngineClient
 
 MAX_BODY_BYTES = 64 * 2**20
@@ -100,9 +100,9 @@ async def _json_body(request: Request, max_body_bytes: int) -> Any:
     if size > max_body_bytes:
         raise ApiError(413, f"the body is larger than {max_body_bytes} bytes", code="body_too_large")
     try:
-        value = msgspec.json.decode(bytes(body))
+        value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
-    if is_too_deep(value):
+    if may_be_too_deep(body) and is_too_deep(value):
         raise ApiError(400, f"the body is nested deeper than {MAX_NESTING} levels", code="invalid_json")
     return value

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from agentspec.errors import RequestError
 from agentspec.server import answer_shapes, events, openai, sse
-from agentspec.server.answers import Head, metrics_body, of_choices, usage_body
+from agentspec.server.answers import Head, metrics_body, of_choices, usage_body, usage_so_far
 from agentspec.server.logprobs import content_logprobs
 from agentspec.server.openai import ChatRequest
 from agentspec.server.responding import FrameResponse, json_response
@@ -103,6 +103,7 @@ class ChatChunks:
         self._with_ids = request.return_token_ids
         self._with_scores = request.logprobs
         self._with_usage = request.include_usage
+        self._with_usage_so_far = request.usage_so_far
 
     def opening(self) -> list[dict[str, Any]]:
         chunks = [self._chunk(index, {"role": "assistant", "content": ""}) for index in range(len(self._turns))]
@@ -112,7 +113,7 @@ class ChatChunks:
 
     def tokens(self, index: int, event: TokensEvent) -> list[dict[str, Any]]:
         delta = _delta(self._turns[index].push(event))
-        return [self._chunk(index, delta, event.token_ids)] if delta or self._with_ids else []
+        return [self._chunk(index, delta, event.token_ids)] if delta or self._with_ids or self._with_usage_so_far else []
 
     def finish(self, index: int, event: FinishEvent) -> list[dict[str, Any]]:
         end = self._turns[index].finish(event)
@@ -133,6 +134,9 @@ class ChatChunks:
             choice["logprobs"] = content_logprobs(self._turns[index].take_content_scores(), self._token_bytes)
         if self._with_ids:
             choice["token_ids"] = list(ids)
+        if self._with_usage_so_far:
+            turn = self._turns[index]
+            return self._head.body(choices=[choice], usage=usage_so_far(len(turn.submit.prompt_ids), turn.num_generated))
         return self._head.body(choices=[choice], **({"usage": None} if self._with_usage else {}))
 
 

@@ -1,7 +1,7 @@
 """/v1/completions: token-id or text prompts, continued or scored.
 
 Owns the way from a CompletionRequest to its answer, whole or in chunks. A checkpoint without a tokenizer serves token-id
-prompts: its answers have no text, and always their token ids.
+prompts: its answers have no text, and always their token ids; those of the prompt where they are asked for.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from agentspec.errors import RequestError
 from agentspec.server import answer_shapes, events, openai, sse
-from agentspec.server.answers import Head, metrics_body, of_choices, total, usage_body
+from agentspec.server.answers import Head, metrics_body, of_choices, total, usage_body, usage_so_far
 from agentspec.server.logprobs import CompletionLogprobs
 from agentspec.server.openai import CompletionRequest
 from agentspec.server.pipeline import TextPipeline
@@ -103,25 +103,29 @@ class _Choice:
 
     usage: Usage
     """Once it has finished."""
+    num_generated = 0
+    """Tokens so far, whether their text shows or waits for more."""
 
     def __init__(self, index: int, request: CompletionRequest, submit: Submit, text: TextPipeline | None) -> None:
         self._index = index
         self._request = request
-        self._prompt_ids = submit.prompt_ids
+        self.prompt_ids = submit.prompt_ids
         self._text = text
         self._with_ids = request.return_token_ids or text is None
+        self._with_prompt_ids = request.return_token_ids or (request.echo and text is None)
         self._logprobs = None if request.logprobs is None else CompletionLogprobs(None if text is None else text.tokenizer.token_bytes)
         self._waiting: list[TokensEvent] | None = None if submit.prompt_logprobs is None else []
         """What was generated behind a prompt whose scores come with the end; None when there is nothing to wait for."""
 
     def opening(self) -> list[dict[str, Any]]:
-        return [] if self._waiting is not None or not (self._request.echo or self._with_ids) else [self._prompt_piece(None)]
+        return [] if self._waiting is not None or not (self._request.echo or self._with_prompt_ids) else [self._prompt_piece(None)]
 
     def tokens(self, event: TokensEvent) -> list[dict[str, Any]]:
+        self.num_generated += len(event.token_ids)
         if self._waiting is not None:
             self._waiting.append(event)
             return []
-        if not (event.text or self._with_ids or self._logprobs):
+        if not (event.text or self._with_ids or self._logprobs or self._request.usage_so_far):
             return []
         return [self._piece(event.text, event.token_ids, event.scores)]
 
@@ -142,19 +146,23 @@ class _Choice:
             scored = [piece["logprobs"] for piece in pieces if piece["logprobs"] is not None]
             names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
             choice["logprobs"] = {name: [entry for part in scored for entry in part[name]] for name in names}
+        if self._with_prompt_ids:
+            choice["prompt_token_ids"] = self.prompt_ids
         if self._with_ids:
-            choice |= {"prompt_token_ids": self._prompt_ids, "token_ids": [token for piece in pieces for token in piece["token_ids"]]}
+            choice["token_ids"] = [token for piece in pieces for token in piece["token_ids"]]
         return choice
 
     def _prompt_piece(self, scores: Sequence[TokenScore | None] | None) -> dict[str, Any]:
         """What stands before the generated text. Ids of the model's padding have no text."""
         shown = ""
         if self._request.echo and self._text is not None:
-            shown = self._text.tokenizer.decode([token for token in self._prompt_ids if token < self._text.tokenizer.vocab_size])
-        piece = self._piece(shown, self._prompt_ids, scores)
-        return piece | {"prompt_token_ids": self._prompt_ids, "token_ids": []} if self._with_ids else piece
+            shown = self._text.tokenizer.decode([token for token in self.prompt_ids if token < self._text.tokenizer.vocab_size])
+        piece = self._piece(shown, self.prompt_ids, scores)
+        if self._with_prompt_ids:
+            piece["prompt_token_ids"] = self.prompt_ids
+        return piece | {"token_ids": []} if self._with_ids else piece
 
-    def _piece(self, text: str, ids: list[int], scores: Sequence[TokenScore | None] | None) -> dict[str, Any]:
+    def _piece(self, text: str, ids: Sequence[int], scores: Sequence[TokenScore | None] | None) -> dict[str, Any]:
         logprobs = None if self._logprobs is None or scores is None else self._logprobs.body(ids, scores)
         piece = {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": None}
         return piece | {"token_ids": ids} if self._with_ids else piece
@@ -190,6 +198,7 @@ class CompletionChunks:
     def __init__(self, request: CompletionRequest, submits: Sequence[Submit], text: TextPipeline | None, info: ModelInfo) -> None:
         self._answer = _Answer(request, submits, text, info)
         self._with_usage = request.include_usage
+        self._with_usage_so_far = request.usage_so_far
 
     def opening(self) -> list[dict[str, Any]]:
         return [self._chunk(piece) for choice in self._answer.choices for piece in choice.opening()]
@@ -208,6 +217,9 @@ class CompletionChunks:
         return chunks
 
     def _chunk(self, piece: dict[str, Any]) -> dict[str, Any]:
+        if self._with_usage_so_far:
+            choice = self._answer.choices[piece["index"]]
+            return self._answer.head.body(choices=[piece], usage=usage_so_far(len(choice.prompt_ids), choice.num_generated))
         return self._answer.head.body(choices=[piece], **({"usage": None} if self._with_usage else {}))
 
 

@@ -115,6 +115,11 @@ class Turn:
             reasoning_tokens=self._places.count_before(self._segmenter.reasoning_end),
         )
 
+    @property
+    def num_generated(self) -> int:
+        """Tokens so far, whether their text shows or waits for more."""
+        return len(self._ids)
+
     def take_content_scores(self) -> list[TokenScore]:
         """Scores of the tokens behind the content deltas that came since the last call; none unless the request asked for scores."""
         taken, self._content_scores = self._content_scores, []

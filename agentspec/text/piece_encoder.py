@@ -29,7 +29,7 @@ class PieceEncoder:
         """Equal to the tokenizer's own `encode`."""
         ids: list[int] = []
         for piece in self.pieces(text):
-            ids += self._encode_piece(piece)
+            ids += self.encode_piece(piece)
         return ids
 
     def pieces(self, text: str) -> list[str]:
@@ -44,7 +44,8 @@ class PieceEncoder:
                 open_piece += part
         return [piece for piece in (*pieces, open_piece) if piece]
 
-    def _encode_piece(self, piece: str) -> list[int]:
+    def encode_piece(self, piece: str) -> list[int]:
+        """The ids of one of the `pieces`. They are remembered: not to be changed."""
         ids = self._ids_of.get(piece)
         if ids is not None:
             self._ids_of.move_to_end(piece)

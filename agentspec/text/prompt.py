@@ -143,28 +143,22 @@ class PromptBuilder:
         offsets: list[int] = []
         start = 0
         for stretch in (*stretches, _Stretch(len(text), len(text), array("i"))):
-            for mark in marks[len(offsets) :]:
-                if mark <= stretch.start:
-                    offsets.append(len(ids) + self._token_offset(text[start : stretch.start], mark - start))
-                elif mark < stretch.end:
-                    offsets.append(len(ids) + len(self._encoder.encode(text[start : stretch.start])))
-                else:
-                    break
-            ids += self._encoder.encode(text[start : stretch.start])
+            for piece in self._encoder.pieces(text[start : stretch.start]):
+                piece_ids = self._encoder.encode_piece(piece)
+                while len(offsets) < len(marks) and marks[len(offsets)] < start + len(piece):
+                    offsets.append(len(ids) + self._token_offset(piece, piece_ids, marks[len(offsets)] - start))
+                ids += piece_ids
+                start += len(piece)
+            while len(offsets) < len(marks) and (marks[len(offsets)] == start or marks[len(offsets)] < stretch.end):
+                offsets.append(len(ids))
             ids.extend(stretch.token_ids)
             start = stretch.end
         return ids, offsets
 
-    def _token_offset(self, text: str, mark: int) -> int:
-        """Tokens of `text` that lie before `mark` whatever follows it there."""
-        count = 0
-        for piece in self._encoder.pieces(text):
-            if mark < len(piece):
-                whole, head = self._encoder.encode(piece), self._tokenizer.encode(piece[:mark])
-                return count + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(whole, head, strict=False)))
-            count += len(self._encoder.encode(piece))
-            mark -= len(piece)
-        return count
+    def _token_offset(self, piece: str, ids: list[int], mark: int) -> int:
+        """Tokens of a piece that lie before `mark` whatever follows it there."""
+        head = self._tokenizer.encode(piece[:mark]) if mark else []
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, head, strict=False)))
 
 
 def _breakpoints(offsets: Sequence[int], kinds: Sequence[CheckpointKind]) -> list[Breakpoint]:

@@ -14,8 +14,28 @@ from jinja2 import TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+
+_OF_DICTS = frozenset(dir(dict))
+_OF_LOOPS = frozenset(name for name in dir(LoopContext) if not name.startswith("_"))
+_OF_TEXTS = frozenset({"strip", "lstrip", "rstrip", "startswith", "endswith", "split"})
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's immutable sandbox, with short ways to the same answers where templates ask again and again: they took half of a long prompt's time."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        kind = type(obj)
+        if kind is dict and attribute not in _OF_DICTS:
+            try:
+                return obj[attribute]
+            except KeyError:
+                return self.undefined(obj=obj, name=attribute)
+        if (kind is str and attribute in _OF_TEXTS) or (kind is LoopContext and attribute in _OF_LOOPS):
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
 
 
 class _GenerationTag(Extension):
@@ -75,7 +95,7 @@ def _strftime_now(pattern: str) -> str:
 
 def template_environment() -> ImmutableSandboxedEnvironment:
     """A new environment; equal to the one in which transformers' `apply_chat_template` renders."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now

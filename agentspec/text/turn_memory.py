@@ -14,6 +14,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from agentspec.text.events import AssistantTurn
 from agentspec.text.messages import Message, call_arguments, call_ids, read_arguments, with_reasoning
 
@@ -37,8 +39,12 @@ def extend_by_turn(key: bytes, turn: AssistantTurn) -> bytes:
 
 
 def _extend(key: bytes, role: str, content: str, calls: list[tuple[str, dict[str, Any]]]) -> bytes:
-    text = json.dumps([role, content.strip(), calls], sort_keys=True)
-    return hashlib.blake2b(key + text.encode(), digest_size=16).digest()
+    message = [role, content.strip(), calls]
+    try:
+        text = msgspec.json.encode(message, order="deterministic")
+    except UnicodeEncodeError:  # a lone surrogate: whoever makes tokens of it says what is wrong
+        text = json.dumps(message, sort_keys=True).encode()
+    return hashlib.blake2b(key + text, digest_size=16).digest()
 
 
 def _generated(turn: AssistantTurn) -> list[tuple[str, dict[str, Any]]]:

@@ -272,7 +272,7 @@ class Bodies:
         ):
             self._maybe(body, share, name, lambda values=values: rng.choice(values))  # type: ignore[misc]
         if "stream" in body:
-            self._maybe(body, 0.4, "stream_options", lambda: {"include_usage": True})
+            self._maybe(body, 0.4, "stream_options", lambda: {"include_usage": True, "continuous_usage_stats": rng.random() < 0.5})
         return body
 
     def _word(self) -> str:

@@ -102,7 +102,7 @@ class FakeServer:
         answer = self.script(body)
         if answer.status != 200:
             return httpx.Response(answer.status, json={"error": {"message": f"refused with {answer.status}"}})
-        return httpx.Response(200, stream=_Stream(_lines(answer, "chat" in request.url.path, "return_token_ids" in body)))
+        return httpx.Response(200, stream=_Stream(_lines(answer, "chat" in request.url.path, "continuous_usage_stats" in body["stream_options"])))
 
 
 class _Stream(httpx.AsyncByteStream):
@@ -114,21 +114,21 @@ class _Stream(httpx.AsyncByteStream):
             yield line.encode()
 
 
-async def _lines(answer: Answer, is_chat: bool, with_ids: bool) -> AsyncIterator[str]:
+async def _lines(answer: Answer, is_chat: bool, counts: bool) -> AsyncIterator[str]:
     if answer.raw is not None:
         for line in answer.raw:
             yield line
         return
     if is_chat:
-        yield _event(choices=[{"delta": {"role": "assistant", "content": ""}}])
+        yield _event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}], **_so_far(counts, 0))
     await asyncio.sleep(1e9 if answer.hangs else answer.wait)
+    num_tokens = 0
     for index, text in enumerate(answer.texts):
         if index:
             await asyncio.sleep(answer.gap)
-        choice: dict[str, Any] = {"delta": {"content": text}} if is_chat else {"text": text}
-        if with_ids:
-            choice["token_ids"] = [1] * len(text)
-        yield _event(choices=[choice])
+        num_tokens += len(text)
+        shown: dict[str, Any] = {"delta": {"content": text}} if is_chat else {"text": text}
+        yield _event(choices=[{"index": 0, **shown}], **_so_far(counts, num_tokens))
     for index, (call_id, name, arguments) in enumerate(answer.calls):
         half = len(arguments) // 2
         first = {"index": index, "id": call_id, "type": "function", "function": {"name": name, "arguments": arguments[:half]}}
@@ -144,6 +144,10 @@ async def _lines(answer: Answer, is_chat: bool, with_ids: bool) -> AsyncIterator
         tail["metrics"] = answer.metrics
     yield _event(**tail)
     yield "data: [DONE]\n\n"
+
+
+def _so_far(counts: bool, num_tokens: int) -> dict[str, Any]:
+    return {"usage": usage(100, num_tokens)} if counts else {}
 
 
 def _event(**fields: Any) -> str:

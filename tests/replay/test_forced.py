@@ -62,8 +62,7 @@ def test_each_turn_is_sent_as_the_dry_run_has_it() -> None:
             "ignore_eos": True,
             "temperature": 0,
             "stream": True,
-            "stream_options": {"include_usage": True},
-            "return_token_ids": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
     assert [point["kind"] for point in server.requests[0].body["breakpoints"]] == ["system", "user"]
     assert [seen.session for seen in server.requests] == ["a"] * 3 + ["b"] * 2

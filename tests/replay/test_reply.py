@@ -13,9 +13,13 @@ from agentspec.replay.reply import Reply, ServerError, Speculation, read_events
 
 
 def collect(*lines: str) -> list[dict[str, Any]]:
-    async def given() -> AsyncIterator[str]:
-        for line in lines:
-            yield line
+    return collect_parts("".join(line + "\n" for line in lines).encode())
+
+
+def collect_parts(*parts: bytes) -> list[dict[str, Any]]:
+    async def given() -> AsyncIterator[bytes]:
+        for part in parts:
+            yield part
 
     async def main() -> list[dict[str, Any]]:
         return [event async for event in read_events(given())]
@@ -41,6 +45,30 @@ def test_events_end_at_done_and_comments_are_skipped() -> None:
 def test_a_last_event_without_a_blank_line_counts() -> None:
     assert collect('data: {"a": 1}') == [{"a": 1}]
     assert collect("data: [DONE]") == []
+    assert collect_parts(b'data: {"a": 1}') == [{"a": 1}]
+    assert collect_parts(b"data: [DONE]") == []
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_stream_may_be_cut_anywhere(end: str) -> None:
+    stream = end.join(('data: {"a": "é\u2028\x85"}', "", ": ping", 'data: {"b":', "data: 2}", "", "data: [DONE]", "", "data: 3", "")).encode()
+    expected = [{"a": "é\u2028\x85"}, {"b": 2}]
+    assert collect_parts(stream) == expected
+    assert collect_parts(*(stream[place : place + 1] for place in range(len(stream)))) == expected
+    for place in range(len(stream)):
+        assert collect_parts(stream[:place], stream[place:]) == expected
+
+
+def test_what_other_servers_take_for_json_is_read() -> None:
+    (first, second, third) = collect_parts(b'data: {"a": -Infinity}\n\ndata: {"a": "\\ud83d"}\n\ndata: {"a": "\xff"}\n\n')
+    assert (first, second, third) == ({"a": float("-inf")}, {"a": "\ud83d"}, {"a": "\ufffd"})
+
+
+@pytest.mark.parametrize(("text", "reason"), [("{", "an event that is not JSON: '{'"), ("[1]", "an event that is no object: '[1]'")])
+def test_what_is_no_event_is_shown(text: str, reason: str) -> None:
+    with pytest.raises(ServerError) as caught:
+        collect(f"data: {text}", "")
+    assert reason in str(caught.value)
 
 
 @pytest.mark.parametrize("error", [{"error": {"message": "no"}}, {"error": "no"}])
@@ -76,10 +104,24 @@ def test_what_an_event_shows() -> None:
     reply = Reply()
     assert reply.add(delta(role="assistant", content="")) == 0
     assert reply.add(delta(content="word")) == 1
-    assert reply.add({"choices": [{"delta": {"content": "word"}, "token_ids": [1, 2, 3]}]}) == 3
-    assert reply.add({"choices": [{"delta": {}, "token_ids": [4]}]}) == 1  # text held back, token there
-    assert reply.add({"choices": [{"text": "w"}]}) == 1
+    assert reply.add({"choices": [{"text": "w"}], "usage": {"prompt_tokens": 1, "completion_tokens": 9}}) == 1
     assert reply.add({"choices": [], "usage": {"prompt_tokens": 1}}) == 0
+
+
+def test_what_an_event_shows_where_tokens_are_counted() -> None:
+    reply = Reply(counts_so_far=True)
+
+    def shown(delta: dict[str, Any], tokens: int, index: int = 0) -> int:
+        return reply.add({"choices": [{"index": index, "delta": delta}], "usage": {"prompt_tokens": 5, "completion_tokens": tokens}})
+
+    assert shown({"role": "assistant", "content": ""}, 0) == 0
+    assert shown({"content": "some words"}, 3) == 3
+    assert shown({}, 4) == 1  # text held back, token there
+    assert shown({"content": "x"}, 2, index=1) == 2
+    assert shown({"content": "held back"}, 4) == 0
+    assert reply.completion_tokens is None, "not a word about the whole answer"
+    assert reply.add({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 6}}) == 0
+    assert (reply.prompt_tokens, reply.completion_tokens) == (5, 6)
 
 
 def test_counters_in_agentspecs_shape() -> None:

@@ -76,11 +76,11 @@ def test_recorded_arguments_that_are_no_object_replay(owner: str, tmp_path: Path
         assert sent == (texts if owner == "agentspec" else ["{}", "{}", "{}", '{"key": 1}'])
 
 
-def test_ids_are_asked_for_from_agentspec_only_and_counted() -> None:
+def test_counts_in_every_chunk_are_asked_for_from_agentspec_only() -> None:
     for owner, per_event in (("agentspec", 2), ("somebody", 1)):
         server = FakeServer(lambda body: Answer(texts=("aa", "bb"), gap=0.2, usage=usage(9, 4)), owner=owner)
         report = replay(chats(1, 1), server)
-        assert ("return_token_ids" in server.requests[0].body) == (owner == "agentspec")
+        assert ("continuous_usage_stats" in server.requests[0].body["stream_options"]) == (owner == "agentspec")
         record = report.sessions[0].turns[0]
         assert [count for _, count in record.tokens] == [per_event] * 2
         assert record.time_per_token == pytest.approx(0.2 / (4 - per_event))

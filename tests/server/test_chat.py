@@ -135,6 +135,23 @@ def test_streaming_opens_with_the_role_and_ends_with_usage(connect: Connect) -> 
     assert counted[-2]["choices"][0]["finish_reason"] == "stop"
 
 
+def test_each_chunk_counts_the_tokens_so_far_where_it_is_asked_to(connect: Connect) -> None:
+    """Every step has its chunk then, also one whose text waits for more."""
+    script = [*said("Hel", "</thi", "nk>b"), ended(text="!")]
+    body = {**CHAT, "stream": True, "chat_template_kwargs": {"enable_thinking": True}}
+    engine = ScriptedEngine(script)
+    parts = chunks(post(connect, engine, {**body, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}))
+    prompt_tokens = len(engine.submits[0].prompt_ids)
+    counts = [0, 3, 8, 12, 12, 12]
+    assert [chunk["usage"] for chunk in parts[:-1]] == [
+        {"prompt_tokens": prompt_tokens, "completion_tokens": count, "total_tokens": prompt_tokens + count} for count in counts
+    ]
+    assert [chunk["choices"][0]["delta"] for chunk in parts[1:4]] == [{"reasoning_content": "Hel"}, {}, {"content": "b"}]
+    assert (parts[-1]["choices"], parts[-1]["usage"]["prompt_tokens_details"]) == ([], {"cached_tokens": 4})
+    alone = chunks(post(connect, ScriptedEngine(script), {**body, "stream_options": {"continuous_usage_stats": True}}))
+    assert [chunk["usage"]["completion_tokens"] for chunk in alone] == counts
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_any_chunking_gives_the_same_answer_streamed_or_whole(connect: Connect, seed: int) -> None:
     rng = random.Random(seed)

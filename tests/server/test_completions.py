@@ -102,12 +102,31 @@ def test_streaming_without_extras_sends_text_alone(connect: Connect) -> None:
     assert all("token_ids" not in choice for chunk in parts for choice in chunk["choices"])
 
 
+def test_each_chunk_counts_the_tokens_of_its_choice_so_far_where_it_is_asked_to(connect: Connect) -> None:
+    engine = ScriptedEngine([*said("ab", ""), ended(text="c")], [*said("abcd"), ended()])
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    parts = chunks(post(connect, engine, {"prompt": [[1, 2, 3], [4]], "stream": True, "stream_options": options}))
+    for index, prompt_tokens, texts, counts in ((0, 3, ["ab", "", "c"], [2, 3, 3]), (1, 1, ["abcd", ""], [4, 4])):
+        own = [chunk for chunk in parts[:-1] if chunk["choices"][0]["index"] == index]
+        assert [chunk["choices"][0]["text"] for chunk in own] == texts
+        assert [chunk["usage"] for chunk in own] == [
+            {"prompt_tokens": prompt_tokens, "completion_tokens": count, "total_tokens": prompt_tokens + count} for count in counts
+        ]
+    assert (parts[-1]["choices"], parts[-1]["usage"]["completion_tokens"]) == ([], 12)
+
+
 def test_without_a_tokenizer_ids_go_in_and_come_out(connect: Connect) -> None:
     script = [*said("", ""), ended()]
     choice = post(connect, ScriptedEngine(script), {"prompt": [5, 6], "echo": True}, pipeline=None).json()["choices"][0]
     assert (choice["text"], choice["prompt_token_ids"], choice["token_ids"]) == ("", [5, 6], [0, 0])
+    plain = post(connect, ScriptedEngine(script), {"prompt": [5, 6]}, pipeline=None).json()["choices"][0]
+    assert (plain["token_ids"], "prompt_token_ids" in plain) == ([0, 0], False)
     parts = chunks(post(connect, ScriptedEngine(script), {"prompt": [5, 6], "stream": True}, pipeline=None))
+    assert [chunk["choices"][0].get("token_ids") for chunk in parts] == [[0], [0], []]
+    asked = {"prompt": [5, 6], "stream": True, "return_token_ids": True}
+    parts = chunks(post(connect, ScriptedEngine(script), asked, pipeline=None))
     assert [chunk["choices"][0].get("token_ids") for chunk in parts] == [[], [0], [0], []]
+    assert [chunk["choices"][0].get("prompt_token_ids") for chunk in parts] == [[5, 6], None, None, None]
     error = post(connect, ScriptedEngine(), {"prompt": "text"}, pipeline=None).json()["error"]
     assert (error["param"], "no tokenizer" in error["message"]) == ("prompt", True)
 

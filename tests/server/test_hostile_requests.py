@@ -37,6 +37,13 @@ def test_a_body_that_is_no_text_is_no_json(connect: Callable[..., httpx.AsyncCli
     assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
+@pytest.mark.parametrize("content", [b"[" * 102 + b"]" * 102, b'{"prompt": ' + b'{"a": [' * 60 + b"]}" * 60 + b"}"])
+def test_a_body_that_is_nested_too_deep_is_refused(connect: Callable[..., httpx.AsyncClient], content: bytes) -> None:
+    refused = send(connect, "POST", "/v1/completions", content=content)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_json")
+    assert "nested deeper than 100 levels" in refused.json()["error"]["message"]
+
+
 def chat(**fields: Any) -> tuple[str, dict[str, Any]]:
     return "/v1/chat/completions", {"model": MODEL, "messages": [USER], **fields}
 

@@ -107,6 +107,7 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": 1}}, "stream_options.continuous_usage_stats"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "some", "tools": [TOOL]}, "tool_choice"),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerFast
 
 from agentspec import bundled
@@ -179,6 +181,32 @@ def test_template_code_is_sandboxed() -> None:
     ):
         with pytest.raises(RequestError):
             ChatTemplate(attack).render([{"role": "user", "content": "a"}])
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        *("row.role", "row.nothing", "row.items()|list", "row.keys", "row.clear()", "row.pop", "row['items']", "row.__class__", "row.format"),
+        *("row.text.strip()", "row.text.upper()", "row.text.split(' ')", "row.text.format(1)", "row.text.__len__", "row.text.nothing"),
+        *("loop.first", "loop.index0", "loop.nextitem.role", "loop.nothing", "loop._iterator", "loop.__call__", "loop.cycle(1, 2)"),
+        *("rows.append(1)", "rows.role", "like.role", "like.nothing", "like.secret", "none.role", "other.role"),
+    ],
+)
+def test_the_sandbox_says_what_jinjas_says(asked: str) -> None:
+    """Values, what is undefined, and what is refused."""
+
+    class Like(dict[str, Any]):
+        secret = "an attribute"
+
+    def said(environment: ImmutableSandboxedEnvironment) -> str:
+        rows = [{"role": "user", "text": " a {} b ", "items": 3}, {"role": "tool"}]
+        try:
+            source = "{% for row in rows %}{{ " + asked + " }}|{{ (" + asked + ") is defined }};{% endfor %}"
+            return re.sub(" at 0x[0-9a-f]+", "", environment.from_string(source).render(rows=rows, like=Like(role="x"), none=None))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    assert said(template_environment.template_environment()) == said(ImmutableSandboxedEnvironment())
 
 
 def test_any_error_of_a_template_is_the_requests() -> None:

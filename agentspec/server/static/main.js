@@ -121,8 +121,7 @@ function requestBody(own, tools) {
     model,
     messages: [...(system ? [{ role: "system", content: system }] : []), ...own.messages],
     stream: true,
-    stream_options: { include_usage: true },
-    return_token_ids: true, // chunks then say how many tokens each step emitted
+    stream_options: { include_usage: true, continuous_usage_stats: true }, // chunks then say how many tokens there are so far
     temperature: at("temperature").valueAsNumber,
     max_completion_tokens: at("max-tokens").valueAsNumber,
     chat_template_kwargs: { enable_thinking: at("thinking").checked },

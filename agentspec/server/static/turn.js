@@ -18,13 +18,13 @@ export class Turn {
   // Takes one chunk in and returns what it added: {reasoning, content, calls} with the texts, and the calls that changed.
   push(chunk, now = performance.now()) {
     const choice = chunk.choices[0];
-    if (chunk.usage) this.usage = chunk.usage;
+    if (!choice && chunk.usage) this.usage = chunk.usage;
     if (chunk.metrics) this.speculation = chunk.metrics.speculative_decoding;
     this.lasted = now - this.started;
     const added = { reasoning: "", content: "", calls: [] };
     if (!choice) return added;
     if (choice.finish_reason) this.finishReason = choice.finish_reason;
-    this.#count(choice.token_ids ?? []);
+    if (chunk.usage) this.#count(chunk.usage.completion_tokens);
     const delta = choice.delta;
     added.reasoning = delta.reasoning_content ?? "";
     added.content = delta.content ?? "";
@@ -47,10 +47,11 @@ export class Turn {
     return message;
   }
 
-  #count(ids) {
-    if (!ids.length) return;
+  // Tokens so far. Each step of the engine is one chunk.
+  #count(tokens) {
+    if (tokens === this.tokens) return;
     this.firstToken ??= this.lasted;
-    this.tokens += ids.length;
+    this.tokens = tokens;
     this.steps += 1;
   }
 

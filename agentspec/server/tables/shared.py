@@ -19,7 +19,10 @@ GENERATION: FieldTable = {
     "model": works("required; must be the served model (404 otherwise)"),
     "n": works("1 to 128 choices of each prompt. With a `seed`, choice i is drawn with `seed` + i"),
     "stream": works("server-sent events"),
-    "stream_options": works("`include_usage` adds a last chunk with the usage; `include_obfuscation` is taken as false"),
+    "stream_options": works(
+        "`include_usage` adds a last chunk with the usage; `continuous_usage_stats` (of vLLM's) has every chunk say how many tokens its choice has "
+        "so far, see [streams](#streams); `include_obfuscation` is taken as false"
+    ),
     **SAMPLING,
     "logit_bias": works("token id to bias, -100 to 100"),
     "stop": works("one text or up to 16; never part of the answer"),
