@@ -15,7 +15,6 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import metadata
 from typing import Any, Literal, NoReturn
 
 from agentspec.config import EngineConfig, ServerConfig
@@ -23,6 +22,7 @@ from agentspec.errors import AgentspecError, ConfigError
 from agentspec.replay import importers
 from agentspec.replay import options as replay_options
 from agentspec.types import MAX_DRAFT_TOKENS
+from agentspec.version import version
 
 INTERRUPTED = 130
 USER_ERROR = 2
@@ -42,7 +42,7 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="agentspec", description="An inference engine for tool-calling agents on the Qwen3.5 family.")
-    parser.add_argument("--version", action="version", version=f"agentspec {metadata.version('agentspec')}")
+    parser.add_argument("--version", action="version", version=f"agentspec {version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     serve = commands.add_parser("serve", help="serve the OpenAI API over HTTP")
     _add_server_arguments(serve)

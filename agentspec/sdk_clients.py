@@ -1,6 +1,6 @@
 """OpenAI's and Anthropic's own clients, speaking to an app in this process: what agent frameworks take to embed the engine.
 
-The SDKs are optional (`pip install 'agentspec[sdks]'`) and imported only when a client is asked for.
+The SDKs are optional (the extra `sdks`) and imported only when a client is asked for.
 """
 
 from __future__ import annotations
@@ -48,4 +48,4 @@ def _http(app: FastAPI, client_type: Any) -> Any:
 
 
 def _missing(package: str) -> ConfigError:
-    return ConfigError("client", package, f"the {package} package isn't installed: pip install 'agentspec[sdks]'")
+    return ConfigError("client", package, f"the {package} package isn't installed: install it, or agentspec with its extra `sdks`")

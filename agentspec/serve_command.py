@@ -13,7 +13,6 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from importlib import metadata
 from pathlib import Path
 
 import uvicorn
@@ -29,6 +28,7 @@ from agentspec.server.pipeline import TextPipeline
 from agentspec.server.waiting_room import WaitingRoom
 from agentspec.start_progress import TICK_SECONDS, ProgressLines, StartProgress
 from agentspec.text.tokenizer import Tokenizer
+from agentspec.version import version
 
 GRACE_SECONDS = 5
 """How long running answers may go on after the first signal; a second signal ends them at once."""
@@ -184,5 +184,5 @@ def start_page(config: EngineConfig, server: ServerConfig, engine: RemoteEngine,
     if config.allow_forced_output:
         lines.append(("FORCED OUTPUT", "allowed: benchmarks only, requests may bring their own answer"))
     width = max(len(name) for name, _ in lines)
-    title = f"agentspec {metadata.version('agentspec')} serves {info.model_id} at {url}/v1"
+    title = f"agentspec {version()} serves {info.model_id} at {url}/v1"
     return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in lines)])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from importlib import metadata
 from itertools import chain
 from typing import Any
 
@@ -21,6 +20,7 @@ from agentspec.server.errors import is_anthropic
 from agentspec.server.fields import Treatment, named
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import SESSION_HEADERS, Service
+from agentspec.version import version
 
 Schema = dict[str, Any]
 
@@ -96,7 +96,7 @@ def document(routes: Sequence[Route]) -> Schema:
         paths.setdefault(path, {})[route.method.lower()] = _operation(route, schema_of)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "agentspec", "version": metadata.version("agentspec")},
+        "info": {"title": "agentspec", "version": version()},
         "paths": paths,
         "components": {"schemas": components, "securitySchemes": _SECURITY},
     }

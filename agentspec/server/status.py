@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from importlib import metadata
 from typing import Any
 
 from starlette.responses import Response
 
+from agentspec import version as installed
 from agentspec.errors import EngineClosedError
 from agentspec.server import answer_shapes
 from agentspec.server.responding import json_response
@@ -28,7 +28,7 @@ async def model(service: Service, call: Call) -> Response:
 
 async def version(service: Service, call: Call) -> Response:
     """GET /version."""
-    return json_response({"version": metadata.version("agentspec")})
+    return json_response({"version": installed.version()})
 
 
 async def health(service: Service, call: Call) -> Response:

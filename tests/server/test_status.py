@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from importlib import metadata
 
 import httpx
 import msgspec
 import openai
 import pytest
 
+from agentspec.version import version
 from tests.fakes.engine_client import INFO, ScriptedEngine
 
 Connect = Callable[..., httpx.AsyncClient]
@@ -28,7 +28,7 @@ def test_models_and_version(connect: Connect) -> None:
     (listed,) = get(connect, "/v1/models").json()["data"]
     assert listed == {"id": "scripted", "object": "model", "created": 0, "owned_by": "agentspec", "max_model_len": INFO.max_context}
     assert get(connect, "/v1/models/scripted").json() == listed
-    assert get(connect, "/version").json() == {"version": metadata.version("agentspec")}
+    assert get(connect, "/version").json() == {"version": version()}
 
 
 @pytest.mark.parametrize("name", ["scripted", "someone/model-4B"])
