@@ -5,6 +5,10 @@ stand in order of their arrival, and a turn may run if its session fits beside t
 they grow out of the memory, the youngest wait until an older one ends. A session is live while a turn of it runs or waits, and for
 `hold_seconds` after. A request without a session is one of its own.
 
+Nobody says when a session has ended for good. Where all that came back lately did so much sooner than `hold_seconds`, one that has been away for
+longer than any of them keeps nobody out: its state may be evicted, and it has its place in the order should it come back all the same. One slow tool
+among the last few hundred turns, and everybody is waited for again: a session whose state went in the meantime computes its whole prompt anew.
+
 Rows and pages are two pools, and free bytes of one are of no use to a session that needs the other: it must fit into both.
 
 Knows bytes and session ids; knows nothing of the cache or of requests.
@@ -12,8 +16,18 @@ Knows bytes and session ids; knows nothing of the cache or of requests.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+
+_RETURNS = 256
+"""Waits between two turns that are kept, of all sessions; and names of sessions that were given up."""
+_ENOUGH_RETURNS = 32
+"""Fewer say nothing."""
+_PATIENCE = 4.0
+"""So many times the longest of them, and a session is taken for ended."""
+_LEAST_PATIENCE = 0.25
+"""Seconds. Networks and clients have pauses of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +48,11 @@ class _Session:
     waiting: int = 0
     last_active: float = float("-inf")
 
+    @property
+    def is_idle(self) -> bool:
+        """Neither runs nor waits."""
+        return not (self.running or self.waiting)
+
 
 def rows_of_sessions(num_rows: int, max_running: int) -> int:
     """Rows by which the gate goes, out of `num_rows` for checkpoints: one a slot at least, so that no slot stays empty where nobody comes back."""
@@ -53,11 +72,25 @@ class SessionGate:
         self._clock = clock
         self._sessions: dict[str, _Session] = {}
         """In order of arrival."""
+        self._returns: deque[float] = deque(maxlen=_RETURNS)
+        """Seconds that sessions were away between two turns; `hold_seconds` for those that came back later."""
+        self._given_up: dict[str, None] = {}
+        """Sessions that didn't come back within `hold_seconds`, oldest first."""
+        self._patience = hold_seconds
+        """Seconds that a session which is away keeps others out."""
 
     def arrive(self, session_id: str) -> None:
         """A turn of this session waits to be admitted."""
         self._expire()
-        self._sessions.setdefault(session_id, _Session()).waiting += 1
+        session = self._sessions.get(session_id)
+        if session is None:
+            session = self._sessions[session_id] = _Session()
+            if session_id in self._given_up:
+                del self._given_up[session_id]
+                self._came_back(self._hold_seconds)
+        elif session.is_idle:
+            self._came_back(self._clock() - session.last_active)
+        session.waiting += 1
 
     def allows(self, session_id: str, need: WorkingSet) -> bool:
         """True when the working set of this waiting turn's session fits beside those of the older live sessions.
@@ -68,9 +101,12 @@ class SessionGate:
         had = session.working_set
         session.working_set = WorkingSet(max(had.row_bytes, need.row_bytes), max(had.page_bytes, need.page_bytes))
         row_bytes = page_bytes = 0
+        seen_since = self._clock() - self._patience
         for other in self._sessions.values():
             if other is session:
                 break
+            if other.is_idle and other.last_active < seen_since:
+                continue
             row_bytes += other.working_set.row_bytes
             page_bytes += other.working_set.page_bytes
         if not (row_bytes or page_bytes):
@@ -98,7 +134,7 @@ class SessionGate:
         session.waiting += waits_again
         session.working_set = working_set
         session.last_active = self._clock()
-        if not (comes_back or session.running or session.waiting):
+        if session.is_idle and not comes_back:
             del self._sessions[session_id]
 
     def withdraw(self, session_id: str) -> None:
@@ -110,8 +146,16 @@ class SessionGate:
         self._expire()
         return len(self._sessions)
 
+    def _came_back(self, seconds: float) -> None:
+        self._returns.append(seconds)
+        if len(self._returns) >= _ENOUGH_RETURNS:
+            self._patience = min(self._hold_seconds, max(_LEAST_PATIENCE, _PATIENCE * max(self._returns)))
+
     def _expire(self) -> None:
         limit = self._clock() - self._hold_seconds
-        gone = [key for key, session in self._sessions.items() if not (session.running or session.waiting) and session.last_active <= limit]
+        gone = [key for key, session in self._sessions.items() if session.is_idle and session.last_active <= limit]
         for key in gone:
             del self._sessions[key]
+            self._given_up[key] = None
+        for key in list(self._given_up)[:-_RETURNS]:
+            del self._given_up[key]

@@ -133,3 +133,47 @@ def test_a_withdrawn_turn_leaves_no_trace() -> None:
     assert not run(door, "b", 60)
     door.withdraw("b")
     assert run(door, "c", 40)
+
+
+def returning(door: SessionGate, clock: Clock, name: str, pages: int, away: float) -> None:
+    """A session with some turns behind it, `away` between two of them."""
+    for turn in range(33):
+        clock.now += away if turn else 0.0
+        assert run(door, name, pages)
+        door.leave(name, need(pages), waits_again=False)
+
+
+def test_who_is_away_for_longer_than_anyone_was_keeps_nobody_out() -> None:
+    door, clock = gate(hold=5.0)
+    returning(door, clock, "a", 90, away=0.01)
+    clock.now += 0.2
+    assert not run(door, "b", 20)
+    clock.now += 0.06
+    assert door.allows("b", need(20))
+    assert door.num_live == 2
+    door.arrive("a")
+    assert door.is_next("a"), "it came back all the same, and is older"
+    assert not door.allows("b", need(20))
+
+
+def test_where_tools_are_slow_a_session_keeps_its_place_for_the_whole_hold() -> None:
+    door, clock = gate(hold=5.0)
+    returning(door, clock, "a", 90, away=0.01)
+    clock.now += 2.0
+    assert run(door, "a", 90)
+    door.leave("a", need(90), waits_again=False)
+    clock.now += 4.9
+    assert not run(door, "b", 20)
+    clock.now += 0.2
+    assert door.allows("b", need(20))
+
+
+def test_who_comes_back_after_the_hold_has_others_waited_for_again() -> None:
+    door, clock = gate(hold=5.0)
+    returning(door, clock, "a", 90, away=0.01)
+    clock.now += 7.0
+    assert door.num_live == 0
+    assert run(door, "a", 90)
+    door.leave("a", need(90), waits_again=False)
+    clock.now += 4.9
+    assert not run(door, "b", 20)

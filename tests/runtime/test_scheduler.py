@@ -281,6 +281,25 @@ def test_a_session_waits_while_the_first_one_runs() -> None:
     assert house.scheduler.num_running == 1
 
 
+def test_a_newcomer_takes_the_room_of_a_session_that_ended() -> None:
+    """While another request streams, and with a hold of five seconds: all that came back had done so within milliseconds."""
+    house = House(rows=200, pages=900, budget=2000, gate_bytes=3 * ROW_BYTES + 110 * PAGE_BYTES, hold_seconds=5.0)
+    house.submit("streams", letters(20), "x" * 1000)
+    prompt = list(letters(300))
+    for turn in range(34):
+        house.now += 0.01
+        house.submit(f"old{turn}", prompt, "y" * 4, session="old")
+        house.run_until(lambda turn=turn: not house.scheduler.knows(f"old{turn}"))  # type: ignore[misc]
+        prompt += [*b"yyyy", *letters(20, seed=turn)]
+    house.submit("new", letters(700, seed=9), "z", session="new")
+    house.step()
+    assert house.scheduler.num_waiting == 1, "the old one has only just ended a turn"
+    house.now += 0.3
+    house.run_until(lambda: house.said("new") != "")
+    assert house.scheduler.knows("streams")
+    house.run()
+
+
 def test_a_session_that_gave_up_waiting_is_in_nobodys_way() -> None:
     house = House(gate_bytes=2 * (2 * ROW_BYTES + 60 * PAGE_BYTES))
     house.submit("a", letters(400), "x" * 300, session="a")
