@@ -109,6 +109,9 @@ def _schemas(routes: Iterable[Route]) -> tuple[Mapping[Any, Schema], Schema]:
         named = (route.body, route.answer, *chain.from_iterable(route.checked.values()))
         kinds.update(dict.fromkeys(kind for kind in named if kind is not None))
     schemas, components = msgspec.json.schema_components(list(kinds), ref_template=_COMPONENTS + "{name}")
+    for schema in components.values():
+        if schema.get("additionalProperties") is False:
+            del schema["additionalProperties"]  # fields.check leaves them out
     return dict(zip(kinds, schemas, strict=True)), components
 
 
