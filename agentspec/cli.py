@@ -15,9 +15,10 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
-from agentspec.config import EngineConfig, ServerConfig
+from agentspec import config_file
+from agentspec.config import EngineConfig, LogLevel, ServerConfig
 from agentspec.errors import AgentspecError, ConfigError
 from agentspec.replay import importers
 from agentspec.replay import options as replay_options
@@ -43,7 +44,7 @@ class _Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="agentspec", description="An inference engine for tool-calling agents on the Qwen3.5 family.")
     parser.add_argument("--version", action="version", version=f"agentspec {version()}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     serve = commands.add_parser("serve", help="serve the OpenAI API over HTTP")
     _add_server_arguments(serve)
     add_engine_arguments(serve)
@@ -56,6 +57,8 @@ def build_parser() -> argparse.ArgumentParser:
     dry = replay.add_argument_group("dry run")
     dry.add_argument("--dry-run", metavar="COSTS", help="run scheduler and cache alone, with the costs of a named model (27b, 27b-bf16-state, ...)")
     add_engine_arguments(replay)
+    for command in (serve, warm, replay):
+        command.add_argument("--config", metavar="FILE", help="TOML file with flags by their names, as in max-running = 8; the command line wins")
     importers.add_arguments(commands.add_parser("import", help="turn another tool's trace into a replay file"))
     quantize = commands.add_parser("quantize", help="write a checkpoint's linears and experts as 8-bit floats")
     quantize.add_argument("source", metavar="SRC", help="checkpoint directory or hub id, in full precision")
@@ -91,6 +94,25 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"requests that may wait beside those that run; more are refused with 429 (default {idle.max_queue})",
     )
+    group.add_argument(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="what clients may call the model: answers carry the first name; * takes any, and answers carry that (default: the checkpoint's)",
+    )
+    group.add_argument(
+        "--log-level",
+        choices=get_args(LogLevel),
+        default=idle.log_level,
+        help=f"what is logged on stderr; info: a line for each request and refusal (default {idle.log_level})",
+    )
+    group.add_argument("--chat-template", metavar="FILE", help="a jinja file in place of the checkpoint's own chat template")
+    group.add_argument(
+        "--cors-origin",
+        action="append",
+        metavar="ORIGIN",
+        help="let pages of this origin (https://host:port, or * for any) ask from a browser; may be repeated",
+    )
 
 
 def server_config(args: argparse.Namespace, environment: Mapping[str, str]) -> ServerConfig:
@@ -105,6 +127,10 @@ def server_config(args: argparse.Namespace, environment: Mapping[str, str]) -> S
         max_body_mib=args.max_body_mib,
         max_queue=args.max_queue,
         strict_fields=args.strict_fields,
+        model_names=tuple(args.served_model_name or ()),
+        chat_template=args.chat_template,
+        log_level=args.log_level,
+        cors_origins=tuple(args.cors_origin or ()),
     )
 
 
@@ -229,14 +255,34 @@ def acceptance_rates(text: str, draft_tokens: int | Literal["auto"]) -> tuple[fl
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 0
     try:
+        if getattr(args, "config", None) is not None:
+            _add_file(args, argv)
         return _run(args)
     except AgentspecError as error:
         print(f"agentspec: error: {error}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _add_file(args: argparse.Namespace, argv: Sequence[str] | None) -> None:
+    """What --config's file sets, where the command line `argv`, parsed as `args`, says nothing. Raises ConfigError naming file, key and value."""
+    parser = build_parser()
+    (commands,) = (action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    # One file for an image's `warm` and its `serve`: what concerns the server alone is nothing to the kernels.
+    beside = commands["serve"] if args.command == "warm" else None
+    found = config_file.read_flags(args.config, commands[args.command], command=args.command, beside=beside)
+    config_file.without_defaults(commands[args.command])
+    given = config_file.given_flags(args, parser.parse_args(argv))
+    for name, value in found.items():
+        if name not in given:
+            setattr(args, name, value)
 
 
 def _run(args: argparse.Namespace) -> int:

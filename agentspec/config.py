@@ -6,8 +6,9 @@ resolved where the facts are known (assembly.py), into new objects: a config is 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from agentspec.errors import ConfigError
 from agentspec.types import BLOCK_TOKENS, MAX_DRAFT_TOKENS
@@ -15,6 +16,9 @@ from agentspec.types import BLOCK_TOKENS, MAX_DRAFT_TOKENS
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 DraftPrecision = Literal["auto", "checkpoint", "fp8"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,6 +130,14 @@ class ServerConfig:
     """Requests that may wait beside those that the engine runs (`max_running`); more are refused with 429."""
     strict_fields: bool = False
     """Refuse bodies with fields that nobody knows, instead of leaving these out."""
+    model_names: tuple[str, ...] = ()
+    """What clients call the model; answers carry the first. `*`: whatever they ask for, and answers carry that. None: the checkpoint's own name."""
+    log_level: LogLevel = "warning"
+    """Of the logger `agentspec` in the server's process. info: a line for each request, and one for each that is refused."""
+    chat_template: str | None = None
+    """A jinja file in place of the checkpoint's chat template."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins (`https://host:port`) whose pages may ask from a browser; `*`: any. None: only the server's own."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
@@ -137,6 +149,15 @@ class ServerConfig:
             raise ConfigError("max_body_mib", self.max_body_mib, "must be above 0 and at most 4096")
         if self.max_queue < 0:
             raise ConfigError("max_queue", self.max_queue, "must not be negative")
+        if self.log_level not in get_args(LogLevel):
+            raise ConfigError("log_level", self.log_level, f"must be one of {', '.join(get_args(LogLevel))}")
+        if "" in self.model_names:
+            raise ConfigError("served_model_name", "", "must not be empty")
+        if self.chat_template == "":
+            raise ConfigError("chat_template", "", "name a file, or leave it out")
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError("cors_origin", origin, "must be * or as browsers send it: https://host or https://host:port, without a path")
 
     @property
     def max_body_bytes(self) -> int:

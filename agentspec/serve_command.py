@@ -8,6 +8,7 @@ terminal event. The engine's process is closed on every way out.
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 import sys
@@ -19,14 +20,16 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from agentspec import bundled
-from agentspec.config import EngineConfig, ServerConfig
+from agentspec.config import EngineConfig, LogLevel, ServerConfig
 from agentspec.errors import ConfigError
 from agentspec.remote_engine import EngineProcess, RemoteEngine
 from agentspec.server.app import create_app
 from agentspec.server.door import Door
+from agentspec.server.front import in_front_of
 from agentspec.server.pipeline import TextPipeline
 from agentspec.server.waiting_room import WaitingRoom
 from agentspec.start_progress import TICK_SECONDS, ProgressLines, StartProgress
+from agentspec.text.chat_template import ChatTemplate
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.version import version
 
@@ -50,9 +53,23 @@ class _SignalledServer(uvicorn.Server):
 def run(config: EngineConfig, server: ServerConfig, process: EngineProcess, early: Sequence[signal.Signals] = ()) -> signal.Signals | None:
     """Serve an engine in `process` until a signal; returns it. Binds first: a port that is taken must not cost the loading of a model.
 
-    early: gets the signals that come until there are handlers here."""
+    early: gets the signals that come until there are handlers here. Raises ConfigError or CheckpointError for a chat template that can't be used."""
+    _set_up_log(server.log_level)
+    template = None if server.chat_template is None else _checked_template(server.chat_template)
     with _bind(server.host, server.port) as listener:
-        return asyncio.run(_serve(config, server, process, listener, early))
+        return asyncio.run(_serve(config, server, process, listener, early, template))
+
+
+def _set_up_log(level: LogLevel) -> None:
+    """Without a word Python shows warnings and errors, bare. Lines of requests need a handler with times, unless a program around us has its own."""
+    if level == "warning":
+        return
+    logger = logging.getLogger("agentspec")
+    logger.setLevel(level.upper())
+    if level != "error" and not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        logger.addHandler(handler)
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -68,7 +85,12 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 async def _serve(
-    config: EngineConfig, server: ServerConfig, process: EngineProcess, listener: socket.socket, early: Sequence[signal.Signals]
+    config: EngineConfig,
+    server: ServerConfig,
+    process: EngineProcess,
+    listener: socket.socket,
+    early: Sequence[signal.Signals],
+    template: Path | None,
 ) -> signal.Signals | None:
     caught: Signals = asyncio.Queue()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -78,8 +100,8 @@ async def _serve(
     first = asyncio.create_task(caught.get())
     progress = StartProgress()
     room = WaitingRoom(progress.describe, lambda: progress.seconds, max_body_bytes=server.max_body_bytes)
-    async with _listening(room, listener) as serving:
-        loading = asyncio.create_task(_load(config, process, progress))
+    async with _listening(in_front_of(room, server), listener) as serving:
+        loading = asyncio.create_task(_load(config, process, progress, template))
         await asyncio.wait((first, serving, loading), return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
             loading.cancel()
@@ -87,7 +109,7 @@ async def _serve(
             return first.result() if first.done() else None
         engine, text = await loading
         async with engine:
-            app = create_app(engine, text, max_body_bytes=server.max_body_bytes, strict_fields=server.strict_fields)
+            app = create_app(engine, text, max_body_bytes=server.max_body_bytes, names=server.model_names, strict_fields=server.strict_fields)
             door = Door(app, server, max_running=engine.info.max_running)
             room.enter(door)
             print(start_page(config, server, engine, listener.getsockname()), flush=True)
@@ -111,19 +133,21 @@ async def _listening(app: ASGIApp, listener: socket.socket) -> AsyncIterator[asy
         await serving
 
 
-async def _load(config: EngineConfig, process: EngineProcess, progress: StartProgress) -> tuple[RemoteEngine, TextPipeline | None]:
+async def _load(
+    config: EngineConfig, process: EngineProcess, progress: StartProgress, template: Path | None
+) -> tuple[RemoteEngine, TextPipeline | None]:
     """The engine, and beside it what makes prompts of messages: at once where the checkpoint is a directory, else after its download."""
     lines = ProgressLines(progress, sys.stderr)
     telling = asyncio.create_task(_tell(lines))
     named = Path(bundled.checkpoint_of(config.model)).expanduser()
-    reading = asyncio.create_task(asyncio.to_thread(_text, named)) if named.is_dir() else None
+    reading = asyncio.create_task(asyncio.to_thread(_text, named, template)) if named.is_dir() else None
     try:
         engine = await RemoteEngine.start(config, process, progress=progress)
         directory = engine.setup.model_dir
         if directory is None:
             return engine, None
         try:
-            return engine, await (asyncio.to_thread(_text, Path(directory)) if reading is None else reading)
+            return engine, await (asyncio.to_thread(_text, Path(directory), template) if reading is None else reading)
         except BaseException:
             await engine.close()
             raise
@@ -135,8 +159,18 @@ async def _load(config: EngineConfig, process: EngineProcess, progress: StartPro
             reading.cancelled() or reading.exception()  # the engine's own word about the directory came first
 
 
-def _text(directory: Path) -> TextPipeline | None:
-    return TextPipeline.from_checkpoint(Tokenizer.from_directory(directory), directory)
+def _text(directory: Path, template: Path | None) -> TextPipeline | None:
+    return TextPipeline.from_checkpoint(Tokenizer.from_directory(directory), directory, chat_template=template)
+
+
+def _checked_template(name: str) -> Path:
+    """What is wrong with the file is said before a model is loaded."""
+    path = Path(name).expanduser()
+    try:
+        ChatTemplate.from_file(path)
+    except OSError as error:
+        raise ConfigError("chat_template", name, f"can't be read: {error.strerror or error}") from None
+    return path
 
 
 async def _tell(lines: ProgressLines) -> None:
@@ -164,6 +198,8 @@ def start_page(config: EngineConfig, server: ServerConfig, engine: RemoteEngine,
     forced = "" if info.forced_acceptance is None else ", ".join(f"{rate:g}" for rate in info.forced_acceptance)
     lines = [
         ("chat page", url + "/"),
+        ("served as", ", ".join(server.model_names) or info.model_id),
+        ("chat template", server.chat_template or "the checkpoint's own"),
         ("device", f"{setup.device}, {setup.dtype}"),
         ("memory", f"{memory / 2**30:.2f} GiB"),
         ("  rows", f"{setup.num_rows:,} of {setup.row_bytes / 2**20:.2f} MiB (state of running requests and checkpoints)"),

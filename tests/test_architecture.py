@@ -47,7 +47,8 @@ TOP_LEVEL: dict[str, tuple[str, ...]] = {
     "assembly": ENGINE_ROOMS,
     "engine_thread": (*ENGINE_ROOMS, "assembly"),
     "engine_process": (*ENGINE_ROOMS, "assembly", "engine_link", "engine_thread"),
-    "cli": (*FOUNDATION, "replay"),
+    "config_file": FOUNDATION,
+    "cli": (*FOUNDATION, "replay", "config_file"),
 }
 """Top-level modules that may import less than all."""
 
@@ -55,6 +56,7 @@ TORCH_FREE = (
     *FOUNDATION,
     "bundled",
     "cli",
+    "config_file",
     "engine_link",
     "remote_engine",
     "serve_command",
@@ -113,7 +115,7 @@ ENGINE_FLAGS = {
 MAX_FILE_LINES = 500
 MAX_KERNEL_FILE_LINES = 800
 MAX_FUNCTION_LINES = 80
-MAX_PACKAGE_LINES = 26_000
+MAX_PACKAGE_LINES = 28_000
 """Lines that hold code. Docstrings, comments and blank lines don't count: nobody should save on those to stay below a cap."""
 
 

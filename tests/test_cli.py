@@ -25,12 +25,15 @@ ENGINE_FLAGS = {
     "--random-weights", "--force-acceptance", "--allow-forced-output",
 }  # fmt: skip
 FLAGS = {
-    "serve": ENGINE_FLAGS | {"checkpoint", "--host", "--port", "--api-key", "--max-body-mib", "--max-queue", "--strict-fields"},
-    "warm": ENGINE_FLAGS | {"checkpoint", "--target"},
+    "serve": ENGINE_FLAGS | {
+        "checkpoint", "--config", "--host", "--port", "--api-key", "--max-body-mib", "--max-queue", "--cors-origin", "--served-model-name",
+        "--chat-template", "--log-level", "--strict-fields",
+    },
+    "warm": ENGINE_FLAGS | {"checkpoint", "--config", "--target"},
     "replay": ENGINE_FLAGS | {
         "file", "--sessions", "--max-turns", "--history", "--output", "--token-ids", "--concurrency", "--arrival", "--speed", "--tool-delay",
         "--timeout", "--base-url", "--api-key", "--served-model", "--json", "--html", "--quiet", "--dry-run", "--template",
-        "--tokenizer", "--max-idle", "--warmup", "--slo", "--gpus", "--salt",
+        "--tokenizer", "--max-idle", "--warmup", "--slo", "--gpus", "--salt", "--config",
     },
     "import": {"format", "input", "output", "--link"},
     "quantize": {"source", "destination"},
@@ -107,6 +110,10 @@ def test_server_flags_set_their_fields() -> None:
     assert server() == ServerConfig()
     assert server("--host", "::1", "--port", "0") == ServerConfig(host="::1", port=0)
     assert server("--max-body-mib", "0.5", "--max-queue", "0") == ServerConfig(max_body_mib=0.5, max_queue=0)
+    assert server("m", "--served-model-name", "a", "b/c", "*").model_names == ("a", "b/c", "*")
+    assert server("--log-level", "info").log_level == "info"
+    assert server("--chat-template", "t.jinja").chat_template == "t.jinja"
+    assert server("--cors-origin", "*", "--cors-origin", "app://notes").cors_origins == ("*", "app://notes")
     assert server("--api-key", "a", "--api-key", "b").api_keys == ("a", "b")
     assert server("--api-key", "a", AGENTSPEC_API_KEY="c").api_keys == ("a", "c")
     assert server(AGENTSPEC_API_KEY="c", API_KEY="d").api_keys == ("c",)
@@ -125,6 +132,10 @@ def test_server_flags_set_their_fields() -> None:
         (["--max-body-mib", "nan"], {}, "max_body_mib=nan"),
         (["--max-queue", "-1"], {}, "max_queue=-1"),
         (["--port", "-1"], {}, "port=-1"),
+        (["--served-model-name", "a", ""], {}, "served_model_name=''"),
+        (["--chat-template", ""], {}, "chat_template=''"),
+        (["--cors-origin", "localhost:3000"], {}, "cors_origin='localhost:3000'"),
+        (["--cors-origin", "http://localhost:3000/"], {}, "without a path"),
     ],
 )
 def test_server_settings_that_can_not_be(flags: list[str], environment: dict[str, str], words: str) -> None:
@@ -162,7 +173,6 @@ def test_acceptance_that_cannot_be_forced(text: str, drafts: Any, words: str) ->
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ([], "COMMAND"),
         (["bake"], "bake"),
         (["serve", "--modell", "x"], "--modell"),
         (["serve", "--mod", "x"], "--mod"),
@@ -176,6 +186,7 @@ def test_acceptance_that_cannot_be_forced(text: str, drafts: Any, words: str) ->
         (["serve", ""], "model=''"),
         (["serve", "a", "--model", "b"], "model='b': and 'a' are two models"),
         (["serve", "a", "b"], "b"),
+        (["serve", "--log-level", "loud"], "loud"),
         (["serve", "--max-queue", "-2"], "max_queue=-2"),
         (["replay", "f", "--dry-run", "27b", "--max-context", "4096"], "max_context=4096"),
         (["serve", "--port", "70000"], "port=70000"),
@@ -239,6 +250,21 @@ def test_replay_opens_an_engine_only_when_asked(monkeypatch: pytest.MonkeyPatch)
     assert loaded == ["agentspec.replay_command"]
     args, _ = command.arguments
     assert (args.file, args.seed) == ("f", 3)
+
+
+def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("usage: agentspec")
+    assert all(command in shown.out for command in FLAGS)
+    assert shown.err == ""
+
+
+@pytest.mark.parametrize(("argv", "code", "words"), [(["--version"], 0, "agentspec "), ([], 0, "usage: agentspec "), (["bake"], 2, "error: ")])
+def test_the_package_is_the_command(argv: list[str], code: int, words: str) -> None:
+    shown = subprocess.run([sys.executable, "-m", "agentspec", *argv], capture_output=True, text=True)
+    assert shown.returncode == code
+    assert words in shown.stdout + shown.stderr
 
 
 def test_help_and_errors_load_no_torch() -> None:

@@ -143,6 +143,35 @@ def test_a_server_says_what_it_chose_and_serves_who_has_the_key(serve: Serve) ->
     assert served.end() == (0, "", "")
 
 
+def test_a_server_for_clients_of_every_kind(serve: Serve, tmp_path: Path) -> None:
+    """A file of flags, the front with its names, origins and template, and the log, over a real socket."""
+    (tmp_path / "own.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    (tmp_path / "serve.toml").write_text("max-context = 512\ncors-origin = '*'\nserved-model-name = ['unused']\nlog-level = 'info'")
+    flags = ("--config", str(tmp_path / "serve.toml"), "--served-model-name", "gpt-x", "*", "--chat-template", str(tmp_path / "own.jinja"))
+    served = serve(*flags)
+    client = served.client
+    assert "gpt-x, *" in served.page
+    assert "own.jinja" in served.page
+    head = client.head("/v1/models/")
+    assert (head.status_code, head.content) == (200, b"")
+    assert int(head.headers["content-length"]) == len(client.get("/v1/models").content)
+    body = CHAT | {"model": "whatever", "max_tokens": 5, "ignore_eos": True}
+    answer = client.post("/v1/chat/completions/", json=body, headers={"origin": "http://localhost:3000", "x-session-id": "s"})
+    assert (answer.json()["model"], answer.headers["access-control-allow-origin"]) == ("whatever", "*")
+    assert client.post("/v1/chat/completions/render", json=CHAT).json()["prompt"] == "Where is order 7?"
+    assert client.post("/v1/chat/completions", json=CHAT | {"max_tokens": 600}).status_code == 400
+    assert client.get("/ready").json() == {"status": "ok"}
+    served.process.send_signal(signal.SIGTERM)
+    code, rest, log = served.end()
+    assert (code, rest) == (0, "")
+    prompt = answer.json()["usage"]["prompt_tokens"]
+    request = rf"POST /v1/chat/completions/ 200 session='s' prompt={prompt} cached=0 output=5 finish=length first=\d+ms all=\d+ms"
+    assert re.search(rf"^[-\d]+ [\d:,]+ INFO {request}$", log, re.MULTILINE)
+    assert re.search(r"INFO POST /v1/chat/completions refused: 400 \w+: .*the context limit of 512 tokens$", log, re.MULTILINE)
+    assert "HEAD /v1/models/ 200" in log
+    assert "/ready" not in log
+
+
 def test_the_first_signal_drains_and_the_second_ends(serve: Serve) -> None:
     served = serve("--max-running", "1", "--max-queue", "0")
     with streaming(served, ENDLESS) as lines:
@@ -216,6 +245,14 @@ def test_a_server_that_loads_says_so_and_ends_at_a_signal(serve: Serve) -> None:
 def test_a_model_that_can_not_be_loaded(serve: Serve) -> None:
     served = serve("./nowhere", wait=False)
     assert served.end() == (2, "", "agentspec: error: model='./nowhere': no such directory\n")
+
+
+def test_a_chat_template_that_can_not_be_used_costs_no_loading(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    broken = tmp_path / "broken.jinja"
+    broken.write_text("{% for %}")
+    for file, words in ((tmp_path / "none.jinja", "can't be read: No such file"), (broken, "broken.jinja: not a valid chat template")):
+        assert cli.main(["serve", "./nowhere", "--port", "0", "--chat-template", str(file)]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_a_taken_port_costs_no_loading(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ imports torch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -18,8 +19,10 @@ from starlette.responses import Response
 from agentspec.server import chat, completions, messages, metrics, openapi, page, responses, status, tokens
 from agentspec.server.errors import ApiError
 from agentspec.server.fields import Notes
+from agentspec.server.normalizer import Normalizer
 from agentspec.server.pipeline import TextPipeline
 from agentspec.server.recorder import Figures, RecordedEngine
+from agentspec.server.request_log import NOTE, NotedEngine
 from agentspec.server.responding import WatchedResponse, error_response
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service
@@ -43,16 +46,24 @@ ROUTES: tuple[Route, ...] = openapi.described(
 )
 
 
-def create_app(engine: EngineClient, text: TextPipeline | None, *, max_body_bytes: int = MAX_BODY_BYTES, strict_fields: bool = False) -> FastAPI:
-    """The server of one engine. `text` is None for a checkpoint without a tokenizer: token-id prompts only.
+def create_app(
+    engine: EngineClient,
+    text: TextPipeline | None,
+    *,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    names: tuple[str, ...] = (),
+    strict_fields: bool = False,
+) -> FastAPI:
+    """The server of one engine. `text` is None for a checkpoint without a tokenizer: token-id prompts only. `names`: see Service.
 
     strict_fields: refuse bodies with fields that nobody knows, instead of leaving these out."""
     figures = Figures()
-    service = Service(engine=RecordedEngine(engine, figures), text=text, figures=figures, strict_fields=strict_fields)
-    app = FastAPI(title="agentspec", docs_url=None, redoc_url=None, openapi_url=None)
+    service = Service(engine=RecordedEngine(engine, figures), text=text, figures=figures, names=names, strict_fields=strict_fields)
+    app = FastAPI(title="agentspec", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     for route in ROUTES:
         app.add_api_route(route.path, _endpoint(service, route, max_body_bytes), methods=[route.method], response_model=None)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_middleware(Normalizer)
     return app
 
 
@@ -74,7 +85,9 @@ def _endpoint(service: Service, route: Route, max_body_bytes: int) -> Callable[[
             return Response(status_code=400)  # nobody reads it
         notes = Notes(strict=service.strict_fields)
         call = Call(body=body, headers=request.headers, path=request.path_params, query=request.query_params, notes=notes)
-        return WatchedResponse(lambda: _answer(service, route, call, request.url.path))
+        note = request.scope.get(NOTE)
+        noted = service if note is None else replace(service, engine=NotedEngine(service.engine, note))
+        return WatchedResponse(lambda: _answer(noted, route, call, request.url.path))
 
     return endpoint
 

@@ -47,8 +47,7 @@ def turn_request(asked: ChatRequest, session_id: str | None) -> TurnRequest:
 
 async def answer(service: Service, call: Call) -> Response:
     """POST /v1/chat/completions."""
-    asked = openai.parse_chat(call.body, call.notes)
-    service.check_model(asked.model)
+    asked = service.named(openai.parse_chat(call.body, call.notes))
     turns = await begin(service, turn_request(asked, session_of(call.headers, asked.prompt_cache_key)))
     try:
         if asked.stream:

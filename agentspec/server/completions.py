@@ -75,8 +75,7 @@ def submits_of(request: CompletionRequest, prompts: Sequence[list[int]], session
 
 async def answer(service: Service, call: Call) -> Response:
     """POST /v1/completions."""
-    asked = openai.parse_completion(call.body, call.notes)
-    service.check_model(asked.model)
+    asked = service.named(openai.parse_completion(call.body, call.notes))
     submits = submits_of(asked, encode_prompts(asked, service.text), session_of(call.headers, asked.prompt_cache_key))
     if asked.stream:
         chunks = CompletionChunks(asked, submits, service.text, service.engine.info)

@@ -19,7 +19,10 @@ from agentspec.server.responding import error_response
 GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 """Where a POST asks the engine to generate: what is counted, and refused while the server drains."""
 
-OPEN_PATHS = frozenset({"/", "/health"})
+PROBES = frozenset({"/health", "/ping", "/ready"})
+"""Where load balancers ask whether requests may come."""
+
+OPEN_PATHS = PROBES | {"/"}
 OPEN_FOLDER = "/static/"
 """What needs no key: the page asks its user for one, and its files hold no secrets."""
 
@@ -71,7 +74,7 @@ class Door:
         if self._keys and path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER) and not self._knows(scope):
             reason = "an API key is needed: Authorization: Bearer KEY, or x-api-key: KEY; there was none, or not the right one"
             return ApiError(401, reason, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-        if self._draining and (_generates(scope) or path == "/health"):
+        if self._draining and (_generates(scope) or path in PROBES):
             return ApiError(503, "the server is about to stop", code="draining")
         if _generates(scope) and self._active >= self._max_active:
             return api_error(OverloadedError(f"{self._active} requests run or wait here, which is the limit", RETRY_SECONDS))

@@ -31,14 +31,24 @@ class ApiError(Exception):
     """An answer that is not 200. `message` is for a person, `code` and `param` are for a program."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        reason: str | None = None,
     ) -> None:
+        """reason: the message without the value, which may be a client's text. None: the message has no such value."""
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
         self.headers = headers or {}
+        self.for_log = f"{status} {message}" if reason is None else f"{status} {param}: {reason}"
+        """In a log nobody expects what clients wrote: field and reason alone."""
 
     def body(self, path: str = "") -> dict[str, Any]:
         """In the shape of the API that the request's path belongs to."""
@@ -47,6 +57,11 @@ class ApiError(Exception):
             return {"type": "error", "error": {"type": kind, "message": self.message}}
         kind = "server_error" if self.status >= 500 else "rate_limit_error" if self.status == 429 else "invalid_request_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def printable(text: str) -> str:
+    """A text that a client may have had a hand in, on one line of a log."""
+    return "".join(letter if letter.isprintable() else f"\\u{ord(letter):04x}" for letter in text)
 
 
 def is_anthropic(path: str) -> bool:
@@ -60,7 +75,7 @@ def api_error(error: AgentspecError) -> ApiError:
         code = "context_length_exceeded" if isinstance(error, ContextLengthError) else "invalid_value"
         param = PUBLIC_NAMES.get(error.field, error.field)
         message = str(error).replace(error.field, param, 1)
-        return ApiError(400, message, param=param, code=code)
+        return ApiError(400, message, param=param, code=code, reason=error.reason)
     if isinstance(error, OverloadedError):
         return ApiError(429, str(error), code="overloaded", headers={"retry-after": str(error.retry_after)})
     if isinstance(error, EngineClosedError):

@@ -32,10 +32,10 @@ _NAMES = {
 
 async def answer(service: Service, call: Call) -> Response:
     """POST /v1/messages."""
-    asked = messages_request.parse_messages(call.body, call.notes)
+    asked = service.named(messages_request.parse_messages(call.body, call.notes))
     try:
         (turn,) = await begin(service, _turn_request(service, asked, call))
-        told = MessageEvents(turn, service.engine.info, omits_thinking=asked.omits_thinking)
+        told = MessageEvents(turn, service.engine.info, model=asked.model, omits_thinking=asked.omits_thinking)
         if asked.stream:
             return await FrameResponse.begin(frames(events.generate(service.engine, turn.submit), told, _PATH))
         return json_response(await complete(service.engine, turn.submit, told))
@@ -45,7 +45,7 @@ async def answer(service: Service, call: Call) -> Response:
 
 async def count_tokens(service: Service, call: Call) -> Response:
     """POST /v1/messages/count_tokens: the prompt's length, nothing is generated."""
-    asked = messages_request.parse_count(call.body, call.notes)
+    asked = service.named(messages_request.parse_count(call.body, call.notes))
     try:
         prompt = await build_prompt(service, _turn_request(service, asked, call))
     except RequestError as error:
@@ -69,7 +69,6 @@ async def complete(engine: EngineClient, submit: Submit, told: MessageEvents) ->
 
 
 def _turn_request(service: Service, asked: CountRequest, call: Call) -> TurnRequest:
-    service.check_model(asked.model)
     prompts = service.chat_text("messages", asked.messages).prompts
     assert prompts is not None
     return messages_request.turn_request(asked, session_of(call.headers, None), prompts.template_reads)

@@ -27,9 +27,10 @@ StreamEvent = dict[str, Any]
 class MessageEvents:
     """The events of one message: `opening` once, `tokens` as they come, `finish` once."""
 
-    def __init__(self, turn: Turn, info: ModelInfo, *, omits_thinking: bool) -> None:
+    def __init__(self, turn: Turn, info: ModelInfo, *, model: str, omits_thinking: bool) -> None:
         self._turn = turn
         self._info = info
+        self._model = model
         self._omits_thinking = omits_thinking
         self._kind: str | None = None
         """Of the block that is open."""
@@ -43,7 +44,7 @@ class MessageEvents:
             "id": f"msg_{submit.request_id}",
             "type": "message",
             "role": "assistant",
-            "model": self._info.model_id,
+            "model": self._model,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,

@@ -83,7 +83,7 @@ async def metrics(service: Service, call: Call) -> Response:
     families.append(_unknown_fields(service.unknown))
     if service.text is not None and service.text.prompts is not None:
         families += _turns(service.text.prompts)
-    return Response(exposition(families, engine.info.model_id), media_type=MEDIA_TYPE)
+    return Response(exposition(families, service.listed_names[0]), media_type=MEDIA_TYPE)
 
 
 ROUTES = (Route(method="GET", path="/metrics", handle=metrics, answers="text"),)

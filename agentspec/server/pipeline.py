@@ -6,16 +6,22 @@ Knows which parts belong together, and nothing of requests.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
+from agentspec.errors import ConfigError
+from agentspec.text.assets import named_tokens, read_object
 from agentspec.text.chat_template import ChatTemplate, Tools
 from agentspec.text.prompt import PromptBuilder
 from agentspec.text.segmenter import Segmenter
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.text.tool_calls import ToolSchemas
 from agentspec.text.turn_memory import TurnMemory
+
+_FILE_NAMES = ("vocab_file", "merges_file", "tokenizer_file")
+"""What some tokenizers' settings say of the machine that they were written on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +32,24 @@ class TextPipeline:
     prompts: PromptBuilder | None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a prompt is built: one at a time, off the event loop."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """tokenizer_config.json's, named tokens as texts, with the chat template that is used."""
 
     @classmethod
-    def from_checkpoint(cls, tokenizer: Tokenizer | None, model_dir: Path | None) -> Self | None:
-        """None without a tokenizer. Raises CheckpointError when the directory's chat template can't be used."""
-        if tokenizer is None:
-            return None
-        template = None if model_dir is None else ChatTemplate.from_directory(model_dir)
-        return cls(tokenizer, None if template is None else PromptBuilder(tokenizer, template, TurnMemory()))
+    def from_checkpoint(cls, tokenizer: Tokenizer | None, model_dir: Path | None, *, chat_template: Path | None = None) -> Self | None:
+        """None without a tokenizer. chat_template: a file in place of the directory's own.
+
+        Raises CheckpointError when the chat template can't be used, ConfigError for a `chat_template` that there is no use for."""
+        if tokenizer is None or model_dir is None:
+            if chat_template is not None:
+                raise ConfigError("chat_template", str(chat_template), "this checkpoint has no tokenizer, so it takes no messages")
+            return None if tokenizer is None else cls(tokenizer, None)
+        template = ChatTemplate.from_directory(model_dir, instead=chat_template)
+        config = read_object(model_dir / "tokenizer_config.json")
+        settings = {name: value for name, value in config.items() if name not in _FILE_NAMES} | named_tokens(config)
+        if template is None:
+            return cls(tokenizer, None, settings=settings)
+        return cls(tokenizer, PromptBuilder(tokenizer, template, TurnMemory()), settings=settings | {"chat_template": template.source})
 
     def segmenter(self, tools: Tools | None, *, reasoning_open: bool, has_form: bool = False) -> Segmenter:
         """Splits one answer. Tool calls are read only when the request has tools; `has_form`: its content has a form that was asked for."""

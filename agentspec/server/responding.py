@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 from starlette.responses import Response
@@ -18,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from agentspec.errors import AgentspecError
 from agentspec.server import sse
-from agentspec.server.errors import ApiError, api_error
+from agentspec.server.errors import ApiError, api_error, printable
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +30,27 @@ def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | Non
 
 def error_response(error: ApiError, path: str = "") -> Response:
     """`path`: the request's, which decides the shape of the body."""
-    return json_response(error.body(path), error.status, error.headers)
+    return _ErrorResponse(error, path)
+
+
+def shown_path(path: str) -> str:
+    """A path as a log shows it: on one line, and without a blank."""
+    return quote(path, safe="/:@")
+
+
+class _ErrorResponse(Response):
+    """Every answer that is an error. Sending it leaves a line in the log."""
+
+    media_type = "application/json"
+
+    def __init__(self, error: ApiError, path: str) -> None:
+        super().__init__(msgspec.json.encode(error.body(path)), error.status, error.headers)
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        verb = "failed" if self._error.status == 500 else "refused"
+        _log.info("%s %s %s: %s", scope["method"], shown_path(scope["path"]), verb, printable(self._error.for_log))
+        await super().__call__(scope, receive, send)
 
 
 class WatchedResponse(Response):

@@ -48,8 +48,7 @@ class _Asked:
     """A request with the conversation that it continues."""
 
     def __init__(self, service: Service, call: Call) -> None:
-        self.request = parse(call.body, call.notes)
-        service.check_model(self.request.model)
+        self.request = service.named(parse(call.body, call.notes))
         stored = _stored_conversation(service, self.request.previous_response_id)
         history = [("previous_response_id", item) for record in stored for item in _items_of(record)]
         self.items = read_items(self.request.input)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
 
 from agentspec.errors import RequestError
 from agentspec.server.errors import ApiError
@@ -15,6 +18,12 @@ from agentspec.wire import EngineClient
 
 SESSION_HEADERS = ("x-session-id", "session-id", "x-smg-routing-key", "x-dynamo-session-id", "x-session-affinity", "x-claude-code-session-id")
 """Headers in which agents, routers and benchmark clients name the session, first come first served."""
+
+
+ANY_NAME = "*"
+"""A served name that stands for whatever a client asks for."""
+
+_Asked = TypeVar("_Asked", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,10 +39,28 @@ class Service:
     """Bodies with fields that nobody knows are refused."""
     unknown: UnknownFields = field(default_factory=UnknownFields)
 
-    def check_model(self, name: str) -> None:
-        served = self.engine.info.model_id
-        if name != served:
-            raise ApiError(404, f"model={name!r}: not served here; this server has {served!r}", param="model", code="model_not_found")
+    names: tuple[str, ...] = ()
+    """What clients call the model; ANY_NAME may be among them. None: what the engine calls it."""
+
+    @property
+    def listed_names(self) -> tuple[str, ...]:
+        """The names that can be told, at least one. The first is the server's own word for its model."""
+        return tuple(name for name in self.names if name != ANY_NAME) or (self.engine.info.model_id,)
+
+    def answer_name(self, name: str) -> str:
+        """The name of the model in the answer to a request for `name`. Raises ApiError for one that isn't served."""
+        if ANY_NAME in self.names:
+            return name
+        listed = self.listed_names
+        if name not in listed:
+            served = ", ".join(map(repr, listed))
+            raise ApiError(404, f"model={name!r}: not served here; this server has {served}", param="model", code="model_not_found")
+        return listed[0]
+
+    def named(self, asked: _Asked) -> _Asked:
+        """A request with the name that its answer carries as its `model`. Raises ApiError like `answer_name`."""
+        name: str = asked.model  # type: ignore[attr-defined]
+        return msgspec.structs.replace(asked, model=self.answer_name(name))
 
     def chat_text(self, field: str, value: object) -> TextPipeline:
         """The pipeline, for an endpoint that takes messages. Raises RequestError at a checkpoint that has no chat template."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from agentspec.errors import AgentspecError
-from agentspec.server.errors import ApiError, api_error
+from agentspec.server.errors import ApiError, api_error, printable
 from agentspec.wire import Event, FinishEvent, TokensEvent
 
 MEDIA_TYPE = "text/event-stream"
@@ -63,7 +63,10 @@ async def frames(events: AsyncGenerator[tuple[int, Event], None], chunks: Chunks
 
 
 def described(error: Exception) -> ApiError:
+    """The error that ends a stream half-way. It is logged here: the stream's status is 200."""
     if isinstance(error, AgentspecError):
-        return api_error(error)
+        known = api_error(error)
+        _log.info("a stream ended early: %s", printable(known.for_log))
+        return known
     _log.error("a stream failed half-way", exc_info=error)
     return ApiError(500, "internal error")

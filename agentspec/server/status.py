@@ -9,6 +9,7 @@ from starlette.responses import Response
 from agentspec import version as installed
 from agentspec.errors import EngineClosedError
 from agentspec.server import answer_shapes
+from agentspec.server.door import PROBES
 from agentspec.server.responding import json_response
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service
@@ -17,13 +18,13 @@ from agentspec.wire import ModelInfo
 
 async def models(service: Service, call: Call) -> Response:
     """GET /v1/models."""
-    return json_response({"object": "list", "data": [_model(service.engine.info)]})
+    return json_response({"object": "list", "data": [_model(name, service.engine.info) for name in service.listed_names]})
 
 
 async def model(service: Service, call: Call) -> Response:
-    """GET /v1/models/{model}: 404 unless it is the served one."""
-    service.check_model(call.path["model"])
-    return json_response(_model(service.engine.info))
+    """GET /v1/models/{model}: 404 unless it is served by this name."""
+    service.answer_name(call.path["model"])
+    return json_response(_model(call.path["model"], service.engine.info))
 
 
 async def version(service: Service, call: Call) -> Response:
@@ -32,7 +33,7 @@ async def version(service: Service, call: Call) -> Response:
 
 
 async def health(service: Service, call: Call) -> Response:
-    """GET /health: 200 while the engine runs, else 503."""
+    """GET /health, /ping, /ready: 200 while the engine runs, else 503."""
     if not service.engine.alive:
         raise EngineClosedError("the engine is not running")
     return json_response({"status": "ok"})
@@ -47,10 +48,10 @@ ROUTES = (
     Route(method="GET", path="/v1/models", handle=models, answer=answer_shapes.ModelList),
     Route(method="GET", path="/v1/models/{model:path}", handle=model, answer=answer_shapes.Model),
     Route(method="GET", path="/version", handle=version, answer=answer_shapes.Version),
-    Route(method="GET", path="/health", handle=health, answer=answer_shapes.Health, errors=(503,)),
+    *(Route(method="GET", path=path, handle=health, answer=answer_shapes.Health, errors=(503,)) for path in sorted(PROBES)),
     Route(method="GET", path="/stats", handle=stats, errors=(503,)),
 )
 
 
-def _model(info: ModelInfo) -> dict[str, Any]:
-    return {"id": info.model_id, "object": "model", "created": 0, "owned_by": "agentspec", "max_model_len": info.max_context}
+def _model(name: str, info: ModelInfo) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "agentspec", "max_model_len": info.max_context}

@@ -1,4 +1,4 @@
-"""Prompts as the engine would see them: /tokenize, /detokenize and /v1/chat/completions/render. Nothing is generated.
+"""Prompts as the engine would see them: /tokenize, /detokenize and /v1/chat/completions/render, and /tokenizer_info. Nothing is generated.
 
 Owns the shapes of these endpoints, which follow vLLM's. What a chat becomes is turn.py's business.
 """
@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from agentspec.errors import RequestError
 from agentspec.server import answer_shapes, chat, fields, openai
+from agentspec.server.errors import ApiError
 from agentspec.server.responding import json_response
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service, session_of
@@ -63,10 +64,16 @@ async def detokenize(service: Service, call: Call) -> Response:
     return json_response({"prompt": _tokenizer(service, "tokens", asked.tokens).spell(asked.tokens)})
 
 
+async def tokenizer_info(service: Service, call: Call) -> Response:
+    """GET /tokenizer_info: what the checkpoint says of its tokenizer, and the chat template."""
+    if service.text is None:
+        raise ApiError(404, "this checkpoint has no tokenizer", code="no_tokenizer")
+    return json_response(service.text.settings)
+
+
 async def render(service: Service, call: Call) -> Response:
     """POST /v1/chat/completions/render: what the engine would be asked for this chat request; of several choices, for the first."""
-    asked = openai.parse_chat(call.body, call.notes)
-    service.check_model(asked.model)
+    asked = service.named(openai.parse_chat(call.body, call.notes))
     turns = await begin(service, chat.turn_request(asked, session_of(call.headers, asked.prompt_cache_key)))
     submit = turns[0].submit
     body = {
@@ -94,6 +101,7 @@ ROUTES = (
         answer=answer_shapes.Tokens,
     ),
     Route(method="POST", path="/detokenize", handle=detokenize, body=DetokenizeRequest, table=DETOKENIZE, answer=answer_shapes.Text),
+    Route(method="GET", path="/tokenizer_info", handle=tokenizer_info, errors=(404,)),
     Route(
         method="POST",
         path="/v1/chat/completions/render",
@@ -121,7 +129,7 @@ async def _ids_of(service: Service, asked: TokenizeRequest) -> list[int]:
 def _check_model(service: Service, name: str | None) -> None:
     """The model may be absent here, as in vLLM."""
     if name is not None:
-        service.check_model(name)
+        service.answer_name(name)
 
 
 def _tokenizer(service: Service, field: str, value: object) -> Tokenizer:

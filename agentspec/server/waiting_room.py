@@ -1,6 +1,6 @@
 """The server before its engine is loaded: an ASGI app that says so, until there is a real one to pass requests on to.
 
-A load balancer sees a 503 on /health instead of a refused connection, and knows that somebody is there. Knows neither engine nor model.
+A load balancer sees a 503 on its probes instead of a refused connection, and knows that somebody is there. Knows neither engine nor model.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from agentspec.server.door import discard_body
+from agentspec.server.door import PROBES, discard_body
 from agentspec.server.errors import ApiError
 from agentspec.server.responding import error_response, json_response
 
@@ -37,7 +37,7 @@ class WaitingRoom:
             return
         headers = {"retry-after": str(RETRY_SECONDS)}
         stage = self._describe()
-        if scope["path"] == "/health":
+        if scope["path"] in PROBES:
             body: dict[str, Any] = {"status": "loading", "stage": stage, "seconds": round(self._seconds(), 1)}
             response = json_response(body, 503, headers)
         else:

@@ -89,16 +89,21 @@ class ChatTemplate:
         self._system_blocks: OrderedDict[bytes, str] = OrderedDict()
 
     @classmethod
-    def from_directory(cls, path: Path | str) -> ChatTemplate | None:
+    def from_file(cls, file: Path, variables: Mapping[str, str] | None = None) -> ChatTemplate:
+        """The template in a file. Raises CheckpointError when it can't be used, OSError when it can't be read."""
+        return cls(read_text(file), variables=variables, origin=str(file))
+
+    @classmethod
+    def from_directory(cls, path: Path | str, *, instead: Path | None = None) -> ChatTemplate | None:
         """The template of a checkpoint directory: chat_template.jinja, else tokenizer_config.json's (one, or several by name).
 
-        None when there is none. Raises CheckpointError when it can't be used."""
+        instead: a file whose template takes its place. None when there is none. Raises CheckpointError when it can't be used."""
         directory = Path(path)
         config = read_object(directory / "tokenizer_config.json")
         variables = named_tokens(config)
-        file = directory / _TEMPLATE_FILE
-        if file.is_file():
-            return cls(read_text(file), variables=variables, origin=str(file))
+        file = directory / _TEMPLATE_FILE if instead is None else instead
+        if instead is not None or file.is_file():
+            return cls.from_file(file, variables)
         declared = config.get("chat_template")
         if declared is None:
             return None

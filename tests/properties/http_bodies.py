@@ -50,6 +50,7 @@ JUNK: tuple[Any, ...] = (*SMALL, *NUMBERS)
 
 PATHS = (
     *("/", "/health", "/version", "/metrics", "/stats", "/openapi.json", "/v1/models", f"/v1/models/{MODEL}", "/v1/models/a/b%2f%ff%00"),
+    *("/ping/", "/ready", "/tokenizer_info", "/v1/models/", "/v1/chat/completions/"),
     *("/static/chat.js", "/static/..%2fapp.py", "/nowhere", "/v1/messages/nowhere", "/v1/responses/%f0%9f"),
 )
 QUERY_VALUES = ("1", "0", "100", "101", "9" * 5000, "%C2%B2", "%D9%A3", "-1", "1e1", "asc", "desc", "false", "TRUE", "", "%00", "%ff")

@@ -1,18 +1,23 @@
-"""/tokenize, /detokenize and /v1/chat/completions/render: the very prompt that a chat would be answered from."""
+"""/tokenize, /detokenize, /v1/chat/completions/render and /tokenizer_info: the very prompt that a chat would be answered from."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from agentspec import bundled
+from agentspec.errors import CheckpointError, ConfigError
+from agentspec.server.pipeline import TextPipeline
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.wire import TokensEvent
 from tests.fakes.engine_client import INFO, ScriptedEngine, ended, said
-from tests.fakes.text import byte_backend
+from tests.fakes.text import TEMPLATE_FILE, byte_backend, write_text_assets
 
 Connect = Callable[..., httpx.AsyncClient]
 
@@ -136,3 +141,49 @@ def test_without_a_tokenizer_there_is_no_text(connect: Connect) -> None:
     fields = ["prompt", "tokens", "messages"]
     for response, field in zip(post(connect, *paths, pipeline=None), fields, strict=True):
         refused(response, field)
+
+
+def info_of(connect: Connect, text: TextPipeline | None) -> httpx.Response:
+    async def run() -> httpx.Response:
+        async with connect(ScriptedEngine(), pipeline=text) as client:
+            return await client.get("/tokenizer_info")
+
+    return asyncio.run(run())
+
+
+def test_what_the_checkpoint_says_of_its_tokenizer(connect: Connect, tmp_path: Path) -> None:
+    write_text_assets(tmp_path)
+    end = {"content": "<|im_end|>", "special": True}
+    config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": end, "bos_token": None, "model_max_length": 99, "vocab_file": "/somewhere/vocab.json"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    told = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "bos_token": None, "model_max_length": 99}
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    answer = info_of(connect, TextPipeline.from_checkpoint(tokenizer, tmp_path))
+    assert (answer.status_code, answer.json()) == (200, told | {"chat_template": TEMPLATE_FILE.read_text()})
+    (tmp_path / "chat_template.jinja").unlink()
+    assert info_of(connect, TextPipeline.from_checkpoint(tokenizer, tmp_path)).json() == told
+
+
+def test_without_a_tokenizer_there_is_nothing_to_say_of_it(connect: Connect) -> None:
+    answer = info_of(connect, None)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "no_tokenizer")
+    assert answer.json()["error"]["message"] == "this checkpoint has no tokenizer"
+
+
+def test_a_template_in_place_of_the_checkpoints_own(connect: Connect, tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text("{% for message in messages %}[{{ message.role }}] {{ message.content }}{{ eos_token }}{% endfor %}")
+    tokenizer = Tokenizer.from_directory(bundled.DIRECTORY)
+    text = TextPipeline.from_checkpoint(tokenizer, bundled.DIRECTORY, chat_template=file)
+    (rendered,) = post(connect, ("/v1/chat/completions/render", {"model": "scripted", "messages": [USER]}), pipeline=text)
+    assert rendered.json()["prompt"] == "[user] héllo<|im_end|>", "with the checkpoint's own tokens"
+    assert info_of(connect, text).json()["chat_template"] == file.read_text()
+
+
+def test_templates_that_can_not_be_used(tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text("{% for %}")
+    with pytest.raises(CheckpointError, match=r"own\.jinja: not a valid chat template"):
+        TextPipeline.from_checkpoint(Tokenizer.from_directory(bundled.DIRECTORY), bundled.DIRECTORY, chat_template=file)
+    with pytest.raises(ConfigError, match=r"own\.jinja.*no tokenizer"):
+        TextPipeline.from_checkpoint(None, bundled.DIRECTORY, chat_template=file)

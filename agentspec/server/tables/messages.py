@@ -5,7 +5,7 @@ from __future__ import annotations
 from agentspec.server.fields import FieldTable, accepted, refused, works
 
 _PROMPT: FieldTable = {
-    "model": works("required; must be the served model (404 otherwise)"),
+    "model": works("required; must be a name of the served model (404 otherwise): the checkpoint's, or those of `--served-model-name`"),
     "messages": works(
         "required. `user`, `assistant` and, where the template takes it, `system`. Blocks: `text`, `tool_use`, `tool_result` (a text or text "
         "blocks), "

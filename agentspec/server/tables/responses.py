@@ -6,7 +6,7 @@ from agentspec.server.fields import FieldTable, accepted, refused, works
 from agentspec.server.tables.shared import SAMPLING
 
 RESPONSES: FieldTable = {
-    "model": works("required; must be the served model (404 otherwise)"),
+    "model": works("required; must be a name of the served model (404 otherwise): the checkpoint's, or those of `--served-model-name`"),
     "input": works(
         "required. A text, or items: `message` (`input_text` and `output_text` parts), `function_call`, `function_call_output` (text), "
         "`reasoning`. What "

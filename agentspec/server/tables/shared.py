@@ -16,7 +16,7 @@ SAMPLING: FieldTable = {
 }
 
 GENERATION: FieldTable = {
-    "model": works("required; must be the served model (404 otherwise)"),
+    "model": works("required; must be a name of the served model (404 otherwise): the checkpoint's, or those of `--served-model-name`"),
     "n": works("1 to 128 choices of each prompt. With a `seed`, choice i is drawn with `seed` + i"),
     "stream": works("server-sent events"),
     "stream_options": works(

@@ -1,0 +1,102 @@
+"""A command's flags from a TOML file: its keys are the flags' long names, without the dashes at their beginning.
+
+Knows argparse and no flag: names, types and choices are those of the command's own parser.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from agentspec.errors import ConfigError
+
+_OWN_NAMES = ("--config", "--help")
+_SECRET = "api_key"
+
+
+def read_flags(name: str, parser: argparse.ArgumentParser, *, command: str, beside: argparse.ArgumentParser | None = None) -> dict[str, Any]:
+    """What the file sets, by the names that `parser` stores its flags under.
+
+    command: for errors. beside: another command's parser, whose flags the file may hold, too: they are checked and left out.
+    Raises ConfigError with file, key and value for a key that is no flag, is there twice, or has a value of the wrong type."""
+    own = _flags_of(parser)
+    known = own if beside is None else _flags_of(beside) | own
+    found: dict[str, Any] = {}
+    for key, value in _read(name).items():
+        flag = "--" + key.replace("_", "-")
+        action = known.get(flag)
+        shown = "(hidden)" if action is not None and action.dest == _SECRET else value
+        if action is None:
+            raise ConfigError(f"{name}: {key}", shown, f"is not a flag of agentspec {command}")
+        if action.dest in found:
+            raise ConfigError(f"{name}: {key}", shown, "is there twice, with - and with _")
+        try:
+            found[action.dest] = _value(action, value)
+        except ValueError as error:
+            raise ConfigError(f"{name}: {key}", shown, str(error)) from None
+    ours = {action.dest for action in own.values()}
+    return {dest: value for dest, value in found.items() if dest in ours}
+
+
+def given_flags(args: argparse.Namespace, defaultless: argparse.Namespace) -> Collection[str]:
+    """What stands on the command line. defaultless: the same command line, parsed without defaults. A model named by its place is one, too."""
+    given = set(vars(defaultless))
+    if getattr(args, "checkpoint", None) is not None:
+        given.add("model")
+    return given
+
+
+def without_defaults(parser: argparse.ArgumentParser) -> None:
+    """From now on `parser` stores only what stands on the command line."""
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+
+
+def _flags_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    return {flag: action for action in parser._actions for flag in action.option_strings if flag.startswith("--") and flag not in _OWN_NAMES}
+
+
+def _read(name: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(name).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("config", name, f"can't be read: {error.strerror or error}") from None
+    except ValueError as error:  # no TOML, or no UTF-8
+        raise ConfigError("config", name, f"is not valid TOML: {error}") from None
+
+
+def _value(action: argparse.Action, value: object) -> Any:
+    """The value as the flag would store it. Raises ValueError for one of another type."""
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise ValueError("must be true or false")
+        return value
+    if action.nargs == "+" or isinstance(action, argparse._AppendAction):
+        values = value if isinstance(value, list) else [value]
+        return [_scalar(action, one) for one in values]
+    return _scalar(action, value)
+
+
+def _scalar(action: argparse.Action, value: object) -> Any:
+    if action.type is None:
+        if not isinstance(value, str):
+            raise ValueError("must be a text, in quotes")
+        if action.choices is not None and value not in action.choices:
+            raise ValueError(f"must be one of {', '.join(action.choices)}")
+        return value
+    wanted = "a whole number" if action.type is int else "a number" if action.type is float else "a number, or a word in quotes"
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(f"must be {wanted}")
+    assert callable(action.type)
+    try:
+        taken = action.type(str(value))
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(str(error)) from None
+    except ValueError:
+        raise ValueError(f"must be {wanted}") from None
+    if isinstance(value, str) != isinstance(taken, str):  # "8" is a word
+        raise ValueError(f"must be {wanted}")
+    return taken

@@ -1,0 +1,26 @@
+"""What stands before everything that a server answers, from its first second on: the log, other pages' access (CORS), and one spelling of requests.
+
+Knows ASGI and the server's settings.
+"""
+
+from __future__ import annotations
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from agentspec.config import ServerConfig
+from agentspec.server.normalizer import Normalizer
+from agentspec.server.request_log import RequestLog
+
+_METHODS = ("GET", "POST", "DELETE")
+_EXPOSED = ("retry-after", "x-agentspec-ignored-fields")
+"""Headers of ours that a browser would hide from the page that asked."""
+
+
+def in_front_of(app: ASGIApp, config: ServerConfig) -> ASGIApp:
+    """`app`, a WaitingRoom or a Door, as it is served. Preflights are answered here, so they need no key."""
+    app = Normalizer(app)
+    if config.cors_origins:
+        # A key travels in a header that the page sets itself, so cookies and the like (allow_credentials) are never needed.
+        app = CORSMiddleware(app, allow_origins=config.cors_origins, allow_methods=_METHODS, allow_headers=("*",), expose_headers=_EXPOSED)
+    return RequestLog(app)

@@ -1,0 +1,158 @@
+"""What stands before every answer: one spelling of requests (HEAD, slashes at the end), probes, and other pages' access."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from agentspec.config import ServerConfig
+from agentspec.server.app import ROUTES, create_app
+from agentspec.server.door import Door
+from agentspec.server.front import in_front_of
+from agentspec.server.pipeline import TextPipeline
+from agentspec.server.transport import InProcessTransport
+from agentspec.server.waiting_room import WaitingRoom
+from tests.fakes.engine_client import ScriptedEngine, ended, said
+
+COMPLETION: dict[str, Any] = {"model": "scripted", "prompt": [1, 2], "max_tokens": 5}
+CHAT: dict[str, Any] = {"model": "scripted", "messages": [{"role": "user", "content": "x"}]}
+ORIGIN = "http://localhost:3000"
+PREFLIGHT = {"origin": ORIGIN, "access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type,x-session-id"}
+
+
+def served(text: TextPipeline | None, config: ServerConfig, engine: ScriptedEngine | None = None) -> Any:
+    """As `serve` puts it together."""
+    engine = engine or ScriptedEngine([*said("well"), ended()])
+    return in_front_of(Door(create_app(engine, text), config, max_running=1), config)
+
+
+def loading(config: ServerConfig) -> Any:
+    return in_front_of(WaitingRoom(lambda: "loading weights", lambda: 1.0, max_body_bytes=1000), config)
+
+
+def asked(app: Any, ask: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
+    async def run() -> Any:
+        async with httpx.AsyncClient(transport=InProcessTransport(app), base_url="http://in-process", timeout=None) as client:
+            return await ask(client)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", [route.path for route in ROUTES if route.method == "GET"])
+def test_head_has_the_headers_of_get_and_no_body(path: str, pipeline: TextPipeline) -> None:
+    path = path.replace("{model:path}", "scripted").replace("{name}", "main.js").replace("{response_id}", "resp_1")
+
+    async def both(client: httpx.AsyncClient) -> tuple[httpx.Response, httpx.Response]:
+        return await client.get(path), await client.head(path)
+
+    get, head = asked(served(pipeline, ServerConfig()), both)
+    assert (head.status_code, head.headers, head.content) == (get.status_code, get.headers, b"")
+    assert get.content
+    if "responses" not in path:
+        assert get.status_code == 200
+
+
+def test_a_head_of_what_is_only_posted_is_refused(pipeline: TextPipeline) -> None:
+    assert asked(served(pipeline, ServerConfig()), lambda client: client.head("/v1/completions")).status_code == 405
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/scripted", "/health", "/version", "/openapi.json", "/metrics"])
+def test_slashes_at_the_end_change_nothing(path: str, pipeline: TextPipeline) -> None:
+    async def three(client: httpx.AsyncClient) -> list[tuple[int, bytes]]:
+        return [(answer.status_code, answer.content) for answer in [await client.get(path + end) for end in ("", "/", "//")]]
+
+    first, *others = asked(served(pipeline, ServerConfig()), three)
+    assert first[0] == 200
+    assert others == [first, first]
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions/", COMPLETION), ("/v1/chat/completions/", CHAT), ("/tokenize/", {"prompt": "x"})])
+def test_a_post_with_a_slash_at_its_end_is_answered_at_once(path: str, body: dict[str, Any], pipeline: TextPipeline) -> None:
+    assert asked(served(pipeline, ServerConfig()), lambda client: client.post(path, json=body)).status_code == 200
+
+
+def test_errors_behind_a_slash_have_the_shape_of_their_api(pipeline: TextPipeline) -> None:
+    answer = asked(served(pipeline, ServerConfig()), lambda client: client.post("/v1/messages/", json={}))
+    assert (answer.status_code, answer.json()["type"]) == (400, "error")
+
+
+def test_a_slash_is_no_way_around_the_door(pipeline: TextPipeline) -> None:
+    config = ServerConfig(api_keys=("key",), max_queue=0)
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        assert [(await client.get(path)).status_code for path in ("/v1/models/", "/health/", "/ping/", "/ready/")] == [401, 200, 200, 200]
+        assert (await client.head("/v1/models")).status_code == 401
+        client.headers["authorization"] = "Bearer key"
+        request = client.build_request("POST", "/v1/completions/", json=COMPLETION | {"stream": True})
+        running = await client.send(request, stream=True)
+        assert (await client.post("/v1/completions/", json=COMPLETION)).status_code == 429
+        await running.aclose()
+
+    asked(served(pipeline, config, ScriptedEngine([*said("well"), asyncio.Event()])), ask)
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/ready"])
+def test_probes(path: str, pipeline: TextPipeline) -> None:
+    engine = ScriptedEngine()
+    app = served(pipeline, ServerConfig(), engine)
+    answer = asked(app, lambda client: client.get(path))
+    assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+    engine.alive = False
+    assert asked(app, lambda client: client.get(path)).status_code == 503
+    answer = asked(loading(ServerConfig()), lambda client: client.get(path + "/"))
+    assert (answer.status_code, answer.json()) == (503, {"status": "loading", "stage": "loading weights", "seconds": 1.0})
+    head = asked(loading(ServerConfig()), lambda client: client.head(path))
+    assert (head.status_code, head.headers["retry-after"], head.content) == (503, "2", b"")
+
+
+def test_without_origins_no_page_is_told_that_it_may_ask(pipeline: TextPipeline) -> None:
+    async def ask(client: httpx.AsyncClient) -> None:
+        assert "access-control-allow-origin" not in (await client.get("/v1/models", headers={"origin": ORIGIN})).headers
+        assert (await client.options("/v1/models", headers=PREFLIGHT)).status_code == 405
+
+    asked(served(pipeline, ServerConfig()), ask)
+
+
+@pytest.mark.parametrize(("origins", "told"), [(("*",), "*"), ((ORIGIN,), ORIGIN), (("http://a", ORIGIN), ORIGIN)])
+def test_pages_of_an_origin_may_ask(origins: tuple[str, ...], told: str, pipeline: TextPipeline) -> None:
+    """A preflight has no key: a browser sends it by itself. What follows is told so whatever it is: an answer, a stream, an error of any kind."""
+    config = ServerConfig(api_keys=("key",), cors_origins=origins)
+    page, key = {"origin": ORIGIN}, {"authorization": "Bearer key"}
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        preflight = await client.options("/v1/chat/completions", headers=PREFLIGHT)
+        assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, told)
+        assert preflight.headers["access-control-allow-headers"] == PREFLIGHT["access-control-request-headers"]
+        answers = [
+            await client.get("/v1/models", headers=page),
+            *[
+                await client.post("/v1/completions", json=body, headers=page | key)
+                for body in (COMPLETION, COMPLETION | {"stream": True}, COMPLETION | {"temperature": "warm"}, {})
+            ],
+            await client.get("/nothing", headers=page | key),
+        ]
+        assert [answer.status_code for answer in answers] == [401, 200, 200, 400, 400, 404]
+        assert answers[2].text.endswith("[DONE]\n\n")
+        for answer in answers:
+            assert answer.headers["access-control-allow-origin"] == told
+            assert answer.headers["access-control-expose-headers"] == "retry-after, x-agentspec-ignored-fields"
+
+    asked(served(pipeline, config), ask)
+    answer = asked(loading(config), lambda client: client.get("/health", headers=page))
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (503, told)
+
+
+def test_other_origins_are_told_nothing(pipeline: TextPipeline) -> None:
+    async def ask(client: httpx.AsyncClient) -> None:
+        other = {"origin": "http://localhost:3001"}
+        assert (await client.options("/v1/models", headers=PREFLIGHT | other)).status_code == 400
+        answer = await client.get("/v1/models", headers=other)
+        assert (answer.status_code, "access-control-allow-origin" in answer.headers) == (200, False)
+        assert json.loads(answer.content)["object"] == "list"
+
+    asked(served(pipeline, ServerConfig(cors_origins=(ORIGIN,))), ask)
