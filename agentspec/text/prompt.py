@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+from agentspec.text import context_edits
 from agentspec.text.chat_template import CacheMark, ChatTemplate, Tools
+from agentspec.text.context_edits import AppliedEdit, ContextEdit
 from agentspec.text.events import AssistantTurn
 from agentspec.text.messages import Message, normalise
 from agentspec.text.piece_encoder import PieceEncoder
@@ -39,6 +41,8 @@ class BuiltPrompt:
     """Key of the messages (text/turn_memory.py)."""
     lead: str
     """The end of the prompt's text."""
+    applied: tuple[AppliedEdit, ...] = ()
+    """What of the asked edits changed something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +81,26 @@ class PromptBuilder:
         *,
         namespace: str = "",
         marked: Sequence[CacheMark] = (),
+        edits: Sequence[ContextEdit] = (),
     ) -> BuiltPrompt:
         """The prompt that asks for the next assistant turn.
 
-        `namespace`: turns generated in another one are not put back. `marked`: places that become breakpoints beside the template's own.
+        `namespace`: turns generated in another one are not put back. `marked`: places that become breakpoints beside the template's own. `edits`:
+        made after turns were recognised, so that the conversation is known by what the client sends, whatever the model is shown of it.
         Raises RequestError naming what can't be used."""
         conversation, records, key = self._recall(normalise(messages), namespace)
+
+        def count(edited: Sequence[Message]) -> int:
+            text = self._template.render(edited, tools, template_kwargs=template_kwargs).text
+            return len(self._encode(text, self._locate(text, records), ())[0])
+
+        conversation, applied = context_edits.apply(conversation, edits, count)
         rendered = self._template.render(conversation, tools, template_kwargs=template_kwargs, marked=marked)
         characters = [offset for offset, _ in rendered.marks]
-        prompt_ids, offsets = self._encode(rendered.text, self._locate(rendered.text, records), characters)
+        stretches = self._locate(rendered.text, records)
+        self.num_spliced += len(stretches)
+        self.num_mismatched += len(records) - len(stretches)
+        prompt_ids, offsets = self._encode(rendered.text, stretches, characters)
         kinds = [kind for _, kind in rendered.marks]
         return BuiltPrompt(
             prompt_ids=prompt_ids,
@@ -94,6 +109,7 @@ class PromptBuilder:
             reasoning_open=rendered.text.rstrip().endswith(THINK_OPEN),
             conversation=key,
             lead=rendered.text[-_LEAD_CHARACTERS:],
+            applied=applied,
         )
 
     def remember(self, prompt: BuiltPrompt, turn: AssistantTurn, token_ids: Sequence[int], *, is_cut: bool) -> None:
@@ -129,12 +145,9 @@ class PromptBuilder:
             found = text.find(record.lead + record.text, max(0, cursor - len(record.lead)))
             start = found + len(record.lead)
             end = start + len(record.text)
-            if found < 0 or not (record.is_cut or text.startswith(self._special_texts, end)):
-                self.num_mismatched += 1
-                continue
-            stretches.append(_Stretch(start, end, record.token_ids))
-            self.num_spliced += 1
-            cursor = end
+            if found >= 0 and (record.is_cut or text.startswith(self._special_texts, end)):
+                stretches.append(_Stretch(start, end, record.token_ids))
+                cursor = end
         return stretches
 
     def _encode(self, text: str, stretches: Sequence[_Stretch], marks: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -12,6 +12,7 @@ import pytest
 
 from agentspec.errors import RequestError
 from agentspec.text.chat_template import ChatTemplate
+from agentspec.text.context_edits import CLEARED, ClearThinking, ClearToolUses
 from agentspec.text.events import AssistantTurn
 from agentspec.text.prompt import BuiltPrompt, PromptBuilder
 from agentspec.text.segmenter import Segmenter
@@ -158,6 +159,38 @@ def test_the_prompt_always_reads_as_the_template_says(session: Session) -> None:
     session.returned(turn)
     before = [*asked.prompt_ids, *ids]
     assert session.build().prompt_ids[: len(before)] == before
+
+
+def test_edits_are_of_what_the_model_is_shown(session: Session) -> None:
+    """The client drops the loop's thinking, which the server knows and shows; an edit clears it, and the turns are recognised all the same."""
+    prompt = session.ask("Two seats to Oslo")
+    for _ in range(2):
+        _, turn = session.generate(prompt, f"{THINKING}{CALL}")
+        session.returned(turn, with_reasoning=False)
+        prompt = session.build()
+    messages = json.loads(json.dumps(session.messages))
+    edit = ClearToolUses(above=0, keep=1, clear_inputs=True)
+    kwargs = {"preserve_thinking": True}
+    figures = (session.builder.num_spliced, session.builder.num_mismatched)
+    whole = session.builder.build(messages, TOOLS, kwargs, edits=[ClearThinking(keep_turns=1)])
+    assert (session.builder.num_spliced, session.builder.num_mismatched) == (figures[0] + 2, figures[1])
+    assert (whole.prompt_ids, whole.applied) == (prompt.prompt_ids, ())
+    messages[3]["content"] = "Nothing before noon. " * 20
+    before = session.builder.build(messages, TOOLS, kwargs)
+    after = session.builder.build(messages, TOOLS, kwargs, edits=[edit])
+    text = spelled(session.tokenizer, after.prompt_ids)
+    assert (text.count(CLEARED), text.count("noon"), text.count("Oslo\n</parameter>")) == (1, 0, 1)
+    assert [(one.edit, one.num_cleared) for one in after.applied] == [(edit, 1)]
+    assert after.conversation == before.conversation
+    messages.append({"role": "user", "content": "Book it"})
+    asked = session.builder.build(messages, TOOLS, kwargs)
+    _, turn = session.generate(asked, f"{THINKING}Done.")
+    messages += [{"role": "assistant", "content": turn.content}, {"role": "user", "content": "Thanks"}]
+    kept, cleared = (session.builder.build(messages, TOOLS, kwargs, edits=[ClearThinking(keep_turns=turns)]) for turns in (2, 1))
+    assert spelled(session.tokenizer, kept.prompt_ids).count("I should look.") == 3
+    assert spelled(session.tokenizer, cleared.prompt_ids).count("I should look.") == 1
+    (applied,) = cleared.applied
+    assert (applied.num_cleared, applied.saved_len) == (1, len(kept.prompt_ids) - len(cleared.prompt_ids))
 
 
 def test_preserved_thinking_makes_every_turn_a_beginning(tokenizer: Tokenizer, template: ChatTemplate) -> None:
