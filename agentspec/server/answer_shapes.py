@@ -165,10 +165,15 @@ class MessageObject(TypedDict):
     stop_sequence: str | None
     usage: MessageUsage
     metrics: Metrics
+    context_management: NotRequired[dict[str, Any]]
 
 
 class InputTokens(TypedDict):
     input_tokens: int
+
+
+class CountedMessages(InputTokens):
+    context_management: NotRequired[dict[str, int]]
 
 
 class Tokens(TypedDict):

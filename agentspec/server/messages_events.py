@@ -16,6 +16,7 @@ import msgspec
 from agentspec.errors import EngineClosedError
 from agentspec.server import sse
 from agentspec.server.answers import metrics_body
+from agentspec.server.messages_edits import applied_body
 from agentspec.server.turn import Turn, TurnEnd
 from agentspec.text.events import ContentDelta, ReasoningDelta, TextEvent, ToolCallArguments, ToolCallStart
 from agentspec.types import BLOCK_TOKENS, FinishReason
@@ -27,8 +28,10 @@ StreamEvent = dict[str, Any]
 class MessageEvents:
     """The events of one message: `opening` once, `tokens` as they come, `finish` once."""
 
-    def __init__(self, turn: Turn, info: ModelInfo, *, model: str, omits_thinking: bool) -> None:
+    def __init__(self, turn: Turn, info: ModelInfo, *, model: str, omits_thinking: bool, tells_edits: bool = False) -> None:
+        """tells_edits: of the conversation, whether any was made or not."""
         self._turn = turn
+        self._tells_edits = tells_edits
         self._info = info
         self._model = model
         self._omits_thinking = omits_thinking
@@ -61,6 +64,8 @@ class MessageEvents:
         told = [*self._told(end.events), *self._closed()]
         usage = usage_body(end.usage, marked_end=self._turn.prompt.marked_end, thinking_tokens=end.reasoning_tokens)
         delta = {"type": "message_delta", "delta": _stop(end), "usage": usage, "metrics": metrics_body(end.usage.spec, self._info)}
+        if self._tells_edits:
+            delta["context_management"] = applied_body(self._turn.prompt.applied)
         return [*told, delta, {"type": "message_stop"}]
 
     def _told(self, added: Iterable[TextEvent]) -> list[StreamEvent]:
@@ -122,7 +127,7 @@ def put_together(told: Iterable[StreamEvent]) -> dict[str, Any]:
         elif event["type"] == "message_delta":
             message |= event["delta"]
             message["usage"] |= event["usage"]
-            message["metrics"] = event["metrics"]
+            message |= {name: event[name] for name in ("metrics", "context_management") if name in event}
     for index, parts in inputs.items():
         message["content"][index]["input"] = _object("".join(parts))
     return message

@@ -27,7 +27,6 @@ class _Block(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
 class TextBlock(_Block, frozen=True, kw_only=True, tag="text"):
     text: str
     cache_control: CacheControl | None = None
-    citations: Annotated[list[Any], msgspec.Meta(max_length=0)] | None = None
 
 
 class ThinkingBlock(_Block, frozen=True, kw_only=True, tag="thinking"):
@@ -41,17 +40,11 @@ class RedactedThinkingBlock(_Block, frozen=True, kw_only=True, tag="redacted_thi
     """Another provider's: it has no text that we could know."""
 
 
-class _Caller(msgspec.Struct, frozen=True):
-    type: Literal["direct"]
-
-
 class ToolUseBlock(_Block, frozen=True, kw_only=True, tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any]
     cache_control: CacheControl | None = None
-    caller: _Caller | None = None
-    toolset_name: None = None
 
 
 class ToolResultBlock(_Block, frozen=True, kw_only=True, tag="tool_result"):
@@ -59,7 +52,6 @@ class ToolResultBlock(_Block, frozen=True, kw_only=True, tag="tool_result"):
     content: str | list[TextBlock] | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
-    toolset_name: None = None
 
     @property
     def text(self) -> str:
@@ -129,19 +121,15 @@ class _Conversation:
         self.messages.append({"role": role, "content": text})
 
     def add_user(self, message: UserMessage, field: str) -> None:
-        """Results become messages of their own, before the text."""
+        """Results become messages of their own, before the text wherever it stands: agents put their reminders on either side."""
         if isinstance(message.content, str):
             self.add_texts("user", message.content)
             return
-        texts: list[TextBlock] = []
         for number, block in enumerate(message.content):
-            if isinstance(block, TextBlock):
-                texts.append(block)
-            elif texts:
-                raise RequestError(f"{field}.content[{number}].type", "tool_result", "results must come before the message's text")
-            else:
+            if isinstance(block, ToolResultBlock):
                 self._add_result(block, f"{field}.content[{number}]")
-        if texts:
+        texts = [block for block in message.content if isinstance(block, TextBlock)]
+        if len(texts) == len(message.content) or any(block.text for block in texts):
             self.add_texts("user", texts)
 
     def add_assistant(self, message: AssistantMessage) -> None:

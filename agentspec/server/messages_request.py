@@ -5,69 +5,31 @@ Owns Anthropic's structs of a request and what they mean as a TurnRequest, but f
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Annotated, Any, Literal
+from collections.abc import Collection, Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from agentspec.errors import RequestError
-from agentspec.server.fields import Notes, read
+from agentspec.server.fields import FieldTable, Notes, read
+from agentspec.server.messages_blocks import readable
+from agentspec.server.messages_edits import ClearThinkingEdit, ContextManagement
 from agentspec.server.messages_input import CacheControl, InputMessage, TextBlock, converted
+from agentspec.server.messages_tools import AutoChoice, Choice, Tool, demand, known_tools
 from agentspec.server.tables.messages import COUNT, MESSAGES
 from agentspec.server.turn import TurnRequest
 from agentspec.text.chat_template import CacheMark, MessageMark, ToolsMark
-from agentspec.text.constraints import OutputForm, ToolDemand
+from agentspec.text.constraints import OutputForm
 from agentspec.types import SamplingParams
 
 MAX_MARKS = 4
 """Places with cache_control in one request, as at Anthropic."""
 
-MIN_THINKING_TOKENS = 1024
+EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 _THINKING_SWITCH = "enable_thinking"
 _EFFORT = "reasoning_effort"
-
-
-class Tool(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool of the client's own."""
-
-    name: str
-    input_schema: dict[str, Any]
-    description: str | None = None
-    type: Literal["custom"] | None = None
-    strict: bool | None = None
-    cache_control: CacheControl | None = None
-    eager_input_streaming: Literal[True] | None = None
-    """Without effect: arguments always stream as they are written."""
-    allowed_callers: list[Literal["direct"]] | None = None
-    defer_loading: Literal[False] | None = None
-    input_examples: Annotated[list[Any], msgspec.Meta(max_length=0)] | None = None
-
-    def function(self) -> dict[str, Any]:
-        """As OpenAI's function tool."""
-        described = {} if self.description is None else {"description": self.description}
-        strict = {"strict": True} if self.strict else {}
-        return {"type": "function", "function": {"name": self.name, **described, "parameters": self.input_schema, **strict}}
-
-
-class _Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
-    disable_parallel_tool_use: bool = False
-
-
-class AutoChoice(_Choice, frozen=True, kw_only=True, tag="auto"):
-    pass
-
-
-class AnyChoice(_Choice, frozen=True, kw_only=True, tag="any"):
-    pass
-
-
-class NamedChoice(_Choice, frozen=True, kw_only=True, tag="tool"):
-    name: str
-
-
-class NoChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="none"):
-    pass
+_KEEPS_THINKING = "preserve_thinking"
 
 
 class _Thinking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
@@ -76,8 +38,8 @@ class _Thinking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class EnabledThinking(_Thinking, frozen=True, kw_only=True, tag="enabled"):
-    budget_tokens: Annotated[int, msgspec.Meta(ge=MIN_THINKING_TOKENS)]
-    """An aim that the model isn't told of: thinking counts towards max_tokens, and only that bounds it."""
+    budget_tokens: int
+    """An aim that the model isn't told of, so that any number will do: thinking counts towards max_tokens, and only that bounds it."""
 
 
 class AdaptiveThinking(_Thinking, frozen=True, kw_only=True, tag="adaptive"):
@@ -94,7 +56,8 @@ class JsonFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: str | None = None
+    """One of EFFORTS where the template is told; anything where there is nobody to tell."""
     format: JsonFormat | None = None
 
 
@@ -105,13 +68,28 @@ class CountRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     messages: Annotated[list[InputMessage], msgspec.Meta(min_length=1)]
     system: str | list[TextBlock] = ""
     tools: list[Tool] = []
-    tool_choice: AutoChoice | AnyChoice | NamedChoice | NoChoice = AutoChoice()
+    tool_choice: Choice = AutoChoice()
     thinking: EnabledThinking | AdaptiveThinking | DisabledThinking | None = None
     output_config: OutputConfig = OutputConfig()
+    output_format: JsonFormat | None = None
+    """The older name of output_config.format."""
+    context_management: ContextManagement | None = None
     cache_control: CacheControl | None = None
     """A mark behind the last message."""
     cache_salt: str = ""
     """Not Anthropic's: prefixes are shared only among requests with the same salt."""
+
+    @property
+    def wants_no_thinking(self) -> bool:
+        return isinstance(self.thinking, DisabledThinking)
+
+    def form(self) -> OutputForm | None:
+        """Raises RequestError for two forms."""
+        name = "output_config.format" if self.output_format is None else "output_format"
+        asked = self.output_format or self.output_config.format
+        if self.output_config.format not in (None, asked):
+            raise RequestError("output_format", msgspec.to_builtins(self.output_format), "disagrees with output_config.format")
+        return None if asked is None else OutputForm(kind="json_schema", source=asked.schema, field=f"{name}.schema")
 
 
 class MessagesRequest(CountRequest, frozen=True, kw_only=True):
@@ -134,19 +112,17 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
         )
 
 
+_Request = TypeVar("_Request", bound=CountRequest)
+
+
 def parse_messages(body: Any, notes: Notes | None = None) -> MessagesRequest:
     """Check a decoded JSON body. Raises RequestError with the first field that is not served or wrong. notes: of what nobody knows."""
-    _refuse_foreign_tools(body)
-    asked = read(body, MessagesRequest, MESSAGES, notes or Notes(), required=("model", "max_tokens", "messages"))
-    if isinstance(asked.thinking, EnabledThinking) and asked.thinking.budget_tokens >= asked.max_tokens:
-        raise RequestError("thinking.budget_tokens", asked.thinking.budget_tokens, f"must be below max_tokens={asked.max_tokens}")
-    return asked
+    return _parsed(body, MessagesRequest, MESSAGES, notes or Notes(), required=("model", "max_tokens", "messages"))
 
 
 def parse_count(body: Any, notes: Notes | None = None) -> CountRequest:
     """The same for count_tokens."""
-    _refuse_foreign_tools(body)
-    return read(body, CountRequest, COUNT, notes or Notes(), required=("model", "messages"))
+    return _parsed(body, CountRequest, COUNT, notes or Notes(), required=("model", "messages"))
 
 
 def turn_request(asked: CountRequest, session_id: str | None, template_reads: Collection[str]) -> TurnRequest:
@@ -154,68 +130,63 @@ def turn_request(asked: CountRequest, session_id: str | None, template_reads: Co
 
     Raises RequestError for what doesn't fit together, or what the template can't do."""
     messages, in_messages = converted(asked.system, asked.messages)
-    marks: list[CacheMark] = [ToolsMark(number) for number, tool in enumerate(asked.tools, 1) if tool.cache_control is not None]
-    marks += in_messages
+    own = [tool for tool in asked.tools if tool.is_own]
+    marks: list[CacheMark] = [*_tool_marks(asked.tools), *in_messages]
     if asked.cache_control is not None:
         marks.append(MessageMark(len(messages) - 1))
     if len(marks) > MAX_MARKS:
         raise RequestError("cache_control", len(marks), f"at most {MAX_MARKS} places may have it")
-    form = asked.output_config.format
+    edits = [] if asked.context_management is None else asked.context_management.edits
     return TurnRequest(
         messages=messages,
         sampling=asked.sampling() if isinstance(asked, MessagesRequest) else SamplingParams(),
-        tools=[tool.function() for tool in asked.tools],
-        demand=_demand(asked.tool_choice, [tool.name for tool in asked.tools]),
-        output=None if form is None else OutputForm(kind="json_schema", source=form.schema, field="output_config.format.schema"),
-        template_kwargs={**_thinking_kwargs(asked.thinking, template_reads), **_effort_kwargs(asked.output_config.effort, template_reads)},
+        tools=[tool.function() for tool in own],
+        demand=demand(asked.tool_choice, asked.tools),
+        output=asked.form(),
+        template_kwargs={
+            **_thinking_kwargs(asked.thinking, template_reads),
+            **_effort_kwargs(asked.output_config.effort, template_reads),
+            **_keeping_kwargs(edits, template_reads),
+        },
         namespace=asked.cache_salt,
         session_id=session_id,
         marked=marks,
+        edits=[edit.edit() for edit in edits],
     )
 
 
-def _refuse_foreign_tools(body: Any) -> None:
-    """Anthropic's own tools have other fields than a client's, so that their type is what must be named."""
-    tools = body.get("tools") if isinstance(body, dict) else None
-    for index, tool in enumerate(tools if isinstance(tools, list) else ()):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if kind not in (None, "custom"):
-            raise RequestError(f"tools[{index}].type", kind, "is a tool of Anthropic's own; only custom tools, with an input_schema, are served")
+def _parsed(body: Any, kind: type[_Request], table: FieldTable, notes: Notes, *, required: tuple[str, ...]) -> _Request:
+    if isinstance(body, dict):
+        body = {**body, **{name: made(body[name], notes) for name, made in (("messages", readable), ("tools", known_tools)) if name in body}}
+    return read(body, kind, table, notes, required=required)
 
 
-def _demand(choice: AutoChoice | AnyChoice | NamedChoice | NoChoice, names: list[str]) -> ToolDemand:
-    if isinstance(choice, NoChoice):
-        return ToolDemand(choice="none")
-    parallel = not choice.disable_parallel_tool_use
-    if isinstance(choice, AutoChoice):
-        return ToolDemand(choice="auto", parallel=parallel)
-    if isinstance(choice, AnyChoice):
-        if not names:
-            raise RequestError("tool_choice.type", "any", "needs tools")
-        return ToolDemand(choice="required", parallel=parallel)
-    if choice.name not in names:
-        raise RequestError("tool_choice.name", choice.name, "is not the name of one of the request's tools")
-    return ToolDemand(choice="required", name=choice.name, parallel=parallel)
+def _tool_marks(tools: Sequence[Tool]) -> list[CacheMark]:
+    """Places among the tools that the model is shown."""
+    marks: list[CacheMark] = []
+    num_shown = 0
+    for tool in tools:
+        num_shown += tool.is_own
+        if tool.cache_control is not None and num_shown:
+            marks.append(ToolsMark(num_shown))
+    return marks
 
 
 def _thinking_kwargs(thinking: EnabledThinking | AdaptiveThinking | DisabledThinking | None, reads: Collection[str]) -> dict[str, Any]:
-    """Without the field the template decides; adaptive thinking is thinking where there is a choice."""
-    if thinking is None:
+    """Without the field, or without the switch, the template decides; adaptive thinking is thinking where there is a choice."""
+    if thinking is None or _THINKING_SWITCH not in reads:
         return {}
-    if _THINKING_SWITCH in reads:
-        return {_THINKING_SWITCH: not isinstance(thinking, DisabledThinking)}
-    if isinstance(thinking, AdaptiveThinking):
-        return {}
-    kind = "disabled" if isinstance(thinking, DisabledThinking) else "enabled"
-    raise RequestError("thinking.type", kind, f"this checkpoint's chat template has no variable {_THINKING_SWITCH}")
+    return {_THINKING_SWITCH: not isinstance(thinking, DisabledThinking)}
 
 
 def _effort_kwargs(effort: str | None, reads: Collection[str]) -> dict[str, Any]:
-    """`high` is Anthropic's default, so it asks for nothing where the template knows no efforts."""
-    if effort is None:
+    if effort is None or _EFFORT not in reads:
         return {}
-    if _EFFORT in reads:
-        return {_EFFORT: effort}
-    if effort == "high":
-        return {}
-    raise RequestError("output_config.effort", effort, f"this checkpoint's chat template has no variable {_EFFORT}")
+    if effort not in EFFORTS:
+        raise RequestError("output_config.effort", effort, f"must be one of {', '.join(EFFORTS)}")
+    return {_EFFORT: effort}
+
+
+def _keeping_kwargs(edits: Sequence[object], reads: Collection[str]) -> dict[str, Any]:
+    """Who says which thinking to clear says that the rest is to be kept, so the template must not drop it by a rule of its own."""
+    return {_KEEPS_THINKING: True} if _KEEPS_THINKING in reads and any(isinstance(edit, ClearThinkingEdit) for edit in edits) else {}

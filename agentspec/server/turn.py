@@ -20,6 +20,7 @@ from agentspec.server.service import Service
 from agentspec.server.token_places import TokenPlaces
 from agentspec.text.chat_template import CacheMark, Tools
 from agentspec.text.constraints import OutputForm, ToolDemand, turn_grammar
+from agentspec.text.context_edits import ContextEdit
 from agentspec.text.events import AssistantTurn, ContentDelta, TextEvent
 from agentspec.text.prompt import BuiltPrompt
 from agentspec.text.tool_calls.protocol import CALL_OPEN
@@ -48,6 +49,8 @@ class TurnRequest:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     marked: Sequence[CacheMark] = ()
     """Places of the prompt that later ones are to share (Anthropic's cache_control)."""
+    edits: Sequence[ContextEdit] = ()
+    """What the model is not to be shown of the messages (Anthropic's context_management)."""
     namespace: str = ""
     session_id: str | None = None
     logprobs: int | None = None
@@ -141,7 +144,9 @@ async def build_prompt(service: Service, asked: TurnRequest) -> BuiltPrompt:
     kwargs = {**asked.template_kwargs, **_reasoning_kwargs(asked, text.prompts.template_reads)}
     tools = [_shown(tool) for tool in asked.tools] or None
     async with text.lock:
-        return await asyncio.to_thread(text.prompts.build, asked.messages, tools, kwargs, namespace=asked.namespace, marked=asked.marked)
+        return await asyncio.to_thread(
+            text.prompts.build, asked.messages, tools, kwargs, namespace=asked.namespace, marked=asked.marked, edits=asked.edits
+        )
 
 
 async def begin(service: Service, asked: TurnRequest) -> list[Turn]:

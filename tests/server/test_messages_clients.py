@@ -104,6 +104,74 @@ def test_thinking_switched_off_counting_and_errors() -> None:
     asyncio.run(run())
 
 
+def claude_code(**extra: Any) -> dict[str, Any]:
+    """The body that Claude Code sends, as far as it is not the conversation. top_k holds the answer still, which Claude Code does not ask for."""
+    body: dict[str, Any] = {
+        "model": MODEL,
+        "max_tokens": 2000,
+        "metadata": {"user_id": "user_0_account__session_0"},
+        "thinking": {"type": "enabled", "budget_tokens": 31999},
+        "output_config": {"effort": "medium"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "tools": [{**TOOLS[0], "eager_input_streaming": True, **MARK}, {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}],
+        "betas": ["claude-code-20250219", "interleaved-thinking-2025-05-14", "context-management-2025-06-27"],
+        "extra_headers": {"x-app": "cli"},
+        "extra_body": {"temperature": 1, "top_k": 1},
+    }
+    return body | extra
+
+
+def remembered(messages: list[Any]) -> list[Any]:
+    """As agents send a history back: with the last message marked, and fields in the blocks that were none of the answer's."""
+    copied = json.loads(json.dumps(messages))
+    for message in copied:
+        for block in message["content"]:
+            block["x_internal"] = {"shown": True}
+            if block["type"] == "text":
+                block["citations"] = None
+    copied[-1]["content"][-1] |= MARK
+    return list(copied)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_loop_as_claude_code_runs_it(stream: bool) -> None:
+    async def ask_beta(opened: Any, messages: list[Any], **extra: Any) -> Any:
+        if not stream:
+            return await opened.beta.messages.create(messages=messages, **claude_code(**extra))
+        async with opened.beta.messages.stream(messages=messages, **claude_code(**extra)) as events:
+            return await events.get_final_message()
+
+    async def run() -> None:
+        async with client() as opened:
+            reminder = {"type": "text", "text": "So what is the status of order O-4071?"}
+            messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": QUESTION["content"]}]}]
+            system = [{"type": "text", "text": "You look things up.", **MARK}]
+            asked = await ask_beta(opened, remembered(messages), system=system)
+            assert [block.type for block in asked.content] == ["thinking", "tool_use"]
+            assert asked.context_management.applied_edits == []
+            said, results = returned(asked, with_thinking=True)
+            said["content"].insert(1, {"type": "server_tool_use", "id": "srvtoolu_0", "name": "web_search", "input": {"query": "lamps"}})
+            messages += [said, {**results, "content": [reminder, *results["content"]]}]
+            answered = await ask_beta(opened, remembered(messages), system=system)
+            assert answered.stop_reason == "end_turn"
+            assert "paid" in answered.content[-1].text
+            messages += [*returned(answered, with_thinking=True), {"role": "user", "content": [{"type": "text", "text": "And who is the customer?"}]}]
+            cleared = {"type": "clear_tool_uses_20250919", "trigger": {"type": "tool_uses", "value": 0}, "keep": {"type": "tool_uses", "value": 0}}
+            edits = {"edits": [{"type": "clear_thinking_20251015"}, cleared]}
+            last = await ask_beta(opened, remembered(messages), system=system, context_management=edits)
+            kinds = [edit.type for edit in last.context_management.applied_edits]
+            assert kinds == ["clear_thinking_20251015", "clear_tool_uses_20250919"]
+            body = claude_code(context_management=edits)
+            count = {name: body[name] for name in ("model", "thinking", "tools", "context_management", "betas", "output_config")}
+            counted = await opened.beta.messages.count_tokens(messages=remembered(messages), system=system, **count)
+            usage = last.usage
+            assert counted.input_tokens == usage.input_tokens + usage.cache_creation_input_tokens + usage.cache_read_input_tokens
+            saved = sum(edit.cleared_input_tokens for edit in last.context_management.applied_edits)
+            assert counted.context_management.original_input_tokens == counted.input_tokens + saved
+
+    asyncio.run(run())
+
+
 DOCUMENT = "".join(f"Line {number} of a long document.\n" for number in range(12))
 ASKS, ASKS_ELSE = ("And what does it say in line 3, which I can't find? " * 3, "Which line is the last, and what is behind it, if anything? " * 3)
 LOOP: list[dict[str, Any]] = [

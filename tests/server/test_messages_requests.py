@@ -18,8 +18,11 @@ USER: dict[str, Any] = {"role": "user", "content": "hi"}
 BODY: dict[str, Any] = {"model": "m", "max_tokens": 2000, "messages": [USER]}
 TOOL: dict[str, Any] = {"name": "look", "description": "Look.", "input_schema": {"type": "object", "properties": {"where": {"type": "string"}}}}
 MARK: dict[str, Any] = {"type": "ephemeral"}
-READS = frozenset({"enable_thinking", "reasoning_effort"})
+READS = frozenset({"enable_thinking", "reasoning_effort", "preserve_thinking"})
 USE: dict[str, Any] = {"type": "tool_use", "id": "c1", "name": "look", "input": {"where": "there"}}
+SEARCH: dict[str, Any] = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
+FORM: dict[str, Any] = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+KEEP_ALL: dict[str, Any] = {"type": "clear_thinking_20251015", "keep": "all"}
 RESULT: dict[str, Any] = {"type": "tool_result", "tool_use_id": "c1", "content": "a lamp"}
 
 
@@ -46,7 +49,21 @@ def test_every_documented_field_is_known() -> None:
     ("extra", "field"),
     [
         ({"container": "c"}, "container"),
-        ({"context_management": {"edits": []}}, "context_management"),
+        ({"compaction": {"type": "summarize"}}, "compaction"),
+        ({"thread": {"type": "create"}}, "thread"),
+        ({"context_management": []}, "context_management"),
+        ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management.edits[0].type"),
+        ({"context_management": {"edits": [KEEP_ALL, {"type": "clear_images_20300101"}]}}, "context_management.edits[1].type"),
+        ({"context_management": {"edits": [{**KEEP_ALL, "keep": "some"}]}}, "context_management.edits[0].keep"),
+        ({"context_management": {"edits": [{**KEEP_ALL, "keep": {"type": "thinking_turns", "value": 0}}]}}, "context_management.edits[0].keep.value"),
+        (
+            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919", "trigger": {"type": "turns", "value": 3}}]}},
+            "context_management.edits[0].trigger.type",
+        ),
+        (
+            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919", "keep": {"type": "tool_uses", "value": -1}}]}},
+            "context_management.edits[0].keep.value",
+        ),
         ({"mcp_servers": [{"name": "x"}]}, "mcp_servers"),
         ({"n": 2}, "n"),
         ({"max_tokens": None}, "max_tokens"),
@@ -55,10 +72,9 @@ def test_every_documented_field_is_known() -> None:
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
-        ({"messages": [{"role": "user", "content": [{**text("x"), "citations": [{}]}]}]}, "messages[0].content[0].citations"),
         ({"messages": [{"role": "user", "content": [USE]}]}, "messages[0].content[0].type"),
-        ({"messages": [{"role": "user", "content": [{**RESULT, "content": [{"type": "document"}]}]}]}, "messages[0].content[0].content[0].type"),
-        ({"messages": [{"role": "user", "content": [text("x"), RESULT]}]}, "messages[0].content[1].type"),
+        ({"messages": [{"role": "user", "content": [{**RESULT, "content": [{"type": "image"}]}]}]}, "messages[0].content[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [text("x"), RESULT]}]}, "messages[0].content[1].tool_use_id"),
         ({"messages": [USER, {"role": "user", "content": [RESULT]}]}, "messages[1].content[0].tool_use_id"),
         ({"messages": [USER, {"role": "assistant", "content": "Well"}]}, "messages[1].role"),
         (
@@ -68,21 +84,23 @@ def test_every_documented_field_is_known() -> None:
         ({"messages": [{"role": "user", "content": [text("x", cache_control={"type": "forever"})]}]}, "messages[0].content[0].cache_control.type"),
         ({"cache_control": {"type": "ephemeral", "ttl": "1d"}}, "cache_control.ttl"),
         ({"system": [text(str(number), cache_control=MARK) for number in range(5)]}, "cache_control"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "look"}}]}, "tools[0].type"),
+        ({"tools": [{"type": ["custom"], "name": "look"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search_20250305", "name": 5}]}, "tools[0].name"),
+        ({"tools": [SEARCH, {"name": "look"}]}, "tools[1]"),
         ({"tools": [TOOL, {"name": "look"}]}, "tools[1]"),
-        ({"tools": [{**TOOL, "input_examples": [{}]}]}, "tools[0].input_examples"),
-        ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading"),
-        ({"tools": [{**TOOL, "eager_input_streaming": False}]}, "tools[0].eager_input_streaming"),
-        ({"tools": [{**TOOL, "allowed_callers": ["code_execution_20250825"]}]}, "tools[0].allowed_callers[0]"),
         ({"tool_choice": {"type": "any"}}, "tool_choice.type"),
+        ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "tool_choice.type"),
+        ({"tools": [TOOL, SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}}, "tool_choice.name"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice.name"),
         ({"tool_choice": "auto"}, "tool_choice"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking.budget_tokens"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 100}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": "many"}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "enabled"}}, "thinking"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type"),
         ({"output_config": {"format": {"type": "regex"}}}, "output_config.format.type"),
         ({"output_config": {"effort": "none"}}, "output_config.effort"),
+        ({"output_format": {"type": "text"}}, "output_format.type"),
+        ({"output_format": {**FORM, "schema": {}}, "output_config": {"format": FORM}}, "output_format"),
     ],
     ids=str,
 )
@@ -98,8 +116,17 @@ def test_what_is_wrong_is_named(extra: dict[str, Any], field: str) -> None:
         {"speed": "standard", "mcp_servers": [], "container": None},
         {"service_tier": "standard_only", "metadata": {"user_id": "u"}},
         {"tools": [{**TOOL, "type": "custom", "allowed_callers": ["direct"], "defer_loading": False, "input_examples": [], "strict": False}]},
+        {"tools": [{**TOOL, "allowed_callers": ["code_execution_20250825"], "defer_loading": True, "input_examples": [{"where": "here"}]}]},
+        {"tools": [{**TOOL, "eager_input_streaming": False}, {**TOOL, "eager_input_streaming": True}]},
+        {"context_management": {"edits": []}},
+        {"context_management": {"edits": [KEEP_ALL]}},
+        {"fallbacks": "default", "billing_policy": {"type": "billing_policy"}, "fallback_credit_token": "t"},
+        {"thinking": {"type": "enabled", "budget_tokens": 31999}},
+        {"thinking": {"type": "enabled", "budget_tokens": 1}},
+        {"messages": [{"role": "user", "content": [{**text("x"), "citations": [{"type": "char_location", "cited_text": "y"}]}]}]},
         {"messages": [{"role": "user", "content": [text("x", citations=None, cache_control=None)]}]},
         {"messages": [USER, {"role": "assistant", "content": [{**USE, "caller": {"type": "direct"}}]}, {"role": "user", "content": [RESULT]}]},
+        {"messages": [USER, {"role": "assistant", "content": [{**USE, "caller": {"type": "code_execution_20250825", "tool_id": "s"}}]}, USER]},
     ],
     ids=str,
 )
@@ -140,9 +167,10 @@ def test_tool_choice(choice: dict[str, Any] | None, demand: ToolDemand) -> None:
 
 
 def test_output_format() -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    asked = turn({"output_config": {"format": {"type": "json_schema", "schema": schema}}})
-    assert asked.output == OutputForm(kind="json_schema", source=schema, field="output_config.format.schema")
+    asked = turn({"output_config": {"format": FORM}})
+    assert asked.output == OutputForm(kind="json_schema", source=FORM["schema"], field="output_config.format.schema")
+    older = OutputForm(kind="json_schema", source=FORM["schema"], field="output_format.schema")
+    assert turn({"output_format": FORM}).output == turn({"output_format": FORM, "output_config": {"format": FORM}}).output == older
     assert turn({}).output is None
 
 
@@ -155,6 +183,8 @@ def test_output_format() -> None:
         ({"thinking": {"type": "adaptive", "display": "omitted"}}, {"enable_thinking": True}),
         ({"output_config": {"effort": "low"}}, {"reasoning_effort": "low"}),
         ({"output_config": {"effort": "high"}}, {"reasoning_effort": "high"}),
+        ({"context_management": {"edits": [KEEP_ALL]}}, {"preserve_thinking": True}),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, {}),
     ],
     ids=str,
 )
@@ -162,15 +192,10 @@ def test_thinking_and_effort_are_the_templates(extra: dict[str, Any], kwargs: di
     assert turn(extra).template_kwargs == kwargs
 
 
-def test_switches_that_the_template_lacks_are_refused() -> None:
-    for thinking in ({"type": "disabled"}, {"type": "enabled", "budget_tokens": 1024}):
-        with pytest.raises(RequestError, match="enable_thinking") as raised:
-            turn({"thinking": thinking}, frozenset())
-        assert raised.value.field == "thinking.type"
-    with pytest.raises(RequestError, match="reasoning_effort") as raised:
-        turn({"output_config": {"effort": "max"}}, frozenset())
-    assert raised.value.field == "output_config.effort"
-    assert turn({"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}}, frozenset()).template_kwargs == {}
+@pytest.mark.parametrize("thinking", [{"type": "disabled"}, {"type": "adaptive"}, {"type": "enabled", "budget_tokens": 1024}], ids=str)
+def test_what_the_template_has_no_switch_for_is_left_to_it(thinking: dict[str, Any]) -> None:
+    extra = {"thinking": thinking, "output_config": {"effort": "whatever"}, "context_management": {"edits": [KEEP_ALL]}}
+    assert turn(extra, frozenset()).template_kwargs == {}
 
 
 def test_blocks_become_messages() -> None:
@@ -211,6 +236,17 @@ def test_blocks_become_messages() -> None:
         {"role": "assistant", "content": "So."},
         {"role": "user", "content": "Thanks"},
     ]
+
+
+@pytest.mark.parametrize("order", [[RESULT, text("So?")], [text("So?"), RESULT], [text("So"), RESULT, text("?")]], ids=str)
+def test_results_come_first_wherever_the_text_stands(order: list[dict[str, Any]]) -> None:
+    asked = turn({"messages": [USER, {"role": "assistant", "content": [USE]}, {"role": "user", "content": order}]})
+    assert asked.messages[2:] == [{"role": "tool", "tool_call_id": "c1", "content": "a lamp"}, {"role": "user", "content": "So?"}]
+
+
+def test_results_beside_an_empty_text_are_no_question() -> None:
+    asked = turn({"messages": [USER, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [RESULT, text("")]}]})
+    assert [message["role"] for message in asked.messages] == ["user", "assistant", "tool"]
 
 
 def test_results_without_content() -> None:

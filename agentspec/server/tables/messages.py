@@ -7,41 +7,54 @@ from agentspec.server.fields import FieldTable, accepted, refused, works
 _PROMPT: FieldTable = {
     "model": works("required; must be a name of the served model (404 otherwise): the checkpoint's, or those of `--served-model-name`"),
     "messages": works(
-        "required. `user`, `assistant` and, where the template takes it, `system`. Blocks: `text`, `tool_use`, `tool_result` (a text or text "
-        "blocks), "
-        "`thinking`, `redacted_thinking`. Texts of one message are joined as they are. Results stand before the text of their message; one with "
-        "`is_error` reaches the model behind `Error: `. Assistant messages in a row are one turn; the last message can't be one. A redacted block is "
-        "another provider's and has no text to show the model. What else a block carries is left out"
+        "required. `user`, `assistant` and, where the template takes it, `system`. Blocks: `text`, `tool_use`, `tool_result` (a text or parts), "
+        "`thinking`, `redacted_thinking`. Texts of one message are joined as they are. Results come before the text of their message, wherever they "
+        "stand in it; one with `is_error` reaches the model behind `Error: `. Assistant messages in a row are one turn; the last message can't be "
+        "one. A redacted block is another provider's and has no text to show the model. Of other blocks and parts (`document`, `search_result`, the "
+        "uses and results of tools that Anthropic runs) the model reads the [texts that they hold](#blocks-with-texts), and of those without any "
+        "nothing; images are refused. What else a block carries is left out"
     ),
     "system": works("a text or text blocks"),
     "tools": works(
-        "of your own, with an `input_schema`; Anthropic's (`type: web_search_...`) are refused. `strict` holds the call to its schema. "
-        "`input_examples`, `defer_loading` and callers other than `direct` are refused; `eager_input_streaming` is always on"
+        "of your own, with an `input_schema`; `strict` holds the call to it. `bash_20250124`, `bash_20241022` and `memory_20250818`, which stand "
+        "for a schema, are shown with it. Anthropic's other tools (`web_search_20250305`, `text_editor_...`, `computer_...`, `mcp_toolset`...) are "
+        "left out, and the header `x-agentspec-ignored-fields` has `tools[web_search_20250305]`. `defer_loading`, `allowed_callers`, "
+        "`input_examples` and `eager_input_streaming` are taken, without effect: every tool is shown, is called directly, and streams its arguments "
+        "as they are written"
     ),
-    "tool_choice": works("`auto`, `any`, `tool` or `none`, with `disable_parallel_tool_use`; the prompt is the same whatever the choice"),
+    "tool_choice": works(
+        "`auto`, `any`, `tool` or `none`, with `disable_parallel_tool_use`; the prompt is the same whatever the choice. A tool that was left out "
+        "can't be chosen"
+    ),
     "thinking": works(
-        "`disabled` and `enabled` set the template's `enable_thinking`, and are refused where it has none. `adaptive` is `enabled` where there is "
-        "the "
-        "choice. Without the field the template decides. `budget_tokens` (at least 1024, below `max_tokens`) is an aim that the model isn't told "
-        "of: only "
-        "`max_tokens` bounds its thinking. `display: omitted` leaves the text out of the answer; there are no summaries"
+        "`enabled`, `adaptive` and `disabled` set the template's `enable_thinking`. Without the field, and where the template has no such variable, "
+        "it decides; `disabled` is refused if it begins the answer with thinking nevertheless. `budget_tokens`, any number, is an aim that the model "
+        "isn't told of: only `max_tokens` bounds its thinking. `display: omitted` leaves the text out of the answer; there are no summaries"
     ),
     "output_config": works(
-        "`format` (a JSON schema) constrains the answer. `effort` goes to a template that has `reasoning_effort`, and elsewhere only `high`, the "
-        "default, "
-        "is taken"
+        "`format` (a JSON schema) constrains the answer. `effort` (`low`, `medium`, `high`, `xhigh`, `max`) goes to a template that has "
+        "`reasoning_effort`; elsewhere it may be anything, and has no effect"
+    ),
+    "output_format": works("the older name of `output_config.format`"),
+    "context_management": works(
+        "`edits` of what the model is shown: `clear_thinking_20251015` and `clear_tool_uses_20250919`, see [edits](#edits-of-a-conversation); others "
+        "(`compact_20260112`) are refused"
     ),
     "cache_control": works("in blocks of `system` and `messages`, in tools, and at the root, where it means the end of the last message: 4 at most"),
     "cache_salt": works("not Anthropic's; as in chat"),
     "container": refused("there is none"),
-    "context_management": refused("histories are rendered as they are sent"),
+    "compaction": refused("nothing is summarised here"),
     "mcp_servers": refused("tools are the client's to call", []),
     "input": refused("of responses"),
     "n": refused("of chat: there is one answer", 1),
     "prompt": refused("of completions"),
     "response_format": refused("of chat; `output_config.format` is served"),
     "stop": refused("of chat; `stop_sequences` is served", []),
+    "thread": refused("a conversation is sent whole"),
+    "billing_policy": accepted("nothing is billed"),
     "diagnostics": accepted(),
+    "fallback_credit_token": accepted("nothing is billed"),
+    "fallbacks": accepted("there is one model"),
     "inference_geo": accepted("it runs where the server is"),
     "speed": accepted("there is one speed"),
 }
