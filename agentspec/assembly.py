@@ -34,7 +34,7 @@ from agentspec.mtp.token_counts import TokenCounts
 from agentspec.runtime.admission import SessionGate, rows_of_sessions
 from agentspec.runtime.constraint_source import ConstraintSource
 from agentspec.runtime.executor import ModelExecutor
-from agentspec.runtime.grammar import GrammarCompiler
+from agentspec.runtime.grammar import constraint_source
 from agentspec.runtime.graphs import CudaRecorder, graph_bytes
 from agentspec.runtime.host_copies import STAGE as LOCKING
 from agentspec.runtime.host_copies import HostCopies
@@ -111,10 +111,11 @@ class Assembly:
         return _dtype(self.config, self.device)
 
 
-def assemble(config: EngineConfig, progress: Progress = no_progress) -> Assembly:
+def assemble(config: EngineConfig, progress: Progress = no_progress, *, prepares_grammars: bool = False) -> Assembly:
     """Load the model that `config` names, the bundled one if it names none, and build an engine around it.
 
-    Raises CheckpointError when it can't be loaded, ConfigError when a setting doesn't fit it."""
+    prepares_grammars: have what compiles them ready soon, for a server; else the first grammar waits for it. Raises CheckpointError when the model
+    can't be loaded, ConfigError when a setting doesn't fit it."""
     device = _device(config)
     dtype = _dtype(config, device)
     model_dir = resolve_checkpoint(bundled.checkpoint_of(config.model))
@@ -126,6 +127,12 @@ def assemble(config: EngineConfig, progress: Progress = no_progress) -> Assembly
         if device.type == "cuda":
             job = KernelJob(config=config, model_dir=str(model_dir), machine=machine_of(device))
             ahead = stack.enter_context(KernelsAhead(job, progress))
+        constraints = None
+        if prepares_grammars:
+            spec = model_spec(model_dir, resolved_config(model_dir, random_weights=config.random_weights), dtype)
+            constraints = constraint_source(spec, tokenizer.result(), forces_acceptance=config.force_acceptance is not None)
+            constraints.prepare()
+            stack.push(lambda kind, *_: None if kind is None else constraints.close())
         model = load_model(
             model_dir,
             device=device,
@@ -135,7 +142,10 @@ def assemble(config: EngineConfig, progress: Progress = no_progress) -> Assembly
             fp8_drafts=_fp8_drafts(config, device, dtype),
             progress=progress,
         )
-        return build(model, config=config, device=device, tokenizer=tokenizer.result(), model_dir=model_dir, ahead=ahead, progress=progress)
+        text = tokenizer.result()
+        return build(
+            model, config=config, device=device, tokenizer=text, model_dir=model_dir, constraints=constraints, ahead=ahead, progress=progress
+        )
 
 
 def rehearsal(config: EngineConfig, model_dir: Path, *, max_pages: int | None = None) -> Rehearsal:
@@ -176,6 +186,7 @@ def build(
     depth_policy: DepthPolicy | None = None,
     pace: Pace | None = None,
     most_riders: int | None = None,
+    constraints: ConstraintSource | None = None,
     clock: Callable[[], float] = time.monotonic,
     ahead: KernelsAhead | None = None,
     progress: Progress = no_progress,
@@ -236,7 +247,7 @@ def build(
         model_dir=model_dir,
         cache=cache,
         loop=loop,
-        constraints=_constraints(config, spec, tokenizer),
+        constraints=constraints or constraint_source(spec, tokenizer, forces_acceptance=config.force_acceptance is not None),
         device=device,
         memory=memory,
         graphs=graphs,
@@ -414,16 +425,6 @@ def _machine_bytes() -> int:
         with suppress(OSError, ValueError):  # another system, or "max"
             available = min(available, int(limit.read_text()))
     return available
-
-
-def _constraints(config: EngineConfig, spec: ModelSpec, tokenizer: Tokenizer | None) -> ConstraintSource:
-    if tokenizer is None:
-        return ConstraintSource(None, refusal="needs a tokenizer, and this checkpoint has none")
-    if not spec.stop_token_ids:
-        return ConstraintSource(None, refusal="ends with a stop id, and this model has none")
-    if config.force_acceptance is not None:
-        return ConstraintSource(None, refusal="can't be kept while acceptance is forced")
-    return ConstraintSource(lambda: GrammarCompiler(tokenizer, vocab_size=spec.vocab_size, stop_token_ids=spec.stop_token_ids))
 
 
 def _limited(spec: ModelSpec, config: EngineConfig) -> ModelSpec:

@@ -51,6 +51,7 @@ class EngineCore:
             token_bytes=None if parts.tokenizer is None else parts.tokenizer.token_bytes,
             constraint=constraint,
             allow_forced_output=parts.config.allow_forced_output,
+            forces_acceptance=parts.config.force_acceptance is not None,
         )
         self._number += 1
         self.loop.submit(request)

@@ -110,6 +110,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """0 to 2**63 - 1. None: the engine derives one from its own seed and the request's number."""
     max_tokens: int | None = None
     """New tokens at most; None means up to the context limit. 0 scores the prompt only."""
+    min_tokens: int = 0
+    """Tokens before which no stop id and no stop string ends the output. One that comes with a later token does."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     """Beside the model's own stop ids."""
@@ -145,6 +147,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise RequestError("seed", self.seed, "must be between 0 and 2**63 - 1")
         if self.max_tokens is not None and self.max_tokens < 0:
             raise RequestError("max_tokens", self.max_tokens, "must not be negative")
+        if not 0 <= self.min_tokens < 2**31:
+            raise RequestError("min_tokens", self.min_tokens, "must be between 0 and 2**31 - 1")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError("min_tokens", self.min_tokens, f"must not be more than max_tokens={self.max_tokens}")
         if any(not text for text in self.stop):
             raise RequestError("stop", list(self.stop), "must not contain an empty string")
         if len(self.stop) > 16:

@@ -110,7 +110,9 @@ class FinishEvent(msgspec.Struct, frozen=True, kw_only=True, tag="finish"):
 
     def refusal(self, submit: Submit) -> RequestError | None:
         """What to raise at whoever sent `submit`, when it turned out that it can't be served as asked."""
-        return None if self.refused is None else RequestError(self.refused, attrgetter(self.refused)(submit), self.error or "")
+        if self.refused is None:
+            return None
+        return RequestError(self.refused.removeprefix("sampling."), attrgetter(self.refused)(submit), self.error or "")
 
 
 Event = TokensEvent | FinishEvent

@@ -134,6 +134,43 @@ def test_a_grammar_is_refused_by_name_where_it_cannot_work(settings: dict[str, A
     assert ("forced" if settings else "tokenizer") in str(caught.value)
 
 
+def test_a_compiler_can_be_built_before_the_first_grammar() -> None:
+    built, begun = [], threading.Event()
+
+    def new_compiler() -> FakeCompiler:
+        built.append(FakeCompiler())
+        begun.set()
+        return built[-1]
+
+    source = ConstraintSource(new_compiler)
+    source.prepare()
+    assert begun.wait(60)
+    source.make(Grammar(kind="regex", source="fast"))
+    source.prepare()
+    source.close()
+    assert [compiler.is_closed for compiler in built] == [True]
+    source.prepare()
+    with pytest.raises(EngineClosedError):
+        source.make(Grammar(kind="regex", source="fast"))
+    assert len(built) == 1, "none is built behind the end"
+
+
+def test_what_goes_wrong_while_a_compiler_is_built_early_is_said_to_who_sends_a_grammar() -> None:
+    tried = threading.Semaphore(0)
+
+    def new_compiler() -> FakeCompiler:
+        tried.release()
+        raise RequestError("grammar", "...", "needs the package xgrammar")
+
+    source = ConstraintSource(new_compiler)
+    source.prepare()
+    assert tried.acquire(timeout=60)
+    with pytest.raises(RequestError, match="needs the package"):
+        source.make(Grammar(kind="regex", source="fast"))
+    source.close()
+    ConstraintSource(None, refusal="takes none").prepare()
+
+
 def test_an_async_engine_compiles_beside_its_thread_and_its_event_loop() -> None:
     async def main() -> None:
         parts, compiler = house()

@@ -337,7 +337,7 @@ def test_a_context_beyond_the_model() -> None:
 
 
 def test_a_process_that_dies_while_it_loads(in_engine: InEngine) -> None:
-    in_engine("import agentspec.assembly, os\nagentspec.assembly.assemble = lambda config, progress: os._exit(3)")
+    in_engine("import agentspec.assembly, os\nagentspec.assembly.assemble = lambda config, progress, **keywords: os._exit(3)")
 
     async def main() -> None:
         with pytest.raises(AgentspecError, match=r"before its model was loaded \(exit status 3\)"):
@@ -366,7 +366,7 @@ def test_the_engine_does_not_outlive_its_server(moment: str, in_engine: InEngine
 import sys, threading
 if "agentspec.engine_process" in sys.orig_argv:
     import agentspec.assembly
-    def never_ends(config, progress):
+    def never_ends(config, progress, **keywords):
         print("loading", flush=True)
         threading.Event().wait()
     agentspec.assembly.assemble = never_ends
@@ -397,7 +397,7 @@ def test_a_cancelled_start_leaves_no_process(in_engine: InEngine, tmp_path: Path
     in_engine(f"""
 import os, threading
 import agentspec.assembly
-def never_ends(config, progress):
+def never_ends(config, progress, **keywords):
     open({str(pid)!r}, "w").write(str(os.getpid()))
     os.kill({os.getpid()}, {int(signal.SIGUSR1)})
     threading.Event().wait()
@@ -466,3 +466,38 @@ def test_errors_cross_as_they_are(error: AgentspecError, kind: type[AgentspecErr
     if isinstance(error, RequestError):
         assert isinstance(crossed, RequestError)
         assert (crossed.field, crossed.reason) == (error.field, error.reason)
+
+
+def children(pid: int) -> list[int]:
+    found = [file.read_text().split() for file in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for some in found for child in some]
+
+
+def grammar_workers(engine: RemoteEngine) -> list[int]:
+    return [pid for pid in children(engine._process.pid) if b"grammar.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def has_ended(pid: int) -> bool:
+    """Gone, or waiting for somebody to ask how it ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_the_process_that_tries_grammars_starts_with_the_engine_and_ends_with_it(is_killed: bool) -> None:
+    async def main() -> None:
+        async with await RemoteEngine.start(CONFIG) as engine:
+            while not (workers := grammar_workers(engine)):
+                await asyncio.sleep(0)
+            if is_killed:
+                os.kill(engine._process.pid, signal.SIGKILL)
+            else:
+                await engine.stats()
+        assert len(workers) == 1
+        while not has_ended(workers[0]):  # killed, it is not: it reads the end of its input
+            assert is_killed
+
+    run(main())

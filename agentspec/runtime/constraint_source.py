@@ -1,6 +1,7 @@
-"""Makes the constraint of a request from its grammar, with a compiler that is built when the first grammar comes.
+"""Makes the constraint of a request from its grammar, with a compiler that is built when the first grammar comes, or before.
 
-Most engines never see a grammar, and a compiler has to take in the whole vocabulary first. Knows nothing of how grammars are compiled, nor of who
+A compiler has to take in the whole vocabulary first, which takes seconds: a server's engine builds it while it starts, others see a grammar first,
+for most of them never do. Knows nothing of how grammars are compiled, nor of who
 waits for one.
 """
 
@@ -8,9 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
-from agentspec.errors import EngineClosedError, RequestError
+from agentspec.errors import AgentspecError, EngineClosedError, RequestError
 from agentspec.runtime.constraint import Constraint
 from agentspec.wire import Grammar
 
@@ -48,15 +50,28 @@ class ConstraintSource:
         """Blocks while the grammar compiles. Raises RequestError when it can't be served, EngineClosedError after `close`."""
         if self._new_compiler is None:
             raise RequestError("grammar", grammar.kind, self._refusal)
+        return self._built(self._new_compiler).compile(grammar).constraint()
+
+    def prepare(self) -> None:
+        """Begin to build the compiler, on a thread of its own. What goes wrong there goes wrong again when a grammar comes, and is said then."""
+
+        def build(new_compiler: Callable[[], Compiler]) -> None:
+            with suppress(AgentspecError):
+                self._built(new_compiler)
+
+        if self._new_compiler is not None:
+            threading.Thread(target=build, args=(self._new_compiler,), name="agentspec-grammar-start", daemon=True).start()
+
+    def _built(self, new_compiler: Callable[[], Compiler]) -> Compiler:
         with self._lock:
             if self._is_closed:
                 raise EngineClosedError("the engine is closed")
             if self._compiler is None:
-                self._compiler = self._new_compiler()
-            compiler = self._compiler
-        return compiler.compile(grammar).constraint()
+                self._compiler = new_compiler()
+            return self._compiler
 
     def close(self) -> None:
+        """Waits for a compiler that is being built: nothing of it outlives the engine."""
         with self._lock:
             self._is_closed = True
             compiler, self._compiler = self._compiler, None

@@ -12,6 +12,34 @@ from agentspec.wire import Usage
 GAP_BOUNDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0)
 """Seconds: upper bounds, inclusive, of the groups in which gaps are counted; a last group has those above."""
 
+_FINE_BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
+_VLLM_BOUNDS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
+REQUEST_BOUNDS = _FINE_BOUNDS + _VLLM_BOUNDS
+"""Seconds, for parts of a request: those that vLLM has, and some below."""
+
+STEP_TOKEN_BOUNDS = (1.0, *(2.0**power for power in range(3, 15)))
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Observations by upper bound, inclusive."""
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(default_factory=list)
+    """One for each bound, not cumulated; the last for what exceeds them all."""
+    sum: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
+def _of_requests() -> Histogram:
+    return Histogram(REQUEST_BOUNDS)
+
 
 @dataclass(slots=True)
 class EngineMetrics:
@@ -43,6 +71,17 @@ class EngineMetrics:
     gap_seconds: float = 0.0
     """Their sum."""
     longest_gap_seconds: float = 0.0
+    queue_seconds: Histogram = field(default_factory=_of_requests)
+    """From a request's arrival to the first step that computes some of its prompt, copies from the host's memory included. This and the next three
+    are observed when a request ends, each if it came so far; see runtime/request_times.py."""
+    prompt_seconds: Histogram = field(default_factory=_of_requests)
+    """From there to its first token, as the host had it."""
+    decode_seconds: Histogram = field(default_factory=_of_requests)
+    """From there to its last token."""
+    inference_seconds: Histogram = field(default_factory=_of_requests)
+    """Both together."""
+    step_tokens: Histogram = field(default_factory=lambda: Histogram(STEP_TOKEN_BOUNDS))
+    """Of a step: tokens that prefill computed, and tokens that were emitted."""
 
     def count_gap(self, seconds: float) -> None:
         self.gap_counts[bisect_left(GAP_BOUNDS, seconds)] += 1

@@ -73,7 +73,7 @@ class SlotJoin:
     forced_output: array[int] | None = None
     """The output from the end of the prompt on, where it is forced; None: the target chooses."""
     constrained: bool = False
-    """Every window needs masks from the host."""
+    """Windows need masks from the host: all of them, or the first ones (`min_tokens`)."""
     logprobs: int | None = None
     """Not None: return a TokenScore for each emitted token, with that many alternatives."""
 
@@ -94,7 +94,8 @@ class StepPlan:
     """k of this step, for every slot in it."""
     masks: dict[int, MaskRows] = field(default_factory=dict)
     """For each constrained slot of `first_slots` and `decode_slots`: what may come after column 0 and after each of its valid drafts. At most k + 1
-    rows; one in a first step."""
+    rows; one in a first step. A slot that is constrained no longer gets one last time rows that allow everything, for all columns that it has: what
+    stands there is read whenever another slot of a batch is constrained."""
 
     @property
     def is_empty(self) -> bool:

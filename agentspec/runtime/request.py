@@ -17,12 +17,16 @@ from agentspec.cache.leases import Fetch, Lease
 from agentspec.errors import ContextLengthError, RequestError
 from agentspec.runtime.admission import WorkingSet
 from agentspec.runtime.constraint import DEAD_END, Constraint, MaskRows
+from agentspec.runtime.least_tokens import MET, LeastTokens
 from agentspec.runtime.plan import MAX_ALTERNATIVES, SlotOutcome
 from agentspec.text.detokenizer import Detokenizer
 from agentspec.types import STOP_ID, STOP_RUNNING, CheckpointKind, FinishReason, ModelSpec, TokenScore, tokens
 from agentspec.wire import FinishEvent, SpecStats, Submit, TokensEvent, Usage
 
 logger = logging.getLogger("agentspec")
+
+NUM_SPARE_ROWS = 2
+"""Of a request's own rows: those that its rolling checkpoints rotate through."""
 
 
 class Phase(enum.Enum):
@@ -151,6 +155,11 @@ class Request:
         assert self.constraint is not None
         assert self.drafts is not None
         drafts, self.drafts = self.drafts[:num_drafted], None
+        if isinstance(self.constraint, LeastTokens) and self.constraint.is_met:
+            met, self.constraint = self.constraint, self.constraint.inner
+            if self.constraint is None:
+                self.dead_end = None
+                return met.free_rows(len(self.own_rows) - NUM_SPARE_ROWS)
         try:
             masks = self.constraint.masks(drafts)
         except Exception as error:
@@ -159,7 +168,7 @@ class Request:
         dead = ~masks.any(axis=1)
         self.dead_end = int(dead.argmax()) if dead.any() else None
         if self.dead_end == 0:
-            self._refuse_grammar()
+            self._refuse_dead_end(0)
             return None
         masks[dead] = -1
         return masks
@@ -201,7 +210,7 @@ class Request:
             self.ending = FinishReason.STOP if outcome.stop == STOP_ID else FinishReason.LENGTH
             self.stop_match = ids[-1] if outcome.stop == STOP_ID else None
         elif self.ending is None and is_dead:
-            self._refuse_grammar()
+            self._refuse_dead_end(end)
         scores = None if outcome.scores is None else outcome.scores[: len(ids)]
         return TokensEvent(request_id=self.request_id, token_ids=ids, text=text, scores=scores)
 
@@ -225,8 +234,12 @@ class Request:
         logger.exception("the grammar of request %s failed", self.request_id)
         self.ending, self.error = FinishReason.ERROR, f"the grammar failed: {type(error).__name__}: {error}"
 
-    def _refuse_grammar(self) -> None:
-        self.ending, self.error, self.refused = FinishReason.ERROR, DEAD_END, "grammar.source"
+    def _refuse_dead_end(self, column: int) -> None:
+        """column: of the last window, behind which nothing may come."""
+        if isinstance(self.constraint, LeastTokens) and self.constraint.emptied(column):
+            self.ending, self.error, self.refused = FinishReason.ERROR, MET, "sampling.min_tokens"
+        else:
+            self.ending, self.error, self.refused = FinishReason.ERROR, DEAD_END, "grammar.source"
 
     def _count(self, outcome: SlotOutcome) -> None:
         if not outcome.emitted:
@@ -260,19 +273,24 @@ def new_request(
     token_bytes: list[bytes] | None,
     constraint: Constraint | None = None,
     allow_forced_output: bool = False,
+    forces_acceptance: bool = False,
 ) -> Request:
     """Check a submit against the model and make its request.
 
     `max_length` is the longest sequence that the engine can hold. `constraint`: the submit's grammar, compiled, at its beginning.
-    `allow_forced_output`: the engine was made for it. Raises RequestError naming the field that is wrong."""
+    `allow_forced_output`: the engine was made for it. `forces_acceptance`: it accepts drafts that the target did not choose.
+    Raises RequestError naming the field that is wrong."""
     ids, sampling = submit.prompt_ids, submit.sampling
     sequence = _checked_ids("prompt_ids", ids, spec)
     sampling.validate(vocab_size=spec.vocab_size)
     num_forced = _check_forced(submit, spec, allowed=allow_forced_output)
-    wanted = len(ids) + (max(1, num_forced) if sampling.max_tokens is None else sampling.max_tokens)
+    least = max(1, num_forced, sampling.min_tokens)
+    wanted = len(ids) + (least if sampling.max_tokens is None else sampling.max_tokens)
     if wanted > max_length:
-        least = f"{num_forced} forced tokens" if num_forced else "at least one new token"
-        asked = least if sampling.max_tokens is None else f"max_tokens {sampling.max_tokens}"
+        asked = f"max_tokens {sampling.max_tokens}"
+        if sampling.max_tokens is None or (least > 1 and len(ids) + least > max_length):
+            of_least = {1: "at least one new token", num_forced: f"{num_forced} forced tokens", sampling.min_tokens: f"min_tokens {least}"}
+            asked = of_least[least]
         raise ContextLengthError("prompt_ids", f"{len(ids)} tokens", f"with {asked} exceeds the context limit of {max_length} tokens")
     if sampling.stop and token_bytes is None:
         raise RequestError("stop", list(sampling.stop), "needs a tokenizer, and this checkpoint has none")
@@ -287,13 +305,16 @@ def new_request(
             raise RequestError("breakpoints", point.offset, "offsets must ascend and lie inside the prompt")
         previous = point.offset
     stop_ids = sampling.stop_token_ids if sampling.ignore_eos else (*spec.stop_token_ids, *sampling.stop_token_ids)
+    if sampling.min_tokens and stop_ids:
+        _check_least(submit, stop_ids, forces_acceptance=forces_acceptance)
+        constraint = LeastTokens(constraint, num_tokens=sampling.min_tokens, stop_ids=stop_ids, vocab_size=spec.vocab_size)
     return Request(
         submit=submit,
         number=number,
         seed=sampling.seed if sampling.seed is not None else derive_seed(engine_seed, number),
         stop_ids=tuple(dict.fromkeys(stop_ids)),
         length_limit=max_length if sampling.max_tokens is None else wanted,
-        detokenizer=None if token_bytes is None else Detokenizer(token_bytes, sampling.stop),
+        detokenizer=None if token_bytes is None else Detokenizer(token_bytes, sampling.stop, min_tokens=sampling.min_tokens),
         sequence=sequence,
         constraint=constraint,
         usage=Usage(prompt_tokens=len(ids), spec=SpecStats()),
@@ -329,6 +350,16 @@ def _check_forced(submit: Submit, spec: ModelSpec, *, allowed: bool) -> int:
     if limit is not None and len(ids) > limit:
         raise RequestError("forced_output", f"{len(ids)} tokens", f"are more than max_tokens {limit}")
     return len(ids)
+
+
+def _check_least(submit: Submit, stop_ids: tuple[int, ...], *, forces_acceptance: bool) -> None:
+    """Check a min_tokens that has to keep these stop ids back."""
+    num_tokens = submit.sampling.min_tokens
+    if forces_acceptance:
+        raise RequestError("min_tokens", num_tokens, "can't be kept while acceptance is forced: a draft may be a stop id. It can with ignore_eos")
+    early = next((token for token in (submit.forced_output or [])[:num_tokens] if token in stop_ids), None)
+    if early is not None:
+        raise RequestError("min_tokens", num_tokens, f"is more than forced_output has before the stop id {early}")
 
 
 def derive_seed(engine_seed: int, number: int) -> int:

@@ -20,6 +20,7 @@ from agentspec.runtime.flight import Flight
 from agentspec.runtime.metrics import EngineMetrics
 from agentspec.runtime.plan import Executor, StepOutcome
 from agentspec.runtime.request import Request
+from agentspec.runtime.request_times import RequestTimes
 from agentspec.runtime.scheduler import Scheduler
 from agentspec.wire import Event, TokensEvent
 
@@ -61,7 +62,7 @@ class StepLoop:
         copier: Copier | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """token_counts: where to count what is served; None: nowhere. copier: None: the cache has no host tier. clock: seconds, for gaps alone."""
+        """token_counts: where to count what is served; None: nowhere. copier: None: the cache has no host tier. clock: seconds, for metrics alone."""
         self.scheduler = scheduler
         self.metrics = metrics
         self.executor = executor
@@ -71,6 +72,7 @@ class StepLoop:
         self._token_counts = token_counts
         self._copier = copier
         self._clock = clock
+        self._times = RequestTimes(metrics)
         self._in_flight: deque[tuple[Flight, Any]] = deque()
 
     @property
@@ -79,6 +81,7 @@ class StepLoop:
 
     def submit(self, request: Request) -> None:
         self.scheduler.add(request)
+        self._times.arrive(request.request_id, self._clock())
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
@@ -97,11 +100,15 @@ class StepLoop:
             assert self._copier is not None
             self._copier.launch(flight.copies)
         launched = not flight.plan.is_empty
+        if flight.plan.chunks:
+            self._times.begin((chunk.request_id for chunk in flight.plan.chunks), self._clock())
         if launched:
             self._in_flight.append((flight, self.executor.launch(flight.plan)))
         behind = 1 if launched and self._overlap else 0
         while len(self._in_flight) > behind:
             events.extend(self._collect())
+        if events:
+            self._times.note(events, self._clock())
         return events
 
     def _collect(self) -> list[Event]:
@@ -109,6 +116,10 @@ class StepLoop:
         outcome = self.executor.collect(ticket)
         self._observe(flight, outcome)
         events = self.scheduler.apply(flight, outcome)
+        num_tokens = sum(len(chunk.token_ids) for chunk in flight.plan.chunks)
+        num_tokens += sum(len(event.token_ids) for event in events if isinstance(event, TokensEvent))
+        if num_tokens:
+            self.metrics.step_tokens.observe(num_tokens)
         if self._token_counts is not None:
             for event in events:
                 if isinstance(event, TokensEvent):

@@ -39,6 +39,7 @@ class Usage(TypedDict):
     total_tokens: int
     prompt_tokens_details: dict[str, int]
     completion_tokens_details: dict[str, int]
+    max_tokens_clamped_to: NotRequired[int]
 
 
 class Metrics(TypedDict):
@@ -108,6 +109,7 @@ class ResponseUsage(TypedDict):
     output_tokens: int
     output_tokens_details: dict[str, int]
     total_tokens: int
+    max_tokens_clamped_to: NotRequired[int]
 
 
 class ResponseObject(TypedDict):
@@ -153,6 +155,7 @@ class MessageUsage(TypedDict):
     output_tokens: int
     output_tokens_details: dict[str, int]
     service_tier: Literal["standard"]
+    max_tokens_clamped_to: NotRequired[int]
 
 
 class MessageObject(TypedDict):

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from agentspec.server.token_room import usage_part
 from agentspec.wire import ModelInfo, SpecStats, Usage
 
 
@@ -28,8 +29,8 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
         return {**own, "service_tier": None, "system_fingerprint": None, **fields}
 
 
-def usage_body(usage: Usage, reasoning_tokens: int = 0) -> dict[str, Any]:
-    """OpenAI's usage. The completion's tokens include those of reasoning."""
+def usage_body(usage: Usage, reasoning_tokens: int = 0, clamped: int | None = None) -> dict[str, Any]:
+    """OpenAI's usage. The completion's tokens include those of reasoning. clamped: see token_room.py."""
     spec = usage.spec
     return {
         "prompt_tokens": usage.prompt_tokens,
@@ -41,6 +42,7 @@ def usage_body(usage: Usage, reasoning_tokens: int = 0) -> dict[str, Any]:
             "accepted_prediction_tokens": spec.num_accepted,
             "rejected_prediction_tokens": spec.num_drafted - spec.num_accepted,
         },
+        **usage_part(clamped),
     }
 
 

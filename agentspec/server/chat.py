@@ -20,6 +20,7 @@ from agentspec.server.responding import FrameResponse, json_response
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service, session_of
 from agentspec.server.tables.chat import CHAT
+from agentspec.server.token_room import headers
 from agentspec.server.turn import Turn, TurnEnd, TurnRequest, begin
 from agentspec.text.events import ContentDelta, ReasoningDelta, TextEvent, ToolCallArguments, ToolCallStart
 from agentspec.types import TokenScore
@@ -50,10 +51,11 @@ async def answer(service: Service, call: Call) -> Response:
     asked = service.named(openai.parse_chat(call.body, call.notes))
     turns = await begin(service, turn_request(asked, session_of(call.headers, asked.prompt_cache_key)))
     try:
+        told = headers(turns[0].clamped)
         if asked.stream:
             submits = [turn.submit for turn in turns]
-            return await FrameResponse.begin(sse.frames(events.merge(service.engine, submits), ChatChunks(service, asked, turns)))
-        return json_response(await complete(service, asked, turns))
+            return await FrameResponse.begin(sse.frames(events.merge(service.engine, submits), ChatChunks(service, asked, turns)), told)
+        return json_response(await complete(service, asked, turns), headers=told)
     except RequestError as error:  # the messages became ids
         raise type(error)("messages" if error.field == "prompt_ids" else error.field, error.value, error.reason) from None
 
@@ -75,9 +77,10 @@ ROUTES = (
 class _Costs:
     """What an answer's choices cost together, once all have ended."""
 
-    def __init__(self, service: Service, num_choices: int) -> None:
+    def __init__(self, service: Service, turns: Sequence[Turn]) -> None:
         self._info = service.engine.info
-        self._num_choices = num_choices
+        self._num_choices = len(turns)
+        self._clamped = turns[0].clamped
         self._ends: list[TurnEnd] = []
 
     def add(self, end: TurnEnd) -> bool:
@@ -88,7 +91,7 @@ class _Costs:
     def body(self) -> dict[str, Any]:
         usage = of_choices([end.usage for end in self._ends])
         reasoning_tokens = sum(end.reasoning_tokens for end in self._ends)
-        return {"usage": usage_body(usage, reasoning_tokens), "metrics": metrics_body(usage.spec, self._info)}
+        return {"usage": usage_body(usage, reasoning_tokens, self._clamped), "metrics": metrics_body(usage.spec, self._info)}
 
 
 class ChatChunks:
@@ -97,7 +100,7 @@ class ChatChunks:
     def __init__(self, service: Service, request: ChatRequest, turns: Sequence[Turn]) -> None:
         self._head = Head(id=_id_of(turns), object="chat.completion.chunk", model=request.model)
         self._turns = turns
-        self._costs = _Costs(service, len(turns))
+        self._costs = _Costs(service, turns)
         self._token_bytes = _token_bytes(service)
         self._with_ids = request.return_token_ids
         self._with_scores = request.logprobs
@@ -142,7 +145,7 @@ class ChatChunks:
 async def complete(service: Service, request: ChatRequest, turns: Sequence[Turn]) -> dict[str, Any]:
     """The whole answer: the same deltas as streamed, put together."""
     choices = [_WholeChoice(turn) for turn in turns]
-    costs = _Costs(service, len(turns))
+    costs = _Costs(service, turns)
     async with aclosing(events.merge(service.engine, [turn.submit for turn in turns])) as merged:
         async for index, event in merged:
             choices[index].add(event)

@@ -23,6 +23,7 @@ from agentspec.server.responding import FrameResponse, json_response
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service, session_of
 from agentspec.server.tables.completions import COMPLETIONS
+from agentspec.server.token_room import clamped_to, headers, within_room
 from agentspec.server.turn import for_choice
 from agentspec.text.constraints import ToolDemand, turn_grammar
 from agentspec.types import Breakpoint, CheckpointKind, TokenScore
@@ -49,17 +50,18 @@ def encode_prompts(request: CompletionRequest, text: TextPipeline | None) -> lis
     return encoded
 
 
-def submits_of(request: CompletionRequest, prompts: Sequence[list[int]], session_id: str | None) -> list[Submit]:
+def submits_of(request: CompletionRequest, prompts: Sequence[list[int]], session_id: str | None, max_context: int) -> list[Submit]:
     """One submit for each choice: those of the first prompt first."""
     request_id = uuid.uuid4().hex
-    sampling = request.sampling()
+    asked = request.sampling()
+    num_forced = 0 if request.forced_output is None else len(request.forced_output)
     grammar = turn_grammar(None, ToolDemand(), request.output(), dialect=None, reasoning_open=False)
     breakpoints = [Breakpoint(point.offset, CheckpointKind[point.kind.upper()]) for point in request.breakpoints]
     return [
         Submit(
             request_id=f"{request_id}-{place * request.n + choice}",
             prompt_ids=prompt_ids,
-            sampling=for_choice(sampling, choice),
+            sampling=for_choice(within_room(asked, len(prompt_ids), max_context, num_forced=num_forced), choice),
             breakpoints=breakpoints,
             session_id=session_id,
             namespace=request.cache_salt,
@@ -76,11 +78,14 @@ def submits_of(request: CompletionRequest, prompts: Sequence[list[int]], session
 async def answer(service: Service, call: Call) -> Response:
     """POST /v1/completions."""
     asked = service.named(openai.parse_completion(call.body, call.notes))
-    submits = submits_of(asked, encode_prompts(asked, service.text), session_of(call.headers, asked.prompt_cache_key))
+    info = service.engine.info
+    asked.sampling().validate(vocab_size=info.vocab_size)  # what no message to the engine can hold is out of range, too
+    submits = submits_of(asked, encode_prompts(asked, service.text), session_of(call.headers, asked.prompt_cache_key), info.max_context)
+    told = headers(_clamped(asked, submits))
     if asked.stream:
-        chunks = CompletionChunks(asked, submits, service.text, service.engine.info)
-        return await FrameResponse.begin(sse.frames(events.merge(service.engine, submits), chunks))
-    return json_response(await complete(service, asked, submits))
+        chunks = CompletionChunks(asked, submits, service.text, info)
+        return await FrameResponse.begin(sse.frames(events.merge(service.engine, submits), chunks), told)
+    return json_response(await complete(service, asked, submits), headers=told)
 
 
 ROUTES = (
@@ -95,6 +100,12 @@ ROUTES = (
         answer=answer_shapes.Completion,
     ),
 )
+
+
+def _clamped(request: CompletionRequest, submits: Sequence[Submit]) -> int | None:
+    """The token limit where the context leaves less than was asked for: the smallest one of all prompts."""
+    asked = request.sampling()
+    return min((limit for submit in submits if (limit := clamped_to(asked, submit.sampling)) is not None), default=None)
 
 
 class _Choice:
@@ -173,6 +184,7 @@ class _Answer:
     def __init__(self, request: CompletionRequest, submits: Sequence[Submit], text: TextPipeline | None, info: ModelInfo) -> None:
         self._request = request
         self._info = info
+        self._clamped = _clamped(request, submits)
         self._num_open = len(submits)
         self.head = Head(id="cmpl-" + submits[0].request_id.partition("-")[0], object="text_completion", model=request.model)
         self.choices = [_Choice(index, request, submit, text) for index, submit in enumerate(submits)]
@@ -188,7 +200,7 @@ class _Answer:
     def costs(self) -> dict[str, Any]:
         n = self._request.n
         usage = total(of_choices([choice.usage for choice in self.choices[first : first + n]]) for first in range(0, len(self.choices), n))
-        return {"usage": usage_body(usage), "metrics": metrics_body(usage.spec, self._info)}
+        return {"usage": usage_body(usage, clamped=self._clamped), "metrics": metrics_body(usage.spec, self._info)}
 
 
 class CompletionChunks:

@@ -13,7 +13,7 @@ from agentspec.server.normalizer import Normalizer
 from agentspec.server.request_log import RequestLog
 
 _METHODS = ("GET", "POST", "DELETE")
-_EXPOSED = ("retry-after", "x-agentspec-ignored-fields")
+_EXPOSED = ("retry-after", "x-agentspec-ignored-fields", "x-agentspec-max-tokens")
 """Headers of ours that a browser would hide from the page that asked."""
 
 

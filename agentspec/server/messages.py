@@ -19,6 +19,7 @@ from agentspec.server.responding import FrameResponse, json_response
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service, session_of
 from agentspec.server.tables.messages import COUNT, MESSAGES
+from agentspec.server.token_room import headers
 from agentspec.server.turn import TurnRequest, begin, build_prompt
 from agentspec.text.prompt import BuiltPrompt
 from agentspec.wire import EngineClient, Submit
@@ -44,8 +45,8 @@ async def answer(service: Service, call: Call) -> Response:
         tells_edits = asked.context_management is not None
         told = MessageEvents(turn, service.engine.info, model=asked.model, omits_thinking=asked.omits_thinking, tells_edits=tells_edits)
         if asked.stream:
-            return await FrameResponse.begin(frames(events.generate(service.engine, turn.submit), told, _PATH))
-        return json_response(await complete(service.engine, turn.submit, told))
+            return await FrameResponse.begin(frames(events.generate(service.engine, turn.submit), told, _PATH), headers(turn.clamped))
+        return json_response(await complete(service.engine, turn.submit, told), headers=headers(turn.clamped))
     except RequestError as error:
         raise _renamed(error, asked) from None
 

@@ -17,6 +17,7 @@ from agentspec.errors import EngineClosedError
 from agentspec.server import sse
 from agentspec.server.answers import metrics_body
 from agentspec.server.messages_edits import applied_body
+from agentspec.server.token_room import usage_part
 from agentspec.server.turn import Turn, TurnEnd
 from agentspec.text.events import ContentDelta, ReasoningDelta, TextEvent, ToolCallArguments, ToolCallStart
 from agentspec.types import BLOCK_TOKENS, FinishReason
@@ -63,6 +64,7 @@ class MessageEvents:
         end = self._turn.finish(event)
         told = [*self._told(end.events), *self._closed()]
         usage = usage_body(end.usage, marked_end=self._turn.prompt.marked_end, thinking_tokens=end.reasoning_tokens)
+        usage |= usage_part(self._turn.clamped)
         delta = {"type": "message_delta", "delta": _stop(end), "usage": usage, "metrics": metrics_body(end.usage.spec, self._info)}
         if self._tells_edits:
             delta["context_management"] = applied_body(self._turn.prompt.applied)

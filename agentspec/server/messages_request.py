@@ -16,6 +16,7 @@ from agentspec.server.messages_blocks import readable
 from agentspec.server.messages_edits import ClearThinkingEdit, ContextManagement
 from agentspec.server.messages_input import CacheControl, InputMessage, TextBlock, converted
 from agentspec.server.messages_tools import AutoChoice, Choice, Tool, demand, known_tools
+from agentspec.server.sampling_fields import top_k_of
 from agentspec.server.tables.messages import COUNT, MESSAGES
 from agentspec.server.turn import TurnRequest
 from agentspec.text.chat_template import CacheMark, MessageMark, ToolsMark
@@ -108,7 +109,7 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
 
     def sampling(self) -> SamplingParams:
         return SamplingParams(
-            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, max_tokens=self.max_tokens, stop=tuple(self.stop_sequences)
+            temperature=self.temperature, top_k=top_k_of(self.top_k), top_p=self.top_p, max_tokens=self.max_tokens, stop=tuple(self.stop_sequences)
         )
 
 

@@ -52,6 +52,15 @@ ENGINE_COUNTERS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
 )
 """(name, counter of the engine's stats, help, vLLM's names)."""
 
+ENGINE_HISTOGRAMS: tuple[tuple[str, str, str], ...] = (
+    ("request_queue_time_seconds", "queue_seconds", "From a request's arrival to the first step that computes some of its prompt."),
+    ("request_prefill_time_seconds", "prompt_seconds", "From the first step of its prompt to a request's first token."),
+    ("request_decode_time_seconds", "decode_seconds", "From a request's first token to its last."),
+    ("request_inference_time_seconds", "inference_seconds", "From the first step of its prompt to a request's last token."),
+    ("iteration_tokens_total", "step_tokens", "Tokens of a step: computed ones of prompts, and emitted ones."),
+)
+"""(name, which is vLLM's too, figure of the engine's stats, help)."""
+
 CACHE_FIGURES: tuple[tuple[Kind, str, str, str], ...] = (
     ("counter", "checkpoints_created_total", "checkpoints_created", "State checkpoints given to the prefix cache."),
     ("counter", "checkpoints_superseded_total", "checkpoints_superseded", "Checkpoints that a deeper one replaced."),
@@ -147,10 +156,12 @@ def _engine(stats: Mapping[str, Any]) -> Iterator[Family]:
         if counter in engine:
             yield Family("counter", name, text, engine[counter], aliases)
     if "gap_counts" in engine:
-        gaps = Histogram(engine["gap_bounds"])
-        gaps.counts, gaps.sum = engine["gap_counts"], engine["gap_seconds"]
+        gaps = _histogram({"bounds": engine["gap_bounds"], "counts": engine["gap_counts"], "sum": engine["gap_seconds"]})
         yield Family("histogram", "gap_seconds", "Between two steps of a running stream, in the engine.", gaps)
         yield Family("gauge", "longest_gap_seconds", "The longest of them.", engine["longest_gap_seconds"])
+    for name, figure, text in ENGINE_HISTOGRAMS:
+        if figure in engine:
+            yield Family("histogram", name, text, _histogram(engine[figure]), (name,))
     for kind, name, figure, text in CACHE_FIGURES:
         if figure in cache:
             yield Family(kind, name, text, cache[figure])
@@ -161,6 +172,13 @@ def _engine(stats: Mapping[str, Any]) -> Iterator[Family]:
         yield Family("gauge", "kv_usage_ratio", text, needed / num_pages, ("kv_cache_usage_perc", "gpu_cache_usage_perc"))
         config = {"block_size": str(BLOCK_TOKENS), "num_gpu_blocks": str(num_pages)}
         yield Family("gauge", "cache_config_info", "Tokens in a block, and KV pages in all.", [(config, 1)], ("cache_config_info",))
+
+
+def _histogram(figure: Mapping[str, Any]) -> Histogram:
+    """One that the engine counted."""
+    found = Histogram(figure["bounds"])
+    found.counts, found.sum = figure["counts"], figure["sum"]
+    return found
 
 
 def _requests(figures: Figures) -> Iterator[Family]:
@@ -184,7 +202,8 @@ def _positions(counts: Iterable[int]) -> Samples:
 
 def _times(figures: Figures) -> list[Family]:
     between, per_token = ("inter_token_latency_seconds", "time_per_output_token_seconds"), ("request_time_per_output_token_seconds",)
-    sizes = ("request_prompt_tokens", "request_generation_tokens")
+    # vLLM's third is the largest of a request's choices, and a request has one here.
+    sizes = ("request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens")
     return [
         Family("histogram", "first_token_seconds", "From submit to the first token.", figures.first_token, ("time_to_first_token_seconds",)),
         Family("histogram", "between_steps_seconds", "Between two steps of one stream, of one or more tokens each.", figures.between_steps, between),

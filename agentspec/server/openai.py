@@ -147,7 +147,8 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     response_format: ResponseFormat | None = None
     logprobs: bool = False
     top_logprobs: int = 0
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: str | None = None
+    """Any word: templates differ in those that they know."""
     chat_template_kwargs: dict[str, Any] = {}
 
     @property

@@ -29,6 +29,7 @@ BOUNDS: Mapping[str, Schema] = {
     "logit_bias": {"propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"}, "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
     "logprobs": {"minimum": 0, "maximum": 20},
     "max_tokens": {"minimum": 0},
+    "min_tokens": {"minimum": 0, "maximum": 2**31 - 1},
     "min_p": {"minimum": 0, "exclusiveMaximum": 1},
     "n": {"minimum": 1, "maximum": 128},
     "presence_penalty": {"minimum": -2, "maximum": 2},
@@ -39,7 +40,7 @@ BOUNDS: Mapping[str, Schema] = {
     "stop_token_ids": {"maxItems": 16, "items": {"type": "integer", "minimum": 0}},
     "temperature": {"minimum": 0, "maximum": 100},
     "tokens": {"items": {"type": "integer", "minimum": 0}},
-    "top_k": {"minimum": 0},
+    "top_k": {"minimum": -1},
     "top_logprobs": {"minimum": 0, "maximum": 20},
     "top_p": {"exclusiveMinimum": 0, "maximum": 1},
 }

@@ -81,16 +81,16 @@ class FrameResponse(Response):
 
     media_type = sse.MEDIA_TYPE
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         del self.headers["content-length"]
         self._first = first
         self._rest = rest
 
     @classmethod
-    async def begin(cls, frames: AsyncGenerator[bytes, None]) -> FrameResponse:
-        """Wait for the first frame, so that an error before it can still choose the status."""
-        return cls(await anext(frames), frames)
+    async def begin(cls, frames: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> FrameResponse:
+        """Wait for the first frame, so that an error before it can still choose the status. headers: beside those of every stream."""
+        return cls(await anext(frames), frames, headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._rest):

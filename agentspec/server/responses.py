@@ -25,6 +25,7 @@ from agentspec.server.responses_request import CHECKED, ResponsesRequest, parse
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service, session_of
 from agentspec.server.tables.responses import RESPONSES
+from agentspec.server.token_room import headers
 from agentspec.server.turn import TurnRequest, begin, build_prompt
 
 _MAX_LISTED = 100
@@ -84,13 +85,13 @@ async def create(service: Service, call: Call) -> Response:
         answer = Answer(asked.request, turn, service, lambda response: _store(service, asked, response))
         stream = events.generate(service.engine, turn.submit)
         if asked.request.stream:
-            return await FrameResponse.begin(frames(stream, answer))
+            return await FrameResponse.begin(frames(stream, answer), headers(turn.clamped))
         async with aclosing(stream):
             async for event in stream:
                 answer.take(event)
     except RequestError as error:
         raise asked.public(error) from None
-    return json_response(answer.response)
+    return json_response(answer.response, headers=headers(turn.clamped))
 
 
 async def count_input(service: Service, call: Call) -> Response:

@@ -18,6 +18,7 @@ from agentspec.server.responses_output import Event, Output
 from agentspec.server.responses_request import ResponsesRequest
 from agentspec.server.service import Service
 from agentspec.server.sse import described
+from agentspec.server.token_room import usage_part
 from agentspec.server.turn import Turn, TurnEnd
 from agentspec.types import FinishReason
 from agentspec.wire import Event as EngineEvent
@@ -76,7 +77,10 @@ class Answer:
         told += self._output.close("completed" if is_whole else "incomplete")
         if is_whole and not self._output.has_answer:
             told += self._output.add_empty_message()
-        self.response |= {"usage": usage_body(event.usage, end), "metrics": metrics_body(event.usage.spec, self._info)}
+        self.response |= {
+            "usage": usage_body(event.usage, end) | usage_part(self._turn.clamped),
+            "metrics": metrics_body(event.usage.spec, self._info),
+        }
         if end.reason is FinishReason.ABORT:
             return [*told, self._failed(_ABORTED)]
         status = "completed" if is_whole else "incomplete"

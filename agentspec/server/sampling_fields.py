@@ -15,22 +15,30 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    """See top_k_of."""
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
+    min_tokens: int = 0
 
     def sampling_with(self, **further: Any) -> SamplingParams:
         """These fields, and what else an API takes."""
         return SamplingParams(
             temperature=self.temperature,
-            top_k=self.top_k,
+            top_k=top_k_of(self.top_k),
             top_p=self.top_p,
             min_p=self.min_p,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
             seed=self.seed,
+            min_tokens=self.min_tokens,
             **further,
         )
+
+
+def top_k_of(asked: int) -> int:
+    """As the engine has it: -1 keeps all, as 0 does."""
+    return 0 if asked == -1 else asked

@@ -18,6 +18,7 @@ from agentspec.errors import RequestError
 from agentspec.server.pipeline import TextPipeline
 from agentspec.server.service import Service
 from agentspec.server.token_places import TokenPlaces
+from agentspec.server.token_room import clamped_to, within_room
 from agentspec.text.chat_template import CacheMark, Tools
 from agentspec.text.constraints import OutputForm, ToolDemand, turn_grammar
 from agentspec.text.context_edits import ContextEdit
@@ -45,7 +46,7 @@ class TurnRequest:
     """The tools that may be called, of those that the template is shown; None: all. Needs the choice "required"."""
     output: OutputForm | None = None
     effort: str | None = None
-    """How much to reason: "none" switches thinking off. Refused where the checkpoint's template knows nothing of it."""
+    """How much to reason: "none" switches thinking off. Without effect where the checkpoint's template knows nothing of it."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     marked: Sequence[CacheMark] = ()
     """Places of the prompt that later ones are to share (Anthropic's cache_control)."""
@@ -84,10 +85,20 @@ class Turn:
     """One choice on its way: its submit, and what its text has become so far."""
 
     def __init__(
-        self, submit: Submit, prompt: BuiltPrompt, text: TextPipeline, tools: Tools | None, info: ModelInfo, *, has_form: bool = False
+        self,
+        submit: Submit,
+        prompt: BuiltPrompt,
+        text: TextPipeline,
+        tools: Tools | None,
+        info: ModelInfo,
+        *,
+        has_form: bool = False,
+        clamped: int | None = None,
     ) -> None:
+        """clamped: the token limit, where the context leaves less than was asked for."""
         self.submit = submit
         self.prompt = prompt
+        self.clamped = clamped
         self._text = text
         self._segmenter = text.segmenter(tools, reasoning_open=prompt.reasoning_open, has_form=has_form)
         self._stop_ids = info.stop_token_ids
@@ -167,7 +178,11 @@ async def begin(service: Service, asked: TurnRequest) -> list[Turn]:
         dialect=text.prompts.dialect,
         reasoning_open=prompt.reasoning_open,
     )
-    sampling = _without_calls(asked.sampling, text) if asked.tools and not may_call else asked.sampling
+    num_forced = 0 if asked.forced_output is None else len(asked.forced_output)
+    sampling = within_room(asked.sampling, len(prompt.prompt_ids), service.engine.info.max_context, num_forced=num_forced)
+    clamped = clamped_to(asked.sampling, sampling)
+    if asked.tools and not may_call:
+        sampling = _without_calls(sampling, text)
     request_id = uuid.uuid4().hex
     turns = []
     for index in range(asked.num_choices):
@@ -182,7 +197,8 @@ async def begin(service: Service, asked: TurnRequest) -> list[Turn]:
             grammar=grammar,
             forced_output=asked.forced_output,
         )
-        turns.append(Turn(submit, prompt, text, may_call or None, service.engine.info, has_form=asked.output is not None))
+        has_form = asked.output is not None
+        turns.append(Turn(submit, prompt, text, may_call or None, service.engine.info, has_form=has_form, clamped=clamped))
     return turns
 
 
@@ -196,8 +212,8 @@ def _reasoning_kwargs(asked: TurnRequest, reads: frozenset[str]) -> dict[str, An
     if asked.effort is None:
         return {}
     name, value = (_THINKING_SWITCH, False) if asked.effort == "none" and _THINKING_SWITCH in reads else (_EFFORT, asked.effort)
-    if name not in reads:
-        raise RequestError(_EFFORT, asked.effort, "this checkpoint's chat template has no variable for it")
+    if name not in reads:  # clients send one whatever the model: it has no effect here
+        return {}
     if asked.template_kwargs.get(name, value) != value:
         raise RequestError(_EFFORT, asked.effort, f"disagrees with chat_template_kwargs.{name}={asked.template_kwargs[name]!r}")
     return {name: value}

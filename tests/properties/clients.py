@@ -12,6 +12,7 @@ from typing import Any
 from agentspec.runtime.request import Request
 from agentspec.types import Breakpoint, CheckpointKind, SamplingParams
 from agentspec.wire import Submit
+from tests.fakes.automaton import Automaton
 from tests.properties.house import House
 
 TOKEN_TEXT = ["abcdefghijklmnopqrstuvwxyz"[i % 26] + "xyz"[i % 3] * (i % 2) for i in range(64)]
@@ -42,6 +43,8 @@ class Turn:
     session: Session
     request: Request
     submit: Submit
+    automaton: Automaton | None = None
+    """What its output is held to."""
     emitted: list[int] = field(default_factory=list)
     text: str = ""
     abort_after: int | None = None

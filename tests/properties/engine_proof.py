@@ -23,9 +23,12 @@ import argparse
 import random
 from array import array
 from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from agentspec.cache import invariants
 from agentspec.cache.leases import Lease, Match
@@ -124,7 +127,7 @@ class Proof:
                 token_bytes=TOKEN_BYTES,
                 constraint=constraint,
             )
-            turn = Turn(session, request, submit)
+            turn = Turn(session, request, submit, constraint)
             if self.rng.random() < 0.12:
                 turn.abort_after = self.rng.choice([self.rng.randrange(6), self.rng.randrange(40)])
             self.running[submit.request_id] = turn
@@ -310,7 +313,7 @@ class Proof:
                     seed=turn.request.seed,
                     length_limit=turn.request.length_limit,
                     stop_ids=turn.request.stop_ids,
-                    allowed_after=turn.request.constraint.rules.allowed_after if isinstance(turn.request.constraint, Automaton) else None,
+                    allowed_after=_allowed_after(turn, self.model.spec.vocab_size),
                 )
                 for turn, _ in self.ended
             ]
@@ -335,9 +338,9 @@ class Proof:
         assert turn.text == text, f"text {turn.text!r}, alone {text!r}"
         last = expected[-1] if expected else None
         stop_match = stop_string if stop_string is not None else last if last in turn.request.stop_ids else None
-        is_dead = stop_match is None and _is_at_dead_end(turn.request, expected)
-        reason = FinishReason.STOP if stop_match is not None else FinishReason.ERROR if is_dead else FinishReason.LENGTH
-        assert (finish.reason, finish.refused) == (reason, "grammar.source" if is_dead else None), f"finish reason {finish.reason}: {finish.error}"
+        refused = None if stop_match is not None else _refused_at(turn, expected, self.model.spec.vocab_size)
+        reason = FinishReason.STOP if stop_match is not None else FinishReason.LENGTH if refused is None else FinishReason.ERROR
+        assert (finish.reason, finish.refused) == (reason, refused), f"finish reason {finish.reason}: {finish.error}"
         assert finish.stop_match == stop_match, f"stop match {finish.stop_match!r}, alone {stop_match!r}"
 
     def _check_usage(self, turn: Turn, finish: FinishEvent) -> None:
@@ -392,24 +395,52 @@ class Proof:
         assert cache.used_bytes == 0, f"{cache.rows.num_used} rows and {cache.pages.num_used} pages leaked"
 
 
-def _is_at_dead_end(request: Request, emitted: list[int]) -> bool:
-    if not isinstance(request.constraint, Automaton) or len(request.submit.prompt_ids) + len(emitted) >= request.length_limit:
-        return False
-    return not request.constraint.rules.allowed_after(emitted).any()
+def _allowed_after(turn: Turn, vocab_size: int) -> Callable[[Sequence[int]], NDArray[np.bool_]] | None:
+    """What the request's own demands leave of the vocabulary, worked out anew for every token; None: they leave all of it."""
+    least, stop_ids = turn.submit.sampling.min_tokens, list(turn.request.stop_ids)
+    if turn.automaton is None and not (least and stop_ids):
+        return None
+    rules = None if turn.automaton is None else turn.automaton.rules
+
+    def allowed(emitted: Sequence[int]) -> NDArray[np.bool_]:
+        found = np.ones(vocab_size, dtype=np.bool_) if rules is None else rules.allowed_after(emitted).copy()
+        if len(emitted) < least:
+            found[stop_ids] = False
+        return found
+
+    return allowed
+
+
+def _refused_at(turn: Turn, emitted: list[int], vocab_size: int) -> str | None:
+    """The field to blame, where nothing may follow."""
+    allowed = _allowed_after(turn, vocab_size)
+    if allowed is None or len(turn.submit.prompt_ids) + len(emitted) >= turn.request.length_limit or allowed(emitted).any():
+        return None
+    assert turn.automaton is not None, "only what has a form can be complete"
+    return "sampling.min_tokens" if turn.automaton.rules.allowed_after(emitted).any() else "grammar.source"
 
 
 def _has_shaped_logits(turn: Turn) -> bool:
     """The target doesn't choose by its bare logits, so that no drafter is perfect."""
-    return turn.submit.sampling.has_penalties or bool(turn.submit.sampling.logit_bias) or turn.request.constraint is not None
+    return turn.submit.sampling.has_penalties or bool(turn.submit.sampling.logit_bias) or _is_constrained(turn)
+
+
+def _is_constrained(turn: Turn) -> bool:
+    return turn.automaton is not None or turn.submit.sampling.min_tokens > 0
 
 
 def cut_at_stop_string(reference: list[int], turn: Turn) -> tuple[list[int], str, str | None]:
-    """Tokens up to the one that completes a stop string, the text before it, and that string: the one that ends first, the longest of those."""
+    """Tokens up to the one that completes a stop string, the text before it, and that string: the one that ends first, the longest of those. What is
+    complete with the first `min_tokens` tokens is none."""
     shown = reference[:-1] if reference and reference[-1] in turn.request.stop_ids else reference
     text = ""
     for count, token in enumerate(shown, 1):
+        passed = len(text)
         text += TOKEN_TEXT[token]
-        found = [(text.index(stop) + len(stop), text.index(stop), stop) for stop in turn.submit.sampling.stop if stop in text]
+        if count <= turn.submit.sampling.min_tokens:
+            continue
+        ends = range(passed + 1, len(text) + 1)
+        found = [(end, end - len(stop), stop) for stop in turn.submit.sampling.stop for end in ends if text[:end].endswith(stop)]
         if found:
             _, start, stop = min(found)
             return reference[:count], text[:start], stop

@@ -90,6 +90,33 @@ def test_a_process_that_died_is_replaced(tokenizer: Tokenizer) -> None:
     assert trials.pid is None
 
 
+def test_a_process_can_be_started_before_its_first_job(tokenizer: Tokenizer) -> None:
+    trials = TrialProcess(Vocabulary(token_bytes=tokenizer.token_bytes, vocab_size=tokenizer.vocab_size, stop_token_ids=[0], job_seconds=60))
+    assert trials.pid is None
+    trials.start()
+    first = trials.pid
+    assert first is not None
+    trials.start()
+    assert trials.run(CompileJob(kind="ebnf", source='root ::= "a"')).error is None
+    assert trials.pid == first
+    trials.close()
+    trials.start()
+    assert trials.pid is None, "nothing starts behind the end"
+
+
+def test_a_process_that_is_closed_while_it_starts_is_gone(tokenizer: Tokenizer) -> None:
+    vocabulary = Vocabulary(token_bytes=[b"x" * 100] * 100_000, vocab_size=100_000, stop_token_ids=[0], job_seconds=60)
+    trials = TrialProcess(vocabulary)  # more than a pipe holds: it is being written until the process reads
+    thread = threading.Thread(target=trials.start)
+    thread.start()
+    while (pid := trials.pid) is None:
+        pass
+    trials.close()
+    thread.join()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
 def test_closing_ends_a_trial_that_runs(tokenizer: Tokenizer) -> None:
     compiler = GrammarCompiler(tokenizer, vocab_size=tokenizer.vocab_size, stop_token_ids=[0], job_seconds=60)
     compiler.compile(Grammar(kind="regex", source="a"))

@@ -36,12 +36,21 @@ def make(
     token_bytes: list[bytes] | None = TOKEN_BYTES,
     max_length: int = 100,
     constraint: Constraint | None = None,
+    forces_acceptance: bool = False,
     **fields: Any,
 ) -> Request:
     sampling = SamplingParams(**{name: fields.pop(name) for name in list(fields) if name in SamplingParams.__struct_fields__})
     submit = Submit(**{"request_id": "r", "prompt_ids": [65, 66, 67], "sampling": sampling, **fields})
     return new_request(
-        submit, number=number, spec=SPEC, max_length=max_length, engine_seed=engine_seed, token_bytes=token_bytes, constraint=constraint
+        submit,
+        number=number,
+        spec=SPEC,
+        max_length=max_length,
+        engine_seed=engine_seed,
+        token_bytes=token_bytes,
+        constraint=constraint,
+        allow_forced_output=True,
+        forces_acceptance=forces_acceptance,
     )
 
 
@@ -77,6 +86,11 @@ def outcome(text: str, *, drafted: int = 3, accepted: int | None = None, stop: i
         ({"seed": -1}, "seed", -1),
         ({"seed": 2**63}, "seed", 2**63),
         ({"max_tokens": -1}, "max_tokens", -1),
+        ({"min_tokens": -1}, "min_tokens", -1),
+        ({"min_tokens": 2**31}, "min_tokens", 2**31),
+        ({"min_tokens": 6, "max_tokens": 5}, "min_tokens", 6),
+        ({"min_tokens": 5, "forces_acceptance": True}, "min_tokens", 5),
+        ({"min_tokens": 3, "forced_output": [65, 66, 1, 67]}, "min_tokens", 3),
         ({"stop": ("a", "")}, "stop", ["a", ""]),
         ({"stop": ("a",) * 17}, "stop", ["a"] * 17),
         ({"stop_token_ids": (128,)}, "stop_token_ids", 128),
@@ -108,6 +122,21 @@ def test_prompt_and_output_share_the_context(prompt: int, max_tokens: int | None
         return
     with pytest.raises(ContextLengthError, match=rf"{prompt} tokens.*{'at least one new token' if max_tokens is None else max_tokens}.*100 tokens"):
         make(prompt_ids=[65] * prompt, max_tokens=max_tokens)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 50])
+def test_a_minimum_beyond_the_context_is_refused_for_that(max_tokens: int | None) -> None:
+    with pytest.raises(ContextLengthError, match=r"60 tokens.*with min_tokens 41 exceeds .* 100 tokens"):
+        make(prompt_ids=[65] * 60, min_tokens=41, max_tokens=max_tokens)
+
+
+def test_a_minimum_costs_nothing_where_nothing_can_end_the_output() -> None:
+    """Benchmarks send min_tokens with ignore_eos: no masks, and so no waiting for the host."""
+    assert make(min_tokens=9, ignore_eos=True).constraint is None
+    assert make(min_tokens=9, ignore_eos=True, forces_acceptance=True, forced_output=[1, 1]).constraint is None
+    assert make(min_tokens=0).constraint is None
+    assert make(min_tokens=9, ignore_eos=True, stop_token_ids=(7,)).constraint is not None
+    assert make(min_tokens=2, forced_output=[65, 66, 1]).constraint is not None
 
 
 def test_stop_ids_are_the_models_and_the_requests() -> None:

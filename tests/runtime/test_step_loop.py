@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agentspec.runtime.pace import FixedPace, Room, StepTimes
+from agentspec.runtime.plan import StepOutcome
 from agentspec.wire import TokensEvent
 from tests.fakes.scripted_device import House, letters
 
@@ -121,6 +122,42 @@ def test_gaps_of_running_streams_are_counted() -> None:
     assert metrics["longest_gap_seconds"] == pytest.approx(0.5)
     assert metrics["gap_seconds"] == pytest.approx(0.604)
     assert [bound for bound, count in zip(metrics["gap_bounds"], metrics["gap_counts"], strict=False) if count] == [0.005, 0.15, 0.5]
+
+
+def test_times_and_tokens_are_counted_as_requests_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that takes a second a step, one request after the other."""
+    now = [10.0]
+    house = House(overlap=False, accept=0, drafts=0, max_running=1, budget=64)
+    house.loop._clock = lambda: now[0]
+    collect = house.device.collect
+
+    def collect_late(ticket: StepOutcome) -> StepOutcome:
+        now[0] += 1.0
+        return collect(ticket)
+
+    monkeypatch.setattr(house.device, "collect", collect_late)
+    house.submit("a", letters(100), "abc")  # two steps of its prompt, the second with its first token; two more tokens
+    house.submit("b", letters(10, seed=1), "x")
+    house.submit("c", letters(10, seed=2), "")
+    house.submit("d", letters(10, seed=3), "x")
+    house.loop.abort("d")
+    house.run()
+    metrics = house.metrics
+    sums = [histogram.sum for histogram in (metrics.queue_seconds, metrics.prompt_seconds, metrics.decode_seconds, metrics.inference_seconds)]
+    assert sums == [0 + 4 + 5, 2 + 1 + 1, 2 + 0, 4 + 1 + 1]
+    counts = [sum(histogram.counts) for histogram in (metrics.queue_seconds, metrics.prompt_seconds, metrics.decode_seconds)]
+    assert counts == [3, 3, 2], "one was aborted while it waited, one wants no token"
+    assert (sum(metrics.step_tokens.counts), metrics.step_tokens.sum) == (6, 64 + 37 + 1 + 1 + 11 + 10)
+
+
+def test_a_preempted_request_has_one_begin_and_one_first_token() -> None:
+    house = House(overlap=True, accept=1, drafts=2, pages=14, max_running=3)
+    for number in range(3):
+        house.submit(f"r{number}", letters(20, seed=number), "the quick brown fox jumps over the lazy dog" * 2)
+    house.run()
+    assert house.metrics.preemptions > 0
+    assert [sum(figure.counts) for figure in (house.metrics.queue_seconds, house.metrics.prompt_seconds, house.metrics.decode_seconds)] == [3, 3, 3]
+    assert house.metrics.inference_seconds.sum == pytest.approx(house.metrics.prompt_seconds.sum + house.metrics.decode_seconds.sum)
 
 
 class ListeningPace:

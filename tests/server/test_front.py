@@ -140,7 +140,7 @@ def test_pages_of_an_origin_may_ask(origins: tuple[str, ...], told: str, pipelin
         assert answers[2].text.endswith("[DONE]\n\n")
         for answer in answers:
             assert answer.headers["access-control-allow-origin"] == told
-            assert answer.headers["access-control-expose-headers"] == "retry-after, x-agentspec-ignored-fields"
+            assert answer.headers["access-control-expose-headers"] == "retry-after, x-agentspec-ignored-fields, x-agentspec-max-tokens"
 
     asked(served(pipeline, config), ask)
     answer = asked(loading(config), lambda client: client.get("/health", headers=page))

@@ -101,6 +101,14 @@ def test_what_only_looks_at_a_body_refuses_what_the_engine_would(connect: Callab
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
 
 
+@pytest.mark.parametrize("name", ["seed", "min_tokens", "top_k"])
+def test_a_number_that_no_message_can_hold_is_out_of_range(connect: Callable[..., httpx.AsyncClient], name: str) -> None:
+    """It must not come to the link between server and engine, which carries 64 bits."""
+    for path, prompt in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": [USER]}), ("/v1/responses", {"input": "x"})):
+        refused = send(connect, "POST", path, {"model": MODEL, **prompt, name: 10**30})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+
+
 @pytest.mark.parametrize("limit", ["9" * 5000, "%C2%B2", "%D9%A3", "1%00"])
 def test_a_limit_of_strange_digits(connect: Callable[..., httpx.AsyncClient], limit: str) -> None:
     async def run() -> httpx.Response:

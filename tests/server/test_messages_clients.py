@@ -96,7 +96,7 @@ def test_thinking_switched_off_counting_and_errors() -> None:
             assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "orders_get")
             cut = await ask(opened, [QUESTION], stream=True, tools=TOOLS, max_tokens=3)
             assert cut.stop_reason == "max_tokens"
-            for error, extra in ((anthropic.NotFoundError, {"model": "other"}), (anthropic.BadRequestError, {"top_k": -1})):
+            for error, extra in ((anthropic.NotFoundError, {"model": "other"}), (anthropic.BadRequestError, {"top_k": -2})):
                 with pytest.raises(error) as raised:
                     await ask(opened, [QUESTION], stream=True, extra_body=extra)
                 assert raised.value.type in ("not_found_error", "invalid_request_error")

@@ -56,7 +56,17 @@ VLLM_NAMES = {
     "vllm:e2e_request_latency_seconds": "histogram",
     "vllm:request_prompt_tokens": "histogram",
     "vllm:request_generation_tokens": "histogram",
+    "vllm:request_max_num_generation_tokens": "histogram",
 }
+
+VLLM_NAMES_OF_ENGINES = {
+    "vllm:request_queue_time_seconds",
+    "vllm:request_prefill_time_seconds",
+    "vllm:request_decode_time_seconds",
+    "vllm:request_inference_time_seconds",
+    "vllm:iteration_tokens_total",
+}
+"""Histograms that only a real engine has."""
 
 
 class Exposition:
@@ -292,6 +302,15 @@ def test_the_real_engines_counters_all_have_their_family() -> None:
     text, stats, events = asyncio.run(run())
     found = Exposition(text)
     assert found.kinds.items() >= VLLM_NAMES.items()
+    assert found.kinds.items() >= dict.fromkeys(VLLM_NAMES_OF_ENGINES, "histogram").items()
+    for name in VLLM_NAMES_OF_ENGINES - {"vllm:iteration_tokens_total"}:
+        assert found.value(f"{name}_count") == 3, name
+    parts = [found.value(f"vllm:request_{part}_time_seconds_sum") for part in ("prefill", "decode", "inference")]
+    assert parts[0] > 0
+    assert parts[1] > 0
+    assert parts[2] == pytest.approx(parts[0] + parts[1])
+    assert found.value("vllm:iteration_tokens_total_sum") == stats["engine"]["prefill_tokens"] + stats["engine"]["emitted_tokens"]
+    assert found.value("vllm:request_max_num_generation_tokens_sum") == found.value("vllm:request_generation_tokens_sum") == 40
     spec = cast(FinishEvent, events[-1]).usage.spec
     assert found.value("agentspec_prompt_tokens_total") == stats["engine"]["prompt_tokens"] == 3 * len(prompt)
     assert found.value("agentspec_cached_prompt_tokens_total") == stats["engine"]["cached_tokens"] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -127,7 +128,7 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
-        ({"reasoning_effort": "some"}, "reasoning_effort"),
+        ({"reasoning_effort": ["some"]}, "reasoning_effort"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "s"}}}, "response_format.json_schema"),
@@ -209,8 +210,10 @@ def test_sampling_fields_reach_the_engine() -> None:
             "stop": ["a", "b"],
             "stop_token_ids": [3],
             "ignore_eos": True,
+            "min_tokens": 4,
         }
     ).sampling()
+    assert sampling.min_tokens == 4
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (7, 0.5, 0.9, 20, 0.1)
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (1.0, -1.0, 1.1)
     assert (sampling.logit_bias, sampling.seed, sampling.stop, sampling.stop_token_ids, sampling.ignore_eos) == (
@@ -220,6 +223,13 @@ def test_sampling_fields_reach_the_engine() -> None:
         (3,),
         True,
     )
+
+
+@pytest.mark.parametrize("parse", [lambda extra: parse_chat({**CHAT, **extra}), lambda extra: parse_completion({**COMPLETION, **extra})])
+def test_what_asks_for_nothing_as_vllms_clients_write_it(parse: Callable[[dict[str, Any]], Any]) -> None:
+    assert parse({"top_k": -1, "skip_special_tokens": True}).sampling() == parse({}).sampling()
+    with pytest.raises(RequestError, match="skip_special_tokens=False: is not supported"):
+        parse({"skip_special_tokens": False})
 
 
 def test_defaults_are_those_of_openai() -> None:

@@ -262,7 +262,6 @@ CALL_ITEM = {"type": "function_call", "call_id": "c", "name": "look", "arguments
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
-        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
         ({"metadata": {str(name): "" for name in range(17)}}, "metadata"),
@@ -351,6 +350,8 @@ SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}}
         ({"text": {"format": {"type": "json_object"}}}, {"output": OutputForm(kind="json_object", source=None, field="text.format")}),
         ({"reasoning": {"effort": "none"}}, {"effort": "none"}),
         ({"temperature": 0, "top_k": 3, "seed": 7}, {"sampling": SamplingParams(temperature=0, top_k=3, seed=7)}),
+        ({"top_k": -1}, {"sampling": SamplingParams()}),
+        ({"min_tokens": 5}, {"sampling": SamplingParams(min_tokens=5)}),
     ],
     ids=lambda value: next(iter(value)),
 )

@@ -21,9 +21,9 @@ def groups(rng: random.Random, ids: list[int]) -> list[list[int]]:
     return result
 
 
-def run(token_bytes: list[bytes], pieces: list[list[int]], stop: tuple[str, ...] = ()) -> tuple[str, int, str | None]:
+def run(token_bytes: list[bytes], pieces: list[list[int]], stop: tuple[str, ...] = (), min_tokens: int = 0) -> tuple[str, int, str | None]:
     """(text, ids that count, stop) of a whole stream."""
-    detokenizer = Detokenizer(token_bytes, stop)
+    detokenizer = Detokenizer(token_bytes, stop, min_tokens=min_tokens)
     text, count = "", 0
     for piece in pieces:
         pushed = detokenizer.push(piece)
@@ -116,3 +116,31 @@ def test_only_a_possible_stop_is_held_back() -> None:
     assert detokenizer.push([]).text == ""
     assert detokenizer.flush() == "<"
     assert detokenizer.flush() == ""
+
+
+def by_character_behind(ids: list[int], stop: tuple[str, ...], min_tokens: int) -> tuple[str, int, str | None]:
+    """`by_character` of ids that are ASCII, where what is complete with the first `min_tokens` of them is no stop string."""
+    text = bytes(ids).decode()
+    for end in range(min_tokens + 1, len(ids) + 1):
+        ended = [found for found in stop if text[:end].endswith(found)]
+        if ended:
+            longest = max(ended, key=len)
+            return text[: end - len(longest)], end, longest
+    return text, len(ids), None
+
+
+def test_a_stop_string_that_is_complete_with_the_minimum_is_text() -> None:
+    """Even while it waits for the rest of a longer one."""
+    for pieces in ([b"xab", b"z"], [b"xabz"], [b"x", b"a", b"b", b"z"]):
+        assert run(BYTES, [list(piece) for piece in pieces], ("ab", "xaby"), 3) == ("xabz", 4, None)
+        assert run(BYTES, [list(piece) for piece in pieces], ("ab", "xaby"), 2) == ("x", 3, "ab")
+
+
+def test_any_stop_strings_behind_any_minimum() -> None:
+    rng = random.Random(3)
+    for trial in range(4000):
+        ids = [ord(rng.choice("abc")) for _ in range(rng.randrange(20))]
+        stop = tuple("".join(rng.choice("abc") for _ in range(rng.randint(1, 4))) for _ in range(rng.randint(1, 3)))
+        least = rng.randrange(12)
+        heard = run(BYTES, groups(rng, ids), stop, least)
+        assert heard == by_character_behind(ids, stop, least), f"seed 3, trial {trial}: {bytes(ids)!r}, {stop}, {least}"

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from agentspec.runtime.grammar.compiler import CompiledGrammar, GrammarCompiler
+from agentspec.runtime.grammar.source import constraint_source
 
-__all__ = ["CompiledGrammar", "GrammarCompiler"]
+__all__ = ["CompiledGrammar", "GrammarCompiler", "constraint_source"]

@@ -64,12 +64,14 @@ class GrammarCompiler:
         vocabulary = Vocabulary(
             token_bytes=tokenizer.token_bytes[:vocab_size], vocab_size=vocab_size, stop_token_ids=list(stop_token_ids), job_seconds=job_seconds
         )
+        self._vocab_size = vocab_size
+        self._process = TrialProcess(vocabulary)
+        self._process.start()  # it imports what takes a second beside this process, which does so now
         try:
             self._backend = Backend(vocabulary)
         except ImportError as error:
+            self._process.close()
             raise RequestError(FIELD, "...", f"needs the package xgrammar: {error}") from None
-        self._vocab_size = vocab_size
-        self._process = TrialProcess(vocabulary)
         self._compiling = threading.Lock()
         self._cache_lock = threading.Lock()
         self._cache: OrderedDict[CompileJob, tuple[Any, int]] = OrderedDict()

@@ -1,4 +1,4 @@
-"""The engine's end of the process that tries grammars: starts it when it is needed, and again after a grammar has killed it."""
+"""The engine's end of the process that tries grammars: starts it, and again when it is needed after a grammar has killed it."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ class TrialProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = False
 
+    def start(self) -> None:
+        """Have the process read the vocabulary before the first job comes. Waits for no more than that."""
+        with self._turn, contextlib.suppress(EngineClosedError):
+            self._started()
+
     def run(self, job: CompileJob) -> Verdict:
         """Blocks until the grammar has passed, is refused, or has killed the process. Raises EngineClosedError when `close` comes first."""
         with self._turn:
@@ -34,7 +39,7 @@ class TrialProcess:
             try:
                 write_frame(process.stdin, job)
                 answer = read_frame(process.stdout, Verdict)
-            except BrokenPipeError:
+            except (BrokenPipeError, ValueError):  # ValueError: `close` has closed its pipes
                 answer = None
             return self._buried(process) if answer is None else answer
 
@@ -53,23 +58,26 @@ class TrialProcess:
             _end(process)
 
     def _started(self) -> subprocess.Popen[bytes]:
+        """Called in turn."""
         with self._lifecycle:
             if self._is_closed:
                 raise EngineClosedError("the engine is closed")
-            if self._process is None:
-                # Its own session: an interrupt at the terminal is the engine's to handle. Its standard input ends with this process.
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", _WORKER],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-                    start_new_session=True,
-                )
-                assert self._process.stdin is not None
-                with contextlib.suppress(BrokenPipeError):  # it died at once: the job finds that out
-                    write_frame(self._process.stdin, self._vocabulary)
-            return self._process
+            if self._process is not None:
+                return self._process
+            # Its own session: an interrupt at the terminal is the engine's to handle. Its standard input ends with this process.
+            process = self._process = subprocess.Popen(
+                [sys.executable, "-m", _WORKER],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                start_new_session=True,
+            )
+        assert process.stdin is not None
+        # Not under the lock, for `close` must not wait until it is read. If the process died at once, or is closed: the job finds that out.
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            write_frame(process.stdin, self._vocabulary)
+        return process
 
     def _buried(self, process: subprocess.Popen[bytes]) -> Verdict:
         with self._lifecycle:

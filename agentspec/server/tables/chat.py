@@ -11,7 +11,7 @@ CHAT: FieldTable = {
         "roles as the checkpoint's template takes them; text content, as a string or text parts. `tool_calls`, `tool_call_id`, `reasoning_content` "
         "(or `reasoning`) are read; what else a message, a part or a call carries is left out"
     ),
-    "max_tokens": works("new tokens at most; up to the context by default"),
+    "max_tokens": works("new tokens at most; up to the context by default. [More than the context leaves](#limits-beyond-the-context) is clamped"),
     "max_completion_tokens": works("another name for `max_tokens`"),
     "tools": works(
         "functions. With `strict: true` a call is held to the tool's schema; the flag is not shown to the model, so the prompt is the same with and "
@@ -31,7 +31,9 @@ CHAT: FieldTable = {
     ),
     "top_logprobs": works("0 to 20 likely tokens at each place, with `logprobs`"),
     "reasoning_effort": works(
-        "`none` switches thinking off where the template has `enable_thinking`; every other value goes to a template that has a variable of this name"
+        "`none` switches thinking off where the template has `enable_thinking`; every other text goes to a template that has a variable of this "
+        "name. "
+        "Without effect where the template has no such variable"
     ),
     "chat_template_kwargs": works("variables for the checkpoint's template, such as `enable_thinking`"),
     "add_generation_prompt": refused("of vLLM's", True),

@@ -60,10 +60,12 @@ _PROMPT: FieldTable = {
 }
 
 _ANSWER: FieldTable = {
-    "max_tokens": works("required. 0 computes the prompt only, and leaves it in the cache"),
+    "max_tokens": works(
+        "required. 0 computes the prompt only, and leaves it in the cache; more than the context leaves is [clamped](#limits-beyond-the-context)"
+    ),
     "temperature": works("0 to 100, default 1; 0 is greedy"),
     "top_p": works("(0, 1], default 1"),
-    "top_k": works("0 (all) to the vocabulary's size"),
+    "top_k": works("0 (all, and so is -1) to the vocabulary's size"),
     "stop_sequences": works("up to 16 texts; never part of the answer"),
     "stream": works("events as Anthropic documents them, without `ping`. An error half-way is the last event"),
 }

@@ -7,7 +7,7 @@ from agentspec.server.fields import FieldTable, accepted, refused, works
 SAMPLING: FieldTable = {
     "temperature": works("0 to 100, default 1; 0 is greedy"),
     "top_p": works("(0, 1], default 1"),
-    "top_k": works("0 (all) to the vocabulary's size"),
+    "top_k": works("0 (all, and so is -1) to the vocabulary's size"),
     "min_p": works("[0, 1), default 0"),
     "presence_penalty": works("-2 to 2, over generated tokens"),
     "frequency_penalty": works("-2 to 2, over generated tokens"),
@@ -28,6 +28,14 @@ GENERATION: FieldTable = {
     "stop": works("one text or up to 16; never part of the answer"),
     "stop_token_ids": works("up to 16 ids beside the model's own"),
     "ignore_eos": works("go on behind the model's own stop ids"),
+    "min_tokens": works(
+        "0 by default, up to `max_tokens`: no stop id and no stop string ends the answer before so many tokens (one that is complete with a later "
+        "token "
+        "does). A form that is complete before is refused half-way, by this name. Beside `ignore_eos` without `stop_token_ids` it costs nothing; "
+        "otherwise "
+        "such a request waits for the host between its steps up to there, as one with a form does. Refused where acceptance is forced, but beside "
+        "`ignore_eos`"
+    ),
     "structured_outputs": works(
         "one of `json` (a JSON schema, or its text), `regex`, `choice` (a list of texts), `grammar` (EBNF in xgrammar's notation, from the rule "
         "`root`), "
@@ -81,6 +89,7 @@ SERVERS: FieldTable = {
     "return_hidden_states": refused("of SGLang's", False),
     "return_tokens_as_token_ids": refused("of vLLM's", False),
     "session_params": refused("of SGLang's"),
+    "skip_special_tokens": refused("of vLLM's: control tokens are no text", True),
     "truncate_prompt_tokens": refused("of vLLM's", -1),
     "use_beam_search": refused("of vLLM's", False),
     "bootstrap_host": accepted("of SGLang's"),
