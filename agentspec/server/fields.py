@@ -77,10 +77,10 @@ class Notes:
     unknown: list[str] = field(default_factory=list)
     """Fields that were left out, each once."""
 
-    def leave_out(self, name: str, value: Any) -> None:
+    def leave_out(self, name: str, value: Any, reason: str = "is not a field of this endpoint") -> None:
         """Raises RequestError where notes are strict."""
         if self.strict:
-            raise RequestError(name, value, "is not a field of this endpoint")
+            raise RequestError(name, value, reason)
         if name not in self.unknown:
             self.unknown.append(name)
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _ENTRY_OVERHEAD_BYTES = 1000
+_ITEM_OVERHEAD_BYTES = 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +21,8 @@ class StoredResponse:
     """The response object, as JSON."""
     input_items: bytes
     """The items that its request added, as JSON."""
+    item_ids: tuple[str, ...] = ()
+    """Ids, each once, by which its items can be asked for, those of the output among them."""
     previous_id: str | None
     """The response that it continues."""
     session_id: str | None
@@ -27,7 +30,7 @@ class StoredResponse:
     @property
     def num_bytes(self) -> int:
         """About what the record holds in memory."""
-        return _ENTRY_OVERHEAD_BYTES + len(self.response) + len(self.input_items)
+        return _ENTRY_OVERHEAD_BYTES + len(self.response) + len(self.input_items) + _ITEM_OVERHEAD_BYTES * len(self.item_ids)
 
 
 class ResponseStore:
@@ -36,6 +39,8 @@ class ResponseStore:
         self._max_responses = max_responses
         self._num_bytes = 0
         self._records: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._holders: dict[str, list[str]] = {}
+        """For each item, the responses that hold it, the one that had it first before the others."""
 
     def __len__(self) -> int:
         return len(self._records)
@@ -53,6 +58,8 @@ class ResponseStore:
         """Keep a record under a new id. One that has no room even alone is gone at once."""
         self._records[response_id] = record
         self._num_bytes += record.num_bytes
+        for item_id in record.item_ids:
+            self._holders.setdefault(item_id, []).append(response_id)
         self._touch(response_id)
         while self._num_bytes > self._max_bytes or len(self._records) > self._max_responses:
             self.delete(next(iter(self._records)))
@@ -60,6 +67,11 @@ class ResponseStore:
     def get(self, response_id: str) -> StoredResponse | None:
         self._touch(response_id)
         return self._records.get(response_id)
+
+    def holder(self, item_id: str) -> StoredResponse | None:
+        """The record that has had this item for the longest."""
+        names = self._holders.get(item_id)
+        return self.get(names[0]) if names else None
 
     def conversation(self, response_id: str) -> list[StoredResponse] | None:
         """The record and all those before it, the first one first; None when one of them isn't there."""
@@ -74,6 +86,10 @@ class ResponseStore:
         record = self._records.pop(response_id, None)
         if record is not None:
             self._num_bytes -= record.num_bytes
+            for item_id in record.item_ids:
+                self._holders[item_id].remove(response_id)
+                if not self._holders[item_id]:
+                    del self._holders[item_id]
         return record is not None
 
     def _chain(self, response_id: str) -> Iterator[str]:

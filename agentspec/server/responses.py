@@ -18,10 +18,11 @@ from agentspec.errors import RequestError
 from agentspec.server import answer_shapes, events
 from agentspec.server.errors import ApiError
 from agentspec.server.responding import FrameResponse, json_response
-from agentspec.server.response_store import StoredResponse
+from agentspec.server.response_store import ResponseStore, StoredResponse
 from agentspec.server.responses_answer import Answer, frames
-from agentspec.server.responses_items import Conversation, Item, read_items
+from agentspec.server.responses_items import Conversation, Item, is_own_id, read_items
 from agentspec.server.responses_request import CHECKED, ResponsesRequest, parse
+from agentspec.server.responses_tools import Toolset
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service, session_of
 from agentspec.server.tables.responses import RESPONSES
@@ -42,7 +43,29 @@ _LIST_QUERY: dict[str, dict[str, Any]] = {
     "order": {"enum": ["asc", "desc"], "default": "desc"},
     "after": {"type": "string"},
 }
-_CHAT_LEVELS = re.compile(r"^(tools\[\d+\]|tool_choice(?:\.tools\[\d+\])?)\.function\b")
+_TOOL_FIELD = re.compile(r"tools\[(\d+)\](?:\.function)?(?:(\.parameters\.properties\.input\.pattern)|(.*))", re.DOTALL)
+
+
+class _References:
+    """The stored items that one request names by their ids."""
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
+        self._items: dict[str, Item] = {}
+        """Of the records so far, by id."""
+        self.records: list[StoredResponse] = []
+        """Those that held what was found."""
+
+    def find(self, item_id: str, field: str) -> Item:
+        """Raises ApiError (404) for an item that isn't stored."""
+        if item_id not in self._items:
+            record = self._store.holder(item_id)
+            if record is None:
+                reason = "no such item is stored, or no longer; items of responses with store=false never were"
+                raise ApiError(404, f"{field}={item_id!r}: {reason}", param=field, code="item_not_found")
+            self.records.append(record)
+            self._items |= {item["id"]: item for item in _items_of(record)}
+        return self._items[item_id]
 
 
 class _Asked:
@@ -50,30 +73,41 @@ class _Asked:
 
     def __init__(self, service: Service, call: Call) -> None:
         self.request = service.named(parse(call.body, call.notes))
+        self.tools = Toolset.of(self.request.tools, call.notes)
         stored = _stored_conversation(service, self.request.previous_response_id)
         history = [("previous_response_id", item) for record in stored for item in _items_of(record)]
-        self.items = read_items(self.request.input)
-        named = [(f"input[{index}]", item) for index, item in enumerate(self.items)]
+        references = _References(service.responses)
+        named = read_items(self.request.input, call.notes, references.find)
+        self.items = [item for _, item in named]
         self._conversation = Conversation.of(self.request.instructions, history + named)
-        self.session_id = session_of(call.headers, self.request.prompt_cache_key) or self._own_session(stored)
+        self._callable = list(zip(self.tools.names, self.tools.places, strict=True))
+        """Functions that may be called, with the places of their tools: errors count them."""
+        self.session_id = session_of(call.headers, self.request.prompt_cache_key) or self._own_session(stored or references.records)
 
     def _own_session(self, stored: list[StoredResponse]) -> str | None:
-        """That of the conversation. A first response begins one if another is likely to follow it here."""
+        """That of the conversation, which `stored` is of. A first response begins one if another is likely to follow it here."""
         if stored and stored[-1].session_id is not None:
             return stored[-1].session_id
         return uuid.uuid4().hex if stored or (self.request.store and self.request.tools) else None
 
     def turn_request(self) -> TurnRequest:
-        return self.request.turn_request(self._conversation.messages, self.session_id)
+        asked = self.request.turn_request(self._conversation.messages, self.tools, self.session_id)
+        allowed = asked.callable_names
+        self._callable = [one for one in self._callable if allowed is None or one[0] in allowed]
+        return asked
 
     def public(self, error: RequestError) -> RequestError:
-        """The error with the field as this API's clients know it: they sent items and flat tools, and got messages and chat's tools."""
+        """The error with the field as this API's clients know it: they sent items and tools of several kinds, and got messages and functions."""
         field = error.field
         if found := re.match(r"messages\[(\d+)\]", field):
             rest = field[found.end() :].replace("tool_call_id", "call_id")
             field = self._conversation.names[int(found[1])] + rest
+        elif found := _TOOL_FIELD.fullmatch(field):
+            name, place = self._callable[int(found[1])]
+            is_format = found[2] and self.tools.tool(name).kind == "custom"
+            field = place + (".format.definition" if is_format else found[2] or found[3])
         else:
-            field = _RENAMED.get(field, re.sub(_CHAT_LEVELS, r"\1", field.replace("tool_choice.allowed_tools.", "tool_choice.")))
+            field = _RENAMED.get(field, field.replace("tool_choice.allowed_tools.", "tool_choice."))
         return type(error)(field, error.value, error.reason)
 
 
@@ -82,7 +116,7 @@ async def create(service: Service, call: Call) -> Response:
     asked = _Asked(service, call)
     try:
         (turn,) = await begin(service, asked.turn_request())
-        answer = Answer(asked.request, turn, service, lambda response: _store(service, asked, response))
+        answer = Answer(asked.request, asked.tools, turn, service, lambda response: _store(service, asked, response))
         stream = events.generate(service.engine, turn.submit)
         if asked.request.stream:
             return await FrameResponse.begin(frames(stream, answer), headers(turn.clamped))
@@ -174,6 +208,7 @@ def _store(service: Service, asked: _Asked, response: dict[str, Any]) -> None:
     record = StoredResponse(
         response=msgspec.json.encode(response),
         input_items=msgspec.json.encode(asked.items),
+        item_ids=tuple(dict.fromkeys(item["id"] for item in (*asked.items, *response["output"]) if is_own_id(item["id"]))),
         previous_id=asked.request.previous_response_id,
         session_id=asked.session_id,
     )

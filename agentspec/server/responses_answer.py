@@ -15,7 +15,8 @@ import msgspec
 from agentspec.server.answers import metrics_body
 from agentspec.server.logprobs import content_logprobs
 from agentspec.server.responses_output import Event, Output
-from agentspec.server.responses_request import ResponsesRequest
+from agentspec.server.responses_request import ENCRYPTED, ResponsesRequest
+from agentspec.server.responses_tools import Toolset
 from agentspec.server.service import Service
 from agentspec.server.sse import described
 from agentspec.server.token_room import usage_part
@@ -30,13 +31,13 @@ _ABORTED = "the request was aborted"
 class Answer:
     """One response on its way: the object, and the events of its stream, numbered."""
 
-    def __init__(self, request: ResponsesRequest, turn: Turn, service: Service, store: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, request: ResponsesRequest, tools: Toolset, turn: Turn, service: Service, store: Callable[[dict[str, Any]], None]) -> None:
         """`store` is given the finished response."""
         self._turn = turn
         self._info = service.engine.info
         self._token_bytes = service.text.tokenizer.token_bytes if service.text is not None else []
         self._store = store
-        self._output = Output(turn.submit.request_id)
+        self._output = Output(turn.submit.request_id, tools, carries_reasoning=ENCRYPTED in request.include)
         self._num_events = 0
         self.response: dict[str, Any] = {
             "id": f"resp_{turn.submit.request_id}",

@@ -1,23 +1,26 @@
 """Items of /v1/responses, and the messages that they mean: what a client sends, or what was stored for it.
 
-Owns the shapes of input items and the rule that joins reasoning, text and calls into assistant messages. Knows nothing of requests, prompts
-or HTTP.
+Owns the shapes of input items and the rule that joins reasoning, text and calls into assistant messages. What items carry beside the fields of
+their shapes has no meaning here, and is left out. Knows nothing of the rest of a request, of prompts or HTTP.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
 
 from agentspec.errors import RequestError
-from agentspec.server.fields import check
+from agentspec.server.carried_reasoning import read_carried
+from agentspec.server.fields import Notes, check
+from agentspec.server.responses_tools import INPUT, function_name
 
 Item = dict[str, Any]
-_Status = Literal["in_progress", "completed", "incomplete"] | None
 
 
 class _Given(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -30,9 +33,6 @@ class _Part(_Given, frozen=True, kw_only=True):
     annotations: list[Any] | None = None
     """Carried along from answers; without effect, like the next."""
     logprobs: list[Any] | None = None
-    prompt_cache_breakpoint: None = None
-    parsed: Any = None
-    """Added by the openai package's parse helpers; without effect."""
 
 
 class _Message(_Given, frozen=True, kw_only=True):
@@ -40,22 +40,19 @@ class _Message(_Given, frozen=True, kw_only=True):
     content: str | list[_Part]
     type: Literal["message"] = "message"
     id: str | None = None
-    status: _Status = None
-    phase: None = None
+    status: str | None = None
+    phase: str | None = None
+    """A label, without effect."""
 
 
-class _FunctionCall(_Given, frozen=True, kw_only=True, rename={"is_async": "async"}):
+class _FunctionCall(_Given, frozen=True, kw_only=True):
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
     id: str | None = None
-    status: _Status = None
-    namespace: None = None
-    caller: None = None
-    is_async: Literal[False] | None = None
-    parsed_arguments: Any = None
-    """As _Part.parsed."""
+    status: str | None = None
 
 
 class _FunctionCallOutput(_Given, frozen=True, kw_only=True):
@@ -63,11 +60,25 @@ class _FunctionCallOutput(_Given, frozen=True, kw_only=True):
     call_id: str
     output: str | list[_Part]
     id: str | None = None
-    status: _Status = None
-    name: str | None = None
-    """A label, without effect: the call has the name."""
-    namespace: None = None
-    caller: None = None
+    status: str | None = None
+
+
+class _CustomCall(_Given, frozen=True, kw_only=True):
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+    namespace: str | None = None
+    id: str | None = None
+    status: str | None = None
+
+
+class _CustomCallOutput(_Given, frozen=True, kw_only=True):
+    type: Literal["custom_tool_call_output"]
+    call_id: str
+    output: str | list[_Part]
+    id: str | None = None
+    status: str | None = None
 
 
 class _Summary(_Given, frozen=True, kw_only=True):
@@ -76,62 +87,138 @@ class _Summary(_Given, frozen=True, kw_only=True):
 
 
 class _Thought(_Given, frozen=True, kw_only=True):
-    type: Literal["reasoning_text"]
+    type: Literal["reasoning_text", "text"]
     text: str
 
 
 class _Reasoning(_Given, frozen=True, kw_only=True):
     type: Literal["reasoning"]
     id: str | None = None
-    summary: list[_Summary] = []
+    summary: list[_Summary] | None = None
     content: list[_Thought] | None = None
-    encrypted_content: None = None
-    status: _Status = None
+    encrypted_content: str | None = None
+    """Read where there is no content, if it is of our making."""
+    status: str | None = None
 
 
 _KINDS: dict[str, tuple[type[msgspec.Struct], str]] = {
     "message": (_Message, "msg"),
     "function_call": (_FunctionCall, "fc"),
     "function_call_output": (_FunctionCallOutput, "fco"),
+    "custom_tool_call": (_CustomCall, "ctc"),
+    "custom_tool_call_output": (_CustomCallOutput, "ctco"),
     "reasoning": (_Reasoning, "rs"),
 }
 """What each type of item is, and how the ids begin that such items are given."""
 
+HostedItemKind = Literal[
+    "apply_patch_call",
+    "apply_patch_call_output",
+    "code_interpreter_call",
+    "computer_call",
+    "computer_call_output",
+    "file_search_call",
+    "image_generation_call",
+    "local_shell_call",
+    "local_shell_call_output",
+    "mcp_approval_request",
+    "mcp_approval_response",
+    "mcp_call",
+    "mcp_list_tools",
+    "shell_call",
+    "shell_call_output",
+    "tool_search_call",
+    "tool_search_output",
+    "web_search_call",
+]
 
-ITEM_KINDS = tuple(struct for struct, _ in _KINDS.values())
+
+class HostedItem(msgspec.Struct, frozen=True):
+    """What a hosted tool did for another server's answer: no template has words for it."""
+
+    type: HostedItemKind
 
 
-def read_items(given: str | list[Any]) -> list[Item]:
-    """A request's input as items in one form: every field that has a meaning here, an id, and content as parts.
+_HOSTED = frozenset(HostedItemKind.__args__)  # type: ignore[attr-defined]
 
-    Raises RequestError naming the item and the field that is unknown, not supported or wrong."""
+
+class ItemReference(msgspec.Struct, frozen=True):
+    """An item that is stored here."""
+
+    id: str
+    type: Literal["item_reference"] | None = None
+
+
+ITEM_KINDS = (*(struct for struct, _ in _KINDS.values()), HostedItem, ItemReference)
+
+_OWN_ID = re.compile(f"(?:{'|'.join(prefix for _, prefix in _KINDS.values())})_[0-9a-f]{{32}}(?:_[0-9]+)?")
+
+
+def is_own_id(item_id: str) -> bool:
+    """The id was given here: no two items have it. Clients invent ids, too, and any two may invent the same."""
+    return _OWN_ID.fullmatch(item_id) is not None
+
+
+def read_items(given: str | list[Any], notes: Notes, find: Callable[[str, str], Item]) -> list[tuple[str, Item]]:
+    """A request's input as items in one form, each with its name in the request: every field that has a meaning here, an id, and content as parts.
+
+    notes: of what is left out. `find`: a stored item by its id, given with the name of the field. Raises RequestError naming the item and the field
+    that is not supported or wrong, and what `find` raises."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
-    return [_read_item(item, f"input[{index}]") for index, item in enumerate(given)]
+    items = []
+    left_out: set[str] = set()
+    for index, one in enumerate(given):
+        name = f"input[{index}]"
+        if not isinstance(one, dict):
+            raise RequestError(name, one, "must be an object")
+        kind = one.get("type")
+        if isinstance(kind, str) and (kind in _HOSTED or _is_result_of(one, left_out)):
+            notes.leave_out(f"input.{kind}", one, "is of a tool that its service runs, and none is run here")
+            left_out |= {one[key] for key in ("id", "call_id") if isinstance(one.get(key), str)}
+        elif kind == "item_reference" or (kind is None and "id" in one and "role" not in one):
+            items.append((name, find(check(one, ItemReference, name).id, f"{name}.id")))
+        else:
+            items.append((name, _read_item(one, "message" if kind is None else kind, name, notes)))
+    return items
 
 
-def _read_item(given: Any, name: str) -> Item:
-    if not isinstance(given, dict):
-        raise RequestError(name, given, "must be an object")
-    kind = given.get("type", "message")
+def _is_result_of(item: dict[str, Any], calls: set[str]) -> bool:
+    """Some hosted calls (`local_shell_call`) are run by clients, which send back a function's result."""
+    call_id = item.get("call_id")
+    return item["type"] == "function_call_output" and isinstance(call_id, str) and call_id in calls
+
+
+def _read_item(given: dict[str, Any], kind: Any, name: str, notes: Notes) -> Item:
     if not isinstance(kind, str) or kind not in _KINDS:
         raise RequestError(f"{name}.type", kind, f"is not supported (only {', '.join(_KINDS)})")
     struct, prefix = _KINDS[kind]
-    read = check(given, struct, name)
+    read = check({**given, "type": kind}, struct, name)
     item: Item = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "completed", **msgspec.to_builtins(read)}
     if kind == "message":
         item["content"] = _parts(item["content"], "output_text" if item["role"] == "assistant" else "input_text")
     elif kind == "reasoning":
         item.setdefault("summary", [])
-    elif kind == "function_call":
-        item.pop("parsed_arguments", None)
+        _open_reasoning(item, notes)
     return item
+
+
+def _open_reasoning(item: Item, notes: Notes) -> None:
+    """Its text where it can be read, and no encrypted content any more."""
+    sealed = item.pop("encrypted_content", None)
+    if not sealed or item.get("content"):
+        return
+    text = read_carried(sealed)
+    if text is None:
+        notes.leave_out("input.encrypted_content", sealed, "is not of this server's making, and can't be read")
+    else:
+        item["content"] = [{"type": "reasoning_text", "text": text}]
 
 
 def _parts(content: str | list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     if isinstance(content, str):
         return [{"type": kind, "text": content}]
-    return [{key: value for key, value in part.items() if key != "parsed"} for part in content]
+    return content
 
 
 @dataclass(slots=True)
@@ -159,7 +246,7 @@ class Conversation:
 
     def _take(self, name: str, item: Item) -> None:
         kind = item["type"]
-        if kind == "function_call_output":
+        if kind in ("function_call_output", "custom_tool_call_output"):
             self._add(name, {"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"])})
         elif kind == "message" and item["role"] == "user":
             self._add(name, {"role": "user", "content": _text(item["content"])})
@@ -187,9 +274,11 @@ class Conversation:
         if item["type"] == "message":
             turn["content"] += _text(item["content"])
         elif item["type"] == "reasoning":
-            turn["reasoning_content"] = _text(item.get("content") or item["summary"])
+            if text := _text(item.get("content") or item["summary"]):
+                turn["reasoning_content"] = text
         else:
-            function = {"name": item["name"], "arguments": item["arguments"]}
+            arguments = json.dumps({INPUT: item["input"]}, ensure_ascii=False) if item["type"] == "custom_tool_call" else item["arguments"]
+            function = {"name": function_name(item.get("namespace"), item["name"]), "arguments": arguments}
             turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
 
     def _add(self, name: str, message: dict[str, Any]) -> None:

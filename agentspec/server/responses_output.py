@@ -1,7 +1,7 @@
 """The output of one response: its items as they grow, and the events that tell a stream of them.
 
-Owns the shapes of output items and the documented order of their events. Knows the segmenter's events; nothing of requests, of responses as a
-whole or of HTTP.
+Owns the shapes of output items and the documented order of their events. Knows the segmenter's events and the tools; nothing of the rest of a
+request, of responses as a whole or of HTTP.
 """
 
 from __future__ import annotations
@@ -9,28 +9,34 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+from agentspec.server.carried_reasoning import carried
+from agentspec.server.custom_input import CustomInput
+from agentspec.server.responses_tools import Toolset
 from agentspec.text.events import ContentDelta, ReasoningDelta, TextEvent, ToolCallArguments, ToolCallStart
 
 Event = dict[str, Any]
 """`type` and what belongs to it, without its sequence number."""
 Ending = Literal["completed", "incomplete"]
 
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 _TEXT_EVENTS = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
-_ARGUMENTS = "response.function_call_arguments"
+_CALL_EVENTS = {"function_call": "response.function_call_arguments", "custom_tool_call": "response.custom_tool_call_input"}
 
 
 class Output:
     """At most one item is open: the last one. It is closed before the next begins."""
 
-    def __init__(self, key: str) -> None:
-        """`key` makes the items' ids unique."""
+    def __init__(self, key: str, tools: Toolset, *, carries_reasoning: bool) -> None:
+        """`key` makes the items' ids unique. `tools`: what may be called. `carries_reasoning`: items of reasoning have `encrypted_content`, too."""
         self.items: list[dict[str, Any]] = []
         """The closed ones."""
         self._key = key
+        self._tools = tools
+        self._carries_reasoning = carries_reasoning
         self._kind: str | None = None
         """Type of the open item."""
         self._call: dict[str, Any] = {}
+        self._custom = CustomInput()
         self._pieces: list[str] = []
         self._logprobs: list[Any] = []
 
@@ -50,11 +56,9 @@ class Output:
                 logprobs = ()
             elif isinstance(event, ToolCallStart):
                 events += self.close("completed")
-                self._call = {"call_id": event.id, "name": event.name}
-                events += self._open("function_call")
+                events += self._open_call(event)
             elif isinstance(event, ToolCallArguments):
-                self._pieces.append(event.text)
-                events.append({"type": f"{_ARGUMENTS}.delta", **self._place(), "delta": event.text})
+                events += self._add_to_call(self._custom.push(event.text) if self._kind == "custom_tool_call" else event.text)
             else:
                 events += self.close("completed")
         return events
@@ -64,10 +68,13 @@ class Output:
         if self._kind is None:
             return []
         events: list[Event] = []
+        if self._kind == "custom_tool_call":
+            events += self._add_to_call(self._custom.close())
         text = "".join(self._pieces)
-        if self._kind == "function_call":
+        if self._kind in _CALL_EVENTS:
             if ending == "completed":
-                events.append({"type": f"{_ARGUMENTS}.done", **self._place(), "name": self._call["name"], "arguments": text})
+                said = {"input": text} if self._kind == "custom_tool_call" else {"name": self._call["name"], "arguments": text}
+                events.append({"type": f"{_CALL_EVENTS[self._kind]}.done", **self._place(), **said})
         else:
             place = {**self._place(), "content_index": 0}
             done: Event = {"type": f"{_TEXT_EVENTS[self._kind]}.done", **place, "text": text}
@@ -91,11 +98,25 @@ class Output:
         events.append(delta | {"logprobs": logprobs} if kind == "message" else delta)
         return events
 
+    def _open_call(self, event: ToolCallStart) -> list[Event]:
+        tool = self._tools.tool(event.name)
+        self._call = {"call_id": event.id, "name": tool.name} | ({} if tool.namespace is None else {"namespace": tool.namespace})
+        self._custom = CustomInput()
+        return self._open("custom_tool_call" if tool.kind == "custom" else "function_call")
+
+    def _add_to_call(self, text: str) -> list[Event]:
+        """Of a custom tool's call nothing may be there to add yet."""
+        assert self._kind is not None
+        if not text and self._kind == "custom_tool_call":
+            return []
+        self._pieces.append(text)
+        return [{"type": f"{_CALL_EVENTS[self._kind]}.delta", **self._place(), "delta": text}]
+
     def _open(self, kind: str) -> list[Event]:
         self._kind, self._pieces, self._logprobs = kind, [], []
-        item = self._item("in_progress") | ({} if kind == "function_call" else {"content": []})
+        item = self._item("in_progress") | ({} if kind in _CALL_EVENTS else {"content": []})
         events: list[Event] = [{"type": "response.output_item.added", "output_index": len(self.items), "item": item}]
-        if kind != "function_call":
+        if kind not in _CALL_EVENTS:
             events.append({"type": "response.content_part.added", **self._place(), "content_index": 0, "part": self._part()})
         return events
 
@@ -111,8 +132,11 @@ class Output:
 
     def _item(self, status: str) -> dict[str, Any]:
         head = {"id": self._place()["item_id"], "type": self._kind, "status": status}
-        if self._kind == "function_call":
-            return {**head, **self._call, "arguments": "".join(self._pieces)}
+        if self._kind in _CALL_EVENTS:
+            return {**head, **self._call, "input" if self._kind == "custom_tool_call" else "arguments": "".join(self._pieces)}
         if self._kind == "reasoning":
-            return {**head, "summary": [], "content": [self._part()]}
+            reasoning = {**head, "summary": [], "content": [self._part()]}
+            if self._carries_reasoning:
+                reasoning["encrypted_content"] = None if status == "in_progress" else carried("".join(self._pieces))
+            return reasoning
         return {**head, "role": "assistant", "content": [self._part()]}

@@ -10,37 +10,44 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from agentspec.errors import RequestError
-from agentspec.server.demands import (
-    AllowedTools,
-    AllowedToolsChoice,
-    FunctionName,
-    JsonObjectFormat,
-    NamedSchema,
-    NamedTool,
-    TextFormat,
-    ToolChoice,
-    tool_demand,
-)
-from agentspec.server.fields import Checked, Notes, check, read
+from agentspec.server.demands import JsonObjectFormat, NamedSchema, TextFormat
+from agentspec.server.fields import Checked, Notes, read
 from agentspec.server.responses_items import ITEM_KINDS
+from agentspec.server.responses_tools import TOOL_KINDS, Choice, Toolset, is_hosted, refuse_hosted_choice
 from agentspec.server.sampling_fields import SamplingFields
 from agentspec.server.tables.responses import RESPONSES
 from agentspec.server.turn import TurnRequest
-from agentspec.text.constraints import OutputForm, ToolDemand
+from agentspec.text.constraints import OutputForm
 
 _MAX_LABELS, _MAX_LABEL_NAME, _MAX_LABEL = 16, 64, 512
 """OpenAI's limits of metadata."""
 
 
+LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
+"""What `include` adds to an answer."""
+_OF_HOSTED = frozenset(
+    {
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)
+"""What `include` may ask of items that no answer here has."""
+
+
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = None
+    """Taken as false."""
 
 
 class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: str | None = None
-    """Without effect: there are no summaries, the reasoning itself is in the answer."""
-    generate_summary: None = None
+    """Without effect, like the next: there are no summaries, the reasoning itself is in the answer."""
+    generate_summary: str | None = None
     context: Literal["auto"] | None = None
     mode: Literal["standard"] | None = None
 
@@ -55,27 +62,6 @@ class Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Without effect."""
 
 
-class Tool(msgspec.Struct, frozen=True, rename={"is_async": "async"}):
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-    allowed_callers: None = None
-    defer_loading: Literal[False] | None = None
-    is_async: Literal[False] | None = None
-    output_schema: None = None
-
-
-class ToolName(FunctionName, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
-    """As in chat, without the level between, like the next."""
-
-
-class SomeTools(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="allowed_tools"):
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[ToolName], msgspec.Meta(min_length=1)]
-
-
 class ResponsesRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Ranges are those of types.SamplingParams."""
 
@@ -87,12 +73,13 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown
     stream: bool = False
     stream_options: StreamOptions | None = None
     store: bool = True
-    include: list[Literal["message.output_text.logprobs"]] = []
+    include: list[str] = []
+    """Of LOGPROBS, ENCRYPTED and _OF_HOSTED; others are left out."""
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] = 0
     max_output_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     tools: list[dict[str, Any]] = []
-    """Checked against Tool, kept as sent: the order of keys is part of the prompt."""
-    tool_choice: Literal["auto", "none", "required"] | ToolName | SomeTools = "auto"
+    """Checked in responses_tools.py, kept as sent: the order of keys is part of the prompt."""
+    tool_choice: Choice = "auto"
     parallel_tool_calls: bool = True
     reasoning: Reasoning | None = None
     text: Text | None = None
@@ -126,20 +113,20 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown
             "temperature": self.temperature,
             "text": {"format": text.format or TextFormat(), "verbosity": "medium"},
             "tool_choice": self.tool_choice,
-            "tools": [{**tool, "strict": bool(tool.get("strict"))} for tool in self.tools],
+            "tools": [_echoed(tool) for tool in self.tools if not is_hosted(tool)],
             "top_logprobs": self.top_logprobs,
             "top_p": self.top_p,
             "truncation": "disabled",
             "user": self.user,
         }
 
-    def turn_request(self, messages: list[dict[str, Any]], session_id: str | None) -> TurnRequest:
-        """Raises RequestError, with the field as chat names it, for a choice of tools that isn't served."""
-        demand, callable_names = self._demand()
+    def turn_request(self, messages: list[dict[str, Any]], toolset: Toolset, session_id: str | None) -> TurnRequest:
+        """`toolset`: of this request's tools. Raises RequestError for a choice of tools that isn't served."""
+        demand, callable_names = toolset.demand(self.tool_choice, parallel=self.parallel_tool_calls)
         return TurnRequest(
             messages=messages,
             sampling=self.sampling_with(max_tokens=self.max_output_tokens),
-            tools=[_chat_tool(tool) for tool in self.tools],
+            tools=toolset.functions,
             demand=demand,
             callable_names=callable_names,
             output=self._output(),
@@ -147,13 +134,8 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown
             template_kwargs=self.chat_template_kwargs,
             namespace=self.cache_salt,
             session_id=session_id,
-            logprobs=self.top_logprobs if self.include else None,
+            logprobs=self.top_logprobs if LOGPROBS in self.include else None,
         )
-
-    def _demand(self) -> tuple[ToolDemand, frozenset[str] | None]:
-        choice = self.tool_choice
-        asked: ToolChoice = choice if isinstance(choice, str) else _named(choice) if isinstance(choice, ToolName) else _allowed(choice)
-        return tool_demand(asked, [tool["name"] for tool in self.tools], parallel=self.parallel_tool_calls)
 
     def _output(self) -> OutputForm | None:
         form = None if self.text is None else self.text.format
@@ -162,16 +144,19 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown
         return OutputForm(kind="json_object", source=None, field="text.format") if isinstance(form, JsonObjectFormat) else None
 
 
-CHECKED: Checked = {"input": (str,), "input[]": ITEM_KINDS, "tools": (list[Tool],)}
+CHECKED: Checked = {"input": (str,), "input[]": ITEM_KINDS, "tools[]": TOOL_KINDS}
 
 
-def parse(body: Any, notes: Notes | None = None) -> ResponsesRequest:
+def parse(body: Any, notes: Notes) -> ResponsesRequest:
     """Check a decoded JSON body. Raises RequestError with the first field that is not served or wrong. notes: of what nobody knows."""
-    request = read(body, ResponsesRequest, RESPONSES, notes or Notes(), required=("model", "input"))
-    check(request.tools, list[Tool], "tools")
+    refuse_hosted_choice(body.get("tool_choice") if isinstance(body, dict) else None)
+    request = read(body, ResponsesRequest, RESPONSES, notes, required=("model", "input"))
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options", body["stream_options"], "needs stream=true")
-    if request.top_logprobs and not request.include:
+    for name in request.include:
+        if name not in (LOGPROBS, ENCRYPTED, *_OF_HOSTED):
+            notes.leave_out(f"include.{name}", name, "is nothing that an answer here could include")
+    if request.top_logprobs and LOGPROBS not in request.include:
         raise RequestError("top_logprobs", request.top_logprobs, "needs include=['message.output_text.logprobs']")
     _check_metadata(request.metadata)
     return request
@@ -185,15 +170,5 @@ def _check_metadata(metadata: dict[str, str]) -> None:
             raise RequestError(f"metadata.{name}", label, f"names have at most {_MAX_LABEL_NAME} characters, values {_MAX_LABEL}")
 
 
-def _named(tool: ToolName) -> NamedTool:
-    return NamedTool(FunctionName(tool.name))
-
-
-def _allowed(choice: SomeTools) -> AllowedToolsChoice:
-    return AllowedToolsChoice(AllowedTools(choice.mode, [_named(tool) for tool in choice.tools]))
-
-
-def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """The tool as /v1/chat/completions has it, so that both make the same prompt of it."""
-    shown = ("name", "description", "parameters", *(("strict",) if tool.get("strict") else ()))
-    return {"type": "function", "function": {name: value for name, value in tool.items() if name in shown and value is not None}}
+def _echoed(tool: dict[str, Any]) -> dict[str, Any]:
+    return {**tool, "strict": bool(tool.get("strict"))} if tool["type"] == "function" else tool

@@ -16,7 +16,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from agentspec.errors import AgentspecError, ContextLengthError, EngineClosedError, RequestError
+from agentspec.server.fields import Notes
 from agentspec.server.responses_request import parse
+from agentspec.server.responses_tools import Toolset
 from agentspec.text.constraints import OutputForm, ToolDemand
 from agentspec.types import FinishReason, SamplingParams, TokenScore
 from agentspec.wire import Event, TokensEvent
@@ -244,30 +246,28 @@ CALL_ITEM = {"type": "function_call", "call_id": "c", "name": "look", "arguments
         ({"input": []}, "input"),
         ({"input": [7]}, "input[0]"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
-        ({"input": [{"role": "user", "content": "x"}, {"type": "computer_call"}]}, "input[1].type"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": "x"}, {"type": "compaction"}]}, "input[1].type"),
+        ({"input": [{"type": "item_reference", "id": 7}]}, "input[0].id"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0].type"),
         ({"input": [{**CALL_ITEM, "arguments": []}]}, "input[0].arguments"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input[0].call_id"),
-        ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "input[0].encrypted_content"),
+        ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": 7}]}, "input[0].encrypted_content"),
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "x"}}, "prompt"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"max_tool_calls": 1}, "max_tool_calls"),
+        ({"truncation": "middle"}, "truncation"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"stop": "x"}, "stop"),
         ({"n": 2}, "n"),
-        ({"include": ["reasoning.encrypted_content"]}, "include[0]"),
+        ({"include": [7]}, "include[0]"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
-        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"stream": True, "stream_options": {"include_obfuscation": "x"}}, "stream_options.include_obfuscation"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
         ({"metadata": {str(name): "" for name in range(17)}}, "metadata"),
         ({"metadata": {"name": "x" * 513}}, "metadata.name"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading"),
+        ({"tools": [{"type": "psychic"}]}, "tools[0].type"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "leap"}}, "tool_choice.name"),
@@ -357,7 +357,8 @@ SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}}
 )
 def test_what_a_turn_is_asked_for(change: dict[str, Any], expected: dict[str, Any]) -> None:
     plain = {"demand": ToolDemand(), "callable_names": None, "output": None, "effort": None, "sampling": SamplingParams()}
-    turn = parse(BODY | {"tools": [TOOL, {**TOOL, "name": "leap", "strict": True}]} | change).turn_request([], None)
+    request = parse(BODY | {"tools": [TOOL, {**TOOL, "name": "leap", "strict": True}]} | change, Notes())
+    turn = request.turn_request([], Toolset.of(request.tools, Notes()), None)
     assert {name: getattr(turn, name) for name in plain} == plain | expected
     functions = [tool["function"] for tool in turn.tools]
     assert [list(function) for function in functions] == [["name", "parameters"], ["name", "parameters", "strict"]]

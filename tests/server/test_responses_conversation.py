@@ -13,8 +13,9 @@ import pytest
 
 from agentspec.config import EngineConfig
 from agentspec.engine import AsyncEngine
+from agentspec.server.fields import Notes
 from agentspec.server.response_store import ResponseStore, StoredResponse
-from agentspec.server.responses_items import Conversation, read_items
+from agentspec.server.responses_items import Conversation, Item, read_items
 from agentspec.types import FinishReason
 from tests.fakes.engine_client import ScriptedEngine, ended, said
 
@@ -27,6 +28,15 @@ TOOL: dict[str, Any] = {
     "parameters": {"type": "object", "properties": {"order_id": {"type": "string", "description": "Order number"}}, "required": ["order_id"]},
 }
 CALL_TEXT = "<tool_call>\n<function=orders_get>\n<parameter=order_id>\nO-1\n</parameter>\n</function>\n</tool_call>"
+
+
+def read(items: Any) -> list[tuple[str, Item]]:
+    """Items of a request where none is stored."""
+
+    def find(item_id: str, field: str) -> Item:
+        raise KeyError(field, item_id)
+
+    return read_items(items, Notes(), find)
 
 
 def user(text: str) -> dict[str, Any]:
@@ -108,9 +118,9 @@ def chat_call(call_id: str) -> dict[str, Any]:
     ids=["text", "parts", "one turn", "turns in a row", "summary", "cut", "system"],
 )
 def test_items_become_messages(items: Any, messages: list[dict[str, Any]]) -> None:
-    named = [("input", item) for item in read_items(items)]
+    named = read(items)
     assert Conversation.of(None, named).messages == messages
-    kept = [("input", item) for item in read_items([item for _, item in named])]
+    kept = read([item for _, item in named])
     assert Conversation.of(None, kept).messages == messages, "items in the form that they are stored in mean the same"
     with_instructions = Conversation.of("Be short.", named).messages
     assert with_instructions[0]["content"].startswith("Be short.")
@@ -118,10 +128,10 @@ def test_items_become_messages(items: Any, messages: list[dict[str, Any]]) -> No
 
 
 def test_items_get_ids_of_their_own() -> None:
-    items = read_items([user("a"), user("b"), thought("c"), call("1"), result("1")])
+    items = [item for _, item in read([user("a"), user("b"), thought("c"), call("1"), result("1")])]
     assert [item["id"].partition("_")[0] for item in items] == ["msg", "msg", "rs", "fc", "fco"]
     assert len({item["id"] for item in items}) == 5
-    assert read_items(items) == items
+    assert [item for _, item in read(items)] == items
 
 
 def run_turns(connect: Connect, engine: ScriptedEngine, turns: list[Callable[[list[dict[str, Any]]], dict[str, Any]]]) -> list[httpx.Response]:
@@ -281,8 +291,11 @@ def test_reading_and_deleting_what_is_stored(connect: Connect) -> None:
     asyncio.run(run())
 
 
-def record(size: int, previous: str | None = None) -> StoredResponse:
-    return StoredResponse(response=b"x" * size, input_items=b"", previous_id=previous, session_id=None)
+def record(size: int, previous: str | None = None, item_ids: tuple[str, ...] = ()) -> StoredResponse:
+    return StoredResponse(response=b"x" * size, input_items=b"", item_ids=item_ids, previous_id=previous, session_id=None)
+
+
+ITEMS = ["i1", "i2", "i3", "i4", "i5"]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -299,13 +312,15 @@ def test_the_store_stays_in_its_bounds_and_keeps_conversations_whole(seed: int) 
             assert (store.get(name) if rng.random() < 0.5 else store.conversation(name)) is not None, (seed, step)
         else:
             name, before = f"r{step}", rng.choice(alive) if alive and rng.random() < 0.7 else None
-            made[name] = record(rng.randint(1, 4000), before)
+            made[name] = record(rng.randint(1, 4000), before, tuple(rng.sample(ITEMS, rng.randrange(4))))
             store.put(name, made[name])
         assert len(store) <= max_responses, (seed, step)
         assert store.num_bytes <= max_bytes, (seed, step)
         kept = {name: one for name, one in made.items() if name in store}
         assert store.num_bytes == sum(one.num_bytes for one in kept.values()), (seed, step)
         assert all(one.previous_id in (None, *kept) for one in kept.values()), (seed, step, "a response outlived what it continues")
+    for item_id in ITEMS:  # asking is a use, but forgets nothing
+        assert store.holder(item_id) is next((one for one in kept.values() if item_id in one.item_ids), None), (seed, item_id)
 
 
 def test_the_store_drops_the_least_recently_used_conversation() -> None:
