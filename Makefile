@@ -11,10 +11,10 @@ SHELL := /bin/bash
 BIN := .venv/bin
 export PYTHON TORCH
 
-.PHONY: help install replay evaluate test aiperf test-gpu sanitize check format clean
+.PHONY: help install replay evaluate test test-clients aiperf test-gpu sanitize check format clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: .venv/.dev-installed  ## make the .venv with everything that developers need
 
@@ -26,6 +26,10 @@ evaluate: .venv/.installed  ## measure tiny-agent on sessions that its training 
 
 test: .venv/.dev-installed  ## run every test that needs no GPU
 	$(BIN)/python -m pytest -n 2 -m "not gpu" --ignore=tests/gpu --durations=10 $(ARGS)
+
+test-clients: .venv/.dev-installed  ## install command-line agents with npm and let each work against the server; what can't be installed is skipped
+	$(BIN)/python -m scripts.clients.install
+	$(BIN)/python -m pytest -rsx tests/frameworks/test_command_line_agents.py $(ARGS)
 
 aiperf: .venv/.dev-installed  ## make .venv-aiperf, where aiperf's test finds its client; where that can't be done, the test is skipped
 	scripts/aiperf_venv.sh

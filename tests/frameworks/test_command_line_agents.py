@@ -1,0 +1,129 @@
+"""Command-line agents, the real ones, work through a small task against the server over a socket: with their own prompts and tools.
+
+The engine is real, with the bundled model at a longer context; only what the model says is known beforehand, as forced output. npm installs the
+agents (`make test-clients`); those that aren't there are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from agentspec import bundled
+from agentspec.config import EngineConfig
+from agentspec.engine import AsyncEngine
+from agentspec.server.app import create_app
+from agentspec.server.pipeline import TextPipeline
+from agentspec.server.unknown_fields import HEADER
+from agentspec.wire import Event, FinishEvent, ModelInfo, Submit
+from scripts.clients.agents import AGENTS, ANSWER, MODEL, Agent, Calls, Place
+from scripts.clients.record import Recorder, in_place
+from tests.server.loopback import served
+
+CONTEXT = 65536
+"""qwen-code's tools alone are 30,000 tokens of the bundled model's."""
+
+REFUSED: dict[str, str] = {
+    "claude-code": "a system message must be the first message",
+}
+"""Agents that don't finish yet, and the refusal that they show."""
+
+LEFT_OUT: dict[str, set[str]] = {"claude-code": {"messages[tool_reference]"}, "codex": {"tools.web_search"}}
+"""What answers say they left out. The other agents send nothing that nobody knows."""
+
+
+class ScriptedOutputs:
+    """An engine whose model says what the script has: each call in its turn, then the answer."""
+
+    def __init__(self, engine: AsyncEngine, calls: Calls) -> None:
+        self.finished: list[FinishEvent] = []
+        assert engine.tokenizer is not None
+        self._engine, self._tokenizer, self._calls = engine, engine.tokenizer, calls
+
+    @property
+    def info(self) -> ModelInfo:
+        return msgspec.structs.replace(self._engine.info, model_id=MODEL)
+
+    @property
+    def alive(self) -> bool:
+        return self._engine.alive
+
+    async def stats(self) -> dict[str, Any]:
+        return await self._engine.stats()
+
+    async def stream(self, submit: Submit) -> AsyncIterator[Event]:
+        prompt = self._tokenizer.spell(list(submit.prompt_ids))
+        ids = [*self._tokenizer.encode(self._next_text(prompt)), self.info.stop_token_ids[0]]
+        async for event in self._engine.stream(msgspec.structs.replace(submit, forced_output=ids)):
+            if isinstance(event, FinishEvent):
+                self.finished.append(event)
+            yield event
+
+    def _next_text(self, prompt: str) -> str:
+        thought = "The next step follows from the task.\n</think>\n\n" if prompt.endswith("<think>\n") else ""
+        done = prompt.count("<|im_start|>user\n<tool_response>\n")
+        lost = len(self.finished) > 3 * len(self._calls)  # an agent that goes on for ever must fail, not hang
+        if lost or done >= len(self._calls) or f'"name": "{self._calls[done][0]}"' not in prompt:
+            return thought + ANSWER
+        name, arguments = self._calls[done]
+        written = "".join(
+            f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n" for key, value in arguments.items()
+        )
+        return f"{thought}<tool_call>\n<function={name}>\n{written}</function>\n</tool_call>"
+
+
+class Watched:
+    """The app around such an engine, and what came to it."""
+
+    def __init__(self, model: Path, calls: Calls) -> None:
+        self.recorder: Recorder
+        self.engine: ScriptedOutputs
+        self._model, self._calls = model, calls
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Any]:
+        config = EngineConfig(model=str(self._model), allow_forced_output=True, max_context=CONTEXT)
+        async with AsyncEngine(config) as engine:
+            self.engine = ScriptedOutputs(engine, self._calls)
+            self.recorder = Recorder(create_app(self.engine, TextPipeline.from_checkpoint(engine.tokenizer, engine.model_dir)))
+            yield self.recorder
+
+
+@pytest.fixture
+def long_model(tmp_path: Path) -> Path:
+    """The bundled model, said to have a longer context than it was trained for."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    for file in bundled.DIRECTORY.iterdir():
+        (directory / file.name).symlink_to(file)
+    config = json.loads((bundled.DIRECTORY / "config.json").read_text())
+    (directory / "config.json").unlink()
+    (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
+    return directory
+
+
+@pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
+def test_an_agent_finishes_its_task(agent: Agent, long_model: Path, tmp_path: Path) -> None:
+    if why := agent.why_not():
+        pytest.skip(why)
+    watched = Watched(long_model, in_place(agent.calls, tmp_path / "workspace"))
+    with served(watched.open) as url:
+        done = agent.run(Place(scratch=tmp_path, url=url.rstrip("/")))
+    requests = [(request["method"], request["path"], request["status"]) for request in watched.recorder.requests]
+    if agent.name in REFUSED:
+        assert done.returncode != 0, "it finishes now: take it out of REFUSED"
+        assert REFUSED[agent.name] in done.stdout + done.stderr
+        pytest.xfail(REFUSED[agent.name])
+    assert done.returncode == 0, (requests, done.stdout[-4000:], done.stderr[-4000:])
+    assert ANSWER in done.stdout
+    assert {status for _, _, status in requests} == {200}, requests
+    assert len(watched.engine.finished) > len(agent.calls), "every call was made, and answered"
+    assert {answer[HEADER] for answer in watched.recorder.answers if HEADER in answer} == LEFT_OUT.get(agent.name, set())
+    cached = [event.usage.cached_tokens for event in watched.engine.finished]
+    assert sum(tokens > 0 for tokens in cached) >= len(agent.calls), cached
