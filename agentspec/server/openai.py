@@ -129,8 +129,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[ToolCall] | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
+    reasoning_content: Any = None
+    """Under this name or another, in any form: text/returned_reasoning.py reads those that it knows."""
     audio: None = None
     """Refused, like the next: the model would have to read it."""
     function_call: None = None

@@ -235,8 +235,7 @@ class Conversation:
     def of(cls, instructions: str | None, named_items: Iterable[tuple[str, Item]]) -> Conversation:
         """`named_items`: items of `read_items` or of a response's output, each with its name for errors.
 
-        One response's reasoning, texts and calls become one assistant message. Instructions and the system and developer messages at the start
-        become one system message, because templates take one."""
+        One response's reasoning, texts and calls become one assistant message."""
         conversation = cls()
         if instructions:
             conversation._add("instructions", {"role": "system", "content": instructions})
@@ -251,18 +250,12 @@ class Conversation:
         elif kind == "message" and item["role"] == "user":
             self._add(name, {"role": "user", "content": _text(item["content"])})
         elif kind == "message" and item["role"] != "assistant":
-            self._take_system(name, _text(item["content"]))
+            self._add(name, {"role": "system", "content": _text(item["content"])})
         else:
             if self._last is None or self._begins_turn(kind):
                 self._add(name, {"role": "assistant", "content": ""})
             self._extend_turn(item)
             self._last = item
-
-    def _take_system(self, name: str, text: str) -> None:
-        if self.messages and all(message["role"] == "system" for message in self.messages):
-            self.messages[-1]["content"] += "\n\n" + text
-        else:
-            self._add(name, {"role": "system", "content": text})
 
     def _begins_turn(self, kind: str) -> bool:
         """Reasoning opens a turn. Of two texts in a row each is a turn, since one turn's texts have calls between them."""

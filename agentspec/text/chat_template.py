@@ -11,6 +11,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from jinja2 import Template, TemplateError, meta
 
 from agentspec.errors import CheckpointError, RequestError
 from agentspec.text.assets import named_tokens, read_object, read_text
-from agentspec.text.messages import Message, raw_arguments
+from agentspec.text.messages import Message, is_question, raw_arguments
 from agentspec.text.raw_arguments import show_raw
+from agentspec.text.system_messages import SystemPlaces, probe
 from agentspec.text.template_environment import template_environment
 from agentspec.types import CheckpointKind
 
@@ -27,7 +29,6 @@ Tools = Sequence[Mapping[str, Any]]
 
 _TEMPLATE_FILE = "chat_template.jinja"
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
-_SYSTEM_ROLES = ("system", "developer")
 _PROBES = ("a", "b")
 _PARTING = "\ue000"
 """A character for private use, with which no real text goes on."""
@@ -142,6 +143,14 @@ class ChatTemplate:
         marks = sorted(mark for mark in (*offsets, *asked) if mark[0] > 0)
         return RenderedPrompt(text, marks, max((offset for offset, _ in asked), default=0))
 
+    @cached_property
+    def system_places(self) -> SystemPlaces:
+        """What the template does with system messages behind the first message."""
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}}]
+        with_tools = probe(lambda messages: self._text(messages, tools, False, {}))
+        without = probe(lambda messages: self._text(messages, None, False, {}))
+        return SystemPlaces(with_tools.in_place and without.in_place, with_tools.as_result and without.as_result)
+
     def _text(self, messages: Sequence[Message], tools: Tools | None, add_generation_prompt: bool, kwargs: Mapping[str, Any]) -> str:
         template: Template = self._template if tools is None else self._tool_template
         variables = {**self._variables, **kwargs, "messages": messages, "tools": tools, "documents": None}
@@ -155,7 +164,7 @@ class ChatTemplate:
     def _system_end(self, text: str, messages: Sequence[Message], tools: Tools | None, kwargs: dict[str, Any]) -> int:
         """Length of what any conversation with this system text and these tools begins with."""
         size = 0
-        while size < len(messages) and messages[size]["role"] in _SYSTEM_ROLES:
+        while size < len(messages) and messages[size]["role"] == "system":
             size += 1
         leading = list(messages[:size])
         key = hashlib.blake2b(json.dumps([leading, tools, kwargs], default=repr).encode()).digest()
@@ -180,7 +189,7 @@ class ChatTemplate:
         That is everything up to the last real user message, and the words that open any answer to it: a template may render the rest anew once
         another question follows."""
         size = len(messages)
-        while size and not _is_query(messages[size - 1]):
+        while size and not is_question(messages[size - 1]):
             size -= 1
         if not size:
             return 0
@@ -215,16 +224,10 @@ def _kind(mark: CacheMark, messages: Sequence[Message]) -> CheckpointKind:
     """What stands at a client's mark is kept like the template's own block, or like an observed branching point.
 
     A mark behind a prompt's last tool results moves on with each turn of the loop: what it leaves behind is the first to go."""
-    if isinstance(mark, ToolsMark) or all(message["role"] in _SYSTEM_ROLES for message in messages[: mark.message + 1]):
+    if isinstance(mark, ToolsMark) or all(message["role"] == "system" for message in messages[: mark.message + 1]):
         return CheckpointKind.SYSTEM
-    moves_on = mark.characters is None and mark.message == len(messages) - 1 and not _is_query(messages[-1])
+    moves_on = mark.characters is None and mark.message == len(messages) - 1 and not is_question(messages[-1])
     return CheckpointKind.GRID if moves_on else CheckpointKind.BRANCH
-
-
-def _is_query(message: Message) -> bool:
-    """Some clients send tool results as user messages, wrapped in the tags that Qwen's templates use."""
-    content = message.get("content", "").strip()
-    return message["role"] == "user" and not (content.startswith("<tool_response>") and content.endswith("</tool_response>"))
 
 
 def _common_length(first: str, second: str) -> int:

@@ -12,14 +12,16 @@ from typing import Any
 from agentspec.errors import RequestError
 from agentspec.text.nesting import is_too_deep
 from agentspec.text.raw_arguments import RawArguments
+from agentspec.text.returned_reasoning import returned_reasoning
 
 Message = dict[str, Any]
 """Normalised: no None values, `content` a string, call arguments as objects (RawArguments where they are none), reasoning under every name that
 templates read."""
 
-_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
-_READ = frozenset(("role", "content", "name", "tool_calls", "tool_call_id", *_REASONING_NAMES))
-"""What templates read of a message. Clients send back all that answers had, of other servers too; the rest is left out."""
+RESULT_OPEN, RESULT_CLOSE = "<tool_response>", "</tool_response>"
+
+_READ = frozenset(("role", "content", "name", "tool_calls", "tool_call_id"))
+"""What templates read of a message, beside its reasoning. Clients send back all that answers had, of other servers too; the rest is left out."""
 
 
 def normalise(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -63,9 +65,15 @@ def call_ids(message: Message) -> tuple[str, ...] | None:
     return ids if ids and all(isinstance(call_id, str) for call_id in ids) else None
 
 
+def is_question(message: Message) -> bool:
+    """A user message with the user's words: some clients send tool results as user messages, wrapped in the tags that Qwen's templates use."""
+    content = message.get("content", "").strip()
+    return message["role"] == "user" and not (content.startswith(RESULT_OPEN) and content.endswith(RESULT_CLOSE))
+
+
 def with_reasoning(message: Message, reasoning: str) -> Message:
-    """A copy of the message with its reasoning under the names that templates read (transformers uses the same)."""
-    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    """A copy of the message with its reasoning under the names that templates read."""
+    return {**message, "reasoning_content": reasoning, "reasoning": reasoning, "thinking": reasoning}
 
 
 def _message(message: Mapping[str, Any], field: str) -> Message:
@@ -74,16 +82,14 @@ def _message(message: Mapping[str, Any], field: str) -> Message:
     result: Message = {key: value for key, value in message.items() if value is not None and key in _READ}
     if not isinstance(result.get("role"), str):
         raise RequestError(f"{field}.role", result.get("role"), "must be a string")
+    if result["role"] == "developer":  # OpenAI's newer word
+        result["role"] = "system"
     if "content" in result:
         result["content"] = _content(result["content"], f"{field}.content")
     if "tool_calls" in result:
         result["tool_calls"] = _calls(result["tool_calls"], f"{field}.tool_calls")
-    for name in _REASONING_NAMES:
-        if name in result:
-            if not isinstance(result[name], str):
-                raise RequestError(f"{field}.{name}", result[name], "must be a string")
-            return with_reasoning(result, result[name])
-    return result
+    reasoning = returned_reasoning(message)
+    return result if reasoning is None else with_reasoning(result, reasoning)
 
 
 def _content(content: object, field: str) -> str:

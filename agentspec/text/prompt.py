@@ -13,12 +13,13 @@ from itertools import takewhile
 from typing import Any
 
 from agentspec.text import context_edits
-from agentspec.text.chat_template import CacheMark, ChatTemplate, Tools
+from agentspec.text.chat_template import CacheMark, ChatTemplate, MessageMark, Tools
 from agentspec.text.context_edits import AppliedEdit, ContextEdit
 from agentspec.text.events import AssistantTurn
 from agentspec.text.messages import Message, normalise
 from agentspec.text.piece_encoder import PieceEncoder
 from agentspec.text.segmenter import THINK_OPEN
+from agentspec.text.system_messages import Arranged
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.text.tool_calls import DIALECTS, Dialect, detect_dialect
 from agentspec.text.turn_memory import TurnMemory, TurnRecord, conversation_seed, extend_by_turn, extend_conversation
@@ -88,7 +89,9 @@ class PromptBuilder:
         `namespace`: turns generated in another one are not put back. `marked`: places that become breakpoints beside the template's own. `edits`:
         made after turns were recognised, so that the conversation is known by what the client sends, whatever the model is shown of it.
         Raises RequestError naming what can't be used."""
-        conversation, records, key = self._recall(normalise(messages), namespace)
+        arranged = Arranged.of(normalise(messages), self._template.system_places)
+        marked = [MessageMark(*arranged.mark(mark.message, mark.characters)) if isinstance(mark, MessageMark) else mark for mark in marked]
+        conversation, records, key = self._recall(arranged.messages, namespace)
 
         def count(edited: Sequence[Message]) -> int:
             text = self._template.render(edited, tools, template_kwargs=template_kwargs).text

@@ -29,9 +29,7 @@ from tests.server.loopback import served
 CONTEXT = 65536
 """qwen-code's tools alone are 30,000 tokens of the bundled model's."""
 
-REFUSED: dict[str, str] = {
-    "claude-code": "a system message must be the first message",
-}
+REFUSED: dict[str, str] = {}
 """Agents that don't finish yet, and the refusal that they show."""
 
 LEFT_OUT: dict[str, set[str]] = {"claude-code": {"messages[tool_reference]"}, "codex": {"tools.web_search"}}

@@ -92,6 +92,13 @@ def rename_reasoning(message: Message, rng: random.Random) -> Message:
     return drop_reasoning(message, rng) | {"reasoning": message["reasoning_content"]}
 
 
+def reasoning_in_blocks(message: Message, rng: random.Random) -> Message:
+    text, cut = message["reasoning_content"], rng.randrange(len(message["reasoning_content"]) + 1)
+    routed = [{"type": "reasoning.text", "text": part, "index": 0} for part in (text[:cut], text[cut:])]
+    blocks = [{"type": "thinking", "thinking": text, "signature": "x"}]
+    return drop_reasoning(message, rng) | rng.choice([{"reasoning_details": routed}, {"thinking_blocks": blocks}, {"reasoning_text": text}])
+
+
 def reorder_keys(message: Message, rng: random.Random) -> Message:
     calls = []
     for call in message["tool_calls"]:
@@ -126,6 +133,7 @@ CLIENTS: dict[str, tuple[Callable[[Message, random.Random], Message], ...]] = {
     "as it came": (),
     "reasoning dropped": (drop_reasoning,),
     "reasoning renamed": (rename_reasoning,),
+    "reasoning in blocks": (reasoning_in_blocks,),
     "keys reordered": (reorder_keys,),
     "arguments serialised anew": (serialise_anew,),
     "arguments as objects": (as_objects,),

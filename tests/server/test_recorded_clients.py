@@ -39,10 +39,7 @@ LEFT_OUT: dict[tuple[str, int], str] = {
 }
 """Fields that nobody here knows, as the answers' headers name them, by requests and their numbers in the run. The others have none."""
 
-_SYSTEM = "the chat template refuses them: a system message must be the first message"
-REFUSED: dict[tuple[str, int], str] = {
-    **{("claude-code", number): _SYSTEM for number in range(5)},
-}
+REFUSED: dict[tuple[str, int], str] = {}
 """Requests that are still refused, and the end of the refusal."""
 
 LONG = msgspec.structs.replace(INFO, model_id=MODEL, max_context=262144)

@@ -112,7 +112,7 @@ def test_bundled_template_refuses_what_the_format_lacks() -> None:
     cases = {
         "no user message": [SYSTEM],
         "must be the first": [{"role": "user", "content": "a"}, SYSTEM],
-        "'developer'": [{"role": "developer", "content": "a"}, {"role": "user", "content": "a"}],
+        "'robot'": [{"role": "robot", "content": "a"}, {"role": "user", "content": "a"}],
     }
     for words, messages in cases.items():
         with pytest.raises(RequestError, match=words) as caught:

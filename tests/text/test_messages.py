@@ -54,6 +54,37 @@ def test_arguments_that_are_no_object_are_kept_as_text(text: str) -> None:
     assert messages[0]["tool_calls"][0]["function"]["arguments"] == {}
 
 
+ROUTED = [
+    {"type": "reasoning.summary", "summary": "s"},
+    {"type": "reasoning.text", "text": "I th", "index": 0},
+    {"type": "reasoning.encrypted", "data": "x"},
+    {"type": "reasoning.text", "text": "ink.", "signature": None},
+]
+BLOCKS = [{"type": "thinking", "thinking": "I think.", "signature": "x"}, {"type": "redacted_thinking", "data": "y"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reasoning"),
+    [
+        *[({name: "I think."}, "I think.") for name in ("reasoning_content", "reasoning", "thinking", "reasoning_text")],
+        ({"reasoning_details": ROUTED}, "I think."),
+        ({"thinking_blocks": BLOCKS}, "I think."),
+        ({"reasoning_content": " ", "reasoning": None, "thinking": {"of": "another"}, "reasoning_details": ROUTED}, "I think."),
+        ({"reasoning_text": "no", "thinking_blocks": BLOCKS, "reasoning_details": []}, "I think."),
+        ({"reasoning": "I think.", "reasoning_content": "I think."}, "I think."),
+        ({"reasoning_content": "", "reasoning": 1}, ""),
+        *[({"reasoning": form}, None) for form in (None, 1, {"effort": "low"}, [], ["I think."], [{"type": []}], [{"type": "reasoning.text"}])],
+        ({"reasoning_details": ROUTED[:1], "thinking_blocks": BLOCKS[1:]}, None),
+    ],
+)
+def test_reasoning_is_known_by_its_usual_names_and_forms(fields: dict[str, Any], reasoning: str | None) -> None:
+    (message,) = normalise([{"role": "assistant", "content": "Hi", **fields}])
+    expected = {"role": "assistant", "content": "Hi"}
+    if reasoning is not None:
+        expected |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), reasoning)
+    assert message == expected
+
+
 ASSISTANT = {"role": "assistant", "tool_calls": [call("1", "f", "{}")]}
 
 
@@ -68,7 +99,6 @@ ASSISTANT = {"role": "assistant", "tool_calls": [call("1", "f", "{}")]}
         ([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]}], "messages[0].content[1].type"),
         ([{"role": "user", "content": ["a"]}], "messages[0].content[0].type"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
-        ([{"role": "assistant", "reasoning": 1}], "messages[0].reasoning"),
         ([{"role": "assistant", "tool_calls": {}}], "messages[0].tool_calls"),
         ([{"role": "assistant", "tool_calls": ["f"]}], "messages[0].tool_calls[0]"),
         ([{"role": "assistant", "tool_calls": [{"function": "f"}]}], "messages[0].tool_calls[0].function"),

@@ -2,82 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from agentspec.errors import RequestError
 from agentspec.text.chat_template import ChatTemplate
 from agentspec.text.context_edits import CLEARED, ClearThinking, ClearToolUses
-from agentspec.text.events import AssistantTurn
-from agentspec.text.prompt import BuiltPrompt, PromptBuilder
-from agentspec.text.segmenter import Segmenter
+from agentspec.text.prompt import PromptBuilder
 from agentspec.text.tokenizer import Tokenizer
-from agentspec.text.tool_calls import ToolSchemas
 from agentspec.text.turn_memory import TurnMemory
 from agentspec.types import Breakpoint, CheckpointKind
 from tests.text.conversations import SYSTEM, TOOLS
+from tests.text.sessions import Session, random_turn, spelled
 
 TEMPLATES = Path(__file__).parent / "templates"
 THINKING = "I should look.\n</think>\n\n"
 CALL = "<tool_call>\n<function=search_flights>\n<parameter=to>\nOslo\n</parameter>\n<parameter=seats>\n2\n</parameter>\n</function>\n</tool_call>"
-
-
-def spelled(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """The text of ids, control tokens included."""
-    names = {token_id: text.encode() for text, token_id in tokenizer.special_ids.items()}
-    return b"".join(names.get(token_id, tokenizer.token_bytes[token_id]) for token_id in ids).decode(errors="replace")
-
-
-class Session:
-    """A client, a model that writes what it is told to, and the server's part between them."""
-
-    def __init__(self, builder: PromptBuilder, tokenizer: Tokenizer, rng: random.Random, *, template_kwargs: dict[str, Any] | None = None) -> None:
-        self.builder = builder
-        self.tokenizer = tokenizer
-        self.rng = rng
-        self.kwargs = template_kwargs
-        self.messages: list[dict[str, Any]] = [SYSTEM]
-
-    def ask(self, question: str) -> BuiltPrompt:
-        self.messages.append({"role": "user", "content": question})
-        return self.build()
-
-    def build(self) -> BuiltPrompt:
-        return self.builder.build(json.loads(json.dumps(self.messages)), TOOLS, self.kwargs)
-
-    def generate(self, prompt: BuiltPrompt, text: str, *, is_cut: bool = False) -> tuple[list[int], AssistantTurn]:
-        """The model writes `text`, in tokens that are not the ones that tokenising it would give."""
-        cuts = sorted(self.rng.randrange(len(text) + 1) for _ in range(5))
-        ids = [token_id for start, end in itertools.pairwise([0, *cuts, len(text)]) for token_id in self.tokenizer.encode(text[start:end])]
-        if not is_cut:
-            ids.append(self.tokenizer.special_ids["<|im_end|>"])
-        segmenter = Segmenter(reasoning_open=prompt.reasoning_open, dialect=self.builder.dialect, tools=ToolSchemas(TOOLS))
-        segmenter.push(self.tokenizer.decode(ids))
-        segmenter.finish(is_cut=is_cut)
-        self.builder.remember(prompt, segmenter.turn, ids, is_cut=is_cut)
-        return ids, segmenter.turn
-
-    def returned(self, turn: AssistantTurn, *, with_reasoning: bool = True, respelled: bool = False) -> None:
-        """The client appends the assistant message, and a result for every call."""
-        message: dict[str, Any] = {"role": "assistant", "content": turn.content or None}
-        if with_reasoning:
-            message["reasoning"] = turn.reasoning
-        for call in turn.shown_calls:
-            arguments = call.arguments
-            if respelled:
-                pairs = list(json.loads(arguments).items())
-                self.rng.shuffle(pairs)
-                arguments = json.dumps(dict(pairs), separators=(",", ":"), ensure_ascii=True)
-            message.setdefault("tool_calls", []).append({"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}})
-        self.messages.append(message)
-        results = [{"role": "tool", "tool_call_id": call.id, "content": f"result {index}"} for index, call in enumerate(turn.shown_calls)]
-        self.rng.shuffle(results)
-        self.messages += results
 
 
 @pytest.fixture
@@ -85,7 +28,7 @@ def session(tokenizer: Tokenizer, template: ChatTemplate) -> Session:
     return Session(PromptBuilder(tokenizer, template, TurnMemory()), tokenizer, random.Random(6))
 
 
-@pytest.mark.parametrize("file", ["bundled", "python_values"])
+@pytest.mark.parametrize("file", ["bundled", "python_values", "like_qwen"])
 @pytest.mark.parametrize("with_reasoning", [True, False], ids=["reasoning returned", "reasoning dropped"])
 @pytest.mark.parametrize("respelled", [True, False], ids=["arguments respelled", "arguments as sent"])
 def test_loop_prompts_begin_with_all_ids_before(
@@ -107,24 +50,6 @@ def test_loop_prompts_begin_with_all_ids_before(
             prompt = following
         assert session.builder.num_mismatched == 0
         assert session.builder.num_spliced == 1 + 2 + 3 + 4
-
-
-def random_turn(rng: random.Random) -> str:
-    """Reasoning, maybe content, and one to three calls, with values that re-serialising would change."""
-    values = {
-        "to": ("Oslo", "東京", "two\nlines", "", "true", 'a "quote"', "</parameter>"),
-        "seats": ("2", "02", "two"),
-        "direct": ("true", "True", "false"),
-        "filters": ('{"max":1.50, "b": null, "a": [ ]}', "{}"),
-        "more": ("1", "x"),
-    }
-    calls = []
-    for _ in range(rng.randrange(1, 4)):
-        keys = rng.sample(sorted(values), rng.randrange(len(values) + 1))
-        parameters = "".join(f"<parameter={key}>\n{rng.choice(values[key])}\n</parameter>\n" for key in keys)
-        calls.append(f"<tool_call>\n<function=search_flights>\n{parameters}</function>\n</tool_call>")
-    content = rng.choice(("", "Let me see. ✈️\n\n", "Eins,\n\nzwei.\n\n"))
-    return f"{rng.choice(('I think.', 'Hm…  é', 'a' * 300))}\n</think>\n\n{content}" + "\n".join(calls)
 
 
 def test_json_dialect_loops_too(tokenizer: Tokenizer) -> None:

@@ -8,8 +8,9 @@ from agentspec.server.tables.shared import GENERATION, LABELS, SERVERS
 CHAT: FieldTable = {
     **GENERATION,
     "messages": works(
-        "roles as the checkpoint's template takes them; text content, as a string or text parts. `tool_calls`, `tool_call_id`, `reasoning_content` "
-        "(or `reasoning`) are read; what else a message, a part or a call carries is left out"
+        "`system`, `developer`, `user`, `assistant` and `tool`, in any order that the template takes (system messages anywhere: below); text, "
+        "as it is or in parts. `tool_calls`, `tool_call_id` and reasoning (below) are read; what else a message, a part or a call carries is "
+        "left out"
     ),
     "max_tokens": works("new tokens at most; up to the context by default. [More than the context leaves](#limits-beyond-the-context) is clamped"),
     "max_completion_tokens": works("another name for `max_tokens`"),

@@ -7,7 +7,7 @@ from agentspec.server.fields import FieldTable, accepted, refused, works
 _PROMPT: FieldTable = {
     "model": works("required; must be a name of the served model (404 otherwise): the checkpoint's, or those of `--served-model-name`"),
     "messages": works(
-        "required. `user`, `assistant` and, where the template takes it, `system`. Blocks: `text`, `tool_use`, `tool_result` (a text or parts), "
+        "required. `user`, `assistant` and, [anywhere](#chat), `system`. Blocks: `text`, `tool_use`, `tool_result` (a text or parts), "
         "`thinking`, `redacted_thinking`. Texts of one message are joined as they are. Results come before the text of their message, wherever they "
         "stand in it; one with `is_error` reaches the model behind `Error: `. Assistant messages in a row are one turn; the last message can't be "
         "one. A redacted block is another provider's and has no text to show the model. Of other blocks and parts (`document`, `search_result`, the "

@@ -12,10 +12,7 @@ RESPONSES: FieldTable = {
         "`item_reference`, [see below](#items). "
         "What else an item or a part carries is left out"
     ),
-    "instructions": works(
-        "stands before the conversation. With it, `system` and `developer` messages at its start become one system message. It isn't carried over by "
-        "`previous_response_id`"
-    ),
+    "instructions": works("stands before the conversation, like a system message. It isn't carried over by `previous_response_id`"),
     "previous_response_id": works("the stored response that this one continues; 404 if it, or one before it, is no longer there"),
     "store": works("default true: keep the response for the endpoints that read it"),
     "stream": works("events as OpenAI documents them"),
