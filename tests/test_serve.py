@@ -159,7 +159,7 @@ def test_a_server_for_clients_of_every_kind(serve: Serve, tmp_path: Path) -> Non
     answer = client.post("/v1/chat/completions/", json=body, headers={"origin": "http://localhost:3000", "x-session-id": "s"})
     assert (answer.json()["model"], answer.headers["access-control-allow-origin"]) == ("whatever", "*")
     assert client.post("/v1/chat/completions/render", json=CHAT).json()["prompt"] == "Where is order 7?"
-    assert client.post("/v1/chat/completions", json=CHAT | {"max_tokens": 600}).status_code == 400
+    assert client.post("/v1/chat/completions", json=CHAT | {"messages": [{"role": "user", "content": "word " * 600}]}).status_code == 400
     assert client.get("/ready").json() == {"status": "ok"}
     served.process.send_signal(signal.SIGTERM)
     code, rest, log = served.end()

@@ -41,12 +41,15 @@ class RequestTimes:
                 moments.begun = now
 
     def note(self, events: Iterable[Event], now: float) -> None:
-        """What is about to be handed out."""
+        """What is about to be handed out. Events of nobody are passed over: a figure is no reason to stop the engine."""
         for event in events:
+            moments = self._moments.get(event.request_id)
+            if moments is None:
+                continue
             if isinstance(event, FinishEvent):
-                self._end(self._moments.pop(event.request_id), event.reason, now)
+                del self._moments[event.request_id]
+                self._end(moments, event.reason, now)
             elif isinstance(event, TokensEvent) and event.token_ids:
-                moments = self._moments[event.request_id]
                 moments.first = now if moments.first is None else moments.first
                 moments.last = now
 
