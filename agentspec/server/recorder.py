@@ -64,13 +64,11 @@ class Figures:
         self.usage = total((self.usage, event.usage))
 
 
-class RecordedEngine:
-    """An engine client that notes in `figures` what passes through it. Implements wire.EngineClient."""
+class WatchedEngine:
+    """An engine client in front of another, whose streams a subclass watches."""
 
-    def __init__(self, engine: EngineClient, figures: Figures, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
-        self._figures = figures
-        self._clock = clock
 
     @property
     def info(self) -> ModelInfo:
@@ -82,6 +80,15 @@ class RecordedEngine:
 
     async def stats(self) -> dict[str, Any]:
         return await self._engine.stats()
+
+
+class RecordedEngine(WatchedEngine):
+    """An engine client that notes in `figures` what passes through it. Implements wire.EngineClient."""
+
+    def __init__(self, engine: EngineClient, figures: Figures, clock: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__(engine)
+        self._figures = figures
+        self._clock = clock
 
     async def stream(self, submit: Submit) -> AsyncIterator[Event]:
         """The engine's events, untouched. A refused submit leaves no trace in the figures."""

@@ -10,16 +10,17 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any, cast
+from typing import cast
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentspec.server.door import PROBES
+from agentspec.server.recorder import WatchedEngine
 from agentspec.server.responding import shown_path
 from agentspec.server.service import session_of
 from agentspec.types import FinishReason
-from agentspec.wire import EngineClient, Event, FinishEvent, ModelInfo, Submit, Usage
+from agentspec.wire import EngineClient, Event, FinishEvent, Submit, Usage
 
 logger = logging.getLogger("agentspec")
 
@@ -108,23 +109,12 @@ class RequestLog:
             logger.log(level, "%s %s %s", scope["method"], shown_path(scope["path"]), note.line())
 
 
-class NotedEngine:
+class NotedEngine(WatchedEngine):
     """An engine client for one request, which notes what passes through it. Implements wire.EngineClient."""
 
     def __init__(self, engine: EngineClient, note: Note) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._note = note
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._engine.info
-
-    @property
-    def alive(self) -> bool:
-        return self._engine.alive
-
-    async def stats(self) -> dict[str, Any]:
-        return await self._engine.stats()
 
     async def stream(self, submit: Submit) -> AsyncIterator[Event]:
         """The engine's events, untouched."""
