@@ -6,11 +6,10 @@ The only place that knows every part. `auto` settings are resolved here.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,7 +38,7 @@ from agentspec.runtime.graphs import CudaRecorder, graph_bytes
 from agentspec.runtime.host_copies import STAGE as LOCKING
 from agentspec.runtime.host_copies import HostCopies
 from agentspec.runtime.kernels_ahead import KernelJob, KernelsAhead
-from agentspec.runtime.memory_plan import AUTO_MAX_RUNNING, RESERVED, MemoryPlan, choose_slots, plan_host_memory, plan_memory
+from agentspec.runtime.memory_plan import AUTO_MAX_RUNNING, RESERVED, MemoryPlan, choose_slots, machine_bytes, plan_host_memory, plan_memory
 from agentspec.runtime.metrics import EngineMetrics
 from agentspec.runtime.pace import CPU_BUDGET, DEFAULT_MAX_GAP, FixedPace, GapPace, Pace
 from agentspec.runtime.prefill_graphs import prefill_graph_bytes
@@ -111,11 +110,11 @@ class Assembly:
         return _dtype(self.config, self.device)
 
 
-def assemble(config: EngineConfig, progress: Progress = no_progress, *, prepares_grammars: bool = False) -> Assembly:
+def assemble(config: EngineConfig, progress: Progress = no_progress, *, serves: bool = False) -> Assembly:
     """Load the model that `config` names, the bundled one if it names none, and build an engine around it.
 
-    prepares_grammars: have what compiles them ready soon, for a server; else the first grammar waits for it. Raises CheckpointError when the model
-    can't be loaded, ConfigError when a setting doesn't fit it."""
+    serves: leave what no first answer needs to `StepLoop.prepare`, and have what compiles grammars ready soon; else the first grammar waits for it.
+    Raises CheckpointError when the model can't be loaded, ConfigError when a setting doesn't fit it."""
     device = _device(config)
     dtype = _dtype(config, device)
     model_dir = resolve_checkpoint(bundled.checkpoint_of(config.model))
@@ -127,12 +126,12 @@ def assemble(config: EngineConfig, progress: Progress = no_progress, *, prepares
         if device.type == "cuda":
             job = KernelJob(config=config, model_dir=str(model_dir), machine=machine_of(device))
             ahead = stack.enter_context(KernelsAhead(job, progress))
-        constraints = None
-        if prepares_grammars:
+        grammars = None
+        if serves:
             spec = model_spec(model_dir, resolved_config(model_dir, random_weights=config.random_weights), dtype)
-            constraints = constraint_source(spec, tokenizer.result(), forces_acceptance=config.force_acceptance is not None)
-            constraints.prepare()
-            stack.push(lambda kind, *_: None if kind is None else constraints.close())
+            grammars = constraint_source(spec, tokenizer.result(), forces_acceptance=config.force_acceptance is not None)
+            grammars.prepare()
+            stack.push(lambda kind, *_: None if kind is None else grammars.close())
         model = load_model(
             model_dir,
             device=device,
@@ -144,7 +143,15 @@ def assemble(config: EngineConfig, progress: Progress = no_progress, *, prepares
         )
         text = tokenizer.result()
         return build(
-            model, config=config, device=device, tokenizer=text, model_dir=model_dir, constraints=constraints, ahead=ahead, progress=progress
+            model,
+            config=config,
+            device=device,
+            tokenizer=text,
+            model_dir=model_dir,
+            constraints=grammars,
+            ahead=ahead,
+            early=serves,
+            progress=progress,
         )
 
 
@@ -189,12 +196,13 @@ def build(
     constraints: ConstraintSource | None = None,
     clock: Callable[[], float] = time.monotonic,
     ahead: KernelsAhead | None = None,
+    early: bool = False,
     progress: Progress = no_progress,
 ) -> Assembly:
     """Build an engine around a model; allocates its state pools, and captures its steps where that is possible.
 
     memory: None: by the settings, and by what is free on the device. most_riders: see runtime/ride.py; None: as the device has it. ahead: kernels
-    that are being compiled; without it each one is compiled at its first launch. Raises ConfigError when a setting doesn't fit the model."""
+    that are being compiled; None: at their first launch. early: see ModelExecutor.capture. Raises ConfigError when a setting doesn't fit."""
     spec = model.spec
     max_draft_tokens = _max_draft_tokens(config, spec)
     config = replace(config, max_running=_max_running(config, spec, device, max_draft_tokens, memory))
@@ -218,24 +226,23 @@ def build(
         hold_seconds=config.session_hold_seconds,
     )
     executor = _executor(model, config, memory, max_draft_tokens, MOST_RIDERS if most_riders is None else most_riders, device)
-    depths: Sequence[int] = range(max_draft_tokens + 1)
-    if depth_policy is None:
-        depth_policy, depths = _depth_policy(config, max_draft_tokens)
+    policy, depths = (depth_policy, range(max_draft_tokens + 1)) if depth_policy else _depth_policy(config, max_draft_tokens)
     if ahead is not None:
         _await_kernels(ahead, _limited(spec, config), memory, max_draft_tokens, progress)
-    eager = _why_eager(config, device)
-    graphs = f"none: {eager}" if eager is not None else str(executor.capture(depths, CudaRecorder(device), progress))
+    reason = _why_eager(config, device)
+    graphs = f"none: {reason}" if reason else str(executor.capture(depths, CudaRecorder(device), progress, early=early))
     if copies is not None:
         progress(LOCKING, 0, 0)
         copies.await_memory()
     loop = StepLoop(
         scheduler=scheduler,
         executor=executor,
-        depth_policy=depth_policy,
+        depth_policy=policy,
         metrics=metrics,
         overlap=config.overlap,
         token_counts=token_counts,
         copier=copies,
+        prepare=executor.prepare,
         clock=clock,
     )
     return Assembly(
@@ -384,47 +391,33 @@ def _limit_drafts(model: StepModel, config: EngineConfig, max_draft_tokens: int,
 
 
 def _plan_memory(model: StepModel, config: EngineConfig, device: torch.device, max_draft_tokens: int, given: MemoryPlan | None) -> MemoryPlan:
-    """What rows and pages get. `given` is kept, but for a host tier where the settings ask for one."""
-    memory = _plan_device_memory(model, config, device, max_draft_tokens) if given is None else given
-    if given is None or config.host_memory_gib:
-        memory = replace(memory, host=_host_memory(model.spec, config, device, memory))
-    return memory
-
-
-def _plan_device_memory(model: StepModel, config: EngineConfig, device: torch.device, max_draft_tokens: int) -> MemoryPlan:
-    """What rows and pages get, beside all that is on the device by now and the graphs to come."""
-    memory = plan_memory(
+    """What rows and pages get, beside all that is on the device by now and the graphs to come. `given` is kept, but for a host tier where settings
+    ask for one."""
+    memory = given or plan_memory(
         _limited(model.spec, config),
         memory_bytes=_memory_bytes(config, device, _graph_bytes(config, model.spec, device, max_draft_tokens)),
         max_running=_slots(config),
         max_draft_tokens=max_draft_tokens,
     )
-    if config.max_context is not None and memory.max_length < config.max_context:
+    if given is None and config.max_context is not None and memory.max_length < config.max_context:
         raise ConfigError("max_context", config.max_context, f"the memory holds a sequence of {memory.max_length} tokens at most")
+    if given is None or config.host_memory_gib:
+        memory = replace(memory, host=_host_memory(model.spec, config, device, memory))
     return memory
 
 
 def _host_memory(spec: ModelSpec, config: EngineConfig, device: torch.device, memory: MemoryPlan) -> HostMemory | None:
     if config.host_memory_gib is not None:
         host_bytes = int(config.host_memory_gib * 2**30)
-    elif not config.prefix_cache or device.type != "cuda" or _machine_bytes() < LEAST_MACHINE_BYTES:
+    elif not config.prefix_cache or device.type != "cuda" or machine_bytes() < LEAST_MACHINE_BYTES:
         host_bytes = 0
     else:
         device_bytes = memory.num_rows * spec.row_bytes + memory.num_pages * spec.page_bytes
-        host_bytes = min(int(_machine_bytes() * HOST_MEMORY_SHARE), MOST_HOST_BYTES, device_bytes // 2)
+        host_bytes = min(int(machine_bytes() * HOST_MEMORY_SHARE), MOST_HOST_BYTES, device_bytes // 2)
     host = plan_host_memory(spec, host_bytes)
     if host is None and config.host_memory_gib:
         raise ConfigError("host_memory", config.host_memory_gib, "is too little for a state and the path that leads to it; 0 does without")
     return host
-
-
-def _machine_bytes() -> int:
-    """Memory that this process may use: the machine's, or what its container is allowed."""
-    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
-        with suppress(OSError, ValueError):  # another system, or "max"
-            available = min(available, int(limit.read_text()))
-    return available
 
 
 def _limited(spec: ModelSpec, config: EngineConfig) -> ModelSpec:

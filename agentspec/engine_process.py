@@ -235,7 +235,7 @@ class _Host:
 
 
 def _load(config: EngineConfig, progress: Progress) -> tuple[HostedEngine, EngineSetup]:
-    parts = assemble(config, progress, prepares_grammars=True)
+    parts = assemble(config, progress, serves=True)
     return EngineThread(parts), _setup(parts)
 
 

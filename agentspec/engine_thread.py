@@ -238,11 +238,15 @@ class EngineThread:
 
     def _take_commands(self) -> bool:
         """Handle what is in the inbox, waiting when there is no work; False when told to stop."""
+        loop, waits = self._core.loop, False
         while True:
             try:
-                command, payload = self._inbox.get(block=not self._core.loop.has_work)
+                command, payload = self._inbox.get(block=waits and not loop.has_work)
             except queue.Empty:
-                return True
+                if loop.has_work:
+                    return True
+                waits = not loop.prepare()
+                continue
             if command == "stop":
                 return False
             if command == "abort":

@@ -42,6 +42,8 @@ from benchmarks.served_directory import write_directory
 COMMAND = (sys.executable, "-c", "from agentspec.cli import main; raise SystemExit(main())")
 PROFILE = Path(__file__).resolve().parent.parent / "workloads" / "profile_agents.jsonl"
 EMITTED = 3.0
+SETTLE_SECONDS = 10
+"""After its start a server captures the graphs that no first answer needs, while it has nothing else to do."""
 HOLD_SECONDS = 6
 CEILING = 0.1
 """Seconds: the default of `--max-gap`."""
@@ -65,6 +67,7 @@ def served(model: str, flags: Sequence[str]) -> Iterator[str]:
                 assert server.poll() is None, "the server ended before it served"
                 time.sleep(0.05)
             print(f"{model}: ready after {time.perf_counter() - began:.1f} s; flags {' '.join(flags) or 'none'}", flush=True)
+            time.sleep(SETTLE_SECONDS)
             yield url
         finally:
             server.send_signal(signal.SIGTERM)

@@ -431,3 +431,45 @@ def test_streams_with_stop_ids_and_seeds_are_the_same_whatever_runs_beside_them(
         assert (finish.reason, finish.stop_match) == ((FinishReason.STOP, 7) if 7 in alone else (FinishReason.LENGTH, None))
 
     run(main())
+
+
+class Pieces:
+    """What a start has left to an engine's thread."""
+
+    def __init__(self, parts: Assembly, number: int) -> None:
+        self.left, self.asked = number, 0
+        self.done = threading.Event()
+        parts.loop.prepare = self._prepare  # type: ignore[method-assign]
+
+    def _prepare(self) -> bool:
+        self.asked += 1
+        if not self.left:
+            self.done.set()
+            return False
+        self.left -= 1
+        return True
+
+
+def test_an_idle_engine_does_what_its_start_has_left_then_waits() -> None:
+    async def main() -> None:
+        parts = assembly()
+        pieces = Pieces(parts, 5)
+        async with AsyncEngine(parts) as engine:
+            await asyncio.to_thread(pieces.done.wait)
+            assert (pieces.left, pieces.asked) == (0, 6), "once more, to learn that nothing is left"
+            asked = submit("a")
+            assert (await read(engine, asked))[0] == expected(parts, asked)
+
+    run(main())
+
+
+def test_a_request_comes_before_the_next_piece() -> None:
+    async def main() -> None:
+        parts = assembly()
+        pieces = Pieces(parts, 10**9)
+        async with AsyncEngine(parts) as engine:
+            asked = submit("a")
+            assert (await read(engine, asked))[0] == expected(parts, asked)
+        assert 0 < pieces.left < 10**9, "it was never waited for"
+
+    run(main())

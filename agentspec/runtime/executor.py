@@ -10,9 +10,11 @@ Shape letters: B slots in the step, F fields, K forced rates.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import TypeAlias
 
@@ -25,12 +27,12 @@ from agentspec.models.protocol import StepModel
 from agentspec.mtp.drafter import Drafter, NullDrafter
 from agentspec.mtp.mtp_drafter import MtpDrafter
 from agentspec.runtime.decode_step import Forward, StepResult, decode_step, open_windows, read_result, score_result, verify_batch
-from agentspec.runtime.graphs import CountedRecorder, GraphKey, GraphReport, Recorder, StepGraphs, batch_sizes, graph_keys
+from agentspec.runtime.graphs import STAGE, GraphKey, GraphReport, Recorder, StepGraphs, batch_sizes, graph_keys
 from agentspec.runtime.plan import SlotJoin, SlotOutcome, StepOutcome, StepPlan
 from agentspec.runtime.prefill import run_batch, run_chunks
-from agentspec.runtime.prefill_graphs import MAX_SPANS, PrefillGraphs, chunk_room, chunk_sizes, rehearsed_sizes
-from agentspec.runtime.prefill_tables import PrefillSizes, PrefillTables
-from agentspec.runtime.ride import RideGraphs, even_batch, ride_keys, rows_beyond
+from agentspec.runtime.prefill_graphs import MAX_SPANS, PrefillGraphs, chunk_room, chunk_sizes, eager_rooms
+from agentspec.runtime.prefill_tables import PrefillSizes, build_tables
+from agentspec.runtime.ride import RideGraphs, RideKey, even_batch, ride_keys, rows_beyond
 from agentspec.runtime.scores import ScoreRows
 from agentspec.runtime.step_buffers import StepBuffers, stage
 from agentspec.types import MAX_DRAFT_TOKENS, Progress, no_progress
@@ -106,6 +108,8 @@ class ModelExecutor:
         self._graphs: StepGraphs | None = None
         self._prefill_graphs: PrefillGraphs | None = None
         self._ride_graphs: RideGraphs | None = None
+        self._pending: deque[Callable[[], object]] = deque()
+        """What `capture` has left to `prepare`."""
         self.most_riders = most_riders
         """May change between two plans; what the graphs hold doesn't."""
         with torch.inference_mode():
@@ -122,54 +126,95 @@ class ModelExecutor:
             )
 
     @torch.inference_mode()
-    def capture(self, depths: Sequence[int], recorder: Recorder, progress: Progress = no_progress) -> GraphReport:
-        """Record the decode step for every batch size, from then on each one is a replay, and short prompt chunks. Call before the first launch: the
-        model's pools must stay.
+    def capture(self, depths: Sequence[int], recorder: Recorder, progress: Progress = no_progress, *, early: bool = False) -> GraphReport:
+        """Record the decode step for every batch size, from then on each one is a replay, and short prompt chunks; and run once what is never
+        recorded. Call before the first launch: the model's pools must stay.
 
-        depths: every k that a plan may ask for; another one will raise KeyError. progress: told how many graphs there are."""
-        sizes = chunk_sizes(self._model.spec.hidden_size)
-        max_running, block_tokens, max_pages = len(self._needs_sampler), self._model.spec.block_tokens, self._buffers.page_table_SP.shape[1]
-        rides = ride_keys(sizes[-1], max_running=max_running, num_columns=max(depths) + 1, most_riders=self.most_riders)
-        counted = CountedRecorder(recorder, len(graph_keys(max_running, depths)) + len(sizes) + len(rides), progress)
-        graphs = StepGraphs(self._captured_step, counted, max_running=max_running, depths=depths, device=self._device)
-        prefill_graphs = PrefillGraphs(self._prefill, counted, sizes=sizes, block_tokens=block_tokens, max_pages=max_pages, device=self._device)
-        ride_graphs = RideGraphs(
-            lambda batch, slot_ids_B: self._ride(batch, slot_ids_B, max(depths)),
-            counted,
+        depths: every k that a plan may ask for; another one will raise KeyError. progress: told how many graphs are recorded. early: return as soon
+        as prompts and steps of the largest k have their graphs; the rest is left to `prepare`."""
+        began = time.perf_counter()
+        spec, max_running, max_pages = self._model.spec, len(self._needs_sampler), self._buffers.page_table_SP.shape[1]
+        sizes, rides = chunk_sizes(spec.hidden_size), self._ride_keys(max(depths))
+        graphs = self._graphs = StepGraphs(self._captured_step, recorder, max_running=max_running, depths=depths, device=self._device)
+        prompts = self._prefill_graphs = PrefillGraphs(
+            self._prefill, recorder, sizes=sizes, block_tokens=spec.block_tokens, max_pages=max_pages, device=self._device
+        )
+        with_windows = self._ride_graphs = RideGraphs(
+            partial(self._ride, num_drafted=max(depths)),
+            recorder,
             keys=rides,
             padding_slot=max_running,
             num_columns=max(depths) + 1,
-            block_tokens=block_tokens,
+            block_tokens=spec.block_tokens,
             max_pages=max_pages,
             device=self._device,
         )
-        self._graphs, self._prefill_graphs, self._ride_graphs = graphs, prefill_graphs, ride_graphs
-        return replace(
-            graphs.report,
+        recordings = [*graphs.recordings([max(depths)]), *prompts.recordings()]
+        late = [*graphs.recordings(set(depths) - {max(depths)}), *with_windows.recordings()]
+        if not early:
+            recordings, late = [*recordings, *late], []
+        progress(STAGE, 0, len(recordings))
+        for num_done, record in enumerate(recordings, 1):
+            record()
+            progress(STAGE, num_done, len(recordings))
+        self._pending = deque([*self._unrecorded(depths), *late])
+        while not early and self.prepare():
+            pass
+        return GraphReport(
+            batch_sizes=batch_sizes(max_running),
+            depths=tuple(depths),
+            num_graphs=len(graph_keys(max_running, depths)),
             chunk_sizes=sizes,
-            num_rides=ride_graphs.num_graphs,
+            num_rides=len(rides),
+            num_late=len(late),
             device_bytes=recorder.bytes_used(),
-            seconds=graphs.report.seconds + prefill_graphs.seconds + ride_graphs.seconds,
+            seconds=time.perf_counter() - began,
         )
 
     @torch.inference_mode()
+    def prepare(self) -> bool:
+        """Do a piece, of some 50 ms, of what `capture` has left; any time between two launches. Returns whether there was one."""
+        if not self._pending:
+            return False
+        self._pending.popleft()()
+        return True
+
+    @torch.inference_mode()
     def rehearse(self, depths: Sequence[int]) -> None:
-        """Run everything that `capture` records, and what is never recorded: larger chunks, and first steps.
+        """Run everything that `capture` records, and what is never recorded.
 
         For an executor on the device type "meta", where nothing is computed (runtime/rehearsal.py)."""
-        width, block_tokens = self._model.spec.hidden_size, self._model.spec.block_tokens
+        spec = self._model.spec
         max_running, max_pages = len(self._needs_sampler), self._buffers.page_table_SP.shape[1]
-        for sizes in rehearsed_sizes(width, block_tokens=block_tokens, max_pages=max_pages):
-            self._prefill(self._empty_batch(sizes))
-        for ride in ride_keys(chunk_sizes(width)[-1], max_running=max_running, num_columns=max(depths) + 1, most_riders=self.most_riders):
-            slot_ids_B = torch.empty(ride.batch_size, dtype=torch.int64, device=self._device)
-            self._ride(self._empty_batch(chunk_room(ride.num_tokens, MAX_SPANS, block_tokens, max_pages)), slot_ids_B, max(depths))
+        for num_tokens in chunk_sizes(spec.hidden_size):
+            self._run_padding(chunk_room(num_tokens, MAX_SPANS, spec.block_tokens, max_pages))
+        for ride in self._ride_keys(max(depths)):
+            self._run_padding(chunk_room(ride.num_tokens, MAX_SPANS, spec.block_tokens, max_pages), ride.batch_size, max(depths))
         for key in graph_keys(max_running, depths):
-            self._captured_step(torch.empty(key.batch_size, dtype=torch.int64, device=self._device), key)
-        for num_slots in batch_sizes(max_running):
-            slot_ids_B = torch.empty(num_slots, dtype=torch.int64, device=self._device)
-            for num_drafted, sampled, constrained in product(depths, (False, True), (False, True)):
-                self._step(slot_ids_B, num_drafted, sampled=sampled, constrained=constrained, forward=Forward.PREFILLED)
+            self._captured_step(self._slot_ids([], key.batch_size), key)
+        for work in self._unrecorded(depths):
+            work()
+
+    def _unrecorded(self, depths: Sequence[int]) -> Iterator[Callable[[], object]]:
+        """What is always eager, over nothing but padding: larger chunks, with windows and without, and first steps. Its first run loads kernels."""
+        spec, max_pages = self._model.spec, self._buffers.page_table_SP.shape[1]
+        rooms = eager_rooms(spec.hidden_size, block_tokens=spec.block_tokens, max_pages=max_pages)
+        for sizes in rooms:
+            yield partial(self._run_padding, sizes)
+        for batch_size in sorted({ride.batch_size for ride in self._ride_keys(max(depths))}):
+            yield partial(self._run_padding, rooms[0], batch_size, max(depths))
+        # A graph's step has both or neither of these.
+        for num_slots, num_drafted, sampled in product(batch_sizes(len(self._needs_sampler)), depths, (True, False)):
+            first = partial(self._step, sampled=sampled, constrained=not sampled, forward=Forward.PREFILLED)
+            yield partial(first, self._slot_ids([], num_slots), num_drafted)
+
+    def _run_padding(self, sizes: PrefillSizes, num_windows: int = 0, num_drafted: int = 0) -> None:
+        """A pass over nothing but padding, with windows of the padding slot if there are any."""
+        batch = build_tables([], block_tokens=self._model.spec.block_tokens, sizes=sizes).on(self._device).batch
+        if num_windows:
+            self._ride(batch, self._slot_ids([], num_windows), num_drafted)
+        else:
+            self._prefill(batch)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepTicket:
@@ -225,8 +270,9 @@ class ModelExecutor:
     def _prefill(self, batch: PrefillBatch) -> None:
         run_batch(self._model, batch, with_mtp=self._with_mtp)
 
-    def _empty_batch(self, sizes: PrefillSizes) -> PrefillBatch:
-        return PrefillTables(sizes=sizes, words=torch.empty(sizes.num_words, dtype=torch.int64, device=self._device)).batch
+    def _ride_keys(self, num_drafted: int) -> list[RideKey]:
+        most_tokens = chunk_sizes(self._model.spec.hidden_size)[-1]
+        return ride_keys(most_tokens, max_running=len(self._needs_sampler), num_columns=num_drafted + 1, most_riders=self.most_riders)
 
     def _ride(self, batch: PrefillBatch, slot_ids_B: Tensor, num_drafted: int) -> None:
         run_batch(self._model, batch, with_mtp=self._with_mtp, windows=verify_batch(open_windows(self._buffers, slot_ids_B, num_drafted)))

@@ -1,4 +1,4 @@
-"""The decode step as CUDA graphs: one for each (batch size, k, variant), recorded at start and replayed from then on. And what records them, which
+"""The decode step as CUDA graphs: one for each (batch size, k, variant), recorded once and replayed from then on. And what records them, which
 runtime/prefill_graphs.py uses too.
 
 Owns which graphs there are, their input (slot ids) and their outputs. Knows no plans, and nothing of what a step does: it is given the step as a
@@ -12,9 +12,9 @@ Shape letters: B slots in the step, T = k+1 columns, V vocabulary.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Protocol, TypeVar
 
@@ -23,7 +23,6 @@ from torch import Tensor
 
 from agentspec.runtime.decode_step import StepResult
 from agentspec.runtime.step_buffers import stage
-from agentspec.types import Progress
 
 Result = TypeVar("Result")
 
@@ -108,32 +107,6 @@ class CudaRecorder:
         return torch.cuda.mem_get_info(self._device)[0]
 
 
-class CountedRecorder:
-    """A recorder that says how many recordings there are."""
-
-    def __init__(self, recorder: Recorder, total: int, progress: Progress) -> None:
-        self._recorder, self._total, self._progress = recorder, total, progress
-        self._num_done = 0
-        progress(STAGE, 0, total)
-
-    def record(self, step: Callable[[], StepResult]) -> tuple[Callable[[], None], StepResult]:
-        recorded = self._recorder.record(step)
-        self._count()
-        return recorded
-
-    def record_writes(self, work: Callable[[], None]) -> Callable[[], None]:
-        replay = self._recorder.record_writes(work)
-        self._count()
-        return replay
-
-    def bytes_used(self) -> int:
-        return self._recorder.bytes_used()
-
-    def _count(self) -> None:
-        self._num_done += 1
-        self._progress(STAGE, self._num_done, self._total)
-
-
 class _Address:
     """Where a contiguous float32 tensor lies, in the form that torch takes as a tensor without owning its memory."""
 
@@ -161,18 +134,21 @@ class GraphReport:
     """Tokens of the graphs of prompt chunks."""
     num_rides: int = 0
     """Graphs of prompt chunks in which windows ride."""
+    num_late: int = 0
+    """Graphs, of all of these, that are still to be captured."""
     device_bytes: int
-    """Of all."""
+    """Of those that are captured."""
     seconds: float
-    """For all."""
+    """For those that are captured."""
 
     def __str__(self) -> str:
         sizes, depths, chunks = (", ".join(map(str, values)) for values in (self.batch_sizes, self.depths, self.chunk_sizes))
         prompts = f" and {len(self.chunk_sizes)} of prompts (up to {chunks} tokens)" if chunks else ""
         rides = f" and {self.num_rides} of prompts with windows" if self.num_rides else ""
+        late = f"; {self.num_late} of them follow when nothing else is to be done" if self.num_late else ""
         return (
             f"{self.num_graphs} (batches of {sizes}; {depths} drafts; greedy and sampled){prompts}{rides}: "
-            f"{self.device_bytes / 2**30:.2f} GiB, captured in {self.seconds:.1f} s"
+            f"{self.device_bytes / 2**30:.2f} GiB, captured in {self.seconds:.1f} s{late}"
         )
 
 
@@ -188,34 +164,28 @@ class _Graph:
 
 
 class StepGraphs:
-    """Every graph that an engine may need; a step that has none is an error, never an eager step."""
+    """Every graph that an engine may need, each recorded by its first step at the latest: no step is run eagerly."""
 
     def __init__(self, step: Step, recorder: Recorder, *, max_running: int, depths: Sequence[int], device: torch.device) -> None:
-        """Record all of them. depths: the values of k that steps may have. The slot after the last running one is the padding slot, which is always
-        inert, so recording changes nothing."""
-        began = time.perf_counter()
-        self._device = device
+        """depths: the values of k that steps may have. The slot after the last running one is the padding slot, which is always inert, so recording
+        changes nothing."""
+        self._step, self._recorder, self._device = step, recorder, device
         self._padding_slot = max_running
         self._sizes = batch_sizes(max_running)
-        self._graphs: dict[GraphKey, _Graph] = {}
-        keys = graph_keys(max_running, depths)
         # The largest first: what it took and gave back holds everything that the smaller ones need.
-        for key in sorted(keys, key=lambda key: key.batch_size * (key.num_drafted + 1), reverse=True):
-            self._graphs[key] = self._record(step, recorder, key)
-        self.report = GraphReport(
-            batch_sizes=self._sizes,
-            depths=tuple(depths),
-            num_graphs=len(keys),
-            device_bytes=recorder.bytes_used(),
-            seconds=time.perf_counter() - began,
-        )
+        self._keys = sorted(graph_keys(max_running, depths), key=lambda key: key.batch_size * (key.num_drafted + 1), reverse=True)
+        self._graphs: dict[GraphKey, _Graph] = {}
+
+    def recordings(self, depths: Collection[int]) -> list[Callable[[], object]]:
+        """What records the graphs of these depths, the largest first; does nothing about one that is there."""
+        return [partial(self._graph, key) for key in self._keys if key.num_drafted in depths]
 
     def run(self, slots: Sequence[int], *, num_drafted: int, sampled: bool) -> StepResult:
         """Enqueue one step. The result has one row a slot of `slots`, and stands until the next call.
 
-        Raises KeyError if there is no graph for it."""
+        Raises KeyError if no graph is meant for it."""
         size = self.batch_size(len(slots))
-        graph = self._graphs[GraphKey(batch_size=size, num_drafted=num_drafted, sampled=sampled)]
+        graph = self._graph(GraphKey(batch_size=size, num_drafted=num_drafted, sampled=sampled))
         padded = [*slots, *[self._padding_slot] * (size - len(slots))]
         if padded != graph.slot_ids:
             graph.slot_ids_B.copy_(stage(padded, torch.int64, self._device))
@@ -227,11 +197,15 @@ class StepGraphs:
         """The captured size that so many slots are filled up to."""
         return next((size for size in self._sizes if size >= num_slots), num_slots)
 
-    def _record(self, step: Step, recorder: Recorder, key: GraphKey) -> _Graph:
-        slot_ids = [self._padding_slot] * key.batch_size
-        slot_ids_B = stage(slot_ids, torch.int64, self._device)
-        replay, result = recorder.record(lambda: step(slot_ids_B, key))
-        return _Graph(slot_ids_B=slot_ids_B, slot_ids=slot_ids, replay=replay, result=result)
+    def _graph(self, key: GraphKey) -> _Graph:
+        if key not in self._graphs:
+            if key not in self._keys:
+                raise KeyError(key)
+            slot_ids = [self._padding_slot] * key.batch_size
+            slot_ids_B = stage(slot_ids, torch.int64, self._device)
+            replay, result = self._recorder.record(lambda: self._step(slot_ids_B, key))
+            self._graphs[key] = _Graph(slot_ids_B=slot_ids_B, slot_ids=slot_ids, replay=replay, result=result)
+        return self._graphs[key]
 
 
 def graph_keys(max_running: int, depths: Sequence[int]) -> list[GraphKey]:

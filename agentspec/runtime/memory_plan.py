@@ -7,8 +7,11 @@ split is fixed at start; inside it, one LRU over checkpoints decides what stays 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from agentspec.cache.host_tier import HostMemory
 from agentspec.errors import ConfigError
@@ -100,3 +103,12 @@ def _pages_of(spec: ModelSpec, memory_bytes: int) -> int:
     """Pages out of `memory_bytes`; what they leave is for checkpoint rows."""
     pages_bytes = TOKENS_PER_CHECKPOINT // spec.block_tokens * spec.page_bytes
     return memory_bytes * pages_bytes // (pages_bytes + spec.row_bytes) // spec.page_bytes
+
+
+def machine_bytes() -> int:
+    """Memory that this process may use: the machine's, or what its container is allowed."""
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        with suppress(OSError, ValueError):  # another system, or "max"
+            available = min(available, int(limit.read_text()))
+    return available

@@ -1,4 +1,4 @@
-"""Short prompt chunks as CUDA graphs: one for each of a few numbers of tokens, recorded at start and replayed over tables that the host fills.
+"""Short prompt chunks as CUDA graphs: one for each of a few numbers of tokens, recorded once and replayed over tables that the host fills.
 
 An agent's turn appends a few hundred tokens: the device computes them in less time than the host needs to launch their kernels one by one. A batch
 between two sizes is filled up with padding tokens, which cost next to nothing up to the 128 rows of a matrix product's tile. Larger batches, which
@@ -11,9 +11,9 @@ as a function of a batch. Graphs leave nothing but what they write to rows and p
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -40,14 +40,14 @@ _EAGER_STEP = 128
 """Eager batches are filled up to a multiple of so many tokens."""
 
 _LARGE_BATCH = 8192
-"""Tokens."""
+"""Tokens. Enough that any larger batch launches the same kernels."""
 
 _BYTES_OF_WIDTH = 104
 """More than what a forward holds at the same time, for each of its tokens and each of the hidden size."""
 
 
 class PrefillGraphs:
-    """Every graph of prompt chunks."""
+    """Graphs of prompt chunks: those that are recorded are used."""
 
     def __init__(
         self,
@@ -59,18 +59,18 @@ class PrefillGraphs:
         max_pages: int,
         device: torch.device,
     ) -> None:
-        """Record all of them, over nothing but padding: so it changes nothing.
-
-        prefill: without host reads. sizes: tokens of a batch, in rising order. max_pages: of a sequence."""
-        began = time.perf_counter()
+        """prefill: without host reads. sizes: tokens of a batch, in rising order. max_pages: of a sequence."""
+        self._prefill, self._recorder = prefill, recorder
         self._block_tokens, self._max_pages, self._device = block_tokens, max_pages, device
         self._sizes = {num_tokens: chunk_room(num_tokens, MAX_SPANS, block_tokens, max_pages) for num_tokens in sizes}
         self._words = torch.empty(max(sizes.num_words for sizes in self._sizes.values()), dtype=torch.int64, device=device)
         """The static tables: those of every size begin here, for only one runs at a time."""
+        self._replays: dict[int, Callable[[], None]] = {}
+
+    def recordings(self) -> list[Callable[[], None]]:
+        """What records each of them, over nothing but padding: so it changes nothing."""
         # The largest first: what it took and gave back holds everything that the smaller ones need.
-        self._replays = {num_tokens: self._record(prefill, recorder, num_tokens) for num_tokens in reversed(sizes)}
-        self.seconds = time.perf_counter() - began
-        """What recording took."""
+        return [partial(self._record, num_tokens) for num_tokens in reversed(self._sizes)]
 
     def hold(self, runs: Sequence[PromptRun]) -> bool:
         """Whether there is a graph for `runs`; otherwise they are to run eagerly."""
@@ -90,7 +90,7 @@ class PrefillGraphs:
         num_tokens = sum(len(run.token_ids) for run in runs)
         num_blocks = self._num_blocks(runs)
         fitting = (size for size, sizes in self._sizes.items() if size >= num_tokens and sizes.num_blocks >= num_blocks)
-        return next(fitting, None)
+        return next((size for size in fitting if size in self._replays), None)
 
     def eager_sizes(self, runs: Sequence[PromptRun], *, riders: int = 0) -> PrefillSizes:
         """Room for `runs` without a graph: in steps, and otherwise as in a graph, since Triton compiles a kernel anew for other kinds of sizes.
@@ -103,11 +103,11 @@ class PrefillGraphs:
     def _num_blocks(self, runs: Sequence[PromptRun]) -> int:
         return sum(len(block_ends(run, self._block_tokens)) for run in runs)
 
-    def _record(self, prefill: Callable[[PrefillBatch], None], recorder: Recorder, num_tokens: int) -> Callable[[], None]:
+    def _record(self, num_tokens: int) -> None:
         self._fill(num_tokens, [])
         sizes = self._sizes[num_tokens]
         batch = PrefillTables(sizes=sizes, words=self._words[: sizes.num_words]).batch
-        return recorder.record_writes(lambda: prefill(batch))
+        self._replays[num_tokens] = self._recorder.record_writes(lambda: self._prefill(batch))
 
     def _fill(self, num_tokens: int, runs: Sequence[PromptRun]) -> None:
         tables = build_tables(runs, block_tokens=self._block_tokens, sizes=self._sizes[num_tokens])
@@ -120,14 +120,12 @@ def chunk_room(num_tokens: int, num_spans: int, block_tokens: int, max_pages: in
     return PrefillSizes(num_tokens=num_tokens, num_spans=num_spans, num_blocks=num_tokens // block_tokens + 2 * num_spans, num_pages=max_pages)
 
 
-def rehearsed_sizes(hidden_size: int, *, block_tokens: int, max_pages: int) -> list[PrefillSizes]:
-    """Of every graph, and enough of those of eager batches: any larger one launches the same kernels."""
-    sizes = chunk_sizes(hidden_size)
-    alone = (*sizes, *range(sizes[-1] + _EAGER_STEP, 2 * sizes[-1] + 1, sizes[-1] // 4), _LARGE_BATCH)
-    together = [(_LARGE_BATCH, num_spans) for num_spans in (2 * MAX_SPANS, 4 * MAX_SPANS)]
-    return [
-        chunk_room(num_tokens, num_spans, block_tokens, max_pages) for num_tokens, num_spans in [*((size, MAX_SPANS) for size in alone), *together]
-    ]
+def eager_rooms(hidden_size: int, *, block_tokens: int, max_pages: int) -> list[PrefillSizes]:
+    """Enough of those of eager batches to launch every kernel that one launches."""
+    most = chunk_sizes(hidden_size)[-1]
+    shapes = [(num_tokens, MAX_SPANS) for num_tokens in (*range(most + _EAGER_STEP, 2 * most + 1, most // 4), _LARGE_BATCH)]
+    shapes += [(most + _EAGER_STEP, num_spans) for num_spans in (2 * MAX_SPANS, 4 * MAX_SPANS)]
+    return [chunk_room(num_tokens, num_spans, block_tokens, max_pages) for num_tokens, num_spans in shapes]
 
 
 def chunk_sizes(hidden_size: int) -> tuple[int, ...]:

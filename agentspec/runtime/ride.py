@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -60,10 +59,7 @@ class RideGraphs:
         max_pages: int,
         device: torch.device,
     ) -> None:
-        """Record all of `keys`, over nothing but padding and the padding slot: so it changes nothing.
-
-        ride: a pass over a batch and slot_ids_B, without host reads. max_pages: of a sequence."""
-        began = time.perf_counter()
+        """keys: those that may be recorded. ride: a pass over a batch and slot_ids_B, without host reads. max_pages: of a sequence."""
         self._num_columns, self._padding_slot, self._device = num_columns, padding_slot, device
         self._slot_ids: dict[int, Tensor] = {}
         self._graphs: dict[int, PrefillGraphs] = {}
@@ -77,12 +73,13 @@ class RideGraphs:
                 max_pages=max_pages,
                 device=device,
             )
-        self.num_graphs = len(keys)
-        self.seconds = time.perf_counter() - began
-        """What recording took."""
+
+    def recordings(self) -> list[Callable[[], None]]:
+        """What records each of them, over nothing but padding and the padding slot: so it changes nothing."""
+        return [record for graphs in self._graphs.values() for record in graphs.recordings()]
 
     def rows_of(self, runs: Sequence[PromptRun], num_slots: int, num_columns: int) -> int | None:
-        """Rows of the smallest graph that holds the runs and so many windows of so many columns; None: none does."""
+        """Rows of the smallest recorded graph that holds the runs and so many windows of so many columns; None: none does."""
         batch = self._batch(num_slots)
         if num_columns != self._num_columns or batch is None:
             return None

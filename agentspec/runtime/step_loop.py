@@ -24,6 +24,9 @@ from agentspec.runtime.request_times import RequestTimes
 from agentspec.runtime.scheduler import Scheduler
 from agentspec.wire import Event, TokensEvent
 
+_PREPARE_EVERY = 128
+"""Steps of a loop that is never idle between two pieces of what its start has left."""
+
 
 class DepthPolicy(Protocol):
     """Chooses how many drafts a step verifies; mtp/depth_policy.py has the implementations."""
@@ -60,9 +63,11 @@ class StepLoop:
         overlap: bool,
         token_counts: TokenCounts | None = None,
         copier: Copier | None = None,
+        prepare: Callable[[], bool] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """token_counts: where to count what is served; None: nowhere. copier: None: the cache has no host tier. clock: seconds, for metrics alone."""
+        """token_counts: where to count what is served; None: nowhere. copier: None: the cache has no host tier. prepare: see the method; None: the
+        start leaves nothing. clock: seconds, for metrics alone."""
         self.scheduler = scheduler
         self.metrics = metrics
         self.executor = executor
@@ -71,6 +76,8 @@ class StepLoop:
         self._overlap = overlap
         self._token_counts = token_counts
         self._copier = copier
+        self._prepare = prepare
+        self._num_launched = 0
         self._clock = clock
         self._times = RequestTimes(metrics)
         self._in_flight: deque[tuple[Flight, Any]] = deque()
@@ -90,6 +97,10 @@ class StepLoop:
         """End every request; their events come with the next steps."""
         self.scheduler.abort_all()
 
+    def prepare(self) -> bool:
+        """Do a piece, of some 50 ms, of what the start has left for a quiet moment. Returns whether there was one."""
+        return self._prepare is not None and self._prepare()
+
     def run_once(self) -> list[Event]:
         """Plan and launch one step, read what is due, and return the events in order."""
         if self._copier is not None:
@@ -104,6 +115,9 @@ class StepLoop:
             self._times.begin((chunk.request_id for chunk in flight.plan.chunks), self._clock())
         if launched:
             self._in_flight.append((flight, self.executor.launch(flight.plan)))
+            self._num_launched += 1
+            if self._num_launched % _PREPARE_EVERY == 0:
+                self.prepare()
         behind = 1 if launched and self._overlap else 0
         while len(self._in_flight) > behind:
             events.extend(self._collect())

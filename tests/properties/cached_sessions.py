@@ -26,7 +26,6 @@ from agentspec.cache.host_tier import HostMemory
 from agentspec.engine import Engine
 from agentspec.models.weights import resolve_checkpoint
 from agentspec.runtime.plan import StepPlan
-from agentspec.runtime.prefill_tables import PromptRun
 from agentspec.runtime.request import Request
 from agentspec.text.tokenizer import Tokenizer
 from tests.properties.real_model import House, Play, Scratch, StateSpy, alone, explain, write_agreeing_checkpoint
@@ -174,15 +173,18 @@ class Paths:
             return launch(plan)
 
         executor.launch = watched_launch
-        graphs = executor._prefill_graphs
-        if graphs is not None:
-            run = graphs.run
+        if executor._prefill_graphs is not None:
+            self._watch_replays(executor._prefill_graphs, "replayed prefills")
+            self._watch_replays(executor._ride_graphs, "replayed prefills with windows")
 
-            def watched_run(runs: Sequence[PromptRun]) -> None:
-                self.counts["replayed prefills"] += 1
-                run(runs)
+    def _watch_replays(self, graphs: Any, path: str) -> None:
+        run = graphs.run
 
-            graphs.run = watched_run
+        def watched_run(*arguments: Any) -> None:
+            self.counts[path] += 1
+            run(*arguments)
+
+        graphs.run = watched_run
 
 
 class Stage:

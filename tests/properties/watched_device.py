@@ -155,10 +155,12 @@ class WatchedDevice:
             assert source == ZERO_ROW or source in lease.own_rows or is_locked, f"a step reads row {source}, which its lease neither owns nor locks"
 
     def _check_pages(self, leases: list[Lease], page_table_BP: Tensor, first_B: Tensor, num_columns: int) -> None:
-        for lease, pages, first in zip(leases, page_table_BP.tolist(), first_B.tolist(), strict=True):
+        """A batch may be filled up: what is behind the leases is padding."""
+        for place, (pages, first) in enumerate(zip(page_table_BP.tolist(), first_B.tolist(), strict=True)):
             written = pages[first // self._block : (first + num_columns - 1) // self._block + 1]
             if written != [SCRATCH_PAGE]:
-                self._check_owned(lease, written, lease.own_pages, "page")
+                assert place < len(leases), f"a step writes pages {written} for padding"
+                self._check_owned(leases[place], written, leases[place].own_pages, "page")
 
     def _check_owned(self, lease: Lease, written: list[int], owned: set[int], what: str) -> None:
         foreign = [unit for unit in written if unit not in owned]

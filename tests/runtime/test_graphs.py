@@ -6,7 +6,10 @@ Recordings are replayed by running the step again, so this needs no GPU; tests/g
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ from agentspec.assembly import build
 from agentspec.config import EngineConfig
 from agentspec.runtime.decode_step import StepResult
 from agentspec.runtime.executor import ModelExecutor
-from agentspec.runtime.graphs import GraphKey, StepGraphs, batch_sizes, graph_bytes
+from agentspec.runtime.graphs import GraphKey, GraphReport, StepGraphs, batch_sizes, graph_bytes
 from agentspec.runtime.memory_plan import MemoryPlan
 from agentspec.runtime.plan import StepPlan
 from tests.fakes.hash_chain import HashChainModel
@@ -35,7 +38,13 @@ class Watched:
         self.calls: list[tuple[GraphKey, list[int]]] = []
         self.recorder = Replayer()
         self.graphs = StepGraphs(self._step, self.recorder, max_running=max_running, depths=depths, device=CPU)
-        self.recorded, self.calls = self.calls, []
+
+    def record(self, *depths: int) -> list[tuple[GraphKey, list[int]]]:
+        """What the recordings of these depths called."""
+        for record in self.graphs.recordings(depths):
+            record()
+        recorded, self.calls = self.calls, []
+        return recorded
 
     def _step(self, slot_ids_B: Tensor, key: GraphKey) -> StepResult:
         self.calls.append((key, slot_ids_B.tolist()))
@@ -52,19 +61,34 @@ def test_sizes_are_powers_of_two_and_the_largest_batch(max_running: int, sizes: 
 
 def test_every_key_is_recorded_once_on_the_padding_slot_the_largest_first() -> None:
     watched = Watched(max_running=5, depths=[0, 2])
-    keys = [key for key, _ in watched.recorded]
+    recorded = watched.record(0, 2)
+    keys = [key for key, _ in recorded]
     assert len(set(keys)) == len(keys) == 4 * 2 * 2
     assert {(key.batch_size, key.num_drafted, key.sampled) for key in keys} == {
         (b, k, s) for b in (1, 2, 4, 5) for k in (0, 2) for s in (False, True)
     }
-    assert all(slots == [5] * key.batch_size for key, slots in watched.recorded)
+    assert all(slots == [5] * key.batch_size for key, slots in recorded)
     num_tokens = [key.batch_size * (key.num_drafted + 1) for key in keys]
     assert num_tokens == sorted(num_tokens, reverse=True)
+    assert watched.record(0, 2) == []
+
+
+def test_a_step_whose_graph_is_still_to_come_records_it() -> None:
+    watched = Watched(max_running=4, depths=[0, 2])
+    assert {key.num_drafted for key, _ in watched.record(2)} == {2}
+    key = GraphKey(batch_size=2, num_drafted=0, sampled=True)
+    for _ in range(2):
+        result = watched.graphs.run([1, 3], num_drafted=0, sampled=True)
+        assert result.happened_BF[:, 0].tolist() == [101, 103]
+    assert watched.calls == [(key, [4, 4]), (key, [1, 3]), (key, [1, 3])], "once over padding, then a replay a step"
+    watched.calls.clear()
+    assert key not in [key for key, _ in watched.record(0)]
 
 
 @pytest.mark.parametrize(("slots", "seen"), [([3], [3]), ([4, 1], [4, 1]), ([2, 0, 4], [2, 0, 4, 6]), ([0, 1, 2, 3, 5], [0, 1, 2, 3, 5, 6])])
 def test_a_step_takes_the_next_size_and_is_filled_up_with_the_padding_slot(slots: list[int], seen: list[int]) -> None:
     watched = Watched(max_running=6, depths=[1])
+    watched.record(1)
     result = watched.graphs.run(slots, num_drafted=1, sampled=True)
     assert watched.calls == [(GraphKey(batch_size=len(seen), num_drafted=1, sampled=True), seen)]
     assert result.happened_BF[:, 0].tolist() == [slot + 100 for slot in slots], "a row a slot, none for padding"
@@ -86,9 +110,13 @@ def test_a_step_without_a_graph_raises(slots: list[int], num_drafted: int) -> No
 
 
 def test_the_report_says_what_there_is_and_what_it_took() -> None:
-    report = Watched(max_running=3, depths=range(2)).graphs.report
-    assert (report.batch_sizes, report.depths, report.num_graphs) == ((1, 2, 3), (0, 1), 12)
-    assert str(report).startswith("12 (batches of 1, 2, 3; 0, 1 drafts; greedy and sampled): 0.75 GiB, captured in ")
+    report = GraphReport(batch_sizes=(1, 2, 3), depths=(0, 1), num_graphs=12, device_bytes=3 << 28, seconds=0.25)
+    assert str(report) == "12 (batches of 1, 2, 3; 0, 1 drafts; greedy and sampled): 0.75 GiB, captured in 0.2 s"
+    report = replace(report, chunk_sizes=(64, 128), num_rides=2, num_late=8)
+    assert str(report) == (
+        "12 (batches of 1, 2, 3; 0, 1 drafts; greedy and sampled) and 2 of prompts (up to 64, 128 tokens) and 2 of prompts with windows: "
+        "0.75 GiB, captured in 0.2 s; 8 of them follow when nothing else is to be done"
+    )
 
 
 def test_the_estimate_has_room_for_the_logits_of_the_largest_step() -> None:
@@ -144,6 +172,34 @@ def test_every_recording_is_counted() -> None:
     assert report.num_rides > 0
     assert report.num_graphs == 3 * 2 * 2
     assert told == [("capturing graphs", done, total) for done in range(total + 1)]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_what_a_start_has_left_changes_nothing_whenever_it_is_done(seed: int) -> None:
+    """Between any two launches; and a step of another depth, or a pass with windows, may come before its graph."""
+    rng, counts = random.Random(f"left {seed}"), Counter[str]()
+
+    def begin_early(executor: Any) -> None:
+        report = executor.capture(range(4), Replayer(), early=True)
+        assert 0 < report.num_late < report.num_graphs + report.num_rides
+        launch = executor.launch
+
+        def launch_and_prepare(plan: StepPlan) -> Any:
+            ticket = launch(plan)
+            if rng.random() < 0.7:
+                counts["prepared" if executor.prepare() else "nothing left"] += 1
+            return ticket
+
+        executor.launch = launch_and_prepare
+
+    run_twins(lambda: HashChainModel(seed=5), nothing, begin_early, seed=seed, max_running=4, max_draft_tokens=3, num_steps=250)
+    assert min(counts["prepared"], counts["nothing left"]) > 20, f"seed {seed}: {counts}"
+
+
+def test_a_start_that_is_not_early_leaves_nothing() -> None:
+    driver = StepDriver(MODELS[0.9], max_running=3, max_draft_tokens=2)
+    assert driver.executor.capture([0, 2], Replayer()).num_late == 0
+    assert not driver.executor.prepare()
 
 
 def test_an_executor_that_was_captured_never_runs_eagerly() -> None:

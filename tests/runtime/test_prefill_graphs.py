@@ -38,6 +38,8 @@ class Watched:
     def __init__(self) -> None:
         self.batches: list[PrefillBatch] = []
         self.graphs = PrefillGraphs(self._prefill, Replayer(), sizes=CHUNK_SIZES, block_tokens=BLOCK, max_pages=PAGES, device=CPU)
+        for record in self.graphs.recordings():
+            record()
         self.recorded, self.batches = self.batches, []
 
     def _prefill(self, batch: PrefillBatch) -> None:

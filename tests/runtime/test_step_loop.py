@@ -206,3 +206,11 @@ def test_a_failing_device_fails_the_caller() -> None:
     house.device.failure = RuntimeError("the device fell off")
     with pytest.raises(RuntimeError, match="fell off"):
         house.step()
+
+
+def test_a_loop_that_is_never_idle_does_a_piece_of_what_the_start_has_left_now_and_then() -> None:
+    house, done = House(accept=0), []
+    house.loop.prepare = lambda: bool(done.append(len(house.device.plans)) or True)  # type: ignore[method-assign]
+    house.submit("a", letters(10), "abcdefghij" * 30)
+    house.run()
+    assert done == [128, 256]
