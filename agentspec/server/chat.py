@@ -43,6 +43,7 @@ def turn_request(asked: ChatRequest, session_id: str | None) -> TurnRequest:
         logprobs=asked.num_top,
         forced_output=asked.forced_output,
         num_choices=asked.n,
+        continues=asked.continue_final_message,
     )
 
 

@@ -98,10 +98,16 @@ def converted(system: str | Sequence[TextBlock], messages: Sequence[InputMessage
             conversation.add_texts("system", message.content)
         else:
             conversation.add_user(message, f"messages[{index}]")
-    if isinstance(messages[-1], AssistantMessage):
-        field = f"messages[{len(messages) - 1}].role"
-        raise RequestError(field, "assistant", "the last message must be the user's: an answer can't be begun for the model")
     return conversation.messages, conversation.marks
+
+
+def begins_answer(conversation: Sequence[dict[str, Any]], messages: Sequence[InputMessage]) -> bool:
+    """The last of the `converted` messages is the beginning of the answer. Raises RequestError where none can go on from it."""
+    if conversation[-1]["role"] != "assistant":
+        return False
+    if "tool_calls" in conversation[-1]:
+        raise RequestError(f"messages[{len(messages) - 1}].role", "assistant", "can't be the last behind a tool_use: its results must follow")
+    return True
 
 
 class _Conversation:

@@ -14,7 +14,7 @@ from agentspec.errors import RequestError
 from agentspec.server.fields import FieldTable, Notes, read
 from agentspec.server.messages_blocks import readable
 from agentspec.server.messages_edits import ClearThinkingEdit, ContextManagement
-from agentspec.server.messages_input import CacheControl, InputMessage, TextBlock, converted
+from agentspec.server.messages_input import CacheControl, InputMessage, TextBlock, begins_answer, converted
 from agentspec.server.messages_tools import AutoChoice, Choice, Tool, demand, known_tools
 from agentspec.server.sampling_fields import top_k_of
 from agentspec.server.tables.messages import COUNT, MESSAGES
@@ -137,6 +137,8 @@ def turn_request(asked: CountRequest, session_id: str | None, template_reads: Co
         marks.append(MessageMark(len(messages) - 1))
     if len(marks) > MAX_MARKS:
         raise RequestError("cache_control", len(marks), f"at most {MAX_MARKS} places may have it")
+    continues = begins_answer(messages, asked.messages)
+    thinking = _no_thinking(asked.thinking, template_reads) if continues else _thinking_kwargs(asked.thinking, template_reads)
     edits = [] if asked.context_management is None else asked.context_management.edits
     return TurnRequest(
         messages=messages,
@@ -145,7 +147,7 @@ def turn_request(asked: CountRequest, session_id: str | None, template_reads: Co
         demand=demand(asked.tool_choice, asked.tools),
         output=asked.form(),
         template_kwargs={
-            **_thinking_kwargs(asked.thinking, template_reads),
+            **thinking,
             **_effort_kwargs(asked.output_config.effort, template_reads),
             **_keeping_kwargs(edits, template_reads),
         },
@@ -153,6 +155,7 @@ def turn_request(asked: CountRequest, session_id: str | None, template_reads: Co
         session_id=session_id,
         marked=marks,
         edits=[edit.edit() for edit in edits],
+        continues=continues,
     )
 
 
@@ -178,6 +181,13 @@ def _thinking_kwargs(thinking: EnabledThinking | AdaptiveThinking | DisabledThin
     if thinking is None or _THINKING_SWITCH not in reads:
         return {}
     return {_THINKING_SWITCH: not isinstance(thinking, DisabledThinking)}
+
+
+def _no_thinking(thinking: EnabledThinking | AdaptiveThinking | DisabledThinking | None, reads: Collection[str]) -> dict[str, Any]:
+    """An answer that has begun is past its thinking."""
+    if isinstance(thinking, EnabledThinking):
+        raise RequestError("thinking.type", "enabled", "can't go together with a last message of the assistant's, whose text the answer goes on from")
+    return {_THINKING_SWITCH: False} if _THINKING_SWITCH in reads else {}
 
 
 def _effort_kwargs(effort: str | None, reads: Collection[str]) -> dict[str, Any]:

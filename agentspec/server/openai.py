@@ -150,6 +150,9 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     reasoning_effort: str | None = None
     """Any word: templates differ in those that they know."""
     chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True
+    """vLLM's, like the next."""
+    continue_final_message: bool = False
 
     @property
     def token_limit(self) -> int | None:
@@ -213,6 +216,7 @@ def parse_chat(body: Any, notes: Notes | None = None) -> ChatRequest:
     check(request.messages, list[Message], "messages")
     check(request.tools, list[Tool], "tools")
     _check_common(request)
+    _check_beginning(request)
     request.demand()
     _check_num_top("top_logprobs", request.top_logprobs)
     if request.top_logprobs and not request.logprobs:
@@ -257,6 +261,20 @@ def _check_common(request: Common) -> None:
     if not 1 <= request.n <= MAX_CHOICES:
         raise RequestError("n", request.n, f"must be between 1 and {MAX_CHOICES}")
     request.output()
+
+
+def _check_beginning(request: ChatRequest) -> None:
+    """An answer begins anew, or goes on from an assistant's text."""
+    if request.add_generation_prompt and request.continue_final_message:
+        raise RequestError("continue_final_message", True, "needs add_generation_prompt=false: the answer goes on instead of beginning")
+    if not request.add_generation_prompt and not request.continue_final_message:
+        raise RequestError("add_generation_prompt", False, "is served with continue_final_message=true alone")
+    if request.continue_final_message and request.messages:
+        last, field = request.messages[-1], f"messages[{len(request.messages) - 1}]"
+        if last["role"] != "assistant":
+            raise RequestError(f"{field}.role", last["role"], "must be 'assistant' for continue_final_message")
+        if last.get("tool_calls"):
+            raise RequestError(f"{field}.tool_calls", last["tool_calls"], "can't be continued: only text can")
 
 
 def _check_num_top(field: str, value: int) -> None:

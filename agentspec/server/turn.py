@@ -10,6 +10,7 @@ import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -57,6 +58,8 @@ class TurnRequest:
     logprobs: int | None = None
     forced_output: list[int] | None = None
     num_choices: int = 1
+    continues: bool = False
+    """The last message is the beginning of the answer: an assistant's, without calls."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,9 +158,8 @@ async def build_prompt(service: Service, asked: TurnRequest) -> BuiltPrompt:
     kwargs = {**asked.template_kwargs, **_reasoning_kwargs(asked, text.prompts.template_reads)}
     tools = [_shown(tool) for tool in asked.tools] or None
     async with text.lock:
-        return await asyncio.to_thread(
-            text.prompts.build, asked.messages, tools, kwargs, namespace=asked.namespace, marked=asked.marked, edits=asked.edits
-        )
+        build = partial(text.prompts.build, namespace=asked.namespace, marked=asked.marked, edits=asked.edits, continues=asked.continues)
+        return await asyncio.to_thread(build, asked.messages, tools, kwargs)
 
 
 async def begin(service: Service, asked: TurnRequest) -> list[Turn]:

@@ -126,15 +126,17 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
         marked: Sequence[CacheMark] = (),
+        continues: bool = False,
     ) -> RenderedPrompt:
-        """Render normalised messages (text/messages.py). `marked`: places that become marks beside the template's own.
+        """Render normalised messages (text/messages.py). `marked`: places that become marks beside the template's own. `continues`: the text ends
+        where the last message's content does, so that the answer goes on from there.
 
         Raises RequestError with the template's own words when it refuses the messages."""
         kwargs = dict(template_kwargs or {})
         for name in _OWN_VARIABLES:
             if name in kwargs:
                 raise RequestError(f"chat_template_kwargs.{name}", kwargs[name], "is set by the request itself")
-        text = self._text(messages, tools, add_generation_prompt, kwargs)
+        text = self._begun(messages, tools, kwargs) if continues else self._text(messages, tools, add_generation_prompt, kwargs)
         offsets = (
             (self._system_end(text, messages, tools, kwargs), CheckpointKind.SYSTEM),
             (self._user_end(text, messages, tools, kwargs), CheckpointKind.USER),
@@ -160,6 +162,14 @@ class ChatTemplate:
             roles = [message["role"] for message in messages]
             raise RequestError("messages", roles, f"the chat template refuses them: {error}") from error
         return show_raw(text, raw_arguments(messages))
+
+    def _begun(self, messages: Sequence[Message], tools: Tools | None, kwargs: Mapping[str, Any]) -> str:
+        """What the template writes up to the end of the last message's content, spaces at its end included, which templates trim."""
+        last = messages[-1]
+        text = self._text([*messages[:-1], {**last, "content": last.get("content", "") + _PARTING}], tools, False, kwargs)
+        if _PARTING not in text:
+            raise RequestError("messages", last["role"], "the chat template doesn't show the content of the last message, so it can't be continued")
+        return text[: text.rindex(_PARTING)]
 
     def _system_end(self, text: str, messages: Sequence[Message], tools: Tools | None, kwargs: dict[str, Any]) -> int:
         """Length of what any conversation with this system text and these tools begins with."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -40,8 +40,8 @@ class BuiltPrompt:
     """The prompt ends inside a think block, so the answer begins with reasoning."""
     conversation: bytes
     """Key of the messages (text/turn_memory.py)."""
-    lead: str
-    """The end of the prompt's text."""
+    begun: TurnRecord
+    """What stands of the generated turn before it is generated; mostly nothing but its lead."""
     applied: tuple[AppliedEdit, ...] = ()
     """What of the asked edits changed something."""
 
@@ -83,22 +83,23 @@ class PromptBuilder:
         namespace: str = "",
         marked: Sequence[CacheMark] = (),
         edits: Sequence[ContextEdit] = (),
+        continues: bool = False,
     ) -> BuiltPrompt:
         """The prompt that asks for the next assistant turn.
 
         `namespace`: turns generated in another one are not put back. `marked`: places that become breakpoints beside the template's own. `edits`:
         made after turns were recognised, so that the conversation is known by what the client sends, whatever the model is shown of it.
-        Raises RequestError naming what can't be used."""
+        `continues`: the last message is the beginning of the turn, an assistant's without calls. Raises RequestError naming what can't be used."""
         arranged = Arranged.of(normalise(messages), self._template.system_places)
         marked = [MessageMark(*arranged.mark(mark.message, mark.characters)) if isinstance(mark, MessageMark) else mark for mark in marked]
-        conversation, records, key = self._recall(arranged.messages, namespace)
+        recalled, records, keys = self._recall(arranged.messages, namespace)
 
         def count(edited: Sequence[Message]) -> int:
             text = self._template.render(edited, tools, template_kwargs=template_kwargs).text
             return len(self._encode(text, self._locate(text, records), ())[0])
 
-        conversation, applied = context_edits.apply(conversation, edits, count)
-        rendered = self._template.render(conversation, tools, template_kwargs=template_kwargs, marked=marked)
+        conversation, applied = context_edits.apply(recalled, edits, count)
+        rendered = self._template.render(conversation, tools, template_kwargs=template_kwargs, marked=marked, continues=continues)
         characters = [offset for offset, _ in rendered.marks]
         stretches = self._locate(rendered.text, records)
         self.num_spliced += len(stretches)
@@ -110,8 +111,8 @@ class PromptBuilder:
             breakpoints=_breakpoints(offsets, kinds),
             marked_end=dict(zip(characters, offsets, strict=True)).get(rendered.marked_end, 0),
             reasoning_open=rendered.text.rstrip().endswith(THINK_OPEN),
-            conversation=key,
-            lead=rendered.text[-_LEAD_CHARACTERS:],
+            conversation=keys[-2 if continues else -1],
+            begun=_begun(rendered.text, recalled[-1] if continues else None, stretches, records),
             applied=applied,
         )
 
@@ -123,22 +124,27 @@ class PromptBuilder:
             ids.pop()
         if not ids:
             return
-        record = TurnRecord(turn, ids, self._tokenizer.decode(ids), prompt.lead, is_cut)
+        begun = prompt.begun
+        ids = begun.token_ids + ids
+        turn = replace(turn, reasoning=begun.turn.reasoning + turn.reasoning, content=begun.turn.content + turn.content)
+        record = TurnRecord(turn, ids, self._tokenizer.decode(ids), begun.lead, is_cut)
         self._memory.remember(extend_by_turn(prompt.conversation, turn), record)
 
-    def _recall(self, conversation: list[Message], namespace: str) -> tuple[list[Message], list[TurnRecord], bytes]:
-        """The conversation as it was generated, the records of its turns, and its key."""
+    def _recall(self, conversation: list[Message], namespace: str) -> tuple[list[Message], list[TurnRecord], list[bytes]]:
+        """The conversation as it was generated, the records of its turns, and its keys: before the first message, and behind each."""
         key = conversation_seed(namespace)
+        keys = [key]
         restored: list[Message] = []
         records: list[TurnRecord] = []
         for message in conversation:
             key = extend_conversation(key, message)
+            keys.append(key)
             record = self._memory.find(key, message) if message["role"] == "assistant" else None
             if record is not None:
                 message = record.restore(message, arguments_as_written=self.dialect is not None and self.dialect.keeps_argument_text)
                 records.append(record)
             restored.append(message)
-        return restored, records, key
+        return restored, records, keys
 
     def _locate(self, text: str, records: Sequence[TurnRecord]) -> list[_Stretch]:
         """Where the turns stand in the rendered text, in order."""
@@ -148,7 +154,7 @@ class PromptBuilder:
             found = text.find(record.lead + record.text, max(0, cursor - len(record.lead)))
             start = found + len(record.lead)
             end = start + len(record.text)
-            if found >= 0 and (record.is_cut or text.startswith(self._special_texts, end)):
+            if found >= 0 and (record.is_cut or end == len(text) or text.startswith(self._special_texts, end)):
                 stretches.append(_Stretch(start, end, record.token_ids))
                 cursor = end
         return stretches
@@ -175,6 +181,18 @@ class PromptBuilder:
         """Tokens of a piece that lie before `mark` whatever follows it there."""
         head = self._tokenizer.encode(piece[:mark]) if mark else []
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, head, strict=False)))
+
+
+def _begun(text: str, message: Message | None, stretches: Sequence[_Stretch], records: Sequence[TurnRecord]) -> TurnRecord:
+    """What stands of the next turn at the end of a prompt's text: `message`, if there is one.
+
+    It keeps the ids that it was generated as, so that the whole turn has them; what the client wrote is tokenised the same each time."""
+    nothing = TurnRecord(AssistantTurn(), array("i"), "", text[-_LEAD_CHARACTERS:], is_cut=True)
+    if message is None:
+        return nothing
+    if stretches and stretches[-1].end == len(text) and stretches[-1].token_ids is records[-1].token_ids:
+        return records[-1]
+    return replace(nothing, turn=AssistantTurn(reasoning=message.get("reasoning_content", ""), content=message.get("content", "")))
 
 
 def _breakpoints(offsets: Sequence[int], kinds: Sequence[CheckpointKind]) -> list[Breakpoint]:

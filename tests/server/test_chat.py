@@ -98,6 +98,17 @@ def test_a_whole_answer(connect: Connect) -> None:
     assert "prompt_token_ids" not in answer
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_goes_on_from_the_assistants_text(connect: Connect, pipeline: TextPipeline, stream: bool) -> None:
+    engine = ScriptedEngine([*said(" is 4", "2"), ended(text=".")])
+    begun = [*CHAT["messages"], {"role": "assistant", "content": "It"}]
+    asked = {"continue_final_message": True, "add_generation_prompt": False, "chat_template_kwargs": {"enable_thinking": True}}
+    response = post(connect, engine, {**CHAT, "messages": begun, "stream": stream, **asked})
+    answer = joined(chunks(response)) if stream else response.json()["choices"][0]["message"]
+    assert answer["content"] == " is 42.", "it holds only what is new"
+    assert pipeline.tokenizer.spell(engine.submits[0].prompt_ids).endswith("<|im_start|>assistant\nIt")
+
+
 def test_the_submit_carries_prompt_session_and_namespace(connect: Connect) -> None:
     engine = ScriptedEngine()
     post(connect, engine, {**CHAT, "max_tokens": 5, "prompt_cache_key": "by-body", "cache_salt": "s"}, **{"x-session-id": "by-header"})

@@ -15,6 +15,7 @@ import pytest
 from agentspec.errors import AgentspecError, ContextLengthError, EngineClosedError, RequestError
 from agentspec.server.errors import ApiError
 from agentspec.server.messages_events import usage_body
+from agentspec.server.pipeline import TextPipeline
 from agentspec.types import CheckpointKind, FinishReason
 from agentspec.wire import Event, FinishEvent, Usage
 from tests.fakes.engine_client import ScriptedEngine, ended, said
@@ -117,6 +118,13 @@ def test_a_whole_message(connect: Connect) -> None:
             "service_tier": "standard",
         },
     }
+
+
+def test_an_answer_goes_on_from_the_last_message(connect: Connect, pipeline: TextPipeline) -> None:
+    engine = ScriptedEngine([*said('"a": 1}'), ended()])
+    answer = post(connect, engine, {**BODY, "messages": [*BODY["messages"], {"role": "assistant", "content": "{"}]}).json()
+    assert answer["content"] == [{"type": "text", "text": '"a": 1}'}]
+    assert pipeline.tokenizer.spell(engine.submits[0].prompt_ids).endswith("<|im_start|>assistant\n{")
 
 
 def test_a_stream_of_text(connect: Connect) -> None:

@@ -18,6 +18,7 @@ USER: dict[str, Any] = {"role": "user", "content": "hi"}
 BODY: dict[str, Any] = {"model": "m", "max_tokens": 2000, "messages": [USER]}
 TOOL: dict[str, Any] = {"name": "look", "description": "Look.", "input_schema": {"type": "object", "properties": {"where": {"type": "string"}}}}
 MARK: dict[str, Any] = {"type": "ephemeral"}
+BEGUN: dict[str, Any] = {"role": "assistant", "content": "Well"}
 READS = frozenset({"enable_thinking", "reasoning_effort", "preserve_thinking"})
 USE: dict[str, Any] = {"type": "tool_use", "id": "c1", "name": "look", "input": {"where": "there"}}
 SEARCH: dict[str, Any] = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
@@ -76,7 +77,9 @@ def test_every_documented_field_is_known() -> None:
         ({"messages": [{"role": "user", "content": [{**RESULT, "content": [{"type": "image"}]}]}]}, "messages[0].content[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [text("x"), RESULT]}]}, "messages[0].content[1].tool_use_id"),
         ({"messages": [USER, {"role": "user", "content": [RESULT]}]}, "messages[1].content[0].tool_use_id"),
-        ({"messages": [USER, {"role": "assistant", "content": "Well"}]}, "messages[1].role"),
+        ({"messages": [USER, {"role": "assistant", "content": [USE]}]}, "messages[1].role"),
+        ({"messages": [USER, {"role": "assistant", "content": [USE]}, BEGUN]}, "messages[2].role"),
+        ({"messages": [USER, BEGUN], "thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type"),
         (
             {"messages": [USER, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [RESULT, RESULT]}]},
             "messages[2].content[1].tool_use_id",
@@ -196,6 +199,16 @@ def test_thinking_and_effort_are_the_templates(extra: dict[str, Any], kwargs: di
 def test_what_the_template_has_no_switch_for_is_left_to_it(thinking: dict[str, Any]) -> None:
     extra = {"thinking": thinking, "output_config": {"effort": "whatever"}, "context_management": {"edits": [KEEP_ALL]}}
     assert turn(extra, frozenset()).template_kwargs == {}
+
+
+@pytest.mark.parametrize("thinking", [{}, {"thinking": {"type": "disabled"}}, {"thinking": {"type": "adaptive"}}], ids=str)
+def test_an_answer_that_has_begun_goes_on_without_thinking(thinking: dict[str, Any]) -> None:
+    asked = turn({"messages": [USER, BEGUN], **thinking})
+    assert asked.continues
+    assert asked.messages[-1] == BEGUN
+    assert asked.template_kwargs == {"enable_thinking": False}
+    assert turn({"messages": [USER, BEGUN], **thinking}, frozenset()).template_kwargs == {}
+    assert not turn({"messages": [USER, BEGUN, USER], **thinking}).continues
 
 
 def test_blocks_become_messages() -> None:

@@ -24,6 +24,8 @@ CALL: dict[str, Any] = {"id": "c1", "type": "function", "function": {"name": "f"
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
 AS_SCHEMA: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, "strict": True}}
 
+CONTINUED: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
+
 CHAT_REFUSED = named(Treatment.REFUSED, CHAT_TABLE)
 COMPLETION_REFUSED = named(Treatment.REFUSED, COMPLETIONS)
 SOMETHING = {"some": "thing"}
@@ -51,8 +53,8 @@ def test_completions_refuse_what_they_do_not_serve(field: str) -> None:
 
 def test_what_changes_an_answer_stays_refused() -> None:
     """By name, whoever sends it: the tables may grow, but not lose these."""
-    chat = {"audio", "continue_final_message", "function_call", "functions", "modalities", "prompt_logprobs", "web_search_options"}
-    assert chat | {"add_generation_prompt", "chat_template", "documents", "regex", "logits_processors"} <= set(CHAT_REFUSED)
+    chat = {"audio", "function_call", "functions", "modalities", "prompt_logprobs", "web_search_options"}
+    assert chat | {"chat_template", "documents", "regex", "logits_processors"} <= set(CHAT_REFUSED)
     assert {"prompt_logprobs", "suffix", "response_format", "tools", "messages"} <= set(COMPLETION_REFUSED)
 
 
@@ -148,6 +150,12 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}, "messages[0].tool_calls[0].function"),
         ({"logit_bias": {"a": 1.0}}, "logit_bias"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"continue_final_message": 1, "add_generation_prompt": False}, "continue_final_message"),
+        (CONTINUED, "messages[0].role"),
+        ({**CONTINUED, "messages": [{"role": "assistant", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
         ({"model": None}, "model"),
     ],
     ids=lambda part: part if isinstance(part, str) else "",

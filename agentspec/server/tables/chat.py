@@ -37,10 +37,13 @@ CHAT: FieldTable = {
         "Without effect where the template has no such variable"
     ),
     "chat_template_kwargs": works("variables for the checkpoint's template, such as `enable_thinking`"),
-    "add_generation_prompt": refused("of vLLM's", True),
+    "continue_final_message": works(
+        "of vLLM's: true with `add_generation_prompt: false`, and an assistant message without calls at the end: the answer goes on from its text as "
+        "it is, and holds only what is new. What is demanded of an answer's form counts for that"
+    ),
+    "add_generation_prompt": works("of vLLM's: false with `continue_final_message: true`, and true without"),
     "audio": refused("there is no audio"),
     "chat_template": refused("of vLLM's: the checkpoint's template is what prefixes are cached by"),
-    "continue_final_message": refused("of vLLM's", False),
     "documents": refused("of vLLM's", []),
     "echo": refused("of vLLM's", False),
     "function_call": refused("of the API before tools", "none"),

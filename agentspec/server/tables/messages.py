@@ -9,8 +9,9 @@ _PROMPT: FieldTable = {
     "messages": works(
         "required. `user`, `assistant` and, [anywhere](#chat), `system`. Blocks: `text`, `tool_use`, `tool_result` (a text or parts), "
         "`thinking`, `redacted_thinking`. Texts of one message are joined as they are. Results come before the text of their message, wherever they "
-        "stand in it; one with `is_error` reaches the model behind `Error: `. Assistant messages in a row are one turn; the last message can't be "
-        "one. A redacted block is another provider's and has no text to show the model. Of other blocks and parts (`document`, `search_result`, the "
+        "stand in it; one with `is_error` reaches the model behind `Error: `. Assistant messages in a row are one turn. If the last message is one, "
+        "the answer goes on from its text, without thinking, and holds only what is new; it can't hold a `tool_use` then. A redacted block is "
+        "another provider's and has no text to show the model. Of other blocks and parts (`document`, `search_result`, the "
         "uses and results of tools that Anthropic runs) the model reads the [texts that they hold](#blocks-with-texts), and of those without any "
         "nothing; images are refused. What else a block carries is left out"
     ),

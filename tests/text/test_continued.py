@@ -1,0 +1,85 @@
+"""An answer that goes on from an assistant's text: the prompt ends with that text, and the whole turn is recognised when it comes back."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentspec import bundled
+from agentspec.errors import RequestError
+from agentspec.text.chat_template import ChatTemplate
+from agentspec.text.prompt import BuiltPrompt, PromptBuilder
+from agentspec.text.tokenizer import Tokenizer
+from agentspec.text.turn_memory import TurnMemory
+from tests.text.conversations import SYSTEM, TOOLS
+from tests.text.sessions import Session, spelled
+
+TEMPLATES = {"bundled": bundled.DIRECTORY / "chat_template.jinja", "like_qwen": Path(__file__).parent / "templates" / "like_qwen.jinja"}
+
+
+@pytest.fixture(params=TEMPLATES)
+def session(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Session:
+    return Session(PromptBuilder(tokenizer, ChatTemplate(TEMPLATES[request.param].read_text()), TurnMemory()), tokenizer, random.Random(3))
+
+
+def continued(session: Session, **message: Any) -> BuiltPrompt:
+    return session.builder.build([*session.messages, {"role": "assistant", **message}], TOOLS, session.kwargs, continues=True)
+
+
+@pytest.mark.parametrize("content", ["Ans", 'Here:\n{"a": ', "", "two\n\n", "\ue000", "<b>"])
+def test_the_prompt_ends_with_the_text_as_it_is(session: Session, content: str) -> None:
+    asked = session.ask("Hello")
+    prompt = continued(session, content=content)
+    text = spelled(session.tokenizer, prompt.prompt_ids)
+    assert text.endswith(f"<|im_start|>assistant\n<think>\n\n</think>\n\n{content}")
+    assert not prompt.reasoning_open
+    assert prompt.breakpoints == asked.breakpoints
+
+
+def test_its_reasoning_stands_before_it(session: Session) -> None:
+    session.ask("Hello")
+    text = spelled(session.tokenizer, continued(session, content="Ans", reasoning="Hm.").prompt_ids)
+    assert text.endswith("<think>\nHm.\n</think>\n\nAns")
+
+
+@pytest.mark.parametrize("begun", ["The ans", "One, ", "{\n"])
+@pytest.mark.parametrize("then", ["wer is 42.", '  "a": 1}', "\n\nNext"])
+def test_the_whole_turn_is_recognised(session: Session, begun: str, then: str) -> None:
+    """The client joins what it began and what it got. The next prompt goes on with all ids, as long as no question follows."""
+    session.ask("Hello")
+    prompt = continued(session, content=begun)
+    ids, turn = session.generate(prompt, then)
+    assert (turn.reasoning, turn.content) == ("", then)
+    session.messages += [{"role": "assistant", "content": begun + then}, {"role": "system", "content": "Go on."}]
+    before = [*prompt.prompt_ids, *ids]
+    assert session.build().prompt_ids[: len(before)] == before
+    assert session.builder.num_spliced == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_answer_that_the_limit_cut_goes_on(session: Session, seed: int) -> None:
+    """In pieces, until it is whole: each prompt begins with all that was generated, and the reasoning is there though the client dropped it."""
+    rng = random.Random(seed)
+    text = "I should think é.\n</think>\n\n" + " ".join(rng.choice(["one", "東京", "two\n\n", "é", "3.5"]) for _ in range(30)) + "."
+    opening = text.index("\n\n") + 3
+    cuts = sorted(rng.sample(range(opening, len(text) - 1), 3))
+    prompt = session.ask("Hello")
+    content = ""
+    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        ids, turn = session.generate(prompt, text[start:end], is_cut=end < len(text))
+        content += turn.content
+        before = [*prompt.prompt_ids, *ids]
+        if end < len(text):
+            prompt = continued(session, content=content)
+            assert prompt.prompt_ids == before, f"seed {seed}, {start} to {end}"
+    session.messages += [{"role": "assistant", "content": content}, {"role": "system", "content": "Go on."}]
+    assert session.build().prompt_ids[: len(before)] == before, f"seed {seed}"
+
+
+def test_a_template_that_hides_the_text_can_not_continue_it(tokenizer: Tokenizer) -> None:
+    template = ChatTemplate("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
+    with pytest.raises(RequestError, match="can't be continued"):
+        PromptBuilder(tokenizer, template, TurnMemory()).build([SYSTEM, {"role": "assistant", "content": "a"}], continues=True)
