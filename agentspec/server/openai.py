@@ -107,7 +107,8 @@ class Tool(msgspec.Struct, frozen=True):
 
 class CalledFunction(msgspec.Struct, frozen=True):
     name: str
-    arguments: str | dict[str, Any]
+    arguments: str | dict[str, Any] | None = None
+    """None: a call without arguments."""
 
 
 class ToolCall(msgspec.Struct, frozen=True):
@@ -213,7 +214,7 @@ COMPLETION_CHECKED: Checked = {"prompt": (str, TokenIds, list[str | TokenIds])}
 def parse_chat(body: Any, notes: Notes | None = None) -> ChatRequest:
     """Check a decoded JSON body. Raises RequestError with the first field that is not served or wrong. notes: of what nobody knows."""
     request = read(body, ChatRequest, CHAT, notes or Notes(), required=("model", "messages"))
-    check(request.messages, list[Message], "messages")
+    check(request.messages, list[Message], "messages", notes=Notes())  # a null is as good as nothing inside of messages, too
     check(request.tools, list[Tool], "tools")
     _check_common(request)
     _check_beginning(request)

@@ -84,8 +84,7 @@ def _message(message: Mapping[str, Any], field: str) -> Message:
         raise RequestError(f"{field}.role", result.get("role"), "must be a string")
     if result["role"] == "developer":  # OpenAI's newer word
         result["role"] = "system"
-    if "content" in result:
-        result["content"] = _content(result["content"], f"{field}.content")
+    result["content"] = _content(result.get("content", ""), f"{field}.content")  # null beside calls: templates add to it, or ask for its length
     if "tool_calls" in result:
         result["tool_calls"] = _calls(result["tool_calls"], f"{field}.tool_calls")
     reasoning = returned_reasoning(message)

@@ -148,7 +148,9 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages[0].content[0].type"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}, "messages[0].tool_calls[0].function"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]}, "messages[0].tool_calls[0].function"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": None, "content": "x"}]}, "messages[0]"),
         ({"logit_bias": {"a": 1.0}}, "logit_bias"),
         ({"add_generation_prompt": False}, "add_generation_prompt"),
         ({"continue_final_message": True}, "continue_final_message"),
@@ -313,6 +315,22 @@ def test_messages_as_clients_return_them_are_taken() -> None:
     assert parse_chat({**CHAT, "messages": messages}).messages == messages
 
 
+def test_empty_contents_and_nulls_are_taken() -> None:
+    calls = [{"id": "c1", "type": None, "function": {"name": "f", "arguments": None}}, {"id": "c2", "function": {"name": "f", "arguments": ""}}]
+    messages = [
+        {"role": "system", "content": "", "name": "rules"},
+        {"role": "user", "content": [], "name": "ann"},
+        {"role": "assistant", "content": None, "tool_calls": calls, "name": None},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "f"},
+        {"role": "tool", "tool_call_id": "c2", "content": None},
+        {"role": "assistant", "content": [{"type": "text", "text": ""}], "tool_calls": []},
+        {"role": "assistant"},
+    ]
+    normal = normalise(parse_chat({**CHAT, "messages": messages}).messages)
+    assert [message["content"] for message in normal] == ["", "", "", "ab", "", "", ""]
+    assert [call["function"]["arguments"] for call in normal[2]["tool_calls"]] == [{}, {}]
+
+
 def test_what_else_messages_carry_is_left_out_without_a_word() -> None:
     notes = Notes()
     call = {**CALL, "index": 0, "provider_specific_fields": {}, "function": {"name": "f", "arguments": "{}", "parsed_arguments": {}}}
@@ -323,7 +341,7 @@ def test_what_else_messages_carry_is_left_out_without_a_word() -> None:
     assert not notes.unknown
     assert normal == [
         {"role": "user", "content": "a"},
-        {"role": "assistant", "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": {}}}]},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": {}}}]},
     ]
 
 

@@ -20,7 +20,7 @@ def test_one_form() -> None:
     ]
     user, assistant, first, second = normalise(sent)
     assert user == {"role": "user", "content": "ab"}
-    assert "content" not in assistant
+    assert assistant["content"] == ""
     assert {assistant[name] for name in ("reasoning", "reasoning_content", "thinking")} == {"r"}
     assert [made["function"]["arguments"] for made in assistant["tool_calls"]] == [{"b": 1, "a": [True, None]}, {}]
     assert list(assistant["tool_calls"][0]["function"]["arguments"]) == ["b", "a"]
@@ -34,7 +34,7 @@ def test_results_without_ids_keep_their_order() -> None:
         {"role": "tool", "content": "1"},
         {"role": "tool", "content": "2"},
     ]
-    assert [message.get("content") for message in normalise(sent)] == [None, "1", "2"]
+    assert [message["content"] for message in normalise(sent)] == ["", "1", "2"]
 
 
 def test_each_run_of_results_belongs_to_the_calls_before_it() -> None:

@@ -162,6 +162,18 @@ def test_marks_follow_their_messages(seed: int) -> None:
         assert result.messages[at]["content"][:characters].endswith(message["content"][:1]) or not text, seed
 
 
+@pytest.mark.parametrize("name", ["bundled", "like_qwen", "python_values", "json_calls", "tools_in_user", "adds"])
+def test_messages_without_content_are_rendered(name: str) -> None:
+    """As OpenAI's clients send calls: null, or nothing at all."""
+    adding = "{% for m in messages %}{{ m.role + ': ' + m.content + ' ' + m.content | length | string + '\n' }}{% endfor %}"
+    template = ChatTemplate(adding) if name == "adds" else template_of(name)
+    for empty in ({"content": None}, {"content": ""}, {"content": []}, {}):
+        called = {key: value for key, value in CALLED.items() if key != "content"} | empty
+        text = template.render(normalise([user("q"), called, {"role": "tool", "tool_call_id": "1", **empty}, user("r")]), TOOLS).text
+        assert "None" not in text
+        assert "q" in text
+
+
 def shared(first: list[int], second: list[int]) -> int:
     return next((at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other), min(len(first), len(second)))
 
