@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, NoReturn, get_args
 
 from agentspec import config_file
-from agentspec.config import EngineConfig, LogLevel, ServerConfig
+from agentspec.config import EngineConfig, Images, LogLevel, ServerConfig
 from agentspec.errors import AgentspecError, ConfigError
 from agentspec.replay import importers
 from agentspec.replay import options as replay_options
@@ -88,6 +88,12 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--strict-fields", action="store_true", help="refuse unknown fields of a request instead of leaving them out: to test clients")
     group.add_argument(
+        "--images",
+        choices=get_args(Images),
+        default=idle.images,
+        help=f"what becomes of images in requests; drop: the model reads that one was there (default {idle.images})",
+    )
+    group.add_argument(
         "--max-queue",
         type=int,
         default=idle.max_queue,
@@ -127,6 +133,7 @@ def server_config(args: argparse.Namespace, environment: Mapping[str, str]) -> S
         max_body_mib=args.max_body_mib,
         max_queue=args.max_queue,
         strict_fields=args.strict_fields,
+        images=args.images,
         model_names=tuple(args.served_model_name or ()),
         chat_template=args.chat_template,
         log_level=args.log_level,

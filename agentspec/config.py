@@ -17,6 +17,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 DraftPrecision = Literal["auto", "checkpoint", "fp8"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+Images = Literal["refuse", "drop"]
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+", re.ASCII)
 
@@ -130,6 +131,8 @@ class ServerConfig:
     """Requests that may wait beside those that the engine runs (`max_running`); more are refused with 429."""
     strict_fields: bool = False
     """Refuse bodies with fields that nobody knows, instead of leaving these out."""
+    images: Images = "refuse"
+    """Bodies with images. drop: the model reads that one was there."""
     model_names: tuple[str, ...] = ()
     """What clients call the model; answers carry the first. `*`: whatever they ask for, and answers carry that. None: the checkpoint's own name."""
     log_level: LogLevel = "warning"
@@ -151,6 +154,8 @@ class ServerConfig:
             raise ConfigError("max_queue", self.max_queue, "must not be negative")
         if self.log_level not in get_args(LogLevel):
             raise ConfigError("log_level", self.log_level, f"must be one of {', '.join(get_args(LogLevel))}")
+        if self.images not in get_args(Images):
+            raise ConfigError("images", self.images, f"must be one of {', '.join(get_args(Images))}")
         if "" in self.model_names:
             raise ConfigError("served_model_name", "", "must not be empty")
         if self.chat_template == "":

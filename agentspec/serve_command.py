@@ -109,7 +109,14 @@ async def _serve(
             return first.result() if first.done() else None
         engine, text = await loading
         async with engine:
-            app = create_app(engine, text, max_body_bytes=server.max_body_bytes, names=server.model_names, strict_fields=server.strict_fields)
+            app = create_app(
+                engine,
+                text,
+                max_body_bytes=server.max_body_bytes,
+                names=server.model_names,
+                strict_fields=server.strict_fields,
+                drops_images=server.images == "drop",
+            )
             door = Door(app, server, max_running=engine.info.max_running)
             room.enter(door)
             print(start_page(config, server, engine, listener.getsockname()), flush=True)

@@ -27,7 +27,7 @@ ENGINE_FLAGS = {
 FLAGS = {
     "serve": ENGINE_FLAGS | {
         "checkpoint", "--config", "--host", "--port", "--api-key", "--max-body-mib", "--max-queue", "--cors-origin", "--served-model-name",
-        "--chat-template", "--log-level", "--strict-fields",
+        "--chat-template", "--log-level", "--strict-fields", "--images",
     },
     "warm": ENGINE_FLAGS | {"checkpoint", "--config", "--target"},
     "replay": ENGINE_FLAGS | {
@@ -113,6 +113,7 @@ def test_server_flags_set_their_fields() -> None:
     assert server("m", "--served-model-name", "a", "b/c", "*").model_names == ("a", "b/c", "*")
     assert server("--log-level", "info").log_level == "info"
     assert server("--chat-template", "t.jinja").chat_template == "t.jinja"
+    assert (server().images, server("--images", "drop").images) == ("refuse", "drop")
     assert server("--cors-origin", "*", "--cors-origin", "app://notes").cors_origins == ("*", "app://notes")
     assert server("--api-key", "a", "--api-key", "b").api_keys == ("a", "b")
     assert server("--api-key", "a", AGENTSPEC_API_KEY="c").api_keys == ("a", "c")

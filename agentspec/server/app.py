@@ -19,6 +19,7 @@ from starlette.responses import Response
 from agentspec.server import chat, completions, messages, metrics, openapi, page, responses, status, tokens
 from agentspec.server.errors import ApiError
 from agentspec.server.fields import Notes
+from agentspec.server.images import without_images
 from agentspec.server.normalizer import Normalizer
 from agentspec.server.pipeline import TextPipeline
 from agentspec.server.recorder import Figures, RecordedEngine
@@ -53,12 +54,15 @@ def create_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     names: tuple[str, ...] = (),
     strict_fields: bool = False,
+    drops_images: bool = False,
 ) -> FastAPI:
     """The server of one engine. `text` is None for a checkpoint without a tokenizer: token-id prompts only. `names`: see Service.
 
-    strict_fields: refuse bodies with fields that nobody knows, instead of leaving these out."""
+    strict_fields: refuse bodies with fields that nobody knows, instead of leaving these out. drops_images: words in the place of images, instead
+    of a refusal."""
     figures = Figures()
-    service = Service(engine=RecordedEngine(engine, figures), text=text, figures=figures, names=names, strict_fields=strict_fields)
+    recorded = RecordedEngine(engine, figures)
+    service = Service(engine=recorded, text=text, figures=figures, names=names, strict_fields=strict_fields, drops_images=drops_images)
     app = FastAPI(title="agentspec", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     for route in ROUTES:
         app.add_api_route(route.path, _endpoint(service, route, max_body_bytes), methods=[route.method], response_model=None)
@@ -83,6 +87,8 @@ def _endpoint(service: Service, route: Route, max_body_bytes: int) -> Callable[[
             return error_response(error, request.url.path)
         except ClientDisconnect:
             return Response(status_code=400)  # nobody reads it
+        if service.drops_images:
+            body = without_images(body)
         notes = Notes(strict=service.strict_fields)
         call = Call(body=body, headers=request.headers, path=request.path_params, query=request.query_params, notes=notes)
         note = request.scope.get(NOTE)

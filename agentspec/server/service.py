@@ -37,6 +37,8 @@ class Service:
     """What /v1/responses keeps."""
     strict_fields: bool = False
     """Bodies with fields that nobody knows are refused."""
+    drops_images: bool = False
+    """The model reads that an image was there; without it images are refused by name."""
     unknown: UnknownFields = field(default_factory=UnknownFields)
 
     names: tuple[str, ...] = ()
