@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, TypeVar
@@ -44,6 +44,9 @@ Checked = Mapping[str, tuple[Any, ...]]
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _Value = TypeVar("_Value")
+
+_MOST_ROUNDS = 64
+"""Each round reads the whole value and leaves out one unknown field, or one name's nulls: what has more of them is refused."""
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
 _NULL = re.compile(r"Expected `.*`, got `null`")
@@ -111,35 +114,50 @@ def check(value: Any, kind: type[_Value], name: str = "", *, notes: Notes | None
 
     notes: inside of the value, too, what no struct knows is left out, and a null is as good as nothing. None: refused like all that is wrong."""
     whole = value
-    while True:
+    for round_left in reversed(range(_MOST_ROUNDS)):
         try:
             return msgspec.convert(value, kind, str_keys=True)
         except msgspec.ValidationError as error:
             reason, _, path = str(error).partition(" - at ")
-            shorter = None if notes is None else _left_out(value, path.strip("`"), reason, name, notes)
+            shorter = None if notes is None or not round_left else _left_out(value, path.strip("`"), reason, name, notes)
             if shorter is None:
                 raise _field_error(whole, path.strip("`"), reason, name) from None
             value = shorter
+    raise AssertionError("the last round returns or raises")
 
 
 def _left_out(value: Any, path: str, reason: str, name: str, notes: Notes) -> Any:
-    """The value without what is unknown or null at the path; None: that is not what is wrong."""
+    """The value without what is unknown at the path, or without what is null there and in the same place of other elements of the lists on the
+    path. None: that is not what is wrong."""
     steps: list[str | int] = [int(index) if index.isdigit() else index or key for key, index in _STEP.findall(path)]
-    if unknown := _UNKNOWN.fullmatch(reason):
+    unknown = _UNKNOWN.fullmatch(reason)
+    if unknown:
         steps.append(unknown[1])
     elif not _NULL.match(reason):
         return None
     if not steps or "..." in steps or not isinstance(steps[-1], str):
         return None
+    if not unknown:
+        return _without_nulls(value, steps)
     shorter = copy.copy(value)
     inner = shorter
     for step in steps[:-1]:
         inner[step] = copy.copy(inner[step])
         inner = inner[step]
-    given = inner.pop(steps[-1])
-    if unknown:
-        notes.leave_out(_spelled(name, steps), given)
+    notes.leave_out(_spelled(name, steps), inner.pop(steps[-1]))
     return shorter
+
+
+def _without_nulls(value: Any, steps: Sequence[str | int]) -> Any:
+    """A copy of what is changed. Elements of a list may be of different kinds: those that have no such place stay."""
+    step, *rest = steps
+    if isinstance(step, int):
+        return [_without_nulls(one, rest) for one in value] if isinstance(value, list) else value
+    if not isinstance(value, dict) or step not in value:
+        return value
+    if rest:
+        return {**value, step: _without_nulls(value[step], rest)}
+    return {name: one for name, one in value.items() if name != step} if value[step] is None else value
 
 
 def _spelled(name: str, steps: list[str | int]) -> str:

@@ -43,7 +43,8 @@ class RedactedThinkingBlock(_Block, frozen=True, kw_only=True, tag="redacted_thi
 class ToolUseBlock(_Block, frozen=True, kw_only=True, tag="tool_use"):
     id: str
     name: str
-    input: dict[str, Any]
+    input: dict[str, Any] = {}
+    """Histories of other clients have null for none."""
     cache_control: CacheControl | None = None
 
 
@@ -74,7 +75,7 @@ class UserMessage(msgspec.Struct, frozen=True, tag_field="role", tag="user"):
 
 
 class AssistantMessage(msgspec.Struct, frozen=True, tag_field="role", tag="assistant"):
-    content: str | list[AssistantBlock]
+    content: str | list[AssistantBlock] = ""
 
 
 class SystemMessage(msgspec.Struct, frozen=True, tag_field="role", tag="system"):

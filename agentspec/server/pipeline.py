@@ -14,7 +14,7 @@ from typing import Any, Self
 from agentspec.errors import ConfigError
 from agentspec.text.assets import named_tokens, read_object
 from agentspec.text.chat_template import ChatTemplate, Tools
-from agentspec.text.prompt import PromptBuilder
+from agentspec.text.prompt import BuiltPrompt, PromptBuilder
 from agentspec.text.segmenter import Segmenter
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.text.tool_calls import ToolSchemas
@@ -51,8 +51,10 @@ class TextPipeline:
             return cls(tokenizer, None, settings=settings)
         return cls(tokenizer, PromptBuilder(tokenizer, template, TurnMemory()), settings=settings | {"chat_template": template.source})
 
-    def segmenter(self, tools: Tools | None, *, reasoning_open: bool, has_form: bool = False) -> Segmenter:
+    def segmenter(self, tools: Tools | None, prompt: BuiltPrompt, *, has_form: bool = False) -> Segmenter:
         """Splits one answer. Tool calls are read only when the request has tools; `has_form`: its content has a form that was asked for."""
         assert self.prompts is not None
         schemas = None if tools is None else ToolSchemas(tools)
-        return Segmenter(reasoning_open=reasoning_open, dialect=self.prompts.dialect, tools=schemas, has_form=has_form)
+        return Segmenter(
+            reasoning_open=prompt.reasoning_open, dialect=self.prompts.dialect, tools=schemas, has_form=has_form, is_mid_text=prompt.is_mid_text
+        )

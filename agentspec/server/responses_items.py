@@ -151,6 +151,9 @@ class ItemReference(msgspec.Struct, frozen=True):
 
 ITEM_KINDS = (*(struct for struct, _ in _KINDS.values()), HostedItem, ItemReference)
 
+_TEXTS = ("content", "arguments", "input", "output")
+"""Of items that aren't reasoning: a null there is an empty text, as in chat."""
+
 _OWN_ID = re.compile(f"(?:{'|'.join(prefix for _, prefix in _KINDS.values())})_[0-9a-f]{{32}}(?:_[0-9]+)?")
 
 
@@ -193,7 +196,8 @@ def _read_item(given: dict[str, Any], kind: Any, name: str, notes: Notes) -> Ite
     if not isinstance(kind, str) or kind not in _KINDS:
         raise RequestError(f"{name}.type", kind, f"is not supported (only {', '.join(_KINDS)})")
     struct, prefix = _KINDS[kind]
-    read = check({**given, "type": kind}, struct, name)
+    empty = {field: "" for field in _TEXTS if field in given and given[field] is None and kind != "reasoning"}
+    read = check({**given, **empty, "type": kind}, struct, name)
     item: Item = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "completed", **msgspec.to_builtins(read)}
     if kind == "message":
         item["content"] = _parts(item["content"], "output_text" if item["role"] == "assistant" else "input_text")

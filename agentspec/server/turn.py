@@ -103,7 +103,7 @@ class Turn:
         self.prompt = prompt
         self.clamped = clamped
         self._text = text
-        self._segmenter = text.segmenter(tools, reasoning_open=prompt.reasoning_open, has_form=has_form)
+        self._segmenter = text.segmenter(tools, prompt, has_form=has_form)
         self._stop_ids = info.stop_token_ids
         self._ids: list[int] = []
         self._places = TokenPlaces(text.tokenizer.token_bytes)

@@ -18,7 +18,7 @@ from agentspec.text.context_edits import AppliedEdit, ContextEdit
 from agentspec.text.events import AssistantTurn
 from agentspec.text.messages import Message, normalise
 from agentspec.text.piece_encoder import PieceEncoder
-from agentspec.text.segmenter import THINK_OPEN
+from agentspec.text.segmenter import THINK_CLOSE, THINK_OPEN
 from agentspec.text.system_messages import Arranged
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.text.tool_calls import DIALECTS, Dialect, detect_dialect
@@ -44,6 +44,12 @@ class BuiltPrompt:
     """What stands of the generated turn before it is generated; mostly nothing but its lead."""
     applied: tuple[AppliedEdit, ...] = ()
     """What of the asked edits changed something."""
+
+    @property
+    def is_mid_text(self) -> bool:
+        """The answer goes on in the middle of a text, so what opens a text or a think block at an answer's beginning is neither here."""
+        text = self.begun.turn.content.rstrip()
+        return bool(text) and not (self.reasoning_open and text.endswith(THINK_OPEN))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +101,7 @@ class PromptBuilder:
         recalled, records, keys = self._recall(arranged.messages, namespace)
 
         def count(edited: Sequence[Message]) -> int:
-            text = self._template.render(edited, tools, template_kwargs=template_kwargs).text
+            text = self._template.render(edited, tools, template_kwargs=template_kwargs, continues=continues).text
             return len(self._encode(text, self._locate(text, records), ())[0])
 
         conversation, applied = context_edits.apply(recalled, edits, count)
@@ -110,7 +116,7 @@ class PromptBuilder:
             prompt_ids=prompt_ids,
             breakpoints=_breakpoints(offsets, kinds),
             marked_end=dict(zip(characters, offsets, strict=True)).get(rendered.marked_end, 0),
-            reasoning_open=rendered.text.rstrip().endswith(THINK_OPEN),
+            reasoning_open=_opens_reasoning(recalled[-1]) if continues else rendered.text.rstrip().endswith(THINK_OPEN),
             conversation=keys[-2 if continues else -1],
             begun=_begun(rendered.text, recalled[-1] if continues else None, stretches, records),
             applied=applied,
@@ -181,6 +187,12 @@ class PromptBuilder:
         """Tokens of a piece that lie before `mark` whatever follows it there."""
         head = self._tokenizer.encode(piece[:mark]) if mark else []
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, head, strict=False)))
+
+
+def _opens_reasoning(message: Message) -> bool:
+    """The text that the answer goes on from is a think block without its end. A tag that stands elsewhere in it is text like any other."""
+    text = message.get("content", "")
+    return text.lstrip().startswith(THINK_OPEN) and THINK_CLOSE not in text
 
 
 def _begun(text: str, message: Message | None, stretches: Sequence[_Stretch], records: Sequence[TurnRecord]) -> TurnRecord:

@@ -49,8 +49,10 @@ class Segmenter:
         tools: ToolSchemas | None = None,
         new_call_id: Callable[[], str] = new_call_id,
         has_form: bool = False,
+        is_mid_text: bool = False,
     ) -> None:
-        """`reasoning_open`: the prompt ends inside a think block. `has_form`: a grammar makes the content what the client asked for."""
+        """`reasoning_open`: the prompt ends inside a think block. `has_form`: a grammar makes the content what the client asked for. `is_mid_text`:
+        the prompt ends with some of the first segment's text."""
         self._dialect = dialect if tools is not None and tools.names else None
         self._tools = tools or ToolSchemas(None)
         self._new_call_id = new_call_id
@@ -60,9 +62,9 @@ class Segmenter:
         self._parser: CallParser | None = None
         self._buffer = ""
         self._space = ""
-        self._is_segment_new = True
+        self._is_segment_new = not is_mid_text
         self._trim_start = reasoning_open
-        self._may_think = not reasoning_open
+        self._may_think = not reasoning_open and not is_mid_text
         self._events: list[TextEvent] = []
         self._reasoning: list[str] = []
         self._content: list[str] = []

@@ -8,8 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
+from agentspec.errors import RequestError
+from agentspec.server import fields
+from agentspec.server.messages_request import parse_messages
+from agentspec.server.openai import parse_chat, parse_completion
 from tests.fakes.engine_client import INFO, ScriptedEngine, ended, said
 
 MODEL = INFO.model_id
@@ -107,6 +112,25 @@ def test_a_number_that_no_message_can_hold_is_out_of_range(connect: Callable[...
     for path, prompt in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": [USER]}), ("/v1/responses", {"input": "x"})):
         refused = send(connect, "POST", path, {"model": MODEL, **prompt, name: 10**30})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+
+
+def test_many_nulls_are_left_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each conversion reads the whole body: one for each null would be a way to stop the server."""
+    rounds = []
+    convert = msgspec.convert
+    monkeypatch.setattr(fields.msgspec, "convert", lambda *given, **how: rounds.append(1) or convert(*given, **how))
+    calls = [{"id": None, "type": None, "function": {"name": "f", "arguments": None}} for _ in range(500)]
+    thoughts = [{"type": "thinking", "thinking": "x", "signature": None}, {"type": "text", "text": "x", "cache_control": None}] * 500
+    parse_chat({"model": "m", "messages": [USER, {"role": "assistant", "tool_calls": calls}]})
+    parse_messages({"model": "m", "max_tokens": 1, "messages": [USER, {"role": "assistant", "content": thoughts}]})
+    assert len(rounds) < 10
+
+
+def test_unknown_fields_of_many_elements_are_refused_after_some() -> None:
+    points = [{"offset": number, "kind": "user", "colour": "red"} for number in range(1000)]
+    with pytest.raises(RequestError, match="colour") as refused:
+        parse_completion({"model": "m", "prompt": "x", "breakpoints": points})
+    assert refused.value.field == "breakpoints[63]"
 
 
 @pytest.mark.parametrize("limit", ["9" * 5000, "%C2%B2", "%D9%A3", "1%00"])

@@ -20,6 +20,7 @@ BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
 ITEM = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "auto"}
 USE = {"type": "tool_use", "id": "c1", "name": "look", "input": {}}
 FUNCTION = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+CUSTOM = {"type": "custom_tool_call", "call_id": "c1", "name": "look", "input": ""}
 CALL = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
 
 
@@ -43,6 +44,31 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
             ]
         },
         "messages[2].content[0].type",
+    ),
+    "chat, a later turn": (
+        "/v1/chat/completions",
+        {"messages": [user(text("What is")), {"role": "assistant", "content": "What?"}, user(URL)]},
+        "messages[2].content[0].type",
+    ),
+    "chat, the system's": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "developer", "content": [text("What is"), URL]}, user(text("x"))]},
+        "messages[0].content[1].type",
+    ),
+    "messages, a later turn": (
+        "/v1/messages",
+        {"max_tokens": 9, "messages": [user(text("What is")), {"role": "assistant", "content": "What?"}, user(BLOCK)]},
+        "messages[2].content[0].type",
+    ),
+    "responses, a later turn": (
+        "/v1/responses",
+        {"input": [user(text("What is", "input_text")), {"role": "assistant", "content": "What?"}, user(ITEM)]},
+        "input[2].content[0].type",
+    ),
+    "responses, a custom tool's": (
+        "/v1/responses",
+        {"input": [user(text("What is", "input_text")), CUSTOM, {"type": "custom_tool_call_output", "call_id": "c1", "output": [ITEM]}]},
+        "input[2].output[0].type",
     ),
     "messages": ("/v1/messages", {"max_tokens": 9, "messages": [user(text("What is"), BLOCK, text("this?"))]}, "messages[0].content[1].type"),
     "messages, a result": (
@@ -87,6 +113,22 @@ def test_images_are_refused_by_name_unless_they_are_dropped(connect: Connect, pi
     assert prompt.count(WORDS) == 1
     assert prompt.index("What is") < prompt.index(WORDS)
     assert "AAAA" not in prompt
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"messages": [user(text("x"), URL)]}),
+        ("/v1/chat/completions/render", {"messages": [user(text("x"), URL)]}),
+        ("/v1/messages/count_tokens", {"messages": [user(text("x"), BLOCK)]}),
+        ("/v1/responses/input_tokens", {"input": [user(text("x", "input_text"), ITEM)]}),
+    ],
+)
+def test_what_only_counts_does_the_same(connect: Connect, path: str, body: dict[str, Any]) -> None:
+    engine = ScriptedEngine()
+    assert post(connect, engine, path, body).status_code == 400
+    said = post(connect, engine, path, body, drops_images=True).json()
+    assert (said.get("count") or said["input_tokens"]) > len(WORDS), "a token is a byte here"
 
 
 @pytest.mark.parametrize("part", [{"type": "input_audio", "input_audio": {}}, {"type": "file", "file": {}}], ids=lambda part: part["type"])

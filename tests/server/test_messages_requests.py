@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from agentspec.errors import RequestError
-from agentspec.server.fields import Treatment, named
+from agentspec.server.fields import Notes, Treatment, named
 from agentspec.server.messages_request import CountRequest, MessagesRequest, parse_count, parse_messages, turn_request
 from agentspec.server.tables.messages import COUNT, MESSAGES
 from agentspec.server.turn import TurnRequest
@@ -266,6 +266,25 @@ def test_results_without_content() -> None:
     call = {"role": "assistant", "content": [USE]}
     asked = turn({"messages": [USER, call, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1"}]}]})
     assert asked.messages[-1] == {"role": "tool", "tool_call_id": "c1", "content": ""}
+
+
+def test_nulls_are_as_good_as_nothing() -> None:
+    use = {"type": "tool_use", "id": "c1", "name": "look", "input": None, "cache_control": None}
+    messages = [
+        {"role": "user", "content": [text("a", cache_control=None, citations=None)]},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm.", "signature": None}, text(""), use]},
+        {"role": "user", "content": [{**RESULT, "content": None, "is_error": None, "cache_control": None}]},
+        {"role": "assistant", "content": None},
+        {"role": "system", "content": [text("Be brief.", cache_control=None)]},
+    ]
+    tool = {**TOOL, "description": None, "type": None, "strict": None, "cache_control": None}
+    choice = {"type": "auto", "disable_parallel_tool_use": None}
+    notes = Notes()
+    body = {**BODY, "messages": messages, "tools": [tool], "tool_choice": choice, "output_config": {"effort": None, "format": None}, "system": None}
+    asked = turn_request(parse_messages({**body, "thinking": {"type": "enabled", "budget_tokens": 9, "display": None}}, notes), None, READS)
+    assert [message["content"] for message in asked.messages] == ["a", "", "", "", "Be brief."]
+    assert asked.messages[1]["tool_calls"][0]["function"] == {"name": "look", "arguments": {}}
+    assert not notes.unknown
 
 
 def test_marks_stand_where_cache_control_does() -> None:

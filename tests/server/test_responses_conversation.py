@@ -114,8 +114,22 @@ def chat_call(call_id: str) -> dict[str, Any]:
             [{"role": "developer", "content": "b"}, {"role": "system", "content": "c"}, user("q"), {"role": "system", "content": "d"}],
             [{"role": "system", "content": text} for text in "bc"] + [user("q"), {"role": "system", "content": "d"}],
         ),
+        (
+            [
+                {"type": None, "role": "user", "content": None, "id": None, "status": None},
+                {"type": "reasoning", "id": None, "summary": None, "content": None, "encrypted_content": None},
+                call("1") | {"arguments": None, "namespace": None, "id": None},
+                {"type": "message", "role": "assistant", "content": None},
+                result("1", None),
+            ],
+            [
+                user(""),
+                {"role": "assistant", "content": "", "tool_calls": [chat_call("1") | {"function": {"name": "f", "arguments": ""}}]},
+                {"role": "tool", "tool_call_id": "1", "content": ""},
+            ],
+        ),
     ],
-    ids=["text", "parts", "one turn", "turns in a row", "summary", "cut", "system"],
+    ids=["text", "parts", "one turn", "turns in a row", "summary", "cut", "system", "nulls"],
 )
 def test_items_become_messages(items: Any, messages: list[dict[str, Any]]) -> None:
     named = read(items)

@@ -44,7 +44,9 @@ class Session:
         ids = [token_id for start, end in itertools.pairwise([0, *cuts, len(text)]) for token_id in self.tokenizer.encode(text[start:end])]
         if not is_cut:
             ids.append(self.tokenizer.special_ids["<|im_end|>"])
-        segmenter = Segmenter(reasoning_open=prompt.reasoning_open, dialect=self.builder.dialect, tools=ToolSchemas(TOOLS))
+        segmenter = Segmenter(
+            reasoning_open=prompt.reasoning_open, dialect=self.builder.dialect, tools=ToolSchemas(TOOLS), is_mid_text=prompt.is_mid_text
+        )
         segmenter.push(self.tokenizer.decode(ids))
         segmenter.finish(is_cut=is_cut)
         self.builder.remember(prompt, segmenter.turn, ids, is_cut=is_cut)

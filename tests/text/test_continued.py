@@ -10,7 +10,8 @@ import pytest
 
 from agentspec import bundled
 from agentspec.errors import RequestError
-from agentspec.text.chat_template import ChatTemplate
+from agentspec.text.chat_template import ChatTemplate, MessageMark
+from agentspec.text.context_edits import ClearToolUses
 from agentspec.text.prompt import BuiltPrompt, PromptBuilder
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.text.turn_memory import TurnMemory
@@ -77,6 +78,53 @@ def test_an_answer_that_the_limit_cut_goes_on(session: Session, seed: int) -> No
             assert prompt.prompt_ids == before, f"seed {seed}, {start} to {end}"
     session.messages += [{"role": "assistant", "content": content}, {"role": "system", "content": "Go on."}]
     assert session.build().prompt_ids[: len(before)] == before, f"seed {seed}"
+
+
+@pytest.mark.parametrize(
+    ("content", "is_open"),
+    [("<think>", True), ("<think>\nHm", True), (" <think>Hm", True), ("<think>Hm</think>", False), ("The tag is <think>", False), ("", False)],
+)
+def test_a_think_block_that_the_client_opened_is_open(session: Session, content: str, is_open: bool) -> None:
+    session.ask("Hello")
+    assert continued(session, content=content).reasoning_open is is_open
+
+
+@pytest.mark.parametrize(
+    ("content", "then", "reasoning", "answer"),
+    [
+        ("<think>\nHm", ", so.\n</think>\n\nYes.", ", so.", "Yes."),
+        ("<think>", "\nHm.\n</think>\n\nYes.", "Hm.", "Yes."),
+        ("The tags are ", "<think> and </think>.", "", "<think> and ."),
+        ("One,", "\n\ntwo", "", "\n\ntwo"),
+    ],
+)
+def test_what_follows_is_read_as_going_on(session: Session, content: str, then: str, reasoning: str, answer: str) -> None:
+    session.ask("Hello")
+    _, turn = session.generate(continued(session, content=content), then)
+    assert (turn.reasoning, turn.content) == (reasoning, answer)
+
+
+def test_a_mark_on_the_text_is_the_prompts_end(session: Session) -> None:
+    session.ask("Hello")
+    messages = [*session.messages, {"role": "assistant", "content": "The answer"}]
+    prompt = session.builder.build(messages, TOOLS, session.kwargs, marked=[MessageMark(len(messages) - 1)], continues=True)
+    assert prompt.marked_end == len(prompt.prompt_ids)
+    assert prompt.breakpoints[-1].offset == len(prompt.prompt_ids)
+
+
+def test_edits_count_the_prompt_as_it_is(session: Session) -> None:
+    """The trigger's tokens are those of the prompt: nothing behind the text that the answer goes on from."""
+    call = {"id": "c", "type": "function", "function": {"name": "search_flights", "arguments": "{}"}}
+    session.messages += [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "a result " * 20},
+        {"role": "assistant", "content": "The answer"},
+    ]
+    count = len(session.builder.build(session.messages, TOOLS, session.kwargs, continues=True).prompt_ids)
+    for above, num_applied in ((count - 1, 1), (count, 0)):
+        edit = ClearToolUses(above=above, keep=0)
+        assert len(session.builder.build(session.messages, TOOLS, session.kwargs, edits=[edit], continues=True).applied) == num_applied
 
 
 def test_a_template_that_hides_the_text_can_not_continue_it(tokenizer: Tokenizer) -> None:

@@ -9,7 +9,8 @@ CHAT: FieldTable = {
     **GENERATION,
     "messages": works(
         "`system`, `developer`, `user`, `assistant` and `tool`, in any order that the template takes (system messages anywhere: below); text, "
-        "as it is or in parts. `tool_calls`, `tool_call_id` and reasoning (below) are read; what else a message, a part or a call carries is "
+        "as it is or in parts; images are refused, or told of in words ([`--images`](#the-server)). "
+        "`tool_calls`, `tool_call_id` and reasoning (below) are read; what else a message, a part or a call carries is "
         "left out"
     ),
     "max_tokens": works("new tokens at most; up to the context by default. [More than the context leaves](#limits-beyond-the-context) is clamped"),
@@ -39,7 +40,8 @@ CHAT: FieldTable = {
     "chat_template_kwargs": works("variables for the checkpoint's template, such as `enable_thinking`"),
     "continue_final_message": works(
         "of vLLM's: true with `add_generation_prompt: false`, and an assistant message without calls at the end: the answer goes on from its text as "
-        "it is, and holds only what is new. What is demanded of an answer's form counts for that"
+        "it is, and holds only what is new. What is demanded of an answer's form counts for that. A text that opens a think block, and doesn't "
+        "close it, goes on with reasoning"
     ),
     "add_generation_prompt": works("of vLLM's: false with `continue_final_message: true`, and true without"),
     "audio": refused("there is no audio"),

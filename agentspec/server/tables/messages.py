@@ -13,7 +13,7 @@ _PROMPT: FieldTable = {
         "the answer goes on from its text, without thinking, and holds only what is new; it can't hold a `tool_use` then. A redacted block is "
         "another provider's and has no text to show the model. Of other blocks and parts (`document`, `search_result`, the "
         "uses and results of tools that Anthropic runs) the model reads the [texts that they hold](#blocks-with-texts), and of those without any "
-        "nothing; images are refused. What else a block carries is left out"
+        "nothing; images are refused, or told of in words ([`--images`](#the-server)). What else a block carries is left out"
     ),
     "system": works("a text or text blocks"),
     "tools": works(

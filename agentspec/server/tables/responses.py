@@ -10,7 +10,7 @@ RESPONSES: FieldTable = {
     "input": works(
         "required. A text, or items: `message` (`input_text` and `output_text` parts), `reasoning`, calls and their results, "
         "`item_reference`, [see below](#items). "
-        "What else an item or a part carries is left out"
+        "Images are refused, or told of in words ([`--images`](#the-server)). What else an item or a part carries is left out"
     ),
     "instructions": works("stands before the conversation, like a system message. It isn't carried over by `previous_response_id`"),
     "previous_response_id": works("the stored response that this one continues; 404 if it, or one before it, is no longer there"),
