@@ -48,7 +48,7 @@ class EngineCore:
             spec=parts.spec,
             max_length=parts.info.max_context,
             engine_seed=parts.config.seed,
-            token_bytes=None if parts.tokenizer is None else parts.tokenizer.token_bytes,
+            token_bytes=None if parts.tokenizer is None else parts.tokenizer.shown_bytes(skip_special_tokens=submit.skip_special_tokens),
             constraint=constraint,
             allow_forced_output=parts.config.allow_forced_output,
             forces_acceptance=parts.config.force_acceptance is not None,

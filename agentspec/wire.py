@@ -49,6 +49,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     logprobs: int | None = None
     """The same for every generated token: `TokensEvent.scores`."""
     grammar: Grammar | None = None
+    skip_special_tokens: bool = True
+    """False: control tokens stand in the text, and stop strings are sought in it. A stop id that ends the output never does."""
     forced_output: list[int] | None = None
     """The output, known beforehand: these tokens are the target's choice, whatever it says, and drafts are accepted against them. What ends a request
     ends this one too; behind the last of them the output is free. Only where the engine was made for it (`EngineConfig.allow_forced_output`)."""

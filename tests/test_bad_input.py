@@ -358,7 +358,8 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"n": 0}, "n", "0"),
     ({"reasoning_effort": 3}, "reasoning_effort", "3"),
     ({"top_k": -2}, "top_k", "-2"),
-    ({"skip_special_tokens": False}, "skip_special_tokens", "not supported (only True)"),
+    ({"skip_special_tokens": "no"}, "skip_special_tokens", "no"),
+    ({"return_token_ids": "input"}, "return_token_ids", "input"),
     ({"chat_template_kwargs": 3}, "chat_template_kwargs", "3"),
 ]
 

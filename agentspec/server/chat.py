@@ -44,6 +44,7 @@ def turn_request(asked: ChatRequest, session_id: str | None) -> TurnRequest:
         forced_output=asked.forced_output,
         num_choices=asked.n,
         continues=asked.continue_final_message,
+        skip_special_tokens=asked.skip_special_tokens,
     )
 
 
@@ -102,15 +103,15 @@ class ChatChunks:
         self._head = Head(id=_id_of(turns), object="chat.completion.chunk", model=request.model)
         self._turns = turns
         self._costs = _Costs(service, turns)
-        self._token_bytes = _token_bytes(service)
-        self._with_ids = request.return_token_ids
+        self._with_ids = bool(request.return_token_ids)
+        self._with_prompt_ids = request.return_token_ids is True
         self._with_scores = request.logprobs
         self._with_usage = request.include_usage
         self._with_usage_so_far = request.usage_so_far
 
     def opening(self) -> list[dict[str, Any]]:
         chunks = [self._chunk(index, {"role": "assistant", "content": ""}) for index in range(len(self._turns))]
-        if self._with_ids:
+        if self._with_prompt_ids:
             chunks[0]["prompt_token_ids"] = self._turns[0].submit.prompt_ids
         return chunks
 
@@ -134,7 +135,7 @@ class ChatChunks:
     def _chunk(self, index: int, delta: dict[str, Any], ids: Iterable[int] = (), *, finish_reason: str | None = None) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
         if self._with_scores and delta.get("content"):
-            choice["logprobs"] = content_logprobs(self._turns[index].take_content_scores(), self._token_bytes)
+            choice["logprobs"] = content_logprobs(self._turns[index].take_content_scores(), self._turns[index].token_bytes)
         if self._with_ids:
             choice["token_ids"] = list(ids)
         if self._with_usage_so_far:
@@ -153,8 +154,8 @@ async def complete(service: Service, request: ChatRequest, turns: Sequence[Turn]
             if isinstance(event, FinishEvent):
                 costs.add(choices[index].end)
     head = Head(id=_id_of(turns), object="chat.completion", model=request.model)
-    body = head.body(choices=[choice.body(index, request, _token_bytes(service)) for index, choice in enumerate(choices)], **costs.body())
-    if request.return_token_ids:
+    body = head.body(choices=[choice.body(index, request) for index, choice in enumerate(choices)], **costs.body())
+    if request.return_token_ids is True:
         body["prompt_token_ids"] = turns[0].submit.prompt_ids
     return body
 
@@ -180,7 +181,7 @@ class _WholeChoice:
         self._deltas.append(_delta(added))
         self._scores += self._turn.take_content_scores()
 
-    def body(self, index: int, request: ChatRequest, token_bytes: Sequence[bytes]) -> dict[str, Any]:
+    def body(self, index: int, request: ChatRequest) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": _joined("content", self._deltas), "refusal": None}
         reasoning = _joined("reasoning_content", self._deltas)
         if reasoning is not None:
@@ -190,7 +191,7 @@ class _WholeChoice:
             message["tool_calls"] = calls
         elif message["content"] is None:
             message["content"] = ""
-        logprobs = content_logprobs(self._scores, token_bytes) if request.logprobs else None
+        logprobs = content_logprobs(self._scores, self._turn.token_bytes) if request.logprobs else None
         choice: dict[str, Any] = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason(self.end)}
         return choice | {"token_ids": self._ids} if request.return_token_ids else choice
 
@@ -202,11 +203,6 @@ def finish_reason(end: TurnEnd) -> str:
 
 def _id_of(turns: Sequence[Turn]) -> str:
     return "chatcmpl-" + turns[0].submit.request_id.partition("-")[0]
-
-
-def _token_bytes(service: Service) -> Sequence[bytes]:
-    assert service.text is not None, "a chat has a tokenizer"
-    return service.text.tokenizer.token_bytes
 
 
 def _delta(added: Iterable[TextEvent]) -> dict[str, Any]:

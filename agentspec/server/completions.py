@@ -68,6 +68,7 @@ def submits_of(request: CompletionRequest, prompts: Sequence[list[int]], session
             prompt_logprobs=request.logprobs if request.echo else None,
             logprobs=request.logprobs if request.max_tokens != 0 else None,
             grammar=grammar,
+            skip_special_tokens=request.skip_special_tokens,
             forced_output=request.forced_output,
         )
         for place, prompt_ids in enumerate(prompts)
@@ -121,9 +122,10 @@ class _Choice:
         self._request = request
         self.prompt_ids = submit.prompt_ids
         self._text = text
-        self._with_ids = request.return_token_ids or text is None
-        self._with_prompt_ids = request.return_token_ids or (request.echo and text is None)
-        self._logprobs = None if request.logprobs is None else CompletionLogprobs(None if text is None else text.tokenizer.token_bytes)
+        self._with_ids = bool(request.return_token_ids) or text is None
+        self._with_prompt_ids = request.return_token_ids is True or (request.echo and text is None)
+        token_bytes = None if text is None else text.tokenizer.shown_bytes(skip_special_tokens=request.skip_special_tokens)
+        self._logprobs = None if request.logprobs is None else CompletionLogprobs(token_bytes)
         self._waiting: list[TokensEvent] | None = None if submit.prompt_logprobs is None else []
         """What was generated behind a prompt whose scores come with the end; None when there is nothing to wait for."""
 
@@ -166,7 +168,8 @@ class _Choice:
         """What stands before the generated text. Ids of the model's padding have no text."""
         shown = ""
         if self._request.echo and self._text is not None:
-            shown = self._text.tokenizer.decode([token for token in self.prompt_ids if token < self._text.tokenizer.vocab_size])
+            tokenizer, skips = self._text.tokenizer, self._request.skip_special_tokens
+            shown = tokenizer.decode([token for token in self.prompt_ids if token < tokenizer.vocab_size], skip_special_tokens=skips)
         piece = self._piece(shown, self.prompt_ids, scores)
         if self._with_prompt_ids:
             piece["prompt_token_ids"] = self.prompt_ids

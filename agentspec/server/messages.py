@@ -29,6 +29,7 @@ _PATH = "/v1/messages"
 _NAMES = {
     "prompt_ids": "messages",
     "stop": "stop_sequences",
+    "reasoning_effort": "output_config.effort",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }
 """Fields that this API calls otherwise."""

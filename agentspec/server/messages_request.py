@@ -26,10 +26,7 @@ from agentspec.types import SamplingParams
 MAX_MARKS = 4
 """Places with cache_control in one request, as at Anthropic."""
 
-EFFORTS = ("low", "medium", "high", "xhigh", "max")
-
 _THINKING_SWITCH = "enable_thinking"
-_EFFORT = "reasoning_effort"
 _KEEPS_THINKING = "preserve_thinking"
 
 
@@ -58,7 +55,7 @@ class JsonFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     effort: str | None = None
-    """One of EFFORTS where the template is told; anything where there is nobody to tell."""
+    """Any word, as in chat."""
     format: JsonFormat | None = None
 
 
@@ -146,11 +143,8 @@ def turn_request(asked: CountRequest, session_id: str | None, template_reads: Co
         tools=[tool.function() for tool in own],
         demand=demand(asked.tool_choice, asked.tools),
         output=asked.form(),
-        template_kwargs={
-            **thinking,
-            **_effort_kwargs(asked.output_config.effort, template_reads),
-            **_keeping_kwargs(edits, template_reads),
-        },
+        effort=asked.output_config.effort,
+        template_kwargs={**thinking, **_keeping_kwargs(edits, template_reads)},
         namespace=asked.cache_salt,
         session_id=session_id,
         marked=marks,
@@ -188,14 +182,6 @@ def _no_thinking(thinking: EnabledThinking | AdaptiveThinking | DisabledThinking
     if isinstance(thinking, EnabledThinking):
         raise RequestError("thinking.type", "enabled", "can't go together with a last message of the assistant's, whose text the answer goes on from")
     return {_THINKING_SWITCH: False} if _THINKING_SWITCH in reads else {}
-
-
-def _effort_kwargs(effort: str | None, reads: Collection[str]) -> dict[str, Any]:
-    if effort is None or _EFFORT not in reads:
-        return {}
-    if effort not in EFFORTS:
-        raise RequestError("output_config.effort", effort, f"must be one of {', '.join(EFFORTS)}")
-    return {_EFFORT: effort}
 
 
 def _keeping_kwargs(edits: Sequence[object], reads: Collection[str]) -> dict[str, Any]:

@@ -50,7 +50,9 @@ class Common(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
-    return_token_ids: bool = False
+    return_token_ids: bool | Literal["output"] = False
+    """output: those of the answer without those of the prompt."""
+    skip_special_tokens: bool = True
     forced_output: TokenIds | None = None
     """The answer's tokens, for benchmarks: see wire.Submit."""
     prompt_cache_key: str | None = None

@@ -35,7 +35,6 @@ class Answer:
         """`store` is given the finished response."""
         self._turn = turn
         self._info = service.engine.info
-        self._token_bytes = service.text.tokenizer.token_bytes if service.text is not None else []
         self._store = store
         self._output = Output(turn.submit.request_id, tools, carries_reasoning=ENCRYPTED in request.include)
         self._num_events = 0
@@ -68,7 +67,7 @@ class Answer:
 
     def _logprobs(self) -> list[dict[str, Any]]:
         """Those of the content that came last; OpenAI's bytes are a list here even where a token stands for none."""
-        content: list[dict[str, Any]] = content_logprobs(self._turn.take_content_scores(), self._token_bytes)["content"]
+        content: list[dict[str, Any]] = content_logprobs(self._turn.take_content_scores(), self._turn.token_bytes)["content"]
         return [_with_bytes(entry) | {"top_logprobs": [*map(_with_bytes, entry["top_logprobs"])]} for entry in content]
 
     def _finish(self, event: FinishEvent) -> list[Event]:

@@ -44,7 +44,8 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: str | None = None
+    """Any word, as in chat."""
     summary: str | None = None
     """Without effect, like the next: there are no summaries, the reasoning itself is in the answer."""
     generate_summary: str | None = None

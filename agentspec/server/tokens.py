@@ -5,6 +5,7 @@ Owns the shapes of these endpoints, which follow vLLM's. What a chat becomes is 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -34,6 +35,9 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     cache_salt: str | None = None
+    continue_final_message: bool = False
+    add_generation_prompt: bool = True
+    """False without the one above: the ids of the messages alone, for which chat has no use."""
     add_special_tokens: bool = False
     """Without effect: the tokenizers of this family add none."""
     return_token_strs: bool = False
@@ -118,12 +122,19 @@ async def _ids_of(service: Service, asked: TokenizeRequest) -> list[int]:
     if (asked.prompt is None) == (asked.messages is None):
         raise RequestError("prompt", asked.prompt, "send either a prompt or messages")
     of_chat = {name: value for name in _OF_CHAT if (value := getattr(asked, name)) is not None}
-    if asked.prompt is None:
-        body = {"model": service.engine.info.model_id, "messages": asked.messages, **of_chat}
-        return (await build_prompt(service, chat.turn_request(openai.parse_chat(body), None))).prompt_ids
-    for name, value in of_chat.items():
-        raise RequestError(name, value, "goes with messages, not with a prompt")
-    return _tokenizer(service, "prompt", asked.prompt).encode(asked.prompt)
+    if asked.continue_final_message:
+        of_chat["continue_final_message"] = True
+    if not asked.add_generation_prompt:
+        of_chat["add_generation_prompt"] = False
+    if asked.prompt is not None:
+        for name, value in of_chat.items():
+            raise RequestError(name, value, "goes with messages, not with a prompt")
+        return _tokenizer(service, "prompt", asked.prompt).encode(asked.prompt)
+    if not asked.continue_final_message:
+        of_chat.pop("add_generation_prompt", None)  # alone it is nothing that a chat could ask for
+    body = {"model": service.engine.info.model_id, "messages": asked.messages, **of_chat}
+    turn = chat.turn_request(openai.parse_chat(body), None)
+    return (await build_prompt(service, replace(turn, begins=asked.add_generation_prompt))).prompt_ids
 
 
 def _check_model(service: Service, name: str | None) -> None:

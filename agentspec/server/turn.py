@@ -58,8 +58,12 @@ class TurnRequest:
     logprobs: int | None = None
     forced_output: list[int] | None = None
     num_choices: int = 1
+    skip_special_tokens: bool = True
+    """False: control tokens stand in the text."""
     continues: bool = False
     """The last message is the beginning of the answer: an assistant's, without calls."""
+    begins: bool = True
+    """False: nothing is asked for, and the prompt ends behind the messages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +110,9 @@ class Turn:
         self._segmenter = text.segmenter(tools, prompt, has_form=has_form)
         self._stop_ids = info.stop_token_ids
         self._ids: list[int] = []
-        self._places = TokenPlaces(text.tokenizer.token_bytes)
+        self.token_bytes = text.tokenizer.shown_bytes(skip_special_tokens=submit.skip_special_tokens)
+        """What each token is in the turn's text."""
+        self._places = TokenPlaces(self.token_bytes)
         self._content_scores: list[TokenScore] = []
 
     def push(self, event: TokensEvent) -> list[TextEvent]:
@@ -121,7 +127,7 @@ class Turn:
         last = self._scored([*self._segmenter.push(event.text), *self._segmenter.finish(is_cut=not is_own_end)])
         turn = self._segmenter.turn
         assert self._text.prompts is not None
-        self._text.prompts.remember(self.prompt, turn, self._ids, is_cut=not is_own_end)
+        self._text.prompts.remember(self.prompt, turn, self._ids, is_cut=not is_own_end, skip_special_tokens=self.submit.skip_special_tokens)
         return TurnEnd(
             events=last,
             reason=event.reason,
@@ -158,8 +164,8 @@ async def build_prompt(service: Service, asked: TurnRequest) -> BuiltPrompt:
     kwargs = {**asked.template_kwargs, **_reasoning_kwargs(asked, text.prompts.template_reads)}
     tools = [_shown(tool) for tool in asked.tools] or None
     async with text.lock:
-        build = partial(text.prompts.build, namespace=asked.namespace, marked=asked.marked, edits=asked.edits, continues=asked.continues)
-        return await asyncio.to_thread(build, asked.messages, tools, kwargs)
+        build = partial(text.prompts.build, asked.messages, tools, kwargs, namespace=asked.namespace, marked=asked.marked, edits=asked.edits)
+        return await asyncio.to_thread(build, continues=asked.continues, begins=asked.begins)
 
 
 async def begin(service: Service, asked: TurnRequest) -> list[Turn]:
@@ -197,6 +203,7 @@ async def begin(service: Service, asked: TurnRequest) -> list[Turn]:
             namespace=asked.namespace,
             logprobs=asked.logprobs,
             grammar=grammar,
+            skip_special_tokens=asked.skip_special_tokens,
             forced_output=asked.forced_output,
         )
         has_form = asked.output is not None
@@ -217,7 +224,7 @@ def _reasoning_kwargs(asked: TurnRequest, reads: frozenset[str]) -> dict[str, An
     if name not in reads:  # clients send one whatever the model: it has no effect here
         return {}
     if asked.template_kwargs.get(name, value) != value:
-        raise RequestError(_EFFORT, asked.effort, f"disagrees with chat_template_kwargs.{name}={asked.template_kwargs[name]!r}")
+        raise RequestError(_EFFORT, asked.effort, f"disagrees with {name}={asked.template_kwargs[name]!r}")
     return {name: value}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -90,22 +91,25 @@ class PromptBuilder:
         marked: Sequence[CacheMark] = (),
         edits: Sequence[ContextEdit] = (),
         continues: bool = False,
+        begins: bool = True,
     ) -> BuiltPrompt:
         """The prompt that asks for the next assistant turn.
 
         `namespace`: turns generated in another one are not put back. `marked`: places that become breakpoints beside the template's own. `edits`:
         made after turns were recognised, so that the conversation is known by what the client sends, whatever the model is shown of it.
-        `continues`: the last message is the beginning of the turn, an assistant's without calls. Raises RequestError naming what can't be used."""
+        `continues`: the last message is the beginning of the turn, an assistant's without calls. `begins`: the prompt ends with what opens the turn;
+        false: behind the messages, for those who only count. Raises RequestError naming what can't be used."""
         arranged = Arranged.of(normalise(messages), self._template.system_places)
         marked = [MessageMark(*arranged.mark(mark.message, mark.characters)) if isinstance(mark, MessageMark) else mark for mark in marked]
         recalled, records, keys = self._recall(arranged.messages, namespace)
+        render = partial(self._template.render, tools=tools, add_generation_prompt=begins, template_kwargs=template_kwargs, continues=continues)
 
         def count(edited: Sequence[Message]) -> int:
-            text = self._template.render(edited, tools, template_kwargs=template_kwargs, continues=continues).text
+            text = render(edited).text
             return len(self._encode(text, self._locate(text, records), ())[0])
 
         conversation, applied = context_edits.apply(recalled, edits, count)
-        rendered = self._template.render(conversation, tools, template_kwargs=template_kwargs, marked=marked, continues=continues)
+        rendered = render(conversation, marked=marked)
         characters = [offset for offset, _ in rendered.marks]
         stretches = self._locate(rendered.text, records)
         self.num_spliced += len(stretches)
@@ -122,9 +126,9 @@ class PromptBuilder:
             applied=applied,
         )
 
-    def remember(self, prompt: BuiltPrompt, turn: AssistantTurn, token_ids: Sequence[int], *, is_cut: bool) -> None:
+    def remember(self, prompt: BuiltPrompt, turn: AssistantTurn, token_ids: Sequence[int], *, is_cut: bool, skip_special_tokens: bool = True) -> None:
         """Keep a finished turn for when the client sends it back. `turn` is the segmenter's, `token_ids` all that was generated, stop id or not;
-        `is_cut`: it was not ended by the model's own stop id."""
+        `is_cut`: it was not ended by the model's own stop id. `skip_special_tokens`: the turn's text has no control tokens."""
         ids = array("i", token_ids)
         if ids and not self._tokenizer.token_bytes[ids[-1]]:
             ids.pop()
@@ -133,7 +137,8 @@ class PromptBuilder:
         begun = prompt.begun
         ids = begun.token_ids + ids
         turn = replace(turn, reasoning=begun.turn.reasoning + turn.reasoning, content=begun.turn.content + turn.content)
-        record = TurnRecord(turn, ids, self._tokenizer.decode(ids), begun.lead, is_cut)
+        text = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        record = TurnRecord(turn, ids, text, begun.lead, is_cut)
         self._memory.remember(extend_by_turn(prompt.conversation, turn), record)
 
     def _recall(self, conversation: list[Message], namespace: str) -> tuple[list[Message], list[TurnRecord], list[bytes]]:

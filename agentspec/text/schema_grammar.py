@@ -295,11 +295,11 @@ def _integers(schema: Schema, path: str) -> str:
     for key, step in (("minimum", 0), ("exclusiveMinimum", 1)):
         if key in schema:
             bound = _decimal(schema[key], f"{path}.{key}")
-            low = max(low, int(bound.to_integral_value("ROUND_FLOOR")) + 1 if step or bound % 1 else int(bound))
+            low = max(low, int(bound.to_integral_value("ROUND_FLOOR")) + 1 if step or not _is_whole(bound) else int(bound))
     for key, step in (("maximum", 0), ("exclusiveMaximum", 1)):
         if key in schema:
             bound = _decimal(schema[key], f"{path}.{key}")
-            high = min(high, int(bound.to_integral_value("ROUND_CEILING")) - 1 if step or bound % 1 else int(bound))
+            high = min(high, int(bound.to_integral_value("ROUND_CEILING")) - 1 if step or not _is_whole(bound) else int(bound))
     multiple = schema.get("multipleOf", 1)
     if low > high:
         raise RequestError(path, dict(schema), "admits no integer")
@@ -332,6 +332,11 @@ def _numbers(schema: Schema, path: str) -> str:
     if found is None:
         raise RequestError(path, dict(schema), "admits no number that can be written plainly")
     return found
+
+
+def _is_whole(number: Decimal) -> bool:
+    """A remainder by 1 fails for numbers of more digits than the context's precision."""
+    return number == number.to_integral_value()
 
 
 def _decimal(value: Any, path: str) -> Decimal:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import AddedToken
@@ -80,16 +81,26 @@ class Tokenizer:
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids without control tokens. Bytes that are no UTF-8 become U+FFFD."""
-        table = self.token_bytes
+    @cached_property
+    def spelled_bytes(self) -> list[bytes]:
+        """`token_bytes` with control tokens written out, as `encode` reads them."""
+        table = list(self.token_bytes)
+        for text, token_id in self.special_ids.items():
+            table[token_id] = text.encode()
+        return table
+
+    def shown_bytes(self, *, skip_special_tokens: bool) -> list[bytes]:
+        """The table of a text with control tokens, or without."""
+        return self.token_bytes if skip_special_tokens else self.spelled_bytes
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of the ids. Bytes that are no UTF-8 become U+FFFD."""
+        table = self.shown_bytes(skip_special_tokens=skip_special_tokens)
         return b"".join([table[token_id] for token_id in ids]).decode("utf-8", errors="replace")
 
     def spell(self, ids: Sequence[int]) -> str:
-        """Text of the ids with control tokens written out, as `encode` reads them. Ids without a token have no text."""
-        control = {token_id: text.encode() for text, token_id in self.special_ids.items()}
-        table = self.token_bytes
-        return b"".join(control.get(token_id) or table[token_id] for token_id in ids if token_id < len(table)).decode("utf-8", errors="replace")
+        """Text of the ids with control tokens written out. Ids without a token have no text."""
+        return self.decode([token_id for token_id in ids if token_id < self.vocab_size], skip_special_tokens=False)
 
     def name_of(self, token_id: int) -> str | None:
         """The token as tokenizer.json spells it (bytes in the byte-level alphabet); None for an id without a token."""

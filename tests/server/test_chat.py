@@ -13,7 +13,7 @@ import pytest
 
 from agentspec.server.pipeline import TextPipeline
 from agentspec.types import Breakpoint, CheckpointKind, FinishReason
-from agentspec.wire import Event, FinishEvent
+from agentspec.wire import Event, FinishEvent, TokensEvent
 from tests.fakes.engine_client import ScriptedEngine, ended, said
 
 Connect = Callable[..., httpx.AsyncClient]
@@ -236,6 +236,35 @@ def test_token_ids_stay_with_their_text(connect: Connect) -> None:
     answer = post(connect, ScriptedEngine(script), body).json()
     assert answer["choices"][0]["token_ids"] == [token for ids in expected for token in ids]
     assert answer["prompt_token_ids"] == engine.submits[0].prompt_ids
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ids_of_the_output_alone(connect: Connect, stream: bool) -> None:
+    response = post(connect, ScriptedEngine([*said("ab"), ended()]), {**CHAT, "return_token_ids": "output", "stream": stream})
+    bodies = chunks(response) if stream else [response.json()]
+    assert [token for body in bodies for token in body["choices"][0]["token_ids"]] == [97, 98]
+    assert all("prompt_token_ids" not in body for body in bodies)
+
+
+def test_control_tokens_in_an_answer_come_back_as_what_they_are(connect: Connect, pipeline: TextPipeline) -> None:
+    """Their ids stand in the next prompt where the client returns the text that shows them."""
+    ids = pipeline.tokenizer.encode("a<|endoftext|>b")
+    script = [TokensEvent(request_id="", token_ids=ids, text="a<|endoftext|>b"), ended()]
+
+    async def run() -> list[list[int]]:
+        engine = ScriptedEngine(script)
+        async with connect(engine) as client:
+            asked = {**CHAT, "skip_special_tokens": False, "logprobs": True}
+            first = (await client.post("/v1/chat/completions", json=asked)).json()["choices"][0]["message"]
+            assert first["content"] == "a<|endoftext|>b"
+            await client.post("/v1/chat/completions", json={**CHAT, "messages": [*CHAT["messages"], first, CHAT["messages"][0]]})
+        assert [submit.skip_special_tokens for submit in engine.submits] == [False, True]
+        assert pipeline.prompts is not None
+        assert pipeline.prompts.num_spliced == 1
+        return [list(submit.prompt_ids) for submit in engine.submits]
+
+    before, after = asyncio.run(run())
+    assert after[: len(before) + len(ids)] == [*before, *ids]
 
 
 def test_a_returned_turn_gets_its_own_ids_back(connect: Connect) -> None:

@@ -32,10 +32,10 @@ TAKE: dict[str, Any] = {"type": "function", "function": {"name": "take"}}
 CALL = "<tool_call>\n<function=look>\n<parameter=at>\nit\n</parameter>\n</function>\n</tool_call>"
 
 
-def post(connect: Connect, engine: ScriptedEngine, body: dict[str, Any], **overrides: Any) -> httpx.Response:
+def post(connect: Connect, engine: ScriptedEngine, body: dict[str, Any], path: str = "/v1/chat/completions", **overrides: Any) -> httpx.Response:
     async def run() -> httpx.Response:
         async with connect(engine, **overrides) as client:
-            return await client.post("/v1/chat/completions", json=body)
+            return await client.post(path, json=body)
 
     return asyncio.run(run())
 
@@ -272,6 +272,40 @@ def test_reasoning_effort_is_served_where_the_template_has_it(
     response = post(connect, engine, {**CHAT, **extra}, pipeline=TextPipeline(tokenizer, prompts))
     if shown is None:
         assert (response.status_code, response.json()["error"]["param"]) == (400, "reasoning_effort")
+    else:
+        assert response.status_code == 200, response.text
+        assert tokenizer.decode(engine.submits[0].prompt_ids) == shown
+
+
+@pytest.mark.parametrize(
+    ("path", "named", "body"),
+    [
+        ("/v1/messages", "output_config.effort", lambda effort: {"max_tokens": 9, "messages": CHAT["messages"], "output_config": {"effort": effort}}),
+        ("/v1/responses", "reasoning.effort", lambda effort: {"input": "hi", "reasoning": {"effort": effort}}),
+    ],
+)
+@pytest.mark.parametrize(
+    ("template", "effort", "shown"),
+    [
+        (TEMPLATE, "xhigh", "hi effort xhigh"),
+        (TEMPLATE, "any word", "hi effort any word"),
+        (TEMPLATE + SWITCH, "none", "hi quick"),
+        ("{{ messages[0].content }}", "any word", "hi"),
+        ("{{ messages[0].content }}{{ raise_exception('unknown') if reasoning_effort == 'huge' }}", "huge", None),
+        (TEMPLATE, 3, None),
+    ],
+)
+def test_the_other_apis_serve_it_likewise(
+    connect: Connect, pipeline: TextPipeline, path: str, named: str, body: Callable[[Any], Any], template: str, effort: Any, shown: str | None
+) -> None:
+    tokenizer = pipeline.tokenizer
+    engine = ScriptedEngine()
+    prompts = PromptBuilder(tokenizer, ChatTemplate(template), TurnMemory())
+    asked = {"model": "scripted", **body(effort)}
+    response = post(connect, engine, asked, path, pipeline=TextPipeline(tokenizer, prompts))
+    if shown is None:
+        assert response.status_code == 400
+        assert (named if effort == 3 else "unknown") in response.text
     else:
         assert response.status_code == 200, response.text
         assert tokenizer.decode(engine.submits[0].prompt_ids) == shown

@@ -67,6 +67,29 @@ def test_ids_and_echo(connect: Connect, pipeline: TextPipeline) -> None:
     assert (last["choices"][0]["text"], last["choices"][0]["finish_reason"]) == ("", "stop")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_ids_of_the_output_alone(connect: Connect, stream: bool) -> None:
+    body = {"prompt": [97], "echo": True, "return_token_ids": "output", "stream": stream}
+    answer = post(connect, ScriptedEngine([*said("c"), ended()]), body)
+    choices = [chunk["choices"][0] for chunk in chunks(answer)] if stream else answer.json()["choices"]
+    assert [token for choice in choices for token in choice["token_ids"]] == [99]
+    assert all("prompt_token_ids" not in choice for choice in choices)
+
+
+def test_control_tokens_are_shown_where_they_are_asked_for(connect: Connect, pipeline: TextPipeline) -> None:
+    turn_end = pipeline.tokenizer.special_ids["<|im_end|>"]
+    event = TokensEvent(request_id="", token_ids=[turn_end], text="<|im_end|>", scores=[TokenScore(turn_end, -1.0, [(turn_end, -1.0)])])
+    body = {"prompt": "a<|im_end|>b", "echo": True, "logprobs": 1}
+    script = [event, ended(scores=scores_of(pipeline.tokenizer.encode("a<|im_end|>b")[1:]))]
+    for skips, name, offset in ((False, "<|im_end|>", 12), (True, f"token_id:{turn_end}", 2)):
+        engine = ScriptedEngine(script)
+        choice = post(connect, engine, {**body, "skip_special_tokens": skips}).json()["choices"][0]
+        assert engine.submits[0].skip_special_tokens is skips
+        assert choice["text"].startswith("a<|im_end|>b" if not skips else "ab")
+        assert (choice["logprobs"]["tokens"][1], choice["logprobs"]["tokens"][-1]) == (name, name)
+        assert choice["logprobs"]["text_offset"][-1] == offset
+
+
 def test_breakpoints_and_a_forced_output_go_to_the_engine(connect: Connect) -> None:
     engine = ScriptedEngine()
     marks = [{"offset": 0, "kind": "system"}, {"offset": 3, "kind": "user"}]

@@ -238,8 +238,6 @@ def test_sampling_fields_reach_the_engine() -> None:
 @pytest.mark.parametrize("parse", [lambda extra: parse_chat({**CHAT, **extra}), lambda extra: parse_completion({**COMPLETION, **extra})])
 def test_what_asks_for_nothing_as_vllms_clients_write_it(parse: Callable[[dict[str, Any]], Any]) -> None:
     assert parse({"top_k": -1, "skip_special_tokens": True}).sampling() == parse({}).sampling()
-    with pytest.raises(RequestError, match="skip_special_tokens=False: is not supported"):
-        parse({"skip_special_tokens": False})
 
 
 def test_defaults_are_those_of_openai() -> None:

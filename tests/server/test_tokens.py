@@ -76,6 +76,26 @@ def test_messages_become_what_chat_sends_to_the_engine(connect: Connect) -> None
     assert (body["count"], body["model"]) == (len(submit.prompt_ids), "scripted")
 
 
+def test_a_prompt_may_end_where_vllms_would(connect: Connect, pipeline: TextPipeline) -> None:
+    """With what opens an answer, behind the last message, or inside it."""
+    begun = [USER, {"role": "assistant", "content": "It "}]
+    continued = {"messages": begun, "continue_final_message": True, "add_generation_prompt": False}
+    engine = ScriptedEngine()
+    opened, closed, inside, null, _ = post(
+        connect,
+        ("/tokenize", {"messages": begun}),
+        ("/tokenize", {"messages": begun, "add_generation_prompt": False}),
+        ("/tokenize", continued),
+        ("/tokenize", {"messages": begun, "add_generation_prompt": None, "continue_final_message": None}),
+        ("/v1/chat/completions", {"model": "scripted", **continued}),
+        engine=engine,
+    )
+    history = "<|im_start|>user\nhéllo<|im_end|>\n<|im_start|>assistant\nIt "
+    texts = [pipeline.tokenizer.spell(answer.json()["tokens"]) for answer in (opened, closed, inside, null)]
+    assert texts == [history + "<|im_end|>\n<|im_start|>assistant\n", history + "<|im_end|>\n", history, texts[0]]
+    assert inside.json()["tokens"] == engine.submits[0].prompt_ids
+
+
 def test_a_returned_turn_is_counted_as_it_was_generated(connect: Connect) -> None:
     """The scripted turn spells a token of its own in single bytes, which the tokenizer would never do."""
     word = "</tool_response>"
@@ -101,7 +121,11 @@ def test_a_returned_turn_is_counted_as_it_was_generated(connect: Connect) -> Non
         ({"prompt": "a", "tools": TOOLS}, "tools"),
         ({"prompt": "a", "return_token_strs": "yes"}, "return_token_strs"),
         ({"messages": [{"role": "wizard"}]}, "messages[0].role"),
-        ({"messages": [USER], "add_generation_prompt": False}, "add_generation_prompt"),
+        ({"messages": [USER], "add_generation_prompt": "no"}, "add_generation_prompt"),
+        ({"messages": [USER], "continue_final_message": True}, "continue_final_message"),
+        ({"messages": [USER], "continue_final_message": True, "add_generation_prompt": False}, "messages[0].role"),
+        ({"prompt": "a", "continue_final_message": True}, "continue_final_message"),
+        ({"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt"),
         ({"messages": [USER], "chat_template": "{{ 1 }}"}, "chat_template"),
         ([], "body"),
     ],

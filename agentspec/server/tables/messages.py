@@ -32,10 +32,7 @@ _PROMPT: FieldTable = {
         "it decides; `disabled` is refused if it begins the answer with thinking nevertheless. `budget_tokens`, any number, is an aim that the model "
         "isn't told of: only `max_tokens` bounds its thinking. `display: omitted` leaves the text out of the answer; there are no summaries"
     ),
-    "output_config": works(
-        "`format` (a JSON schema) constrains the answer. `effort` (`low`, `medium`, `high`, `xhigh`, `max`) goes to a template that has "
-        "`reasoning_effort`; elsewhere it may be anything, and has no effect"
-    ),
+    "output_config": works("`format` (a JSON schema) constrains the answer. `effort` is any text, as `reasoning_effort` in [chat](#chat)"),
     "output_format": works("the older name of `output_config.format`"),
     "context_management": works(
         "`edits` of what the model is shown: `clear_thinking_20251015` and `clear_tool_uses_20250919`, see [edits](#edits-of-a-conversation); others "

@@ -23,9 +23,7 @@ RESPONSES: FieldTable = {
     "parallel_tool_calls": works("true by default; false: one call at most"),
     "text": works("`format`: `text`, `json_object`, `json_schema`, which is held to whatever its `strict` says. `verbosity` has no effect"),
     "reasoning": works(
-        "`effort`: `none` switches thinking off; others where the checkpoint's template has `reasoning_effort`. `summary` has no effect: "
-        "reasoning items "
-        "hold the reasoning itself"
+        "`effort` is any text, as `reasoning_effort` in [chat](#chat). `summary` has no effect: reasoning items hold the reasoning itself"
     ),
     "include": works(
         "`message.output_text.logprobs`; `reasoning.encrypted_content`, [see below](#items). What OpenAI's hosted tools would add is taken and adds "

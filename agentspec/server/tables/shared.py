@@ -45,7 +45,11 @@ GENERATION: FieldTable = {
     "guided_regex": works("`structured_outputs.regex` by its older name"),
     "guided_choice": works("`structured_outputs.choice` by its older name"),
     "guided_grammar": works("`structured_outputs.grammar` by its older name"),
-    "return_token_ids": works("add the ids of prompt and answer, see below"),
+    "return_token_ids": works('true: add the ids of prompt and answer, see below; `"output"`: those of the answer alone'),
+    "skip_special_tokens": works(
+        "of vLLM's: false has control tokens (`<|im_start|>`) that are generated stand in the text, and in that of an echoed prompt. The stop id "
+        "that ends an answer is no part of its text either way. True by default. `<think>` and the tags of calls are no control tokens"
+    ),
     "forced_output": works(
         "token ids, for benchmarks: the answer is these tokens, whatever the model says, after a full forward pass and with drafts accepted against "
         "them. Stops and `max_tokens` end it as ever; behind its last token the answer is free. Only a server started with "
@@ -89,7 +93,6 @@ SERVERS: FieldTable = {
     "return_hidden_states": refused("of SGLang's", False),
     "return_tokens_as_token_ids": refused("of vLLM's", False),
     "session_params": refused("of SGLang's"),
-    "skip_special_tokens": refused("of vLLM's: control tokens are no text", True),
     "truncate_prompt_tokens": refused("of vLLM's", -1),
     "use_beam_search": refused("of vLLM's", False),
     "bootstrap_host": accepted("of SGLang's"),

@@ -14,9 +14,9 @@ TOKENIZE: FieldTable = {
     "model": works("may be absent"),
     "return_token_strs": works("add `token_strs`: each token as tokenizer.json spells it"),
     "add_special_tokens": works("without effect: the tokenizers of this family add none"),
-    "add_generation_prompt": refused("of vLLM's", True),
+    "continue_final_message": works("with messages and `add_generation_prompt: false`, as in chat"),
+    "add_generation_prompt": works("with messages; false: the ids of the messages alone, without those that open an answer"),
     "chat_template": refused("of vLLM's"),
-    "continue_final_message": refused("of vLLM's", False),
 }
 
 DETOKENIZE: FieldTable = {
