@@ -43,8 +43,8 @@ class RedactedThinkingBlock(_Block, frozen=True, kw_only=True, tag="redacted_thi
 class ToolUseBlock(_Block, frozen=True, kw_only=True, tag="tool_use"):
     id: str
     name: str
-    input: dict[str, Any] = {}
-    """Histories of other clients have null for none."""
+    input: dict[str, Any] | None = None
+    """None: without arguments, as histories of other clients have it."""
     cache_control: CacheControl | None = None
 
 
@@ -75,14 +75,18 @@ class UserMessage(msgspec.Struct, frozen=True, tag_field="role", tag="user"):
 
 
 class AssistantMessage(msgspec.Struct, frozen=True, tag_field="role", tag="assistant"):
-    content: str | list[AssistantBlock] = ""
+    content: str | list[AssistantBlock] | None = None
 
 
 class SystemMessage(msgspec.Struct, frozen=True, tag_field="role", tag="system"):
     content: str | list[TextBlock]
 
 
-InputMessage = UserMessage | AssistantMessage | SystemMessage
+class DeveloperMessage(SystemMessage, frozen=True, tag_field="role", tag="developer"):
+    """OpenAI's newer word for the same."""
+
+
+InputMessage = UserMessage | AssistantMessage | SystemMessage | DeveloperMessage
 
 
 def converted(system: str | Sequence[TextBlock], messages: Sequence[InputMessage]) -> tuple[list[dict[str, Any]], list[MessageMark]]:
@@ -144,14 +148,14 @@ class _Conversation:
         if not self.messages or self.messages[-1]["role"] != "assistant":
             self.messages.append({"role": "assistant", "content": ""})
         turn = self.messages[-1]
-        blocks: list[AssistantBlock] = [TextBlock(text=message.content)] if isinstance(message.content, str) else message.content
+        blocks: list[AssistantBlock] = [TextBlock(text=message.content)] if isinstance(message.content, str) else message.content or []
         for block in blocks:
             if isinstance(block, TextBlock):
                 turn["content"] += block.text
             elif isinstance(block, ThinkingBlock):
                 turn["reasoning_content"] = turn.get("reasoning_content", "") + block.thinking
             elif isinstance(block, ToolUseBlock):
-                called = {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
+                called = {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input or {}}}
                 turn.setdefault("tool_calls", []).append(called)
             if isinstance(block, TextBlock | ToolUseBlock) and block.cache_control is not None:
                 self.marks.append(MessageMark(len(self.messages) - 1))

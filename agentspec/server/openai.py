@@ -116,19 +116,39 @@ class CalledFunction(msgspec.Struct, frozen=True):
 class ToolCall(msgspec.Struct, frozen=True):
     function: CalledFunction
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
 
 
-class TextPart(msgspec.Struct, frozen=True):
-    type: Literal["text"]
+class TextPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
     text: str
+
+
+class InputTextPart(msgspec.Struct, frozen=True, tag_field="type", tag="input_text"):
+    """As /v1/responses has it, like the next."""
+
+    text: str
+
+
+class OutputTextPart(msgspec.Struct, frozen=True, tag_field="type", tag="output_text"):
+    text: str
+
+
+class RefusalPart(msgspec.Struct, frozen=True, tag_field="type", tag="refusal"):
+    refusal: str
+
+
+class ThinkingPart(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
+    thinking: str
+
+
+Part = TextPart | InputTextPart | OutputTextPart | RefusalPart | ThinkingPart
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
     """What is read of a message. Clients return all that answers had, of other servers too: the rest is left out."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[Part] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[ToolCall] | None = None

@@ -27,17 +27,30 @@ class _Given(msgspec.Struct, frozen=True, omit_defaults=True):
     """What clients send, or send back: null is absent."""
 
 
-class _Part(_Given, frozen=True, kw_only=True):
-    type: Literal["input_text", "output_text"]
-    text: str
+class _PartOf(_Given, frozen=True, kw_only=True, tag_field="type"):
     annotations: list[Any] | None = None
     """Carried along from answers; without effect, like the next."""
     logprobs: list[Any] | None = None
 
 
+class _InputText(_PartOf, frozen=True, kw_only=True, tag="input_text"):
+    text: str
+
+
+class _OutputText(_PartOf, frozen=True, kw_only=True, tag="output_text"):
+    text: str
+
+
+class _Refusal(_PartOf, frozen=True, kw_only=True, tag="refusal"):
+    refusal: str
+
+
+_Part = _InputText | _OutputText | _Refusal
+
+
 class _Message(_Given, frozen=True, kw_only=True):
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[_Part]
+    content: str | list[_Part] | None
     type: Literal["message"] = "message"
     id: str | None = None
     status: str | None = None
@@ -49,7 +62,7 @@ class _FunctionCall(_Given, frozen=True, kw_only=True):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
+    arguments: str | None
     namespace: str | None = None
     id: str | None = None
     status: str | None = None
@@ -58,7 +71,7 @@ class _FunctionCall(_Given, frozen=True, kw_only=True):
 class _FunctionCallOutput(_Given, frozen=True, kw_only=True):
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[_Part]
+    output: str | list[_Part] | None
     id: str | None = None
     status: str | None = None
 
@@ -67,7 +80,7 @@ class _CustomCall(_Given, frozen=True, kw_only=True):
     type: Literal["custom_tool_call"]
     call_id: str
     name: str
-    input: str
+    input: str | None
     namespace: str | None = None
     id: str | None = None
     status: str | None = None
@@ -76,7 +89,7 @@ class _CustomCall(_Given, frozen=True, kw_only=True):
 class _CustomCallOutput(_Given, frozen=True, kw_only=True):
     type: Literal["custom_tool_call_output"]
     call_id: str
-    output: str | list[_Part]
+    output: str | list[_Part] | None
     id: str | None = None
     status: str | None = None
 
@@ -201,6 +214,8 @@ def _read_item(given: dict[str, Any], kind: Any, name: str, notes: Notes) -> Ite
     item: Item = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "completed", **msgspec.to_builtins(read)}
     if kind == "message":
         item["content"] = _parts(item["content"], "output_text" if item["role"] == "assistant" else "input_text")
+    elif isinstance(item.get("output"), list):
+        item["output"] = _parts(item["output"], "input_text")
     elif kind == "reasoning":
         item.setdefault("summary", [])
         _open_reasoning(item, notes)
@@ -220,9 +235,10 @@ def _open_reasoning(item: Item, notes: Notes) -> None:
 
 
 def _parts(content: str | list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    """A refusal is a text to a model."""
     if isinstance(content, str):
         return [{"type": kind, "text": content}]
-    return content
+    return [{"type": kind, "text": part["refusal"]} if part["type"] == "refusal" else part for part in content]
 
 
 @dataclass(slots=True)

@@ -18,6 +18,9 @@ Message = dict[str, Any]
 """Normalised: no None values, `content` a string, call arguments as objects (RawArguments where they are none), reasoning under every name that
 templates read."""
 
+_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""By the type of a content's part: where its text is. Parts of type `thinking` are reasoning (returned_reasoning.py)."""
+
 RESULT_OPEN, RESULT_CLOSE = "<tool_response>", "</tool_response>"
 
 _READ = frozenset(("role", "content", "name", "tool_calls", "tool_call_id"))
@@ -99,11 +102,14 @@ def _content(content: object, field: str) -> str:
     texts: list[str] = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text":
+        if kind == "thinking":
+            continue
+        if not isinstance(kind, str) or kind not in _PARTS:
             raise RequestError(f"{field}[{index}].type", kind, "only text parts are supported")
-        if not isinstance(part.get("text"), str):
-            raise RequestError(f"{field}[{index}].text", part.get("text"), "must be a string")
-        texts.append(part["text"])
+        text = part.get(_PARTS[kind])
+        if not isinstance(text, str):
+            raise RequestError(f"{field}[{index}].{_PARTS[kind]}", text, "must be a string")
+        texts.append(text)
     return "".join(texts)
 
 

@@ -156,9 +156,21 @@ class Bodies:
         self._maybe(body, 0.1, "reasoning_effort", lambda: rng.choice(["none", "low", "high"]))
         self._maybe(body, 0.2, "chat_template_kwargs", self._template_kwargs)
         self._maybe(body, 0.1, "service_tier", lambda: rng.choice(["auto", "auto", "flex"]))
+        self._continue(body, 0.4)
         if rng.random() < self._constrained_share:
             self._constrain_chat(body)
         return body
+
+    def _continue(self, body: dict[str, Any], share: float) -> None:
+        """Have the answer go on from what the conversation ends with, or from some words; generated turns are among the former."""
+        if self._rng.random() > share:
+            return
+        last = body["messages"][-1]
+        if last["role"] != "assistant" and self._rng.random() < 0.5:
+            words = self._rng.choice([self._text(), self._text() + " ", "<think>" + self._text(), "", None])
+            body["messages"] = [*body["messages"], {"role": "assistant", "content": words}]
+        if body["messages"][-1]["role"] == "assistant":
+            body |= {"continue_final_message": True, "add_generation_prompt": False}
 
     def completion(self) -> dict[str, Any]:
         rng = self._rng
@@ -175,6 +187,8 @@ class Bodies:
         rng = self._rng
         body = self._count() | self._limits("max_tokens")
         body.setdefault("max_tokens", 5)
+        if rng.random() < 0.1:
+            body["messages"].append({"role": "assistant", "content": rng.choice([self._text(), self._blocks(), "{ ", None])})
         self._maybe(body, 0.4, "stream", lambda: True)
         self._maybe(body, 0.3, "stop_sequences", lambda: [self._word() or "x"])
         self._maybe(body, 0.3, "temperature", lambda: rng.choice([0, 1, 0.3]))
@@ -230,6 +244,9 @@ class Bodies:
     def _tokenize(self) -> dict[str, Any]:
         rng = self._rng
         body: dict[str, Any] = {"messages": self._messages()} if rng.random() < 0.5 else {"prompt": self._text(), "return_token_strs": True}
+        if "messages" in body:
+            self._continue(body, 0.2)
+            self._maybe(body, 0.1, "add_generation_prompt", lambda: False)
         return body | ({"model": MODEL} if rng.random() < 0.5 else {})
 
     def _detokenize(self) -> dict[str, Any]:
@@ -265,7 +282,8 @@ class Bodies:
             ("stop", 0.3, ["a", ["b", "c"], ["\u00e9"], ["x" * 3000]]),
             ("stop_token_ids", 0.1, [[1], [2, 3], [NUM_TOKENS - 1]]),
             ("ignore_eos", 0.1, [True]),
-            ("return_token_ids", 0.2, [True]),
+            ("return_token_ids", 0.2, [True, "output"]),
+            ("skip_special_tokens", 0.1, [False]),
             ("forced_output", 0.05, [[1, 2]]),
             ("prompt_cache_key", 0.2, ["a", "b"]),
             ("cache_salt", 0.1, ["salt", ""]),

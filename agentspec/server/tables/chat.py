@@ -10,6 +10,7 @@ CHAT: FieldTable = {
     "messages": works(
         "`system`, `developer`, `user`, `assistant` and `tool`, in any order that the template takes (system messages anywhere: below); text, "
         "as it is or in parts; images are refused, or told of in words ([`--images`](#the-server)). "
+        "Parts may have the types `input_text`, `output_text`, `refusal` (each a text) and `thinking` (reasoning), too. "
         "`tool_calls`, `tool_call_id` and reasoning (below) are read; what else a message, a part or a call carries is "
         "left out"
     ),

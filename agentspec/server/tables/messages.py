@@ -7,7 +7,7 @@ from agentspec.server.fields import FieldTable, accepted, refused, works
 _PROMPT: FieldTable = {
     "model": works("required; must be a name of the served model (404 otherwise): the checkpoint's, or those of `--served-model-name`"),
     "messages": works(
-        "required. `user`, `assistant` and, [anywhere](#chat), `system`. Blocks: `text`, `tool_use`, `tool_result` (a text or parts), "
+        "required. `user`, `assistant` and, [anywhere](#chat), `system` or `developer`. Blocks: `text`, `tool_use`, `tool_result` (a text or parts), "
         "`thinking`, `redacted_thinking`. Texts of one message are joined as they are. Results come before the text of their message, wherever they "
         "stand in it; one with `is_error` reaches the model behind `Error: `. Assistant messages in a row are one turn. If the last message is one, "
         "the answer goes on from its text, without thinking, and holds only what is new; it can't hold a `tool_use` then. A redacted block is "

@@ -8,7 +8,7 @@ from agentspec.server.tables.shared import SAMPLING
 RESPONSES: FieldTable = {
     "model": works("required; must be a name of the served model (404 otherwise): the checkpoint's, or those of `--served-model-name`"),
     "input": works(
-        "required. A text, or items: `message` (`input_text` and `output_text` parts), `reasoning`, calls and their results, "
+        "required. A text, or items: `message` (`input_text`, `output_text` and `refusal` parts), `reasoning`, calls and their results, "
         "`item_reference`, [see below](#items). "
         "Images are refused, or told of in words ([`--images`](#the-server)). What else an item or a part carries is left out"
     ),
