@@ -88,7 +88,7 @@ def _turn_request(service: Service, asked: CountRequest, call: Call) -> TurnRequ
 
 def _check_thinking(asked: CountRequest, prompt: BuiltPrompt) -> None:
     """Thinking can't be switched off where the template begins it whatever it is told."""
-    if asked.wants_no_thinking and prompt.reasoning_open:
+    if asked.wants_no_thinking and prompt.reasoning_open and not prompt.begun.turn.content:
         raise RequestError("thinking.type", "disabled", "this checkpoint's chat template begins every answer with thinking")
 
 

@@ -244,6 +244,35 @@ def test_a_grammar_that_can_not_be_served_is_named_as_the_client_sent_it(connect
                 assert shown["message"].endswith(": can't go on")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_goes_on_may_be_demanded_like_any_other(connect: Connect, pipeline: TextPipeline, stream: bool) -> None:
+    """Choices, calls and forms: what is demanded counts for what is new."""
+    messages = [*CHAT["messages"], {"role": "assistant", "content": "Let me look. "}]
+    body = {**CHAT, "messages": messages, "continue_final_message": True, "add_generation_prompt": False, "tools": [LOOK], "stream": stream}
+    engine = ScriptedEngine([*said(CALL), ended()])
+    response = post(connect, engine, {**body, "n": 2, "tool_choice": "required", "chat_template_kwargs": {"enable_thinking": True}})
+    plain = ScriptedEngine([*said(CALL), ended()])
+    post(connect, plain, {**CHAT, "tools": [LOOK], "tool_choice": "required"})
+    assert [submit.grammar for submit in engine.submits] == [plain.submits[0].grammar] * 2, "no reasoning may come before"
+    assert all(pipeline.tokenizer.spell(submit.prompt_ids).endswith("<|im_start|>assistant\nLet me look. ") for submit in engine.submits)
+    if stream:
+        starts = [
+            call["function"]["name"]
+            for chunk in chunks(response)
+            for choice in chunk["choices"]
+            for call in choice["delta"].get("tool_calls", ())
+            if "id" in call
+        ]
+        assert starts == ["look", "look"]
+    else:
+        shown = [(choice["message"]["content"], choice["message"]["tool_calls"][0]["function"]["name"]) for choice in response.json()["choices"]]
+        assert shown == [(None, "look")] * 2
+    form = ScriptedEngine([*said("42"), ended()])
+    post(connect, form, {**body, "tools": None, "guided_regex": "[0-9]+"})
+    assert form.submits[0].grammar is not None
+    assert form.submits[0].grammar.field == "guided_regex"
+
+
 TEMPLATE = "{% if tools %}<function={% endif %}{{ messages[0].content }}{% if reasoning_effort %} effort {{ reasoning_effort }}{% endif %}"
 SWITCH = "{% if enable_thinking is defined and not enable_thinking %} quick{% endif %}"
 

@@ -127,6 +127,15 @@ def test_an_answer_goes_on_from_the_last_message(connect: Connect, pipeline: Tex
     assert pipeline.tokenizer.spell(engine.submits[0].prompt_ids).endswith("<|im_start|>assistant\n{")
 
 
+def test_a_think_block_that_the_client_opened_is_its_own_wish(connect: Connect) -> None:
+    messages = [*BODY["messages"], {"role": "assistant", "content": "<think>\nHm"}]
+    answer = post(connect, ScriptedEngine([*said(", so.</think>Yes."), ended()]), {**BODY, "messages": messages, "thinking": {"type": "disabled"}})
+    assert [(block["type"], block.get("thinking", block.get("text"))) for block in answer.json()["content"]] == [
+        ("thinking", ", so."),
+        ("text", "Yes."),
+    ]
+
+
 def test_a_stream_of_text(connect: Connect) -> None:
     events = told(post(connect, ScriptedEngine([*said("Hel", "lo"), ended()]), {**BODY, "stream": True}))
     assert [event["type"] for event in events] == [
