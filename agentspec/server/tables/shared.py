@@ -47,8 +47,8 @@ GENERATION: FieldTable = {
     "guided_grammar": works("`structured_outputs.grammar` by its older name"),
     "return_token_ids": works('true: add the ids of prompt and answer, see below; `"output"`: those of the answer alone'),
     "skip_special_tokens": works(
-        "of vLLM's: false has control tokens (`<|im_start|>`) that are generated stand in the text, and in that of an echoed prompt. The stop id "
-        "that ends an answer is no part of its text either way. True by default. `<think>` and the tags of calls are no control tokens"
+        "of vLLM's: false has control tokens that are generated, such as those around turns, stand in the text, and in that of an echoed prompt. "
+        "The stop id that ends an answer is no part of its text either way. True by default. `<think>` and the tags of calls are no control tokens"
     ),
     "forced_output": works(
         "token ids, for benchmarks: the answer is these tokens, whatever the model says, after a full forward pass and with drafts accepted against "
