@@ -11,7 +11,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 export PYTHON TORCH
 
-.PHONY: help install replay evaluate test test-clients aiperf test-gpu sanitize check format clean
+.PHONY: help install replay evaluate test test-sdks test-clients aiperf test-gpu sanitize check format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,14 +25,19 @@ evaluate: .venv/.installed  ## measure tiny-agent on sessions that its training 
 	$(BIN)/python -m scripts.tiny_agent.evaluate $(ARGS)
 
 test: .venv/.dev-installed  ## run every test that needs no GPU
-	$(BIN)/python -m pytest -n 2 -m "not gpu" --ignore=tests/gpu --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "not gpu" --ignore=tests/gpu --ignore=tests/sdks --durations=10 $(ARGS)
+
+test-sdks: .venv/.dev-installed  ## install SDKs and agent frameworks, in Python and node, and run their loops; what can't be installed is skipped
+	scripts/client_venv.sh sdks
+	scripts/client_node.sh
+	$(BIN)/python -m pytest -n 2 -rs tests/sdks --durations=10 $(ARGS)
 
 test-clients: .venv/.dev-installed  ## install command-line agents with npm and let each work against the server; what can't be installed is skipped
 	$(BIN)/python -m scripts.clients.install
 	$(BIN)/python -m pytest -rsx tests/frameworks/test_command_line_agents.py $(ARGS)
 
 aiperf: .venv/.dev-installed  ## make .venv-aiperf, where aiperf's test finds its client; where that can't be done, the test is skipped
-	scripts/aiperf_venv.sh
+	scripts/client_venv.sh aiperf
 
 test-gpu: .venv/.dev-installed  ## run the tests that need a CUDA device, and those of the kernels on it
 	$(BIN)/python -m pytest tests/gpu tests/kernels/triton $(ARGS)

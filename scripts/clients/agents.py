@@ -96,7 +96,7 @@ class Agent:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         command = [str(self.binary), *self.arguments, TASK]
-        environment = {**_quiet(place), **self.environment(place)}
+        environment = {**quiet(place), **self.environment(place)}
         return subprocess.run(
             command,
             env=environment,
@@ -108,7 +108,7 @@ class Agent:
         )
 
 
-def _quiet(place: Place) -> dict[str, str]:
+def quiet(place: Place) -> dict[str, str]:
     """The whole environment of an agent: nothing of the caller's comes along but the way to programs."""
     home = place.home
     return {

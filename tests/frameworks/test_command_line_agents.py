@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from agentspec import bundled
@@ -21,9 +20,9 @@ from agentspec.engine import AsyncEngine
 from agentspec.server.app import create_app
 from agentspec.server.pipeline import TextPipeline
 from agentspec.server.unknown_fields import HEADER
-from agentspec.wire import Event, FinishEvent, ModelInfo, Submit
-from scripts.clients.agents import AGENTS, ANSWER, MODEL, Agent, Calls, Place
+from scripts.clients.agents import AGENTS, ANSWER, Agent, Calls, Place
 from scripts.clients.record import Recorder, in_place
+from tests.fakes.scripted_outputs import ScriptedOutputs
 from tests.server.loopback import served
 
 CONTEXT = 65536
@@ -34,46 +33,6 @@ REFUSED: dict[str, str] = {}
 
 LEFT_OUT: dict[str, set[str]] = {"claude-code": {"messages[tool_reference]"}, "codex": {"tools.web_search"}}
 """What answers say they left out. The other agents send nothing that nobody knows."""
-
-
-class ScriptedOutputs:
-    """An engine whose model says what the script has: each call in its turn, then the answer."""
-
-    def __init__(self, engine: AsyncEngine, calls: Calls) -> None:
-        self.finished: list[FinishEvent] = []
-        assert engine.tokenizer is not None
-        self._engine, self._tokenizer, self._calls = engine, engine.tokenizer, calls
-
-    @property
-    def info(self) -> ModelInfo:
-        return msgspec.structs.replace(self._engine.info, model_id=MODEL)
-
-    @property
-    def alive(self) -> bool:
-        return self._engine.alive
-
-    async def stats(self) -> dict[str, Any]:
-        return await self._engine.stats()
-
-    async def stream(self, submit: Submit) -> AsyncIterator[Event]:
-        prompt = self._tokenizer.spell(list(submit.prompt_ids))
-        ids = [*self._tokenizer.encode(self._next_text(prompt)), self.info.stop_token_ids[0]]
-        async for event in self._engine.stream(msgspec.structs.replace(submit, forced_output=ids)):
-            if isinstance(event, FinishEvent):
-                self.finished.append(event)
-            yield event
-
-    def _next_text(self, prompt: str) -> str:
-        thought = "The next step follows from the task.\n</think>\n\n" if prompt.endswith("<think>\n") else ""
-        done = prompt.count("<|im_start|>user\n<tool_response>\n")
-        lost = len(self.finished) > 3 * len(self._calls)  # an agent that goes on for ever must fail, not hang
-        if lost or done >= len(self._calls) or f'"name": "{self._calls[done][0]}"' not in prompt:
-            return thought + ANSWER
-        name, arguments = self._calls[done]
-        written = "".join(
-            f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n" for key, value in arguments.items()
-        )
-        return f"{thought}<tool_call>\n<function={name}>\n{written}</function>\n</tool_call>"
 
 
 class Watched:

@@ -1,0 +1,200 @@
+"""SDKs and agent frameworks, the real packages, in an environment of their own: loops with tools against the server over a socket.
+
+The engine is real, with the bundled model; what the model says is known beforehand, as forced output, but where a client's forms hold it. Each
+client is a program, in `programs` or `node`, that says which calls came to its tools and what was answered. `make test-sdks` installs them; those that
+aren't there are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentspec import bundled
+from agentspec.config import EngineConfig
+from agentspec.engine import AsyncEngine
+from agentspec.server.app import create_app
+from agentspec.server.pipeline import TextPipeline
+from agentspec.server.unknown_fields import HEADER
+from scripts.clients.agents import MODEL, NOTES, Place, quiet
+from scripts.clients.record import Recorder
+from tests.fakes.scripted_outputs import OutputsInTurn
+from tests.sdks.programs import task
+from tests.server.loopback import bundled_app, served
+
+ROOT = Path(__file__).parents[2]
+VENV = ROOT / ".venv-sdks"
+OWN_VENV = Path(sys.prefix)
+"""It has the newest openai package; LiteLLM wants an older one."""
+HERE = Path(__file__).parent
+
+Output = str | tuple[str, dict[str, Any]]
+
+CALLS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("search_rooms", {"city": "Graz", "guests": 2, "features": ["desk", 'a view of the "Schloßberg"']}),
+    ("book_room", {"room_id": "R-17", "nights": 3}),
+)
+ANSWER = "Room R-17 is booked for three nights; the number of the booking is B-5521."
+COMMANDS = ("cat notes.txt", "cat other.txt", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && cat notes.txt")
+
+
+def blocks(*codes: str, opening: str, closing: str) -> tuple[str, ...]:
+    """Answers of agents whose calls are code in the text."""
+    return tuple(f"Thought: the next step.\n{opening}\n{code}\n{closing}" for code in codes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Client:
+    program: str
+    way: str = ""
+    venv: Path = VENV
+    outputs: tuple[Output, ...] = (*CALLS, ANSWER)
+    calls: tuple[tuple[str, dict[str, Any]], ...] = CALLS
+    answers: tuple[str, ...] = (ANSWER, ANSWER)
+    modes: tuple[str, ...] = ("whole", "streamed")
+    left_out: tuple[str, ...] = ()
+    """What the server says that it left out."""
+
+    def command(self) -> list[str]:
+        if self.program.endswith(".mjs"):
+            return ["node", str(HERE / "node" / self.program)]
+        return [str(self.venv / "bin" / "python"), str(HERE / "programs" / self.program)]
+
+    def skip_if_missing(self) -> None:
+        in_node = self.program.endswith(".mjs")
+        if in_node and shutil.which("node") is None:
+            pytest.skip("the AI SDK needs node")
+        there = HERE / "node" / "node_modules" if in_node else self.venv
+        if not (there / ".installed").exists() and self.venv != OWN_VENV:
+            pytest.skip(f"{there.relative_to(ROOT)} is not there: `make test-sdks` installs it")
+
+    def run(self, place: Place, mode: str, model: str = MODEL) -> dict[str, Any]:
+        """What the program says of its session."""
+        place.workspace.mkdir(parents=True)
+        place.home.mkdir(parents=True)
+        (place.workspace / "notes.txt").write_text(NOTES)
+        results = {"search_rooms": task.ROOMS, "book_room": task.BOOKED}
+        environment = quiet(place) | {
+            "PYTHONPATH": str(ROOT),
+            "CLIENT_MODEL": model,
+            "CLIENT_TASK": json.dumps({"model": MODEL, "questions": [task.QUESTION, task.AGAIN], "schemas": task.SCHEMAS, "results": results}),
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "MSWEA_SILENT_STARTUP": "1",
+        }
+        command = [*self.command(), place.url, mode, *filter(None, [self.way])]
+        done = subprocess.run(command, env=environment, cwd=place.workspace, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, (done.stdout[-4000:], done.stderr[-4000:])
+        told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return told
+
+
+def shell_agent(way: str, *outputs: Output) -> Client:
+    """mini-swe-agent, which has one task and doesn't stream."""
+    calls = tuple(("bash", {"command": command}) for command in COMMANDS)
+    return Client(program="mini_swe_agent.py", way=way, outputs=outputs, calls=calls, answers=(NOTES,), modes=("whole",))
+
+
+OPENAI = {
+    "openai chat": Client(program="openai_chat.py"),
+    "openai responses": Client(program="openai_responses.py"),
+    "openai responses, stored": Client(program="openai_responses.py", way="stored"),
+}
+CLIENTS = {
+    **OPENAI,
+    **{f"{name}, newest": replace(client, venv=OWN_VENV) for name, client in OPENAI.items()},
+    "LiteLLM, openai": Client(program="litellm_chat.py", way="openai"),
+    "LiteLLM, hosted_vllm": Client(program="litellm_chat.py", way="hosted_vllm"),
+    "LiteLLM, anthropic": Client(program="litellm_chat.py", way="anthropic"),
+    "mini-swe-agent": shell_agent("litellm", *(("bash", {"command": command}) for command in COMMANDS)),
+    "mini-swe-agent, responses": shell_agent("litellm_response", *(("bash", {"command": command}) for command in COMMANDS)),
+    "mini-swe-agent, text": shell_agent("litellm_textbased", *blocks(*COMMANDS, opening="```mswea_bash_command", closing="```")),
+    "smolagents, calls": Client(program="smolagents_agent.py", way="ToolCallingAgent", outputs=(*CALLS, ("final_answer", {"answer": ANSWER}))),
+    "smolagents, code": Client(
+        program="smolagents_agent.py",
+        way="CodeAgent",
+        outputs=blocks(
+            *(f"print({name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())}))" for name, arguments in CALLS),
+            f"final_answer({ANSWER!r})",
+            opening="<code>",
+            closing="</code>",
+        ),
+    ),
+    "AI SDK, openai": Client(program="agent.mjs", way="openai"),
+    "AI SDK, openai chat": Client(program="agent.mjs", way="openai.chat"),
+    "AI SDK, openai-compatible": Client(program="agent.mjs", way="openai-compatible"),
+    "AI SDK, anthropic": Client(program="agent.mjs", way="anthropic"),
+    "Agent Framework, chat": Client(program="agent_framework_agent.py", way="OpenAIChatCompletionClient"),
+    "Agent Framework, responses": Client(program="agent_framework_agent.py", way="OpenAIChatClient"),
+}
+
+
+class Watched:
+    """The app around an engine with a script, and what came to it."""
+
+    def __init__(self, outputs: tuple[Output, ...]) -> None:
+        self.recorder: Recorder
+        self.engine: OutputsInTurn
+        self._outputs = outputs
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Any]:
+        async with AsyncEngine(EngineConfig(allow_forced_output=True)) as engine:
+            self.engine = OutputsInTurn(engine, self._outputs)
+            self.recorder = Recorder(create_app(self.engine, TextPipeline.from_checkpoint(engine.tokenizer, engine.model_dir)))
+            yield self.recorder
+
+    def check(self, client: Client, mode: str, told: dict[str, Any]) -> None:
+        """Every request was answered and asked for what its client was told to; later ones found their prefixes."""
+        requests = self.recorder.requests
+        assert {request["status"] for request in requests} == {200}, [(request["path"], request["status"]) for request in requests]
+        assert {bool(request["body"].get("stream")) for request in requests} == {mode == "streamed"}
+        assert {answer[HEADER] for answer in self.recorder.answers if HEADER in answer} == set(client.left_out)
+        cached = [event.usage.cached_tokens for event in self.engine.finished]
+        assert len(cached) > len(client.outputs) - 1
+        assert all(tokens > 0 for tokens in cached[1:]), cached
+        assert told["cached"] in (None, cached), "the client tells its user the same"
+
+
+@pytest.mark.parametrize(("name", "mode"), [(name, mode) for name, client in CLIENTS.items() for mode in client.modes])
+def test_a_loop_with_tools(name: str, mode: str, tmp_path: Path) -> None:
+    client = CLIENTS[name]
+    client.skip_if_missing()
+    watched = Watched(client.outputs)
+    with served(watched.open) as url:
+        told = client.run(Place(scratch=tmp_path, url=url.rstrip("/")), mode)
+    assert told["calls"] == [[name, arguments] for name, arguments in client.calls]
+    assert told["answers"] == list(client.answers)
+    watched.check(client, mode, told)
+
+
+@pytest.mark.parametrize("venv", [VENV, OWN_VENV], ids=["older", "newest"])
+@pytest.mark.parametrize("mode", ["whole", "streamed"])
+@pytest.mark.parametrize("way", ["chat", "responses"])
+def test_openai_parses_what_the_model_itself_says(way: str, mode: str, venv: Path, tmp_path: Path) -> None:
+    """`.parse()` and `.stream()` want strict tools, and an answer held to a model of pydantic's."""
+    client = Client(program="openai_parsed.py", way=way, venv=venv)
+    client.skip_if_missing()
+    recorders: list[Recorder] = []
+
+    @asynccontextmanager
+    async def watched() -> AsyncIterator[Any]:
+        async with bundled_app() as app:
+            recorders.append(Recorder(app))
+            yield recorders[0]
+
+    with served(watched) as url:
+        told = client.run(Place(scratch=tmp_path, url=url.rstrip("/")), mode, bundled.NAME)
+    assert told["calls"] == [["orders_get", {"order_id": "O-4071"}], ["orders_cancel", {"order_id": "O-4071"}]]
+    assert told["answers"] == [{"order_id": "O-4071", "status": "paid"}, {"order_id": "O-4071", "status": "cancelled"}]
+    assert len(told["cached"]) == 4
+    assert all(tokens > 0 for tokens in told["cached"][1:])
+    assert [answer for answer in recorders[0].answers if HEADER in answer] == []
