@@ -27,8 +27,10 @@ evaluate: .venv/.installed  ## measure tiny-agent on sessions that its training 
 test: .venv/.dev-installed  ## run every test that needs no GPU
 	$(BIN)/python -m pytest -n 2 -m "not gpu" --ignore=tests/gpu --ignore=tests/sdks --durations=10 $(ARGS)
 
-test-sdks: .venv/.dev-installed  ## install SDKs and agent frameworks, in Python and node, and run their loops; what can't be installed is skipped
+test-sdks: .venv/.dev-installed  ## install SDKs, agent frameworks and benchmark clients, and run each against the server; what can't be installed is skipped
 	scripts/client_venv.sh sdks
+	scripts/client_venv.sh benchmarks
+	scripts/client_venv.sh guidellm
 	scripts/client_node.sh
 	$(BIN)/python -m pytest -n 2 -rs tests/sdks --durations=10 $(ARGS)
 

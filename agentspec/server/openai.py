@@ -44,7 +44,6 @@ class Common(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     logit_bias: dict[int, float] = {}
     stop: str | list[str] = []
     stop_token_ids: list[int] = []
-    ignore_eos: bool = False
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None
     guided_regex: str | None = None
@@ -90,7 +89,6 @@ class Common(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             max_tokens=self.token_limit,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
-            ignore_eos=self.ignore_eos,
         )
 
 

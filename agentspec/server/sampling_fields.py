@@ -22,6 +22,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     repetition_penalty: float = 1.0
     seed: int | None = None
     min_tokens: int = 0
+    ignore_eos: bool = False
 
     def sampling_with(self, **further: Any) -> SamplingParams:
         """These fields, and what else an API takes."""
@@ -35,6 +36,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             repetition_penalty=self.repetition_penalty,
             seed=self.seed,
             min_tokens=self.min_tokens,
+            ignore_eos=self.ignore_eos,
             **further,
         )
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,8 @@ from scripts.clients.agents import MODEL, NOTES, Place, quiet
 from scripts.clients.record import Recorder
 from tests.fakes.scripted_outputs import OutputsInTurn
 from tests.sdks.programs import task
-from tests.server.loopback import bundled_app, served
+from tests.sdks.recorded import recorded
+from tests.server.loopback import served
 
 ROOT = Path(__file__).parents[2]
 VENV = ROOT / ".venv-sdks"
@@ -156,7 +159,7 @@ class Watched:
         """Every request was answered and asked for what its client was told to; later ones found their prefixes."""
         requests = self.recorder.requests
         assert {request["status"] for request in requests} == {200}, [(request["path"], request["status"]) for request in requests]
-        assert {bool(request["body"].get("stream")) for request in requests} == {mode == "streamed"}
+        assert {bool(request["body"].get("stream")) for request in requests if request["method"] == "POST"} == {mode == "streamed"}
         assert {answer[HEADER] for answer in self.recorder.answers if HEADER in answer} == set(client.left_out)
         cached = [event.usage.cached_tokens for event in self.engine.finished]
         assert len(cached) > len(client.outputs) - 1
@@ -183,18 +186,51 @@ def test_openai_parses_what_the_model_itself_says(way: str, mode: str, venv: Pat
     """`.parse()` and `.stream()` want strict tools, and an answer held to a model of pydantic's."""
     client = Client(program="openai_parsed.py", way=way, venv=venv)
     client.skip_if_missing()
-    recorders: list[Recorder] = []
-
-    @asynccontextmanager
-    async def watched() -> AsyncIterator[Any]:
-        async with bundled_app() as app:
-            recorders.append(Recorder(app))
-            yield recorders[0]
-
-    with served(watched) as url:
-        told = client.run(Place(scratch=tmp_path, url=url.rstrip("/")), mode, bundled.NAME)
+    with recorded() as (url, recorder):
+        told = client.run(Place(scratch=tmp_path, url=url), mode, bundled.NAME)
     assert told["calls"] == [["orders_get", {"order_id": "O-4071"}], ["orders_cancel", {"order_id": "O-4071"}]]
     assert told["answers"] == [{"order_id": "O-4071", "status": "paid"}, {"order_id": "O-4071", "status": "cancelled"}]
     assert len(told["cached"]) == 4
     assert all(tokens > 0 for tokens in told["cached"][1:])
-    assert [answer for answer in recorders[0].answers if HEADER in answer] == []
+    assert [answer for answer in recorder.answers if HEADER in answer] == []
+
+
+@contextmanager
+def litellm_proxy(place: Place) -> Iterator[str]:
+    """LiteLLM's proxy in front of the server; the value is its URL, without a slash at the end."""
+    place.home.mkdir(parents=True)
+    settings = {"model": f"openai/{MODEL}", "api_base": f"{place.url}/v1", "api_key": "none"}
+    (place.home / "proxy.yaml").write_text(json.dumps({"model_list": [{"model_name": MODEL, "litellm_params": settings}]}))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [str(VENV / "bin" / "litellm"), "--config", str(place.home / "proxy.yaml"), "--host", "127.0.0.1", "--port", str(port)]
+    permitted = "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY"
+    environment = quiet(place) | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONUNBUFFERED": "1", permitted: "true"}
+    with subprocess.Popen(
+        command, env=environment, cwd=place.home, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as proxy:
+        assert proxy.stdout is not None
+        try:
+            said = []
+            while "Uvicorn running on" not in (line := proxy.stdout.readline()):
+                said.append(line)
+                assert line, "".join(said)[-4000:]
+            threading.Thread(target=proxy.stdout.read).start()  # so that it never waits for a reader
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            proxy.terminate()
+
+
+@pytest.mark.parametrize("name", ["openai chat", "openai responses", "AI SDK, anthropic"])
+def test_litellm_proxy_stands_between(name: str, tmp_path: Path) -> None:
+    client = CLIENTS[name]
+    client.skip_if_missing()
+    OPENAI["openai chat"].skip_if_missing()
+    watched = Watched(client.outputs)
+    for mode in client.modes:
+        with served(watched.open) as url, litellm_proxy(Place(scratch=tmp_path / mode / "proxy", url=url.rstrip("/"))) as proxy:
+            told = client.run(Place(scratch=tmp_path / mode, url=proxy), mode)
+        assert told["calls"] == [[name, arguments] for name, arguments in client.calls]
+        assert told["answers"] == list(client.answers)
+        watched.check(client, mode, told)

@@ -351,7 +351,7 @@ SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}}
         ({"reasoning": {"effort": "none"}}, {"effort": "none"}),
         ({"temperature": 0, "top_k": 3, "seed": 7}, {"sampling": SamplingParams(temperature=0, top_k=3, seed=7)}),
         ({"top_k": -1}, {"sampling": SamplingParams()}),
-        ({"min_tokens": 5}, {"sampling": SamplingParams(min_tokens=5)}),
+        ({"min_tokens": 5, "ignore_eos": True}, {"sampling": SamplingParams(min_tokens=5, ignore_eos=True)}),
     ],
     ids=lambda value: next(iter(value)),
 )

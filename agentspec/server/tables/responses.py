@@ -39,6 +39,7 @@ RESPONSES: FieldTable = {
     "chat_template_kwargs": works("not OpenAI's; as in chat"),
     "cache_salt": works("not OpenAI's; as in chat"),
     "min_tokens": works("not OpenAI's; as in chat"),
+    "ignore_eos": works("not OpenAI's; as in chat"),
     "background": refused("answers are waited for", False),
     "context_management": refused("histories are rendered as they are sent", []),
     "conversation": refused("`previous_response_id` is served"),

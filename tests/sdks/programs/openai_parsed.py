@@ -1,6 +1,7 @@
-"""The openai package's helpers that parse: `.parse()` or `.stream()` with strict tools made of pydantic models, and an answer that is one, too.
+"""The openai package's helpers that parse: `.parse()` or `.stream()` with strict tools made of pydantic models, and answers that are such a model.
 
-The way is the API: `chat` or `responses`. The served model itself answers, held to these forms; so the task is one that it knows.
+The way is the API: `chat` or `responses`. The served model itself answers, held to these forms; so the task is one that it knows. It would rather
+call again than answer in a form it never saw, so an answer's request lets it call nothing.
 """
 
 from __future__ import annotations
@@ -25,9 +26,7 @@ class OrderNumber(BaseModel):
 
 
 client = OpenAI(base_url=f"{task.URL}/v1", api_key="none", max_retries=0)
-(way,) = task.WAY
-answers: list[Any] = []
-cached: list[int] = []
+TOOLS = [openai.pydantic_function_tool(OrderNumber, name=name, description=text) for name, text in orders.DESCRIPTIONS.items()]
 
 
 def run(name: str, arguments: Any) -> str:
@@ -36,57 +35,52 @@ def run(name: str, arguments: Any) -> str:
     return orders.call(name, arguments.model_dump())
 
 
-def chat() -> None:
-    tools = [openai.pydantic_function_tool(OrderNumber, name=name, description=text) for name, text in orders.DESCRIPTIONS.items()]
-    messages: list[Any] = []
-    for question in (orders.FIRST, orders.SECOND):
-        messages.append({"role": "user", "content": question})
-        while True:
-            asked: dict[str, Any] = {"model": task.MODEL, "messages": messages, "tools": tools, "response_format": Verdict, "temperature": 0}
-            if task.STREAMED:
-                with client.chat.completions.stream(**asked, stream_options={"include_usage": True}) as stream:
-                    completion = stream.get_final_completion()
-            else:
-                completion = client.chat.completions.parse(**asked)
-            message = completion.choices[0].message
-            messages.append(message)
-            cached.append(completion.usage.prompt_tokens_details.cached_tokens)
-            if not message.tool_calls:
-                break
-            for call in message.tool_calls:
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": run(call.function.name, call.function.parsed_arguments)})
-        answers.append(message.parsed.model_dump())
+def chat(messages: list[Any], **asked: Any) -> tuple[Any, int]:
+    """One request, its message and the results of its calls behind the history. The parsed answer, None for calls; and the cached tokens."""
+    asked |= {"model": task.MODEL, "messages": messages, "tools": TOOLS, "temperature": 0}
+    if asked.pop("form", False):
+        asked["response_format"] = Verdict
+    if task.STREAMED:
+        with client.chat.completions.stream(**asked, stream_options={"include_usage": True}) as stream:
+            completion = stream.get_final_completion()
+    else:
+        completion = client.chat.completions.parse(**asked)
+    message = completion.choices[0].message
+    messages.append(message)
+    for call in message.tool_calls or []:
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": run(call.function.name, call.function.parsed_arguments)})
+    return message.parsed, completion.usage.prompt_tokens_details.cached_tokens
 
 
-def responses() -> None:
-    tools = [openai.pydantic_function_tool(OrderNumber, name=name, description=text)["function"] for name, text in orders.DESCRIPTIONS.items()]
-    history: list[Any] = []
-    for question in (orders.FIRST, orders.SECOND):
-        history.append({"role": "user", "content": question})
-        while True:
-            asked: dict[str, Any] = {
-                "model": task.MODEL,
-                "input": history,
-                "tools": [{"type": "function", **tool} for tool in tools],
-                "text_format": Verdict,
-                "temperature": 0,
-                "store": False,
-            }
-            if task.STREAMED:
-                with client.responses.stream(**asked) as events:
-                    response = events.get_final_response()
-            else:
-                response = client.responses.parse(**asked)
-            history += response.output
-            cached.append(response.usage.input_tokens_details.cached_tokens)
-            calls = [item for item in response.output if item.type == "function_call"]
-            if not calls:
-                break
-            for call in calls:
-                parsed = OrderNumber.model_validate(call.parsed_arguments)
-                history.append({"type": "function_call_output", "call_id": call.call_id, "output": run(call.name, parsed)})
-        answers.append(response.output_parsed.model_dump())
+def responses(history: list[Any], **asked: Any) -> tuple[Any, int]:
+    """The same by the other API."""
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    asked |= {"model": task.MODEL, "input": history, "tools": tools, "temperature": 0, "store": False}
+    if asked.pop("form", False):
+        asked["text_format"] = Verdict
+    if task.STREAMED:
+        with client.responses.stream(**asked) as events:
+            response = events.get_final_response()
+    else:
+        response = client.responses.parse(**asked)
+    history += response.output
+    for item in response.output:
+        if item.type == "function_call":
+            # A dict, other than in chat: these tools were made for that API.
+            result = run(item.name, OrderNumber.model_validate(item.parsed_arguments))
+            history.append({"type": "function_call_output", "call_id": item.call_id, "output": result})
+    return response.output_parsed, response.usage.input_tokens_details.cached_tokens
 
 
-{"chat": chat, "responses": responses}[way]()
+(way,) = task.WAY
+ask = {"chat": chat, "responses": responses}[way]
+history: list[Any] = []
+answers: list[Any] = []
+cached: list[int] = []
+for question in (orders.FIRST, orders.SECOND):
+    history.append({"role": "user", "content": question})
+    cached.append(ask(history)[1])
+    answer, tokens = ask(history, form=True, tool_choice="none")
+    answers.append(answer.model_dump())
+    cached.append(tokens)
 task.report(answers, cached)

@@ -1,0 +1,25 @@
+"""The bundled model behind a socket, and what came to it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+from scripts.clients.record import Recorder
+from tests.server.loopback import bundled_app, served
+
+
+@contextmanager
+def recorded() -> Iterator[tuple[str, Recorder]]:
+    """The server's URL, without a slash at the end, and its requests, as they come in."""
+    recorders: list[Recorder] = []
+
+    @asynccontextmanager
+    async def watched() -> AsyncIterator[Any]:
+        async with bundled_app() as app:
+            recorders.append(Recorder(app))
+            yield recorders[0]
+
+    with served(watched) as url:
+        yield url.rstrip("/"), recorders[0]
