@@ -56,10 +56,12 @@ class OutputsInTurn(ScriptedOutputs):
 
     def __init__(self, engine: AsyncEngine, outputs: tuple[str | tuple[str, dict[str, Any]], ...]) -> None:
         super().__init__(engine, ())
+        self.prompts: list[str] = []
         self._outputs = outputs
 
     def _next_text(self, prompt: str) -> str:
         assert len(self.finished) < 3 * len(self._outputs), "the client goes on for ever"
+        self.prompts.append(prompt)
         said = prompt.count("<|im_start|>assistant\n") - 1
         output = self._outputs[min(said, len(self._outputs) - 1)]
         thought = f"This is step {said + 1}.\n</think>\n\n" if prompt.endswith("<think>\n") else ""

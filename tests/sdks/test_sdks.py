@@ -1,8 +1,8 @@
-"""SDKs and agent frameworks, the real packages, in an environment of their own: loops with tools against the server over a socket.
+"""SDKs and agent frameworks, the real packages, in environments of their own: loops with tools against the server over a socket.
 
-The engine is real, with the bundled model; what the model says is known beforehand, as forced output, but where a client's forms hold it. Each
-client is a program, in `programs` or `node`, that says which calls came to its tools and what was answered. `make test-sdks` installs them; those that
-aren't there are skipped.
+The engine is real, with the bundled model. What the model says is known beforehand, as forced output; only where the test is about forms, the model
+answers by itself. Each client is a program, in `programs` or `node`, that says which calls came to its tools and what was answered.
+`make test-sdks` installs them; those that aren't there are skipped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.server.loopback import served
 ROOT = Path(__file__).parents[2]
 VENV = ROOT / ".venv-sdks"
 OWN_VENV = Path(sys.prefix)
-"""It has the newest openai package; LiteLLM wants an older one."""
+"""It has the newest openai package; LiteLLM takes only an older one."""
 HERE = Path(__file__).parent
 
 Output = str | tuple[str, dict[str, Any]]
@@ -62,10 +62,10 @@ class Client:
     venv: Path = VENV
     outputs: tuple[Output, ...] = (*CALLS, ANSWER)
     calls: tuple[tuple[str, dict[str, Any]], ...] = CALLS
+    results: tuple[str, ...] = ("81.5", "kx-8")
+    """What stands in the results of its calls, and nowhere else."""
     answers: tuple[str, ...] = (ANSWER, ANSWER)
     modes: tuple[str, ...] = ("whole", "streamed")
-    left_out: tuple[str, ...] = ()
-    """What the server says that it left out."""
 
     def command(self) -> list[str]:
         if self.program.endswith(".mjs"):
@@ -77,7 +77,7 @@ class Client:
         if in_node and shutil.which("node") is None:
             pytest.skip("the AI SDK needs node")
         there = HERE / "node" / "node_modules" if in_node else self.venv
-        if not (there / ".installed").exists() and self.venv != OWN_VENV:
+        if there != OWN_VENV and not (there / ".installed").exists():
             pytest.skip(f"{there.relative_to(ROOT)} is not there: `make test-sdks` installs it")
 
     def run(self, place: Place, mode: str, model: str = MODEL) -> dict[str, Any]:
@@ -103,7 +103,9 @@ class Client:
 def shell_agent(way: str, *outputs: Output) -> Client:
     """mini-swe-agent, which has one task and doesn't stream."""
     calls = tuple(("bash", {"command": command}) for command in COMMANDS)
-    return Client(program="mini_swe_agent.py", way=way, outputs=outputs, calls=calls, answers=(NOTES,), modes=("whole",))
+    return Client(
+        program="mini_swe_agent.py", way=way, outputs=outputs, calls=calls, results=("dozen", "No such file"), answers=(NOTES,), modes=("whole",)
+    )
 
 
 OPENAI = {
@@ -160,9 +162,12 @@ class Watched:
         requests = self.recorder.requests
         assert {request["status"] for request in requests} == {200}, [(request["path"], request["status"]) for request in requests]
         assert {bool(request["body"].get("stream")) for request in requests if request["method"] == "POST"} == {mode == "streamed"}
-        assert {answer[HEADER] for answer in self.recorder.answers if HEADER in answer} == set(client.left_out)
+        assert [answer[HEADER] for answer in self.recorder.answers if HEADER in answer] == [], "nothing was left out"
+        for number, result in enumerate(client.results, start=1):
+            first = next(place for place, prompt in enumerate(self.engine.prompts) if result in prompt)
+            assert first == number, "the model sees the result of a call before it goes on"
         cached = [event.usage.cached_tokens for event in self.engine.finished]
-        assert len(cached) > len(client.outputs) - 1
+        assert len(cached) >= len(client.outputs)
         assert all(tokens > 0 for tokens in cached[1:]), cached
         assert told["cached"] in (None, cached), "the client tells its user the same"
 
@@ -192,7 +197,7 @@ def test_openai_parses_what_the_model_itself_says(way: str, mode: str, venv: Pat
     assert told["answers"] == [{"order_id": "O-4071", "status": "paid"}, {"order_id": "O-4071", "status": "cancelled"}]
     assert len(told["cached"]) == 4
     assert all(tokens > 0 for tokens in told["cached"][1:])
-    assert [answer for answer in recorder.answers if HEADER in answer] == []
+    assert [answer[HEADER] for answer in recorder.answers if HEADER in answer] == []
 
 
 @contextmanager
@@ -211,15 +216,18 @@ def litellm_proxy(place: Place) -> Iterator[str]:
         command, env=environment, cwd=place.home, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as proxy:
         assert proxy.stdout is not None
+        rest = threading.Thread(target=proxy.stdout.read)  # so that the proxy never waits for a reader
         try:
             said = []
             while "Uvicorn running on" not in (line := proxy.stdout.readline()):
                 said.append(line)
                 assert line, "".join(said)[-4000:]
-            threading.Thread(target=proxy.stdout.read).start()  # so that it never waits for a reader
+            rest.start()
             yield f"http://127.0.0.1:{port}"
         finally:
             proxy.terminate()
+            if rest.ident is not None:
+                rest.join()
 
 
 @pytest.mark.parametrize("name", ["openai chat", "openai responses", "AI SDK, anthropic"])

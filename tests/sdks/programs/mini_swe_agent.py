@@ -17,7 +17,11 @@ config = yaml.safe_load((Path(minisweagent.__file__).parent / "config" / file).r
 config["model"] |= {"model_class": kind, "model_name": f"openai/{task.MODEL}", "cost_tracking": "ignore_errors"}
 config["model"]["model_kwargs"] |= {"api_base": f"{task.URL}/v1", "api_key": "none"}
 config["agent"].pop("mode")
-agent = DefaultAgent(get_model(config=config["model"]), LocalEnvironment(**config["environment"]), **config["agent"], )
+agent = DefaultAgent(
+    get_model(config=config["model"]),
+    LocalEnvironment(**config["environment"]),
+    **config["agent"],
+)
 result = agent.run("Say what notes.txt holds.")
 task.calls += [("bash", {"command": action["command"]}) for message in agent.messages for action in message.get("extra", {}).get("actions", [])]
 task.report([result["submission"]])

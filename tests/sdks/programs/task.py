@@ -20,7 +20,7 @@ QUESTION = "Book a room with a desk in Graz for two, three nights."
 AGAIN = "Thank you. Say it again?"
 
 ROOMS = {"rooms": [{"room_id": "R-17", "price": 81.5}]}
-BOOKED = {"booking": "B-5521", "room_id": "R-17"}
+BOOKED = {"booking": "B-5521", "door": "kx-8"}
 
 calls: list[tuple[str, dict[str, Any]]] = []
 """The calls that came to the tools, with the arguments as the client parsed them."""
