@@ -164,8 +164,8 @@ class Watched:
         assert {bool(request["body"].get("stream")) for request in requests if request["method"] == "POST"} == {mode == "streamed"}
         assert [answer[HEADER] for answer in self.recorder.answers if HEADER in answer] == [], "nothing was left out"
         for number, result in enumerate(client.results, start=1):
-            first = next(place for place, prompt in enumerate(self.engine.prompts) if result in prompt)
-            assert first == number, "the model sees the result of a call before it goes on"
+            first = next((place for place, prompt in enumerate(self.engine.prompts) if result in prompt), None)
+            assert first == number, f"the model sees {result}, of the result of a call, before it goes on"
         cached = [event.usage.cached_tokens for event in self.engine.finished]
         assert len(cached) >= len(client.outputs)
         assert all(tokens > 0 for tokens in cached[1:]), cached
