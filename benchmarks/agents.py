@@ -42,7 +42,7 @@ from benchmarks.served_directory import write_directory
 COMMAND = (sys.executable, "-c", "from agentspec.cli import main; raise SystemExit(main())")
 PROFILE = Path(__file__).resolve().parent.parent / "workloads" / "profile_agents.jsonl"
 EMITTED = 3.0
-SETTLE_SECONDS = 10
+SETTLE_SECONDS = 20
 """After its start a server captures the graphs that no first answer needs, while it has nothing else to do."""
 HOLD_SECONDS = 6
 CEILING = 0.1

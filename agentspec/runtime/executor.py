@@ -30,7 +30,7 @@ from agentspec.runtime.decode_step import Forward, StepResult, decode_step, open
 from agentspec.runtime.graphs import STAGE, GraphKey, GraphReport, Recorder, StepGraphs, batch_sizes, graph_keys
 from agentspec.runtime.plan import SlotJoin, SlotOutcome, StepOutcome, StepPlan
 from agentspec.runtime.prefill import run_batch, run_chunks
-from agentspec.runtime.prefill_graphs import MAX_SPANS, PrefillGraphs, chunk_room, chunk_sizes, eager_rooms
+from agentspec.runtime.prefill_graphs import CHUNK_SIZES, PrefillGraphs, chunk_room, chunk_sizes, eager_rooms, most_spans
 from agentspec.runtime.prefill_tables import PrefillSizes, build_tables
 from agentspec.runtime.ride import RideGraphs, RideKey, even_batch, ride_keys, rows_beyond
 from agentspec.runtime.scores import ScoreRows
@@ -131,13 +131,19 @@ class ModelExecutor:
         recorded. Call before the first launch: the model's pools must stay.
 
         depths: every k that a plan may ask for; another one will raise KeyError. progress: told how many graphs are recorded. early: return as soon
-        as prompts and steps of the largest k have their graphs; the rest is left to `prepare`."""
+        as a first answer can come; the rest is left to `prepare`, and to plans that need it sooner."""
         began = time.perf_counter()
         spec, max_running, max_pages = self._model.spec, len(self._needs_sampler), self._buffers.page_table_SP.shape[1]
         sizes, rides = chunk_sizes(spec.hidden_size), self._ride_keys(max(depths))
         graphs = self._graphs = StepGraphs(self._captured_step, recorder, max_running=max_running, depths=depths, device=self._device)
         prompts = self._prefill_graphs = PrefillGraphs(
-            self._prefill, recorder, sizes=sizes, block_tokens=spec.block_tokens, max_pages=max_pages, device=self._device
+            self._prefill,
+            recorder,
+            sizes=sizes,
+            block_tokens=spec.block_tokens,
+            max_pages=max_pages,
+            device=self._device,
+            most_at_need=CHUNK_SIZES[-1],
         )
         with_windows = self._ride_graphs = RideGraphs(
             partial(self._ride, num_drafted=max(depths)),
@@ -149,15 +155,21 @@ class ModelExecutor:
             max_pages=max_pages,
             device=self._device,
         )
-        recordings = [*graphs.recordings([max(depths)]), *prompts.recordings()]
-        late = [*graphs.recordings(set(depths) - {max(depths)}), *with_windows.recordings()]
-        if not early:
-            recordings, late = [*recordings, *late], []
-        progress(STAGE, 0, len(recordings))
-        for num_done, record in enumerate(recordings, 1):
+        of_steps, of_prompts, of_rides = graphs.recordings(), prompts.recordings(), with_windows.recordings()
+        deepest = {key: record for key, record in of_steps.items() if key.num_drafted == max(depths)}
+        short = {num_tokens: record for num_tokens, record in of_prompts.items() if num_tokens <= CHUNK_SIZES[-1]}
+        # In the order in which they would be missed.
+        soon = [*deepest.values(), *short.values()]
+        recordings = list(dict.fromkeys([*soon, *of_prompts.values(), *of_rides, *of_steps.values()]))
+        now = recordings
+        if early:
+            now = [next(record for key, record in deepest.items() if key.batch_size == 1), short[CHUNK_SIZES[0]]]
+        progress(STAGE, 0, len(now))
+        for num_done, record in enumerate(now, 1):
             record()
-            progress(STAGE, num_done, len(recordings))
-        self._pending = deque([*self._unrecorded(depths), *late])
+            progress(STAGE, num_done, len(now))
+        left = [record for record in recordings if record not in now]
+        self._pending = deque([*left[: len(soon)], *self._unrecorded(depths), *left[len(soon) :]])
         while not early and self.prepare():
             pass
         return GraphReport(
@@ -166,7 +178,7 @@ class ModelExecutor:
             num_graphs=len(graph_keys(max_running, depths)),
             chunk_sizes=sizes,
             num_rides=len(rides),
-            num_late=len(late),
+            num_late=len(left),
             device_bytes=recorder.bytes_used(),
             seconds=time.perf_counter() - began,
         )
@@ -187,9 +199,9 @@ class ModelExecutor:
         spec = self._model.spec
         max_running, max_pages = len(self._needs_sampler), self._buffers.page_table_SP.shape[1]
         for num_tokens in chunk_sizes(spec.hidden_size):
-            self._run_padding(chunk_room(num_tokens, MAX_SPANS, spec.block_tokens, max_pages))
+            self._run_padding(chunk_room(num_tokens, most_spans(num_tokens), spec.block_tokens, max_pages))
         for ride in self._ride_keys(max(depths)):
-            self._run_padding(chunk_room(ride.num_tokens, MAX_SPANS, spec.block_tokens, max_pages), ride.batch_size, max(depths))
+            self._run_padding(chunk_room(ride.num_tokens, most_spans(ride.num_tokens), spec.block_tokens, max_pages), ride.batch_size, max(depths))
         for key in graph_keys(max_running, depths):
             self._captured_step(self._slot_ids([], key.batch_size), key)
         for work in self._unrecorded(depths):

@@ -23,7 +23,7 @@ CPU_BUDGET = 512
 DEFAULT_MAX_GAP = 0.1
 """Seconds. A person who reads along needs ten tokens a second; an agent needs its turn."""
 
-_MARGIN = 0.9
+_MARGIN = 0.88
 """Share of the gap that is given out: first steps, tables and what an estimate is wrong by take the rest."""
 _DECODE_SHARE = 0.2
 """Share of the gap that a decode step is taken for, while none was measured."""

@@ -25,7 +25,7 @@ from agentspec.runtime.prefill_graphs import PrefillGraphs, chunk_sizes
 from agentspec.runtime.prefill_tables import PromptRun
 from agentspec.runtime.step_buffers import stage
 
-RIDE_SIZES = (256, 384, 512, 640, 768, 896, 1024, 1280, 1792, 2560)
+RIDE_SIZES = (*range(256, 2048, 128), *range(2048, 8192, 256))
 """Rows of the passes that are captured, tokens and windows together, as far as a model's prompts are captured alone."""
 
 _FREE_ROWS = 256
@@ -74,9 +74,9 @@ class RideGraphs:
                 device=device,
             )
 
-    def recordings(self) -> list[Callable[[], None]]:
+    def recordings(self) -> list[Callable[[], object]]:
         """What records each of them, over nothing but padding and the padding slot: so it changes nothing."""
-        return [record for graphs in self._graphs.values() for record in graphs.recordings()]
+        return [record for graphs in self._graphs.values() for record in graphs.recordings().values()]
 
     def rows_of(self, runs: Sequence[PromptRun], num_slots: int, num_columns: int) -> int | None:
         """Rows of the smallest recorded graph that holds the runs and so many windows of so many columns; None: none does."""

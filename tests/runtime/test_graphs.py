@@ -41,8 +41,9 @@ class Watched:
 
     def record(self, *depths: int) -> list[tuple[GraphKey, list[int]]]:
         """What the recordings of these depths called."""
-        for record in self.graphs.recordings(depths):
-            record()
+        for key, record in self.graphs.recordings().items():
+            if key.num_drafted in depths:
+                record()
         recorded, self.calls = self.calls, []
         return recorded
 
@@ -181,12 +182,12 @@ def test_what_a_start_has_left_changes_nothing_whenever_it_is_done(seed: int) ->
 
     def begin_early(executor: Any) -> None:
         report = executor.capture(range(4), Replayer(), early=True)
-        assert 0 < report.num_late < report.num_graphs + report.num_rides
+        assert report.num_late == report.num_graphs + len(report.chunk_sizes) + report.num_rides - 2, "a step of one slot and a short prompt"
         launch = executor.launch
 
         def launch_and_prepare(plan: StepPlan) -> Any:
             ticket = launch(plan)
-            if rng.random() < 0.7:
+            for _ in range(rng.randrange(4)):
                 counts["prepared" if executor.prepare() else "nothing left"] += 1
             return ticket
 
