@@ -36,7 +36,7 @@ test-sdks: .venv/.dev-installed  ## install SDKs, agent frameworks and benchmark
 
 test-clients: .venv/.dev-installed  ## install command-line agents with npm and let each work against the server; what can't be installed is skipped
 	$(BIN)/python -m scripts.clients.install
-	$(BIN)/python -m pytest -rsx tests/frameworks/test_command_line_agents.py $(ARGS)
+	$(BIN)/python -m pytest -rsxP tests/frameworks/test_command_line_agents.py $(ARGS)
 
 aiperf: .venv/.dev-installed  ## make .venv-aiperf, where aiperf's test finds its client; where that can't be done, the test is skipped
 	scripts/client_venv.sh aiperf

@@ -6,7 +6,7 @@ bodies as they came: what is done here is done before structs read them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from agentspec.errors import RequestError
@@ -22,38 +22,42 @@ _CLOSED = frozenset(("base64", "url", "file", "image"))
 """Types of sources and parts whose content is no text, or is somewhere else."""
 
 
-def readable(messages: Any, notes: Notes) -> Any:
-    """The `messages` of a body, as they came, with texts in the place of blocks that only have some. What is lost is noted, by its type.
+def readable(messages: Any, notes: Notes, tools: Collection[str]) -> Any:
+    """The `messages` of a body, as they came, with texts in the place of blocks that only have some. What is lost is noted, by its type. `tools`:
+    names that results may refer to.
 
     A block without text becomes an empty one, so that the places of the others stay. What is wrong is left to the structs."""
     if not isinstance(messages, list):
         return messages
-    return [_message(message, f"messages[{index}]", notes) if isinstance(message, dict) else message for index, message in enumerate(messages)]
+    return [_message(message, f"messages[{index}]", notes, tools) if isinstance(message, dict) else message for index, message in enumerate(messages)]
 
 
-def _message(message: dict[str, Any], field: str, notes: Notes) -> dict[str, Any]:
+def _message(message: dict[str, Any], field: str, notes: Notes, tools: Collection[str]) -> dict[str, Any]:
     content = message.get("content")
-    if not isinstance(content, list) or all(_is_whole(block) for block in content):
+    if not isinstance(content, list) or all(_is_whole(block, tools) for block in content):
         return message
-    return {**message, "content": _blocks(content, f"{field}.content", notes)}
+    return {**message, "content": _blocks(content, f"{field}.content", notes, tools)}
 
 
-def _is_whole(block: Any) -> bool:
+def _is_whole(block: Any, tools: Collection[str], *, in_result: bool = False) -> bool:
     """Nothing is to be done about it."""
     kind = block.get("type") if isinstance(block, dict) else None
     if kind == "tool_result" and isinstance(block.get("content"), list):
-        return all(_is_whole(part) for part in block["content"])
+        return all(_is_whole(part, tools, in_result=True) for part in block["content"])
+    if in_result and kind == "tool_reference":
+        name = block.get("tool_name")
+        return not isinstance(name, str) or name in tools
     return not isinstance(kind, str) or kind in _READ
 
 
-def _blocks(blocks: list[Any], field: str, notes: Notes) -> list[Any]:
+def _blocks(blocks: list[Any], field: str, notes: Notes, tools: Collection[str], *, in_result: bool = False) -> list[Any]:
     shown = []
     for index, block in enumerate(blocks):
         place = f"{field}[{index}]"
-        if _is_whole(block):
+        if _is_whole(block, tools, in_result=in_result):
             shown.append(block)
         elif block["type"] == "tool_result":
-            shown.append({**block, "content": _blocks(block["content"], f"{place}.content", notes)})
+            shown.append({**block, "content": _blocks(block["content"], f"{place}.content", notes, tools, in_result=True)})
         else:
             before, behind = "\n\n" if index else "", "\n\n" if index < len(blocks) - 1 else ""
             text = _text(block, place, notes)

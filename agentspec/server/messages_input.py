@@ -5,7 +5,8 @@ Owns the structs of messages and blocks. Knows nothing of the rest of a body, of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -48,22 +49,39 @@ class ToolUseBlock(_Block, frozen=True, kw_only=True, tag="tool_use"):
     cache_control: CacheControl | None = None
 
 
+class ToolReferenceBlock(_Block, frozen=True, kw_only=True, tag="tool_reference"):
+    """A tool of the request, which a search has found."""
+
+    tool_name: str
+    cache_control: CacheControl | None = None
+
+
 class ToolResultBlock(_Block, frozen=True, kw_only=True, tag="tool_result"):
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | list[TextBlock | ToolReferenceBlock] | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
 
     @property
-    def text(self) -> str:
-        """What the model reads. An error says so, since templates have no other place for it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+    def parts(self) -> list[TextBlock | ToolReferenceBlock]:
+        return self.content if isinstance(self.content, list) else [TextBlock(text=self.content or "")]
+
+    @property
+    def found(self) -> list[str]:
+        """Names of the tools that it refers to."""
+        return [part.tool_name for part in self.parts if isinstance(part, ToolReferenceBlock)]
+
+    def text(self, tools: Mapping[str, str]) -> str:
+        """What the model reads. An error says so, since templates have no other place for it. `tools`: messages_deferred.definitions."""
+        text = ""
+        for kind, row in groupby(self.parts, type):
+            inner = "".join(part.text if isinstance(part, TextBlock) else tools[part.tool_name] for part in row)
+            text += f"<functions>\n{inner}</functions>" if kind is ToolReferenceBlock else inner
         return f"Error: {text}" if self.is_error else text
 
     @property
     def is_marked(self) -> bool:
-        parts = self.content if isinstance(self.content, list) else []
-        return self.cache_control is not None or any(part.cache_control is not None for part in parts)
+        return self.cache_control is not None or any(part.cache_control is not None for part in self.parts)
 
 
 UserBlock = TextBlock | ToolResultBlock
@@ -89,11 +107,20 @@ class DeveloperMessage(SystemMessage, frozen=True, tag_field="role", tag="develo
 InputMessage = UserMessage | AssistantMessage | SystemMessage | DeveloperMessage
 
 
-def converted(system: str | Sequence[TextBlock], messages: Sequence[InputMessage]) -> tuple[list[dict[str, Any]], list[MessageMark]]:
-    """OpenAI's message objects, and the places of cache_control in them. Texts of one message are joined as they are.
+def found_tools(messages: Sequence[InputMessage]) -> frozenset[str]:
+    """Names of the tools that results refer to."""
+    blocks = (block for message in messages if isinstance(message, UserMessage) and not isinstance(message.content, str) for block in message.content)
+    return frozenset(name for block in blocks if isinstance(block, ToolResultBlock) for name in block.found)
+
+
+def converted(
+    system: str | Sequence[TextBlock], messages: Sequence[InputMessage], tools: Mapping[str, str]
+) -> tuple[list[dict[str, Any]], list[MessageMark]]:
+    """OpenAI's message objects, and the places of cache_control in them. Texts of one message are joined as they are. `tools`: what a result that
+    refers to one of them says, by name.
 
     Raises RequestError for an order of messages or blocks that can't be told to the model."""
-    conversation = _Conversation()
+    conversation = _Conversation(tools)
     if system:
         conversation.add_texts("system", system)
     for index, message in enumerate(messages):
@@ -118,9 +145,10 @@ def begins_answer(conversation: Sequence[dict[str, Any]], messages: Sequence[Inp
 class _Conversation:
     """Messages on their way into OpenAI's form."""
 
-    def __init__(self) -> None:
+    def __init__(self, tools: Mapping[str, str]) -> None:
         self.messages: list[dict[str, Any]] = []
         self.marks: list[MessageMark] = []
+        self._tools = tools
 
     def add_texts(self, role: str, content: str | Sequence[TextBlock]) -> None:
         blocks = [TextBlock(text=content)] if isinstance(content, str) else content
@@ -169,6 +197,6 @@ class _Conversation:
             raise RequestError(f"{field}.tool_use_id", block.tool_use_id, "is not the id of a tool_use block in the assistant message before it")
         if any(result["tool_call_id"] == block.tool_use_id for result in self.messages[first:]):
             raise RequestError(f"{field}.tool_use_id", block.tool_use_id, "has more than one result")
-        self.messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text})
+        self.messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text(self._tools)})
         if block.is_marked:
             self.marks.append(MessageMark(len(self.messages) - 1))

@@ -5,7 +5,8 @@ Owns Anthropic's structs of a request and what they mean as a TurnRequest, but f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -13,9 +14,10 @@ import msgspec
 from agentspec.errors import RequestError
 from agentspec.server.fields import FieldTable, Notes, read
 from agentspec.server.messages_blocks import readable
+from agentspec.server.messages_deferred import deferred, definitions
 from agentspec.server.messages_edits import ClearThinkingEdit, ContextManagement
-from agentspec.server.messages_input import CacheControl, InputMessage, TextBlock, begins_answer, converted
-from agentspec.server.messages_tools import AutoChoice, Choice, Tool, demand, known_tools
+from agentspec.server.messages_input import CacheControl, InputMessage, TextBlock, begins_answer, converted, found_tools
+from agentspec.server.messages_tools import AutoChoice, Choice, Tool, demand, known_tools, own_names
 from agentspec.server.sampling_fields import top_k_of
 from agentspec.server.tables.messages import COUNT, MESSAGES
 from agentspec.server.turn import TurnRequest
@@ -127,9 +129,10 @@ def turn_request(asked: CountRequest, session_id: str | None, template_reads: Co
     """The turn that a body asks for. `template_reads`: variables of the checkpoint's chat template.
 
     Raises RequestError for what doesn't fit together, or what the template can't do."""
-    messages, in_messages = converted(asked.system, asked.messages)
+    messages, in_messages = converted(asked.system, asked.messages, definitions(asked.tools))
     own = [tool for tool in asked.tools if tool.is_own]
-    marks: list[CacheMark] = [*_tool_marks(asked.tools), *in_messages]
+    hidden = deferred(asked.tools)
+    marks: list[CacheMark] = [*_tool_marks([tool for tool in asked.tools if tool.name not in hidden]), *in_messages]
     if asked.cache_control is not None:
         marks.append(MessageMark(len(messages) - 1))
     if len(marks) > MAX_MARKS:
@@ -137,11 +140,15 @@ def turn_request(asked: CountRequest, session_id: str | None, template_reads: Co
     continues = begins_answer(messages, asked.messages)
     thinking = _no_thinking(asked.thinking, template_reads) if continues else _thinking_kwargs(asked.thinking, template_reads)
     edits = [] if asked.context_management is None else asked.context_management.edits
+    wanted = demand(asked.tool_choice, asked.tools)
+    unknown = hidden - found_tools(asked.messages) if wanted.choice == "required" and wanted.name is None else frozenset()
     return TurnRequest(
         messages=messages,
         sampling=asked.sampling() if isinstance(asked, MessagesRequest) else SamplingParams(),
         tools=[tool.function() for tool in own],
-        demand=demand(asked.tool_choice, asked.tools),
+        hidden_tools=hidden,
+        demand=wanted,
+        callable_names=frozenset(tool.name for tool in own) - unknown if unknown else None,
         output=asked.form(),
         effort=asked.output_config.effort,
         template_kwargs={**thinking, **_keeping_kwargs(edits, template_reads)},
@@ -155,7 +162,8 @@ def turn_request(asked: CountRequest, session_id: str | None, template_reads: Co
 
 def _parsed(body: Any, kind: type[_Request], table: FieldTable, notes: Notes, *, required: tuple[str, ...]) -> _Request:
     if isinstance(body, dict):
-        body = {**body, **{name: made(body[name], notes) for name, made in (("messages", readable), ("tools", known_tools)) if name in body}}
+        made: dict[str, Callable[[Any, Notes], Any]] = {"messages": partial(readable, tools=own_names(body.get("tools"))), "tools": known_tools}
+        body = {**body, **{name: make(body[name], notes) for name, make in made.items() if name in body}}
     return read(body, kind, table, notes, required=required)
 
 

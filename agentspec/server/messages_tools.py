@@ -59,14 +59,16 @@ otherwise), and a computer answers with images."""
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
-    """What else a tool carries changes nothing here: `defer_loading` and `allowed_callers` (every tool is shown, and called directly),
-    `input_examples`, `eager_input_streaming` (arguments always stream as they are written)."""
+    """What else a tool carries changes nothing here: `allowed_callers` (every tool is called directly), `input_examples`, `eager_input_streaming`
+    (arguments always stream as they are written)."""
 
     name: str
     input_schema: dict[str, Any]
     description: str | None = None
     type: str | None = None
     strict: bool | None = None
+    defer_loading: bool | None = None
+    """Shown where a result names it: messages_deferred.py."""
     cache_control: CacheControl | None = None
 
     @property
@@ -126,6 +128,12 @@ def _known(tool: dict[str, Any], field: str, notes: Notes) -> dict[str, Any]:
         raise RequestError(field, kind, "is a tool of Anthropic's own, which this server doesn't have")
     notes.leave_out(f"tools[{kind}]", tool)
     return {"name": kind, **kept, "type": kind, "input_schema": {}}
+
+
+def own_names(tools: Any) -> frozenset[str]:
+    """Names of the tools in a body's `tools`, as they came, that are not left out."""
+    dicts = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    return frozenset(tool["name"] for tool in dicts if tool.get("type") in (None, "custom", *_SCHEMAS) and isinstance(tool.get("name"), str))
 
 
 def demand(choice: Choice, tools: Sequence[Tool]) -> ToolDemand:

@@ -42,6 +42,8 @@ class TurnRequest:
     sampling: SamplingParams
     tools: list[dict[str, Any]] = field(default_factory=list)
     """OpenAI's function tools. The template is shown all of each but its `strict`, which speaks to the server."""
+    hidden_tools: frozenset[str] = frozenset()
+    """Names of tools that the template isn't shown: a message shows them, or nothing does yet. Their calls are read like all others."""
     demand: ToolDemand = field(default_factory=ToolDemand)
     callable_names: frozenset[str] | None = None
     """The tools that may be called, of those that the template is shown; None: all. Needs the choice "required"."""
@@ -162,7 +164,7 @@ async def build_prompt(service: Service, asked: TurnRequest) -> BuiltPrompt:
     text = service.chat_text("messages", asked.messages)
     assert text.prompts is not None
     kwargs = {**asked.template_kwargs, **_reasoning_kwargs(asked, text.prompts.template_reads)}
-    tools = [_shown(tool) for tool in asked.tools] or None
+    tools = shown_tools(asked) or None
     async with text.lock:
         build = partial(text.prompts.build, asked.messages, tools, kwargs, namespace=asked.namespace, marked=asked.marked, edits=asked.edits)
         return await asyncio.to_thread(build, continues=asked.continues, begins=asked.begins)
@@ -209,6 +211,11 @@ async def begin(service: Service, asked: TurnRequest) -> list[Turn]:
         has_form = asked.output is not None
         turns.append(Turn(submit, prompt, text, may_call or None, service.engine.info, has_form=has_form, clamped=clamped))
     return turns
+
+
+def shown_tools(asked: TurnRequest) -> list[dict[str, Any]]:
+    """The tools as the template sees them."""
+    return [_shown(tool) for tool in asked.tools if tool["function"]["name"] not in asked.hidden_tools]
 
 
 def _shown(tool: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from agentspec.server.unknown_fields import HEADER
 from scripts.clients.agents import AGENTS, ANSWER, Agent, Calls, Place
 from scripts.clients.record import Recorder, in_place
 from tests.fakes.scripted_outputs import ScriptedOutputs
+from tests.fakes.seen_turns import SeenTurns
 from tests.server.loopback import served
 
 CONTEXT = 65536
@@ -31,8 +32,19 @@ CONTEXT = 65536
 REFUSED: dict[str, str] = {}
 """Agents that don't finish yet, and the refusal that they show."""
 
-LEFT_OUT: dict[str, set[str]] = {"claude-code": {"messages[tool_reference]"}, "codex": {"tools.web_search"}}
+LEFT_OUT: dict[str, set[str]] = {"codex": {"tools.web_search"}}
 """What answers say they left out. The other agents send nothing that nobody knows."""
+
+PAGE = Path(__file__).parents[2] / "docs" / "api.md"
+
+CHANGES: dict[str, str] = {
+    "claude-code": "moves its cache marks on; sends thinking back without its text; puts a tool that ToolSearch found into the middle of `tools`",
+    "codex": "nothing",
+    "opencode": "nothing; asks for a title of the session beside it, in a conversation of its own",
+    "qwen-code": "nothing",
+    "pi": "nothing",
+}
+"""What each changes from one turn to the next, beside adding to the end. None of it changes the prompt before the end of the last answer."""
 
 
 class Watched:
@@ -41,6 +53,7 @@ class Watched:
     def __init__(self, model: Path, calls: Calls) -> None:
         self.recorder: Recorder
         self.engine: ScriptedOutputs
+        self.seen: SeenTurns
         self._model, self._calls = model, calls
 
     @asynccontextmanager
@@ -48,7 +61,8 @@ class Watched:
         config = EngineConfig(model=str(self._model), allow_forced_output=True, max_context=CONTEXT)
         async with AsyncEngine(config) as engine:
             self.engine = ScriptedOutputs(engine, self._calls)
-            self.recorder = Recorder(create_app(self.engine, TextPipeline.from_checkpoint(engine.tokenizer, engine.model_dir)))
+            self.seen = SeenTurns(self.engine)
+            self.recorder = Recorder(create_app(self.seen, TextPipeline.from_checkpoint(engine.tokenizer, engine.model_dir)))
             yield self.recorder
 
 
@@ -82,5 +96,17 @@ def test_an_agent_finishes_its_task(agent: Agent, long_model: Path, tmp_path: Pa
     assert {status for _, _, status in requests} == {200}, requests
     assert len(watched.engine.finished) > len(agent.calls), "every call was made, and answered"
     assert {answer[HEADER] for answer in watched.recorder.answers if HEADER in answer} == LEFT_OUT.get(agent.name, set())
-    cached = [event.usage.cached_tokens for event in watched.engine.finished]
-    assert sum(tokens > 0 for tokens in cached) >= len(agent.calls), cached
+    later = [turn for turn in watched.seen.turns if turn.continues]
+    assert len(later) == len(agent.calls), f"it changes more than what CHANGES says: {CHANGES[agent.name]}"
+    for turn in watched.seen.turns:
+        assert turn.usage is not None
+        cached = turn.usage.cached_tokens
+        print(f"{agent.name}: {cached:,} of {len(turn.prompt_ids):,} tokens from the cache, {turn.shared_len:,} were known")
+        assert cached >= turn.reusable_len, (cached, turn.shared_len, len(turn.prompt_ids))
+
+
+def test_the_page_says_what_each_agent_changes() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert CHANGES.keys() == {agent.name for agent in AGENTS}
+    for name, words in CHANGES.items():
+        assert f"| {name} | {words} |" in page

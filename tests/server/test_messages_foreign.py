@@ -172,7 +172,7 @@ def test_parts_of_results() -> None:
     asked = turn({"messages": [USER, use, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": parts}]}]}, notes)
     assert asked.messages[2]["content"] == "One.\n\nT\nTwo.\ns\n\n"
     assert asked.marked == [MessageMark(2)]
-    assert notes.unknown == ["messages[tool_reference]"]
+    assert notes.unknown == ["messages[tool_reference]"], "no tool has this name"
 
 
 @pytest.mark.parametrize(

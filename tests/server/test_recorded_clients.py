@@ -34,7 +34,6 @@ SIZES = {"claude-code": 5, "codex": 4, "opencode": 5, "qwen-code": 4, "pi": 4}
 """Requests of each run."""
 
 LEFT_OUT: dict[tuple[str, int], str] = {
-    ("claude-code", 4): "messages[tool_reference]",
     **{("codex", number): "tools.web_search" for number in range(4)},
 }
 """Fields that nobody here knows, as the answers' headers name them, by requests and their numbers in the run. The others have none."""

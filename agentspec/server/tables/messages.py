@@ -19,9 +19,9 @@ _PROMPT: FieldTable = {
     "tools": works(
         "of your own, with an `input_schema`; `strict` holds the call to it. `bash_20250124`, `bash_20241022` and `memory_20250818`, which stand "
         "for a schema, are shown with it. Anthropic's other tools (`web_search_20250305`, `text_editor_...`, `computer_...`, `mcp_toolset`...) are "
-        "left out, and the header `x-agentspec-ignored-fields` has `tools[web_search_20250305]`. `defer_loading`, `allowed_callers`, "
-        "`input_examples` and `eager_input_streaming` are taken, without effect: every tool is shown, is called directly, and streams its arguments "
-        "as they are written"
+        "left out, and the header `x-agentspec-ignored-fields` has `tools[web_search_20250305]`. `defer_loading` [works](#deferred-tools). "
+        "`allowed_callers`, `input_examples` and `eager_input_streaming` are taken, without effect: every tool is called directly, and streams its "
+        "arguments as they are written"
     ),
     "tool_choice": works(
         "`auto`, `any`, `tool` or `none`, with `disable_parallel_tool_use`; the prompt is the same whatever the choice. A tool that was left out "
