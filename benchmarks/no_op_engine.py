@@ -59,10 +59,12 @@ def _hand_out(batch: list[asyncio.Future[int]], now: int) -> None:
 
 
 class NoOpEngine:
-    """An engine client whose answers are ready. A seed of 1 asks for the pace of an engine, and for the time of each step as its text."""
+    """An engine client whose answers are ready. A seed of 1 asks for the pace of an engine, and for the time of each step as its text; forced output
+    comes in one step."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.ticker = Ticker()
+        self._tokenizer = tokenizer
         self._ids = tokenizer.encode(STEP_TEXT)[:TOKENS_A_STEP]
         self.info = ModelInfo(model_id=MODEL, vocab_size=tokenizer.vocab_size, max_context=1 << 20, stop_token_ids=(2,), max_draft_tokens=0)
         self.alive = True
@@ -81,14 +83,17 @@ class NoOpEngine:
 
     async def stream(self, submit: Submit) -> AsyncIterator[Event]:
         paced = submit.sampling.seed == 1
-        for _ in range(STEPS):
+        forced = submit.forced_output
+        if forced is not None:
+            yield TokensEvent(request_id=submit.request_id, token_ids=forced, text=self._tokenizer.decode(forced))
+        for _ in range(STEPS if forced is None else 0):
             text = STEP_TEXT
             if paced:
                 text = f"@{await self.ticker.step()}@"
             else:
                 await asyncio.sleep(0)
             yield TokensEvent(request_id=submit.request_id, token_ids=self._ids, text=text)
-        usage = Usage(prompt_tokens=len(submit.prompt_ids), completion_tokens=STEPS * TOKENS_A_STEP + 1)
+        usage = Usage(prompt_tokens=len(submit.prompt_ids), completion_tokens=STEPS * TOKENS_A_STEP + 1 if forced is None else len(forced))
         yield FinishEvent(request_id=submit.request_id, reason=FinishReason.STOP, usage=usage, stop_match=2)
 
     async def stats(self) -> dict[str, Any]:
