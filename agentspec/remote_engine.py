@@ -306,7 +306,7 @@ def _framed(submit: Submit, info: ModelInfo) -> bytes:
         for name in submit.__struct_fields__:
             value = getattr(submit, name)
             try:
-                msgspec.msgpack.encode(value)
+                msgspec.msgpack.encode(value, enc_hook=list)  # a prompt may be an array
             except (OverflowError, UnicodeEncodeError):
                 raise RequestError(name, value, f"can't be sent to the engine: {error}") from None
         raise

@@ -8,6 +8,7 @@ terminal event. The engine's process is closed on every way out.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -118,6 +119,9 @@ async def _serve(
                 drops_images=server.images == "drop",
             )
             door = Door(app, server, max_running=engine.info.max_running)
+            # What was loaded stays: without it, a full collection has next to nothing to look at, and no answer waits for one.
+            gc.collect()
+            gc.freeze()
             room.enter(door)
             print(start_page(config, server, engine, listener.getsockname()), flush=True)
             await asyncio.wait((first, serving), return_when=asyncio.FIRST_COMPLETED)

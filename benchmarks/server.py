@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import platform
@@ -143,6 +144,8 @@ async def serve() -> None:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen(128)
+            gc.collect()
+            gc.freeze()  # as `serve` does
             print(listener.getsockname()[1], flush=True)
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             await asyncio.to_thread(sys.stdin.read)

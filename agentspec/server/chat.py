@@ -112,7 +112,7 @@ class ChatChunks:
     def opening(self) -> list[dict[str, Any]]:
         chunks = [self._chunk(index, {"role": "assistant", "content": ""}) for index in range(len(self._turns))]
         if self._with_prompt_ids:
-            chunks[0]["prompt_token_ids"] = self._turns[0].submit.prompt_ids
+            chunks[0]["prompt_token_ids"] = list(self._turns[0].submit.prompt_ids)
         return chunks
 
     def tokens(self, index: int, event: TokensEvent) -> list[dict[str, Any]]:
@@ -156,7 +156,7 @@ async def complete(service: Service, request: ChatRequest, turns: Sequence[Turn]
     head = Head(id=_id_of(turns), object="chat.completion", model=request.model)
     body = head.body(choices=[choice.body(index, request) for index, choice in enumerate(choices)], **costs.body())
     if request.return_token_ids is True:
-        body["prompt_token_ids"] = turns[0].submit.prompt_ids
+        body["prompt_token_ids"] = list(turns[0].submit.prompt_ids)
     return body
 
 

@@ -83,7 +83,7 @@ async def render(service: Service, call: Call) -> Response:
     body = {
         "model": asked.model,
         "prompt": _tokenizer(service, "messages", asked.messages).spell(submit.prompt_ids),
-        "token_ids": submit.prompt_ids,
+        "token_ids": list(submit.prompt_ids),
         "count": len(submit.prompt_ids),
         "max_model_len": service.engine.info.max_context,
         "breakpoints": [{"offset": mark.offset, "kind": mark.kind.name.lower()} for mark in submit.breakpoints],
@@ -134,7 +134,7 @@ async def _ids_of(service: Service, asked: TokenizeRequest) -> list[int]:
         of_chat.pop("add_generation_prompt", None)  # alone it is nothing that a chat could ask for
     body = {"model": service.engine.info.model_id, "messages": asked.messages, **of_chat}
     turn = chat.turn_request(openai.parse_chat(body), None)
-    return (await build_prompt(service, replace(turn, begins=asked.add_generation_prompt))).prompt_ids
+    return list((await build_prompt(service, replace(turn, begins=asked.add_generation_prompt))).prompt_ids)
 
 
 def _check_model(service: Service, name: str | None) -> None:

@@ -21,7 +21,7 @@ from agentspec.server.service import Service
 from agentspec.server.token_places import TokenPlaces
 from agentspec.server.token_room import clamped_to, within_room
 from agentspec.text.chat_template import CacheMark, Tools
-from agentspec.text.constraints import OutputForm, ToolDemand, turn_grammar
+from agentspec.text.constraints import OutputForm, ToolDemand, is_constrained, turn_grammar
 from agentspec.text.context_edits import ContextEdit
 from agentspec.text.events import AssistantTurn, ContentDelta, TextEvent
 from agentspec.text.prompt import BuiltPrompt
@@ -180,14 +180,10 @@ async def begin(service: Service, asked: TurnRequest) -> list[Turn]:
     if asked.callable_names is not None:
         may_call = [tool for tool in may_call if tool["function"]["name"] in asked.callable_names]
     prompt = await build_prompt(service, asked)
-    grammar = await asyncio.to_thread(
-        turn_grammar,
-        may_call or None,
-        asked.demand,
-        asked.output,
-        dialect=text.prompts.dialect,
-        reasoning_open=prompt.reasoning_open,
-    )
+    grammar = None
+    if is_constrained(may_call, asked.demand, asked.output):
+        dialect, reasoning_open = text.prompts.dialect, prompt.reasoning_open
+        grammar = await asyncio.to_thread(turn_grammar, may_call or None, asked.demand, asked.output, dialect=dialect, reasoning_open=reasoning_open)
     num_forced = 0 if asked.forced_output is None else len(asked.forced_output)
     sampling = within_room(asked.sampling, len(prompt.prompt_ids), service.engine.info.max_context, num_forced=num_forced)
     clamped = clamped_to(asked.sampling, sampling)

@@ -19,6 +19,7 @@ from jinja2 import Template, TemplateError, meta
 
 from agentspec.errors import CheckpointError, RequestError
 from agentspec.text.assets import named_tokens, read_object, read_text
+from agentspec.text.common_length import common_length
 from agentspec.text.messages import Message, is_question, raw_arguments
 from agentspec.text.raw_arguments import show_raw
 from agentspec.text.system_messages import SystemPlaces, probe
@@ -184,14 +185,14 @@ class ChatTemplate:
         self._system_blocks[key] = block
         if len(self._system_blocks) > _SYSTEM_BLOCKS_KEPT:
             self._system_blocks.popitem(last=False)
-        return _common_length(text, block)
+        return common_length(text, block)
 
     def _probe_system_block(self, leading: list[Message], tools: Tools | None, kwargs: dict[str, Any]) -> str:
         try:
             first, second = (self._text([*leading, {"role": "user", "content": probe}], tools, False, kwargs) for probe in _PROBES)
         except RequestError:
             return ""  # a template that refuses so short a conversation has no block that we could know
-        return first[: _common_length(first, second)]
+        return first[: common_length(first, second)]
 
     def _user_end(self, text: str, messages: Sequence[Message], tools: Tools | None, kwargs: dict[str, Any]) -> int:
         """Length of what this prompt shares with a later one that asks again; 0 when there is no real user message.
@@ -225,7 +226,7 @@ class ChatTemplate:
 
     def _shared_length(self, text: str, other: Sequence[Message], tools: Tools | None, kwargs: dict[str, Any]) -> int:
         try:
-            return _common_length(text, self._text(other, tools, False, kwargs))
+            return common_length(text, self._text(other, tools, False, kwargs))
         except RequestError:
             return 0  # a template that refuses such a conversation tells us nothing
 
@@ -238,14 +239,3 @@ def _kind(mark: CacheMark, messages: Sequence[Message]) -> CheckpointKind:
         return CheckpointKind.SYSTEM
     moves_on = mark.characters is None and mark.message == len(messages) - 1 and not is_question(messages[-1])
     return CheckpointKind.GRID if moves_on else CheckpointKind.BRANCH
-
-
-def _common_length(first: str, second: str) -> int:
-    low, high = 0, min(len(first), len(second))
-    while low < high:  # by halves: comparing slices is much faster than comparing characters
-        middle = (low + high + 1) // 2
-        if first.startswith(second[low:middle], low):
-            low = middle
-        else:
-            high = middle - 1
-    return low

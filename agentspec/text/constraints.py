@@ -52,6 +52,13 @@ class ToolDemand:
     """More than one call is allowed."""
 
 
+def is_constrained(tools: Tools | None, demand: ToolDemand, output: OutputForm | None) -> bool:
+    """Whether anything is demanded of a turn's form: else its grammar is None."""
+    if output is not None:
+        return True
+    return demand.choice == "required" or (demand.choice == "auto" and (not demand.parallel or any(_is_strict(tool) for tool in tools or ())))
+
+
 def turn_grammar(
     tools: Tools | None, demand: ToolDemand, output: OutputForm | None, *, dialect: Dialect | None, reasoning_open: bool
 ) -> Grammar | None:
@@ -60,8 +67,7 @@ def turn_grammar(
     `reasoning_open`: the turn begins inside reasoning, which stays free up to its end; a call ends it, too. A form goes for the content, and a turn
     with calls has none then: the segmenter must know of it (`has_form`). Takes up to some hundred milliseconds for many tools, unless it was asked
     for the same a short while ago. Raises RequestError naming what can't be served."""
-    is_free = demand.choice == "auto" and demand.parallel and not any(_is_strict(tool) for tool in tools or ())
-    if output is None and (demand.choice == "none" or is_free):
+    if not is_constrained(tools, demand, output):
         return None
     form = None if output is None else (output.kind, output.source, output.field)
     if output is not None and output.kind in ("regex", "ebnf") and not isinstance(output.source, str):

@@ -7,29 +7,42 @@ row are the ids of the whole text. Knows nothing of messages or templates.
 from __future__ import annotations
 
 import re
+import sys
+from array import array
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from agentspec.text.tokenizer import Tokenizer
+from agentspec.types import tokens
+
+_ENTRY_OVERHEAD_BYTES = 250
 
 
 class PieceEncoder:
     """Encodes text like its tokenizer, only faster when it has seen most of it. Not thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, *, max_characters: int = 16 << 20) -> None:
-        """`max_characters`: of the remembered pieces together; the least recently used go first."""
+    def __init__(self, tokenizer: Tokenizer, *, max_bytes: int = 64 << 20) -> None:
+        """`max_bytes`: of the remembered pieces and their ids together; the least recently used go first."""
         self._tokenizer = tokenizer
-        self._max_characters = max_characters
-        self._num_characters = 0
-        self._ids_of: OrderedDict[str, list[int]] = OrderedDict()
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._ids_of: OrderedDict[str, array[int]] = OrderedDict()
         by_length = sorted(tokenizer.added_tokens, key=lambda token: -len(token.text))
         self._cuts = {token.text for token in by_length if token.is_cut}
         self._added = re.compile("(" + "|".join(re.escape(token.text) for token in by_length) + ")") if by_length else None
 
-    def encode(self, text: str) -> list[int]:
+    @property
+    def num_bytes(self) -> int:
+        """About what is remembered, in memory; never above max_bytes."""
+        return self._num_bytes
+
+    def encode(self, text: str) -> array[int]:
         """Equal to the tokenizer's own `encode`."""
-        ids: list[int] = []
-        for piece in self.pieces(text):
-            ids += self.encode_piece(piece)
+        ids = tokens()
+        pieces = self.pieces(text)
+        known = self.ids_of(pieces)
+        for piece in pieces:
+            ids += known[piece]
         return ids
 
     def pieces(self, text: str) -> list[str]:
@@ -44,16 +57,25 @@ class PieceEncoder:
                 open_piece += part
         return [piece for piece in (*pieces, open_piece) if piece]
 
-    def encode_piece(self, piece: str) -> list[int]:
-        """The ids of one of the `pieces`. They are remembered: not to be changed."""
-        ids = self._ids_of.get(piece)
-        if ids is not None:
-            self._ids_of.move_to_end(piece)
-            return ids
-        ids = self._tokenizer.encode(piece)
-        self._ids_of[piece] = ids
-        self._num_characters += len(piece)
-        while self._num_characters > self._max_characters:
-            forgotten, _ = self._ids_of.popitem(last=False)
-            self._num_characters -= len(forgotten)
-        return ids
+    def ids_of(self, pieces: Iterable[str]) -> dict[str, array[int]]:
+        """The ids of texts that are encoded by themselves, such as `pieces`. They are remembered: not to be changed."""
+        known: dict[str, array[int]] = {}
+        unknown: dict[str, None] = {}
+        for piece in pieces:
+            ids = self._ids_of.get(piece)
+            if ids is None:
+                unknown[piece] = None
+            else:
+                self._ids_of.move_to_end(piece)
+                known[piece] = ids
+        if unknown:
+            for piece, encoded in zip(unknown, self._tokenizer.encode_batch(list(unknown)), strict=True):
+                known[piece] = self._ids_of[piece] = tokens(encoded)
+                self._num_bytes += _num_bytes(piece, known[piece])
+            while self._num_bytes > self._max_bytes:
+                self._num_bytes -= _num_bytes(*self._ids_of.popitem(last=False))
+        return known
+
+
+def _num_bytes(piece: str, ids: array[int]) -> int:
+    return _ENTRY_OVERHEAD_BYTES + sys.getsizeof(piece) + ids.itemsize * len(ids)

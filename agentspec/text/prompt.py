@@ -10,7 +10,6 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 from agentspec.text import context_edits
@@ -18,13 +17,13 @@ from agentspec.text.chat_template import CacheMark, ChatTemplate, MessageMark, T
 from agentspec.text.context_edits import AppliedEdit, ContextEdit
 from agentspec.text.events import AssistantTurn
 from agentspec.text.messages import Message, normalise
-from agentspec.text.piece_encoder import PieceEncoder
+from agentspec.text.prompt_encoder import PromptEncoder, Stretch
 from agentspec.text.segmenter import THINK_CLOSE, THINK_OPEN
 from agentspec.text.system_messages import Arranged
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.text.tool_calls import DIALECTS, Dialect, detect_dialect
 from agentspec.text.turn_memory import TurnMemory, TurnRecord, conversation_seed, extend_by_turn, extend_conversation
-from agentspec.types import BY_PROTECTION, Breakpoint, CheckpointKind
+from agentspec.types import BY_PROTECTION, Breakpoint, CheckpointKind, tokens
 
 _LEAD_CHARACTERS = 64
 """Enough to hold the generation prompt and the end of the message before it."""
@@ -32,7 +31,8 @@ _LEAD_CHARACTERS = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltPrompt:
-    prompt_ids: list[int]
+    prompt_ids: array[int]
+    """Not to be changed: the next prompt of the conversation begins with them."""
     breakpoints: list[Breakpoint]
     """Ascending offsets into prompt_ids, each above 0."""
     marked_end: int
@@ -53,15 +53,6 @@ class BuiltPrompt:
         return bool(text) and not (self.reasoning_open and text.endswith(THINK_OPEN))
 
 
-@dataclass(frozen=True, slots=True)
-class _Stretch:
-    """Characters start..end of the rendered prompt are the text of these generated ids."""
-
-    start: int
-    end: int
-    token_ids: array[int]
-
-
 class PromptBuilder:
     """Builds prompts for one model and remembers its turns. Not thread-safe."""
 
@@ -69,7 +60,7 @@ class PromptBuilder:
         self._tokenizer = tokenizer
         self._template = template
         self._memory = memory
-        self._encoder = PieceEncoder(tokenizer)
+        self._encoder = PromptEncoder(tokenizer)
         self._special_texts = tuple(tokenizer.special_ids)
         name = detect_dialect(template.source)
         self.dialect: Dialect | None = None if name is None else DIALECTS[name]
@@ -102,11 +93,13 @@ class PromptBuilder:
         arranged = Arranged.of(normalise(messages), self._template.system_places)
         marked = [MessageMark(*arranged.mark(mark.message, mark.characters)) if isinstance(mark, MessageMark) else mark for mark in marked]
         recalled, records, keys = self._recall(arranged.messages, namespace)
+        if continues:
+            keys.pop()  # the turn is not whole: the conversation is the one before it
         render = partial(self._template.render, tools=tools, add_generation_prompt=begins, template_kwargs=template_kwargs, continues=continues)
 
         def count(edited: Sequence[Message]) -> int:
             text = render(edited).text
-            return len(self._encode(text, self._locate(text, records), ())[0])
+            return len(self._encoder.encode(text, self._locate(text, records)).ids)
 
         conversation, applied = context_edits.apply(recalled, edits, count)
         rendered = render(conversation, marked=marked)
@@ -114,14 +107,15 @@ class PromptBuilder:
         stretches = self._locate(rendered.text, records)
         self.num_spliced += len(stretches)
         self.num_mismatched += len(records) - len(stretches)
-        prompt_ids, offsets = self._encode(rendered.text, stretches, characters)
+        encoded = self._encoder.encode(rendered.text, stretches, keys)
+        offsets = [self._encoder.token_offset(encoded, offset) for offset in characters]
         kinds = [kind for _, kind in rendered.marks]
         return BuiltPrompt(
-            prompt_ids=prompt_ids,
+            prompt_ids=encoded.ids,
             breakpoints=_breakpoints(offsets, kinds),
             marked_end=dict(zip(characters, offsets, strict=True)).get(rendered.marked_end, 0),
             reasoning_open=_opens_reasoning(recalled[-1]) if continues else rendered.text.rstrip().endswith(THINK_OPEN),
-            conversation=keys[-2 if continues else -1],
+            conversation=keys[-1],
             begun=_begun(rendered.text, recalled[-1] if continues else None, stretches, records),
             applied=applied,
         )
@@ -129,7 +123,7 @@ class PromptBuilder:
     def remember(self, prompt: BuiltPrompt, turn: AssistantTurn, token_ids: Sequence[int], *, is_cut: bool, skip_special_tokens: bool = True) -> None:
         """Keep a finished turn for when the client sends it back. `turn` is the segmenter's, `token_ids` all that was generated, stop id or not;
         `is_cut`: it was not ended by the model's own stop id. `skip_special_tokens`: the turn's text has no control tokens."""
-        ids = array("i", token_ids)
+        ids = tokens(token_ids)
         if ids and not self._tokenizer.token_bytes[ids[-1]]:
             ids.pop()
         if not ids:
@@ -157,41 +151,18 @@ class PromptBuilder:
             restored.append(message)
         return restored, records, keys
 
-    def _locate(self, text: str, records: Sequence[TurnRecord]) -> list[_Stretch]:
+    def _locate(self, text: str, records: Sequence[TurnRecord]) -> list[Stretch]:
         """Where the turns stand in the rendered text, in order."""
-        stretches: list[_Stretch] = []
+        stretches: list[Stretch] = []
         cursor = 0
         for record in records:
             found = text.find(record.lead + record.text, max(0, cursor - len(record.lead)))
             start = found + len(record.lead)
             end = start + len(record.text)
             if found >= 0 and (record.is_cut or end == len(text) or text.startswith(self._special_texts, end)):
-                stretches.append(_Stretch(start, end, record.token_ids))
+                stretches.append(Stretch(start, end, record.token_ids))
                 cursor = end
         return stretches
-
-    def _encode(self, text: str, stretches: Sequence[_Stretch], marks: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Ids of the text with the stretches' own ids in their places, and the marks as token offsets, rounded down."""
-        ids: list[int] = []
-        offsets: list[int] = []
-        start = 0
-        for stretch in (*stretches, _Stretch(len(text), len(text), array("i"))):
-            for piece in self._encoder.pieces(text[start : stretch.start]):
-                piece_ids = self._encoder.encode_piece(piece)
-                while len(offsets) < len(marks) and marks[len(offsets)] < start + len(piece):
-                    offsets.append(len(ids) + self._token_offset(piece, piece_ids, marks[len(offsets)] - start))
-                ids += piece_ids
-                start += len(piece)
-            while len(offsets) < len(marks) and (marks[len(offsets)] == start or marks[len(offsets)] < stretch.end):
-                offsets.append(len(ids))
-            ids.extend(stretch.token_ids)
-            start = stretch.end
-        return ids, offsets
-
-    def _token_offset(self, piece: str, ids: list[int], mark: int) -> int:
-        """Tokens of a piece that lie before `mark` whatever follows it there."""
-        head = self._tokenizer.encode(piece[:mark]) if mark else []
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, head, strict=False)))
 
 
 def _opens_reasoning(message: Message) -> bool:
@@ -200,11 +171,11 @@ def _opens_reasoning(message: Message) -> bool:
     return text.lstrip().startswith(THINK_OPEN) and THINK_CLOSE not in text
 
 
-def _begun(text: str, message: Message | None, stretches: Sequence[_Stretch], records: Sequence[TurnRecord]) -> TurnRecord:
+def _begun(text: str, message: Message | None, stretches: Sequence[Stretch], records: Sequence[TurnRecord]) -> TurnRecord:
     """What stands of the next turn at the end of a prompt's text: `message`, if there is one.
 
     It keeps the ids that it was generated as, so that the whole turn has them; what the client wrote is tokenised the same each time."""
-    nothing = TurnRecord(AssistantTurn(), array("i"), "", text[-_LEAD_CHARACTERS:], is_cut=True)
+    nothing = TurnRecord(AssistantTurn(), tokens(), "", text[-_LEAD_CHARACTERS:], is_cut=True)
     if message is None:
         return nothing
     if stretches and stretches[-1].end == len(text) and stretches[-1].token_ids is records[-1].token_ids:

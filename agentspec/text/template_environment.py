@@ -19,6 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 _OF_DICTS = frozenset(dir(dict))
+_READING_DICTS = frozenset({"get", "items", "keys", "values"})
 _OF_LOOPS = frozenset(name for name in dir(LoopContext) if not name.startswith("_"))
 _OF_TEXTS = frozenset({"strip", "lstrip", "rstrip", "startswith", "endswith", "split"})
 
@@ -33,7 +34,12 @@ class _Sandbox(ImmutableSandboxedEnvironment):
                 return obj[attribute]
             except KeyError:
                 return self.undefined(obj=obj, name=attribute)
-        if (kind is str and attribute in _OF_TEXTS) or (kind is LoopContext and attribute in _OF_LOOPS):
+        if (
+            (kind is str and attribute in _OF_TEXTS)
+            or (kind is LoopContext and attribute in _OF_LOOPS)
+            or (kind is dict and attribute in _READING_DICTS)
+            or (kind is _Namespace and not attribute.startswith("_") and hasattr(obj, attribute))
+        ):
             return getattr(obj, attribute)
         return super().getattr(obj, attribute)
 

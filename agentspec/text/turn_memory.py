@@ -11,7 +11,7 @@ import json
 import threading
 from array import array
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -65,13 +65,18 @@ class TurnRecord:
     """The end of the prompt that the turn continued."""
     is_cut: bool
     """The turn was ended by something else than the model, so the template may go on behind its text."""
+    calls: list[tuple[str, dict[str, Any]]] = field(init=False)
+    """Names and arguments of the turn's calls: read once, and asked for by every later prompt of the conversation."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "calls", _generated(self.turn))
 
     def matches(self, message: Message) -> bool:
         """The message is this turn: same content, same calls, and its reasoning either unchanged or dropped."""
         reasoning = message.get("reasoning_content", "").strip()
         return (
             message.get("content", "").strip() == self.turn.content.strip()
-            and [call_arguments(call) for call in message.get("tool_calls", ())] == _generated(self.turn)
+            and [call_arguments(call) for call in message.get("tool_calls", ())] == self.calls
             and reasoning in ("", self.turn.reasoning.strip())
         )
 
@@ -82,15 +87,15 @@ class TurnRecord:
             result = with_reasoning(result, self.turn.reasoning)
         if self.turn.shown_calls:
             result["tool_calls"] = [
-                _with_arguments(call, made.as_written if arguments_as_written else read_arguments(made.arguments))
-                for call, made in zip(message["tool_calls"], self.turn.shown_calls, strict=True)
+                _with_arguments(call, made.as_written if arguments_as_written else arguments)
+                for call, made, (_, arguments) in zip(message["tool_calls"], self.turn.shown_calls, self.calls, strict=True)
             ]
         return result
 
     @property
     def num_bytes(self) -> int:
         """About what the record holds in memory."""
-        return _ENTRY_OVERHEAD_BYTES + 4 * len(self.token_ids) + 4 * len(self.text)
+        return _ENTRY_OVERHEAD_BYTES + 4 * len(self.token_ids) + 6 * len(self.text)
 
 
 def _with_arguments(call: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def test_every_choice_is_a_request_of_its_own(connect: Connect) -> None:
     assert len({tuple(submit.prompt_ids) for submit in engine.submits}) == 1
     shown = [(choice["index"], choice["message"]["content"], choice["finish_reason"], len(choice["token_ids"])) for choice in answer["choices"]]
     assert shown == [(0, "a", "stop", 1), (1, "b", "length", 1), (2, None, "tool_calls", len(CALL))]
-    assert answer["prompt_token_ids"] == engine.submits[0].prompt_ids
+    assert answer["prompt_token_ids"] == list(engine.submits[0].prompt_ids)
     assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"], answer["usage"]["total_tokens"]) == (10, 18, 28)
     assert answer["metrics"]["speculative_decoding"]["num_spec_steps"] == 12
 
@@ -200,7 +200,7 @@ def test_only_the_allowed_tools_may_be_called(connect: Connect, monkeypatch: pyt
     allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "take"}}]}
     post(connect, engine, {**CHAT, "tools": [LOOK, TAKE], "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}})
     post(connect, engine, {**CHAT, "tools": [LOOK, TAKE]})
-    assert [tools for tools, *_ in demanded.calls] == [[TAKE], [LOOK, TAKE]]
+    assert [tools for tools, *_ in demanded.calls] == [[TAKE]], "where nothing is demanded, there is no grammar to make"
     assert engine.submits[0].prompt_ids == engine.submits[1].prompt_ids
 
 
@@ -211,7 +211,7 @@ def test_strictness_is_no_part_of_the_prompt(connect: Connect, monkeypatch: pyte
     for tool in (LOOK, strict):
         post(connect, engine, {**CHAT, "tools": [tool]})
     assert engine.submits[0].prompt_ids == engine.submits[1].prompt_ids
-    assert [tools for tools, *_ in demanded.calls] == [[LOOK], [strict]]
+    assert [tools for tools, *_ in demanded.calls] == [[strict]]
 
 
 @pytest.mark.parametrize(

@@ -65,10 +65,10 @@ def test_messages_become_what_chat_sends_to_the_engine(connect: Connect) -> None
         engine=engine,
     )
     (submit,) = engine.submits
-    assert tokenized.json()["tokens"] == submit.prompt_ids
+    assert tokenized.json()["tokens"] == list(submit.prompt_ids)
     assert tokenized.json()["token_strs"] is None
     body = rendered.json()
-    assert body["token_ids"] == submit.prompt_ids
+    assert body["token_ids"] == list(submit.prompt_ids)
     assert body["prompt"].endswith("<|im_start|>user\nhéllo<|im_end|>\n<|im_start|>assistant\n<think>\n")
     assert body["breakpoints"] == [{"offset": mark.offset, "kind": mark.kind.name.lower()} for mark in submit.breakpoints]
     assert {mark["kind"] for mark in body["breakpoints"]} == {"system", "user"}
@@ -93,7 +93,7 @@ def test_a_prompt_may_end_where_vllms_would(connect: Connect, pipeline: TextPipe
     history = "<|im_start|>user\nhéllo<|im_end|>\n<|im_start|>assistant\nIt "
     texts = [pipeline.tokenizer.spell(answer.json()["tokens"]) for answer in (opened, closed, inside, null)]
     assert texts == [history + "<|im_end|>\n<|im_start|>assistant\n", history + "<|im_end|>\n", history, texts[0]]
-    assert inside.json()["tokens"] == engine.submits[0].prompt_ids
+    assert inside.json()["tokens"] == list(engine.submits[0].prompt_ids)
 
 
 def test_a_returned_turn_is_counted_as_it_was_generated(connect: Connect) -> None:

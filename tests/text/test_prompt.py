@@ -45,7 +45,7 @@ def test_loop_prompts_begin_with_all_ids_before(
             session.returned(turn, with_reasoning=with_reasoning, respelled=respelled)
             following = session.build()
             before = [*prompt.prompt_ids, *ids]
-            assert following.prompt_ids[: len(before)] == before, f"seed {seed}, turn {turn_number}"
+            assert list(following.prompt_ids[: len(before)]) == before, f"seed {seed}, turn {turn_number}"
             assert following.breakpoints == prompt.breakpoints, f"seed {seed}, turn {turn_number}"
             prompt = following
         assert session.builder.num_mismatched == 0
@@ -61,7 +61,7 @@ def test_json_dialect_loops_too(tokenizer: Tokenizer) -> None:
     ids, turn = session.generate(prompt, 'Sure.\n<tool_call>{"name": "f", "arguments": {"b": true, "a": 1.0}}</tool_call>')
     session.returned(turn, respelled=True)
     before = [*prompt.prompt_ids, *ids]
-    assert session.build().prompt_ids[: len(before)] == before
+    assert list(session.build().prompt_ids[: len(before)]) == before
 
 
 def test_the_prompt_always_reads_as_the_template_says(session: Session) -> None:
@@ -83,7 +83,7 @@ def test_the_prompt_always_reads_as_the_template_says(session: Session) -> None:
     ids, turn = session.generate(asked, f"{THINKING}{CALL}")
     session.returned(turn)
     before = [*asked.prompt_ids, *ids]
-    assert session.build().prompt_ids[: len(before)] == before
+    assert list(session.build().prompt_ids[: len(before)]) == before
 
 
 def test_edits_are_of_what_the_model_is_shown(session: Session) -> None:
@@ -127,7 +127,7 @@ def test_preserved_thinking_makes_every_turn_a_beginning(tokenizer: Tokenizer, t
         session.returned(turn, with_reasoning=False)
         before = [*prompt.prompt_ids, *ids]
         prompt = session.ask(question)
-        assert prompt.prompt_ids[: len(before)] == before
+        assert list(prompt.prompt_ids[: len(before)]) == before
     assert builder.num_mismatched == 0
 
 
@@ -161,7 +161,7 @@ def test_mark_inside_a_token_rounds_down(tokenizer: Tokenizer) -> None:
     for question in ("vel", "\n", " in", "x"):
         prompt = builder.build([{"role": "system", "content": "We like tra"}, {"role": "user", "content": question}])
         whole, part = tokenizer.encode("We like tra" + question), tokenizer.encode("We like tra")
-        assert prompt.prompt_ids == whole
+        assert list(prompt.prompt_ids) == whole
         system = [point for point in prompt.breakpoints if point.kind is CheckpointKind.SYSTEM]
         assert system
         assert system[0].offset <= len(part)
@@ -176,7 +176,7 @@ def test_thinking_switched_off(tokenizer: Tokenizer, template: ChatTemplate) -> 
     assert (turn.reasoning, turn.content) == ("", "Looking.")
     session.returned(turn)
     before = [*prompt.prompt_ids, *ids]
-    assert session.build().prompt_ids[: len(before)] == before
+    assert list(session.build().prompt_ids[: len(before)]) == before
 
 
 def test_cut_turns_are_put_back_too(session: Session) -> None:
@@ -186,7 +186,7 @@ def test_cut_turns_are_put_back_too(session: Session) -> None:
     session.returned(turn)
     session.messages.append({"role": "user", "content": "<tool_response>\ngo on\n</tool_response>"})
     before = [*prompt.prompt_ids, *ids]
-    assert session.build().prompt_ids[: len(before)] == before
+    assert list(session.build().prompt_ids[: len(before)]) == before
     assert session.builder.num_spliced == 1
 
 
@@ -201,7 +201,7 @@ def test_a_cut_call_is_put_back(tokenizer: Tokenizer, template: ChatTemplate) ->
         session.returned(turn)
         before = [*prompt.prompt_ids, *ids]
         following = session.build()
-        assert following.prompt_ids[: len(before)] == before, long[:size]
+        assert list(following.prompt_ids[: len(before)]) == before, long[:size]
         assert spelled(tokenizer, following.prompt_ids[len(before) :]).lstrip().startswith("</parameter>\n</function>\n</tool_call><|im_end|>\n")
 
 

@@ -212,7 +212,7 @@ def test_a_growing_history_keeps_its_tokens(tokenizer: Tokenizer, name: str) -> 
                 assert following.prompt_ids[:kept] == prompt.prompt_ids[:kept], at
             else:
                 before = [*prompt.prompt_ids, *ids]
-                assert following.prompt_ids[: len(before)] == before, at
+                assert list(following.prompt_ids[: len(before)]) == before, at
             shown = spelled(tokenizer, following.prompt_ids)
             assert [shown.count(word.strip()) for word in words] == [1] * len(words), at
             prompt = retried(session, following, rng, words, at)
