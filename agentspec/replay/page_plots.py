@@ -34,7 +34,7 @@ def timeline(report: Report) -> str:
 
 
 def _figure(title: str, note: str, plot: str, kind: str = "") -> str:
-    return f'<figure class="{kind}"><figcaption><h2>{escape(title)}</h2><p>{note}</p></figcaption>{plot}</figure>'
+    return f'<figure class="{kind}"><figcaption><h2>{escape(title)}</h2><p>{note}</p></figcaption><div class="plot">{plot}</div></figure>'
 
 
 def _absent(title: str, reason: str) -> str:
@@ -96,7 +96,7 @@ def _acceptance_plot(summary: Summary) -> str:
     note = (
         "FORCED to set rates; says nothing about the model."
         if summary.forced_acceptance
-        else "Accepted share of the drafts offered at each position."
+        else "Each bar is the accepted share of the drafts offered at its position."
     )
     return _figure(title, note, plots.bars(columns, axis="draft position", show=lambda value: f"{value:.0f} %", high=112))
 
@@ -117,7 +117,9 @@ def _token_plot(report: Report) -> str:
         )
         for index, number in enumerate(counts)
     ]
-    return _figure(title, "Requests by their mean milliseconds between tokens.", plots.bars(columns, axis="milliseconds, from", show=_plain))
+    return _figure(
+        title, "Each bar counts requests, by their mean milliseconds between tokens.", plots.bars(columns, axis="milliseconds, from", show=_plain)
+    )
 
 
 def _spans(report: Report, session: SessionRecord) -> list[plots.Span]:

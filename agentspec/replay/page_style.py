@@ -88,5 +88,16 @@ dd { margin: 0; overflow-wrap: anywhere; }
   .cards { grid-template-columns: repeat(2, minmax(0, 1fr)); }
   .plots, .facts { grid-template-columns: minmax(0, 1fr); }
 }
+@media (max-width: 560px) {
+  figure, section.table, .facts > div { padding: 14px 14px 10px; }
+  .plot { overflow-x: auto; }
+  .plot:has(svg)::before { content: "Scrolls sideways."; position: sticky; left: 0; color: var(--soft); font-size: 12px; }
+  .plot svg { min-width: 480px; }
+  .wide .plot svg { min-width: 1000px; }
+  th:first-child, td:first-child { position: sticky; left: 0; min-width: 112px; max-width: 140px; background: var(--surface);
+    white-space: normal; overflow-wrap: break-word; }
+  dl { grid-template-columns: minmax(0, 1fr); gap: 0; }
+  dd { margin-bottom: 8px; }
+}
 @media print { body { background: none; } .card, figure, section.table, .facts > div { break-inside: avoid; } }
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -135,6 +136,24 @@ def test_forced_acceptance_stands_on_top() -> None:
 def test_writes_a_file(tmp_path: Path) -> None:
     write_page(make_report(), str(tmp_path / "r.html"))
     parse((tmp_path / "r.html").read_text(encoding="utf-8"))
+
+
+def test_a_phone_shows_all_of_it(browser: Any, tmp_path: Path) -> None:
+    """Nothing makes the page wider than the screen, and no text of a plot is too small to read."""
+    report = make_report(12, 14, fails=True, slo="turn=1s,ttft=150ms")
+    report.settings["a setting with a long value"] = "x" * 200
+    write_page(report, str(tmp_path / "r.html"))
+    tab = browser.new_page(viewport={"width": 375, "height": 800})
+    tab.goto((tmp_path / "r.html").as_uri())
+    assert tab.evaluate("document.documentElement.scrollWidth") == 375
+    sizes = tab.evaluate(
+        """() => [...document.querySelectorAll("svg text")].map((text) => {
+            const plot = text.ownerSVGElement;
+            return parseFloat(getComputedStyle(text).fontSize) * plot.getBoundingClientRect().width / plot.viewBox.baseVal.width;
+        })"""
+    )
+    assert min(sizes) >= 9
+    tab.close()
 
 
 @pytest.mark.parametrize("high", [1e-6, 0.3, 1.0, 7.0, 99.0, 100.0, 12345.0])

@@ -140,11 +140,9 @@ function acceptance(speculation) {
     bar.style.height = percent(share ?? 0);
     return bar;
   }));
-  bars.setAttribute("role", "img");
-  bars.setAttribute("aria-label", `by position: ${shares.map((share) => percent(share ?? 0)).join(", ")}`);
-  bars.title = `accepted by draft position: ${shares.map((share) => percent(share ?? 0)).join(", ")}`;
-  const shown = figure(percent(speculation.draft_acceptance_rate), "of drafts accepted ");
-  shown.append(bars);
+  bars.setAttribute("aria-hidden", "true"); // the numbers behind them say the same
+  const shown = figure(percent(speculation.draft_acceptance_rate), "of drafts accepted");
+  if (shares.length) shown.append(", from a step's first to its last: ", bars, ` ${shares.map((share) => percent(share ?? 0)).join(", ")}`);
   return shown;
 }
 
