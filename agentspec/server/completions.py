@@ -6,6 +6,7 @@ prompts: its answers have no text, and always their token ids; those of the prom
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -33,21 +34,21 @@ MAX_CHOICES = 2048
 """Of one request: its prompts times `n`."""
 
 
-def encode_prompts(request: CompletionRequest, text: TextPipeline | None) -> list[list[int]]:
+async def encode_prompts(request: CompletionRequest, text: TextPipeline | None) -> list[list[int]]:
     """Token ids of every prompt. Raises RequestError when there are too many, or a text has no tokenizer to encode it, or no tokens."""
-    encoded: list[list[int]] = []
     prompts = request.prompts()
     if len(prompts) * request.n > MAX_CHOICES:
         raise RequestError("prompt", f"{len(prompts)} prompts", f"with n={request.n} they make more than {MAX_CHOICES} choices")
-    for prompt in prompts:
-        if isinstance(prompt, str):
-            if text is None:
-                raise RequestError("prompt", prompt, "this checkpoint has no tokenizer: send token ids")
-            prompt = text.tokenizer.encode(prompt)
-            if not prompt:
-                raise RequestError("prompt", "", "must hold at least one token")
-        encoded.append(prompt)
-    return encoded
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if not texts:
+        return [prompt for prompt in prompts if not isinstance(prompt, str)]
+    if text is None:
+        raise RequestError("prompt", texts[0], "this checkpoint has no tokenizer: send token ids")
+    encoded = iter(await asyncio.to_thread(text.tokenizer.encode_batch, texts))
+    ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
+    if not all(ids):
+        raise RequestError("prompt", "", "must hold at least one token")
+    return ids
 
 
 def submits_of(request: CompletionRequest, prompts: Sequence[list[int]], session_id: str | None, max_context: int) -> list[Submit]:
@@ -81,7 +82,8 @@ async def answer(service: Service, call: Call) -> Response:
     asked = service.named(openai.parse_completion(call.body, call.notes))
     info = service.engine.info
     asked.sampling().validate(vocab_size=info.vocab_size)  # what no message to the engine can hold is out of range, too
-    submits = submits_of(asked, encode_prompts(asked, service.text), session_of(call.headers, asked.prompt_cache_key), info.max_context)
+    prompts = await encode_prompts(asked, service.text)
+    submits = submits_of(asked, prompts, session_of(call.headers, asked.prompt_cache_key), info.max_context)
     told = headers(_clamped(asked, submits))
     if asked.stream:
         chunks = CompletionChunks(asked, submits, service.text, info)
