@@ -10,6 +10,7 @@ import asyncio
 import json
 import lzma
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,9 @@ def bundled_text() -> TextPipeline:
     return TextPipeline(tokenizer, PromptBuilder(tokenizer, template, TurnMemory()))
 
 
-def posted(connect: Connect, text: TextPipeline, request: dict[str, Any]) -> httpx.Response:
+def posted(connect: Connect, text: TextPipeline, request: dict[str, Any], engine: ScriptedEngine | None = None) -> httpx.Response:
     async def run() -> httpx.Response:
-        async with connect(ScriptedEngine([*said("ok"), ended()], info=LONG), pipeline=text) as client:
+        async with connect(engine or ScriptedEngine([*said("ok"), ended()], info=LONG), pipeline=text) as client:
             return await client.request(request["method"], request["path"], json=request["body"], headers=request["headers"])
 
     return asyncio.run(run())
@@ -83,3 +84,18 @@ def test_recorded_requests_are_answered(connect: Connect, bundled_text: TextPipe
     assert "ok" in answer.text
     assert '"error":{' not in answer.text
     assert answer.headers.get(HEADER, "") == LEFT_OUT.get((client, number), "")
+
+
+@pytest.mark.parametrize("client", SIZES)
+def test_prompts_only_grow(connect: Connect, bundled_text: TextPipeline, client: str) -> None:
+    """From turn to turn the prompt stays what it was, up to where the answer begins: there is nothing in the cache that a client makes useless.
+
+    opencode's first request is for a title of the session."""
+    prompts: list[str] = []
+    for request in recording(client)["requests"][int(client == "opencode") :]:
+        engine = ScriptedEngine([*said("ok"), ended()], info=LONG)
+        assert posted(connect, bundled_text, request, engine).status_code == 200
+        prompts.append(bundled_text.tokenizer.spell(engine.submits[0].prompt_ids))
+    assert len(prompts) >= 4
+    for before, after in pairwise(prompts):
+        assert after.startswith(before[: before.rindex("<|im_start|>assistant\n")])
