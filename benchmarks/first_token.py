@@ -86,7 +86,7 @@ class Session:
 
     def take(self, answer: bytes) -> None:
         """Add what the client was sent, and the result of its call."""
-        chunks = [json.loads(frame) for frame in answer.decode().removesuffix("data: [DONE]\n\n").split("data: ") if frame]
+        chunks = [json.loads(frame.removeprefix("data: ")) for frame in answer.decode().split("\n\n") if frame and frame != "data: [DONE]"]
         deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
         thought = "".join(delta.get("reasoning_content") or "" for delta in deltas)
         calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
