@@ -18,6 +18,9 @@ from agentspec.errors import RequestError
 BLOCK_TOKENS = 64
 """Tokens in a block: a KV page, a Gated DeltaNet chunk and the grid on which checkpoints may stand."""
 
+MAX_STOP_CHARACTERS = 1024
+"""Of a stop string. Text waits for as long as it may be the beginning of one."""
+
 MAX_DRAFT_TOKENS = 7
 """Two steps of at most k+1 tokens each must stay inside one block of the smallest size that tests use (16)."""
 
@@ -155,6 +158,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise RequestError("stop", list(self.stop), "must not contain an empty string")
         if len(self.stop) > 16:
             raise RequestError("stop", list(self.stop), "at most 16 stop strings")
+        if any(len(text) > MAX_STOP_CHARACTERS for text in self.stop):
+            raise RequestError("stop", list(self.stop), f"at most {MAX_STOP_CHARACTERS:,} characters a stop string")
         if len(self.stop_token_ids) > 16:
             raise RequestError("stop_token_ids", list(self.stop_token_ids), "at most 16 ids")
         for token in self.stop_token_ids:

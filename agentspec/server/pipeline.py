@@ -5,8 +5,8 @@ Knows which parts belong together, and nothing of requests.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -30,8 +30,8 @@ class TextPipeline:
 
     tokenizer: Tokenizer
     prompts: PromptBuilder | None
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a prompt is built: one at a time, off the event loop."""
+    builder: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="agentspec-prompts"))
+    """Builds prompts, one at a time: what a client that left has asked for is built to its end before the next."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """tokenizer_config.json's, named tokens as texts, with the chat template that is used."""
 

@@ -12,12 +12,17 @@ class Holdback:
     """Finds the longest end of a text that is a proper beginning of one of the markers."""
 
     def __init__(self, markers: Iterable[str]) -> None:
-        self._beginnings = frozenset(marker[:size] for marker in markers for size in range(1, len(marker)))
-        self._longest = max(map(len, self._beginnings), default=0)
+        self._markers = tuple(markers)
 
     def held(self, text: str) -> int:
         """Characters at the end of `text` that must wait for more; 0 when none."""
-        for size in range(min(self._longest, len(text)), 0, -1):
-            if text[-size:] in self._beginnings:
-                return size
-        return 0
+        return max((_held_for(marker, text) for marker in self._markers), default=0)
+
+
+def _held_for(marker: str, text: str) -> int:
+    start = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+    while start >= 0:
+        if marker.startswith(text[start:]):
+            return len(text) - start
+        start = text.find(marker[0], start + 1)
+    return 0

@@ -16,6 +16,9 @@ from tokenizers import Tokenizer as Backend
 from agentspec.errors import CheckpointError, RequestError
 from agentspec.text.assets import named_tokens, read_object
 
+_PANIC_MODULE = "pyo3_runtime"
+"""Where the class of the library's panics says that it is; it can't be imported, and is no Exception."""
+
 
 @dataclass(frozen=True, slots=True)
 class AddedTokenInfo:
@@ -73,7 +76,8 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of the text. Control tokens written in the text become their ids; nothing is added around it.
 
-        Raises RequestError for text that is no Unicode (a lone surrogate, which JSON can spell)."""
+        Raises RequestError for text that is no Unicode (a lone surrogate, which JSON can spell), and for text on which the library gives up
+        (millions of blanks in a row)."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -83,7 +87,13 @@ class Tokenizer:
                 text.encode()
             except UnicodeEncodeError as error:
                 raise RequestError("text", text[max(0, error.start - 20) : error.end], f"is not valid Unicode: {error.reason}") from error
-        return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        try:
+            return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        except BaseException as error:
+            if type(error).__module__ != _PANIC_MODULE:
+                raise
+            longest = max(texts, key=len)
+            raise RequestError("text", longest[:40], f"can't be tokenised ({len(longest):,} characters): {error}") from error
 
     @cached_property
     def spelled_bytes(self) -> list[bytes]:

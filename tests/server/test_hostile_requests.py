@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ from agentspec.errors import RequestError
 from agentspec.server import fields
 from agentspec.server.messages_request import parse_messages
 from agentspec.server.openai import parse_chat, parse_completion
+from agentspec.server.pipeline import TextPipeline
 from tests.fakes.engine_client import INFO, ScriptedEngine, ended, said
 
 MODEL = INFO.model_id
@@ -186,3 +189,68 @@ def test_numbers_that_json_lacks_never_stand_in_arguments(connect: Callable[...,
     answer = send(connect, "POST", *chat(tools=[tool]), says=says)
     (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"], parse_constant=pytest.fail) == {"a": number}
+
+
+def test_prompts_are_built_one_at_a_time_though_their_clients_leave(
+    connect: Callable[..., httpx.AsyncClient], pipeline: TextPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A builder is not thread-safe: two that overlap break what it remembers, for every request to come."""
+    rng, build = random.Random(1), pipeline.prompts.build if pipeline.prompts else None
+    assert build is not None
+    at_work, most, num_built = 0, 0, 0
+    entered, may_go_on = threading.Semaphore(0), threading.Semaphore(0)
+
+    def watched(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal at_work, most, num_built
+        at_work, num_built = at_work + 1, num_built + 1
+        most = max(most, at_work)
+        entered.release()
+        may_go_on.acquire()
+        at_work -= 1
+        return build(*arguments, **keywords)
+
+    monkeypatch.setattr(pipeline.prompts, "build", watched)
+
+    async def run() -> int:
+        async with connect(ScriptedEngine([*said("x"), ended()])) as client:
+
+            def ask() -> asyncio.Task[httpx.Response]:
+                return asyncio.create_task(client.post("/v1/chat/completions", json=chat()[1]))
+
+            for _ in range(20):
+                asked = [ask() for _ in range(rng.randrange(1, 4))]
+                await asyncio.to_thread(entered.acquire)
+                for task in asked:
+                    task.cancel()
+                await asyncio.gather(*asked, return_exceptions=True)
+                last = ask()
+                may_go_on.release()
+                await asyncio.to_thread(entered.acquire)
+                may_go_on.release()
+                assert (await last).status_code == 200
+        return num_built
+
+    assert asyncio.run(run()) == 40, "what was never begun for a client that left is not built"
+    assert most == 1
+
+
+@pytest.mark.parametrize(("length", "status"), [(1024, 200), (1025, 400)])
+def test_a_stop_string_has_a_longest(connect: Callable[..., httpx.AsyncClient], length: int, status: int) -> None:
+    answer = send(connect, "POST", *chat(stop="s" * length))
+    assert answer.status_code == status, answer.text
+    assert status == 200 or answer.json()["error"]["param"] == "stop"
+
+
+def test_text_on_which_the_tokenizer_gives_up_is_refused(
+    connect: Callable[..., httpx.AsyncClient], pipeline: TextPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
+
+    class Backend:
+        def encode_batch_fast(self, *_: Any, **__: Any) -> Any:
+            raise panic("Onig: Regex search error: retry-limit-in-match over")
+
+    monkeypatch.setattr(pipeline.tokenizer, "_backend", Backend())
+    refused = send(connect, "POST", *chat())
+    assert refused.status_code == 400
+    assert "can't be tokenised" in refused.json()["error"]["message"]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 
 import pytest
 
 from agentspec.text.detokenizer import Detokenizer
+from agentspec.text.holdback import Holdback
 from agentspec.text.tokenizer import Tokenizer
 
 BYTES = [bytes([byte]) for byte in range(256)]
@@ -144,3 +146,21 @@ def test_any_stop_strings_behind_any_minimum() -> None:
         least = rng.randrange(12)
         heard = run(BYTES, groups(rng, ids), stop, least)
         assert heard == by_character_behind(ids, stop, least), f"seed 3, trial {trial}: {bytes(ids)!r}, {stop}, {least}"
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_what_is_held_back_is_the_longest_beginning_of_a_marker(seed: int) -> None:
+    rng = random.Random(f"holdback {seed}")
+    markers = ["".join(rng.choices("ab", k=rng.randrange(1, 9))) for _ in range(rng.randrange(4))]
+    text = "".join(rng.choices("ab", k=rng.randrange(12)))
+    sizes = (size for marker in markers for size in range(1, len(marker)) if text.endswith(marker[:size]))
+    assert Holdback(markers).held(text) == max(sizes, default=0), f"seed {seed}: {markers}, {text!r}"
+
+
+def test_a_long_marker_takes_little_memory() -> None:
+    tracemalloc.start()
+    holdback = Holdback(["ab" * 50_000 + "c"])
+    assert holdback.held("ab" * 40_000) == 80_000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2_000_000

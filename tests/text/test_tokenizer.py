@@ -127,3 +127,9 @@ def test_only_byte_level_vocabularies() -> None:
 def test_text_that_is_no_unicode_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError, match="surrogates"):
         tokenizer.encode("abc \ud800")
+
+
+def test_text_on_which_the_library_panics_is_refused_and_the_next_is_read(tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match=r"can't be tokenised \(4,000,002 characters\)"):
+        tokenizer.encode("a" + " " * 4_000_000 + "x")
+    assert tokenizer.decode(tokenizer.encode("as before")) == "as before"
