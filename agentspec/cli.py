@@ -119,6 +119,12 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ORIGIN",
         help="let pages of this origin (https://host:port, or * for any) ask from a browser; may be repeated",
     )
+    group.add_argument(
+        "--allowed-host",
+        action="append",
+        metavar="NAME",
+        help="answer requests for this host, too, or * for any; may be repeated (default: any, but on a loopback address only this machine's names)",
+    )
 
 
 def server_config(args: argparse.Namespace, environment: Mapping[str, str]) -> ServerConfig:
@@ -138,6 +144,7 @@ def server_config(args: argparse.Namespace, environment: Mapping[str, str]) -> S
         chat_template=args.chat_template,
         log_level=args.log_level,
         cors_origins=tuple(args.cors_origin or ()),
+        allowed_hosts=tuple(args.allowed_host or ()),
     )
 
 

@@ -19,6 +19,7 @@ DraftPrecision = Literal["auto", "checkpoint", "fp8"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Images = Literal["refuse", "drop"]
 
+_HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+", re.ASCII)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+", re.ASCII)
 
 
@@ -141,6 +142,9 @@ class ServerConfig:
     """A jinja file in place of the checkpoint's chat template."""
     cors_origins: tuple[str, ...] = ()
     """Origins (`https://host:port`) whose pages may ask from a browser; `*`: any. None: only the server's own."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names, beside those of the machine itself, that requests may ask for in their Host header; `*`: any. None: any where the server can be reached
+    from other machines, else the machine's own."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
@@ -163,6 +167,9 @@ class ServerConfig:
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError("cors_origin", origin, "must be * or as browsers send it: https://host or https://host:port, without a path")
+        for name in self.allowed_hosts:
+            if name != "*" and not _HOST.fullmatch(name):
+                raise ConfigError("allowed_host", name, "must be * or a name or an address, without scheme, port and path")
 
     @property
     def max_body_bytes(self) -> int:

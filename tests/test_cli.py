@@ -27,7 +27,7 @@ ENGINE_FLAGS = {
 FLAGS = {
     "serve": ENGINE_FLAGS | {
         "checkpoint", "--config", "--host", "--port", "--api-key", "--max-body-mib", "--max-queue", "--cors-origin", "--served-model-name",
-        "--chat-template", "--log-level", "--strict-fields", "--images",
+        "--chat-template", "--log-level", "--strict-fields", "--images", "--allowed-host",
     },
     "warm": ENGINE_FLAGS | {"checkpoint", "--config", "--target"},
     "replay": ENGINE_FLAGS | {
@@ -137,6 +137,8 @@ def test_server_flags_set_their_fields() -> None:
         (["--chat-template", ""], {}, "chat_template=''"),
         (["--cors-origin", "localhost:3000"], {}, "cors_origin='localhost:3000'"),
         (["--cors-origin", "http://localhost:3000/"], {}, "without a path"),
+        (["--allowed-host", "https://models.example"], {}, "allowed_host='https://models.example'"),
+        (["--allowed-host", "models.example:8000"], {}, "without scheme, port and path"),
     ],
 )
 def test_server_settings_that_can_not_be(flags: list[str], environment: dict[str, str], words: str) -> None:

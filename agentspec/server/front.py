@@ -1,4 +1,5 @@
-"""What stands before everything that a server answers, from its first second on: the log, other pages' access (CORS), and one spelling of requests.
+"""What stands before everything that a server answers, from its first second on: the log, other pages' access (CORS), the names that it is asked by,
+and one spelling of requests.
 
 Knows ASGI and the server's settings.
 """
@@ -9,6 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from agentspec.config import ServerConfig
+from agentspec.server.hosts import KnownHosts, known_names
 from agentspec.server.normalizer import Normalizer
 from agentspec.server.request_log import RequestLog
 
@@ -20,6 +22,9 @@ _EXPOSED = ("retry-after", "x-agentspec-ignored-fields", "x-agentspec-max-tokens
 def in_front_of(app: ASGIApp, config: ServerConfig) -> ASGIApp:
     """`app`, a WaitingRoom or a Door, as it is served. Preflights are answered here, so they need no key."""
     app = Normalizer(app)
+    names = known_names(config)
+    if names is not None:
+        app = KnownHosts(app, names, config)
     if config.cors_origins:
         # A key travels in a header that the page sets itself, so cookies and the like (allow_credentials) are never needed.
         app = CORSMiddleware(app, allow_origins=config.cors_origins, allow_methods=_METHODS, allow_headers=("*",), expose_headers=_EXPOSED)

@@ -37,7 +37,7 @@ def loading(config: ServerConfig) -> Any:
 
 def asked(app: Any, ask: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
     async def run() -> Any:
-        async with httpx.AsyncClient(transport=InProcessTransport(app), base_url="http://in-process", timeout=None) as client:
+        async with httpx.AsyncClient(transport=InProcessTransport(app), base_url="http://localhost", timeout=None) as client:
             return await ask(client)
 
     return asyncio.run(run())
@@ -156,3 +156,50 @@ def test_other_origins_are_told_nothing(pipeline: TextPipeline) -> None:
         assert json.loads(answer.content)["object"] == "list"
 
     asked(served(pipeline, ServerConfig(cors_origins=(ORIGIN,))), ask)
+
+
+LOCAL = ServerConfig(allowed_hosts=())
+PUBLIC = ServerConfig(host="0.0.0.0")
+NAMED = ServerConfig(allowed_hosts=("Models.example",))
+
+
+@pytest.mark.parametrize(
+    ("config", "headers", "refused"),
+    [
+        (LOCAL, {"host": "localhost:8000"}, None),
+        (LOCAL, {"host": "LOCALHOST"}, None),
+        (LOCAL, {"host": "127.0.0.1:8000"}, None),
+        (LOCAL, {"host": "[::1]:8000"}, None),
+        (LOCAL, {"host": "rebound.example:8000"}, "host"),
+        (LOCAL, {"host": "localhost.rebound.example"}, "host"),
+        (LOCAL, {"host": "localhost:8000@rebound.example"}, "host"),
+        (LOCAL, {"host": ""}, "host"),
+        (LOCAL, {"origin": "http://localhost:8000"}, None),
+        (LOCAL, {"origin": "http://rebound.example"}, "origin"),
+        (LOCAL, {"origin": "null"}, "origin"),
+        (ServerConfig(host="127.0.0.2"), {"host": "127.0.0.2:8000"}, None),
+        (ServerConfig(cors_origins=("https://notes.example",)), {"origin": "https://notes.example"}, None),
+        (ServerConfig(cors_origins=("https://notes.example",)), {"origin": "https://other.example"}, "origin"),
+        (ServerConfig(cors_origins=("*",)), {"origin": "null"}, None),
+        (NAMED, {"host": "models.EXAMPLE."}, None),
+        (NAMED, {"host": "localhost"}, None),
+        (NAMED, {"host": "other.example"}, "host"),
+        (ServerConfig(allowed_hosts=("*",)), {"host": "other.example", "origin": "http://rebound.example"}, None),
+        (PUBLIC, {"host": "other.example", "origin": "http://rebound.example"}, None),
+    ],
+    ids=str,
+)
+def test_a_server_answers_to_its_own_names(config: ServerConfig, headers: dict[str, str], refused: str | None, pipeline: TextPipeline) -> None:
+    """A page whose name was made to resolve to this machine, or that posts here blindly, gets nothing done; from the first second on."""
+    engine = ScriptedEngine([*said("well"), ended()])
+    answers = [
+        asked(served(pipeline, config, engine), lambda client: client.post("/v1/completions", json=COMPLETION, headers=headers)),
+        asked(loading(config), lambda client: client.get("/health", headers=headers)),
+    ]
+    if refused is None:
+        assert [answer.status_code for answer in answers] == [200, 503]
+        return
+    for answer in answers:
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["code"]) == (403, refused, f"{refused}_not_allowed")
+    assert not engine.submits

@@ -205,7 +205,7 @@ def test_prompts_are_built_one_at_a_time_though_their_clients_leave(
         at_work, num_built = at_work + 1, num_built + 1
         most = max(most, at_work)
         entered.release()
-        may_go_on.acquire()
+        assert may_go_on.acquire(timeout=60)
         at_work -= 1
         return build(*arguments, **keywords)
 
@@ -219,13 +219,13 @@ def test_prompts_are_built_one_at_a_time_though_their_clients_leave(
 
             for _ in range(20):
                 asked = [ask() for _ in range(rng.randrange(1, 4))]
-                await asyncio.to_thread(entered.acquire)
+                assert await asyncio.to_thread(entered.acquire, timeout=60)
                 for task in asked:
                     task.cancel()
                 await asyncio.gather(*asked, return_exceptions=True)
                 last = ask()
                 may_go_on.release()
-                await asyncio.to_thread(entered.acquire)
+                assert await asyncio.to_thread(entered.acquire, timeout=60)
                 may_go_on.release()
                 assert (await last).status_code == 200
         return num_built
