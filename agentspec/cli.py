@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn, get_args
 
 from agentspec import config_file
 from agentspec.config import EngineConfig, Images, LogLevel, ServerConfig
-from agentspec.errors import AgentspecError, ConfigError
+from agentspec.errors import AgentspecError, ConfigError, EngineClosedError
 from agentspec.replay import importers
 from agentspec.replay import options as replay_options
 from agentspec.types import MAX_DRAFT_TOKENS
@@ -27,6 +27,8 @@ from agentspec.version import version
 
 INTERRUPTED = 130
 USER_ERROR = 2
+ENGINE_ENDED = 70
+"""The engine of `serve` ended without being told to: whoever started it may start it again."""
 
 API_KEY_VARIABLE = "AGENTSPEC_API_KEY"
 
@@ -101,6 +103,13 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"requests that may wait beside those that run; more are refused with 429 (default {idle.max_queue})",
     )
     group.add_argument(
+        "--drain",
+        type=float,
+        default=idle.drain_seconds,
+        metavar="S",
+        help=f"seconds that running answers may go on after the first signal (default {idle.drain_seconds:g})",
+    )
+    group.add_argument(
         "--served-model-name",
         nargs="+",
         metavar="NAME",
@@ -138,6 +147,7 @@ def server_config(args: argparse.Namespace, environment: Mapping[str, str]) -> S
         api_keys=tuple(keys),
         max_body_mib=args.max_body_mib,
         max_queue=args.max_queue,
+        drain_seconds=args.drain,
         strict_fields=args.strict_fields,
         images=args.images,
         model_names=tuple(args.served_model_name or ()),
@@ -280,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(args)
     except AgentspecError as error:
         print(f"agentspec: error: {error}", file=sys.stderr)
-        return USER_ERROR
+        return ENGINE_ENDED if isinstance(error, EngineClosedError) else USER_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
 

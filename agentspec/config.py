@@ -130,6 +130,8 @@ class ServerConfig:
     """MiB of a request's body at most."""
     max_queue: int = 256
     """Requests that may wait beside those that the engine runs (`max_running`); more are refused with 429."""
+    drain_seconds: float = 5.0
+    """How long running answers may go on after the first signal; a second signal ends them at once."""
     strict_fields: bool = False
     """Refuse bodies with fields that nobody knows, instead of leaving these out."""
     images: Images = "refuse"
@@ -156,6 +158,8 @@ class ServerConfig:
             raise ConfigError("max_body_mib", self.max_body_mib, "must be above 0 and at most 4096")
         if self.max_queue < 0:
             raise ConfigError("max_queue", self.max_queue, "must not be negative")
+        if not 0 <= self.drain_seconds <= 86_400:
+            raise ConfigError("drain", self.drain_seconds, "must be between 0 and 86400 seconds")
         if self.log_level not in get_args(LogLevel):
             raise ConfigError("log_level", self.log_level, f"must be one of {', '.join(get_args(LogLevel))}")
         if self.images not in get_args(Images):

@@ -185,6 +185,10 @@ class RemoteEngine:
         finally:
             del self._questions[number]
 
+    async def lost(self) -> None:
+        """Wait until the process has ended, or is about to."""
+        await self._lost.wait()
+
     async def close(self) -> None:
         """End the process. Requests still running end with an ABORT event, or with an ERROR one when it has to be killed."""
         if self._closing is None:

@@ -1,8 +1,8 @@
 """`agentspec serve`: HTTP in this process, the engine in one of its own, until a signal ends both. Imports no torch.
 
 It listens from the beginning: until the engine is loaded, every answer is a 503 that says what the start is at, and so do lines on stderr.
-The first signal drains: new requests are refused, running ones may end. What still runs after the grace, or at a second signal, ends with its
-terminal event. The engine's process is closed on every way out.
+The first signal drains: new requests are refused, running ones may end. What still runs after `--drain` seconds, or at a second signal, ends with its
+terminal event. The engine's process is closed on every way out; when it ends by itself, so does the server, for whoever starts it again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 
 from agentspec import bundled
 from agentspec.config import EngineConfig, LogLevel, ServerConfig
-from agentspec.errors import ConfigError
+from agentspec.errors import ConfigError, EngineClosedError
 from agentspec.remote_engine import EngineProcess, RemoteEngine
 from agentspec.server.app import create_app
 from agentspec.server.door import Door
@@ -33,9 +33,6 @@ from agentspec.start_progress import TICK_SECONDS, ProgressLines, StartProgress
 from agentspec.text.chat_template import ChatTemplate
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.version import version
-
-GRACE_SECONDS = 5
-"""How long running answers may go on after the first signal; a second signal ends them at once."""
 
 CLOSE_SECONDS = 10
 """How long the last events of ended answers may take to reach their clients."""
@@ -54,7 +51,8 @@ class _SignalledServer(uvicorn.Server):
 def run(config: EngineConfig, server: ServerConfig, process: EngineProcess, early: Sequence[signal.Signals] = ()) -> signal.Signals | None:
     """Serve an engine in `process` until a signal; returns it. Binds first: a port that is taken must not cost the loading of a model.
 
-    early: gets the signals that come until there are handlers here. Raises ConfigError or CheckpointError for a chat template that can't be used."""
+    early: gets the signals that come until there are handlers here. Raises ConfigError or CheckpointError for a chat template that can't be used,
+    EngineClosedError when the engine ended without being told to."""
     _set_up_log(server.log_level)
     template = None if server.chat_template is None else _checked_template(server.chat_template)
     with _bind(server.host, server.port) as listener:
@@ -124,9 +122,13 @@ async def _serve(
             gc.freeze()
             room.enter(door)
             print(start_page(config, server, engine, listener.getsockname()), flush=True)
-            await asyncio.wait((first, serving), return_when=asyncio.FIRST_COMPLETED)
-            if first.done():
-                await _drain(door, caught)
+            lost = asyncio.create_task(engine.lost())
+            await asyncio.wait((first, serving, lost), return_when=asyncio.FIRST_COMPLETED)
+            if first.done() or lost.done():
+                await _drain(door, caught, server.drain_seconds)
+            lost.cancel()
+            if not first.done() and not engine.alive:
+                raise EngineClosedError("the engine ended by itself")
         return first.result() if first.done() else None
 
 
@@ -190,10 +192,10 @@ async def _tell(lines: ProgressLines) -> None:
         await asyncio.sleep(TICK_SECONDS)
 
 
-async def _drain(door: Door, caught: Signals) -> None:
-    """Until nothing runs any more, or the grace is over, or a second signal comes."""
+async def _drain(door: Door, caught: Signals, seconds: float) -> None:
+    """Until nothing runs any more, or the time is over, or a second signal comes."""
     ends = [asyncio.create_task(door.drain()), asyncio.create_task(caught.get())]
-    await asyncio.wait(ends, timeout=GRACE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     for task in ends:
         task.cancel()
     await asyncio.wait(ends)

@@ -27,7 +27,7 @@ ENGINE_FLAGS = {
 FLAGS = {
     "serve": ENGINE_FLAGS | {
         "checkpoint", "--config", "--host", "--port", "--api-key", "--max-body-mib", "--max-queue", "--cors-origin", "--served-model-name",
-        "--chat-template", "--log-level", "--strict-fields", "--images", "--allowed-host",
+        "--chat-template", "--log-level", "--strict-fields", "--images", "--allowed-host", "--drain",
     },
     "warm": ENGINE_FLAGS | {"checkpoint", "--config", "--target"},
     "replay": ENGINE_FLAGS | {
@@ -138,6 +138,8 @@ def test_server_flags_set_their_fields() -> None:
         (["--cors-origin", "localhost:3000"], {}, "cors_origin='localhost:3000'"),
         (["--cors-origin", "http://localhost:3000/"], {}, "without a path"),
         (["--allowed-host", "https://models.example"], {}, "allowed_host='https://models.example'"),
+        (["--drain", "-1"], {}, "drain=-1.0: must be between 0 and 86400 seconds"),
+        (["--drain", "nan"], {}, "drain=nan"),
         (["--allowed-host", "models.example:8000"], {}, "without scheme, port and path"),
     ],
 )

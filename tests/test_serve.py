@@ -203,18 +203,23 @@ def test_the_engine_ends_with_its_server(serve: Serve) -> None:
     assert served.end()[:2] == (-signal.SIGKILL, "")
 
 
-def test_a_server_whose_engine_died_says_so(serve: Serve) -> None:
+def test_no_grace_where_none_is_given(serve: Serve) -> None:
+    served = serve("--drain", "0")
+    with streaming(served, ENDLESS) as lines:
+        served.process.send_signal(signal.SIGTERM)
+        assert reasons(lines) == (["abort"], "data: [DONE]")
+    assert served.end() == (0, "", "")
+
+
+def test_a_server_whose_engine_died_ends_too(serve: Serve) -> None:
     served = serve(in_engine="import os; print('engine', os.getpid(), flush=True)")
     engine = int(served.page.split()[1])
     with streaming(served, ENDLESS) as lines:
         os.kill(engine, signal.SIGKILL)
         assert "its process died" in json.loads(list(lines)[-1].removeprefix("data: "))["error"]["message"]
-    assert served.client.get("/health").status_code == 503
-    assert served.client.post("/v1/chat/completions", json=CHAT).status_code == 503
-    served.process.send_signal(signal.SIGTERM)
     code, rest, errors = served.end()
-    assert (code, rest) == (0, "")
-    assert errors == "the engine's process ended (killed by SIGKILL)\n"
+    assert (code, rest) == (70, "")
+    assert errors == "the engine's process ended (killed by SIGKILL)\nagentspec: error: the engine ended by itself\n"
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
