@@ -44,7 +44,7 @@ class HeardEngine(AsyncEngine):
     async def stream(self, submit: Submit) -> AsyncIterator[Event]:
         assert submit.session_id is not None
         generated: list[int] = []
-        self.exchanges.setdefault(submit.session_id, []).append((submit.prompt_ids, generated))
+        self.exchanges.setdefault(submit.session_id, []).append((list(submit.prompt_ids), generated))
         async for event in super().stream(submit):
             if isinstance(event, TokensEvent):
                 generated.extend(event.token_ids)
