@@ -91,7 +91,9 @@ class PrefillGraphs:
             return None
         num_blocks = self._num_blocks(runs)
         fitting = (size for size, sizes in self._sizes.items() if size >= num_tokens and sizes.num_blocks >= num_blocks)
-        return next((size for size in fitting if size in self._replays or size <= self._most_at_need), None)
+        # As long as not all of them are recorded, the next one may be much larger: an eager pass takes less time than so much padding.
+        most = max(num_tokens + num_tokens // 4, CHUNK_SIZES[-1])
+        return next((size for size in fitting if size <= most and (size in self._replays or size <= self._most_at_need)), None)
 
     def eager_sizes(self, runs: Sequence[PromptRun], *, riders: int = 0) -> PrefillSizes:
         """Room for `runs` without a graph: in steps, and otherwise as in a graph, since Triton compiles a kernel anew for other kinds of sizes.

@@ -95,6 +95,16 @@ def test_a_batch_takes_the_smallest_graph_that_holds_it(runs: list[Run], size: i
         assert len(batch.token_ids_N) == size
 
 
+@pytest.mark.parametrize(("count", "size"), [(1, 64), (64, 64), (65, None), (1638, None), (1639, 2048), (2048, 2048), (2049, None), (5000, 6016)])
+def test_while_not_all_are_recorded_a_batch_is_not_filled_up_to_a_much_larger_one(count: int, size: int | None) -> None:
+    sizes = (64, 1024, 2048, 4096, 6016)
+    graphs = PrefillGraphs(lambda batch: None, Replayer(), sizes=sizes, block_tokens=BLOCK, max_pages=100, device=CPU)
+    recordings = graphs.recordings()
+    for recorded in (64, 2048, 6016):
+        recordings[recorded]()
+    assert graphs.tokens_of(runs_of(count)) == size
+
+
 @pytest.mark.parametrize(
     ("runs", "tokens_spans_blocks"),
     [
