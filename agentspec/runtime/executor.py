@@ -185,7 +185,7 @@ class ModelExecutor:
 
     @torch.inference_mode()
     def prepare(self) -> bool:
-        """Do a piece, of some 50 ms, of what `capture` has left; any time between two launches. Returns whether there was one."""
+        """Do a piece of what `capture` has left, any time between two launches: mostly of some 50 ms. Returns whether there was one."""
         if not self._pending:
             return False
         self._pending.popleft()()
