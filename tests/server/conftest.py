@@ -1,4 +1,4 @@
-"""A real text pipeline over a byte tokenizer, and an app around a scripted engine."""
+"""A real text pipeline over a byte tokenizer, the bundled model's, and an app around a scripted engine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from agentspec import bundled
 from agentspec.server.app import create_app
 from agentspec.server.pipeline import TextPipeline
 from agentspec.server.transport import InProcessTransport
@@ -40,6 +41,14 @@ TEMPLATE = """\
 def pipeline() -> TextPipeline:
     tokenizer = Tokenizer(byte_backend(), eos_token=END_OF_TURN)
     return TextPipeline(tokenizer, PromptBuilder(tokenizer, ChatTemplate(TEMPLATE), TurnMemory()))
+
+
+@pytest.fixture(scope="module")
+def bundled_text() -> TextPipeline:
+    """tiny-agent's own."""
+    text = TextPipeline.from_checkpoint(Tokenizer.from_directory(bundled.DIRECTORY), bundled.DIRECTORY)
+    assert text is not None
+    return text
 
 
 @pytest.fixture

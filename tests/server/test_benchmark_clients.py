@@ -12,12 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from agentspec import bundled
 from agentspec.server.pipeline import TextPipeline
-from agentspec.text.chat_template import ChatTemplate
-from agentspec.text.prompt import PromptBuilder
-from agentspec.text.tokenizer import Tokenizer
-from agentspec.text.turn_memory import TurnMemory
 from agentspec.wire import Submit
 from tests.fakes.engine_client import INFO, ScriptedEngine, ended, said
 
@@ -72,14 +67,6 @@ AIPERF: dict[str, Any] = {
 
 AIPERF_HEADERS = ("X-Session-Affinity", "X-Session-ID", "X-SMG-Routing-Key", "X-Dynamo-Session-ID")
 """Each holds the conversation's id; the first is always there, the others when its environment says so."""
-
-
-@pytest.fixture(scope="module")
-def bundled_text() -> TextPipeline:
-    tokenizer, template = Tokenizer.from_directory(bundled.DIRECTORY), ChatTemplate.from_directory(bundled.DIRECTORY)
-    assert tokenizer is not None
-    assert template is not None
-    return TextPipeline(tokenizer, PromptBuilder(tokenizer, template, TurnMemory()))
 
 
 def submitted(connect: Connect, text: TextPipeline, body: dict[str, Any], headers: dict[str, str]) -> tuple[Submit, str]:

@@ -18,13 +18,8 @@ import httpx
 import msgspec
 import pytest
 
-from agentspec import bundled
 from agentspec.server.pipeline import TextPipeline
 from agentspec.server.unknown_fields import HEADER
-from agentspec.text.chat_template import ChatTemplate
-from agentspec.text.prompt import PromptBuilder
-from agentspec.text.tokenizer import Tokenizer
-from agentspec.text.turn_memory import TurnMemory
 from scripts.clients.agents import AGENTS, MODEL
 from tests.fakes.engine_client import INFO, ScriptedEngine, ended, said
 
@@ -48,14 +43,6 @@ LONG = msgspec.structs.replace(INFO, model_id=MODEL, max_context=262144)
 def recording(client: str) -> dict[str, Any]:
     whole: dict[str, Any] = json.loads(lzma.decompress((RECORDINGS / f"{client}.json.xz").read_bytes()))
     return whole
-
-
-@pytest.fixture(scope="module")
-def bundled_text() -> TextPipeline:
-    tokenizer, template = Tokenizer.from_directory(bundled.DIRECTORY), ChatTemplate.from_directory(bundled.DIRECTORY)
-    assert tokenizer is not None
-    assert template is not None
-    return TextPipeline(tokenizer, PromptBuilder(tokenizer, template, TurnMemory()))
 
 
 def posted(connect: Connect, text: TextPipeline, request: dict[str, Any], engine: ScriptedEngine | None = None) -> httpx.Response:
