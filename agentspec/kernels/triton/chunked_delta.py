@@ -23,14 +23,17 @@ from agentspec.kernels import prefill_batch as fields
 from agentspec.kernels.backend import DeltaWeights
 from agentspec.kernels.prefill_batch import NUM_BLOCK_FIELDS, NUM_SPAN_FIELDS, PrefillBatch
 from agentspec.kernels.traffic import touches_pools
+from agentspec.kernels.triton import chunked_delta_hopper
 from agentspec.kernels.triton.chunked_delta_blocks import FROM_START, NUM_GATES, TO_END, convolve_blocks, dot, solve_blocks
 from agentspec.kernels.triton.launch import OVERLAPPED, await_previous, release_next
 from agentspec.types import BLOCK_TOKENS
 
 _MIN_DOT = 16
 """Least side of a product."""
-_CONVOLVE_WARPS = 8
-_SOLVE_WARPS = 4
+_CONVOLVE_WARPS, _CONVOLVE_ROWS = 4, 16
+"""Few rows at a time, for few registers: then enough programs are at work at once."""
+_SOLVE_WARPS, _SOLVE_REGISTERS = 4, 168
+"""As few registers as let three programs be at work on a multiprocessor at once, which pays for the few that are spilled."""
 _NARROW_FOLD_D, _WIDE_FOLD_D = 32, 64
 """Value dims of a program that folds blocks: fewer spread a head over more multiprocessors, each of which reads all of w, q, k and `reads`."""
 _NARROW_PROGRAMS = 132
@@ -92,21 +95,46 @@ def gated_delta_prefill(projected_NP: Tensor, weights: DeltaWeights, ssm_RVDK: T
     padded = {"T": BLOCK_TOKENS, "PADDED_D": padded_d, "PADDED_K": padded_k}
     convolve_blocks[(2 * num_key_heads + num_heads, num_blocks)](
         *x, weights.conv_C4, weights.a_log_V, weights.dt_bias_V, *conv, *tables, *scratch[:3],
-        num_warps=_CONVOLVE_WARPS, **heads, **dims, **padded, **OVERLAPPED,
+        ROWS=_CONVOLVE_ROWS, num_warps=_CONVOLVE_WARPS, **heads, **dims, **padded, **OVERLAPPED,
     )  # fmt: skip
-    solve_blocks[(num_heads, num_blocks)](batch.blocks_MF, *scratch, num_warps=_SOLVE_WARPS, **heads, **padded, **OVERLAPPED)
-    fold_d, stages = fold_plan(dtype, num_heads, padded_d)
-    num_tiles = num_heads * (padded_d // fold_d)
-    _fold_blocks[(num_tiles, len(batch.spans_UF))](
-        *x, ssm_RVDK, ssm_RVDK.stride(0), *conv, *tables, *scratch, out_NX,
-        BLOCK_D=fold_d, BLOCK_C=triton.next_power_of_2(triton.cdiv(num_channels, num_tiles)), STAGES=stages,
-        num_warps=_FOLD_WARPS, **heads, **dims, **padded, **OVERLAPPED,
-    )  # fmt: skip
+    solve_blocks[(num_heads, num_blocks)](
+        batch.blocks_MF, *scratch, num_warps=_SOLVE_WARPS, maxnreg=_SOLVE_REGISTERS, **heads, **padded, **OVERLAPPED
+    )
+    _fold(x, ssm_RVDK, conv, batch, scratch, out_NX, heads, dims | padded)
     _gated_norm[(triton.cdiv(num_tokens * num_heads, _NORM_ROWS),)](
         *x, weights.norm_D, weights.eps, out_NX, num_tokens * num_heads,
         V=num_heads, D=value_dim, C=num_channels, IS_SILU=weights.gate == "silu", BLOCK_ROWS=_NORM_ROWS, PADDED_D=padded_d, **OVERLAPPED,
     )  # fmt: skip
     return out_NX
+
+
+def _fold(
+    x: tuple[Tensor, int],
+    ssm_RVDK: Tensor,
+    conv: tuple[Tensor, int],
+    batch: PrefillBatch,
+    scratch: _Scratch,
+    out_NX: Tensor,
+    heads: dict[str, int],
+    dims: dict[str, int],
+) -> None:
+    """The third launch."""
+    num_heads, value_dim, key_dim = ssm_RVDK.shape[1:]
+    states = (*x, ssm_RVDK, ssm_RVDK.stride(0), *conv, batch.spans_UF, batch.blocks_MF)
+    is_hoppers = chunked_delta_hopper.is_for(out_NX.dtype, value_dim, key_dim, out_NX.device)
+    fold_d, stages = fold_plan(out_NX.dtype, num_heads, dims["PADDED_D"])
+    num_tiles = num_heads * (dims["PADDED_D"] // (chunked_delta_hopper.BLOCK_D if is_hoppers else fold_d))
+    block_c = triton.next_power_of_2(triton.cdiv(conv[0].shape[2], num_tiles))
+    grid = (num_tiles, len(batch.spans_UF))
+    if is_hoppers:
+        operands = chunked_delta_hopper.operands(*scratch[:2], *scratch[3:], out_NX)
+        chunked_delta_hopper.fold_blocks[grid](
+            *states, *operands, scratch.gates_MVGT, out_NX, BLOCK_C=block_c, num_warps=chunked_delta_hopper.NUM_WARPS, **heads, **OVERLAPPED
+        )
+    else:
+        _fold_blocks[grid](
+            *states, *scratch, out_NX, BLOCK_D=fold_d, BLOCK_C=block_c, STAGES=stages, num_warps=_FOLD_WARPS, **heads, **dims, **OVERLAPPED
+        )
 
 
 def fold_plan(dtype: torch.dtype, num_heads: int, padded_d: int) -> tuple[int, int]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 import triton
+from triton.experimental.gluon import language as gl
 
-from agentspec.kernels.triton import chunked_delta, chunked_delta_blocks
+from agentspec.kernels.triton import chunked_delta, chunked_delta_blocks, chunked_delta_hopper
 from agentspec.types import BLOCK_TOKENS
 from tests.kernels.triton.specimen import Specimen
 
@@ -28,7 +29,7 @@ def _specimens(model: str, value_heads: int, key_heads: int, head_dim: int, acti
             name=f"convolve_blocks {model}",
             kernel=chunked_delta_blocks.convolve_blocks,
             signature=x | {"conv_C4": activations, "a_log_V": "*fp32", "dt_bias_V": "*fp32"} | conv | tables | scratch,
-            constexprs=heads | dims | padded,
+            constexprs=heads | dims | padded | {"ROWS": chunked_delta._CONVOLVE_ROWS},
             num_warps=chunked_delta._CONVOLVE_WARPS,
             multiples_of_16=("x_stride", "conv_stride"),
             instructions=("ld.global.v4.b32", "st.global.v4.b32"),
@@ -77,7 +78,34 @@ def _specimens(model: str, value_heads: int, key_heads: int, head_dim: int, acti
     ]
 
 
+def _hoppers(model: str, value_heads: int, key_heads: int) -> Specimen:
+    """The third launch of bfloat16, by chunked_delta_hopper.py."""
+
+    def rows(columns: int) -> str:
+        block = [BLOCK_TOKENS, columns]
+        return f"tensordesc<bf16[{block[0]},{columns}],{gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)!r}>"
+
+    num_tiles = value_heads * chunked_delta_hopper.HEAD_DIM // chunked_delta_hopper.BLOCK_D
+    num_channels = (2 * key_heads + value_heads) * chunked_delta_hopper.HEAD_DIM
+    signature = {"projected_NP": "*bf16", "x_stride": "i32", "ssm_RVDK": "*fp32", "ssm_stride": "i32", "conv_R3C": "*bf16", "conv_stride": "i32"}
+    signature |= {"spans_UF": "*i64", "blocks_MF": "*i64", "gates_MVGT": "*fp32", "out_NX": "*bf16"}
+    signature |= {"keys": rows(128), "values": rows(64), "w": rows(128), "reads": rows(64), "out": rows(64)}
+    return Specimen(
+        name=f"fold_blocks for Hopper {model}",
+        kernel=chunked_delta_hopper.fold_blocks,
+        signature=signature,
+        constexprs={"V": value_heads, "REPEATS": value_heads // key_heads, "BLOCK_C": triton.next_power_of_2(triton.cdiv(num_channels, num_tiles))},
+        num_warps=chunked_delta_hopper.NUM_WARPS,
+        multiples_of_16=("x_stride", "ssm_stride", "conv_stride"),
+        # Triton 3.6, with which it was measured, keeps nothing.
+        stack_bytes=32,
+        instructions=("wgmma.mma_async", "cp.async.bulk.tensor"),
+    )
+
+
 SPECIMENS = [
+    _hoppers("4B", 32, 16),
+    _hoppers("27B", 48, 16),
     *_specimens("4B", 32, 16, 128),
     *_specimens("tiny-agent fp32", 4, 2, 64, "*fp32"),
 ]
