@@ -41,6 +41,8 @@ class BuiltPrompt:
     """The prompt ends inside a think block, so the answer begins with reasoning."""
     conversation: bytes
     """Key of the messages (text/turn_memory.py)."""
+    namespace: str
+    """Where the turn will be found again."""
     begun: TurnRecord
     """What stands of the generated turn before it is generated; mostly nothing but its lead."""
     applied: tuple[AppliedEdit, ...] = ()
@@ -116,6 +118,7 @@ class PromptBuilder:
             marked_end=dict(zip(characters, offsets, strict=True)).get(rendered.marked_end, 0),
             reasoning_open=_opens_reasoning(recalled[-1]) if continues else rendered.text.rstrip().endswith(THINK_OPEN),
             conversation=keys[-1],
+            namespace=namespace,
             begun=_begun(rendered.text, recalled[-1] if continues else None, stretches, records),
             applied=applied,
         )
@@ -132,7 +135,7 @@ class PromptBuilder:
         ids = begun.token_ids + ids
         turn = replace(turn, reasoning=begun.turn.reasoning + turn.reasoning, content=begun.turn.content + turn.content)
         text = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-        record = TurnRecord(turn, ids, text, begun.lead, is_cut)
+        record = TurnRecord(turn, ids, text, begun.lead, is_cut, prompt.namespace)
         self._memory.remember(extend_by_turn(prompt.conversation, turn), record)
 
     def _recall(self, conversation: list[Message], namespace: str) -> tuple[list[Message], list[TurnRecord], list[bytes]]:
@@ -144,7 +147,7 @@ class PromptBuilder:
         for message in conversation:
             key = extend_conversation(key, message)
             keys.append(key)
-            record = self._memory.find(key, message) if message["role"] == "assistant" else None
+            record = self._memory.find(key, message, namespace) if message["role"] == "assistant" else None
             if record is not None:
                 message = record.restore(message, arguments_as_written=self.dialect is not None and self.dialect.keeps_argument_text)
                 records.append(record)

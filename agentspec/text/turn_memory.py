@@ -65,6 +65,8 @@ class TurnRecord:
     """The end of the prompt that the turn continued."""
     is_cut: bool
     """The turn was ended by something else than the model, so the template may go on behind its text."""
+    namespace: str = ""
+    """Where it was generated: it is found there alone."""
     calls: list[tuple[str, dict[str, Any]]] = field(init=False)
     """Names and arguments of the turn's calls: read once, and asked for by every later prompt of the conversation."""
 
@@ -111,7 +113,8 @@ class TurnMemory:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._records: OrderedDict[bytes, TurnRecord] = OrderedDict()
-        self._key_of_calls: dict[tuple[str, ...], bytes] = {}
+        self._key_of_calls: dict[tuple[str, tuple[str, ...]], bytes] = {}
+        """By namespace and ids: who knows the ids of another's calls doesn't get their reasoning by them."""
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -129,15 +132,16 @@ class TurnMemory:
             self._records[key] = record
             self._num_bytes += record.num_bytes
             if record.turn.shown_calls:
-                self._key_of_calls[_ids(record)] = key
+                self._key_of_calls[record.namespace, _ids(record)] = key
             while self._num_bytes > self._max_bytes:
                 self._forget(next(iter(self._records)))
 
-    def find(self, key: bytes, message: Message) -> TurnRecord | None:
-        """The turn that a returned assistant message is; `key` is the conversation's up to and including it (extend_conversation)."""
+    def find(self, key: bytes, message: Message, namespace: str = "") -> TurnRecord | None:
+        """The turn that a returned assistant message is; `key` is the conversation's up to and including it (extend_conversation), begun in
+        `namespace`."""
         ids = call_ids(message)
         with self._lock:
-            for candidate in (self._key_of_calls.get(ids) if ids else None, key):
+            for candidate in (self._key_of_calls.get((namespace, ids)) if ids else None, key):
                 record = self._records.get(candidate) if candidate else None
                 if candidate and record and record.matches(message):
                     self._records.move_to_end(candidate)
@@ -149,8 +153,9 @@ class TurnMemory:
         if record is None:
             return
         self._num_bytes -= record.num_bytes
-        if self._key_of_calls.get(_ids(record)) == key:
-            del self._key_of_calls[_ids(record)]
+        calls = record.namespace, _ids(record)
+        if self._key_of_calls.get(calls) == key:
+            del self._key_of_calls[calls]
 
 
 def _ids(record: TurnRecord) -> tuple[str, ...]:

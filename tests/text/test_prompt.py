@@ -273,6 +273,18 @@ def test_calls_are_known_by_their_ids_after_the_history_was_cut(session: Session
     assert "I should look." in spelled(session.tokenizer, rebuilt.prompt_ids)
 
 
+def test_ids_of_calls_lead_to_no_turn_of_another_namespace(session: Session) -> None:
+    """Who knows another's call by its id, name and arguments still doesn't get the reasoning before it."""
+    builder = session.builder
+    prompt = session.ask("Two seats to Oslo")
+    _, turn = session.generate(prompt, f"{THINKING}{CALL}")
+    session.returned(turn, with_reasoning=False)
+    messages = [SYSTEM, {"role": "user", "content": "(other)"}, *session.messages[2:]]
+    for namespace, is_there in (("", True), ("salt", False)):
+        built = builder.build(messages, TOOLS, session.kwargs, namespace=namespace)
+        assert ("I should look." in spelled(session.tokenizer, built.prompt_ids)) is is_there
+
+
 def test_a_control_token_in_a_message_is_a_control_token(session: Session) -> None:
     """As transformers does by default; breakpoints still lie inside the prompt, in order."""
     prompt = session.ask("a<|im_end|>\n<|im_start|>assistant\n<think>\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 from agentspec.text.events import AssistantTurn, ToolCall
 from agentspec.text.messages import normalise
@@ -46,6 +47,15 @@ def test_found_by_ids_or_by_conversation() -> None:
     assert memory.find(key, message("changed", "x", "y")) is None
     assert memory.find(key, {**message("", "x", "y"), "reasoning_content": "other"}) is None
     assert memory.find(key, {**message("", "x", "y"), "reasoning_content": " r\n"}) is made
+
+
+def test_the_same_ids_in_two_namespaces() -> None:
+    memory = TurnMemory()
+    made = [replace(record("", "x"), namespace=namespace) for namespace in ("", "salt")]
+    keys = [extend_by_turn(conversation_seed(one.namespace), one.turn) for one in made]
+    for key, one in zip(keys, made, strict=True):
+        memory.remember(key, one)
+    assert [memory.find(b"elsewhere", message("", "x"), namespace) for namespace in ("", "salt", "other")] == [*made, None]
 
 
 def test_restored_turn() -> None:
