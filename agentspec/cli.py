@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
 from agentspec import config_file
@@ -65,6 +66,9 @@ def build_parser() -> argparse.ArgumentParser:
     quantize = commands.add_parser("quantize", help="write a checkpoint's linears and experts as 8-bit floats")
     quantize.add_argument("source", metavar="SRC", help="checkpoint directory or hub id, in full precision")
     quantize.add_argument("destination", metavar="DST", help="directory to make; it must not exist")
+    keys = commands.add_parser("keys", help="make a key, and its entry for the file of `serve --keys`")
+    keys.add_argument("action", choices=("new",))
+    keys.add_argument("name", metavar="NAME", help="whose key it is: letters, digits, - and _")
     return parser
 
 
@@ -79,8 +83,10 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
         "--api-key",
         action="append",
         metavar="KEY",
-        help=f"ask every request for this key; may be repeated. The environment variable {API_KEY_VARIABLE} names one that no process list shows",
+        help=f"ask every request for this key; may be repeated. Process lists show it: {API_KEY_VARIABLE}, --api-key-file and --keys keep it secret",
     )
+    group.add_argument("--api-key-file", metavar="FILE", help="the same for each line of a file")
+    group.add_argument("--keys", metavar="FILE", help="TOML file of keys with their groups and limits; read again on SIGHUP (see docs/api.md)")
     group.add_argument(
         "--max-body-mib",
         type=float,
@@ -139,12 +145,15 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
 def server_config(args: argparse.Namespace, environment: Mapping[str, str]) -> ServerConfig:
     """The server's settings that the flags and the environment ask for. Raises ConfigError naming the setting and its value."""
     keys = list(args.api_key or ())
+    if args.api_key_file is not None:
+        keys += _lines("api_key_file", args.api_key_file)
     if API_KEY_VARIABLE in environment:
         keys.append(environment[API_KEY_VARIABLE])
     return ServerConfig(
         host=args.host,
         port=args.port,
         api_keys=tuple(keys),
+        keys=args.keys,
         max_body_mib=args.max_body_mib,
         max_queue=args.max_queue,
         drain_seconds=args.drain,
@@ -156,6 +165,19 @@ def server_config(args: argparse.Namespace, environment: Mapping[str, str]) -> S
         cors_origins=tuple(args.cors_origin or ()),
         allowed_hosts=tuple(args.allowed_host or ()),
     )
+
+
+def _lines(field: str, name: str) -> list[str]:
+    """The lines of a file that hold something: at least one."""
+    try:
+        lines = [line.strip() for line in Path(name).expanduser().read_text(encoding="utf-8").splitlines() if line.strip()]
+    except OSError as error:
+        raise ConfigError(field, name, f"can't be read: {error.strerror or error}") from None
+    except ValueError:
+        raise ConfigError(field, name, "is not text in UTF-8") from None
+    if not lines:
+        raise ConfigError(field, name, "holds no line")
+    return lines
 
 
 def served_model(args: argparse.Namespace) -> str | None:
@@ -314,6 +336,9 @@ def _run(args: argparse.Namespace) -> int:
         return int(importers.main(args))
     if args.command == "quantize":
         return int(_load("agentspec.quantize_command").run(args.source, args.destination))
+    if args.command == "keys":
+        print(_load("agentspec.server.keys").new_key(args.name))
+        return 0
     config = engine_config(args)
     if args.command == "serve":
         config = dataclasses.replace(config, model=served_model(args))

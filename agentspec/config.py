@@ -7,8 +7,10 @@ resolved where the facts are known (assembly.py), into new objects: a config is 
 from __future__ import annotations
 
 import re
+import tomllib
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 from agentspec.errors import ConfigError
 from agentspec.types import BLOCK_TOKENS, MAX_DRAFT_TOKENS
@@ -125,7 +127,9 @@ class ServerConfig:
     port: int = 8000
     """0: any free one."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
-    """A request must bring one of these; none: nobody is asked for a key."""
+    """A request must bring one of these; none, and no `keys`: nobody is asked for a key."""
+    keys: str | None = None
+    """A TOML file of keys, with what each may ask for (server/keys.py)."""
     max_body_mib: float = 64.0
     """MiB of a request's body at most."""
     max_queue: int = 256
@@ -154,6 +158,8 @@ class ServerConfig:
         for key in self.api_keys:
             if not key or not all("!" <= letter <= "~" for letter in key):  # a wrong key is still a secret: it isn't shown
                 raise ConfigError("api_key", "", "must be printable ASCII without spaces, and not empty")
+        if self.keys == "":
+            raise ConfigError("keys", "", "name a file, or leave it out")
         if not 0 < self.max_body_mib <= 4096:
             raise ConfigError("max_body_mib", self.max_body_mib, "must be above 0 and at most 4096")
         if self.max_queue < 0:
@@ -178,3 +184,13 @@ class ServerConfig:
     @property
     def max_body_bytes(self) -> int:
         return int(self.max_body_mib * 2**20)
+
+
+def read_toml(field: str, name: str) -> dict[str, Any]:
+    """What stands in a TOML file that the setting `field` names. Raises ConfigError."""
+    try:
+        return tomllib.loads(Path(name).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(field, name, f"can't be read: {error.strerror or error}") from None
+    except ValueError as error:  # no TOML, or no UTF-8
+        raise ConfigError(field, name, f"is not valid TOML: {error}") from None

@@ -6,11 +6,10 @@ Knows argparse and no flag: names, types and choices are those of the command's 
 from __future__ import annotations
 
 import argparse
-import tomllib
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
+from agentspec.config import read_toml
 from agentspec.errors import ConfigError
 
 _OWN_NAMES = ("--config", "--help")
@@ -25,7 +24,7 @@ def read_flags(name: str, parser: argparse.ArgumentParser, *, command: str, besi
     own = _flags_of(parser)
     known = own if beside is None else _flags_of(beside) | own
     found: dict[str, Any] = {}
-    for key, value in _read(name).items():
+    for key, value in read_toml("config", name).items():
         flag = "--" + key.replace("_", "-")
         action = known.get(flag)
         shown = "(hidden)" if action is not None and action.dest == _SECRET else value
@@ -57,15 +56,6 @@ def without_defaults(parser: argparse.ArgumentParser) -> None:
 
 def _flags_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     return {flag: action for action in parser._actions for flag in action.option_strings if flag.startswith("--") and flag not in _OWN_NAMES}
-
-
-def _read(name: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(Path(name).expanduser().read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError("config", name, f"can't be read: {error.strerror or error}") from None
-    except ValueError as error:  # no TOML, or no UTF-8
-        raise ConfigError("config", name, f"is not valid TOML: {error}") from None
 
 
 def _value(action: argparse.Action, value: object) -> Any:

@@ -27,6 +27,7 @@ from agentspec.remote_engine import EngineProcess, RemoteEngine
 from agentspec.server.app import create_app
 from agentspec.server.door import Door
 from agentspec.server.front import in_front_of
+from agentspec.server.keys import Keys
 from agentspec.server.pipeline import TextPipeline
 from agentspec.server.waiting_room import WaitingRoom
 from agentspec.start_progress import TICK_SECONDS, ProgressLines, StartProgress
@@ -52,11 +53,12 @@ def run(config: EngineConfig, server: ServerConfig, process: EngineProcess, earl
     """Serve an engine in `process` until a signal; returns it. Binds first: a port that is taken must not cost the loading of a model.
 
     early: gets the signals that come until there are handlers here. Raises ConfigError or CheckpointError for a chat template that can't be used,
-    EngineClosedError when the engine ended without being told to."""
+    ConfigError for keys that can't, and EngineClosedError when the engine ended without being told to."""
     _set_up_log(server.log_level)
     template = None if server.chat_template is None else _checked_template(server.chat_template)
+    keys = Keys(server.api_keys, server.keys)
     with _bind(server.host, server.port) as listener:
-        return asyncio.run(_serve(config, server, process, listener, early, template))
+        return asyncio.run(_serve(config, server, process, listener, early, template, keys))
 
 
 def _set_up_log(level: LogLevel) -> None:
@@ -90,10 +92,13 @@ async def _serve(
     listener: socket.socket,
     early: Sequence[signal.Signals],
     template: Path | None,
+    keys: Keys,
 ) -> signal.Signals | None:
     caught: Signals = asyncio.Queue()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, caught.put_nowait, number)
+    if server.keys is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)
     if early:
         return early[0]
     first = asyncio.create_task(caught.get())
@@ -115,8 +120,9 @@ async def _serve(
                 names=server.model_names,
                 strict_fields=server.strict_fields,
                 drops_images=server.images == "drop",
+                tenants=keys.tenants,
             )
-            door = Door(app, server, max_running=engine.info.max_running)
+            door = Door(app, server, max_running=engine.info.max_running, keys=keys)
             # What was loaded stays: without it, a full collection has next to nothing to look at, and no answer waits for one.
             gc.collect()
             gc.freeze()
@@ -226,7 +232,7 @@ def start_page(config: EngineConfig, server: ServerConfig, engine: RemoteEngine,
         ("prefix cache", "on" if config.prefix_cache else "off"),
         ("overlap", "on" if config.overlap else "off"),
         ("body", f"{server.max_body_mib:g} MiB at most"),
-        ("API key", "needed" if server.api_keys else "none: whoever reaches the address may ask"),
+        ("API key", "needed" if server.api_keys or server.keys else "none: whoever reaches the address may ask"),
     ]
     if forced:
         lines.append(("FORCED ACCEPTANCE", f"{forced}: benchmarks only, the text is meaningless"))

@@ -42,6 +42,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     """From the text layer; ascending offsets, each between 0 and the prompt's length."""
     session_id: str | None = None
     """Requests of one session share it: admission and the hold while a tool runs go by session."""
+    owner: str = ""
+    """Who asked, for fair admission: the name of a key. "" where no key is asked for."""
     namespace: str = ""
     """Prefixes are shared only inside one namespace (adapter, the caller's cache salt)."""
     prompt_logprobs: int | None = None

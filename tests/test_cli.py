@@ -27,7 +27,7 @@ ENGINE_FLAGS = {
 FLAGS = {
     "serve": ENGINE_FLAGS | {
         "checkpoint", "--config", "--host", "--port", "--api-key", "--max-body-mib", "--max-queue", "--cors-origin", "--served-model-name",
-        "--chat-template", "--log-level", "--strict-fields", "--images", "--allowed-host", "--drain",
+        "--chat-template", "--log-level", "--strict-fields", "--images", "--allowed-host", "--drain", "--api-key-file", "--keys",
     },
     "warm": ENGINE_FLAGS | {"checkpoint", "--config", "--target"},
     "replay": ENGINE_FLAGS | {
@@ -37,6 +37,7 @@ FLAGS = {
     },
     "import": {"format", "input", "output", "--link"},
     "quantize": {"source", "destination"},
+    "keys": {"action", "name"},
 }  # fmt: skip
 """A flag is a promise: adding or changing one is a decision, and changes this list."""
 
@@ -119,7 +120,20 @@ def test_server_flags_set_their_fields() -> None:
     assert server("--api-key", "a", AGENTSPEC_API_KEY="c").api_keys == ("a", "c")
     assert server(AGENTSPEC_API_KEY="c", API_KEY="d").api_keys == ("c",)
     assert "secret" not in repr(server("--api-key", "secret"))
+    assert server("--keys", "keys.toml").keys == "keys.toml"
     assert ServerConfig(max_body_mib=0.5).max_body_bytes == 2**19
+
+
+def test_keys_from_a_file_show_in_no_process_list(tmp_path: Path) -> None:
+    file = tmp_path / "keys.txt"
+    file.write_text("first\n\n  second \r\n")
+    assert server("--api-key-file", str(file)).api_keys == ("first", "second")
+    assert server("--api-key", "a", "--api-key-file", str(file), AGENTSPEC_API_KEY="c").api_keys == ("a", "first", "second", "c")
+    for content, words in ((b"\n \n", "holds no line"), (b"\xff", "is not text in UTF-8"), (b"two words", "must be printable ASCII")):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=words) as refused:
+            server("--api-key-file", str(file))
+        assert "two words" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +143,8 @@ def test_server_flags_set_their_fields() -> None:
         (["--api-key", "two words"], {}, "must be printable ASCII"),
         (["--api-key", "clé"], {}, "must be printable ASCII"),
         ([], {"AGENTSPEC_API_KEY": ""}, "must be printable ASCII"),
+        (["--api-key-file", "none.txt"], {}, "api_key_file='none.txt': can't be read"),
+        (["--keys", ""], {}, "keys=''"),
         (["--max-body-mib", "0"], {}, "max_body_mib=0.0"),
         (["--max-body-mib", "nan"], {}, "max_body_mib=nan"),
         (["--max-queue", "-1"], {}, "max_queue=-1"),

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +94,9 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
 
 @contextmanager
-def streaming(served: Served, body: dict[str, Any]) -> Iterator[Iterator[str]]:
+def streaming(served: Served, body: dict[str, Any], headers: dict[str, str] | None = None) -> Iterator[Iterator[str]]:
     """The lines of a streamed answer, the first one read."""
-    with served.client.stream("POST", "/v1/chat/completions", json=body) as response:
+    with served.client.stream("POST", "/v1/chat/completions", json=body, headers=headers) as response:
         assert response.status_code == 200
         lines = (line for line in response.iter_lines() if line)
         next(lines)
@@ -170,6 +171,36 @@ def test_a_server_for_clients_of_every_kind(serve: Serve, tmp_path: Path) -> Non
     assert re.search(r"INFO POST /v1/chat/completions refused: 400 \w+: .*the context limit of 512 tokens$", log, re.MULTILINE)
     assert "HEAD /v1/models/ 200" in log
     assert "/ready" not in log
+
+
+def test_keys_are_read_again_on_sighup(serve: Serve, tmp_path: Path) -> None:
+    def entry(name: str) -> str:
+        return f'[{name}]\nhash = "{sha256(name.encode()).hexdigest()}"\n'
+
+    file = tmp_path / "keys.toml"
+    file.write_text(entry("alice"))
+    served = serve("--keys", str(file))
+    assert "needed" in served.page
+
+    def status(key: str) -> int:
+        return served.client.get("/v1/models", headers={"x-api-key": key}).status_code
+
+    assert (status("alice"), status("carol")) == (200, 401)
+    with streaming(served, ENDLESS | {"max_tokens": 40}, {"x-api-key": "alice"}) as lines:
+        file.write_text(entry("carol"))
+        served.process.send_signal(signal.SIGHUP)
+        while status("carol") != 200:
+            pass
+        assert status("alice") == 401
+        assert reasons(lines) == (["length"], "data: [DONE]"), "what runs may end"
+    file.write_text("[carol]\nhash = 7")
+    served.process.send_signal(signal.SIGHUP)
+    assert status("carol") == 200
+    served.process.send_signal(signal.SIGTERM)
+    code, _, errors = served.end()
+    assert code == 0
+    assert "the keys stay as they were" in errors
+    assert "carol.hash" in errors
 
 
 def test_the_first_signal_drains_and_the_second_ends(serve: Serve) -> None:

@@ -6,7 +6,7 @@ imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from agentspec.server.request_log import NOTE, NotedEngine
 from agentspec.server.responding import WatchedResponse, error_response
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service
+from agentspec.server.tenants import NOBODY, TENANT, Tenant
 from agentspec.server.unknown_fields import HEADER
 from agentspec.text.nesting import MAX_NESTING, is_too_deep, may_be_too_deep
 from agentspec.wire import EngineClient
@@ -55,14 +56,17 @@ def create_app(
     names: tuple[str, ...] = (),
     strict_fields: bool = False,
     drops_images: bool = False,
+    tenants: Mapping[str, Tenant] | None = None,
 ) -> FastAPI:
     """The server of one engine. `text` is None for a checkpoint without a tokenizer: token-id prompts only. `names`: see Service.
 
     strict_fields: refuse bodies with fields that nobody knows, instead of leaving these out. drops_images: words in the place of images, instead
-    of a refusal."""
+    of a refusal. tenants: whose figures /metrics has; requests come with one in their scope, where they come with a key."""
     figures = Figures()
     recorded = RecordedEngine(engine, figures)
-    service = Service(engine=recorded, text=text, figures=figures, names=names, strict_fields=strict_fields, drops_images=drops_images)
+    service = Service(
+        engine=recorded, text=text, figures=figures, tenants=tenants or {}, names=names, strict_fields=strict_fields, drops_images=drops_images
+    )
     app = FastAPI(title="agentspec", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     for route in ROUTES:
         app.add_api_route(route.path, _endpoint(service, route, max_body_bytes), methods=[route.method], response_model=None)
@@ -90,9 +94,11 @@ def _endpoint(service: Service, route: Route, max_body_bytes: int) -> Callable[[
         if service.drops_images:
             body = without_images(body)
         notes = Notes(strict=service.strict_fields)
-        call = Call(body=body, headers=request.headers, path=request.path_params, query=request.query_params, notes=notes)
+        own = service.of(request.scope.get(TENANT) or NOBODY)
+        owner = own.tenant.name
+        call = Call(body=body, headers=request.headers, path=request.path_params, query=request.query_params, owner=owner, notes=notes)
         note = request.scope.get(NOTE)
-        noted = service if note is None else replace(service, engine=NotedEngine(service.engine, note))
+        noted = own if note is None else replace(own, engine=NotedEngine(own.engine, note))
         return WatchedResponse(lambda: _answer(noted, route, call, request.url.path))
 
     return endpoint

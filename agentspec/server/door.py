@@ -6,15 +6,15 @@ An ASGI app around the app. It decides before a body is read, and knows nothing 
 from __future__ import annotations
 
 import asyncio
-import hmac
-from hashlib import sha256
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentspec.config import ServerConfig
 from agentspec.errors import OverloadedError
 from agentspec.server.errors import ApiError, api_error
+from agentspec.server.keys import Keys
 from agentspec.server.responding import error_response
+from agentspec.server.tenants import TENANT, Tenant
 
 GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 """Where a POST asks the engine to generate: what is counted, and refused while the server drains."""
@@ -32,11 +32,10 @@ RETRY_SECONDS = 1
 class Door:
     """In front of one engine."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, *, max_running: int) -> None:
-        """max_running: requests that the engine decodes at the same time."""
+    def __init__(self, app: ASGIApp, config: ServerConfig, *, max_running: int, keys: Keys | None = None) -> None:
+        """max_running: requests that the engine decodes at the same time. keys: None: those of `config`."""
         self._app = app
-        self._keys = [sha256(key.encode("ascii")).digest() for key in config.api_keys]
-        """As digests: comparing them takes the same time whatever is wrong with a key, its length included."""
+        self._keys = Keys(config.api_keys, config.keys) if keys is None else keys
         self._max_active = max_running + config.max_queue
         self._max_body_bytes = config.max_body_bytes
         self._active = 0
@@ -48,17 +47,20 @@ class Door:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        error = self._refusal(scope)
+        scope[TENANT] = tenant = self._keys.tenant(scope["headers"])
+        error = self._refusal(scope, tenant)
         if error is not None:
             await discard_body(receive, self._max_body_bytes)
             await error_response(error, scope["path"])(scope, receive, send)
-        elif _generates(scope):
+        elif tenant is not None and _generates(scope):
             self._active += 1
+            tenant.num_inside += 1
             self._empty.clear()
             try:
                 await self._app(scope, receive, send)
             finally:
                 self._active -= 1
+                tenant.num_inside -= 1
                 if not self._active:
                     self._empty.set()
         else:
@@ -69,25 +71,30 @@ class Door:
         self._draining = True
         await self._empty.wait()
 
-    def _refusal(self, scope: Scope) -> ApiError | None:
+    def _refusal(self, scope: Scope, tenant: Tenant | None) -> ApiError | None:
         path = scope["path"]
-        if self._keys and path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER) and not self._knows(scope):
+        if tenant is None and path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER):
             reason = "an API key is needed: Authorization: Bearer KEY, or x-api-key: KEY; there was none, or not the right one"
             return ApiError(401, reason, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         if self._draining and (_generates(scope) or path in PROBES):
             return ApiError(503, "the server is about to stop", code="draining")
-        if _generates(scope) and self._active >= self._max_active:
-            return api_error(OverloadedError(f"{self._active} requests run or wait here, which is the limit", RETRY_SECONDS))
+        if tenant is None or not _generates(scope):
+            return None
+        try:
+            self._check_room(tenant)
+            tenant.check()
+        except OverloadedError as error:
+            return api_error(error)
         return None
 
-    def _knows(self, scope: Scope) -> bool:
-        shown = []
-        for name, value in scope["headers"]:
-            if name == b"x-api-key":
-                shown.append(value)
-            elif name == b"authorization" and value[:7].lower() == b"bearer ":
-                shown.append(value[7:].strip())
-        return any(hmac.compare_digest(key, sha256(offered).digest()) for key in self._keys for offered in shown)
+    def _check_room(self, tenant: Tenant) -> None:
+        """Where there are several keys, none has more places than it leaves free: one that has nothing here always finds one."""
+        free = self._max_active - self._active
+        if free <= 0:
+            raise OverloadedError(f"{self._active} requests run or wait here, which is the limit", RETRY_SECONDS)
+        if len(self._keys.tenants) > 1 and tenant.num_inside >= free:
+            reason = f"{tenant.num_inside} requests of the key {tenant.name!r} run or wait here: the {free} places left are for other keys"
+            raise OverloadedError(reason, RETRY_SECONDS)
 
 
 async def discard_body(receive: Receive, max_body_bytes: int) -> None:

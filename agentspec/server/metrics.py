@@ -16,6 +16,7 @@ from agentspec.errors import EngineClosedError
 from agentspec.server.recorder import Figures, Histogram
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service
+from agentspec.server.tenants import Tenant
 from agentspec.server.unknown_fields import UnknownFields
 from agentspec.text.prompt import PromptBuilder
 from agentspec.types import BLOCK_TOKENS
@@ -90,6 +91,7 @@ async def metrics(service: Service, call: Call) -> Response:
         stats = {}
     families = [*_state(engine.info, engine.alive), *_engine(stats), *_requests(service.figures), *_times(service.figures)]
     families.append(_unknown_fields(service.unknown))
+    families += _tenants(service.tenants)
     if service.text is not None and service.text.prompts is not None:
         families += _turns(service.text.prompts)
     return Response(exposition(families, service.listed_names[0]), media_type=MEDIA_TYPE)
@@ -135,6 +137,21 @@ def _escaped(text: str, *, quote: bool = False) -> str:
 def _unknown_fields(unknown: UnknownFields) -> Family:
     samples: Samples = [({"field": name}, float(count)) for name, count in unknown.counts.items()]
     return Family("counter", "ignored_fields_total", "Requests with a field that nobody knows, which was left out.", samples)
+
+
+def _tenants(tenants: Mapping[str, Tenant]) -> Iterator[Family]:
+    """As many samples as there are keys."""
+    if not tenants:
+        return
+    by_key = {name: {"key": name} for name in tenants}
+    requests: Samples = [(by_key[name], tenant.num_requests) for name, tenant in tenants.items()]
+    refused: Samples = [(by_key[name], tenant.num_refused) for name, tenant in tenants.items()]
+    tokens: Samples = []
+    for name, tenant in tenants.items():
+        tokens += [({**by_key[name], "kind": "prompt"}, tenant.prompt_tokens), ({**by_key[name], "kind": "output"}, tenant.output_tokens)]
+    yield Family("counter", "key_requests_total", "Requests that a key sent to the engine; choices count one by one.", requests)
+    yield Family("counter", "key_requests_refused_total", "Requests over a limit of their key.", refused)
+    yield Family("counter", "key_tokens_total", "Tokens of a key's prompts and outputs.", tokens)
 
 
 def _state(info: ModelInfo, alive: bool) -> list[Family]:

@@ -61,7 +61,7 @@ _STATUSES = {
     401: "The API key is missing or wrong.",
     404: "It isn't served here, or is no longer kept.",
     413: "The body is too large.",
-    429: "Too many requests wait already; Retry-After says for how many seconds to stay away.",
+    429: "Too many requests wait already, or the key has reached a limit; Retry-After says for how many seconds to stay away.",
     500: "The request failed.",
     503: "The engine is not running, or the server is about to stop.",
 }

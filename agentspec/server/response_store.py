@@ -1,4 +1,4 @@
-"""Stored answers of /v1/responses: in memory, bounded, the least recently used first to go.
+"""Stored answers of /v1/responses: in memory, each its owner's alone, bounded together: the least recently used of who holds most is first to go.
 
 A response continues the one before it, so a conversation is a chain of records. Using a record uses all those before it: what goes first is
 the end of the chain that was unused the longest, and no record loses what it continues, unless that is deleted. Knows records as JSON text;
@@ -34,13 +34,26 @@ class StoredResponse:
 
 
 class ResponseStore:
-    def __init__(self, *, max_bytes: int = 256 << 20, max_responses: int = 16384) -> None:
+    """Those of one owner."""
+
+    def __init__(
+        self, *, max_bytes: int = 256 << 20, max_responses: int = 16384, stores: dict[str, ResponseStore] | None = None, owner: str = ""
+    ) -> None:
+        """max_bytes, max_responses: of all owners together. stores: theirs, by owner, to which this one is added."""
         self._max_bytes = max_bytes
         self._max_responses = max_responses
+        self._stores: dict[str, ResponseStore] = {} if stores is None else stores
+        self._stores[owner] = self
         self._num_bytes = 0
         self._records: OrderedDict[str, StoredResponse] = OrderedDict()
         self._holders: dict[str, list[str]] = {}
         """For each item, the responses that hold it, the one that had it first before the others."""
+
+    def of(self, owner: str) -> ResponseStore:
+        """Another owner's store, in the same bounds. Both see nothing of each other."""
+        if owner not in self._stores:
+            ResponseStore(max_bytes=self._max_bytes, max_responses=self._max_responses, stores=self._stores, owner=owner)
+        return self._stores[owner]
 
     def __len__(self) -> int:
         return len(self._records)
@@ -61,8 +74,11 @@ class ResponseStore:
         for item_id in record.item_ids:
             self._holders.setdefault(item_id, []).append(response_id)
         self._touch(response_id)
-        while self._num_bytes > self._max_bytes or len(self._records) > self._max_responses:
-            self.delete(next(iter(self._records)))
+        stores = self._stores.values()
+        while sum(store.num_bytes for store in stores) > self._max_bytes:
+            max(stores, key=lambda store: store.num_bytes)._drop_oldest()
+        while sum(map(len, stores)) > self._max_responses:
+            max(stores, key=len)._drop_oldest()
 
     def get(self, response_id: str) -> StoredResponse | None:
         self._touch(response_id)
@@ -91,6 +107,9 @@ class ResponseStore:
                 if not self._holders[item_id]:
                     del self._holders[item_id]
         return record is not None
+
+    def _drop_oldest(self) -> None:
+        self.delete(next(iter(self._records)))
 
     def _chain(self, response_id: str) -> Iterator[str]:
         """The ids from a record back to the first one, or to the first one that is missing."""

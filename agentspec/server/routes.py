@@ -25,6 +25,8 @@ class Call:
     """Parameters of the path."""
     query: Mapping[str, str] = field(default_factory=dict)
     """What stands behind the path; of a name given twice, the last."""
+    owner: str = ""
+    """The name of the key that the request brought; "" where no key is asked for."""
     notes: Notes = field(default_factory=Notes)
     """Of what the body holds that nobody knows."""
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Self, TypeVar
 
 import msgspec
 
@@ -13,6 +13,7 @@ from agentspec.server.errors import ApiError
 from agentspec.server.pipeline import TextPipeline
 from agentspec.server.recorder import Figures
 from agentspec.server.response_store import ResponseStore
+from agentspec.server.tenants import NOBODY, Tenant, TenantEngine
 from agentspec.server.unknown_fields import UnknownFields
 from agentspec.wire import EngineClient
 
@@ -35,6 +36,10 @@ class Service:
     """What `engine` measures: see recorder.py."""
     responses: ResponseStore = field(default_factory=ResponseStore)
     """What /v1/responses keeps."""
+    tenant: Tenant = NOBODY
+    """Who asks. Stored responses are the tenant's alone, and so is what `engine` is asked for."""
+    tenants: Mapping[str, Tenant] = field(default_factory=dict)
+    """All that there are, by name."""
     strict_fields: bool = False
     """Bodies with fields that nobody knows are refused."""
     drops_images: bool = False
@@ -43,6 +48,12 @@ class Service:
 
     names: tuple[str, ...] = ()
     """What clients call the model; ANY_NAME may be among them. None: what the engine calls it."""
+
+    def of(self, tenant: Tenant) -> Self:
+        """What a request of this tenant works with."""
+        if tenant is NOBODY:
+            return self
+        return replace(self, tenant=tenant, engine=TenantEngine(self.engine, tenant), responses=self.responses.of(tenant.name))
 
     @property
     def listed_names(self) -> tuple[str, ...]:

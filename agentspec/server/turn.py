@@ -165,7 +165,8 @@ async def build_prompt(service: Service, asked: TurnRequest) -> BuiltPrompt:
     assert text.prompts is not None
     kwargs = {**asked.template_kwargs, **_reasoning_kwargs(asked, text.prompts.template_reads)}
     tools = shown_tools(asked) or None
-    build = partial(text.prompts.build, asked.messages, tools, kwargs, namespace=asked.namespace, marked=asked.marked, edits=asked.edits)
+    namespace = service.tenant.namespace(asked.namespace)
+    build = partial(text.prompts.build, asked.messages, tools, kwargs, namespace=namespace, marked=asked.marked, edits=asked.edits)
     return await asyncio.get_running_loop().run_in_executor(text.builder, partial(build, continues=asked.continues, begins=asked.begins))
 
 

@@ -57,7 +57,7 @@ GENERATION: FieldTable = {
         "it, and not with a constrained answer"
     ),
     "prompt_cache_key": works("names the session, if the header `x-session-id` doesn't"),
-    "cache_salt": works("prefixes are shared only among requests with the same salt"),
+    "cache_salt": works("prefixes are shared only among requests with the same salt; with [keys](#keys) also of the same key or group alone"),
 }
 """Of chat and completions."""
 
