@@ -129,6 +129,11 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--chat-template", metavar="FILE", help="a jinja file in place of the checkpoint's own chat template")
     group.add_argument(
+        "--trust-client-text",
+        action="store_true",
+        help="let control tokens that messages, tools and results spell be control tokens: for chat templates that can't be served otherwise",
+    )
+    group.add_argument(
         "--cors-origin",
         action="append",
         metavar="ORIGIN",
@@ -161,6 +166,7 @@ def server_config(args: argparse.Namespace, environment: Mapping[str, str]) -> S
         images=args.images,
         model_names=tuple(args.served_model_name or ()),
         chat_template=args.chat_template,
+        trust_client_text=args.trust_client_text,
         log_level=args.log_level,
         cors_origins=tuple(args.cors_origin or ()),
         allowed_hosts=tuple(args.allowed_host or ()),

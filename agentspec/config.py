@@ -146,6 +146,8 @@ class ServerConfig:
     """Of the logger `agentspec` in the server's process. info: a line for each request, and one for each that is refused."""
     chat_template: str | None = None
     """A jinja file in place of the checkpoint's chat template."""
+    trust_client_text: bool = False
+    """Control tokens that clients' text spells are control tokens."""
     cors_origins: tuple[str, ...] = ()
     """Origins (`https://host:port`) whose pages may ask from a browser; `*`: any. None: only the server's own."""
     allowed_hosts: tuple[str, ...] = ()

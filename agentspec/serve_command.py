@@ -13,8 +13,9 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -105,7 +106,7 @@ async def _serve(
     progress = StartProgress()
     room = WaitingRoom(progress.describe, lambda: progress.seconds, max_body_bytes=server.max_body_bytes)
     async with _listening(in_front_of(room, server), listener) as serving:
-        loading = asyncio.create_task(_load(config, process, progress, template))
+        loading = asyncio.create_task(_load(config, process, progress, partial(_text, template=template, trusts=server.trust_client_text)))
         await asyncio.wait((first, serving, loading), return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
             loading.cancel()
@@ -153,20 +154,20 @@ async def _listening(app: ASGIApp, listener: socket.socket) -> AsyncIterator[asy
 
 
 async def _load(
-    config: EngineConfig, process: EngineProcess, progress: StartProgress, template: Path | None
+    config: EngineConfig, process: EngineProcess, progress: StartProgress, read: Callable[[Path], TextPipeline | None]
 ) -> tuple[RemoteEngine, TextPipeline | None]:
     """The engine, and beside it what makes prompts of messages: at once where the checkpoint is a directory, else after its download."""
     lines = ProgressLines(progress, sys.stderr)
     telling = asyncio.create_task(_tell(lines))
     named = Path(bundled.checkpoint_of(config.model)).expanduser()
-    reading = asyncio.create_task(asyncio.to_thread(_text, named, template)) if named.is_dir() else None
+    reading = asyncio.create_task(asyncio.to_thread(read, named)) if named.is_dir() else None
     try:
         engine = await RemoteEngine.start(config, process, progress=progress)
         directory = engine.setup.model_dir
         if directory is None:
             return engine, None
         try:
-            return engine, await (asyncio.to_thread(_text, Path(directory), template) if reading is None else reading)
+            return engine, await (asyncio.to_thread(read, Path(directory)) if reading is None else reading)
         except BaseException:
             await engine.close()
             raise
@@ -178,8 +179,8 @@ async def _load(
             reading.cancelled() or reading.exception()  # the engine's own word about the directory came first
 
 
-def _text(directory: Path, template: Path | None) -> TextPipeline | None:
-    return TextPipeline.from_checkpoint(Tokenizer.from_directory(directory), directory, chat_template=template)
+def _text(directory: Path, *, template: Path | None, trusts: bool) -> TextPipeline | None:
+    return TextPipeline.from_checkpoint(Tokenizer.from_directory(directory), directory, chat_template=template, trusts_client_text=trusts)
 
 
 def _checked_template(name: str) -> Path:
@@ -219,6 +220,7 @@ def start_page(config: EngineConfig, server: ServerConfig, engine: RemoteEngine,
         ("chat page", url + "/"),
         ("served as", ", ".join(server.model_names) or info.model_id),
         ("chat template", server.chat_template or "the checkpoint's own"),
+        ("clients' text", "TRUSTED: control tokens that it spells are control tokens" if server.trust_client_text else "holds no control tokens"),
         ("device", f"{setup.device}, {setup.dtype}"),
         ("memory", f"{memory / 2**30:.2f} GiB"),
         ("  rows", f"{setup.num_rows:,} of {setup.row_bytes / 2**20:.2f} MiB (state of running requests and checkpoints)"),

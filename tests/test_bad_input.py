@@ -345,7 +345,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "judge", "content": "x"}]}, "messages[0].role", "judge"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "5"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type", "image_url"),
-    ({"messages": [{"role": "user", "content": "\ud800"}]}, "text", "Unicode"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "Unicode"),
     ({"messages": [{"role": "system", "content": "no question"}]}, "messages", "no user message"),
     ({"messages": [{"role": "user", "content": "word " * 200}]}, "messages", "exceeds the context limit of 512"),
     ({"messages": [{"role": "user", "content": "x"}, {"role": "tool", "content": "1", "tool_call_id": "c9"}]}, "messages[1].tool_call_id", "c9"),

@@ -28,6 +28,7 @@ FLAGS = {
     "serve": ENGINE_FLAGS | {
         "checkpoint", "--config", "--host", "--port", "--api-key", "--max-body-mib", "--max-queue", "--cors-origin", "--served-model-name",
         "--chat-template", "--log-level", "--strict-fields", "--images", "--allowed-host", "--drain", "--api-key-file", "--keys",
+        "--trust-client-text",
     },
     "warm": ENGINE_FLAGS | {"checkpoint", "--config", "--target"},
     "replay": ENGINE_FLAGS | {

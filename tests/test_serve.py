@@ -123,6 +123,7 @@ def test_a_server_says_what_it_chose_and_serves_who_has_the_key(serve: Serve) ->
         "GiB",
         "rows",
         "pages",
+        "holds no control tokens",
     ):
         assert words in served.page
     assert "k1" not in served.page
@@ -147,12 +148,15 @@ def test_a_server_says_what_it_chose_and_serves_who_has_the_key(serve: Serve) ->
 def test_a_server_for_clients_of_every_kind(serve: Serve, tmp_path: Path) -> None:
     """A file of flags, the front with its names, origins and template, and the log, over a real socket."""
     (tmp_path / "own.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
-    (tmp_path / "serve.toml").write_text("max-context = 512\ncors-origin = '*'\nserved-model-name = ['unused']\nlog-level = 'info'")
+    (tmp_path / "serve.toml").write_text(
+        "max-context = 512\ntrust-client-text = true\ncors-origin = '*'\nserved-model-name = ['unused']\nlog-level = 'info'"
+    )
     flags = ("--config", str(tmp_path / "serve.toml"), "--served-model-name", "gpt-x", "*", "--chat-template", str(tmp_path / "own.jinja"))
     served = serve(*flags)
     client = served.client
     assert "gpt-x, *" in served.page
     assert "own.jinja" in served.page
+    assert "TRUSTED: control tokens" in served.page
     head = client.head("/v1/models/")
     assert (head.status_code, head.content) == (200, b"")
     assert int(head.headers["content-length"]) == len(client.get("/v1/models").content)
@@ -289,6 +293,14 @@ def test_a_chat_template_that_can_not_be_used_costs_no_loading(capsys: pytest.Ca
     for file, words in ((tmp_path / "none.jinja", "can't be read: No such file"), (broken, "broken.jinja: not a valid chat template")):
         assert cli.main(["serve", "./nowhere", "--port", "0", "--chat-template", str(file)]) == 2
         assert words in capsys.readouterr().err
+
+
+def test_a_chat_template_that_computes_its_control_tokens_is_refused(serve: Serve, tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("{% for message in messages %}{{ '<|' ~ 'im_start' ~ '|>' ~ message.content }}{% endfor %}")
+    code, page, log = serve("--chat-template", str(tmp_path / "own.jinja"), wait=False).end()
+    assert (code, page) == (2, "")
+    assert "own.jinja: control tokens that this chat template computes" in log
+    assert "--trust-client-text" in log
 
 
 def test_a_taken_port_costs_no_loading(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ Knows which parts belong together, and nothing of requests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,8 +36,10 @@ class TextPipeline:
     """tokenizer_config.json's, named tokens as texts, with the chat template that is used."""
 
     @classmethod
-    def from_checkpoint(cls, tokenizer: Tokenizer | None, model_dir: Path | None, *, chat_template: Path | None = None) -> Self | None:
-        """None without a tokenizer. chat_template: a file in place of the directory's own.
+    def from_checkpoint(
+        cls, tokenizer: Tokenizer | None, model_dir: Path | None, *, chat_template: Path | None = None, trusts_client_text: bool = False
+    ) -> Self | None:
+        """None without a tokenizer. chat_template: a file in place of the directory's own. trusts_client_text: see PromptBuilder.
 
         Raises CheckpointError when the chat template can't be used, ConfigError for a `chat_template` that there is no use for."""
         if tokenizer is None or model_dir is None:
@@ -49,12 +51,20 @@ class TextPipeline:
         settings = {name: value for name, value in config.items() if name not in _FILE_NAMES} | named_tokens(config)
         if template is None:
             return cls(tokenizer, None, settings=settings)
-        return cls(tokenizer, PromptBuilder(tokenizer, template, TurnMemory()), settings=settings | {"chat_template": template.source})
+        prompts = PromptBuilder(tokenizer, template, TurnMemory(), trusts_client_text=trusts_client_text)
+        return cls(tokenizer, prompts, settings=settings | {"chat_template": template.source})
 
-    def segmenter(self, tools: Tools | None, prompt: BuiltPrompt, *, has_form: bool = False) -> Segmenter:
-        """Splits one answer. Tool calls are read only when the request has tools; `has_form`: its content has a form that was asked for."""
+    def segmenter(
+        self, tools: Tools | None, prompt: BuiltPrompt, *, has_form: bool = False, places: Mapping[str, Container[int]] | None = None
+    ) -> Segmenter:
+        """Splits one answer. Tool calls are read only when the request has tools; `has_form`: its content has a form that was asked for; `places`:
+        where tags that are tokens stand in its text."""
         assert self.prompts is not None
-        schemas = None if tools is None else ToolSchemas(tools)
         return Segmenter(
-            reasoning_open=prompt.reasoning_open, dialect=self.prompts.dialect, tools=schemas, has_form=has_form, is_mid_text=prompt.is_mid_text
+            reasoning_open=prompt.reasoning_open,
+            dialect=self.prompts.dialect,
+            tools=None if tools is None else ToolSchemas(tools),
+            has_form=has_form,
+            is_mid_text=prompt.is_mid_text,
+            places=places,
         )

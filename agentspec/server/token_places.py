@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from agentspec.types import TokenScore
 
@@ -18,7 +18,10 @@ class TokenPlaces:
 
     A token that stands for no text takes no place. One that holds a part of a character stands where that character does."""
 
-    def __init__(self, token_bytes: Sequence[bytes]) -> None:
+    def __init__(self, token_bytes: Sequence[bytes], watched: Iterable[int] = ()) -> None:
+        """`watched`: ids of added tokens whose places are kept."""
+        self.of_id: dict[int, set[int]] = {token: set() for token in watched}
+        """Where the watched tokens stand; it grows."""
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._length = 0
@@ -33,6 +36,8 @@ class TokenPlaces:
             start = self._length
             self._length += len(self._decoder.decode(data))
             self._starts.append(start)
+            if data and token in self.of_id:
+                self.of_id[token].add(self._length - len(data.decode()))
             if scores is not None and data:
                 self._scored.append((start, max(self._length, start + 1), scores[index]))
 

@@ -109,12 +109,15 @@ class Turn:
         self.prompt = prompt
         self.clamped = clamped
         self._text = text
-        self._segmenter = text.segmenter(tools, prompt, has_form=has_form)
         self._stop_ids = info.stop_token_ids
         self._ids: list[int] = []
         self.token_bytes = text.tokenizer.shown_bytes(skip_special_tokens=submit.skip_special_tokens)
         """What each token is in the turn's text."""
-        self._places = TokenPlaces(self.token_bytes)
+        assert text.prompts is not None
+        tag_ids = text.prompts.tag_ids if submit.grammar is None else {}  # grammars take tags as text
+        self._places = TokenPlaces(self.token_bytes, tag_ids.values())
+        places = {tag: self._places.of_id[token] for tag, token in tag_ids.items()}
+        self._segmenter = text.segmenter(tools, prompt, has_form=has_form, places=places)
         self._content_scores: list[TokenScore] = []
 
     def push(self, event: TokensEvent) -> list[TextEvent]:

@@ -16,14 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Template, TemplateError, meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from agentspec.errors import CheckpointError, RequestError
 from agentspec.text.assets import named_tokens, read_object, read_text
 from agentspec.text.common_length import common_length
-from agentspec.text.messages import Message, is_question, raw_arguments
+from agentspec.text.messages import RESULT_CLOSE, RESULT_OPEN, Message, is_question, raw_arguments
 from agentspec.text.raw_arguments import show_raw
+from agentspec.text.sentinels import Sentinels
 from agentspec.text.system_messages import SystemPlaces, probe
 from agentspec.text.template_environment import template_environment
+from agentspec.text.template_sentinels import NAMED, write_sentinels
 from agentspec.types import CheckpointKind
 
 Tools = Sequence[Mapping[str, Any]]
@@ -59,6 +62,7 @@ CacheMark = ToolsMark | MessageMark
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
     text: str
+    """Its own added tokens are sentinels, where the template has any (text/sentinels.py)."""
     marks: list[tuple[int, CheckpointKind]]
     """(character offset, kind), ascending. The text before each offset is the beginning of what other requests render, too:
     SYSTEM, of every conversation with the same system text and tools; USER, of this conversation's later turns; BRANCH and GRID, of what parts
@@ -71,15 +75,25 @@ class ChatTemplate:
     """A compiled template with its variables."""
 
     def __init__(
-        self, source: str, *, tool_source: str | None = None, variables: Mapping[str, str] | None = None, origin: str = "chat template"
+        self,
+        source: str,
+        *,
+        tool_source: str | None = None,
+        variables: Mapping[str, str] | None = None,
+        origin: str = "chat template",
+        sentinels: Sentinels | None = None,
     ) -> None:
-        """`tool_source` is used instead of `source` when the request has tools; `variables` are special tokens by name.
+        """`tool_source` is used instead of `source` when the request has tools; `variables` are special tokens by name; `sentinels` are written for
+        added tokens of the template's own, None: their text.
 
         Raises CheckpointError naming `origin` when a source is no valid template."""
+        self._variables = dict(variables or {})
+        self._sentinels = sentinels or Sentinels()
+        self._sources = (source, tool_source)
         environment = template_environment()
         try:
-            self._template = environment.from_string(source)
-            self._tool_template = self._template if tool_source is None else environment.from_string(tool_source)
+            self._template = self._compiled(environment, source)
+            self._tool_template = self._template if tool_source is None else self._compiled(environment, tool_source)
             sources = (source, tool_source or "")
             self.reads = frozenset(name for text in sources for name in meta.find_undeclared_variables(environment.parse(text)))
             """Variables that the template takes from outside."""
@@ -87,8 +101,19 @@ class ChatTemplate:
             raise CheckpointError(f"{origin}: not a valid chat template: {error}") from error
         self.source = source if tool_source is None else tool_source
         """The source that teaches the tool-call dialect."""
-        self._variables = dict(variables or {})
+        self.origin = origin
+        """What errors call the template."""
         self._system_blocks: OrderedDict[bytes, str] = OrderedDict()
+
+    def _compiled(self, environment: ImmutableSandboxedEnvironment, source: str) -> Template:
+        tree = environment.parse(source)
+        write_sentinels(tree, self._sentinels, self._variables)
+        return environment.from_string(tree)
+
+    def with_sentinels(self, sentinels: Sentinels) -> ChatTemplate:
+        """The same template, that writes sentinels for its own added tokens."""
+        source, tool_source = self._sources
+        return ChatTemplate(source, tool_source=tool_source, variables=self._variables, origin=self.origin, sentinels=sentinels)
 
     @classmethod
     def from_file(cls, file: Path, variables: Mapping[str, str] | None = None) -> ChatTemplate:
@@ -137,7 +162,7 @@ class ChatTemplate:
         for name in _OWN_VARIABLES:
             if name in kwargs:
                 raise RequestError(f"chat_template_kwargs.{name}", kwargs[name], "is set by the request itself")
-        text = self._begun(messages, tools, kwargs) if continues else self._text(messages, tools, add_generation_prompt, kwargs)
+        text = self._begun(messages, tools, kwargs) if continues else self.text(messages, tools, add_generation_prompt, kwargs)
         offsets = (
             (self._system_end(text, messages, tools, kwargs), CheckpointKind.SYSTEM),
             (self._user_end(text, messages, tools, kwargs), CheckpointKind.USER),
@@ -150,24 +175,26 @@ class ChatTemplate:
     def system_places(self) -> SystemPlaces:
         """What the template does with system messages behind the first message."""
         tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}}]
-        with_tools = probe(lambda messages: self._text(messages, tools, False, {}))
-        without = probe(lambda messages: self._text(messages, None, False, {}))
+        with_tools = probe(lambda messages: self.text(messages, tools, False, {}))
+        without = probe(lambda messages: self.text(messages, None, False, {}))
         return SystemPlaces(with_tools.in_place and without.in_place, with_tools.as_result and without.as_result)
 
-    def _text(self, messages: Sequence[Message], tools: Tools | None, add_generation_prompt: bool, kwargs: Mapping[str, Any]) -> str:
+    def text(self, messages: Sequence[Message], tools: Tools | None, add_generation_prompt: bool, kwargs: Mapping[str, Any]) -> str:
+        """What the template writes, and nothing about it. Raises RequestError like `render`."""
         template: Template = self._template if tools is None else self._tool_template
-        variables = {**self._variables, **kwargs, "messages": messages, "tools": tools, "documents": None}
+        written = {NAMED + name: kwargs.get(name, self._sentinels.write(text)) for name, text in self._variables.items()}
+        variables = {**self._variables, **kwargs, **written, "messages": messages, "tools": tools, "documents": None}
         try:
             text = template.render(variables, add_generation_prompt=add_generation_prompt)
         except Exception as error:  # template code is the checkpoint's: whatever it raises, it raises about these messages
             roles = [message["role"] for message in messages]
-            raise RequestError("messages", roles, f"the chat template refuses them: {error}") from error
-        return show_raw(text, raw_arguments(messages))
+            raise RequestError("messages", roles, f"the chat template refuses them: {self._sentinels.spell(str(error))}") from error
+        return self._sentinels.write_own(show_raw(text, raw_arguments(messages)), RESULT_OPEN, RESULT_CLOSE)
 
     def _begun(self, messages: Sequence[Message], tools: Tools | None, kwargs: Mapping[str, Any]) -> str:
         """What the template writes up to the end of the last message's content, spaces at its end included, which templates trim."""
         last = messages[-1]
-        text = self._text([*messages[:-1], {**last, "content": last.get("content", "") + _PARTING}], tools, False, kwargs)
+        text = self.text([*messages[:-1], {**last, "content": last.get("content", "") + _PARTING}], tools, False, kwargs)
         if _PARTING not in text:
             raise RequestError("messages", last["role"], "the chat template doesn't show the content of the last message, so it can't be continued")
         return text[: text.rindex(_PARTING)]
@@ -189,7 +216,7 @@ class ChatTemplate:
 
     def _probe_system_block(self, leading: list[Message], tools: Tools | None, kwargs: dict[str, Any]) -> str:
         try:
-            first, second = (self._text([*leading, {"role": "user", "content": probe}], tools, False, kwargs) for probe in _PROBES)
+            first, second = (self.text([*leading, {"role": "user", "content": probe}], tools, False, kwargs) for probe in _PROBES)
         except RequestError:
             return ""  # a template that refuses so short a conversation has no block that we could know
         return first[: common_length(first, second)]
@@ -226,7 +253,7 @@ class ChatTemplate:
 
     def _shared_length(self, text: str, other: Sequence[Message], tools: Tools | None, kwargs: dict[str, Any]) -> int:
         try:
-            return common_length(text, self._text(other, tools, False, kwargs))
+            return common_length(text, self.text(other, tools, False, kwargs))
         except RequestError:
             return 0  # a template that refuses such a conversation tells us nothing
 

@@ -13,6 +13,7 @@ from agentspec.errors import RequestError
 from agentspec.text.nesting import is_too_deep
 from agentspec.text.raw_arguments import RawArguments
 from agentspec.text.returned_reasoning import returned_reasoning
+from agentspec.text.sentinels import refuse_surrogates
 
 Message = dict[str, Any]
 """Normalised: no None values, `content` a string, call arguments as objects (RawArguments where they are none), reasoning under every name that
@@ -34,6 +35,7 @@ def normalise(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     if not messages:
         raise RequestError("messages", [], "must hold at least one message")
     result = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    refuse_surrogates(result, "messages")
     _order_tool_results(result)
     return result
 
@@ -137,6 +139,7 @@ def _function(function: Mapping[str, Any], field: str) -> dict[str, Any]:
         raise RequestError(f"{field}.name", function.get("name"), "must be a string")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
+        refuse_surrogates(arguments, f"{field}.arguments")
         return {"name": function["name"], "arguments": read_arguments(arguments)}
     value = {} if arguments is None else arguments
     if not isinstance(value, Mapping):

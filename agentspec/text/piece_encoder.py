@@ -1,7 +1,7 @@
 """Tokenising long prompts that mostly repeat: piece by piece between added tokens, with the pieces' ids remembered.
 
 Added tokens are matched before any normalisation, pre-tokenisation or merge, and none of these crosses one; so the ids of the pieces in a
-row are the ids of the whole text. Knows nothing of messages or templates.
+row are the ids of the whole text. With sentinels (text/sentinels.py) these alone are added tokens. Knows nothing of messages or templates.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from agentspec.text.sentinels import ANY_SENTINEL, Sentinels
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.types import tokens
 
@@ -21,15 +22,16 @@ _ENTRY_OVERHEAD_BYTES = 250
 class PieceEncoder:
     """Encodes text like its tokenizer, only faster when it has seen most of it. Not thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, *, max_bytes: int = 64 << 20) -> None:
+    def __init__(self, tokenizer: Tokenizer, sentinels: Sentinels | None = None, *, max_bytes: int = 64 << 20) -> None:
         """`max_bytes`: of the remembered pieces and their ids together; the least recently used go first."""
         self._tokenizer = tokenizer
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._ids_of: OrderedDict[str, array[int]] = OrderedDict()
+        self._ids_of_sentinels = {} if sentinels is None else sentinels.ids_of
         by_length = sorted(tokenizer.added_tokens, key=lambda token: -len(token.text))
-        self._cuts = {token.text for token in by_length if token.is_cut}
-        self._added = re.compile("(" + "|".join(re.escape(token.text) for token in by_length) + ")") if by_length else None
+        self._cuts = self._ids_of_sentinels.keys() or {token.text for token in by_length if token.is_cut}
+        self._added = ANY_SENTINEL if sentinels else re.compile("(" + ("|".join(re.escape(token.text) for token in by_length) or "(?!)") + ")")
 
     @property
     def num_bytes(self) -> int:
@@ -37,7 +39,7 @@ class PieceEncoder:
         return self._num_bytes
 
     def encode(self, text: str) -> array[int]:
-        """Equal to the tokenizer's own `encode`."""
+        """Without sentinels equal to the tokenizer's own `encode`."""
         ids = tokens()
         pieces = self.pieces(text)
         known = self.ids_of(pieces)
@@ -49,7 +51,7 @@ class PieceEncoder:
         """The text, cut before and behind every added token beside which it may be cut."""
         pieces: list[str] = []
         open_piece = ""
-        for part in self._added.split(text) if self._added else [text]:
+        for part in self._added.split(text):
             if part in self._cuts:
                 pieces += [open_piece, part]
                 open_piece = ""
@@ -63,13 +65,16 @@ class PieceEncoder:
         unknown: dict[str, None] = {}
         for piece in pieces:
             ids = self._ids_of.get(piece)
-            if ids is None:
+            if piece in self._ids_of_sentinels:
+                known[piece] = self._ids_of_sentinels[piece]
+            elif ids is None:
                 unknown[piece] = None
             else:
                 self._ids_of.move_to_end(piece)
                 known[piece] = ids
         if unknown:
-            for piece, encoded in zip(unknown, self._tokenizer.encode_batch(list(unknown)), strict=True):
+            all_encoded = self._tokenizer.encode_batch(list(unknown), added_tokens=not self._ids_of_sentinels)
+            for piece, encoded in zip(unknown, all_encoded, strict=True):
                 known[piece] = self._ids_of[piece] = tokens(encoded)
                 self._num_bytes += _num_bytes(piece, known[piece])
             while self._num_bytes > self._max_bytes:

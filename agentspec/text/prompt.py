@@ -19,14 +19,19 @@ from agentspec.text.events import AssistantTurn
 from agentspec.text.messages import Message, normalise
 from agentspec.text.prompt_encoder import PromptEncoder, Stretch
 from agentspec.text.segmenter import THINK_CLOSE, THINK_OPEN
+from agentspec.text.sentinels import ANY_SENTINEL, Sentinels, refuse_surrogates
 from agentspec.text.system_messages import Arranged
+from agentspec.text.template_proof import proven
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.text.tool_calls import DIALECTS, Dialect, detect_dialect
+from agentspec.text.tool_calls.protocol import CALL_OPEN
 from agentspec.text.turn_memory import TurnMemory, TurnRecord, conversation_seed, extend_by_turn, extend_conversation
 from agentspec.types import BY_PROTECTION, Breakpoint, CheckpointKind, tokens
 
 _LEAD_CHARACTERS = 64
 """Enough to hold the generation prompt and the end of the message before it."""
+_LONG_LEAD = 4096
+"""Characters among which a sentinel is sought, where those above have none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,12 +63,18 @@ class BuiltPrompt:
 class PromptBuilder:
     """Builds prompts for one model and remembers its turns. Not thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, memory: TurnMemory) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, memory: TurnMemory, *, trusts_client_text: bool = False) -> None:
+        """`trusts_client_text`: text in messages that spells an added token is that token, as in transformers.
+
+        Raises CheckpointError for a template that needs that."""
         self._tokenizer = tokenizer
-        self._template = template
+        self._template, self._sentinels = (template, Sentinels()) if trusts_client_text else proven(template, tokenizer)
         self._memory = memory
-        self._encoder = PromptEncoder(tokenizer)
-        self._special_texts = tuple(tokenizer.special_ids)
+        self._encoder = PromptEncoder(tokenizer, self._sentinels)
+        self._special_texts = tuple(map(self._sentinels.of, tokenizer.special_ids))
+        tags = (THINK_OPEN, THINK_CLOSE, CALL_OPEN) if self._sentinels else ()
+        self.tag_ids = {tag: token_id for tag in tags if (token_id := tokenizer.id_of(tag)) is not None}
+        """Tags of answers that are tokens, and count only as such."""
         name = detect_dialect(template.source)
         self.dialect: Dialect | None = None if name is None else DIALECTS[name]
         """How this model writes tool calls; None when its template teaches no dialect that we know."""
@@ -92,6 +103,8 @@ class PromptBuilder:
         made after turns were recognised, so that the conversation is known by what the client sends, whatever the model is shown of it.
         `continues`: the last message is the beginning of the turn, an assistant's without calls. `begins`: the prompt ends with what opens the turn;
         false: behind the messages, for those who only count. Raises RequestError naming what can't be used."""
+        refuse_surrogates(tools, "tools")
+        refuse_surrogates(template_kwargs, "chat_template_kwargs")
         arranged = Arranged.of(normalise(messages), self._template.system_places)
         marked = [MessageMark(*arranged.mark(mark.message, mark.characters)) if isinstance(mark, MessageMark) else mark for mark in marked]
         recalled, records, keys = self._recall(arranged.messages, namespace)
@@ -116,10 +129,10 @@ class PromptBuilder:
             prompt_ids=encoded.ids,
             breakpoints=_breakpoints(offsets, kinds),
             marked_end=dict(zip(characters, offsets, strict=True)).get(rendered.marked_end, 0),
-            reasoning_open=_opens_reasoning(recalled[-1]) if continues else rendered.text.rstrip().endswith(THINK_OPEN),
+            reasoning_open=_opens_reasoning(recalled[-1]) if continues else rendered.text.rstrip().endswith(self._sentinels.of(THINK_OPEN)),
             conversation=keys[-1],
             namespace=namespace,
-            begun=_begun(rendered.text, recalled[-1] if continues else None, stretches, records),
+            begun=self._begun(rendered.text, recalled[-1] if continues else None, stretches, records),
             applied=applied,
         )
 
@@ -134,8 +147,10 @@ class PromptBuilder:
         begun = prompt.begun
         ids = begun.token_ids + ids
         turn = replace(turn, reasoning=begun.turn.reasoning + turn.reasoning, content=begun.turn.content + turn.content)
-        text = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-        record = TurnRecord(turn, ids, text, begun.lead, is_cut, prompt.namespace)
+        text = self._sentinels.decode(ids, self._tokenizer.shown_bytes(skip_special_tokens=skip_special_tokens))
+        texts = (text, turn.reasoning, turn.content, *(call.arguments for call in turn.shown_calls))
+        quotes_tags = any(self._sentinels.write(part) != part for part in texts)
+        record = TurnRecord(turn, ids, text, begun.lead, is_cut, prompt.namespace, quotes_tags)
         self._memory.remember(extend_by_turn(prompt.conversation, turn), record)
 
     def _recall(self, conversation: list[Message], namespace: str) -> tuple[list[Message], list[TurnRecord], list[bytes]]:
@@ -159,31 +174,55 @@ class PromptBuilder:
         stretches: list[Stretch] = []
         cursor = 0
         for record in records:
-            found = text.find(record.lead + record.text, max(0, cursor - len(record.lead)))
-            start = found + len(record.lead)
-            end = start + len(record.text)
-            if found >= 0 and (record.is_cut or end == len(text) or text.startswith(self._special_texts, end)):
-                stretches.append(Stretch(start, end, record.token_ids))
-                cursor = end
+            place = self._place(text, record, cursor)
+            if place is not None:
+                stretches.append(Stretch(*place, record.token_ids))
+                cursor = place[1]
         return stretches
+
+    def _place(self, text: str, record: TurnRecord, cursor: int) -> tuple[int, int] | None:
+        """Where one turn begins and ends, not before `cursor`; None where the template wrote something else.
+
+        A turn may quote tags as added tokens, which come back as text, or spell as text what the template writes as tags: behind a lead that is the
+        template's own it is known by what it reads."""
+        lead = record.lead
+        first = max(0, cursor - len(lead))
+        start = text.find(lead + record.text, first) + len(lead)
+        if start >= len(lead) and self._is_end(text, record, start + len(record.text)):
+            return start, start + len(record.text)
+        found = text.find(lead, first) if record.quotes_tags and ANY_SENTINEL.search(lead) else -1
+        spelled = "" if found < 0 else self._sentinels.spell(record.text)
+        while found >= 0:
+            start = found + len(lead)
+            end = self._sentinels.end_of(spelled, text, start)
+            if end is not None and self._is_end(text, record, end):
+                return start, end
+            found = text.find(lead, found + 1)
+        return None
+
+    def _is_end(self, text: str, record: TurnRecord, end: int) -> bool:
+        return record.is_cut or end == len(text) or text.startswith(self._special_texts, end)
+
+    def _begun(self, text: str, message: Message | None, stretches: Sequence[Stretch], records: Sequence[TurnRecord]) -> TurnRecord:
+        """What stands of the next turn at the end of a prompt's text: `message`, if there is one.
+
+        It keeps the ids that it was generated as, so that the whole turn has them; what the client wrote is tokenised the same each time."""
+        if message is not None and stretches and stretches[-1].end == len(text) and stretches[-1].token_ids is records[-1].token_ids:
+            return records[-1]
+        lead = text[-_LEAD_CHARACTERS:]
+        if not ANY_SENTINEL.search(lead):  # a client could write the same
+            anchors = [found.start() for found in ANY_SENTINEL.finditer(text, max(0, len(text) - _LONG_LEAD))]
+            lead = text[anchors[-1] :] if anchors else lead
+        said = (
+            AssistantTurn() if message is None else AssistantTurn(reasoning=message.get("reasoning_content", ""), content=message.get("content", ""))
+        )
+        return TurnRecord(said, tokens(), "", lead, is_cut=True)
 
 
 def _opens_reasoning(message: Message) -> bool:
     """The text that the answer goes on from is a think block without its end. A tag that stands elsewhere in it is text like any other."""
     text = message.get("content", "")
     return text.lstrip().startswith(THINK_OPEN) and THINK_CLOSE not in text
-
-
-def _begun(text: str, message: Message | None, stretches: Sequence[Stretch], records: Sequence[TurnRecord]) -> TurnRecord:
-    """What stands of the next turn at the end of a prompt's text: `message`, if there is one.
-
-    It keeps the ids that it was generated as, so that the whole turn has them; what the client wrote is tokenised the same each time."""
-    nothing = TurnRecord(AssistantTurn(), tokens(), "", text[-_LEAD_CHARACTERS:], is_cut=True)
-    if message is None:
-        return nothing
-    if stretches and stretches[-1].end == len(text) and stretches[-1].token_ids is records[-1].token_ids:
-        return records[-1]
-    return replace(nothing, turn=AssistantTurn(reasoning=message.get("reasoning_content", ""), content=message.get("content", "")))
 
 
 def _breakpoints(offsets: Sequence[int], kinds: Sequence[CheckpointKind]) -> list[Breakpoint]:

@@ -15,6 +15,7 @@ from itertools import chain, zip_longest
 
 from agentspec.text.common_length import common_length
 from agentspec.text.piece_encoder import PieceEncoder
+from agentspec.text.sentinels import Sentinels
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.types import tokens
 
@@ -54,10 +55,11 @@ _NOTHING = EncodedPrompt("", (), tokens(), array("q"), array("q"))
 class PromptEncoder:
     """Encodes prompts and remembers the last one of each conversation. Not thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, *, max_bytes: int = 64 << 20) -> None:
-        """`max_bytes`: of the remembered prompts together; the least recently used go first."""
-        self._pieces = PieceEncoder(tokenizer)
-        self._margin = max((len(token.text) for token in tokenizer.added_tokens), default=1)
+    def __init__(self, tokenizer: Tokenizer, sentinels: Sentinels | None = None, *, max_bytes: int = 64 << 20) -> None:
+        """`sentinels`: in the prompts they alone are added tokens; None: added tokens are what spells one. `max_bytes`: of the remembered prompts
+        together; the least recently used go first."""
+        self._pieces = PieceEncoder(tokenizer, sentinels)
+        self._margin = 1 if sentinels else max((len(token.text) for token in tokenizer.added_tokens), default=1)
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._prompts: OrderedDict[bytes, EncodedPrompt] = OrderedDict()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 
 from agentspec.text.events import AssistantTurn, ContentDelta, ReasoningDelta, TextEvent, ToolCall
 from agentspec.text.holdback import Holdback
@@ -38,6 +38,7 @@ class Segmenter:
     - Whitespace between segments belongs to the format and isn't passed on. At the end of the turn it is.
     - What looks like a call and is none stays what it was: text of the segment that it stands in.
     - Calls are read only when the request has tools and the checkpoint a dialect.
+    - A tag that is a token counts where that token was generated (`places`), not where other tokens spell it: such text is quoted.
     - Content of a demanded form is passed on as it is: behind reasoning only a call in its place is a tag.
     """
 
@@ -50,13 +51,16 @@ class Segmenter:
         new_call_id: Callable[[], str] = new_call_id,
         has_form: bool = False,
         is_mid_text: bool = False,
+        places: Mapping[str, Container[int]] | None = None,
     ) -> None:
         """`reasoning_open`: the prompt ends inside a think block. `has_form`: a grammar makes the content what the client asked for. `is_mid_text`:
-        the prompt ends with some of the first segment's text."""
+        the prompt ends with some of the first segment's text. `places`: by tag that is a token, where this stands in the text, told before the text
+        is pushed; other tags are text."""
         self._dialect = dialect if tools is not None and tools.names else None
         self._tools = tools or ToolSchemas(None)
         self._new_call_id = new_call_id
         self._has_form = has_form
+        self._places = places or {}
         self._segment = _Segment.REASONING if reasoning_open else _Segment.CONTENT
         self._return_to = self._segment
         self._parser: CallParser | None = None
@@ -137,7 +141,7 @@ class Segmenter:
                 return False
             if not head.startswith(CALL_OPEN):
                 self._tags, self._holdback = (), Holdback(())
-        start, tag = min(((at, tag) for tag in self._tags if (at := self._buffer.find(tag)) >= 0), default=(-1, ""))
+        start, tag = min(((at, tag) for tag in self._tags if (at := self._find(tag)) >= 0), default=(-1, ""))
         if start < 0:
             start = len(self._buffer) - (0 if final else self._holdback.held(self._buffer))
         text, self._buffer = self._buffer[:start], self._buffer[start:]
@@ -160,6 +164,15 @@ class Segmenter:
             self._return_to, self._segment = self._segment, _Segment.CALL
             self._call_start = self._num_pushed - len(self._buffer)
         return True
+
+    def _find(self, tag: str) -> int:
+        """Where a tag that counts begins in the buffer; -1: nowhere."""
+        at = self._buffer.find(tag)
+        if tag in self._places:
+            before = self._num_pushed - len(self._buffer)
+            while at >= 0 and before + at not in self._places[tag]:
+                at = self._buffer.find(tag, at + 1)
+        return at
 
     def _read_call(self, final: bool) -> bool:
         assert self._parser is not None
@@ -225,10 +238,12 @@ class Segmenter:
             self._events.append(ContentDelta(text, self._num_pushed - len(self._buffer) - len(self._space) - len(text)))
 
     def _set_tags(self) -> None:
-        """What ends or begins a segment. Only `<tool_call>` counts inside reasoning: a bare `<function=` there is thought, not deed."""
+        """What ends or begins a segment. Only `<tool_call>` counts inside reasoning, and where it is a token: a bare `<function=` is thought then,
+        or quoted."""
         triggers: tuple[str, ...] = ()
         if self._dialect is not None:
-            triggers = (CALL_OPEN,) if self._segment is _Segment.REASONING or self._has_form else self._dialect.triggers(self._tools)
+            is_strict = self._segment is _Segment.REASONING or self._has_form or CALL_OPEN in self._places
+            triggers = (CALL_OPEN,) if is_strict else self._dialect.triggers(self._tools)
         in_form = self._has_form and self._segment is _Segment.CONTENT
         self._tags = triggers if in_form else (THINK_CLOSE, THINK_OPEN, *triggers)
         self._holdback = Holdback(self._tags)

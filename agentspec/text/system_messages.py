@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from agentspec.errors import RequestError
 from agentspec.text.messages import RESULT_CLOSE, RESULT_OPEN, Message, is_question
+from agentspec.text.sentinels import OWN_TAG
 
 MARK_OPEN, MARK_CLOSE = "<system-reminder>\n", "\n</system-reminder>"
 _GAP = "\n\n"
@@ -174,4 +175,4 @@ def _content(message: Message) -> str:
 
 
 def _wrapped(text: str) -> str:
-    return f"{RESULT_OPEN}\n{text}\n{RESULT_CLOSE}"
+    return f"{RESULT_OPEN}{OWN_TAG}\n{text}\n{OWN_TAG}{RESULT_CLOSE}"

@@ -5,6 +5,7 @@ Owns the byte table (the raw bytes behind every id). Knows nothing of templates,
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -80,20 +81,39 @@ class Tokenizer:
         (millions of blanks in a row)."""
         return self.encode_batch([text])[0]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, as `encode` has them. Works on all cores, and other threads run meanwhile."""
+    def encode_batch(self, texts: Sequence[str], *, added_tokens: bool = True) -> list[list[int]]:
+        """The ids of each text, as `encode` has them. Works on all cores, and other threads run meanwhile.
+
+        added_tokens: false: an added token that is written in a text is text like any other, and no id of one is among the ids."""
+        backend = self._backend if added_tokens else self._without_added
         for text in texts:
             try:
                 text.encode()
             except UnicodeEncodeError as error:
                 raise RequestError("text", text[max(0, error.start - 20) : error.end], f"is not valid Unicode: {error.reason}") from error
         try:
-            return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+            return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
         except BaseException as error:
             if type(error).__module__ != _PANIC_MODULE:
                 raise
             longest = max(texts, key=len)
             raise RequestError("text", longest[:40], f"can't be tokenised ({len(longest):,} characters): {error}") from error
+
+    @cached_property
+    def _without_added(self) -> Backend:
+        """The same model without added tokens. Mostly it is shared; where its own vocabulary has some of them, a copy without these and all merges
+        that would make them."""
+        if all(self._backend.model.token_to_id(token.text) is None for token in self.added_tokens):
+            plain = Backend(self._backend.model)
+            plain.normalizer, plain.pre_tokenizer = self._backend.normalizer, self._backend.pre_tokenizer
+            return plain
+        described = json.loads(self._backend.to_str())
+        model = described["model"]
+        added = {token for token, token_id in model["vocab"].items() if token_id in self.added_ids}
+        model["vocab"] = {token: token_id for token, token_id in model["vocab"].items() if token not in added}
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+        model["merges"] = [pair for pair in pairs if added.isdisjoint((*pair, "".join(pair)))]
+        return Backend.from_str(json.dumps(described | {"added_tokens": [], "post_processor": None}))
 
     @cached_property
     def spelled_bytes(self) -> list[bytes]:

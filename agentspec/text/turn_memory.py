@@ -42,7 +42,7 @@ def _extend(key: bytes, role: str, content: str, calls: list[tuple[str, dict[str
     message = [role, content.strip(), calls]
     try:
         text = msgspec.json.encode(message, order="deterministic")
-    except UnicodeEncodeError:  # a lone surrogate: whoever makes tokens of it says what is wrong
+    except UnicodeEncodeError:  # tags that the server wrote into it (text/sentinels.py)
         text = json.dumps(message, sort_keys=True).encode()
     return hashlib.blake2b(key + text, digest_size=16).digest()
 
@@ -60,13 +60,15 @@ class TurnRecord:
     token_ids: array[int]
     """As generated, without the stop id."""
     text: str
-    """Text of token_ids."""
+    """Text of token_ids, whose added tokens are sentinels (text/sentinels.py)."""
     lead: str
     """The end of the prompt that the turn continued."""
     is_cut: bool
     """The turn was ended by something else than the model, so the template may go on behind its text."""
     namespace: str = ""
     """Where it was generated: it is found there alone."""
+    quotes_tags: bool = False
+    """Added tokens stand as text somewhere in it: as it was generated, or as clients see it."""
     calls: list[tuple[str, dict[str, Any]]] = field(init=False)
     """Names and arguments of the turn's calls: read once, and asked for by every later prompt of the conversation."""
 
@@ -97,7 +99,7 @@ class TurnRecord:
     @property
     def num_bytes(self) -> int:
         """About what the record holds in memory."""
-        return _ENTRY_OVERHEAD_BYTES + 4 * len(self.token_ids) + 6 * len(self.text)
+        return _ENTRY_OVERHEAD_BYTES + 4 * len(self.token_ids) + 6 * len(self.text) + 2 * len(self.lead)
 
 
 def _with_arguments(call: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:

@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from bisect import bisect_right
 from collections.abc import AsyncGenerator, Iterable
+from functools import lru_cache
 from typing import Any
 
+from agentspec.text.tokenizer import Tokenizer
 from agentspec.types import FinishReason, TokenScore
 from agentspec.wire import Event, FinishEvent, ModelInfo, SpecStats, Submit, TokensEvent, Usage
+from tests.fakes.text import END_OF_TEXT, byte_backend
 
 INFO = ModelInfo(model_id="scripted", vocab_size=1000, max_context=4096, stop_token_ids=(2,), max_draft_tokens=3)
 SPEC = SpecStats(num_steps=4, num_drafted=9, num_accepted=5, drafted_by_position=[4, 3, 2], accepted_by_position=[3, 2, 0], histogram=[1, 1, 2])
 
 
+@lru_cache(maxsize=1)
+def _tokenizer() -> Tokenizer:
+    return Tokenizer(byte_backend())
+
+
 def said(*texts: str) -> list[TokensEvent]:
-    """One event per text, with one token id for each of its characters."""
-    return [TokensEvent(request_id="", token_ids=[ord(letter) % 1000 for letter in text] or [0], text=text) for text in texts]
+    """One event per text, with the byte tokenizer's ids (tests/fakes/text.py) of what begins in it: where nothing does, one that shows nothing."""
+    tokenizer = _tokenizer()
+    ends = list(itertools.accumulate(map(len, texts)))
+    ids: list[list[int]] = [[] for _ in texts]
+    place = b""
+    for token_id in tokenizer.encode("".join(texts)):
+        ids[bisect_right(ends, len(place.decode(errors="ignore")))].append(token_id)
+        place += tokenizer.spelled_bytes[token_id]
+    hidden = tokenizer.special_ids[END_OF_TEXT]
+    return [TokensEvent(request_id="", token_ids=own or [hidden], text=text) for own, text in zip(ids, texts, strict=True)]
 
 
 def ended(

@@ -250,7 +250,7 @@ def test_text_on_which_the_tokenizer_gives_up_is_refused(
         def encode_batch_fast(self, *_: Any, **__: Any) -> Any:
             raise panic("Onig: Regex search error: retry-limit-in-match over")
 
-    monkeypatch.setattr(pipeline.tokenizer, "_backend", Backend())
+    monkeypatch.setattr(pipeline.tokenizer, "_without_added", Backend())
     refused = send(connect, "POST", *chat())
     assert refused.status_code == 400
     assert "can't be tokenised" in refused.json()["error"]["message"]

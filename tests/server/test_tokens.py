@@ -97,10 +97,10 @@ def test_a_prompt_may_end_where_vllms_would(connect: Connect, pipeline: TextPipe
 
 
 def test_a_returned_turn_is_counted_as_it_was_generated(connect: Connect) -> None:
-    """The scripted turn spells a token of its own in single bytes, which the tokenizer would never do."""
+    """The scripted turn has an added token where no template would write it; in a client's words the same text is spelled in single bytes."""
     word = "</tool_response>"
-    spelled = [Tokenizer(byte_backend()).encode(letter)[0] for letter in word]
-    engine = ScriptedEngine([TokensEvent(request_id="", token_ids=spelled, text=word), ended()])
+    token = Tokenizer(byte_backend()).encode(word)
+    engine = ScriptedEngine([TokensEvent(request_id="", token_ids=token, text=word), ended()])
     history = [USER, {"role": "assistant", "content": word}, {"role": "user", "content": "more"}]
     _, plain, salted = post(
         connect,
@@ -109,7 +109,7 @@ def test_a_returned_turn_is_counted_as_it_was_generated(connect: Connect) -> Non
         ("/tokenize", {"messages": history, "cache_salt": "another"}),
         engine=engine,
     )
-    assert plain.json()["count"] == salted.json()["count"] + len(spelled) - 1
+    assert plain.json()["count"] == salted.json()["count"] + 1 - len(word)
 
 
 @pytest.mark.parametrize(

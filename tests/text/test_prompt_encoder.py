@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as Backend
 
 from agentspec import bundled
 from agentspec.text.prompt_encoder import PromptEncoder, Stretch
+from agentspec.text.sentinels import ANY_SENTINEL, Sentinels
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.types import tokens
 
@@ -64,27 +65,39 @@ def without_added() -> Tokenizer:
     return Tokenizer(bundled_backend(added_tokens=[]))
 
 
-def from_nothing(tokenizer: Tokenizer, text: str, stretches: list[Stretch]) -> list[int]:
+Encode = Callable[[str], list[int]]
+
+
+def with_sentinels(tokenizer: Tokenizer, sentinels: Sentinels) -> Encode:
+    def encode(text: str) -> list[int]:
+        found: list[int] = []
+        for part in ANY_SENTINEL.split(text):
+            found += sentinels.ids_of.get(part) or tokenizer.encode_batch([part], added_tokens=False)[0]
+        return found
+
+    return encode
+
+
+def from_nothing(encode: Encode, text: str, stretches: list[Stretch]) -> list[int]:
     ids: list[int] = []
     start = 0
     for stretch in stretches:
-        ids += [*tokenizer.encode(text[start : stretch.start]), *stretch.token_ids]
+        ids += [*encode(text[start : stretch.start]), *stretch.token_ids]
         start = stretch.end
-    return ids + tokenizer.encode(text[start:])
+    return ids + encode(text[start:])
 
 
-def place_from_nothing(tokenizer: Tokenizer, text: str, stretches: list[Stretch], mark: int) -> int:
+def place_from_nothing(encode: Encode, text: str, stretches: list[Stretch], mark: int) -> int:
     before = [stretch for stretch in stretches if stretch.start < mark]
     if before and before[-1].end > mark:
-        return len(from_nothing(tokenizer, text[: before[-1].start], before[:-1]))
-    whole, head = from_nothing(tokenizer, text, stretches), from_nothing(tokenizer, text[:mark], before)
+        return len(from_nothing(encode, text[: before[-1].start], before[:-1]))
+    whole, head = from_nothing(encode, text, stretches), from_nothing(encode, text[:mark], before)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(whole, head, strict=False)))
 
 
-def grown(rng: random.Random, tokenizer: Tokenizer, text: str, stretches: list[Stretch]) -> tuple[str, list[Stretch]]:
+def grown(rng: random.Random, added: Sequence[str], text: str, stretches: list[Stretch]) -> tuple[str, list[Stretch]]:
     """A text that begins like the last one, up to anywhere in it, and goes on otherwise, with some stretches at other places."""
     cut = len(text) if rng.random() < 0.6 else rng.randrange(len(text) + 1)
-    added = [token.text for token in tokenizer.added_tokens] or ["x"]
     text = text[:cut] + "".join(rng.choice(added) if rng.random() < 0.4 else rng.choice(SCRAPS) for _ in range(rng.randrange(12)))
     stretches = [stretch for stretch in stretches if stretch.end <= cut and rng.random() < 0.95]
     while rng.random() < 0.6:
@@ -96,22 +109,27 @@ def grown(rng: random.Random, tokenizer: Tokenizer, text: str, stretches: list[S
 
 
 @pytest.mark.parametrize("make", [plain, confusing, without_added])
+@pytest.mark.parametrize("keeps_apart", [False, True], ids=["spelled", "sentinels"])
 @pytest.mark.parametrize("seed", range(4))
-def test_ids_and_places_are_those_of_the_whole_text(make: Callable[[], Tokenizer], seed: int) -> None:
+def test_ids_and_places_are_those_of_the_whole_text(make: Callable[[], Tokenizer], keeps_apart: bool, seed: int) -> None:
     rng = random.Random(seed)
     tokenizer = make()
-    encoder = PromptEncoder(tokenizer, max_bytes=20_000)
+    sentinels = Sentinels(tokenizer if keeps_apart else None)
+    encoder = PromptEncoder(tokenizer, sentinels, max_bytes=20_000)
+    encode = with_sentinels(tokenizer, sentinels) if sentinels else tokenizer.encode
+    added = [token.text for token in tokenizer.added_tokens] or ["x"]
+    added += [sentinels.of(text) for text in added]
     for conversation in range(60):
         text, stretches, keys = "", list[Stretch](), list[bytes]()
         for turn in range(rng.randint(1, 12)):
-            text, stretches = grown(rng, tokenizer, text, stretches)
+            text, stretches = grown(rng, added, text, stretches)
             keys.append(b"%d-%d" % (conversation, rng.randrange(20)))
             told = keys if rng.random() < 0.9 else []
             prompt = encoder.encode(text, stretches, told)
             where = f"seed {seed}, conversation {conversation}, turn {turn}: {text!r} with {stretches}"
-            assert list(prompt.ids) == from_nothing(tokenizer, text, stretches), where
+            assert list(prompt.ids) == from_nothing(encode, text, stretches), where
             for mark in {0, len(text), rng.randrange(len(text) + 1), rng.randrange(len(text) + 1)}:
-                expected = place_from_nothing(tokenizer, text, stretches, mark)
+                expected = place_from_nothing(encode, text, stretches, mark)
                 assert encoder.token_offset(prompt, mark) == expected, f"{where}, mark {mark}"
             assert encoder.num_bytes <= 20_000
 
@@ -126,5 +144,5 @@ def test_only_what_is_new_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = encoder._pieces.pieces
     monkeypatch.setattr(encoder._pieces, "pieces", lambda text: looked_at.append(text) or pieces(text))
     second = first + "said<|im_end|>\nmore"
-    assert list(encoder.encode(second, [stretch], [b"one", b"two"]).ids) == from_nothing(tokenizer, second, [stretch])
+    assert list(encoder.encode(second, [stretch], [b"one", b"two"]).ids) == from_nothing(tokenizer.encode, second, [stretch])
     assert sum(map(len, looked_at)) < len(second) - len(first) + 40

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,10 +24,16 @@ def call_text(name: str, **values: str) -> str:
     return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
 
 
-def segmenter(reasoning_open: bool = False, dialect: str | None = "qwen3_coder", tools: ToolSchemas | None = SCHEMAS) -> Segmenter:
+def segmenter(
+    reasoning_open: bool = False, dialect: str | None = "qwen3_coder", tools: ToolSchemas | None = SCHEMAS, places: dict[str, set[int]] | None = None
+) -> Segmenter:
     numbers = itertools.count()
     return Segmenter(
-        reasoning_open=reasoning_open, dialect=DIALECTS[dialect] if dialect else None, tools=tools, new_call_id=lambda: f"id{next(numbers)}"
+        reasoning_open=reasoning_open,
+        dialect=DIALECTS[dialect] if dialect else None,
+        tools=tools,
+        new_call_id=lambda: f"id{next(numbers)}",
+        places=places,
     )
 
 
@@ -272,3 +279,37 @@ def test_detected_dialects() -> None:
     assert detect_dialect("... <tool_call>\n<function=name>") == "qwen3_coder"
     assert detect_dialect('... <tool_call>{"name"') == "hermes"
     assert detect_dialect("{{ messages }}") is None
+
+
+def tokens_of(text: str) -> dict[str, set[int]]:
+    """By tag: where it stands, but for those behind a backslash, which are quoted."""
+    tags = ("<think>", "</think>", "<tool_call>")
+    return {tag: {found.start() for found in re.finditer(rf"(?<!\\){tag}", text)} for tag in tags}
+
+
+QUOTED: dict[str, tuple[dict[str, Any], str, list[str]]] = {
+    "a call": ({}, f"It says \\{SEARCH} there.", [f"C It says \\{SEARCH} there."]),
+    "a bare call": ({}, SEARCH[12:], [f"C {SEARCH[12:]}"]),
+    "a call in reasoning": ({"reasoning_open": True}, f"say \\{SEARCH}.\n</think>\n\nc", [f"R say \\{SEARCH}.", "C c"]),
+    "the end of reasoning": ({"reasoning_open": True}, "say \\</think> or \\<think>.</think>c", ["R say \\</think> or \\<think>.", "C c"]),
+    "the beginning of reasoning": ({}, "\\<think>a</think>b", ["C \\<think>ab"]),
+    "the end of reasoning in content": ({}, "a\\</think>b", ["C a\\</think>b"]),
+    "and a real call": ({}, f"\\<tool_call>\n{SEARCH}", ["C \\<tool_call>", f"0 id0 {SEARCHED}"]),
+    "in a call": ({}, f"{call_text('f', x='a' + chr(92) + '<tool_call>')}", ['0 id0 f({"x": "a\\\\<tool_call>"})']),
+}
+
+
+@pytest.mark.parametrize("name", QUOTED)
+def test_tags_that_are_tokens_count_where_these_stand(name: str) -> None:
+    options, text, expected = QUOTED[name]
+    for chunks in ([text], list(text)):
+        assert shown(events_of(chunks, places=tokens_of(text), **options)) == expected
+
+
+def test_where_all_tags_are_tokens_it_is_as_by_text() -> None:
+    rng = random.Random(7)
+    scraps = [scrap for scrap in SCRAPS if not scrap.startswith(("<function=", "\\"))]
+    for trial in range(1000):
+        text = "".join(rng.choice(scraps) for _ in range(rng.randrange(1, 16)))
+        options: dict[str, Any] = {"reasoning_open": rng.random() < 0.5, "is_cut": rng.random() < 0.3}
+        assert events_of(list(text), places=tokens_of(text), **options) == events_of([text], **options), f"seed 7, trial {trial}: {text!r}"

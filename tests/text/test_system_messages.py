@@ -12,6 +12,7 @@ from agentspec import bundled
 from agentspec.text.chat_template import ChatTemplate, MessageMark
 from agentspec.text.messages import normalise
 from agentspec.text.prompt import BuiltPrompt, PromptBuilder
+from agentspec.text.sentinels import OWN_TAG
 from agentspec.text.system_messages import Arranged, SystemPlaces
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.text.turn_memory import TurnMemory
@@ -98,8 +99,11 @@ def test_later_ones_stay_where_the_template_takes_them() -> None:
         ([user("q"), ANSWER, system("a"), system("b"), user("r")], [user("q"), ANSWER, user(f"{marked('a')}\n\n{marked('b')}\n\nr")]),
         ([user("q"), CALLED, RESULT, system("a")], [user("q"), CALLED, RESULT | {"content": f"done\n\n{marked('a')}"}]),
         ([user("q"), CALLED, RESULT | {"content": ""}, system("a")], [user("q"), CALLED, RESULT | {"content": marked("a")}]),
-        ([user("q"), ANSWER, system("a")], [user("q"), ANSWER, user(f"<tool_response>\n{marked('a')}\n</tool_response>")]),
-        ([user("q"), ANSWER, system("a"), ANSWER], [user("q"), ANSWER, user(f"<tool_response>\n{marked('a')}\n</tool_response>"), ANSWER]),
+        ([user("q"), ANSWER, system("a")], [user("q"), ANSWER, user(f"<tool_response>{OWN_TAG}\n{marked('a')}\n{OWN_TAG}</tool_response>")]),
+        (
+            [user("q"), ANSWER, system("a"), ANSWER],
+            [user("q"), ANSWER, user(f"<tool_response>{OWN_TAG}\n{marked('a')}\n{OWN_TAG}</tool_response>"), ANSWER],
+        ),
         (
             [user("q"), ANSWER, user("<tool_response>\n1\n</tool_response>\n"), system("a")],
             [user("q"), ANSWER, user(f"<tool_response>\n1\n\n{marked('a')}\n</tool_response>")],
