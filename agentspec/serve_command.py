@@ -15,8 +15,10 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -26,6 +28,7 @@ from agentspec.config import EngineConfig, LogLevel, ServerConfig
 from agentspec.errors import ConfigError, EngineClosedError
 from agentspec.remote_engine import EngineProcess, RemoteEngine
 from agentspec.server.app import create_app
+from agentspec.server.connections import FOR_PROBES, Connections, Listener, room_for_connections
 from agentspec.server.door import Door
 from agentspec.server.front import in_front_of
 from agentspec.server.keys import Keys
@@ -58,7 +61,7 @@ def run(config: EngineConfig, server: ServerConfig, process: EngineProcess, earl
     _set_up_log(server.log_level)
     template = None if server.chat_template is None else _checked_template(server.chat_template)
     keys = Keys(server.api_keys, server.keys)
-    with _bind(server.host, server.port) as listener:
+    with _bind(Connections(room_for_connections()), server.host, server.port) as listener:
         return asyncio.run(_serve(config, server, process, listener, early, template, keys))
 
 
@@ -74,9 +77,8 @@ def _set_up_log(level: LogLevel) -> None:
         logger.addHandler(handler)
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    # asyncio switches Nagle's algorithm off only for sockets that say that they speak TCP; with it, small writes wait 40 ms for an acknowledgement.
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+def _bind(connections: Connections, host: str, port: int) -> Listener:
+    listener = Listener(connections, socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
@@ -90,7 +92,7 @@ async def _serve(
     config: EngineConfig,
     server: ServerConfig,
     process: EngineProcess,
-    listener: socket.socket,
+    listener: Listener,
     early: Sequence[signal.Signals],
     template: Path | None,
     keys: Keys,
@@ -104,7 +106,7 @@ async def _serve(
         return early[0]
     first = asyncio.create_task(caught.get())
     progress = StartProgress()
-    room = WaitingRoom(progress.describe, lambda: progress.seconds, max_body_bytes=server.max_body_bytes)
+    room = WaitingRoom(progress.describe, lambda: progress.seconds)
     async with _listening(in_front_of(room, server), listener) as serving:
         loading = asyncio.create_task(_load(config, process, progress, partial(_text, template=template, trusts=server.trust_client_text)))
         await asyncio.wait((first, serving, loading), return_when=asyncio.FIRST_COMPLETED)
@@ -123,6 +125,8 @@ async def _serve(
                 drops_images=server.images == "drop",
                 tenants=keys.tenants,
             )
+            most_waiting = max(0, listener.connections.limit - FOR_PROBES - engine.info.max_running)
+            server = replace(server, max_queue=min(server.max_queue, most_waiting))
             door = Door(app, server, max_running=engine.info.max_running, keys=keys)
             # What was loaded stays: without it, a full collection has next to nothing to look at, and no answer waits for one.
             gc.collect()
@@ -140,15 +144,26 @@ async def _serve(
 
 
 @asynccontextmanager
-async def _listening(app: ASGIApp, listener: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
+async def _listening(app: ASGIApp, listener: Listener) -> AsyncIterator[asyncio.Task[None]]:
     """The task that serves HTTP within; ended afterwards, with what it still sends."""
-    settings = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=CLOSE_SECONDS)
-    http = _SignalledServer(settings)
+    http = _SignalledServer(
+        uvicorn.Config(
+            app,
+            http=cast(Any, listener.connections.protocol),
+            ws="none",
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=CLOSE_SECONDS,
+        )
+    )
     listener.listen()
     serving = asyncio.create_task(http.serve(sockets=[listener]))
+    watching = asyncio.create_task(listener.connections.watch())
     try:
         yield serving
     finally:
+        watching.cancel()
         http.should_exit = True
         await serving
 

@@ -6,6 +6,7 @@ import asyncio
 import socket
 
 from agentspec import serve_command
+from agentspec.server.connections import Connections
 
 
 def test_small_writes_leave_at_once() -> None:
@@ -17,7 +18,7 @@ def test_small_writes_leave_at_once() -> None:
             accepted.append(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
             writer.close()
 
-        with serve_command._bind("127.0.0.1", 0) as listener:
+        with serve_command._bind(Connections(9), "127.0.0.1", 0) as listener:
             async with await asyncio.start_server(answer, sock=listener):
                 reader, writer = await asyncio.open_connection(*listener.getsockname())
                 await reader.read()

@@ -1,16 +1,19 @@
 """Who comes in: API keys, how many requests may run and wait, and nobody new while the server drains.
 
-An ASGI app around the app. It decides before a body is read, and knows nothing of what a request asks for.
+An ASGI app around the app. It decides before a body is read, and again when the body is there: a request counts from then on. Knows nothing of
+what a request asks for.
 """
 
 from __future__ import annotations
 
 import asyncio
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentspec.config import ServerConfig
 from agentspec.errors import OverloadedError
+from agentspec.server.bodies import Bodies, answer_unread, replayed
 from agentspec.server.errors import ApiError, api_error
 from agentspec.server.keys import Keys
 from agentspec.server.responding import error_response
@@ -37,7 +40,7 @@ class Door:
         self._app = app
         self._keys = Keys(config.api_keys, config.keys) if keys is None else keys
         self._max_active = max_running + config.max_queue
-        self._max_body_bytes = config.max_body_bytes
+        self._bodies = Bodies(config.max_body_bytes)
         self._active = 0
         self._draining = False
         self._empty = asyncio.Event()
@@ -48,10 +51,16 @@ class Door:
             await self._app(scope, receive, send)
             return
         scope[TENANT] = tenant = self._keys.tenant(scope["headers"])
-        error = self._refusal(scope, tenant)
+        try:
+            if (error := self._refusal(scope, tenant)) is None and tenant is not None and scope["method"] == "POST":
+                receive = replayed(await self._bodies.read(scope, receive), receive)
+                error = self._refusal(scope, tenant)  # others came in meanwhile
+        except ApiError as refused:
+            error = refused
+        except ClientDisconnect:
+            return
         if error is not None:
-            await discard_body(receive, self._max_body_bytes)
-            await error_response(error, scope["path"])(scope, receive, send)
+            await answer_unread(error_response(error, scope["path"]), scope, receive, send)
         elif tenant is not None and _generates(scope):
             self._active += 1
             tenant.num_inside += 1
@@ -95,16 +104,6 @@ class Door:
         if len(self._keys.tenants) > 1 and tenant.num_inside >= free:
             reason = f"{tenant.num_inside} requests of the key {tenant.name!r} run or wait here: the {free} places left are for other keys"
             raise OverloadedError(reason, RETRY_SECONDS)
-
-
-async def discard_body(receive: Receive, max_body_bytes: int) -> None:
-    """Without this, the answer to a client that still sends would be lost with the connection."""
-    left = max_body_bytes
-    while left >= 0:
-        message = await receive()
-        if message["type"] != "http.request" or not message.get("more_body", False):
-            return
-        left -= len(message.get("body", b""))
 
 
 def _generates(scope: Scope) -> bool:

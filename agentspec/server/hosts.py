@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentspec.config import ServerConfig
-from agentspec.server.door import discard_body
+from agentspec.server.bodies import answer_unread
 from agentspec.server.errors import ApiError
 from agentspec.server.responding import error_response
 
@@ -29,15 +29,13 @@ class KnownHosts:
     def __init__(self, app: ASGIApp, names: frozenset[str], config: ServerConfig) -> None:
         self._app, self._names = app, names
         self._origins = frozenset(config.cors_origins)
-        self._max_body_bytes = config.max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._refusal(dict(scope["headers"])) if scope["type"] == "http" else None
         if error is None:
             await self._app(scope, receive, send)
             return
-        await discard_body(receive, self._max_body_bytes)
-        await error_response(error, scope["path"])(scope, receive, send)
+        await answer_unread(error_response(error, scope["path"]), scope, receive, send)
 
     def _refusal(self, headers: Mapping[bytes, bytes]) -> ApiError | None:
         host, origin = headers.get(b"host"), headers.get(b"origin")

@@ -10,7 +10,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from agentspec.server.door import PROBES, discard_body
+from agentspec.server.bodies import answer_unread
+from agentspec.server.door import PROBES
 from agentspec.server.errors import ApiError
 from agentspec.server.responding import error_response, json_response
 
@@ -21,10 +22,9 @@ RETRY_SECONDS = 2
 class WaitingRoom:
     """Answers 503 with Retry-After until `enter` names the app."""
 
-    def __init__(self, describe: Callable[[], str], seconds: Callable[[], float], *, max_body_bytes: int) -> None:
+    def __init__(self, describe: Callable[[], str], seconds: Callable[[], float]) -> None:
         """describe: what the start is at. seconds: since its beginning."""
         self._describe, self._seconds = describe, seconds
-        self._max_body_bytes = max_body_bytes
         self._app: ASGIApp | None = None
 
     def enter(self, app: ASGIApp) -> None:
@@ -43,5 +43,4 @@ class WaitingRoom:
         else:
             error = ApiError(503, f"the model is being loaded: {stage}", code="loading", headers=headers)
             response = error_response(error, scope["path"])
-        await discard_body(receive, self._max_body_bytes)
-        await response(scope, receive, send)
+        await answer_unread(response, scope, receive, send)

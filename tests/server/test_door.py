@@ -158,31 +158,6 @@ def test_an_idle_server_is_drained_at_once() -> None:
     asyncio.run(door_of(ScriptedEngine(), ServerConfig()).drain())
 
 
-def test_refusals_read_the_body_but_not_without_end() -> None:
-    """An answer is lost when the connection closes while the client still sends."""
-    sent: list[dict[str, Any]] = []
-
-    async def run(parts: int) -> int:
-        received = 0
-
-        async def receive() -> dict[str, Any]:
-            nonlocal received
-            received += 1
-            return {"type": "http.request", "body": b" " * 1024, "more_body": received < parts}
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        config = ServerConfig(api_keys=("key",), max_body_mib=10 / 1024)
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
-        await door_of(ScriptedEngine(), config)(scope, receive, send)
-        assert sent[-2]["status"] == 401
-        return received
-
-    assert asyncio.run(run(3)) == 3
-    assert asyncio.run(run(10**9)) == 11
-
-
 @pytest.mark.parametrize(("size", "status"), [(1000, 400), (1024, 400), (1025, 413), (5000, 413)])
 def test_the_limit_of_bodies(size: int, status: int) -> None:
     async def run() -> None:

@@ -32,7 +32,7 @@ def served(text: TextPipeline | None, config: ServerConfig, engine: ScriptedEngi
 
 
 def loading(config: ServerConfig) -> Any:
-    return in_front_of(WaitingRoom(lambda: "loading weights", lambda: 1.0, max_body_bytes=1000), config)
+    return in_front_of(WaitingRoom(lambda: "loading weights", lambda: 1.0), config)
 
 
 def asked(app: Any, ask: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:

@@ -138,7 +138,7 @@ def test_refusals_before_the_app(logged: Logged) -> None:
     refusal, line = logged(lambda client: client.get("/a%20b%0A"), api_keys=("secret",))
     assert refusal.startswith("GET /a%20b%0A refused: 401 an API key is needed")
     assert line == "GET /a%20b%0A 401 all=5ms"
-    room = WaitingRoom(lambda: "loading weights", lambda: 1.0, max_body_bytes=1000)
+    room = WaitingRoom(lambda: "loading weights", lambda: 1.0)
     refusal, line = logged(lambda client: client.post("/v1/completions", json=COMPLETION), app=room)
     assert refusal == "POST /v1/completions refused: 503 the model is being loaded: loading weights"
     assert line == "POST /v1/completions 503 all=5ms"

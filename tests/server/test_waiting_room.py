@@ -14,7 +14,7 @@ from tests.fakes.engine_client import ScriptedEngine
 
 def test_until_there_is_an_app_every_answer_is_503() -> None:
     async def run() -> None:
-        room = WaitingRoom(lambda: "compiling kernels (3 of 134)", lambda: 4.21, max_body_bytes=1000)
+        room = WaitingRoom(lambda: "compiling kernels (3 of 134)", lambda: 4.21)
         async with httpx.AsyncClient(transport=InProcessTransport(room), base_url="http://in-process", timeout=None) as client:
             health = await client.get("/health")
             assert (health.status_code, health.headers["retry-after"]) == (503, "2")
