@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -74,13 +74,14 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
     """Starts servers and kills what is left of them."""
     started: list[Served] = []
 
-    def start(*flags: str, in_engine: str = "", wait: bool = True) -> Served:
-        """in_engine: code that the engine's process runs before it loads."""
+    def start(*flags: str, in_engine: str = "", wait: bool = True, num_descriptors: int | None = None) -> Served:
+        """in_engine: code that the engine's process runs before it loads. num_descriptors: that the server may have."""
         environment = {name: value for name, value in os.environ.items() if name != "AGENTSPEC_API_KEY"}
         if in_engine:
             (tmp_path / "sitecustomize.py").write_text(f"import sys\nif 'agentspec.engine_process' in sys.orig_argv:\n    {in_engine}\n")
             environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, [environment.get("PYTHONPATH")])])
-        process = subprocess.Popen([*COMMAND, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        limited = [] if num_descriptors is None else ["sh", "-c", f'ulimit -n {num_descriptors} && exec "$@"', "sh"]
+        process = subprocess.Popen([*limited, *COMMAND, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
         started.append(Served(process))
         if wait:
             started[-1].read_page()
@@ -170,9 +171,9 @@ def test_a_server_for_clients_of_every_kind(serve: Serve, tmp_path: Path) -> Non
     code, rest, log = served.end()
     assert (code, rest) == (0, "")
     prompt = answer.json()["usage"]["prompt_tokens"]
-    request = rf"POST /v1/chat/completions/ 200 session='s' prompt={prompt} cached=0 output=5 finish=length first=\d+ms all=\d+ms"
+    request = rf"POST /v1/chat/completions/ 200 session='s' prompt={prompt} cached=0 output=5 finish=length first=\d+ms all=\d+ms id=[0-9a-f]{{32}}"
     assert re.search(rf"^[-\d]+ [\d:,]+ INFO {request}$", log, re.MULTILINE)
-    assert re.search(r"INFO POST /v1/chat/completions refused: 400 \w+: .*the context limit of 512 tokens$", log, re.MULTILINE)
+    assert re.search(r"INFO POST /v1/chat/completions refused: 400 \w+: .*the context limit of 512 tokens id=[0-9a-f]{32}$", log, re.MULTILINE)
     assert "HEAD /v1/models/ 200" in log
     assert "/ready" not in log
 
@@ -205,6 +206,21 @@ def test_keys_are_read_again_on_sighup(serve: Serve, tmp_path: Path) -> None:
     assert code == 0
     assert "the keys stay as they were" in errors
     assert "carol.hash" in errors
+
+
+def test_idle_sockets_and_half_open_bodies_stop_nobody(serve: Serve) -> None:
+    """100 of the first kind stopped /health of a server with 64 descriptors, 264 of the second every request, for good."""
+    served = serve(num_descriptors=64)
+    address = (served.client.base_url.host, served.client.base_url.port or 0)
+    body = json.dumps(CHAT | {"max_tokens": 4}).encode()
+    half = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body[:-1])
+    with ExitStack() as opened:
+        for sent in [b""] * 100 + [half] * 264:
+            opened.enter_context(socket.create_connection(address)).sendall(sent)
+        assert httpx.get(f"{served.client.base_url}/health").status_code == 200
+        assert served.client.post("/v1/chat/completions", content=body).status_code == 200
+        served.process.send_signal(signal.SIGTERM)
+        assert served.end() == (0, "", "")
 
 
 def test_the_first_signal_drains_and_the_second_ends(serve: Serve) -> None:

@@ -18,7 +18,7 @@ from agentspec.server.errors import ApiError
 WINDOW_SECONDS = 20.0
 """A body may always pause this long, if it kept to the rate before."""
 LEAST_RATE = 8 * 2**10
-"""Bytes a second, over WINDOW_SECONDS, that a body must come with."""
+"""Bytes a second that a body must come with, over WINDOW_SECONDS."""
 SMALL_BYTES = 64 * 2**10
 """Of each body: these bytes always find room. What is more counts as large."""
 LARGE_BODIES = 4

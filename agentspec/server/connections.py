@@ -18,6 +18,8 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from agentspec.server.bodies import LEAST_RATE
+
 MAX_CONNECTIONS = 4096
 SPARE_DESCRIPTORS = 32
 """For what else a server opens, and for connections that are just being closed."""
@@ -27,7 +29,7 @@ FOR_PROBES = 8
 HEADER_SECONDS = 20.0
 """From a connection's first second, or from a later request's first byte, to the end of the request's headers."""
 STALLED_SECONDS = 60.0
-"""How long a client may take nothing of an answer that waits for it."""
+"""How long a client may leave an answer waiting, beside the time that what waits takes at LEAST_RATE."""
 SWEEP_SECONDS = 1.0
 
 
@@ -55,6 +57,12 @@ class Connections:
     def sweep(self) -> None:
         for connection in list(self._open):
             connection.end_if_overdue(self.clock())
+
+    def close_unfinished(self) -> None:
+        """For the server's end: nobody waits for the rest of a body."""
+        for connection in list(self._open):
+            if connection.is_idle and not connection.awaits_headers:
+                connection.transport.close()
 
     @property
     def is_full(self) -> bool:
@@ -134,17 +142,16 @@ class _Connection(H11Protocol):
         self._crowd = connections
         self._headers_began: float | None = connections.clock()
         """When the wait for a request's headers began; None: nothing of the next one has come yet, or all of it."""
-        self._unsent = 0
-        """Bytes that waited for the client when that number last went down."""
-        self._unsent_since: float | None = None
+        self._unsent_due: float | None = None
+        """When the client must have taken what waits for it; None: nothing does, or nothing that somebody waits for."""
 
     @property
     def is_idle(self) -> bool:
         """No complete request is being answered."""
-        return self._awaits_headers or self.cycle.more_body
+        return self.awaits_headers or self.cycle.more_body
 
     @property
-    def _awaits_headers(self) -> bool:
+    def awaits_headers(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -157,10 +164,10 @@ class _Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._crowd.heard_of(self)
-        if self._awaits_headers and self._headers_began is None:
+        if self.awaits_headers and self._headers_began is None:
             self._headers_began = self._crowd.clock()
         super().data_received(data)
-        if not self._awaits_headers:
+        if not self.awaits_headers:
             self._headers_began = None
 
     def on_response_complete(self) -> None:
@@ -168,20 +175,20 @@ class _Connection(H11Protocol):
         super().on_response_complete()
 
     def resume_writing(self) -> None:
-        self._unsent_since = None
+        self._unsent_due = None
         super().resume_writing()
 
     def end_if_overdue(self, now: float) -> None:
         """Silence between two requests has a timer of uvicorn's own."""
-        if self._awaits_headers and self._headers_began is not None and now - self._headers_began > HEADER_SECONDS:
+        if self.awaits_headers and self._headers_began is not None and now - self._headers_began > HEADER_SECONDS:
             self.end()
             return
         unsent = self.transport.get_write_buffer_size()
         if not unsent or not (self.flow.write_paused or self.transport.is_closing()):
-            self._unsent_since = None
-        elif self._unsent_since is None or unsent < self._unsent:
-            self._unsent, self._unsent_since = unsent, now
-        elif now - self._unsent_since > STALLED_SECONDS:
+            self._unsent_due = None
+        elif self._unsent_due is None:
+            self._unsent_due = now + STALLED_SECONDS + unsent / LEAST_RATE
+        elif now > self._unsent_due:
             self.end()
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""Connections over real sockets: how many there are, who goes to make room, and how long each may keep still. Sweeps and their clock are the test's."""
+"""Connections over real sockets: how many there are, who goes to make room, how long each may keep still. Sweeps and their clock are the test's."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_where_nobody_is_idle_the_newcomer_goes_and_nothing_else() -> None:
             assert await is_closed(await opened.connect())
             go_on.set()
             for reader, _ in running:
-                assert b"[DONE]" in await reader.readuntil(b"[DONE]")
+                assert b"[DONE]" in await reader.readuntil(b"\r\n0\r\n\r\n")
             assert await opened.probe() == b"HTTP/1.1 200 OK\r\n", "answered connections are idle"
 
     asyncio.run(main())
@@ -224,7 +224,7 @@ def test_a_client_that_takes_nothing_of_its_answer_is_left_alone_for_a_while_and
             opened.sweep(1)
             opened.sweep(STALLED_SECONDS)
             assert opened.num_open == 1
-            opened.sweep(1)
+            opened.sweep(10 * STALLED_SECONDS)
             await left.wait()
 
     asyncio.run(main())
@@ -258,6 +258,23 @@ def test_who_still_sends_a_body_that_nobody_wants_gets_the_answer() -> None:
             assert b"invalid_api_key" in answer
 
     asyncio.run(main())
+
+
+def test_a_half_open_body_keeps_no_server_from_its_end(capfd: pytest.CaptureFixture[str]) -> None:
+    async def main() -> None:
+        connections = Connections(9)
+        with serve_command._bind(connections, "127.0.0.1", 0) as listener:
+            async with serve_command._listening(app_of(), listener):
+                _, writer = await asyncio.open_connection(*listener.getsockname())
+                writer.write(POST + b"\r\n" + BODY[:-1])
+                while not any(connection.cycle for connection in connections._open):
+                    await asyncio.sleep(0)
+            writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+
+    asyncio.run(main())
+    assert "Cancel" not in capfd.readouterr().err
 
 
 def test_descriptors_bound_the_connections(monkeypatch: pytest.MonkeyPatch) -> None:
