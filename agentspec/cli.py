@@ -145,6 +145,28 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="answer requests for this host, too, or * for any; may be repeated (default: any, but on a loopback address only this machine's names)",
     )
+    _add_deadline_arguments(group)
+    group.add_argument(
+        "--root-path",
+        default=idle.root_path,
+        metavar="PATH",
+        help="what clients write before every path, behind a proxy: it may strip that or not (default: nothing)",
+    )
+
+
+def _add_deadline_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--queue-timeout",
+        type=float,
+        metavar="S",
+        help="seconds that a request may wait for its first token, before it is refused with 429 (default: without end)",
+    )
+    group.add_argument(
+        "--request-timeout",
+        type=float,
+        metavar="S",
+        help="seconds that a request may take altogether, before it fails with 504 (default: without end)",
+    )
 
 
 def server_config(args: argparse.Namespace, environment: Mapping[str, str]) -> ServerConfig:
@@ -162,6 +184,9 @@ def server_config(args: argparse.Namespace, environment: Mapping[str, str]) -> S
         max_body_mib=args.max_body_mib,
         max_queue=args.max_queue,
         drain_seconds=args.drain,
+        queue_timeout_seconds=args.queue_timeout,
+        request_timeout_seconds=args.request_timeout,
+        root_path=args.root_path,
         strict_fields=args.strict_fields,
         images=args.images,
         model_names=tuple(args.served_model_name or ()),

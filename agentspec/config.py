@@ -22,6 +22,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 Images = Literal["refuse", "drop"]
 
 _HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+", re.ASCII)
+_ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+", re.ASCII)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+", re.ASCII)
 
 
@@ -136,6 +137,12 @@ class ServerConfig:
     """Requests that may wait beside those that the engine runs (`max_running`); more are refused with 429."""
     drain_seconds: float = 5.0
     """How long running answers may go on after the first signal; a second signal ends them at once."""
+    queue_timeout_seconds: float | None = None
+    """How long a request may wait for its first token. None: without end."""
+    request_timeout_seconds: float | None = None
+    """How long a request may take from its body to its end. None: without end."""
+    root_path: str = ""
+    """What clients write before every path, such as /models; a proxy may strip it or not. "": nothing."""
     strict_fields: bool = False
     """Refuse bodies with fields that nobody knows, instead of leaving these out."""
     images: Images = "refuse"
@@ -168,6 +175,13 @@ class ServerConfig:
             raise ConfigError("max_queue", self.max_queue, "must not be negative")
         if not 0 <= self.drain_seconds <= 86_400:
             raise ConfigError("drain", self.drain_seconds, "must be between 0 and 86400 seconds")
+        for name, seconds in (("queue_timeout", self.queue_timeout_seconds), ("request_timeout", self.request_timeout_seconds)):
+            if seconds is not None and not 0 < seconds < float("inf"):
+                raise ConfigError(name, seconds, "must be above 0 seconds")
+        if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
+            raise ConfigError("root_path", self.root_path, "must be a path such as /models, without a slash at its end")
+        if re.match("/(v1|static)(/|$)", self.root_path):
+            raise ConfigError("root_path", self.root_path, "begins like paths of the server's own")
         if self.log_level not in get_args(LogLevel):
             raise ConfigError("log_level", self.log_level, f"must be one of {', '.join(get_args(LogLevel))}")
         if self.images not in get_args(Images):

@@ -29,6 +29,7 @@ from agentspec.errors import ConfigError, EngineClosedError
 from agentspec.remote_engine import EngineProcess, RemoteEngine
 from agentspec.server.app import create_app
 from agentspec.server.connections import FOR_PROBES, Connections, Listener, room_for_connections
+from agentspec.server.deadlines import TimeLimits
 from agentspec.server.door import Door
 from agentspec.server.front import in_front_of
 from agentspec.server.keys import Keys
@@ -124,6 +125,8 @@ async def _serve(
                 strict_fields=server.strict_fields,
                 drops_images=server.images == "drop",
                 tenants=keys.tenants,
+                limits=TimeLimits(queue_seconds=server.queue_timeout_seconds, request_seconds=server.request_timeout_seconds),
+                root_path=server.root_path,
             )
             most_waiting = max(0, listener.connections.limit - FOR_PROBES - engine.info.max_running)
             server = replace(server, max_queue=min(server.max_queue, most_waiting))
@@ -164,6 +167,7 @@ async def _listening(app: ASGIApp, listener: Listener) -> AsyncIterator[asyncio.
         yield serving
     finally:
         watching.cancel()
+        listener.connections.close_unfinished()
         http.should_exit = True
         await serving
 
@@ -251,6 +255,8 @@ def start_page(config: EngineConfig, server: ServerConfig, engine: RemoteEngine,
         ("body", f"{server.max_body_mib:g} MiB at most"),
         ("API key", "needed" if server.api_keys or server.keys else "none: whoever reaches the address may ask"),
     ]
+    if server.root_path:
+        lines.append(("root path", server.root_path))
     if forced:
         lines.append(("FORCED ACCEPTANCE", f"{forced}: benchmarks only, the text is meaningless"))
     if config.allow_forced_output:

@@ -29,6 +29,7 @@ FLAGS = {
         "checkpoint", "--config", "--host", "--port", "--api-key", "--max-body-mib", "--max-queue", "--cors-origin", "--served-model-name",
         "--chat-template", "--log-level", "--strict-fields", "--images", "--allowed-host", "--drain", "--api-key-file", "--keys",
         "--trust-client-text",
+        "--queue-timeout", "--request-timeout", "--root-path",
     },
     "warm": ENGINE_FLAGS | {"checkpoint", "--config", "--target"},
     "replay": ENGINE_FLAGS | {
@@ -112,6 +113,8 @@ def test_server_flags_set_their_fields() -> None:
     assert server() == ServerConfig()
     assert server("--host", "::1", "--port", "0") == ServerConfig(host="::1", port=0)
     assert server("--max-body-mib", "0.5", "--max-queue", "0") == ServerConfig(max_body_mib=0.5, max_queue=0)
+    timed = ServerConfig(queue_timeout_seconds=30, request_timeout_seconds=0.5, root_path="/models")
+    assert server("--queue-timeout", "30", "--request-timeout", "0.5", "--root-path", "/models") == timed
     assert server("m", "--served-model-name", "a", "b/c", "*").model_names == ("a", "b/c", "*")
     assert server("--log-level", "info").log_level == "info"
     assert server("--chat-template", "t.jinja").chat_template == "t.jinja"
@@ -150,6 +153,9 @@ def test_keys_from_a_file_show_in_no_process_list(tmp_path: Path) -> None:
         (["--max-body-mib", "nan"], {}, "max_body_mib=nan"),
         (["--max-queue", "-1"], {}, "max_queue=-1"),
         (["--port", "-1"], {}, "port=-1"),
+        (["--queue-timeout", "0"], {}, "queue_timeout=0.0: must be above 0 seconds"),
+        (["--request-timeout", "nan"], {}, "request_timeout=nan"),
+        (["--root-path", "models/"], {}, "root_path='models/'"),
         (["--served-model-name", "a", ""], {}, "served_model_name=''"),
         (["--chat-template", ""], {}, "chat_template=''"),
         (["--cors-origin", "localhost:3000"], {}, "cors_origin='localhost:3000'"),

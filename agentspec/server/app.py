@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from agentspec.server import chat, completions, messages, metrics, openapi, page, responses, status, tokens
+from agentspec.server.deadlines import NO_LIMITS, TimeLimits
 from agentspec.server.errors import ApiError
 from agentspec.server.fields import Notes
 from agentspec.server.images import without_images
@@ -57,19 +58,28 @@ def create_app(
     strict_fields: bool = False,
     drops_images: bool = False,
     tenants: Mapping[str, Tenant] | None = None,
+    limits: TimeLimits = NO_LIMITS,
+    root_path: str = "",
 ) -> FastAPI:
     """The server of one engine. `text` is None for a checkpoint without a tokenizer: token-id prompts only. `names`: see Service.
 
     strict_fields: refuse bodies with fields that nobody knows, instead of leaving these out. drops_images: words in the place of images, instead
-    of a refusal. tenants: whose figures /metrics has; requests come with one in their scope, where they come with a key."""
+    of a refusal. tenants: whose figures /metrics has; requests come with one in their scope, where they come with a key. root_path: what clients
+    write before every path."""
     figures = Figures()
-    recorded = RecordedEngine(engine, figures)
     service = Service(
-        engine=recorded, text=text, figures=figures, tenants=tenants or {}, names=names, strict_fields=strict_fields, drops_images=drops_images
+        engine=RecordedEngine(engine, figures),
+        text=text,
+        figures=figures,
+        tenants=tenants or {},
+        names=names,
+        strict_fields=strict_fields,
+        drops_images=drops_images,
+        root_path=root_path,
     )
     app = FastAPI(title="agentspec", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     for route in ROUTES:
-        app.add_api_route(route.path, _endpoint(service, route, max_body_bytes), methods=[route.method], response_model=None)
+        app.add_api_route(route.path, _endpoint(service, route, max_body_bytes, limits), methods=[route.method], response_model=None)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_middleware(Normalizer)
     return app
@@ -82,7 +92,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return error_response(described, request.url.path)
 
 
-def _endpoint(service: Service, route: Route, max_body_bytes: int) -> Callable[[Request], Any]:
+def _endpoint(service: Service, route: Route, max_body_bytes: int, limits: TimeLimits) -> Callable[[Request], Any]:
     async def endpoint(request: Request) -> Response:
         """Read the body, then let the route work for as long as the client listens."""
         try:
@@ -98,8 +108,9 @@ def _endpoint(service: Service, route: Route, max_body_bytes: int) -> Callable[[
         owner = own.tenant.name
         call = Call(body=body, headers=request.headers, path=request.path_params, query=request.query_params, owner=owner, notes=notes)
         note = request.scope.get(NOTE)
-        noted = own if note is None else replace(own, engine=NotedEngine(own.engine, note))
-        return WatchedResponse(lambda: _answer(noted, route, call, request.url.path))
+        engine = own.engine if note is None else NotedEngine(own.engine, note)
+        asked = replace(own, engine=limits.of_request(engine))
+        return WatchedResponse(lambda: _answer(asked, route, call, request.url.path))
 
     return endpoint
 

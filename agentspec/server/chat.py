@@ -55,11 +55,17 @@ async def answer(service: Service, call: Call) -> Response:
     try:
         told = headers(turns[0].clamped)
         if asked.stream:
-            submits = [turn.submit for turn in turns]
-            return await FrameResponse.begin(sse.frames(events.merge(service.engine, submits), ChatChunks(service, asked, turns)), told)
+            head = sse.StreamHead(renamed=_renamed)
+            merged = events.merge(service.engine, [turn.submit for turn in turns])
+            return await FrameResponse.begin(sse.frames(merged, ChatChunks(service, asked, turns), head), head, told)
         return json_response(await complete(service, asked, turns), headers=told)
-    except RequestError as error:  # the messages became ids
-        raise type(error)("messages" if error.field == "prompt_ids" else error.field, error.value, error.reason) from None
+    except RequestError as error:
+        raise _renamed(error) from None
+
+
+def _renamed(error: RequestError) -> RequestError:
+    """The messages became ids."""
+    return type(error)("messages" if error.field == "prompt_ids" else error.field, error.value, error.reason)
 
 
 ROUTES = (

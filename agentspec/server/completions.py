@@ -86,8 +86,8 @@ async def answer(service: Service, call: Call) -> Response:
     submits = submits_of(asked, prompts, session_of(call.headers, asked.prompt_cache_key), info.max_context)
     told = headers(_clamped(asked, submits))
     if asked.stream:
-        chunks = CompletionChunks(asked, submits, service.text, info)
-        return await FrameResponse.begin(sse.frames(events.merge(service.engine, submits), chunks), told)
+        chunks, head = CompletionChunks(asked, submits, service.text, info), sse.StreamHead()
+        return await FrameResponse.begin(sse.frames(events.merge(service.engine, submits), chunks, head), head, told)
     return json_response(await complete(service, asked, submits), headers=told)
 
 

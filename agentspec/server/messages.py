@@ -13,11 +13,12 @@ from starlette.responses import Response
 from agentspec.errors import RequestError
 from agentspec.server import answer_shapes, events, messages_request
 from agentspec.server.messages_edits import count_body
-from agentspec.server.messages_events import MessageEvents, frames, put_together
+from agentspec.server.messages_events import PING, MessageEvents, frames, put_together
 from agentspec.server.messages_request import CountRequest, MessagesRequest
 from agentspec.server.responding import FrameResponse, json_response
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service, session_of
+from agentspec.server.sse import StreamHead
 from agentspec.server.tables.messages import COUNT, MESSAGES
 from agentspec.server.token_room import headers
 from agentspec.server.turn import TurnRequest, begin, build_prompt
@@ -46,7 +47,8 @@ async def answer(service: Service, call: Call) -> Response:
         tells_edits = asked.context_management is not None
         told = MessageEvents(turn, service.engine.info, model=asked.model, omits_thinking=asked.omits_thinking, tells_edits=tells_edits)
         if asked.stream:
-            return await FrameResponse.begin(frames(events.generate(service.engine, turn.submit), told, _PATH), headers(turn.clamped))
+            head = StreamHead(renamed=lambda error: _renamed(error, asked), keep_alive=PING)
+            return await FrameResponse.begin(frames(events.generate(service.engine, turn.submit), told, _PATH, head), head, headers(turn.clamped))
         return json_response(await complete(service.engine, turn.submit, told), headers=headers(turn.clamped))
     except RequestError as error:
         raise _renamed(error, asked) from None

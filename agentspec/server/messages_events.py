@@ -25,6 +25,9 @@ from agentspec.wire import Event, FinishEvent, ModelInfo, TokensEvent, Usage
 
 StreamEvent = dict[str, Any]
 
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+"""What this API's streams have in the place of sse.KEEP_ALIVE."""
+
 
 class MessageEvents:
     """The events of one message: `opening` once, `tokens` as they come, `finish` once."""
@@ -135,10 +138,10 @@ def put_together(told: Iterable[StreamEvent]) -> dict[str, Any]:
     return message
 
 
-async def frames(events: AsyncGenerator[Event, None], told: MessageEvents, path: str) -> AsyncGenerator[bytes, None]:
+async def frames(events: AsyncGenerator[Event, None], told: MessageEvents, path: str, head: sse.StreamHead) -> AsyncGenerator[bytes, None]:
     """The frames of a stream, one item per engine event, ended by message_stop or an error event.
 
-    An error before the first event is raised, since the status line is still open."""
+    An error before the first event is raised while `head` isn't sent."""
     started = False
     async with aclosing(events):
         try:
@@ -149,9 +152,9 @@ async def frames(events: AsyncGenerator[Event, None], told: MessageEvents, path:
                 if opening or added:
                     yield b"".join(map(_frame, opening + added))
         except Exception as error:
-            if not started:
+            if not (started or head.is_sent):
                 raise
-            yield _frame(sse.described(error).body(path))
+            yield _frame(head.described(error).body(path))
 
 
 def usage_body(usage: Usage, *, marked_end: int, thinking_tokens: int) -> dict[str, Any]:

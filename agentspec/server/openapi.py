@@ -60,10 +60,12 @@ _STATUSES = {
     400: "The request is wrong; the message names the field.",
     401: "The API key is missing or wrong.",
     404: "It isn't served here, or is no longer kept.",
+    408: "The body came too slowly.",
     413: "The body is too large.",
     429: "Too many requests wait already, or the key has reached a limit; Retry-After says for how many seconds to stay away.",
     500: "The request failed.",
     503: "The engine is not running, or the server is about to stop.",
+    504: "The request took longer than the server allows.",
 }
 
 _SECURITY = {"bearer": {"type": "http", "scheme": "bearer"}, "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"}}
@@ -74,12 +76,13 @@ def described(routes: Sequence[Route]) -> tuple[Route, ...]:
     """The routes, and one that serves the document of them all."""
 
     @cache
-    def encoded() -> bytes:
-        return msgspec.json.encode(document(whole))
+    def encoded(root_path: str) -> bytes:
+        servers = {"servers": [{"url": root_path}]} if root_path else {}
+        return msgspec.json.encode(document(whole) | servers)
 
     async def describe(service: Service, call: Call) -> Response:
         """GET /openapi.json: this document."""
-        return Response(encoded(), media_type=_JSON)
+        return Response(encoded(service.root_path), media_type=_JSON)
 
     whole = (*routes, Route(method="GET", path="/openapi.json", handle=describe))
     return whole
@@ -167,13 +170,13 @@ def _errors(route: Route) -> set[int]:
     if route.path not in OPEN_PATHS and not route.path.startswith(OPEN_FOLDER):
         statuses.add(401)
     if route.body is not None:
-        statuses |= {400, 404, 413}
+        statuses |= {400, 404, 408, 413, 429}
     if route.query is not None:
         statuses.add(400)
     if "{" in route.path:
         statuses.add(404)
     if route.path in GENERATING:
-        statuses |= {429, 500, 503}
+        statuses |= {500, 503, 504}
     return statuses
 
 

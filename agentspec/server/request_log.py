@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentspec.server.door import PROBES
 from agentspec.server.recorder import WatchedEngine
+from agentspec.server.request_ids import log_mark
 from agentspec.server.responding import shown_path
 from agentspec.server.service import session_of
 from agentspec.types import FinishReason
@@ -106,7 +107,7 @@ class RequestLog:
         finally:
             is_routine = note.status == 200 and scope["path"].rstrip("/") in _OFTEN
             level = logging.DEBUG if is_routine else logging.INFO
-            logger.log(level, "%s %s %s", scope["method"], shown_path(scope["path"]), note.line())
+            logger.log(level, "%s %s %s%s", scope["method"], shown_path(scope["path"]), note.line(), log_mark())
 
 
 class NotedEngine(WatchedEngine):

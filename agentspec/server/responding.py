@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
-from contextlib import aclosing
 from typing import Any
 from urllib.parse import quote
 
@@ -20,6 +19,12 @@ from starlette.types import Receive, Scope, Send
 from agentspec.errors import AgentspecError
 from agentspec.server import sse
 from agentspec.server.errors import ApiError, api_error, printable
+from agentspec.server.request_ids import log_mark
+
+STATUS_SECONDS = 1.0
+"""How long the status of a stream waits for the engine's first word: what the engine refuses, it refuses at once."""
+KEEP_ALIVE_SECONDS = 10.0
+"""A stream is never silent for longer."""
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +54,7 @@ class _ErrorResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         verb = "failed" if self._error.status == 500 else "refused"
-        _log.info("%s %s %s: %s", scope["method"], shown_path(scope["path"]), verb, printable(self._error.for_log))
+        _log.info("%s %s %s: %s%s", scope["method"], shown_path(scope["path"]), verb, printable(self._error.for_log), log_mark())
         await super().__call__(scope, receive, send)
 
 
@@ -69,7 +74,7 @@ class WatchedResponse(Response):
             except AgentspecError as error:
                 response = error_response(api_error(error), scope["path"])
             except Exception:
-                _log.exception("a request failed")
+                _log.exception("a request failed%s", log_mark())
                 response = error_response(ApiError(500, "internal error"), scope["path"])
             await response(scope, receive, send)
 
@@ -77,28 +82,64 @@ class WatchedResponse(Response):
 
 
 class FrameResponse(Response):
-    """Sends frames as they are made. Unlike starlette's StreamingResponse it leaves `receive` to WatchedResponse."""
+    """Sends frames as they are made, and signs of life while there are none. Unlike starlette's StreamingResponse it leaves `receive` to
+    WatchedResponse."""
 
     media_type = sse.MEDIA_TYPE
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
+    def __init__(self, first: asyncio.Future[bytes], rest: AsyncGenerator[bytes, None], head: sse.StreamHead, headers: Mapping[str, str]) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         del self.headers["content-length"]
-        self._first = first
-        self._rest = rest
+        self._first, self._rest, self._head = first, rest, head
+        self._sent_at = 0.0
 
     @classmethod
-    async def begin(cls, frames: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> FrameResponse:
-        """Wait for the first frame, so that an error before it can still choose the status. headers: beside those of every stream."""
-        return cls(await anext(frames), frames, headers)
+    async def begin(cls, frames: AsyncGenerator[bytes, None], head: sse.StreamHead, headers: Mapping[str, str]) -> FrameResponse:
+        """Wait for the first frame, but not for long: an error before it can still choose the status. headers: beside those of every stream."""
+        first = asyncio.ensure_future(anext(frames))
+        try:
+            await asyncio.wait((first,), timeout=STATUS_SECONDS)
+            head.is_sent = not first.done()
+            if first.done():
+                first.result()
+        except BaseException:
+            await _closed(first, frames)
+            raise
+        return cls(first, frames, head, headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._rest):
+        clock = asyncio.get_running_loop().time
+
+        async def send_frame(frame: bytes) -> None:
+            self._sent_at = clock()
+            await send({"type": "http.response.body", "body": frame, "more_body": True})
+
+        async def beat() -> None:
+            while True:
+                await asyncio.sleep(self._sent_at + KEEP_ALIVE_SECONDS - clock())
+                if clock() >= self._sent_at + KEEP_ALIVE_SECONDS:
+                    await send_frame(self._head.keep_alive)
+
+        self._sent_at = clock()
+        pulse = asyncio.create_task(beat())
+        try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            await send_frame(await self._first)
             async for frame in self._rest:
-                await send({"type": "http.response.body", "body": frame, "more_body": True})
+                await send_frame(frame)
+        finally:
+            pulse.cancel()
+            await asyncio.wait((pulse,))
+            await _closed(self._first, self._rest)
         await send({"type": "http.response.body", "body": b""})
+
+
+async def _closed(first: asyncio.Future[bytes], frames: AsyncGenerator[bytes, None]) -> None:
+    """End `frames`, whose first frame may still be in the making."""
+    first.cancel()
+    await asyncio.wait((first,))
+    first.cancelled() or first.exception()  # whoever waited for it has gone, or was told
+    await frames.aclose()
 
 
 async def _run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

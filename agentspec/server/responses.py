@@ -25,6 +25,7 @@ from agentspec.server.responses_request import CHECKED, ResponsesRequest, parse
 from agentspec.server.responses_tools import Toolset
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service, session_of
+from agentspec.server.sse import StreamHead
 from agentspec.server.tables.responses import RESPONSES
 from agentspec.server.token_room import headers
 from agentspec.server.turn import TurnRequest, begin, build_prompt
@@ -119,7 +120,8 @@ async def create(service: Service, call: Call) -> Response:
         answer = Answer(asked.request, asked.tools, turn, service, lambda response: _store(service, asked, response))
         stream = events.generate(service.engine, turn.submit)
         if asked.request.stream:
-            return await FrameResponse.begin(frames(stream, answer), headers(turn.clamped))
+            head = StreamHead(renamed=asked.public)
+            return await FrameResponse.begin(frames(stream, answer, head), head, headers(turn.clamped))
         async with aclosing(stream):
             async for event in stream:
                 answer.take(event)

@@ -18,7 +18,7 @@ from agentspec.server.responses_output import Event, Output
 from agentspec.server.responses_request import ENCRYPTED, ResponsesRequest
 from agentspec.server.responses_tools import Toolset
 from agentspec.server.service import Service
-from agentspec.server.sse import described
+from agentspec.server.sse import StreamHead
 from agentspec.server.token_room import usage_part
 from agentspec.server.turn import Turn, TurnEnd
 from agentspec.types import FinishReason
@@ -113,10 +113,10 @@ def usage_body(usage: Usage, end: TurnEnd) -> dict[str, Any]:
     }
 
 
-async def frames(stream: AsyncGenerator[EngineEvent, None], answer: Answer) -> AsyncGenerator[bytes, None]:
+async def frames(stream: AsyncGenerator[EngineEvent, None], answer: Answer, head: StreamHead) -> AsyncGenerator[bytes, None]:
     """The frames of a response, one item per engine event. The last event is response.completed, response.incomplete or response.failed.
 
-    An error before the first event is raised, since the status line is still open."""
+    An error before the first event is raised while `head` isn't sent."""
     is_started = False
     async with aclosing(stream):
         try:
@@ -126,9 +126,10 @@ async def frames(stream: AsyncGenerator[EngineEvent, None], answer: Answer) -> A
                 if told := opening + answer.take(event):
                     yield _frame(told)
         except Exception as error:
-            if not is_started:
+            if not (is_started or head.is_sent):
                 raise
-            yield _frame(answer.failed(described(error).message))
+            opening = [] if is_started else answer.opening()
+            yield _frame(opening + answer.failed(head.described(error).message))
 
 
 def _frame(told: list[Event]) -> bytes:

@@ -44,6 +44,8 @@ class Service:
     """Bodies with fields that nobody knows are refused."""
     drops_images: bool = False
     """The model reads that an image was there; without it images are refused by name."""
+    root_path: str = ""
+    """What clients write before every path."""
     unknown: UnknownFields = field(default_factory=UnknownFields)
 
     names: tuple[str, ...] = ()

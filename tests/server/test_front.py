@@ -28,7 +28,7 @@ PREFLIGHT = {"origin": ORIGIN, "access-control-request-method": "POST", "access-
 def served(text: TextPipeline | None, config: ServerConfig, engine: ScriptedEngine | None = None) -> Any:
     """As `serve` puts it together."""
     engine = engine or ScriptedEngine([*said("well"), ended()])
-    return in_front_of(Door(create_app(engine, text), config, max_running=1), config)
+    return in_front_of(Door(create_app(engine, text, root_path=config.root_path), config, max_running=1), config)
 
 
 def loading(config: ServerConfig) -> Any:
@@ -48,6 +48,7 @@ def test_head_has_the_headers_of_get_and_no_body(path: str, pipeline: TextPipeli
     path = path.replace("{model:path}", "scripted").replace("{name}", "main.js").replace("{response_id}", "resp_1")
 
     async def both(client: httpx.AsyncClient) -> tuple[httpx.Response, httpx.Response]:
+        client.headers["x-request-id"] = "one"
         return await client.get(path), await client.head(path)
 
     get, head = asked(served(pipeline, ServerConfig()), both)
@@ -140,7 +141,7 @@ def test_pages_of_an_origin_may_ask(origins: tuple[str, ...], told: str, pipelin
         assert answers[2].text.endswith("[DONE]\n\n")
         for answer in answers:
             assert answer.headers["access-control-allow-origin"] == told
-            assert answer.headers["access-control-expose-headers"] == "retry-after, x-agentspec-ignored-fields, x-agentspec-max-tokens"
+            assert answer.headers["access-control-expose-headers"] == "retry-after, x-agentspec-ignored-fields, x-agentspec-max-tokens, x-request-id"
 
     asked(served(pipeline, config), ask)
     answer = asked(loading(config), lambda client: client.get("/health", headers=page))

@@ -1,0 +1,242 @@
+"""What a server says while a request waits, and how one ends that waits or runs for too long: in every API, on a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from agentspec.errors import ContextLengthError, EngineClosedError, RequestError
+from agentspec.sdk_clients import anthropic_client, openai_client
+from agentspec.server.app import create_app
+from agentspec.server.deadlines import TimeLimits
+from agentspec.server.errors import ApiError
+from agentspec.server.pipeline import TextPipeline
+from agentspec.server.responding import KEEP_ALIVE_SECONDS, STATUS_SECONDS
+from agentspec.server.transport import InProcessTransport
+from agentspec.wire import EngineClient, Event, FinishEvent, Submit
+from tests.fakes.engine_client import ScriptedEngine, ended, said
+from tests.replay.fakes import run
+
+CHAT: dict[str, Any] = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
+BODIES = [
+    ("/v1/chat/completions", CHAT),
+    ("/v1/completions", {"model": "scripted", "prompt": "hi"}),
+    ("/v1/messages", CHAT),
+    ("/v1/responses", {"model": "scripted", "input": "hi"}),
+]
+PATHS = [path for path, _ in BODIES]
+IN_EVERY_API = pytest.mark.parametrize(("path", "body"), BODIES, ids=PATHS)
+
+
+class SlowEngine(ScriptedEngine):
+    """Scripts with numbers in them: seconds to wait."""
+
+    async def stream(self, submit: Submit) -> AsyncIterator[Event]:  # type: ignore[override]
+        self.submits.append(submit)
+        script: list[Any] = self._scripts[min(len(self.submits), len(self._scripts)) - 1]
+        done = False
+        try:
+            for step in script:
+                if isinstance(step, int | float):
+                    await asyncio.sleep(step)
+                elif isinstance(step, Exception):
+                    done = True
+                    raise step
+                else:
+                    done = isinstance(step, FinishEvent)
+                    yield step
+        finally:
+            if not done:
+                self.aborted.append(submit.request_id)
+
+
+async def parts_of(response: httpx.Response) -> list[tuple[float, str]]:
+    """What came of a stream, and when."""
+    clock = asyncio.get_running_loop().time
+    return [(clock(), part) async for part in response.aiter_text()]
+
+
+async def ask(
+    text: TextPipeline, engine: ScriptedEngine, path: str, body: dict[str, Any], **app: Any
+) -> tuple[httpx.Response, float, list[tuple[float, str]]]:
+    """The answer, the time of its headers, and the parts of its body with theirs."""
+    transport = InProcessTransport(create_app(engine, text, **app))
+    async with (
+        httpx.AsyncClient(transport=transport, base_url="http://in-process", timeout=None) as client,
+        client.stream("POST", path, json=body) as response,
+    ):
+        began = asyncio.get_running_loop().time()
+        return response, began, await parts_of(response)
+
+
+def text_of(parts: list[tuple[float, str]]) -> str:
+    return "".join(part for _, part in parts)
+
+
+def num_terminal(path: str, parts: list[tuple[float, str]]) -> int:
+    frames = text_of(parts).split("\n\n")
+    if path == "/v1/responses":
+        return sum(frame.startswith(("event: response.completed", "event: response.failed")) for frame in frames)
+    if path == "/v1/messages":
+        return sum(frame.startswith(("event: message_stop", "event: error")) for frame in frames)
+    return sum(frame == "data: [DONE]" or frame.startswith('data: {"error"') for frame in frames)
+
+
+@IN_EVERY_API
+def test_a_stream_says_that_it_lives(path: str, body: dict[str, Any], pipeline: TextPipeline) -> None:
+    """Nothing came until the first token, and proxies and clients gave up; and nothing between two that were far apart."""
+    engine = SlowEngine([35.0, *said("well"), 15.0, *said(" then"), 3.0, ended()])
+    response, began, parts = run(ask(pipeline, engine, path, body | {"stream": True}))
+    assert (response.status_code, began) == (200, STATUS_SECONDS)
+    sign = "event: ping\n" if path == "/v1/messages" else ": keep-alive\n"
+    beats = [time for time, part in parts if part.startswith(sign)]
+    assert beats == [began + KEEP_ALIVE_SECONDS * turn for turn in (1, 2, 3)] + [35 + KEEP_ALIVE_SECONDS]
+    assert all(part.endswith("\n\n") for _, part in parts)
+    assert num_terminal(path, parts) == 1
+    assert "well" in text_of(parts)
+
+
+@IN_EVERY_API
+def test_a_stream_that_flows_has_no_signs_of_life(path: str, body: dict[str, Any], pipeline: TextPipeline) -> None:
+    engine = SlowEngine([*[step for _ in range(5) for step in (9.0, *said("x"))], ended()])
+    _, began, parts = run(ask(pipeline, SlowEngine([0.5, *said("x"), ended()]), path, body | {"stream": True}))
+    assert began == 0.5, "the headers come with the first event"
+    _, _, parts = run(ask(pipeline, engine, path, body | {"stream": True}))
+    assert "keep-alive" not in text_of(parts)
+    assert "ping" not in text_of(parts)
+
+
+@IN_EVERY_API
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ContextLengthError("prompt_ids", "9 tokens", "is too long"), 400),
+        (RequestError("top_k", -1, "is negative"), 400),
+        (EngineClosedError("gone"), 503),
+    ],
+    ids=["context", "value", "closed"],
+)
+def test_what_the_engine_refuses_soon_has_its_status(path: str, body: dict[str, Any], error: Exception, status: int, pipeline: TextPipeline) -> None:
+    response, _, parts = run(ask(pipeline, SlowEngine([STATUS_SECONDS / 2, error]), path, body | {"stream": True}))
+    assert response.status_code == status
+    assert "event:" not in text_of(parts)
+
+
+@IN_EVERY_API
+def test_what_the_engine_refuses_late_is_one_event_with_the_field_by_its_name(path: str, body: dict[str, Any], pipeline: TextPipeline) -> None:
+    error = ContextLengthError("prompt_ids", "9 tokens", "is too long")
+    response, _, parts = run(ask(pipeline, SlowEngine([12.0, error]), path, body | {"stream": True}))
+    assert response.status_code == 200
+    assert num_terminal(path, parts) == 1
+    field = {"/v1/completions": "prompt", "/v1/responses": "input"}.get(path, "messages")
+    assert f"{field}='9 tokens': is too long" in text_of(parts)
+    if path == "/v1/responses":
+        events = [json.loads(line.removeprefix("data: ")) for line in text_of(parts).splitlines() if line.startswith("data: ")]
+        assert [event["type"] for event in events] == ["response.created", "response.in_progress", "response.failed"]
+        assert [event["sequence_number"] for event in events] == [0, 1, 2]
+
+
+@IN_EVERY_API
+@pytest.mark.parametrize("seconds", [0.5, STATUS_SECONDS + 0.5, 25.0])
+def test_leaving_while_nothing_has_come_aborts_the_request(path: str, body: dict[str, Any], seconds: float, pipeline: TextPipeline) -> None:
+    async def main() -> None:
+        engine = SlowEngine([1000.0, ended()])
+        transport = InProcessTransport(create_app(engine, pipeline))
+        async with httpx.AsyncClient(transport=transport, base_url="http://in-process", timeout=None) as client:
+            call = asyncio.create_task(client.post(path, json=body | {"stream": True}))
+            await asyncio.sleep(seconds)
+            call.cancel()
+            await asyncio.wait((call,))
+        assert engine.aborted == [engine.submits[0].request_id]
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run(main())
+
+
+@IN_EVERY_API
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_waits_for_too_long_is_sent_away(path: str, body: dict[str, Any], stream: bool, pipeline: TextPipeline) -> None:
+    engine = SlowEngine([1000.0, ended()])
+    limits = TimeLimits(queue_seconds=30.0 if stream else 0.5)
+    response, _, parts = run(ask(pipeline, engine, path, body | {"stream": stream}, limits=limits))
+    if not stream:
+        assert (response.status_code, response.headers["retry-after"]) == (429, "5")
+        assert json.loads(text_of(parts))["error"]["type"] == "rate_limit_error"
+    else:
+        assert (response.status_code, parts[-1][0], num_terminal(path, parts)) == (200, 30.0, 1)
+    assert "that a request may wait here" in text_of(parts)
+    assert engine.aborted == [engine.submits[0].request_id]
+
+
+@IN_EVERY_API
+def test_a_stream_that_waits_for_less_than_its_headers_has_a_status(path: str, body: dict[str, Any], pipeline: TextPipeline) -> None:
+    limits = TimeLimits(queue_seconds=STATUS_SECONDS / 2)
+    response, _, _ = run(ask(pipeline, SlowEngine([1000.0, ended()]), path, body | {"stream": True}, limits=limits))
+    assert response.status_code == 429
+
+
+@IN_EVERY_API
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_runs_for_too_long_fails(path: str, body: dict[str, Any], stream: bool, pipeline: TextPipeline) -> None:
+    engine = SlowEngine([*[step for _ in range(100) for step in (1.5, *said("x"))], ended()])
+    limits = TimeLimits(queue_seconds=5.0, request_seconds=50.0)
+    response, _, parts = run(ask(pipeline, engine, path, body | {"stream": stream}, limits=limits))
+    assert parts[-1][0] == 50.0
+    assert "within the 50 seconds that it may take here" in text_of(parts)
+    if stream:
+        assert (response.status_code, num_terminal(path, parts)) == (200, 1)
+    else:
+        assert (response.status_code, response.headers["x-should-retry"]) == (504, "false")
+    assert engine.aborted == [engine.submits[0].request_id]
+
+
+def test_choices_may_wait_for_each_other(pipeline: TextPipeline) -> None:
+    """A request has waited until its first token, whichever prompt it is of; but it ends as a whole."""
+    body = {"model": "scripted", "prompt": ["a", "b", "c"], "return_token_ids": True}
+    scripts = [[seconds, *said("x"), ended()] for seconds in (1.0, 20.0, 40.0)]
+    limits = TimeLimits(queue_seconds=10.0, request_seconds=60.0)
+    response, _, _ = run(ask(pipeline, SlowEngine(*scripts), "/v1/completions", body, limits=limits))
+    assert response.status_code == 200
+    engine = SlowEngine(*scripts)
+    response, began, _ = run(ask(pipeline, engine, "/v1/completions", body, limits=TimeLimits(queue_seconds=10.0, request_seconds=30.0)))
+    assert (response.status_code, began, len(engine.aborted)) == (504, 30.0, 1)
+
+
+def test_a_client_that_reads_slowly_has_no_more_time_than_others(pipeline: TextPipeline) -> None:
+    """Events that are there already are no reason to go on."""
+
+    async def main() -> None:
+        engine = ScriptedEngine([*said(*"x" * 1000), ended()])
+        timed = TimeLimits(request_seconds=10.0).of_request(engine)
+        with pytest.raises(ApiError, match="within the 10 seconds"):
+            await read(timed)
+        assert 100 <= engine.produced <= 102
+
+    async def read(timed: EngineClient) -> None:
+        async for _ in timed.stream(Submit(request_id="a", prompt_ids=[1])):
+            await asyncio.sleep(0.1)
+
+    run(main())
+
+
+def test_the_clients_of_others_read_on_behind_signs_of_life(pipeline: TextPipeline) -> None:
+    """OpenAI's and Anthropic's own clients, of streams whose first token comes late."""
+
+    async def main() -> None:
+        app = create_app(SlowEngine([35.0, *said("well"), 15.0, *said(" then"), ended()]), pipeline)
+        openai, anthropic = openai_client(app), anthropic_client(app)
+        user: Any = [{"role": "user", "content": "hi"}]
+        chunks = await openai.chat.completions.create(model="scripted", messages=user, stream=True)
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in chunks if chunk.choices]) == "well then"
+        events = await openai.responses.create(model="scripted", input="hi", stream=True)
+        assert [event async for event in events][-1].response.output_text == "well then"  # type: ignore[union-attr]
+        async with anthropic.messages.stream(model="scripted", messages=user, max_tokens=9) as stream:
+            assert await stream.get_final_text() == "well then"
+        assert asyncio.get_running_loop().time() == 3 * 50
+
+    run(main())
