@@ -119,6 +119,16 @@ def test_without_the_right_key_nothing_of_a_body_is_read_before_the_answer(heade
     run(main())
 
 
+def test_without_a_key_no_body_is_read_where_none_is_needed_either() -> None:
+    async def main() -> None:
+        for path in ("/health", "/", "/static/main.js"):
+            client = Client()
+            client.scope["path"] = path
+            assert (await client.ask(door_of(api_keys=("key",))), client.num_taken) == (405, 0)
+
+    run(main())
+
+
 def test_behind_an_answer_a_silent_client_has_little_time() -> None:
     async def main() -> None:
         assert await Client().ask(door_of(api_keys=("key",))) == 401
