@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from jinja2 import Template, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -24,6 +24,7 @@ from agentspec.text.common_length import common_length
 from agentspec.text.messages import RESULT_CLOSE, RESULT_OPEN, Message, is_question, raw_arguments
 from agentspec.text.raw_arguments import show_raw
 from agentspec.text.sentinels import Sentinels
+from agentspec.text.sized_cache import SizedCache, held_bytes
 from agentspec.text.system_messages import SystemPlaces, probe
 from agentspec.text.template_environment import template_environment
 from agentspec.text.template_sentinels import NAMED, write_sentinels
@@ -36,18 +37,16 @@ _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 _PROBES = ("a", "b")
 _PARTING = "\ue000"
 """A character for private use, with which no real text goes on."""
-_SYSTEM_BLOCKS_KEPT = 64
+_SYSTEM_BLOCKS_BYTES = 16 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class ToolsMark:
+class ToolsMark(msgspec.Struct, frozen=True, tag="tools"):
     """Behind the first `count` tools."""
 
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class MessageMark:
+class MessageMark(msgspec.Struct, frozen=True, tag="message"):
     """Behind a message, or behind the first `characters` of its content."""
 
     message: int
@@ -69,6 +68,8 @@ class RenderedPrompt:
     from it behind the client's own marks."""
     marked_end: int
     """Offset of the client's last mark; 0 when it set none."""
+    system: tuple[bytes, str]
+    """The system block that was found for these messages, with its key: for `remember`."""
 
 
 class ChatTemplate:
@@ -103,7 +104,7 @@ class ChatTemplate:
         """The source that teaches the tool-call dialect."""
         self.origin = origin
         """What errors call the template."""
-        self._system_blocks: OrderedDict[bytes, str] = OrderedDict()
+        self._system_blocks: SizedCache[bytes, str] = SizedCache(_SYSTEM_BLOCKS_BYTES)
 
     def _compiled(self, environment: ImmutableSandboxedEnvironment, source: str) -> Template:
         tree = environment.parse(source)
@@ -163,13 +164,19 @@ class ChatTemplate:
             if name in kwargs:
                 raise RequestError(f"chat_template_kwargs.{name}", kwargs[name], "is set by the request itself")
         text = self._begun(messages, tools, kwargs) if continues else self.text(messages, tools, add_generation_prompt, kwargs)
+        system = self._system_block(text, messages, tools, kwargs)
         offsets = (
-            (self._system_end(text, messages, tools, kwargs), CheckpointKind.SYSTEM),
+            (common_length(text, system[1]), CheckpointKind.SYSTEM),
             (self._user_end(text, messages, tools, kwargs), CheckpointKind.USER),
         )
         asked = [(self._parting_end(text, messages, tools, kwargs, mark), _kind(mark, messages)) for mark in marked]
         marks = sorted(mark for mark in (*offsets, *asked) if mark[0] > 0)
-        return RenderedPrompt(text, marks, max((offset for offset, _ in asked), default=0))
+        return RenderedPrompt(text, marks, max((offset for offset, _ in asked), default=0), system)
+
+    def remember(self, rendered: RenderedPrompt) -> None:
+        """Keep what was found out for a prompt that is served: the next one that begins like it needs it again."""
+        key, block = rendered.system
+        self._system_blocks.put(key, block, held_bytes(key) + held_bytes(block))
 
     @cached_property
     def system_places(self) -> SystemPlaces:
@@ -199,20 +206,17 @@ class ChatTemplate:
             raise RequestError("messages", last["role"], "the chat template doesn't show the content of the last message, so it can't be continued")
         return text[: text.rindex(_PARTING)]
 
-    def _system_end(self, text: str, messages: Sequence[Message], tools: Tools | None, kwargs: dict[str, Any]) -> int:
-        """Length of what any conversation with this system text and these tools begins with."""
+    def _system_block(self, text: str, messages: Sequence[Message], tools: Tools | None, kwargs: dict[str, Any]) -> tuple[bytes, str]:
+        """What any conversation with this system text and these tools begins with, and its key."""
         size = 0
         while size < len(messages) and messages[size]["role"] == "system":
             size += 1
         leading = list(messages[:size])
         key = hashlib.blake2b(json.dumps([leading, tools, kwargs], default=repr).encode()).digest()
-        block = self._system_blocks.pop(key, None)
+        block = self._system_blocks.get(key)
         if block is None or not text.startswith(block):
             block = self._probe_system_block(leading, tools, kwargs)
-        self._system_blocks[key] = block
-        if len(self._system_blocks) > _SYSTEM_BLOCKS_KEPT:
-            self._system_blocks.popitem(last=False)
-        return common_length(text, block)
+        return key, block
 
     def _probe_system_block(self, leading: list[Message], tools: Tools | None, kwargs: dict[str, Any]) -> str:
         try:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from agentspec.text.messages import Message, call_arguments
 
 CLEARED = "[This result was cleared to save room.]"
@@ -18,8 +20,7 @@ CLEARED = "[This result was cleared to save room.]"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClearThinking:
+class ClearThinking(msgspec.Struct, frozen=True, kw_only=True, tag="thinking"):
     """Drop the thinking of all turns but the last ones that have any. A turn goes from one message of the user to the next, results of tools
     included."""
 
@@ -52,8 +53,7 @@ class _Use:
     result: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClearToolUses:
+class ClearToolUses(msgspec.Struct, frozen=True, kw_only=True, tag="tool_uses"):
     """Replace the results of all calls but the last ones, once there is more than the trigger says."""
 
     trigger: Literal["input_tokens", "tool_uses"] = "input_tokens"
@@ -83,8 +83,7 @@ class ClearToolUses:
 ContextEdit = ClearThinking | ClearToolUses
 
 
-@dataclass(frozen=True, slots=True)
-class AppliedEdit:
+class AppliedEdit(msgspec.Struct, frozen=True):
     """An edit that changed something."""
 
     edit: ContextEdit

@@ -7,12 +7,12 @@ row are the ids of the whole text. With sentinels (text/sentinels.py) these alon
 from __future__ import annotations
 
 import re
-import sys
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterable
 
 from agentspec.text.sentinels import ANY_SENTINEL, Sentinels
+from agentspec.text.sized_cache import SizedCache, held_bytes
+from agentspec.text.token_limit import TokenLimit, encode_within
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.types import tokens
 
@@ -25,9 +25,7 @@ class PieceEncoder:
     def __init__(self, tokenizer: Tokenizer, sentinels: Sentinels | None = None, *, max_bytes: int = 64 << 20) -> None:
         """`max_bytes`: of the remembered pieces and their ids together; the least recently used go first."""
         self._tokenizer = tokenizer
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._ids_of: OrderedDict[str, array[int]] = OrderedDict()
+        self._ids_of: SizedCache[str, array[int]] = SizedCache(max_bytes)
         self._ids_of_sentinels = {} if sentinels is None else sentinels.ids_of
         by_length = sorted(tokenizer.added_tokens, key=lambda token: -len(token.text))
         self._cuts = self._ids_of_sentinels.keys() or {token.text for token in by_length if token.is_cut}
@@ -36,7 +34,7 @@ class PieceEncoder:
     @property
     def num_bytes(self) -> int:
         """About what is remembered, in memory; never above max_bytes."""
-        return self._num_bytes
+        return self._ids_of.num_bytes
 
     def encode(self, text: str) -> array[int]:
         """Without sentinels equal to the tokenizer's own `encode`."""
@@ -59,8 +57,10 @@ class PieceEncoder:
                 open_piece += part
         return [piece for piece in (*pieces, open_piece) if piece]
 
-    def ids_of(self, pieces: Iterable[str]) -> dict[str, array[int]]:
-        """The ids of texts that are encoded by themselves, such as `pieces`. They are remembered: not to be changed."""
+    def ids_of(self, pieces: Iterable[str], limit: TokenLimit | None = None) -> dict[str, array[int]]:
+        """The ids of texts that are encoded by themselves, such as `pieces`. They are remembered: not to be changed.
+
+        Raises ContextLengthError when those that aren't remembered yet have more ids than the limit; then they won't be."""
         known: dict[str, array[int]] = {}
         unknown: dict[str, None] = {}
         for piece in pieces:
@@ -70,17 +70,9 @@ class PieceEncoder:
             elif ids is None:
                 unknown[piece] = None
             else:
-                self._ids_of.move_to_end(piece)
                 known[piece] = ids
-        if unknown:
-            all_encoded = self._tokenizer.encode_batch(list(unknown), added_tokens=not self._ids_of_sentinels)
-            for piece, encoded in zip(unknown, all_encoded, strict=True):
-                known[piece] = self._ids_of[piece] = tokens(encoded)
-                self._num_bytes += _num_bytes(piece, known[piece])
-            while self._num_bytes > self._max_bytes:
-                self._num_bytes -= _num_bytes(*self._ids_of.popitem(last=False))
+        found = encode_within(self._tokenizer, list(unknown), together=limit, added_tokens=not self._ids_of_sentinels)
+        for piece, ids in zip(unknown, found, strict=True):
+            known[piece] = ids
+            self._ids_of.put(piece, ids, _ENTRY_OVERHEAD_BYTES + held_bytes(piece) + held_bytes(ids))
         return known
-
-
-def _num_bytes(piece: str, ids: array[int]) -> int:
-    return _ENTRY_OVERHEAD_BYTES + sys.getsizeof(piece) + ids.itemsize * len(ids)

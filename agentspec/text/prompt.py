@@ -22,6 +22,7 @@ from agentspec.text.segmenter import THINK_CLOSE, THINK_OPEN
 from agentspec.text.sentinels import ANY_SENTINEL, Sentinels, refuse_surrogates
 from agentspec.text.system_messages import Arranged
 from agentspec.text.template_proof import proven
+from agentspec.text.token_limit import COUNTED_CONTEXTS, TokenLimit
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.text.tool_calls import DIALECTS, Dialect, detect_dialect
 from agentspec.text.tool_calls.protocol import CALL_OPEN
@@ -96,13 +97,15 @@ class PromptBuilder:
         edits: Sequence[ContextEdit] = (),
         continues: bool = False,
         begins: bool = True,
+        limit: TokenLimit | None = None,
     ) -> BuiltPrompt:
         """The prompt that asks for the next assistant turn.
 
         `namespace`: turns generated in another one are not put back. `marked`: places that become breakpoints beside the template's own. `edits`:
         made after turns were recognised, so that the conversation is known by what the client sends, whatever the model is shown of it.
         `continues`: the last message is the beginning of the turn, an assistant's without calls. `begins`: the prompt ends with what opens the turn;
-        false: behind the messages, for those who only count. Raises RequestError naming what can't be used."""
+        false: behind the messages, for those who only count. `limit`: of its tokens. Raises RequestError naming what can't be used, and
+        ContextLengthError for too many tokens; nothing is remembered of such a prompt."""
         refuse_surrogates(tools, "tools")
         refuse_surrogates(template_kwargs, "chat_template_kwargs")
         arranged = Arranged.of(normalise(messages), self._template.system_places)
@@ -112,17 +115,22 @@ class PromptBuilder:
             keys.pop()  # the turn is not whole: the conversation is the one before it
         render = partial(self._template.render, tools=tools, add_generation_prompt=begins, template_kwargs=template_kwargs, continues=continues)
 
+        counted = None if limit is None else replace(limit, times=COUNTED_CONTEXTS)  # what is cleared makes room for the rest
+
         def count(edited: Sequence[Message]) -> int:
             text = render(edited).text
-            return len(self._encoder.encode(text, self._locate(text, records)).ids)
+            return len(self._encoder.encode(text, self._locate(text, records), limit=counted).ids)
 
         conversation, applied = context_edits.apply(recalled, edits, count)
         rendered = render(conversation, marked=marked)
+        if limit is not None:
+            limit.check_text(rendered.text, self._tokenizer.bounds)
         characters = [offset for offset, _ in rendered.marks]
         stretches = self._locate(rendered.text, records)
+        encoded = self._encoder.encode(rendered.text, stretches, keys, limit)
+        self._template.remember(rendered)
         self.num_spliced += len(stretches)
         self.num_mismatched += len(records) - len(stretches)
-        encoded = self._encoder.encode(rendered.text, stretches, keys)
         offsets = [self._encoder.token_offset(encoded, offset) for offset in characters]
         kinds = [kind for _, kind in rendered.marks]
         return BuiltPrompt(

@@ -5,10 +5,8 @@ The ids are those that the whole would have without that memory. Knows nothing o
 
 from __future__ import annotations
 
-import sys
 from array import array
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
@@ -16,10 +14,13 @@ from itertools import chain, zip_longest
 from agentspec.text.common_length import common_length
 from agentspec.text.piece_encoder import PieceEncoder
 from agentspec.text.sentinels import Sentinels
+from agentspec.text.sized_cache import SizedCache, held_bytes
+from agentspec.text.token_limit import TokenLimit
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.types import tokens
 
 _ENTRY_OVERHEAD_BYTES = 1000
+_STRETCH_BYTES = 150
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,9 @@ class EncodedPrompt:
 
     @property
     def num_bytes(self) -> int:
-        """About what it holds in memory, but for the stretches' ids, which the turn memory owns."""
-        return _ENTRY_OVERHEAD_BYTES + sys.getsizeof(self.text) + sum(map(sys.getsizeof, (self.ids, self.char_ends, self.token_ends)))
+        """About what it holds in memory, the stretches' ids included: the turn memory may let go of them first."""
+        of_stretches = sum(_STRETCH_BYTES + held_bytes(stretch.token_ids) for stretch in self.stretches)
+        return _ENTRY_OVERHEAD_BYTES + of_stretches + sum(map(held_bytes, (self.text, self.ids, self.char_ends, self.token_ends)))
 
 
 _NOTHING = EncodedPrompt("", (), tokens(), array("q"), array("q"))
@@ -60,30 +62,25 @@ class PromptEncoder:
         together; the least recently used go first."""
         self._pieces = PieceEncoder(tokenizer, sentinels)
         self._margin = 1 if sentinels else max((len(token.text) for token in tokenizer.added_tokens), default=1)
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._prompts: OrderedDict[bytes, EncodedPrompt] = OrderedDict()
+        self._prompts: SizedCache[bytes, EncodedPrompt] = SizedCache(max_bytes)
 
     @property
     def num_bytes(self) -> int:
         """About what the remembered prompts hold in memory; never above max_bytes."""
-        return self._num_bytes
+        return self._prompts.num_bytes
 
-    def encode(self, text: str, stretches: Sequence[Stretch], keys: Sequence[bytes] = ()) -> EncodedPrompt:
+    def encode(self, text: str, stretches: Sequence[Stretch], keys: Sequence[bytes] = (), limit: TokenLimit | None = None) -> EncodedPrompt:
         """The text with the stretches' own ids in their places.
 
         `keys`: of the conversation, from the empty one on (text/turn_memory.py). The prompt is remembered under the last one, in the place of the
-        one that it continues; none: neither."""
+        one that it continues; none: neither. Raises ContextLengthError for more ids than the limit, and remembers nothing of them."""
         key = next((key for key in reversed(keys) if key in self._prompts), None)
-        known = _NOTHING if key is None else self._prompts[key]
-        prompt = self._continued(known, text, stretches)
+        known = None if key is None else self._prompts.get(key)
+        prompt = self._continued(known or _NOTHING, text, stretches, limit)
         if keys:
             if key is not None:
-                self._num_bytes -= self._prompts.pop(key).num_bytes
-            self._prompts[keys[-1]] = prompt
-            self._num_bytes += prompt.num_bytes
-            while self._num_bytes > self._max_bytes:
-                self._num_bytes -= self._prompts.popitem(last=False)[1].num_bytes
+                self._prompts.pop(key)
+            self._prompts.put(keys[-1], prompt, prompt.num_bytes)
         return prompt
 
     def token_offset(self, prompt: EncodedPrompt, mark: int) -> int:
@@ -98,7 +95,7 @@ class PromptEncoder:
         ids = prompt.ids[first : prompt.token_ends[segment]]
         return first + common_length(ids.tobytes(), self._pieces.ids_of([head])[head].tobytes()) // ids.itemsize
 
-    def _continued(self, known: EncodedPrompt, text: str, stretches: Sequence[Stretch]) -> EncodedPrompt:
+    def _continued(self, known: EncodedPrompt, text: str, stretches: Sequence[Stretch], limit: TokenLimit | None) -> EncodedPrompt:
         """The prompt, with the segments that it has in common with a known one taken from there."""
         num_kept = self._num_common(known, text, stretches)
         ids = known.ids[: known.token_ends[num_kept - 1] if num_kept else 0]
@@ -107,7 +104,7 @@ class PromptEncoder:
         left = stretches[sum(stretch.end <= place for stretch in stretches) if num_kept else 0 :]
         starts, stops = [place, *(stretch.end for stretch in left)], [*(stretch.start for stretch in left), len(text)]
         between = [self._pieces.pieces(text[start:stop]) for start, stop in zip(starts, stops, strict=True)]
-        ids_of = self._pieces.ids_of(chain.from_iterable(between))
+        ids_of = self._pieces.ids_of(chain.from_iterable(between), limit)
         for pieces, stretch in zip_longest(between, left):
             for piece in pieces:
                 ids += ids_of[piece]
@@ -119,6 +116,8 @@ class PromptEncoder:
                 place = stretch.end
                 char_ends.append(place)
                 token_ends.append(len(ids))
+        if limit is not None:
+            limit.check(len(ids))
         return EncodedPrompt(text, tuple(stretches), ids, char_ends, token_ends)
 
     def _num_common(self, known: EncodedPrompt, text: str, stretches: Sequence[Stretch]) -> int:

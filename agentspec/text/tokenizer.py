@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as Backend
 
 from agentspec.errors import CheckpointError, RequestError
 from agentspec.text.assets import named_tokens, read_object
+from agentspec.text.token_limit import TokenBounds, can_cut_at_words, token_bounds
 
 _PANIC_MODULE = "pyo3_runtime"
 """Where the class of the library's panics says that it is; it can't be imported, and is no Exception."""
@@ -52,6 +53,11 @@ class Tokenizer:
         """Raw bytes by id; b"" for control tokens, so that they never show."""
         self.eos_id: int | None = None if eos_token is None else backend.token_to_id(eos_token)
         """The id of tokenizer_config.json's eos_token; None when it names none."""
+        cuts_only = all(token.is_cut for token in self.added_tokens)
+        self.bounds: TokenBounds | None = token_bounds(backend, self.spelled_bytes, cuts_only=cuts_only)
+        """What one id stands for at most; None: nobody can say."""
+        self.cuts_at_words: bool = can_cut_at_words(backend, cuts_only=cuts_only)
+        """A text without added tokens may be cut between an ASCII letter and a single space with a letter behind it."""
 
     @classmethod
     def from_directory(cls, path: Path | str) -> Tokenizer | None:

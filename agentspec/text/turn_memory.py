@@ -18,6 +18,7 @@ import msgspec
 
 from agentspec.text.events import AssistantTurn
 from agentspec.text.messages import Message, call_arguments, call_ids, read_arguments, with_reasoning
+from agentspec.text.sized_cache import held_bytes
 
 _ENTRY_OVERHEAD_BYTES = 1000
 
@@ -71,9 +72,14 @@ class TurnRecord:
     """Added tokens stand as text somewhere in it: as it was generated, or as clients see it."""
     calls: list[tuple[str, dict[str, Any]]] = field(init=False)
     """Names and arguments of the turn's calls: read once, and asked for by every later prompt of the conversation."""
+    num_bytes: int = field(init=False)
+    """About what the record holds in memory."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "calls", _generated(self.turn))
+        made = [(call.arguments, call.as_written) for call in self.turn.shown_calls]
+        held = (self.token_ids, self.text, self.lead, self.turn.reasoning, self.turn.content, made, self.calls)
+        object.__setattr__(self, "num_bytes", _ENTRY_OVERHEAD_BYTES + sum(map(held_bytes, held)))
 
     def matches(self, message: Message) -> bool:
         """The message is this turn: same content, same calls, and its reasoning either unchanged or dropped."""
@@ -95,11 +101,6 @@ class TurnRecord:
                 for call, made, (_, arguments) in zip(message["tool_calls"], self.turn.shown_calls, self.calls, strict=True)
             ]
         return result
-
-    @property
-    def num_bytes(self) -> int:
-        """About what the record holds in memory."""
-        return _ENTRY_OVERHEAD_BYTES + 4 * len(self.token_ids) + 6 * len(self.text) + 2 * len(self.lead)
 
 
 def _with_arguments(call: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def test_bounded_by_bytes_least_recently_used_first() -> None:
 
 
 def test_forgotten_turns_leave_no_ids_behind() -> None:
-    memory = TurnMemory(max_bytes=5 * record("").num_bytes)
+    memory = TurnMemory(max_bytes=5 * record("", "id 0").num_bytes)
     for number in range(100):
         memory.remember(str(number % 10).encode(), record("", f"id {number}"))
     assert len(memory) == len(memory._key_of_calls) == 5
