@@ -48,6 +48,9 @@ _Value = TypeVar("_Value")
 _MOST_ROUNDS = 64
 """Each round reads the whole value and leaves out one unknown field, or one name's nulls: what has more of them is refused."""
 
+_ELEMENTS_READ = 400_000
+"""Of the longest list, in all rounds together: where it is very long there are fewer of them."""
+
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
 _NULL = re.compile(r"Expected `.*`, got `null`")
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
@@ -114,7 +117,7 @@ def check(value: Any, kind: type[_Value], name: str = "", *, notes: Notes | None
 
     notes: inside of the value, too, what no struct knows is left out, and a null is as good as nothing. None: refused like all that is wrong."""
     whole = value
-    for round_left in reversed(range(_MOST_ROUNDS)):
+    for round_left in reversed(range(_num_rounds(value))):
         try:
             return msgspec.convert(value, kind, str_keys=True)
         except msgspec.ValidationError as error:
@@ -124,6 +127,11 @@ def check(value: Any, kind: type[_Value], name: str = "", *, notes: Notes | None
                 raise _field_error(whole, path.strip("`"), reason, name) from None
             value = shorter
     raise AssertionError("the last round returns or raises")
+
+
+def _num_rounds(value: Any) -> int:
+    lengths = [len(one) for one in value.values() if isinstance(one, list)] if isinstance(value, dict) else []
+    return max(4, min(_MOST_ROUNDS, _ELEMENTS_READ // max([1, *lengths])))
 
 
 def _left_out(value: Any, path: str, reason: str, name: str, notes: Notes) -> Any:

@@ -29,7 +29,7 @@ def send(
     connect: Callable[..., httpx.AsyncClient], method: str, path: str, body: Any = None, *, content: bytes | None = None, says: str = "x"
 ) -> httpx.Response:
     async def run() -> httpx.Response:
-        async with connect(ScriptedEngine([*said(*says), ended()])) as client:
+        async with connect(ScriptedEngine([*said(*says), ended()], info=msgspec.structs.replace(INFO, max_context=10**6))) as client:
             return await client.request(method, path, content=json.dumps(body).encode() if content is None else content)
 
     return asyncio.run(run())
@@ -134,6 +134,17 @@ def test_unknown_fields_of_many_elements_are_refused_after_some() -> None:
     with pytest.raises(RequestError, match="colour") as refused:
         parse_completion({"model": "m", "prompt": "x", "breakpoints": points})
     assert refused.value.field == "breakpoints[63]"
+
+
+def test_a_long_list_is_not_read_again_for_each_unknown_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = []
+    convert = msgspec.convert
+    monkeypatch.setattr(fields.msgspec, "convert", lambda *given, **how: rounds.append(1) or convert(*given, **how))
+    points = [{"offset": 1, "kind": "user"}] * 40_000
+    odd = points[0] | {f"unknown_{number}": 1 for number in range(70)}
+    with pytest.raises(RequestError, match="unknown_"):
+        parse_completion({"model": "m", "prompt": "x", "breakpoints": [*points, odd]})
+    assert len(rounds) < 15
 
 
 @pytest.mark.parametrize("limit", ["9" * 5000, "%C2%B2", "%D9%A3", "1%00"])
