@@ -109,6 +109,13 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"requests that may wait beside those that run; more are refused with 429 (default {idle.max_queue})",
     )
     group.add_argument(
+        "--text-timeout",
+        type=float,
+        default=idle.text_seconds,
+        metavar="S",
+        help=f"seconds that a request's texts may take to render and tokenise, at its turn (default {idle.text_seconds:g})",
+    )
+    group.add_argument(
         "--drain",
         type=float,
         default=idle.drain_seconds,
@@ -183,6 +190,7 @@ def server_config(args: argparse.Namespace, environment: Mapping[str, str]) -> S
         keys=args.keys,
         max_body_mib=args.max_body_mib,
         max_queue=args.max_queue,
+        text_seconds=args.text_timeout,
         drain_seconds=args.drain,
         queue_timeout_seconds=args.queue_timeout,
         request_timeout_seconds=args.request_timeout,
@@ -375,8 +383,12 @@ def _run(args: argparse.Namespace) -> int:
         config = dataclasses.replace(config, model=served_model(args))
         server = server_config(args, os.environ)
         # The engine's process takes longest to load what it needs: it begins before this one loads a web server.
-        with _caught_signals() as early, _load("agentspec.remote_engine").EngineProcess() as process:
-            caught = _load("agentspec.serve_command").run(config, server, process, early)
+        with (
+            _caught_signals() as early,
+            _load("agentspec.remote_engine").EngineProcess() as process,
+            _load("agentspec.remote_text").text_process(server.text_seconds) as text,
+        ):
+            caught = _load("agentspec.serve_command").run(config, server, process, text, early)
         return INTERRUPTED if caught is signal.SIGINT else 0
     if args.command == "warm":
         return int(_load("agentspec.warm_command").run(dataclasses.replace(config, model=served_model(args)), args.target))

@@ -135,6 +135,8 @@ class ServerConfig:
     """MiB of a request's body at most."""
     max_queue: int = 256
     """Requests that may wait beside those that the engine runs (`max_running`); more are refused with 429."""
+    text_seconds: float = 30.0
+    """How long one request's texts may take to render and tokenise, once it is their turn; then the process that does it is killed."""
     drain_seconds: float = 5.0
     """How long running answers may go on after the first signal; a second signal ends them at once."""
     queue_timeout_seconds: float | None = None
@@ -173,6 +175,8 @@ class ServerConfig:
             raise ConfigError("max_body_mib", self.max_body_mib, "must be above 0 and at most 4096")
         if self.max_queue < 0:
             raise ConfigError("max_queue", self.max_queue, "must not be negative")
+        if not 0 < self.text_seconds <= 86_400:
+            raise ConfigError("text_timeout", self.text_seconds, "must be above 0 and at most 86400 seconds")
         if not 0 <= self.drain_seconds <= 86_400:
             raise ConfigError("drain", self.drain_seconds, "must be between 0 and 86400 seconds")
         for name, seconds in (("queue_timeout", self.queue_timeout_seconds), ("request_timeout", self.request_timeout_seconds)):

@@ -129,7 +129,11 @@ _encoder = msgspec.msgpack.Encoder()
 
 def frame(messages: Sequence[ToEngine] | Sequence[ToServer]) -> bytes:
     """Raises OverflowError or UnicodeEncodeError for a number or a text that msgpack can't hold."""
-    body = _encoder.encode(messages)
+    return framed(_encoder.encode(messages))
+
+
+def framed(body: bytes) -> bytes:
+    """The body of a frame with its length before it."""
     return _LENGTH.pack(len(body)) + body
 
 

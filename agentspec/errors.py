@@ -8,6 +8,7 @@
     │   └── ContextLengthError      prompt, or prompt + max_tokens, over the context limit
     ├── ReplayFileError      a replay file or trace is malformed             (path, line)
     ├── OverloadedError      too many requests wait already; try again later
+    ├── TextProcessError     the process that renders and tokenises can't do it; others' requests, or this one later, may be done
     └── EngineClosedError    the engine was closed while the caller still used it
 
 User errors carry the field and the value; `assert` is for our own bugs.
@@ -70,6 +71,10 @@ class OverloadedError(AgentspecError):
         super().__init__(reason)
         self.retry_after = retry_after
         """Seconds."""
+
+
+class TextProcessError(AgentspecError):
+    """A prompt couldn't be built though nothing is known to be wrong with it: the server answers 503."""
 
 
 class EngineClosedError(AgentspecError):

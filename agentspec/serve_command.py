@@ -13,10 +13,9 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +26,7 @@ from agentspec import bundled
 from agentspec.config import EngineConfig, LogLevel, ServerConfig
 from agentspec.errors import ConfigError, EngineClosedError
 from agentspec.remote_engine import EngineProcess, RemoteEngine
+from agentspec.remote_text import RemoteText, pipeline_of
 from agentspec.server.app import create_app
 from agentspec.server.connections import FOR_PROBES, Connections, Listener, room_for_connections
 from agentspec.server.deadlines import TimeLimits
@@ -36,8 +36,6 @@ from agentspec.server.keys import Keys
 from agentspec.server.pipeline import TextPipeline
 from agentspec.server.waiting_room import WaitingRoom
 from agentspec.start_progress import TICK_SECONDS, ProgressLines, StartProgress
-from agentspec.text.chat_template import ChatTemplate
-from agentspec.text.tokenizer import Tokenizer
 from agentspec.version import version
 
 CLOSE_SECONDS = 10
@@ -54,16 +52,18 @@ class _SignalledServer(uvicorn.Server):
         yield
 
 
-def run(config: EngineConfig, server: ServerConfig, process: EngineProcess, early: Sequence[signal.Signals] = ()) -> signal.Signals | None:
+def run(
+    config: EngineConfig, server: ServerConfig, process: EngineProcess, text: EngineProcess, early: Sequence[signal.Signals] = ()
+) -> signal.Signals | None:
     """Serve an engine in `process` until a signal; returns it. Binds first: a port that is taken must not cost the loading of a model.
+    text: renders and tokenises (remote_text.text_process).
 
     early: gets the signals that come until there are handlers here. Raises ConfigError or CheckpointError for a chat template that can't be used,
     ConfigError for keys that can't, and EngineClosedError when the engine ended without being told to."""
     _set_up_log(server.log_level)
-    template = None if server.chat_template is None else _checked_template(server.chat_template)
     keys = Keys(server.api_keys, server.keys)
     with _bind(Connections(room_for_connections()), server.host, server.port) as listener:
-        return asyncio.run(_serve(config, server, process, listener, early, template, keys))
+        return asyncio.run(_serve(config, server, process, text, listener, early, keys))
 
 
 def _set_up_log(level: LogLevel) -> None:
@@ -93,9 +93,9 @@ async def _serve(
     config: EngineConfig,
     server: ServerConfig,
     process: EngineProcess,
+    text_process: EngineProcess,
     listener: Listener,
     early: Sequence[signal.Signals],
-    template: Path | None,
     keys: Keys,
 ) -> signal.Signals | None:
     caught: Signals = asyncio.Queue()
@@ -108,8 +108,9 @@ async def _serve(
     first = asyncio.create_task(caught.get())
     progress = StartProgress()
     room = WaitingRoom(progress.describe, lambda: progress.seconds)
-    async with _listening(in_front_of(room, server), listener) as serving:
-        loading = asyncio.create_task(_load(config, process, progress, partial(_text, template=template, trusts=server.trust_client_text)))
+    remote = RemoteText(text_process, server.text_seconds, trusts_client_text=server.trust_client_text)
+    async with _listening(in_front_of(room, server), listener) as serving, _closing(remote):
+        loading = asyncio.create_task(_load(config, server, process, remote, progress))
         await asyncio.wait((first, serving, loading), return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
             loading.cancel()
@@ -147,6 +148,15 @@ async def _serve(
 
 
 @asynccontextmanager
+async def _closing(remote: RemoteText) -> AsyncIterator[None]:
+    """Requests that wait for their text end with the context, whatever it hangs on."""
+    try:
+        yield
+    finally:
+        await remote.close()
+
+
+@asynccontextmanager
 async def _listening(app: ASGIApp, listener: Listener) -> AsyncIterator[asyncio.Task[None]]:
     """The task that serves HTTP within; ended afterwards, with what it still sends."""
     http = _SignalledServer(
@@ -173,43 +183,40 @@ async def _listening(app: ASGIApp, listener: Listener) -> AsyncIterator[asyncio.
 
 
 async def _load(
-    config: EngineConfig, process: EngineProcess, progress: StartProgress, read: Callable[[Path], TextPipeline | None]
+    config: EngineConfig, server: ServerConfig, process: EngineProcess, remote: RemoteText, progress: StartProgress
 ) -> tuple[RemoteEngine, TextPipeline | None]:
     """The engine, and beside it what makes prompts of messages: at once where the checkpoint is a directory, else after its download."""
     lines = ProgressLines(progress, sys.stderr)
-    telling = asyncio.create_task(_tell(lines))
+    template = None if server.chat_template is None else Path(server.chat_template).expanduser()
     named = Path(bundled.checkpoint_of(config.model)).expanduser()
-    reading = asyncio.create_task(asyncio.to_thread(read, named)) if named.is_dir() else None
+    tasks: list[asyncio.Task[Any]] = [asyncio.create_task(_tell(lines))]
     try:
-        engine = await RemoteEngine.start(config, process, progress=progress)
+        if template is not None:
+            await remote.check(template)  # what is wrong with the file is said before a model is loaded
+        starting = asyncio.create_task(RemoteEngine.start(config, process, progress=progress))
+        tasks.append(starting)
+        if named.is_dir():
+            reading = asyncio.create_task(pipeline_of(named, template, remote))
+            tasks.append(reading)
+            await asyncio.wait((starting, reading), return_when=asyncio.FIRST_EXCEPTION)
+            if not starting.done():
+                reading.result()  # nobody waits for an engine whose template can't be used
+        engine = await starting
         directory = engine.setup.model_dir
-        if directory is None:
-            return engine, None
         try:
-            return engine, await (asyncio.to_thread(read, Path(directory)) if reading is None else reading)
+            if directory is None:
+                return engine, None
+            return engine, await (reading if named.is_dir() else pipeline_of(Path(directory), template, remote))
         except BaseException:
             await engine.close()
             raise
     finally:
-        telling.cancel()
         lines.clear()
-        if reading is not None:
-            await asyncio.wait((reading,))
-            reading.cancelled() or reading.exception()  # the engine's own word about the directory came first
-
-
-def _text(directory: Path, *, template: Path | None, trusts: bool) -> TextPipeline | None:
-    return TextPipeline.from_checkpoint(Tokenizer.from_directory(directory), directory, chat_template=template, trusts_client_text=trusts)
-
-
-def _checked_template(name: str) -> Path:
-    """What is wrong with the file is said before a model is loaded."""
-    path = Path(name).expanduser()
-    try:
-        ChatTemplate.from_file(path)
-    except OSError as error:
-        raise ConfigError("chat_template", name, f"can't be read: {error.strerror or error}") from None
-    return path
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        for task in tasks:
+            task.cancelled() or task.exception()  # the first word about the checkpoint is the one that is told
 
 
 async def _tell(lines: ProgressLines) -> None:

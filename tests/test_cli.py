@@ -27,7 +27,7 @@ ENGINE_FLAGS = {
 FLAGS = {
     "serve": ENGINE_FLAGS | {
         "checkpoint", "--config", "--host", "--port", "--api-key", "--max-body-mib", "--max-queue", "--cors-origin", "--served-model-name",
-        "--chat-template", "--log-level", "--strict-fields", "--images", "--allowed-host", "--drain", "--api-key-file", "--keys",
+        "--chat-template", "--log-level", "--strict-fields", "--images", "--allowed-host", "--drain", "--text-timeout", "--api-key-file", "--keys",
         "--trust-client-text",
         "--queue-timeout", "--request-timeout", "--root-path",
     },
@@ -259,10 +259,12 @@ class Loaded:
 )
 def test_how_serving_can_end(result: Any, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     command, remote = Loaded(result), SimpleNamespace(EngineProcess=lambda: nullcontext("its process"))
-    monkeypatch.setattr(cli, "_load", {"agentspec.serve_command": command, "agentspec.remote_engine": remote}.__getitem__)
+    text = SimpleNamespace(text_process=lambda seconds: nullcontext(f"{seconds:g} seconds for texts"))
+    modules = {"agentspec.serve_command": command, "agentspec.remote_engine": remote, "agentspec.remote_text": text}
+    monkeypatch.setattr(cli, "_load", modules.__getitem__)
     monkeypatch.delenv("AGENTSPEC_API_KEY", raising=False)
     assert cli.main(["serve", "m", "--port", "9"]) == code
-    assert command.arguments == (EngineConfig(model="m"), ServerConfig(port=9), "its process", [])
+    assert command.arguments == (EngineConfig(model="m"), ServerConfig(port=9), "its process", "30 seconds for texts", [])
 
 
 def test_replay_opens_an_engine_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:

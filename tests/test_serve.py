@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -142,6 +143,73 @@ def test_a_server_says_what_it_chose_and_serves_who_has_the_key(serve: Serve) ->
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "top_k")
     assert client.post("/v1/chat/completions", content=b" " * 20_000).status_code == 413
     assert client.get("/stats").json()["running"] == 0
+    served.process.send_signal(signal.SIGTERM)
+    assert served.end() == (0, "", "")
+
+
+FOREVER = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_a_chat_template_that_hangs_holds_up_nothing_but_its_requests(serve: Serve, tmp_path: Path) -> None:
+    """Nor the end of the server, whose text process is killed with it."""
+    own = tmp_path / "own.jinja"
+    own.write_text("{% if messages[0].content == 'hang' %}" + FOREVER + "{% endif %}{{ messages[0].content }}")
+    served = serve("--chat-template", str(own), "--text-timeout", "3", "--drain", "0")
+    client, hang = served.client, CHAT | {"messages": [{"role": "user", "content": "hang"}]}
+    with streaming(served, ENDLESS) as lines, ThreadPoolExecutor() as pool:
+        hanging = pool.submit(client.post, "/v1/chat/completions", json=hang)
+        ids = {"model": "tiny-agent", "prompt": [5, 6, 7], "max_tokens": 3, "ignore_eos": True}
+        for _ in range(3):
+            assert client.get("/health").status_code == 200
+            assert client.post("/v1/completions", json=ids).json()["usage"]["completion_tokens"] == 3
+            next(lines)
+        refused = hanging.result()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "text_process")
+        assert client.post("/v1/chat/completions", json=CHAT | {"max_tokens": 3}).status_code == 200
+        hanging = pool.submit(client.post, "/v1/chat/completions", json=hang)
+        served.process.send_signal(signal.SIGTERM)
+        assert reasons(lines) == (["abort"], "data: [DONE]")
+        with suppress(httpx.TransportError):  # it may have come too late
+            assert hanging.result().status_code == 503
+    code, rest, errors = served.end()
+    assert (code, rest) == (0, "")
+    assert "took more than 3 seconds: its process is killed" in errors
+
+
+def test_a_chat_template_that_hangs_at_the_start_is_refused_within_its_deadline(serve: Serve, tmp_path: Path) -> None:
+    own = tmp_path / "own.jinja"
+    own.write_text(FOREVER)
+    served = serve("./nowhere", "--chat-template", str(own), "--text-timeout", "1", wait=False)
+    words = f"agentspec: error: {own}: the chat template did not end within 1 seconds (--text-timeout)\n"
+    assert served.end() == (2, "", words)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_signal_while_a_chat_template_hangs_at_the_start(serve: Serve, tmp_path: Path, number: signal.Signals, code: int) -> None:
+    own = tmp_path / "own.jinja"
+    own.write_text(FOREVER)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    served = serve("--chat-template", str(own), "--port", str(port), "--text-timeout", "300", wait=False)
+    served.client.base_url = httpx.URL(f"http://127.0.0.1:{port}")
+    health = None
+    while health is None:
+        with suppress(httpx.ConnectError):
+            health = served.client.get("/health")
+    served.process.send_signal(number)
+    assert served.end() == (code, "", "")
+
+
+def test_a_huge_text_is_refused_before_it_is_tokenised(serve: Serve) -> None:
+    """Its bytes alone say that it is too long: the text process, which may take five seconds, isn't killed for it."""
+    served = serve("--max-context", "4096", "--text-timeout", "5")
+    for path, body in (
+        ("chat/completions", {"messages": [{"role": "user", "content": "a" * (24 << 20)}]}),
+        ("completions", {"prompt": "a " * (12 << 20)}),
+    ):
+        refused = served.client.post(f"/v1/{path}", json={"model": "tiny-agent", **body})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert "exceeds the context limit of 4096 tokens" in refused.json()["error"]["message"]
     served.process.send_signal(signal.SIGTERM)
     assert served.end() == (0, "", "")
 

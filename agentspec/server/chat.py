@@ -51,8 +51,8 @@ def turn_request(asked: ChatRequest, session_id: str | None) -> TurnRequest:
 async def answer(service: Service, call: Call) -> Response:
     """POST /v1/chat/completions."""
     asked = service.named(openai.parse_chat(call.body, call.notes))
-    turns = await begin(service, turn_request(asked, session_of(call.headers, asked.prompt_cache_key)))
     try:
+        turns = await begin(service, turn_request(asked, session_of(call.headers, asked.prompt_cache_key)))
         told = headers(turns[0].clamped)
         if asked.stream:
             head = sse.StreamHead(renamed=_renamed)

@@ -6,7 +6,6 @@ prompts: its answers have no text, and always their token ids; those of the prom
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -17,6 +16,7 @@ from starlette.responses import Response
 from agentspec.errors import RequestError
 from agentspec.server import answer_shapes, events, openai, sse
 from agentspec.server.answers import Head, metrics_body, of_choices, total, usage_body, usage_so_far
+from agentspec.server.fair_queue import Flow
 from agentspec.server.logprobs import CompletionLogprobs
 from agentspec.server.openai import CompletionRequest
 from agentspec.server.pipeline import TextPipeline
@@ -27,6 +27,7 @@ from agentspec.server.tables.completions import COMPLETIONS
 from agentspec.server.token_room import clamped_to, headers, within_room
 from agentspec.server.turn import for_choice
 from agentspec.text.constraints import ToolDemand, turn_grammar
+from agentspec.text.token_limit import TokenLimit
 from agentspec.types import Breakpoint, CheckpointKind, TokenScore
 from agentspec.wire import FinishEvent, ModelInfo, Submit, TokensEvent, Usage
 
@@ -34,8 +35,9 @@ MAX_CHOICES = 2048
 """Of one request: its prompts times `n`."""
 
 
-async def encode_prompts(request: CompletionRequest, text: TextPipeline | None) -> list[list[int]]:
-    """Token ids of every prompt. Raises RequestError when there are too many, or a text has no tokenizer to encode it, or no tokens."""
+async def encode_prompts(request: CompletionRequest, text: TextPipeline | None, max_context: int, flow: Flow) -> list[Sequence[int]]:
+    """Token ids of every prompt. Raises RequestError when there are too many, or a text has no tokenizer to encode it, or no tokens; and
+    ContextLengthError for a text with too many."""
     prompts = request.prompts()
     if len(prompts) * request.n > MAX_CHOICES:
         raise RequestError("prompt", f"{len(prompts)} prompts", f"with n={request.n} they make more than {MAX_CHOICES} choices")
@@ -44,14 +46,14 @@ async def encode_prompts(request: CompletionRequest, text: TextPipeline | None) 
         return [prompt for prompt in prompts if not isinstance(prompt, str)]
     if text is None:
         raise RequestError("prompt", texts[0], "this checkpoint has no tokenizer: send token ids")
-    encoded = iter(await asyncio.to_thread(text.tokenizer.encode_batch, texts))
-    ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
+    encoded = iter(await text.work.encode(texts, TokenLimit(max_context), flow))
+    ids: list[Sequence[int]] = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
     if not all(ids):
         raise RequestError("prompt", "", "must hold at least one token")
     return ids
 
 
-def submits_of(request: CompletionRequest, prompts: Sequence[list[int]], session_id: str | None, max_context: int) -> list[Submit]:
+def submits_of(request: CompletionRequest, prompts: Sequence[Sequence[int]], session_id: str | None, max_context: int) -> list[Submit]:
     """One submit for each choice: those of the first prompt first."""
     request_id = uuid.uuid4().hex
     asked = request.sampling()
@@ -82,8 +84,9 @@ async def answer(service: Service, call: Call) -> Response:
     asked = service.named(openai.parse_completion(call.body, call.notes))
     info = service.engine.info
     asked.sampling().validate(vocab_size=info.vocab_size)  # what no message to the engine can hold is out of range, too
-    prompts = await encode_prompts(asked, service.text)
-    submits = submits_of(asked, prompts, session_of(call.headers, asked.prompt_cache_key), info.max_context)
+    session_id = session_of(call.headers, asked.prompt_cache_key)
+    prompts = await encode_prompts(asked, service.text, info.max_context, Flow(service.tenant.name, session_id or ""))
+    submits = submits_of(asked, prompts, session_id, info.max_context)
     told = headers(_clamped(asked, submits))
     if asked.stream:
         chunks, head = CompletionChunks(asked, submits, service.text, info), sse.StreamHead()
@@ -161,7 +164,7 @@ class _Choice:
             names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
             choice["logprobs"] = {name: [entry for part in scored for entry in part[name]] for name in names}
         if self._with_prompt_ids:
-            choice["prompt_token_ids"] = self.prompt_ids
+            choice["prompt_token_ids"] = list(self.prompt_ids)
         if self._with_ids:
             choice["token_ids"] = [token for piece in pieces for token in piece["token_ids"]]
         return choice
@@ -174,7 +177,7 @@ class _Choice:
             shown = tokenizer.decode([token for token in self.prompt_ids if token < tokenizer.vocab_size], skip_special_tokens=skips)
         piece = self._piece(shown, self.prompt_ids, scores)
         if self._with_prompt_ids:
-            piece["prompt_token_ids"] = self.prompt_ids
+            piece["prompt_token_ids"] = list(self.prompt_ids)
         return piece | {"token_ids": []} if self._with_ids else piece
 
     def _piece(self, text: str, ids: Sequence[int], scores: Sequence[TokenScore | None] | None) -> dict[str, Any]:

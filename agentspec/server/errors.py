@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from agentspec.errors import AgentspecError, ContextLengthError, EngineClosedError, OverloadedError, RequestError
+from agentspec.errors import AgentspecError, ContextLengthError, EngineClosedError, OverloadedError, RequestError, TextProcessError
 
 _ANTHROPIC_ROOT = "/v1/messages"
 
@@ -80,4 +80,6 @@ def api_error(error: AgentspecError) -> ApiError:
         return ApiError(429, str(error), code="overloaded", headers={"retry-after": str(error.retry_after)})
     if isinstance(error, EngineClosedError):
         return ApiError(503, str(error), code="engine_closed")
+    if isinstance(error, TextProcessError):
+        return ApiError(503, str(error), code="text_process")
     return ApiError(500, str(error), code="engine_error")

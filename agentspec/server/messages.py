@@ -58,7 +58,7 @@ async def count_tokens(service: Service, call: Call) -> Response:
     """POST /v1/messages/count_tokens: the prompt's length, nothing is generated."""
     asked = service.named(messages_request.parse_count(call.body, call.notes))
     try:
-        prompt = await build_prompt(service, _turn_request(service, asked, call))
+        prompt = await build_prompt(service, _turn_request(service, asked, call), counts=True)
         _check_thinking(asked, prompt)
     except RequestError as error:
         raise _renamed(error, asked) from None

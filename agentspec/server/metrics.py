@@ -17,8 +17,8 @@ from agentspec.server.recorder import Figures, Histogram
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service
 from agentspec.server.tenants import Tenant
+from agentspec.server.text_work import PromptFacts
 from agentspec.server.unknown_fields import UnknownFields
-from agentspec.text.prompt import PromptBuilder
 from agentspec.types import BLOCK_TOKENS
 from agentspec.wire import ModelInfo
 
@@ -231,7 +231,7 @@ def _times(figures: Figures) -> list[Family]:
     ]
 
 
-def _turns(prompts: PromptBuilder) -> list[Family]:
+def _turns(prompts: PromptFacts) -> list[Family]:
     return [
         Family("counter", "turns_spliced_total", "Returned turns whose generated ids were put back.", prompts.num_spliced),
         Family("counter", "turns_mismatched_total", "Returned turns that the template renders otherwise.", prompts.num_mismatched),

@@ -6,12 +6,11 @@ Knows which parts belong together, and nothing of requests.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from agentspec.errors import ConfigError
+from agentspec.server.text_work import PromptFacts, TextWork, ThreadedText
 from agentspec.text.assets import named_tokens, read_object
 from agentspec.text.chat_template import ChatTemplate, Tools
 from agentspec.text.prompt import BuiltPrompt, PromptBuilder
@@ -23,17 +22,25 @@ from agentspec.text.turn_memory import TurnMemory
 _FILE_NAMES = ("vocab_file", "merges_file", "tokenizer_file")
 """What some tokenizers' settings say of the machine that they were written on."""
 
+NO_USE_FOR_A_TEMPLATE = "this checkpoint has no tokenizer, so it takes no messages"
 
-@dataclass(frozen=True, slots=True)
+
 class TextPipeline:
     """Tokenizer and, if the checkpoint has a chat template, what makes prompts of messages. One per served model: it remembers turns."""
 
-    tokenizer: Tokenizer
-    prompts: PromptBuilder | None
-    builder: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="agentspec-prompts"))
-    """Builds prompts, one at a time: what a client that left has asked for is built to its end before the next."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """tokenizer_config.json's, named tokens as texts, with the chat template that is used."""
+    def __init__(
+        self, tokenizer: Tokenizer, prompts: PromptFacts | None, work: TextWork | None = None, *, settings: Mapping[str, Any] | None = None
+    ) -> None:
+        """prompts: None without a chat template. work: None: in this process, by the PromptBuilder that `prompts` is."""
+        self.tokenizer = tokenizer
+        """For what is cheap and bounded. What clients send goes to `work`."""
+        self.prompts = prompts
+        if work is None:
+            assert prompts is None or isinstance(prompts, PromptBuilder)
+            work = ThreadedText(tokenizer, prompts)
+        self.work = work
+        self.settings = settings or {}
+        """tokenizer_config.json's, named tokens as texts, with the chat template that is used."""
 
     @classmethod
     def from_checkpoint(
@@ -44,15 +51,11 @@ class TextPipeline:
         Raises CheckpointError when the chat template can't be used, ConfigError for a `chat_template` that there is no use for."""
         if tokenizer is None or model_dir is None:
             if chat_template is not None:
-                raise ConfigError("chat_template", str(chat_template), "this checkpoint has no tokenizer, so it takes no messages")
+                raise ConfigError("chat_template", str(chat_template), NO_USE_FOR_A_TEMPLATE)
             return None if tokenizer is None else cls(tokenizer, None)
         template = ChatTemplate.from_directory(model_dir, instead=chat_template)
-        config = read_object(model_dir / "tokenizer_config.json")
-        settings = {name: value for name, value in config.items() if name not in _FILE_NAMES} | named_tokens(config)
-        if template is None:
-            return cls(tokenizer, None, settings=settings)
-        prompts = PromptBuilder(tokenizer, template, TurnMemory(), trusts_client_text=trusts_client_text)
-        return cls(tokenizer, prompts, settings=settings | {"chat_template": template.source})
+        prompts = None if template is None else PromptBuilder(tokenizer, template, TurnMemory(), trusts_client_text=trusts_client_text)
+        return cls(tokenizer, prompts, settings=tokenizer_settings(model_dir, None if template is None else template.source))
 
     def segmenter(
         self, tools: Tools | None, prompt: BuiltPrompt, *, has_form: bool = False, places: Mapping[str, Container[int]] | None = None
@@ -68,3 +71,10 @@ class TextPipeline:
             is_mid_text=prompt.is_mid_text,
             places=places,
         )
+
+
+def tokenizer_settings(model_dir: Path, template_source: str | None) -> dict[str, Any]:
+    """TextPipeline.settings. template_source: of the chat template, if there is one."""
+    config = read_object(model_dir / "tokenizer_config.json")
+    settings = {name: value for name, value in config.items() if name not in _FILE_NAMES} | named_tokens(config)
+    return settings if template_source is None else settings | {"chat_template": template_source}

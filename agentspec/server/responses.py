@@ -134,7 +134,7 @@ async def count_input(service: Service, call: Call) -> Response:
     """POST /v1/responses/input_tokens: what the same body would cost as a prompt."""
     asked = _Asked(service, call)
     try:
-        prompt = await build_prompt(service, asked.turn_request())
+        prompt = await build_prompt(service, asked.turn_request(), counts=True)
     except RequestError as error:
         raise asked.public(error) from None
     return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.prompt_ids)})

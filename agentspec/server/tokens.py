@@ -14,12 +14,14 @@ from starlette.responses import Response
 from agentspec.errors import RequestError
 from agentspec.server import answer_shapes, chat, fields, openai
 from agentspec.server.errors import ApiError
+from agentspec.server.fair_queue import Flow
 from agentspec.server.responding import json_response
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service, session_of
 from agentspec.server.tables.chat import CHAT
 from agentspec.server.tables.tokenize import DETOKENIZE, TOKENIZE
 from agentspec.server.turn import begin, build_prompt
+from agentspec.text.token_limit import COUNTED_CONTEXTS, TokenLimit
 from agentspec.text.tokenizer import Tokenizer
 
 _OF_CHAT = ("tools", "chat_template_kwargs", "reasoning_effort", "cache_salt")
@@ -129,12 +131,16 @@ async def _ids_of(service: Service, asked: TokenizeRequest) -> list[int]:
     if asked.prompt is not None:
         for name, value in of_chat.items():
             raise RequestError(name, value, "goes with messages, not with a prompt")
-        return _tokenizer(service, "prompt", asked.prompt).encode(asked.prompt)
+        _tokenizer(service, "prompt", asked.prompt)
+        assert service.text is not None
+        limit = TokenLimit(service.engine.info.max_context, COUNTED_CONTEXTS)
+        (found,) = await service.text.work.encode([asked.prompt], limit, Flow(service.tenant.name))
+        return list(found)
     if not asked.continue_final_message:
         of_chat.pop("add_generation_prompt", None)  # alone it is nothing that a chat could ask for
     body = {"model": service.engine.info.model_id, "messages": asked.messages, **of_chat}
     turn = chat.turn_request(openai.parse_chat(body), None)
-    return list((await build_prompt(service, replace(turn, begins=asked.add_generation_prompt))).prompt_ids)
+    return list((await build_prompt(service, replace(turn, begins=asked.add_generation_prompt), counts=True)).prompt_ids)
 
 
 def _check_model(service: Service, name: str | None) -> None:

@@ -10,14 +10,15 @@ import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import msgspec
 
 from agentspec.errors import RequestError
+from agentspec.server.fair_queue import Flow
 from agentspec.server.pipeline import TextPipeline
 from agentspec.server.service import Service
+from agentspec.server.text_work import PromptAsk
 from agentspec.server.token_places import TokenPlaces
 from agentspec.server.token_room import clamped_to, within_room
 from agentspec.text.chat_template import CacheMark, Tools
@@ -25,6 +26,7 @@ from agentspec.text.constraints import OutputForm, ToolDemand, is_constrained, t
 from agentspec.text.context_edits import ContextEdit
 from agentspec.text.events import AssistantTurn, ContentDelta, TextEvent
 from agentspec.text.prompt import BuiltPrompt
+from agentspec.text.token_limit import COUNTED_CONTEXTS, TokenLimit
 from agentspec.text.tool_calls.protocol import CALL_OPEN
 from agentspec.types import FinishReason, SamplingParams, TokenScore
 from agentspec.wire import FinishEvent, ModelInfo, Submit, TokensEvent, Usage
@@ -131,8 +133,7 @@ class Turn:
         is_own_end = event.reason is FinishReason.STOP and event.stop_match in self._stop_ids
         last = self._scored([*self._segmenter.push(event.text), *self._segmenter.finish(is_cut=not is_own_end)])
         turn = self._segmenter.turn
-        assert self._text.prompts is not None
-        self._text.prompts.remember(self.prompt, turn, self._ids, is_cut=not is_own_end, skip_special_tokens=self.submit.skip_special_tokens)
+        self._text.work.remember(self.prompt, turn, self._ids, is_cut=not is_own_end, skip_special_tokens=self.submit.skip_special_tokens)
         return TurnEnd(
             events=last,
             reason=event.reason,
@@ -161,16 +162,26 @@ class Turn:
         return added
 
 
-async def build_prompt(service: Service, asked: TurnRequest) -> BuiltPrompt:
-    """The prompt of a turn, as the engine gets it. Raises RequestError for messages that can't be rendered, and for sampling that it would refuse."""
+async def build_prompt(service: Service, asked: TurnRequest, *, counts: bool = False) -> BuiltPrompt:
+    """The prompt of a turn, as the engine gets it; `counts`: it won't, so that it may be longer than the context.
+
+    Raises RequestError for messages that can't be rendered, and for sampling that the engine would refuse; ContextLengthError for too many tokens."""
     asked.sampling.validate(vocab_size=service.engine.info.vocab_size)
     text = service.chat_text("messages", asked.messages)
     assert text.prompts is not None
     kwargs = {**asked.template_kwargs, **_reasoning_kwargs(asked, text.prompts.template_reads)}
-    tools = shown_tools(asked) or None
-    namespace = service.tenant.namespace(asked.namespace)
-    build = partial(text.prompts.build, asked.messages, tools, kwargs, namespace=namespace, marked=asked.marked, edits=asked.edits)
-    return await asyncio.get_running_loop().run_in_executor(text.builder, partial(build, continues=asked.continues, begins=asked.begins))
+    ask = PromptAsk(
+        messages=asked.messages,
+        limit=TokenLimit(service.engine.info.max_context, COUNTED_CONTEXTS if counts else 1),
+        tools=shown_tools(asked) or None,
+        template_kwargs=kwargs,
+        namespace=service.tenant.namespace(asked.namespace),
+        marked=asked.marked,
+        edits=asked.edits,
+        continues=asked.continues,
+        begins=asked.begins,
+    )
+    return await text.work.build(ask, Flow(service.tenant.name, asked.session_id or ""))
 
 
 async def begin(service: Service, asked: TurnRequest) -> list[Turn]:

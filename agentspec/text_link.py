@@ -1,0 +1,188 @@
+"""What crosses between a server's process and its text process: a job, and its one answer. Frames are those of engine_link.py, one message each.
+
+The server sends `Read` first, then `Compile`; from then on `Build` and `Encode`, each when the last one is answered, and any number of `Remember`,
+which have no answer. Messages come from JSON: what msgpack can't hold, a number beyond 64 bits, travels as JSON. Knows neither processes nor sockets.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from agentspec.engine_link import ErrorData, framed
+from agentspec.text.chat_template import MessageMark, ToolsMark
+from agentspec.text.context_edits import AppliedEdit, ClearThinking, ClearToolUses
+from agentspec.text.events import AssistantTurn
+from agentspec.text.prompt import BuiltPrompt
+from agentspec.text.turn_memory import TurnRecord
+from agentspec.types import Breakpoint, tokens
+
+
+class Read(msgspec.Struct, frozen=True, tag="read"):
+    """Load the tokenizer of a checkpoint directory, if it has one."""
+
+    directory: str
+
+
+class Compile(msgspec.Struct, frozen=True, tag="compile"):
+    """Load the chat template, and see what it does with messages. `instead`: a file in place of the directory's own."""
+
+    directory: str | None
+    """None: there is none yet. The template is only looked at."""
+    instead: str | None
+    trusts_client_text: bool = False
+
+
+class Build(msgspec.Struct, frozen=True, tag="build"):
+    """PromptBuilder.build's arguments."""
+
+    messages: list[Any]
+    tools: list[Any] | None
+    template_kwargs: dict[str, Any]
+    namespace: str
+    marked: list[ToolsMark | MessageMark]
+    edits: list[ClearThinking | ClearToolUses]
+    continues: bool
+    begins: bool
+    context: int
+    times: int
+    """Of token_limit.TokenLimit."""
+
+
+class Encode(msgspec.Struct, frozen=True, tag="encode"):
+    texts: list[str]
+    context: int
+    times: int
+
+
+class Begun(msgspec.Struct, frozen=True, array_like=True):
+    """What `remember` needs of a BuiltPrompt."""
+
+    conversation: bytes
+    namespace: str
+    reasoning: str
+    content: str
+    ids: bytes
+    lead: bytes
+    """As UTF-8, sentinels in it included: they are lone surrogates."""
+
+
+class Remember(msgspec.Struct, frozen=True, tag="remember"):
+    begun: Begun
+    turn: AssistantTurn
+    ids: bytes
+    is_cut: bool
+    skip_special_tokens: bool
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """To `Read`."""
+
+
+class Compiled(msgspec.Struct, frozen=True, tag="compiled"):
+    source: str | None
+    """None: the checkpoint has no chat template."""
+    reads: frozenset[str] = frozenset()
+    """Variables that it takes."""
+    tag_ids: dict[str, int] = {}
+    """PromptBuilder.tag_ids."""
+
+
+class Built(msgspec.Struct, frozen=True, tag="built"):
+    ids: bytes
+    breakpoints: list[Breakpoint]
+    marked_end: int
+    reasoning_open: bool
+    begun: Begun
+    applied: list[AppliedEdit]
+    num_spliced: int
+    """Of the builder, so far."""
+    num_mismatched: int
+
+
+class Encoded(msgspec.Struct, frozen=True, tag="encoded"):
+    ids: list[bytes]
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    error: ErrorData
+
+
+BUFFER_BYTES = 1 << 19
+"""Of the socket, each way, where the system allows it: a prompt leaves at once, and nobody waits for its reader."""
+
+ToText = Read | Compile | Build | Encode | Remember
+ToServer = Done | Compiled | Built | Encoded | Refused
+
+_Message = TypeVar("_Message")
+
+
+def frame(message: ToText | ToServer) -> bytes:
+    """Raises UnicodeEncodeError for a text that isn't Unicode."""
+    try:
+        return framed(msgspec.msgpack.encode(message))
+    except OverflowError:
+        return framed(msgspec.json.encode(message))
+
+
+class Reader:
+    """Makes messages of one kind from the bodies of their frames."""
+
+    def __init__(self, kind: Any) -> None:
+        self._msgpack = msgspec.msgpack.Decoder(kind)
+        self._json = msgspec.json.Decoder(kind)
+
+    def __call__(self, body: bytes) -> Any:
+        return self._json.decode(body) if body.startswith(b"{") else self._msgpack.decode(body)
+
+
+def ids_of(data: bytes) -> array[int]:
+    """Token ids from the bytes of an array of types.tokens. Both ends are one machine."""
+    ids = tokens()
+    ids.frombytes(data)
+    return ids
+
+
+def begun_of(prompt: BuiltPrompt) -> Begun:
+    record = prompt.begun
+    return Begun(
+        prompt.conversation,
+        prompt.namespace,
+        record.turn.reasoning,
+        record.turn.content,
+        record.token_ids.tobytes(),
+        record.lead.encode(errors="surrogatepass"),
+    )
+
+
+def built(prompt: BuiltPrompt, num_spliced: int, num_mismatched: int) -> Built:
+    return Built(
+        prompt.prompt_ids.tobytes(),
+        prompt.breakpoints,
+        prompt.marked_end,
+        prompt.reasoning_open,
+        begun_of(prompt),
+        list(prompt.applied),
+        num_spliced,
+        num_mismatched,
+    )
+
+
+def prompt_of(
+    ids: bytes, begun: Begun, *, breakpoints: Sequence[Breakpoint] = (), marked_end: int = 0, reasoning_open: bool = False, applied: Any = ()
+) -> BuiltPrompt:
+    """The prompt again. Of what it began with there is what `remember` needs."""
+    turn = AssistantTurn(reasoning=begun.reasoning, content=begun.content)
+    return BuiltPrompt(
+        prompt_ids=ids_of(ids),
+        breakpoints=list(breakpoints),
+        marked_end=marked_end,
+        reasoning_open=reasoning_open,
+        conversation=begun.conversation,
+        namespace=begun.namespace,
+        begun=TurnRecord(turn, ids_of(begun.ids), "", begun.lead.decode(errors="surrogatepass"), is_cut=True),
+        applied=tuple(applied),
+    )

@@ -1,0 +1,174 @@
+"""The process that renders and tokenises: `python -m agentspec.text_process SECONDS FD`, started by remote_text.py with one end of a socket pair.
+
+Owns tokenizer, chat template, and the memory of turns; does one job after the other. It is made to be killed: by its server, when a job takes too
+long; by a timer of the kernel's a little later, whatever hangs; and by itself when the other end of the socket is gone.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from agentspec.engine_link import ErrorData, FrameReader, error_data
+from agentspec.errors import AgentspecError, ConfigError, RequestError
+from agentspec.text.chat_template import ChatTemplate
+from agentspec.text.prompt import PromptBuilder
+from agentspec.text.token_limit import TokenLimit, encode_within
+from agentspec.text.tokenizer import Tokenizer
+from agentspec.text.turn_memory import TurnMemory
+from agentspec.text_link import (
+    BUFFER_BYTES,
+    Build,
+    Compile,
+    Compiled,
+    Done,
+    Encode,
+    Encoded,
+    Read,
+    Reader,
+    Refused,
+    Remember,
+    ToServer,
+    ToText,
+    built,
+    frame,
+    ids_of,
+    prompt_of,
+)
+
+logger = logging.getLogger("agentspec")
+
+_RECEIVE_BYTES = 2**18
+_SHOWN_CHARACTERS = 1000
+_GRACE_SECONDS = 5
+"""The server kills first: only where it can't does the timer."""
+
+
+class _Worker:
+    """What the process owns, and what it does with a message."""
+
+    def __init__(self) -> None:
+        self._tokenizer: Tokenizer | None = None
+        self._prompts: PromptBuilder | None = None
+
+    def answer(self, message: ToText) -> ToServer | None:
+        """None: there is nothing to say."""
+        try:
+            return self._answer(message)
+        except AgentspecError as error:
+            return Refused(_shortened(error_data(error)))
+        except MemoryError:
+            raise  # the process ends, and another one may have more luck
+        except Exception:
+            logger.exception("a job of the text process failed")
+            return Refused(error_data(AgentspecError("internal error")))
+
+    def _answer(self, message: ToText) -> ToServer | None:
+        match message:
+            case Build():
+                return self._build(message)
+            case Encode(texts, context, times):
+                assert self._tokenizer is not None
+                found = encode_within(self._tokenizer, texts, each=TokenLimit(context, times))
+                return Encoded([ids.tobytes() for ids in found])
+            case Remember(begun, turn, ids, is_cut, skip_special_tokens):
+                assert self._prompts is not None
+                self._prompts.remember(prompt_of(b"", begun), turn, ids_of(ids), is_cut=is_cut, skip_special_tokens=skip_special_tokens)
+                return None
+            case Read(directory):
+                self._tokenizer = Tokenizer.from_directory(directory)
+                return Done()
+            case Compile():
+                return self._compile(message)
+
+    def _build(self, job: Build) -> ToServer:
+        prompts = self._prompts
+        assert prompts is not None
+        prompt = prompts.build(
+            job.messages,
+            job.tools,
+            job.template_kwargs,
+            namespace=job.namespace,
+            marked=job.marked,
+            edits=job.edits,
+            continues=job.continues,
+            begins=job.begins,
+            limit=TokenLimit(job.context, job.times),
+        )
+        return built(prompt, prompts.num_spliced, prompts.num_mismatched)
+
+    def _compile(self, asked: Compile) -> ToServer:
+        """A template that hangs does so here, before anything is served."""
+        instead = None if asked.instead is None else Path(asked.instead)
+        try:
+            if asked.directory is None:
+                assert instead is not None
+                template: ChatTemplate | None = ChatTemplate.from_file(instead)
+            else:
+                template = ChatTemplate.from_directory(asked.directory, instead=instead)
+        except OSError as error:
+            raise ConfigError("chat_template", asked.instead, f"can't be read: {error.strerror or error}") from None
+        if template is None:
+            return Compiled(None)
+        _try(template)
+        tag_ids: dict[str, int] = {}
+        if self._tokenizer is not None:
+            self._prompts = PromptBuilder(self._tokenizer, template, TurnMemory(), trusts_client_text=asked.trusts_client_text)
+            tag_ids = self._prompts.tag_ids
+        # What was loaded stays: without it, a full collection has next to nothing to look at, and no job waits for one.
+        gc.collect()
+        gc.freeze()
+        return Compiled(template.source, template.reads, tag_ids)
+
+
+def _shortened(error: ErrorData) -> ErrorData:
+    """Of a value, errors show the beginning: the rest has no need to travel, nor to be written out once more."""
+    shown = repr(error.value)
+    return error if len(shown) <= _SHOWN_CHARACTERS else msgspec.structs.replace(error, value=shown[:_SHOWN_CHARACTERS])
+
+
+def _try(template: ChatTemplate) -> None:
+    """What never ends does so now."""
+    _ = template.system_places
+    with suppress(RequestError):  # it may want other messages
+        template.render([{"role": "user", "content": "a"}])
+
+
+def main() -> int:
+    # Signals are the server's business.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    seconds, connection = float(sys.argv[1]) + _GRACE_SECONDS, socket.socket(fileno=int(sys.argv[2]))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+    threading.Thread(target=_end_with, args=(connection,), name="agentspec-text-end", daemon=True).start()
+    worker, frames, reader = _Worker(), FrameReader(), Reader(ToText)
+    while data := connection.recv(_RECEIVE_BYTES):
+        for body in frames.feed(data):
+            signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM ends the process
+            answer = worker.answer(reader(body))
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            if answer is not None:
+                connection.sendall(frame(answer))
+    return 0
+
+
+def _end_with(connection: socket.socket) -> None:
+    """The process, once the other end of the socket is gone."""
+    ends = select.poll()
+    ends.register(connection, 0)
+    ends.poll()
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
