@@ -19,6 +19,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from agentspec.text.chat_template import ChatTemplate
 from agentspec.text.messages import normalise
 from agentspec.text.tokenizer import Tokenizer
 from benchmarks.no_op_engine import MODEL
-from benchmarks.server import FLOOR, PATH, TOOLS, Connection, payload, request_bytes, server_process
+from benchmarks.server import FLOOR, PATH, TEXT_IN_PROCESS, TOOLS, Connection, payload, request_bytes, server_process
 
 COMPLETIONS = "/v1/completions"
 MESSAGE_BYTES = 100_000
@@ -37,9 +38,16 @@ NEW_BYTES = 4_000
 TIMED_TURNS = 3
 """Of each session, one after the other."""
 NUM_IDS = 24_000
+WAYS = {"": PATH, ", text in the server's process": TEXT_IN_PROCESS + PATH}
+"""As `serve` has it, and without the process that renders and tokenises."""
 
 _TEXT = "".join(path.read_text(encoding="utf-8") for path in sorted(Path(agentspec.__path__[0]).rglob("*.py"))).replace("<", "(")
 """What the agent reads: this package. Without tags, which would end its thinking."""
+
+
+def source_text(rng: random.Random, size: int) -> str:
+    start = rng.randrange(len(_TEXT) - size)
+    return _TEXT[start : start + size]
 
 
 class TimedConnection(Connection):
@@ -72,7 +80,7 @@ class Session:
             {"role": "user", "content": self._words(500)},
         ]
 
-    def request(self, **extra: Any) -> bytes:
+    def request(self, path: str = PATH, **extra: Any) -> bytes:
         body = {
             "model": MODEL,
             "messages": self.messages,
@@ -82,7 +90,7 @@ class Session:
             "forced_output": self._next_output(),
             **extra,
         }
-        return request_bytes(PATH, body)
+        return request_bytes(path, body)
 
     def take(self, answer: bytes) -> None:
         """Add what the client was sent, and the result of its call."""
@@ -103,24 +111,23 @@ class Session:
         return self._tokenizer.encode(f"{self._words(200)}\n</think>\n\n{call}<|im_end|>")
 
     def _words(self, size: int) -> str:
-        start = self._random.randrange(len(_TEXT) - size)
-        return _TEXT[start : start + size]
+        return source_text(self._random, size)
 
 
-async def held(connection: TimedConnection, session: Session) -> list[tuple[float, float]]:
+async def held(connection: TimedConnection, session: Session, path: str) -> list[tuple[float, float]]:
     """Milliseconds to the first token of the session's timed turns, and to the first frame of an app that only reads the same bytes."""
     times: list[tuple[float, float]] = []
     while len(times) < TIMED_TURNS:
         is_long = len(json.dumps(session.messages)) >= MESSAGE_BYTES
-        request = session.request()
+        request = session.request(path)
         took, answer = await connection.timed(request)
         session.take(answer)
         if is_long:
-            times.append((took, (await connection.timed(request.replace(PATH.encode(), f"{FLOOR}/stream".encode(), 1)))[0]))
+            times.append((took, (await connection.timed(request.replace(path.encode(), f"{FLOOR}/stream".encode(), 1)))[0]))
     return times
 
 
-async def check(connection: TimedConnection, tokenizer: Tokenizer) -> int:
+async def check(connection: TimedConnection, tokenizer: Tokenizer, path: str = PATH) -> int:
     """Every prompt of a session is what the template writes, encoded as a whole. Returns the last one's tokens."""
     template = ChatTemplate.from_directory(bundled.DIRECTORY)
     assert template is not None
@@ -128,7 +135,7 @@ async def check(connection: TimedConnection, tokenizer: Tokenizer) -> int:
     ids: list[int] = []
     while len(json.dumps(session.messages)) < MESSAGE_BYTES + NEW_BYTES:
         rendered = template.render(normalise(session.messages), TOOLS).text
-        _, answer = await connection.timed(session.request(return_token_ids=True))
+        _, answer = await connection.timed(session.request(path, return_token_ids=True))
         ids = json.loads(answer[len("data: ") : answer.index(b"\n\n")])["prompt_token_ids"]
         assert ids == tokenizer.encode(rendered), f"the prompt of turn {len(session.messages) // 2} is another one"
         session.take(answer)
@@ -139,8 +146,8 @@ async def repeated(connection: TimedConnection, request: Callable[[int], bytes],
     return [(await connection.timed(request(number)))[0] for number in range(times)]
 
 
-def short(number: int) -> bytes:
-    return request_bytes(PATH, {"model": MODEL, "messages": [{"role": "user", "content": f"Say {number}."}], "stream": True})
+def short(number: int, path: str = PATH) -> bytes:
+    return request_bytes(path, {"model": MODEL, "messages": [{"role": "user", "content": f"Say {number}."}], "stream": True})
 
 
 def ids_request(number: int) -> bytes:
@@ -152,16 +159,20 @@ async def measured(port: int, num_sessions: int) -> dict[str, list[float]]:
     tokenizer = Tokenizer.from_directory(bundled.DIRECTORY)
     assert tokenizer is not None
     connection = (await asyncio.get_running_loop().create_connection(TimedConnection, "127.0.0.1", port))[1]
-    num_tokens = await check(connection, tokenizer)
+    num_tokens = 0
+    for path in WAYS.values():
+        num_tokens = await check(connection, tokenizer, path)
     times = TIMED_TURNS * num_sessions
-    found = {
-        "a short prompt, chat": await repeated(connection, short, times),
-        f"{NUM_IDS:,} ids, completions": await repeated(connection, ids_request, times),
-    }
-    turns = [turn for seed in range(1, num_sessions + 1) for turn in await held(connection, Session(seed, tokenizer))]
-    chat = f"{MESSAGE_BYTES // 1000} KB of messages ({num_tokens:,} tokens), {NEW_BYTES // 1000} KB of them new, chat"
-    found[chat] = [took for took, _ in turns]
-    found["the same bytes, to an app that only reads them"] = [floor for _, floor in turns]
+    found = {f"a short prompt, chat{way}": await repeated(connection, partial(short, path=path), times) for way, path in WAYS.items()}
+    found[f"{NUM_IDS:,} ids, completions"] = await repeated(connection, ids_request, times)
+    turns: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    for seed in range(1, num_sessions + 1):
+        for way, path in WAYS.items():  # by turns, so that what else the machine does falls on all
+            turns[way] += await held(connection, Session(seed, tokenizer), path)
+    for way, timed in turns.items():
+        chat = f"{MESSAGE_BYTES // 1000} KB of messages ({num_tokens:,} tokens), {NEW_BYTES // 1000} KB of them new, chat{way}"
+        found[chat] = [took for took, _ in timed]
+    found["the same bytes, to an app that only reads them"] = [floor for _, floor in turns[""]]
     connection.transport.close()
     return found
 

@@ -35,6 +35,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from agentspec import bundled
 from agentspec.config import EngineConfig, ServerConfig
 from agentspec.remote_engine import EngineProcess, RemoteEngine
+from agentspec.remote_text import RemoteText, pipeline_of, text_process
 from agentspec.server.app import create_app
 from agentspec.server.door import Door
 from agentspec.server.pipeline import TextPipeline
@@ -46,6 +47,7 @@ from benchmarks.no_op_engine import MODEL, PACE_SECONDS, STEP_TEXT, STEPS, TOKEN
 PATH = "/v1/chat/completions"
 NO_OP_ENTRY = ("-m", "benchmarks.no_op_process")
 IN_PROCESS = "/in-process"
+TEXT_IN_PROCESS = "/text-in-process"
 FLOOR = "/floor"
 TOOLS = [
     {
@@ -85,9 +87,9 @@ def body(number: int, *, stream: bool, paced: bool) -> dict[str, Any]:
 class Ways:
     """Takes a request to one of the two apps, or to the floor: recorded answers with as little as an ASGI app can do for the same bytes."""
 
-    def __init__(self, serve: ASGIApp, in_process: ASGIApp, ticker: Ticker, whole: bytes, frames: list[bytes]) -> None:
-        self._serve = serve
-        self._in_process = in_process
+    def __init__(self, apps: dict[str, ASGIApp], ticker: Ticker, whole: bytes, frames: list[bytes]) -> None:
+        """apps: by the beginning of their paths; the last one takes all others."""
+        self._apps = apps
         self._ticker = ticker
         self._whole = whole
         self._frames = frames
@@ -96,10 +98,9 @@ class Ways:
         path = scope["path"]
         if path.startswith(FLOOR):
             await self._floor(path, receive, send)
-        elif path.startswith(IN_PROCESS):
-            await self._in_process({**scope, "path": path.removeprefix(IN_PROCESS)}, receive, send)
-        else:
-            await self._serve(scope, receive, send)
+            return
+        way, app = next((way, app) for way, app in self._apps.items() if path.startswith(way))
+        await app({**scope, "path": path.removeprefix(way)}, receive, send)
 
     async def _floor(self, path: str, receive: Receive, send: Send) -> None:
         while (await receive()).get("more_body"):
@@ -121,9 +122,9 @@ class Ways:
         await send({"type": "http.response.body", "body": b""})
 
 
-def app_of(engine: EngineClient, tokenizer: Tokenizer) -> ASGIApp:
+def app_of(engine: EngineClient, text: TextPipeline | None) -> ASGIApp:
     """What `serve` puts in front of an engine."""
-    app = create_app(engine, TextPipeline.from_checkpoint(tokenizer, bundled.DIRECTORY))
+    app = create_app(engine, text)
     return Door(app, ServerConfig(), max_running=engine.info.max_running)
 
 
@@ -131,13 +132,19 @@ async def serve() -> None:
     """Record the app's own answers, then serve all ways until the standard input ends."""
     tokenizer = Tokenizer.from_directory(bundled.DIRECTORY)
     assert tokenizer is not None
+    text = RemoteText(text_process(30), 30)
     async with NoOpEngine(tokenizer) as engine, await RemoteEngine.start(EngineConfig(), EngineProcess(NO_OP_ENTRY)) as remote:
-        app = app_of(engine, tokenizer)
+        app = app_of(engine, TextPipeline.from_checkpoint(tokenizer, bundled.DIRECTORY))
         async with httpx.AsyncClient(transport=InProcessTransport(app), base_url="http://in-process") as client:
             whole = (await client.post(PATH, json=body(0, stream=False, paced=False))).content
             async with client.stream("POST", PATH, json=body(0, stream=True, paced=False)) as response:
                 frames = [part async for part in response.aiter_raw()]
-        ways = Ways(app_of(remote, tokenizer), app, engine.ticker, whole, frames)
+        apps = {
+            IN_PROCESS: app,
+            TEXT_IN_PROCESS: app_of(remote, TextPipeline.from_checkpoint(tokenizer, bundled.DIRECTORY)),
+            "": app_of(remote, await pipeline_of(bundled.DIRECTORY, None, text)),
+        }
+        ways = Ways(apps, engine.ticker, whole, frames)
         server = uvicorn.Server(uvicorn.Config(ways, log_level="warning", access_log=False, lifespan="off"))
         # asyncio switches Nagle's algorithm off only for sockets that say that they speak TCP; with it, small writes wait 40 ms for an
         # acknowledgement.
@@ -151,6 +158,7 @@ async def serve() -> None:
             await asyncio.to_thread(sys.stdin.read)
             server.should_exit = True
             await serving
+    await text.close()
 
 
 @contextmanager
