@@ -108,20 +108,7 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"requests that may wait beside those that run; more are refused with 429 (default {idle.max_queue})",
     )
-    group.add_argument(
-        "--text-timeout",
-        type=float,
-        default=idle.text_seconds,
-        metavar="S",
-        help=f"seconds that a request's texts may take to render and tokenise, at its turn (default {idle.text_seconds:g})",
-    )
-    group.add_argument(
-        "--drain",
-        type=float,
-        default=idle.drain_seconds,
-        metavar="S",
-        help=f"seconds that running answers may go on after the first signal (default {idle.drain_seconds:g})",
-    )
+    _add_time_arguments(group, idle)
     group.add_argument(
         "--served-model-name",
         nargs="+",
@@ -173,6 +160,23 @@ def _add_deadline_arguments(group: argparse._ArgumentGroup) -> None:
         type=float,
         metavar="S",
         help="seconds that a request may take altogether, before it fails with 504 (default: without end)",
+    )
+
+
+def _add_time_arguments(group: argparse._ArgumentGroup, idle: ServerConfig) -> None:
+    group.add_argument(
+        "--text-timeout",
+        type=float,
+        default=idle.text_seconds,
+        metavar="S",
+        help=f"seconds that a request's texts may take to render and tokenise, at its turn (default {idle.text_seconds:g})",
+    )
+    group.add_argument(
+        "--drain",
+        type=float,
+        default=idle.drain_seconds,
+        metavar="S",
+        help=f"seconds that running answers may go on after the first signal (default {idle.drain_seconds:g})",
     )
 
 
