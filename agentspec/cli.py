@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn, get_args
 
 from agentspec import config_file
 from agentspec.config import EngineConfig, Images, LogLevel, ServerConfig
-from agentspec.errors import AgentspecError, ConfigError, EngineClosedError
+from agentspec.errors import AgentspecError, ConfigError, EngineClosedError, printable
 from agentspec.replay import importers
 from agentspec.replay import options as replay_options
 from agentspec.types import MAX_DRAFT_TOKENS
@@ -30,6 +30,9 @@ INTERRUPTED = 130
 USER_ERROR = 2
 ENGINE_ENDED = 70
 """The engine of `serve` ended without being told to: whoever started it may start it again."""
+
+MAX_ERROR_LENGTH = 4000
+"""Characters of what is said on stderr."""
 
 API_KEY_VARIABLE = "AGENTSPEC_API_KEY"
 
@@ -108,7 +111,7 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"requests that may wait beside those that run; more are refused with 429 (default {idle.max_queue})",
     )
-    _add_time_arguments(group, idle)
+    _add_lifetime_arguments(group, idle)
     group.add_argument(
         "--served-model-name",
         nargs="+",
@@ -163,7 +166,8 @@ def _add_deadline_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_time_arguments(group: argparse._ArgumentGroup, idle: ServerConfig) -> None:
+def _add_lifetime_arguments(group: argparse._ArgumentGroup, idle: ServerConfig) -> None:
+    """How long texts may take, how a server ends, and what becomes of its engine before."""
     group.add_argument(
         "--text-timeout",
         type=float,
@@ -178,6 +182,13 @@ def _add_time_arguments(group: argparse._ArgumentGroup, idle: ServerConfig) -> N
         metavar="S",
         help=f"seconds that running answers may go on after the first signal (default {idle.drain_seconds:g})",
     )
+    group.add_argument(
+        "--heartbeat",
+        type=float,
+        metavar="S",
+        help="seconds without a heartbeat of the engine until /health is 503; after ten times as long it is killed (default 30; on a CPU 300)",
+    )
+    group.add_argument("--restart", action="store_true", help="start an engine that ended by itself again, instead of exiting with 70")
 
 
 def server_config(args: argparse.Namespace, environment: Mapping[str, str]) -> ServerConfig:
@@ -199,6 +210,8 @@ def server_config(args: argparse.Namespace, environment: Mapping[str, str]) -> S
         queue_timeout_seconds=args.queue_timeout,
         request_timeout_seconds=args.request_timeout,
         root_path=args.root_path,
+        heartbeat_seconds=args.heartbeat,
+        restart=args.restart,
         strict_fields=args.strict_fields,
         images=args.images,
         model_names=tuple(args.served_model_name or ()),
@@ -352,12 +365,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if getattr(args, "config", None) is not None:
             _add_file(args, argv)
-        return _run(args)
-    except AgentspecError as error:
-        print(f"agentspec: error: {error}", file=sys.stderr)
+        code = _run(args)
+        sys.stdout.flush()
+        return code
+    except (AgentspecError, OSError) as error:  # a disk that is full, a file that isn't ours: the machine's own words name it
+        print(f"agentspec: error: {_one_line(error)}", file=sys.stderr)
+        _let_go_of_stdout()
         return ENGINE_ENDED if isinstance(error, EngineClosedError) else USER_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _let_go_of_stdout() -> None:
+    """What can't be written must not fail again, with a traceback, when Python ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _one_line(error: Exception) -> str:
+    shown = printable(str(error))
+    return shown if len(shown) <= MAX_ERROR_LENGTH else shown[:MAX_ERROR_LENGTH] + "..."
 
 
 def _add_file(args: argparse.Namespace, argv: Sequence[str] | None) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from agentspec import files
 from agentspec.errors import ConfigError
 from agentspec.types import BLOCK_TOKENS, MAX_DRAFT_TOKENS
 
@@ -21,6 +22,7 @@ DraftPrecision = Literal["auto", "checkpoint", "fp8"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Images = Literal["refuse", "drop"]
 
+_MAX_TOML_BYTES = 2**20
 _HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+", re.ASCII)
 _ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+", re.ASCII)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+", re.ASCII)
@@ -145,6 +147,11 @@ class ServerConfig:
     """How long a request may take from its body to its end. None: without end."""
     root_path: str = ""
     """What clients write before every path, such as /models; a proxy may strip it or not. "": nothing."""
+    heartbeat_seconds: float | None = None
+    """How long the engine may send no heartbeat before probes and requests are answered with 503: longer than its longest step. After ten times
+    as long it is killed. None: 30, on a CPU 300."""
+    restart: bool = False
+    """Start an engine that ended by itself again, once in some minutes, instead of ending with it."""
     strict_fields: bool = False
     """Refuse bodies with fields that nobody knows, instead of leaving these out."""
     images: Images = "refuse"
@@ -186,6 +193,8 @@ class ServerConfig:
             raise ConfigError("root_path", self.root_path, "must be a path such as /models, without a slash at its end")
         if re.match("/(v1|static)(/|$)", self.root_path):
             raise ConfigError("root_path", self.root_path, "begins like paths of the server's own")
+        if self.heartbeat_seconds is not None and not 2 <= self.heartbeat_seconds <= 86_400:
+            raise ConfigError("heartbeat", self.heartbeat_seconds, "must be between 2 and 86400 seconds")
         if self.log_level not in get_args(LogLevel):
             raise ConfigError("log_level", self.log_level, f"must be one of {', '.join(get_args(LogLevel))}")
         if self.images not in get_args(Images):
@@ -209,8 +218,8 @@ class ServerConfig:
 def read_toml(field: str, name: str) -> dict[str, Any]:
     """What stands in a TOML file that the setting `field` names. Raises ConfigError."""
     try:
-        return tomllib.loads(Path(name).expanduser().read_text(encoding="utf-8"))
+        return tomllib.loads(files.read_bytes(Path(name).expanduser(), most=_MAX_TOML_BYTES).decode("utf-8"))
     except OSError as error:
         raise ConfigError(field, name, f"can't be read: {error.strerror or error}") from None
-    except ValueError as error:  # no TOML, or no UTF-8
+    except (ValueError, RecursionError) as error:  # no TOML, too deep a one, or no UTF-8
         raise ConfigError(field, name, f"is not valid TOML: {error}") from None

@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from agentspec import bundled
+from agentspec import bundled, files
 from agentspec.closed_loop import RecordedTurn, Sessions
 from agentspec.config import EngineConfig
 from agentspec.dry_run import DryMemory, DryRun, DryRunResult
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
     print(_table(summary))
     if options.json_path is not None:
         rows = [{"request": turn.request_id, "prompt_tokens": turn.prompt_tokens, "cached_tokens": turn.cached_tokens} for turn in result.ended]
-        Path(options.json_path).write_text(json.dumps({"summary": summary, "requests": rows}, indent=1) + "\n")
+        files.write(options.json_path, (json.dumps({"summary": summary, "requests": rows}, indent=1) + "\n").encode(), field="json")
     return 0
 
 

@@ -1,9 +1,9 @@
 """What crosses between a server's process and its engine's process: messages beside those of wire.py, errors as data, and frames of bytes.
 
 A frame is four bytes of length (big endian) and a msgpack list of messages. The server sends `Start` first, and the engine answers with any number of
-`Loading`, then with `Ready` or with `Failed`. From then on each `Submit` is answered with any number of `TokensEvent` and exactly one of
-`FinishEvent`, `Refused` and `Gone`, the last one only after an `Abort`. A `Failed` after `Ready` is the last word of an engine that died. Knows
-neither processes nor sockets.
+`Loading`, then with `Ready` or with `Failed`. From then on it sends a `Beat` now and then, and each `Submit` is answered with any number of
+`TokensEvent` and exactly one of `FinishEvent`, `Refused` and `Gone`, the last one only after an `Abort`. A `Failed` after `Ready` is the last word of
+an engine that died. Knows neither processes nor sockets.
 """
 
 from __future__ import annotations
@@ -95,6 +95,10 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     setup: EngineSetup
 
 
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """The engine's own thread came round just now."""
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The engine could not be loaded, or it died."""
 
@@ -120,7 +124,7 @@ class StatsReply(msgspec.Struct, frozen=True, tag="stats"):
 
 
 ToEngine = Start | Submit | Packed | Abort | StatsQuery | Close
-ToServer = Loading | Ready | Failed | TokensEvent | FinishEvent | Refused | Gone | StatsReply
+ToServer = Loading | Ready | Beat | Failed | TokensEvent | FinishEvent | Refused | Gone | StatsReply
 
 _FIELD_KINDS = {kind.__name__: kind for kind in (ConfigError, RequestError, ContextLengthError)}
 _KINDS = {kind.__name__: kind for kind in (AgentspecError, CheckpointError, UnsupportedModelError, EngineClosedError)}
@@ -177,9 +181,11 @@ class FrameReader:
 
 
 def error_data(error: AgentspecError) -> ErrorData:
+    text = _unicode(str(error))
     if isinstance(error, ConfigError | RequestError):
-        return ErrorData(kind=_known(error, _FIELD_KINDS), text=str(error), field=error.field, value=_portable(error.value), reason=error.reason)
-    return ErrorData(kind=_known(error, _KINDS), text=str(error))
+        field, reason = _unicode(error.field), _unicode(error.reason)
+        return ErrorData(kind=_known(error, _FIELD_KINDS), text=text, field=field, value=_portable(error.value), reason=reason)
+    return ErrorData(kind=_known(error, _KINDS), text=text)
 
 
 def to_error(data: ErrorData) -> AgentspecError:
@@ -194,10 +200,15 @@ def _known(error: AgentspecError, kinds: Mapping[str, type[AgentspecError]]) -> 
     return next(base.__name__ for base in type(error).__mro__ if base.__name__ in kinds)
 
 
+def _unicode(text: str) -> str:
+    """Without lone surrogates, which a file's JSON can spell and msgpack can't."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def _portable(value: object) -> object:
     """The value itself, or its repr where msgpack has no such thing."""
     try:
         _encoder.encode(value)
     except (TypeError, OverflowError, UnicodeEncodeError):
-        return repr(value)
+        return _unicode(repr(value))
     return value

@@ -27,6 +27,7 @@ import torch
 from agentspec.assembly import Assembly, assemble
 from agentspec.config import EngineConfig
 from agentspec.engine_link import (
+    Beat,
     Close,
     EngineSetup,
     Failed,
@@ -54,6 +55,8 @@ from agentspec.wire import Abort, EngineClient, Submit
 logger = logging.getLogger("agentspec")
 
 _RECEIVE_BYTES = 2**18
+_BEAT_SECONDS = 0.5
+"""Between two beats, which cost the engine's thread one command each."""
 _TOLD_SECONDS = 0.1
 """Between two words about one stage of the start."""
 _FAILED = 1
@@ -66,6 +69,10 @@ class HostedEngine(EngineClient, AbstractAsyncContextManager[Any], Protocol):
 
     async def ended(self) -> str | None:
         """Wait until the engine has ended: what it died of, or None after its context was left."""
+        ...
+
+    async def beat(self) -> None:
+        """Wait until the engine's loop comes round, or has ended."""
         ...
 
 
@@ -168,8 +175,10 @@ class _Host:
         async with self._engine:
             self._link.hand = lambda message: loop.call_soon_threadsafe(self._take, message)
             self._link.send(Ready(self._engine.info, self._setup))
+            beating = asyncio.create_task(self._beat())
             ends = [asyncio.create_task(self._closing.wait()), asyncio.create_task(self._engine.ended())]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            beating.cancel()
         death = await self._engine.ended()
         while self._tasks:
             await asyncio.wait(self._tasks)
@@ -204,6 +213,13 @@ class _Host:
     async def _answer(self, submit: Submit) -> None:
         async for event in self._engine.stream(submit):
             self._send(event)
+
+    async def _beat(self) -> None:
+        """Tell the server that the engine's thread goes on, not only this process."""
+        while True:
+            await self._engine.beat()
+            self._send(Beat())
+            await asyncio.sleep(_BEAT_SECONDS)
 
     async def _report(self, number: int) -> None:
         self._send(StatsReply(number, await self._engine.stats()))

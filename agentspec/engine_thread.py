@@ -144,9 +144,18 @@ class EngineThread:
             if self._thread is not None:
                 await asyncio.to_thread(self._thread.join)
             return self._core.stats()
+        stats: dict[str, Any] = await self._asked("stats")
+        return stats
+
+    async def beat(self) -> None:
+        """Wait until the engine's thread is between two steps, or has ended: whoever waits in vain knows that a step doesn't end."""
+        if self.alive:
+            await self._asked("beat")
+
+    async def _asked(self, command: str) -> Any:
         assert self._asyncio is not None
-        answer: asyncio.Future[dict[str, Any]] = self._asyncio.create_future()
-        self._inbox.put(("stats", answer))
+        answer: asyncio.Future[Any] = self._asyncio.create_future()
+        self._inbox.put((command, answer))
         return await answer
 
     async def ended(self) -> str | None:
@@ -166,7 +175,7 @@ class EngineThread:
         await asyncio.to_thread(self._assembly.close)
 
     async def _submit(self, submit: Submit) -> None:
-        self._check_alive()
+        self.check_alive()
         assert self._asyncio is not None
         if submit.request_id in self._streams or submit.request_id in self._left:
             raise RequestError("request_id", submit.request_id, "is in use by a running request")
@@ -180,7 +189,7 @@ class EngineThread:
                     usage = Usage(prompt_tokens=len(submit.prompt_ids))
                     self._hand_out([FinishEvent(request_id=submit.request_id, reason=FinishReason.ABORT, usage=usage)])
                     return
-                self._check_alive()
+                self.check_alive()
             self._inbox.put(("submit", (submit, constraint, accepted)))
             await accepted
         except asyncio.CancelledError:
@@ -217,7 +226,8 @@ class EngineThread:
             self._left.add(request_id)
             self._inbox.put(("leave", request_id))
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
+        """Raises EngineClosedError unless the engine runs."""
         if not self.alive:
             raise EngineClosedError(f"the engine is not running{': ' + self._death if self._death else ''}")
 
@@ -258,6 +268,8 @@ class EngineThread:
                     self._call(self._left.discard, payload)
             elif command == "stats":
                 self._call(_settle, payload, self._core.stats())
+            elif command == "beat":
+                self._call(_settle, payload, None)
             else:
                 self._accept(*payload)
 
@@ -287,16 +299,16 @@ class EngineThread:
 
     def _close_streams(self, reason: FinishReason, error: str) -> None:
         """End every stream, and answer what nobody will take out of the inbox any more."""
-        shown = error if reason is FinishReason.ERROR else None
+        is_lost = reason is FinishReason.ERROR
         for request_id, stream in self._streams.items():
-            stream.put_nowait(FinishEvent(request_id=request_id, reason=reason, usage=Usage(), error=shown))
+            stream.put_nowait(FinishEvent(request_id=request_id, reason=reason, usage=Usage(), error=error if is_lost else None, is_lost=is_lost))
         for compiling in self._compiling.values():
             _refuse(compiling, EngineClosedError(error))
         while not self._inbox.empty():
             command, payload = self._inbox.get()
             if command == "submit":
                 _refuse(payload[-1], EngineClosedError(error))
-            elif command == "stats":
+            elif command in ("stats", "beat"):
                 _settle(payload, self._core.stats())
 
     def _call(self, function: Any, *arguments: Any) -> None:

@@ -10,11 +10,17 @@
     ├── OverloadedError      too many requests wait already; try again later
     ├── TextProcessError     the process that renders and tokenises can't do it; others' requests, or this one later, may be done
     └── EngineClosedError    the engine was closed while the caller still used it
+        └── EngineStalledError   it has given no answer for too long; it may come back
 
 User errors carry the field and the value; `assert` is for our own bugs.
 """
 
 from __future__ import annotations
+
+
+def printable(text: str) -> str:
+    """A text that a client or a file may have had a hand in, on one line."""
+    return "".join(letter if letter.isprintable() else f"\\u{ord(letter):04x}" for letter in text)
 
 
 class AgentspecError(Exception):
@@ -79,3 +85,7 @@ class TextProcessError(AgentspecError):
 
 class EngineClosedError(AgentspecError):
     """The engine was closed, or its loop died, while a caller still used it."""
+
+
+class EngineStalledError(EngineClosedError):
+    """The engine has given no answer for too long. Nobody knows whether it comes back."""

@@ -12,13 +12,15 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from agentspec import bundled, kernels
 from agentspec.errors import CheckpointError
+from agentspec.files import read_object
 from agentspec.models.checkpoint_layout import scale_name
-from agentspec.models.hf_config import load_text_config, read_json
+from agentspec.models.hf_config import load_text_config
 from agentspec.models.quantization import QUANTIZATION_FIELDS, canonical_name, is_convertible
 from agentspec.models.weights import INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE, Checkpoint, resolve_checkpoint
 
@@ -49,8 +51,8 @@ def quantize(source: Path, destination: Path) -> tuple[int, int]:
     if config.quantization is not None:
         raise CheckpointError(f"{source}: is in 8 bits already (quantization_config)")
     partial = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
-    partial.mkdir()
     try:
+        partial.mkdir()
         with Checkpoint(source) as checkpoint:
             if config.num_mtp_layers is None:
                 config = config.with_mtp_layers(int(checkpoint.has_mtp))
@@ -63,8 +65,10 @@ def quantize(source: Path, destination: Path) -> tuple[int, int]:
         for path in partial.glob("*.safetensors"):  # which are written for their owner alone, unlike the other files
             shutil.copymode(partial / CONFIG_FILE, path)
         partial.rename(destination)
-    except BaseException:
-        shutil.rmtree(partial)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError):
+            raise CheckpointError(f"{destination}: can't be written: {error}") from error
         raise
     return before, after
 
@@ -145,7 +149,7 @@ def _write_config(source: Path, destination: Path, kept: set[str]) -> None:
     """The source's config, with the modules that weren't converted by their paths in the checkpoint's own namespace."""
     modules = {_PARAMETER_SUFFIX.sub("", name) for name in kept if _PARAMETER_SUFFIX.search(name)}
     quantization = QUANTIZATION_FIELDS | {"modules_to_not_convert": sorted(modules)}
-    _write_json(destination / CONFIG_FILE, read_json(source / CONFIG_FILE) | {"quantization_config": quantization})
+    _write_json(destination / CONFIG_FILE, read_object(source / CONFIG_FILE) | {"quantization_config": quantization})
 
 
 def _copy_other_files(source: Path, destination: Path) -> None:

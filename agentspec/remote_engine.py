@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -22,6 +23,7 @@ import msgspec
 
 from agentspec.config import EngineConfig
 from agentspec.engine_link import (
+    Beat,
     Close,
     EngineSetup,
     Failed,
@@ -38,7 +40,7 @@ from agentspec.engine_link import (
     packed,
     to_error,
 )
-from agentspec.errors import AgentspecError, EngineClosedError, RequestError
+from agentspec.errors import AgentspecError, EngineClosedError, EngineStalledError, RequestError
 from agentspec.types import FinishReason, Progress, no_progress
 from agentspec.wire import Abort, Event, FinishEvent, ModelInfo, Submit, TokensEvent, Usage
 
@@ -46,6 +48,19 @@ logger = logging.getLogger("agentspec")
 
 CLOSE_SECONDS = 10
 """How long a closed engine may take to end its requests and its process before it is killed."""
+
+ASK_SECONDS = 5.0
+"""How long an engine may take to say something of itself, between two steps."""
+
+HEARTBEAT_SECONDS, CPU_HEARTBEAT_SECONDS = 30.0, 300.0
+"""How long an engine may send no heartbeat, unless its server says otherwise: longer than its longest step, a kernel that is compiled in it
+included. On a CPU a step of a large model takes minutes."""
+
+TAKEN_FOR_DEAD = 10
+"""After so many times as long it is taken for dead, and killed."""
+
+TICK_SECONDS = 0.5
+"""How often a server looks after its engine."""
 
 ENGINE_ENTRY = ("-P", "-m", "agentspec.engine_process")
 """What Python runs in the process. -P: the working directory is no place to import from."""
@@ -84,6 +99,28 @@ class EngineProcess:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
 
+class Pulse:
+    """How long ago the engine sent its last heartbeat, as a process sees it that may stand still itself."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._beat = self._ticked = clock()
+
+    @property
+    def seconds(self) -> float:
+        """Since the last beat."""
+        return self._clock() - self._beat
+
+    def beat(self) -> None:
+        self._beat = self._clock()
+
+    def tick(self) -> None:
+        """To be called every TICK_SECONDS. What it comes late, this process stood still: the engine's silence then says nothing."""
+        now = self._clock()
+        late = now - self._ticked - 2 * TICK_SECONDS
+        self._beat, self._ticked = min(now, self._beat + max(0.0, late)), now
+
+
 class RemoteEngine:
     """A running engine. Make one with `start`, end it with `close` or as a context manager.
 
@@ -96,9 +133,12 @@ class RemoteEngine:
     info: ModelInfo
     setup: EngineSetup
 
-    def __init__(self, process: EngineProcess, progress: Progress) -> None:
+    def __init__(self, process: EngineProcess, progress: Progress, heartbeat_seconds: float | None) -> None:
         """For `start`."""
         self._group = process
+        self._heartbeat_seconds = heartbeat_seconds or HEARTBEAT_SECONDS
+        self._pulse = Pulse()
+        self._watching: asyncio.Task[None] | None = None
         self._process = process.process
         self._progress = progress
         self._wire = _Wire(self._take, self._lose)
@@ -114,15 +154,27 @@ class RemoteEngine:
         self._burial: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, config: EngineConfig, process: EngineProcess | None = None, *, progress: Progress = no_progress) -> Self:
+    async def start(
+        cls,
+        config: EngineConfig,
+        process: EngineProcess | None = None,
+        *,
+        progress: Progress = no_progress,
+        heartbeat_seconds: float | None = None,
+    ) -> Self:
         """Start an engine in `process`, which is its own from then on, and wait until its model is loaded.
 
-        process: None: a new one. progress: told what the process is at, by the event loop.
+        process: None: a new one. progress: told what the process is at, by the event loop. heartbeat_seconds: how long the loaded engine may send no
+        heartbeat before it doesn't count as alive; None: HEARTBEAT_SECONDS, or those for a CPU.
         Raises what loading raised there: CheckpointError, ConfigError; AgentspecError when the process ended without a word."""
         process = EngineProcess() if process is None else process
-        engine = cls(process, progress)
+        engine = cls(process, progress, heartbeat_seconds)
         try:
             await engine._load(process.socket, config)
+            if heartbeat_seconds is None and engine.setup.device == "cpu":
+                engine._heartbeat_seconds = CPU_HEARTBEAT_SECONDS
+            engine._pulse = Pulse()
+            engine._watching = asyncio.create_task(engine._watch())
         except BaseException:
             process.kill()
             await engine._lost.wait()
@@ -146,13 +198,13 @@ class RemoteEngine:
 
     @property
     def alive(self) -> bool:
-        return self._death is None and self._closing is None
+        return self._death is None and self._closing is None and not self._is_silent
 
     async def stream(self, submit: Submit) -> AsyncIterator[Event]:
         """Submit and yield this request's events, the FinishEvent last. Leaving early aborts the request.
 
         Raises RequestError when the request is refused, EngineClosedError when the engine is not running."""
-        self._check_alive()
+        self.check_alive()
         request_id = submit.request_id
         if request_id in self._open or request_id in self._streams:
             raise RequestError("request_id", request_id, "is in use by a running request")
@@ -173,15 +225,18 @@ class RemoteEngine:
                 self._wire.write(frame([Abort(request_id)]))
 
     async def stats(self) -> dict[str, Any]:
-        """A snapshot between two steps. Raises EngineClosedError when the engine is not running."""
-        self._check_alive()
+        """A snapshot between two steps. Raises EngineClosedError when the engine is not running, EngineStalledError when it doesn't answer in
+        ASK_SECONDS."""
+        self.check_alive()
         self._asked += 1
         number = self._asked
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._questions[number] = answer
         self._wire.write(frame([StatsQuery(number)]))
         try:
-            return await answer
+            return await asyncio.wait_for(answer, ASK_SECONDS)
+        except TimeoutError:
+            raise EngineStalledError(f"the engine did not answer within {ASK_SECONDS:g} seconds") from None
         finally:
             del self._questions[number]
 
@@ -208,11 +263,30 @@ class RemoteEngine:
         assert self._burial is not None
         await self._burial
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
+        """Raises EngineClosedError when the engine is not running, EngineStalledError while it sends no heartbeat."""
         if self._death is not None:
             raise EngineClosedError(f"the engine is not running: {self._death}")
         if self._closing is not None:
             raise EngineClosedError(_CLOSED)
+        if self._is_silent:
+            raise EngineStalledError(f"the engine has sent no heartbeat for {self._pulse.seconds:.0f} seconds")
+
+    @property
+    def _is_silent(self) -> bool:
+        return self._pulse.seconds > self._heartbeat_seconds
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self.look()
+
+    def look(self) -> None:
+        """Every TICK_SECONDS: kill a process that has sent no heartbeat for so long that it won't any more. Its streams then end."""
+        self._pulse.tick()
+        if self._death is None and self._closing is None and self._pulse.seconds > TAKEN_FOR_DEAD * self._heartbeat_seconds:
+            self._death = f"it sent no heartbeat for {self._pulse.seconds:.0f} seconds and was killed"
+            self._group.kill()
 
     def _take(self, message: ToServer) -> None:
         match message:
@@ -228,6 +302,8 @@ class RemoteEngine:
             case StatsReply(number=number):
                 if number in self._questions and not self._questions[number].done():
                     self._questions[number].set_result(message.stats)
+            case Beat():
+                self._pulse.beat()
             case Loading():
                 self._progress(message.stage, message.done, message.total)
             case Ready():
@@ -247,12 +323,15 @@ class RemoteEngine:
         """The process ended, or is about to: everything that waits for it gets its answer."""
         self._group.kill()
         self._lost.set()
+        if self._watching is not None:
+            self._watching.cancel()
         is_closed = self._closing is not None and self._death is None
         if self._death is None:
             self._death = _CLOSED if is_closed else "its process died"
         reason, shown = (FinishReason.ABORT, None) if is_closed else (FinishReason.ERROR, f"the engine is not running: {self._death}")
         for request_id in self._open & self._streams.keys():
-            self._streams[request_id].put_nowait(FinishEvent(request_id=request_id, reason=reason, usage=Usage(), error=shown))
+            last = FinishEvent(request_id=request_id, reason=reason, usage=Usage(), error=shown, is_lost=not is_closed)
+            self._streams[request_id].put_nowait(last)
         self._open.clear()
         for answer in self._questions.values():
             if not answer.done():

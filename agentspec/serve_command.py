@@ -2,7 +2,8 @@
 
 It listens from the beginning: until the engine is loaded, every answer is a 503 that says what the start is at, and so do lines on stderr.
 The first signal drains: new requests are refused, running ones may end. What still runs after `--drain` seconds, or at a second signal, ends with its
-terminal event. The engine's process is closed on every way out; when it ends by itself, so does the server, for whoever starts it again.
+terminal event. The engine's process is closed on every way out; when it ends by itself, so does the server, for whoever starts it again, unless
+`--restart` asks for another engine.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +27,7 @@ from starlette.types import ASGIApp
 from agentspec import bundled
 from agentspec.config import EngineConfig, LogLevel, ServerConfig
 from agentspec.errors import ConfigError, EngineClosedError
+from agentspec.kept_engine import KeptEngine
 from agentspec.remote_engine import EngineProcess, RemoteEngine
 from agentspec.remote_text import RemoteText, pipeline_of
 from agentspec.server.app import create_app
@@ -40,6 +43,8 @@ from agentspec.version import version
 
 CLOSE_SECONDS = 10
 """How long the last events of ended answers may take to reach their clients."""
+
+logger = logging.getLogger("agentspec")
 
 Signals = asyncio.Queue[signal.Signals]
 
@@ -70,7 +75,6 @@ def _set_up_log(level: LogLevel) -> None:
     """Without a word Python shows warnings and errors, bare. Lines of requests need a handler with times, unless a program around us has its own."""
     if level == "warning":
         return
-    logger = logging.getLogger("agentspec")
     logger.setLevel(level.upper())
     if level != "error" and not logger.hasHandlers():
         handler = logging.StreamHandler()
@@ -116,8 +120,8 @@ async def _serve(
             loading.cancel()
             await asyncio.wait((loading,))
             return first.result() if first.done() else None
-        engine, text = await loading
-        async with engine:
+        loaded, text = await loading
+        async with KeptEngine(loaded, partial(_restart, config, server, room) if server.restart else None) as engine:
             app = create_app(
                 engine,
                 text,
@@ -136,13 +140,16 @@ async def _serve(
             gc.collect()
             gc.freeze()
             room.enter(door)
-            print(start_page(config, server, engine, listener.getsockname()), flush=True)
+            print(start_page(config, server, loaded, listener.getsockname()), flush=True)
             lost = asyncio.create_task(engine.lost())
             await asyncio.wait((first, serving, lost), return_when=asyncio.FIRST_COMPLETED)
-            if first.done() or lost.done():
-                await _drain(door, caught, server.drain_seconds)
+            ended = lost.done()
             lost.cancel()
-            if not first.done() and not engine.alive:
+            if first.done() or ended:
+                await _drain(door, caught, server.drain_seconds)
+            await asyncio.wait((lost,))
+            if ended and not first.done():
+                lost.result()
                 raise EngineClosedError("the engine ended by itself")
         return first.result() if first.done() else None
 
@@ -182,41 +189,61 @@ async def _listening(app: ASGIApp, listener: Listener) -> AsyncIterator[asyncio.
         await serving
 
 
+async def _restart(config: EngineConfig, server: ServerConfig, room: WaitingRoom) -> RemoteEngine:
+    """Another engine like the first, while everybody waits. Its caches are empty; what the app keeps stays."""
+    logger.warning("the engine is started again")
+    progress = StartProgress()
+    with room.waiting(progress.describe, lambda: progress.seconds), _told(progress):
+        return await RemoteEngine.start(config, progress=progress, heartbeat_seconds=server.heartbeat_seconds)
+
+
 async def _load(
     config: EngineConfig, server: ServerConfig, process: EngineProcess, remote: RemoteText, progress: StartProgress
 ) -> tuple[RemoteEngine, TextPipeline | None]:
     """The engine, and beside it what makes prompts of messages: at once where the checkpoint is a directory, else after its download."""
-    lines = ProgressLines(progress, sys.stderr)
     template = None if server.chat_template is None else Path(server.chat_template).expanduser()
     named = Path(bundled.checkpoint_of(config.model)).expanduser()
-    tasks: list[asyncio.Task[Any]] = [asyncio.create_task(_tell(lines))]
-    try:
-        if template is not None:
-            await remote.check(template)  # what is wrong with the file is said before a model is loaded
-        starting = asyncio.create_task(RemoteEngine.start(config, process, progress=progress))
-        tasks.append(starting)
-        if named.is_dir():
-            reading = asyncio.create_task(pipeline_of(named, template, remote))
-            tasks.append(reading)
-            await asyncio.wait((starting, reading), return_when=asyncio.FIRST_EXCEPTION)
-            if not starting.done():
-                reading.result()  # nobody waits for an engine whose template can't be used
-        engine = await starting
-        directory = engine.setup.model_dir
+    tasks: list[asyncio.Task[Any]] = []
+    with _told(progress):
         try:
-            if directory is None:
-                return engine, None
-            return engine, await (reading if named.is_dir() else pipeline_of(Path(directory), template, remote))
-        except BaseException:
-            await engine.close()
-            raise
+            if template is not None:
+                await remote.check(template)  # what is wrong with the file is said before a model is loaded
+            starting = asyncio.create_task(RemoteEngine.start(config, process, progress=progress, heartbeat_seconds=server.heartbeat_seconds))
+            tasks.append(starting)
+            if named.is_dir():
+                reading = asyncio.create_task(pipeline_of(named, template, remote))
+                tasks.append(reading)
+                await asyncio.wait((starting, reading), return_when=asyncio.FIRST_EXCEPTION)
+                if not starting.done():
+                    reading.result()  # nobody waits for an engine whose template can't be used
+            engine = await starting
+            directory = engine.setup.model_dir
+            try:
+                if directory is None:
+                    return engine, None
+                return engine, await (reading if named.is_dir() else pipeline_of(Path(directory), template, remote))
+            except BaseException:
+                await engine.close()
+                raise
+        finally:
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks)
+            for task in tasks:
+                task.cancelled() or task.exception()  # the first word about the checkpoint is the one that is told
+
+
+@contextmanager
+def _told(progress: StartProgress) -> Iterator[None]:
+    """Lines on stderr say what the start is at."""
+    lines = ProgressLines(progress, sys.stderr)
+    telling = asyncio.create_task(_tell(lines))
+    try:
+        yield
     finally:
+        telling.cancel()
         lines.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        for task in tasks:
-            task.cancelled() or task.exception()  # the first word about the checkpoint is the one that is told
 
 
 async def _tell(lines: ProgressLines) -> None:

@@ -109,6 +109,8 @@ class FinishEvent(msgspec.Struct, frozen=True, kw_only=True, tag="finish"):
     error: str | None = None
     refused: str | None = None
     """Where `error` is the request's own fault: the field of its Submit that is to blame, with dots."""
+    is_lost: bool = False
+    """Where `error` is the engine's end, which ended this request with all others."""
     prompt_scores: list[TokenScore] | None = None
     """One per prompt token after the first, when the submit asked for them."""
 
@@ -145,7 +147,11 @@ class EngineClient(Protocol):
 
     @property
     def alive(self) -> bool:
-        """False once the engine was closed or its loop died: every submit is refused from then on."""
+        """False once the engine was closed or its loop died, and while it sends no heartbeat: every submit is refused then."""
+        ...
+
+    def check_alive(self) -> None:
+        """Raises EngineClosedError, which says why, unless `alive`."""
         ...
 
     def stream(self, submit: Submit) -> AsyncIterator[Event]:

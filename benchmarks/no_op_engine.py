@@ -77,6 +77,12 @@ class NoOpEngine:
         self.ticker.stop()
         await self.ticker.ended()
 
+    def check_alive(self) -> None:
+        """It runs."""
+
+    async def beat(self) -> None:
+        """It has no loop of its own that could hang."""
+
     async def ended(self) -> str | None:
         await self.ticker.ended()
         return None

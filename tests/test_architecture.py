@@ -19,14 +19,14 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "agentspec"
 
-FOUNDATION = ("errors", "types", "config", "wire", "version")
+FOUNDATION = ("errors", "types", "config", "wire", "version", "files", "nesting")
 """L0. Everything may import it; it imports nothing but itself."""
 
 ROOMS: dict[str, tuple[str, ...]] = {
     "text": FOUNDATION,
     "kernels": FOUNDATION,
     "cache": FOUNDATION,
-    "replay": ("errors", "types"),
+    "replay": ("errors", "types", "files", "nesting"),
     "server": (*FOUNDATION, "text"),
     "models": (*FOUNDATION, "kernels"),
     "mtp": (*FOUNDATION, "kernels", "models", "cache"),

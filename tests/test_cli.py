@@ -28,7 +28,7 @@ FLAGS = {
     "serve": ENGINE_FLAGS | {
         "checkpoint", "--config", "--host", "--port", "--api-key", "--max-body-mib", "--max-queue", "--cors-origin", "--served-model-name",
         "--chat-template", "--log-level", "--strict-fields", "--images", "--allowed-host", "--drain", "--text-timeout", "--api-key-file", "--keys",
-        "--trust-client-text",
+        "--trust-client-text", "--heartbeat", "--restart",
         "--queue-timeout", "--request-timeout", "--root-path",
     },
     "warm": ENGINE_FLAGS | {"checkpoint", "--config", "--target"},
@@ -163,6 +163,8 @@ def test_keys_from_a_file_show_in_no_process_list(tmp_path: Path) -> None:
         (["--allowed-host", "https://models.example"], {}, "allowed_host='https://models.example'"),
         (["--drain", "-1"], {}, "drain=-1.0: must be between 0 and 86400 seconds"),
         (["--drain", "nan"], {}, "drain=nan"),
+        (["--heartbeat", "1"], {}, "heartbeat=1.0: must be between 2 and 86400 seconds"),
+        (["--heartbeat", "nan"], {}, "heartbeat=nan"),
         (["--allowed-host", "models.example:8000"], {}, "without scheme, port and path"),
     ],
 )

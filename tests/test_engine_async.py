@@ -351,7 +351,7 @@ def test_the_server_of_a_dead_engine_says_503(caplog: pytest.LogCaptureFixture) 
                 assert (await client.post("/v1/completions", json=body)).status_code == 200
                 gate.failure = RuntimeError("gone")
                 answer = await client.post("/v1/completions", json=body)
-                assert answer.status_code == 500
+                assert answer.status_code == 503
                 assert "gone" in answer.json()["error"]["message"]
                 assert (await client.get("/health")).status_code == 503
                 answer = await client.post("/v1/completions", json=body)

@@ -44,8 +44,10 @@ ENDLESS = CHAT | {"stream": True, "ignore_eos": True, "max_tokens": 8000}
 class Served:
     """A running `agentspec serve`."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
+        """folder: where the code of the engine's process lies."""
         self.process = process
+        self.folder = folder
         assert process.stdout is not None
         self.stdout = process.stdout
         self.page = ""
@@ -83,7 +85,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
             environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, [environment.get("PYTHONPATH")])])
         limited = [] if num_descriptors is None else ["sh", "-c", f'ulimit -n {num_descriptors} && exec "$@"', "sh"]
         process = subprocess.Popen([*limited, *COMMAND, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-        started.append(Served(process))
+        started.append(Served(process, tmp_path))
         if wait:
             started[-1].read_page()
         return started[-1]
@@ -341,6 +343,62 @@ def test_a_server_whose_engine_died_ends_too(serve: Serve) -> None:
     assert errors == "the engine's process ended (killed by SIGKILL)\nagentspec: error: the engine ended by itself\n"
 
 
+def test_an_engine_that_died_is_started_again_once(serve: Serve) -> None:
+    """Behind the same door: what the server keeps stays, and who comes meanwhile is asked to come again."""
+    waits = "gate = pathlib.Path(__file__).with_name('gate'); gate.exists() and gate.read_bytes()"
+    served = serve("--restart", in_engine=f"import os, pathlib; print('engine', os.getpid(), flush=True); {waits}")
+    client = served.client
+    gate = served.folder / "gate"
+    os.mkfifo(gate)
+    stored = client.post("/v1/responses", json={"model": "tiny-agent", "input": "Where is order 7?", "max_output_tokens": 16}).json()
+    with streaming(served, ENDLESS) as lines:
+        os.kill(int(served.page.split()[1]), signal.SIGKILL)
+        assert "its process died" in json.loads(list(lines)[-1].removeprefix("data: "))["error"]["message"]
+    second = int(served.stdout.readline().split()[1])
+    health = client.get("/health")
+    assert (health.status_code, health.json()["status"], health.headers["retry-after"]) == (503, "loading", "2")
+    assert client.post("/v1/chat/completions", json=CHAT).json()["error"]["code"] == "loading"
+    assert client.get("/live").status_code == 200
+    gate.write_bytes(b"")
+    while client.get("/health").status_code != 200:
+        pass
+    assert client.post("/v1/chat/completions", json=CHAT | {"max_tokens": 20}).status_code == 200
+    assert client.get(f"/v1/responses/{stored['id']}").json() == stored
+    os.kill(second, signal.SIGKILL)
+    code, rest, errors = served.end()
+    assert (code, rest) == (70, "")
+    dead = "the engine's process ended (killed by SIGKILL)\n"
+    assert errors == f"{dead}the engine is started again\n{dead}agentspec: error: the engine ended by itself\n"
+
+
+def test_a_signal_while_the_engine_is_started_again(serve: Serve) -> None:
+    hangs = "(pathlib.Path(__file__).parent / 'hang').exists() and threading.Event().wait()"
+    served = serve("--restart", in_engine=f"import os, pathlib, threading; print('engine', os.getpid(), flush=True); {hangs}")
+    (served.folder / "hang").touch()
+    os.kill(int(served.page.split()[1]), signal.SIGKILL)
+    assert served.stdout.readline().startswith("engine")
+    served.process.send_signal(signal.SIGTERM)
+    code, rest, _ = served.end()
+    assert (code, rest) == (0, "")
+
+
+def test_a_stopped_engine_shows_in_health(serve: Serve) -> None:
+    served = serve("--heartbeat", "4", in_engine="import os; print('engine', os.getpid(), flush=True)")
+    engine = int(served.page.split()[1])
+    os.kill(engine, signal.SIGSTOP)
+    while (health := served.client.get("/health")).status_code == 200:
+        pass
+    assert (health.status_code, health.json()["error"]["code"]) == (503, "engine_stalled")
+    assert served.client.get("/live").status_code == 503
+    assert served.client.post("/v1/chat/completions", json=CHAT).status_code == 503
+    os.kill(engine, signal.SIGCONT)
+    while served.client.post("/v1/chat/completions", json=CHAT | {"max_tokens": 4}).status_code == 503:
+        pass
+    assert served.client.get("/live").status_code == 200
+    served.process.send_signal(signal.SIGTERM)
+    assert served.end() == (0, "", "")
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_a_signal_while_the_model_loads(serve: Serve, number: signal.Signals, code: int) -> None:
     served = serve(in_engine="import threading; print('loading', flush=True); threading.Event().wait()", wait=False)
@@ -374,7 +432,7 @@ def test_a_model_that_can_not_be_loaded(serve: Serve) -> None:
 def test_a_chat_template_that_can_not_be_used_costs_no_loading(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     broken = tmp_path / "broken.jinja"
     broken.write_text("{% for %}")
-    for file, words in ((tmp_path / "none.jinja", "can't be read: No such file"), (broken, "broken.jinja: not a valid chat template")):
+    for file, words in ((tmp_path / "none.jinja", "none.jinja: no such file"), (broken, "broken.jinja: not a valid chat template")):
         assert cli.main(["serve", "./nowhere", "--port", "0", "--chat-template", str(file)]) == 2
         assert words in capsys.readouterr().err
 

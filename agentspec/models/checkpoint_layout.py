@@ -67,16 +67,21 @@ def scale_name(name: str) -> str:
     return name + SCALE_SUFFIX
 
 
+def split_roots(present: set[str]) -> set[str]:
+    """The parts of a model, `model` and `mtp`, that hold a tensor for each expert."""
+    return {name.split(".")[0] for name in present if _PER_EXPERT.search(name)}
+
+
 def checkpoint_layout(config: TextConfig, present: set[str]) -> Layout:
     """What a checkpoint must hold, given how it lays out its experts (decided for the trunk and for mtp separately).
 
     present: canonical names of what it does hold. Raises UnsupportedModelError for 8-bit weights that we can't read (`block_scaled_names`)."""
-    split_roots = {name.split(".")[0] for name in present if _PER_EXPERT.search(name)}
+    by_expert = split_roots(present)
     shapes, scaled_names = parameter_shapes(config), block_scaled_names(config)
     sources: dict[str, Source] = {}
     for name, shape in shapes.items():
         scaled = name in scaled_names
-        if ".mlp.experts." in name and name.split(".")[0] in split_roots:
+        if ".mlp.experts." in name and name.split(".")[0] in by_expert:
             sources |= _per_expert(name, shape, scaled)
         elif config.packed_projections and ".linear_attn.in_proj_" in name:
             if name.endswith("in_proj_qkv.weight"):

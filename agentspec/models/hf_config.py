@@ -6,13 +6,13 @@ and bytes follow from a TextConfig in `tensors.py`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from agentspec.errors import CheckpointError, UnsupportedModelError
+from agentspec.files import read_object
 from agentspec.models.quantization import Fp8Blocks, parse_quantization
 
 LayerType = Literal["linear_attention", "full_attention"]
@@ -21,8 +21,13 @@ GateType = Literal["silu", "sigmoid"]
 CONV_TAPS = 4
 """Taps of the causal convolution; the state keeps the last CONV_TAPS - 1 rows."""
 
+MAX_VOCAB, MAX_POSITIONS, MAX_LAYERS, MAX_EXPERTS, MAX_WIDTH, MAX_HEADS = 2**24, 2**22, 1024, 2**13, 2**20, 2**12
+"""What a config may ask for, each several times what the largest published models have: a number beyond is a mistake, and would be allocated."""
+
 _DENSE_TYPES = ("qwen3_5", "qwen3_5_text")
 _MOE_TYPES = ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
+_LEAST = 1e-30
+"""Of what must be above 0: less is 0 in float32, or nearly so."""
 _ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
 _YARN_KEYS = {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"}
 
@@ -140,22 +145,23 @@ class _Fields:
         return value
 
     def _wrong(self, name: str, expected: str) -> CheckpointError:
-        return CheckpointError(f"{self.where}: {name}={self.raw[name]!r}: must be {expected}")
+        return CheckpointError(f"{self.where}: {name}={_shown(self.raw[name])}: must be {expected}")
 
-    def integer(self, name: str, default: int | None = None) -> int:
+    def integer(self, name: str, default: int | None = None, *, most: int = MAX_WIDTH) -> int:
         if default is not None and self.raw.get(name) is None:
             return default
         value = self._present(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self._wrong(name, "a positive integer")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise self._wrong(name, f"a positive integer up to {most}")
         return value
 
-    def number(self, name: str, default: float | None = None) -> float:
+    def number(self, name: str, default: float | None = None, *, most: float = 1e6) -> float:
+        """Finite, whatever JSON can spell."""
         if default is not None and self.raw.get(name) is None:
             return default
         value = self._present(name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise self._wrong(name, "a positive number")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not _LEAST <= value <= most:
+            raise self._wrong(name, f"a positive number up to {most:g}")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -170,58 +176,53 @@ class _Fields:
         """Refuse a present value that we don't implement."""
         value = self.raw.get(name)
         if value is not None and value not in allowed:
-            raise UnsupportedModelError(f"{self.where}: {name}={value!r} is not supported (only {', '.join(map(repr, allowed))})")
+            raise UnsupportedModelError(f"{self.where}: {name}={_shown(value)} is not supported (only {', '.join(map(repr, allowed))})")
+
+
+def _shown(value: object) -> str:
+    """In a message, which is one line."""
+    shown = repr(value)
+    return shown if len(shown) <= 200 else shown[:200] + "..."
 
 
 def load_text_config(directory: Path) -> TextConfig:
     """Parse `directory/config.json`. Raises CheckpointError, or UnsupportedModelError naming what we don't run."""
     path = directory / "config.json"
-    return parse_text_config(read_json(path), where=str(path))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a checkpoint file, or CheckpointError."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path}: unreadable JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object")
-    return raw
+    return parse_text_config(read_object(path), where=str(path))
 
 
 def parse_text_config(raw: Mapping[str, Any], *, where: str = "config.json") -> TextConfig:
     """TextConfig from a wrapper (`text_config` inside) or a flat config."""
     outer_type = raw.get("model_type")
     if outer_type not in _DENSE_TYPES + _MOE_TYPES:
-        raise UnsupportedModelError(f"{where}: model_type={outer_type!r} is not supported (only {', '.join(_DENSE_TYPES + _MOE_TYPES)})")
+        raise UnsupportedModelError(f"{where}: model_type={_shown(outer_type)} is not supported (only {', '.join(_DENSE_TYPES + _MOE_TYPES)})")
     text = raw.get("text_config", raw)
     if not isinstance(text, Mapping):
         raise CheckpointError(f"{where}: text_config must be an object")
     model_type = text.get("model_type", outer_type)
     if model_type not in _DENSE_TYPES + _MOE_TYPES or (model_type in _MOE_TYPES) != (outer_type in _MOE_TYPES):
-        raise UnsupportedModelError(f"{where}: text_config.model_type={model_type!r} inside {outer_type!r} is not supported")
+        raise UnsupportedModelError(f"{where}: text_config.model_type={_shown(model_type)} inside {outer_type!r} is not supported")
     fields = _Fields(text, where)
     _refuse_unimplemented(fields)
     top = _Fields(raw, where)
-    num_heads, num_kv_heads = fields.integer("num_attention_heads"), fields.integer("num_key_value_heads")
-    num_key_heads, num_value_heads = fields.integer("linear_num_key_heads"), fields.integer("linear_num_value_heads")
+    num_heads, num_kv_heads, num_key_heads, num_value_heads = (
+        fields.integer(name, most=MAX_HEADS)
+        for name in ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
+    )
     if num_heads % num_kv_heads:
         raise CheckpointError(f"{where}: num_attention_heads={num_heads} is no multiple of num_key_value_heads={num_kv_heads}")
     if num_value_heads % num_key_heads:
         raise CheckpointError(f"{where}: linear_num_value_heads={num_value_heads} is no multiple of linear_num_key_heads={num_key_heads}")
-    head_dim = fields.integer("head_dim")
+    head_dim = fields.integer("head_dim", most=MAX_HEADS)
     theta, rotary_dim, yarn = _rope(fields, head_dim)
     is_moe = model_type in _MOE_TYPES
     return TextConfig(
         model_type=model_type,
-        vocab_size=fields.integer("vocab_size"),
+        vocab_size=fields.integer("vocab_size", most=MAX_VOCAB),
         hidden_size=fields.integer("hidden_size"),
         layer_types=_layer_types(fields),
-        rms_norm_eps=fields.number("rms_norm_eps"),
-        max_position=fields.integer("max_position_embeddings"),
+        rms_norm_eps=fields.number("rms_norm_eps", most=1.0),
+        max_position=fields.integer("max_position_embeddings", most=MAX_POSITIONS),
         tied=top.flag("tie_word_embeddings", fields.flag("tie_word_embeddings", False)),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -231,8 +232,8 @@ def parse_text_config(raw: Mapping[str, Any], *, where: str = "config.json") -> 
         yarn=yarn,
         num_key_heads=num_key_heads,
         num_value_heads=num_value_heads,
-        key_dim=fields.integer("linear_key_head_dim"),
-        value_dim=fields.integer("linear_value_head_dim"),
+        key_dim=fields.integer("linear_key_head_dim", most=MAX_HEADS),
+        value_dim=fields.integer("linear_value_head_dim", most=MAX_HEADS),
         output_gate="sigmoid" if text.get("output_gate_type") == "sigmoid" else "silu",
         intermediate_size=None if is_moe else fields.integer("intermediate_size"),
         moe=_moe(fields) if is_moe else None,
@@ -247,7 +248,7 @@ def token_ids(raw: Mapping[str, Any], name: str, where: str) -> list[int]:
     value = raw.get(name)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in ids):
-        raise CheckpointError(f"{where}: {name}={value!r}: must be a token id or a list of them")
+        raise CheckpointError(f"{where}: {name}={_shown(value)}: must be a token id or a list of them")
     return ids
 
 
@@ -274,7 +275,7 @@ def _num_mtp_layers(fields: _Fields) -> int | None:
 
 
 def _layer_types(fields: _Fields) -> tuple[LayerType, ...]:
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
     types = fields.raw.get("layer_types")
     if types is None:
         interval = fields.integer("full_attention_interval", 4)
@@ -283,7 +284,7 @@ def _layer_types(fields: _Fields) -> tuple[LayerType, ...]:
         raise CheckpointError(f"{fields.where}: layer_types must list {num_layers} layers (num_hidden_layers)")
     for i, layer_type in enumerate(types):
         if layer_type not in ("linear_attention", "full_attention"):
-            raise UnsupportedModelError(f"{fields.where}: layer_types[{i}]={layer_type!r} is not supported")
+            raise UnsupportedModelError(f"{fields.where}: layer_types[{i}]={_shown(layer_type)} is not supported")
     return tuple(types)
 
 
@@ -296,7 +297,7 @@ def _rope(fields: _Fields, head_dim: int) -> tuple[float, int, Yarn | None]:
     rope = _Fields({**outer, **nested}, f"{fields.where}: rope_parameters")
     rope_type = rope.raw.get("rope_type") or rope.raw.get("type") or "default"
     if rope_type not in ("default", "mrope", "yarn"):
-        raise UnsupportedModelError(f"{fields.where}: rope_type={rope_type!r} is not supported (only default and yarn)")
+        raise UnsupportedModelError(f"{fields.where}: rope_type={_shown(rope_type)} is not supported (only default and yarn)")
     unknown = sorted(set(rope.raw) - _ROPE_KEYS - (_YARN_KEYS if rope_type == "yarn" else set()))
     if unknown:
         raise UnsupportedModelError(f"{fields.where}: rope_parameters of type {rope_type!r} has unsupported fields: {', '.join(unknown)}")
@@ -307,19 +308,21 @@ def _rope(fields: _Fields, head_dim: int) -> tuple[float, int, Yarn | None]:
     if rope_type == "yarn":
         yarn = Yarn(
             factor=rope.number("factor"),
-            original_max_position=rope.integer("original_max_position_embeddings"),
+            original_max_position=rope.integer("original_max_position_embeddings", most=MAX_POSITIONS),
             beta_fast=rope.number("beta_fast", 32.0),
             beta_slow=rope.number("beta_slow", 1.0),
             attention_factor=None if rope.raw.get("attention_factor") is None else rope.number("attention_factor"),
             truncate=rope.flag("truncate", True),
         )
-    return rope.number("rope_theta"), rotary_dim, yarn
+        if yarn.original_max_position * yarn.factor > MAX_POSITIONS:
+            raise rope._wrong("factor", f"at most {MAX_POSITIONS} / original_max_position_embeddings")
+    return rope.number("rope_theta", most=1e12), rotary_dim, yarn
 
 
 def _moe(fields: _Fields) -> MoeConfig:
     moe = MoeConfig(
-        num_experts=fields.integer("num_experts"),
-        top_k=fields.integer("num_experts_per_tok"),
+        num_experts=fields.integer("num_experts", most=MAX_EXPERTS),
+        top_k=fields.integer("num_experts_per_tok", most=MAX_EXPERTS),
         intermediate_size=fields.integer("moe_intermediate_size"),
         shared_intermediate_size=fields.integer("shared_expert_intermediate_size"),
         normalize_top_k=fields.flag("norm_topk_prob", True),

@@ -5,11 +5,13 @@ Reads only names and ids; encoding and decoding belong to the text room.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from agentspec.errors import CheckpointError
-from agentspec.models.hf_config import TextConfig, read_json, token_ids
+from agentspec.files import is_there, read_object
+from agentspec.models.hf_config import TextConfig, token_ids
 
 
 def num_real_tokens(directory: Path, config: TextConfig) -> int:
@@ -18,13 +20,10 @@ def num_real_tokens(directory: Path, config: TextConfig) -> int:
     Published checkpoints pad the embedding: rows above the last token are never sampled.
     """
     path = directory / "tokenizer.json"
-    if not path.is_file():
+    if not is_there(path):
         return config.vocab_size
-    tokenizer = read_json(path)
-    ids = list(_added_tokens(tokenizer).values())
-    vocab = tokenizer.get("model", {}).get("vocab", {})
-    ids.extend(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))
-    real = max(ids, default=-1) + 1
+    tokenizer = read_object(path)
+    real = max([*_added_tokens(tokenizer, path).values(), *_vocabulary(tokenizer, path).values()], default=-1) + 1
     if not 0 < real <= config.vocab_size:
         raise CheckpointError(f"{path}: {real} token ids do not fit the model's vocab_size={config.vocab_size}")
     return real
@@ -37,12 +36,12 @@ def stop_token_ids(directory: Path, config: TextConfig) -> tuple[int, ...]:
     """
     ids: list[int] = []
     generation_path = directory / "generation_config.json"
-    if generation_path.is_file():
-        ids += token_ids(read_json(generation_path), "eos_token_id", str(generation_path))
+    if is_there(generation_path):
+        ids += token_ids(read_object(generation_path), "eos_token_id", str(generation_path))
     ids += config.eos_token_ids
     tokenizer_path = directory / "tokenizer_config.json"
-    if tokenizer_path.is_file():
-        ids += _tokenizer_end(directory, read_json(tokenizer_path))
+    if is_there(tokenizer_path):
+        ids += _tokenizer_end(directory, read_object(tokenizer_path))
     for token in ids:
         if token >= config.vocab_size:
             raise CheckpointError(f"{directory}: end id {token} is outside the vocabulary of {config.vocab_size}")
@@ -50,22 +49,46 @@ def stop_token_ids(directory: Path, config: TextConfig) -> tuple[int, ...]:
 
 
 def _tokenizer_end(directory: Path, tokenizer_config: dict[str, Any]) -> list[int]:
+    config_path, path = directory / "tokenizer_config.json", directory / "tokenizer.json"
     token = tokenizer_config.get("eos_token")
     if isinstance(token, dict):
         token = token.get("content")
     if token is None:
         return []
-    path = directory / "tokenizer.json"
-    tokenizer = read_json(path) if path.is_file() else {}
-    known = _added_tokens(tokenizer)
-    for token_id, entry in tokenizer_config.get("added_tokens_decoder", {}).items():
-        known.setdefault(entry["content"], int(token_id))
-    vocab = tokenizer.get("model", {}).get("vocab", {})
-    found = known.get(token, vocab.get(token) if isinstance(vocab, dict) else None)
+    tokenizer = read_object(path) if is_there(path) else {}
+    known = _added_tokens(tokenizer, path)
+    decoder = _object(tokenizer_config, "added_tokens_decoder", config_path)
+    for token_id, entry in decoder.items():
+        if not (isinstance(entry, dict) and isinstance(entry.get("content"), str) and token_id.isascii() and token_id.isdigit()):
+            raise CheckpointError(f"{config_path}: added_tokens_decoder[{token_id[:40]!r}] must be an id with a token's content")
+        known.setdefault(entry["content"], int(token_id[:20]))
+    found = known.get(token, _vocabulary(tokenizer, path).get(token)) if isinstance(token, str) else None
     if found is None:
         raise CheckpointError(f"{directory}: eos_token {token!r} of tokenizer_config.json is no known token")
     return [found]
 
 
-def _added_tokens(tokenizer: dict[str, Any]) -> dict[str, int]:
-    return {entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens", [])}
+def _vocabulary(tokenizer: dict[str, Any], path: Path) -> Mapping[Any, int]:
+    """Ids by token. Of a list, as some models have it, the places alone are known."""
+    model = _object(tokenizer, "model", path)
+    vocab = model.get("vocab") or {}
+    if isinstance(vocab, list):
+        return {place: place for place in range(len(vocab))}
+    if not isinstance(vocab, dict) or not all(type(token_id) is int for token_id in vocab.values()):
+        raise CheckpointError(f"{path}: model.vocab must give tokens their ids")
+    return vocab
+
+
+def _added_tokens(tokenizer: dict[str, Any], path: Path) -> dict[str, int]:
+    added = tokenizer.get("added_tokens") or []
+    entries = added if isinstance(added, list) else [added]
+    if not all(isinstance(entry, dict) and isinstance(entry.get("content"), str) and type(entry.get("id")) is int for entry in entries):
+        raise CheckpointError(f"{path}: added_tokens must be a list of tokens with id and content")
+    return {entry["content"]: entry["id"] for entry in entries}
+
+
+def _object(holder: dict[str, Any], name: str, path: Path) -> dict[str, Any]:
+    value = holder.get(name) or {}
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: {name} must be an object")
+    return value

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from agentspec import kernels
 from agentspec.errors import CheckpointError
-from agentspec.models.checkpoint_layout import Layout, Source, checkpoint_layout, scale_name
-from agentspec.models.hf_config import TextConfig, read_json
+from agentspec.files import is_panic, is_there, read_object
+from agentspec.models.checkpoint_layout import Layout, Source, checkpoint_layout, scale_name, split_roots
+from agentspec.models.hf_config import TextConfig
 from agentspec.models.quantization import canonical_name, is_convertible
 from agentspec.models.tensors import parameter_dtype
 from agentspec.models.weight_regions import empty_weight, fill
@@ -85,7 +86,9 @@ class Checkpoint:
     def _open(self, path: Path, listed: set[str] | None) -> None:
         try:
             file = self._files.enter_context(safe_open(path, framework="pt", device="cpu"))
-        except (OSError, SafetensorError) as error:
+        except BaseException as error:
+            if not isinstance(error, OSError | SafetensorError) and not is_panic(error):
+                raise
             raise CheckpointError(f"{path}: not a readable safetensors file: {error}") from error
         names = set(file.keys())
         if listed is not None and names != listed:
@@ -130,6 +133,13 @@ class Checkpoint:
 
     def layout(self, config: TextConfig) -> Layout:
         """How the checkpoint holds the parameters. Raises CheckpointError as `load` does, and reads no tensor."""
+        by_expert = split_roots(self.names)
+        num_layers = len(config.layer_types) if "model" in by_expert else 1
+        if config.moe is not None and by_expert and config.moe.num_experts * num_layers > len(self.names):
+            # Said before a name is made for each of them: the config may ask for millions.
+            raise CheckpointError(
+                f"{self._directory}: {len(self.names)} tensors can't hold num_experts={config.moe.num_experts} for {num_layers} layers"
+            )
         layout = checkpoint_layout(config, self.names)
         self._check(layout.sources, config)
         return layout
@@ -213,16 +223,15 @@ def _files(directory: Path) -> Iterable[tuple[Path, set[str] | None]]:
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory")
     index_path, single = directory / INDEX_FILE, directory / SINGLE_FILE
-    if index_path.is_file():
-        weight_map = read_json(index_path).get("weight_map")
+    if is_there(index_path):
+        weight_map = read_object(index_path).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{index_path}: weight_map is missing or empty")
         listed: dict[str, set[str]] = {}
         for name, file_name in weight_map.items():
+            if not isinstance(file_name, str) or Path(file_name).name != file_name:
+                raise CheckpointError(f"{index_path}: weight_map[{name!r}]={file_name!r} is not a plain file name")
             listed.setdefault(file_name, set()).add(name)
-        for file_name in listed:
-            if Path(file_name).name != file_name:
-                raise CheckpointError(f"{index_path}: {file_name!r} is not a plain file name")
         missing = [file_name for file_name in sorted(listed) if not (directory / file_name).is_file()]
         if missing:
             raise CheckpointError(f"{directory}: shards of the index are missing: {', '.join(_shortened(missing))}")

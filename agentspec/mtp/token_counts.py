@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from agentspec import files
 from agentspec.errors import ConfigError
 
 
@@ -65,12 +66,12 @@ class TokenCounts:
 
     def _read(self) -> dict[int, int]:
         try:
-            file = msgspec.json.decode(self._path.read_bytes(), type=_File)
+            file = msgspec.json.decode(files.read_bytes(self._path), type=_File)
         except FileNotFoundError:
             return {}
         except OSError as error:
             raise self._wrong(f"can't be read: {error.strerror or error}") from None
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise self._wrong(f"is not a file of token counts: {error}") from None
         if file.num_tokens != self._num_tokens:
             raise self._wrong(f"counts a vocabulary of {file.num_tokens} tokens; the model's has {self._num_tokens}")

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
+from agentspec import files
 from agentspec.errors import CheckpointError
 
 
@@ -43,10 +44,6 @@ class Bpe:
 def find_encoder(model_dir: str | Path) -> Encoder:
     """The BPE of a checkpoint directory, by its tokenizer.json. Raises CheckpointError when there is none, or one that can't be read."""
     path = Path(model_dir) / "tokenizer.json"
-    if not path.is_file():
+    if not files.is_there(path):
         raise CheckpointError(f"{path}: no such file; a dry run takes its tokens from there, or runs without --model on the bundled tokenizer")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise CheckpointError(f"{path}: {error}") from None
-    return Bpe(tokenizer, f"the tokenizer of {Path(model_dir).name}")
+    return Bpe(files.parsed(path, Tokenizer.from_buffer, "not a usable tokenizer"), f"the tokenizer of {Path(model_dir).name}")

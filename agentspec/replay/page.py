@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
+from agentspec import files
 from agentspec.replay import page_plots, report_live
 from agentspec.replay.measure import SessionRecord, Summary
 from agentspec.replay.outcomes import LiveCounts
@@ -17,7 +18,7 @@ MAX_CARDS = 8
 
 
 def write_page(report: Report, path: str) -> None:
-    Path(path).write_text(render_page(report), encoding="utf-8")
+    files.write(path, render_page(report).encode(), field="html")
 
 
 def render_page(report: Report) -> str:

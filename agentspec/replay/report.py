@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from agentspec import files
 from agentspec.replay import report_json, report_live
 from agentspec.replay.measure import Distribution, SessionRecord, Summary, TurnColumn, TurnRecord
 from agentspec.replay.slo import Goodput, Slo
@@ -86,7 +86,7 @@ class Report:
         }
 
     def write_json(self, path: str) -> None:
-        Path(path).write_text(json.dumps(self.to_json(), ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        files.write(path, (json.dumps(self.to_json(), ensure_ascii=False, indent=1) + "\n").encode(), field="json")
 
 
 def _table(report: Report) -> list[str]:

@@ -10,11 +10,13 @@ import gzip
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 
+from agentspec import files
 from agentspec.errors import ReplayFileError
+from agentspec.nesting import MAX_NESTING, is_too_deep, may_be_too_deep
 from agentspec.replay.world import Goal, World
 from agentspec.replay.world_check import check_goal, check_world
 
@@ -22,6 +24,12 @@ CLIENT_FIELDS = frozenset({"messages", "prompt", "model", "stream", "stream_opti
 """Request fields that the client itself writes; neither `defaults` nor `extra` may hold them."""
 
 DEFAULT_MAX_REQUESTS = 8
+
+MAX_LINE_BYTES, MAX_FILE_BYTES = 2**28, 2**32
+"""Of what is read, decompressed: a session, and a file."""
+
+MAX_TOKENS = 2**24
+"""Of a prompt or an answer that is given by its length."""
 
 
 class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -223,29 +231,54 @@ def load(path: str | Path) -> ReplayFile:
 def save(file: ReplayFile, path: str | Path) -> None:
     """Write a replay file; gzip when the name ends in `.gz`. Equal contents give equal bytes."""
     data = b"".join(msgspec.json.encode(item) + b"\n" for item in (file.meta, *file.sessions))
-    Path(path).write_bytes(gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data)
+    files.write(path, gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data, field="output")
 
 
-def read_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, bytes) of each line that is not blank; gzip is recognised by its first bytes."""
+def read_lines(path: str | Path, *, line_bytes: int = MAX_LINE_BYTES, file_bytes: int = MAX_FILE_BYTES) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, bytes) of each line that is not blank; gzip is recognised by its first bytes. Read as a stream: a file may be much larger than
+    it looks.
+
+    line_bytes, file_bytes: of what is decompressed. Raises ReplayFileError for more, and for what is no regular file."""
+    number = size = 0
     try:
-        data = Path(path).read_bytes()
-        if data[:2] == b"\x1f\x8b":
-            data = gzip.decompress(data)
+        with files.open_regular(path) as file:
+            is_gzip = file.read(2) == b"\x1f\x8b"
+            file.seek(0)
+            lines: BinaryIO = gzip.GzipFile(fileobj=file) if is_gzip else file  # type: ignore[assignment]
+            while line := lines.readline(line_bytes + 1):
+                number, size = number + 1, size + len(line)
+                if len(line) > line_bytes:
+                    raise ReplayFileError(str(path), number, f"the line has more than {line_bytes:,} bytes")
+                if size > file_bytes:
+                    raise ReplayFileError(str(path), number, f"the file has more than {file_bytes:,} bytes")
+                if line.strip():
+                    yield number, line.rstrip(b"\n")
     except (OSError, EOFError, zlib.error) as error:
-        raise ReplayFileError(str(path), 0, f"can't be read: {getattr(error, 'strerror', None) or error}") from None
-    for number, line in enumerate(data.split(b"\n"), start=1):
-        if line.strip():
-            yield number, line
+        raise ReplayFileError(str(path), number, f"can't be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def decoded(line: bytes) -> Any:
+    """A JSON value. Raises ValueError for what is none, or is nested too deep."""
+    try:
+        value = msgspec.json.decode(line)
+    except RecursionError:
+        value = None
+    else:
+        if not may_be_too_deep(line) or not is_too_deep(value):
+            return value
+    raise ValueError(f"the JSON is nested deeper than {MAX_NESTING} levels")
 
 
 def parse_line(path: str, number: int, line: bytes) -> Meta | Session:
     """One line as a struct; shape and types are checked, the rules between fields are not (see check_session)."""
     try:
-        return msgspec.convert(_without_notes(msgspec.json.decode(line)), type=Meta | Session)
-    except msgspec.DecodeError as error:  # malformed JSON, a missing or unknown key, a wrong type: the message names the field
+        return msgspec.convert(_without_notes(decoded(line)), type=Meta | Session)
+    except ValueError as error:  # malformed JSON, a missing or unknown key, a wrong type: the message names the field
         raise ReplayFileError(path, number, str(error)) from None
 
+
+_ENDLESS = 1e15
+"""Milliseconds: more than a trace's clock shows."""
 
 _NESTED = {"turns", "messages", "expect", "message", "usage", "parent", "tool_calls", "function", "content", "world", "goal"}
 """Keys whose values are structs of the format; every other object (tools, extra, arguments) belongs to somebody else."""
@@ -380,8 +413,8 @@ def _check_messages(where: str, messages: list[InputMessage], *, is_first: bool)
 def _check_token_runs(where: str, turn: Turn) -> None:
     if turn.input_length is None or turn.block_size is None or turn.hash_ids is None:
         raise ValueError(f"{where}: needs messages, or all of input_length, block_size and hash_ids")
-    if turn.input_length < 1 or turn.block_size < 1:
-        raise ValueError(f"{where}: input_length {turn.input_length} and block_size {turn.block_size} must be at least 1")
+    if not (1 <= turn.input_length <= MAX_TOKENS and 1 <= turn.block_size <= MAX_TOKENS):
+        raise ValueError(f"{where}: input_length {turn.input_length} and block_size {turn.block_size} must be 1 to {MAX_TOKENS}")
     _check_blocks(f"{where}.hash_ids", turn.hash_ids, turn.block_size, "input_length", turn.input_length)
 
 
@@ -402,8 +435,8 @@ def _check_blocks(where: str, hash_ids: list[int], block_size: int, name: str, n
 
 def _check_expect(where: str, expect: Expect) -> None:
     _check_not_negative(f"{where}.latency_ms", expect.latency_ms)
-    if expect.output_tokens is not None and expect.output_tokens < 1:
-        raise ValueError(f"{where}.output_tokens: {expect.output_tokens} must be at least 1")
+    if expect.output_tokens is not None and not 1 <= expect.output_tokens <= MAX_TOKENS:
+        raise ValueError(f"{where}.output_tokens: {expect.output_tokens} must be 1 to {MAX_TOKENS}")
 
 
 def _check_request_fields(where: str, fields: dict[str, Any]) -> None:
@@ -420,5 +453,5 @@ def _check_tools(where: str, tools: list[dict[str, Any]]) -> None:
 
 
 def _check_not_negative(where: str, value: float | None) -> None:
-    if value is not None and not value >= 0:
-        raise ValueError(f"{where}: {value} must not be negative")
+    if value is not None and not 0 <= value < _ENDLESS:
+        raise ValueError(f"{where}: {value} must not be negative, nor {_ENDLESS:g} or more")

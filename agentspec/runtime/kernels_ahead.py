@@ -21,6 +21,7 @@ import msgspec
 
 from agentspec import kernels
 from agentspec.config import EngineConfig
+from agentspec.files import read_bytes
 from agentspec.types import Progress
 
 logger = logging.getLogger("agentspec")
@@ -57,7 +58,7 @@ class KernelJob(msgspec.Struct, frozen=True, kw_only=True):
         digest = hashlib.sha256()
         settings = {name: getattr(self.config, name) for name in _SETTINGS}
         digest.update(msgspec.json.encode([settings, self.machine, self.max_pages]))
-        digest.update((Path(self.model_dir) / "config.json").read_bytes())
+        digest.update(read_bytes(Path(self.model_dir) / "config.json"))
         for room in _ROOMS:
             for path in sorted([*(_PACKAGE / room).rglob("*.py"), *(_PACKAGE / room).rglob("*.json")]):
                 digest.update(path.read_bytes())

@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from agentspec.nesting import MAX_NESTING, is_too_deep, may_be_too_deep
 from agentspec.server import chat, completions, messages, metrics, openapi, page, responses, status, tokens
 from agentspec.server.deadlines import NO_LIMITS, TimeLimits
 from agentspec.server.errors import ApiError
@@ -32,7 +33,6 @@ from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service
 from agentspec.server.tenants import NOBODY, TENANT, Tenant
 from agentspec.server.unknown_fields import HEADER
-from agentspec.text.nesting import MAX_NESTING, is_too_deep, may_be_too_deep
 from agentspec.wire import EngineClient
 
 MAX_BODY_BYTES = 64 * 2**20

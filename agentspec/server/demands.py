@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from agentspec.errors import RequestError
+from agentspec.nesting import MAX_NESTING, is_too_deep
 from agentspec.text.constraints import OutputForm, ToolDemand
-from agentspec.text.nesting import MAX_NESTING, is_too_deep
 
 
 class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):

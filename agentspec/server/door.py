@@ -22,8 +22,10 @@ from agentspec.server.tenants import TENANT, Tenant
 GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 """Where a POST asks the engine to generate: what is counted, and refused while the server drains."""
 
-PROBES = frozenset({"/health", "/ping", "/ready"})
-"""Where load balancers ask whether requests may come."""
+LIVENESS, READINESS = "/live", "/ready"
+PROBES = frozenset({"/health", "/ping", LIVENESS, READINESS})
+"""Where load balancers and supervisors ask. LIVENESS: whether there is any need to start the server again: not while it loads or drains. READINESS:
+whether another request would be taken. The others: whether requests may come."""
 
 OPEN_PATHS = PROBES | {"/"}
 OPEN_FOLDER = "/static/"
@@ -85,8 +87,10 @@ class Door:
         if tenant is None and path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER):
             reason = "an API key is needed: Authorization: Bearer KEY, or x-api-key: KEY; there was none, or not the right one"
             return ApiError(401, reason, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-        if self._draining and (_generates(scope) or path in PROBES):
+        if self._draining and (_generates(scope) or path in PROBES - {LIVENESS}):
             return ApiError(503, "the server is about to stop", code="draining")
+        if path == READINESS and self._active >= self._max_active:
+            return ApiError(503, f"{self._active} requests run or wait here, which is the limit", code="overloaded")
         if tenant is None or not _generates(scope):
             return None
         try:

@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from agentspec.errors import AgentspecError, ContextLengthError, EngineClosedError, OverloadedError, RequestError, TextProcessError
+from agentspec.errors import (
+    AgentspecError,
+    ContextLengthError,
+    EngineClosedError,
+    EngineStalledError,
+    OverloadedError,
+    RequestError,
+    TextProcessError,
+)
 
 _ANTHROPIC_ROOT = "/v1/messages"
 
@@ -59,11 +67,6 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def printable(text: str) -> str:
-    """A text that a client may have had a hand in, on one line of a log."""
-    return "".join(letter if letter.isprintable() else f"\\u{ord(letter):04x}" for letter in text)
-
-
 def is_anthropic(path: str) -> bool:
     """The path belongs to Anthropic's API."""
     return path == _ANTHROPIC_ROOT or path.startswith(_ANTHROPIC_ROOT + "/")
@@ -79,7 +82,7 @@ def api_error(error: AgentspecError) -> ApiError:
     if isinstance(error, OverloadedError):
         return ApiError(429, str(error), code="overloaded", headers={"retry-after": str(error.retry_after)})
     if isinstance(error, EngineClosedError):
-        return ApiError(503, str(error), code="engine_closed")
+        return ApiError(503, str(error), code="engine_stalled" if isinstance(error, EngineStalledError) else "engine_closed")
     if isinstance(error, TextProcessError):
         return ApiError(503, str(error), code="text_process")
     return ApiError(500, str(error), code="engine_error")

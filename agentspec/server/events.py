@@ -18,14 +18,16 @@ from agentspec.wire import EngineClient, Event, FinishEvent, Submit, TokensEvent
 async def generate(engine: EngineClient, submit: Submit) -> AsyncGenerator[Event, None]:
     """Events of one request, the last one its FinishEvent. Closing this generator aborts the request.
 
-    Raises RequestError when the engine refuses, before the first event or half-way; AgentspecError when the request fails."""
+    Raises RequestError when the engine refuses, before the first event or half-way; EngineClosedError when the engine ends; AgentspecError when the
+    request fails."""
     # The protocol promises that closing the iterator aborts; AsyncIterator has no name for that.
     stream = cast(AsyncGenerator[Event, None], engine.stream(submit))
     try:
         async with aclosing(stream):
             async for event in stream:
                 if isinstance(event, FinishEvent) and event.reason is FinishReason.ERROR:
-                    raise event.refusal(submit) or AgentspecError(event.error or "the request failed")
+                    failure = EngineClosedError if event.is_lost else AgentspecError
+                    raise event.refusal(submit) or failure(event.error or "the request failed")
                 yield event
                 if isinstance(event, FinishEvent):
                     return

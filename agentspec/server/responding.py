@@ -16,9 +16,9 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from agentspec.errors import AgentspecError
+from agentspec.errors import AgentspecError, printable
 from agentspec.server import sse
-from agentspec.server.errors import ApiError, api_error, printable
+from agentspec.server.errors import ApiError, api_error
 from agentspec.server.request_ids import log_mark
 
 STATUS_SECONDS = 1.0

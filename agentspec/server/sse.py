@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from agentspec.errors import AgentspecError, RequestError
-from agentspec.server.errors import ApiError, api_error, printable
+from agentspec.errors import AgentspecError, RequestError, printable
+from agentspec.server.errors import ApiError, api_error
 from agentspec.server.request_ids import log_mark
 from agentspec.wire import Event, FinishEvent, TokensEvent
 

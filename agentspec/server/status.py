@@ -7,7 +7,6 @@ from typing import Any
 from starlette.responses import Response
 
 from agentspec import version as installed
-from agentspec.errors import EngineClosedError
 from agentspec.server import answer_shapes
 from agentspec.server.door import PROBES
 from agentspec.server.responding import json_response
@@ -33,9 +32,8 @@ async def version(service: Service, call: Call) -> Response:
 
 
 async def health(service: Service, call: Call) -> Response:
-    """GET /health, /ping, /ready: 200 while the engine runs, else 503."""
-    if not service.engine.alive:
-        raise EngineClosedError("the engine is not running")
+    """GET /health, /ping, /ready, /live: 200 while the engine runs and sends its heartbeat, else 503."""
+    service.engine.check_alive()
     return json_response({"status": "ok"})
 
 

@@ -1,17 +1,18 @@
-"""The server before its engine is loaded: an ASGI app that says so, until there is a real one to pass requests on to.
+"""The server while its engine is loaded: an ASGI app that says so, until there is a real one to pass requests on to.
 
 A load balancer sees a 503 on its probes instead of a refused connection, and knows that somebody is there. Knows neither engine nor model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentspec.server.bodies import answer_unread
-from agentspec.server.door import PROBES
+from agentspec.server.door import LIVENESS, PROBES
 from agentspec.server.errors import ApiError
 from agentspec.server.responding import error_response, json_response
 
@@ -31,6 +32,14 @@ class WaitingRoom:
         """From now on requests are the app's."""
         self._app = app
 
+    @contextmanager
+    def waiting(self, describe: Callable[[], str], seconds: Callable[[], float]) -> Iterator[None]:
+        """Within, requests are answered here again, and behind it by the app, unless it fails; those that the app has stay there."""
+        app, self._app = self._app, None
+        self._describe, self._seconds = describe, seconds
+        yield
+        self._app = app
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._app is not None:
             await self._app(scope, receive, send)
@@ -39,7 +48,7 @@ class WaitingRoom:
         stage = self._describe()
         if scope["path"] in PROBES:
             body: dict[str, Any] = {"status": "loading", "stage": stage, "seconds": round(self._seconds(), 1)}
-            response = json_response(body, 503, headers)
+            response = json_response(body) if scope["path"] == LIVENESS else json_response(body, 503, headers)
         else:
             error = ApiError(503, f"the model is being loaded: {stage}", code="loading", headers=headers)
             response = error_response(error, scope["path"])

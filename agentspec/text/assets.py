@@ -5,34 +5,17 @@ Knows nothing of tokenization or templates.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from agentspec.errors import CheckpointError
+from agentspec import files
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-def read_text(path: Path) -> str:
-    """The file's text. Raises CheckpointError naming the file when it isn't UTF-8."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path}: not UTF-8: {error}") from error
-
-
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty when there is no such file. Raises CheckpointError naming the file otherwise."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object, not {type(value).__name__}")
-    return value
+    return files.read_object(path) if files.is_there(path) else {}
 
 
 def named_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:

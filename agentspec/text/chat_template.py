@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from jinja2 import Template, TemplateError, meta
+from jinja2 import Template, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from agentspec import files
 from agentspec.errors import CheckpointError, RequestError
-from agentspec.text.assets import named_tokens, read_object, read_text
+from agentspec.text.assets import named_tokens, read_object
 from agentspec.text.common_length import common_length
 from agentspec.text.messages import RESULT_CLOSE, RESULT_OPEN, Message, is_question, raw_arguments
 from agentspec.text.raw_arguments import show_raw
@@ -98,7 +99,7 @@ class ChatTemplate:
             sources = (source, tool_source or "")
             self.reads = frozenset(name for text in sources for name in meta.find_undeclared_variables(environment.parse(text)))
             """Variables that the template takes from outside."""
-        except TemplateError as error:
+        except Exception as error:  # what it nests too deep, or computes, fails in jinja and in Python's compiler in many ways
             raise CheckpointError(f"{origin}: not a valid chat template: {error}") from error
         self.source = source if tool_source is None else tool_source
         """The source that teaches the tool-call dialect."""
@@ -118,8 +119,8 @@ class ChatTemplate:
 
     @classmethod
     def from_file(cls, file: Path, variables: Mapping[str, str] | None = None) -> ChatTemplate:
-        """The template in a file. Raises CheckpointError when it can't be used, OSError when it can't be read."""
-        return cls(read_text(file), variables=variables, origin=str(file))
+        """The template in a file. Raises CheckpointError when it can't be read or used."""
+        return cls(files.read_text(file), variables=variables, origin=str(file))
 
     @classmethod
     def from_directory(cls, path: Path | str, *, instead: Path | None = None) -> ChatTemplate | None:
@@ -130,7 +131,7 @@ class ChatTemplate:
         config = read_object(directory / "tokenizer_config.json")
         variables = named_tokens(config)
         file = directory / _TEMPLATE_FILE if instead is None else instead
-        if instead is not None or file.is_file():
+        if instead is not None or files.is_there(file):
             return cls.from_file(file, variables)
         declared = config.get("chat_template")
         if declared is None:

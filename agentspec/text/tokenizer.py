@@ -14,12 +14,13 @@ from pathlib import Path
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from agentspec import files
 from agentspec.errors import CheckpointError, RequestError
 from agentspec.text.assets import named_tokens, read_object
 from agentspec.text.token_limit import TokenBounds, can_cut_at_words, token_bounds
 
-_PANIC_MODULE = "pyo3_runtime"
-"""Where the class of the library's panics says that it is; it can't be imported, and is no Exception."""
+MAX_TOKENS = 2**22
+"""Ids of a vocabulary; published ones have some 250,000."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +65,9 @@ class Tokenizer:
         """The tokenizer of a checkpoint directory; None when it has no tokenizer.json. Raises CheckpointError when it can't be used."""
         directory = Path(path)
         file = directory / "tokenizer.json"
-        if not file.is_file():
+        if not files.is_there(file):
             return None
-        try:
-            backend = Backend.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception for any malformed file
-            raise CheckpointError(f"{file}: not a usable tokenizer: {error}") from error
+        backend: Backend = files.parsed(file, Backend.from_buffer, "not a usable tokenizer")
         backend.no_truncation()
         backend.no_padding()
         names = named_tokens(read_object(directory / "tokenizer_config.json"))
@@ -100,7 +98,7 @@ class Tokenizer:
         try:
             return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
         except BaseException as error:
-            if type(error).__module__ != _PANIC_MODULE:
+            if not files.is_panic(error):
                 raise
             longest = max(texts, key=len)
             raise RequestError("text", longest[:40], f"can't be tokenised ({len(longest):,} characters): {error}") from error
@@ -157,7 +155,10 @@ class Tokenizer:
 
 def _byte_table(backend: Backend, added: dict[int, AddedToken], source: str) -> list[bytes]:
     vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
-    table = [b""] * (max(vocab.values(), default=-1) + 1)
+    num_ids = max(vocab.values(), default=-1) + 1
+    if num_ids > MAX_TOKENS:
+        raise CheckpointError(f"{source}: a token has the id {num_ids - 1}; ids must be below {MAX_TOKENS:,}")
+    table = [b""] * num_ids
     alphabet = _byte_alphabet()
     for token, token_id in vocab.items():
         if token_id in added:

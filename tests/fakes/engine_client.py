@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Iterable
 from functools import lru_cache
 from typing import Any
 
+from agentspec.errors import EngineClosedError
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.types import FinishReason, TokenScore
 from agentspec.wire import Event, FinishEvent, ModelInfo, SpecStats, Submit, TokensEvent, Usage
@@ -85,6 +86,10 @@ class ScriptedEngine:
         finally:
             if not finished:
                 self.aborted.append(submit.request_id)
+
+    def check_alive(self) -> None:
+        if not self.alive:
+            raise EngineClosedError("the engine is not running")
 
     async def stats(self) -> dict[str, Any]:
         return {"requests": len(self.submits)}

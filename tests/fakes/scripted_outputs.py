@@ -31,6 +31,9 @@ class ScriptedOutputs:
     def alive(self) -> bool:
         return self._engine.alive
 
+    def check_alive(self) -> None:
+        self._engine.check_alive()
+
     async def stats(self) -> dict[str, Any]:
         return await self._engine.stats()
 

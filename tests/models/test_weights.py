@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -228,3 +229,12 @@ def test_resolve_turns_hub_failures_into_one_error(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(CheckpointError, match=r"Qwen/Qwen3\.5-4B.*no route"):
         resolve_checkpoint("Qwen/Qwen3.5-4B")
+
+
+def test_far_more_experts_than_tensors_are_refused_before_they_are_named(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "next", "next")
+    config = load_text_config(directory)
+    assert config.moe is not None
+    asked = dataclasses.replace(config, moe=dataclasses.replace(config.moe, num_experts=8192), layer_types=config.layer_types * 100)
+    with Checkpoint(directory) as checkpoint, pytest.raises(CheckpointError, match=r"tensors can't hold num_experts=8192 for 800 layers"):
+        checkpoint.layout(asked)

@@ -97,6 +97,33 @@ def test_a_slash_is_no_way_around_the_door(pipeline: TextPipeline) -> None:
     asked(served(pipeline, config, ScriptedEngine([*said("well"), asyncio.Event()])), ask)
 
 
+def test_liveness_asks_only_whether_to_start_the_server_again(pipeline: TextPipeline) -> None:
+    """While it loads and drains the server is alive, and not ready."""
+    engine = ScriptedEngine()
+    door = Door(create_app(engine, pipeline), ServerConfig(), max_running=1)
+    answer = asked(loading(ServerConfig()), lambda client: client.get("/live/"))
+    assert (answer.status_code, answer.json()["status"]) == (200, "loading")
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        await door.drain()
+        assert [(await client.get(path)).status_code for path in ("/live", "/ready", "/health")] == [200, 503, 503]
+        engine.alive = False
+        assert (await client.get("/live")).status_code == 503
+
+    asked(in_front_of(door, ServerConfig()), ask)
+
+
+def test_a_full_server_is_alive_and_not_ready(pipeline: TextPipeline) -> None:
+    async def ask(client: httpx.AsyncClient) -> None:
+        request = client.build_request("POST", "/v1/completions", json=COMPLETION | {"stream": True})
+        running = await client.send(request, stream=True)
+        assert [(await client.get(path)).status_code for path in ("/live", "/ready", "/health")] == [200, 503, 200]
+        await running.aclose()
+        assert (await client.get("/ready")).status_code == 200
+
+    asked(served(pipeline, ServerConfig(max_queue=0), ScriptedEngine([*said("well"), asyncio.Event()])), ask)
+
+
 @pytest.mark.parametrize("path", ["/health", "/ping", "/ready"])
 def test_probes(path: str, pipeline: TextPipeline) -> None:
     engine = ScriptedEngine()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -133,3 +134,12 @@ def test_text_on_which_the_library_panics_is_refused_and_the_next_is_read(tokeni
     with pytest.raises(RequestError, match=r"can't be tokenised \(4,000,002 characters\)"):
         tokenizer.encode("a" + " " * 4_000_000 + "x")
     assert tokenizer.decode(tokenizer.encode("as before")) == "as before"
+
+
+def test_an_id_beyond_every_vocabulary_is_refused(tmp_path: Path) -> None:
+    """A table of all ids is made."""
+    tokenizer = json.loads(byte_backend().to_str())
+    tokenizer["model"]["vocab"]["!"] = 2**31
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: a token has the id 2147483648; ids must be below 4,194,304"):
+        Tokenizer.from_directory(tmp_path)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from agentspec.errors import ReplayFileError
-from agentspec.replay.schema import read_lines
+from agentspec.replay.schema import decoded, read_lines
 
 _Value = TypeVar("_Value")
 
@@ -20,12 +20,12 @@ def read_documents(path: str | Path) -> Iterator[tuple[int, Any]]:
     if not lines:
         raise ReplayFileError(str(path), 1, "the file is empty")
     try:
-        whole = msgspec.json.decode(b"\n".join(line for _, line in lines))
-    except msgspec.DecodeError:
+        whole = decoded(b"\n".join(line for _, line in lines))
+    except ValueError:
         for number, line in lines:
             try:
-                yield number, msgspec.json.decode(line)
-            except msgspec.DecodeError as error:
+                yield number, decoded(line)
+            except ValueError as error:
                 raise ReplayFileError(str(path), number, str(error)) from None
         return
     items = whole if isinstance(whole, list) else [whole]

@@ -26,6 +26,7 @@ from agentspec.replay.schema import (
     Turn,
     check_meta,
     check_session,
+    decoded,
     read_lines,
 )
 
@@ -98,7 +99,7 @@ def read(path: str | Path) -> ReplayFile:
     toolsets: dict[str, list[dict[str, Any]]] = {}
     for number, line in read_lines(path):
         try:
-            item = msgspec.json.decode(line)
+            item = decoded(line)
             if isinstance(item, dict) and item.get("_type") == _METADATA:
                 continue
             row = convert("", item, _Row)

@@ -14,7 +14,19 @@ import msgspec
 
 from agentspec.errors import ReplayFileError
 from agentspec.replay.importers.documents import convert
-from agentspec.replay.schema import AssistantMessage, Expect, InputMessage, Meta, ReplayFile, Session, Turn, check_meta, check_session, read_lines
+from agentspec.replay.schema import (
+    AssistantMessage,
+    Expect,
+    InputMessage,
+    Meta,
+    ReplayFile,
+    Session,
+    Turn,
+    check_meta,
+    check_session,
+    decoded,
+    read_lines,
+)
 
 _NOT_REPLAYED = ("stream", "stream_options")
 """Fields that say how an answer was delivered, which is the client's business."""
@@ -126,7 +138,7 @@ class Transcripts:
 
 
 def _decode(line: bytes) -> dict[str, Any]:
-    item = msgspec.json.decode(line)
+    item = decoded(line)
     if isinstance(item, list):
         item = {"messages": item}
     if not isinstance(item, dict) or not isinstance(item.get("messages"), list):

@@ -12,7 +12,7 @@ from typing import Literal, Protocol, TypeVar
 import msgspec
 
 from agentspec.errors import ReplayFileError
-from agentspec.replay.schema import Expect, Turn, read_lines
+from agentspec.replay.schema import Expect, Turn, decoded, read_lines
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,8 +63,8 @@ def read_trace(path: str | Path, line_type: type[L], block_size: int) -> list[L]
     requests: list[L] = []
     for number, line in read_lines(path):
         try:
-            request = msgspec.json.decode(line, type=line_type)
-        except msgspec.DecodeError as error:
+            request = msgspec.convert(decoded(line), line_type)
+        except ValueError as error:
             raise ReplayFileError(str(path), number, str(error)) from None
         request.block.check(str(path), number, block_size)
         requests.append(request)

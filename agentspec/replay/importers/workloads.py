@@ -11,7 +11,7 @@ import msgspec
 from agentspec.errors import ReplayFileError
 from agentspec.replay.importers.documents import convert, read_documents
 from agentspec.replay.importers.openai_messages import Transcripts
-from agentspec.replay.schema import Expect, InputMessage, Meta, RecordedUsage, ReplayFile, Session, Turn, check_session
+from agentspec.replay.schema import Expect, InputMessage, Meta, RecordedUsage, ReplayFile, Session, Turn, check_session, decoded
 
 
 class _AgenticTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,7 +103,7 @@ def read_evalscope_workload(path: str | Path) -> ReplayFile:
     for number, item in read_documents(path):
         try:
             traced = convert("", item, _TracedRequest)
-            body = msgspec.json.decode(traced.body) if isinstance(traced.body, str) else traced.body
+            body = decoded(traced.body.encode()) if isinstance(traced.body, str) else traced.body
             if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
                 raise ValueError("body: must be a chat request, with messages")
             requests.append((_seconds(traced.timestamp), number, body, traced))
