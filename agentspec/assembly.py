@@ -33,6 +33,7 @@ from agentspec.mtp.token_counts import TokenCounts
 from agentspec.runtime.admission import SessionGate, rows_of_sessions
 from agentspec.runtime.constraint_source import ConstraintSource
 from agentspec.runtime.executor import ModelExecutor
+from agentspec.runtime.fairness import FairShare
 from agentspec.runtime.grammar import constraint_source
 from agentspec.runtime.graphs import CudaRecorder, graph_bytes
 from agentspec.runtime.host_copies import STAGE as LOCKING
@@ -211,11 +212,11 @@ def build(
     memory = _plan_memory(model, config, device, max_draft_tokens, memory)
     model.allocate(num_rows=memory.num_rows, num_pages=memory.num_pages)
     cache = _cache(config, spec, memory, clock)
-    copies = None if memory.host is None else HostCopies(model, memory.host, device)
-    metrics = EngineMetrics()
+    copies, metrics = None if memory.host is None else HostCopies(model, memory.host, device), EngineMetrics()
     scheduler = Scheduler(
         cache=cache,
         gate=_gate(config, spec, memory, max_draft_tokens, clock),
+        fair=FairShare(clock),
         metrics=metrics,
         max_running=_slots(config),
         max_draft_tokens=max_draft_tokens,

@@ -18,6 +18,7 @@ from agentspec.errors import ConfigError
 from agentspec.model_costs import ModelCosts
 from agentspec.mtp.depth_policy import FixedDepth
 from agentspec.runtime.admission import SessionGate, rows_of_sessions
+from agentspec.runtime.fairness import FairShare
 from agentspec.runtime.memory_plan import RESERVED, MemoryPlan
 from agentspec.runtime.metrics import EngineMetrics
 from agentspec.runtime.pace import DEFAULT_MAX_GAP, FixedPace, GapPace
@@ -208,7 +209,7 @@ class DryRun:
         self._memory = memory
         self._reserved_tokens = _reserved_tokens(num_drafted)
         page_bytes = costs.kv_bytes_per_token * BLOCK_TOKENS
-        clock = VirtualClock()
+        clock = self.clock = VirtualClock()
         self._cache = HybridCache(
             num_rows=memory.num_rows,
             num_pages=memory.num_pages,
@@ -230,6 +231,7 @@ class DryRun:
         scheduler = Scheduler(
             cache=self._cache,
             gate=gate,
+            fair=FairShare(clock),
             metrics=self._metrics,
             max_running=max_running,
             max_draft_tokens=num_drafted,
@@ -241,7 +243,7 @@ class DryRun:
         )
         scripted = DryExecutor(acceptance=costs.acceptance, block_tokens=BLOCK_TOKENS, seed=seed, emissions=emissions)
         executor = TimedExecutor(scripted, costs=costs, clock=clock)
-        loop = StepLoop(
+        self.loop = StepLoop(
             scheduler=scheduler, executor=executor, depth_policy=FixedDepth(num_drafted), metrics=self._metrics, overlap=True, clock=clock
         )
         spec = ModelSpec(
@@ -255,8 +257,9 @@ class DryRun:
             row_bytes=costs.row_bytes,
             page_bytes=page_bytes,
         )
-        self._lanes = ClosedLoop(loop, clock=clock, turn_seconds=costs.turn_seconds, spec=spec, max_length=memory.max_length, on_submit=self._check)
-        self._clock = clock
+        self._lanes = ClosedLoop(
+            self.loop, clock=clock, turn_seconds=costs.turn_seconds, spec=spec, max_length=memory.max_length, on_submit=self._check
+        )
 
     def run(self, sessions: Sessions, num_lanes: int) -> DryRunResult:
         """Replay sessions in `num_lanes` closed loops, to the end. Raises ConfigError for a turn that can't fit."""
@@ -270,7 +273,7 @@ class DryRun:
             cached_tokens=metrics.cached_tokens,
             prefill_tokens=metrics.prefill_tokens,
             preemptions=metrics.preemptions,
-            virtual_seconds=self._clock.now,
+            virtual_seconds=self.clock.now,
             cache=self._cache.stats(),
             ended=self._lanes.ended,
         )

@@ -21,6 +21,7 @@ from agentspec.errors import (
     ConfigError,
     ContextLengthError,
     EngineClosedError,
+    OverloadedError,
     RequestError,
     UnsupportedModelError,
 )
@@ -58,6 +59,7 @@ class ErrorData(msgspec.Struct, frozen=True, kw_only=True):
     field: str | None = None
     value: Any = None
     reason: str = ""
+    retry_after: int | None = None
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
@@ -185,11 +187,15 @@ def error_data(error: AgentspecError) -> ErrorData:
     if isinstance(error, ConfigError | RequestError):
         field, reason = _unicode(error.field), _unicode(error.reason)
         return ErrorData(kind=_known(error, _FIELD_KINDS), text=text, field=field, value=_portable(error.value), reason=reason)
+    if isinstance(error, OverloadedError):
+        return ErrorData(kind=OverloadedError.__name__, text=text, retry_after=error.retry_after)
     return ErrorData(kind=_known(error, _KINDS), text=text)
 
 
 def to_error(data: ErrorData) -> AgentspecError:
     """The exception again: same type, same text, and its field, value and reason."""
+    if data.retry_after is not None:
+        return OverloadedError(data.text, data.retry_after)
     error = _KINDS[data.kind](data.text) if data.field is None else _FIELD_KINDS[data.kind](data.field, data.value, data.reason)
     error.args = (data.text,)
     return error

@@ -17,17 +17,25 @@ from typing import Any, Self
 
 from agentspec.assembly import Assembly, assemble
 from agentspec.config import EngineConfig
-from agentspec.errors import EngineClosedError, RequestError
+from agentspec.errors import EngineClosedError, OverloadedError, RequestError
 from agentspec.runtime.constraint import Constraint
-from agentspec.runtime.request import Request, new_request
+from agentspec.runtime.fair_queue import FairQueue
+from agentspec.runtime.request import Request, flow_of, new_request
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.types import FinishReason
 from agentspec.wire import Event, FinishEvent, Grammar, ModelInfo, Submit, Usage
 
 logger = logging.getLogger("agentspec")
 
-COMPILE_THREADS = 32
-"""Grammars that an EngineThread asks its compiler for at the same time. Most only wait: a known grammar must not queue behind new ones."""
+COMPILE_THREADS = 2
+"""Grammars that an EngineThread asks its compiler for at the same time: one is compiled while the next is read."""
+MAX_COMPILES = 256
+"""Requests whose grammars wait for that; more are refused, of whoever has the most."""
+_RETRY_SECONDS = 5
+
+
+_CompileJob = tuple[Grammar, "asyncio.Future[Constraint | None]"]
+"""A grammar, and who waits for its constraint."""
 
 
 class EngineCore:
@@ -82,6 +90,9 @@ class EngineThread:
         """Requests whose reader has gone, until their terminal event: their ids are still in use."""
         self._compiling: dict[str, asyncio.Future[Constraint | None]] = {}
         """Requests that wait for their grammar. They are not in the engine yet; None ends them."""
+        self._uncompiled: FairQueue[_CompileJob] = FairQueue(MAX_COMPILES)
+        """Those whose compile hasn't begun; who doesn't wait any more is passed over when its turn comes."""
+        self._num_compiling = 0
         self._compilers = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="agentspec-grammar")
         self._asyncio: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -184,7 +195,7 @@ class EngineThread:
         try:
             constraint = None
             if submit.grammar is not None:
-                constraint = await self._compile(submit.request_id, submit.grammar)
+                constraint = await self._compile(submit, submit.grammar)
                 if constraint is None:
                     usage = Usage(prompt_tokens=len(submit.prompt_ids))
                     self._hand_out([FinishEvent(request_id=submit.request_id, reason=FinishReason.ABORT, usage=usage)])
@@ -200,26 +211,48 @@ class EngineThread:
             del self._streams[submit.request_id]
             raise
 
-    async def _compile(self, request_id: str, grammar: Grammar) -> Constraint | None:
-        """The constraint of a request, made beside the event loop and the engine's thread; None when the request is aborted first."""
+    async def _compile(self, submit: Submit, grammar: Grammar) -> Constraint | None:
+        """The constraint of a request: at once where the grammar is known, else made beside the event loop and the engine's thread, flow by flow.
+        None when the request is aborted first. Raises OverloadedError when too many wait."""
         assert self._asyncio is not None
+        if (known := self._assembly.constraints.known(grammar)) is not None:
+            return known
         answer: asyncio.Future[Constraint | None] = self._asyncio.create_future()
-
-        def make() -> None:
-            try:
-                constraint = self._assembly.constraints.make(grammar)
-            except Exception as error:  # a grammar that breaks its compiler must hurt nobody but its sender
-                self._call(_refuse, answer, error)
-            else:
-                self._call(_settle, answer, constraint)
-
-        self._compiling[request_id] = answer
-        job = self._compilers.submit(make)
+        self._compiling[submit.request_id] = answer
+        pushed_out = self._uncompiled.put(flow_of(submit), (grammar, answer))
+        if pushed_out is not None:
+            _refuse(pushed_out[1], OverloadedError(f"{MAX_COMPILES} grammars wait to be compiled, which is the limit", _RETRY_SECONDS))
+        self._start_compiles()
         try:
             return await answer
         finally:
-            job.cancel()
-            del self._compiling[request_id]
+            answer.cancel()
+            del self._compiling[submit.request_id]
+
+    def _start_compiles(self) -> None:
+        while self._num_compiling < COMPILE_THREADS and not self._stopping and (job := self._uncompiled.take()) is not None:
+            grammar, answer = job
+            if answer.done():
+                continue
+            if (known := self._assembly.constraints.known(grammar)) is not None:
+                _settle(answer, known)
+                continue
+            self._num_compiling += 1
+            self._compilers.submit(self._make, grammar, answer)
+
+    def _make(self, grammar: Grammar, answer: asyncio.Future[Constraint | None]) -> None:
+        """Compile one grammar, on a thread of its own."""
+        try:
+            constraint = self._assembly.constraints.make(grammar)
+        except Exception as error:  # a grammar that breaks its compiler must hurt nobody but its sender
+            self._call(_refuse, answer, error)
+        else:
+            self._call(_settle, answer, constraint)
+        self._call(self._end_compile)
+
+    def _end_compile(self) -> None:
+        self._num_compiling -= 1
+        self._start_compiles()
 
     def _leave(self, request_id: str) -> None:
         if self.alive:

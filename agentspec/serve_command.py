@@ -132,6 +132,7 @@ async def _serve(
                 tenants=keys.tenants,
                 limits=TimeLimits(queue_seconds=server.queue_timeout_seconds, request_seconds=server.request_timeout_seconds),
                 root_path=server.root_path,
+                max_open=engine.info.max_running + server.max_queue,
             )
             most_waiting = max(0, listener.connections.limit - FOR_PROBES - engine.info.max_running)
             server = replace(server, max_queue=min(server.max_queue, most_waiting))

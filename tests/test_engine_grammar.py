@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from agentspec.assembly import Assembly, assemble
 from agentspec.config import EngineConfig
 from agentspec.engine import AsyncEngine, Engine
-from agentspec.engine_thread import COMPILE_THREADS
-from agentspec.errors import EngineClosedError, RequestError
+from agentspec.engine_thread import COMPILE_THREADS, MAX_COMPILES
+from agentspec.errors import EngineClosedError, OverloadedError, RequestError
 from agentspec.runtime.constraint import Constraint
 from agentspec.runtime.constraint_source import ConstraintSource
 from agentspec.server.transport import InProcessTransport
@@ -49,6 +50,10 @@ class FakeCompiler:
         self.go_on = threading.Event()
         self.is_closed = False
         self.num_compiled = 0
+        self.known_sources: set[str] = set()
+
+    def known(self, grammar: Grammar) -> FakeCompiled | None:
+        return FakeCompiled() if grammar.source in self.known_sources else None
 
     def compile(self, grammar: Grammar) -> FakeCompiled:
         self.threads.append(threading.current_thread().name)
@@ -70,6 +75,10 @@ class FakeCompiler:
 
 def constrained(request_id: str, source: str = "fast", *, sampling: SamplingParams = GREEDY, first: int = 1) -> Submit:
     return submit(request_id, sampling=sampling, first=first, grammar=Grammar(kind="regex", source=source))
+
+
+def owned_by(asked: Submit, owner: str) -> Submit:
+    return msgspec.structs.replace(asked, owner=owner)
 
 
 def house(**settings: Any) -> tuple[Assembly, FakeCompiler]:
@@ -255,6 +264,69 @@ def test_a_compile_that_nobody_waits_for_any_more_is_not_begun() -> None:
             compiler.go_on.set()
             await read(engine, constrained("last"))
         assert len(compiler.threads) < len(readers)
+
+    run(main())
+
+
+def test_a_known_grammar_does_not_wait_behind_new_ones() -> None:
+    """Finding 9 of issue 18: it waited for 17 s behind 34 new ones."""
+
+    async def main() -> None:
+        parts, compiler = house()
+        compiler.known_sources.add("known")
+        async with AsyncEngine(parts) as engine:
+            new = [asyncio.create_task(read(engine, constrained(f"r{number}", "slow"))) for number in range(40)]
+            await settle()
+            known = await asyncio.wait_for(read(engine, constrained("k", "known")), 60)
+            assert known[0] == expected_constrained(parts, constrained("k", "known"))
+            assert not any(reader.done() for reader in new)
+            compiler.go_on.set()
+            await asyncio.gather(*new)
+        assert_nothing_left(parts)
+
+    run(main())
+
+
+def test_compiles_go_by_owner_and_session() -> None:
+    async def main() -> None:
+        parts, compiler = house()
+        order: list[str] = []
+        compile_one = compiler.compile
+
+        def compile_and_note(grammar: Grammar) -> FakeCompiled:
+            order.append(grammar.source)
+            return compile_one(grammar)
+
+        compiler.compile = compile_and_note  # type: ignore[method-assign]
+        async with AsyncEngine(parts) as engine:
+            blocked = [asyncio.create_task(read(engine, constrained(f"b{number}", "slow"))) for number in range(COMPILE_THREADS)]
+            await settle()
+            asked = [owned_by(constrained(f"m{number}", f"m{number}"), "many") for number in range(20)]
+            asked.append(owned_by(constrained("o", "one"), "one"))
+            readers = [asyncio.create_task(read(engine, one)) for one in asked]
+            await settle()
+            compiler.go_on.set()
+            await asyncio.gather(*blocked, *readers)
+        assert order.index("one") <= COMPILE_THREADS + 2, order
+
+    run(main())
+
+
+def test_one_too_many_compiles_is_refused_and_of_whoever_has_the_most() -> None:
+    async def main() -> None:
+        parts, compiler = house()
+        async with AsyncEngine(parts) as engine:
+            many = [
+                asyncio.create_task(read(engine, owned_by(constrained(f"m{number}", "slow"), "many")))
+                for number in range(MAX_COMPILES + COMPILE_THREADS)
+            ]
+            await settle()
+            one = asyncio.create_task(read(engine, owned_by(constrained("one", "slow"), "one")))
+            await settle()
+            with pytest.raises(OverloadedError, match="256 grammars wait"):
+                await many.pop()
+            compiler.go_on.set()
+            await asyncio.gather(one, *many)
 
     run(main())
 

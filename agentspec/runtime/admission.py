@@ -5,6 +5,9 @@ stand in order of their arrival, and a turn may run if its session fits beside t
 they grow out of the memory, the youngest wait until an older one ends. A session is live while a turn of it runs or waits, and for
 `hold_seconds` after. A request without a session is one of its own.
 
+Who has waited for longer than a fair share explains (fairness.py) goes before all others for a turn: others that don't fit beside it wait when their
+turns end. A turn is the least that it keeps its place for; then it stands again where it arrived.
+
 Nobody says when a session has ended for good. Where all that came back lately did so much sooner than `hold_seconds`, one that has been away for
 longer than any of them keeps nobody out: its state may be evicted, and it has its place in the order should it come back all the same. One slow tool
 among the last few hundred turns, and everybody is waited for again: a session whose state went in the meantime computes its whole prompt anew.
@@ -17,7 +20,7 @@ Knows bytes and session ids; knows nothing of the cache or of requests.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 _RETURNS = 256
@@ -72,6 +75,8 @@ class SessionGate:
         self._clock = clock
         self._sessions: dict[str, _Session] = {}
         """In order of arrival."""
+        self._preferred: dict[str, None] = {}
+        """Sessions that go before all others, in this order."""
         self._returns: deque[float] = deque(maxlen=_RETURNS)
         """Seconds that sessions were away between two turns; `hold_seconds` for those that came back later."""
         self._given_up: dict[str, None] = {}
@@ -93,31 +98,55 @@ class SessionGate:
         session.waiting += 1
 
     def allows(self, session_id: str, need: WorkingSet) -> bool:
-        """True when the working set of this waiting turn's session fits beside those of the older live sessions.
+        """True when the working set of this waiting turn's session fits beside those of the live sessions that go before it.
 
         `need`: what the turn would add. A session that was evicted needs at least what it had. The oldest is always allowed."""
         self._expire()
         session = self._sessions[session_id]
         had = session.working_set
         session.working_set = WorkingSet(max(had.row_bytes, need.row_bytes), max(had.page_bytes, need.page_bytes))
-        row_bytes = page_bytes = 0
+        row_bytes, page_bytes = session.working_set.row_bytes, session.working_set.page_bytes
         seen_since = self._clock() - self._patience
-        for other in self._sessions.values():
+        for other in self._in_order():
             if other is session:
                 break
-            if other.is_idle and other.last_active < seen_since:
+            if other.working_set == NOTHING or (other.is_idle and other.last_active < seen_since):
                 continue
             row_bytes += other.working_set.row_bytes
             page_bytes += other.working_set.page_bytes
-        if not (row_bytes or page_bytes):
-            return True
-        row_bytes += session.working_set.row_bytes
-        page_bytes += session.working_set.page_bytes
-        return row_bytes <= self._row_bytes and page_bytes <= self._page_bytes and row_bytes + page_bytes <= self._budget_bytes
+            if row_bytes > self._row_bytes or page_bytes > self._page_bytes or row_bytes + page_bytes > self._budget_bytes:
+                return False
+        return True
+
+    def prefer(self, session_ids: Iterable[str], *, singles: Collection[str], most: Mapping[bool, int]) -> None:
+        """Let these sessions, each of which has a waiting turn, go before all but those that were preferred when their turns began: `singles`,
+        which have no other turn, and so many that at most `most[True]` that have had none, and at most `most[False]` others, are preferred in all."""
+        kept = [key for key in self._preferred if self._sessions[key].running]
+        places = dict(most)
+        for key in kept:
+            places[not self.has_run(key)] -= 1
+        for key in dict.fromkeys(session_ids):
+            is_first = not self.has_run(key)
+            if key not in kept and (key in singles or places[is_first] > 0):
+                places[is_first] -= 1
+                kept.append(key)
+        self._preferred = dict.fromkeys(kept)
+
+    def is_preferred(self, session_id: str) -> bool:
+        """It goes before those that arrived earlier."""
+        return session_id in self._preferred
+
+    def has_run(self, session_id: str) -> bool:
+        """True when a turn of this session has ended lately."""
+        return self._sessions[session_id].last_active > float("-inf")
+
+    def _in_order(self) -> Iterator[_Session]:
+        yield from (self._sessions[key] for key in self._preferred)
+        yield from (session for key, session in self._sessions.items() if key not in self._preferred)
 
     def is_next(self, session_id: str) -> bool:
-        """True for the oldest of the sessions that have a waiting turn."""
-        return next(key for key, session in self._sessions.items() if session.waiting) == session_id
+        """True for the first of the sessions that have a waiting turn."""
+        return next(session for session in self._in_order() if session.waiting) is self._sessions[session_id]
 
     def enter(self, session_id: str) -> None:
         """A waiting turn of this session was admitted."""
@@ -134,12 +163,15 @@ class SessionGate:
         session.waiting += waits_again
         session.working_set = working_set
         session.last_active = self._clock()
+        if not session.running:
+            self._preferred.pop(session_id, None)
         if session.is_idle and not comes_back:
             del self._sessions[session_id]
 
     def withdraw(self, session_id: str) -> None:
         """A waiting turn of this session was aborted."""
         self._sessions[session_id].waiting -= 1
+        self._preferred.pop(session_id, None)
 
     @property
     def num_live(self) -> int:

@@ -30,6 +30,10 @@ class Compiler(Protocol):
         """Blocks; thread-safe. Raises RequestError."""
         ...
 
+    def known(self, grammar: Grammar) -> Compiled | None:
+        """What `compile` would return, if it is at hand; never blocks."""
+        ...
+
     def close(self) -> None:
         """Compiles that still run end with an error."""
         ...
@@ -51,6 +55,12 @@ class ConstraintSource:
         if self._new_compiler is None:
             raise RequestError("grammar", grammar.kind, self._refusal)
         return self._built(self._new_compiler).compile(grammar).constraint()
+
+    def known(self, grammar: Grammar) -> Constraint | None:
+        """Like `make`, for a grammar that was compiled before and is still at hand; None for any other. Blocks for no compile."""
+        compiler = self._compiler
+        compiled = None if compiler is None else compiler.known(grammar)
+        return None if compiled is None else compiled.constraint()
 
     def prepare(self) -> None:
         """Begin to build the compiler, on a thread of its own. What goes wrong there goes wrong again when a grammar comes, and is said then."""

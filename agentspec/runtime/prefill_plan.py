@@ -9,8 +9,9 @@ a boundary at the prompt's very end is kept by the first step, like any that a s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+from agentspec.cache.hybrid_cache import Match
 from agentspec.runtime.pace import Room
 from agentspec.runtime.plan import ChunkPlan
 from agentspec.runtime.request import PendingCheckpoint, Request
@@ -59,6 +60,23 @@ def wanted_checkpoints(request: Request, branch_tokens: int, block: int) -> list
             want(previous, CheckpointKind.GRID)
         previous = length
     return [PendingCheckpoint(length, wanted[length]) for length in sorted(wanted)]
+
+
+def is_promised(request: Request, match: Match, running: Iterable[Request], block: int) -> bool:
+    """A prefill of one of `running`, or the step that it is in, will soon publish a checkpoint that saves this request much over its `match`, or
+    a fetch bring one: better wait than do the same again.
+
+    So a fleet of agents that starts at once computes its common prompt once."""
+    limit = 0 if request.needs_scores else len(request.sequence) - 1
+    for other in running:
+        if other.submit.namespace != request.submit.namespace:
+            continue
+        for length in other.promised:
+            comes = other.fetch is not None and other.fetch.num_tokens == length
+            found = match.num_tokens if comes else match.num_reachable
+            if found + BRANCH_GAP_BLOCKS * block <= length <= limit and other.sequence[:length].tobytes() == request.sequence[:length].tobytes():
+                return True
+    return False
 
 
 def shares(prefilling: list[Request], room: Room) -> list[tuple[Request, float]]:

@@ -40,6 +40,10 @@ class Phase(enum.Enum):
     DONE = enum.auto()
 
 
+Flow = tuple[str, str]
+"""What shares the device with its like: an owner, and one of its sessions; "" for the owner's requests without one (fairness.py)."""
+
+
 @dataclass(slots=True)
 class PendingCheckpoint:
     """A boundary at which prefill is to leave a checkpoint."""
@@ -116,7 +120,11 @@ class Request:
     def session_key(self) -> str:
         """The session that admission counts this turn to; a turn without one is a session of its own."""
         session_id = self.submit.session_id
-        return f"request {self.number}" if session_id is None else f"session {session_id}"
+        return f"request {self.number}" if session_id is None else f"session {session_id} of {self.submit.owner}"
+
+    @property
+    def flow(self) -> Flow:
+        return flow_of(self.submit)
 
     @property
     def fetch(self) -> Fetch | None:
@@ -254,6 +262,10 @@ class Request:
         if len(spec.histogram) <= accepted:
             spec.histogram.extend([0] * (accepted + 1 - len(spec.histogram)))
         spec.histogram[accepted] += 1
+
+
+def flow_of(submit: Submit) -> Flow:
+    return submit.owner, submit.session_id or ""
 
 
 def _add_ones(counts: list[int], upto: int, *, width: int) -> None:

@@ -14,11 +14,12 @@ from collections.abc import Callable
 
 from agentspec.cache.hybrid_cache import HybridCache, Match
 from agentspec.runtime.admission import SessionGate, WorkingSet
+from agentspec.runtime.fairness import FairShare
 from agentspec.runtime.flight import Flight
 from agentspec.runtime.metrics import EngineMetrics
 from agentspec.runtime.pace import Pace, StepTimes
 from agentspec.runtime.plan import ChunkPlan, SlotJoin, SlotOutcome, StepOutcome, StepPlan
-from agentspec.runtime.prefill_plan import BRANCH_GAP_BLOCKS, plan_chunk, shares, wanted_checkpoints
+from agentspec.runtime.prefill_plan import BRANCH_GAP_BLOCKS, is_promised, plan_chunk, shares, wanted_checkpoints
 from agentspec.runtime.request import Phase, Request
 from agentspec.runtime.turn_trust import TurnTrust
 from agentspec.types import STOP_RUNNING, CheckpointKind, FinishReason, tokens
@@ -36,6 +37,7 @@ class Scheduler:
         *,
         cache: HybridCache,
         gate: SessionGate,
+        fair: FairShare,
         metrics: EngineMetrics,
         max_running: int,
         max_draft_tokens: int,
@@ -47,6 +49,7 @@ class Scheduler:
     ) -> None:
         self._cache = cache
         self._gate = gate
+        self._fair = fair
         self._metrics = metrics
         self._max_draft_tokens = max_draft_tokens
         self._pace = pace
@@ -62,6 +65,7 @@ class Scheduler:
         self._free_slots = list(range(max_running))[::-1]
         self._leaves: list[int] = []
         self._num_let_go = 0
+        self._num_looked = 0
         self._full_since = -1
         """`_num_let_go` when a waiting request last found no room."""
         self._events: list[Event] = []
@@ -91,6 +95,7 @@ class Scheduler:
         self._by_id[request.request_id] = request
         self._waiting.append(request)
         self._gate.arrive(request.session_key)
+        self._fair.arrive(request)
         self._metrics.requests += 1
         self._metrics.prompt_tokens += request.prompt_length
 
@@ -210,17 +215,16 @@ class Scheduler:
         return True
 
     def _admit(self) -> None:
-        """Give waiting requests a slot, rows and pages, in order of arrival; a request whose session must wait is passed over.
+        """Give waiting requests a slot, rows and pages, late ones first, then in order of arrival; a request whose session must wait is passed over.
 
         Who found no room is not tried again before somebody has let go of some."""
-        for request in list(self._waiting):
+        for request in self._late_first():
             if not self._free_slots or self._full_since == self._num_let_go:
                 return
             if request.need is not None and not self._gate_allows(request, request.need):
                 continue
-            limit = 0 if request.needs_scores else len(request.sequence) - 1
-            match = self._cache.match(request.submit.namespace, request.sequence, limit=limit)
-            if self._soon_cached(request, match, limit):
+            match = self._match(request)
+            if self._cache.enabled and is_promised(request, match, self._running, self._block):
                 continue
             pages = self._pages_needed(request, 2)
             new_pages = pages - match.num_tokens // self._block
@@ -234,31 +238,31 @@ class Scheduler:
             request.turn_trusted = self._trust.judge(request.submit.session_id, request.submit.breakpoints, request.sequence)
             request.pending = wanted_checkpoints(request, match.branch_tokens, self._block)
             request.promised = {wanted.length for wanted in request.pending}
+            self._fair.enter(request, goes_ahead=self._gate.is_preferred(request.session_key), is_first=not self._gate.has_run(request.session_key))
             self._enter(request)
+
+    def _late_first(self) -> list[Request]:
+        """Those that wait, as they are to be tried. Sessions that are late go ahead of the others' working sets, too."""
+        if not self._waiting:
+            return []
+        self._num_looked += 1
+        self._match(self._waiting[self._num_looked % len(self._waiting)])  # what others have left in the cache makes a fair wait shorter
+        late = [self._by_id[request_id] for request_id in self._fair.late()]
+        singles = {request.session_key for request in late if request.submit.session_id is None}
+        self._gate.prefer((request.session_key for request in late), singles=singles, most=self._fair.may_go_ahead)
+        return list(dict.fromkeys([*late, *self._waiting]))
+
+    def _match(self, request: Request) -> Match:
+        limit = 0 if request.needs_scores else len(request.sequence) - 1
+        match = self._cache.match(request.submit.namespace, request.sequence, limit=limit)
+        lost = match.branch_tokens - match.num_tokens
+        has_lost = lost >= BRANCH_GAP_BLOCKS * self._block and self._gate.has_run(request.session_key)
+        self._fair.expect(request, len(request.sequence) - match.num_tokens, lost if has_lost else 0)
+        return match
 
     def _gate_allows(self, request: Request, need: WorkingSet) -> bool:
         """An engine with nothing else to do serves whoever comes, by the age of their sessions."""
         return self._gate.allows(request.session_key, need) or (not self._running and self._gate.is_next(request.session_key))
-
-    def _soon_cached(self, request: Request, match: Match, limit: int) -> bool:
-        """A prefill, or the step that it is in, will soon publish a checkpoint that saves this request much, or a fetch bring one: better wait than
-        do the same again.
-
-        So a fleet of agents that starts at once computes its common prompt once."""
-        if not self._cache.enabled:
-            return False
-        for other in self._running:
-            if other.submit.namespace != request.submit.namespace:
-                continue
-            for length in other.promised:
-                comes = other.fetch is not None and other.fetch.num_tokens == length
-                found = match.num_tokens if comes else match.num_reachable
-                if (
-                    found + BRANCH_GAP_BLOCKS * self._block <= length <= limit
-                    and other.sequence[:length].tobytes() == request.sequence[:length].tobytes()
-                ):
-                    return True
-        return False
 
     def _take_room(self, request: Request, match: Match, pages: int) -> bool:
         """Lease the match, take pages and rows, and start what is to be fetched; False, with everything given back, when there is no room for it."""
@@ -377,6 +381,7 @@ class Scheduler:
         """Take in what a step did: publish its checkpoints, extend its streams, end and release what ended."""
         events: list[Event] = []
         self._pace.observe(StepTimes.of(flight.plan, outcome))
+        self._fair.serve(flight, outcome)
         for request in flight.requests:
             request.in_flight -= 1
         for request, checkpoints in flight.chunks:
@@ -465,6 +470,7 @@ class Scheduler:
             self._finish(request)
             return
         request.phase = Phase.WAITING
+        self._fair.arrive(request)
         self._waiting.append(request)
         self._waiting.sort(key=lambda waiting: waiting.number)
 
@@ -488,5 +494,6 @@ class Scheduler:
         assert request.ending is not None
         request.phase = Phase.DONE
         del self._by_id[request.request_id]
+        self._fair.leave(request)
         self._metrics.count_finished(request.ending, request.usage)
         self._events.append(request.finish(request.ending))

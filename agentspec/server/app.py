@@ -64,15 +64,16 @@ def create_app(
     tenants: Mapping[str, Tenant] | None = None,
     limits: TimeLimits = NO_LIMITS,
     root_path: str = "",
+    max_open: int | None = None,
 ) -> FastAPI:
     """The server of one engine. `text` is None for a checkpoint without a tokenizer: token-id prompts only. `names`: see Service.
 
     strict_fields: refuse bodies with fields that nobody knows, instead of leaving these out. drops_images: words in the place of images, instead
     of a refusal. tenants: whose figures /metrics has; requests come with one in their scope, where they come with a key. root_path: what clients
-    write before every path."""
+    write before every path. max_open: prompts and choices that may run or wait at the same time; None: any number."""
     figures = Figures()
     service = Service(
-        engine=RecordedEngine(engine, figures),
+        engine=RecordedEngine(engine, figures, max_open=max_open),
         text=text,
         figures=figures,
         tenants=tenants or {},
@@ -80,6 +81,7 @@ def create_app(
         strict_fields=strict_fields,
         drops_images=drops_images,
         root_path=root_path,
+        max_open=max_open,
     )
     app = FastAPI(title="agentspec", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     for route in ROUTES:

@@ -35,18 +35,19 @@ MAX_CHOICES = 2048
 """Of one request: its prompts times `n`."""
 
 
-async def encode_prompts(request: CompletionRequest, text: TextPipeline | None, max_context: int, flow: Flow) -> list[Sequence[int]]:
-    """Token ids of every prompt. Raises RequestError when there are too many, or a text has no tokenizer to encode it, or no tokens; and
+async def encode_prompts(request: CompletionRequest, service: Service, flow: Flow) -> list[Sequence[int]]:
+    """Token ids of every prompt. Raises RequestError or ApiError when there are too many, or a text has no tokenizer to encode it, or no tokens; and
     ContextLengthError for a text with too many."""
-    prompts = request.prompts()
+    prompts, text = request.prompts(), service.text
     if len(prompts) * request.n > MAX_CHOICES:
         raise RequestError("prompt", f"{len(prompts)} prompts", f"with n={request.n} they make more than {MAX_CHOICES} choices")
+    service.check_choices("prompt", len(prompts) * request.n)
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if not texts:
         return [prompt for prompt in prompts if not isinstance(prompt, str)]
     if text is None:
         raise RequestError("prompt", texts[0], "this checkpoint has no tokenizer: send token ids")
-    encoded = iter(await text.work.encode(texts, TokenLimit(max_context), flow))
+    encoded = iter(await text.work.encode(texts, TokenLimit(service.engine.info.max_context), flow))
     ids: list[Sequence[int]] = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
     if not all(ids):
         raise RequestError("prompt", "", "must hold at least one token")
@@ -85,7 +86,7 @@ async def answer(service: Service, call: Call) -> Response:
     info = service.engine.info
     asked.sampling().validate(vocab_size=info.vocab_size)  # what no message to the engine can hold is out of range, too
     session_id = session_of(call.headers, asked.prompt_cache_key)
-    prompts = await encode_prompts(asked, service.text, info.max_context, Flow(service.tenant.name, session_id or ""))
+    prompts = await encode_prompts(asked, service, Flow(service.tenant.name, session_id or ""))
     submits = submits_of(asked, prompts, session_id, info.max_context)
     told = headers(_clamped(asked, submits))
     if asked.stream:

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, cast
 
+from agentspec.errors import OverloadedError
 from agentspec.server.answers import total
 from agentspec.types import FinishReason
 from agentspec.wire import EngineClient, Event, FinishEvent, ModelInfo, Submit, TokensEvent, Usage
@@ -19,6 +20,8 @@ from agentspec.wire import EngineClient, Event, FinishEvent, ModelInfo, Submit, 
 FIRST_TOKEN_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 BETWEEN_TOKENS_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 REQUEST_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+RETRY_SECONDS = 1
+"""When a client that was one too many is asked to come again."""
 TOKEN_COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 
@@ -86,15 +89,23 @@ class WatchedEngine:
 
 
 class RecordedEngine(WatchedEngine):
-    """An engine client that notes in `figures` what passes through it. Implements wire.EngineClient."""
+    """An engine client that notes in `figures` what passes through it, and refuses what is too much. Implements wire.EngineClient."""
 
-    def __init__(self, engine: EngineClient, figures: Figures, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, engine: EngineClient, figures: Figures, clock: Callable[[], float] = time.perf_counter, *, max_open: int | None = None
+    ) -> None:
+        """max_open: submits that may run or wait at the same time; None: any number."""
         super().__init__(engine)
         self._figures = figures
         self._clock = clock
+        self._max_open = max_open
+        self._num_open = 0
 
     async def stream(self, submit: Submit) -> AsyncIterator[Event]:
-        """The engine's events, untouched. A refused submit leaves no trace in the figures."""
+        """The engine's events, untouched. A refused submit leaves no trace in the figures. Raises OverloadedError for one too many."""
+        if self._max_open is not None and self._num_open >= self._max_open:
+            raise OverloadedError(f"{self._num_open} prompts and choices run or wait here, which is the limit", RETRY_SECONDS)
+        self._num_open += 1
         pace = _Pace(self._figures, self._clock)
         # The protocol promises that closing the iterator aborts; AsyncIterator has no name for that.
         events = cast(AsyncGenerator[Event, None], self._engine.stream(submit))
@@ -110,6 +121,8 @@ class RecordedEngine(WatchedEngine):
             if pace.has_begun:
                 pace.leave(FinishReason.ERROR)
             raise
+        finally:
+            self._num_open -= 1
 
 
 class _Pace:

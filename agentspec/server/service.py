@@ -42,6 +42,8 @@ class Service:
     """All that there are, by name."""
     strict_fields: bool = False
     """Bodies with fields that nobody knows are refused."""
+    max_open: int | None = None
+    """Submits that may run or wait at the same time; None: any number."""
     drops_images: bool = False
     """The model reads that an image was there; without it images are refused by name."""
     root_path: str = ""
@@ -76,6 +78,12 @@ class Service:
         """A request with the name that its answer carries as its `model`. Raises ApiError like `answer_name`."""
         name: str = asked.model  # type: ignore[attr-defined]
         return msgspec.structs.replace(asked, model=self.answer_name(name))
+
+    def check_choices(self, field: str, count: int) -> None:
+        """Raises ApiError for a request of more prompts and choices than may ever run and wait, before anything is done for it."""
+        if self.max_open is not None and count > self.max_open:
+            reason = f"{field}: {count} prompts and choices are more than may run and wait here, {self.max_open} (--max-running and --max-queue)"
+            raise ApiError(429, reason, param=field, code="overloaded")
 
     def chat_text(self, field: str, value: object) -> TextPipeline:
         """The pipeline, for an endpoint that takes messages. Raises RequestError at a checkpoint that has no chat template."""

@@ -188,6 +188,7 @@ async def begin(service: Service, asked: TurnRequest) -> list[Turn]:
     """Build the prompt and one turn for each choice.
 
     Raises RequestError for messages that can't be rendered, or demands that can't be met."""
+    service.check_choices("n", asked.num_choices)
     text = service.chat_text("messages", asked.messages)
     assert text.prompts is not None
     may_call = [] if asked.demand.choice == "none" else asked.tools

@@ -15,6 +15,7 @@ from agentspec.cache import invariants
 from agentspec.cache.hybrid_cache import HybridCache, Lease
 from agentspec.runtime.admission import SessionGate
 from agentspec.runtime.constraint import Constraint
+from agentspec.runtime.fairness import FairShare
 from agentspec.runtime.metrics import EngineMetrics
 from agentspec.runtime.pace import FixedPace, Pace
 from agentspec.runtime.plan import ChunkPlan, SlotJoin, SlotOutcome, StepOutcome, StepPlan
@@ -307,6 +308,7 @@ class House:
         self.depth = FixedDepth(drafts)
         self.scheduler = Scheduler(
             cache=self.cache,
+            fair=FairShare(lambda: self.now),
             gate=SessionGate(row_bytes=gate_bytes, page_bytes=gate_bytes, budget_bytes=gate_bytes, hold_seconds=hold_seconds, clock=lambda: self.now),
             metrics=self.metrics,
             max_running=max_running,

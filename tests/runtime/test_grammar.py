@@ -158,6 +158,19 @@ def test_a_known_grammar_needs_no_process(tokenizer: Tokenizer) -> None:
         compiler.compile(Grammar(kind="regex", source="[a-e]+"))
 
 
+def test_what_is_known_is_said_at_once_and_nothing_else_is(tokenizer: Tokenizer) -> None:
+    compiler = new_compiler(tokenizer)
+    asked = Grammar(kind="regex", source="[a-f]+")
+    assert compiler.known(asked) is None
+    compiler.compile(asked)
+    found = compiler.known(asked)
+    assert found is not None
+    assert admits(tokenizer, found, "abc")
+    assert compiler.known(Grammar(kind="regex", source="[a-g]+")) is None
+    assert compiler.known(Grammar(kind="regex", source="[a-f]+", after=10**6)) is None, "it is refused, and the way there says so"
+    compiler.close()
+
+
 def test_the_cache_forgets_what_was_not_used(tokenizer: Tokenizer) -> None:
     compiler = new_compiler(tokenizer, cache_bytes=1)
     first, second = Grammar(kind="regex", source="a+"), Grammar(kind="regex", source="b+")

@@ -27,6 +27,8 @@ from agentspec.text.tokenizer import Tokenizer
 from agentspec.wire import Grammar
 
 CACHE_BYTES = 256 * 1024 * 1024
+KNOWN_SOURCES = 256
+"""Sources for which the cache is looked up without reading them again."""
 JOB_SECONDS = 15.0
 FIELD = "grammar"
 
@@ -75,6 +77,8 @@ class GrammarCompiler:
         self._compiling = threading.Lock()
         self._cache_lock = threading.Lock()
         self._cache: OrderedDict[CompileJob, tuple[Any, int]] = OrderedDict()
+        self._jobs: OrderedDict[tuple[str, str, str], CompileJob] = OrderedDict()
+        """What the cached grammars were before they were made jobs, by kind, source and lead."""
         self._cached_bytes = 0
         self._cache_bytes = cache_bytes
 
@@ -87,7 +91,20 @@ class GrammarCompiler:
         if handle is None:
             with self._compiling:
                 handle = self._cached(job) or self._compile(job, grammar)
+        with self._cache_lock:
+            self._jobs[_words(grammar)] = job
+            while len(self._jobs) > KNOWN_SOURCES:
+                self._jobs.popitem(last=False)
         return CompiledGrammar(self._backend, handle, self._stop_token_ids, grammar.after)
+
+    def known(self, grammar: Grammar) -> CompiledGrammar | None:
+        """A grammar that stands in the cache under these very words; looks nowhere else and never blocks. None for what `compile` would refuse."""
+        if grammar.after is not None and not 0 <= grammar.after < self._vocab_size:
+            return None
+        with self._cache_lock:
+            job = self._jobs.get(_words(grammar))
+        handle = None if job is None else self._cached(job)
+        return None if handle is None else CompiledGrammar(self._backend, handle, self._stop_token_ids, grammar.after)
 
     def close(self) -> None:
         """A compile that still runs ends with EngineClosedError."""
@@ -116,6 +133,10 @@ class GrammarCompiler:
             while self._cached_bytes > self._cache_bytes and len(self._cache) > 1:
                 _, (_, freed) = self._cache.popitem(last=False)
                 self._cached_bytes -= freed
+
+
+def _words(grammar: Grammar) -> tuple[str, str, str]:
+    return grammar.kind, grammar.source, grammar.lead
 
 
 def _job(grammar: Grammar) -> CompileJob:

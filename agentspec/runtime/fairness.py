@@ -1,0 +1,210 @@
+"""Who has waited for longer than an equal share of the device explains, and how much may be lost to let them in.
+
+A *flow* is a session; an owner's requests without one are one flow. Beside the real device, an imagined one serves all flows at once that have
+something to do: each owner gets the same share of its seconds, and each flow the same share of its owner's. It takes a flow's requests in order
+of arrival, behind all that the flow was ever served. The wait until it has done a request's prompt is F. A request that still waits after 2 F
+and a grace is *late*, and goes ahead of others (admission.py). So a flow that was served more than its share waits for the others to catch up, a
+new one doesn't, and a thousand requests of one flow are one flow.
+
+Whoever goes ahead may push the state of other sessions out of the memory. What sessions compute again when they come back is a *debt* of those who
+went ahead last: of first turns, or of turns of sessions that had one before. Each of the two is worked off at a fixed share of the time; while one
+stands, late turns of its kind wait on. It is bounded, so they don't wait for ever. So a newcomer finds its place at once, a crowd of them one after
+the other. Requests without a session wait for no debt: they need room once, and all of an owner's are one flow.
+
+Times are measured: a step's seconds are those of its prompts by their tokens, and those of its windows by their number. Knows seconds, tokens and
+names; knows nothing of memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from agentspec.runtime.flight import Flight
+from agentspec.runtime.plan import StepOutcome
+from agentspec.runtime.request import Flow, Request
+
+_LOST_SHARE = 0.05
+"""Share of the time that may go into computing again what was pushed out by first turns, and as much for later ones."""
+_LONGEST_DEBT = 120.0
+"""Seconds that it takes to work off, at most."""
+_GRACE_SHARE = 0.5
+"""Of the largest pass and the longest turn, lately: it takes a turn's end to let somebody in."""
+_GRACE_SECONDS = (0.2, 5.0)
+"""At least, at most."""
+_TIMINGS = 64
+"""Turns and passes that are lately."""
+_RATE_TOKENS = 65_536
+"""Prompt tokens behind the estimate of what one takes."""
+
+
+@dataclass(slots=True)
+class _Wait:
+    arrived: float
+    num_tokens: int
+    """Of the prompt that are to be computed, as far as is known."""
+    num_lost: int = 0
+    """Of those: computed before."""
+    share: float | None = None
+    """Seconds until equal sharing had done its prompt: F. None: it hasn't yet."""
+
+
+@dataclass(slots=True)
+class _FlowState:
+    done_at: float
+    """The owner's virtual time at which equal sharing has done all that the flow was served."""
+    running: dict[str, float] = field(default_factory=dict)
+    """When they were let in."""
+    waiting: dict[str, _Wait] = field(default_factory=dict)
+    """In order of arrival."""
+
+
+@dataclass(slots=True)
+class _Owner:
+    virtual: float = 0.0
+    """Seconds that equal sharing has given to each of its flows."""
+    flows: dict[str, _FlowState] = field(default_factory=dict)
+
+
+class FairShare:
+    """Equal sharing, imagined beside what happens."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """clock: seconds."""
+        self._clock = clock
+        self._now = clock()
+        self._owners: dict[str, _Owner] = {}
+        self._prefill_seconds = 0.0
+        self._prefill_tokens = 0.0
+        self._decode_seconds = 0.0
+        self._num_ended = 0.0
+        self._turn_seconds: deque[float] = deque(maxlen=_TIMINGS)
+        self._pass_seconds: deque[float] = deque(maxlen=_TIMINGS)
+        self._debts = {False: 0.0, True: 0.0}
+        """Of turns of sessions that had one before, and of first turns."""
+        self._at_once = {False: 1, True: 1}
+        """Late sessions that may go ahead together. They are more and more until something is lost to them."""
+        self._was_first = False
+        """What went ahead last was a first turn: what is lost then is lost to it."""
+
+    def arrive(self, request: Request) -> None:
+        """A request waits to be admitted, for the first time or again."""
+        self._advance()
+        owner_name, name = request.flow
+        owner = self._owners.setdefault(owner_name, _Owner())
+        flow = owner.flows.setdefault(name, _FlowState(owner.virtual))
+        if not flow.running and not flow.waiting:
+            flow.done_at = max(flow.done_at, owner.virtual)
+        flow.running.pop(request.request_id, None)
+        flow.waiting[request.request_id] = _Wait(self._now, len(request.sequence))
+
+    def expect(self, request: Request, num_tokens: int, num_lost: int) -> None:
+        """The cache has all of a waiting request's prompt but so many tokens, of which its session had `num_lost` computed before."""
+        wait = self._flow(request.flow).waiting[request.request_id]
+        wait.num_tokens = num_tokens
+        if num_lost > wait.num_lost:
+            debt = self._debts[self._was_first] + (num_lost - wait.num_lost) * self._token_seconds
+            self._debts[self._was_first] = min(debt, _LONGEST_DEBT * _LOST_SHARE)
+            self._at_once[self._was_first] = 1
+            wait.num_lost = num_lost
+
+    def enter(self, request: Request, *, goes_ahead: bool, is_first: bool) -> None:
+        """A waiting request is admitted. goes_ahead: of others, to whom it may cost their state. is_first: its session has had no turn yet."""
+        flow = self._flow(request.flow)
+        del flow.waiting[request.request_id]
+        flow.running[request.request_id] = self._clock()
+        if goes_ahead:
+            self._was_first = is_first
+            self._at_once[is_first] += 1
+
+    def leave(self, request: Request) -> None:
+        """A request has ended."""
+        flow = self._flow(request.flow)
+        if flow.waiting.pop(request.request_id, None) is None:
+            self._turn_seconds.append(self._clock() - flow.running.pop(request.request_id))
+            self._num_ended += 1
+
+    def serve(self, flight: Flight, outcome: StepOutcome) -> None:
+        """What a step did, whose requests have not ended before."""
+        self._advance()
+        tokens = [(request.flow, len(chunk.token_ids)) for (request, _), chunk in zip(flight.chunks, flight.plan.chunks, strict=True)]
+        num_tokens = sum(count for _, count in tokens)
+        for flow, count in tokens:
+            self._count(flow, outcome.prefill_seconds * count / num_tokens)
+        for slot in flight.plan.decode_slots:
+            self._count(flight.occupants[slot].flow, outcome.decode_seconds / len(flight.plan.decode_slots))
+        if num_tokens:
+            kept = max(0.0, 1.0 - num_tokens / _RATE_TOKENS)
+            self._prefill_seconds = kept * self._prefill_seconds + outcome.prefill_seconds
+            self._prefill_tokens = kept * self._prefill_tokens + num_tokens
+            self._pass_seconds.append(outcome.prefill_seconds)
+        self._decode_seconds += outcome.decode_seconds
+
+    def late(self) -> list[str]:
+        """The requests that have waited for too long, the longest overdue first."""
+        self._advance()
+        least, most = _GRACE_SECONDS
+        lately = max(self._turn_seconds, default=0.0) + max(self._pass_seconds, default=0.0)
+        grace = min(max(_GRACE_SHARE * lately, least), most)
+        found = []
+        for owner in self._owners.values():
+            for flow in owner.flows.values():
+                reached = flow.done_at
+                for request_id, wait in flow.waiting.items():
+                    reached += wait.num_tokens * self._token_seconds
+                    if wait.share is None and reached > owner.virtual:
+                        break
+                    if wait.share is None:
+                        wait.share = self._now - wait.arrived
+                    due = wait.arrived + 2 * wait.share + grace
+                    if due <= self._now:
+                        found.append((due, request_id))
+        return [request_id for _, request_id in sorted(found)]
+
+    @property
+    def may_go_ahead(self) -> dict[bool, int]:
+        """Sessions without a turn behind them (True), and with one (False), that may be ahead of others at the same time. None while there is a debt
+        of theirs; then one, and more while nothing is lost to them."""
+        return {is_first: 0 if debt > 0.0 else self._at_once[is_first] for is_first, debt in self._debts.items()}
+
+    @property
+    def _token_seconds(self) -> float:
+        return self._prefill_seconds / self._prefill_tokens if self._prefill_tokens else 0.0
+
+    def _flow(self, flow: Flow) -> _FlowState:
+        return self._owners[flow[0]].flows[flow[1]]
+
+    def _count(self, flow: Flow, seconds: float) -> None:
+        owner = self._owners.get(flow[0])
+        if owner is not None and flow[1] in owner.flows:  # the device goes on for a step with what has ended
+            owner.flows[flow[1]].done_at += seconds
+
+    def _advance(self) -> None:
+        """Let equal sharing catch up with the clock."""
+        now = self._clock()
+        seconds, self._now = now - self._now, now
+        for kind, debt in self._debts.items():
+            self._debts[kind] = max(debt - _LOST_SHARE * seconds, 0.0)
+        shares = []
+        for owner_name, owner in list(self._owners.items()):
+            for name in [name for name, flow in owner.flows.items() if not (flow.running or flow.waiting or flow.done_at > owner.virtual)]:
+                del owner.flows[name]
+            if not owner.flows:
+                del self._owners[owner_name]
+            elif num_busy := sum(self._is_busy(flow, owner.virtual) for flow in owner.flows.values()):
+                shares.append((owner, num_busy))
+        for owner, num_busy in shares:
+            owner.virtual += seconds / (len(shares) * num_busy)
+
+    def _is_busy(self, flow: _FlowState, virtual: float) -> bool:
+        """Equal sharing hasn't done all that the flow was served or asks for, as far as that is known: what still runs may take any time."""
+        if flow.running or flow.done_at > virtual:
+            return True
+        answer_seconds = self._decode_seconds / self._num_ended if self._num_ended else 0.0
+        reached = flow.done_at
+        for wait in flow.waiting.values():
+            reached += wait.num_tokens * self._token_seconds + answer_seconds
+            if reached > virtual:
+                return True
+        return False

@@ -1,0 +1,98 @@
+"""A newcomer beside busy sessions that fill the memory, live on the bundled model. Its wait is counted in turns of others, not in seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from agentspec.config import EngineConfig
+from agentspec.engine import AsyncEngine
+from agentspec.types import SamplingParams
+from agentspec.wire import FinishEvent, Submit, TokensEvent
+
+MEMORY_GIB = 0.03
+PROMPT_TOKENS = 400
+NUM_BUSY = 6
+WARM_TURNS = 18
+"""Of all busy sessions, before the newcomer comes."""
+MOST_TURNS_AHEAD = 10 * NUM_BUSY
+"""Turns of others that may begin while a newcomer waits. Without the rule there is no end to them."""
+
+
+class Fleet:
+    """Sessions that ask again as soon as they are answered."""
+
+    def __init__(self, engine: AsyncEngine, seed: int) -> None:
+        self._engine = engine
+        self._random = random.Random(seed)
+        self.num_begun = 0
+        """Turns that had their first token."""
+        self.moved = asyncio.Condition()
+
+    def words(self, count: int) -> list[int]:
+        return [self._random.randrange(100, 1500) for _ in range(count)]
+
+    async def work(self, name: str) -> None:
+        history = self.words(PROMPT_TOKENS)
+        for number in itertools.count():
+            answer = await self.ask(f"{name}/{number}", name, history)
+            history = [*history, *answer, *self.words(8)]
+
+    async def ask(self, request_id: str, session_id: str | None, prompt: list[int]) -> list[int]:
+        asked = Submit(
+            request_id=request_id, prompt_ids=prompt, session_id=session_id, sampling=SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+        )
+        answer: list[int] = []
+        async for event in self._engine.stream(asked):
+            if isinstance(event, FinishEvent):
+                break
+            assert isinstance(event, TokensEvent)
+            if not answer:
+                async with self.moved:
+                    self.num_begun += 1
+                    self.moved.notify_all()
+            answer += event.token_ids
+        return answer
+
+    async def turns_ahead(self, session_id: str | None, prompt: list[int]) -> int:
+        """Turns of others that begin before the first token of a newcomer."""
+        before = self.num_begun
+        asked = Submit(request_id="new", prompt_ids=prompt, session_id=session_id, sampling=SamplingParams(temperature=0.0, max_tokens=1))
+        async for _ in self._engine.stream(asked):
+            return self.num_begun - before
+        raise AssertionError("no first token")
+
+
+@asynccontextmanager
+async def busy_engine(seed: int) -> AsyncIterator[Fleet]:
+    async with AsyncEngine(EngineConfig(memory_gib=MEMORY_GIB, max_running=2, seed=seed)) as engine:
+        fleet = Fleet(engine, seed)
+        tasks = [asyncio.create_task(fleet.work(f"s{number}")) for number in range(NUM_BUSY)]
+        try:
+            async with fleet.moved:
+                await fleet.moved.wait_for(lambda: fleet.num_begun >= WARM_TURNS)
+            yield fleet
+        finally:
+            for task in tasks:
+                task.cancel()
+            for task in tasks:
+                with suppress(asyncio.CancelledError):
+                    await task
+
+
+@pytest.mark.parametrize(("session_id", "num_tokens"), [("new", PROMPT_TOKENS), (None, 20)])
+def test_a_newcomer_waits_for_a_bounded_number_of_turns(session_id: str | None, num_tokens: int) -> None:
+    """Finding 5 of issue 18. By order of arrival alone, neither has its first token as long as the sessions before it go on."""
+
+    async def main() -> int:
+        async with busy_engine(seed=1) as fleet:
+            return await asyncio.wait_for(fleet.turns_ahead(session_id, fleet.words(num_tokens)), 120)
+
+    ahead = asyncio.run(main())
+    print(f"{ahead} turns of others began")
+    assert ahead <= MOST_TURNS_AHEAD, f"seed 1: {ahead} turns of others began"
