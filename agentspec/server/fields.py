@@ -80,15 +80,18 @@ class Notes:
 
     strict: bool = False
     """Refuse it instead."""
-    unknown: list[str] = field(default_factory=list)
-    """Fields that were left out, each once."""
+    _unknown: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def unknown(self) -> list[str]:
+        """Fields that were left out, each once."""
+        return list(self._unknown)
 
     def leave_out(self, name: str, value: Any, reason: str = "is not a field of this endpoint") -> None:
         """Raises RequestError where notes are strict."""
         if self.strict:
             raise RequestError(name, value, reason)
-        if name not in self.unknown:
-            self.unknown.append(name)
+        self._unknown[name] = None
 
 
 def read(body: Any, kind: type[_Struct], table: FieldTable, notes: Notes, *, required: tuple[str, ...]) -> _Struct:
