@@ -1,6 +1,6 @@
 # Every target makes the .venv that it needs on first use. `make` alone lists them.
 #
-#   ARGS    goes to the tool behind `replay`, `evaluate`, `test` and `test-gpu`, e.g. make test ARGS="-k tree"
+#   ARGS    goes to the tool behind `replay`, `evaluate`, `test`, `chaos` and `test-gpu`, e.g. make test ARGS="-k tree"
 #   PYTHON  the interpreter for a new .venv (3.11 to 3.14; found by itself when unset)
 #   TORCH   what pip installs as torch into a .venv that has none, options included (default: see scripts/make_venv.sh)
 
@@ -11,7 +11,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 export PYTHON TORCH
 
-.PHONY: help install replay evaluate test test-sdks test-clients aiperf test-gpu sanitize check format clean
+.PHONY: help install replay evaluate test test-sdks test-clients aiperf test-gpu chaos sanitize check format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ aiperf: .venv/.dev-installed  ## make .venv-aiperf, where aiperf's test finds it
 
 test-gpu: .venv/.dev-installed  ## run the tests that need a CUDA device, and those of the kernels on it
 	$(BIN)/python -m pytest tests/gpu tests/kernels/triton $(ARGS)
+
+chaos: .venv/.dev-installed  ## attack servers for half an hour: clients that leave, huge bodies, kills; says how far a server falls behind
+	$(BIN)/python -m tests.chaos.run $(ARGS)
 
 sanitize: .venv/.dev-installed  ## watch prompts and decode steps on a CUDA device with compute-sanitizer: memory errors and races
 	scripts/sanitize.sh $(BIN)/python

@@ -1,0 +1,185 @@
+"""The engine's process without torch and without a model: `python -m tests.chaos.light_engine FD`, what agentspec.engine_process is for the real one.
+
+Scheduler, step loop, cache, engine thread and the link to the server are the real ones. The device alone is a scripted one: it fails at the first
+row or page that doesn't hold what it should, its next token follows from all tokens before it, and a step takes as long as it is told. So an answer
+depends on its prompt alone, a wrong one is seen, and a process is there within half a second, with 50 MB.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+STEP_SECONDS = 0.01
+"""Of every step that decodes."""
+PAGES_VARIABLE, GATE_VARIABLE = "CHAOS_PAGES", "CHAOS_GATE_BYTES"
+"""Environment variables: pages in all, and bytes that the working sets of sessions may take."""
+MODEL = "light"
+BLOCK = 64
+NUM_PAGES = 600
+NUM_ROWS = 120
+MAX_RUNNING = 8
+NUM_DRAFTS = 3
+STOP_EVERY = 200
+"""A turn ends by itself after so many tokens, on average."""
+
+
+class _Absent(ModuleType):
+    """Stands for a module that would load torch: any name of it is an empty class."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+@dataclass
+class Parts:
+    """What an EngineThread asks of an Assembly."""
+
+    config: Any
+    spec: Any
+    info: Any
+    tokenizer: Any
+    model_dir: Any
+    cache: Any
+    loop: Any
+    constraints: Any
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+
+sys.modules["torch"] = _Absent("torch")
+sys.modules["agentspec.assembly"] = _Absent("agentspec.assembly")
+sys.modules["agentspec.assembly"].Assembly = Parts  # type: ignore[attr-defined]
+
+from agentspec import bundled, engine_process  # noqa: E402
+from agentspec.cache import invariants  # noqa: E402
+from agentspec.config import EngineConfig  # noqa: E402
+from agentspec.engine_link import EngineSetup  # noqa: E402
+from agentspec.engine_thread import EngineThread  # noqa: E402
+from agentspec.mtp.depth_policy import FixedDepth  # noqa: E402
+from agentspec.runtime.constraint_source import ConstraintSource  # noqa: E402
+from agentspec.text.tokenizer import Tokenizer  # noqa: E402
+from agentspec.types import ModelSpec, Progress  # noqa: E402
+from agentspec.wire import ModelInfo  # noqa: E402
+from tests.fakes import scripted_device  # noqa: E402
+
+Device: Any = scripted_device.ScriptedDevice
+
+
+class ChainDevice(Device):
+    """The scripted device, whose word is a function of the whole sequence before it."""
+
+    def __init__(self, words: list[int], stop_id: int, seconds: float) -> None:
+        super().__init__(block=BLOCK, accept=lambda: NUM_DRAFTS)
+        self.plans = deque(maxlen=1)
+        # All of them from the beginning: what grows under attack is then no book-keeping of the device's.
+        self._cells = dict.fromkeys(((page, place) for page in range(NUM_PAGES) for place in range(BLOCK)), 0)
+        self._words, self._stop_id, self._seconds = words, stop_id, seconds
+
+    def launch(self, plan: Any) -> Any:
+        if plan.decode_slots:
+            time.sleep(self._seconds)
+        return super().launch(plan)
+
+    def _word(self, slot: Any, ahead: int) -> int:
+        tag = slot.tags[-1]
+        for _ in range(ahead):
+            tag = hash((tag, self._word_after(slot, tag)))
+        return self._word_after(slot, tag)
+
+    def _word_after(self, slot: Any, tag: int) -> int:
+        if tag % STOP_EVERY == 0 and self._stop_id in slot.join.stop_ids:
+            return self._stop_id
+        return self._words[tag // STOP_EVERY % len(self._words)]
+
+
+class LiveHouse(scripted_device.House):
+    """A House on the real clock that keeps nothing of what it did."""
+
+    now = property(lambda self: time.monotonic(), lambda self, value: None)  # type: ignore[assignment]
+
+    def __init__(self, device: ChainDevice, config: EngineConfig) -> None:
+        scripted_device.ScriptedDevice = lambda **_: device  # type: ignore[assignment, misc]
+        super().__init__(
+            rows=NUM_ROWS,
+            pages=int(os.environ.get(PAGES_VARIABLE, NUM_PAGES)),
+            gate_bytes=int(os.environ.get(GATE_VARIABLE, 10**9)),
+            max_running=max_running(config),
+            drafts=NUM_DRAFTS,
+            budget=512,
+            block=BLOCK,
+            hold_seconds=0.5,
+            overlap=config.overlap,
+        )
+        self.loop._depth_policy = FixedDepth(NUM_DRAFTS)
+        self.published, self.resumed = deque(maxlen=1), deque(maxlen=1)  # type: ignore[assignment]
+        stats = self.cache.stats
+
+        def checked_stats() -> dict[str, int]:
+            invariants.check(self.cache)
+            return stats()
+
+        self.cache.stats = checked_stats  # type: ignore[method-assign]
+
+
+def max_running(config: EngineConfig) -> int:
+    return MAX_RUNNING if config.max_running == "auto" else config.max_running
+
+
+def load(config: EngineConfig, progress: Progress) -> tuple[EngineThread, EngineSetup]:
+    """The engine, whatever model the config names."""
+    progress("loading", 1, 1)
+    tokenizer = Tokenizer.from_directory(bundled.DIRECTORY)
+    assert tokenizer is not None
+    control = set(tokenizer.special_ids.values())
+    words = [token for token in range(500, 3000) if token not in control and tokenizer.decode([token]).isalpha()]
+    stop_id = tokenizer.special_ids["<|im_end|>"]
+    house = LiveHouse(ChainDevice(words, stop_id, STEP_SECONDS), config)
+    spec = ModelSpec(
+        name=MODEL,
+        vocab_size=tokenizer.vocab_size,
+        num_real_tokens=tokenizer.vocab_size,
+        max_context=house._max_length,
+        hidden_size=1,
+        has_mtp=True,
+        stop_token_ids=(stop_id,),
+        row_bytes=scripted_device.ROW_BYTES,
+        page_bytes=scripted_device.PAGE_BYTES,
+        block_tokens=BLOCK,
+    )
+    info = ModelInfo(
+        model_id=MODEL,
+        vocab_size=spec.vocab_size,
+        max_context=spec.max_context,
+        stop_token_ids=spec.stop_token_ids,
+        max_draft_tokens=NUM_DRAFTS,
+        max_running=max_running(config),
+    )
+    constraints = ConstraintSource(None, refusal="is not served by the light engine")
+    parts: Any = Parts(config, spec, info, tokenizer, bundled.DIRECTORY, house.cache, house.loop, constraints)
+    setup = EngineSetup(
+        model_dir=str(bundled.DIRECTORY),
+        device="none",
+        dtype="none",
+        num_rows=NUM_ROWS,
+        row_bytes=spec.row_bytes,
+        num_pages=NUM_PAGES,
+        page_bytes=spec.page_bytes,
+        host_bytes=0,
+        block_tokens=BLOCK,
+        graphs="none",
+        draft_vocabulary="nothing",
+    )
+    return EngineThread(parts), setup
+
+
+if __name__ == "__main__":
+    sys.exit(engine_process.main(load))

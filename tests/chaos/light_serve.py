@@ -1,0 +1,22 @@
+"""`agentspec serve` whose engine is the light one: `python -m tests.chaos.light_serve serve --port 0 ...`. All else is what a user starts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from agentspec import remote_engine
+from agentspec.cli import main
+
+ENTRY = ("-m", "tests.chaos.light_engine")
+
+
+class LightProcess(remote_engine.EngineProcess):
+    def __init__(self, entry: Sequence[str] = ENTRY) -> None:
+        super().__init__(entry)
+
+
+if __name__ == "__main__":
+    remote_engine.EngineProcess = LightProcess  # type: ignore[misc]
+    remote_engine.ENGINE_ENTRY = ENTRY
+    sys.exit(main())
