@@ -87,7 +87,12 @@ class ChainDevice(Device):
     def launch(self, plan: Any) -> Any:
         if plan.decode_slots:
             time.sleep(self._seconds)
-        return super().launch(plan)
+        began = time.perf_counter()
+        outcome = super().launch(plan)
+        # What fair admission counts: the pace of the windows, and what checking the prompts took.
+        outcome.decode_seconds = self._seconds if plan.decode_slots else 0.0
+        outcome.prefill_seconds = time.perf_counter() - began if plan.chunks else 0.0
+        return outcome
 
     def _word(self, slot: Any, ahead: int) -> int:
         tag = slot.tags[-1]

@@ -22,7 +22,7 @@ MAX_RUNNING = 4
 MAX_QUEUE = 200
 NUM_FLOOD = 60
 """Requests of one flood that are there at the same time."""
-FLOOD_TOKENS = 8
+FLOOD_TOKENS = 48
 NUM_SESSIONS = 12
 """Old sessions that share a memory for fewer."""
 TIGHT = {"CHAOS_GATE_BYTES": "6000", "CHAOS_PAGES": "120"}
