@@ -49,7 +49,6 @@ def test_the_list_is_dated() -> None:
     date.fromisoformat(found[1])
 
 
-@pytest.mark.xfail(reason="flags that aren't built yet", strict=True)
 def test_every_flag_is_one_of_serve() -> None:
     (commands,) = (action.choices for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
     known = {flag for action in commands["serve"]._actions for flag in action.option_strings}

@@ -31,8 +31,6 @@ SHORT: dict[str, tuple[Callable[..., Awaitable[Outcome]], int]] = {
 """Attacks with small sizes."""
 
 WAITING_FOR = {
-    "half-open": "deadlines of headers and bodies, and counting a request when its body is there",
-    "few-files": "a bound on connections",
     "neighbours": "fair admission",
 }
 """What isn't built yet: the attacks that a server without it doesn't stand."""
