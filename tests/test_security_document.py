@@ -8,7 +8,6 @@ import tomllib
 from datetime import date
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 

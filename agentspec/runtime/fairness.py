@@ -144,9 +144,12 @@ class FairShare:
     def late(self) -> list[str]:
         """The requests that have waited for too long, the longest overdue first."""
         self._advance()
+        if not self._num_ended:
+            return []  # nobody knows yet what a request takes
         least, most = _GRACE_SECONDS
         lately = max(self._turn_seconds, default=0.0) + max(self._pass_seconds, default=0.0)
         grace = min(max(_GRACE_SHARE * lately, least), most)
+        answer_seconds = self._answer_seconds
         found = []
         for owner in self._owners.values():
             for flow in owner.flows.values():
@@ -157,6 +160,7 @@ class FairShare:
                         break
                     if wait.share is None:
                         wait.share = self._now - wait.arrived
+                    reached += answer_seconds  # before the flow's next request
                     due = wait.arrived + 2 * wait.share + grace
                     if due <= self._now:
                         found.append((due, request_id))
@@ -171,6 +175,10 @@ class FairShare:
     @property
     def _token_seconds(self) -> float:
         return self._prefill_seconds / self._prefill_tokens if self._prefill_tokens else 0.0
+
+    @property
+    def _answer_seconds(self) -> float:
+        return self._decode_seconds / self._num_ended if self._num_ended else 0.0
 
     def _flow(self, flow: Flow) -> _FlowState:
         return self._owners[flow[0]].flows[flow[1]]
@@ -201,10 +209,9 @@ class FairShare:
         """Equal sharing hasn't done all that the flow was served or asks for, as far as that is known: what still runs may take any time."""
         if flow.running or flow.done_at > virtual:
             return True
-        answer_seconds = self._decode_seconds / self._num_ended if self._num_ended else 0.0
         reached = flow.done_at
         for wait in flow.waiting.values():
-            reached += wait.num_tokens * self._token_seconds + answer_seconds
+            reached += wait.num_tokens * self._token_seconds + self._answer_seconds
             if reached > virtual:
                 return True
         return False

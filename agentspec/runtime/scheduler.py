@@ -11,6 +11,7 @@ is inert from then on, so its rows and pages can go at once.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from agentspec.cache.hybrid_cache import HybridCache, Match
 from agentspec.runtime.admission import SessionGate, WorkingSet
@@ -61,6 +62,7 @@ class Scheduler:
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         """Everyone with a lease, in order of admission."""
+        self._soon_cached = partial(is_promised, running=self._running, block=block_tokens)
         self._by_id: dict[str, Request] = {}
         self._free_slots = list(range(max_running))[::-1]
         self._leaves: list[int] = []
@@ -218,13 +220,13 @@ class Scheduler:
         """Give waiting requests a slot, rows and pages, late ones first, then in order of arrival; a request whose session must wait is passed over.
 
         Who found no room is not tried again before somebody has let go of some."""
-        for request in self._late_first():
+        for request in self._late_first() if self._waiting else ():
             if not self._free_slots or self._full_since == self._num_let_go:
                 return
             if request.need is not None and not self._gate_allows(request, request.need):
                 continue
             match = self._match(request)
-            if self._cache.enabled and is_promised(request, match, self._running, self._block):
+            if self._cache.enabled and self._soon_cached(request, match):
                 continue
             pages = self._pages_needed(request, 2)
             new_pages = pages - match.num_tokens // self._block
@@ -243,8 +245,6 @@ class Scheduler:
 
     def _late_first(self) -> list[Request]:
         """Those that wait, as they are to be tried. Sessions that are late go ahead of the others' working sets, too."""
-        if not self._waiting:
-            return []
         self._num_looked += 1
         self._match(self._waiting[self._num_looked % len(self._waiting)])  # what others have left in the cache makes a fair wait shorter
         late = [self._by_id[request_id] for request_id in self._fair.late()]

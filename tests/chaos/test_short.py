@@ -10,7 +10,6 @@ import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,18 +29,8 @@ SHORT: dict[str, tuple[Callable[..., Awaitable[Outcome]], int]] = {
 }
 """Attacks with small sizes."""
 
-WAITING_FOR = {
-    "neighbours": "fair admission",
-}
-"""What isn't built yet: the attacks that a server without it doesn't stand."""
 
-
-def _cases() -> list[Any]:
-    marks = {name: pytest.mark.xfail(reason=reason, strict=True, raises=AssertionError) for name, reason in WAITING_FOR.items()}
-    return [pytest.param(name, marks=marks.get(name, ()), id=name) for name in SHORT]
-
-
-@pytest.mark.parametrize("name", _cases())
+@pytest.mark.parametrize("name", SHORT)
 def test_an_attack(name: str, tmp_path: Path) -> None:
     attack, size = SHORT[name]
     seed = random.SystemRandom().randrange(2**32)

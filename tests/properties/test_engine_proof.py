@@ -28,7 +28,7 @@ LEAST = {
     "hit TURN": 120,
     "hit BRANCH": 12,
     "hit GRID": 3,
-    "hit after preemption": 50,
+    "hit after preemption": 30,
     "published BRANCH": 100,
     "published GRID": 40,
     "published what stood already": 30,
@@ -74,7 +74,7 @@ LEAST = {
 """How often 5,000 turns must take each path at least, so that the proof can't lose one unnoticed: a third of what they do, or less."""
 
 
-RARE_HOUSES = (6, 40, 42, 3026)
+RARE_HOUSES = (3005,)
 """Seeds of houses in which a request is preempted while its state comes from the host: one house in eighty does that. Each shard runs one besides."""
 
 
