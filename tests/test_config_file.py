@@ -19,6 +19,7 @@ class Ran:
     def __init__(self) -> None:
         self.arguments: tuple[Any, ...] = ()
         self.EngineProcess = nullcontext
+        self.text_process = lambda seconds: nullcontext()
 
     def run(self, *arguments: Any) -> int:
         self.arguments = arguments

@@ -456,7 +456,7 @@ def test_a_prompt_that_is_none_crosses_as_it_is(ids: Any) -> None:
         (ConfigError("memory", object(), "is not a number"), ConfigError),
         (UnsupportedModelError("llama"), UnsupportedModelError),
         (EngineClosedError("closed"), EngineClosedError),
-        (OverloadedError("busy", 1), AgentspecError),
+        (OverloadedError("busy", 1), OverloadedError),
         (ReplayFileError("f", 1, "bad"), AgentspecError),
     ],
 )

@@ -9,7 +9,7 @@ new one doesn't, and a thousand requests of one flow are one flow.
 Whoever goes ahead may push the state of other sessions out of the memory. What sessions compute again when they come back is a *debt* of those who
 went ahead last: of first turns, or of turns of sessions that had one before. Each of the two is worked off at a fixed share of the time; while one
 stands, late turns of its kind wait on. It is bounded, so they don't wait for ever. So a newcomer finds its place at once, a crowd of them one after
-the other. Requests without a session wait for no debt: they need room once, and all of an owner's are one flow.
+the other, a pause apart at most. Requests without a session wait for no debt: they need room once, and all of an owner's are one flow.
 
 Times are measured: a step's seconds are those of its prompts by their tokens, and those of its windows by their number. Knows seconds, tokens and
 names; knows nothing of memory.
@@ -29,6 +29,8 @@ _LOST_SHARE = 0.05
 """Share of the time that may go into computing again what was pushed out by first turns, and as much for later ones."""
 _LONGEST_DEBT = 120.0
 """Seconds that it takes to work off, at most."""
+_LONGEST_PAUSE = 15.0
+"""Seconds after a first turn that went ahead until the next one may, whatever the debt."""
 _GRACE_SHARE = 0.5
 """Of the largest pass and the longest turn, lately: it takes a turn's end to let somebody in."""
 _GRACE_SECONDS = (0.2, 5.0)
@@ -85,6 +87,8 @@ class FairShare:
         """Of turns of sessions that had one before, and of first turns."""
         self._at_once = {False: 1, True: 1}
         """Late sessions that may go ahead together. They are more and more until something is lost to them."""
+        self._first_at = float("-inf")
+        """When a first turn went ahead last."""
         self._was_first = False
         """What went ahead last was a first turn: what is lost then is lost to it."""
 
@@ -116,6 +120,7 @@ class FairShare:
         flow.running[request.request_id] = self._clock()
         if goes_ahead:
             self._was_first = is_first
+            self._first_at = self._clock() if is_first else self._first_at
             self._at_once[is_first] += 1
 
     def leave(self, request: Request) -> None:
@@ -169,8 +174,9 @@ class FairShare:
     @property
     def may_go_ahead(self) -> dict[bool, int]:
         """Sessions without a turn behind them (True), and with one (False), that may be ahead of others at the same time. None while there is a debt
-        of theirs; then one, and more while nothing is lost to them."""
-        return {is_first: 0 if debt > 0.0 else self._at_once[is_first] for is_first, debt in self._debts.items()}
+        of theirs, for first turns at most a pause long; then one, and more while nothing is lost to them."""
+        first_may = self._debts[True] <= 0.0 or self._now - self._first_at >= _LONGEST_PAUSE
+        return {False: 0 if self._debts[False] > 0.0 else self._at_once[False], True: self._at_once[True] if first_may else 0}
 
     @property
     def _token_seconds(self) -> float:

@@ -47,9 +47,9 @@ class Told:
         """One chat turn, answered with `says` and an end of turn (without it: with a few tokens of anything)."""
         body = {"model": "scripted", "messages": messages, "tools": tools or [TOOL], "temperature": 0, "return_token_ids": True}
         if says:
-            # The prompt's ids are learnt from the same request in a namespace of its own, which shares neither cache nor memory of turns.
-            peek = (await client.post("/v1/chat/completions", json=body | {"max_tokens": 1, "cache_salt": "peek"})).json()
-            self.model.script(peek["prompt_token_ids"], [*self.tokenizer.encode(says), self.stop_id])
+            asked = {name: body[name] for name in ("model", "messages", "tools")}
+            prompt = (await client.post("/tokenize", json=asked)).json()["tokens"]
+            self.model.script(prompt, [*self.tokenizer.encode(says), self.stop_id])
         answer = await client.post("/v1/chat/completions", json=body | {"max_tokens": 2500 if says else 5})
         assert answer.status_code == 200, answer.text
         result: dict[str, Any] = answer.json()

@@ -332,7 +332,9 @@ def test_exploding_demands_are_refused_before_anything_is_compiled(tmp_path: Pat
     answers = asyncio.run(Fuzz(0, tmp_path).answers([body for _, body in asks]))
     for (field, body), answer in zip(asks, answers, strict=True):
         error = answer.json()["error"]
-        assert (answer.status_code, str(error["param"])[: len(field)]) == (400, field), (json.dumps(body)[:300], answer.text[:500])
+        if error["code"] != "context_length_exceeded":  # then it was too much for the prompt, too
+            assert str(error["param"])[: len(field)] == field, (json.dumps(body)[:300], answer.text[:500])
+        assert answer.status_code == 400, (json.dumps(body)[:300], answer.text[:500])
 
 
 def test_grammars_that_nothing_fits_are_refused(tmp_path: Path) -> None:
