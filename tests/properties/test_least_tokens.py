@@ -42,7 +42,7 @@ LEAST = {
     "held: goes on behind the minimum": 30,
     "held: with a constraint": 20,
     "held: complete too early": 2,
-    "held: stop string passed over": 3,
+    "held: stop string passed over": 5,
     "held: stop string behind the minimum": 3,
     "held: drafts accepted": 80,
     "held: preempted": 1,
