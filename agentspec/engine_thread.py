@@ -18,8 +18,8 @@ from typing import Any, Self
 from agentspec.assembly import Assembly, assemble
 from agentspec.config import EngineConfig
 from agentspec.errors import EngineClosedError, OverloadedError, RequestError
+from agentspec.fair_queue import FairQueue
 from agentspec.runtime.constraint import Constraint
-from agentspec.runtime.fair_queue import FairQueue
 from agentspec.runtime.request import Request, flow_of, new_request
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.types import FinishReason
@@ -90,7 +90,7 @@ class EngineThread:
         """Requests whose reader has gone, until their terminal event: their ids are still in use."""
         self._compiling: dict[str, asyncio.Future[Constraint | None]] = {}
         """Requests that wait for their grammar. They are not in the engine yet; None ends them."""
-        self._uncompiled: FairQueue[_CompileJob] = FairQueue(MAX_COMPILES)
+        self._uncompiled: FairQueue[_CompileJob] = FairQueue()
         """Those whose compile hasn't begun; who doesn't wait any more is passed over when its turn comes."""
         self._num_compiling = 0
         self._compilers = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="agentspec-grammar")
@@ -219,9 +219,11 @@ class EngineThread:
             return known
         answer: asyncio.Future[Constraint | None] = self._asyncio.create_future()
         self._compiling[submit.request_id] = answer
-        pushed_out = self._uncompiled.put(flow_of(submit), (grammar, answer))
-        if pushed_out is not None:
-            _refuse(pushed_out[1], OverloadedError(f"{MAX_COMPILES} grammars wait to be compiled, which is the limit", _RETRY_SECONDS))
+        self._uncompiled.put((grammar, answer), flow_of(submit))
+        if len(self._uncompiled) > MAX_COMPILES:
+            pushed_out = self._uncompiled.last_of_the_longest()
+            self._uncompiled.remove(pushed_out)
+            _refuse(pushed_out.item[1], OverloadedError(f"{MAX_COMPILES} grammars wait to be compiled, which is the limit", _RETRY_SECONDS))
         self._start_compiles()
         try:
             return await answer
@@ -230,8 +232,8 @@ class EngineThread:
             del self._compiling[submit.request_id]
 
     def _start_compiles(self) -> None:
-        while self._num_compiling < COMPILE_THREADS and not self._stopping and (job := self._uncompiled.take()) is not None:
-            grammar, answer = job
+        while self._num_compiling < COMPILE_THREADS and not self._stopping and (ticket := self._uncompiled.take()) is not None:
+            grammar, answer = ticket.item
             if answer.done():
                 continue
             if (known := self._assembly.constraints.known(grammar)) is not None:

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from agentspec.engine_link import FrameReader, to_error
-from agentspec.errors import AgentspecError, CheckpointError, ConfigError, RequestError, TextProcessError
+from agentspec.errors import AgentspecError, CheckpointError, ConfigError, OverloadedError, RequestError, TextProcessError
+from agentspec.fair_queue import FairQueue, Flow
 from agentspec.remote_engine import EngineProcess
-from agentspec.server.fair_queue import FairQueue, Flow, Ticket
 from agentspec.server.pipeline import NO_USE_FOR_A_TEMPLATE, TextPipeline, tokenizer_settings
 from agentspec.server.text_work import PromptAsk
 from agentspec.text.events import AssistantTurn
@@ -53,6 +53,11 @@ MAX_WAITING_BYTES = 256 << 20
 MAX_OWNER_BYTES = 128 << 20
 """Of jobs that wait, as they travel: of all, and of one API key."""
 
+_QUANTUM_BYTES = 1 << 16
+"""What a flow may have done in each of its turns."""
+_LEAST_BYTES = 4096
+"""What even an empty job counts as."""
+_RETRY_SECONDS = 2
 _LARGE_BYTES = 256 << 10
 """A job of more bytes that takes too long is its sender's fault; a smaller one is the chat template's."""
 _TRIES = 2
@@ -159,7 +164,7 @@ class RemoteText:
         self._trusts = trusts_client_text
         self._link: _Link | None = None
         self._loads: Compile | None = None
-        self._waiting = FairQueue(max_bytes=MAX_WAITING_BYTES, max_owner_bytes=MAX_OWNER_BYTES)
+        self._waiting: FairQueue[_Job] = FairQueue(_QUANTUM_BYTES)
         self._arrived = asyncio.Event()
         self._running: _Job | None = None
         self._worker: asyncio.Task[None] | None = None
@@ -236,7 +241,9 @@ class RemoteText:
         except UnicodeEncodeError as error:
             raise RequestError(field, error.object[max(0, error.start - 20) : error.end], f"is not valid Unicode: {error.reason}") from None
         job = _Job(data, field, asyncio.get_running_loop().create_future())
-        ticket = self._waiting.put(job, flow, len(data))
+        weight = max(len(data), _LEAST_BYTES)
+        self._make_sure_of_room(flow, weight)
+        ticket = self._waiting.put(job, flow, weight)
         self._arrived.set()
         try:
             answer: ToServer = await job.answer
@@ -246,9 +253,18 @@ class RemoteText:
             raise to_error(answer.error)
         return answer
 
+    def _make_sure_of_room(self, flow: Flow, num_bytes: int) -> None:
+        """Raises OverloadedError. One job may always wait, whatever its size."""
+        of_owner = ("this client", self._waiting.weight_of(flow.owner), MAX_OWNER_BYTES)
+        of_all = ("all clients", self._waiting.weight, MAX_WAITING_BYTES)
+        for whose, waits, bound in (of_owner, of_all):
+            if waits and waits + num_bytes > bound:
+                reason = f"{waits:,} bytes of {whose} wait to be rendered and tokenised here, and {num_bytes:,} more would exceed {bound:,}"
+                raise OverloadedError(reason, _RETRY_SECONDS)
+
     def _take(self) -> _Job | None:
-        ticket: Ticket | None = self._waiting.take()
-        return None if ticket is None else ticket.job
+        ticket = self._waiting.take()
+        return None if ticket is None else ticket.item
 
     async def _work(self) -> None:
         """One job after the other, for as long as the server runs."""

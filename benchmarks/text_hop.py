@@ -17,9 +17,9 @@ import time
 from typing import Any
 
 from agentspec import bundled, text_process
+from agentspec.fair_queue import Flow
 from agentspec.remote_engine import EngineProcess
 from agentspec.remote_text import RemoteText, pipeline_of
-from agentspec.server.fair_queue import Flow
 from agentspec.server.text_work import PromptAsk, ThreadedText
 from agentspec.text.chat_template import ChatTemplate
 from agentspec.text.prompt import BuiltPrompt, PromptBuilder

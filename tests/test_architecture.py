@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "agentspec"
 
-FOUNDATION = ("errors", "types", "config", "wire", "version", "files", "nesting")
+FOUNDATION = ("errors", "types", "config", "wire", "version", "files", "nesting", "fair_queue")
 """L0. Everything may import it; it imports nothing but itself."""
 
 ROOMS: dict[str, tuple[str, ...]] = {

@@ -20,10 +20,10 @@ import pytest
 
 from agentspec import bundled
 from agentspec.errors import CheckpointError, ConfigError, ContextLengthError, OverloadedError, RequestError, TextProcessError
+from agentspec.fair_queue import Flow
 from agentspec.remote_engine import EngineProcess
 from agentspec.remote_text import RemoteText, pipeline_of, text_process
 from agentspec.server.app import create_app
-from agentspec.server.fair_queue import Flow
 from agentspec.server.pipeline import TextPipeline
 from agentspec.server.text_work import PromptAsk
 from agentspec.server.transport import InProcessTransport
@@ -307,6 +307,9 @@ def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         await asyncio.sleep(0)
         with pytest.raises(OverloadedError, match="would exceed 100,000"):
             await remote.build(ask("x" * 90_000), Flow("key", "another"))
+        monkeypatch.setattr("agentspec.remote_text.MAX_WAITING_BYTES", 150_000)
+        with pytest.raises(OverloadedError, match=r"of all clients .* would exceed 150,000"):
+            await remote.build(ask("x" * 90_000), Flow("another key"))
         await asyncio.gather(first, waiting, return_exceptions=True)
 
     run(work, checkpoint(tmp_path, HANGS), seconds=1)

@@ -21,9 +21,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from agentspec.fair_queue import Flow
 from agentspec.runtime.flight import Flight
 from agentspec.runtime.plan import StepOutcome
-from agentspec.runtime.request import Flow, Request
+from agentspec.runtime.request import Request
 
 _LOST_SHARE = 0.05
 """Share of the time that may go into computing again what was pushed out by first turns, and as much for later ones."""

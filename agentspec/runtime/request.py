@@ -15,6 +15,7 @@ import numpy as np
 
 from agentspec.cache.leases import Fetch, Lease
 from agentspec.errors import ContextLengthError, RequestError
+from agentspec.fair_queue import Flow
 from agentspec.runtime.admission import WorkingSet
 from agentspec.runtime.constraint import DEAD_END, Constraint, MaskRows
 from agentspec.runtime.least_tokens import MET, LeastTokens
@@ -38,10 +39,6 @@ class Phase(enum.Enum):
     LEAVING = enum.auto()
     """Ended or retracted by the host while a step that contains it is still in flight."""
     DONE = enum.auto()
-
-
-Flow = tuple[str, str]
-"""What shares the device with its like: an owner, and one of its sessions; "" for the owner's requests without one (fairness.py)."""
 
 
 @dataclass(slots=True)
@@ -265,7 +262,7 @@ class Request:
 
 
 def flow_of(submit: Submit) -> Flow:
-    return submit.owner, submit.session_id or ""
+    return Flow(submit.owner, submit.session_id or "")
 
 
 def _add_ones(counts: list[int], upto: int, *, width: int) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 from starlette.responses import Response
 
 from agentspec.errors import RequestError
+from agentspec.fair_queue import Flow
 from agentspec.server import answer_shapes, events, openai, sse
 from agentspec.server.answers import Head, metrics_body, of_choices, total, usage_body, usage_so_far
-from agentspec.server.fair_queue import Flow
 from agentspec.server.logprobs import CompletionLogprobs
 from agentspec.server.openai import CompletionRequest
 from agentspec.server.pipeline import TextPipeline

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from agentspec.server.fair_queue import Flow
+from agentspec.fair_queue import Flow
 from agentspec.text.chat_template import CacheMark, Tools
 from agentspec.text.context_edits import ContextEdit
 from agentspec.text.events import AssistantTurn

@@ -12,9 +12,9 @@ import msgspec
 from starlette.responses import Response
 
 from agentspec.errors import RequestError
+from agentspec.fair_queue import Flow
 from agentspec.server import answer_shapes, chat, fields, openai
 from agentspec.server.errors import ApiError
-from agentspec.server.fair_queue import Flow
 from agentspec.server.responding import json_response
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import Service, session_of

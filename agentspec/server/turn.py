@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from agentspec.errors import RequestError
-from agentspec.server.fair_queue import Flow
+from agentspec.fair_queue import Flow
 from agentspec.server.pipeline import TextPipeline
 from agentspec.server.service import Service
 from agentspec.server.text_work import PromptAsk

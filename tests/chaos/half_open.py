@@ -28,7 +28,7 @@ FEW_FILES, FEW_FILES_SECONDS = 64, 15.0
 NUM_UNREAD = 20
 NUM_CHOICES = 128
 UNREAD_ROOM = 6
-"""Requests that the server takes while answers are not read; each holds megabytes."""
+"""Requests that the server takes while answers are not read, of NUM_CHOICES choices each, which count one by one; each holds megabytes."""
 
 
 async def run(size: int, seed: int, *, with_watch: bool = False, log: Path | None = None) -> Outcome:
@@ -77,13 +77,16 @@ async def _hold(arena: Arena, kind: str, count: int, *, waits: bool) -> dict[str
 
 async def _leave_unread(outcome: Outcome) -> None:
     """Answers larger than a connection's buffers, which nobody reads. The engine is done with them soon; then others must be served."""
-    async with opened(outcome, max_running=2, max_queue=UNREAD_ROOM - 2) as arena, AsyncExitStack() as stack:
+    async with opened(outcome, max_running=2, max_queue=UNREAD_ROOM * NUM_CHOICES - 2) as arena, AsyncExitStack() as stack:
         for _ in range(NUM_UNREAD):
             connection = await stack.enter_async_context(await Connection.open(arena.served.port, receive_bytes=SMALL_BUFFER))
             await connection.send(_large_answer(arena.rng, arena.served.model))
-        while sum((await arena.served.stats())["engine"]["finished"].values()) < NUM_CHOICES * UNREAD_ROOM:
-            await asyncio.sleep(0.1)
         loop = asyncio.get_running_loop()
+        began, num_done = loop.time(), 0
+        while num_done < NUM_CHOICES * UNREAD_ROOM and loop.time() - began < PATIENCE_SECONDS:
+            num_done = sum((await arena.served.stats())["engine"]["finished"].values())
+            await asyncio.sleep(0.1)
+        outcome.check(num_done >= NUM_CHOICES * UNREAD_ROOM, f"{num_done} answers that nobody reads are done after {PATIENCE_SECONDS:g} s")
         began, answered = loop.time(), False
         while not answered and loop.time() - began < PATIENCE_SECONDS:
             answered = await arena.honest.ask(0)

@@ -10,7 +10,6 @@ import pytest
 from agentspec.closed_loop import EndedTurn, RecordedTurn
 from agentspec.dry_run import DryMemory, DryRun
 from agentspec.model_costs import ModelCosts
-from agentspec.runtime.fair_queue import FairQueue
 from agentspec.runtime.fairness import FairShare
 from agentspec.runtime.flight import Flight
 from agentspec.runtime.memory_plan import MemoryPlan
@@ -245,22 +244,3 @@ def test_new_sessions_are_not_starved_by_old_ones(seed: int) -> None:
     assert max(ahead) < 5 * 60, f"seed {seed}: a crowd of newcomers comes in one after the other, at the price of few hits: {ahead}"
     cached, prompts = sum(turn.cached_tokens for turn in ended), sum(turn.prompt_tokens for turn in ended)
     assert cached / prompts > 0.92, f"seed {seed}: 94 % in order of arrival"
-
-
-def test_a_fair_queue_goes_by_owner_then_by_session() -> None:
-    queue: FairQueue[str] = FairQueue(100)
-    for number in range(10):
-        queue.put(("many", f"s{number % 3}"), f"m{number}")
-    queue.put(("one", ""), "o0")
-    queue.put(("one", ""), "o1")
-    taken = [queue.take() for _ in range(13)]
-    assert taken[:4] == ["m0", "o0", "m1", "o1"]
-    assert sorted(taken[4:12], key=str) == sorted(f"m{number}" for number in range(2, 10))
-    assert taken[-1] is None
-
-
-def test_a_full_fair_queue_pushes_out_who_has_the_most() -> None:
-    queue: FairQueue[str] = FairQueue(4)
-    assert [queue.put(("many", ""), f"m{number}") for number in range(5)] == [None] * 4 + ["m4"]
-    assert queue.put(("one", ""), "o0") == "m3"
-    assert [queue.take() for _ in range(len(queue))] == ["m0", "o0", "m1", "m2"]
