@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentspec.cli import main
+from agentspec.commands.cli import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

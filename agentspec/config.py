@@ -1,7 +1,7 @@
 """Settings of the engine and of the server: frozen, validated once, units in the docstrings.
 
 The one set of engine flags of `serve` and `replay` maps to EngineConfig field by field, the other flags of `serve` to ServerConfig. `auto` values are
-resolved where the facts are known (assembly.py), into new objects: a config is never edited.
+resolved where the facts are known (engine/assembly.py), into new objects: a config is never edited.
 """
 
 from __future__ import annotations

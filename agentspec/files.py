@@ -1,7 +1,7 @@
-"""Files that others made or named: read within bounds, and only where they are regular files; written or refused in words.
+"""What others made or named: files, read within bounds and only where they are regular; how deep JSON is nested.
 
 Opening a pipe waits for its other end, and a device may have none: neither is a checkpoint, a trace or a setting. Links to regular files are fine.
-Knows no format but JSON.
+JSON that is deeper than any real request would only exhaust the stack of whatever walks it. Knows no other format.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from agentspec.errors import CheckpointError, ConfigError
+
+MAX_NESTING = 100
+"""Levels of arrays and objects."""
 
 MAX_BYTES = 64 * 2**20
 """Of a file that is read whole: twice as much as the largest published tokenizers have."""
@@ -96,3 +99,22 @@ def write(path: str | Path, data: bytes, *, field: str) -> None:
             file.write(data)
     except (OSError, ValueError) as error:
         raise ConfigError(field, str(path), f"can't be written: {getattr(error, 'strerror', None) or error}") from None
+
+
+def may_be_too_deep(text: bytes | bytearray) -> bool:
+    """JSON text has brackets enough to be nested too deep. Most has not, and a long prompt's ids need no look at each of them."""
+    return text.count(b"[") + text.count(b"{") > MAX_NESTING
+
+
+def is_too_deep(value: Any) -> bool:
+    """Arrays and objects, as JSON is decoded, lie in each other more than MAX_NESTING levels deep."""
+    level: list[Any] = [[value]]
+    for _ in range(MAX_NESTING + 2):
+        level = [item for part in level for item in _values(part) if type(item) is list or type(item) is dict]
+        if not level:
+            return False
+    return True
+
+
+def _values(part: Any) -> Any:
+    return part.values() if type(part) is dict else part

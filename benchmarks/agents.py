@@ -32,14 +32,14 @@ from typing import Any
 
 import httpx
 
-from agentspec.model_costs import ModelCosts, model_costs
 from agentspec.replay.measure import Distribution
+from agentspec.simulate.model_costs import ModelCosts, model_costs
 from benchmarks.prefill_cases import Words
 from benchmarks.prefill_checks import check_cached_turns
 from benchmarks.published import CONFIG_FILES
 from benchmarks.served_directory import write_directory
 
-COMMAND = (sys.executable, "-c", "from agentspec.cli import main; raise SystemExit(main())")
+COMMAND = (sys.executable, "-c", "from agentspec.commands.cli import main; raise SystemExit(main())")
 PROFILE = Path(__file__).resolve().parent.parent / "workloads" / "profile_agents.jsonl"
 EMITTED = 3.0
 SETTLE_SECONDS = 20

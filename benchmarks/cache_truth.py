@@ -1,8 +1,8 @@
 """Whether the prefix cache on a device gives what the cache alone predicts: `python -m benchmarks.cache_truth FILE` replays recorded sessions twice.
 
 Once through the engine, every forward pass computed and the recorded answers forced; once through the dry run, which has no model, with the same rows
-and pages. Both go by one virtual clock (closed_loop.py), and the dry run is told how many tokens each step of the real one emitted, since that is all
-of the model that order and admission depend on. So with any number of lanes, and with too little memory, everything must be equal:
+and pages. Both go by one virtual clock (simulate/closed_loop.py), and the dry run is told how many tokens each step of the real one emitted: that is
+all of the model that order and admission depend on. So with any number of lanes, and with too little memory, everything must be equal:
 
 - the order in which turns end, and each turn's cached tokens;
 - the tokens that prefill computed, and what became of every checkpoint (created, superseded, evicted, held).
@@ -28,13 +28,10 @@ from typing import Any
 
 import torch
 
-from agentspec import bundled
-from agentspec.assembly import build
-from agentspec.closed_loop import ClosedLoop, EndedTurn, RecordedTurn, TimedExecutor, VirtualClock
+from agentspec.commands.dry_run import recorded_sessions
 from agentspec.config import EngineConfig
-from agentspec.dry_run import DryMemory, DryRun
-from agentspec.dry_run_command import recorded_sessions
-from agentspec.model_costs import ModelCosts, model_costs
+from agentspec.engine import bundled
+from agentspec.engine.assembly import build
 from agentspec.models.protocol import StepModel
 from agentspec.models.qwen3_5 import Qwen3_5Model
 from agentspec.models.registry import load_model
@@ -46,6 +43,9 @@ from agentspec.replay.render import TraceRenderer
 from agentspec.replay.schema import load
 from agentspec.replay.token_runs import TokenRuns
 from agentspec.runtime.memory_plan import MemoryPlan, plan_memory
+from agentspec.simulate.closed_loop import ClosedLoop, EndedTurn, RecordedTurn, TimedExecutor, VirtualClock
+from agentspec.simulate.dry_run import DryMemory, DryRun
+from agentspec.simulate.model_costs import ModelCosts, model_costs
 from agentspec.types import BLOCK_TOKENS
 from benchmarks.published import CONFIGS, spec_of
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from agentspec.assembly import Assembly, assemble
 from agentspec.config import Device, EngineConfig
+from agentspec.engine.assembly import Assembly, assemble
 from agentspec.runtime.request import new_request
 from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, SamplingParams
 from agentspec.wire import FinishEvent, Submit, TokensEvent

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentspec.closed_loop import VirtualClock
-from agentspec.dry_run import DryMemory, DryRun, DryRunResult
-from agentspec.dry_run_command import DEFAULT_DRAFTS
-from agentspec.model_costs import ModelCosts, model_costs
+from agentspec.commands.dry_run import DEFAULT_DRAFTS
 from agentspec.replay.options import ReplayOptions
 from agentspec.runtime.plan import Executor, StepOutcome, StepPlan
 from agentspec.runtime.scheduler import SESSION_CHECKPOINTS
+from agentspec.simulate.closed_loop import VirtualClock
+from agentspec.simulate.dry_run import DryMemory, DryRun, DryRunResult
+from agentspec.simulate.model_costs import ModelCosts, model_costs
 from agentspec.types import BLOCK_TOKENS
 from benchmarks.policy import HOLD_SECONDS, RecordedFile, read
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import agentspec
-from agentspec import bundled
+from agentspec.engine import bundled
 from agentspec.text.chat_template import ChatTemplate
 from agentspec.text.messages import normalise
 from agentspec.text.tokenizer import Tokenizer

@@ -1,6 +1,6 @@
 """Turns samples of steps into the constants of dry runs: `python -m benchmarks.fit_costs SAMPLES...`, files of `python -m benchmarks.step_costs`.
 
-Writes agentspec/model_costs.json: models that are in SAMPLES are replaced, the others stay. The time of a pair of tokens is the median over the
+Writes agentspec/simulate/model_costs.json: models that are in SAMPLES are replaced. The time of a pair of tokens is the median over the
 passes with a context of what the context adds; that of a token of context in a decode step likewise. The tables are what remains of the samples
 without them, so a pass or a step that was measured comes out as it was. Prints how far each sample is from the fit.
 """
@@ -14,11 +14,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from agentspec.model_costs import ModelCosts
 from agentspec.runtime.prefill_graphs import chunk_sizes
+from agentspec.simulate.model_costs import ModelCosts
 from benchmarks.published import CONFIGS
 
-TARGET = Path(__file__).resolve().parent.parent / "agentspec" / "model_costs.json"
+TARGET = Path(__file__).resolve().parent.parent / "agentspec" / "simulate" / "model_costs.json"
 
 Chunks = list[tuple[int, int]]
 

@@ -1,4 +1,4 @@
-"""The no-op engine in a process of its own: `python -m benchmarks.no_op_process FD`, what agentspec.engine_process is for the real one.
+"""The no-op engine in a process of its own: `python -m benchmarks.no_op_process FD`, what agentspec.engine.process is for the real one.
 
 All between the engine and its server is what `serve` has: RemoteEngine starts this module in the place of the other.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import sys
 
-from agentspec import bundled, engine_process
 from agentspec.config import EngineConfig
-from agentspec.engine_link import EngineSetup
+from agentspec.engine import bundled
+from agentspec.engine import process as engine_process
+from agentspec.engine.link import EngineSetup
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.types import Progress
 from benchmarks.no_op_engine import NoOpEngine

@@ -19,17 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from agentspec import bundled
-from agentspec.closed_loop import RecordedTurn
-from agentspec.dry_run import DryMemory, DryRun, DryRunResult
-from agentspec.dry_run_command import DEFAULT_DRAFTS, recorded_sessions
-from agentspec.model_costs import ModelCosts, model_costs
+from agentspec.commands.dry_run import DEFAULT_DRAFTS, recorded_sessions
+from agentspec.engine import bundled
 from agentspec.replay.encoders import find_encoder
 from agentspec.replay.options import ReplayOptions
 from agentspec.replay.render import TraceRenderer
 from agentspec.replay.schema import load
 from agentspec.replay.token_runs import TokenRuns
 from agentspec.runtime.pace import DEFAULT_MAX_GAP
+from agentspec.simulate.closed_loop import RecordedTurn
+from agentspec.simulate.dry_run import DryMemory, DryRun, DryRunResult
+from agentspec.simulate.model_costs import ModelCosts, model_costs
 
 BUDGETS = (512, 1024, 2048, 4096, 8192)
 HOLD_SECONDS = 5.0

@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from agentspec.assembly import Assembly, assemble
 from agentspec.config import Device, EngineConfig
+from agentspec.engine.assembly import Assembly, assemble
 from agentspec.models.hf_config import TextConfig
 from agentspec.runtime.request import new_request
 from agentspec.types import Breakpoint, CheckpointKind, SamplingParams, tokens

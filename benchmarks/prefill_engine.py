@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from agentspec.assembly import build
 from agentspec.config import EngineConfig
+from agentspec.engine.assembly import build
 from agentspec.runtime.memory_plan import RESERVED, MemoryPlan
 from agentspec.runtime.pace import Pace
 from agentspec.runtime.request import Request, new_request

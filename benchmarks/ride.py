@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from agentspec import bundled
-from agentspec.assembly import build
 from agentspec.config import EngineConfig
+from agentspec.engine import bundled
+from agentspec.engine.assembly import build
 from agentspec.models.registry import load_model
 from agentspec.models.weights import resolve_checkpoint
 from agentspec.runtime.executor import ModelExecutor

@@ -14,8 +14,8 @@ from typing import Literal
 import msgspec
 import torch
 
-from agentspec.assembly import build
 from agentspec.config import EngineConfig
+from agentspec.engine.assembly import build
 from agentspec.models.hf_config import TextConfig
 from agentspec.mtp.depth_policy import AdaptiveDepth
 from agentspec.runtime.graphs import graph_bytes

@@ -19,8 +19,8 @@ from pathlib import Path
 import msgspec
 
 from agentspec.config import Device, EngineConfig
-from agentspec.engine import AsyncEngine
-from agentspec.local_server import LocalServer
+from agentspec.engine.in_process import AsyncEngine
+from agentspec.engine.local_server import LocalServer
 from agentspec.replay.options import ReplayOptions
 from agentspec.replay.report import Report, count_rows
 from agentspec.replay.run import run_replay

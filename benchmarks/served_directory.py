@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from agentspec import bundled
+from agentspec.engine import bundled
 from benchmarks.published import CONFIG_FILES, NUM_REAL_TOKENS
 
 _COPIED = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")

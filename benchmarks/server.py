@@ -32,10 +32,10 @@ import httpx
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from agentspec import bundled
 from agentspec.config import EngineConfig, ServerConfig
-from agentspec.remote_engine import EngineProcess, RemoteEngine
-from agentspec.remote_text import RemoteText, pipeline_of, text_process
+from agentspec.engine import bundled
+from agentspec.engine.remote import EngineProcess, RemoteEngine
+from agentspec.engine.remote_text import RemoteText, pipeline_of, text_process
 from agentspec.server.app import create_app
 from agentspec.server.door import Door
 from agentspec.server.pipeline import TextPipeline

@@ -25,12 +25,12 @@ from pathlib import Path
 
 import httpx
 
-from agentspec import bundled
+from agentspec.engine import bundled
 from benchmarks.published import CONFIG_FILES
 from benchmarks.served_directory import write_directory
 
 POLL_SECONDS = 0.01
-COMMAND = (sys.executable, "-c", "from agentspec.cli import main; raise SystemExit(main())")
+COMMAND = (sys.executable, "-c", "from agentspec.commands.cli import main; raise SystemExit(main())")
 CHAT = {"messages": [{"role": "user", "content": "Where is order 7?"}], "temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
 

@@ -16,10 +16,10 @@ import sys
 import time
 from typing import Any
 
-from agentspec import bundled, text_process
+from agentspec.engine import bundled, text_process
+from agentspec.engine.remote import EngineProcess
+from agentspec.engine.remote_text import RemoteText, pipeline_of
 from agentspec.fair_queue import Flow
-from agentspec.remote_engine import EngineProcess
-from agentspec.remote_text import RemoteText, pipeline_of
 from agentspec.server.text_work import PromptAsk, ThreadedText
 from agentspec.text.chat_template import ChatTemplate
 from agentspec.text.prompt import BuiltPrompt, PromptBuilder

@@ -10,8 +10,7 @@ from typing import Any
 
 from anthropic import AsyncAnthropic
 
-from agentspec.config import EngineConfig
-from agentspec.engine import AsyncEngine
+from agentspec import AsyncEngine, EngineConfig
 from examples import orders
 
 

@@ -13,8 +13,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from openai import AsyncOpenAI
 
-from agentspec.config import EngineConfig
-from agentspec.engine import AsyncEngine
+from agentspec import AsyncEngine, EngineConfig
 from examples import orders
 
 

@@ -12,8 +12,7 @@ from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, OpenAIRespo
 from agents.result import RunResultBase
 from openai import AsyncOpenAI
 
-from agentspec.config import EngineConfig
-from agentspec.engine import AsyncEngine
+from agentspec import AsyncEngine, EngineConfig
 from examples import orders
 
 

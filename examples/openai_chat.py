@@ -11,8 +11,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from agentspec.config import EngineConfig
-from agentspec.engine import AsyncEngine
+from agentspec import AsyncEngine, EngineConfig
 from examples import orders
 
 

@@ -12,8 +12,7 @@ from typing import Any
 from openai import AsyncOpenAI
 from openai.types.responses import Response
 
-from agentspec.config import EngineConfig
-from agentspec.engine import AsyncEngine
+from agentspec import AsyncEngine, EngineConfig
 from examples import orders
 
 

@@ -13,8 +13,7 @@ from pydantic_ai import Agent
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from agentspec.config import EngineConfig
-from agentspec.engine import AsyncEngine
+from agentspec import AsyncEngine, EngineConfig
 from examples import orders
 
 

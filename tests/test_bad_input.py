@@ -15,10 +15,10 @@ import httpx
 import pytest
 import torch
 
-from agentspec.assembly import AUTO_MAX_DRAFTS
-from agentspec.cli import main
+from agentspec.commands.cli import main
 from agentspec.config import EngineConfig
-from agentspec.local_server import load
+from agentspec.engine.assembly import AUTO_MAX_DRAFTS
+from agentspec.engine.local_server import load
 from agentspec.replay.schema import save
 from tests.fakes.checkpoints import rewrite, write_checkpoint
 from tests.fakes.text import write_text_assets

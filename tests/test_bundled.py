@@ -23,10 +23,10 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agentspec import bundled
-from agentspec.cli import main
+from agentspec.commands.cli import main
 from agentspec.config import EngineConfig
-from agentspec.engine import Engine
+from agentspec.engine import bundled
+from agentspec.engine.in_process import Engine
 from agentspec.models.registry import load_model
 from agentspec.replay.schema import Session, load, save
 from agentspec.text.chat_template import ChatTemplate
@@ -85,7 +85,7 @@ def test_a_dry_run_takes_its_tokens(trace: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_serve_serves_it() -> None:
-    command = "import sys; from agentspec.cli import main; sys.exit(main(['serve', '--port', '0', '--device', 'cpu', '--memory', '0.2']))"
+    command = "import sys; from agentspec.commands.cli import main; sys.exit(main(['serve', '--port', '0', '--device', 'cpu', '--memory', '0.2']))"
     with subprocess.Popen([sys.executable, "-c", command], cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentspec.closed_loop import EndedTurn, RecordedTurn
 from agentspec.replay.schema import Session, save
 from agentspec.runtime.memory_plan import MemoryPlan, longest_sequence
+from agentspec.simulate.closed_loop import EndedTurn, RecordedTurn
 from agentspec.types import BLOCK_TOKENS, Breakpoint, CheckpointKind
 from benchmarks import cache_truth
 from benchmarks.cache_truth import Reached, Sessions, Settings, compare, differences

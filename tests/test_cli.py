@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from agentspec import cli
+from agentspec.commands import cli
 from agentspec.config import EngineConfig, ServerConfig
 from agentspec.errors import CheckpointError, ConfigError
 
@@ -262,7 +262,7 @@ class Loaded:
 def test_how_serving_can_end(result: Any, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     command, remote = Loaded(result), SimpleNamespace(EngineProcess=lambda: nullcontext("its process"))
     text = SimpleNamespace(text_process=lambda seconds: nullcontext(f"{seconds:g} seconds for texts"))
-    modules = {"agentspec.serve_command": command, "agentspec.remote_engine": remote, "agentspec.remote_text": text}
+    modules = {"agentspec.commands.serve": command, "agentspec.engine.remote": remote, "agentspec.engine.remote_text": text}
     monkeypatch.setattr(cli, "_load", modules.__getitem__)
     monkeypatch.delenv("AGENTSPEC_API_KEY", raising=False)
     assert cli.main(["serve", "m", "--port", "9"]) == code
@@ -279,7 +279,7 @@ def test_replay_opens_an_engine_only_when_asked(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(cli, "_load", load)
     assert cli.main(["replay", "f", "--base-url", "http://localhost", "--seed", "3"]) == 1
-    assert loaded == ["agentspec.replay_command"]
+    assert loaded == ["agentspec.commands.replay"]
     args, _ = command.arguments
     assert (args.file, args.seed) == ("f", 3)
 
@@ -300,7 +300,7 @@ def test_the_package_is_the_command(argv: list[str], code: int, words: str) -> N
 
 
 def test_help_and_errors_load_no_torch() -> None:
-    code = "import sys; from agentspec import cli, replay_command, serve_command\ncli.build_parser()\nprint('torch' in sys.modules)"
+    code = "import sys; from agentspec.commands import cli, replay, serve\ncli.build_parser()\nprint('torch' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "False"
 

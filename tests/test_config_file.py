@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentspec import cli
+from agentspec.commands import cli
 from agentspec.config import EngineConfig, ServerConfig
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from agentspec.config import EngineConfig
-from agentspec.engine import Engine
+from agentspec.engine.in_process import Engine
 from agentspec.types import SamplingParams
 from agentspec.wire import FinishEvent, Submit
 

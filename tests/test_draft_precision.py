@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from agentspec import bundled
-from agentspec.assembly import _fp8_drafts
 from agentspec.config import EngineConfig
+from agentspec.engine import bundled
+from agentspec.engine.assembly import _fp8_drafts
 from agentspec.errors import ConfigError
 from agentspec.types import SamplingParams
 from tests.fakes.upcycled import write_upcycled

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from agentspec.assembly import Assembly, assemble, build
 from agentspec.config import EngineConfig
-from agentspec.engine import AsyncEngine, Engine
+from agentspec.engine.assembly import Assembly, assemble, build
+from agentspec.engine.in_process import AsyncEngine, Engine
+from agentspec.engine.remote import RemoteEngine
 from agentspec.errors import ConfigError
 from agentspec.mtp.token_counts import TokenCounts
-from agentspec.remote_engine import RemoteEngine
 from agentspec.runtime.memory_plan import MemoryPlan
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.types import SamplingParams

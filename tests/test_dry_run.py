@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 
-from agentspec import dry_run_command
-from agentspec.assembly import build
-from agentspec.cli import main
-from agentspec.closed_loop import RecordedTurn
+from agentspec.commands import dry_run as dry_run_command
+from agentspec.commands.cli import main
 from agentspec.config import EngineConfig
-from agentspec.dry_run import DryMemory, DryRun, DryRunResult
-from agentspec.engine import Engine
+from agentspec.engine.assembly import build
+from agentspec.engine.in_process import Engine
 from agentspec.errors import ConfigError
-from agentspec.model_costs import MODEL_COSTS, ModelCosts, model_costs
 from agentspec.replay.encoders import Encoder
 from agentspec.replay.ideal import IdealPrefix
 from agentspec.replay.schema import Session, save
 from agentspec.runtime.memory_plan import MemoryPlan
+from agentspec.simulate.closed_loop import RecordedTurn
+from agentspec.simulate.dry_run import DryMemory, DryRun, DryRunResult
+from agentspec.simulate.model_costs import MODEL_COSTS, ModelCosts, model_costs
 from agentspec.types import BLOCK_TOKENS, Breakpoint, CheckpointKind, SamplingParams
 from agentspec.wire import Submit
 from tests.fakes.pieces import RegexPieces

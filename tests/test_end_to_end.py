@@ -14,9 +14,9 @@ import msgspec
 import pytest
 import torch
 
-from agentspec.cli import main
+from agentspec.commands.cli import main
 from agentspec.config import EngineConfig
-from agentspec.local_server import load
+from agentspec.engine.local_server import load
 from agentspec.replay.schema import Expect, Session, save
 from agentspec.types import BLOCK_TOKENS
 from tests.fakes.checkpoints import write_checkpoint

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from agentspec.assembly import Assembly
-from agentspec.engine import AsyncEngine
+from agentspec.engine.assembly import Assembly
+from agentspec.engine.in_process import AsyncEngine
 from agentspec.errors import EngineClosedError, RequestError
 from agentspec.server.app import create_app
 from agentspec.server.transport import InProcessTransport

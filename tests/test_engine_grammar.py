@@ -17,10 +17,10 @@ import httpx
 import msgspec
 import pytest
 
-from agentspec.assembly import Assembly, assemble
 from agentspec.config import EngineConfig
-from agentspec.engine import AsyncEngine, Engine
-from agentspec.engine_thread import COMPILE_THREADS, MAX_COMPILES
+from agentspec.engine.assembly import Assembly, assemble
+from agentspec.engine.in_process import AsyncEngine, Engine
+from agentspec.engine.thread import COMPILE_THREADS, MAX_COMPILES
 from agentspec.errors import EngineClosedError, OverloadedError, RequestError
 from agentspec.runtime.constraint import Constraint
 from agentspec.runtime.constraint_source import ConstraintSource

@@ -11,11 +11,11 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from agentspec import remote_engine
-from agentspec.engine import AsyncEngine
+from agentspec.engine import remote as remote_engine
+from agentspec.engine.in_process import AsyncEngine
+from agentspec.engine.kept import AGAIN_SECONDS, KeptEngine
+from agentspec.engine.remote import CPU_HEARTBEAT_SECONDS, TICK_SECONDS, Pulse, RemoteEngine
 from agentspec.errors import AgentspecError, EngineClosedError, EngineStalledError
-from agentspec.kept_engine import AGAIN_SECONDS, KeptEngine
-from agentspec.remote_engine import CPU_HEARTBEAT_SECONDS, TICK_SECONDS, Pulse, RemoteEngine
 from agentspec.server.app import create_app
 from agentspec.server.transport import InProcessTransport
 from agentspec.types import FinishReason

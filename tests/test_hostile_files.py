@@ -22,11 +22,11 @@ import safetensors.torch
 import torch
 
 from agentspec import files
-from agentspec.cli import main
-from agentspec.engine_link import Failed, error_data, frame
+from agentspec.commands.cli import main
+from agentspec.commands.quantize import quantize
+from agentspec.engine.link import Failed, error_data, frame
 from agentspec.errors import CheckpointError, ConfigError, ReplayFileError, RequestError
 from agentspec.models.hf_config import MAX_POSITIONS
-from agentspec.quantize_command import quantize
 from agentspec.replay.importers import FORMATS
 from agentspec.replay.schema import load, read_lines, save
 from agentspec.text.chat_template import ChatTemplate
@@ -328,7 +328,7 @@ def test_a_quantised_checkpoint_that_finds_no_room(sound: Path, tmp_path: Path, 
     def full(*_: object, **__: object) -> None:
         raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("agentspec.quantize_command.save_file", full)
+    monkeypatch.setattr("agentspec.commands.quantize.save_file", full)
     with pytest.raises(CheckpointError, match=r"out: can't be written: .*No space left"):
         quantize(sound, tmp_path / "out")
     assert not list(tmp_path.iterdir())

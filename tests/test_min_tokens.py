@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from agentspec.config import EngineConfig
-from agentspec.engine import AsyncEngine, Engine
+from agentspec.engine.in_process import AsyncEngine, Engine
 from agentspec.errors import RequestError
 from agentspec.server.transport import InProcessTransport
 from agentspec.types import SamplingParams

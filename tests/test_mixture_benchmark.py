@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from agentspec.kernels import quantize_blocks, reference
-from agentspec.model_costs import model_costs
 from agentspec.models.hf_config import MoeConfig, TextConfig
 from agentspec.models.moe import MixtureOfExperts
 from agentspec.models.quantization import is_convertible
 from agentspec.models.state import page_bytes, row_bytes
 from agentspec.models.tensors import block_scaled_names, parameter_shapes
+from agentspec.simulate.model_costs import model_costs
 from benchmarks import block_checks, decode, decode_checks, overlap, trace
 from benchmarks.bandwidth import Bandwidth
 from benchmarks.block_checks import check_blocks, wants_block_checks

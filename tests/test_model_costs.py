@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentspec.closed_loop import TimedExecutor, VirtualClock
-from agentspec.model_costs import MODEL_COSTS, ModelCosts, model_costs
 from agentspec.runtime.plan import ChunkPlan, SlotJoin, SlotOutcome, StepOutcome, StepPlan
+from agentspec.simulate.closed_loop import TimedExecutor, VirtualClock
+from agentspec.simulate.model_costs import MODEL_COSTS, ModelCosts, model_costs
 from agentspec.types import SamplingParams
 from benchmarks import agents, fit_costs, step_costs
 from benchmarks.published import CONFIGS

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentspec.nesting import is_too_deep, may_be_too_deep
+from agentspec.files import is_too_deep, may_be_too_deep
 
 DEEPEST = 101
 

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from agentspec.config import EngineConfig
-from agentspec.engine import AsyncEngine
+from agentspec.engine.in_process import AsyncEngine
 from agentspec.types import SamplingParams
 from agentspec.wire import FinishEvent, Submit, TokensEvent
 

@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from agentspec import bundled, cli, quantize_command
+from agentspec.commands import cli
+from agentspec.commands import quantize as quantize_command
+from agentspec.engine import bundled
 from agentspec.kernels import Weight, dequantize, quantize_blocks
 from agentspec.models.hf_config import load_text_config
 from agentspec.models.quantization import is_convertible

@@ -20,10 +20,11 @@ import httpx
 import msgspec
 import pytest
 
-from agentspec import remote_engine
 from agentspec.config import EngineConfig
-from agentspec.engine import Engine
-from agentspec.engine_link import FrameReader, Packed, error_data, frame, packed, to_error, unpacked
+from agentspec.engine import remote as remote_engine
+from agentspec.engine.in_process import Engine
+from agentspec.engine.link import FrameReader, Packed, error_data, frame, packed, to_error, unpacked
+from agentspec.engine.remote import RemoteEngine
 from agentspec.errors import (
     AgentspecError,
     CheckpointError,
@@ -35,7 +36,6 @@ from agentspec.errors import (
     RequestError,
     UnsupportedModelError,
 )
-from agentspec.remote_engine import RemoteEngine
 from agentspec.server.app import create_app
 from agentspec.server.transport import InProcessTransport
 from agentspec.types import FinishReason, SamplingParams
@@ -337,7 +337,7 @@ def test_a_context_beyond_the_model() -> None:
 
 
 def test_a_process_that_dies_while_it_loads(in_engine: InEngine) -> None:
-    in_engine("import agentspec.assembly, os\nagentspec.assembly.assemble = lambda config, progress, **keywords: os._exit(3)")
+    in_engine("import agentspec.engine.assembly, os\nagentspec.assembly.assemble = lambda config, progress, **keywords: os._exit(3)")
 
     async def main() -> None:
         with pytest.raises(AgentspecError, match=r"before its model was loaded \(exit status 3\)"):
@@ -349,7 +349,7 @@ def test_a_process_that_dies_while_it_loads(in_engine: InEngine) -> None:
 STARTS = """
 import asyncio
 from agentspec.config import EngineConfig
-from agentspec.remote_engine import RemoteEngine
+from agentspec.engine.remote import RemoteEngine
 async def main():
     engine = await RemoteEngine.start(EngineConfig(device="cpu"))
     print("ready", flush=True)
@@ -364,12 +364,12 @@ def test_the_engine_does_not_outlive_its_server(moment: str, in_engine: InEngine
     if moment == "loading":
         in_engine("""
 import sys, threading
-if "agentspec.engine_process" in sys.orig_argv:
-    import agentspec.assembly
+if "agentspec.engine.process" in sys.orig_argv:
+    import agentspec.engine.assembly
     def never_ends(config, progress, **keywords):
         print("loading", flush=True)
         threading.Event().wait()
-    agentspec.assembly.assemble = never_ends
+    agentspec.engine.assembly.assemble = never_ends
 """)
     with subprocess.Popen([sys.executable, "-c", STARTS], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -396,12 +396,12 @@ def test_a_cancelled_start_leaves_no_process(in_engine: InEngine, tmp_path: Path
     pid = tmp_path / "pid"
     in_engine(f"""
 import os, threading
-import agentspec.assembly
+import agentspec.engine.assembly
 def never_ends(config, progress, **keywords):
     open({str(pid)!r}, "w").write(str(os.getpid()))
     os.kill({os.getpid()}, {int(signal.SIGUSR1)})
     threading.Event().wait()
-agentspec.assembly.assemble = never_ends
+agentspec.engine.assembly.assemble = never_ends
 """)
 
     async def main() -> None:

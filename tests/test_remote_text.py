@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 
-from agentspec import bundled
+from agentspec.engine import bundled
+from agentspec.engine.remote import EngineProcess
+from agentspec.engine.remote_text import RemoteText, pipeline_of, text_process
 from agentspec.errors import CheckpointError, ConfigError, ContextLengthError, OverloadedError, RequestError, TextProcessError
 from agentspec.fair_queue import Flow
-from agentspec.remote_engine import EngineProcess
-from agentspec.remote_text import RemoteText, pipeline_of, text_process
 from agentspec.server.app import create_app
 from agentspec.server.pipeline import TextPipeline
 from agentspec.server.text_work import PromptAsk
@@ -63,7 +63,7 @@ def checkpoint(tmp_path: Path, template: str) -> Path:
 
 def with_code(code: str) -> EngineProcess:
     """A text process that runs `code` first."""
-    return EngineProcess(("-c", f"import sys\nfrom agentspec import text_process\n{code}\nsys.exit(text_process.main())", "30"))
+    return EngineProcess(("-c", f"import sys\nfrom agentspec.engine import text_process\n{code}\nsys.exit(text_process.main())", "30"))
 
 
 @pytest.fixture
@@ -277,7 +277,7 @@ def test_a_process_that_dies_does_its_job_once_more(processes: list[EngineProces
 @pytest.mark.parametrize("death", ["os.kill(os.getpid(), 9)", "(_ for _ in ()).throw(MemoryError())"])
 def test_a_job_at_which_every_process_dies_is_a_503_and_the_next_one_is_done(death: str, monkeypatch: pytest.MonkeyPatch) -> None:
     code = DIES + f"lambda s, m, *a, **k: {death} if m[0]['content'] == 'die' else b(s, m, *a, **k)"
-    monkeypatch.setattr("agentspec.remote_text.text_process", lambda seconds: with_code(code))
+    monkeypatch.setattr("agentspec.engine.remote_text.text_process", lambda seconds: with_code(code))
 
     async def work(remote: RemoteText) -> None:
         with pytest.raises(TextProcessError, match="ended 2 times at this request"):
@@ -297,7 +297,7 @@ def test_a_process_that_is_killed_while_nobody_asks_is_replaced(processes: list[
 
 
 def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentspec.remote_text.MAX_OWNER_BYTES", 100_000)
+    monkeypatch.setattr("agentspec.engine.remote_text.MAX_OWNER_BYTES", 100_000)
 
     async def work(remote: RemoteText) -> None:
         first = asyncio.create_task(remote.build(ask("hang"), Flow("key")))
@@ -307,7 +307,7 @@ def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         await asyncio.sleep(0)
         with pytest.raises(OverloadedError, match="would exceed 100,000"):
             await remote.build(ask("x" * 90_000), Flow("key", "another"))
-        monkeypatch.setattr("agentspec.remote_text.MAX_WAITING_BYTES", 150_000)
+        monkeypatch.setattr("agentspec.engine.remote_text.MAX_WAITING_BYTES", 150_000)
         with pytest.raises(OverloadedError, match=r"of all clients .* would exceed 150,000"):
             await remote.build(ask("x" * 90_000), Flow("another key"))
         await asyncio.gather(first, waiting, return_exceptions=True)
@@ -437,5 +437,5 @@ def test_health_ids_and_streams_go_on_while_a_template_hangs(tmp_path: Path) -> 
 
 
 def test_the_text_process_loads_no_server_and_no_torch() -> None:
-    code = "import sys, agentspec.text_process\nprint(sorted({'torch', 'fastapi', 'uvicorn', 'starlette', 'transformers'} & set(sys.modules)))"
+    code = "import sys, agentspec.engine.text_process\nprint(sorted({'torch', 'fastapi', 'uvicorn', 'starlette', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

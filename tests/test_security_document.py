@@ -11,7 +11,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from agentspec.cli import build_parser
+from agentspec.commands.cli import build_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")

@@ -22,12 +22,12 @@ from typing import Any
 import httpx
 import pytest
 
-from agentspec import cli
+from agentspec.commands import cli
 
 COMMAND = [
     sys.executable,
     "-c",
-    "from agentspec.cli import main; raise SystemExit(main())",
+    "from agentspec.commands.cli import main; raise SystemExit(main())",
     "serve",
     "--port",
     "0",
@@ -81,7 +81,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
         """in_engine: code that the engine's process runs before it loads. num_descriptors: that the server may have."""
         environment = {name: value for name, value in os.environ.items() if name != "AGENTSPEC_API_KEY"}
         if in_engine:
-            (tmp_path / "sitecustomize.py").write_text(f"import sys\nif 'agentspec.engine_process' in sys.orig_argv:\n    {in_engine}\n")
+            (tmp_path / "sitecustomize.py").write_text(f"import sys\nif 'agentspec.engine.process' in sys.orig_argv:\n    {in_engine}\n")
             environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, [environment.get("PYTHONPATH")])])
         limited = [] if num_descriptors is None else ["sh", "-c", f'ulimit -n {num_descriptors} && exec "$@"', "sh"]
         process = subprocess.Popen([*limited, *COMMAND, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
@@ -454,6 +454,6 @@ def test_a_taken_port_costs_no_loading(capsys: pytest.CaptureFixture[str], monke
 
 
 def test_the_server_loads_no_torch() -> None:
-    code = "import sys, agentspec.serve_command\nprint('torch' in sys.modules)"
+    code = "import sys, agentspec.commands.serve\nprint('torch' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout == "False\n"

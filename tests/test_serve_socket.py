@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from agentspec import serve_command
+from agentspec.commands import serve as serve_command
 from agentspec.server.connections import Connections
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from agentspec import bundled
 from agentspec.config import EngineConfig
-from agentspec.remote_engine import EngineProcess, RemoteEngine
+from agentspec.engine import bundled
+from agentspec.engine.remote import EngineProcess, RemoteEngine
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.wire import EngineClient, Event, Submit
 from benchmarks import first_token, server

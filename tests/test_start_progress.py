@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from agentspec.start_progress import FIRST_SECONDS, LINE_SECONDS, ProgressLines, StartProgress
+from agentspec.commands.start_progress import FIRST_SECONDS, LINE_SECONDS, ProgressLines, StartProgress
 
 
 class Clock:

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentspec import cli
+from agentspec.commands import cli
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU to compile for")
 
 LISTED = """
 import json, sys
-from agentspec import bundled, kernels
-from agentspec.assembly import rehearsal
+from agentspec.engine import bundled
+from agentspec import kernels
+from agentspec.engine.assembly import rehearsal
 from agentspec.config import EngineConfig
 compiler = kernels.compiler()
 compiler.use_machine(kernels.Machine(capability=(9, 0), num_multiprocessors=132))

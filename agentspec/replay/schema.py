@@ -16,7 +16,7 @@ import msgspec
 
 from agentspec import files
 from agentspec.errors import ReplayFileError
-from agentspec.nesting import MAX_NESTING, is_too_deep, may_be_too_deep
+from agentspec.files import MAX_NESTING, is_too_deep, may_be_too_deep
 from agentspec.replay.world import Goal, World
 from agentspec.replay.world_check import check_goal, check_world
 

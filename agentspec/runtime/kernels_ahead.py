@@ -1,4 +1,4 @@
-"""Kernels before they are needed: a process of their own lists and compiles them (kernel_worker.py) while the engine's process loads its weights.
+"""Kernels before they are needed: engine/kernel_worker.py lists and compiles them in a process of its own while the engine loads its weights.
 
 Owns that process, and the note in the compiler's cache which says that everything for such an engine is there: with it nothing is started. Knows no
 compiler but by kernels.KernelCompiler. A kernel that is missing in spite of all this is compiled at its first launch.
@@ -26,7 +26,7 @@ from agentspec.types import Progress
 
 logger = logging.getLogger("agentspec")
 
-WORKER = ("-P", "-m", "agentspec.kernel_worker")
+WORKER = ("-P", "-m", "agentspec.engine.kernel_worker")
 """What Python runs in the process. -P: the working directory is no place to import from."""
 
 _PACKAGE = Path(__file__).parents[1]

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from agentspec.nesting import MAX_NESTING, is_too_deep, may_be_too_deep
+from agentspec.files import MAX_NESTING, is_too_deep, may_be_too_deep
 from agentspec.server import chat, completions, messages, metrics, openapi, page, responses, status, tokens
 from agentspec.server.deadlines import NO_LIMITS, TimeLimits
 from agentspec.server.errors import ApiError

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from agentspec.errors import RequestError
-from agentspec.nesting import MAX_NESTING, is_too_deep
+from agentspec.files import MAX_NESTING, is_too_deep
 from agentspec.text.constraints import OutputForm, ToolDemand
 
 

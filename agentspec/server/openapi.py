@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
+from agentspec import version
 from agentspec.server.answer_shapes import AnthropicError, Error
 from agentspec.server.door import GENERATING, OPEN_FOLDER, OPEN_PATHS
 from agentspec.server.errors import is_anthropic
 from agentspec.server.fields import Treatment, named
 from agentspec.server.routes import Call, Route
 from agentspec.server.service import SESSION_HEADERS, Service
-from agentspec.version import version
 
 Schema = dict[str, Any]
 

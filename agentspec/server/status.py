@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from agentspec import version as installed
+from agentspec import version as installed_version
 from agentspec.server import answer_shapes
 from agentspec.server.door import PROBES
 from agentspec.server.responding import json_response
@@ -28,7 +28,7 @@ async def model(service: Service, call: Call) -> Response:
 
 async def version(service: Service, call: Call) -> Response:
     """GET /version."""
-    return json_response({"version": installed.version()})
+    return json_response({"version": installed_version()})
 
 
 async def health(service: Service, call: Call) -> Response:

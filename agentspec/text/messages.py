@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentspec.errors import RequestError
-from agentspec.nesting import is_too_deep
+from agentspec.files import is_too_deep
 from agentspec.text.raw_arguments import RawArguments
 from agentspec.text.returned_reasoning import returned_reasoning
 from agentspec.text.sentinels import refuse_surrogates

@@ -19,8 +19,8 @@ from typing import Any, TextIO
 
 import torch
 
-from agentspec import bundled, local_server
 from agentspec.config import EngineConfig
+from agentspec.engine import bundled, local_server
 from agentspec.errors import AgentspecError, ConfigError
 from scripts.tiny_agent import acceptance, misses, quality
 from scripts.tiny_agent.acceptance import MAX_DRAFTS, Acceptance

@@ -1,4 +1,4 @@
-"""The engine's process without torch and without a model: `python -m tests.chaos.light_engine FD`, what agentspec.engine_process is for the real one.
+"""The engine's process without torch and without a model: `python -m tests.chaos.light_engine FD`, what agentspec.engine.process is for the real one.
 
 Scheduler, step loop, cache, engine thread and the link to the server are the real ones. The device alone is a scripted one: it fails at the first
 row or page that doesn't hold what it should, its next token follows from all tokens before it, and a step takes as long as it is told. So an answer
@@ -56,14 +56,14 @@ class Parts:
 
 
 sys.modules["torch"] = _Absent("torch")
-sys.modules["agentspec.assembly"] = _Absent("agentspec.assembly")
-sys.modules["agentspec.assembly"].Assembly = Parts  # type: ignore[attr-defined]
+sys.modules["agentspec.engine.assembly"] = _Absent("agentspec.engine.assembly")
+sys.modules["agentspec.engine.assembly"].Assembly = Parts  # type: ignore[attr-defined]
 
-from agentspec import bundled, engine_process  # noqa: E402
 from agentspec.cache import invariants  # noqa: E402
 from agentspec.config import EngineConfig  # noqa: E402
-from agentspec.engine_link import EngineSetup  # noqa: E402
-from agentspec.engine_thread import EngineThread  # noqa: E402
+from agentspec.engine import bundled, process  # noqa: E402
+from agentspec.engine.link import EngineSetup  # noqa: E402
+from agentspec.engine.thread import EngineThread  # noqa: E402
 from agentspec.mtp.depth_policy import FixedDepth  # noqa: E402
 from agentspec.runtime.constraint_source import ConstraintSource  # noqa: E402
 from agentspec.text.tokenizer import Tokenizer  # noqa: E402
@@ -187,4 +187,4 @@ def load(config: EngineConfig, progress: Progress) -> tuple[EngineThread, Engine
 
 
 if __name__ == "__main__":
-    sys.exit(engine_process.main(load))
+    sys.exit(process.main(load))

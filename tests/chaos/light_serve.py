@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from agentspec import remote_engine
-from agentspec.cli import main
+from agentspec.commands.cli import main
+from agentspec.engine import remote as remote_engine
 
 ENTRY = ("-m", "tests.chaos.light_engine")
 

@@ -43,7 +43,7 @@ def children(pid: int) -> list[int]:
 
 
 def role(pid: int) -> str:
-    """The module that a process of ours runs, `engine_process` or `light_engine`; "" when it is gone."""
+    """The last name of the module that a process of ours runs: `process`, `light_engine`, `text_process`; "" when it is gone."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -129,7 +129,7 @@ class Served:
         return [self.pid, *children(self.pid)]
 
     def engine(self) -> int | None:
-        return next((pid for pid in children(self.pid) if role(pid) in ("light_engine", "engine_process")), None)
+        return next((pid for pid in children(self.pid) if role(pid) in ("light_engine", "process")), None)
 
     def kill(self) -> None:
         """Everything, at once."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from agentspec import bundled
+from agentspec.engine import bundled
 from agentspec.runtime.constraint import Constraint, MaskRows
 from agentspec.runtime.grammar.backend import Backend
 from agentspec.runtime.grammar.constraint import GrammarConstraint

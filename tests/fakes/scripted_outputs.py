@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from agentspec.engine import AsyncEngine
+from agentspec.engine.in_process import AsyncEngine
 from agentspec.wire import Event, FinishEvent, ModelInfo, Submit
 from scripts.clients.agents import ANSWER, MODEL, Calls
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from agentspec import bundled
+from agentspec.engine import bundled
 
 TEMPLATE_FILE = bundled.DIRECTORY / "chat_template.jinja"
 """It writes Qwen3.5's format."""

@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 
-from agentspec.assembly import build
 from agentspec.config import EngineConfig
-from agentspec.engine import AsyncEngine
+from agentspec.engine.assembly import build
+from agentspec.engine.in_process import AsyncEngine
 from agentspec.runtime.memory_plan import MemoryPlan
 from agentspec.server.transport import InProcessTransport
 from agentspec.text.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from agentspec import bundled
+from agentspec.engine import bundled
 
 NUM_EXPERTS, TOP_K = 8, 2
 EXPERT_WIDTH = 256

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from agentspec import bundled
+from agentspec.engine import bundled
 from agentspec.server.service import session_of
 from tests.server.loopback import bundled_app, served
 

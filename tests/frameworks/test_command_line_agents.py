@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from agentspec import bundled
 from agentspec.config import EngineConfig
-from agentspec.engine import AsyncEngine
+from agentspec.engine import bundled
+from agentspec.engine.in_process import AsyncEngine
 from agentspec.server.app import create_app
 from agentspec.server.pipeline import TextPipeline
 from agentspec.server.unknown_fields import HEADER

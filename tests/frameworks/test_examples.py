@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentspec.config import EngineConfig
-from agentspec.engine import AsyncEngine
+from agentspec.engine.in_process import AsyncEngine
 from examples import orders
 
 _MODEL = "tiny-agent"

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from agentspec import kernels
-from agentspec.assembly import Assembly, assemble
 from agentspec.config import EngineConfig
+from agentspec.engine.assembly import Assembly, assemble
 from agentspec.models.hf_config import TextConfig
 from agentspec.models.quantization import Fp8Blocks
 from agentspec.models.qwen3_5 import Qwen3_5Model

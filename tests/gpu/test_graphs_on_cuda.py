@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from agentspec.config import EngineConfig
-from agentspec.engine import Engine
+from agentspec.engine.in_process import Engine
 from agentspec.models.qwen3_5 import Qwen3_5Model
 from agentspec.models.registry import load_model
 from agentspec.runtime.decode_step import StepResult

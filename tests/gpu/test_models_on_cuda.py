@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentspec import bundled
-from agentspec.assembly import assemble
 from agentspec.config import EngineConfig
+from agentspec.engine import bundled
+from agentspec.engine.assembly import assemble
 from agentspec.models.qwen3_5 import Qwen3_5Model
 from agentspec.models.registry import load_model
 from agentspec.models.weights import resolve_checkpoint

@@ -20,7 +20,7 @@ def listen(**compiled):
     if not compiled["cache_hit"]:
         late.append(compiled["src"].name)
 knobs.compilation.listener = listen
-from agentspec.assembly import assemble
+from agentspec.engine.assembly import assemble
 from agentspec.config import EngineConfig
 from agentspec.runtime.request import new_request
 from agentspec.types import SamplingParams

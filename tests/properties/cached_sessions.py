@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from agentspec import bundled
 from agentspec.cache.host_tier import HostMemory
-from agentspec.engine import Engine
+from agentspec.engine import bundled
+from agentspec.engine.in_process import Engine
 from agentspec.models.weights import resolve_checkpoint
 from agentspec.runtime.plan import StepPlan
 from agentspec.runtime.request import Request

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from agentspec import bundled, local_server
 from agentspec.config import DraftPrecision, EngineConfig
+from agentspec.engine import bundled, local_server
 from scripts.tiny_agent import acceptance
 from scripts.tiny_agent.acceptance import Acceptance
 from scripts.tiny_agent.held_out import GREEDY, draw, play

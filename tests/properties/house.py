@@ -12,9 +12,9 @@ from typing import Self
 
 import torch
 
-from agentspec.assembly import Assembly, build
 from agentspec.cache.host_tier import HostMemory
 from agentspec.config import EngineConfig
+from agentspec.engine.assembly import Assembly, build
 from agentspec.runtime.memory_plan import RESERVED, MemoryPlan, longest_sequence
 from agentspec.types import MOST_RIDERS
 from tests.fakes.hash_chain import HashChainModel

@@ -23,14 +23,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from agentspec import kernels
-from agentspec.assembly import Assembly, build
 from agentspec.cache.host_tier import HostMemory
+from agentspec.commands.quantize import quantize
 from agentspec.config import EngineConfig
-from agentspec.engine import Engine
+from agentspec.engine.assembly import Assembly, build
+from agentspec.engine.in_process import Engine
 from agentspec.kernels import reference
 from agentspec.models.qwen3_5 import Qwen3_5Model
 from agentspec.models.registry import load_model
-from agentspec.quantize_command import quantize
 from agentspec.runtime.memory_plan import MemoryPlan, longest_sequence
 from agentspec.types import BLOCK_TOKENS, Breakpoint, CheckpointKind, FinishReason, SamplingParams
 from agentspec.wire import FinishEvent, Submit, TokensEvent

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentspec.assembly import Assembly
+from agentspec.engine.assembly import Assembly
 from agentspec.kernels.reference import sampling
 from agentspec.kernels.reference.sampling import apply_mask
 from agentspec.runtime import executor

@@ -17,9 +17,9 @@ import pytest
 from jsonschema import Draft202012Validator
 from tokenizers import AddedToken
 
-from agentspec.assembly import build
 from agentspec.config import EngineConfig
-from agentspec.engine import Engine
+from agentspec.engine.assembly import build
+from agentspec.engine.in_process import Engine
 from agentspec.runtime.constraint_source import ConstraintSource
 from agentspec.runtime.memory_plan import MemoryPlan
 from agentspec.text.constraints import OutputForm, ToolDemand, turn_grammar

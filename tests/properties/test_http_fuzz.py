@@ -24,10 +24,10 @@ import httpx
 import jsonschema
 import pytest
 
-from agentspec.assembly import build
 from agentspec.cache import invariants
 from agentspec.config import EngineConfig, ServerConfig
-from agentspec.engine import AsyncEngine
+from agentspec.engine.assembly import build
+from agentspec.engine.in_process import AsyncEngine
 from agentspec.runtime.grammar.process import TrialProcess
 from agentspec.runtime.memory_plan import MemoryPlan
 from agentspec.server.app import ROUTES

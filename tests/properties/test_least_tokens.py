@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from agentspec.assembly import Assembly
+from agentspec.engine.assembly import Assembly
 from agentspec.runtime.constraint import MaskRows
 from agentspec.runtime.least_tokens import LeastTokens
 from agentspec.runtime.request import new_request

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from agentspec.engine import Engine
+from agentspec.engine.in_process import Engine
 from agentspec.models.protocol import VerifyBatch
 from agentspec.types import BLOCK_TOKENS, Breakpoint, CheckpointKind, SamplingParams
 from agentspec.wire import FinishEvent, Submit

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentspec.engine import Engine
+from agentspec.engine.in_process import Engine
 from agentspec.kernels.reference import sampling as sampling_kernels
 from agentspec.kernels.reference import window as window_module
 from agentspec.kernels.reference.philox import uniform

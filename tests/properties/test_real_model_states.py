@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from agentspec.engine import Engine
+from agentspec.engine.in_process import Engine
 from agentspec.kernels import PrefillBatch
 from agentspec.kernels.reference.spans import read_spans
 from agentspec.kernels.traffic import state_traffic

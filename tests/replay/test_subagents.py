@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from agentspec.cli import main
+from agentspec.commands.cli import main
 from agentspec.errors import ConfigError, ReplayFileError
 from agentspec.replay.measure import SessionRecord
 from agentspec.replay.options import ReplayOptions

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentspec.cli import main
+from agentspec.commands.cli import main
 from agentspec.errors import ConfigError
 from agentspec.replay.options import ReplayOptions
 from agentspec.replay.report import Report

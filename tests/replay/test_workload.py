@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentspec.cli import main
+from agentspec.commands.cli import main
 from agentspec.replay.options import ReplayOptions
 from agentspec.replay.run import make_plans
 from agentspec.replay.schema import ReplayFile, load

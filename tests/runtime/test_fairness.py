@@ -7,14 +7,14 @@ from array import array
 
 import pytest
 
-from agentspec.closed_loop import EndedTurn, RecordedTurn
-from agentspec.dry_run import DryMemory, DryRun
-from agentspec.model_costs import ModelCosts
 from agentspec.runtime.fairness import FairShare
 from agentspec.runtime.flight import Flight
 from agentspec.runtime.memory_plan import MemoryPlan
 from agentspec.runtime.plan import ChunkPlan, StepOutcome, StepPlan
 from agentspec.runtime.request import Request, new_request
+from agentspec.simulate.closed_loop import EndedTurn, RecordedTurn
+from agentspec.simulate.dry_run import DryMemory, DryRun
+from agentspec.simulate.model_costs import ModelCosts
 from agentspec.types import BLOCK_TOKENS, Breakpoint, CheckpointKind, ModelSpec, SamplingParams, tokens
 from agentspec.wire import Submit
 from tests.fakes.scripted_device import House

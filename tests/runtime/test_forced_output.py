@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from agentspec.assembly import Assembly, build
 from agentspec.cache import invariants
 from agentspec.config import EngineConfig
-from agentspec.engine import Engine
+from agentspec.engine.assembly import Assembly, build
+from agentspec.engine.in_process import Engine
 from agentspec.errors import ContextLengthError, RequestError
 from agentspec.runtime.memory_plan import MemoryPlan, longest_sequence
 from agentspec.types import FinishReason, SamplingParams

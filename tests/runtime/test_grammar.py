@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from agentspec import bundled
+from agentspec.engine import bundled
 from agentspec.errors import EngineClosedError, RequestError
 from agentspec.runtime.constraint import Constraint
 from agentspec.runtime.grammar import CompiledGrammar, GrammarCompiler

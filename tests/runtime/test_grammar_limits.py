@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from agentspec import bundled
+from agentspec.engine import bundled
 from agentspec.errors import EngineClosedError, RequestError
 from agentspec.runtime.grammar import GrammarCompiler
 from agentspec.runtime.grammar.frames import CompileJob, Vocabulary

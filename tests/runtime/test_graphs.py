@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentspec.assembly import build
 from agentspec.config import EngineConfig
+from agentspec.engine.assembly import build
 from agentspec.runtime.decode_step import StepResult
 from agentspec.runtime.executor import ModelExecutor
 from agentspec.runtime.graphs import GraphKey, GraphReport, StepGraphs, batch_sizes, graph_bytes

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from agentspec.assembly import Assembly, build
 from agentspec.cache.host_tier import CopyOrder, CopyOrders, HostMemory
 from agentspec.config import EngineConfig
-from agentspec.engine import Engine
+from agentspec.engine.assembly import Assembly, build
+from agentspec.engine.in_process import Engine
 from agentspec.runtime.memory_plan import MemoryPlan
 from agentspec.types import FinishReason, SamplingParams, tokens
 from agentspec.wire import FinishEvent, Submit, TokensEvent

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from agentspec import bundled
 from agentspec.config import EngineConfig
+from agentspec.engine import bundled
 from agentspec.kernels import Machine
 from agentspec.runtime.kernels_ahead import KernelJob, KernelReport, KernelsAhead, Stage
 from tests.kernels.test_compile_pool import Files

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from agentspec import bundled
+from agentspec.engine import bundled
 from agentspec.server.unknown_fields import HEADER
 from scripts.clients.agents import Place, quiet
 from scripts.clients.record import Recorder

@@ -12,7 +12,7 @@ from typing import Any
 import uvicorn
 
 from agentspec.config import EngineConfig
-from agentspec.engine import AsyncEngine
+from agentspec.engine.in_process import AsyncEngine
 from agentspec.server.app import create_app
 from agentspec.server.pipeline import TextPipeline
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from agentspec import serve_command
+from agentspec.commands import serve as serve_command
 from agentspec.config import ServerConfig
 from agentspec.server.app import create_app
 from agentspec.server.connections import HEADER_SECONDS, STALLED_SECONDS, Connections, Listener

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from agentspec import bundled
+from agentspec.engine import bundled
 from agentspec.server.app import create_app
 from agentspec.server.pipeline import TextPipeline
 from agentspec.server.transport import InProcessTransport

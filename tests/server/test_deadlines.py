@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from agentspec.engine.sdk_clients import anthropic_client, openai_client
 from agentspec.errors import ContextLengthError, EngineClosedError, RequestError
-from agentspec.sdk_clients import anthropic_client, openai_client
 from agentspec.server.app import create_app
 from agentspec.server.deadlines import TimeLimits
 from agentspec.server.errors import ApiError

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from agentspec import cli
+from agentspec.commands import cli
 from agentspec.config import ServerConfig
 from agentspec.errors import ConfigError
 from agentspec.server.app import create_app

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from agentspec.remote_engine import _framed
+from agentspec.engine.remote import _framed
 from agentspec.runtime.request import new_request
 from agentspec.types import ModelSpec
 from agentspec.wire import Event, Submit

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from agentspec.config import EngineConfig
-from agentspec.engine import AsyncEngine
+from agentspec.engine.in_process import AsyncEngine
 from agentspec.types import BLOCK_TOKENS
 from tests.fakes.told import Told, converse
 

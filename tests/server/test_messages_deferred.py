@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentspec import bundled
+from agentspec.engine import bundled
 from agentspec.errors import RequestError
 from agentspec.server.fields import Notes
 from agentspec.server.messages_request import parse_messages, turn_request

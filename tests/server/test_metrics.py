@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from agentspec.config import EngineConfig
-from agentspec.engine import AsyncEngine
+from agentspec.engine.in_process import AsyncEngine
 from agentspec.errors import EngineClosedError, RequestError
 from agentspec.server.app import create_app
 from agentspec.server.metrics import Family, exposition

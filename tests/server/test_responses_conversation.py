@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from agentspec.config import EngineConfig
-from agentspec.engine import AsyncEngine
+from agentspec.engine.in_process import AsyncEngine
 from agentspec.server.fields import Notes
 from agentspec.server.response_store import ResponseStore, StoredResponse
 from agentspec.server.responses_items import Conversation, Item, read_items

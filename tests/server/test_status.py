@@ -10,7 +10,7 @@ import msgspec
 import openai
 import pytest
 
-from agentspec.version import version
+from agentspec import version
 from tests.fakes.engine_client import INFO, ScriptedEngine
 
 Connect = Callable[..., httpx.AsyncClient]

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from agentspec.config import EngineConfig, ServerConfig
-from agentspec.engine import AsyncEngine
+from agentspec.engine.in_process import AsyncEngine
 from agentspec.server.app import create_app
 from agentspec.server.door import Door
 from agentspec.server.pipeline import TextPipeline

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from agentspec import bundled
+from agentspec.engine import bundled
 from agentspec.errors import CheckpointError, ConfigError
 from agentspec.server.pipeline import TextPipeline
 from agentspec.text.tokenizer import Tokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentspec import bundled
+from agentspec.engine import bundled
 from agentspec.text.chat_template import ChatTemplate
 from agentspec.text.tokenizer import Tokenizer
 

@@ -13,7 +13,7 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerFast
 
-from agentspec import bundled
+from agentspec.engine import bundled
 from agentspec.errors import CheckpointError, RequestError
 from agentspec.text import template_environment
 from agentspec.text.chat_template import ChatTemplate

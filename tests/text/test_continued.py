@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentspec import bundled
+from agentspec.engine import bundled
 from agentspec.errors import RequestError
 from agentspec.text.chat_template import ChatTemplate, MessageMark
 from agentspec.text.context_edits import ClearToolUses

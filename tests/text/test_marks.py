@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentspec import bundled
+from agentspec.engine import bundled
 from agentspec.text.chat_template import CacheMark, ChatTemplate, MessageMark, ToolsMark
 from agentspec.text.messages import normalise
 from agentspec.text.prompt import PromptBuilder

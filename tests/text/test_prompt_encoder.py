@@ -12,7 +12,7 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from agentspec import bundled
+from agentspec.engine import bundled
 from agentspec.text.prompt_encoder import PromptEncoder, Stretch
 from agentspec.text.sentinels import ANY_SENTINEL, Sentinels
 from agentspec.text.tokenizer import Tokenizer

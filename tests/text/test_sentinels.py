@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from agentspec import bundled
+from agentspec.engine import bundled
 from agentspec.errors import CheckpointError, RequestError
 from agentspec.text.chat_template import ChatTemplate
 from agentspec.text.prompt import BuiltPrompt, PromptBuilder

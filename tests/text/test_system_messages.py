@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentspec import bundled
+from agentspec.engine import bundled
 from agentspec.text.chat_template import ChatTemplate, MessageMark
 from agentspec.text.messages import normalise
 from agentspec.text.prompt import BuiltPrompt, PromptBuilder

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Backend
 
-from agentspec import bundled
+from agentspec.engine import bundled
 from agentspec.errors import CheckpointError, RequestError
 from agentspec.text.piece_encoder import PieceEncoder
 from agentspec.text.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentspec.nesting import MAX_NESTING, is_too_deep
+from agentspec.files import MAX_NESTING, is_too_deep
 
 KEYWORDS_OF_TYPE: dict[str, frozenset[str]] = {
     "null": frozenset(),

@@ -16,7 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from agentspec import bundled, kernels
+from agentspec import kernels
+from agentspec.engine import bundled
 from agentspec.errors import CheckpointError
 from agentspec.files import read_object
 from agentspec.models.checkpoint_layout import scale_name

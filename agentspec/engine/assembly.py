@@ -16,10 +16,10 @@ from pathlib import Path
 import msgspec
 import torch
 
-from agentspec import bundled
 from agentspec.cache.host_tier import HostMemory
 from agentspec.cache.hybrid_cache import HybridCache
 from agentspec.config import EngineConfig
+from agentspec.engine import bundled
 from agentspec.errors import AgentspecError, ConfigError
 from agentspec.kernels import Machine
 from agentspec.models.outline import outline

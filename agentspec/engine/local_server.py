@@ -13,7 +13,7 @@ import httpx
 from fastapi import FastAPI
 
 from agentspec.config import EngineConfig
-from agentspec.engine import AsyncEngine
+from agentspec.engine.in_process import AsyncEngine
 from agentspec.server.transport import InProcessTransport
 
 

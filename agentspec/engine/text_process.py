@@ -1,7 +1,7 @@
-"""The process that renders and tokenises: `python -m agentspec.text_process SECONDS FD`, started by remote_text.py with one end of a socket pair.
+"""The process that renders and tokenises: `python -m agentspec.engine.text_process SECONDS FD`, started by engine/remote_text.py.
 
-Owns tokenizer, chat template, and the memory of turns; does one job after the other. It is made to be killed: by its server, when a job takes too
-long; by a timer of the kernel's a little later, whatever hangs; and by itself when the other end of the socket is gone.
+FD is one end of a socket pair. Owns tokenizer, chat template, and the memory of turns; does one job after the other. It is made to be killed: by its
+server, when a job takes too long; by a timer of the kernel's a little later, whatever hangs; and by itself when the other end of the socket is gone.
 """
 
 from __future__ import annotations
@@ -19,14 +19,8 @@ from pathlib import Path
 
 import msgspec
 
-from agentspec.engine_link import ErrorData, FrameReader, error_data
-from agentspec.errors import AgentspecError, ConfigError, RequestError
-from agentspec.text.chat_template import ChatTemplate
-from agentspec.text.prompt import PromptBuilder
-from agentspec.text.token_limit import TokenLimit, encode_within
-from agentspec.text.tokenizer import Tokenizer
-from agentspec.text.turn_memory import TurnMemory
-from agentspec.text_link import (
+from agentspec.engine.link import ErrorData, FrameReader, error_data
+from agentspec.engine.text_link import (
     BUFFER_BYTES,
     Build,
     Compile,
@@ -45,6 +39,12 @@ from agentspec.text_link import (
     ids_of,
     prompt_of,
 )
+from agentspec.errors import AgentspecError, ConfigError, RequestError
+from agentspec.text.chat_template import ChatTemplate
+from agentspec.text.prompt import PromptBuilder
+from agentspec.text.token_limit import TokenLimit, encode_within
+from agentspec.text.tokenizer import Tokenizer
+from agentspec.text.turn_memory import TurnMemory
 
 logger = logging.getLogger("agentspec")
 

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from types import TracebackType
 from typing import Self
 
+from agentspec.engine.remote import RemoteEngine
 from agentspec.errors import AgentspecError, EngineClosedError
-from agentspec.remote_engine import RemoteEngine
 from agentspec.server.recorder import WatchedEngine
 from agentspec.wire import Event, Submit
 

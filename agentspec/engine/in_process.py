@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from fastapi import FastAPI
 
-from agentspec import sdk_clients
-from agentspec.assembly import Assembly, assemble
 from agentspec.config import EngineConfig
-from agentspec.engine_thread import EngineCore, EngineThread
+from agentspec.engine import sdk_clients
+from agentspec.engine.assembly import Assembly, assemble
+from agentspec.engine.thread import EngineCore, EngineThread
 from agentspec.errors import EngineClosedError, RequestError
 from agentspec.server.app import create_app
 from agentspec.server.pipeline import TextPipeline
@@ -187,7 +187,7 @@ class AsyncEngine(EngineThread):
         return create_app(self, TextPipeline.from_checkpoint(self.tokenizer, self.model_dir))
 
     def openai_client(self, **options: Any) -> AsyncOpenAI:
-        """An `openai.AsyncOpenAI` that talks to this engine without a socket: what agent frameworks take. See sdk_clients.py."""
+        """An `openai.AsyncOpenAI` that talks to this engine without a socket: what agent frameworks take. See engine/sdk_clients.py."""
         return sdk_clients.openai_client(self.app, **options)
 
     def anthropic_client(self, **options: Any) -> AsyncAnthropic:

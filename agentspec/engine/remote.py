@@ -22,7 +22,7 @@ from typing import Any, Self
 import msgspec
 
 from agentspec.config import EngineConfig
-from agentspec.engine_link import (
+from agentspec.engine.link import (
     Beat,
     Close,
     EngineSetup,
@@ -62,7 +62,7 @@ TAKEN_FOR_DEAD = 10
 TICK_SECONDS = 0.5
 """How often a server looks after its engine."""
 
-ENGINE_ENTRY = ("-P", "-m", "agentspec.engine_process")
+ENGINE_ENTRY = ("-P", "-m", "agentspec.engine.process")
 """What Python runs in the process. -P: the working directory is no place to import from."""
 
 _CLOSED = "the engine was closed"
@@ -72,7 +72,7 @@ class EngineProcess:
     """A process that loads what engines are made of, and waits to be told which one to be. A context manager: it ends no later than its context."""
 
     def __init__(self, entry: Sequence[str] = ENGINE_ENTRY) -> None:
-        """entry: Python's arguments for a module that runs engine_process.main."""
+        """entry: Python's arguments for a module that runs process.main."""
         self.socket, theirs = socket.socketpair()
         with theirs:
             number = theirs.fileno()

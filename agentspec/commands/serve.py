@@ -24,12 +24,14 @@ from typing import Any, cast
 import uvicorn
 from starlette.types import ASGIApp
 
-from agentspec import bundled
+from agentspec import version
+from agentspec.commands.start_progress import TICK_SECONDS, ProgressLines, StartProgress
 from agentspec.config import EngineConfig, LogLevel, ServerConfig
+from agentspec.engine import bundled
+from agentspec.engine.kept import KeptEngine
+from agentspec.engine.remote import EngineProcess, RemoteEngine
+from agentspec.engine.remote_text import RemoteText, pipeline_of
 from agentspec.errors import ConfigError, EngineClosedError
-from agentspec.kept_engine import KeptEngine
-from agentspec.remote_engine import EngineProcess, RemoteEngine
-from agentspec.remote_text import RemoteText, pipeline_of
 from agentspec.server.app import create_app
 from agentspec.server.connections import FOR_PROBES, Connections, Listener, room_for_connections
 from agentspec.server.deadlines import TimeLimits
@@ -38,8 +40,6 @@ from agentspec.server.front import in_front_of
 from agentspec.server.keys import Keys
 from agentspec.server.pipeline import TextPipeline
 from agentspec.server.waiting_room import WaitingRoom
-from agentspec.start_progress import TICK_SECONDS, ProgressLines, StartProgress
-from agentspec.version import version
 
 CLOSE_SECONDS = 10
 """How long the last events of ended answers may take to reach their clients."""

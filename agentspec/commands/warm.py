@@ -12,13 +12,14 @@ from dataclasses import replace
 
 import torch
 
-from agentspec import bundled, kernels
-from agentspec.assembly import machine_of, rehearsal
+from agentspec import kernels
+from agentspec.commands.start_progress import TICK_SECONDS, ProgressLines, StartProgress
 from agentspec.config import EngineConfig
+from agentspec.engine import bundled
+from agentspec.engine.assembly import machine_of, rehearsal
 from agentspec.errors import AgentspecError, ConfigError
 from agentspec.models.weights import resolve_checkpoint
 from agentspec.runtime.kernels_ahead import KernelJob, KernelsAhead
-from agentspec.start_progress import TICK_SECONDS, ProgressLines, StartProgress
 
 MULTIPROCESSORS = 132
 """Of a GPU that is only named: a full H100's or H200's. Few kernels depend on it, and those that do are compiled again at their first launch."""

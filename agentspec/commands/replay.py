@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager
 
 import httpx
 
-from agentspec import bundled
+from agentspec.engine import bundled
 from agentspec.replay.encoders import find_encoder
 from agentspec.replay.options import ReplayOptions
 from agentspec.replay.page import write_page

@@ -14,12 +14,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from agentspec import bundled, files
-from agentspec.closed_loop import RecordedTurn, Sessions
+from agentspec import files
 from agentspec.config import EngineConfig
-from agentspec.dry_run import DryMemory, DryRun, DryRunResult
+from agentspec.engine import bundled
 from agentspec.errors import ConfigError
-from agentspec.model_costs import ModelCosts, model_costs
 from agentspec.replay.encoders import find_encoder
 from agentspec.replay.ideal import IdealPrefix
 from agentspec.replay.measure import Distribution
@@ -30,6 +28,9 @@ from agentspec.replay.schema import ReplayFile, Session, load
 from agentspec.replay.subagents import kept_sessions
 from agentspec.replay.token_runs import TokenRuns
 from agentspec.runtime.pace import DEFAULT_MAX_GAP
+from agentspec.simulate.closed_loop import RecordedTurn, Sessions
+from agentspec.simulate.dry_run import DryMemory, DryRun, DryRunResult
+from agentspec.simulate.model_costs import ModelCosts, model_costs
 
 DEFAULT_DRAFTS = 3
 

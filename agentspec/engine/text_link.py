@@ -1,4 +1,4 @@
-"""What crosses between a server's process and its text process: a job, and its one answer. Frames are those of engine_link.py, one message each.
+"""What crosses between a server's process and its text process: a job, and its one answer. Frames are those of engine/link.py, one message each.
 
 The server sends `Read` first, then `Compile`; from then on `Build` and `Encode`, each when the last one is answered, and any number of `Remember`,
 which have no answer. Messages come from JSON: what msgpack can't hold, a number beyond 64 bits, travels as JSON. Knows neither processes nor sockets.
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from agentspec.engine_link import ErrorData, framed
+from agentspec.engine.link import ErrorData, framed
 from agentspec.text.chat_template import MessageMark, ToolsMark
 from agentspec.text.context_edits import AppliedEdit, ClearThinking, ClearToolUses
 from agentspec.text.events import AssistantTurn

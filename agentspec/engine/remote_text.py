@@ -16,18 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentspec.engine_link import FrameReader, to_error
-from agentspec.errors import AgentspecError, CheckpointError, ConfigError, OverloadedError, RequestError, TextProcessError
-from agentspec.fair_queue import FairQueue, Flow
-from agentspec.remote_engine import EngineProcess
-from agentspec.server.pipeline import NO_USE_FOR_A_TEMPLATE, TextPipeline, tokenizer_settings
-from agentspec.server.text_work import PromptAsk
-from agentspec.text.events import AssistantTurn
-from agentspec.text.prompt import BuiltPrompt
-from agentspec.text.token_limit import TokenLimit
-from agentspec.text.tokenizer import Tokenizer
-from agentspec.text.tool_calls import DIALECTS, Dialect, detect_dialect
-from agentspec.text_link import (
+from agentspec.engine.link import FrameReader, to_error
+from agentspec.engine.remote import EngineProcess
+from agentspec.engine.text_link import (
     BUFFER_BYTES,
     Build,
     Built,
@@ -45,6 +36,15 @@ from agentspec.text_link import (
     ids_of,
     prompt_of,
 )
+from agentspec.errors import AgentspecError, CheckpointError, ConfigError, OverloadedError, RequestError, TextProcessError
+from agentspec.fair_queue import FairQueue, Flow
+from agentspec.server.pipeline import NO_USE_FOR_A_TEMPLATE, TextPipeline, tokenizer_settings
+from agentspec.server.text_work import PromptAsk
+from agentspec.text.events import AssistantTurn
+from agentspec.text.prompt import BuiltPrompt
+from agentspec.text.token_limit import TokenLimit
+from agentspec.text.tokenizer import Tokenizer
+from agentspec.text.tool_calls import DIALECTS, Dialect, detect_dialect
 from agentspec.types import tokens
 
 logger = logging.getLogger("agentspec")
@@ -65,7 +65,7 @@ _TRIES = 2
 
 def text_process(seconds: float) -> EngineProcess:
     """A process that waits to be told what to load."""
-    return EngineProcess(("-P", "-m", "agentspec.text_process", str(seconds)))
+    return EngineProcess(("-P", "-m", "agentspec.engine.text_process", str(seconds)))
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""The process that lists and compiles an engine's kernels: `python -m agentspec.kernel_worker`, started by runtime/kernels_ahead.py.
+"""The process that lists and compiles an engine's kernels: `python -m agentspec.engine.kernel_worker`, started by runtime/kernels_ahead.py.
 
 Reads a KernelJob from its standard input, and writes lines of JSON to its standard output: stages, and last a report. Touches no device, so that it
 can fork. Kernels that an optional package builds at its first use belong here too, as a further stage.
@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from agentspec import kernels
-from agentspec.assembly import rehearsal
+from agentspec.engine.assembly import rehearsal
 from agentspec.kernels.compile_pool import compile_all
 from agentspec.runtime.kernels_ahead import KernelJob, KernelReport, Stage
 

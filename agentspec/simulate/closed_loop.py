@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from agentspec.model_costs import ModelCosts
 from agentspec.runtime.plan import Executor, StepOutcome, StepPlan
 from agentspec.runtime.request import new_request
 from agentspec.runtime.step_loop import StepLoop
+from agentspec.simulate.model_costs import ModelCosts
 from agentspec.types import MOST_RIDERS, Breakpoint, FinishReason, ModelSpec, SamplingParams
 from agentspec.wire import FinishEvent, Submit
 

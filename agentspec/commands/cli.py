@@ -18,13 +18,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
-from agentspec import config_file
+from agentspec import version
+from agentspec.commands import config_file
 from agentspec.config import EngineConfig, Images, LogLevel, ServerConfig
 from agentspec.errors import AgentspecError, ConfigError, EngineClosedError, printable
 from agentspec.replay import importers
 from agentspec.replay import options as replay_options
 from agentspec.types import MAX_DRAFT_TOKENS
-from agentspec.version import version
 
 INTERRUPTED = 130
 USER_ERROR = 2
@@ -407,7 +407,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.command == "import":
         return int(importers.main(args))
     if args.command == "quantize":
-        return int(_load("agentspec.quantize_command").run(args.source, args.destination))
+        return int(_load("agentspec.commands.quantize").run(args.source, args.destination))
     if args.command == "keys":
         print(_load("agentspec.server.keys").new_key(args.name))
         return 0
@@ -418,15 +418,15 @@ def _run(args: argparse.Namespace) -> int:
         # The engine's process takes longest to load what it needs: it begins before this one loads a web server.
         with (
             _caught_signals() as early,
-            _load("agentspec.remote_engine").EngineProcess() as process,
-            _load("agentspec.remote_text").text_process(server.text_seconds) as text,
+            _load("agentspec.engine.remote").EngineProcess() as process,
+            _load("agentspec.engine.remote_text").text_process(server.text_seconds) as text,
         ):
-            caught = _load("agentspec.serve_command").run(config, server, process, text, early)
+            caught = _load("agentspec.commands.serve").run(config, server, process, text, early)
         return INTERRUPTED if caught is signal.SIGINT else 0
     if args.command == "warm":
-        return int(_load("agentspec.warm_command").run(dataclasses.replace(config, model=served_model(args)), args.target))
+        return int(_load("agentspec.commands.warm").run(dataclasses.replace(config, model=served_model(args)), args.target))
     if args.dry_run is not None:
-        return int(_load("agentspec.dry_run_command").run(args, config))
+        return int(_load("agentspec.commands.dry_run").run(args, config))
     if args.output == "forced":
         config = dataclasses.replace(config, allow_forced_output=True)
     elif args.template != replay_options.DEFAULT_TEMPLATE:
@@ -435,7 +435,7 @@ def _run(args: argparse.Namespace) -> int:
         raise ConfigError("tokenizer", args.tokenizer, "is for --dry-run and --output forced; an engine takes its tokenizer from the checkpoint")
     if args.base_url is not None:
         _refuse_engine_flags(args)
-    return int(_load("agentspec.replay_command").run(args, lambda: _load("agentspec.local_server").load(config).client()))
+    return int(_load("agentspec.commands.replay").run(args, lambda: _load("agentspec.engine.local_server").load(config).client()))
 
 
 @contextmanager

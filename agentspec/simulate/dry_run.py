@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Self
 
 from agentspec.cache.hybrid_cache import HybridCache
-from agentspec.closed_loop import ClosedLoop, EndedTurn, RecordedTurn, Sessions, TimedExecutor, VirtualClock
 from agentspec.errors import ConfigError
-from agentspec.model_costs import ModelCosts
 from agentspec.mtp.depth_policy import FixedDepth
 from agentspec.runtime.admission import SessionGate, rows_of_sessions
 from agentspec.runtime.fairness import FairShare
@@ -25,6 +23,8 @@ from agentspec.runtime.pace import DEFAULT_MAX_GAP, FixedPace, GapPace
 from agentspec.runtime.plan import SlotJoin, SlotOutcome, StepOutcome, StepPlan
 from agentspec.runtime.scheduler import Scheduler
 from agentspec.runtime.step_loop import StepLoop
+from agentspec.simulate.closed_loop import ClosedLoop, EndedTurn, RecordedTurn, Sessions, TimedExecutor, VirtualClock
+from agentspec.simulate.model_costs import ModelCosts
 from agentspec.types import BLOCK_TOKENS, STOP_LENGTH, STOP_RUNNING, ModelSpec
 
 
@@ -172,7 +172,7 @@ class DryMemory:
 
     @classmethod
     def of_engine(cls, plan: MemoryPlan) -> Self:
-        """The memory of an engine with this plan (assembly.py)."""
+        """The memory of an engine with this plan (engine/assembly.py)."""
         return cls(num_rows=plan.num_rows, num_pages=plan.num_pages, max_length=plan.max_length)
 
 

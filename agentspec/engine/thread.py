@@ -1,6 +1,6 @@
-"""The engine on a thread of its own, and what it has in common with the one that its caller drives (engine.py).
+"""The engine on a thread of its own, and what it has in common with the one that its caller drives (engine/in_process.py).
 
-Speaks wire messages, and is all of an engine that its own process needs (engine_process.py): knows nothing of HTTP, templates or messages.
+Speaks wire messages, and is all of an engine that its own process needs (engine/process.py): knows nothing of HTTP, templates or messages.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from agentspec.assembly import Assembly, assemble
 from agentspec.config import EngineConfig
+from agentspec.engine.assembly import Assembly, assemble
 from agentspec.errors import EngineClosedError, OverloadedError, RequestError
 from agentspec.fair_queue import FairQueue
 from agentspec.runtime.constraint import Constraint

@@ -1,4 +1,4 @@
-"""The engine's own process: `python -m agentspec.engine_process FD`, started by remote_engine.py with one end of a socket pair.
+"""The engine's own process: `python -m agentspec.engine.process FD`, started by engine/remote.py with one end of a socket pair.
 
 Owns an engine and carries messages between it and the socket. The process ends in one of three ways: after `Close`; after its engine died,
 which it tells first; or at once, with everything that it started, when the other end of the socket is gone: then nobody listens any more.
@@ -24,9 +24,9 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from agentspec.assembly import Assembly, assemble
 from agentspec.config import EngineConfig
-from agentspec.engine_link import (
+from agentspec.engine.assembly import Assembly, assemble
+from agentspec.engine.link import (
     Beat,
     Close,
     EngineSetup,
@@ -46,7 +46,7 @@ from agentspec.engine_link import (
     frame,
     unpacked,
 )
-from agentspec.engine_thread import EngineThread
+from agentspec.engine.thread import EngineThread
 from agentspec.errors import AgentspecError, EngineClosedError, RequestError
 from agentspec.runtime.memory_plan import MemoryPlan
 from agentspec.types import ModelSpec, Progress
