@@ -28,6 +28,7 @@ from agentspec import version
 from agentspec.commands.start_progress import TICK_SECONDS, ProgressLines, StartProgress
 from agentspec.config import EngineConfig, LogLevel, ServerConfig
 from agentspec.engine import bundled
+from agentspec.engine.heap import return_large_blocks
 from agentspec.engine.kept import KeptEngine
 from agentspec.engine.remote import EngineProcess, RemoteEngine
 from agentspec.engine.remote_text import RemoteText, pipeline_of
@@ -65,6 +66,7 @@ def run(
 
     early: gets the signals that come until there are handlers here. Raises ConfigError or CheckpointError for a chat template that can't be used,
     ConfigError for keys that can't, and EngineClosedError when the engine ended without being told to."""
+    return_large_blocks()
     _set_up_log(server.log_level)
     keys = Keys(server.api_keys, server.keys)
     with _bind(Connections(room_for_connections()), server.host, server.port) as listener:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from agentspec.engine.heap import return_large_blocks
 from agentspec.engine.link import ErrorData, FrameReader, error_data
 from agentspec.engine.text_link import (
     BUFFER_BYTES,
@@ -145,6 +146,7 @@ def _try(template: ChatTemplate) -> None:
 
 
 def main() -> int:
+    return_large_blocks()
     # Signals are the server's business.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

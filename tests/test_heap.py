@@ -1,0 +1,28 @@
+"""A process that took large blocks gives them back."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+CODE = """
+from agentspec.engine.heap import return_large_blocks
+return_large_blocks()
+def rss():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS")) / 1024
+before, small = rss(), []
+for _ in range(20):
+    large = [bytearray(3 << 20) for _ in range(8)]
+    small.append(bytearray(100_000))  # stays, behind the large ones
+    del large
+print(rss() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the thresholds are glibc's")
+def test_large_blocks_go_back_to_the_system() -> None:
+    shown = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
+    assert float(shown.stdout) < 8, "MiB that are held; the small blocks are 2"
