@@ -34,7 +34,7 @@ _LONGEST_PAUSE = 15.0
 """Seconds after a first turn that went ahead until the next one may, whatever the debt."""
 _GRACE_SHARE = 0.5
 """Of the largest pass and the longest turn, lately: it takes a turn's end to let somebody in."""
-_GRACE_SECONDS = (0.2, 5.0)
+_GRACE_SECONDS = (0.1, 5.0)
 """At least, at most."""
 _TIMINGS = 64
 """Turns and passes that are lately."""
@@ -148,7 +148,7 @@ class FairShare:
         self._decode_seconds += outcome.decode_seconds
 
     def late(self) -> list[str]:
-        """The requests that have waited for too long, the longest overdue first."""
+        """The requests that have waited for too long: owners by turns, first those of whom the fewest run; of an owner's the longest overdue first."""
         self._advance()
         if not self._num_ended:
             return []  # nobody knows yet what a request takes
@@ -156,8 +156,9 @@ class FairShare:
         lately = max(self._turn_seconds, default=0.0) + max(self._pass_seconds, default=0.0)
         grace = min(max(_GRACE_SHARE * lately, least), most)
         answer_seconds = self._answer_seconds
-        found = []
+        found: list[tuple[int, float, str]] = []
         for owner in self._owners.values():
+            overdue = []
             for flow in owner.flows.values():
                 reached = flow.done_at
                 for request_id, wait in flow.waiting.items():
@@ -169,8 +170,10 @@ class FairShare:
                     reached += answer_seconds  # before the flow's next request
                     due = wait.arrived + 2 * wait.share + grace
                     if due <= self._now:
-                        found.append((due, request_id))
-        return [request_id for _, request_id in sorted(found)]
+                        overdue.append((due, request_id))
+            num_running = sum(len(flow.running) for flow in owner.flows.values())
+            found += [(place, due, request_id) for place, (due, request_id) in enumerate(sorted(overdue), num_running)]
+        return [request_id for _, _, request_id in sorted(found)]
 
     @property
     def may_go_ahead(self) -> dict[bool, int]:

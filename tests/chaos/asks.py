@@ -55,7 +55,8 @@ def make_ask(rng: random.Random, model: str, *, num_words: int = 40, max_tokens:
     common = {"model": model, "temperature": 0, "stream": streamed}
     limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
     given = {"prompt": text} if path == COMPLETIONS else {"input": text} if path == RESPONSES else {"messages": [{"role": "user", "content": text}]}
-    return Ask(path, common | given | {limit: rng.randint(1, max_tokens)})
+    kept = {"store": False} if path == RESPONSES else {}  # else memory grows by what was asked for
+    return Ask(path, common | given | kept | {limit: rng.randint(1, max_tokens)})
 
 
 def turned(ask: Ask) -> Ask:

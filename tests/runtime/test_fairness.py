@@ -83,7 +83,7 @@ def test_a_new_session_is_late_after_its_share_and_a_grace() -> None:
     for session in "abc":
         world.turn(world.arrive("", session))
     newcomer = world.arrive("", "new")
-    # F: its 100 tokens at a quarter of the device at worst, 0.4 s; the grace is 0.2 s; a turn is 0.1 s.
+    # F: its 100 tokens at a quarter of the device at worst, 0.4 s; the grace is 0.1 s; a turn is 0.1 s.
     assert 4 <= world.serve_until_late(newcomer, [("", "a"), ("", "b"), ("", "c")]) <= 11
 
 
@@ -124,6 +124,27 @@ def test_a_flood_of_one_flow_is_one_flow_from_the_first_second_on() -> None:
         house.step()
         house.now += 0.01
     assert sum(bool(events) for events in house.events.values()) <= 20
+
+
+def test_an_owner_whose_many_sessions_are_all_late_keeps_no_other_owner_waiting() -> None:
+    """Short prompts have a short share, so a crowd's requests are late soon, each as long as the slots are full."""
+    house = House(max_running=4, block=64)
+    house.device.decode_seconds = 0.01
+    number = 0
+    for step in range(120):
+        while number < 60 + sum(house.events[f"noisy {one}"] != [] for one in range(number)):
+            house.submit(f"noisy {number}", range(1, 31), "abcdefghij" * 5, session=f"n{number}", owner="noisy")
+            number += 1
+        if step == 60:
+            before = sum(bool(events) for events in house.events.values())
+            house.submit("quiet", range(90, 120), "abcdefghij" * 5, session="q", owner="quiet")
+        house.step()
+        house.now += 0.01
+        if step >= 60 and house.events["quiet"]:
+            break
+    begun = sum(bool(events) for events in house.events.values()) - before - 1
+    assert house.events["quiet"], "no first token"
+    assert begun <= 8, f"{begun} turns of the crowd began first: two rounds of slots at most"
 
 
 def test_who_was_served_more_than_a_share_may_wait_for_the_others() -> None:
