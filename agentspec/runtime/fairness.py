@@ -148,7 +148,7 @@ class FairShare:
         self._decode_seconds += outcome.decode_seconds
 
     def late(self) -> list[str]:
-        """The requests that have waited for too long: owners by turns, first those of whom the fewest run; of an owner's the longest overdue first."""
+        """The requests that have waited for too long: owners by turns, those of whom the fewest run first; of an owner's the longest overdue."""
         self._advance()
         if not self._num_ended:
             return []  # nobody knows yet what a request takes
