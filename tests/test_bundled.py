@@ -127,6 +127,15 @@ def test_the_wheel_and_the_sdist_carry_it(distributions: Path) -> None:
     assert sdist.stat().st_size < MAX_PACKAGE_BYTES
 
 
+def test_the_wheel_carries_every_data_file(distributions: Path) -> None:
+    """What the package reads beside its modules has a line in pyproject.toml's package-data, wherever it moves."""
+    files = (path for path in (ROOT / "agentspec").rglob("*") if path.is_file() and path.suffix != ".pyc")
+    wanted = {path.relative_to(ROOT).as_posix() for path in files}
+    [wheel] = distributions.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert wanted - set(archive.namelist()) == set()
+
+
 def test_its_files_are_whole_small_and_from_no_machine_in_particular() -> None:
     shards = {name for name in asset_names() if name.endswith(".safetensors")}
     texts = {
