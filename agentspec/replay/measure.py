@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
+
 from agentspec.replay.outcomes import LiveCounts, SessionOutcome, count, count_groups
 from agentspec.replay.reply import Speculation
 
@@ -113,7 +115,7 @@ class SessionRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Distribution:
-    """Of a list of seconds; None throughout when it is empty."""
+    """Of a list of seconds; None throughout when it is empty. Percentiles are interpolated linearly between the closest ranks."""
 
     count: int
     mean: float | None
@@ -127,22 +129,8 @@ class Distribution:
         ordered = sorted(values)
         if not ordered:
             return cls(count=0, mean=None, p50=None, p90=None, p99=None, largest=None)
-        return cls(
-            count=len(ordered),
-            mean=sum(ordered) / len(ordered),
-            p50=percentile(ordered, 50),
-            p90=percentile(ordered, 90),
-            p99=percentile(ordered, 99),
-            largest=ordered[-1],
-        )
-
-
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Linear interpolation between the closest ranks of an ascending, non-empty sequence (numpy's default)."""
-    place = (len(ordered) - 1) * percent / 100
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+        p50, p90, p99 = np.percentile(ordered, (50, 90, 99)).tolist()
+        return cls(count=len(ordered), mean=sum(ordered) / len(ordered), p50=p50, p90=p90, p99=p99, largest=ordered[-1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,19 +2,52 @@
 
 from __future__ import annotations
 
-from html import escape
+from dataclasses import dataclass
 from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from agentspec import files
 from agentspec.replay import page_plots, report_live
 from agentspec.replay.measure import SessionRecord, Summary
 from agentspec.replay.outcomes import LiveCounts
-from agentspec.replay.page_style import STYLE
 from agentspec.replay.report import FORCED_LABEL, NOT_REPORTED, Report, count, count_rows, milliseconds, rate, share, time_rows
 from agentspec.replay.slo import Goodput
 
 MAX_CARDS = 8
 """Two full rows; what finds no room stands in the tables below."""
+MAX_OPEN_ROWS = 12
+"""Longer tables are folded."""
+
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent / "templates"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_TEMPLATES.filters["px"] = "{:.1f}".format
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    name: str
+    value: str
+    unit: str
+    note: str
+    """Under the value."""
+    kind: str = ""
+    """A class of the style sheet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    title: str
+    note: str
+    """Shown while the table isn't folded."""
+    head: list[str]
+    rows: list[list[str]]
+    is_folded: bool = False
 
 
 def write_page(report: Report, path: str) -> None:
@@ -24,39 +57,21 @@ def write_page(report: Report, path: str) -> None:
 def render_page(report: Report) -> str:
     """The whole page, well-formed as XML too."""
     summary = report.summary
-    body = "".join(
-        (
-            _header(report),
-            f'<p class="forced" role="alert">{escape(FORCED_LABEL)}</p>' if summary.forced_acceptance else "",
-            _cards(report),
-            page_plots.two_columns(report),
-            page_plots.timeline(report),
-            _times_table(summary),
-            _turn_table(summary),
-            _over_table(report),
-            _live_tables(report),
-            _session_table(report.sessions),
-            _facts(report),
-        )
-    )
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"/><meta name="color-scheme" content="light dark"/>'
-        f"<title>{escape(report.model)}: replay of {escape(Path(report.file).name)}</title><style>{STYLE}</style></head>"
-        f"<body><main>{body}</main></body></html>\n"
+    tables = [_times_table(summary), _turn_table(summary), *_over_table(report), *_live_tables(report)]
+    return _TEMPLATES.get_template("page.html.jinja").render(
+        report=report,
+        file_name=Path(report.file).name,
+        answered=f"{summary.num_turns:,} turns of {summary.num_sessions:,} sessions in {_seconds(summary.wall)}",
+        forced_label=FORCED_LABEL,
+        cards=_cards(report)[:MAX_CARDS],
+        figures=page_plots.two_columns(report),
+        timeline=page_plots.timeline(report),
+        tables=[*tables, _session_table(report.sessions)],
+        lists=[("Counts", count_rows(report)), ("Settings", _settings(report))],
     )
 
 
-def _header(report: Report) -> str:
-    summary = report.summary
-    answered = f"{summary.num_turns:,} turns of {summary.num_sessions:,} sessions in {_seconds(summary.wall)}"
-    return (
-        f'<header><p class="eyebrow">agentspec replay</p><h1>{escape(Path(report.file).name)}</h1>'
-        f"<p class='lead'><strong>{escape(report.model)}</strong> at {escape(report.url)} · {escape(answered)}</p></header>"
-    )
-
-
-def _cards(report: Report) -> str:
+def _cards(report: Report) -> list[Card]:
     summary, goodput = report.summary, report.goodput
     turn, between = summary.latency, summary.time_per_token
     firsts = [milliseconds(times.p50) for times in (summary.first_token_of_first_turns, summary.first_token_of_later_turns)]
@@ -67,52 +82,62 @@ def _cards(report: Report) -> str:
     )
     accepted = f"{share(summary.draft_acceptance)} of drafts accepted" if summary.draft_acceptance is not None else "no drafts"
     failures = summary.num_failed_sessions
+    answered = f"{summary.num_turns:,} of {summary.num_planned_turns:,} turns answered"
+    forced = "forced: " if summary.forced_acceptance else ""
     cards = [
-        ("Turn time", milliseconds(turn.p50), "ms", f"p90 {milliseconds(turn.p90)} · p99 {milliseconds(turn.p99)}", ""),
-        ("Time to first token", milliseconds(summary.time_to_first_token.p50), "ms", f"first turns {firsts[0]} · later {firsts[1]}", ""),
-        ("Output tokens a second", rate(summary.output_rate), "", f"{count(summary.output_tokens)} in {_seconds(summary.wall)}", ""),
-        ("Prefix hit", hit, "", hit_note, ""),
-        ("Failed sessions", str(failures), "", f"{summary.num_turns:,} of {summary.num_planned_turns:,} turns answered", "bad" if failures else ""),
-        ("Emitted tokens a step", emitted, "", ("forced: " if summary.forced_acceptance else "") + accepted, ""),
-        ("Time between tokens", milliseconds(between.p50), "ms", f"p90 {milliseconds(between.p90)} · p99 {milliseconds(between.p99)}", ""),
-        ("Normalized interactivity", rate(summary.interactivity), "", "tokens a second a user, P90", ""),
+        Card("Turn time", milliseconds(turn.p50), "ms", f"p90 {milliseconds(turn.p90)} · p99 {milliseconds(turn.p99)}"),
+        Card(
+            "Time to first token",
+            milliseconds(summary.time_to_first_token.p50),
+            "ms",
+            f"first turns {firsts[0]} · later {firsts[1]}",
+        ),
+        Card(
+            "Output tokens a second",
+            rate(summary.output_rate),
+            "",
+            f"{count(summary.output_tokens)} in {_seconds(summary.wall)}",
+        ),
+        Card("Prefix hit", hit, "", hit_note),
+        Card("Failed sessions", str(failures), "", answered, "bad" if failures else ""),
+        Card("Emitted tokens a step", emitted, "", forced + accepted),
+        Card(
+            "Time between tokens",
+            milliseconds(between.p50),
+            "ms",
+            f"p90 {milliseconds(between.p90)} · p99 {milliseconds(between.p99)}",
+        ),
+        Card("Normalized interactivity", rate(summary.interactivity), "", "tokens a second a user, P90"),
     ]
     if goodput is not None:
         cards.insert(0, _goodput_card(goodput))
-    if summary.live is not None:
-        cards = [*_live_cards(summary.live), *cards]
-    return '<section class="cards">' + "".join(_card(*card) for card in cards[:MAX_CARDS]) + "</section>"
+    return cards if summary.live is None else [*_live_cards(summary.live), *cards]
 
 
-def _goodput_card(goodput: Goodput) -> tuple[str, str, str, str, str]:
-    note = f"{goodput.num_met:,} of {goodput.num_turns:,} · {'-' if goodput.rate is None else f'{goodput.rate:,.2f}'} a second"
-    return ("Turns within bounds", share(goodput.share), "", note, "over" if goodput.num_met < goodput.num_turns else "")
+def _goodput_card(goodput: Goodput) -> Card:
+    speed = "-" if goodput.rate is None else f"{goodput.rate:,.2f}"
+    note = f"{goodput.num_met:,} of {goodput.num_turns:,} · {speed} a second"
+    return Card("Turns within bounds", share(goodput.share), "", note, "over" if goodput.num_met < goodput.num_turns else "")
 
 
-def _live_cards(live: LiveCounts) -> list[tuple[str, str, str, str, str]]:
+def _live_cards(live: LiveCounts) -> list[Card]:
     calls = share(live.num_valid / live.num_calls) if live.num_calls else "no calls"
     goals = share(live.num_sessions_reached / live.num_sessions) if live.num_sessions else "no goals"
-    turns = f"{live.num_sessions_reached} of {live.num_sessions} · {live.num_turns_reached} of {live.num_turns} user turns"
-    return [("Sessions at goal", goals, "", turns, ""), ("Tool calls valid", calls, "", f"{live.num_valid:,} of {live.num_calls:,}", "")]
+    user_turns = f"{live.num_turns_reached} of {live.num_turns} user turns"
+    return [
+        Card("Sessions at goal", goals, "", f"{live.num_sessions_reached} of {live.num_sessions} · {user_turns}"),
+        Card("Tool calls valid", calls, "", f"{live.num_valid:,} of {live.num_calls:,}"),
+    ]
 
 
-def _card(name: str, value: str, unit: str, note: str, kind: str) -> str:
-    size = " long" if len(value) > 9 else ""
-    unit = f"<small> {escape(unit)}</small>" if unit else ""
-    return (
-        f'<div class="card {kind}"><p class="name">{escape(name)}</p><p class="value{size}">{escape(value)}{unit}</p>'
-        f'<p class="under">{escape(note)}</p></div>'
-    )
-
-
-def _times_table(summary: Summary) -> str:
+def _times_table(summary: Summary) -> Table:
     rows = [
         [name, *(milliseconds(value) for value in (times.mean, times.p50, times.p90, times.p99, times.largest))] for name, times in time_rows(summary)
     ]
-    return _table("Times", "Milliseconds.", ["", "mean", "p50", "p90", "p99", "max"], rows)
+    return Table("Times", "Milliseconds.", ["", "mean", "p50", "p90", "p99", "max"], rows)
 
 
-def _turn_table(summary: Summary) -> str:
+def _turn_table(summary: Summary) -> Table:
     rows = [
         [
             str(column.turn + 1),
@@ -128,10 +153,10 @@ def _turn_table(summary: Summary) -> str:
         for column in summary.by_turn
     ]
     head = ["turn", "requests", "first token p50, ms", "p90, ms", "turn time p50, ms", "p90, ms", "prompt tokens", "cached tokens", "hit share"]
-    return _table("Turns", "", head, rows, is_folded=len(rows) > 12)
+    return Table("Turns", "", head, rows, is_folded=len(rows) > MAX_OPEN_ROWS)
 
 
-def _over_table(report: Report) -> str:
+def _over_table(report: Report) -> list[Table]:
     rows = [
         [
             turn.session_id,
@@ -145,23 +170,25 @@ def _over_table(report: Report) -> str:
         if (missed := report.missed(turn))
     ]
     if not rows:
-        return ""
+        return []
     head = ["session", "turn", "sent at, s", "turn time, ms", "first token, ms", "between tokens, ms", "longest gap, ms", "over"]
-    return _table("Turns over a bound", f"Bounds: {report.slo}.", head, rows, is_folded=len(rows) > 12)
+    return [Table("Turns over a bound", f"Bounds: {report.slo}.", head, rows, is_folded=len(rows) > MAX_OPEN_ROWS)]
 
 
-def _live_tables(report: Report) -> str:
+def _live_tables(report: Report) -> list[Table]:
     summary, missed = report.summary, report_live.missed_rows(report.sessions)
-    tables = ""
+    tables = []
     if len(summary.live_groups) > 1:
-        tables += _table("Sessions with a world, by group", "", ["group", *report_live.GROUP_HEAD], report_live.group_rows(summary))
+        head = ["group", *report_live.GROUP_HEAD]
+        tables.append(Table("Sessions with a world, by group", "", head, report_live.group_rows(summary)))
     if missed:
+        note = "What the turn's goal asks for and did not hold."
         head = ["session", "user turn", "tool calls valid", "missed"]
-        tables += _table("Goals missed", "What the turn's goal asks for and did not hold.", head, missed, is_folded=len(missed) > 12)
+        tables.append(Table("Goals missed", note, head, missed, is_folded=len(missed) > MAX_OPEN_ROWS))
     return tables
 
 
-def _session_table(sessions: list[SessionRecord]) -> str:
+def _session_table(sessions: list[SessionRecord]) -> Table:
     rows = []
     for session in sessions:
         last = session.turns[-1].end if session.turns else 0.0
@@ -174,26 +201,12 @@ def _session_table(sessions: list[SessionRecord]) -> str:
         rows.append(
             [session.session_id, f"{answered} of {session.num_planned}", f"{last - begin:.2f}", f"{output:,}", share(session.hit_share), outcome]
         )
-    return _table("Sessions", "", ["session", "turns", "seconds", "output tokens", "hit share", "outcome"], rows, is_folded=len(rows) > 12)
+    return Table("Sessions", "", ["session", "turns", "seconds", "output tokens", "hit share", "outcome"], rows, is_folded=len(rows) > MAX_OPEN_ROWS)
 
 
-def _facts(report: Report) -> str:
+def _settings(report: Report) -> list[tuple[str, str]]:
     settings = [("file", report.file), ("model", report.model), ("server", report.url), *report.settings.items()]
-    settings += [(f"source: {name}", str(value)) for name, value in report.source.items()]
-    lists = "".join(
-        f"<div><h2>{title}</h2><dl>{''.join(f'<dt>{escape(name)}</dt><dd>{escape(value)}</dd>' for name, value in rows)}</dl></div>"
-        for title, rows in (("Counts", count_rows(report)), ("Settings", settings))
-    )
-    return f'<section class="facts">{lists}</section>'
-
-
-def _table(title: str, note: str, head: list[str], rows: list[list[str]], *, is_folded: bool = False) -> str:
-    heads = "".join(f"<th>{escape(name)}</th>" for name in head)
-    lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    table = f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table></div>'
-    if is_folded:
-        return f'<section class="table"><details><summary><h2>{escape(title)}</h2> <span>{len(rows)} rows</span></summary>{table}</details></section>'
-    return f'<section class="table"><h2>{escape(title)}</h2><p>{escape(note)}</p>{table}</section>'
+    return settings + [(f"source: {name}", str(value)) for name, value in report.source.items()]
 
 
 def _seconds(seconds: float) -> str:

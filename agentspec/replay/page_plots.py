@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from html import escape
+from dataclasses import dataclass
 
 from agentspec.replay import plots
 from agentspec.replay.measure import SessionRecord, Summary, TurnRecord
@@ -12,40 +12,53 @@ MAX_TIMELINES = 80
 """Sessions drawn in the timeline; the table below it has them all."""
 
 
-def two_columns(report: Report) -> str:
-    """The plots that stand in two columns."""
-    figures = (_first_token_plot(report), _hit_plot(report.summary), _acceptance_plot(report.summary), _token_plot(report))
-    return f'<section class="plots">{"".join(figures)}</section>'
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    title: str
+    note: str = ""
+    key: tuple[tuple[str, str], ...] = ()
+    """(class of a colour, what it stands for), behind the note."""
+    plot: plots.Plot | None = None
+    absent: str = ""
+    """Why there is no plot."""
+    kind: str = ""
 
 
-def timeline(report: Report) -> str:
-    """Every session's requests on the run's clock; empty when nothing was sent."""
+def two_columns(report: Report) -> list[Figure]:
+    """The figures that stand in two columns."""
+    return [
+        _first_token_plot(report),
+        _hit_plot(report.summary),
+        _acceptance_plot(report.summary),
+        _token_plot(report),
+    ]
+
+
+def timeline(report: Report) -> Figure | None:
+    """Every session's requests on the run's clock; None when nothing was sent."""
     rows = [(session.session_id, _spans(report, session)) for session in report.sessions if session.turns]
     if not rows:
-        return ""
+        return None
     left_out = f" The first {MAX_TIMELINES} of {len(rows)} sessions." if len(rows) > MAX_TIMELINES else ""
-    key = (
-        '<span class="key wait"></span>waiting for the first token <span class="key stream"></span>streaming '
-        + ('<span class="key over"></span>over a bound ' if report.slo is not None else "")
-        + '<span class="key failed"></span>failed; blank: tools and people.'
+    over = (("over", "over a bound"),) if report.slo is not None else ()
+    return Figure(
+        title="Sessions over time",
+        key=(
+            ("wait", "waiting for the first token"),
+            ("stream", "streaming"),
+            *over,
+            ("failed", "failed; blank: tools and people." + left_out),
+        ),
+        plot=plots.timelines(rows[:MAX_TIMELINES], report.summary.wall, axis="seconds since the start", show=_plain),
+        kind="wide",
     )
-    plot = plots.timelines(rows[:MAX_TIMELINES], report.summary.wall, axis="seconds since the start", show=_plain)
-    return _figure("Sessions over time", key + left_out, plot, kind="wide")
 
 
-def _figure(title: str, note: str, plot: str, kind: str = "") -> str:
-    return f'<figure class="{kind}"><figcaption><h2>{escape(title)}</h2><p>{note}</p></figcaption><div class="plot">{plot}</div></figure>'
-
-
-def _absent(title: str, reason: str) -> str:
-    return _figure(title, "", f'<p class="absent">{escape(reason)}</p>')
-
-
-def _first_token_plot(report: Report) -> str:
+def _first_token_plot(report: Report) -> Figure:
     title = "Time to first token, by turn"
     columns = report.summary.by_turn
     if not any(column.time_to_first_token.count for column in columns):
-        return _absent(title, "No turn was answered.")
+        return Figure(title=title, absent="No turn was answered.")
     place = {column.turn: index for index, column in enumerate(columns)}
     points = [
         plots.Dot(
@@ -59,14 +72,15 @@ def _first_token_plot(report: Report) -> str:
     ]
     medians = [None if column.time_to_first_token.p50 is None else column.time_to_first_token.p50 * 1000 for column in columns]
     plot = plots.dots(points, medians, axis="turn of the session", show=_plain)
-    key = '; <span class="key over"></span>over the bound' if report.slo is not None and "ttft" in report.slo.bounds else ""
-    return _figure(title, f"Milliseconds; each dot is a request, the line goes through the medians{key}.", plot)
+    key = (("over", "over the bound"),) if report.slo is not None and "ttft" in report.slo.bounds else ()
+    note = "Milliseconds; each dot is a request, the line goes through the medians."
+    return Figure(title=title, note=note, key=key, plot=plot)
 
 
-def _hit_plot(summary: Summary) -> str:
+def _hit_plot(summary: Summary) -> Figure:
     title = "Prefix hit, by turn"
     if not summary.hits.num_turns:
-        return _absent(title, "The server does not report cached tokens.")
+        return Figure(title=title, absent="The server does not report cached tokens.")
     columns = [
         plots.Bar(
             str(column.turn + 1),
@@ -77,17 +91,18 @@ def _hit_plot(summary: Summary) -> str:
         for column in summary.by_turn
         if column.hits.num_turns
     ]
-    key = '<span class="key part0"></span>from the cache <span class="key part1"></span>computed'
-    return _figure(title, f"Mean prompt tokens of a request: {key}", plots.bars(columns, axis="turn of the session", show=_plain))
+    plot = plots.bars(columns, axis="turn of the session", show=_plain)
+    key = (("part0", "from the cache"), ("part1", "computed"))
+    return Figure(title=title, note="Mean prompt tokens of a request:", key=key, plot=plot)
 
 
-def _acceptance_plot(summary: Summary) -> str:
+def _acceptance_plot(summary: Summary) -> Figure:
     title = "Acceptance, by draft position"
     speculation = summary.speculation
     if speculation is None:
-        return _absent(title, "The server does not report speculation.")
+        return Figure(title=title, absent="The server does not report speculation.")
     if not summary.acceptance_by_position:
-        return _absent(title, "Nothing was drafted." if not speculation.num_drafted else "The server does not report positions.")
+        return Figure(title=title, absent="Nothing was drafted." if not speculation.num_drafted else "The server does not report positions.")
     counts = zip(speculation.drafted_by_position, speculation.accepted_by_position, strict=False)
     columns = [
         plots.Bar(str(place), ((rate or 0.0) * 100,), share(rate), f"position {place}: {accepted:,} of {drafted:,} drafts, {share(rate)}")
@@ -98,14 +113,15 @@ def _acceptance_plot(summary: Summary) -> str:
         if summary.forced_acceptance
         else "Each bar is the accepted share of the drafts offered at its position."
     )
-    return _figure(title, note, plots.bars(columns, axis="draft position", show=lambda value: f"{value:.0f} %", high=112))
+    plot = plots.bars(columns, axis="draft position", show=lambda value: f"{value:.0f} %", high=112)
+    return Figure(title=title, note=note, plot=plot)
 
 
-def _token_plot(report: Report) -> str:
+def _token_plot(report: Report) -> Figure:
     title = "Time between tokens"
     values = sorted(value * 1000 for turn in _answered(report.sessions) if (value := turn.time_per_token) is not None)
     if not values:
-        return _absent(title, "No answer came in more than one piece.")
+        return Figure(title=title, absent="No answer came in more than one piece.")
     step = plots.ticks(values[-1] or 1, at_most=14)
     width = step[1] if len(step) > 1 else values[-1] or 1
     counts = [0] * (int(values[-1] / width) + 1)
@@ -117,9 +133,8 @@ def _token_plot(report: Report) -> str:
         )
         for index, number in enumerate(counts)
     ]
-    return _figure(
-        title, "Each bar counts requests, by their mean milliseconds between tokens.", plots.bars(columns, axis="milliseconds, from", show=_plain)
-    )
+    plot = plots.bars(columns, axis="milliseconds, from", show=_plain)
+    return Figure(title=title, note="Each bar counts requests, by their mean milliseconds between tokens.", plot=plot)
 
 
 def _spans(report: Report, session: SessionRecord) -> list[plots.Span]:

@@ -1,15 +1,15 @@
-"""Small plots as inline SVG: dots, bars, stacked bars and time lines. Colours and fonts are classes of the page's style sheet.
+"""Where everything stands in small plots: dots, bars, stacked bars and time lines. templates/plots.svg.jinja draws them.
 
-Each function returns one well-formed `<svg>` element that scales with its container. Hovering shows exact values (`<title>`). Knows numbers and
-labels only, nothing of replays.
+Places are pixels of the plot's own box, from its upper left corner. Knows numbers and labels only: nothing of replays, and no markup.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from html import escape
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Literal
 
 WIDTH = 520
 HEIGHT = 250
@@ -19,6 +19,74 @@ _GOLDEN = 0.6180339887
 """Multiples of it, modulo 1, spread evenly: dots of one column stand beside each other without randomness."""
 
 Format = Callable[[float], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A grid line or a name under a column."""
+
+    at: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedDot:
+    x: float
+    y: float
+    kind: str
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPart:
+    top: float
+    height: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedBar:
+    x: float
+    """Its middle."""
+    width: float
+    parts: list[PlacedPart]
+    """From the bottom up."""
+    note: str
+    """Empty where there is no room for it."""
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedSpan:
+    x: float
+    width: float
+    kind: str
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    y: int
+    name: str
+    short_name: str
+    spans: list[PlacedSpan]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plot:
+    kind: Literal["dots", "bars", "timelines"]
+    grid: list[Tick]
+    axis: str
+    names: list[Tick] = field(default_factory=list)
+    marks: Sequence[PlacedDot | PlacedBar] = ()
+    line: list[tuple[float, float]] = field(default_factory=list)
+    """Of dots: through the medians."""
+    rows: list[Row] = field(default_factory=list)
+    """Of time lines."""
+    width: int = WIDTH
+    height: int = HEIGHT
+    left: int = _LEFT
+    right: int = WIDTH - _RIGHT
+    bottom: int = HEIGHT - _BOTTOM
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +150,7 @@ def ticks(high: float, at_most: int = 5) -> list[float]:
     return [index * step for index in range(int(high / step * (1 + 1e-9)) + 1)]
 
 
-def dots(points: Sequence[Dot], medians: Sequence[float | None], *, axis: str, show: Format) -> str:
+def dots(points: Sequence[Dot], medians: Sequence[float | None], *, axis: str, show: Format) -> Plot:
     """Points by column with a line through the columns' medians; logarithmic when they span more than a factor of fifty."""
     values = [point.y for point in points]
     least, most = min(values), max(values)
@@ -94,16 +162,15 @@ def dots(points: Sequence[Dot], medians: Sequence[float | None], *, axis: str, s
     )
     place = _columns(len(medians))
     room = min(14.0, (WIDTH - _LEFT - _RIGHT) / len(medians) * 0.5)
-    marks = []
-    for index, point in enumerate(points):
-        x = place(point.x) + (index * _GOLDEN % 1 - 0.5) * room
-        marks.append(f'<circle class="{f"dot {point.kind}".strip()}" cx="{x:.1f}" cy="{scale(point.y):.1f}" r="3">{_title(point.label)}</circle>')
-    line = " ".join(f"{place(index):.1f},{scale(value):.1f}" for index, value in enumerate(medians) if value is not None)
-    marks.append(f'<polyline class="median" points="{line}"/>')
-    return _frame(_grid(scale, show) + _names([str(index + 1) for index in range(len(medians))], place, axis) + marks)
+    marks = [
+        PlacedDot(place(point.x) + (index * _GOLDEN % 1 - 0.5) * room, scale(point.y), point.kind, point.label) for index, point in enumerate(points)
+    ]
+    line = [(place(index), scale(value)) for index, value in enumerate(medians) if value is not None]
+    names = _names([str(index + 1) for index in range(len(medians))], place)
+    return Plot(kind="dots", grid=_grid(scale, show), names=names, axis=axis, marks=marks, line=line)
 
 
-def bars(columns: Sequence[Bar], *, axis: str, show: Format, high: float | None = None) -> str:
+def bars(columns: Sequence[Bar], *, axis: str, show: Format, high: float | None = None) -> Plot:
     """Stacked bars from 0. `high` fixes the top of the scale."""
     scale = _Scale(0, high or max(sum(column.parts) for column in columns) * 1.12 or 1, False)
     place = _columns(len(columns))
@@ -111,52 +178,34 @@ def bars(columns: Sequence[Bar], *, axis: str, show: Format, high: float | None 
     width = max(1.5, min(44.0, room * 0.72))
     marks = []
     for index, column in enumerate(columns):
-        below, shapes = 0.0, []
-        for number, part in enumerate(column.parts):
-            top, bottom = scale(below + part), scale(below)
-            shapes.append(
-                f'<rect class="part{number}" x="{place(index) - width / 2:.1f}" y="{top:.1f}" width="{width:.1f}" height="{bottom - top:.1f}"/>'
-            )
-            below += part
-        if room >= 34:
-            shapes.append(f'<text class="note" x="{place(index):.1f}" y="{scale(below) - 5:.1f}">{escape(column.note)}</text>')
-        marks.append(f"<g>{_title(column.label)}{''.join(shapes)}</g>")
-    return _frame(_grid(scale, show) + _names([column.name for column in columns], place, axis) + marks)
+        edges = [scale(level) for level in accumulate(column.parts, initial=0.0)]
+        parts = [PlacedPart(top, bottom - top) for bottom, top in pairwise(edges)]
+        marks.append(PlacedBar(place(index), width, parts, column.note if room >= 34 else "", column.label))
+    names = _names([column.name for column in columns], place)
+    return Plot(kind="bars", grid=_grid(scale, show), names=names, axis=axis, marks=marks)
 
 
-def timelines(rows: Sequence[tuple[str, Sequence[Span]]], end: float, *, axis: str, show: Format) -> str:
+def timelines(rows: Sequence[tuple[str, Sequence[Span]]], end: float, *, axis: str, show: Format) -> Plot:
     """One line a row, spans on a common clock from 0 to `end`, over the page's whole width."""
     width, left, step = 1080, 150, 20
+    right = width - 14
+    across = (right - left) / (end or 1)
+    placed = [
+        Row(
+            10 + number * step,
+            name,
+            _short(name),
+            [PlacedSpan(left + span.start * across, max(1.0, (span.end - span.start) * across), span.kind, span.label) for span in spans],
+        )
+        for number, (name, spans) in enumerate(rows)
+    ]
+    grid = [Tick(left + tick * across, show(tick)) for tick in ticks(end or 1, at_most=10)]
     height = len(rows) * step + 44
-    across = (width - left - 14) / (end or 1)
-    marks = []
-    for tick in ticks(end or 1, at_most=10):
-        x = left + tick * across
-        marks.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="8" y2="{height - 32}"/>')
-        marks.append(f'<text class="tick mid" x="{x:.1f}" y="{height - 17}">{escape(show(tick))}</text>')
-    marks.append(f'<text class="axis mid" x="{left + (width - left) / 2:.0f}" y="{height - 3}">{escape(axis)}</text>')
-    for number, (name, spans) in enumerate(rows):
-        y = 10 + number * step
-        marks.append(f'<text class="tick end" x="{left - 10}" y="{y + 10}">{escape(_short(name))}{_title(name)}</text>')
-        marks.append(f'<line class="lane" x1="{left}" x2="{width - 14}" y1="{y + 6}" y2="{y + 6}"/>')
-        for span in spans:
-            length = max(1.0, (span.end - span.start) * across)
-            shape = f'x="{left + span.start * across:.2f}" y="{y}" width="{length:.2f}" height="12" rx="1.5"'
-            marks.append(f'<rect class="{span.kind}" {shape}>{_title(span.label)}</rect>')
-    return f'<svg viewBox="0 0 {width} {height}" role="img">{"".join(marks)}</svg>'
+    return Plot(kind="timelines", grid=grid, axis=axis, rows=placed, width=width, height=height, left=left, right=right)
 
 
-def _frame(marks: Sequence[str]) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(marks)}</svg>'
-
-
-def _grid(scale: _Scale, show: Format) -> list[str]:
-    marks = []
-    for tick in scale.ticks():
-        y = scale(tick)
-        marks.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        marks.append(f'<text class="tick end" x="{_LEFT - 7}" y="{y + 3.5:.1f}">{escape(show(tick))}</text>')
-    return marks
+def _grid(scale: _Scale, show: Format) -> list[Tick]:
+    return [Tick(scale(tick), show(tick)) for tick in scale.ticks()]
 
 
 def _columns(count: int) -> Callable[[int], float]:
@@ -164,19 +213,10 @@ def _columns(count: int) -> Callable[[int], float]:
     return lambda index: _LEFT + room * (index + 0.5)
 
 
-def _names(names: Sequence[str], place: Callable[[int], float], axis: str) -> list[str]:
-    """Labels under the columns, every n-th where they are many, and the axis' own name."""
+def _names(names: Sequence[str], place: Callable[[int], float]) -> list[Tick]:
+    """Labels under the columns, every n-th where they are many."""
     every = next(step for step in (1, 2, 5, 10, 20, 50, 100, 1000) if len(names) / step <= 16)
-    marks = [
-        f'<text class="tick mid" x="{place(index):.1f}" y="{HEIGHT - _BOTTOM + 15}">{escape(name)}</text>'
-        for index, name in enumerate(names)
-        if (index == 0 and every != 2) or (index + 1) % every == 0
-    ]
-    return [*marks, f'<text class="axis mid" x="{_LEFT + (WIDTH - _LEFT - _RIGHT) / 2:.0f}" y="{HEIGHT - 3}">{escape(axis)}</text>']
-
-
-def _title(text: str) -> str:
-    return f"<title>{escape(text)}</title>"
+    return [Tick(place(index), name) for index, name in enumerate(names) if (index == 0 and every != 2) or (index + 1) % every == 0]
 
 
 def _short(name: str) -> str:
