@@ -1,0 +1,1 @@
+"""Speculation: who drafts tokens, how many, and from which vocabulary."""

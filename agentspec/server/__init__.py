@@ -1,0 +1,1 @@
+"""HTTP: the APIs of OpenAI and Anthropic. Knows an engine through `wire.EngineClient` alone; no torch."""
