@@ -1,6 +1,6 @@
 # Every target makes the .venv that it needs on first use. `make` alone lists them.
 #
-#   ARGS    goes to the tool behind `replay`, `evaluate`, `test`, `chaos` and `test-gpu`, e.g. make test ARGS="-k tree"
+#   ARGS    goes to the tool behind `replay`, `evaluate`, `quick`, `test`, `chaos` and `test-gpu`, e.g. make test ARGS="-k tree"
 #   PYTHON  the interpreter for a new .venv (3.11 to 3.14; found by itself when unset)
 #   TORCH   what pip installs as torch into a .venv that has none, options included (default: see scripts/make_venv.sh)
 
@@ -11,7 +11,15 @@ SHELL := /bin/bash
 BIN := .venv/bin
 export PYTHON TORCH
 
-.PHONY: help install replay evaluate test test-sdks test-clients aiperf test-gpu chaos sanitize check format clean
+# What `make quick` runs, and which files of those folders are left to `make test`: those of several seconds that are not a room's main door.
+QUICK := tests/test_architecture.py tests/test_architecture_picture.py tests/test_public_api.py tests/test_engine.py \
+	tests/cache tests/mtp tests/replay tests/runtime tests/text \
+	$(patsubst %,tests/server/test_%.py,chat completions front messages names streams tenants)
+NOT_QUICK := tests/cache/test_random.py \
+	$(patsubst %,tests/runtime/test_%.py,decode_step_distribution grammar grammar_expressions grammar_limits graphs ride) \
+	$(patsubst %,tests/text/test_%.py,continued remembered_prompts segmenter system_messages)
+
+.PHONY: help install replay evaluate quick test test-sdks test-clients aiperf test-gpu chaos sanitize check format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,6 +31,11 @@ replay: .venv/.installed  ## replay workloads/agentic.jsonl on the bundled model
 
 evaluate: .venv/.installed  ## measure tiny-agent on sessions that its training never saw
 	$(BIN)/python -m scripts.tiny_agent.evaluate $(ARGS)
+
+quick: .venv/.dev-installed  ## the loop beside an editor, under a minute on two cores: lint, rules, and what the rooms above the kernels promise
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/python -m pytest -n 2 -m "not gpu" $(QUICK) $(addprefix --ignore=,$(NOT_QUICK)) $(ARGS)
 
 test: .venv/.dev-installed  ## run every test that needs no GPU
 	$(BIN)/python -m pytest -n 2 -m "not gpu" --ignore=tests/gpu --ignore=tests/sdks --durations=10 $(ARGS)
