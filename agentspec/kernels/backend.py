@@ -228,8 +228,8 @@ class Backend(Protocol):
         position, token 0, PURPOSE_FORCED_ACCEPT) is below forced_rate_K[i] (reference/verdict.py, force_matches)."""
         ...
 
-    def publish_drafts(self, slots_SF: Tensor, slot_ids_B: Tensor, happened_BF: Tensor, drafts_Bk: Tensor) -> None:
-        """Enter the drafts of the next window, in place, into the active slots and into the last k columns of happened_BF. drafts_Bk: int64."""
+    def publish_drafts(self, slots_SF: Tensor, slot_ids_B: Tensor, outcome_BF: Tensor, drafts_Bk: Tensor) -> None:
+        """Enter the drafts of the next window, in place, into the active slots and into the last k columns of outcome_BF. drafts_Bk: int64."""
         ...
 
     # Sampling

@@ -3,90 +3,170 @@
 Everything that a decode step knows of a running request lies in one row (a slot) of a few tensors. The kernels that open and commit a window, and
 the sampler, read and write those rows; the runtime owns the tensors and fills them. Knows no values and no order of a step.
 
-Shape letters: S slots, B slots in the step, W = max k + 1, V vocabulary, E stop ids, F fields, X = ceil(V / 32).
+A record class names the columns of such rows. `of` gives them as views, of a tensor on the device as of a numpy array on the host, so both sides read
+and write a field by the same name. Kernels that take addresses use the constants.
+
+Shape letters: S slots, B rows that were taken, W = max k + 1, T = k + 1 columns of a step's window, k drafts, V vocabulary, E stop ids, F fields,
+X = ceil(V / 32).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, Generic, TypeVar
 
-import torch
+import numpy.typing as npt
 from torch import Tensor
 
+Array = TypeVar("Array", Tensor, npt.NDArray[Any])
+
 ACTIVE, LENGTH, READ_ROW, NUM_VALID_DRAFTS, CHECKPOINT_ROWS, CHECKPOINT_LENS, TOKENS = 0, 1, 2, 3, 4, 6, 8
-"""First columns of SlotState's fields in a row of `slots_SF`. The write rows follow the W tokens."""
+"""First columns of SlotState's fields. The write rows follow the W tokens. The columns before the tokens are the slot's scalars."""
 LENGTH_LIMIT, SEED, TOP_K, STOP_IDS = range(4)
-"""First columns of SlotLimits' fields in a row of `limits_SF`."""
+"""First columns of SlotLimits' fields."""
 TEMPERATURE, TOP_P, LOG_MIN_P, REPETITION, FREQUENCY, PRESENCE, NUM_FLOATS = range(7)
-"""Columns of `sampling_SF`."""
-NUM_COUNTS = 4
-"""Columns of `happened_BF` (see Commit) before the slot's scalars."""
+"""Columns of SamplingFloats."""
+NUM_EMITTED, NUM_ACCEPTED, NUM_OFFERED, STOP, SCALARS = range(5)
+"""First columns of OutcomeRows' fields. The slot's scalars are followed by the T tokens, then by the k drafts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SlotState:
-    """Named columns of rows of `slots_SF`, as views. All int64; the letter B stands for however many rows were taken."""
+class SlotState(Generic[Array]):
+    """Rows of `slots_SF`. All int64."""
 
-    NUM_SCALARS: ClassVar[int] = TOKENS
-    """Columns before the tokens, in the order of the fields."""
-
-    active_B: Tensor
+    active_B: Array
     """1: decodes. 0: inert (empty, finished or padding). Written by join, leave and the step."""
-    length_B: Tensor
+    length_B: Array
     """Tokens in the committed state. Written by join and the step."""
-    read_row_B: Tensor
+    read_row_B: Array
     """Row that holds that state."""
-    num_valid_drafts_B: Tensor
+    num_valid_drafts_B: Array
     """Leading draft columns that were drafted for this very prefix; columns after them are left-overs."""
-    checkpoint_rows_B2: Tensor
+    checkpoint_rows_B2: Array
     """Newer and older rolling checkpoint, or the spare rows that wait to become one."""
-    checkpoint_lens_B2: Tensor
+    checkpoint_lens_B2: Array
     """Tokens in the state of each; 0: a spare row."""
-    tokens_BW: Tensor
+    tokens_BW: Array
     """Column 0: the last emitted token, not yet in the state. Then drafts. Padding 0."""
-    write_rows_BW: Tensor
+    write_rows_BW: Array
     """The request's own rows. Padding SCRATCH_ROW."""
 
-    @classmethod
-    def of(cls, slots_BF: Tensor) -> Self:
-        width = (slots_BF.shape[1] - TOKENS) // 2
-        return cls(
-            active_B=slots_BF[:, ACTIVE],
-            length_B=slots_BF[:, LENGTH],
-            read_row_B=slots_BF[:, READ_ROW],
-            num_valid_drafts_B=slots_BF[:, NUM_VALID_DRAFTS],
-            checkpoint_rows_B2=slots_BF[:, CHECKPOINT_ROWS:CHECKPOINT_LENS],
-            checkpoint_lens_B2=slots_BF[:, CHECKPOINT_LENS:TOKENS],
-            tokens_BW=slots_BF[:, TOKENS : TOKENS + width],
-            write_rows_BW=slots_BF[:, TOKENS + width :],
-        )
+    @staticmethod
+    def num_fields(width: int) -> int:
+        """F for windows of up to `width` columns."""
+        return TOKENS + 2 * width
 
-    def packed(self) -> Tensor:
-        """The same columns as one new tensor [B, F]."""
-        scalars_B4 = torch.stack((self.active_B, self.length_B, self.read_row_B, self.num_valid_drafts_B), dim=1)
-        return torch.cat((scalars_B4, self.checkpoint_rows_B2, self.checkpoint_lens_B2, self.tokens_BW, self.write_rows_BW), dim=1)
+    @classmethod
+    def of(cls, rows_BF: Array) -> SlotState[Array]:
+        first_row = (TOKENS + rows_BF.shape[1]) // 2
+        return SlotState(
+            active_B=rows_BF[:, ACTIVE],
+            length_B=rows_BF[:, LENGTH],
+            read_row_B=rows_BF[:, READ_ROW],
+            num_valid_drafts_B=rows_BF[:, NUM_VALID_DRAFTS],
+            checkpoint_rows_B2=rows_BF[:, CHECKPOINT_ROWS:CHECKPOINT_LENS],
+            checkpoint_lens_B2=rows_BF[:, CHECKPOINT_LENS:TOKENS],
+            tokens_BW=rows_BF[:, TOKENS:first_row],
+            write_rows_BW=rows_BF[:, first_row:],
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SlotLimits:
-    """What a request brings for the whole of its stay, as views of rows of `limits_SF`. All int64."""
+class SlotLimits(Generic[Array]):
+    """Rows of `limits_SF`: what a request brings for the whole of its stay. All int64."""
 
-    length_limit_B: Tensor
+    length_limit_B: Array
     """Sequence length at which the request ends."""
-    seed_B: Tensor
-    top_k_B: Tensor
+    seed_B: Array
+    top_k_B: Array
     """1 to V; V: keep all."""
-    stop_ids_BE: Tensor
+    stop_ids_BE: Array
     """Padding -1, which no token has."""
 
+    @staticmethod
+    def num_fields(num_stop_ids: int) -> int:
+        return STOP_IDS + num_stop_ids
+
     @classmethod
-    def of(cls, limits_BF: Tensor) -> Self:
-        return cls(
-            length_limit_B=limits_BF[:, LENGTH_LIMIT],
-            seed_B=limits_BF[:, SEED],
-            top_k_B=limits_BF[:, TOP_K],
-            stop_ids_BE=limits_BF[:, STOP_IDS:],
+    def of(cls, rows_BF: Array) -> SlotLimits[Array]:
+        return SlotLimits(
+            length_limit_B=rows_BF[:, LENGTH_LIMIT],
+            seed_B=rows_BF[:, SEED],
+            top_k_B=rows_BF[:, TOP_K],
+            stop_ids_BE=rows_BF[:, STOP_IDS:],
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingFloats(Generic[Array]):
+    """Rows of `sampling_SF`. All float32."""
+
+    temperature_B: Array
+    """0: greedy."""
+    top_p_B: Array
+    """Infinite: keep all (1.0 would let the rounding of a cumulative sum cut the tail)."""
+    log_min_p_B: Array
+    """Minus infinity: keep all."""
+    repetition_B: Array
+    """1: none."""
+    frequency_B: Array
+    """0: none."""
+    presence_B: Array
+    """0: none."""
+
+    @classmethod
+    def of(cls, rows_BF: Array) -> SamplingFloats[Array]:
+        return SamplingFloats(
+            temperature_B=rows_BF[:, TEMPERATURE],
+            top_p_B=rows_BF[:, TOP_P],
+            log_min_p_B=rows_BF[:, LOG_MIN_P],
+            repetition_B=rows_BF[:, REPETITION],
+            frequency_B=rows_BF[:, FREQUENCY],
+            presence_B=rows_BF[:, PRESENCE],
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutcomeRows(Generic[Array]):
+    """Rows of `outcome_BF`: what a step did. All int64. Of an inert slot the counts and `stop_B` are 0; its tokens and drafts may be anything."""
+
+    num_emitted_B: Array
+    num_accepted_B: Array
+    """Drafts that stand, after stop ids and the length limit."""
+    num_offered_B: Array
+    """Drafts that were valid, of those in the window."""
+    stop_B: Array
+    """STOP_RUNNING, STOP_ID or STOP_LENGTH."""
+    length_B: Array
+    """This and the next two: as in SlotState, after the step."""
+    checkpoint_rows_B2: Array
+    checkpoint_lens_B2: Array
+    scalars_BF: Array
+    """All of the slot's scalars, the last three fields among them."""
+    tokens_BT: Array
+    """The target's choice after each column; columns 0..num_accepted are emitted."""
+    drafts_Bk: Array
+    """For the next window. `publish_drafts` fills them."""
+
+    @staticmethod
+    def num_fields(width: int) -> int:
+        """F for a window of `width` columns."""
+        return SCALARS + TOKENS + 2 * width - 1
+
+    @classmethod
+    def of(cls, rows_BF: Array) -> OutcomeRows[Array]:
+        first_token, num_drafts = SCALARS + TOKENS, (rows_BF.shape[1] - SCALARS - TOKENS) // 2
+        return OutcomeRows(
+            num_emitted_B=rows_BF[:, NUM_EMITTED],
+            num_accepted_B=rows_BF[:, NUM_ACCEPTED],
+            num_offered_B=rows_BF[:, NUM_OFFERED],
+            stop_B=rows_BF[:, STOP],
+            length_B=rows_BF[:, SCALARS + LENGTH],
+            checkpoint_rows_B2=rows_BF[:, SCALARS + CHECKPOINT_ROWS : SCALARS + CHECKPOINT_LENS],
+            checkpoint_lens_B2=rows_BF[:, SCALARS + CHECKPOINT_LENS : first_token],
+            scalars_BF=rows_BF[:, SCALARS:first_token],
+            tokens_BT=rows_BF[:, first_token : first_token + num_drafts + 1],
+            drafts_Bk=rows_BF[:, first_token + num_drafts + 1 :],
         )
 
 
@@ -95,9 +175,9 @@ class SamplingTable:
     """How every slot draws its tokens: persistent tensors, one row a slot."""
 
     limits_SF: Tensor
-    """int64 [S, 3 + E], see SlotLimits."""
+    """int64, see SlotLimits."""
     sampling_SF: Tensor
-    """float32 [S, 6]: temperature, top-p (infinite: keep all), log min-p (minus infinity: keep all), repetition, frequency, presence."""
+    """float32, see SamplingFloats."""
     counts_SV: Tensor
     """int32 [S, V]. Generated tokens. Stale where a slot has no penalties."""
     prompt_seen_SV: Tensor
@@ -134,6 +214,5 @@ class Commit:
     """int64. Drafts that stand, after stop ids and the length limit; columns 0..num_accepted are emitted."""
     draft_start_B: Tensor
     """int64. Position of the first emitted token: window start + 1."""
-    happened_BF: Tensor
-    """int64 [B, 4 + 8 + T + k]: num_emitted, num_accepted, num_offered, stop (all 0 for an inert slot); the slot's scalars after the step, in
-    SlotState's order; tokens_BT; room for the k drafts, which `publish_drafts` fills."""
+    outcome_BF: Tensor
+    """int64, see OutcomeRows."""

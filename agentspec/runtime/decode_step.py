@@ -15,7 +15,7 @@ from enum import Enum, auto
 from torch import Tensor
 
 from agentspec import kernels
-from agentspec.kernels.slots import NUM_COUNTS, SlotState, Window
+from agentspec.kernels.slots import OutcomeRows, Window
 from agentspec.models.protocol import StepModel, VerifyBatch
 from agentspec.mtp.drafter import Drafter
 from agentspec.runtime.plan import MAX_ALTERNATIVES, SlotOutcome
@@ -28,14 +28,14 @@ from agentspec.runtime.step_buffers import StepBuffers
 class StepResult:
     """What a step did, on the device."""
 
-    happened_BF: Tensor
-    """int64, one row a slot; `read_result` names its columns."""
+    outcome_BF: Tensor
+    """int64, one row a slot: see OutcomeRows."""
     logits_BTV: Tensor
     """float32, raw. What the target chose from after each column."""
 
     def first(self, num_slots: int) -> StepResult:
         """Of so many slots, without those that fill up the batch."""
-        return StepResult(happened_BF=self.happened_BF[:num_slots], logits_BTV=self.logits_BTV[:num_slots])
+        return StepResult(outcome_BF=self.outcome_BF[:num_slots], logits_BTV=self.logits_BTV[:num_slots])
 
 
 class Forward(Enum):
@@ -97,8 +97,8 @@ def decode_step(
     drafted_Bk = drafter.draft(commit.tokens_BT, hidden_BTH, commit.draft_start_B, commit.num_accepted_B, window.page_table_BP, num_drafted)
     if forced_rate_K is not None:
         drafted_Bk = force_drafts(buffers, slot_ids_B, commit, drafted_Bk)
-    ops.publish_drafts(buffers.slots_SF, slot_ids_B, commit.happened_BF, drafted_Bk)
-    return StepResult(happened_BF=commit.happened_BF, logits_BTV=logits_BTV)
+    ops.publish_drafts(buffers.slots_SF, slot_ids_B, commit.outcome_BF, drafted_Bk)
+    return StepResult(outcome_BF=commit.outcome_BF, logits_BTV=logits_BTV)
 
 
 def _hidden(model: StepModel, window: Window, forward: Forward) -> Tensor:
@@ -113,34 +113,35 @@ def _hidden(model: StepModel, window: Window, forward: Forward) -> Tensor:
 
 def score_result(result: StepResult) -> ScoreRows:
     """Scores of the tokens chosen after each column: row b * T + t belongs to column t of slot b."""
-    first = NUM_COUNTS + SlotState.NUM_SCALARS
-    tokens_BT = result.happened_BF[:, first : first + result.logits_BTV.shape[1]]
+    tokens_BT = OutcomeRows.of(result.outcome_BF).tokens_BT
     return score_tokens(result.logits_BTV.flatten(0, 1), tokens_BT.flatten(), MAX_ALTERNATIVES)
 
 
-def read_result(happened_BF: Tensor, scores: ScoreRows | None, slots: Sequence[int], alternatives: Sequence[int | None]) -> list[SlotOutcome]:
+def read_result(outcome_BF: Tensor, scores: ScoreRows | None, slots: Sequence[int], alternatives: Sequence[int | None]) -> list[SlotOutcome]:
     """The host's view of a step's result, one outcome a slot in the order of its slot ids; waits for the device.
 
     scores: from `score_result`; None: nobody wants any. alternatives: for each of `slots`, how many come with the score of each emitted token; None:
     no scores."""
+    rows = OutcomeRows.of(outcome_BF.numpy())
+    num_emitted_B, tokens_BT, drafts_Bk = rows.num_emitted_B.tolist(), rows.tokens_BT.tolist(), rows.drafts_Bk.tolist()
+    num_columns = rows.tokens_BT.shape[1]
     outcomes = []
-    for place, (slot, row) in enumerate(zip(slots, happened_BF.tolist(), strict=True)):
-        num_emitted, num_accepted, num_offered, stop, _, length, _, _, newer_row, older_row, newer_len, older_len, *tokens = row
-        num_columns = (len(tokens) + 1) // 2
-        wanted, emitted_scores = alternatives[place], None
-        if wanted is not None:
+    for place, slot in enumerate(slots):
+        emitted_scores = None
+        if (wanted := alternatives[place]) is not None:
             assert scores is not None
-            emitted_scores = scores.read(place * num_columns, place * num_columns + num_emitted, wanted)
+            emitted_scores = scores.read(place * num_columns, place * num_columns + num_emitted_B[place], wanted)
+        (newer_row, older_row), (newer_len, older_len) = rows.checkpoint_rows_B2[place].tolist(), rows.checkpoint_lens_B2[place].tolist()
         outcomes.append(
             SlotOutcome(
                 slot=slot,
-                emitted=tokens[:num_emitted],
-                num_drafted=num_offered,
-                num_accepted=num_accepted,
-                stop=stop,
-                length=length,
+                emitted=tokens_BT[place][: num_emitted_B[place]],
+                num_drafted=int(rows.num_offered_B[place]),
+                num_accepted=int(rows.num_accepted_B[place]),
+                stop=int(rows.stop_B[place]),
+                length=int(rows.length_B[place]),
                 checkpoints=((newer_row, newer_len), (older_row, older_len)),
-                drafts=tokens[num_columns:],
+                drafts=drafts_Bk[place],
                 scores=emitted_scores,
             )
         )

@@ -48,13 +48,13 @@ class _Results:
     slots: Sequence[int]
     alternatives: Sequence[int | None]
     """For each of them: how many come with the score of an emitted token; None: no scores."""
-    happened_BF: Tensor
+    outcome_BF: Tensor
     """See decode_step.StepResult."""
     scores: ScoreRows | None
     """Of what was emitted. None: nobody wants any."""
 
     def read(self) -> list[SlotOutcome]:
-        return read_result(self.happened_BF, self.scores, self.slots, self.alternatives)
+        return read_result(self.outcome_BF, self.scores, self.slots, self.alternatives)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -345,7 +345,7 @@ class ModelExecutor:
         return _Results(
             slots=tuple(slots),
             alternatives=alternatives,
-            happened_BF=_to_host(result.happened_BF),
+            outcome_BF=_to_host(result.outcome_BF),
             scores=score_result(result).map(_to_host) if is_scored else None,
         )
 

@@ -76,7 +76,7 @@ class CudaRecorder:
     def record(self, step: Callable[[], StepResult]) -> tuple[Callable[[], None], StepResult]:
         replay, result = self._capture(step)
         # Owned logits could not share memory with those of the other graphs, and they are most of what a graph needs.
-        return replay, StepResult(happened_BF=result.happened_BF, logits_BTV=_unowned(result.logits_BTV))
+        return replay, StepResult(outcome_BF=result.outcome_BF, logits_BTV=_unowned(result.logits_BTV))
 
     def record_writes(self, work: Callable[[], None]) -> Callable[[], None]:
         return self._capture(work)[0]

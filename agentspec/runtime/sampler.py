@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from agentspec import kernels
-from agentspec.kernels.slots import Commit, Window
+from agentspec.kernels.slots import Commit, OutcomeRows, Window
 from agentspec.runtime.step_buffers import StepBuffers
 
 
@@ -53,7 +53,7 @@ def _next_positions(window: Window) -> Tensor:
 
 def count_emitted(counts_SV: Tensor, slot_ids_B: Tensor, commit: Commit) -> None:
     """Add what a step emitted to `counts_SV`, int32, in place. An inert slot emitted nothing."""
-    num_emitted_B1 = commit.happened_BF[:, :1]
+    num_emitted_B1 = OutcomeRows.of(commit.outcome_BF).num_emitted_B[:, None]
     is_emitted_BT = torch.arange(commit.tokens_BT.shape[1], device=counts_SV.device) < num_emitted_B1
     cell_BT = slot_ids_B[:, None] * counts_SV.shape[1] + commit.tokens_BT
     counts_SV.view(-1).scatter_add_(0, cell_BT.flatten(), is_emitted_BT.flatten().to(counts_SV.dtype))

@@ -11,19 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from agentspec.kernels import slots as layout
-from agentspec.kernels.slots import SamplingTable
+from agentspec.kernels.slots import NUM_FLOATS, SamplingFloats, SamplingTable, SlotLimits, SlotState
 from agentspec.runtime.constraint import MaskRows
 from agentspec.runtime.plan import SlotJoin
 from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, ZERO_ROW, SamplingParams
 
 _MAX_REQUEST_STOP_IDS = 16
+
+Rows: TypeAlias = npt.NDArray[Any]
+"""Rows of a slot tensor for requests that join, on the host: [J, F]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,11 +34,11 @@ class StepBuffers:
     """One row a slot; the last slot is the padding slot, always inert."""
 
     slots_SF: Tensor
-    """int64 [S, 8 + 2W], see SlotState. Writer: join, leave, the step. Reader: the step."""
+    """int64, see SlotState. Writer: join, leave, the step. Reader: the step."""
     limits_SF: Tensor
-    """int64 [S, 3 + E], see SlotLimits. Writer: join. Reader: the step."""
+    """int64, see SlotLimits. Writer: join. Reader: the step."""
     sampling_SF: Tensor
-    """float32 [S, 6]: temperature, top-p (infinite: keep all), log min-p, repetition, frequency, presence. Writer: join. Reader: the sampler."""
+    """float32, see SamplingFloats. Writer: join. Reader: the sampler."""
     page_table_SP: Tensor
     """int32 [S, P]. Padding SCRATCH_PAGE. Writer: join, page updates. Reader: the step."""
     counts_SV: Tensor
@@ -66,18 +69,21 @@ class StepBuffers:
         allow_forced_output: bool = False,
     ) -> Self:
         num_slots, width = max_running + 1, max_draft_tokens + 1
-        slots_SF = torch.zeros(num_slots, layout.TOKENS + 2 * width, dtype=torch.int64, device=device)
-        slots_SF[:, layout.READ_ROW] = ZERO_ROW
-        slots_SF[:, layout.CHECKPOINT_ROWS : layout.CHECKPOINT_LENS] = SCRATCH_ROW
-        slots_SF[:, layout.TOKENS + width :] = SCRATCH_ROW
-        limits_SF = torch.full((num_slots, layout.STOP_IDS + _MAX_REQUEST_STOP_IDS + num_model_stop_ids), -1, dtype=torch.int64, device=device)
-        limits_SF[:, layout.LENGTH_LIMIT] = torch.iinfo(torch.int64).max
-        limits_SF[:, layout.SEED] = 0
-        limits_SF[:, layout.TOP_K] = vocab_size
+        slots_SF = torch.zeros(num_slots, SlotState.num_fields(width), dtype=torch.int64, device=device)
+        slot = SlotState.of(slots_SF)
+        slot.read_row_B.fill_(ZERO_ROW)
+        slot.checkpoint_rows_B2.fill_(SCRATCH_ROW)
+        slot.write_rows_BW.fill_(SCRATCH_ROW)
+        num_stop_ids = _MAX_REQUEST_STOP_IDS + num_model_stop_ids
+        limits_SF = torch.full((num_slots, SlotLimits.num_fields(num_stop_ids)), -1, dtype=torch.int64, device=device)
+        limits = SlotLimits.of(limits_SF)
+        limits.length_limit_B.fill_(torch.iinfo(torch.int64).max)
+        limits.seed_B.fill_(0)
+        limits.top_k_B.fill_(vocab_size)
         forced_SL = None
         if allow_forced_output:
             forced_SL = torch.full((num_slots, max_pages_per_slot * block_tokens), -1, dtype=torch.int32, device=device)
-        sampling_SF = torch.tensor([_sampling_row(SamplingParams(temperature=0.0))], dtype=torch.float32).repeat(num_slots, 1).to(device)
+        sampling_SF = torch.from_numpy(_sampling_rows([SamplingParams(temperature=0.0)])).repeat(num_slots, 1).to(device)
         return cls(
             slots_SF=slots_SF,
             limits_SF=limits_SF,
@@ -113,7 +119,7 @@ class StepBuffers:
     @property
     def width(self) -> int:
         """Columns of a slot's window at most: max k + 1."""
-        return (self.slots_SF.shape[1] - layout.TOKENS) // 2
+        return SlotState.of(self.slots_SF).tokens_BW.shape[1]
 
     def put_masks(self, masks: Mapping[int, MaskRows]) -> None:
         """Enter what each of these slots may say after the leading columns of its next window, and leave its other columns as they are."""
@@ -123,7 +129,7 @@ class StepBuffers:
 
     def deactivate(self, slots: Sequence[int]) -> None:
         """Make slots inert."""
-        self.slots_SF[stage(slots, torch.int64, self.device), layout.ACTIVE] = 0
+        SlotState.of(self.slots_SF).active_B[stage(slots, torch.int64, self.device)] = 0
 
     def update_pages(self, updates: Sequence[tuple[int, int, int]]) -> None:
         """Enter pages: (slot, block index, page id)."""
@@ -133,9 +139,9 @@ class StepBuffers:
     def join(self, joins: Sequence[SlotJoin]) -> None:
         """Fill the slots of new requests."""
         slot_ids_J = stage([join.slot for join in joins], torch.int64, self.device)
-        self.slots_SF[slot_ids_J] = stage([self._slot_row(join) for join in joins], torch.int64, self.device)
-        self.limits_SF[slot_ids_J] = stage([self._limits_row(join) for join in joins], torch.int64, self.device)
-        self.sampling_SF[slot_ids_J] = stage([_sampling_row(join.sampling) for join in joins], torch.float32, self.device)
+        self.slots_SF[slot_ids_J] = stage(self._slot_rows(joins), torch.int64, self.device)
+        self.limits_SF[slot_ids_J] = stage(self._limits_rows(joins), torch.int64, self.device)
+        self.sampling_SF[slot_ids_J] = stage(_sampling_rows([join.sampling for join in joins]), torch.float32, self.device)
         num_pages = self.page_table_SP.shape[1]
         page_rows = [join.page_ids + [SCRATCH_PAGE] * (num_pages - len(join.page_ids)) for join in joins]
         self.page_table_SP[slot_ids_J] = stage(page_rows, torch.int32, self.device)
@@ -144,17 +150,32 @@ class StepBuffers:
             if self.forced_SL is not None:
                 self._join_forced(self.forced_SL[join.slot], join)
 
-    def _slot_row(self, join: SlotJoin) -> list[int]:
-        assert len(join.write_rows) == self.width, f"slot {join.slot} needs {self.width} write rows, has {len(join.write_rows)}"
-        assert join.length + 1 < join.length_limit, f"slot {join.slot} has no room to emit: {join.length} + 1 tokens, limit {join.length_limit}"
-        drafts = [0] * (self.width - 1)
-        return [1, join.length, join.write_rows[0], 0, *join.spare_rows, join.checkpoint_length, 0, join.last_token, *drafts, *join.write_rows]
+    def _slot_rows(self, joins: Sequence[SlotJoin]) -> Rows:
+        rows_JF = np.zeros((len(joins), self.slots_SF.shape[1]), np.int64)
+        slot = SlotState.of(rows_JF)
+        for join in joins:
+            assert len(join.write_rows) == self.width, f"slot {join.slot} needs {self.width} write rows, has {len(join.write_rows)}"
+            assert join.length + 1 < join.length_limit, f"slot {join.slot} has no room to emit: {join.length} + 1 tokens, limit {join.length_limit}"
+        slot.active_B[:] = 1
+        slot.length_B[:] = [join.length for join in joins]
+        slot.read_row_B[:] = [join.write_rows[0] for join in joins]
+        slot.checkpoint_rows_B2[:] = [join.spare_rows for join in joins]
+        slot.checkpoint_lens_B2[:, 0] = [join.checkpoint_length for join in joins]
+        slot.tokens_BW[:, 0] = [join.last_token for join in joins]
+        slot.write_rows_BW[:] = [join.write_rows for join in joins]
+        return rows_JF
 
-    def _limits_row(self, join: SlotJoin) -> list[int]:
-        num_stop_ids = self.limits_SF.shape[1] - layout.STOP_IDS
-        assert len(join.stop_ids) <= num_stop_ids, f"slot {join.slot} has {len(join.stop_ids)} stop ids, room for {num_stop_ids}"
-        padding = [-1] * (num_stop_ids - len(join.stop_ids))
-        return [join.length_limit, join.seed, join.sampling.top_k or self.vocab_size, *join.stop_ids, *padding]
+    def _limits_rows(self, joins: Sequence[SlotJoin]) -> Rows:
+        rows_JF = np.full((len(joins), self.limits_SF.shape[1]), -1, np.int64)
+        limits = SlotLimits.of(rows_JF)
+        limits.length_limit_B[:] = [join.length_limit for join in joins]
+        limits.seed_B[:] = [join.seed for join in joins]
+        limits.top_k_B[:] = [join.sampling.top_k or self.vocab_size for join in joins]
+        num_stop_ids = limits.stop_ids_BE.shape[1]
+        for place, join in enumerate(joins):
+            assert len(join.stop_ids) <= num_stop_ids, f"slot {join.slot} has {len(join.stop_ids)} stop ids, room for {num_stop_ids}"
+            limits.stop_ids_BE[place, : len(join.stop_ids)] = join.stop_ids
+        return rows_JF
 
     def _join_vocabulary(self, join: SlotJoin) -> None:
         self.mask_SWX[join.slot] = -1
@@ -183,13 +204,13 @@ def stage(values: object, dtype: torch.dtype, device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True)
 
 
-def _sampling_row(sampling: SamplingParams) -> list[float]:
-    """Columns of `sampling_SF`."""
-    return [
-        sampling.temperature,
-        sampling.top_p if sampling.top_p < 1.0 else np.inf,
-        float(np.log(sampling.min_p)) if sampling.min_p > 0.0 else -np.inf,
-        sampling.repetition_penalty,
-        sampling.frequency_penalty,
-        sampling.presence_penalty,
-    ]
+def _sampling_rows(params: Sequence[SamplingParams]) -> Rows:
+    rows_JF = np.empty((len(params), NUM_FLOATS), np.float32)
+    floats = SamplingFloats.of(rows_JF)
+    floats.temperature_B[:] = [sampling.temperature for sampling in params]
+    floats.top_p_B[:] = [sampling.top_p if sampling.top_p < 1.0 else np.inf for sampling in params]
+    floats.log_min_p_B[:] = [np.log(sampling.min_p) if sampling.min_p > 0.0 else -np.inf for sampling in params]
+    floats.repetition_B[:] = [sampling.repetition_penalty for sampling in params]
+    floats.frequency_B[:] = [sampling.frequency_penalty for sampling in params]
+    floats.presence_B[:] = [sampling.presence_penalty for sampling in params]
+    return rows_JF

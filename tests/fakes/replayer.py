@@ -30,7 +30,7 @@ class Replayer:
             self.num_replays += 1
             self._spoil()
             again = step()
-            result.happened_BF.copy_(again.happened_BF)
+            result.outcome_BF.copy_(again.outcome_BF)
             result.logits_BTV.copy_(again.logits_BTV)
 
         return replay, result
@@ -50,5 +50,5 @@ class Replayer:
 
     def _spoil(self) -> None:
         for result in self.results:
-            result.happened_BF.fill_(-1)
+            result.outcome_BF.fill_(-1)
             result.logits_BTV.fill_(torch.nan)

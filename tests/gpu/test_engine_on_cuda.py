@@ -67,7 +67,7 @@ def test_results_arrive_in_pinned_memory_of_their_own(cuda: torch.device, tmp_pa
     collect = ModelExecutor.collect
 
     def spy_collect(executor: ModelExecutor, ticket: StepTicket) -> StepOutcome:
-        results.extend(some.happened_BF for some in ticket.results)
+        results.extend(some.outcome_BF for some in ticket.results)
         return collect(executor, ticket)
 
     monkeypatch.setattr(ModelExecutor, "collect", spy_collect)

@@ -136,7 +136,7 @@ def test_graphs_share_the_memory_of_their_logits(cuda: torch.device) -> None:
     logits_bytes = 2**26
 
     def step() -> StepResult:
-        return StepResult(happened_BF=torch.zeros(1, 16, device=cuda), logits_BTV=torch.zeros(1, 1, logits_bytes // 4, device=cuda))
+        return StepResult(outcome_BF=torch.zeros(1, 16, device=cuda), logits_BTV=torch.zeros(1, 1, logits_bytes // 4, device=cuda))
 
     kept = [recorder.record(step) for _ in range(4)]  # a graph that nobody keeps gives its memory back
     assert logits_bytes <= recorder.bytes_used() < 2 * logits_bytes, f"{len(kept)} graphs"

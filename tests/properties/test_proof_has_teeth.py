@@ -280,7 +280,7 @@ def writes_mtp_pairs_one_position_early(patch: Patch) -> None:
 
 
 def never_rotates_checkpoints(patch: Patch) -> None:
-    def keep(slot: SlotState, length_B: Tensor, block_tokens: int) -> Any:
+    def keep(slot: SlotState[Tensor], length_B: Tensor, block_tokens: int) -> Any:
         return slot.write_rows_BW, slot.checkpoint_rows_B2, slot.checkpoint_lens_B2
 
     patch.setattr(window, "rotate_checkpoints", keep)
@@ -289,7 +289,7 @@ def never_rotates_checkpoints(patch: Patch) -> None:
 def rotates_the_next_column(patch: Patch) -> None:
     original = window.rotate_checkpoints
 
-    def rotate(slot: SlotState, length_B: Tensor, block_tokens: int) -> Any:
+    def rotate(slot: SlotState[Tensor], length_B: Tensor, block_tokens: int) -> Any:
         return original(replace(slot, write_rows_BW=slot.write_rows_BW.roll(1, 1)), length_B, block_tokens)
 
     patch.setattr(window, "rotate_checkpoints", rotate)
@@ -299,7 +299,7 @@ def frees_the_newer_checkpoint(patch: Patch) -> None:
     """Rotation gives the row of the newer checkpoint, not of the older, to the write rows."""
     original = window.rotate_checkpoints
 
-    def rotate(slot: SlotState, length_B: Tensor, block_tokens: int) -> Any:
+    def rotate(slot: SlotState[Tensor], length_B: Tensor, block_tokens: int) -> Any:
         write_rows, rows, lens = original(slot, length_B, block_tokens)
         crossed = (rows[:, :1] != slot.checkpoint_rows_B2[:, :1]).expand_as(write_rows)
         older, newer = slot.checkpoint_rows_B2[:, 1:], slot.checkpoint_rows_B2[:, :1]
@@ -426,7 +426,7 @@ def penalties_count_rejected_drafts(patch: Patch) -> None:
     original = decode_step.count_emitted
 
     def count(counts_SV: Tensor, slot_ids_B: Tensor, commit: Commit) -> None:
-        original(counts_SV, slot_ids_B, replace(commit, happened_BF=torch.full_like(commit.happened_BF, commit.tokens_BT.shape[1])))
+        original(counts_SV, slot_ids_B, replace(commit, outcome_BF=torch.full_like(commit.outcome_BF, commit.tokens_BT.shape[1])))
 
     patch.setattr(decode_step, "count_emitted", count)
 

@@ -13,7 +13,7 @@ import torch
 from agentspec import kernels
 from agentspec.kernels.reference import window as window_module
 from agentspec.kernels.reference.window import rotate_checkpoints
-from agentspec.kernels.slots import SlotState
+from agentspec.kernels.slots import OutcomeRows, SlotState
 from agentspec.models.protocol import VerifyBatch
 from agentspec.mtp.mtp_drafter import MtpDrafter
 from agentspec.runtime.decode_step import Forward, decode_step, read_result, score_result
@@ -255,7 +255,7 @@ def test_padding_slots_are_inert_and_may_repeat() -> None:
         rows = model.rows_R3.clone()
         for sampled in (False, True):
             result = decode_step(model, MtpDrafter(model), buffers, torch.tensor([2, 2, 2]), num_drafted=2, sampled=sampled)
-            assert [outcome.emitted for outcome in read_result(result.happened_BF, None, [2, 2, 2], [None] * 3)] == [[], [], []]
+            assert [outcome.emitted for outcome in read_result(result.outcome_BF, None, [2, 2, 2], [None] * 3)] == [[], [], []]
         assert all(torch.equal(getattr(buffers, name), value) for name, value in before.items())
         changed = (model.rows_R3 != rows).any(1).nonzero().flatten().tolist()
         assert set(changed) <= {SCRATCH_ROW}
@@ -304,8 +304,9 @@ def test_a_step_never_reads_the_device(
     rates = torch.empty(4, device=meta) if forced else None
     variant: dict[str, Any] = {"sampled": sampled, "constrained": constrained, "forward": forward, "forced_rate_K": rates}
     result = decode_step(model, MtpDrafter(model), buffers, slots, num_drafted=k, **variant)  # type: ignore[arg-type]
-    happened = result.happened_BF
-    assert (happened.device, happened.dtype, happened.shape) == (meta, torch.int64, (3, 12 + k + 1 + k))
+    rows = OutcomeRows.of(result.outcome_BF)
+    assert (result.outcome_BF.device, result.outcome_BF.dtype) == (meta, torch.int64)
+    assert (rows.tokens_BT.shape, rows.drafts_Bk.shape) == ((3, k + 1), (3, k))
     assert score_result(result).top_ids_NA.shape == (3 * (k + 1), MAX_ALTERNATIVES)
 
 
@@ -384,12 +385,12 @@ def test_forced_acceptance_follows_its_rates(temperature: float) -> None:
     assert all(abs(count - mean) < 95 for count, mean in zip(counts, (200, 400, 400), strict=True))
 
 
-def plant_no_checkpoint_swap(slot: SlotState, length_B: torch.Tensor, block: int) -> tuple[torch.Tensor, ...]:
+def plant_no_checkpoint_swap(slot: SlotState[torch.Tensor], length_B: torch.Tensor, block: int) -> tuple[torch.Tensor, ...]:
     _, rows, lens = rotate_checkpoints(slot, length_B, block)
     return slot.write_rows_BW, rows, lens
 
 
-def plant_checkpoint_of_the_last_column(slot: SlotState, length_B: torch.Tensor, block: int) -> tuple[torch.Tensor, ...]:
+def plant_checkpoint_of_the_last_column(slot: SlotState[torch.Tensor], length_B: torch.Tensor, block: int) -> tuple[torch.Tensor, ...]:
     write_rows, rows, lens = rotate_checkpoints(slot, length_B, block)
     last = slot.write_rows_BW.gather(1, (length_B - slot.length_B - 1)[:, None])
     return write_rows, torch.where(lens[:, :1] > slot.checkpoint_lens_B2[:, :1], torch.cat((last, rows[:, 1:]), 1), rows), lens

@@ -49,7 +49,7 @@ class Watched:
 
     def _step(self, slot_ids_B: Tensor, key: GraphKey) -> StepResult:
         self.calls.append((key, slot_ids_B.tolist()))
-        return StepResult(happened_BF=slot_ids_B[:, None] + 100, logits_BTV=slot_ids_B[:, None, None].expand(-1, key.num_drafted + 1, 3).float())
+        return StepResult(outcome_BF=slot_ids_B[:, None] + 100, logits_BTV=slot_ids_B[:, None, None].expand(-1, key.num_drafted + 1, 3).float())
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_step_whose_graph_is_still_to_come_records_it() -> None:
     key = GraphKey(batch_size=2, num_drafted=0, sampled=True)
     for _ in range(2):
         result = watched.graphs.run([1, 3], num_drafted=0, sampled=True)
-        assert result.happened_BF[:, 0].tolist() == [101, 103]
+        assert result.outcome_BF[:, 0].tolist() == [101, 103]
     assert watched.calls == [(key, [4, 4]), (key, [1, 3]), (key, [1, 3])], "once over padding, then a replay a step"
     watched.calls.clear()
     assert key not in [key for key, _ in watched.record(0)]
@@ -92,14 +92,14 @@ def test_a_step_takes_the_next_size_and_is_filled_up_with_the_padding_slot(slots
     watched.record(1)
     result = watched.graphs.run(slots, num_drafted=1, sampled=True)
     assert watched.calls == [(GraphKey(batch_size=len(seen), num_drafted=1, sampled=True), seen)]
-    assert result.happened_BF[:, 0].tolist() == [slot + 100 for slot in slots], "a row a slot, none for padding"
+    assert result.outcome_BF[:, 0].tolist() == [slot + 100 for slot in slots], "a row a slot, none for padding"
     assert result.logits_BTV.shape == (len(slots), 2, 3)
 
 
 def test_each_replay_sees_its_own_slots() -> None:
     watched = Watched(max_running=4, depths=[0])
     for slots in ([1], [1], [2], [0, 1], [2], [3, 1, 0], [0, 1, 2, 3], [3, 1]):
-        assert watched.graphs.run(slots, num_drafted=0, sampled=False).happened_BF[:, 0].tolist() == [slot + 100 for slot in slots]
+        assert watched.graphs.run(slots, num_drafted=0, sampled=False).outcome_BF[:, 0].tolist() == [slot + 100 for slot in slots]
 
 
 @pytest.mark.parametrize(("slots", "num_drafted"), [([0], 1), ([0], 3), ([0, 1, 2, 3, 0], 2)])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from agentspec.kernels.reference.philox import PURPOSE_FORCED_ACCEPT, uniform
 from agentspec.kernels.reference.verdict import count_matches, force_matches, truncate
-from agentspec.kernels.slots import TOKENS, Commit, SlotLimits, SlotState, Window
+from agentspec.kernels.slots import TOKENS, Commit, OutcomeRows, SlotLimits, SlotState, Window
 from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, STOP_ID, STOP_LENGTH, ZERO_ROW
 
 
@@ -34,8 +34,8 @@ def commit_window(
     old_BF = slots_SF.index_select(0, slot_ids_B)
     old = SlotState.of(old_BF)
     limits = SlotLimits.of(limits_SF.index_select(0, slot_ids_B))
-    active_B1 = (old.active_B > 0)[:, None]
-    start_B = torch.where(old.active_B > 0, old.length_B, 0)
+    active_B = old.active_B > 0
+    start_B = torch.where(active_B, old.length_B, 0)
 
     num_offered_B = old.num_valid_drafts_B.clamp(max=num_columns - 1)
     drafts_Bk = old.tokens_BW[:, 1:num_columns]
@@ -52,37 +52,44 @@ def commit_window(
     length_B = start_B + num_emitted_B
     stop_B = verdict.hit_stop_id_B * STOP_ID + verdict.hit_limit_B * STOP_LENGTH
     write_rows_BW, checkpoint_rows_B2, checkpoint_lens_B2 = rotate_checkpoints(old, length_B, block_tokens)
-    new = SlotState(
-        active_B=(stop_B == 0).to(torch.int64),
-        length_B=length_B,
-        read_row_B=old.write_rows_BW.gather(1, last_B1).squeeze(1),
-        num_valid_drafts_B=torch.full_like(length_B, num_columns - 1),
-        checkpoint_rows_B2=checkpoint_rows_B2,
-        checkpoint_lens_B2=checkpoint_lens_B2,
-        tokens_BW=torch.cat((tokens_BT.gather(1, last_B1), old.tokens_BW[:, 1:]), dim=1),
-        write_rows_BW=write_rows_BW,
-    )
-    new_BF = torch.where(active_B1, new.packed(), old_BF)
+    new_BF = old_BF.clone()
+    new = SlotState.of(new_BF)
+    new.active_B.copy_(stop_B == 0)
+    new.length_B.copy_(length_B)
+    new.read_row_B.copy_(old.write_rows_BW.gather(1, last_B1).squeeze(1))
+    new.num_valid_drafts_B.fill_(num_columns - 1)
+    new.checkpoint_rows_B2.copy_(checkpoint_rows_B2)
+    new.checkpoint_lens_B2.copy_(checkpoint_lens_B2)
+    new.tokens_BW[:, :1] = tokens_BT.gather(1, last_B1)
+    new.write_rows_BW.copy_(write_rows_BW)
+    new_BF = torch.where(active_B[:, None], new_BF, old_BF)
     slots_SF.index_copy_(0, slot_ids_B, new_BF)
-    happened_B4 = torch.stack((num_emitted_B, verdict.num_accepted_B, num_offered_B, stop_B), dim=1)
-    no_drafts_Bk = tokens_BT.new_zeros(tokens_BT.shape[0], num_columns - 1)
-    happened_BF = torch.cat((happened_B4 * active_B1, new_BF[:, : SlotState.NUM_SCALARS], tokens_BT, no_drafts_Bk), dim=1)
-    return Commit(tokens_BT=tokens_BT, num_accepted_B=verdict.num_accepted_B, draft_start_B=start_B + 1, happened_BF=happened_BF)
+
+    outcome_BF = old_BF.new_zeros(old_BF.shape[0], OutcomeRows.num_fields(num_columns))
+    outcome = OutcomeRows.of(outcome_BF)
+    outcome.num_emitted_B.copy_(num_emitted_B * active_B)
+    outcome.num_accepted_B.copy_(verdict.num_accepted_B * active_B)
+    outcome.num_offered_B.copy_(num_offered_B * active_B)
+    outcome.stop_B.copy_(stop_B * active_B)
+    outcome.scalars_BF.copy_(new_BF[:, :TOKENS])
+    outcome.tokens_BT.copy_(tokens_BT)
+    return Commit(tokens_BT=tokens_BT, num_accepted_B=verdict.num_accepted_B, draft_start_B=start_B + 1, outcome_BF=outcome_BF)
 
 
-def publish_drafts(slots_SF: Tensor, slot_ids_B: Tensor, happened_BF: Tensor, drafts_Bk: Tensor) -> None:
+def publish_drafts(slots_SF: Tensor, slot_ids_B: Tensor, outcome_BF: Tensor, drafts_Bk: Tensor) -> None:
     num_drafts = drafts_Bk.shape[1]
     if num_drafts == 0:
         return
-    happened_BF[:, -num_drafts:] = drafts_Bk
+    outcome = OutcomeRows.of(outcome_BF)
+    outcome.drafts_Bk.copy_(drafts_Bk)
     # A slot that the step has just ended is inert, and nothing reads its drafts; one that was inert before it keeps what it has.
-    was_active_B1 = happened_BF[:, :1] > 0
-    columns = slice(TOKENS + 1, TOKENS + 1 + num_drafts)
-    old_Bk = slots_SF[:, columns].index_select(0, slot_ids_B)
-    slots_SF[:, columns].index_copy_(0, slot_ids_B, torch.where(was_active_B1, drafts_Bk, old_Bk))
+    was_active_B1 = outcome.num_emitted_B[:, None] > 0
+    slot_drafts_Sk = SlotState.of(slots_SF).tokens_BW[:, 1 : 1 + num_drafts]
+    old_Bk = slot_drafts_Sk.index_select(0, slot_ids_B)
+    slot_drafts_Sk.index_copy_(0, slot_ids_B, torch.where(was_active_B1, drafts_Bk, old_Bk))
 
 
-def rotate_checkpoints(slot: SlotState, length_B: Tensor, block_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+def rotate_checkpoints(slot: SlotState[Tensor], length_B: Tensor, block_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """Where the committed length crosses a block boundary, the write row at that boundary becomes the newer rolling checkpoint.
 
     The older checkpoint's row takes its place among the write rows. `slot` is the slot before the step, length_B its length after it.

@@ -16,7 +16,7 @@ from torch import Tensor
 from agentspec import types
 from agentspec.kernels import slots
 from agentspec.kernels.reference.philox import PURPOSE_FORCED_ACCEPT
-from agentspec.kernels.slots import Commit, Window
+from agentspec.kernels.slots import Commit, OutcomeRows, Window
 from agentspec.kernels.triton.launch import OVERLAPPED, await_previous, release_next
 
 _PAGES_A_PROGRAM = 1024
@@ -38,7 +38,11 @@ _STOP_ID = tl.constexpr(types.STOP_ID)
 _STOP_LENGTH = tl.constexpr(types.STOP_LENGTH)
 _PURPOSE_FORCED_ACCEPT = tl.constexpr(PURPOSE_FORCED_ACCEPT)
 
-_NUM_COUNTS = tl.constexpr(slots.NUM_COUNTS)
+_NUM_EMITTED = tl.constexpr(slots.NUM_EMITTED)
+_NUM_ACCEPTED = tl.constexpr(slots.NUM_ACCEPTED)
+_NUM_OFFERED = tl.constexpr(slots.NUM_OFFERED)
+_SCALARS = tl.constexpr(slots.SCALARS)
+_OUTCOME_TOKENS = tl.constexpr(slots.SCALARS + slots.TOKENS)
 
 
 def open_window(slots_SF: Tensor, page_table_SP: Tensor, slot_ids_B: Tensor, num_columns: int) -> Window:
@@ -84,7 +88,7 @@ def commit_window(
         tokens_BT=chosen_BT if forced_rate_K is None else torch.empty_like(chosen_BT),
         num_accepted_B=torch.empty(num_slots, dtype=torch.int64, device=device),
         draft_start_B=torch.empty(num_slots, dtype=torch.int64, device=device),
-        happened_BF=torch.empty(num_slots, slots.NUM_COUNTS + slots.TOKENS + 2 * num_columns - 1, dtype=torch.int64, device=device),
+        outcome_BF=torch.empty(num_slots, OutcomeRows.num_fields(num_columns), dtype=torch.int64, device=device),
     )
     _commit_window[(num_slots,)](
         slots_SF,
@@ -97,7 +101,8 @@ def commit_window(
         commit.tokens_BT,
         commit.num_accepted_B,
         commit.draft_start_B,
-        commit.happened_BF,
+        commit.outcome_BF,
+        F=commit.outcome_BF.shape[1],
         T=num_columns,
         W=_width(slots_SF),
         E=num_stop_ids,
@@ -111,20 +116,20 @@ def commit_window(
     return commit
 
 
-def publish_drafts(slots_SF: Tensor, slot_ids_B: Tensor, happened_BF: Tensor, drafts_Bk: Tensor) -> None:
+def publish_drafts(slots_SF: Tensor, slot_ids_B: Tensor, outcome_BF: Tensor, drafts_Bk: Tensor) -> None:
     num_slots, num_drafts = drafts_Bk.shape
     if num_drafts == 0:
         return
-    assert happened_BF.is_contiguous()
+    assert outcome_BF.is_contiguous()
     _publish_drafts[(num_slots,)](
         slots_SF,
         slots_SF.stride(0),
         slot_ids_B,
-        happened_BF,
+        outcome_BF,
         drafts_Bk,
         drafts_Bk.stride(0),
         drafts_Bk.stride(1),
-        F=happened_BF.shape[1],
+        F=outcome_BF.shape[1],
         K=num_drafts,
         BLOCK_K=triton.next_power_of_2(num_drafts),
         num_warps=1,
@@ -187,7 +192,8 @@ def _commit_window(  # type: ignore[no-untyped-def]
     tokens_BT,
     num_accepted_B,
     draft_start_B,
-    happened_BF,
+    outcome_BF,
+    F: tl.constexpr,
     T: tl.constexpr,
     W: tl.constexpr,
     E: tl.constexpr,
@@ -222,14 +228,15 @@ def _commit_window(  # type: ignore[no-untyped-def]
     num_accepted, stop = _truncate(token_T, num_matched, limits, length, T, E, BLOCK_T, BLOCK_E)
     tl.store(num_accepted_B + b, tl.where(is_active, num_accepted, 0))
     tl.store(draft_start_B + b, length + 1)
-    happened = happened_BF + b * (_NUM_COUNTS + _TOKENS + 2 * T - 1)
-    i = tl.arange(0, _NUM_COUNTS)
-    leading = tl.where(i == 0, num_accepted + 1, tl.where(i == 1, num_accepted, tl.where(i == 2, num_offered, stop)))
-    tl.store(happened + i, tl.where(is_active, leading, 0))
-    tl.store(happened + _NUM_COUNTS + _TOKENS + t, token_T, mask=t < T)
-    tl.store(happened + _NUM_COUNTS + _TOKENS + T + t, tl.zeros_like(token_T), mask=t < T - 1)
+    outcome = outcome_BF + b * F
+    i = tl.arange(0, _SCALARS)
+    counts = tl.where(i == _NUM_ACCEPTED, num_accepted, tl.where(i == _NUM_OFFERED, num_offered, stop))
+    counts = tl.where(i == _NUM_EMITTED, num_accepted + 1, counts)
+    tl.store(outcome + i, tl.where(is_active, counts, 0))
+    tl.store(outcome + _OUTCOME_TOKENS + t, token_T, mask=t < T)
+    tl.store(outcome + _OUTCOME_TOKENS + T + t, tl.zeros_like(token_T), mask=t < T - 1)
     last_token = tl.sum(tl.where(t == num_accepted, token_T, 0), axis=0)
-    _advance(slot, happened + _NUM_COUNTS, is_active, length, num_accepted, stop, last_token, BLOCK_TOKENS, T, W, BLOCK_W)
+    _advance(slot, outcome + _SCALARS, is_active, length, num_accepted, stop, last_token, BLOCK_TOKENS, T, W, BLOCK_W)
 
 
 @triton.jit
@@ -302,7 +309,7 @@ def _publish_drafts(  # type: ignore[no-untyped-def]
     slots_SF,
     slots_stride,
     slot_ids_B,
-    happened_BF,
+    outcome_BF,
     drafts_Bk,
     drafts_stride_b,
     drafts_stride_k,
@@ -318,6 +325,6 @@ def _publish_drafts(  # type: ignore[no-untyped-def]
     draft_K = tl.load(drafts_Bk + b * drafts_stride_b + i * drafts_stride_k, mask=i < K, other=0)
     slot = slots_SF + tl.load(slot_ids_B + b) * slots_stride
     # Active before this step: a slot that the step has just ended is inert, and nothing reads its drafts.
-    num_entered = tl.where(tl.load(happened_BF + b * F) > 0, K, 0)
-    tl.store(happened_BF + b * F + F - K + i, draft_K, mask=i < K)
+    num_entered = tl.where(tl.load(outcome_BF + b * F + _NUM_EMITTED) > 0, K, 0)
+    tl.store(outcome_BF + b * F + F - K + i, draft_K, mask=i < K)
     tl.store(slot + _TOKENS + 1 + i, draft_K, mask=i < num_entered)

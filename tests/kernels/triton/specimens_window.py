@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from agentspec.kernels.slots import OutcomeRows
 from agentspec.kernels.triton import window
 from tests.kernels.triton.specimen import Specimen
 
@@ -27,12 +28,13 @@ SPECIMENS = [
             kernel=window._commit_window,
             signature={
                 **SLOTS,
-                **dict.fromkeys(("limits_SF", "chosen_BT", "tokens_BT", "num_accepted_B", "draft_start_B", "happened_BF"), "*i64"),
+                **dict.fromkeys(("limits_SF", "chosen_BT", "tokens_BT", "num_accepted_B", "draft_start_B", "outcome_BF"), "*i64"),
                 "limits_stride": "i32",
                 **({"forced_rate_K": "*fp32"} if case == "forced" else {}),
             },
             constexprs={
                 **({} if case == "forced" else {"forced_rate_K": None}),
+                "F": OutcomeRows.num_fields(4),
                 "T": 4,
                 "W": 8,
                 "E": 18,
@@ -48,8 +50,8 @@ SPECIMENS = [
     Specimen(
         name="publish_drafts",
         kernel=window._publish_drafts,
-        signature={**SLOTS, "happened_BF": "*i64", "drafts_Bk": "*i64", "drafts_stride_b": "i32", "drafts_stride_k": "i32"},
-        constexprs={"F": 19, "K": 3, "BLOCK_K": 4},
+        signature={**SLOTS, "outcome_BF": "*i64", "drafts_Bk": "*i64", "drafts_stride_b": "i32", "drafts_stride_k": "i32"},
+        constexprs={"F": OutcomeRows.num_fields(4), "K": 3, "BLOCK_K": 4},
         num_warps=1,
     ),
 ]

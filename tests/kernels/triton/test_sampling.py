@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from agentspec.kernels.reference import sampling as reference
-from agentspec.kernels.slots import LOG_MIN_P, NUM_FLOATS, SEED, STOP_IDS, TEMPERATURE, TOP_K, TOP_P, SamplingTable
+from agentspec.kernels.slots import NUM_FLOATS, SamplingFloats, SamplingTable, SlotLimits
 from agentspec.kernels.triton import sampling as triton_sampling
 from tests.kernels.triton.poison import poison
 
@@ -38,20 +38,21 @@ class Batch:
         generator, table_size, width = torch.Generator().manual_seed(seed), len(slots) + 2, max(num_columns, 3)
         slot_ids_B = torch.randperm(table_size, generator=generator)[: len(slots)]
         table = SamplingTable(
-            limits_SF=poison(torch.empty(table_size, STOP_IDS + 2, dtype=torch.int64)),
+            limits_SF=poison(torch.empty(table_size, SlotLimits.num_fields(2), dtype=torch.int64)),
             sampling_SF=poison(torch.empty(table_size, NUM_FLOATS)),
             counts_SV=poison(torch.empty(table_size, vocab_size, dtype=torch.int32)),
             prompt_seen_SV=poison(torch.empty(table_size, vocab_size, dtype=torch.bool)),
             bias_SV=poison(torch.empty(table_size, vocab_size)),
             mask_SWX=poison(torch.empty(table_size, width, -(-vocab_size // 32), dtype=torch.int32)),
         )
+        floats, limits = SamplingFloats.of(table.sampling_SF), SlotLimits.of(table.limits_SF)
         for slot, given in zip(slot_ids_B.tolist(), slots, strict=True):
             chosen = {**NEUTRAL, **given}
-            log_min_p = math.log(chosen["min_p"]) if chosen["min_p"] else -math.inf
-            floats = [chosen["temperature"], chosen["top_p"], log_min_p, chosen["repetition"], chosen["frequency"], chosen["presence"]]
-            table.sampling_SF[slot] = torch.tensor(floats)
-            table.limits_SF[slot, TOP_K] = min(chosen["top_k"] or vocab_size, vocab_size)
-            table.limits_SF[slot, SEED] = torch.randint(2**62, (), generator=generator) * 2 + 1
+            for name in ("temperature", "top_p", "repetition", "frequency", "presence"):
+                getattr(floats, f"{name}_B")[slot] = chosen[name]
+            floats.log_min_p_B[slot] = math.log(chosen["min_p"]) if chosen["min_p"] else -math.inf
+            limits.top_k_B[slot] = min(chosen["top_k"] or vocab_size, vocab_size)
+            limits.seed_B[slot] = torch.randint(2**62, (), generator=generator) * 2 + 1
             table.counts_SV[slot] = torch.randint(-3, 3, (vocab_size,), generator=generator).clamp(min=0)
             table.prompt_seen_SV[slot] = torch.rand(vocab_size, generator=generator) < 0.2
             table.bias_SV[slot] = torch.randn(vocab_size, generator=generator) * (torch.rand(vocab_size, generator=generator) < 0.1)
@@ -106,13 +107,13 @@ def random_slot(generator: random.Random, vocab_size: int) -> dict[str, Any]:
 def check_kept_tokens_equal_the_reference(batch: Batch, device: torch.device, what: str) -> None:
     """The very set that the filters keep, but for tokens within TOP_P_TOLERANCE of a cut by top-p: a draw would rarely tell a wrong threshold."""
     table, slots = batch.table, batch.slot_ids_B
-    sampling_BF, limits_BF = table.sampling_SF[slots], table.limits_SF[slots]
+    floats, limits = SamplingFloats.of(table.sampling_SF[slots]), SlotLimits.of(table.limits_SF[slots])
     inputs = reference.DrawInputs(
-        temperature_B=sampling_BF[:, TEMPERATURE],
-        top_k_B=limits_BF[:, TOP_K],
-        top_p_B=sampling_BF[:, TOP_P],
-        log_min_p_B=sampling_BF[:, LOG_MIN_P],
-        seed_B=limits_BF[:, SEED],
+        temperature_B=floats.temperature_B,
+        top_k_B=limits.top_k_B,
+        top_p_B=floats.top_p_B,
+        log_min_p_B=floats.log_min_p_B,
+        seed_B=limits.seed_B,
     )
     tempered_BTV = (batch.logits_BTV + table.bias_SV[slots][:, None]) / inputs.temperature_B[:, None, None]
     on_device = batch.to(device)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from agentspec import kernels
 from agentspec.kernels import triton as triton_backend
+from agentspec.kernels.slots import SlotState
 from agentspec.runtime.plan import SlotOutcome, StepPlan
 from agentspec.types import SamplingParams
 from tests.fakes.compare import TOLERANCE, relative_error
@@ -50,7 +51,7 @@ def run_steps(checkpoint: Path, device: torch.device) -> tuple[list[list[SlotOut
         plan = StepPlan()
     states = {}
     for slot, running in driver.running.items():
-        length, row = running.outcomes[-1].length, driver.executor._buffers.slots_SF[slot, 2]
+        length, row = running.outcomes[-1].length, SlotState.of(driver.executor._buffers.slots_SF).read_row_B[slot]
         keys_values = model.pools.kv_AP2SGD[:, running.pages].transpose(1, 2).flatten(2, 3)[:, :, 1:length]
         parts = {
             "ssm": model.pools.ssm_LRVDK[:, row],

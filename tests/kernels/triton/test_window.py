@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from agentspec.kernels.reference import window as reference
-from agentspec.kernels.slots import STOP_IDS, SlotLimits, SlotState
+from agentspec.kernels.slots import OutcomeRows, SlotLimits, SlotState
 from agentspec.kernels.triton import window as triton_window
 from agentspec.types import STOP_ID, STOP_LENGTH
 
@@ -34,8 +34,8 @@ class Slots:
         generator = random.Random(seed)
         width, num_stop_ids, num_pages = generator.randint(1, 8), generator.choice([0, 1, 3, 18]), generator.choice([1, 5, 1030])
         num_slots, block_tokens = generator.randint(2, 6), generator.choice([16, 64])
-        slots_SF = torch.zeros(num_slots, SlotState.NUM_SCALARS + 2 * width, dtype=torch.int64)
-        limits_SF = torch.full((num_slots, STOP_IDS + num_stop_ids), -1, dtype=torch.int64)
+        slots_SF = torch.zeros(num_slots, SlotState.num_fields(width), dtype=torch.int64)
+        limits_SF = torch.full((num_slots, SlotLimits.num_fields(num_stop_ids)), -1, dtype=torch.int64)
         slot, limits = SlotState.of(slots_SF), SlotLimits.of(limits_SF)
         for s in range(num_slots):
             length = block_tokens * generator.randrange(1, 2**25) + generator.choice([0, 1, -1, -2, -5, -9, 7])
@@ -87,13 +87,18 @@ def check_windows_commit_as_the_reference_commits_them(seed: int, forced: bool, 
     for name, backend in (("triton", triton_window), ("reference", reference)):
         slots_SF = case.slots_SF.clone()
         commit = backend.commit_window(slots_SF, case.limits_SF, case.slot_ids_B, chosen_BT, forced_rate_K, block_tokens=case.block_tokens)
-        backend.publish_drafts(slots_SF, case.slot_ids_B, commit.happened_BF, drafts_Bk)
-        happened_BF = torch.where(was_active_B[:, None], commit.happened_BF, commit.happened_BF[:, : 4 + SlotState.NUM_SCALARS].sum(1, keepdim=True))
-        after[name] = (slots_SF, happened_BF, commit.draft_start_B, commit.num_accepted_B * was_active_B, commit.tokens_BT * was_active_B[:, None])
+        backend.publish_drafts(slots_SF, case.slot_ids_B, commit.outcome_BF, drafts_Bk)
+        outcome = OutcomeRows.of(commit.outcome_BF)
+        for whatever in (outcome.tokens_BT, outcome.drafts_Bk):
+            whatever.masked_fill_(~was_active_B[:, None], 0)
+        after[name] = (
+            slots_SF, commit.outcome_BF, commit.draft_start_B, commit.num_accepted_B * was_active_B, commit.tokens_BT * was_active_B[:, None]
+        )  # fmt: skip
     for got, expected in zip(after["triton"], after["reference"], strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=0, msg=lambda text: f"{seed=} {forced=}: {text}")
-    took_checkpoint = bool((after["triton"][0][:, 4:6] != case.slots_SF[:, 4:6]).any())
-    return set(after["triton"][1][was_active_B, 3].tolist()) | ({-1} if took_checkpoint else set())
+    slots_SF, outcome_BF, *_ = after["triton"]
+    took_checkpoint = not torch.equal(SlotState.of(slots_SF).checkpoint_rows_B2, SlotState.of(case.slots_SF).checkpoint_rows_B2)
+    return set(OutcomeRows.of(outcome_BF).stop_B[was_active_B].tolist()) | ({-1} if took_checkpoint else set())
 
 
 def test_windows_open_as_the_reference_opens_them(device: torch.device) -> None:
