@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentspec.runtime.plan import ChunkPlan, SlotJoin, SlotOutcome, StepOutcome, StepPlan
+from agentspec.runtime.plan import ChunkPlan, OwnRows, SlotJoin, SlotOutcome, StepOutcome, StepPlan
 from agentspec.simulate.closed_loop import TimedExecutor, VirtualClock
 from agentspec.simulate.model_costs import MODEL_COSTS, ModelCosts, model_costs
 from agentspec.types import SamplingParams
@@ -78,8 +78,7 @@ def join(slot: int) -> SlotJoin:
         slot=slot,
         length=400,
         last_token=1,
-        write_rows=[],
-        spare_rows=(0, 0),
+        rows=OwnRows(write=[], newer=0, older=0),
         page_ids=[],
         length_limit=1000,
         stop_ids=(),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from agentspec.runtime.constraint import MaskRows
 from agentspec.types import SamplingParams, TokenScore
@@ -46,6 +46,33 @@ class ChunkPlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OwnRows:
+    """The state rows that a running request owns, by what they are for."""
+
+    write: list[int]
+    """max k + 1: the state after column t of a window goes to the t-th. The first one also takes the state that a prompt's last chunk leaves."""
+    newer: int
+    """This and the next one are the spare rows, in which the newer and the older rolling checkpoint will stand."""
+    older: int
+
+    @staticmethod
+    def count(max_draft_tokens: int) -> int:
+        """How many rows a request takes."""
+        return max_draft_tokens + 3
+
+    @classmethod
+    def of(cls, rows: list[int]) -> Self:
+        """rows: `count` of them, in any order."""
+        *write, newer, older = rows
+        return cls(write=write, newer=newer, older=older)
+
+    @property
+    def prompt(self) -> int:
+        """Holds the prompt's state, as if a step had just verified its last token in column 0."""
+        return self.write[0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SlotJoin:
     """A request enters a slot: everything that the device must know of it from now on."""
 
@@ -54,12 +81,9 @@ class SlotJoin:
     length: int
     """Position of the sequence's last token."""
     last_token: int
-    write_rows: list[int]
-    """max k + 1 rows of the request's own. The first one holds the state after the whole sequence, as if a step had just verified its last token."""
-    spare_rows: tuple[int, int]
-    """The two rows that the rolling checkpoints rotate through."""
+    rows: OwnRows
     checkpoint_length: int = 0
-    """Not 0: prefill already left the state at this boundary in spare_rows[0], so it is the first rolling checkpoint."""
+    """Not 0: prefill already left the state at this boundary in `rows.newer`, so it is the first rolling checkpoint."""
     page_ids: list[int]
     length_limit: int
     """Sequence length (tokens, emitted ones included) at which the request ends with LENGTH."""

@@ -105,6 +105,7 @@ def plan_chunk(
     A chunk that doesn't end the prompt ends on a block boundary, so that every chunk starts on one. None when the budget
     doesn't reach the next boundary. A checkpoint for which no row can be had is left out."""
     assert request.lease is not None
+    assert request.rows is not None
     start, end = request.computed, request.prefill_end
     stop = min(end, start + budget)
     if stop < end:
@@ -125,9 +126,9 @@ def plan_chunk(
             covered = wanted.length
     last = (end - 1) // block * block
     if start < last <= stop and covered < last and request.decodes:
-        writes.append((last - start, request.own_rows[-2]))
+        writes.append((last - start, request.rows.newer))
         request.prompt_checkpoint = last
-    writes.append((stop - start, request.own_rows[0]))
+    writes.append((stop - start, request.rows.prompt))
     chunk = ChunkPlan(
         request_id=request.request_id,
         token_ids=request.sequence[start:stop],

@@ -19,15 +19,12 @@ from agentspec.fair_queue import Flow
 from agentspec.runtime.admission import WorkingSet
 from agentspec.runtime.constraint import DEAD_END, Constraint, MaskRows
 from agentspec.runtime.least_tokens import MET, LeastTokens
-from agentspec.runtime.plan import MAX_ALTERNATIVES, SlotOutcome
+from agentspec.runtime.plan import MAX_ALTERNATIVES, OwnRows, SlotOutcome
 from agentspec.text.detokenizer import Detokenizer
 from agentspec.types import STOP_ID, STOP_RUNNING, CheckpointKind, FinishReason, ModelSpec, TokenScore, tokens
 from agentspec.wire import FinishEvent, SpecStats, Submit, TokensEvent, Usage
 
 logger = logging.getLogger("agentspec")
-
-NUM_SPARE_ROWS = 2
-"""Of a request's own rows: those that its rolling checkpoints rotate through."""
 
 
 class Phase(enum.Enum):
@@ -74,8 +71,7 @@ class Request:
     """Row that holds the state after `computed` tokens, as far as prefill has been planned."""
     computed: int = 0
     """Tokens that planned prefill chunks have brought into the state."""
-    own_rows: list[int] = field(default_factory=list)
-    """max k + 1 write rows, then the two spare rows."""
+    rows: OwnRows | None = None
     need: WorkingSet | None = None
     """What admission last reckoned that this turn would take of the memory; None: not reckoned yet."""
     pending: list[PendingCheckpoint] = field(default_factory=list)
@@ -84,7 +80,7 @@ class Request:
     promised: set[int] = field(default_factory=set)
     """Lengths of the checkpoints that prefill will still publish: those pending and those in flight."""
     prompt_checkpoint: int = 0
-    """Length of the rolling checkpoint that prefill leaves in the first spare row; 0: none."""
+    """Length of the rolling checkpoint that prefill leaves in `rows.newer`; 0: none."""
     rolling: tuple[tuple[int, int], ...] = ()
     """(row, length) of the rolling checkpoints as of the last collected step."""
     takes_first_step: bool = False
@@ -164,7 +160,8 @@ class Request:
             met, self.constraint = self.constraint, self.constraint.inner
             if self.constraint is None:
                 self.dead_end = None
-                return met.free_rows(len(self.own_rows) - NUM_SPARE_ROWS)
+                assert self.rows is not None
+                return met.free_rows(len(self.rows.write))
         try:
             masks = self.constraint.masks(drafts)
         except Exception as error:

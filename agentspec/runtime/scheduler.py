@@ -19,7 +19,7 @@ from agentspec.runtime.fairness import FairShare
 from agentspec.runtime.flight import Flight
 from agentspec.runtime.metrics import EngineMetrics
 from agentspec.runtime.pace import Pace, StepTimes
-from agentspec.runtime.plan import ChunkPlan, SlotJoin, SlotOutcome, StepOutcome, StepPlan
+from agentspec.runtime.plan import ChunkPlan, OwnRows, SlotJoin, SlotOutcome, StepOutcome, StepPlan
 from agentspec.runtime.prefill_plan import BRANCH_GAP_BLOCKS, is_promised, plan_chunk, shares, wanted_checkpoints
 from agentspec.runtime.request import Phase, Request
 from agentspec.runtime.turn_trust import TurnTrust
@@ -71,11 +71,6 @@ class Scheduler:
         self._full_since = -1
         """`_num_let_go` when a waiting request last found no room."""
         self._events: list[Event] = []
-
-    @property
-    def rows_per_request(self) -> int:
-        """max k + 1 write rows and two spare rows."""
-        return self._max_draft_tokens + 3
 
     @property
     def num_waiting(self) -> int:
@@ -267,7 +262,7 @@ class Scheduler:
     def _take_room(self, request: Request, match: Match, pages: int) -> bool:
         """Lease the match, take pages and rows, and start what is to be fetched; False, with everything given back, when there is no room for it."""
         lease = self._cache.acquire(match, session_id=request.submit.session_id)
-        rows = self._cache.take_rows(lease, self.rows_per_request) if self._cache.grow_pages(lease, pages) else None
+        rows = self._cache.take_rows(lease, OwnRows.count(self._max_draft_tokens)) if self._cache.grow_pages(lease, pages) else None
         # One that was preempted leaves the others a page each to grow into, or it is preempted again at once.
         margin = len(self._running) if request.preemptions else 0
         has_room = rows is not None and (not margin or self._cache.available_pages() >= margin)
@@ -275,7 +270,7 @@ class Scheduler:
             self._cache.release(lease, hold_seconds=self._hold_seconds)
             return False
         assert rows is not None
-        request.lease, request.own_rows = lease, rows
+        request.lease, request.rows = lease, OwnRows.of(rows)
         request.state_row, request.computed = lease.read_row, match.num_reachable
         request.prompt_checkpoint, request.rolling = 0, ()
         return True
@@ -339,7 +334,8 @@ class Scheduler:
         flight.chunks.append((request, checkpoints))
         flight.requests[request] = None
         request.computed += len(chunk.token_ids)
-        request.state_row = request.own_rows[0]
+        assert request.rows is not None
+        request.state_row = request.rows.prompt
         self._metrics.prefill_tokens += len(chunk.token_ids)
 
     def _take_row(self, request: Request) -> int | None:
@@ -354,16 +350,15 @@ class Scheduler:
         assert request.lease is not None
         assert request.slot is not None
         request.phase = Phase.DECODE
-        newer, older = request.own_rows[-2:]
-        request.rolling = ((newer, request.prompt_checkpoint), (older, 0))
+        assert request.rows is not None
+        request.rolling = ((request.rows.newer, request.prompt_checkpoint), (request.rows.older, 0))
         request.takes_first_step, request.drafts, request.stepped_at = True, [], None
         return SlotJoin(
             request_id=request.request_id,
             slot=request.slot,
             length=len(request.sequence) - 1,
             last_token=request.sequence[-1],
-            write_rows=request.own_rows[:-2],
-            spare_rows=(newer, older),
+            rows=request.rows,
             checkpoint_length=request.prompt_checkpoint,
             page_ids=list(request.lease.page_ids),
             length_limit=request.length_limit,
@@ -464,7 +459,7 @@ class Scheduler:
         self._leaves.append(request.slot)
         self._free_slots.append(request.slot)
         self._running.remove(request)
-        request.lease, request.slot, request.own_rows, request.rolling = None, None, [], ()
+        request.lease, request.slot, request.rows, request.rolling = None, None, None, ()
         request.promised.clear()
         if request.ending is not None:
             self._finish(request)

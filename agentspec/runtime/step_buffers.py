@@ -154,15 +154,15 @@ class StepBuffers:
         rows_JF = np.zeros((len(joins), self.slots_SF.shape[1]), np.int64)
         slot = SlotState.of(rows_JF)
         for join in joins:
-            assert len(join.write_rows) == self.width, f"slot {join.slot} needs {self.width} write rows, has {len(join.write_rows)}"
+            assert len(join.rows.write) == self.width, f"slot {join.slot} needs {self.width} write rows, has {len(join.rows.write)}"
             assert join.length + 1 < join.length_limit, f"slot {join.slot} has no room to emit: {join.length} + 1 tokens, limit {join.length_limit}"
         slot.active_B[:] = 1
         slot.length_B[:] = [join.length for join in joins]
-        slot.read_row_B[:] = [join.write_rows[0] for join in joins]
-        slot.checkpoint_rows_B2[:] = [join.spare_rows for join in joins]
+        slot.read_row_B[:] = [join.rows.prompt for join in joins]
+        slot.checkpoint_rows_B2[:] = [(join.rows.newer, join.rows.older) for join in joins]
         slot.checkpoint_lens_B2[:, 0] = [join.checkpoint_length for join in joins]
         slot.tokens_BW[:, 0] = [join.last_token for join in joins]
-        slot.write_rows_BW[:] = [join.write_rows for join in joins]
+        slot.write_rows_BW[:] = [join.rows.write for join in joins]
         return rows_JF
 
     def _limits_rows(self, joins: Sequence[SlotJoin]) -> Rows:

@@ -20,7 +20,7 @@ from agentspec.runtime.fairness import FairShare
 from agentspec.runtime.memory_plan import RESERVED, MemoryPlan
 from agentspec.runtime.metrics import EngineMetrics
 from agentspec.runtime.pace import DEFAULT_MAX_GAP, FixedPace, GapPace
-from agentspec.runtime.plan import SlotJoin, SlotOutcome, StepOutcome, StepPlan
+from agentspec.runtime.plan import OwnRows, SlotJoin, SlotOutcome, StepOutcome, StepPlan
 from agentspec.runtime.scheduler import Scheduler
 from agentspec.runtime.step_loop import StepLoop
 from agentspec.simulate.closed_loop import ClosedLoop, EndedTurn, RecordedTurn, Sessions, TimedExecutor, VirtualClock
@@ -68,9 +68,15 @@ class DryExecutor:
     def _join(self, join: SlotJoin) -> None:
         assert join.forced_output is not None, "a dry run knows its outputs"
         rest = join.forced_output[len(join.output_ids) :]
-        newer, older = join.spare_rows
         self._slots[join.slot] = _Slot(
-            join, iter(rest), join.length, list(join.write_rows), (newer, join.checkpoint_length), (older, 0), len(rest), self._emissions_of(join)
+            join,
+            iter(rest),
+            join.length,
+            list(join.rows.write),
+            (join.rows.newer, join.checkpoint_length),
+            (join.rows.older, 0),
+            len(rest),
+            self._emissions_of(join),
         )
 
     def _emissions_of(self, join: SlotJoin) -> Iterator[int] | None:
@@ -178,7 +184,7 @@ class DryMemory:
 
 def _running_rows(max_running: int, num_drafted: int) -> int:
     """Rows that no checkpoint can stand in: the reserved ones and those in which running requests write."""
-    return RESERVED + max_running * (num_drafted + 3)
+    return RESERVED + max_running * OwnRows.count(num_drafted)
 
 
 def _reserved_tokens(num_drafted: int) -> int:

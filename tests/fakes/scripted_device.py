@@ -167,19 +167,18 @@ class ScriptedDevice:
         sequence = [*join.prompt_ids, *join.output_ids]
         assert join.length == len(sequence) - 1
         assert join.last_token == sequence[-1]
-        self.check_state(join.write_rows[0], join.page_ids, sequence)
-        newer, older = join.spare_rows
+        self.check_state(join.rows.prompt, join.page_ids, sequence)
         if join.checkpoint_length:
-            self.check_state(newer, join.page_ids, sequence[: join.checkpoint_length])
+            self.check_state(join.rows.newer, join.page_ids, sequence[: join.checkpoint_length])
         self.slots[join.slot] = _Slot(
             join=join,
             sequence=sequence,
             tags=prefix_tags(sequence),
             length=join.length,
-            read_row=join.write_rows[0],
-            write_rows=list(join.write_rows),
-            newer=(newer, join.checkpoint_length),
-            older=(older, 0),
+            read_row=join.rows.prompt,
+            write_rows=list(join.rows.write),
+            newer=(join.rows.newer, join.checkpoint_length),
+            older=(join.rows.older, 0),
             pages=list(join.page_ids),
         )
 

@@ -9,7 +9,7 @@ import torch
 
 from agentspec.models.qwen3_5 import Qwen3_5Model
 from agentspec.runtime.executor import ModelExecutor
-from agentspec.runtime.plan import ChunkPlan, SlotJoin, SlotOutcome, StepPlan
+from agentspec.runtime.plan import ChunkPlan, OwnRows, SlotJoin, SlotOutcome, StepPlan
 from agentspec.types import MOST_RIDERS, SCRATCH_ROW, STOP_RUNNING, SamplingParams, tokens
 from tests.fakes.hash_chain import HashChainModel, ReferenceRequest
 
@@ -86,8 +86,7 @@ class StepDriver:
                 slot=slot,
                 length=len(known) - 1,
                 last_token=known[-1],
-                write_rows=rows[:-2],
-                spare_rows=(rows[-2], rows[-1]),
+                rows=OwnRows.of(rows),
                 page_ids=pages,
                 length_limit=request.length_limit,
                 stop_ids=request.stop_ids,

@@ -44,7 +44,7 @@ def random_masks(seed: int) -> dict[int, np.ndarray]:
 def compute_beginning(driver: StepDriver, plan: StepPlan, count: int, *, keep_at: int) -> None:
     """Take the first tokens of the plan's chunk out of it and compute them at once, leaving a state on the way too."""
     chunk = plan.chunks.pop()
-    end_row, spare_row = chunk.state_writes[-1][1], plan.joins[-1].spare_rows[0]
+    end_row, spare_row = chunk.state_writes[-1][1], plan.joins[-1].rows.newer
     ids = chunk.token_ids
     begin = replace(chunk, token_ids=ids[:count], state_writes=((keep_at, spare_row), (count, end_row)), next_token=ids[count])
     driver.executor.collect(driver.executor.launch(StepPlan(leaves=plan.leaves, chunks=[begin])))

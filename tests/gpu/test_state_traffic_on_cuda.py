@@ -72,7 +72,7 @@ def test_prompts_reach_the_pools_by_kernels_alone(cuda: torch.device, tmp_path: 
     plan = StepPlan()
     for slot, length in enumerate((1, 90, 200)):
         driver.plan_join(plan, slot, ReferenceRequest(prompt=[*range(3, 103), *range(3, 103)][:length], sampling=GREEDY, seed=slot, length_limit=250))
-        chunk, spare_row = plan.chunks[-1], plan.joins[-1].spare_rows[0]
+        chunk, spare_row = plan.chunks[-1], plan.joins[-1].rows.newer
         kept = ((64, spare_row),) if length > 64 else ()
         plan.chunks[-1] = dataclasses.replace(chunk, state_writes=(*kept, *chunk.state_writes))
     with CopyCounter(model.pools.tensors()) as counter:

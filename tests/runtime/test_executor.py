@@ -12,7 +12,7 @@ import torch
 
 from agentspec.errors import ConfigError
 from agentspec.runtime.executor import ModelExecutor
-from agentspec.runtime.plan import ChunkPlan, SlotJoin, StepPlan
+from agentspec.runtime.plan import ChunkPlan, OwnRows, SlotJoin, StepPlan
 from agentspec.types import SamplingParams, tokens
 from tests.fakes.automaton import Everything, pack
 from tests.fakes.hash_chain import HashChainModel, ReferenceRequest
@@ -65,8 +65,7 @@ def join(
         slot=slot,
         length=len(known) - 1,
         last_token=known[-1],
-        write_rows=rows[:-2],
-        spare_rows=(rows[-2], rows[-1]),
+        rows=OwnRows.of(rows),
         checkpoint_length=checkpoint_length,
         page_ids=pages,
         length_limit=10_000,

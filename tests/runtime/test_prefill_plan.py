@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from agentspec.cache.hybrid_cache import Lease
+from agentspec.runtime.plan import OwnRows
 from agentspec.runtime.prefill_plan import BRANCH_GAP_BLOCKS, GRID_BLOCKS, SYSTEM_GRID_BLOCKS, plan_chunk, wanted_checkpoints
 from agentspec.runtime.request import PendingCheckpoint, Request, new_request
 from agentspec.types import Breakpoint, CheckpointKind, ModelSpec, SamplingParams
@@ -39,7 +40,7 @@ def request(length: int, points: Sequence[tuple[int, CheckpointKind]] = (), *, c
     made = new_request(submit, number=0, spec=SPEC, max_length=10**6, engine_seed=0, token_bytes=None)
     made.computed = computed
     made.lease = Lease(num_cached=computed, read_row=0, page_ids=list(range(1, length // BLOCK + 3)))
-    made.own_rows = [50, 51, 52, 53, 60, 61]
+    made.rows = OwnRows(write=[50, 51, 52, 53], newer=60, older=61)
     return made
 
 

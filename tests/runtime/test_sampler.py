@@ -7,7 +7,7 @@ import random
 import torch
 
 from agentspec.kernels.slots import Commit, OutcomeRows, Window
-from agentspec.runtime.plan import SlotJoin
+from agentspec.runtime.plan import OwnRows, SlotJoin
 from agentspec.runtime.sampler import choose, count_emitted
 from agentspec.runtime.step_buffers import StepBuffers
 from agentspec.types import SamplingParams, tokens
@@ -32,8 +32,7 @@ def make_buffers(parameters: list[SamplingParams], *, prompt: list[int], output:
                 slot=slot,
                 length=len(prompt) + len(output) - 1,
                 last_token=(prompt + output)[-1],
-                write_rows=[2, 3, 4],
-                spare_rows=(5, 6),
+                rows=OwnRows(write=[2, 3, 4], newer=5, older=6),
                 page_ids=[1],
                 length_limit=100,
                 stop_ids=(7,),

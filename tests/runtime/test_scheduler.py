@@ -15,6 +15,7 @@ from functools import partial
 
 import pytest
 
+from agentspec.runtime.plan import OwnRows
 from agentspec.runtime.request import Phase
 from agentspec.types import CheckpointKind, FinishReason
 from agentspec.wire import FinishEvent, TokensEvent
@@ -321,7 +322,7 @@ def test_a_state_that_the_tree_has_already_gives_its_row_back() -> None:
     house.step()
     assert house.published == [("USER", 48), ("USER", 48)]
     rows = [len(request.lease.own_rows) for request in requests if request.lease is not None]
-    assert rows == [house.scheduler.rows_per_request] * 2
+    assert rows == [OwnRows.count(3)] * 2
     house.run()
 
 
