@@ -80,6 +80,7 @@ TORCH_FREE = (
     "server",
     "replay",
     "cache",
+    "mtp.acceptance",
     "mtp.depth_policy",
     "mtp.draft_vocab",
     "mtp.token_counts",

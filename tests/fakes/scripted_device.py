@@ -13,6 +13,7 @@ from typing import Any
 
 from agentspec.cache import invariants
 from agentspec.cache.hybrid_cache import HybridCache, Lease
+from agentspec.mtp.acceptance import accept
 from agentspec.runtime.admission import SessionGate
 from agentspec.runtime.constraint import Constraint
 from agentspec.runtime.fairness import FairShare
@@ -25,8 +26,6 @@ from agentspec.runtime.step_loop import StepLoop
 from agentspec.types import (
     SCRATCH_PAGE,
     SCRATCH_ROW,
-    STOP_ID,
-    STOP_LENGTH,
     STOP_RUNNING,
     ZERO_ROW,
     Breakpoint,
@@ -221,14 +220,9 @@ class ScriptedDevice:
         return self._outcome(index, slot, emitted, offered, stop)
 
     def _emit(self, slot: _Slot, count: int) -> tuple[list[int], int]:
-        emitted: list[int] = []
-        for ahead in range(count):
-            emitted.append(self._word(slot, ahead))
-            if emitted[-1] in slot.join.stop_ids:
-                return emitted, STOP_ID
-            if len(slot.sequence) + len(emitted) >= slot.join.length_limit:
-                return emitted, STOP_LENGTH
-        return emitted, STOP_RUNNING
+        chosen, room = [self._word(slot, ahead) for ahead in range(count)], slot.join.length_limit - len(slot.sequence)
+        accepted, stop = accept(chosen, chosen[:-1], num_valid=count - 1, stop_ids=slot.join.stop_ids, room=room)
+        return chosen[: accepted + 1], stop
 
     def _word(self, slot: _Slot, ahead: int) -> int:
         script = self.scripts[slot.join.request_id]

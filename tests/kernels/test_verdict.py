@@ -1,4 +1,4 @@
-"""Acceptance and truncation of a window, against a plain loop."""
+"""Acceptance and truncation of a batch of windows, against the rule for one."""
 
 from __future__ import annotations
 
@@ -7,21 +7,11 @@ import random
 import torch
 
 from agentspec.kernels.reference.verdict import count_matches, force_matches, truncate
+from agentspec.mtp.acceptance import accept
+from agentspec.types import STOP_ID, STOP_LENGTH, STOP_RUNNING
 
 
-def slow_window(chosen: list[int], drafts: list[int], num_valid: int, stop_ids: list[int], room: int) -> tuple[int, str]:
-    """Emit one token after the other, as a plain decoder would."""
-    for j, token in enumerate(chosen):
-        if token in stop_ids:
-            return j, "stop"
-        if j + 1 == room:
-            return j, "length"
-        if j >= len(drafts) or j >= num_valid or drafts[j] != token:
-            return j, ""
-    raise AssertionError("unreachable")
-
-
-def test_windows_equal_a_plain_loop() -> None:
+def test_windows_follow_the_rule() -> None:
     generator = random.Random(21)
     for case in range(3000):
         k = generator.randrange(8)
@@ -32,10 +22,10 @@ def test_windows_equal_a_plain_loop() -> None:
         chosen_BT, drafts_Bk = torch.tensor([chosen]), torch.tensor([drafts], dtype=torch.int64).view(1, k)
         matched = count_matches(chosen_BT, drafts_Bk, torch.tensor([num_valid]))
         verdict = truncate(chosen_BT, matched, torch.tensor([stop_ids + [-1] * (3 - len(stop_ids))]), torch.tensor([room]))
-        ending = "stop" if verdict.hit_stop_id_B.item() else "length" if verdict.hit_limit_B.item() else ""
+        stop = STOP_ID if verdict.hit_stop_id_B.item() else STOP_LENGTH if verdict.hit_limit_B.item() else STOP_RUNNING
         assert not (verdict.hit_stop_id_B & verdict.hit_limit_B).any()
-        expected = slow_window(chosen, drafts, num_valid, stop_ids, room)
-        assert (verdict.num_accepted_B.item(), ending) == expected, f"case {case}: {chosen=} {drafts=} {num_valid=} {stop_ids=} {room=}"
+        expected = accept(chosen, drafts, num_valid=num_valid, stop_ids=stop_ids, room=room)
+        assert (verdict.num_accepted_B.item(), stop) == expected, f"case {case}: {chosen=} {drafts=} {num_valid=} {stop_ids=} {room=}"
 
 
 def test_a_stop_id_at_the_limit_is_a_stop_id() -> None:

@@ -1,8 +1,4 @@
-"""Which drafts stand and where a window ends: pure tensor functions.
-
-Drafts are point masses, so "sample the target's token, accept the draft if it is that token" is exactly speculative sampling (the draft d
-is accepted with probability p(d), and a rejection leaves p restricted to the other tokens). It also makes the stream a function of the target's
-choices alone: which drafts were offered changes how many tokens a step emits, never which.
+"""Which drafts stand and where a window ends, for a batch: the rule of mtp/acceptance.py as pure tensor functions.
 
 Shape letters: B slots, T = k+1 columns, k drafts, E stop ids a slot.
 """

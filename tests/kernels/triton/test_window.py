@@ -12,6 +12,7 @@ from torch import Tensor
 from agentspec.kernels.reference import window as reference
 from agentspec.kernels.slots import OutcomeRows, SlotLimits, SlotState
 from agentspec.kernels.triton import window as triton_window
+from agentspec.mtp.acceptance import accept
 from agentspec.types import STOP_ID, STOP_LENGTH
 
 VOCAB_SIZE = 5
@@ -97,8 +98,25 @@ def check_windows_commit_as_the_reference_commits_them(seed: int, forced: bool, 
     for got, expected in zip(after["triton"], after["reference"], strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=0, msg=lambda text: f"{seed=} {forced=}: {text}")
     slots_SF, outcome_BF, *_ = after["triton"]
+    if not forced:
+        check_the_rule(case, chosen_BT, OutcomeRows.of(outcome_BF), f"{seed=}")
     took_checkpoint = not torch.equal(SlotState.of(slots_SF).checkpoint_rows_B2, SlotState.of(case.slots_SF).checkpoint_rows_B2)
     return set(OutcomeRows.of(outcome_BF).stop_B[was_active_B].tolist()) | ({-1} if took_checkpoint else set())
+
+
+def check_the_rule(case: Slots, chosen_BT: Tensor, outcome: OutcomeRows[Tensor], what: str) -> None:
+    """Of each active slot, what was accepted and how it ended is what mtp/acceptance.py says."""
+    for place, slot_id in enumerate(case.slot_ids_B.tolist()):
+        slot, limits = SlotState.of(case.slots_SF[slot_id, None]), SlotLimits.of(case.limits_SF[slot_id, None])
+        if slot.active_B.item():
+            expected = accept(
+                chosen_BT[place].tolist(),
+                slot.tokens_BW[0, 1 : case.num_columns].tolist(),
+                num_valid=int(slot.num_valid_drafts_B.item()),
+                stop_ids=limits.stop_ids_BE[0].tolist(),
+                room=int((limits.length_limit_B - slot.length_B - 1).item()),
+            )
+            assert (outcome.num_accepted_B[place].item(), outcome.stop_B[place].item()) == expected, what
 
 
 def test_windows_open_as_the_reference_opens_them(device: torch.device) -> None:
