@@ -212,7 +212,6 @@ class Backend(Protocol):
         limits_SF: Tensor,
         slot_ids_B: Tensor,
         chosen_BT: Tensor,
-        forced_rate_K: Tensor | None,
         *,
         block_tokens: int,
     ) -> Commit:
@@ -223,9 +222,15 @@ class Backend(Protocol):
         that boundary becomes the newer rolling checkpoint and the older checkpoint's row takes its place. Column 0 of the next window is the last
         emitted token; its drafts follow with `publish_drafts`.
 
-        chosen_BT: int64, the target's choice after every column.
-        forced_rate_K: float32, benchmarks only: a valid draft i stands, whatever was chosen, if those before it do and the uniform of (seed, its
-        position, token 0, PURPOSE_FORCED_ACCEPT) is below forced_rate_K[i] (reference/verdict.py, force_matches)."""
+        chosen_BT: int64, the target's choice after every column."""
+        ...
+
+    def force_acceptance(self, slots_SF: Tensor, limits_SF: Tensor, slot_ids_B: Tensor, chosen_BT: Tensor, rate_K: Tensor) -> Tensor:
+        """Benchmarks only, ahead of `commit_window`: make valid drafts stand at given rates. Returns what to commit in the place of chosen_BT.
+
+        Draft i stands, whatever was chosen, if those before it do and the uniform of (seed, its position, token 0, PURPOSE_FORCED_ACCEPT) is below
+        rate_K[i], float32. It becomes the choice; valid drafts that don't stand become -1 in slots_SF, which is no choice. `publish_drafts`
+        overwrites them."""
         ...
 
     def publish_drafts(self, slots_SF: Tensor, slot_ids_B: Tensor, outcome_BF: Tensor, drafts_Bk: Tensor) -> None:

@@ -208,8 +208,6 @@ class Window:
 class Commit:
     """What a step decided, before it drafts."""
 
-    tokens_BT: Tensor
-    """int64. The target's choice after each column; where acceptance was forced, the accepted drafts instead."""
     num_accepted_B: Tensor
     """int64. Drafts that stand, after stop ids and the length limit; columns 0..num_accepted are emitted."""
     draft_start_B: Tensor

@@ -8,7 +8,7 @@ Shape letters: B slots in the step, T = k+1 columns, k drafts, W = max k + 1, H 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -19,7 +19,7 @@ from agentspec.kernels.slots import OutcomeRows, Window
 from agentspec.models.protocol import StepModel, VerifyBatch
 from agentspec.mtp.drafter import Drafter
 from agentspec.runtime.plan import MAX_ALTERNATIVES, SlotOutcome
-from agentspec.runtime.sampler import choose, count_emitted, force_drafts
+from agentspec.runtime.sampler import choose, count_emitted
 from agentspec.runtime.scores import ScoreRows, score_tokens
 from agentspec.runtime.step_buffers import StepBuffers
 
@@ -76,12 +76,12 @@ def decode_step(
     sampled: bool,
     constrained: bool = False,
     forward: Forward = Forward.RUN,
-    forced_rate_K: Tensor | None = None,
+    choose: Callable[..., Tensor] = choose,
 ) -> StepResult:
     """Advance every slot of `slot_ids_B` by one window of num_drafted drafts, and draft as many for the next step.
 
     sampled: False only if every slot is greedy without penalties and bias. constrained: some slot has masks; the others' are all ones.
-    forced_rate_K: benchmarks only, see Backend.commit_window. Inert slots emit nothing and keep everything."""
+    choose: as sampler.choose. Inert slots emit nothing and keep everything."""
     ops = kernels.backend(buffers.device)
     window = open_windows(buffers, slot_ids_B, num_drafted)
     hidden_BTH = _hidden(model, window, forward)
@@ -89,14 +89,12 @@ def decode_step(
 
     # Verify: the target chooses a token after every column; drafts stand as far as they are what it chose.
     chosen_BT = choose(buffers, slot_ids_B, window, logits_BTV, sampled=sampled, constrained=constrained)
-    commit = ops.commit_window(buffers.slots_SF, buffers.limits_SF, slot_ids_B, chosen_BT, forced_rate_K, block_tokens=buffers.block_tokens)
+    commit = ops.commit_window(buffers.slots_SF, buffers.limits_SF, slot_ids_B, chosen_BT, block_tokens=buffers.block_tokens)
     if sampled:
-        count_emitted(buffers.counts_SV, slot_ids_B, commit)
+        count_emitted(buffers.counts_SV, slot_ids_B, commit.outcome_BF)
 
     # Draft: the MTP layer sees the whole window, for its K/V, and drafts from the last emitted token.
-    drafted_Bk = drafter.draft(commit.tokens_BT, hidden_BTH, commit.draft_start_B, commit.num_accepted_B, window.page_table_BP, num_drafted)
-    if forced_rate_K is not None:
-        drafted_Bk = force_drafts(buffers, slot_ids_B, commit, drafted_Bk)
+    drafted_Bk = drafter.draft(chosen_BT, hidden_BTH, commit.draft_start_B, commit.num_accepted_B, window.page_table_BP, num_drafted)
     ops.publish_drafts(buffers.slots_SF, slot_ids_B, commit.outcome_BF, drafted_Bk)
     return StepResult(outcome_BF=commit.outcome_BF, logits_BTV=logits_BTV)
 

@@ -4,7 +4,7 @@ Owns the slot buffers, the drafter and the order of a launch. Decode steps and s
 `capture` has recorded them as CUDA graphs; everything else is always eager. Knows nothing of requests beyond what a plan says, and decides nothing
 but whether windows ride, by the rule of runtime/ride.py.
 
-Shape letters: B slots in the step, F fields, K forced rates.
+Shape letters: B slots in the step, F fields.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from agentspec.models.protocol import StepModel
 from agentspec.mtp.drafter import Drafter, NullDrafter
 from agentspec.mtp.mtp_drafter import MtpDrafter
 from agentspec.runtime.decode_step import Forward, StepResult, decode_step, open_windows, read_result, score_result, verify_batch
+from agentspec.runtime.forcing import Forcing
 from agentspec.runtime.graphs import STAGE, GraphKey, GraphReport, Recorder, StepGraphs, batch_sizes, graph_keys
 from agentspec.runtime.plan import SlotJoin, SlotOutcome, StepOutcome, StepPlan
 from agentspec.runtime.prefill import run_batch, run_chunks
@@ -113,7 +114,6 @@ class ModelExecutor:
         self.most_riders = most_riders
         """May change between two plans; what the graphs hold doesn't."""
         with torch.inference_mode():
-            self._forced_rate_K = None if force_acceptance is None else stage(force_acceptance, torch.float32, self._device)
             self._buffers = StepBuffers.allocate(
                 max_running=max_running,
                 max_draft_tokens=max_draft_tokens,
@@ -122,8 +122,9 @@ class ModelExecutor:
                 num_model_stop_ids=len(model.spec.stop_token_ids),
                 block_tokens=model.spec.block_tokens,
                 device=self._device,
-                allow_forced_output=allow_forced_output,
             )
+            is_forced = allow_forced_output or force_acceptance is not None
+            self._forcing = Forcing(self._buffers, rates=force_acceptance, allow_output=allow_forced_output) if is_forced else None
 
     @torch.inference_mode()
     def capture(self, depths: Sequence[int], recorder: Recorder, progress: Progress = no_progress, *, early: bool = False) -> GraphReport:
@@ -350,7 +351,8 @@ class ModelExecutor:
         )
 
     def _step(self, slot_ids_B: Tensor, num_drafted: int, *, sampled: bool, constrained: bool, forward: Forward = Forward.RUN) -> StepResult:
-        return decode_step(
+        step = decode_step if self._forcing is None else self._forcing.step
+        return step(
             self._model,
             self._drafter,
             self._buffers,
@@ -359,7 +361,6 @@ class ModelExecutor:
             sampled=sampled,
             constrained=constrained,
             forward=forward,
-            forced_rate_K=self._forced_rate_K,
         )
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
@@ -375,6 +376,8 @@ class ModelExecutor:
 
     def _join(self, joins: Sequence[SlotJoin]) -> None:
         self._buffers.join(joins)
+        if self._forcing is not None:
+            self._forcing.join(joins)
         for join in joins:
             self._alternatives[join.slot] = join.logprobs
             self._needs_sampler[join.slot] = not join.sampling.is_greedy or join.sampling.has_penalties or bool(join.sampling.logit_bias)

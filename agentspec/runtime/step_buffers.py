@@ -49,9 +49,6 @@ class StepBuffers:
     """float32 [S, V]. Padding 0. Writer: join. Reader: the sampler."""
     mask_SWX: Tensor
     """int32 [S, W, X], bits as in constraint.MaskRows. Padding -1 (all allowed). Writer: join, masks of a plan. Reader: the constrained step."""
-    forced_SL: Tensor | None
-    """int32 [S, L]. Tokens of forced outputs at their positions in the sequence. Padding -1 (the target chooses). Writer: join. Reader: the sampler.
-    None: no output may be forced."""
     block_tokens: int
     """Tokens in a page, and the grid of checkpoints."""
 
@@ -66,7 +63,6 @@ class StepBuffers:
         num_model_stop_ids: int,
         block_tokens: int,
         device: torch.device,
-        allow_forced_output: bool = False,
     ) -> Self:
         num_slots, width = max_running + 1, max_draft_tokens + 1
         slots_SF = torch.zeros(num_slots, SlotState.num_fields(width), dtype=torch.int64, device=device)
@@ -80,9 +76,6 @@ class StepBuffers:
         limits.length_limit_B.fill_(torch.iinfo(torch.int64).max)
         limits.seed_B.fill_(0)
         limits.top_k_B.fill_(vocab_size)
-        forced_SL = None
-        if allow_forced_output:
-            forced_SL = torch.full((num_slots, max_pages_per_slot * block_tokens), -1, dtype=torch.int32, device=device)
         sampling_SF = torch.from_numpy(_sampling_rows([SamplingParams(temperature=0.0)])).repeat(num_slots, 1).to(device)
         return cls(
             slots_SF=slots_SF,
@@ -93,7 +86,6 @@ class StepBuffers:
             prompt_seen_SV=torch.zeros(num_slots, vocab_size, dtype=torch.bool, device=device),
             bias_SV=torch.zeros(num_slots, vocab_size, dtype=torch.float32, device=device),
             mask_SWX=torch.full((num_slots, width, -(-vocab_size // 32)), -1, dtype=torch.int32, device=device),
-            forced_SL=forced_SL,
             block_tokens=block_tokens,
         )
 
@@ -147,8 +139,6 @@ class StepBuffers:
         self.page_table_SP[slot_ids_J] = stage(page_rows, torch.int32, self.device)
         for join in joins:
             self._join_vocabulary(join)
-            if self.forced_SL is not None:
-                self._join_forced(self.forced_SL[join.slot], join)
 
     def _slot_rows(self, joins: Sequence[SlotJoin]) -> Rows:
         rows_JF = np.zeros((len(joins), self.slots_SF.shape[1]), np.int64)
@@ -188,12 +178,6 @@ class StepBuffers:
             seen = np.bincount(np.array(join.prompt_ids, dtype=np.int64), minlength=self.vocab_size) > 0
             self.counts_SV[join.slot] = stage(counts, torch.int32, self.device)
             self.prompt_seen_SV[join.slot] = stage(seen, torch.bool, self.device)
-
-    def _join_forced(self, forced_L: Tensor, join: SlotJoin) -> None:
-        forced_L.fill_(-1)
-        if join.forced_output is not None:
-            start = len(join.prompt_ids)
-            forced_L[start : start + len(join.forced_output)] = stage(np.array(join.forced_output), torch.int32, self.device)
 
 
 def stage(values: object, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -46,7 +46,7 @@ def test_a_captured_window_moves_on_with_every_replay(cuda: torch.device) -> Non
 
     def step(backend: Any, slots_SF: Tensor) -> Tensor:
         window = backend.open_window(slots_SF, case.page_table_SP, case.slot_ids_B, num_columns)
-        commit = backend.commit_window(slots_SF, limits_SF, case.slot_ids_B, chosen_BT, None, block_tokens=case.block_tokens)
+        commit = backend.commit_window(slots_SF, limits_SF, case.slot_ids_B, chosen_BT, block_tokens=case.block_tokens)
         backend.publish_drafts(slots_SF, case.slot_ids_B, commit.outcome_BF, drafts_Bk)
         return window.start_B
 

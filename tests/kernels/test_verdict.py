@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from agentspec.kernels.reference.verdict import count_matches, force_matches, truncate
+from agentspec.kernels.reference.verdict import count_matches, truncate
 from agentspec.mtp.acceptance import accept
 from agentspec.types import STOP_ID, STOP_LENGTH, STOP_RUNNING
 
@@ -33,19 +33,3 @@ def test_a_stop_id_at_the_limit_is_a_stop_id() -> None:
     assert verdict.num_accepted_B.item() == 1
     assert verdict.hit_stop_id_B.item()
     assert not verdict.hit_limit_B.item()
-
-
-def test_forced_matches_follow_the_rates_and_never_accept_left_overs() -> None:
-    chosen = torch.tensor([[1, 2, 3, 4]]).expand(4, 4)
-    drafts = torch.tensor([[10, 20, 30]]).expand(4, 3)
-    uniforms = torch.tensor([[0.1, 0.1, 0.1], [0.1, 0.9, 0.1], [0.9, 0.1, 0.1], [0.1, 0.1, 0.1]], dtype=torch.float64)
-    tokens, matched = force_matches(chosen, drafts, torch.tensor([3, 3, 3, 2]), uniforms, torch.tensor([0.5, 0.5, 0.5, 0.5]))
-    assert matched.tolist() == [3, 1, 0, 2]
-    assert tokens.tolist() == [[10, 20, 30, 4], [10, 2, 3, 4], [1, 2, 3, 4], [10, 20, 3, 4]]
-
-
-def test_forced_rates_zero_and_one_are_exact() -> None:
-    chosen, drafts = torch.tensor([[1, 2, 3]]), torch.tensor([[7, 8]])
-    smallest, largest = 0.5 * 2.0**-24, 1 - 0.5 * 2.0**-24
-    uniforms = torch.tensor([[largest, smallest]], dtype=torch.float64)
-    assert force_matches(chosen, drafts, torch.tensor([2]), uniforms, torch.tensor([1.0, 0.0]))[1].item() == 1

@@ -23,7 +23,7 @@ from agentspec.kernels import PrefillBatch
 from agentspec.kernels.prefill_batch import OFFSET, READ_ROW
 from agentspec.kernels.reference import sampling, verdict, window
 from agentspec.kernels.reference.sampling import DrawInputs
-from agentspec.kernels.slots import Commit, SlotState, Window
+from agentspec.kernels.slots import OutcomeRows, SlotState, Window
 from agentspec.mtp.mtp_drafter import MtpDrafter
 from agentspec.runtime import decode_step, executor, scheduler
 from agentspec.runtime.admission import SessionGate
@@ -425,8 +425,10 @@ def penalties_overlook_drafts(patch: Patch) -> None:
 def penalties_count_rejected_drafts(patch: Patch) -> None:
     original = decode_step.count_emitted
 
-    def count(counts_SV: Tensor, slot_ids_B: Tensor, commit: Commit) -> None:
-        original(counts_SV, slot_ids_B, replace(commit, outcome_BF=torch.full_like(commit.outcome_BF, commit.tokens_BT.shape[1])))
+    def count(counts_SV: Tensor, slot_ids_B: Tensor, outcome_BF: Tensor) -> None:
+        whole_BF = outcome_BF.clone()
+        OutcomeRows.of(whole_BF).num_emitted_B.fill_(whole_BF.shape[1])
+        original(counts_SV, slot_ids_B, whole_BF)
 
     patch.setattr(decode_step, "count_emitted", count)
 

@@ -17,6 +17,7 @@ from agentspec.kernels.slots import OutcomeRows, SlotState
 from agentspec.models.protocol import VerifyBatch
 from agentspec.mtp.mtp_drafter import MtpDrafter
 from agentspec.runtime.decode_step import Forward, decode_step, read_result, score_result
+from agentspec.runtime.forcing import Forcing
 from agentspec.runtime.plan import MAX_ALTERNATIVES, StepPlan
 from agentspec.runtime.step_buffers import StepBuffers
 from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, STOP_ID, STOP_LENGTH, STOP_RUNNING, SamplingParams
@@ -301,9 +302,9 @@ def test_a_step_never_reads_the_device(
     )
     model = MetaModel(8, 99)
     slots = torch.empty(3, dtype=torch.int64, device=meta)
-    rates = torch.empty(4, device=meta) if forced else None
-    variant: dict[str, Any] = {"sampled": sampled, "constrained": constrained, "forward": forward, "forced_rate_K": rates}
-    result = decode_step(model, MtpDrafter(model), buffers, slots, num_drafted=k, **variant)  # type: ignore[arg-type]
+    step = Forcing(buffers, rates=(0.5,) * 4, allow_output=True).step if forced else decode_step
+    variant: dict[str, Any] = {"sampled": sampled, "constrained": constrained, "forward": forward}
+    result = step(model, MtpDrafter(model), buffers, slots, num_drafted=k, **variant)  # type: ignore[arg-type]
     rows = OutcomeRows.of(result.outcome_BF)
     assert (result.outcome_BF.device, result.outcome_BF.dtype) == (meta, torch.int64)
     assert (rows.tokens_BT.shape, rows.drafts_Bk.shape) == ((3, k + 1), (3, k))

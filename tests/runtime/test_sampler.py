@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from agentspec.kernels.slots import Commit, OutcomeRows, Window
+from agentspec.kernels.slots import OutcomeRows, Window
 from agentspec.runtime.plan import OwnRows, SlotJoin
 from agentspec.runtime.sampler import choose, count_emitted
 from agentspec.runtime.step_buffers import StepBuffers
@@ -98,9 +98,8 @@ def test_counts_follow_emitted_tokens() -> None:
         num_emitted = [generator.randrange(4) for _ in slots]  # 0: an inert slot
         outcome_BF = torch.full((2, OutcomeRows.num_fields(3)), 9)
         OutcomeRows.of(outcome_BF).num_emitted_B.copy_(torch.tensor(num_emitted))
-        nothing = torch.zeros(2, dtype=torch.int64)
-        commit = Commit(tokens_BT=torch.tensor(emitted), num_accepted_B=nothing, draft_start_B=nothing, outcome_BF=outcome_BF)
-        count_emitted(buffers.counts_SV, torch.tensor(slots), commit)
+        OutcomeRows.of(outcome_BF).tokens_BT.copy_(torch.tensor(emitted))
+        count_emitted(buffers.counts_SV, torch.tensor(slots), outcome_BF)
         for slot, ids, count in zip(slots, emitted, num_emitted, strict=True):
             for token in ids[:count]:
                 expected[slot][token] += 1

@@ -1,5 +1,6 @@
 """Every operation in plain torch: slow, readable, and what faster implementations are tested against. A backend.Backend."""
 
+from agentspec.kernels.reference.forcing import force_acceptance
 from agentspec.kernels.reference.fused import (
     add_experts,
     add_linear,
@@ -29,6 +30,7 @@ __all__ = [
     "attention_prefill",
     "attention_step",
     "commit_window",
+    "force_acceptance",
     "gated_delta_prefill",
     "gated_delta_step",
     "linear",

@@ -28,17 +28,6 @@ def count_matches(chosen_BT: Tensor, drafts_Bk: Tensor, num_valid_B: Tensor) -> 
     return torch.minimum((chosen_BT[:, :-1] == drafts_Bk).cumprod(1).sum(1), num_valid_B)
 
 
-def force_matches(chosen_BT: Tensor, drafts_Bk: Tensor, num_valid_B: Tensor, uniform_Bk: Tensor, rate_k: Tensor) -> tuple[Tensor, Tensor]:
-    """Benchmarks only: accept draft i with probability rate_k[i] whatever the target chose; never one that was not really drafted.
-
-    Returns (tokens_BT, num_matched_B): the accepted drafts, then the target's choices."""
-    num_drafts = drafts_Bk.shape[1]
-    column_k = torch.arange(num_drafts, device=drafts_Bk.device)
-    accepted_Bk = ((uniform_Bk < rate_k[:num_drafts]) & (column_k < num_valid_B[:, None])).cumprod(1)
-    tokens_BT = torch.cat((torch.where(accepted_Bk > 0, drafts_Bk, chosen_BT[:, :-1]), chosen_BT[:, -1:]), dim=1)
-    return tokens_BT, accepted_Bk.sum(1)
-
-
 def truncate(tokens_BT: Tensor, num_matched_B: Tensor, stop_ids_BE: Tensor, room_B: Tensor) -> Verdict:
     """Cut the window after its first stop id, and where the length limit is reached.
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from agentspec.kernels.reference.philox import PURPOSE_FORCED_ACCEPT, uniform
-from agentspec.kernels.reference.verdict import count_matches, force_matches, truncate
+from agentspec.kernels.reference.verdict import count_matches, truncate
 from agentspec.kernels.slots import TOKENS, Commit, OutcomeRows, SlotLimits, SlotState, Window
 from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, STOP_ID, STOP_LENGTH, ZERO_ROW
 
@@ -27,9 +26,7 @@ def open_window(slots_SF: Tensor, page_table_SP: Tensor, slot_ids_B: Tensor, num
     )
 
 
-def commit_window(
-    slots_SF: Tensor, limits_SF: Tensor, slot_ids_B: Tensor, chosen_BT: Tensor, forced_rate_K: Tensor | None, *, block_tokens: int
-) -> Commit:
+def commit_window(slots_SF: Tensor, limits_SF: Tensor, slot_ids_B: Tensor, chosen_BT: Tensor, *, block_tokens: int) -> Commit:
     num_columns = chosen_BT.shape[1]
     old_BF = slots_SF.index_select(0, slot_ids_B)
     old = SlotState.of(old_BF)
@@ -38,14 +35,8 @@ def commit_window(
     start_B = torch.where(active_B, old.length_B, 0)
 
     num_offered_B = old.num_valid_drafts_B.clamp(max=num_columns - 1)
-    drafts_Bk = old.tokens_BW[:, 1:num_columns]
-    if forced_rate_K is None:
-        tokens_BT, num_matched_B = chosen_BT, count_matches(chosen_BT, drafts_Bk, num_offered_B)
-    else:
-        position_Bk = start_B[:, None] + 1 + torch.arange(num_columns - 1, device=start_B.device)
-        uniform_Bk = uniform(limits.seed_B[:, None].expand_as(position_Bk), position_Bk, 1, PURPOSE_FORCED_ACCEPT)[..., 0]
-        tokens_BT, num_matched_B = force_matches(chosen_BT, drafts_Bk, num_offered_B, uniform_Bk, forced_rate_K)
-    verdict = truncate(tokens_BT, num_matched_B, limits.stop_ids_BE, limits.length_limit_B - start_B - 1)
+    num_matched_B = count_matches(chosen_BT, old.tokens_BW[:, 1:num_columns], num_offered_B)
+    verdict = truncate(chosen_BT, num_matched_B, limits.stop_ids_BE, limits.length_limit_B - start_B - 1)
 
     last_B1 = verdict.num_accepted_B[:, None]
     num_emitted_B = verdict.num_accepted_B + 1
@@ -60,7 +51,7 @@ def commit_window(
     new.num_valid_drafts_B.fill_(num_columns - 1)
     new.checkpoint_rows_B2.copy_(checkpoint_rows_B2)
     new.checkpoint_lens_B2.copy_(checkpoint_lens_B2)
-    new.tokens_BW[:, :1] = tokens_BT.gather(1, last_B1)
+    new.tokens_BW[:, :1] = chosen_BT.gather(1, last_B1)
     new.write_rows_BW.copy_(write_rows_BW)
     new_BF = torch.where(active_B[:, None], new_BF, old_BF)
     slots_SF.index_copy_(0, slot_ids_B, new_BF)
@@ -72,8 +63,8 @@ def commit_window(
     outcome.num_offered_B.copy_(num_offered_B * active_B)
     outcome.stop_B.copy_(stop_B * active_B)
     outcome.scalars_BF.copy_(new_BF[:, :TOKENS])
-    outcome.tokens_BT.copy_(tokens_BT)
-    return Commit(tokens_BT=tokens_BT, num_accepted_B=verdict.num_accepted_B, draft_start_B=start_B + 1, outcome_BF=outcome_BF)
+    outcome.tokens_BT.copy_(chosen_BT)
+    return Commit(num_accepted_B=verdict.num_accepted_B, draft_start_B=start_B + 1, outcome_BF=outcome_BF)
 
 
 def publish_drafts(slots_SF: Tensor, slot_ids_B: Tensor, outcome_BF: Tensor, drafts_Bk: Tensor) -> None:

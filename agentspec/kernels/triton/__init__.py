@@ -3,6 +3,7 @@
 from agentspec.kernels.triton.attention import attention_step
 from agentspec.kernels.triton.cache_keys import settle_keys
 from agentspec.kernels.triton.chunked_delta import gated_delta_prefill
+from agentspec.kernels.triton.forcing import force_acceptance
 from agentspec.kernels.triton.gated_delta import gated_delta_step
 from agentspec.kernels.triton.hidden import save_hidden
 from agentspec.kernels.triton.linear_layers import add_linear, linear, logits, nearest_token, norm_linear, norm_swiglu
@@ -19,6 +20,7 @@ __all__ = [
     "attention_prefill",
     "attention_step",
     "commit_window",
+    "force_acceptance",
     "gated_delta_prefill",
     "gated_delta_step",
     "linear",

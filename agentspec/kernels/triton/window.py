@@ -15,7 +15,6 @@ from torch import Tensor
 
 from agentspec import types
 from agentspec.kernels import slots
-from agentspec.kernels.reference.philox import PURPOSE_FORCED_ACCEPT
 from agentspec.kernels.slots import Commit, OutcomeRows, Window
 from agentspec.kernels.triton.launch import OVERLAPPED, await_previous, release_next
 
@@ -29,14 +28,12 @@ _CHECKPOINT_ROWS = tl.constexpr(slots.CHECKPOINT_ROWS)
 _CHECKPOINT_LENS = tl.constexpr(slots.CHECKPOINT_LENS)
 _TOKENS = tl.constexpr(slots.TOKENS)
 _LENGTH_LIMIT = tl.constexpr(slots.LENGTH_LIMIT)
-_SEED = tl.constexpr(slots.SEED)
 _STOP_IDS = tl.constexpr(slots.STOP_IDS)
 _ZERO_ROW = tl.constexpr(types.ZERO_ROW)
 _SCRATCH_ROW = tl.constexpr(types.SCRATCH_ROW)
 _SCRATCH_PAGE = tl.constexpr(types.SCRATCH_PAGE)
 _STOP_ID = tl.constexpr(types.STOP_ID)
 _STOP_LENGTH = tl.constexpr(types.STOP_LENGTH)
-_PURPOSE_FORCED_ACCEPT = tl.constexpr(PURPOSE_FORCED_ACCEPT)
 
 _NUM_EMITTED = tl.constexpr(slots.NUM_EMITTED)
 _NUM_ACCEPTED = tl.constexpr(slots.NUM_ACCEPTED)
@@ -76,16 +73,12 @@ def open_window(slots_SF: Tensor, page_table_SP: Tensor, slot_ids_B: Tensor, num
     return window
 
 
-def commit_window(
-    slots_SF: Tensor, limits_SF: Tensor, slot_ids_B: Tensor, chosen_BT: Tensor, forced_rate_K: Tensor | None, *, block_tokens: int
-) -> Commit:
-    """Of an inert slot, `tokens_BT` is what was chosen and `num_accepted_B` is 0."""
+def commit_window(slots_SF: Tensor, limits_SF: Tensor, slot_ids_B: Tensor, chosen_BT: Tensor, *, block_tokens: int) -> Commit:
+    """Of an inert slot, `num_accepted_B` is 0."""
     assert chosen_BT.is_contiguous()
-    assert forced_rate_K is None or forced_rate_K.is_contiguous()
     (num_slots, num_columns), device = chosen_BT.shape, slots_SF.device
     num_stop_ids = limits_SF.shape[1] - slots.STOP_IDS
     commit = Commit(
-        tokens_BT=chosen_BT if forced_rate_K is None else torch.empty_like(chosen_BT),
         num_accepted_B=torch.empty(num_slots, dtype=torch.int64, device=device),
         draft_start_B=torch.empty(num_slots, dtype=torch.int64, device=device),
         outcome_BF=torch.empty(num_slots, OutcomeRows.num_fields(num_columns), dtype=torch.int64, device=device),
@@ -97,8 +90,6 @@ def commit_window(
         limits_SF.stride(0),
         slot_ids_B,
         chosen_BT,
-        forced_rate_K,
-        commit.tokens_BT,
         commit.num_accepted_B,
         commit.draft_start_B,
         commit.outcome_BF,
@@ -188,8 +179,6 @@ def _commit_window(  # type: ignore[no-untyped-def]
     limits_stride,
     slot_ids_B,
     chosen_BT,
-    forced_rate_K,
-    tokens_BT,
     num_accepted_B,
     draft_start_B,
     outcome_BF,
@@ -216,15 +205,7 @@ def _commit_window(  # type: ignore[no-untyped-def]
     is_active = tl.load(slot + _ACTIVE) > 0
     length = tl.where(is_active, tl.load(slot + _LENGTH), 0)
     num_offered = tl.minimum(tl.load(slot + _NUM_VALID_DRAFTS), T - 1)
-    if forced_rate_K is None:
-        stands_T = token_T == draft_T
-    else:
-        rate_T = tl.load(forced_rate_K + t, mask=t < T - 1, other=0.0)
-        stands_T = _uniform(tl.load(limits + _SEED), length + 1 + t) < rate_T.to(tl.float64)
-    num_matched = tl.min(tl.where(stands_T & (t < num_offered), T - 1, t), axis=0).to(tl.int64)
-    if forced_rate_K is not None:
-        token_T = tl.where(is_active & (t < num_matched), draft_T, token_T)
-        tl.store(tokens_BT + b * T + t, token_T, mask=t < T)
+    num_matched = tl.min(tl.where((token_T == draft_T) & (t < num_offered), T - 1, t), axis=0).to(tl.int64)
     num_accepted, stop = _truncate(token_T, num_matched, limits, length, T, E, BLOCK_T, BLOCK_E)
     tl.store(num_accepted_B + b, tl.where(is_active, num_accepted, 0))
     tl.store(draft_start_B + b, length + 1)
@@ -237,14 +218,6 @@ def _commit_window(  # type: ignore[no-untyped-def]
     tl.store(outcome + _OUTCOME_TOKENS + T + t, tl.zeros_like(token_T), mask=t < T - 1)
     last_token = tl.sum(tl.where(t == num_accepted, token_T, 0), axis=0)
     _advance(slot, outcome + _SCALARS, is_active, length, num_accepted, stop, last_token, BLOCK_TOKENS, T, W, BLOCK_W)
-
-
-@triton.jit
-def _uniform(seed, position):  # type: ignore[no-untyped-def]
-    """float64 in (0, 1): the draw of token 0 for PURPOSE_FORCED_ACCEPT at each position. See reference/philox.py."""
-    zeros = tl.zeros_like(position).to(tl.uint32)
-    word, _, _, _ = tl.philox(seed, zeros, position.to(tl.uint32), zeros + _PURPOSE_FORCED_ACCEPT, zeros)
-    return ((word >> 8).to(tl.float64) + 0.5) * 5.9604644775390625e-08  # 2 ** -24
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentspec.kernels.slots import OutcomeRows
-from agentspec.kernels.triton import window
+from agentspec.kernels.triton import forcing, window
 from tests.kernels.triton.specimen import Specimen
 
 SLOTS = {"slots_SF": "*i64", "slots_stride": "i32", "slot_ids_B": "*i64"}
@@ -22,30 +22,32 @@ SPECIMENS = [
         multiples_of_16=("page_table_stride", "num_pages"),
         instructions=("ld.global.v4",),
     ),
-    *(
-        Specimen(
-            name=f"commit_window {case}",
-            kernel=window._commit_window,
-            signature={
-                **SLOTS,
-                **dict.fromkeys(("limits_SF", "chosen_BT", "tokens_BT", "num_accepted_B", "draft_start_B", "outcome_BF"), "*i64"),
-                "limits_stride": "i32",
-                **({"forced_rate_K": "*fp32"} if case == "forced" else {}),
-            },
-            constexprs={
-                **({} if case == "forced" else {"forced_rate_K": None}),
-                "F": OutcomeRows.num_fields(4),
-                "T": 4,
-                "W": 8,
-                "E": 18,
-                "BLOCK_TOKENS": 64,
-                "BLOCK_T": 4,
-                "BLOCK_W": 8,
-                "BLOCK_E": 32,
-            },
-            num_warps=1,
-        )
-        for case in ("chosen", "forced")
+    Specimen(
+        name="commit_window",
+        kernel=window._commit_window,
+        signature={
+            **SLOTS,
+            **dict.fromkeys(("limits_SF", "chosen_BT", "num_accepted_B", "draft_start_B", "outcome_BF"), "*i64"),
+            "limits_stride": "i32",
+        },
+        constexprs={
+            "F": OutcomeRows.num_fields(4),
+            "T": 4,
+            "W": 8,
+            "E": 18,
+            "BLOCK_TOKENS": 64,
+            "BLOCK_T": 4,
+            "BLOCK_W": 8,
+            "BLOCK_E": 32,
+        },
+        num_warps=1,
+    ),
+    Specimen(
+        name="force_acceptance",
+        kernel=forcing._force_acceptance,
+        signature={**SLOTS, **dict.fromkeys(("limits_SF", "chosen_BT", "forced_BT"), "*i64"), "limits_stride": "i32", "rate_K": "*fp32"},
+        constexprs={"T": 4, "BLOCK_T": 4},
+        num_warps=1,
     ),
     Specimen(
         name="publish_drafts",

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentspec.kernels.reference import window as reference
+from agentspec.kernels import reference
+from agentspec.kernels import triton as triton_backend
 from agentspec.kernels.slots import OutcomeRows, SlotLimits, SlotState
-from agentspec.kernels.triton import window as triton_window
 from agentspec.mtp.acceptance import accept
 from agentspec.types import STOP_ID, STOP_LENGTH
 
@@ -67,7 +67,7 @@ class Slots:
 def check_windows_open_as_the_reference_opens_them(seed: int, device: torch.device) -> None:
     case = Slots.random(seed, device)
     arguments = (case.slots_SF, case.page_table_SP, case.slot_ids_B, case.num_columns)
-    got, expected = triton_window.open_window(*arguments), reference.open_window(*arguments)
+    got, expected = triton_backend.open_window(*arguments), reference.open_window(*arguments)
     for field in ("tokens_BT", "start_B", "read_row_B", "write_rows_BT", "page_table_BP"):
         torch.testing.assert_close(getattr(got, field), getattr(expected, field), rtol=0, atol=0, msg=lambda text: f"{seed=}: {text}")
 
@@ -80,21 +80,22 @@ def check_windows_commit_as_the_reference_commits_them(seed: int, forced: bool, 
     drafts = SlotState.of(case.slots_SF[case.slot_ids_B]).tokens_BW.cpu()[:, 1 : case.num_columns]
     chosen_BT[:, :-1] = torch.where(torch.rand(drafts.shape, generator=generator) < 0.8, drafts, chosen_BT[:, :-1])
     chosen_BT = chosen_BT.to(device)
-    forced_rate_K = torch.rand(7, generator=generator).mul(1.5).clamp(max=1).to(device) if forced else None
+    rate_K = torch.rand(7, generator=generator).mul(1.5).clamp(max=1).to(device)
     drafts_Bk = torch.randint(VOCAB_SIZE, (num_slots, num_drafts), generator=generator).to(device)
     was_active_B = SlotState.of(case.slots_SF[case.slot_ids_B]).active_B > 0
 
     after = {}
-    for name, backend in (("triton", triton_window), ("reference", reference)):
-        slots_SF = case.slots_SF.clone()
-        commit = backend.commit_window(slots_SF, case.limits_SF, case.slot_ids_B, chosen_BT, forced_rate_K, block_tokens=case.block_tokens)
+    for name, backend in (("triton", triton_backend), ("reference", reference)):
+        slots_SF, tokens_BT = case.slots_SF.clone(), chosen_BT
+        if forced:
+            tokens_BT = backend.force_acceptance(slots_SF, case.limits_SF, case.slot_ids_B, chosen_BT, rate_K)
+        forced_SF = slots_SF.clone()
+        commit = backend.commit_window(slots_SF, case.limits_SF, case.slot_ids_B, tokens_BT, block_tokens=case.block_tokens)
         backend.publish_drafts(slots_SF, case.slot_ids_B, commit.outcome_BF, drafts_Bk)
         outcome = OutcomeRows.of(commit.outcome_BF)
         for whatever in (outcome.tokens_BT, outcome.drafts_Bk):
             whatever.masked_fill_(~was_active_B[:, None], 0)
-        after[name] = (
-            slots_SF, commit.outcome_BF, commit.draft_start_B, commit.num_accepted_B * was_active_B, commit.tokens_BT * was_active_B[:, None]
-        )  # fmt: skip
+        after[name] = (slots_SF, commit.outcome_BF, commit.draft_start_B, commit.num_accepted_B * was_active_B, forced_SF, tokens_BT)
     for got, expected in zip(after["triton"], after["reference"], strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=0, msg=lambda text: f"{seed=} {forced=}: {text}")
     slots_SF, outcome_BF, *_ = after["triton"]

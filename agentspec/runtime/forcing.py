@@ -1,0 +1,72 @@
+"""Benchmarks only: drafts that are accepted at given rates, and outputs that requests bring with them.
+
+Wraps the step, which knows nothing of it: behind the target's choice, ahead of the commit, it changes what was chosen; behind the step, what was
+drafted. The rest of the engine only says so (forced acceptance) or refuses what can't go with it.
+
+Shape letters: B slots, T columns, k drafts, K rates, S slots in the buffers, L positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentspec import kernels
+from agentspec.kernels.slots import OutcomeRows, Window
+from agentspec.models.protocol import StepModel
+from agentspec.mtp.drafter import Drafter
+from agentspec.runtime.decode_step import StepResult, decode_step
+from agentspec.runtime.plan import SlotJoin
+from agentspec.runtime.sampler import choose, next_positions
+from agentspec.runtime.step_buffers import StepBuffers, stage
+
+
+class Forcing:
+    """What the slots of one executor are forced to say."""
+
+    def __init__(self, buffers: StepBuffers, *, rates: Sequence[float] | None, allow_output: bool) -> None:
+        """rates: chance of each draft, given that those before it stand; None: the target decides. allow_output: requests may bring their output."""
+        self._rate_K = None if rates is None else stage(rates, torch.float32, buffers.device)
+        num_slots, num_pages = buffers.page_table_SP.shape
+        shape = (num_slots, num_pages * buffers.block_tokens)
+        self._output_SL = torch.full(shape, -1, dtype=torch.int32, device=buffers.device) if allow_output else None
+        """int32. Tokens of forced outputs at their positions in the sequence. Padding -1 (the target chooses)."""
+
+    def join(self, joins: Sequence[SlotJoin]) -> None:
+        """Take in the outputs of requests that enter a slot."""
+        if self._output_SL is None:
+            return
+        for join in joins:
+            output_L = self._output_SL[join.slot].fill_(-1)
+            if join.forced_output is not None:
+                start = len(join.prompt_ids)
+                output_L[start : start + len(join.forced_output)] = stage(np.array(join.forced_output), torch.int32, output_L.device)
+
+    def step(self, model: StepModel, drafter: Drafter, buffers: StepBuffers, slot_ids_B: Tensor, *, num_drafted: int, **variant: Any) -> StepResult:
+        """As decode_step."""
+        result = decode_step(model, drafter, buffers, slot_ids_B, num_drafted=num_drafted, choose=self._choose, **variant)
+        if self._rate_K is not None and self._output_SL is not None:
+            # Whatever will be accepted must be the output.
+            outcome = OutcomeRows.of(result.outcome_BF)
+            position_Bk = outcome.length_B[:, None] + torch.arange(1, num_drafted + 1, device=buffers.device)
+            drafts_Bk = _forced(self._output_SL, slot_ids_B, position_Bk, outcome.drafts_Bk)
+            kernels.backend(buffers.device).publish_drafts(buffers.slots_SF, slot_ids_B, result.outcome_BF, drafts_Bk)
+        return result
+
+    def _choose(self, buffers: StepBuffers, slot_ids_B: Tensor, window: Window, logits_BTV: Tensor, **variant: bool) -> Tensor:
+        chosen_BT = choose(buffers, slot_ids_B, window, logits_BTV, **variant)
+        if self._output_SL is not None:
+            chosen_BT = _forced(self._output_SL, slot_ids_B, next_positions(window), chosen_BT)
+        if self._rate_K is None:
+            return chosen_BT
+        return kernels.backend(buffers.device).force_acceptance(buffers.slots_SF, buffers.limits_SF, slot_ids_B, chosen_BT, self._rate_K)
+
+
+def _forced(output_SL: Tensor, slot_ids_B: Tensor, position_BT: Tensor, tokens_BT: Tensor) -> Tensor:
+    """`tokens_BT`, int64, but for the positions whose tokens are given."""
+    forced_BT = output_SL[slot_ids_B[:, None], position_BT]
+    return torch.where(forced_BT < 0, tokens_BT, forced_BT.to(tokens_BT.dtype))
