@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from agentspec import files
 from agentspec.errors import ConfigError
-from agentspec.types import BLOCK_TOKENS, MAX_DRAFT_TOKENS
+from agentspec.types import BLOCK_TOKENS, most_drafts
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -83,8 +83,8 @@ class EngineConfig:
             raise ConfigError("device", self.device, "must be auto, cpu or cuda")
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError("dtype", self.dtype, "must be auto, float32 or bfloat16")
-        if self.draft_tokens != "auto" and not (isinstance(self.draft_tokens, int) and 0 <= self.draft_tokens <= MAX_DRAFT_TOKENS):
-            raise ConfigError("draft_tokens", self.draft_tokens, f"must be auto, or 0 to {MAX_DRAFT_TOKENS}")
+        if self.draft_tokens != "auto" and not (isinstance(self.draft_tokens, int) and 0 <= self.draft_tokens <= most_drafts()):
+            raise ConfigError("draft_tokens", self.draft_tokens, f"must be auto, or 0 to {most_drafts()}")
         if self.draft_vocab_size is not None and self.draft_vocab_size < 0:
             raise ConfigError("draft_vocab", self.draft_vocab_size, "must be a number of tokens, or 0 for all")
         if self.draft_precision not in ("auto", "checkpoint", "fp8"):
@@ -114,8 +114,8 @@ class EngineConfig:
         if not self.session_hold_seconds >= 0:
             raise ConfigError("session_hold_seconds", self.session_hold_seconds, "must not be negative")
         if self.force_acceptance is not None:
-            if not 1 <= len(self.force_acceptance) <= MAX_DRAFT_TOKENS:
-                raise ConfigError("force_acceptance", self.force_acceptance, f"needs 1 to {MAX_DRAFT_TOKENS} rates")
+            if not 1 <= len(self.force_acceptance) <= most_drafts():
+                raise ConfigError("force_acceptance", self.force_acceptance, f"needs 1 to {most_drafts()} rates")
             if any(not 0.0 <= rate <= 1.0 for rate in self.force_acceptance):
                 raise ConfigError("force_acceptance", self.force_acceptance, "every rate must be between 0 and 1")
             if self.token_counts is not None:

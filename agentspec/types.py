@@ -21,8 +21,8 @@ BLOCK_TOKENS = 64
 MAX_STOP_CHARACTERS = 1024
 """Of a stop string. Text waits for as long as it may be the beginning of one."""
 
-MAX_DRAFT_TOKENS = 7
-"""Two steps of at most k+1 tokens each must stay inside one block of the smallest size that tests use (16)."""
+MAX_WINDOW = 8
+"""Columns of a window that the step's kernels hold in registers: compiled for Hopper, the recurrent one takes 251 of 255 at 8, and spills at 16."""
 
 MOST_RIDERS = 128
 """Rows that a pass may have beyond what it has alone, windows and padding, where windows ride. An H100 reads all weights of a dense model in the time
@@ -48,6 +48,14 @@ Progress = Callable[[str, int, int], None]
 
 def no_progress(stage: str, done: int, total: int) -> None:
     """A Progress that nobody follows."""
+
+
+def most_drafts(block_tokens: int = BLOCK_TOKENS) -> int:
+    """Drafts a step at most, by the size of a block.
+
+    The windows of two steps must fit into one block: the host learns of a stop a step late, and the older of two rolling checkpoints must not lie
+    beyond it."""
+    return min(block_tokens // 2, MAX_WINDOW) - 1
 
 
 def tokens(ids: Iterable[int] = ()) -> array[int]:

@@ -23,7 +23,7 @@ from agentspec.runtime.memory_plan import RESERVED, MemoryPlan
 from agentspec.runtime.prefill_graphs import prefill_graph_bytes
 from agentspec.runtime.request import new_request
 from agentspec.runtime.scheduler import SESSION_CHECKPOINTS
-from agentspec.types import MAX_DRAFT_TOKENS, ModelSpec, SamplingParams
+from agentspec.types import ModelSpec, SamplingParams, most_drafts
 from agentspec.wire import Submit, TokensEvent
 from benchmarks.published import PrefilledModel
 from benchmarks.step_bytes import parameter_bytes
@@ -57,8 +57,8 @@ class Case:
         for name, value in (("context", self.context), ("batch", self.batch)):
             if value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")
-        if self.depth != "auto" and not 0 <= self.depth <= MAX_DRAFT_TOKENS:
-            raise ValueError(f"k={self.depth}: must be auto, or 0 to {MAX_DRAFT_TOKENS}")
+        if self.depth != "auto" and not 0 <= self.depth <= most_drafts():
+            raise ValueError(f"k={self.depth}: must be auto, or 0 to {most_drafts()}")
         acceptance_rate(self.emitted)
 
     @property

@@ -24,7 +24,7 @@ from agentspec.config import EngineConfig, Images, LogLevel, ServerConfig
 from agentspec.errors import AgentspecError, ConfigError, EngineClosedError, printable
 from agentspec.replay import importers
 from agentspec.replay import options as replay_options
-from agentspec.types import MAX_DRAFT_TOKENS
+from agentspec.types import most_drafts
 
 INTERRUPTED = 130
 USER_ERROR = 2
@@ -249,7 +249,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model", metavar="PATH|ID", help="checkpoint directory or hub id (default: the bundled model, tiny-agent)")
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     group.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="weights and activations")
-    group.add_argument("--draft-tokens", type=_number_or_auto, default="auto", metavar="K|auto", help=f"drafts a step, 0 to {MAX_DRAFT_TOKENS}")
+    group.add_argument("--draft-tokens", type=_number_or_auto, default="auto", metavar="K|auto", help=f"drafts a step, 0 to {most_drafts()}")
     group.add_argument(
         "--draft-vocab", type=int, metavar="N", help="tokens that drafts are chosen from; 0: all (default: 32768 of a vocabulary above 65536)"
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 from agentspec import kernels
 from agentspec.models.hf_config import TextConfig
 from agentspec.models.tensors import ParameterScope
-from agentspec.types import MAX_DRAFT_TOKENS
+from agentspec.types import MAX_WINDOW
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +42,7 @@ def rope_table(config: TextConfig, device: torch.device) -> kernels.RopeTable:
 
     With text alone the model's interleaved multi-axis positions (mrope) coincide on all axes and reduce to this."""
     inv_freq_A, scale = rope_frequencies(config)
-    positions_L = torch.arange(config.max_context + 2 * (MAX_DRAFT_TOKENS + 1))
+    positions_L = torch.arange(config.max_context + 2 * MAX_WINDOW)
     cos_LA, sin_LA = kernels.rope_cos_sin(positions_L, inv_freq_A, scale)
     return kernels.RopeTable(cos_LA=cos_LA.to(device), sin_LA=sin_LA.to(device))
 

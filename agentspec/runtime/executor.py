@@ -36,7 +36,7 @@ from agentspec.runtime.prefill_tables import PrefillSizes, build_tables
 from agentspec.runtime.ride import RideGraphs, RideKey, even_batch, ride_keys, rows_beyond
 from agentspec.runtime.scores import ScoreRows
 from agentspec.runtime.step_buffers import StepBuffers, stage
-from agentspec.types import MAX_DRAFT_TOKENS, Progress, no_progress
+from agentspec.types import Progress, most_drafts, no_progress
 
 Moment: TypeAlias = float | torch.cuda.Event
 """A point in the device's time: seconds of the host's clock where the host computes, else an event."""
@@ -94,8 +94,8 @@ class ModelExecutor:
         most_riders: see ride.MOST_RIDERS; 0: no window rides.
 
         Raises ConfigError if the model has no MTP head to draft with, or if forced acceptance lacks a rate."""
-        if not 0 <= max_draft_tokens <= MAX_DRAFT_TOKENS:
-            raise ConfigError("draft_tokens", max_draft_tokens, f"must be 0 to {MAX_DRAFT_TOKENS}")
+        if not 0 <= max_draft_tokens <= (most := most_drafts(model.spec.block_tokens)):
+            raise ConfigError("draft_tokens", max_draft_tokens, f"must be 0 to {most}")
         if max_draft_tokens > 0 and not model.spec.has_mtp:
             raise ConfigError("draft_tokens", max_draft_tokens, f"model {model.spec.name} has no MTP head; only 0 works")
         if force_acceptance is not None and len(force_acceptance) < max_draft_tokens:

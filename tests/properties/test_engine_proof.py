@@ -12,7 +12,7 @@ from collections import Counter
 
 import pytest
 
-from agentspec.types import MAX_DRAFT_TOKENS
+from agentspec.types import most_drafts
 from tests.properties.engine_proof import Proof
 from tests.properties.house import House
 
@@ -22,7 +22,7 @@ SHARDS = 4
 TURNS_PER_HOUSE = 60
 
 LEAST = {
-    **{f"k={drafts}": 200 for drafts in range(MAX_DRAFT_TOKENS + 1)},
+    **{f"k={drafts}": 200 for drafts in range(most_drafts() + 1)},
     "hit SYSTEM": 300,
     "hit USER": 80,
     "hit TURN": 120,

@@ -351,5 +351,7 @@ def test_settings_that_do_not_fit_the_model_are_refused_by_name() -> None:
         make_executor(plain, max_draft_tokens=2)
     with pytest.raises(ConfigError, match="draft_tokens=8"):
         make_executor(max_draft_tokens=8)
+    with pytest.raises(ConfigError, match=r"draft_tokens=4.*0 to 3"):
+        make_executor(HashChainModel(block_tokens=8), max_draft_tokens=4)
     with pytest.raises(ConfigError, match="force_acceptance"):
         ModelExecutor(MODEL, max_running=1, max_draft_tokens=3, max_pages_per_slot=4, force_acceptance=(0.5,))
