@@ -90,6 +90,13 @@ class Breakpoint(msgspec.Struct, frozen=True, array_like=True):
     kind: CheckpointKind
 
 
+class DraftSource(enum.StrEnum):
+    """Where a draft comes from: the name under which answers count it."""
+
+    MTP = "mtp"
+    """The model's own MTP head."""
+
+
 class FinishReason(enum.StrEnum):
     """How a request ended. Every accepted request ends in exactly one of these."""
 

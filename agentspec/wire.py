@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from agentspec.errors import RequestError
-from agentspec.types import Breakpoint, FinishReason, SamplingParams, TokenScore
+from agentspec.types import Breakpoint, DraftSource, FinishReason, SamplingParams, TokenScore
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,12 +131,17 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     max_context: int
     stop_token_ids: tuple[int, ...]
-    max_draft_tokens: int
-    """Drafts a step at most; 0: no speculation."""
+    draft_sources: tuple[DraftSource, ...] = ()
+    """Where the draft at each position of a step comes from. Empty: no speculation."""
     max_running: int = 1
     """Requests that the engine decodes at the same time; what is more waits."""
     forced_acceptance: tuple[float, ...] | None = None
     """Set in benchmarks only: acceptance is synthetic, so the text is not the model's."""
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Drafts a step at most."""
+        return len(self.draft_sources)
 
 
 class EngineClient(Protocol):

@@ -66,7 +66,7 @@ class NoOpEngine:
         self.ticker = Ticker()
         self._tokenizer = tokenizer
         self._ids = tokenizer.encode(STEP_TEXT)[:TOKENS_A_STEP]
-        self.info = ModelInfo(model_id=MODEL, vocab_size=tokenizer.vocab_size, max_context=1 << 20, stop_token_ids=(2,), max_draft_tokens=0)
+        self.info = ModelInfo(model_id=MODEL, vocab_size=tokenizer.vocab_size, max_context=1 << 20, stop_token_ids=(2,))
         self.alive = True
 
     async def __aenter__(self) -> Self:

@@ -49,7 +49,7 @@ from agentspec.runtime.ride import ride_graph_bytes
 from agentspec.runtime.scheduler import Scheduler
 from agentspec.runtime.step_loop import DepthPolicy, StepLoop
 from agentspec.text.tokenizer import Tokenizer
-from agentspec.types import MOST_RIDERS, ModelSpec, Progress, no_progress
+from agentspec.types import MOST_RIDERS, DraftSource, ModelSpec, Progress, no_progress
 from agentspec.wire import ModelInfo
 
 logger = logging.getLogger("agentspec")
@@ -250,7 +250,7 @@ def build(
     return Assembly(
         config=config,
         spec=spec,
-        info=_info(config, spec, memory, max_draft_tokens),
+        info=_info(config, spec, memory, executor.draft_sources),
         model=model,
         tokenizer=tokenizer,
         model_dir=model_dir,
@@ -357,13 +357,13 @@ def _slots(config: EngineConfig) -> int:
     return config.max_running
 
 
-def _info(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, max_draft_tokens: int) -> ModelInfo:
+def _info(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, draft_sources: tuple[DraftSource, ...]) -> ModelInfo:
     return ModelInfo(
         model_id=spec.name,
         vocab_size=spec.vocab_size,
         max_context=memory.max_length,
         stop_token_ids=spec.stop_token_ids,
-        max_draft_tokens=max_draft_tokens,
+        draft_sources=draft_sources,
         max_running=_slots(config),
         forced_acceptance=config.force_acceptance,
     )

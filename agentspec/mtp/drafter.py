@@ -11,9 +11,15 @@ from typing import Protocol
 
 from torch import Tensor
 
+from agentspec.types import DraftSource
+
 
 class Drafter(Protocol):
     """Proposes point-mass drafts. Runs inside the captured step: no host reads, static shapes."""
+
+    def sources(self, num_drafted: int) -> tuple[DraftSource, ...]:
+        """Where the draft at each position of a proposal of so many comes from. The same for every slot and step, so that the host knows it."""
+        ...
 
     def draft(self, tokens_BT: Tensor, hidden_BTH: Tensor, start_B: Tensor, last_B: Tensor, page_table_BP: Tensor, num_drafted: int) -> Tensor:
         """Draft the `num_drafted` tokens after column `last_B` of each slot's window: int64 [B, num_drafted].
@@ -26,6 +32,9 @@ class Drafter(Protocol):
 
 class NullDrafter:
     """No drafts: plain decoding, or a model without an MTP head."""
+
+    def sources(self, num_drafted: int) -> tuple[DraftSource, ...]:
+        return ()
 
     def draft(self, tokens_BT: Tensor, hidden_BTH: Tensor, start_B: Tensor, last_B: Tensor, page_table_BP: Tensor, num_drafted: int) -> Tensor:
         assert num_drafted == 0, "the null drafter can't draft"

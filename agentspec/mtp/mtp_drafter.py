@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from agentspec.models.protocol import StepModel
+from agentspec.types import DraftSource
 
 
 class MtpDrafter:
@@ -19,6 +20,9 @@ class MtpDrafter:
 
     def __init__(self, model: StepModel) -> None:
         self._model = model
+
+    def sources(self, num_drafted: int) -> tuple[DraftSource, ...]:
+        return (DraftSource.MTP,) * num_drafted
 
     def draft(self, tokens_BT: Tensor, hidden_BTH: Tensor, start_B: Tensor, last_B: Tensor, page_table_BP: Tensor, num_drafted: int) -> Tensor:
         m_BTH = self._model.mtp(tokens_BT, hidden_BTH, start_B, page_table_BP)

@@ -104,6 +104,8 @@ class ModelExecutor:
         self._device = torch.device(device)
         self._with_mtp = max_draft_tokens > 0
         self._drafter: Drafter = MtpDrafter(model) if self._with_mtp else NullDrafter()
+        self.draft_sources = self._drafter.sources(max_draft_tokens)
+        """Of the draft at each position."""
         self._needs_sampler = [False] * max_running
         self._alternatives: list[int | None] = [None] * max_running
         self._graphs: StepGraphs | None = None

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from itertools import zip_longest
+from itertools import compress, zip_longest
 from typing import Any
 
 import msgspec
 
 from agentspec.server.token_room import usage_part
+from agentspec.types import DraftSource
 from agentspec.wire import ModelInfo, SpecStats, Usage
 
 
@@ -56,12 +57,6 @@ def metrics_body(spec: SpecStats, info: ModelInfo) -> dict[str, Any]:
 
     mean_acceptance_length counts the bonus token: 1 + accepted drafts / steps. acceptance_by_position[i] is the share of
     the drafts at position i that were accepted; its two counts are in by_source, so that a reader can pool requests."""
-    source = {
-        "num_draft_tokens": spec.num_drafted,
-        "num_accepted_draft_tokens": spec.num_accepted,
-        "drafted_by_position": spec.drafted_by_position,
-        "accepted_by_position": spec.accepted_by_position,
-    }
     accepted_by_position = zip_longest(spec.accepted_by_position, spec.drafted_by_position, fillvalue=0)
     body: dict[str, Any] = {
         "mean_acceptance_length": 1 + spec.num_accepted / spec.num_steps if spec.num_steps else None,
@@ -72,11 +67,23 @@ def metrics_body(spec: SpecStats, info: ModelInfo) -> dict[str, Any]:
         "num_spec_steps": spec.num_steps,
         "num_spec_tokens": info.max_draft_tokens,
         "acceptance_by_position": [_share(accepted, drafted) for accepted, drafted in accepted_by_position],
-        "by_source": {"mtp": source} if info.max_draft_tokens else {},
+        "by_source": {source.value: _of_source(spec, info, source) for source in dict.fromkeys(info.draft_sources)},
     }
     if info.forced_acceptance is not None:
         body["forced"] = True
     return {"speculative_decoding": body}
+
+
+def _of_source(spec: SpecStats, info: ModelInfo, source: DraftSource) -> dict[str, Any]:
+    """The counts of the drafts that come from one source, at its own positions."""
+    is_its_own = [one is source for one in info.draft_sources]
+    drafted, accepted = list(compress(spec.drafted_by_position, is_its_own)), list(compress(spec.accepted_by_position, is_its_own))
+    return {
+        "num_draft_tokens": sum(drafted),
+        "num_accepted_draft_tokens": sum(accepted),
+        "drafted_by_position": drafted,
+        "accepted_by_position": accepted,
+    }
 
 
 def total(usages: Iterable[Usage]) -> Usage:

@@ -67,7 +67,7 @@ from agentspec.engine.thread import EngineThread  # noqa: E402
 from agentspec.mtp.depth_policy import FixedDepth  # noqa: E402
 from agentspec.runtime.constraint_source import ConstraintSource  # noqa: E402
 from agentspec.text.tokenizer import Tokenizer  # noqa: E402
-from agentspec.types import ModelSpec, Progress  # noqa: E402
+from agentspec.types import DraftSource, ModelSpec, Progress  # noqa: E402
 from agentspec.wire import ModelInfo  # noqa: E402
 from tests.fakes import scripted_device  # noqa: E402
 
@@ -165,7 +165,7 @@ def load(config: EngineConfig, progress: Progress) -> tuple[EngineThread, Engine
         vocab_size=spec.vocab_size,
         max_context=spec.max_context,
         stop_token_ids=spec.stop_token_ids,
-        max_draft_tokens=NUM_DRAFTS,
+        draft_sources=(DraftSource.MTP,) * NUM_DRAFTS,
         max_running=max_running(config),
     )
     constraints = ConstraintSource(None, refusal="is not served by the light engine")

@@ -11,11 +11,11 @@ from typing import Any
 
 from agentspec.errors import EngineClosedError
 from agentspec.text.tokenizer import Tokenizer
-from agentspec.types import FinishReason, TokenScore
+from agentspec.types import DraftSource, FinishReason, TokenScore
 from agentspec.wire import Event, FinishEvent, ModelInfo, SpecStats, Submit, TokensEvent, Usage
 from tests.fakes.text import END_OF_TEXT, byte_backend
 
-INFO = ModelInfo(model_id="scripted", vocab_size=1000, max_context=4096, stop_token_ids=(2,), max_draft_tokens=3)
+INFO = ModelInfo(model_id="scripted", vocab_size=1000, max_context=4096, stop_token_ids=(2,), draft_sources=(DraftSource.MTP,) * 3)
 SPEC = SpecStats(num_steps=4, num_drafted=9, num_accepted=5, drafted_by_position=[4, 3, 2], accepted_by_position=[3, 2, 0], histogram=[1, 1, 2])
 
 

@@ -7,6 +7,7 @@ import torch
 
 from agentspec.mtp.drafter import NullDrafter
 from agentspec.mtp.mtp_drafter import MtpDrafter
+from agentspec.types import DraftSource
 from tests.fakes.hash_chain import HashChainModel
 from tests.fakes.step_driver import greedy
 
@@ -40,6 +41,11 @@ def test_depth_zero_still_writes_the_window(monkeypatch: pytest.MonkeyPatch) -> 
     drafts = MtpDrafter(model).draft(tokens, hidden, torch.tensor([1]), torch.tensor([0]), torch.tensor([[2]], dtype=torch.int32), 0)
     assert drafts.shape == (1, 0)
     assert model.mtp_PS[2, 1].item() == model.reference_state([9, 4]).mtp_N[1]
+
+
+def test_each_position_has_its_source() -> None:
+    assert MtpDrafter(HashChainModel(seed=3)).sources(3) == (DraftSource.MTP,) * 3
+    assert NullDrafter().sources(0) == ()
 
 
 def test_the_null_drafter_drafts_nothing() -> None:

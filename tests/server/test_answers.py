@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+
 import msgspec
 
 from agentspec.server.answers import metrics_body, of_choices, total, usage_body
@@ -33,9 +35,21 @@ def test_forced_acceptance_is_labelled() -> None:
 
 
 def test_a_model_without_drafts_has_no_source() -> None:
-    plain = msgspec.structs.replace(INFO, max_draft_tokens=0)
+    plain = msgspec.structs.replace(INFO, draft_sources=())
     body = metrics_body(SpecStats(num_steps=2, histogram=[2]), plain)["speculative_decoding"]
     assert (body["by_source"], body["mean_acceptance_length"], body["draft_acceptance_rate"]) == ({}, 1.0, None)
+
+
+def test_each_source_counts_its_own_positions() -> None:
+    class Sources(enum.StrEnum):
+        OURS = "ours"
+        THEIRS = "theirs"
+
+    info = msgspec.structs.replace(INFO, draft_sources=(Sources.OURS, Sources.OURS, Sources.THEIRS))  # type: ignore[arg-type]
+    assert metrics_body(SPEC, info)["speculative_decoding"]["by_source"] == {
+        "ours": {"num_draft_tokens": 7, "num_accepted_draft_tokens": 5, "drafted_by_position": [4, 3], "accepted_by_position": [3, 2]},
+        "theirs": {"num_draft_tokens": 2, "num_accepted_draft_tokens": 0, "drafted_by_position": [2], "accepted_by_position": [0]},
+    }
 
 
 def test_positions_that_no_draft_was_accepted_at_count() -> None:
