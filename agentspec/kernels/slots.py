@@ -4,7 +4,7 @@ Everything that a decode step knows of a running request lies in one row (a slot
 the sampler, read and write those rows; the runtime owns the tensors and fills them. Knows no values and no order of a step.
 
 A record class names the columns of such rows. `of` gives them as views, of a tensor on the device as of a numpy array on the host, so both sides read
-and write a field by the same name. Kernels that take addresses use the constants.
+and write a field by the same name. Kernels that take addresses, and rows of single columns alone, use the constants.
 
 Shape letters: S slots, B rows that were taken, W = max k + 1, T = k + 1 columns of a step's window, k drafts, V vocabulary, E stop ids, F fields,
 X = ceil(V / 32).
@@ -25,7 +25,8 @@ ACTIVE, LENGTH, READ_ROW, NUM_VALID_DRAFTS, CHECKPOINT_ROWS, CHECKPOINT_LENS, TO
 LENGTH_LIMIT, SEED, TOP_K, STOP_IDS = range(4)
 """First columns of SlotLimits' fields."""
 TEMPERATURE, TOP_P, LOG_MIN_P, REPETITION, FREQUENCY, PRESENCE, NUM_FLOATS = range(7)
-"""Columns of SamplingFloats."""
+"""Columns of `sampling_SF`. A top-p that keeps all is infinite (1.0 would let the rounding of a cumulative sum cut the tail), a log min-p that keeps
+all minus infinity."""
 NUM_EMITTED, NUM_ACCEPTED, NUM_OFFERED, STOP, SCALARS = range(5)
 """First columns of OutcomeRows' fields. The slot's scalars are followed by the T tokens, then by the k drafts."""
 
@@ -98,35 +99,6 @@ class SlotLimits(Generic[Array]):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingFloats(Generic[Array]):
-    """Rows of `sampling_SF`. All float32."""
-
-    temperature_B: Array
-    """0: greedy."""
-    top_p_B: Array
-    """Infinite: keep all (1.0 would let the rounding of a cumulative sum cut the tail)."""
-    log_min_p_B: Array
-    """Minus infinity: keep all."""
-    repetition_B: Array
-    """1: none."""
-    frequency_B: Array
-    """0: none."""
-    presence_B: Array
-    """0: none."""
-
-    @classmethod
-    def of(cls, rows_BF: Array) -> SamplingFloats[Array]:
-        return SamplingFloats(
-            temperature_B=rows_BF[:, TEMPERATURE],
-            top_p_B=rows_BF[:, TOP_P],
-            log_min_p_B=rows_BF[:, LOG_MIN_P],
-            repetition_B=rows_BF[:, REPETITION],
-            frequency_B=rows_BF[:, FREQUENCY],
-            presence_B=rows_BF[:, PRESENCE],
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class OutcomeRows(Generic[Array]):
     """Rows of `outcome_BF`: what a step did. All int64. Of an inert slot the counts and `stop_B` are 0; its tokens and drafts may be anything."""
 
@@ -177,7 +149,7 @@ class SamplingTable:
     limits_SF: Tensor
     """int64, see SlotLimits."""
     sampling_SF: Tensor
-    """float32, see SamplingFloats."""
+    """float32 [S, 6]: TEMPERATURE to PRESENCE."""
     counts_SV: Tensor
     """int32 [S, V]. Generated tokens. Stale where a slot has no penalties."""
     prompt_seen_SV: Tensor

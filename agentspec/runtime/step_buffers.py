@@ -18,7 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from agentspec.kernels.slots import NUM_FLOATS, SamplingFloats, SamplingTable, SlotLimits, SlotState
+from agentspec.kernels import slots as layout
+from agentspec.kernels.slots import SamplingTable, SlotLimits, SlotState
 from agentspec.runtime.constraint import MaskRows
 from agentspec.runtime.plan import SlotJoin
 from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, ZERO_ROW, SamplingParams
@@ -38,7 +39,7 @@ class StepBuffers:
     limits_SF: Tensor
     """int64, see SlotLimits. Writer: join. Reader: the step."""
     sampling_SF: Tensor
-    """float32, see SamplingFloats. Writer: join. Reader: the sampler."""
+    """float32 [S, 6], see SamplingTable. Writer: join. Reader: the sampler."""
     page_table_SP: Tensor
     """int32 [S, P]. Padding SCRATCH_PAGE. Writer: join, page updates. Reader: the step."""
     counts_SV: Tensor
@@ -189,12 +190,11 @@ def stage(values: object, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _sampling_rows(params: Sequence[SamplingParams]) -> Rows:
-    rows_JF = np.empty((len(params), NUM_FLOATS), np.float32)
-    floats = SamplingFloats.of(rows_JF)
-    floats.temperature_B[:] = [sampling.temperature for sampling in params]
-    floats.top_p_B[:] = [sampling.top_p if sampling.top_p < 1.0 else np.inf for sampling in params]
-    floats.log_min_p_B[:] = [np.log(sampling.min_p) if sampling.min_p > 0.0 else -np.inf for sampling in params]
-    floats.repetition_B[:] = [sampling.repetition_penalty for sampling in params]
-    floats.frequency_B[:] = [sampling.frequency_penalty for sampling in params]
-    floats.presence_B[:] = [sampling.presence_penalty for sampling in params]
+    rows_JF = np.empty((len(params), layout.NUM_FLOATS), np.float32)
+    rows_JF[:, layout.TEMPERATURE] = [sampling.temperature for sampling in params]
+    rows_JF[:, layout.TOP_P] = [sampling.top_p if sampling.top_p < 1.0 else np.inf for sampling in params]
+    rows_JF[:, layout.LOG_MIN_P] = [np.log(sampling.min_p) if sampling.min_p > 0.0 else -np.inf for sampling in params]
+    rows_JF[:, layout.REPETITION] = [sampling.repetition_penalty for sampling in params]
+    rows_JF[:, layout.FREQUENCY] = [sampling.frequency_penalty for sampling in params]
+    rows_JF[:, layout.PRESENCE] = [sampling.presence_penalty for sampling in params]
     return rows_JF

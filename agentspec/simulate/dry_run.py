@@ -68,16 +68,8 @@ class DryExecutor:
     def _join(self, join: SlotJoin) -> None:
         assert join.forced_output is not None, "a dry run knows its outputs"
         rest = join.forced_output[len(join.output_ids) :]
-        self._slots[join.slot] = _Slot(
-            join,
-            iter(rest),
-            join.length,
-            list(join.rows.write),
-            (join.rows.newer, join.checkpoint_length),
-            (join.rows.older, 0),
-            len(rest),
-            self._emissions_of(join),
-        )
+        newer, older, emissions = (join.rows.newer, join.checkpoint_length), (join.rows.older, 0), self._emissions_of(join)
+        self._slots[join.slot] = _Slot(join, iter(rest), join.length, list(join.rows.write), newer, older, len(rest), emissions)
 
     def _emissions_of(self, join: SlotJoin) -> Iterator[int] | None:
         """Those of its steps that are still to come: a preempted request joins again behind some."""

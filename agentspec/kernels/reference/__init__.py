@@ -1,6 +1,5 @@
 """Every operation in plain torch: slow, readable, and what faster implementations are tested against. A backend.Backend."""
 
-from agentspec.kernels.reference.forcing import force_acceptance
 from agentspec.kernels.reference.fused import (
     add_experts,
     add_linear,
@@ -21,7 +20,7 @@ from agentspec.kernels.reference.fused import (
 )
 from agentspec.kernels.reference.hidden import save_hidden
 from agentspec.kernels.reference.sampling import sample
-from agentspec.kernels.reference.window import commit_window, open_window, publish_drafts
+from agentspec.kernels.reference.window import commit_window, force_acceptance, open_window, publish_drafts
 
 __all__ = [
     "add_experts",

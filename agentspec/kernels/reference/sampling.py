@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from agentspec.kernels.reference.philox import PURPOSE_TOKEN, uniform
-from agentspec.kernels.slots import SamplingFloats, SamplingTable, SlotLimits
+from agentspec.kernels.slots import FREQUENCY, LOG_MIN_P, PRESENCE, REPETITION, TEMPERATURE, TOP_P, SamplingTable, SlotLimits
 
 LEAST_DIVISOR = 1e-15
 """What logits are divided by at least: a positive temperature or repetition penalty below this would carry them out of float32, and no draw could
@@ -59,21 +59,21 @@ class DrawInputs:
 
 def sample(logits_BTV: Tensor, tokens_BT: Tensor, position_BT: Tensor, slot_ids_B: Tensor, table: SamplingTable, *, constrained: bool) -> Tensor:
     """See backend.Backend.sample. Row t assumes that drafts 0..t-1 were accepted."""
-    floats = SamplingFloats.of(table.sampling_SF[slot_ids_B])
+    sampling_BF = table.sampling_SF[slot_ids_B]
     limits = SlotLimits.of(table.limits_SF[slot_ids_B])
     penalties = PenaltyInputs(
         counts_BV=table.counts_SV[slot_ids_B],
         prompt_seen_BV=table.prompt_seen_SV[slot_ids_B],
         bias_BV=table.bias_SV[slot_ids_B],
-        repetition_B=floats.repetition_B,
-        frequency_B=floats.frequency_B,
-        presence_B=floats.presence_B,
+        repetition_B=sampling_BF[:, REPETITION],
+        frequency_B=sampling_BF[:, FREQUENCY],
+        presence_B=sampling_BF[:, PRESENCE],
     )
     inputs = DrawInputs(
-        temperature_B=floats.temperature_B,
+        temperature_B=sampling_BF[:, TEMPERATURE],
         top_k_B=limits.top_k_B,
-        top_p_B=floats.top_p_B,
-        log_min_p_B=floats.log_min_p_B,
+        top_p_B=sampling_BF[:, TOP_P],
+        log_min_p_B=sampling_BF[:, LOG_MIN_P],
         seed_B=limits.seed_B,
     )
     if constrained:

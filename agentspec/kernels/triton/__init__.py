@@ -3,7 +3,6 @@
 from agentspec.kernels.triton.attention import attention_step
 from agentspec.kernels.triton.cache_keys import settle_keys
 from agentspec.kernels.triton.chunked_delta import gated_delta_prefill
-from agentspec.kernels.triton.forcing import force_acceptance
 from agentspec.kernels.triton.gated_delta import gated_delta_step
 from agentspec.kernels.triton.hidden import save_hidden
 from agentspec.kernels.triton.linear_layers import add_linear, linear, logits, nearest_token, norm_linear, norm_swiglu
@@ -11,7 +10,7 @@ from agentspec.kernels.triton.mixture import add_experts
 from agentspec.kernels.triton.norms import norm_to_rows, pair_norms, rms_norm
 from agentspec.kernels.triton.prefill_attention import attention_prefill, store_keys_values
 from agentspec.kernels.triton.sampling import argmax, sample
-from agentspec.kernels.triton.window import commit_window, open_window, publish_drafts
+from agentspec.kernels.triton.window import commit_window, force_acceptance, open_window, publish_drafts
 
 __all__ = [
     "add_experts",

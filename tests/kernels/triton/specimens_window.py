@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentspec.kernels.slots import OutcomeRows
-from agentspec.kernels.triton import forcing, window
+from agentspec.kernels.triton import window
 from tests.kernels.triton.specimen import Specimen
 
 SLOTS = {"slots_SF": "*i64", "slots_stride": "i32", "slot_ids_B": "*i64"}
@@ -44,7 +44,7 @@ SPECIMENS = [
     ),
     Specimen(
         name="force_acceptance",
-        kernel=forcing._force_acceptance,
+        kernel=window._force_acceptance,
         signature={**SLOTS, **dict.fromkeys(("limits_SF", "chosen_BT", "forced_BT"), "*i64"), "limits_stride": "i32", "rate_K": "*fp32"},
         constexprs={"T": 4, "BLOCK_T": 4},
         num_warps=1,

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from agentspec.kernels import slots as layout
 from agentspec.kernels.reference import sampling as reference
-from agentspec.kernels.slots import NUM_FLOATS, SamplingFloats, SamplingTable, SlotLimits
+from agentspec.kernels.slots import NUM_FLOATS, SamplingTable, SlotLimits
 from agentspec.kernels.triton import sampling as triton_sampling
 from tests.kernels.triton.poison import poison
 
@@ -45,12 +46,12 @@ class Batch:
             bias_SV=poison(torch.empty(table_size, vocab_size)),
             mask_SWX=poison(torch.empty(table_size, width, -(-vocab_size // 32), dtype=torch.int32)),
         )
-        floats, limits = SamplingFloats.of(table.sampling_SF), SlotLimits.of(table.limits_SF)
+        limits = SlotLimits.of(table.limits_SF)
         for slot, given in zip(slot_ids_B.tolist(), slots, strict=True):
             chosen = {**NEUTRAL, **given}
             for name in ("temperature", "top_p", "repetition", "frequency", "presence"):
-                getattr(floats, f"{name}_B")[slot] = chosen[name]
-            floats.log_min_p_B[slot] = math.log(chosen["min_p"]) if chosen["min_p"] else -math.inf
+                table.sampling_SF[slot, getattr(layout, name.upper())] = chosen[name]
+            table.sampling_SF[slot, layout.LOG_MIN_P] = math.log(chosen["min_p"]) if chosen["min_p"] else -math.inf
             limits.top_k_B[slot] = min(chosen["top_k"] or vocab_size, vocab_size)
             limits.seed_B[slot] = torch.randint(2**62, (), generator=generator) * 2 + 1
             table.counts_SV[slot] = torch.randint(-3, 3, (vocab_size,), generator=generator).clamp(min=0)
@@ -107,12 +108,12 @@ def random_slot(generator: random.Random, vocab_size: int) -> dict[str, Any]:
 def check_kept_tokens_equal_the_reference(batch: Batch, device: torch.device, what: str) -> None:
     """The very set that the filters keep, but for tokens within TOP_P_TOLERANCE of a cut by top-p: a draw would rarely tell a wrong threshold."""
     table, slots = batch.table, batch.slot_ids_B
-    floats, limits = SamplingFloats.of(table.sampling_SF[slots]), SlotLimits.of(table.limits_SF[slots])
+    sampling_BF, limits = table.sampling_SF[slots], SlotLimits.of(table.limits_SF[slots])
     inputs = reference.DrawInputs(
-        temperature_B=floats.temperature_B,
+        temperature_B=sampling_BF[:, layout.TEMPERATURE],
         top_k_B=limits.top_k_B,
-        top_p_B=floats.top_p_B,
-        log_min_p_B=floats.log_min_p_B,
+        top_p_B=sampling_BF[:, layout.TOP_P],
+        log_min_p_B=sampling_BF[:, layout.LOG_MIN_P],
         seed_B=limits.seed_B,
     )
     tempered_BTV = (batch.logits_BTV + table.bias_SV[slots][:, None]) / inputs.temperature_B[:, None, None]
