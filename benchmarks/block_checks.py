@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from agentspec import kernels
 from agentspec.kernels import reference
@@ -90,7 +91,7 @@ def twins(name: str, config: TextConfig, device: torch.device, dtype: torch.dtyp
     """(on the device, in float32 on the CPU) with the same weights, states and keys."""
     cut = replace(config, layer_types=LAYERS, vocab_size=min(VOCABULARY, config.vocab_size), num_mtp_layers=0)
     parameters = random_parameters(cut, device=device, dtype=dtype, seed=0)
-    exact_parameters: dict[str, kernels.Weight] = {key: kernels.dequantize(parameter).cpu() for key, parameter in parameters.items()}
+    exact_parameters: dict[str, kernels.Weight] = {key: kernels.Plain(parameter.dequantize().cpu()) for key, parameter in parameters.items()}
     spec = spec_of(name, cut, dtype)
     models = PrefilledModel(cut, spec, parameters, dtype=dtype), PrefilledModel(cut, spec, exact_parameters, dtype=torch.float32)
     num_slots, num_pages = len(STARTS), (max(STARTS) + NUM_COLUMNS) // BLOCK_TOKENS + 1
@@ -131,7 +132,7 @@ def made_up_inputs(num_tokens: int, exact_layer: DecoderLayer, dtype: torch.dtyp
     x_NH = (torch.randn(4 * num_tokens, hidden, generator=generator) * INPUT_SCALE).to(dtype)
     if isinstance(exact_layer.ffn, MixtureOfExperts):
         weights = exact_layer.ffn.weights
-        scores_NX = reference.linear(reference.rms_norm(x_NH.float(), exact_layer.post_norm), kernels.dequantize(weights.router_XH))
+        scores_NX = linear(reference.rms_norm(x_NH.float(), exact_layer.post_norm), weights.router_XH.float())
         best_NJ = scores_NX.topk(min(weights.top_k + 1, scores_NX.shape[1]), -1).values
         x_NH = x_NH[best_NJ[:, -2] - best_NJ[:, -1] > ROUTER_MARGIN]
         assert len(x_NH) >= num_tokens, f"{len(x_NH)} of {4 * num_tokens} tokens choose clearly"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from agentspec import kernels
 from agentspec.kernels import reference
@@ -65,7 +66,7 @@ class CountingMixture(MixtureOfExperts):
 
 def count_chosen(x_NH: Tensor, norm: kernels.Norm, weights: kernels.MixtureWeights) -> Tensor:
     """Different experts that these tokens visit: an int64 scalar."""
-    scores_NX = reference.linear(reference.rms_norm(x_NH, norm), weights.router_XH)
+    scores_NX = linear(reference.rms_norm(x_NH, norm), weights.router_XH)
     _, expert_ids_NJ = kernels.route_top_k(scores_NX, weights.top_k, weights.normalize)
     is_chosen_X = torch.zeros(scores_NX.shape[1], dtype=torch.int64, device=x_NH.device)
     return is_chosen_X.index_fill_(0, expert_ids_NJ.flatten(), 1).sum()

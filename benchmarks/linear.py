@@ -31,7 +31,7 @@ from agentspec.kernels.triton import linear_layers as ours
 from agentspec.kernels.triton import linear_plans
 from agentspec.kernels.triton.linear_plans import OURS_ALONE, Kind, Plan
 from agentspec.kernels.triton.norms import rms_norm
-from agentspec.kernels.weights import FP8, SCALE_BLOCK, BlockScaled, Weight, dequantize
+from agentspec.kernels.weights import FP8, SCALE_BLOCK, BlockScaled, Plain, Weight
 from benchmarks.bandwidth import measure_bandwidth
 from benchmarks.linear_results import MODELS, NUM_REAL, Cell, Model, Shape, cell_lines, chosen_lines, chosen_plans, describe, plan_file
 
@@ -65,7 +65,7 @@ class Operands:
 
         def weight() -> Weight:
             if not shape.fp8:
-                return randn(shape.num_outputs, shape.depth).mul_(shape.depth**-0.5)
+                return Plain(randn(shape.num_outputs, shape.depth).mul_(shape.depth**-0.5))
             # Any code but NaN's, of either sign: as many small values as large ones. Their root mean square is about 120.
             size = (shape.num_outputs, shape.depth)
             values = torch.randint(0, 0x7F, size, generator=generator, device="cuda", dtype=torch.uint8)
@@ -93,26 +93,25 @@ def run(kind: Kind, plan: Plan | None, operands: Operands, weight: Weight) -> Te
             case "norm_swiglu":
                 return ours.launch_swiglu(plan, x, norm, weight)
             case "logits":
-                assert isinstance(weight, Tensor)
-                return ours.launch_logits(plan, x, weight, num_real)
+                return ours.launch_logits(plan, x, weight.tensor, num_real)
             case "nearest_token":
                 return ours.launch_nearest(plan, x, weight, None)
-    assert isinstance(weight, Tensor)
+    values = weight.tensor
     match kind:
         case "linear":
-            return torch_linear(x, weight)
+            return torch_linear(x, values)
         case "norm_linear":
-            return torch_linear(rms_norm(x, norm), weight)
+            return torch_linear(rms_norm(x, norm), values)
         case "add_linear":
-            return torch.addmm(residual, x, weight.t())
+            return torch.addmm(residual, x, values.t())
         case "norm_swiglu":
-            return ours.swiglu(torch_linear(rms_norm(x, norm), weight))
+            return ours.swiglu(torch_linear(rms_norm(x, norm), values))
         case "logits":
-            scores = torch.mm(x, weight.t(), out_dtype=torch.float32)
+            scores = torch.mm(x, values.t(), out_dtype=torch.float32)
             scores[:, num_real:] = -torch.inf
             return scores
         case "nearest_token":
-            return torch_linear(x, weight).argmax(-1)
+            return torch_linear(x, values).argmax(-1)
 
 
 def fault(kind: Kind, got: Tensor, operands: Operands, weight: Weight, dtype: torch.dtype) -> str:
@@ -120,7 +119,7 @@ def fault(kind: Kind, got: Tensor, operands: Operands, weight: Weight, dtype: to
     x = operands.x.to(dtype)
     if kind.startswith("norm"):
         x = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * (1 + operands.norm.weight.to(dtype))
-    y = x @ dequantize(weight, dtype).t()
+    y = x @ weight.dequantize(dtype).t()
     if operands.extra is not None:
         y = torch.cat([y, x @ operands.extra.to(dtype).t()], -1)
     if kind == "nearest_token":

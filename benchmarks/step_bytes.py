@@ -14,7 +14,7 @@ from agentspec.kernels import SCALE_BLOCK
 from agentspec.models.hf_config import TextConfig
 from agentspec.models.quantization import is_convertible
 from agentspec.models.state import page_bytes, row_bytes
-from agentspec.models.tensors import block_scaled_names, parameter_dtype, parameter_shapes
+from agentspec.models.tensors import parameter_dtype, parameter_shapes, quantized_names
 from agentspec.types import BLOCK_TOKENS
 
 ROUTED = ".mlp.experts."
@@ -105,7 +105,7 @@ def parameter_bytes(config: TextConfig, dtype: torch.dtype, *, fp8_drafts: bool 
 def names_in_fp8(config: TextConfig, *, fp8_drafts: bool) -> frozenset[str]:
     """Parameters in 8 bits: the checkpoint's, and with fp8_drafts the MTP layer's too."""
     drafts = [name for name in parameter_shapes(config) if name.startswith("mtp.") and is_convertible(name)]
-    return block_scaled_names(config).union(drafts if fp8_drafts else ())
+    return quantized_names(config).union(drafts if fp8_drafts else ())
 
 
 def weight_bytes(shape: tuple[int, ...], dtype: torch.dtype, *, fp8: bool) -> int:

@@ -18,7 +18,7 @@ from agentspec.models.hf_config import MoeConfig, TextConfig
 from agentspec.models.moe import MixtureOfExperts
 from agentspec.models.quantization import is_convertible
 from agentspec.models.state import page_bytes, row_bytes
-from agentspec.models.tensors import block_scaled_names, parameter_shapes
+from agentspec.models.tensors import parameter_shapes, quantized_names
 from agentspec.simulate.model_costs import model_costs
 from benchmarks import block_checks, decode, decode_checks, overlap, trace
 from benchmarks.bandwidth import Bandwidth
@@ -58,7 +58,7 @@ def switch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.parametrize(("size", "plain"), [("27B-FP8", "27B"), ("35B-A3B-FP8", "35B-A3B")])
 def test_fp8_configs_are_the_same_models_with_every_linear_in_8_bits(size: str, plain: str) -> None:
     assert replace(CONFIGS[size], quantization=None) == CONFIGS[plain]
-    assert block_scaled_names(CONFIGS[size]) == {name for name in parameter_shapes(CONFIGS[size]) if is_convertible(name)}
+    assert quantized_names(CONFIGS[size]) == {name for name in parameter_shapes(CONFIGS[size]) if is_convertible(name)}
 
 
 def test_dry_runs_know_the_mixture_s_state() -> None:
@@ -212,9 +212,8 @@ def test_blocks_are_held_against_float32(config: TextConfig, monkeypatch: pytest
     def spoiled(*arguments: Any) -> Any:
         ours, exact = made(*arguments)
         ffn = ours.model.layers[1].ffn
-        weight = ffn.weights.down_XHI[3] if isinstance(ffn, MixtureOfExperts) else ffn.down_proj
-        assert isinstance(weight, torch.Tensor)
-        weight.mul_(1.2)
+        weight = ffn.weights.down_XHI.matrix(3) if isinstance(ffn, MixtureOfExperts) else ffn.down_proj
+        weight.tensor.mul_(1.2)
         return ours, exact
 
     monkeypatch.setattr(block_checks, "twins", spoiled)

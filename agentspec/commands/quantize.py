@@ -20,9 +20,8 @@ from agentspec import kernels
 from agentspec.engine import bundled
 from agentspec.errors import CheckpointError
 from agentspec.files import read_object
-from agentspec.models.checkpoint_layout import scale_name
 from agentspec.models.hf_config import load_text_config
-from agentspec.models.quantization import QUANTIZATION_FIELDS, canonical_name, is_convertible
+from agentspec.models.quantization import QUANTIZATION_FIELDS, SCALE_SUFFIX, canonical_name, is_convertible
 from agentspec.models.weights import INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE, Checkpoint, resolve_checkpoint
 
 CONFIG_FILE = "config.json"
@@ -98,7 +97,7 @@ class _Shards:
                 if not quantized.scales.isfinite().all():
                     raise CheckpointError(f"{part_name}: holds values that aren't finite, or too large for a multiplier in bfloat16")
                 self._add(part_name, quantized.values)
-                self._add(scale_name(part_name), quantized.scales.bfloat16())
+                self._add(part_name + SCALE_SUFFIX, quantized.scales.bfloat16())
         return tensor.nbytes
 
     def _add(self, name: str, tensor: Tensor) -> None:

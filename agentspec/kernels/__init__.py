@@ -32,12 +32,11 @@ from agentspec.kernels.weights import (
     FP8_MAX,
     SCALE_BLOCK,
     BlockScaled,
+    Plain,
+    Region,
     Weight,
-    dequantize,
     quantize_blocks,
-    rows_from,
-    stack_rows,
-    with_block_rows,
+    scales_shape,
 )
 
 __all__ = [
@@ -52,21 +51,20 @@ __all__ = [
     "Machine",
     "MixtureWeights",
     "Norm",
+    "Plain",
     "PrefillBatch",
+    "Region",
     "RopeTable",
     "Variant",
     "Weight",
     "backend",
     "compiler",
-    "dequantize",
     "mix_experts",
     "quantize_blocks",
     "read_hidden",
     "rope_cos_sin",
     "route_top_k",
-    "rows_from",
-    "stack_rows",
-    "with_block_rows",
+    "scales_shape",
 ]
 
 

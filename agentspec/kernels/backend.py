@@ -88,8 +88,8 @@ class MixtureWeights:
 
 
 class Backend(Protocol):
-    # Dense blocks. Weights may be block-scaled (weights.BlockScaled) unless they are said to be tensors. A product of many tokens with block-scaled
-    # weights may round its inputs to 8-bit floats too, each token in groups of 128 under a multiplier of their own
+    # Dense blocks. Weights may have any form of weights.py that the backend has products for, unless they are said to be tensors. A product of
+    # many tokens with block-scaled weights may round its inputs to 8-bit floats too, each token in groups of 128 under a multiplier of their own
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         """The norm over the last dimension of x [..., H], in float32, then cast to x's dtype."""

@@ -1,13 +1,18 @@
-"""Weights of linear layers as they lie in memory: a tensor of the activation dtype, or 8-bit floats with one multiplier a block.
+"""Weights of linear layers as they lie in memory. Each form is a class: plain numbers, or 8-bit floats with one multiplier a block.
 
-Owns the form, its definition (`dequantize`) and how weights are cut and joined. Knows nothing of checkpoints, layers or products.
+Owns the forms: what a weight stands for (`dequantize`), and how it is cut, joined and filled. Who isn't a product kernel asks a weight and never
+which form it has. Knows nothing of checkpoints, layers or products.
+
+Shape letters: O output features (rows), K input features, X matrices of a stack, E rows in full precision.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,24 +24,142 @@ FP8_MAX = 448.0
 SCALE_BLOCK = 128
 """Rows and columns that share one multiplier in a checkpoint."""
 
+Region = tuple[int | slice, ...]
+"""A part of a weight, as an index of its first dimensions; () is all of it."""
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlockScaled:
-    """A matrix [O, K], or a stack of them [X, O, K]: w[o, k] = values[o, k] * scales[o // block_rows, k // SCALE_BLOCK]."""
+
+class Weight(ABC):
+    """A matrix [O, K], or a stack of them [X, O, K], in some form; a plain one may have any shape."""
+
+    __slots__ = ()
+
+    plan_key: ClassVar[str]
+    """Which measured plans a product with such a weight takes."""
+    is_quantized: ClassVar[bool] = True
+    """Whether values were rounded for this form: such a weight is not rounded once more for another one."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> torch.Size:
+        """Of what it stands for."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device: ...
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int: ...
+
+    @property
+    def tensor(self) -> Tensor:
+        """The memory of a plain weight. For parameters that are plain in every checkpoint: norms, routers, embeddings."""
+        raise AssertionError(f"{type(self).__name__} where only plain weights may be")
+
+    @abstractmethod
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The definition: the values that the weight stands for, each rounded once to `dtype`."""
+
+    @abstractmethod
+    def is_finite(self) -> bool:
+        """Whether it stands for finite numbers only."""
+
+    @abstractmethod
+    def cut(self, region: Region) -> Weight:
+        """The weight of a region, in the same memory. Rows and columns must begin whole blocks, where the form has blocks."""
+
+    def matrix(self, index: int) -> Weight:
+        """One matrix of a stack, in the same memory."""
+        return self.cut((index,))
+
+    @abstractmethod
+    def take_rows(self, ids_O: Tensor) -> Weight:
+        """A copy of some rows of a matrix. ids_O: int64, in the order of the result."""
+
+    @abstractmethod
+    def stack(self, others: Sequence[Weight]) -> Weight:
+        """One new matrix over the same input: these rows, then those of the others, which have the same form."""
+
+    def stack_full(self, rows_EK: Tensor) -> tuple[Weight, Tensor | None]:
+        """This matrix with rows behind it that must keep full precision, and those that can't stand there and stay apart."""
+        return self, rows_EK
+
+    @abstractmethod
+    def fill(self, region: Region, part: Weight, taken: Region = ()) -> None:
+        """Copy the region `taken` of `part` into a region of this one. A plain weight takes any form, others take their own alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plain(Weight):
+    """The numbers themselves. Products want them in the activations' dtype."""
+
+    plan_key: ClassVar[str] = "plain"
+    is_quantized: ClassVar[bool] = False
 
     values: Tensor
-    """float8_e4m3fn [..., O, K], contiguous."""
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.values
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.values.to(dtype)
+
+    def is_finite(self) -> bool:
+        return bool(self.values.isfinite().all())
+
+    def cut(self, region: Region) -> Plain:
+        return Plain(self.values[region])
+
+    def take_rows(self, ids_O: Tensor) -> Plain:
+        return Plain(self.values[ids_O])
+
+    def stack(self, others: Sequence[Weight]) -> Plain:
+        return Plain(torch.cat([self.values, *(other.tensor for other in others)]))
+
+    def stack_full(self, rows_EK: Tensor) -> tuple[Weight, Tensor | None]:
+        return Plain(torch.cat([self.values, rows_EK])), None
+
+    def fill(self, region: Region, part: Weight, taken: Region = ()) -> None:
+        self.values[region].copy_(part.dequantize(self.values.dtype)[taken])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockScaled(Weight):
+    """w[o, k] = values[o, k] * scales[o // block_rows, k // SCALE_BLOCK], for a matrix or each one of a stack."""
+
+    plan_key: ClassVar[str] = "fp8"
+
+    values: Tensor
+    """float8_e4m3fn [..., O, K]; contiguous, but for cuts of columns."""
     scales: Tensor
-    """float32 [..., ceil(O / block_rows), ceil(K / SCALE_BLOCK)], contiguous."""
+    """float32 [..., ceil(O / block_rows), ceil(K / SCALE_BLOCK)]; as contiguous as the values."""
     block_rows: int = SCALE_BLOCK
     """Divides SCALE_BLOCK. Smaller where matrices were joined whose rows are no multiple of SCALE_BLOCK: each keeps its own blocks."""
 
     def __post_init__(self) -> None:
-        *stack, num_rows, depth = self.values.shape
         assert SCALE_BLOCK % self.block_rows == 0, f"{self.block_rows}"
-        expected = (*stack, -(-num_rows // self.block_rows), -(-depth // SCALE_BLOCK))
+        expected = scales_shape(self.values.shape, self.block_rows)
         assert self.scales.shape == expected, f"scales {tuple(self.scales.shape)} of values {tuple(self.values.shape)}"
         assert (self.values.dtype, self.scales.dtype) == (FP8, torch.float32), f"{self.values.dtype} {self.scales.dtype}"
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], *, device: torch.device, block_rows: int = SCALE_BLOCK) -> BlockScaled:
+        """Room for a weight."""
+        scales = torch.empty(scales_shape(shape, block_rows), dtype=torch.float32, device=device)
+        return cls(values=torch.empty(shape, dtype=FP8, device=device), scales=scales, block_rows=block_rows)
 
     @property
     def shape(self) -> torch.Size:
@@ -50,23 +173,66 @@ class BlockScaled:
     def nbytes(self) -> int:
         return self.values.nbytes + self.scales.nbytes
 
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Exact in float32 where scales have at most 20 bits of mantissa, as those of checkpoints (bfloat16) do."""
+        num_rows, depth = self.shape[-2:]
+        scales = self.scales.repeat_interleave(self.block_rows, -2)[..., :num_rows, :]
+        return (self.values.float() * scales.repeat_interleave(SCALE_BLOCK, -1)[..., :depth]).to(dtype)
+
     def is_finite(self) -> bool:
-        """Whether every value and multiplier is a finite number. Of 8-bit floats only two codes are none: all ones, but for the sign."""
+        # Of 8-bit floats only two codes are no number: all ones, but for the sign.
         codes = self.values.view(torch.uint8)
         has_nan = codes.view(torch.int8).max() == 0x7F or codes.max() == 0xFF
         return not has_nan and bool(self.scales.isfinite().all())
 
+    def cut(self, region: Region) -> BlockScaled:
+        return BlockScaled(values=self.values[region], scales=self.scales[self._blocks(region)], block_rows=self.block_rows)
 
-Weight = Tensor | BlockScaled
+    def take_rows(self, ids_O: Tensor) -> BlockScaled:
+        # Neighbours come from different blocks: each row has its own multipliers.
+        return BlockScaled(values=self.values[ids_O], scales=self.scales[ids_O // self.block_rows], block_rows=1)
+
+    def stack(self, others: Sequence[Weight]) -> BlockScaled:
+        parts = [self, *(_block_scaled(other) for other in others)]
+        # Every part but the last must fill whole blocks, so that the next one begins a new one.
+        block_rows = math.gcd(*(part.block_rows for part in parts), *(part.shape[-2] for part in parts[:-1]))
+        scales = torch.cat([part.with_block_rows(block_rows).scales for part in parts], -2)
+        return BlockScaled(values=torch.cat([part.values for part in parts], -2), scales=scales, block_rows=block_rows)
+
+    def fill(self, region: Region, part: Weight, taken: Region = ()) -> None:
+        source = _block_scaled(part).with_block_rows(self.block_rows).cut(taken)
+        self.values[region].copy_(source.values)
+        self.scales[self._blocks(region)].copy_(source.scales)
+
+    def with_block_rows(self, block_rows: int) -> BlockScaled:
+        """The same values under multipliers of lower blocks. block_rows: divides the weight's own."""
+        num_blocks = -(-self.shape[-2] // block_rows)
+        scales = self.scales.repeat_interleave(self.block_rows // block_rows, -2)[..., :num_blocks, :].contiguous()
+        return BlockScaled(values=self.values, scales=scales, block_rows=block_rows)
+
+    def _blocks(self, region: Region) -> Region:
+        """The region of the multipliers that a region of the values has."""
+        num_stacked = self.values.dim() - 2
+        sizes = (self.block_rows, SCALE_BLOCK)
+        return region[:num_stacked] + tuple(_in_blocks(index, size) for index, size in zip(region[num_stacked:], sizes, strict=False))
 
 
-def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The weight as a plain tensor. Exact in float32 where scales have at most 20 bits of mantissa, as those of checkpoints (bfloat16) do."""
-    if isinstance(weight, Tensor):
-        return weight.to(dtype)
-    num_rows, depth = weight.shape[-2:]
-    scales = weight.scales.repeat_interleave(weight.block_rows, -2)[..., :num_rows, :]
-    return (weight.values.float() * scales.repeat_interleave(SCALE_BLOCK, -1)[..., :depth]).to(dtype)
+def _in_blocks(index: int | slice, size: int) -> slice:
+    assert isinstance(index, slice), f"{index} is inside a block of {size}"
+    first = index.start or 0
+    assert first % size == 0, f"{first} is inside a block of {size}"
+    return slice(first // size, None if index.stop is None else -(-index.stop // size))
+
+
+def _block_scaled(weight: Weight) -> BlockScaled:
+    assert isinstance(weight, BlockScaled), f"{type(weight).__name__} and block-scaled rows don't mix"
+    return weight
+
+
+def scales_shape(shape: Sequence[int], block_rows: int = SCALE_BLOCK) -> tuple[int, ...]:
+    """Of the multipliers of values [..., O, K]."""
+    *stack, num_rows, depth = shape
+    return (*stack, -(-num_rows // block_rows), -(-depth // SCALE_BLOCK))
 
 
 def quantize_blocks(weight: Tensor) -> BlockScaled:
@@ -74,7 +240,7 @@ def quantize_blocks(weight: Tensor) -> BlockScaled:
 
     Multipliers are bfloat16 values, as in published checkpoints, rounded up so that nothing exceeds 448; a block of zeros has 1."""
     *stack, num_rows, depth = weight.shape
-    row_blocks, column_blocks = -(-num_rows // SCALE_BLOCK), -(-depth // SCALE_BLOCK)
+    *_, row_blocks, column_blocks = scales_shape(weight.shape)
     padded = weight.new_zeros(*stack, row_blocks * SCALE_BLOCK, column_blocks * SCALE_BLOCK, dtype=torch.float32)
     padded[..., :num_rows, :depth] = weight
     blocks = padded.view(*stack, row_blocks, SCALE_BLOCK, column_blocks, SCALE_BLOCK)
@@ -85,38 +251,3 @@ def quantize_blocks(weight: Tensor) -> BlockScaled:
     scales = torch.where(scales == 0, 1.0, scales)
     values = (blocks / scales[..., :, None, :, None]).view(padded.shape)[..., :num_rows, :depth]
     return BlockScaled(values=values.to(FP8).contiguous(), scales=scales)
-
-
-def stack_rows(weights: Sequence[Weight]) -> Weight:
-    """One weight [sum of O, K] of several over the same input; all plain, or all block-scaled."""
-    plain = [weight for weight in weights if isinstance(weight, Tensor)]
-    if len(plain) == len(weights):
-        return torch.cat(plain)
-    scaled = [weight for weight in weights if isinstance(weight, BlockScaled)]
-    assert len(scaled) == len(weights), "plain and block-scaled rows don't stack"
-    # Every part but the last must fill whole blocks, so that the next one begins a new one.
-    block_rows = math.gcd(*(weight.block_rows for weight in scaled), *(weight.shape[-2] for weight in scaled[:-1]))
-    scales = [with_block_rows(weight, block_rows).scales for weight in scaled]
-    return BlockScaled(values=torch.cat([weight.values for weight in scaled], -2), scales=torch.cat(scales, -2), block_rows=block_rows)
-
-
-def rows_from(weight: Weight, first: int) -> Weight:
-    """The rows [first:] of a matrix, in the same memory. first: begins a block."""
-    if isinstance(weight, Tensor):
-        return weight[first:]
-    assert first % weight.block_rows == 0, f"row {first} is inside a block of {weight.block_rows}"
-    return BlockScaled(values=weight.values[first:], scales=weight.scales[first // weight.block_rows :], block_rows=weight.block_rows)
-
-
-def matrix(weight: Weight, index: int) -> Weight:
-    """One matrix of a stack, in the same memory."""
-    if isinstance(weight, Tensor):
-        return weight[index]
-    return BlockScaled(values=weight.values[index], scales=weight.scales[index], block_rows=weight.block_rows)
-
-
-def with_block_rows(weight: BlockScaled, block_rows: int) -> BlockScaled:
-    """The same values under multipliers of lower blocks. block_rows: divides the weight's own."""
-    num_blocks = -(-weight.shape[-2] // block_rows)
-    scales = weight.scales.repeat_interleave(weight.block_rows // block_rows, -2)[..., :num_blocks, :].contiguous()
-    return BlockScaled(values=weight.values, scales=scales, block_rows=block_rows)

@@ -57,5 +57,5 @@ class GatedAttention:
     def prefill_keys_values(self, x_NH: Tensor, norm: kernels.Norm, kv_P2SGD: Tensor, rope: kernels.RopeTable, batch: kernels.PrefillBatch) -> None:
         """Only the stores of `prefill`, for a last layer whose output nobody needs."""
         first_key = 2 * self.weights.num_heads * self.weights.head_dim
-        projected_NK = self._ops.norm_linear(x_NH, norm, kernels.rows_from(self.qkv_proj, first_key))
+        projected_NK = self._ops.norm_linear(x_NH, norm, self.qkv_proj.cut((slice(first_key, None),)))
         self._ops.store_keys_values(projected_NK, self.weights, rope, kv_P2SGD, batch)

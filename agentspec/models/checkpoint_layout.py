@@ -15,9 +15,8 @@ from torch import Tensor
 
 from agentspec import kernels
 from agentspec.models.hf_config import TextConfig
-from agentspec.models.quantization import SCALE_SUFFIX
-from agentspec.models.tensors import Shapes, block_scaled_names, parameter_shapes
-from agentspec.models.weight_regions import Region
+from agentspec.models.quantization import Beside, Quantization
+from agentspec.models.tensors import Parameters, parameter_forms, quantized_names
 
 _PER_EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")
 
@@ -29,7 +28,7 @@ class Target:
     """Where a checkpoint tensor, or a part of it, goes."""
 
     parameter: str
-    region: Region = ()
+    region: kernels.Region = ()
     """What it fills of the parameter."""
     pick: Pick | None = None
     """Takes the part out of the checkpoint's tensor; None is all of it."""
@@ -41,30 +40,25 @@ class Source:
 
     shape: tuple[int, ...]
     targets: tuple[Target, ...]
-    scaled: bool = False
-    """In 8-bit floats, beside a tensor of multipliers (`scale_name`)."""
+    quantization: Quantization | None = None
+    """How it is held, where not as plain floats."""
 
     @property
-    def scale_shape(self) -> tuple[int, ...]:
-        *stack, num_rows, depth = self.shape
-        return (*stack, -(-num_rows // kernels.SCALE_BLOCK), -(-depth // kernels.SCALE_BLOCK))
+    def beside(self) -> tuple[Beside, ...]:
+        """The tensors that the checkpoint must hold beside it."""
+        return () if self.quantization is None else self.quantization.beside(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """How one checkpoint holds all parameters."""
 
-    shapes: Shapes
+    parameters: Parameters
     """Every parameter, by canonical name."""
     sources: dict[str, Source]
-    """Every tensor that it must hold, multipliers apart."""
+    """Every tensor that it must hold, but for what stands beside quantised ones."""
     block_rows: dict[str, int]
-    """Of each parameter in 8 bits: rows that share a multiplier. Fewer than a checkpoint's where parts are joined that don't fill whole blocks."""
-
-
-def scale_name(name: str) -> str:
-    """The tensor that holds the multipliers of tensor `name`."""
-    return name + SCALE_SUFFIX
+    """Of each quantised parameter: rows that may share a multiplier. Fewer than a checkpoint's where joined parts don't fill whole blocks."""
 
 
 def split_roots(present: set[str]) -> set[str]:
@@ -75,38 +69,38 @@ def split_roots(present: set[str]) -> set[str]:
 def checkpoint_layout(config: TextConfig, present: set[str]) -> Layout:
     """What a checkpoint must hold, given how it lays out its experts (decided for the trunk and for mtp separately).
 
-    present: canonical names of what it does hold. Raises UnsupportedModelError for 8-bit weights that we can't read (`block_scaled_names`)."""
+    present: canonical names of what it does hold. Raises UnsupportedModelError for 8-bit weights that we can't read (`quantized_names`)."""
     by_expert = split_roots(present)
-    shapes, scaled_names = parameter_shapes(config), block_scaled_names(config)
+    parameters, quantized = parameter_forms(config), quantized_names(config)
     sources: dict[str, Source] = {}
-    for name, shape in shapes.items():
-        scaled = name in scaled_names
+    for name, parameter in parameters.items():
+        shape, quantization = parameter.shape, config.quantization if name in quantized else None
         if ".mlp.experts." in name and name.split(".")[0] in by_expert:
-            sources |= _per_expert(name, shape, scaled)
+            sources |= _per_expert(name, shape, quantization)
         elif config.packed_projections and ".linear_attn.in_proj_" in name:
             if name.endswith("in_proj_qkv.weight"):
                 sources |= _packed(config, name.removesuffix("in_proj_qkv.weight"))
         else:
-            sources[name] = Source(shape, (Target(name),), scaled)
-    block_rows = dict.fromkeys(scaled_names, kernels.SCALE_BLOCK)
+            sources[name] = Source(shape, (Target(name),), quantization)
+    block_rows = dict.fromkeys(quantized, kernels.SCALE_BLOCK)
     for source in sources.values():
         for target in source.targets:
-            if target.parameter in scaled_names:
+            if target.parameter in quantized:
                 starts = [index.start for index in target.region if isinstance(index, slice)]
                 block_rows[target.parameter] = math.gcd(block_rows[target.parameter], *starts)
-    return Layout(shapes, sources, block_rows)
+    return Layout(parameters, sources, block_rows)
 
 
-def _per_expert(name: str, shape: tuple[int, ...], scaled: bool) -> dict[str, Source]:
+def _per_expert(name: str, shape: tuple[int, ...], quantization: Quantization | None) -> dict[str, Source]:
     prefix, kind = name.rsplit(".", 1)
     num_experts, rows, columns = shape
     if kind == "down_proj":
-        return {f"{prefix}.{e}.down_proj.weight": Source((rows, columns), (Target(name, (e,)),), scaled) for e in range(num_experts)}
+        return {f"{prefix}.{e}.down_proj.weight": Source((rows, columns), (Target(name, (e,)),), quantization) for e in range(num_experts)}
     width = rows // 2
     sources = {}
     for e in range(num_experts):
-        sources[f"{prefix}.{e}.gate_proj.weight"] = Source((width, columns), (Target(name, (e, slice(0, width))),), scaled)
-        sources[f"{prefix}.{e}.up_proj.weight"] = Source((width, columns), (Target(name, (e, slice(width, rows))),), scaled)
+        sources[f"{prefix}.{e}.gate_proj.weight"] = Source((width, columns), (Target(name, (e, slice(0, width))),), quantization)
+        sources[f"{prefix}.{e}.up_proj.weight"] = Source((width, columns), (Target(name, (e, slice(width, rows))),), quantization)
     return sources
 
 

@@ -17,11 +17,10 @@ from agentspec.models.tensors import ParameterScope
 class GatedDeltaNet:
     def __init__(self, config: TextConfig, ops: kernels.Backend, parameters: ParameterScope) -> None:
         self._ops = ops
-        self.in_proj = parameters.take_rows("in_proj_qkv.weight", "in_proj_z.weight")
-        self.in_proj_ba: Tensor | None = parameters.take_tensor_rows("in_proj_b.weight", "in_proj_a.weight")
-        """None where they are the last rows of `in_proj`: write strength and decay stay in full precision where the rest is block-scaled."""
-        if isinstance(self.in_proj, Tensor):
-            self.in_proj, self.in_proj_ba = kernels.stack_rows([self.in_proj, self.in_proj_ba]), None
+        rows = parameters.take_rows("in_proj_qkv.weight", "in_proj_z.weight")
+        self.in_proj, self.in_proj_ba = rows.stack_full(parameters.take_tensor_rows("in_proj_b.weight", "in_proj_a.weight"))
+        """The latter is None where b and a are the last rows of `in_proj`: write strength and decay stay in full precision where the rest is
+        quantised."""
         self.weights = kernels.DeltaWeights(
             conv_C4=parameters.take_tensor("conv1d.weight").squeeze(1),
             a_log_V=parameters.take_tensor("A_log"),

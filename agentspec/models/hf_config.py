@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from agentspec.errors import CheckpointError, UnsupportedModelError
 from agentspec.files import read_object
-from agentspec.models.quantization import Fp8Blocks, parse_quantization
+from agentspec.models.quantization import Quantization, parse_quantization
 
 LayerType = Literal["linear_attention", "full_attention"]
 GateType = Literal["silu", "sigmoid"]
@@ -94,7 +94,7 @@ class TextConfig:
     num_mtp_layers: int | None
     """0 or 1. None: the config doesn't say; the checkpoint's tensors decide."""
     eos_token_ids: tuple[int, ...]
-    quantization: Fp8Blocks | None = None
+    quantization: Quantization | None = None
     """None: every parameter is a plain tensor."""
 
     @property

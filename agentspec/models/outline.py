@@ -13,8 +13,7 @@ import torch
 from agentspec import kernels
 from agentspec.models.hf_config import LayerType, TextConfig
 from agentspec.models.qwen3_5 import Qwen3_5Model
-from agentspec.models.tensors import block_scaled_names, parameter_dtype, parameter_shapes
-from agentspec.models.weight_regions import empty_weight
+from agentspec.models.tensors import empty_parameter, parameter_shapes, quantized_names
 from agentspec.types import ModelSpec
 
 META = torch.device("meta")
@@ -23,33 +22,29 @@ META = torch.device("meta")
 def outline(config: TextConfig, spec: ModelSpec, *, dtype: torch.dtype, fp8_drafts: bool) -> Qwen3_5Model:
     """The model of `config` with one layer of each kind, its MTP head and its vocabulary.
 
-    Layers are of one kind if their mixers are, and if the same of their parameters are in 8 bits. What a layer launches depends on nothing else."""
-    scaled = block_scaled_names(config)
-    layers = _kinds(config, scaled)
+    Layers are of one kind if their mixers are, and if the same of their parameters are quantised. What a layer launches depends on nothing else."""
+    quantized = quantized_names(config)
+    layers = _kinds(config, quantized)
     parameters: dict[str, kernels.Weight] = {}
     for name, shape in parameter_shapes(config).items():
         layer = _layer_of(name)
         if layer is None or layer in layers:
             kept = name if layer is None else name.replace(f"layers.{layer}.", f"layers.{layers[layer]}.", 1)
-            parameters[kept] = _empty(name, shape, dtype, name in scaled)
+            parameters[kept] = empty_parameter(config, name, shape, name in quantized, device=META, dtype=dtype)
     types: tuple[LayerType, ...] = tuple(config.layer_types[layer] for layer in layers)
     return Qwen3_5Model(replace(config, layer_types=types), spec, parameters, dtype=dtype, fp8_drafts=fp8_drafts)
 
 
-def _empty(name: str, shape: tuple[int, ...], dtype: torch.dtype, is_scaled: bool) -> kernels.Weight:
-    return empty_weight(shape, device=META, dtype=dtype) if is_scaled else torch.empty(shape, dtype=parameter_dtype(name, dtype), device=META)
-
-
-def _kinds(config: TextConfig, scaled: frozenset[str]) -> Mapping[int, int]:
+def _kinds(config: TextConfig, quantized: frozenset[str]) -> Mapping[int, int]:
     """The first layer of each kind: its place in the model, and its place among the first ones."""
-    in_8_bits: dict[int, set[str]] = {}
-    for name in scaled:
+    of_layer: dict[int, set[str]] = {}
+    for name in quantized:
         layer = _layer_of(name)
         if layer is not None:
-            in_8_bits.setdefault(layer, set()).add(name.partition(f"layers.{layer}.")[2])
+            of_layer.setdefault(layer, set()).add(name.partition(f"layers.{layer}.")[2])
     first: dict[tuple[LayerType, frozenset[str]], int] = {}
     for layer, layer_type in enumerate(config.layer_types):
-        first.setdefault((layer_type, frozenset(in_8_bits.get(layer, ()))), layer)
+        first.setdefault((layer_type, frozenset(of_layer.get(layer, ()))), layer)
     return {layer: place for place, layer in enumerate(first.values())}
 
 

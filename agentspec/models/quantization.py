@@ -1,15 +1,20 @@
-"""Weights in 8-bit floats: which parameters may be, what a config's `quantization_config` asks for, and what we refuse of it.
+"""Weights in few bits: which parameters may be, what a config's `quantization_config` asks for, how files and memory hold them.
 
-Owns names and JSON. The numbers are the kernels' (`kernels.BlockScaled`), the files `weights.py`'s.
+Owns names, JSON and the translation from what a file holds to a form of the kernels (`kernels.Weight`). The numbers are the kernels', the
+files `weights.py`'s.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
+import torch
+from torch import Tensor
+
+from agentspec import kernels
 from agentspec.errors import CheckpointError, UnsupportedModelError
 
 SCALE_SUFFIX = "_scale_inv"
@@ -32,12 +37,76 @@ _HARMLESS: dict[str, object] = {"dequantize": True, "scale_fmt": "float", "exper
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Beside:
+    """A tensor that a checkpoint must hold beside the values of a quantised one."""
+
+    suffix: str
+    """Behind the name of the values."""
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    """Any of these, as safetensors calls them."""
+
+
+class Quantization(Protocol):
+    """How a checkpoint holds every linear that may be converted and isn't excluded, and the form that it gets in memory."""
+
+    dtype: ClassVar[str]
+    """Of the values, as safetensors calls it."""
+
+    @property
+    def excluded(self) -> frozenset[str]:
+        """Modules in full precision: whole dotted paths in canonical names. Some name nothing that exists; a path never stands for another one that
+        it begins (`mlp.gate` isn't `mlp.gate_proj`)."""
+        ...
+
+    def beside(self, shape: tuple[int, ...]) -> tuple[Beside, ...]:
+        """What stands beside values of this shape."""
+        ...
+
+    def read(self, name: str, tensor: Callable[[str], Tensor]) -> kernels.Weight:
+        """The weight `name`, on the CPU. tensor: reads one by its name."""
+        ...
+
+    def empty(self, shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype, block_rows: int) -> kernels.Weight:
+        """Room for a parameter [O, K] or [X, O, K]. block_rows: divides the first row of each part that will be filled."""
+        ...
+
+    def quantize(self, values: Tensor) -> kernels.Weight:
+        """The nearest weight, as `read` would give it."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Blocks:
-    """The official form: float8_e4m3fn with one multiplier for each block of 128 x 128, for every linear that may be converted and isn't excluded."""
+    """The official form, a Quantization: float8_e4m3fn with one multiplier for each block of 128 x 128."""
+
+    dtype: ClassVar[str] = "F8_E4M3"
 
     excluded: frozenset[str]
-    """Modules in full precision: whole dotted paths in canonical names. Some name nothing that exists; a path never stands for another one that it
-    begins (`mlp.gate` isn't `mlp.gate_proj`)."""
+
+    def beside(self, shape: tuple[int, ...]) -> tuple[Beside, ...]:
+        return (Beside(suffix=SCALE_SUFFIX, shape=kernels.scales_shape(shape), dtypes=("F32", "BF16")),)
+
+    def read(self, name: str, tensor: Callable[[str], Tensor]) -> kernels.Weight:
+        return kernels.BlockScaled(values=tensor(name), scales=tensor(name + SCALE_SUFFIX).float())
+
+    def empty(self, shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype, block_rows: int) -> kernels.Weight:
+        return empty_fp8(shape, device=device, dtype=dtype, block_rows=block_rows)
+
+    def quantize(self, values: Tensor) -> kernels.Weight:
+        return kernels.quantize_blocks(values)
+
+
+def keeps_blocks(device: torch.device) -> bool:
+    """Whether weights stay in 8 bits on the device. Not on the CPU: each product would expand them again."""
+    return device.type != "cpu"
+
+
+def empty_fp8(shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype, block_rows: int = kernels.SCALE_BLOCK) -> kernels.Weight:
+    """Room for a weight in 8 bits: block-scaled, or plain in `dtype` where the device doesn't keep blocks."""
+    if keeps_blocks(device):
+        return kernels.BlockScaled.empty(shape, device=device, block_rows=block_rows)
+    return kernels.Plain(torch.empty(shape, dtype=dtype, device=device))
 
 
 def canonical_name(name: str) -> str:

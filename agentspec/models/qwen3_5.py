@@ -47,7 +47,7 @@ class MtpHead:
         eps = config.rms_norm_eps
         self.embedding_norm = kernels.Norm(weight=parameters.take_tensor("pre_fc_norm_embedding.weight"), eps=eps)
         self.hidden_norm = kernels.Norm(weight=parameters.take_tensor("pre_fc_norm_hidden.weight"), eps=eps)
-        self.fc = parameters.take_tensor("fc.weight")
+        self.fc = parameters.take("fc.weight")
         layer = parameters.under("layers.0.")
         self.attention = GatedAttention(config, ops, layer.under("self_attn."))
         self.layer = DecoderLayer(config, ops, layer, self.attention, config.num_attention_layers)
@@ -89,7 +89,7 @@ class Qwen3_5Model:  # noqa: N801  the family's name has an underscore
         self._head_VH = self._embedding_VH if config.tied else scope.take_tensor("lm_head.weight")
         self._mtp = MtpHead(config, ops, scope.under("mtp.")) if config.has_mtp else None
         self._pools: StatePools | None = None
-        self._draft_head_OH: kernels.Weight = self._head_VH[: spec.num_real_tokens]
+        self._draft_head_OH: kernels.Weight = kernels.Plain(self._head_VH[: spec.num_real_tokens])
         self._draft_ids_O: Tensor | None = None
         """The token of each row of the draft head; None: row o stands for token o."""
         scope.finish()
@@ -189,13 +189,13 @@ class Qwen3_5Model:  # noqa: N801  the family's name has an underscore
         return scores_NV.view(*hidden.shape[:-1], -1)
 
     def limit_drafts(self, ids: Sequence[int]) -> int:
-        num_bytes = 0
+        head_VH, num_bytes = kernels.Plain(self._head_VH), 0
         if len(ids) == self._spec.num_real_tokens:
-            rows_OH, self._draft_ids_O = self._head_VH[: len(ids)], None
+            rows_OH, self._draft_ids_O = head_VH.cut((slice(0, len(ids)),)), None
         else:
             # Their rows lie all over the head: a copy can be read at full bandwidth, and is, once for every draft.
             self._draft_ids_O = torch.tensor(ids, dtype=torch.int64, device=self._device)
-            rows_OH = self._head_VH[self._draft_ids_O]
+            rows_OH = head_VH.take_rows(self._draft_ids_O)
             num_bytes = self._draft_ids_O.nbytes
         self._draft_head_OH = in_fp8(rows_OH) if self._fp8_drafts else rows_OH
         if self._fp8_drafts or self._draft_ids_O is not None:

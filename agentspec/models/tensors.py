@@ -1,4 +1,4 @@
-"""The model's parameters: canonical names, shapes, dtypes and which are in 8 bits, as they follow from a TextConfig alone.
+"""The model's parameters: canonical names, shapes, shards, dtypes and which are in few bits, as they follow from a TextConfig alone.
 
 Canonical names are the flat text-only names of Qwen3.5 (`model.layers.N...`, `lm_head.weight`, `mtp...`), with q, k, v, z, b and a
 unpacked and experts fused, whatever the checkpoint's own layout is. How checkpoints map to them is `weights.py`'s business.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from agentspec import kernels
 from agentspec.errors import CheckpointError, UnsupportedModelError
 from agentspec.models.hf_config import CONV_TAPS, TextConfig
 from agentspec.models.quantization import is_convertible
-from agentspec.models.weight_regions import empty_weight, fill
+from agentspec.models.shards import Shard
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -28,72 +29,120 @@ _RANDOM_SLICE = 2**26
 _FLOAT32_SUFFIXES = ("linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weight")
 
 
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """What a parameter must be, and how ranks share it."""
+
+    shape: tuple[int, ...]
+    """Of the whole, whatever a rank holds of it."""
+    shard: Shard | None = None
+    """None: every rank holds all of it."""
+
+
+Parameters = dict[str, Parameter]
+
+
 def parameter_shapes(config: TextConfig) -> Shapes:
+    """The shape of every parameter."""
+    return {name: parameter.shape for name, parameter in parameter_forms(config).items()}
+
+
+def parameter_forms(config: TextConfig) -> Parameters:
     """Every parameter of the text model and its MTP head, in checkpoint order."""
     hidden = config.hidden_size
-    shapes: Shapes = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    found: Parameters = {"model.embed_tokens.weight": Parameter((config.vocab_size, hidden))}
     for i, layer_type in enumerate(config.layer_types):
-        shapes |= _layer(config, f"model.layers.{i}.", linear=layer_type == "linear_attention")
-    shapes["model.norm.weight"] = (hidden,)
+        found |= _layer(config, f"model.layers.{i}.", linear=layer_type == "linear_attention")
+    found["model.norm.weight"] = Parameter((hidden,))
     if not config.tied:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+        found["lm_head.weight"] = _rows(hidden, (config.vocab_size, 1))
     if config.has_mtp:
-        shapes["mtp.fc.weight"] = (hidden, 2 * hidden)
+        found["mtp.fc.weight"] = Parameter((hidden, 2 * hidden))
         for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
-            shapes[f"mtp.{name}.weight"] = (hidden,)
-        shapes |= _layer(config, "mtp.layers.0.", linear=False)
-    return shapes
+            found[f"mtp.{name}.weight"] = Parameter((hidden,))
+        found |= _layer(config, "mtp.layers.0.", linear=False)
+    return found
 
 
-def _layer(config: TextConfig, prefix: str, *, linear: bool) -> Shapes:
+def _rows(depth: int, *parts: tuple[int, int], may_repeat: bool = False) -> Parameter:
+    """A matrix whose rows are shared. parts: as in Shard."""
+    return Parameter((_size(parts), depth), Shard(0, parts, may_repeat))
+
+
+def _columns(num_rows: int, num_units: int, size: int) -> Parameter:
+    """A matrix whose columns are shared: products with it are partial sums."""
+    return Parameter((num_rows, num_units * size), Shard(1, ((num_units, size),)))
+
+
+def _size(parts: tuple[tuple[int, int], ...]) -> int:
+    return sum(num_units * size for num_units, size in parts)
+
+
+def _layer(config: TextConfig, prefix: str, *, linear: bool) -> Parameters:
+    norm = Parameter((config.hidden_size,))
+    mixer = _gated_delta(config, f"{prefix}linear_attn.") if linear else _attention(config, f"{prefix}self_attn.")
+    return {f"{prefix}input_layernorm.weight": norm, f"{prefix}post_attention_layernorm.weight": norm} | mixer | _ffn(config, f"{prefix}mlp.")
+
+
+def _gated_delta(config: TextConfig, prefix: str) -> Parameters:
+    """Value heads are shared, with the key heads that they read."""
     hidden = config.hidden_size
-    shapes: Shapes = {f"{prefix}input_layernorm.weight": (hidden,), f"{prefix}post_attention_layernorm.weight": (hidden,)}
-    if linear:
-        heads, values = config.num_value_heads, config.num_value_heads * config.value_dim
-        shapes |= {
-            f"{prefix}linear_attn.in_proj_qkv.weight": (config.conv_channels, hidden),
-            f"{prefix}linear_attn.in_proj_z.weight": (values, hidden),
-            f"{prefix}linear_attn.in_proj_b.weight": (heads, hidden),
-            f"{prefix}linear_attn.in_proj_a.weight": (heads, hidden),
-            f"{prefix}linear_attn.conv1d.weight": (config.conv_channels, 1, CONV_TAPS),
-            f"{prefix}linear_attn.A_log": (heads,),
-            f"{prefix}linear_attn.dt_bias": (heads,),
-            f"{prefix}linear_attn.norm.weight": (config.value_dim,),
-            f"{prefix}linear_attn.out_proj.weight": (hidden, values),
-        }
-    else:
-        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        shapes |= {
-            f"{prefix}self_attn.q_proj.weight": (2 * queries, hidden),
-            f"{prefix}self_attn.k_proj.weight": (keys, hidden),
-            f"{prefix}self_attn.v_proj.weight": (keys, hidden),
-            f"{prefix}self_attn.o_proj.weight": (hidden, queries),
-            f"{prefix}self_attn.q_norm.weight": (config.head_dim,),
-            f"{prefix}self_attn.k_norm.weight": (config.head_dim,),
-        }
-    return shapes | _ffn(config, f"{prefix}mlp.")
+    keys, values, heads = (config.num_key_heads, config.key_dim), (config.num_value_heads, config.value_dim), (config.num_value_heads, 1)
+    of_heads = Parameter((config.num_value_heads,), Shard(0, (heads,)))
+    return {
+        f"{prefix}in_proj_qkv.weight": _rows(hidden, keys, keys, values),
+        f"{prefix}in_proj_z.weight": _rows(hidden, values),
+        f"{prefix}in_proj_b.weight": _rows(hidden, heads),
+        f"{prefix}in_proj_a.weight": _rows(hidden, heads),
+        f"{prefix}conv1d.weight": Parameter((config.conv_channels, 1, CONV_TAPS), Shard(0, (keys, keys, values))),
+        f"{prefix}A_log": of_heads,
+        f"{prefix}dt_bias": of_heads,
+        f"{prefix}norm.weight": Parameter((config.value_dim,)),
+        f"{prefix}out_proj.weight": _columns(hidden, *values),
+    }
 
 
-def _ffn(config: TextConfig, prefix: str) -> Shapes:
+def _attention(config: TextConfig, prefix: str) -> Parameters:
+    """Query heads are shared, with the key/value heads that they read."""
+    hidden, norm, keys = config.hidden_size, Parameter((config.head_dim,)), (config.num_kv_heads, config.head_dim)
+    return {
+        f"{prefix}q_proj.weight": _rows(hidden, (config.num_heads, 2 * config.head_dim)),
+        f"{prefix}k_proj.weight": _rows(hidden, keys, may_repeat=True),
+        f"{prefix}v_proj.weight": _rows(hidden, keys, may_repeat=True),
+        f"{prefix}o_proj.weight": _columns(hidden, config.num_heads, config.head_dim),
+        f"{prefix}q_norm.weight": norm,
+        f"{prefix}k_norm.weight": norm,
+    }
+
+
+def _ffn(config: TextConfig, prefix: str) -> Parameters:
     hidden, moe = config.hidden_size, config.moe
     if moe is None:
         assert config.intermediate_size is not None
-        return _swiglu(prefix, hidden, config.intermediate_size)
+        return _swiglu(config, prefix, config.intermediate_size)
+    num_experts, width, units = moe.num_experts, moe.intermediate_size, _width_units(config, moe.intermediate_size)
     return {
-        f"{prefix}gate.weight": (moe.num_experts, hidden),
-        f"{prefix}experts.gate_up_proj": (moe.num_experts, 2 * moe.intermediate_size, hidden),
-        f"{prefix}experts.down_proj": (moe.num_experts, hidden, moe.intermediate_size),
-        f"{prefix}shared_expert_gate.weight": (1, hidden),
-        **_swiglu(f"{prefix}shared_expert.", hidden, moe.shared_intermediate_size),
+        f"{prefix}gate.weight": Parameter((num_experts, hidden)),
+        f"{prefix}experts.gate_up_proj": Parameter((num_experts, 2 * width, hidden), Shard(1, (units, units))),
+        f"{prefix}experts.down_proj": Parameter((num_experts, hidden, width), Shard(2, (units,))),
+        f"{prefix}shared_expert_gate.weight": Parameter((1, hidden)),
+        **_swiglu(config, f"{prefix}shared_expert.", moe.shared_intermediate_size),
     }
 
 
-def _swiglu(prefix: str, hidden: int, width: int) -> Shapes:
+def _swiglu(config: TextConfig, prefix: str, width: int) -> Parameters:
+    rows = _rows(config.hidden_size, _width_units(config, width))
     return {
-        f"{prefix}gate_proj.weight": (width, hidden),
-        f"{prefix}up_proj.weight": (width, hidden),
-        f"{prefix}down_proj.weight": (hidden, width),
+        f"{prefix}gate_proj.weight": rows,
+        f"{prefix}up_proj.weight": rows,
+        f"{prefix}down_proj.weight": _columns(config.hidden_size, *_width_units(config, width)),
     }
+
+
+def _width_units(config: TextConfig, width: int) -> tuple[int, int]:
+    """An FFN's width in (units, entries of one): columns under one multiplier stay together."""
+    size = kernels.SCALE_BLOCK if config.quantization is not None and width % kernels.SCALE_BLOCK == 0 else 1
+    return width // size, size
 
 
 def parameter_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
@@ -101,10 +150,10 @@ def parameter_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if name.endswith(_FLOAT32_SUFFIXES) else dtype
 
 
-def block_scaled_names(config: TextConfig) -> frozenset[str]:
-    """The parameters in 8-bit floats: every convertible one that the config doesn't exclude.
+def quantized_names(config: TextConfig) -> frozenset[str]:
+    """The parameters that the checkpoint has in few bits: every convertible one that the config doesn't exclude.
 
-    Raises UnsupportedModelError for exclusions that split what is computed as one matrix, and for packed rows in 8 bits."""
+    Raises UnsupportedModelError for exclusions that split what is computed as one matrix, and for packed rows in few bits."""
     if config.quantization is None:
         return frozenset()
     names = [name for name in parameter_shapes(config) if is_convertible(name)]
@@ -147,40 +196,61 @@ def _is_excluded(name: str, config: TextConfig, excluded: frozenset[str]) -> boo
 def random_parameters(config: TextConfig, *, device: torch.device, dtype: torch.dtype, seed: int) -> dict[str, kernels.Weight]:
     """Untrained parameters of sane scale, made on the device; the same seed gives the same values on one device type.
 
-    What the config has in 8 bits lies as `empty_weight` says."""
+    What the config has in few bits lies as `empty_parameter` says."""
     generator = torch.Generator(device).manual_seed(seed)
-    scaled = block_scaled_names(config)
-    return {
-        name: _random_blocks(shape, device, dtype, generator) if name in scaled else _random_tensor(name, shape, device, dtype, generator)
-        for name, shape in parameter_shapes(config).items()
-    }
+    quantized = quantized_names(config)
+    found = {}
+    for name, shape in parameter_shapes(config).items():
+        found[name] = weight = empty_parameter(config, name, shape, name in quantized, device=device, dtype=dtype)
+        if name in quantized:
+            _fill_quantized(config, weight, generator)
+        else:
+            _fill_plain(name, weight.tensor, generator)
+    return found
 
 
-def _random_tensor(name: str, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    tensor = torch.empty(shape, dtype=parameter_dtype(name, dtype), device=device)
+def empty_parameter(
+    config: TextConfig,
+    name: str,
+    shape: tuple[int, ...],
+    quantized: bool,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    block_rows: int = kernels.SCALE_BLOCK,
+) -> kernels.Weight:
+    """Room for a parameter; a quantised one in the form that the config's quantisation has for the device (Quantization.empty)."""
+    if quantized:
+        assert config.quantization is not None
+        return config.quantization.empty(shape, device=device, dtype=dtype, block_rows=block_rows)
+    return kernels.Plain(torch.empty(shape, dtype=parameter_dtype(name, dtype), device=device))
+
+
+def _fill_plain(name: str, tensor: Tensor, generator: torch.Generator) -> None:
     if name.endswith("A_log"):
-        return tensor.uniform_(1.0, 16.0, generator=generator).log_()
-    if name.endswith("dt_bias"):
+        tensor.uniform_(1.0, 16.0, generator=generator).log_()
+    elif name.endswith("dt_bias"):
         # softplus of it is a step between 0.001 and 0.1, log-uniform, as state-space models are initialised
         step = tensor.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_()
-        return step + torch.log(-torch.expm1(-step))
-    if name.endswith("linear_attn.norm.weight"):
-        return tensor.fill_(1.0)
-    if len(shape) == 1:
-        return tensor.zero_()
-    fan_in = CONV_TAPS if name.endswith("conv1d.weight") else shape[-1]
-    return tensor.normal_(0.0, fan_in**-0.5, generator=generator)
+        step += torch.log(-torch.expm1(-step))
+    elif name.endswith("linear_attn.norm.weight"):
+        tensor.fill_(1.0)
+    elif tensor.ndim == 1:
+        tensor.zero_()
+    else:
+        fan_in = CONV_TAPS if name.endswith("conv1d.weight") else tensor.shape[-1]
+        tensor.normal_(0.0, fan_in**-0.5, generator=generator)
 
 
-def _random_blocks(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> kernels.Weight:
+def _fill_quantized(config: TextConfig, weight: kernels.Weight, generator: torch.Generator) -> None:
     """A matrix, or a stack of them a few at a time: a stack in float32 would take four times its room."""
-    weight = empty_weight(shape, device=device, dtype=dtype)
+    assert config.quantization is not None
+    shape = weight.shape
     num_matrices = max(1, _RANDOM_SLICE // (shape[-2] * shape[-1])) if len(shape) == 3 else shape[0]
     for first in range(0, shape[0], num_matrices):
         part = slice(first, min(first + num_matrices, shape[0]))
-        values = torch.empty((part.stop - first, *shape[1:]), dtype=torch.float32, device=device)
-        fill(weight, (part,), kernels.quantize_blocks(values.normal_(0.0, shape[-1] ** -0.5, generator=generator)))
-    return weight
+        values = torch.empty((part.stop - first, *shape[1:]), dtype=torch.float32, device=weight.device)
+        weight.fill((part,), config.quantization.quantize(values.normal_(0.0, shape[-1] ** -0.5, generator=generator)))
 
 
 class ParameterScope:
@@ -198,18 +268,17 @@ class ParameterScope:
         return self._parameters.pop(self._prefix + name)
 
     def take_tensor(self, name: str) -> Tensor:
-        """A parameter that is never block-scaled."""
-        parameter = self.take(name)
-        assert isinstance(parameter, Tensor), f"{self._prefix}{name} is block-scaled"
-        return parameter
+        """A parameter that is never quantised."""
+        return self.take(name).tensor
 
     def take_tensor_rows(self, *names: str) -> Tensor:
-        """`take_rows` of parameters that are never block-scaled."""
+        """`take_rows` of parameters that are never quantised."""
         return torch.cat([self.take_tensor(name) for name in names])
 
     def take_rows(self, *names: str) -> kernels.Weight:
         """Several projections of the same input, stacked into one."""
-        return kernels.stack_rows([self.take(name) for name in names])
+        first, *others = (self.take(name) for name in names)
+        return first.stack(others)
 
     def finish(self) -> None:
         """Raise if a parameter was loaded that no layer uses."""

@@ -18,11 +18,11 @@ from torch import Tensor
 from agentspec import kernels
 from agentspec.errors import CheckpointError
 from agentspec.files import is_panic, is_there, read_object
-from agentspec.models.checkpoint_layout import Layout, Source, checkpoint_layout, scale_name, split_roots
+from agentspec.models.checkpoint_layout import Layout, Source, checkpoint_layout, split_roots
 from agentspec.models.hf_config import TextConfig
-from agentspec.models.quantization import canonical_name, is_convertible
-from agentspec.models.tensors import parameter_dtype
-from agentspec.models.weight_regions import empty_weight, fill
+from agentspec.models.quantization import Fp8Blocks, canonical_name, is_convertible
+from agentspec.models.shards import ALONE, Rank, held_shape, pieces
+from agentspec.models.tensors import empty_parameter
 from agentspec.types import Progress, no_progress
 
 STAGE = "loading weights"
@@ -31,8 +31,6 @@ INDEX_FILE = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _VISION_PREFIXES = ("model.visual.", "visual.")
 _FLOAT_DTYPES = ("F32", "F16", "BF16")
-_FP8_DTYPE = "F8_E4M3"
-_SCALE_DTYPES = ("F32", "BF16")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 _SMALL_HUB_FILES = ["*.json", "*.jinja"]
 
@@ -144,30 +142,34 @@ class Checkpoint:
         self._check(layout.sources, config)
         return layout
 
-    def load(self, config: TextConfig, *, device: torch.device, dtype: torch.dtype, progress: Progress = no_progress) -> dict[str, kernels.Weight]:
-        """All parameters under canonical names; those in 8 bits lie as `weight_regions.empty_weight` says.
+    def load(
+        self, config: TextConfig, *, device: torch.device, dtype: torch.dtype, rank: Rank = ALONE, progress: Progress = no_progress
+    ) -> dict[str, kernels.Weight]:
+        """What a rank holds of all parameters, under canonical names; those in few bits lie as `tensors.empty_parameter` says.
 
-        Raises CheckpointError that lists every tensor which is missing, unexpected, misshapen or in the wrong format, or names the first one in
-        8 bits that holds what is no finite number: kernels would read such a code as a large one."""
+        Raises ConfigError for a number of ranks that can't share a parameter. Raises CheckpointError that lists every tensor which is missing,
+        unexpected, misshapen or in the wrong format, or names the first one in few bits that holds what is no finite number: kernels would read
+        such a code as a large one."""
         layout = self.layout(config)
         parameters: dict[str, kernels.Weight] = {}
-        for name, shape in layout.shapes.items():
-            if name in layout.block_rows:
-                parameters[name] = empty_weight(shape, device=device, dtype=dtype, block_rows=layout.block_rows[name])
-            else:
-                parameters[name] = torch.empty(shape, dtype=parameter_dtype(name, dtype), device=device)
+        for name, parameter in layout.parameters.items():
+            shape, rows = held_shape(name, parameter.shape, parameter.shard, rank), layout.block_rows.get(name, kernels.SCALE_BLOCK)
+            parameters[name] = empty_parameter(config, name, shape, name in layout.block_rows, device=device, dtype=dtype, block_rows=rows)
         for num_read, (name, source) in enumerate(layout.sources.items()):
             progress(STAGE, num_read, len(layout.sources))
-            tensor = self.tensor(name)
+            weight = self._read(name, source)
             for target in source.targets:
-                part: kernels.Weight = tensor if target.pick is None else target.pick(tensor)
-                if source.scaled:
-                    part = self._finite(name, kernels.BlockScaled(values=tensor, scales=self.tensor(scale_name(name)).float()))
-                fill(parameters[target.parameter], target.region, part)
+                part = weight if target.pick is None else kernels.Plain(target.pick(weight.tensor))
+                shard = layout.parameters[target.parameter].shard
+                for region, taken in pieces(target.parameter, target.region, shard, rank):
+                    parameters[target.parameter].fill(region, part, taken)
         progress(STAGE, len(layout.sources), len(layout.sources))
         return parameters
 
-    def _finite(self, name: str, weight: kernels.BlockScaled) -> kernels.BlockScaled:
+    def _read(self, name: str, source: Source) -> kernels.Weight:
+        if source.quantization is None:
+            return kernels.Plain(self.tensor(name))
+        weight = source.quantization.read(name, self.tensor)
         if not weight.is_finite():
             raise CheckpointError(f"{self._directory}: {name} or its multipliers hold values that aren't finite")
         return weight
@@ -175,8 +177,8 @@ class Checkpoint:
     def _check(self, sources: Mapping[str, Source], config: TextConfig) -> None:
         self._check_formats(sources, config)
         shapes = {name: source.shape for name, source in sources.items()}
-        scale_shapes = {scale_name(name): source.scale_shape for name, source in sources.items() if source.scaled}
-        wanted, present = shapes | scale_shapes, self.names
+        beside = {name + one.suffix: one for name, source in sources.items() for one in source.beside}
+        wanted, present = shapes | {name: one.shape for name, one in beside.items()}, self.names
         missing, unexpected = wanted.keys() - present, present - wanted.keys()
         if missing or unexpected:
             hints = ""
@@ -192,15 +194,20 @@ class Checkpoint:
         ]
         if misshapen:
             raise CheckpointError(f"{self._directory}: {'; '.join(_shortened(misshapen))}")
-        self._refuse_dtypes("tensors must be F32, F16 or BF16", (n for n, s in sources.items() if not s.scaled), _FLOAT_DTYPES)
-        self._refuse_dtypes("multipliers must be F32 or BF16", scale_shapes, _SCALE_DTYPES)
+        self._refuse_dtypes(
+            "tensors must be F32, F16 or BF16", [name for name, source in sources.items() if source.quantization is None], _FLOAT_DTYPES
+        )
+        for dtypes in dict.fromkeys(one.dtypes for one in beside.values()):
+            names = [name for name, one in beside.items() if one.dtypes == dtypes]
+            self._refuse_dtypes(f"multipliers must be {' or '.join(dtypes)}", names, dtypes)
 
     def _check_formats(self, sources: Mapping[str, Source], config: TextConfig) -> None:
         """A tensor is in 8 bits where the config says so, and nowhere else: read in the other form it would be noise."""
         present = self.names & sources.keys()
-        in_8_bits = {name for name in present if self.dtype(name) == _FP8_DTYPE}
-        surplus = {name for name in in_8_bits if not sources[name].scaled}
-        lacking = {name for name in present - in_8_bits if sources[name].scaled}
+        quantization = Fp8Blocks if config.quantization is None else config.quantization
+        in_8_bits = {name for name in present if self.dtype(name) == quantization.dtype}
+        wanted = {name for name in present if sources[name].quantization is not None}
+        surplus, lacking = in_8_bits - wanted, wanted - in_8_bits
         if surplus and config.quantization is None:
             raise CheckpointError(f"{self._directory}: config.json has no quantization_config{_names(', but these are in 8 bits', surplus)}")
         never = {name for name in surplus if not is_convertible(name)}

@@ -85,7 +85,8 @@ def initial_weights(config: TextConfig, seed: int) -> dict[str, Tensor]:
 
     Projections back into the residual stream start small, by the square root of how many there are; embeddings start small because they are
     the output head too."""
-    weights = random_parameters(config, device=torch.device("cpu"), dtype=torch.float32, seed=seed)
+    parameters = random_parameters(config, device=torch.device("cpu"), dtype=torch.float32, seed=seed)
+    weights = {name: parameter.tensor for name, parameter in parameters.items()}
     for name, weight in weights.items():
         if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
             weight.mul_((2 * len(config.layer_types)) ** -0.5)

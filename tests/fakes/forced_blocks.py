@@ -42,7 +42,7 @@ def random_twins(config: TextConfig, spec: ModelSpec, device: torch.device, dtyp
 
     Block-scaled weights are exact in float32: what they cost beside exact ones is not a rounding of the block's."""
     parameters = random_parameters(config, device=device, dtype=dtype, seed=0)
-    exact: dict[str, kernels.Weight] = {name: kernels.dequantize(parameter) for name, parameter in parameters.items()}
+    exact: dict[str, kernels.Weight] = {name: kernels.Plain(parameter.dequantize()) for name, parameter in parameters.items()}
     with patch.object(kernels, "backend", lambda _: reference):
         exact_model = Qwen3_5Model(config, spec, exact, dtype=torch.float32)
     return Qwen3_5Model(config, spec, parameters, dtype=dtype), exact_model

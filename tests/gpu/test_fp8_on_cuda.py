@@ -159,7 +159,7 @@ def test_drafts_in_fp8_are_made_by_block_scaled_weights(family: Family, cuda: to
     assert isinstance(model._draft_head_OH, kernels.BlockScaled)
     m_NH = torch.randn(5, 64, device=cuda, dtype=torch.bfloat16, generator=torch.Generator(cuda).manual_seed(1))
     with torch.inference_mode():
-        scores_NO = m_NH.float() @ kernels.dequantize(model._draft_head_OH).T
+        scores_NO = m_NH.float() @ model._draft_head_OH.dequantize().T
         best_N = model.draft_head(m_NH)
     # By their scores: two tokens may be as good as each other.
     assert torch.allclose(scores_NO.gather(1, best_N[:, None] // 2)[:, 0], scores_NO.max(1).values, rtol=2**-7)

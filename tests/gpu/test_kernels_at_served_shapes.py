@@ -18,6 +18,7 @@ from torch import Tensor
 from agentspec.kernels.reference import fused as reference
 from agentspec.kernels.triton import linear_layers
 from agentspec.kernels.triton.linear_plans import MEASURED, OURS_ALONE, Key, Kind, plan_for
+from agentspec.kernels.weights import Plain
 from tests.fakes.compare import relative_error
 from tests.kernels.triton import test_attention as attention_checks
 from tests.kernels.triton import test_gated_delta as delta_checks
@@ -109,7 +110,7 @@ OPERATIONS: dict[Kind, Callable[[Any, Layer], Tensor]] = {
     "norm_linear": lambda ops, layer: ops.norm_linear(layer.x, layer.norm, layer.weight),
     "norm_swiglu": lambda ops, layer: ops.norm_swiglu(layer.x, layer.norm, layer.weight),
     "add_linear": lambda ops, layer: ops.add_linear(layer.residual, layer.x, layer.weight),
-    "logits": lambda ops, layer: ops.logits(layer.x, layer.weight, len(layer.weight) - 7)[:, :-7],
+    "logits": lambda ops, layer: ops.logits(layer.x, layer.weight.values, len(layer.weight.values) - 7)[:, :-7],
 }
 TINY_LAYERS: list[Key] = [
     ("norm_linear", 776, 256),
@@ -126,7 +127,7 @@ TINY_LAYERS: list[Key] = [
 def in_dtype(layer: Layer, dtype: torch.dtype) -> Layer:
     """The same values."""
     other = object.__new__(Layer)
-    other.x, other.weight, other.residual = layer.x.to(dtype), layer.weight.to(dtype), layer.residual.to(dtype)
+    other.x, other.weight, other.residual = layer.x.to(dtype), Plain(layer.weight.dequantize(dtype)), layer.residual.to(dtype)
     other.norm = replace(layer.norm, weight=layer.norm.weight.to(dtype))
     return other
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentspec.kernels import reference
+from agentspec.kernels import Plain, reference
 from agentspec.models.hf_config import MoeConfig
 from agentspec.models.moe import MixtureOfExperts
 from agentspec.text.tokenizer import Tokenizer
@@ -98,8 +98,8 @@ def make_wrong(kind: str, ffn: MixtureOfExperts) -> None:
     elif kind == "no gate of the shared expert":
         ffn.weights = replace(weights, shared_gate_1H=weights.shared_gate_1H * 1e-6)
     else:
-        assert isinstance(weights.gate_up_X2IH, torch.Tensor)
-        ffn.weights = replace(weights, gate_up_X2IH=weights.gate_up_X2IH.roll(weights.gate_up_X2IH.shape[1] // 2, 1))
+        gate_up_X2IH = weights.gate_up_X2IH.tensor
+        ffn.weights = replace(weights, gate_up_X2IH=Plain(gate_up_X2IH.roll(gate_up_X2IH.shape[1] // 2, 1)))
 
 
 WRONG = ("weights that don't add up to 1", "one expert less", "no gate of the shared expert", "up before gate")

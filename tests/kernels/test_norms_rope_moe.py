@@ -70,7 +70,7 @@ def test_experts_are_weighted_and_summed(num_tokens: int) -> None:
     hidden, width, num_experts = 12, 7, 5
     x, gate_up, down = randn(num_tokens, hidden), randn(num_experts, 2 * width, hidden, seed=1), randn(num_experts, hidden, width, seed=2)
     weights, experts = kernels.route_top_k(randn(num_tokens, num_experts, seed=3), 2, True)
-    y = kernels.mix_experts(x, weights, experts, gate_up, down)
+    y = kernels.mix_experts(x, weights, experts, kernels.Plain(gate_up), kernels.Plain(down))
     want = torch.zeros(num_tokens, hidden)
     for n in range(num_tokens):
         for weight, e in zip(weights[n], experts[n], strict=True):
@@ -81,9 +81,9 @@ def test_experts_are_weighted_and_summed(num_tokens: int) -> None:
 def test_a_tokens_experts_do_not_depend_on_the_batch() -> None:
     x, gate_up, down = randn(9, 12), randn(5, 14, 12, seed=1), randn(5, 12, 7, seed=2)
     weights, experts = kernels.route_top_k(randn(9, 5, seed=3), 3, True)
-    together = kernels.mix_experts(x, weights, experts, gate_up, down)
+    together = kernels.mix_experts(x, weights, experts, kernels.Plain(gate_up), kernels.Plain(down))
     for n in range(9):
-        alone = kernels.mix_experts(x[n : n + 1], weights[n : n + 1], experts[n : n + 1], gate_up, down)
+        alone = kernels.mix_experts(x[n : n + 1], weights[n : n + 1], experts[n : n + 1], kernels.Plain(gate_up), kernels.Plain(down))
         torch.testing.assert_close(alone[0], together[n])
 
 

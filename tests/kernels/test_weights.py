@@ -10,12 +10,8 @@ from agentspec.kernels.weights import (
     FP8,
     FP8_MAX,
     BlockScaled,
-    dequantize,
-    matrix,
+    Plain,
     quantize_blocks,
-    rows_from,
-    stack_rows,
-    with_block_rows,
 )
 
 SHAPES = [(1, 1), (128, 128), (127, 129), (300, 260), (96, 640), (3, 130, 257)]
@@ -32,7 +28,7 @@ def random_blocks(num_rows: int, depth: int, seed: int = 0) -> BlockScaled:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_value_counts_times_its_blocks_multiplier(shape: tuple[int, ...]) -> None:
     weight = quantize_blocks(randn(*shape))
-    plain, values = dequantize(weight), weight.values.float()
+    plain, values = weight.dequantize(), weight.values.float()
     generator = torch.Generator().manual_seed(1)
     for _ in range(200):
         *stack, row, column = (int(torch.randint(size, (), generator=generator)) for size in shape)
@@ -49,7 +45,7 @@ def test_quantising_rounds_to_the_nearest_value_of_a_full_range(shape: tuple[int
     scales = quantized.scales.repeat_interleave(128, -2).repeat_interleave(128, -1)[..., : shape[-2], : shape[-1]]
     # Half a unit in the last of three places after the point, and half of the smallest subnormal.
     bound = torch.maximum(weight.abs() * 2**-4, scales * 2**-10)
-    assert ((dequantize(quantized) - weight).abs() <= bound * (1 + 1e-6)).all()
+    assert ((quantized.dequantize() - weight).abs() <= bound * (1 + 1e-6)).all()
     largest = torch.nn.functional.pad(weight.abs(), (0, -shape[-1] % 128, 0, -shape[-2] % 128))
     *stack, rows, columns = largest.shape
     largest = largest.view(*stack, rows // 128, 128, columns // 128, 128).amax((-3, -1))
@@ -59,8 +55,8 @@ def test_quantising_rounds_to_the_nearest_value_of_a_full_range(shape: tuple[int
 
 
 def test_quantising_twice_changes_nothing_but_the_first_time() -> None:
-    once = dequantize(quantize_blocks(randn(200, 200)))
-    assert torch.equal(dequantize(quantize_blocks(once)), once)
+    once = quantize_blocks(randn(200, 200)).dequantize()
+    assert torch.equal(quantize_blocks(once).dequantize(), once)
 
 
 def test_zeros_stay_zeros() -> None:
@@ -68,8 +64,8 @@ def test_zeros_stay_zeros() -> None:
     weight[:128, 128:] = 0
     quantized = quantize_blocks(weight)
     assert quantized.scales[0, 1] == 1
-    assert not dequantize(quantized)[:128, 128:].any()
-    assert dequantize(quantized).isfinite().all()
+    assert not quantized.dequantize()[:128, 128:].any()
+    assert quantized.dequantize().isfinite().all()
 
 
 def test_each_matrix_of_a_stack_has_blocks_of_its_own() -> None:
@@ -78,48 +74,44 @@ def test_each_matrix_of_a_stack_has_blocks_of_its_own() -> None:
     stack = quantize_blocks(weights)
     for index in range(3):
         alone = quantize_blocks(weights[index])
-        assert torch.equal(dequantize(matrix(stack, index)), dequantize(alone))
+        assert torch.equal(stack.matrix(index).dequantize(), alone.dequantize())
 
 
 @pytest.mark.parametrize("heights", [(128, 256), (32, 32), (128, 64), (48, 48), (96, 32, 32), (130, 5), (7, 1)])
 def test_stacked_rows_keep_their_values(heights: tuple[int, ...]) -> None:
     """Also where a part ends inside a block: then multipliers stand for fewer rows."""
     parts = [quantize_blocks(randn(rows, 200, seed=rows) * 10**i) for i, rows in enumerate(heights)]
-    stacked = stack_rows(parts)
-    assert isinstance(stacked, BlockScaled)
-    assert torch.equal(dequantize(stacked), torch.cat([dequantize(part) for part in parts]))
-    again = stack_rows([stacked, parts[0]])
-    assert torch.equal(dequantize(again), torch.cat([dequantize(stacked), dequantize(parts[0])]))
+    stacked = parts[0].stack(parts[1:])
+    assert torch.equal(stacked.dequantize(), torch.cat([part.dequantize() for part in parts]))
+    again = stacked.stack([parts[0]])
+    assert torch.equal(again.dequantize(), torch.cat([stacked.dequantize(), parts[0].dequantize()]))
 
 
 def test_rows_that_fill_blocks_keep_whole_blocks() -> None:
-    stacked = stack_rows([random_blocks(256, 130), random_blocks(128, 130), random_blocks(70, 130)])
-    assert isinstance(stacked, BlockScaled)
+    stacked = random_blocks(256, 130).stack([random_blocks(128, 130), random_blocks(70, 130)])
     assert stacked.block_rows == 128
 
 
 def test_plain_rows_stack_to_a_plain_matrix() -> None:
     parts = [randn(3, 5), randn(2, 5, seed=1)]
-    assert torch.equal(dequantize(stack_rows(parts)), torch.cat(parts))
+    assert torch.equal(Plain(parts[0]).stack([Plain(parts[1])]).values, torch.cat(parts))
 
 
 def test_cuts_share_memory() -> None:
-    weight = stack_rows([random_blocks(64, 130), random_blocks(64, 130, seed=1)])
-    tail = rows_from(weight, 64)
-    assert torch.equal(dequantize(tail), dequantize(weight)[64:])
-    assert isinstance(tail, BlockScaled)
-    assert isinstance(weight, BlockScaled)
+    weight = random_blocks(64, 130).stack([random_blocks(64, 130, seed=1)])
+    tail = weight.cut((slice(64, None),))
+    assert torch.equal(tail.dequantize(), weight.dequantize()[64:])
     assert tail.values.untyped_storage().data_ptr() == weight.values.untyped_storage().data_ptr()
     assert tail.scales.untyped_storage().data_ptr() == weight.scales.untyped_storage().data_ptr()
     with pytest.raises(AssertionError, match="inside a block"):
-        rows_from(weight, 32)
+        weight.cut((slice(32, None),))
 
 
 def test_lower_blocks_stand_for_the_same_values() -> None:
     weight = random_blocks(300, 130)
-    lower = with_block_rows(weight, 32)
+    lower = weight.with_block_rows(32)
     assert lower.scales.shape == (10, 2)
-    assert torch.equal(dequantize(lower), dequantize(weight))
+    assert torch.equal(lower.dequantize(), weight.dequantize())
 
 
 def test_bytes_count_values_and_multipliers() -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from agentspec.errors import CheckpointError, UnsupportedModelError
-from agentspec.kernels import BlockScaled, Weight, dequantize
-from agentspec.models import weight_regions
+from agentspec.kernels import BlockScaled, Plain, Weight
+from agentspec.models import quantization
 from agentspec.models.checkpoint_layout import checkpoint_layout
 from agentspec.models.hf_config import load_text_config
 from agentspec.models.quantization import Fp8Blocks, is_convertible
@@ -44,7 +44,7 @@ LAYOUTS: dict[str, tuple[Family, dict[str, Any]]] = {
 @pytest.fixture
 def keeps_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights stay in 8 bits, as on a GPU: the reference kernels take them too."""
-    monkeypatch.setattr(weight_regions, "keeps_blocks", lambda device: True)
+    monkeypatch.setattr(quantization, "keeps_blocks", lambda device: True)
 
 
 def small(directory: Path, family: Family = "dense", **options: Any) -> Path:
@@ -71,8 +71,7 @@ def test_a_layout_loads_to_the_values_that_it_stands_for(layout: str, tmp_path: 
     stored, expanded = (load(small(tmp_path / kind, family, **options | {"fp8": kind})) for kind in ("stored", "expanded"))
     assert stored.keys() == expanded.keys()
     for name, parameter in stored.items():
-        assert isinstance(parameter, Tensor), name
-        assert torch.equal(parameter, dequantize(expanded[name])), name
+        assert torch.equal(parameter.tensor, expanded[name].tensor), name
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -82,7 +81,7 @@ def test_blocks_stay_blocks_where_the_device_takes_them(layout: str, tmp_path: P
     for name, parameter in stored.items():
         packed = family == "next" and ("in_proj_qkv" in name or "in_proj_z" in name)
         assert isinstance(parameter, BlockScaled) == (is_convertible(name) and not packed), name
-        assert torch.equal(dequantize(parameter), dequantize(expanded[name])), name
+        assert torch.equal(parameter.dequantize(), expanded[name].dequantize()), name
 
 
 @pytest.mark.parametrize(("family", "experts"), [("dense", None), ("moe", "split"), ("moe", "fused"), ("next", None)])
@@ -92,7 +91,7 @@ def test_a_model_of_blocks_computes_what_its_values_give(
     """Projections are stacked whose rows don't fill blocks, in every kind of layer."""
     directory = small(tmp_path, family, experts=experts)
     plain = logits(load_model(directory, device=CPU, dtype=torch.float32))
-    monkeypatch.setattr(weight_regions, "keeps_blocks", lambda device: True)
+    monkeypatch.setattr(quantization, "keeps_blocks", lambda device: True)
     torch.testing.assert_close(logits(load_model(directory, device=CPU, dtype=torch.float32)), plain, rtol=1e-5, atol=1e-5)
 
 
@@ -100,7 +99,7 @@ def test_bfloat16_rounds_the_exact_values_once(tmp_path: Path) -> None:
     directory = small(tmp_path)
     exact, rounded = load(directory), load(directory, torch.bfloat16)
     for name in filter(is_convertible, exact):
-        assert torch.equal(dequantize(rounded[name]), dequantize(exact[name]).bfloat16().float()), name
+        assert torch.equal(rounded[name].dequantize(), exact[name].dequantize().bfloat16().float()), name
 
 
 @pytest.mark.parametrize(
@@ -124,14 +123,14 @@ def test_what_is_excluded_stays_a_tensor(
     if family == "moe" and options["experts"] == "fused":
         exclude(directory, f"{LM}layers.0.mlp.experts.gate_up_proj")
     loaded = load(directory)
-    assert {name for name, weight in loaded.items() if is_convertible(name) and isinstance(weight, Tensor)} == set(parameters)
+    assert {name for name, weight in loaded.items() if is_convertible(name) and isinstance(weight, Plain)} == set(parameters)
 
 
 def test_excluding_the_module_of_fused_experts_excludes_both_stacks(tmp_path: Path, keeps_blocks: None) -> None:
     stacks = ("model.layers.2.mlp.experts.gate_up_proj", "model.layers.2.mlp.experts.down_proj")
     directory = exclude(small(tmp_path, "moe", experts="fused", plain=stacks), f"{LM}layers.2.mlp.experts")
     loaded = load(directory)
-    assert {name for name, weight in loaded.items() if is_convertible(name) and isinstance(weight, Tensor)} == set(stacks)
+    assert {name for name, weight in loaded.items() if is_convertible(name) and isinstance(weight, Plain)} == set(stacks)
 
 
 def exclude(directory: Path, *modules: str) -> Path:
@@ -328,10 +327,10 @@ def test_random_weights_of_a_config_in_eight_bits(family: Family, tmp_path: Path
     for name, weight in first.items():
         assert isinstance(weight, BlockScaled) == isinstance(loaded[name], BlockScaled), name
         assert weight.shape == loaded[name].shape, name
-        assert torch.equal(dequantize(weight), dequantize(again[name])), name
+        assert torch.equal(weight.dequantize(), again[name].dequantize()), name
     name = "model.layers.0.mlp.experts.down_proj" if family == "moe" else "model.layers.0.mlp.down_proj.weight"
-    assert not torch.equal(dequantize(first[name]), dequantize(other[name]))
-    assert 0.5 < dequantize(first[name]).std() * first[name].shape[-1] ** 0.5 < 2
+    assert not torch.equal(first[name].dequantize(), other[name].dequantize())
+    assert 0.5 < first[name].dequantize().std() * first[name].shape[-1] ** 0.5 < 2
     model = load_model(directory, device=CPU, dtype=torch.float32, random_weights=True)
     assert logits(model)[..., : model.spec.num_real_tokens].isfinite().all()
 
@@ -342,5 +341,5 @@ def test_the_published_mixture_has_as_many_expert_tensors_and_whole_blocks() -> 
     layout = checkpoint_layout(config, {"model.layers.0.mlp.experts.0.up_proj.weight", "mtp.layers.0.mlp.experts.0.up_proj.weight"})
     experts = [name for name in layout.sources if ".mlp.experts." in name and name.startswith("model.")]
     assert len(experts) == 30_720
-    assert all(layout.sources[name].scaled for name in experts)
+    assert all(layout.sources[name].quantization is not None for name in experts)
     assert set(layout.block_rows.values()) == {128}

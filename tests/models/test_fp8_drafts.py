@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from agentspec import kernels
-from agentspec.models import fp8_drafts, qwen3_5
+from agentspec.models import fp8_drafts, quantization
 from agentspec.models.hf_config import load_text_config
 from agentspec.models.registry import load_model
 from agentspec.models.weights import Checkpoint
@@ -23,7 +23,7 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def rounded(weight: Tensor) -> Tensor:
-    return kernels.dequantize(kernels.quantize_blocks(weight), weight.dtype)
+    return kernels.quantize_blocks(weight).dequantize(weight.dtype)
 
 
 def parameters_of(directory: Path, dtype: torch.dtype) -> dict[str, kernels.Weight]:
@@ -42,9 +42,7 @@ def test_the_linears_and_experts_of_the_mtp_layer_are_quantised(family: Family, 
     changed = {name for name, parameter in parameters.items() if parameter is not before[name]}
     assert changed == {name for name in before if name.startswith("mtp.layers.0.") and name.removesuffix(".weight").endswith(LINEARS)}
     for name in changed:
-        weight, quantized = before[name], parameters[name]
-        assert isinstance(weight, Tensor)
-        assert isinstance(quantized, Tensor)
+        weight, quantized = before[name].tensor, parameters[name].tensor
         assert quantized.dtype == dtype
         assert torch.equal(quantized, rounded(weight)), name
         assert not torch.equal(quantized, weight), name
@@ -62,9 +60,8 @@ def test_what_the_checkpoint_has_in_8_bits_stays_as_it_is() -> None:
 def test_pieces_are_quantised_as_the_whole_is(shape: tuple[int, ...], piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8_drafts, "_PIECE", piece)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(piece))
-    quantized = fp8_drafts.in_fp8(weight)
-    assert isinstance(quantized, Tensor)
-    assert torch.equal(quantized, rounded(weight))
+    quantized = fp8_drafts.in_fp8(kernels.Plain(weight))
+    assert torch.equal(quantized.tensor, rounded(weight))
 
 
 @pytest.mark.parametrize("family", ["dense", "moe"])
@@ -72,8 +69,7 @@ def test_drafts_by_block_scaled_weights_are_those_by_their_values(family: Family
     """The form that weights have on a GPU, through the operations of the CPU."""
     write_checkpoint(tmp_path, family)
     expanded = load_model(tmp_path, device=CPU, dtype=torch.float32, fp8_drafts=True)
-    monkeypatch.setattr(fp8_drafts, "in_fp8", kernels.quantize_blocks)
-    monkeypatch.setattr(qwen3_5, "in_fp8", kernels.quantize_blocks)
+    monkeypatch.setattr(quantization, "keeps_blocks", lambda device: True)
     scaled = load_model(tmp_path, device=CPU, dtype=torch.float32, fp8_drafts=True)
     found = []
     for model in (expanded, scaled):

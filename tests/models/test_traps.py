@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from agentspec.kernels import PrefillBatch
+from agentspec.kernels import Plain, PrefillBatch, Weight
 from agentspec.kernels.reference import fused, norms
 from agentspec.kernels.reference import gated_delta as reference_gated_delta
 from agentspec.kernels.reference.spans import read_spans
@@ -50,7 +50,8 @@ class Parts:
 
     def build(self) -> Qwen3_5Model:
         spec = model_spec(self.directory, self.config, torch.float32)
-        return Qwen3_5Model(self.config, spec, self.parameters, dtype=torch.float32)
+        parameters: dict[str, Weight] = {name: Plain(tensor) for name, tensor in self.parameters.items()}
+        return Qwen3_5Model(self.config, spec, parameters, dtype=torch.float32)
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def parts_of(checkpoint_root: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
         directory = checkpoint_root / family
         config = load_text_config(directory).with_mtp_layers(1)
         with Checkpoint(directory) as checkpoint:
-            parameters = checkpoint.load(config, device=CPU, dtype=torch.float32)
+            parameters = {name: weight.tensor for name, weight in checkpoint.load(config, device=CPU, dtype=torch.float32).items()}
         return Parts(directory, config, parameters, monkeypatch)
 
     return make

@@ -40,7 +40,7 @@ def load(directory: Path, dtype: torch.dtype = torch.float32) -> dict[str, Tenso
             config = config.with_mtp_layers(int(checkpoint.has_mtp))
         parameters = checkpoint.load(config, device=CPU, dtype=dtype)
     assert {name: tuple(tensor.shape) for name, tensor in parameters.items()} == parameter_shapes(config)
-    return parameters
+    return {name: parameter.tensor for name, parameter in parameters.items()}
 
 
 def small(directory: Path, family: Family = "dense", **options: Any) -> Path:

@@ -16,7 +16,7 @@ from agentspec.kernels.reference.gated_delta import gated_delta, gated_delta_blo
 from agentspec.kernels.reference.hidden import write_hidden
 from agentspec.kernels.reference.moe import mix_experts, route_top_k
 from agentspec.kernels.reference.rope import apply_rope
-from agentspec.kernels.weights import Weight, dequantize
+from agentspec.kernels.weights import Weight
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
@@ -24,13 +24,13 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 def linear(x_NH: Tensor, weight_OH: Weight) -> Tensor:
-    return torch_linear(x_NH, dequantize(weight_OH, x_NH.dtype))
+    return torch_linear(x_NH, weight_OH.dequantize(x_NH.dtype))
 
 
 def norm_linear(x_NH: Tensor, norm: Norm, weight_OH: Weight, extra_EH: Tensor | None = None) -> Tensor:
     normed_NH = rms_norm(x_NH, norm)
     out_NO = linear(normed_NH, weight_OH)
-    return out_NO if extra_EH is None else torch.cat([out_NO, linear(normed_NH, extra_EH)], -1)
+    return out_NO if extra_EH is None else torch.cat([out_NO, torch_linear(normed_NH, extra_EH)], -1)
 
 
 def norm_swiglu(x_NH: Tensor, norm: Norm, gate_up_2IH: Weight) -> Tensor:
@@ -45,10 +45,10 @@ def add_linear(residual_NH: Tensor, x_NO: Tensor, weight_HO: Weight) -> Tensor:
 def add_experts(residual_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
     """Reads the chosen experts on the host."""
     normed_NH = rms_norm(residual_NH, norm)
-    weights_NJ, expert_ids_NJ = route_top_k(linear(normed_NH, weights.router_XH), weights.top_k, weights.normalize)
+    weights_NJ, expert_ids_NJ = route_top_k(torch_linear(normed_NH, weights.router_XH), weights.top_k, weights.normalize)
     routed_NH = mix_experts(normed_NH, weights_NJ, expert_ids_NJ, weights.gate_up_X2IH, weights.down_XHI)
     shared_NH = linear(norm_swiglu(residual_NH, norm, weights.shared_gate_up_2IH), weights.shared_down_HI)
-    return residual_NH + (routed_NH + torch.sigmoid(linear(normed_NH, weights.shared_gate_1H)) * shared_NH)
+    return residual_NH + (routed_NH + torch.sigmoid(torch_linear(normed_NH, weights.shared_gate_1H)) * shared_NH)
 
 
 def norm_to_rows(x_NH: Tensor, norm: Norm, hidden_RH: Tensor, write_rows_N: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def norm_to_rows(x_NH: Tensor, norm: Norm, hidden_RH: Tensor, write_rows_N: Tens
 
 
 def logits(x_NH: Tensor, weight_VH: Tensor, num_real: int) -> Tensor:
-    scores_NV = linear(x_NH, weight_VH).float()
+    scores_NV = torch_linear(x_NH, weight_VH).float()
     scores_NV[:, num_real:] = -torch.inf
     return scores_NV
 

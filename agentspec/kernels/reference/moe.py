@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from agentspec.kernels.weights import Weight, dequantize, matrix
+from agentspec.kernels.weights import Weight
 
 
 def route_top_k(logits_NX: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
@@ -36,7 +36,7 @@ def mix_experts(x_NH: Tensor, weights_NJ: Tensor, expert_ids_NJ: Tensor, gate_up
     y_NH = torch.zeros_like(x_NH)
     for expert in torch.unique(expert_ids_NJ).tolist():
         token, choice = (expert_ids_NJ == expert).nonzero(as_tuple=True)
-        gate, up = linear(x_NH[token], dequantize(matrix(gate_up_X2IH, expert), x_NH.dtype)).chunk(2, -1)
-        out = linear(silu(gate) * up, dequantize(matrix(down_XHI, expert), x_NH.dtype))
+        gate, up = linear(x_NH[token], gate_up_X2IH.matrix(expert).dequantize(x_NH.dtype)).chunk(2, -1)
+        out = linear(silu(gate) * up, down_XHI.matrix(expert).dequantize(x_NH.dtype))
         y_NH.index_add_(0, token, (out * weights_NJ[token, choice, None]).to(x_NH.dtype))
     return y_NH

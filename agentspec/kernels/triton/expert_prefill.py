@@ -25,7 +25,7 @@ from agentspec.kernels.triton.fp8_prefill import multiply_scaled, prefill_linear
 from agentspec.kernels.triton.grouped_gemm import GroupedPlan
 from agentspec.kernels.triton.launch import OVERLAPPED, await_previous, release_next
 from agentspec.kernels.triton.linear_layers import swiglu
-from agentspec.kernels.weights import SCALE_BLOCK, BlockScaled, Weight, dequantize
+from agentspec.kernels.weights import SCALE_BLOCK, BlockScaled, Plain, Weight
 
 _SUM_BLOCK = 1024
 _LEAST_OF_HOPPERS = 17
@@ -85,7 +85,7 @@ def _routed_parts(x: Tensor | ScaledTokens, weights_NJ: Tensor, expert_ids_NJ: T
         return grouped_gemm_hopper.down(grouped_gemm_hopper.gate_up(x, gate_up, groups, top_k), down, groups, weights_NJ, dtype)
     if not is_scaled:
         # Whole stacks in the activation dtype: only models too small for 8-bit activations come here with 8-bit weights, or those in float32.
-        gate_up, down = dequantize(gate_up, dtype), dequantize(down, dtype)
+        gate_up, down = Plain(gate_up.dequantize(dtype)), Plain(down.dequantize(dtype))
     block_m = block_m_for(num_pairs, num_experts, is_scaled, dtype)
     groups = group_pairs(expert_ids_NJ, num_experts, block_m)
     h = grouped_gemm.gate_up(gate_up_plan(block_m, is_scaled, dtype), x, gate_up, groups, top_k)
@@ -141,8 +141,8 @@ def _shared_expert(x: Tensor | ScaledTokens, like_NH: Tensor, weights: MixtureWe
 
 def _product(x_NK: Tensor, weight_OK: Weight) -> Tensor:
     """x W^T."""
-    if isinstance(weight_OK, Tensor):
-        return torch_linear(x_NK, weight_OK)
+    if not isinstance(weight_OK, BlockScaled):
+        return torch_linear(x_NK, weight_OK.tensor)
     out_NO = x_NK.new_empty(len(x_NK), weight_OK.shape[0])
     prefill_linear(x_NK, weight_OK, out_NO)
     return out_NO

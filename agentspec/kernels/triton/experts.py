@@ -125,8 +125,8 @@ def _operands(weight: Weight | None) -> tuple[Tensor | None, Tensor | None]:
     """(values, as bytes if they are 8-bit floats; multipliers)."""
     if isinstance(weight, BlockScaled):
         return weight.values.view(torch.uint8), weight.scales
-    assert weight is None or weight.is_contiguous()
-    return weight, None
+    assert weight is None or weight.tensor.is_contiguous()
+    return None if weight is None else weight.tensor, None
 
 
 def _block_rows(weight: Weight) -> int:

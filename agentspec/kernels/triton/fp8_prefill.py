@@ -14,7 +14,7 @@ from torch import Tensor
 
 from agentspec.kernels.triton.fp8_activations import ScaledTokens, quantize_tokens
 from agentspec.kernels.triton.launch import INTERPRETED
-from agentspec.kernels.weights import SCALE_BLOCK, BlockScaled, dequantize
+from agentspec.kernels.weights import SCALE_BLOCK, BlockScaled
 
 _DEPTH_MULTIPLE = 4 * SCALE_BLOCK
 """The library reads the multipliers of a row of blocks four by four."""
@@ -29,7 +29,7 @@ def prefill_linear(x_NK: Tensor, weight_OK: BlockScaled, out_NO: Tensor) -> None
     if takes_fp8(x_NK.dtype, weight_OK):
         multiply_scaled(quantize_tokens(x_NK), weight_OK, out_NO)
     else:
-        out_NO.copy_(x_NK @ dequantize(weight_OK, x_NK.dtype).t())
+        out_NO.copy_(x_NK @ weight_OK.dequantize(x_NK.dtype).t())
 
 
 def takes_fp8(dtype: torch.dtype, weight_OK: BlockScaled) -> bool:
@@ -56,7 +56,7 @@ def _multiply(x: ScaledTokens, weight_OK: BlockScaled, out_RO: Tensor) -> None:
         return
     if INTERPRETED:  # on the CPU, for which the library has no such product
         x_RK = x.values_RK.float() * x.scales_GR.t().repeat_interleave(SCALE_BLOCK, 1)
-        out_RO.copy_(x_RK @ dequantize(weight_OK).t())
+        out_RO.copy_(x_RK @ weight_OK.dequantize().t())
         return
     torch.ops.aten._scaled_mm_v2.out(
         x.values_RK,

@@ -93,7 +93,7 @@ def down(plan: GroupedPlan, h: Tensor | ScaledTokens, weight_XOI: Weight, groups
 
 def _rows(weight_XOK: Weight, plan: GroupedPlan) -> TensorDescriptor:
     """All experts' rows, one under the other, for the copy engine."""
-    values = weight_XOK.values if isinstance(weight_XOK, BlockScaled) else weight_XOK
+    values = weight_XOK.values if isinstance(weight_XOK, BlockScaled) else weight_XOK.tensor
     return TensorDescriptor.from_tensor(values.flatten(0, 1), [plan.block_o, plan.block_k])
 
 

@@ -22,7 +22,7 @@ from agentspec.kernels.triton.launch import NUM_COUNTERS, OVERLAPPED, arrival_co
 from agentspec.kernels.triton.linear_kernels import choose_kernel, gate_kernel, linear_kernel, logits_kernel, nearest_kernel, swiglu_kernel
 from agentspec.kernels.triton.linear_plans import Kind, Plan, plan_for
 from agentspec.kernels.triton.norms import rms_norm
-from agentspec.kernels.weights import BlockScaled, Weight
+from agentspec.kernels.weights import BlockScaled, Plain, Weight
 
 _ELEMENTWISE_BLOCK = 1024
 _CHOICE_BLOCK = 1024
@@ -42,9 +42,9 @@ def add_linear(residual_NH: Tensor, x_NO: Tensor, weight_HO: Weight) -> Tensor:
     plan = _plan("add_linear", x_NO, weight_HO)
     if plan is not None:
         return launch_linear(plan, x_NO, weight_HO, None, residual_NH)
-    if isinstance(weight_HO, BlockScaled):
+    if not isinstance(weight_HO, Plain):
         return residual_NH.add_(_product(x_NO, weight_HO))
-    return residual_NH.addmm_(x_NO, weight_HO.t())  # a new result would begin as a copy of the residual
+    return residual_NH.addmm_(x_NO, weight_HO.values.t())  # a new result would begin as a copy of the residual
 
 
 def norm_swiglu(x_NH: Tensor, norm: Norm, gate_up_2IH: Weight) -> Tensor:
@@ -53,7 +53,7 @@ def norm_swiglu(x_NH: Tensor, norm: Norm, gate_up_2IH: Weight) -> Tensor:
 
 
 def logits(x_NH: Tensor, weight_VH: Tensor, num_real: int) -> Tensor:
-    plan = _plan("logits", x_NH, weight_VH)
+    plan = _plan("logits", x_NH, Plain(weight_VH))
     assert plan is not None, "no torch product returns float32 scores of 16-bit operands on every device"
     return launch_logits(plan, x_NH, weight_VH, num_real)
 
@@ -65,25 +65,24 @@ def nearest_token(x_NH: Tensor, head_OH: Weight, ids_O: Tensor | None) -> Tensor
 
 
 def _plan(kind: Kind, x_NH: Tensor, weight_OH: Weight) -> Plan | None:
-    is_scaled = isinstance(weight_OH, BlockScaled)
     assert x_NH.shape[1] == weight_OH.shape[1], f"{x_NH.shape} {weight_OH.shape}"
     assert x_NH.stride(1) == 1
-    if isinstance(weight_OH, Tensor):
-        assert x_NH.dtype == weight_OH.dtype, f"{x_NH.dtype} {weight_OH.dtype}"
-        assert weight_OH.is_contiguous()
-    return plan_for(kind, *weight_OH.shape, x_NH.shape[0], x_NH.element_size(), is_scaled)
+    if isinstance(weight_OH, Plain):
+        assert x_NH.dtype == weight_OH.values.dtype, f"{x_NH.dtype} {weight_OH.values.dtype}"
+        assert weight_OH.values.is_contiguous()
+    return plan_for(kind, *weight_OH.shape, x_NH.shape[0], x_NH.element_size(), weight_OH.plan_key)
 
 
 def _product(x_NH: Tensor, weight_OH: Weight, extra_EH: Tensor | None = None) -> Tensor:
     """x W^T of many tokens, [N, O + E]: by the matrix libraries, or as 8-bit floats where the weights are."""
-    if isinstance(weight_OH, Tensor) and extra_EH is None:
-        return torch_linear(x_NH, weight_OH)
+    if isinstance(weight_OH, Plain) and extra_EH is None:
+        return torch_linear(x_NH, weight_OH.values)
     num_outputs = weight_OH.shape[0]
     out = torch.empty(len(x_NH), num_outputs + (0 if extra_EH is None else len(extra_EH)), dtype=x_NH.dtype, device=x_NH.device)
     if isinstance(weight_OH, BlockScaled):
         prefill_linear(x_NH, weight_OH, out[:, :num_outputs])
     else:
-        out[:, :num_outputs] = torch_linear(x_NH, weight_OH)
+        out[:, :num_outputs] = torch_linear(x_NH, weight_OH.tensor)
     if extra_EH is not None:
         out[:, num_outputs:] = torch_linear(x_NH, extra_EH)
     return out
@@ -201,15 +200,15 @@ def swiglu(gate_up_N2I: Tensor) -> Tensor:
 
 def _operands(plan: Plan, weight: Weight) -> tuple[Tensor, Tensor | None]:
     """A weight as the kernels take it: 8-bit floats as bytes or pairs of bytes, which they decode, and their multipliers."""
-    if isinstance(weight, Tensor):
-        return weight, None
+    if not isinstance(weight, BlockScaled):
+        return weight.tensor, None
     by_twos = plan.takes_pairs and weight.shape[1] % 2 == 0
     return weight.values.view(torch.uint16 if by_twos else torch.uint8), weight.scales
 
 
 def _scaling(weight: Weight, rows: int, begin: int = 0) -> dict[str, int | bool]:
     """Whether `rows` rows that begin at a multiple of `rows`, plus `begin`, share their multipliers."""
-    if isinstance(weight, Tensor):
+    if not isinstance(weight, BlockScaled):
         return {"BLOCK_ROWS": 1, "ONE_BLOCK": False}
     return {"BLOCK_ROWS": weight.block_rows, "ONE_BLOCK": weight.block_rows % rows == 0 and begin % rows == 0}
 

@@ -68,6 +68,8 @@ MEASURED = _read(FILE)
 """For each key (most tokens, plan) in rising order, for 16-bit weights. None: torch's own product."""
 MEASURED_FP8 = _read(FILE, "fp8")
 """For block-scaled weights and 16-bit activations. None: the product of `fp8_prefill`."""
+_MEASURED = {"plain": MEASURED, "fp8": MEASURED_FP8}
+"""By the weight's plan key."""
 
 _SM_COUNT = 132
 
@@ -126,16 +128,16 @@ def _fp8_rule(kind: Kind, num_outputs: int, depth: int, num_tokens: int) -> Plan
 
 
 @functools.cache
-def plan_for(kind: Kind, num_outputs: int, depth: int, num_tokens: int, element_bytes: int, is_fp8: bool = False) -> Plan | None:
+def plan_for(kind: Kind, num_outputs: int, depth: int, num_tokens: int, element_bytes: int, plan_key: str = "plain") -> Plan | None:
     """The plan of a product of num_tokens rows with a weight [num_outputs, depth]; None: use a product that is made for many tokens.
 
-    element_bytes: of activations. is_fp8: the weight is block-scaled; otherwise it has the activations' dtype."""
-    measured = (MEASURED_FP8 if is_fp8 else MEASURED).get((kind, num_outputs, depth), ()) if element_bytes == 2 else ()
+    element_bytes: of activations. plan_key: the weight's (weights.Weight); a plain one has the activations' dtype."""
+    measured = _MEASURED[plan_key].get((kind, num_outputs, depth), ()) if element_bytes == 2 else ()
     for most_tokens, plan in measured:
         if num_tokens <= most_tokens:
             return plan
     if measured and kind in OURS_ALONE:
         return measured[-1][1]
-    if is_fp8 and element_bytes == 2:
+    if plan_key == "fp8" and element_bytes == 2:
         return _fp8_rule(kind, num_outputs, depth, num_tokens)
     return _rule(kind, num_outputs, depth, num_tokens, element_bytes)

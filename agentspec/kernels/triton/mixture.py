@@ -76,7 +76,7 @@ def shared_is_alike(weights: MixtureWeights) -> bool:
 
 
 def _form(weight: Weight) -> tuple[torch.dtype, int]:
-    return (weight.values.dtype, weight.block_rows) if isinstance(weight, BlockScaled) else (weight.dtype, SCALE_BLOCK)
+    return (weight.values.dtype, weight.block_rows) if isinstance(weight, BlockScaled) else (weight.tensor.dtype, SCALE_BLOCK)
 
 
 def _add_all(residual_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from agentspec.kernels.triton import expert_groups, experts, routing
 from agentspec.kernels.triton.experts import Tiles
 from agentspec.kernels.triton.mixture import down_tiles, gate_up_tiles
-from agentspec.kernels.weights import SCALE_BLOCK, BlockScaled, Weight
+from agentspec.kernels.weights import SCALE_BLOCK, BlockScaled, Plain, Weight
 from tests.kernels.triton.specimen import Specimen
 
 ASYNC_COPIES, TENSOR_CORES, OF_FOUR_WARPS = "cp.async.cg.shared", "mma.", "wgmma.mma_async"
@@ -87,7 +87,7 @@ def meta_weight(form: Form, rows: int, depth: int) -> Weight:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     if form != "fp8":
-        return empty(1, rows, depth, dtype=torch.float32 if form == "fp32" else torch.bfloat16)
+        return Plain(empty(1, rows, depth, dtype=torch.float32 if form == "fp32" else torch.bfloat16))
     scales = empty(1, -(-rows // SCALE_BLOCK), -(-depth // SCALE_BLOCK), dtype=torch.float32)
     return BlockScaled(values=empty(1, rows, depth, dtype=torch.float8_e4m3fn), scales=scales)
 

@@ -69,7 +69,7 @@ def layer(
     block_rows: int = 128,
 ) -> Specimen:
     """A layer as its plan has it launched: the product, where the norm is apart."""
-    plan = plan_for(kind, num_outputs, depth, num_tokens, 4 if dtype == "fp32" else 2, fp8)
+    plan = plan_for(kind, num_outputs, depth, num_tokens, 4 if dtype == "fp32" else 2, "fp8" if fp8 else "plain")
     assert plan is not None
     constexprs: dict[str, Any] = {
         "BLOCK_O": plan.block_o,

@@ -12,7 +12,7 @@ from agentspec.kernels.triton import grouped_gemm
 from agentspec.kernels.triton.expert_groups import group_pairs
 from agentspec.kernels.triton.fp8_activations import ScaledTokens, quantize_tokens
 from agentspec.kernels.triton.grouped_gemm import GroupedPlan
-from agentspec.kernels.weights import BlockScaled, Weight, dequantize, quantize_blocks
+from agentspec.kernels.weights import BlockScaled, Plain, Weight, quantize_blocks
 from tests.fakes.compare import relative_error
 from tests.kernels.triton.test_fp8_prefill import SUM_LOSS, from_scaled, randn
 
@@ -51,7 +51,7 @@ class Mixture:
 
         def weight(*shape: int, fp8: bool, seed: int) -> Weight:
             values = randn(*shape, seed=seed, device=device) * shape[-1] ** -0.5
-            return quantize_blocks(values) if fp8 else values.to(dtype)
+            return quantize_blocks(values) if fp8 else Plain(values.to(dtype))
 
         self.weights = MixtureWeights(
             router_XH=torch.empty(0, device=device),
@@ -70,13 +70,13 @@ class Mixture:
     def expected(self) -> Tensor:
         """float64 of the weights as they are, without any rounding of what they are multiplied with."""
         x = self.normed.double()
-        gate_up, down = dequantize(self.weights.gate_up_X2IH).double(), dequantize(self.weights.down_XHI).double()
+        gate_up, down = self.weights.gate_up_X2IH.dequantize().double(), self.weights.down_XHI.dequantize().double()
         y = torch.zeros_like(x)
         for j in range(self.ids.shape[1]):
             for expert in self.ids[:, j].unique().tolist():
                 chosen = self.ids[:, j] == expert
                 y[chosen] += self.choice_weights[chosen, j, None] * (_swiglu(x[chosen] @ gate_up[expert].t()) @ down[expert].t())
-        shared = _swiglu(x @ dequantize(self.weights.shared_gate_up_2IH).double().t()) @ dequantize(self.weights.shared_down_HI).double().t()
+        shared = _swiglu(x @ self.weights.shared_gate_up_2IH.dequantize().double().t()) @ self.weights.shared_down_HI.dequantize().double().t()
         return self.residual.double() + y + torch.sigmoid(self.gate.double())[:, None] * shared
 
     def check(self, tolerance: float) -> None:
@@ -113,7 +113,7 @@ def check_gate_up(plan: GroupedPlan, mixture: Mixture, block_m: int) -> None:
     got = grouped_gemm.gate_up(plan, x, gate_up, groups, mixture.ids.shape[1])
     values = (from_scaled(x) if isinstance(x, ScaledTokens) else x).double()[groups.pairs_P.long() // mixture.ids.shape[1]]
     expert = mixture.ids.flatten()[groups.pairs_P.long()].long()
-    expected = _swiglu(torch.einsum("pk,pok->po", values, dequantize(gate_up).double()[expert]))
+    expected = _swiglu(torch.einsum("pk,pok->po", values, gate_up.dequantize().double()[expert]))
     if isinstance(got, ScaledTokens):
         scales = got.scales_GR.t().repeat_interleave(128, 1)
         largest = expected.unflatten(1, (-1, 128)).abs().amax(-1)
@@ -158,7 +158,7 @@ def test_where_8_bits_do_not_apply_the_weights_are_dequantised(dtype: torch.dtyp
 
 def test_a_tokens_routed_part_does_not_depend_on_its_company(device: torch.device) -> None:
     mixture = Mixture(40, 4, 2, 64, 32, device, torch.float32)
-    mixture.weights.shared_down_HI.zero_()  # type: ignore[union-attr]
+    mixture.weights.shared_down_HI.tensor.zero_()
     together = mixture.run()
     for name in ("residual", "normed", "choice_weights", "ids", "gate"):
         setattr(mixture, name, getattr(mixture, name)[17:20].contiguous())

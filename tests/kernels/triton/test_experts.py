@@ -16,7 +16,7 @@ from agentspec.kernels.triton.experts import Tiles
 from agentspec.kernels.triton.launch import INTERPRETED, arrival_counters, separate_counters
 from agentspec.kernels.triton.mixture import Placement
 from agentspec.kernels.triton.routing import Routing
-from agentspec.kernels.weights import Weight, dequantize, matrix, quantize_blocks, stack_rows
+from agentspec.kernels.weights import Plain, Weight, quantize_blocks
 from tests.fakes.compare import relative_error
 
 TOLERANCES = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 2**-6}
@@ -37,10 +37,10 @@ def mixture_of(
 
     def weight(*shape: int) -> Weight:
         plain = randn(*shape, generator=generator, device=device) * shape[-1] ** -0.5
-        return quantize_blocks(plain) if scaled else plain.to(dtype)
+        return quantize_blocks(plain) if scaled else Plain(plain.to(dtype))
 
     shared = shared_width or width
-    gate_up = weight(2 * shared, hidden) if not shared_width else stack_rows([weight(shared, hidden), weight(shared, hidden)])
+    gate_up = weight(2 * shared, hidden) if not shared_width else weight(shared, hidden).stack([weight(shared, hidden)])
     return MixtureWeights(
         router_XH=randn(num_experts, hidden, generator=generator, device=device).to(dtype),
         top_k=top_k,
@@ -60,8 +60,9 @@ def inputs(num_tokens: int, hidden: int, seed: int, device: torch.device, dtype:
 
 
 def in_float32(weights: MixtureWeights) -> MixtureWeights:
-    names = ("router_XH", "gate_up_X2IH", "down_XHI", "shared_gate_1H", "shared_gate_up_2IH", "shared_down_HI")
-    return replace(weights, **{name: dequantize(getattr(weights, name)) for name in names})
+    names = ("gate_up_X2IH", "down_XHI", "shared_gate_up_2IH", "shared_down_HI")
+    exact = {name: Plain(getattr(weights, name).dequantize()) for name in names}
+    return replace(weights, router_XH=weights.router_XH.float(), shared_gate_1H=weights.shared_gate_1H.float(), **exact)
 
 
 def check_mixture(
@@ -106,7 +107,7 @@ def test_more_than_one_block_of_multipliers(device: torch.device) -> None:
 def test_what_cannot_run_among_the_others_has_another_place(device: torch.device) -> None:
     alike = mixture_of(64, 4, 32, 2, 1, device, torch.float32, scaled=True)
     wider = mixture_of(64, 4, 32, 2, 1, device, torch.float32, scaled=True, shared_width=48)
-    plain = replace(alike, shared_down_HI=dequantize(alike.shared_down_HI))
+    plain = replace(alike, shared_down_HI=Plain(alike.shared_down_HI.dequantize()))
     assert mixture.placement_for(4, alike) == "among"
     for weights in (wider, plain):
         assert mixture.placement_for(1, weights) == "beside"
@@ -130,7 +131,7 @@ def test_a_token_has_the_same_bits_in_any_company(num_tokens: int, device: torch
 
 def test_all_tokens_may_visit_one_expert_and_nobody_the_others(device: torch.device) -> None:
     weights = mixture_of(64, 6, 32, 1, 3, device, torch.float32, scaled=False)
-    weights.gate_up_X2IH[:5] = torch.nan  # type: ignore[index]
+    weights.gate_up_X2IH.tensor[:5] = torch.nan
     for num_tokens in (5, 16, 40):
         x, _ = inputs(num_tokens, 64, 3, device, torch.float32)
         ids = torch.full((num_tokens, 1), 5, dtype=torch.int32, device=device)
@@ -138,7 +139,7 @@ def test_all_tokens_may_visit_one_expert_and_nobody_the_others(device: torch.dev
         visits = mixture.visits_of(Routing(ids_NC=ids, weights_NC=visit_weights, gate_N=None, normed=x), 6)
         tiles = Tiles(block_o=32, block_k=32, warps=4, stages=2)
         parts = experts.down(tiles, experts.gate_up(tiles, x, weights.gate_up_X2IH, None, visits), weights.down_XHI, None, visits)
-        expected = visit_weights * reference.linear(swiglu(reference.linear(x, matrix(weights.gate_up_X2IH, 5))), matrix(weights.down_XHI, 5))
+        expected = visit_weights * reference.linear(swiglu(reference.linear(x, weights.gate_up_X2IH.matrix(5))), weights.down_XHI.matrix(5))
         assert relative_error(parts, expected) < 5e-6, num_tokens
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from agentspec.kernels.triton import fp8_prefill as ours
 from agentspec.kernels.triton.fp8_activations import ScaledTokens, quantize_tokens
 from agentspec.kernels.triton.launch import INTERPRETED
-from agentspec.kernels.weights import BlockScaled, dequantize, quantize_blocks, stack_rows
+from agentspec.kernels.weights import BlockScaled, quantize_blocks
 from tests.fakes.compare import relative_error
 
 SUM_LOSS = 1e-5 if INTERPRETED else 2**-10
@@ -80,7 +80,7 @@ def test_products_of_8_bit_floats(size: tuple[int, int, int], num_extra: int, de
     wide = torch.full((num_tokens, num_outputs + num_extra), torch.nan, device=device, dtype=x.dtype)
     ours.prefill_linear(x, weight, wide[:, :num_outputs])
     assert wide[:, num_outputs:].isnan().all()
-    expected = from_scaled(quantize_tokens(x))[:num_tokens].double() @ dequantize(weight).double().t()
+    expected = from_scaled(quantize_tokens(x))[:num_tokens].double() @ weight.dequantize().double().t()
     error = relative_error(wide[:, :num_outputs], expected)
     # 2^-9 and 2^-10: less than half a unit of bfloat16, the last rounding, may be of the largest value.
     assert error < 2**-9 + 2**-10, f"seed {seed}: {size}, {num_extra}: {error}"
@@ -100,11 +100,10 @@ def test_where_8_bits_do_not_apply_the_product_is_of_the_weights_themselves(
     dtype: torch.dtype, size: tuple[int, int], block_rows: int, device: torch.device
 ) -> None:
     num_outputs, depth = size
-    weight = stack_rows([block_scaled(block_rows, depth, 8, device), block_scaled(num_outputs - block_rows, depth, 9, device)])
-    assert isinstance(weight, BlockScaled)
+    weight = block_scaled(block_rows, depth, 8, device).stack([block_scaled(num_outputs - block_rows, depth, 9, device)])
     assert weight.block_rows == block_rows
     assert not ours.takes_fp8(dtype, weight)
     x = randn(70, depth, seed=11, device=device, dtype=dtype)
     out = x.new_empty(70, num_outputs + 3)[:, 3:]
     ours.prefill_linear(x, weight, out)
-    assert relative_error(out, x.double() @ dequantize(weight).double().t()) < {torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]
+    assert relative_error(out, x.double() @ weight.dequantize().double().t()) < {torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]

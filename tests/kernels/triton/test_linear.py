@@ -14,7 +14,7 @@ from agentspec.kernels.backend import Norm
 from agentspec.kernels.reference import fused as reference
 from agentspec.kernels.triton import linear_layers as ours
 from agentspec.kernels.triton.linear_plans import MEASURED, OURS_ALONE, Kind, Plan, plan_for
-from agentspec.kernels.weights import Weight
+from agentspec.kernels.weights import Plain, Weight
 from tests.fakes.compare import relative_error
 
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -54,11 +54,11 @@ class Operands:
 class Layer(Operands):
     """With a plain weight."""
 
-    weight: Tensor
+    weight: Plain
 
     def __init__(self, num_tokens: int, num_outputs: int, depth: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(num_tokens, num_outputs, depth, device, dtype)
-        self.weight = self.full_weight.to(dtype)
+        self.weight = Plain(self.full_weight.to(dtype))
 
 
 def check_products(plan: Plan, layer: Operands) -> None:
@@ -82,19 +82,19 @@ def check_norm_apart(plan: Plan, layer: Operands) -> None:
 
 
 def check_logits(plan: Plan, layer: Layer, num_real: int) -> None:
-    got = ours.launch_logits(plan, layer.x, layer.weight, num_real)
-    expected = reference.linear(layer.x.float(), layer.weight.float())
+    got = ours.launch_logits(plan, layer.x, layer.weight.values, num_real)
+    expected = reference.linear(layer.x.float(), layer.weight)
     assert (got[:, num_real:] == -torch.inf).all(), layer.text
     layer.check(got[:, :num_real], expected[:, :num_real])
 
 
 def check_nearest(plan: Plan, layer: Layer) -> None:
     """Integers small enough that scores are exact, so that ties are ties in any order of summation."""
-    x, head = ((10 * layer.x).round().clamp(-3, 3), (10 * layer.weight).round().clamp(-3, 3))
+    x, head = ((10 * layer.x).round().clamp(-3, 3), (10 * layer.weight.values).round().clamp(-3, 3))
     head[-1] = head[len(head) // 2]
     ids = torch.randperm(len(head), generator=torch.Generator().manual_seed(5)).to(x.device)
     expected = torch.nn.functional.linear(x.double(), head.double()).argmax(-1)
-    for got, wanted in ((ours.launch_nearest(plan, x, head, None), expected), (ours.launch_nearest(plan, x, head, ids), ids[expected])):
+    for got, wanted in ((ours.launch_nearest(plan, x, Plain(head), None), expected), (ours.launch_nearest(plan, x, Plain(head), ids), ids[expected])):
         assert got.dtype == torch.int64
         assert torch.equal(got, wanted), layer.text
 
@@ -154,7 +154,7 @@ def test_operations_without_a_measured_plan_follow_the_rule(device: torch.device
     layer.check(ours.norm_swiglu(x, norm, weight), reference.norm_swiglu(x, norm, weight))
     layer.check(ours.add_linear(residual.clone(), x, weight), reference.add_linear(residual, x, weight))
     assert torch.equal(ours.nearest_token(x, weight, None), reference.nearest_token(x, weight, None))
-    assert torch.isneginf(ours.logits(x, weight, 90)[:, 90:]).all()
+    assert torch.isneginf(ours.logits(x, weight.values, 90)[:, 90:]).all()
 
 
 def test_a_full_batch_has_a_result_of_every_kind(device: torch.device) -> None:
@@ -166,7 +166,7 @@ def test_a_full_batch_has_a_result_of_every_kind(device: torch.device) -> None:
     layer.check(ours.norm_linear(x, norm, weight), reference.norm_linear(x, norm, weight))
     layer.check(ours.norm_swiglu(x, norm, weight), reference.norm_swiglu(x, norm, weight))
     layer.check(ours.add_linear(residual.clone(), x, weight), reference.add_linear(residual, x, weight))
-    scores = ours.logits(x, weight, 30)
+    scores = ours.logits(x, weight.values, 30)
     assert torch.isneginf(scores[:, 30:]).all()
     layer.check(scores[:, :30], reference.linear(x, weight)[:, :30])
     assert torch.equal(ours.nearest_token(x, weight, None), reference.nearest_token(x, weight, None)), layer.text
@@ -177,7 +177,7 @@ def test_no_tokens_give_no_rows(device: torch.device) -> None:
     none = layer.x[:0]
     assert ours.linear(none, layer.weight).shape == (0, 32)
     assert ours.norm_swiglu(none, layer.norm, layer.weight).shape == (0, 16)
-    assert ours.logits(none, layer.weight, 30).shape == (0, 32)
+    assert ours.logits(none, layer.weight.values, 30).shape == (0, 32)
     assert ours.nearest_token(none, layer.weight, None).shape == (0,)
 
 

@@ -14,7 +14,7 @@ from agentspec.kernels.reference import fused as reference
 from agentspec.kernels.triton import linear_layers as ours
 from agentspec.kernels.triton.launch import INTERPRETED
 from agentspec.kernels.triton.linear_plans import MEASURED_FP8, OURS_ALONE, Kind, Plan, plan_for
-from agentspec.kernels.weights import FP8, BlockScaled, dequantize, quantize_blocks, with_block_rows
+from agentspec.kernels.weights import FP8, BlockScaled, Plain, quantize_blocks
 from tests.kernels.triton.test_linear import LARGEST_SHARED_MEMORY, TOKEN_COUNTS, Operands, check_norm_apart, check_products, randn
 
 PLAN = Plan(block_o=32, block_m=8, block_k=128, stages=2, warps=2)
@@ -32,7 +32,7 @@ class Layer(Operands):
     def __init__(self, num_tokens: int, num_outputs: int, depth: int, device: torch.device, dtype: torch.dtype, *, block_rows: int = 128) -> None:
         super().__init__(num_tokens, num_outputs, depth, device, dtype)
         self.text += f", blocks of {block_rows} rows"
-        weight = with_block_rows(quantize_blocks(self.full_weight), block_rows)
+        weight = quantize_blocks(self.full_weight).with_block_rows(block_rows)
         # Lower blocks of one block have one multiplier, so that taking the wrong one of them would not show.
         factors = torch.rand(weight.scales.shape, generator=torch.Generator(device).manual_seed(self.seed + 5), device=device) + 0.5
         self.weight = replace(weight, scales=weight.scales * factors.bfloat16().float())
@@ -55,7 +55,7 @@ def test_every_8_bit_float_is_exact(dtype: torch.dtype, device: torch.device) ->
     for activation in (dtype,) if INTERPRETED else (dtype, torch.bfloat16):
         for plan in (PLAN, PAIRED):
             x = torch.eye(NUM_CODES, device=device, dtype=activation)
-            assert torch.equal(ours.launch_linear(plan, x, weight, None, None), dequantize(weight).to(activation).t()), f"{activation} {plan}"
+            assert torch.equal(ours.launch_linear(plan, x, weight, None, None), weight.dequantize().to(activation).t()), f"{activation} {plan}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -114,7 +114,7 @@ def test_extra_rows_stand_behind_the_others(block_o: int, device: torch.device) 
 
 def test_extra_rows_of_a_plain_weight(device: torch.device) -> None:
     layer = Layer(3, 72, 160, device, torch.float32)
-    x, weight, norm, extra = layer.x, dequantize(layer.weight), layer.norm, layer.extra
+    x, weight, norm, extra = layer.x, Plain(layer.weight.dequantize()), layer.norm, layer.extra
     layer.check(ours.norm_linear(x, norm, weight, extra), reference.norm_linear(x, norm, weight, extra))
 
 
@@ -131,11 +131,11 @@ def test_the_nearest_token_is_the_first_of_equals(device: torch.device) -> None:
     """Small integers under multipliers that are powers of two: scores are exact, so that ties are ties in any order of summation."""
     layer = Layer(3, 140, 256, device, torch.float32)
     x = (10 * layer.x).round().clamp(-3, 3)
-    values = (20 * dequantize(layer.weight)).round().clamp(-3, 3)
+    values = (20 * layer.weight.dequantize()).round().clamp(-3, 3)
     values[139] = values[130]
     head = BlockScaled(values=values.to(FP8), scales=torch.tensor([[1.0, 2.0], [4.0, 8.0]], device=device))
     ids = torch.randperm(140, generator=torch.Generator().manual_seed(5)).to(device)
-    expected = torch.nn.functional.linear(x.double(), dequantize(head).double()).argmax(-1)
+    expected = torch.nn.functional.linear(x.double(), head.dequantize().double()).argmax(-1)
     for got, wanted in ((ours.launch_nearest(PLAN, x, head, None), expected), (ours.launch_nearest(PLAN, x, head, ids), ids[expected])):
         assert torch.equal(got, wanted), layer.text
 
@@ -157,7 +157,7 @@ def test_a_full_batch_has_a_result_of_every_kind(device: torch.device) -> None:
     """More tokens than these products are for: those that are made for prompts have them, except for the choice, which goes by blocks of tokens."""
     layer = Layer(70, 34, 32, device, torch.float32)
     x, weight, norm, residual = layer.x, layer.weight, layer.norm, layer.residual
-    assert plan_for("linear", 34, 32, 70, 4, True) is None
+    assert plan_for("linear", 34, 32, 70, 4, "fp8") is None
     layer.check(ours.linear(x, weight), reference.linear(x, weight))
     layer.check(ours.norm_linear(x, norm, weight, layer.extra), reference.norm_linear(x, norm, weight, layer.extra))
     layer.check(ours.norm_swiglu(x, norm, weight), reference.norm_swiglu(x, norm, weight))
@@ -176,7 +176,7 @@ def test_no_tokens_give_no_rows(device: torch.device) -> None:
 
 
 def check_plan(kind: Kind, num_outputs: int, depth: int, num_tokens: int, element_bytes: int) -> None:
-    plan = plan_for(kind, num_outputs, depth, num_tokens, element_bytes, True)
+    plan = plan_for(kind, num_outputs, depth, num_tokens, element_bytes, "fp8")
     text = f"{kind} {num_outputs} x {depth}, {num_tokens} tokens of {element_bytes} bytes: {plan}"
     if plan is None:
         assert kind not in OURS_ALONE, text
@@ -205,4 +205,6 @@ def test_every_other_shape_has_a_plan_that_fits(hidden: int, element_bytes: int)
 def test_a_stream_sums_in_one_order_with_drafts_and_without() -> None:
     for kind, num_outputs, depth in MEASURED_FP8:
         for num_tokens in (2, 3, 4):
-            assert plan_for(kind, num_outputs, depth, num_tokens, 2, True) == plan_for(kind, num_outputs, depth, 1, 2, True), f"{kind} {num_outputs}"
+            assert plan_for(kind, num_outputs, depth, num_tokens, 2, "fp8") == plan_for(kind, num_outputs, depth, 1, 2, "fp8"), (
+                f"{kind} {num_outputs}"
+            )

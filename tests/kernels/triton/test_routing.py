@@ -11,6 +11,7 @@ from agentspec.kernels.reference.moe import route_top_k
 from agentspec.kernels.reference.norms import rms_norm
 from agentspec.kernels.triton import routing
 from agentspec.kernels.triton.fp8_activations import ScaledTokens, quantize_tokens
+from agentspec.kernels.weights import Plain
 from tests.fakes.compare import relative_error
 
 TOLERANCE = 1e-5
@@ -28,11 +29,11 @@ def router(num_experts: int, width: int, top_k: int, normalize: bool, seed: int,
         router_XH=rows[:-1].contiguous(),
         top_k=top_k,
         normalize=normalize,
-        gate_up_X2IH=nothing,
-        down_XHI=nothing,
+        gate_up_X2IH=Plain(nothing),
+        down_XHI=Plain(nothing),
         shared_gate_1H=rows[-1:].contiguous(),
-        shared_gate_up_2IH=nothing,
-        shared_down_HI=nothing,
+        shared_gate_up_2IH=Plain(nothing),
+        shared_down_HI=Plain(nothing),
     )
 
 
