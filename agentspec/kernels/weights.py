@@ -38,14 +38,17 @@ class Weight(ABC):
     is_quantized: ClassVar[bool] = True
     """Whether values were rounded for this form: such a weight is not rounded once more for another one."""
 
-    @property
-    @abstractmethod
-    def shape(self) -> torch.Size:
-        """Of what it stands for."""
+    values: Tensor
+    """What the form keeps of each number."""
 
     @property
-    @abstractmethod
-    def device(self) -> torch.device: ...
+    def shape(self) -> torch.Size:
+        """Of what it stands for."""
+        return self.values.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
 
     @property
     @abstractmethod
@@ -60,9 +63,9 @@ class Weight(ABC):
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The definition: the values that the weight stands for, each rounded once to `dtype`."""
 
-    @abstractmethod
     def is_finite(self) -> bool:
         """Whether it stands for finite numbers only."""
+        return bool(self.dequantize().isfinite().all())
 
     @abstractmethod
     def cut(self, region: Region) -> Weight:
@@ -86,7 +89,9 @@ class Weight(ABC):
 
     @abstractmethod
     def fill(self, region: Region, part: Weight, taken: Region = ()) -> None:
-        """Copy the region `taken` of `part` into a region of this one. A plain weight takes any form, others take their own alone."""
+        """Copy the region `taken` of `part` into a region of this one, which has whole rows, or whole blocks of them.
+
+        A plain weight takes any form, others take their own alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +104,6 @@ class Plain(Weight):
     values: Tensor
 
     @property
-    def shape(self) -> torch.Size:
-        return self.values.shape
-
-    @property
-    def device(self) -> torch.device:
-        return self.values.device
-
-    @property
     def nbytes(self) -> int:
         return self.values.nbytes
 
@@ -116,9 +113,6 @@ class Plain(Weight):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.values.to(dtype)
-
-    def is_finite(self) -> bool:
-        return bool(self.values.isfinite().all())
 
     def cut(self, region: Region) -> Plain:
         return Plain(self.values[region])
@@ -160,14 +154,6 @@ class BlockScaled(Weight):
         """Room for a weight."""
         scales = torch.empty(scales_shape(shape, block_rows), dtype=torch.float32, device=device)
         return cls(values=torch.empty(shape, dtype=FP8, device=device), scales=scales, block_rows=block_rows)
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.values.shape
-
-    @property
-    def device(self) -> torch.device:
-        return self.values.device
 
     @property
     def nbytes(self) -> int:

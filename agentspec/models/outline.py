@@ -30,7 +30,8 @@ def outline(config: TextConfig, spec: ModelSpec, *, dtype: torch.dtype, fp8_draf
         layer = _layer_of(name)
         if layer is None or layer in layers:
             kept = name if layer is None else name.replace(f"layers.{layer}.", f"layers.{layers[layer]}.", 1)
-            parameters[kept] = empty_parameter(config, name, shape, name in quantized, device=META, dtype=dtype)
+            block_rows = kernels.SCALE_BLOCK if name in quantized else None
+            parameters[kept] = empty_parameter(config, name, shape, device=META, dtype=dtype, block_rows=block_rows)
     types: tuple[LayerType, ...] = tuple(config.layer_types[layer] for layer in layers)
     return Qwen3_5Model(replace(config, layer_types=types), spec, parameters, dtype=dtype, fp8_drafts=fp8_drafts)
 

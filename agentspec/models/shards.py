@@ -5,6 +5,7 @@ Owns the arithmetic of shares. What a rank is for, and what it computes with its
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from agentspec.errors import ConfigError
@@ -55,6 +56,17 @@ def held_shape(name: str, shape: tuple[int, ...], shard: Shard | None, rank: Ran
         return shape
     size = sum(run.stop - run.start for run in shard.held(name, rank))
     return (*shape[: shard.dim], size, *shape[shard.dim + 1 :])
+
+
+def row_grain(name: str, shape: tuple[int, ...], shard: Shard | None, rank: Rank) -> int:
+    """What divides the first row of each run that a rank holds, in the whole parameter [..., O, K] and in the rank's; 0 where rows aren't shared."""
+    if shard is None or rank.count == 1 or shard.dim != len(shape) - 2:
+        return 0
+    grain = begin = 0
+    for run in shard.held(name, rank):
+        grain = math.gcd(grain, run.start, begin)
+        begin += run.stop - run.start
+    return grain
 
 
 def pieces(name: str, region: Region, shard: Shard | None, rank: Rank) -> list[tuple[Region, Region]]:

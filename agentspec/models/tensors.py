@@ -198,10 +198,10 @@ def random_parameters(config: TextConfig, *, device: torch.device, dtype: torch.
 
     What the config has in few bits lies as `empty_parameter` says."""
     generator = torch.Generator(device).manual_seed(seed)
-    quantized = quantized_names(config)
+    quantized = dict.fromkeys(quantized_names(config), kernels.SCALE_BLOCK)
     found = {}
     for name, shape in parameter_shapes(config).items():
-        found[name] = weight = empty_parameter(config, name, shape, name in quantized, device=device, dtype=dtype)
+        found[name] = weight = empty_parameter(config, name, shape, device=device, dtype=dtype, block_rows=quantized.get(name))
         if name in quantized:
             _fill_quantized(config, weight, generator)
         else:
@@ -210,17 +210,12 @@ def random_parameters(config: TextConfig, *, device: torch.device, dtype: torch.
 
 
 def empty_parameter(
-    config: TextConfig,
-    name: str,
-    shape: tuple[int, ...],
-    quantized: bool,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    block_rows: int = kernels.SCALE_BLOCK,
+    config: TextConfig, name: str, shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype, block_rows: int | None
 ) -> kernels.Weight:
-    """Room for a parameter; a quantised one in the form that the config's quantisation has for the device (Quantization.empty)."""
-    if quantized:
+    """Room for a parameter; a quantised one in the form that the config's quantisation has for the device (Quantization.empty).
+
+    block_rows: as there; None for one that isn't quantised."""
+    if block_rows is not None:
         assert config.quantization is not None
         return config.quantization.empty(shape, device=device, dtype=dtype, block_rows=block_rows)
     return kernels.Plain(torch.empty(shape, dtype=parameter_dtype(name, dtype), device=device))

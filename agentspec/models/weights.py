@@ -6,6 +6,7 @@ files are refused.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,7 +22,7 @@ from agentspec.files import is_panic, is_there, read_object
 from agentspec.models.checkpoint_layout import Layout, Source, checkpoint_layout, split_roots
 from agentspec.models.hf_config import TextConfig
 from agentspec.models.quantization import Fp8Blocks, canonical_name, is_convertible
-from agentspec.models.shards import ALONE, Rank, held_shape, pieces
+from agentspec.models.shards import ALONE, Rank, held_shape, pieces, row_grain
 from agentspec.models.tensors import empty_parameter
 from agentspec.types import Progress, no_progress
 
@@ -153,8 +154,9 @@ class Checkpoint:
         layout = self.layout(config)
         parameters: dict[str, kernels.Weight] = {}
         for name, parameter in layout.parameters.items():
-            shape, rows = held_shape(name, parameter.shape, parameter.shard, rank), layout.block_rows.get(name, kernels.SCALE_BLOCK)
-            parameters[name] = empty_parameter(config, name, shape, name in layout.block_rows, device=device, dtype=dtype, block_rows=rows)
+            whole, shard, rows = parameter.shape, parameter.shard, layout.block_rows.get(name)
+            shape, rows = held_shape(name, whole, shard, rank), rows and math.gcd(rows, row_grain(name, whole, shard, rank))
+            parameters[name] = empty_parameter(config, name, shape, device=device, dtype=dtype, block_rows=rows)
         for num_read, (name, source) in enumerate(layout.sources.items()):
             progress(STAGE, num_read, len(layout.sources))
             weight = self._read(name, source)

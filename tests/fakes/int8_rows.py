@@ -1,0 +1,80 @@
+"""A weight form that the package doesn't have: 8-bit integers with one multiplier a row. What a new form must bring along, and nothing more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from agentspec.kernels import Region, Weight
+from agentspec.models.quantization import Beside
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Rows(Weight):
+    """w[..., o, k] = values[..., o, k] * scales[..., o]."""
+
+    plan_key: ClassVar[str] = "int8 rows"
+
+    values: Tensor
+    """int8 [..., O, K]."""
+    scales: Tensor
+    """float32 [..., O]."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return (self.values.float() * self.scales[..., None]).to(dtype)
+
+    def cut(self, region: Region) -> Int8Rows:
+        return Int8Rows(self.values[region], self.scales[region[: self.scales.dim()]])
+
+    def take_rows(self, ids_O: Tensor) -> Int8Rows:
+        return Int8Rows(self.values[ids_O], self.scales[ids_O])
+
+    def stack(self, others: Sequence[Weight]) -> Int8Rows:
+        parts = [self, *map(int8_rows, others)]
+        return Int8Rows(torch.cat([part.values for part in parts]), torch.cat([part.scales for part in parts]))
+
+    def fill(self, region: Region, part: Weight, taken: Region = ()) -> None:
+        here, there = self.cut(region), int8_rows(part).cut(taken)
+        here.values.copy_(there.values)
+        here.scales.copy_(there.scales)
+
+
+def int8_rows(weight: Weight) -> Int8Rows:
+    assert isinstance(weight, Int8Rows)
+    return weight
+
+
+def quantize_rows(values: Tensor) -> Int8Rows:
+    scales = values.float().abs().amax(-1) / 127
+    return Int8Rows((values / scales[..., None]).round().to(torch.int8), scales)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Int8Checkpoint:
+    """A Quantization: each row's multiplier in a tensor beside the values."""
+
+    SUFFIX: ClassVar[str] = "_row_scale"
+    dtype: ClassVar[str] = "I8"
+
+    excluded: frozenset[str] = frozenset()
+
+    def beside(self, shape: tuple[int, ...]) -> tuple[Beside, ...]:
+        return (Beside(suffix=self.SUFFIX, shape=shape[:-1], dtypes=("F32",)),)
+
+    def read(self, name: str, tensor: Callable[[str], Tensor]) -> Weight:
+        return Int8Rows(tensor(name), tensor(name + self.SUFFIX))
+
+    def empty(self, shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype, block_rows: int) -> Weight:
+        scales = torch.empty(shape[:-1], device=device)
+        return Int8Rows(torch.empty(shape, dtype=torch.int8, device=device), scales)
+
+    def quantize(self, values: Tensor) -> Weight:
+        return quantize_rows(values)
