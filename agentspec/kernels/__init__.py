@@ -22,6 +22,7 @@ import torch
 
 from agentspec.kernels import reference
 from agentspec.kernels.backend import AttentionWeights, Backend, DeltaWeights, MixtureWeights, Norm, RopeTable
+from agentspec.kernels.group import GatheredGroup, Group, within
 from agentspec.kernels.prefill_batch import PrefillBatch
 from agentspec.kernels.reference.hidden import read_hidden
 from agentspec.kernels.reference.moe import mix_experts, route_top_k
@@ -47,6 +48,8 @@ __all__ = [
     "Backend",
     "BlockScaled",
     "DeltaWeights",
+    "GatheredGroup",
+    "Group",
     "KernelCompiler",
     "Machine",
     "MixtureWeights",
@@ -65,6 +68,7 @@ __all__ = [
     "rope_cos_sin",
     "route_top_k",
     "scales_shape",
+    "within",
 ]
 
 

@@ -119,6 +119,10 @@ class Backend(Protocol):
         has one order, whatever else is in the call. Definition: kernels/reference/moe.py."""
         ...
 
+    def expert_sum(self, x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
+        """What `add_experts` adds to x: [N, H]. x stays."""
+        ...
+
     def norm_to_rows(self, x_NH: Tensor, norm: Norm, hidden_RH: Tensor, write_rows_N: Tensor) -> Tensor:
         """The final norm: [N, H]; row n of it also goes to hidden_RH[write_rows_N[n]], in place. Rows may repeat only at SCRATCH_ROW."""
         ...

@@ -62,11 +62,19 @@ class Qwen3_5Model:  # noqa: N801  the family's name has an underscore
     """A loaded model. See models/protocol.py for what each operation promises."""
 
     def __init__(
-        self, config: TextConfig, spec: ModelSpec, parameters: dict[str, kernels.Weight], *, dtype: torch.dtype, fp8_drafts: bool = False
+        self,
+        config: TextConfig,
+        spec: ModelSpec,
+        parameters: dict[str, kernels.Weight],
+        *,
+        dtype: torch.dtype,
+        fp8_drafts: bool = False,
+        group: kernels.Group | None = None,
     ) -> None:
         """Takes ownership of `parameters` (canonical names, models/tensors.py) and leaves it empty.
 
-        fp8_drafts: quantise the MTP layer here, and the draft head in `limit_drafts`."""
+        fp8_drafts: quantise the MTP layer here, and the draft head in `limit_drafts`.
+        group: the ranks that hold the model together. Config and parameters are then what this rank has of it (shards.py)."""
         if fp8_drafts:
             quantize_mtp_layer(parameters)
         self._fp8_drafts = fp8_drafts
@@ -75,7 +83,7 @@ class Qwen3_5Model:  # noqa: N801  the family's name has an underscore
         self._config, self._spec, self._dtype = config, spec, dtype
         self._embedding_VH = trunk.take_tensor("embed_tokens.weight")
         self._device = self._embedding_VH.device
-        self._ops = ops = kernels.backend(self._device)
+        self._ops = ops = kernels.within(group, kernels.backend(self._device))
         self._rope = rope_table(config, self._device)
         self._layers: list[DecoderLayer] = []
         for i, layer_type in enumerate(config.layer_types):

@@ -6,10 +6,11 @@ Owns the arithmetic of shares. What a rank is for, and what it computes with its
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agentspec.errors import ConfigError
 from agentspec.kernels import Region
+from agentspec.models.hf_config import TextConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,17 @@ class Rank:
 
 ALONE = Rank()
 """The only one: it holds everything."""
+
+
+def heads_of(config: TextConfig, rank: Rank) -> TextConfig:
+    """The config of what a rank computes: with as many heads as it holds. Key/value heads that are too few for all ranks are held by several."""
+    return replace(
+        config,
+        num_heads=config.num_heads // rank.count,
+        num_kv_heads=max(config.num_kv_heads // rank.count, 1),
+        num_key_heads=config.num_key_heads // rank.count,
+        num_value_heads=config.num_value_heads // rank.count,
+    )
 
 
 @dataclass(frozen=True, slots=True)

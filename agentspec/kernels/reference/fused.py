@@ -43,12 +43,16 @@ def add_linear(residual_NH: Tensor, x_NO: Tensor, weight_HO: Weight) -> Tensor:
 
 
 def add_experts(residual_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
+    return residual_NH + expert_sum(residual_NH, norm, weights)
+
+
+def expert_sum(x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
     """Reads the chosen experts on the host."""
-    normed_NH = rms_norm(residual_NH, norm)
+    normed_NH = rms_norm(x_NH, norm)
     weights_NJ, expert_ids_NJ = route_top_k(torch_linear(normed_NH, weights.router_XH), weights.top_k, weights.normalize)
     routed_NH = mix_experts(normed_NH, weights_NJ, expert_ids_NJ, weights.gate_up_X2IH, weights.down_XHI)
-    shared_NH = linear(norm_swiglu(residual_NH, norm, weights.shared_gate_up_2IH), weights.shared_down_HI)
-    return residual_NH + (routed_NH + torch.sigmoid(torch_linear(normed_NH, weights.shared_gate_1H)) * shared_NH)
+    shared_NH = linear(norm_swiglu(x_NH, norm, weights.shared_gate_up_2IH), weights.shared_down_HI)
+    return routed_NH + torch.sigmoid(torch_linear(normed_NH, weights.shared_gate_1H)) * shared_NH
 
 
 def norm_to_rows(x_NH: Tensor, norm: Norm, hidden_RH: Tensor, write_rows_N: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from agentspec.kernels.triton.chunked_delta import gated_delta_prefill
 from agentspec.kernels.triton.gated_delta import gated_delta_step
 from agentspec.kernels.triton.hidden import save_hidden
 from agentspec.kernels.triton.linear_layers import add_linear, linear, logits, nearest_token, norm_linear, norm_swiglu
-from agentspec.kernels.triton.mixture import add_experts
+from agentspec.kernels.triton.mixture import add_experts, expert_sum
 from agentspec.kernels.triton.norms import norm_to_rows, pair_norms, rms_norm
 from agentspec.kernels.triton.prefill_attention import attention_prefill, store_keys_values
 from agentspec.kernels.triton.sampling import argmax, sample
@@ -19,6 +19,7 @@ __all__ = [
     "attention_prefill",
     "attention_step",
     "commit_window",
+    "expert_sum",
     "force_acceptance",
     "gated_delta_prefill",
     "gated_delta_step",

@@ -38,27 +38,36 @@ _MOST_TOKENS_BESIDE = 32
 
 
 def add_experts(residual_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
-    num_tokens = residual_NH.shape[0]
+    return _add_to(residual_NH, residual_NH, norm, weights)
+
+
+def expert_sum(x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
+    return _add_to(torch.zeros_like(x_NH), x_NH, norm, weights)
+
+
+def _add_to(base_NH: Tensor, x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
+    """base + the mixture of experts of the normed x. The base is given away."""
+    num_tokens = x_NH.shape[0]
     if num_tokens == 0:
-        return residual_NH
+        return base_NH
     if num_tokens > MOST_TOKENS:
-        routing = route(residual_NH, norm, weights, visit_shared=False, in_fp8=takes_scaled(residual_NH.dtype, weights))
+        routing = route(x_NH, norm, weights, visit_shared=False, in_fp8=takes_scaled(x_NH.dtype, weights))
         assert routing.gate_N is not None
-        return add_experts_prefill(residual_NH, routing.normed, routing.weights_NC, routing.ids_NC, routing.gate_N, weights)
+        return add_experts_prefill(base_NH, routing.normed, routing.weights_NC, routing.ids_NC, routing.gate_N, weights)
     placement = placement_for(num_tokens, weights)
     if placement == "among":
-        return _add_all(residual_NH, norm, weights)
+        return _add_all(base_NH, x_NH, norm, weights)
     if placement == "behind":
-        routing = route(residual_NH, norm, weights, visit_shared=False)
-        shared_NH = _shared_expert(residual_NH, norm, weights)
+        routing = route(x_NH, norm, weights, visit_shared=False)
+        shared_NH = _shared_expert(x_NH, norm, weights)
         parts_PH = _routed_parts(routing, weights)
     else:
-        with side_stream.beside(residual_NH.device):
-            shared_NH = _shared_expert(residual_NH, norm, weights)
-        routing = route(residual_NH, norm, weights, visit_shared=False)
+        with side_stream.beside(x_NH.device):
+            shared_NH = _shared_expert(x_NH, norm, weights)
+        routing = route(x_NH, norm, weights, visit_shared=False)
         parts_PH = _routed_parts(routing, weights)
-        side_stream.join(residual_NH.device)
-    return experts.add_visits(residual_NH, parts_PH, weights.top_k, routing.gate_N, shared_NH)
+        side_stream.join(x_NH.device)
+    return experts.add_visits(base_NH, parts_PH, weights.top_k, routing.gate_N, shared_NH)
 
 
 def placement_for(num_tokens: int, weights: MixtureWeights) -> Placement:
@@ -79,11 +88,11 @@ def _form(weight: Weight) -> tuple[torch.dtype, int]:
     return (weight.values.dtype, weight.block_rows) if isinstance(weight, BlockScaled) else (weight.tensor.dtype, SCALE_BLOCK)
 
 
-def _add_all(residual_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
+def _add_all(base_NH: Tensor, x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
     assert shared_is_alike(weights), "a shared expert of another form cannot run among the routed ones"
-    routing = route(residual_NH, norm, weights, visit_shared=True)
+    routing = route(x_NH, norm, weights, visit_shared=True)
     visits = visits_of(routing, weights.router_XH.shape[0] + 1)
-    return experts.add_visits(residual_NH, _parts(routing, visits, weights, visit_shared=True), weights.top_k + 1, None, None)
+    return experts.add_visits(base_NH, _parts(routing, visits, weights, visit_shared=True), weights.top_k + 1, None, None)
 
 
 def _routed_parts(routing: Routing, weights: MixtureWeights) -> Tensor:
@@ -99,8 +108,8 @@ def _parts(routing: Routing, visits: Visits, weights: MixtureWeights, *, visit_s
     return experts.down(down_tiles(weights.down_XHI, x_NH.dtype, num_tokens), h_PI, weights.down_XHI, shared_HI, visits)
 
 
-def _shared_expert(residual_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
-    return linear(norm_swiglu(residual_NH, norm, weights.shared_gate_up_2IH), weights.shared_down_HI)
+def _shared_expert(x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
+    return linear(norm_swiglu(x_NH, norm, weights.shared_gate_up_2IH), weights.shared_down_HI)
 
 
 def visits_of(routing: Routing, num_experts: int) -> Visits:

@@ -95,6 +95,20 @@ def test_places_of_the_shared_expert(placement: Placement, num_tokens: int, devi
     check_mixture((num_tokens, 32, 5, 16, 2), device, torch.float32, scaled=True, placement=placement)
 
 
+@pytest.mark.parametrize("placement", [*get_args(Placement), "prefill"])
+def test_the_sum_alone_leaves_its_input(placement: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rank of a group has of it: a partial sum, without the residual."""
+    if placement == "prefill":
+        monkeypatch.setattr(mixture, "MOST_TOKENS", 2)
+    else:
+        monkeypatch.setattr(mixture, "forced_placement", placement)
+    weights = mixture_of(32, 5, 16, 2, 4, device, torch.float32, scaled=False)
+    x, norm = inputs(3, 32, 4, device, torch.float32)
+    given = x.clone()
+    assert relative_error(mixture.expert_sum(given, norm, weights), reference.expert_sum(x, norm, weights)) < TOLERANCES[torch.float32]
+    assert torch.equal(given, x)
+
+
 @pytest.mark.parametrize("placement", ["beside", "behind"])
 def test_a_shared_expert_of_another_width(placement: Placement, device: torch.device) -> None:
     check_mixture((2, 32, 5, 16, 2), device, torch.float32, scaled=True, placement=placement, shared_width=48)

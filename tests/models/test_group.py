@@ -1,0 +1,84 @@
+"""Ranks that share sums compute what one process computes, and all of them the same bits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentspec.kernels import Plain, reference, within
+from tests.fakes.checkpoints import Family, write_checkpoint
+from tests.fakes.compare import relative_error
+from tests.models.rank_process import outputs
+
+RANKS = 2
+MODELS: dict[str, tuple[Family, dict[str, Any]]] = {
+    "dense": ("dense", {}),
+    "mixture": ("moe", {}),
+    "mixture, packed projections": ("next", {}),
+    "8 bits": ("dense", {"fp8": "stored"}),
+    "one key head for both": ("dense", {"num_key_value_heads": 1}),
+}
+TOLERANCE = 1e-5
+"""float32: only the order of sums differs."""
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints in which two processes have left what they computed. Heads are tied: one that is shared needs its scores gathered."""
+    found = {}
+    for name, (family, options) in MODELS.items():
+        found[name] = write_checkpoint(tmp_path_factory.mktemp("model"), family, num_hidden_layers=4, tied=True, **options)
+    command = [sys.executable, "-m", "tests.models.rank_process"]
+    paths, environment = list(map(str, found.values())), os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    processes = [subprocess.Popen([*command, str(rank), str(RANKS), *paths], env=environment) for rank in range(RANKS)]
+    try:
+        assert [process.wait(timeout=120) for process in processes] == [0] * RANKS
+    finally:
+        for process in processes:
+            process.kill()
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_processes_compute_what_one_does(name: str, directories: dict[str, Path]) -> None:
+    ranks: list[dict[str, Tensor]] = [torch.load(directories[name] / f"rank-{rank}.pt") for rank in range(RANKS)]
+    with torch.inference_mode():
+        alone = outputs(directories[name])
+    for what, expected in alone.items():
+        assert torch.equal(ranks[0][what], ranks[1][what]), f"{what}: ranks differ"
+        if expected.dtype == torch.int64:
+            assert torch.equal(ranks[0][what], expected), what
+        else:
+            real = expected.isfinite()
+            assert torch.equal(ranks[0][what].isfinite(), real), what
+            assert relative_error(ranks[0][what][real], expected[real]) < TOLERANCE, what
+
+
+class Pretended:
+    """A group whose other ranks have the same partial sums."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def add(self, residual_NH: Tensor, partial_NH: Tensor) -> Tensor:
+        return residual_NH + self.size * partial_NH
+
+
+def test_a_group_of_one_is_none() -> None:
+    assert within(None, reference) is reference
+    assert within(Pretended(1), reference) is reference
+
+
+def test_only_what_ends_in_the_residual_is_summed() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, residual, values = (torch.randn(size, generator=generator) for size in ((3, 8), (3, 5), (5, 8)))
+    ops = within(Pretended(4), reference)
+    assert torch.equal(ops.linear(x, Plain(values)), x @ values.T)
+    torch.testing.assert_close(ops.add_linear(residual, x, Plain(values)), residual + 4 * (x @ values.T))
