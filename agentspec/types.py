@@ -34,6 +34,9 @@ ZERO_ROW = 0
 SCRATCH_ROW = 1
 """The state row that inert slots and rejected work write to. Nobody ever reads it."""
 
+NUM_SPARE_ROWS = 2
+"""Of the state rows that a running request owns: those that its rolling checkpoints rotate through."""
+
 SCRATCH_PAGE = 0
 """The KV page that inert slots write to. No request's page table contains it below its length."""
 
@@ -61,6 +64,11 @@ def most_drafts(block_tokens: int = BLOCK_TOKENS) -> int:
 def tokens(ids: Iterable[int] = ()) -> array[int]:
     """Token ids as the engine carries them."""
     return array("i", ids)
+
+
+def rows_of_request(max_draft_tokens: int) -> int:
+    """State rows that a running request owns: one for the state after each column of its window, and the spare rows."""
+    return max_draft_tokens + 1 + NUM_SPARE_ROWS
 
 
 class CheckpointKind(enum.IntEnum):

@@ -17,9 +17,9 @@ from agentspec import kernels
 from agentspec.kernels import reference
 from agentspec.models.attention import GatedAttention
 from agentspec.models.hf_config import LayerType, TextConfig
-from agentspec.models.layers import StateRows, StepInputs
+from agentspec.models.hybrid import DecoderLayer
 from agentspec.models.moe import MixtureOfExperts
-from agentspec.models.qwen3_5 import DecoderLayer
+from agentspec.models.protocol import VerifyBatch
 from agentspec.models.tensors import random_parameters
 from agentspec.types import BLOCK_TOKENS
 from benchmarks.decode_checks import CheckFailedError
@@ -53,15 +53,11 @@ class Twin:
     """One of the two models, with what its windows read and write."""
 
     model: PrefilledModel
-    inputs: StepInputs
-    rows: StateRows
+    windows: VerifyBatch
 
-    def mix(self, layer: DecoderLayer, x_NH: Tensor) -> Tensor:
-        """x plus the layer's mixer."""
-        pools, mixer, index = self.model.pools, layer.mixer, layer.pool_index
-        if isinstance(mixer, GatedAttention):
-            return mixer.step(x_NH, layer.input_norm, pools.kv_AP2SGD[index], self.inputs)
-        return mixer.step(x_NH, layer.input_norm, pools.ssm_LRVDK[index], pools.conv_LR3C[index], self.rows)
+    def mix(self, i: int, x_NH: Tensor) -> Tensor:
+        """x plus the mixer of layer i."""
+        return self.model.layers[i].mix(x_NH, self.model.pools.layers[i], lambda mixer, x_NP, memory: mixer.step(x_NP, memory, self.windows))
 
 
 def wants_block_checks(config: TextConfig) -> bool:
@@ -74,8 +70,8 @@ def check_blocks(name: str, config: TextConfig, device: torch.device, dtype: tor
     """Returns what was checked, in words. Raises CheckFailedError that names the first block which is off by more than the tolerance."""
     ours, exact = twins(name, config, device, dtype)
     worst: dict[str, float] = {}
-    for layer, exact_layer in zip(ours.model.layers, exact.model.layers, strict=True):
-        for block, found, expected in _results(ours, exact, layer, exact_layer, dtype):
+    for i in range(len(LAYERS)):
+        for block, found, expected in _results(ours, exact, i, dtype):
             num_tokens = len(found)
             rounds_inputs = config.quantization is not None and num_tokens > EXACT_WEIGHT_TOKENS
             error, tolerance = relative_error(found, expected), ROUNDED_INPUTS_TOLERANCE if rounds_inputs else TOLERANCE
@@ -93,29 +89,34 @@ def twins(name: str, config: TextConfig, device: torch.device, dtype: torch.dtyp
     parameters = random_parameters(cut, device=device, dtype=dtype, seed=0)
     exact_parameters: dict[str, kernels.Weight] = {key: kernels.Plain(parameter.dequantize().cpu()) for key, parameter in parameters.items()}
     spec = spec_of(name, cut, dtype)
-    models = PrefilledModel(cut, spec, parameters, dtype=dtype), PrefilledModel(cut, spec, exact_parameters, dtype=torch.float32)
+    models = PrefilledModel(cut, spec, parameters), PrefilledModel(cut, spec, exact_parameters)
     num_slots, num_pages = len(STARTS), (max(STARTS) + NUM_COLUMNS) // BLOCK_TOKENS + 1
     rows_BR = torch.arange(num_slots * (NUM_COLUMNS + 1)).view(num_slots, -1) + 2
     pages_BP = (torch.arange(num_slots * num_pages, dtype=torch.int32) + 1).view(num_slots, -1)
     found = []
     for model in models:
         model.allocate(num_rows=2 + rows_BR.numel(), num_pages=1 + pages_BP.numel())
-        start_B = torch.tensor(STARTS, device=model.device)
-        inputs = StepInputs(start_B=start_B, page_table_BP=pages_BP.to(model.device), rope=model.rope)
-        rows = StateRows(read_row_B=rows_BR[:, 0].to(model.device).contiguous(), write_rows_BT=rows_BR[:, 1:].to(model.device).contiguous())
-        found.append(Twin(model, inputs, rows))
+        windows = VerifyBatch(
+            tokens_BT=torch.zeros(num_slots, NUM_COLUMNS, dtype=torch.int64, device=model.device),  # mixers don't look at them
+            length_B=torch.tensor(STARTS, device=model.device),
+            read_row_B=rows_BR[:, 0].to(model.device).contiguous(),
+            write_rows_BT=rows_BR[:, 1:].to(model.device).contiguous(),
+            page_table_BP=pages_BP.to(model.device),
+        )
+        found.append(Twin(model, windows))
     for tensor, exact in zip(models[0].pools.tensors(), models[1].pools.tensors(), strict=True):
         exact.copy_(tensor)
     return found[0], found[1]
 
 
-def _results(ours: Twin, exact: Twin, layer: DecoderLayer, exact_layer: DecoderLayer, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(block, what it adds on the device, what it adds in float32)."""
-    generator = torch.Generator().manual_seed(layer.pool_index)
+def _results(ours: Twin, exact: Twin, i: int, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(block of layer i, what it adds on the device, what it adds in float32)."""
+    layer, exact_layer = ours.model.layers[i], exact.model.layers[i]
+    generator = torch.Generator().manual_seed(i)
     x_NH = made_up_inputs(len(STARTS) * NUM_COLUMNS, exact_layer, dtype, generator)
     kind = "attention" if isinstance(layer.mixer, GatedAttention) else "delta rule"
     device = ours.model.device
-    yield kind, _added(ours.mix(layer, x_NH.to(device, copy=True)), x_NH), _added(exact.mix(exact_layer, x_NH.float()), x_NH)
+    yield kind, _added(ours.mix(i, x_NH.to(device, copy=True)), x_NH), _added(exact.mix(i, x_NH.float()), x_NH)
     for num_tokens in FFN_TOKENS:
         x_NH = made_up_inputs(num_tokens, exact_layer, dtype, generator)
         found_NH = layer.ffn.add_to(x_NH.to(device, copy=True), layer.post_norm)

@@ -204,12 +204,12 @@ def _iterators(sessions: Sessions) -> Any:
     return iter([(name, iter(turns)) for name, turns in sessions])
 
 
-def make_model(name: str, device: torch.device) -> Qwen3_5Model:
+def make_model(name: str, device: torch.device) -> StepModel:
     """A published size with made-up bfloat16 weights, or the bundled model."""
     if name == bundled.NAME:
         return load_model(bundled.DIRECTORY, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
     config, dtype = CONFIGS[name], torch.bfloat16
-    return Qwen3_5Model(config, spec_of(name, config, dtype), random_parameters(config, device=device, dtype=dtype, seed=0), dtype=dtype)
+    return Qwen3_5Model(config, spec_of(name, config, dtype), random_parameters(config, device=device, dtype=dtype, seed=0))
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:

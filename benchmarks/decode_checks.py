@@ -88,8 +88,8 @@ def _after_some_steps(model: PrefilledModel, device: torch.device, *, graphs: bo
     engine.settle()
     pools = model.pools
     rows = [row for row in range(pools.hidden_RH.shape[0]) if row != SCRATCH_ROW]
-    pages = [page for page in range(pools.kv_AP2SGD.shape[1]) if page != SCRATCH_PAGE]
-    copies = [pools.ssm_LRVDK[:, rows], pools.conv_LR3C[:, rows], pools.hidden_RH[rows], pools.kv_AP2SGD[:, pages]]
+    pages = [page for page in range(pools["kv_AP2SGD"].shape[1]) if page != SCRATCH_PAGE]
+    copies = [pools["ssm_LRVDK"][:, rows], pools["conv_LR3C"][:, rows], pools.hidden_RH[rows], pools["kv_AP2SGD"][:, pages]]
     captured = engine.graphs
     del engine
     let_go(model)

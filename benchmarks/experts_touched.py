@@ -16,8 +16,8 @@ from torch.nn.functional import linear
 
 from agentspec import kernels
 from agentspec.kernels import reference
+from agentspec.models.hybrid import DecoderLayer
 from agentspec.models.moe import MixtureOfExperts
-from agentspec.models.qwen3_5 import DecoderLayer
 from benchmarks.published import PrefilledModel
 from benchmarks.running_engine import Case, RunningEngine
 from benchmarks.step_bytes import Experts

@@ -154,4 +154,4 @@ def _state_at(engine: PromptEngine, prompt: list[int], point: int, namespace: st
         raise CheckFailedError(f"the checkpoint at {point} isn't there")
     pools = engine.model.pools
     logits_V = engine.model.logits(pools.hidden_RH[found.row])[: engine.model.spec.num_real_tokens]
-    return {"logits": logits_V, "states": pools.ssm_LRVDK[:, found.row].clone(), "conv rows": pools.conv_LR3C[:, found.row].clone()}
+    return {"logits": logits_V, "states": pools["ssm_LRVDK"][:, found.row].clone(), "conv rows": pools["conv_LR3C"][:, found.row].clone()}

@@ -31,8 +31,8 @@ from typing import Literal
 import torch
 
 from agentspec.kernels import FP8
+from agentspec.models.gated_delta import SSM_DTYPE
 from agentspec.models.hf_config import TextConfig
-from agentspec.models.state import SSM_DTYPE
 from agentspec.models.tensors import parameter_shapes
 from benchmarks.bandwidth import Bandwidth, measure_bandwidth
 from benchmarks.step_bytes import ROUTED, Experts, names_in_fp8, parameter_bytes, step_bytes
@@ -109,7 +109,7 @@ def operations(
     attention = Operation(kind="attention", flops=4.0 * config.num_heads * config.head_dim * num_pairs, num_bytes=(start + count) * key_bytes)
     cells = config.num_value_heads * config.value_dim * config.key_dim
     recurrence = Operation(kind="recurrence", flops=count * (6.0 * cells + 8.0 * config.conv_channels), num_bytes=2.0 * cells * SSM_DTYPE.itemsize)
-    found += [attention] * config.num_attention_layers + [recurrence] * config.num_linear_layers
+    found += [attention if layer_type == "full_attention" else recurrence for layer_type in config.layer_types]
     if num_drafts:
         found += [
             Operation(kind="mtp", flops=2.0 * count * math.prod(shapes[name]), num_bytes=sizes[name], fp8=name in scaled) for name in MTP_ROW_WEIGHTS

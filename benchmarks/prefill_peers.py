@@ -22,9 +22,9 @@ from agentspec import kernels
 from agentspec.kernels.reference.causal_conv import causal_conv_prefill
 from agentspec.kernels.reference.fused import split_heads
 from agentspec.kernels.reference.norms import gated_rms_norm
+from agentspec.models.gated_delta import SSM_DTYPE
 from agentspec.models.hf_config import CONV_TAPS, TextConfig
 from agentspec.models.layers import rope_table
-from agentspec.models.state import SSM_DTYPE
 from agentspec.runtime.prefill_tables import build_tables
 from agentspec.types import BLOCK_TOKENS, ZERO_ROW
 from benchmarks.bandwidth import median_seconds

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentspec.kernels import PrefillBatch, RopeTable
+from agentspec.kernels import PrefillBatch
 from agentspec.models.hf_config import TextConfig, parse_text_config
+from agentspec.models.hybrid import DecoderLayer
 from agentspec.models.moe import MixtureOfExperts
 from agentspec.models.protocol import VerifyBatch
-from agentspec.models.qwen3_5 import DecoderLayer, Qwen3_5Model
+from agentspec.models.qwen3_5 import Qwen3_5Model, state_forms
 from agentspec.models.state import page_bytes, row_bytes
 from agentspec.models.tensors import random_parameters
 from agentspec.types import ZERO_ROW, ModelSpec
@@ -118,9 +119,9 @@ class PrefilledModel(Qwen3_5Model):
         generator = torch.Generator(self.device).manual_seed(0)
         for tensor in self.pools.tensors():
             tensor.normal_(0.0, 1.0, generator=generator)
-        self.pools.ssm_LRVDK.mul_(STATE_SCALE)
-        self.pools.ssm_LRVDK[:, ZERO_ROW] = 0
-        self.pools.conv_LR3C[:, ZERO_ROW] = 0
+        self.pools["ssm_LRVDK"].mul_(STATE_SCALE)
+        self.pools["ssm_LRVDK"][:, ZERO_ROW] = 0
+        self.pools["conv_LR3C"][:, ZERO_ROW] = 0
         self.pools.hidden_RH[ZERO_ROW] = 0
 
     def prefill(self, batch: PrefillBatch) -> Tensor:
@@ -153,10 +154,6 @@ class PrefilledModel(Qwen3_5Model):
         return self._layers
 
     @property
-    def rope(self) -> RopeTable:
-        return self._rope
-
-    @property
     def mixtures(self) -> tuple[list[DecoderLayer], list[DecoderLayer]]:
         """Layers whose FFN is a mixture of experts: the trunk's, and the MTP layer if it is one."""
         drafting = [] if self._mtp is None else [self._mtp.layer]
@@ -174,8 +171,8 @@ def spec_of(name: str, config: TextConfig, dtype: torch.dtype) -> ModelSpec:
         hidden_size=config.hidden_size,
         has_mtp=config.has_mtp,
         stop_token_ids=(),
-        row_bytes=row_bytes(config, dtype),
-        page_bytes=page_bytes(config, dtype),
+        row_bytes=row_bytes(state_forms(config, dtype)),
+        page_bytes=page_bytes(state_forms(config, dtype)),
     )
 
 
@@ -184,4 +181,4 @@ def make_model(name: str, config: TextConfig, *, device: torch.device, dtype: to
     if fp8_drafts is None:
         fp8_drafts = device.type == "cuda" and dtype != torch.float32
     parameters = random_parameters(config, device=device, dtype=dtype, seed=0)
-    return PrefilledModel(config, spec_of(name, config, dtype), parameters, dtype=dtype, fp8_drafts=fp8_drafts)
+    return PrefilledModel(config, spec_of(name, config, dtype), parameters, fp8_drafts=fp8_drafts)

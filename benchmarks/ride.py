@@ -150,7 +150,7 @@ class Bench:
     def _chunk(self, count: int) -> ChunkPlan:
         """An append whose state and pages nobody needs: the last ones of the pools."""
         pools = self.model.pools
-        num_rows, num_pages = pools.hidden_RH.shape[0], pools.kv_AP2SGD.shape[1]
+        num_rows, num_pages = pools.hidden_RH.shape[0], pools["kv_AP2SGD"].shape[1]
         needed = -(-(APPEND_CONTEXT + count) // self.model.spec.block_tokens)
         return ChunkPlan(
             request_id="append",

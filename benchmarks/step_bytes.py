@@ -13,6 +13,7 @@ import torch
 from agentspec.kernels import SCALE_BLOCK
 from agentspec.models.hf_config import TextConfig
 from agentspec.models.quantization import is_convertible
+from agentspec.models.qwen3_5 import state_forms
 from agentspec.models.state import page_bytes, row_bytes
 from agentspec.models.tensors import parameter_dtype, parameter_shapes, quantized_names
 from agentspec.types import BLOCK_TOKENS
@@ -82,7 +83,7 @@ def step_bytes(
     if config.moe is not None and experts is not None:
         chosen = routed_bytes(trunk) * experts.trunk / config.moe.num_experts
         draft += round(routed_bytes(mtp) * experts.draft / config.moe.num_experts)
-    token_bytes = page_bytes(config, dtype) // BLOCK_TOKENS
+    token_bytes = page_bytes(state_forms(config, dtype)) // BLOCK_TOKENS
     mtp_token_bytes = 2 * config.num_kv_heads * config.head_dim * dtype.itemsize if config.has_mtp else 0
     head_row = config.hidden_size * dtype.itemsize
     return StepBytes(
@@ -91,7 +92,7 @@ def step_bytes(
         head=config.vocab_size * head_row,
         mtp=num_drafted * draft,
         draft_head=num_drafted * weight_bytes((draft_vocab, config.hidden_size), dtype, fp8=fp8_drafts),
-        state=batch * (num_drafted + 2) * row_bytes(config, dtype),
+        state=batch * (num_drafted + 2) * row_bytes(state_forms(config, dtype)),
         kv=round(batch * context * (token_bytes - mtp_token_bytes + num_drafted * mtp_token_bytes)),
     )
 

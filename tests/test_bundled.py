@@ -27,7 +27,6 @@ from agentspec.commands.cli import main
 from agentspec.config import EngineConfig
 from agentspec.engine import bundled
 from agentspec.engine.in_process import Engine
-from agentspec.models.registry import load_model
 from agentspec.replay.schema import Session, load, save
 from agentspec.text.chat_template import ChatTemplate
 from agentspec.text.messages import normalise
@@ -36,6 +35,7 @@ from agentspec.text.tool_calls import detect_dialect
 from agentspec.types import SamplingParams
 from agentspec.wire import FinishEvent, Submit
 from tests.fakes.compare import TOLERANCE, relative_error
+from tests.fakes.loaded import load_model
 from tests.fakes.sequence_driver import Driver
 from tests.replay.builders import replay_file, said, turn, user
 from tests.text.conversations import CONVERSATIONS, TOOLS

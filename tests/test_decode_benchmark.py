@@ -11,6 +11,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from agentspec.models.qwen3_5 import state_forms
 from agentspec.models.state import page_bytes, row_bytes
 from agentspec.models.tensors import parameter_dtype, parameter_shapes
 from agentspec.types import ZERO_ROW
@@ -72,13 +73,13 @@ def test_every_byte_of_a_step_is_counted_once() -> None:
     assert config.tied
     assert once.weights + once.head + once.mtp == sum(sizes.values())
     assert (least.mtp, least.draft_head, least.kv) == (0, 0, 0)
-    assert least.state == 2 * row_bytes(config, torch.bfloat16)
+    assert least.state == 2 * row_bytes(state_forms(config, torch.bfloat16))
     step = step_bytes(config, batch=8, num_drafted=3, context=1000, draft_vocab=32_768)
     assert (step.weights, step.mtp) == (once.weights, 3 * once.mtp)
     assert step.draft_head == 3 * 32_768 * 2560 * 2
-    assert step.state == 8 * 5 * row_bytes(config, torch.bfloat16)
+    assert step.state == 8 * 5 * row_bytes(state_forms(config, torch.bfloat16))
     mtp_layers_more = 2  # pages hold the MTP layer's keys once; three drafts read them three times
-    assert step.kv == 8 * 1000 * (page_bytes(config, torch.bfloat16) // 64 + mtp_layers_more * 2 * 4 * 256 * 2)
+    assert step.kv == 8 * 1000 * (page_bytes(state_forms(config, torch.bfloat16)) // 64 + mtp_layers_more * 2 * 4 * 256 * 2)
     assert step.total == step.weights + step.head + step.mtp + step.draft_head + step.state + step.kv
 
 
@@ -124,8 +125,8 @@ def test_the_context_is_not_computed_and_not_empty(model: PrefilledModel, monkey
     assert (batches[0].read_row_B != ZERO_ROW).all()
     for tensor in model.pools.tensors():
         assert torch.isfinite(tensor).all()
-    assert model.pools.ssm_LRVDK[:, batches[0].read_row_B].abs().amin() > 0
-    assert not model.pools.ssm_LRVDK[:, ZERO_ROW].any()
+    assert model.pools["ssm_LRVDK"][:, batches[0].read_row_B].abs().amin() > 0
+    assert not model.pools["ssm_LRVDK"][:, ZERO_ROW].any()
 
 
 def test_a_case_is_measured(model: PrefilledModel) -> None:
@@ -190,7 +191,7 @@ def test_graphs_are_held_against_eager_steps(model: PrefilledModel, monkeypatch:
     def one_bit_off(self: PrefilledModel, *, num_rows: int, num_pages: int) -> None:
         allocate(self, num_rows=num_rows, num_pages=num_pages)
         allocations.append(num_rows)
-        self.pools.ssm_LRVDK.view(torch.int32)[0, -1, 0, 0, 0] += len(allocations)
+        self.pools["ssm_LRVDK"].view(torch.int32)[0, -1, 0, 0, 0] += len(allocations)
 
     monkeypatch.setattr(PrefilledModel, "allocate", one_bit_off)
     with pytest.raises(CheckFailedError, match="leave different states"):

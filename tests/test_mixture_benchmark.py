@@ -17,6 +17,7 @@ from agentspec.kernels import quantize_blocks, reference
 from agentspec.models.hf_config import MoeConfig, TextConfig
 from agentspec.models.moe import MixtureOfExperts
 from agentspec.models.quantization import is_convertible
+from agentspec.models.qwen3_5 import state_forms
 from agentspec.models.state import page_bytes, row_bytes
 from agentspec.models.tensors import parameter_shapes, quantized_names
 from agentspec.simulate.model_costs import model_costs
@@ -63,8 +64,8 @@ def test_fp8_configs_are_the_same_models_with_every_linear_in_8_bits(size: str, 
 
 def test_dry_runs_know_the_mixture_s_state() -> None:
     config, costs = CONFIGS["35B-A3B"], model_costs("35b-a3b")
-    assert row_bytes(config, torch.bfloat16) == costs.row_bytes
-    assert page_bytes(config, torch.bfloat16) == 64 * costs.kv_bytes_per_token
+    assert row_bytes(state_forms(config, torch.bfloat16)) == costs.row_bytes
+    assert page_bytes(state_forms(config, torch.bfloat16)) == 64 * costs.kv_bytes_per_token
 
 
 @pytest.mark.parametrize("shape", [(256, 384), (130, 200), (3, 100, 129)], ids=str)

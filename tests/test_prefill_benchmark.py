@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from agentspec.models.qwen3_5 import state_forms
 from agentspec.models.state import row_bytes
 from agentspec.models.tensors import parameter_shapes
 from benchmarks import prefill, prefill_checks, prefill_engine, prefill_profile
@@ -92,7 +93,7 @@ def test_compulsory_bytes_are_those_of_weights_state_and_keys() -> None:
     assert num_bytes["linear"] == 2 * sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("model.layers.") and len(shape) == 2)
     assert num_bytes["attention"] == 8 * 1_001 * 2 * 4 * 256 * 2
     conv_and_hidden = 24 * 3 * 8192 * 2 + 2560 * 2
-    assert num_bytes["recurrence"] == 2 * (row_bytes(config, torch.bfloat16) - conv_and_hidden)
+    assert num_bytes["recurrence"] == 2 * (row_bytes(state_forms(config, torch.bfloat16)) - conv_and_hidden)
     assert num_bytes["mtp"] == 0
     assert num_bytes["first step"] == 248_320 * 2560 * 2
     with_drafts = operations(config, count=1, start=1_000, num_drafts=3, draft_vocab=32_768)
@@ -284,7 +285,7 @@ def test_a_resume_from_a_wrong_state_fails_the_check(monkeypatch: pytest.MonkeyP
 
     def spoiled(self: PrefilledModel, batch):  # type: ignore[no-untyped-def]
         if batch.spans_UF[0, 2] > 0:  # a resumed span: what it reads is not what was saved
-            spoil(self.pools.ssm_LRVDK[0])
+            spoil(self.pools["ssm_LRVDK"][0])
         return run(self, batch)
 
     monkeypatch.setattr(PrefilledModel, "prefill", spoiled)

@@ -17,9 +17,9 @@ from agentspec.engine import bundled
 from agentspec.kernels import Weight, quantize_blocks
 from agentspec.models.hf_config import load_text_config
 from agentspec.models.quantization import is_convertible
-from agentspec.models.registry import load_model
 from agentspec.models.weights import Checkpoint
 from tests.fakes.checkpoints import Family, rewrite, write_checkpoint
+from tests.fakes.loaded import load_model
 from tests.fakes.sequence_driver import Driver
 
 CPU = torch.device("cpu")

@@ -42,14 +42,13 @@ from agentspec.runtime.kernels_ahead import KernelJob, KernelsAhead
 from agentspec.runtime.memory_plan import AUTO_MAX_RUNNING, RESERVED, MemoryPlan, choose_slots, machine_bytes, plan_host_memory, plan_memory
 from agentspec.runtime.metrics import EngineMetrics
 from agentspec.runtime.pace import CPU_BUDGET, DEFAULT_MAX_GAP, FixedPace, GapPace, Pace
-from agentspec.runtime.plan import OwnRows
 from agentspec.runtime.prefill_graphs import prefill_graph_bytes
 from agentspec.runtime.rehearsal import Rehearsal
 from agentspec.runtime.ride import ride_graph_bytes
 from agentspec.runtime.scheduler import Scheduler
 from agentspec.runtime.step_loop import DepthPolicy, StepLoop
 from agentspec.text.tokenizer import Tokenizer
-from agentspec.types import MOST_RIDERS, DraftSource, ModelSpec, Progress, no_progress
+from agentspec.types import MOST_RIDERS, DraftSource, ModelSpec, Progress, no_progress, rows_of_request
 from agentspec.wire import ModelInfo
 
 logger = logging.getLogger("agentspec")
@@ -315,7 +314,7 @@ def _cache(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, clock: Cal
 
 
 def _gate(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, max_draft_tokens: int, clock: Callable[[], float]) -> SessionGate:
-    running_rows = RESERVED + _slots(config) * OwnRows.count(max_draft_tokens)
+    running_rows = RESERVED + _slots(config) * rows_of_request(max_draft_tokens)
     return SessionGate(
         row_bytes=rows_of_sessions(memory.num_rows - running_rows, _slots(config)) * spec.row_bytes,
         page_bytes=(memory.num_pages - 1) * spec.page_bytes,

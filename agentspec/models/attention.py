@@ -1,6 +1,6 @@
 """Gated full attention: per-head norms on q and k, partial RoPE, a sigmoid gate on the output.
 
-Owns projections and the order of operations; pages belong to the caller, who passes one layer of the KV pool.
+Owns projections and the order of operations; keys and values lie in pages that belong to the caller.
 """
 
 from __future__ import annotations
@@ -10,13 +10,25 @@ from torch import Tensor
 
 from agentspec import kernels
 from agentspec.models.hf_config import TextConfig
-from agentspec.models.layers import StepInputs
+from agentspec.models.protocol import VerifyBatch
+from agentspec.models.state import Memory, Part, StateForm
 from agentspec.models.tensors import ParameterScope
+from agentspec.types import BLOCK_TOKENS
+
+
+def attention_form(config: TextConfig, dtype: torch.dtype) -> StateForm:
+    """Keys (after norm and RoPE) at [:, :, 0] of the A attention layers' pool, values at [:, :, 1]."""
+    return StateForm(page_parts=(Part("kv_AP2SGD", (2, BLOCK_TOKENS, config.num_kv_heads, config.head_dim), dtype),))
 
 
 class GatedAttention:
-    def __init__(self, config: TextConfig, ops: kernels.Backend, parameters: ParameterScope) -> None:
+    def __init__(
+        self, config: TextConfig, ops: kernels.Backend, parameters: ParameterScope, rope: kernels.RopeTable, *, first_position: int = 0
+    ) -> None:
+        """first_position: keys before it are never read."""
         self._ops = ops
+        self._rope = rope
+        self._first_position = first_position
         self.weights = kernels.AttentionWeights(
             q_norm=kernels.Norm(weight=parameters.take_tensor("q_norm.weight"), eps=config.rms_norm_eps),
             k_norm=kernels.Norm(weight=parameters.take_tensor("k_norm.weight"), eps=config.rms_norm_eps),
@@ -25,37 +37,28 @@ class GatedAttention:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
         )
+        self.form = attention_form(config, self.weights.q_norm.weight.dtype)
         self.qkv_proj = parameters.take_rows("q_proj.weight", "k_proj.weight", "v_proj.weight")
-        self.o_proj = parameters.take("o_proj.weight")
+        self.out_proj = parameters.take("o_proj.weight")
 
-    def step(self, x_NH: Tensor, norm: kernels.Norm, kv_P2SGD: Tensor, inputs: StepInputs, *, first_position: int = 0) -> Tensor:
-        """x plus the attention of a decode window; writes the window's keys and values first. Keys before `first_position` are never read."""
-        projected_NP = self._ops.norm_linear(x_NH, norm, self.qkv_proj)
-        o_ND = self._ops.attention_step(
-            projected_NP, self.weights, inputs.rope, kv_P2SGD, inputs.page_table_BP, inputs.start_B, first_position=first_position
-        )
-        return self._ops.add_linear(x_NH, o_ND, self.o_proj)
+    def project(self, x_NH: Tensor, norm: kernels.Norm) -> Tensor:
+        return self._ops.norm_linear(x_NH, norm, self.qkv_proj)
 
-    def prefill(self, x_NH: Tensor, norm: kernels.Norm, kv_P2SGD: Tensor, rope: kernels.RopeTable, batch: kernels.PrefillBatch) -> Tensor:
-        """x plus the attention of prompt tokens; writes their keys and values first."""
-        projected_NP = self._ops.norm_linear(x_NH, norm, self.qkv_proj)
-        o_ND = self._ops.attention_prefill(projected_NP, self.weights, rope, kv_P2SGD, batch)
-        return self._ops.add_linear(x_NH, o_ND, self.o_proj)
+    def step(self, projected_NP: Tensor, memory: Memory, windows: VerifyBatch) -> Tensor:
+        return self.attend(projected_NP, memory, windows.length_B, windows.page_table_BP)
 
-    def ride(
-        self, x_NH: Tensor, norm: kernels.Norm, kv_P2SGD: Tensor, rope: kernels.RopeTable, batch: kernels.PrefillBatch, inputs: StepInputs
-    ) -> Tensor:
-        """`prefill` for the batch's tokens, which come first, and `step` for the windows behind them; the weights are read once."""
-        num_tokens = len(batch.token_ids_N)
-        projected_NP = self._ops.norm_linear(x_NH, norm, self.qkv_proj)
-        prompts_ND = self._ops.attention_prefill(projected_NP[:num_tokens], self.weights, rope, kv_P2SGD, batch)
-        windows_ND = self._ops.attention_step(
-            projected_NP[num_tokens:], self.weights, inputs.rope, kv_P2SGD, inputs.page_table_BP, inputs.start_B, first_position=0
-        )
-        return self._ops.add_linear(x_NH, torch.cat((prompts_ND, windows_ND)), self.o_proj)
+    def attend(self, projected_NP: Tensor, memory: Memory, start_B: Tensor, page_table_BP: Tensor) -> Tensor:
+        """As `step`, for windows whose column 0 is at position start_B (int64)."""
+        (kv_P2SGD,) = memory
+        return self._ops.attention_step(projected_NP, self.weights, self._rope, kv_P2SGD, page_table_BP, start_B, first_position=self._first_position)
 
-    def prefill_keys_values(self, x_NH: Tensor, norm: kernels.Norm, kv_P2SGD: Tensor, rope: kernels.RopeTable, batch: kernels.PrefillBatch) -> None:
+    def prefill(self, projected_NP: Tensor, memory: Memory, batch: kernels.PrefillBatch) -> Tensor:
+        (kv_P2SGD,) = memory
+        return self._ops.attention_prefill(projected_NP, self.weights, self._rope, kv_P2SGD, batch)
+
+    def prefill_keys_values(self, x_NH: Tensor, norm: kernels.Norm, memory: Memory, batch: kernels.PrefillBatch) -> None:
         """Only the stores of `prefill`, for a last layer whose output nobody needs."""
+        (kv_P2SGD,) = memory
         first_key = 2 * self.weights.num_heads * self.weights.head_dim
         projected_NK = self._ops.norm_linear(x_NH, norm, self.qkv_proj.cut((slice(first_key, None),)))
-        self._ops.store_keys_values(projected_NK, self.weights, rope, kv_P2SGD, batch)
+        self._ops.store_keys_values(projected_NK, self.weights, self._rope, kv_P2SGD, batch)

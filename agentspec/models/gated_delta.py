@@ -9,9 +9,19 @@ import torch
 from torch import Tensor
 
 from agentspec import kernels
-from agentspec.models.hf_config import TextConfig
-from agentspec.models.layers import StateRows
+from agentspec.models.hf_config import CONV_TAPS, TextConfig
+from agentspec.models.protocol import VerifyBatch
+from agentspec.models.state import Memory, Part, StateForm
 from agentspec.models.tensors import ParameterScope
+
+SSM_DTYPE = torch.float32
+
+
+def delta_form(config: TextConfig, dtype: torch.dtype) -> StateForm:
+    """The recurrent state, value dim before key dim (transformers keeps [V, K, D]), and the last three rows of [q | k | v] before the
+    convolution, oldest first."""
+    state = Part("ssm_LRVDK", (config.num_value_heads, config.value_dim, config.key_dim), SSM_DTYPE)
+    return StateForm(row_parts=(state, Part("conv_LR3C", (CONV_TAPS - 1, config.conv_channels), dtype)))
 
 
 class GatedDeltaNet:
@@ -29,24 +39,16 @@ class GatedDeltaNet:
             eps=config.rms_norm_eps,
             gate=config.output_gate,
         )
+        self.form = delta_form(config, self.weights.conv_C4.dtype)
         self.out_proj = parameters.take("out_proj.weight")
 
-    def step(self, x_NH: Tensor, norm: kernels.Norm, ssm_RVDK: Tensor, conv_R3C: Tensor, rows: StateRows) -> Tensor:
-        """x plus the mixer over a decode window: reads each slot's row, writes the state after every column."""
-        projected_NP = self._ops.norm_linear(x_NH, norm, self.in_proj, self.in_proj_ba)
-        o_ND = self._ops.gated_delta_step(projected_NP, self.weights, ssm_RVDK, conv_R3C, rows.read_row_B, rows.write_rows_BT)
-        return self._ops.add_linear(x_NH, o_ND, self.out_proj)
+    def project(self, x_NH: Tensor, norm: kernels.Norm) -> Tensor:
+        return self._ops.norm_linear(x_NH, norm, self.in_proj, self.in_proj_ba)
 
-    def prefill(self, x_NH: Tensor, norm: kernels.Norm, ssm_RVDK: Tensor, conv_R3C: Tensor, batch: kernels.PrefillBatch) -> Tensor:
-        """x plus the mixer over prompt tokens: reads each span's row, writes the wanted states."""
-        projected_NP = self._ops.norm_linear(x_NH, norm, self.in_proj, self.in_proj_ba)
-        o_ND = self._ops.gated_delta_prefill(projected_NP, self.weights, ssm_RVDK, conv_R3C, batch)
-        return self._ops.add_linear(x_NH, o_ND, self.out_proj)
+    def step(self, projected_NP: Tensor, memory: Memory, windows: VerifyBatch) -> Tensor:
+        ssm_RVDK, conv_R3C = memory
+        return self._ops.gated_delta_step(projected_NP, self.weights, ssm_RVDK, conv_R3C, windows.read_row_B, windows.write_rows_BT)
 
-    def ride(self, x_NH: Tensor, norm: kernels.Norm, ssm_RVDK: Tensor, conv_R3C: Tensor, batch: kernels.PrefillBatch, rows: StateRows) -> Tensor:
-        """`prefill` for the batch's tokens, which come first, and `step` for the windows behind them; the weights are read once."""
-        num_tokens = len(batch.token_ids_N)
-        projected_NP = self._ops.norm_linear(x_NH, norm, self.in_proj, self.in_proj_ba)
-        prompts_ND = self._ops.gated_delta_prefill(projected_NP[:num_tokens], self.weights, ssm_RVDK, conv_R3C, batch)
-        windows_ND = self._ops.gated_delta_step(projected_NP[num_tokens:], self.weights, ssm_RVDK, conv_R3C, rows.read_row_B, rows.write_rows_BT)
-        return self._ops.add_linear(x_NH, torch.cat((prompts_ND, windows_ND)), self.out_proj)
+    def prefill(self, projected_NP: Tensor, memory: Memory, batch: kernels.PrefillBatch) -> Tensor:
+        ssm_RVDK, conv_R3C = memory
+        return self._ops.gated_delta_prefill(projected_NP, self.weights, ssm_RVDK, conv_R3C, batch)

@@ -103,14 +103,6 @@ class TextConfig:
         return self.model_type == "qwen3_next"
 
     @property
-    def num_linear_layers(self) -> int:
-        return self.layer_types.count("linear_attention")
-
-    @property
-    def num_attention_layers(self) -> int:
-        return self.layer_types.count("full_attention")
-
-    @property
     def conv_channels(self) -> int:
         """Channels of [q | k | v] before the recurrence."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim

@@ -1,40 +1,45 @@
 """The blocks that every decoder layer shares, and what a forward hands to its layers.
 
-A mixer (attention or Gated DeltaNet) sees the tokens either as windows of slots (`StepInputs`) or as spans of prompts (`PrefillBatch`); projections
-and FFNs see flat tokens x_NH and never know which. Every block takes the residual stream with the norm in front of it and returns the stream with
-its output added, so that a backend may fuse both into its projections.
+A mixer sees the tokens either as windows of slots (`VerifyBatch`) or as spans of prompts (`PrefillBatch`); projections and FFNs see flat
+tokens x_NH and never know which. What ends in the residual stream takes it, and returns it with its output added, so that a backend may
+fuse both into its projections.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from agentspec import kernels
 from agentspec.models.hf_config import TextConfig
+from agentspec.models.protocol import VerifyBatch
+from agentspec.models.state import Memory, StateForm
 from agentspec.models.tensors import ParameterScope
 from agentspec.types import MAX_WINDOW
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepInputs:
-    """Where the B*T tokens of a decode window stand. Lengths live on the device."""
+class Mixer(Protocol):
+    """What mixes tokens of a sequence: attention or a recurrence. `step` and `prefill` stand between its two projections."""
 
-    start_B: Tensor
-    """int64. Position of column 0."""
-    page_table_BP: Tensor
-    rope: kernels.RopeTable
+    form: StateForm
+    """What it keeps between calls; `memory` below is of this form."""
+    out_proj: kernels.Weight
+    """From the mixed values back to the residual stream."""
 
+    def project(self, x_NH: Tensor, norm: kernels.Norm) -> Tensor:
+        """[N, P]: all that it needs of the normed input, token by token."""
+        ...
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StateRows:
-    """Which rows a decode window reads and writes."""
+    def step(self, projected_NP: Tensor, memory: Memory, windows: VerifyBatch) -> Tensor:
+        """Mixed values [N, D] of every column of decode windows, slot by slot; writes to memory what its form says."""
+        ...
 
-    read_row_B: Tensor
-    write_rows_BT: Tensor
+    def prefill(self, projected_NP: Tensor, memory: Memory, batch: kernels.PrefillBatch) -> Tensor:
+        """Mixed values [N, D] of prompt tokens; writes what a page holds of each token, and the wanted states."""
+        ...
 
 
 def rope_table(config: TextConfig, device: torch.device) -> kernels.RopeTable:

@@ -33,7 +33,7 @@ def outline(config: TextConfig, spec: ModelSpec, *, dtype: torch.dtype, fp8_draf
             block_rows = kernels.SCALE_BLOCK if name in quantized else None
             parameters[kept] = empty_parameter(config, name, shape, device=META, dtype=dtype, block_rows=block_rows)
     types: tuple[LayerType, ...] = tuple(config.layer_types[layer] for layer in layers)
-    return Qwen3_5Model(replace(config, layer_types=types), spec, parameters, dtype=dtype, fp8_drafts=fp8_drafts)
+    return Qwen3_5Model(replace(config, layer_types=types), spec, parameters, fp8_drafts=fp8_drafts)
 
 
 def _kinds(config: TextConfig, quantized: frozenset[str]) -> Mapping[int, int]:

@@ -45,7 +45,7 @@ class VerifyBatch:
 
 
 class StepModel(Protocol):
-    """A model that the runtime can drive. models/qwen3_5.py is the real one."""
+    """A model that the runtime can drive. models/hybrid.py has the real ones."""
 
     @property
     def spec(self) -> ModelSpec: ...

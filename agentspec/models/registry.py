@@ -8,7 +8,8 @@ import torch
 
 from agentspec.models import vocabulary
 from agentspec.models.hf_config import TextConfig, load_text_config
-from agentspec.models.qwen3_5 import Qwen3_5Model
+from agentspec.models.protocol import StepModel
+from agentspec.models.qwen3_5 import Qwen3_5Model, state_forms
 from agentspec.models.state import page_bytes, row_bytes
 from agentspec.models.tensors import random_parameters
 from agentspec.models.weights import Checkpoint
@@ -24,7 +25,7 @@ def load_model(
     seed: int = 0,
     fp8_drafts: bool = False,
     progress: Progress = no_progress,
-) -> Qwen3_5Model:
+) -> StepModel:
     """Load the model of a checkpoint directory (`weights.resolve_checkpoint` finds it).
 
     Args:
@@ -41,7 +42,7 @@ def load_model(
     else:
         with Checkpoint(path) as checkpoint:
             parameters = checkpoint.load(config, device=device, dtype=dtype, progress=progress)
-    return Qwen3_5Model(config, model_spec(path, config, dtype), parameters, dtype=dtype, fp8_drafts=fp8_drafts)
+    return Qwen3_5Model(config, model_spec(path, config, dtype), parameters, fp8_drafts=fp8_drafts)
 
 
 def resolved_config(path: Path, *, random_weights: bool) -> TextConfig:
@@ -59,6 +60,7 @@ def resolved_config(path: Path, *, random_weights: bool) -> TextConfig:
 
 def model_spec(path: Path, config: TextConfig, dtype: torch.dtype) -> ModelSpec:
     """What the engine must know of the model, from its config and JSON files; the name is the directory's."""
+    forms = state_forms(config, dtype)
     return ModelSpec(
         name=path.resolve().name,
         vocab_size=config.vocab_size,
@@ -67,6 +69,6 @@ def model_spec(path: Path, config: TextConfig, dtype: torch.dtype) -> ModelSpec:
         hidden_size=config.hidden_size,
         has_mtp=config.has_mtp,
         stop_token_ids=vocabulary.stop_token_ids(path, config),
-        row_bytes=row_bytes(config, dtype),
-        page_bytes=page_bytes(config, dtype),
+        row_bytes=row_bytes(forms),
+        page_bytes=page_bytes(forms),
     )

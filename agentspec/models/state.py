@@ -1,75 +1,107 @@
-"""The model's pools: the form of a state row and of a KV page, and their bytes.
+"""What a model remembers between calls: the form of each layer's state, and the pools that are built from these forms.
 
 Which row or page belongs to whom is the cache's business; here ids are only pointers.
 
-Shape letters: L linear-attention layers, A attention layers (the MTP layer last), R rows, V value heads, D value dim, K key dim, C conv
-channels, H hidden size, P pages, S tokens a page, G key/value heads; in pages D is the head dim.
+Shape letters: L layers that keep a part, R rows, P pages, H hidden size.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from agentspec.models.hf_config import CONV_TAPS, TextConfig
-from agentspec.types import BLOCK_TOKENS, ZERO_ROW
+from agentspec.types import ZERO_ROW
 
-SSM_DTYPE = torch.float32
+Memory = tuple[Tensor, ...]
+"""One layer's state: the tensors of its row parts, [R, ...], then those of its page parts, [P, ...], in the order of its form."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor that a layer keeps for every row, or for every page."""
+
+    name: str
+    """Of the pool that holds it for all layers, [layers that keep it, rows or pages, *shape]. Parts of one name are of one shape and dtype."""
+    shape: tuple[int, ...]
+    """Of one row or page in one layer."""
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StatePools:
-    """Everything a model remembers between calls."""
+class StateForm:
+    """What a layer keeps between calls.
 
-    ssm_LRVDK: Tensor
-    """float32. Recurrent state, value dim before key dim (transformers keeps [V, K, D])."""
-    conv_LR3C: Tensor
-    """Activation dtype. The last three rows of [q | k | v] before the convolution, oldest first."""
-    hidden_RH: Tensor
-    """Activation dtype. Post-final-norm hidden of the last token."""
-    kv_AP2SGD: Tensor
-    """Activation dtype. Keys (after norm and RoPE) at [:, :, 0], values at [:, :, 1]."""
+    Rows are kept one for each window column:
+
+    - A request owns the rows that `types.rows_of_request` counts. A slot takes no bytes beside them.
+    - A window reads the slot's read row and writes the whole state after column t to its t-th write row.
+    - A commit moves the read row to the write row of the last accepted column. No state is copied, and what rejected columns
+      wrote is overwritten. There is nothing to fold.
+
+    Pages hold something of each token at its position, and a window writes those of its columns. Rejected positions are written
+    again before they are read. Only the model knows which layer has which parts: cache and scheduler deal in ids and lengths.
+    """
+
+    row_parts: tuple[Part, ...] = ()
+    page_parts: tuple[Part, ...] = ()
+
+
+def hidden_form(hidden_size: int, dtype: torch.dtype) -> StateForm:
+    """Of the model itself: the last token's hidden after the final norm."""
+    return StateForm(row_parts=(Part("hidden_LRH", (hidden_size,), dtype),))
+
+
+def row_bytes(forms: Iterable[StateForm]) -> int:
+    """Bytes of one state row over all layers."""
+    return sum(part.nbytes for form in forms for part in form.row_parts)
+
+
+def page_bytes(forms: Iterable[StateForm]) -> int:
+    """Bytes of one page over all layers."""
+    return sum(part.nbytes for form in forms for part in form.page_parts)
+
+
+class StatePools:
+    """The state of every layer, for all rows and pages. `pools["ssm_LRVDK"]` is one part over the layers that keep it, in their order."""
+
+    def __init__(self, forms: Sequence[StateForm], *, num_rows: int, num_pages: int, device: torch.device) -> None:
+        """forms: of every layer, in order, `hidden_form` the last. ZERO_ROW is zeroed, the rest holds whatever memory held."""
+        self._rows = _allocate((form.row_parts for form in forms), num_rows, device)
+        self._pages = _allocate((form.page_parts for form in forms), num_pages, device)
+        for pool in self._rows.values():
+            pool[:, ZERO_ROW] = 0
+        layers = {name: iter(pool) for name, pool in (self._rows | self._pages).items()}
+        memories = [tuple(next(layers[part.name]) for part in (*form.row_parts, *form.page_parts)) for form in forms]
+        *self.layers, (self.hidden_RH,) = memories
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._rows[name] if name in self._rows else self._pages[name]
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.ssm_LRVDK, self.conv_LR3C, self.hidden_RH, self.kv_AP2SGD
+        return *self._rows.values(), *self._pages.values()
 
     def row_tensors(self) -> tuple[Tensor, ...]:
         """Layer by layer, so that element r of each tensor is contiguous: a part of row r."""
-        return *self.ssm_LRVDK.unbind(), *self.conv_LR3C.unbind(), self.hidden_RH
+        return tuple(chain.from_iterable(pool.unbind() for pool in self._rows.values()))
 
     def page_tensors(self) -> tuple[Tensor, ...]:
         """The same for pages; neighbouring ones are neighbours in memory."""
-        return self.kv_AP2SGD.unbind()
+        return tuple(chain.from_iterable(pool.unbind() for pool in self._pages.values()))
 
 
-def num_kv_layers(config: TextConfig) -> int:
-    return config.num_attention_layers + int(config.has_mtp)
-
-
-def row_bytes(config: TextConfig, dtype: torch.dtype) -> int:
-    """Bytes of one state row over all layers."""
-    ssm = config.num_value_heads * config.value_dim * config.key_dim * SSM_DTYPE.itemsize
-    conv = (CONV_TAPS - 1) * config.conv_channels * dtype.itemsize
-    return config.num_linear_layers * (ssm + conv) + config.hidden_size * dtype.itemsize
-
-
-def page_bytes(config: TextConfig, dtype: torch.dtype) -> int:
-    """Bytes of one KV page over all attention layers and the MTP layer."""
-    return num_kv_layers(config) * 2 * BLOCK_TOKENS * config.num_kv_heads * config.head_dim * dtype.itemsize
-
-
-def allocate_pools(config: TextConfig, *, num_rows: int, num_pages: int, device: torch.device, dtype: torch.dtype) -> StatePools:
-    """New pools. ZERO_ROW is zeroed, the rest holds whatever memory held."""
-    layers = config.num_linear_layers
-    pools = StatePools(
-        ssm_LRVDK=torch.empty(layers, num_rows, config.num_value_heads, config.value_dim, config.key_dim, dtype=SSM_DTYPE, device=device),
-        conv_LR3C=torch.empty(layers, num_rows, CONV_TAPS - 1, config.conv_channels, dtype=dtype, device=device),
-        hidden_RH=torch.empty(num_rows, config.hidden_size, dtype=dtype, device=device),
-        kv_AP2SGD=torch.empty(num_kv_layers(config), num_pages, 2, BLOCK_TOKENS, config.num_kv_heads, config.head_dim, dtype=dtype, device=device),
-    )
-    pools.ssm_LRVDK[:, ZERO_ROW] = 0
-    pools.conv_LR3C[:, ZERO_ROW] = 0
-    pools.hidden_RH[ZERO_ROW] = 0
+def _allocate(parts: Iterable[tuple[Part, ...]], num_ids: int, device: torch.device) -> dict[str, Tensor]:
+    """A pool for each part, by name, [layers that keep it, num_ids, ...]."""
+    num_layers = Counter(chain.from_iterable(parts))
+    pools = {part.name: torch.empty(count, num_ids, *part.shape, dtype=part.dtype, device=device) for part, count in num_layers.items()}
+    assert len(pools) == len(num_layers), f"parts of one name, but not of one shape: {list(num_layers)}"
     return pools

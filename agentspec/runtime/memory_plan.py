@@ -15,8 +15,7 @@ from pathlib import Path
 
 from agentspec.cache.host_tier import HostMemory
 from agentspec.errors import ConfigError
-from agentspec.runtime.plan import OwnRows
-from agentspec.types import ModelSpec
+from agentspec.types import ModelSpec, rows_of_request
 
 TOKENS_PER_CHECKPOINT = 8192
 """Tokens of KV that are bought with each checkpoint row beyond one a running request. A session keeps about two checkpoints, beside a few thousand
@@ -60,7 +59,7 @@ def choose_slots(spec: ModelSpec, memory_bytes: Callable[[int], int], *, max_dra
     memory_bytes: for rows and pages with so many slots, whose graphs and buffers take memory, too."""
     num_slots = least
     while num_slots < AUTO_MAX_RUNNING:
-        rows_bytes = 2 * num_slots * OwnRows.count(max_draft_tokens) * spec.row_bytes
+        rows_bytes = 2 * num_slots * rows_of_request(max_draft_tokens) * spec.row_bytes
         if rows_bytes > _RUNNING_SHARE * memory_bytes(2 * num_slots):
             break
         num_slots *= 2
@@ -69,7 +68,7 @@ def choose_slots(spec: ModelSpec, memory_bytes: Callable[[int], int], *, max_dra
 
 def plan_memory(spec: ModelSpec, *, memory_bytes: int, max_running: int, max_draft_tokens: int) -> MemoryPlan:
     """Split `memory_bytes`. Raises ConfigError when not even one short request per slot fits."""
-    running_rows = max_running * OwnRows.count(max_draft_tokens)
+    running_rows = max_running * rows_of_request(max_draft_tokens)
     base = (RESERVED + running_rows + max_running) * spec.row_bytes
     least = base + (2 * max_running + 1) * spec.page_bytes
     if memory_bytes < least:

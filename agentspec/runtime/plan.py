@@ -55,14 +55,9 @@ class OwnRows:
     """This and the next one are the spare rows, in which the newer and the older rolling checkpoint will stand."""
     older: int
 
-    @staticmethod
-    def count(max_draft_tokens: int) -> int:
-        """How many rows a request takes."""
-        return max_draft_tokens + 3
-
     @classmethod
     def of(cls, rows: list[int]) -> Self:
-        """rows: `count` of them, in any order."""
+        """rows: `types.rows_of_request` of them, in any order."""
         *write, newer, older = rows
         return cls(write=write, newer=newer, older=older)
 

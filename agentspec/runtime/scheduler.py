@@ -23,7 +23,7 @@ from agentspec.runtime.plan import ChunkPlan, OwnRows, SlotJoin, SlotOutcome, St
 from agentspec.runtime.prefill_plan import BRANCH_GAP_BLOCKS, is_promised, plan_chunk, shares, wanted_checkpoints
 from agentspec.runtime.request import Phase, Request
 from agentspec.runtime.turn_trust import TurnTrust
-from agentspec.types import STOP_RUNNING, CheckpointKind, FinishReason, tokens
+from agentspec.types import STOP_RUNNING, CheckpointKind, FinishReason, rows_of_request, tokens
 from agentspec.wire import Event
 
 SESSION_CHECKPOINTS = 2
@@ -262,7 +262,7 @@ class Scheduler:
     def _take_room(self, request: Request, match: Match, pages: int) -> bool:
         """Lease the match, take pages and rows, and start what is to be fetched; False, with everything given back, when there is no room for it."""
         lease = self._cache.acquire(match, session_id=request.submit.session_id)
-        rows = self._cache.take_rows(lease, OwnRows.count(self._max_draft_tokens)) if self._cache.grow_pages(lease, pages) else None
+        rows = self._cache.take_rows(lease, rows_of_request(self._max_draft_tokens)) if self._cache.grow_pages(lease, pages) else None
         # One that was preempted leaves the others a page each to grow into, or it is preempted again at once.
         margin = len(self._running) if request.preemptions else 0
         has_room = rows is not None and (not margin or self._cache.available_pages() >= margin)

@@ -20,12 +20,12 @@ from agentspec.runtime.fairness import FairShare
 from agentspec.runtime.memory_plan import RESERVED, MemoryPlan
 from agentspec.runtime.metrics import EngineMetrics
 from agentspec.runtime.pace import DEFAULT_MAX_GAP, FixedPace, GapPace
-from agentspec.runtime.plan import OwnRows, SlotJoin, SlotOutcome, StepOutcome, StepPlan
+from agentspec.runtime.plan import SlotJoin, SlotOutcome, StepOutcome, StepPlan
 from agentspec.runtime.scheduler import Scheduler
 from agentspec.runtime.step_loop import StepLoop
 from agentspec.simulate.closed_loop import ClosedLoop, EndedTurn, RecordedTurn, Sessions, TimedExecutor, VirtualClock
 from agentspec.simulate.model_costs import ModelCosts
-from agentspec.types import BLOCK_TOKENS, STOP_LENGTH, STOP_RUNNING, ModelSpec
+from agentspec.types import BLOCK_TOKENS, STOP_LENGTH, STOP_RUNNING, ModelSpec, rows_of_request
 
 
 @dataclass(slots=True)
@@ -151,8 +151,8 @@ class DryMemory:
 
     @classmethod
     def bounded(cls, gib: float | None, *, costs: ModelCosts, max_running: int, num_drafted: int) -> Self:
-        """`gib` bounds checkpoints and pages; None: no bound. The rows in which running requests write (k + 3 each) are not counted against it, since
-        no cache could use them. Raises ConfigError when not even two blocks fit."""
+        """`gib` bounds checkpoints and pages; None: no bound. The rows that running requests own are not counted against it, since no cache
+        could use them. Raises ConfigError when not even two blocks fit."""
         page_bytes = costs.kv_bytes_per_token * BLOCK_TOKENS
         running_rows = _running_rows(max_running, num_drafted)
         memory_bytes = UNBOUNDED_BYTES if gib is None else int(gib * 2**30)
@@ -176,7 +176,7 @@ class DryMemory:
 
 def _running_rows(max_running: int, num_drafted: int) -> int:
     """Rows that no checkpoint can stand in: the reserved ones and those in which running requests write."""
-    return RESERVED + max_running * OwnRows.count(num_drafted)
+    return RESERVED + max_running * rows_of_request(num_drafted)
 
 
 def _reserved_tokens(num_drafted: int) -> int:

@@ -3,7 +3,7 @@
 Inputs are forced: what a block gets is the exact result of the block before it, rounded once. So errors never add up over layers, and a bound on
 them means the same for 4 layers as for 64. States, keys and values of what came before are random. The work is a decode window or a prefill.
 
-Shape letters: as in models/qwen3_5.py.
+Shape letters: as in models/protocol.py and kernels/__init__.py.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from agentspec import kernels
 from agentspec.kernels import PrefillBatch, reference
 from agentspec.models.attention import GatedAttention
 from agentspec.models.hf_config import TextConfig
-from agentspec.models.layers import StateRows, StepInputs
+from agentspec.models.hybrid import DecoderLayer, MtpHead
 from agentspec.models.moe import MixtureOfExperts
-from agentspec.models.qwen3_5 import DecoderLayer, MtpHead, Qwen3_5Model
+from agentspec.models.protocol import VerifyBatch
+from agentspec.models.qwen3_5 import Qwen3_5Model
+from agentspec.models.state import Memory
 from agentspec.models.tensors import random_parameters
 from agentspec.types import BLOCK_TOKENS, ZERO_ROW, ModelSpec
 from tests.fakes.compare import relative_error
@@ -44,8 +46,12 @@ def random_twins(config: TextConfig, spec: ModelSpec, device: torch.device, dtyp
     parameters = random_parameters(config, device=device, dtype=dtype, seed=0)
     exact: dict[str, kernels.Weight] = {name: kernels.Plain(parameter.dequantize()) for name, parameter in parameters.items()}
     with patch.object(kernels, "backend", lambda _: reference):
-        exact_model = Qwen3_5Model(config, spec, exact, dtype=torch.float32)
-    return Qwen3_5Model(config, spec, parameters, dtype=dtype), exact_model
+        exact_model = Qwen3_5Model(config, spec, exact)
+    return Qwen3_5Model(config, spec, parameters), exact_model
+
+
+def kind_of(layer: DecoderLayer) -> str:
+    return "attention" if isinstance(layer.mixer, GatedAttention) else "delta rule"
 
 
 class ForcedBlocks(ABC):
@@ -59,7 +65,7 @@ class ForcedBlocks(ABC):
         self.errors: dict[str, float] = {}
         self.spreads: dict[str, float] = {}
         self._twins = (rounded, exact)
-        self._dtype = rounded._dtype
+        self._dtype = rounded._embedding_VH.dtype
         for model in self._twins:
             model.allocate(num_rows=2 + num_rows, num_pages=1 + num_pages)
         scales = (STATE_SCALE, 1.0, 1.0, 1.0)
@@ -73,7 +79,7 @@ class ForcedBlocks(ABC):
         rounded, exact = self._twins
         x_NH = embedding(self._tokens_N.to(rounded.device), rounded._embedding_VH)
         for i, layers in enumerate(zip(rounded._layers, exact._layers, strict=True)):
-            x_NH = self._layer(f"layer {i}", layers, x_NH, first_position=0)
+            x_NH = self._layer(f"layer {i}", i, layers, x_NH)
         norms = [model._norm for model in self._twins]
         hidden_NH = self._block("final norm", x_NH, lambda i, x: self._twins[i]._ops.rms_norm(x, norms[i]))
         self._block("logits", hidden_NH, lambda i, x: self._twins[i].logits(x)[:, : rounded.spec.num_real_tokens])
@@ -85,21 +91,23 @@ class ForcedBlocks(ABC):
         return self.errors
 
     @abstractmethod
-    def _mix(self, name: str, i: int, layer: DecoderLayer, x_NH: Tensor, first_position: int) -> Tensor:
+    def _mix(self, name: str, i: int, layer: DecoderLayer, memory: Memory, x_NH: Tensor) -> Tensor:
         """x plus the layer's mixer in twin i, the rounded one (0) first. name: the layer's, for errors that are noted on the way."""
 
     @abstractmethod
-    def _states(self, i: int, layer: DecoderLayer) -> dict[str, Tensor]:
-        """What the mixer left in twin i's pools, by name."""
+    def _states(self, i: int, memory: Memory) -> dict[str, Tensor]:
+        """What a mixer left in its memory in twin i, by name."""
 
     @abstractmethod
     def _mtp_layer(self, heads: tuple[MtpHead, MtpHead], x_NH: Tensor) -> None:
         """What this work needs of the MTP layer."""
 
-    def _layer(self, name: str, layers: tuple[DecoderLayer, DecoderLayer], x_NH: Tensor, *, first_position: int) -> Tensor:
-        kind = "attention" if isinstance(layers[0].mixer, GatedAttention) else "delta rule"
-        x_NH = self._block(f"{name}, {kind}", x_NH, lambda i, x: self._mix(name, i, layers[i], x, first_position))
-        self._compare_states(name, layers)
+    def _layer(self, name: str, place: int, layers: tuple[DecoderLayer, DecoderLayer], x_NH: Tensor) -> Tensor:
+        """place: of the layer among all, the MTP layer's the last."""
+        kind = kind_of(layers[0])
+        memories = [model.pools.layers[place] for model in self._twins]
+        x_NH = self._block(f"{name}, {kind}", x_NH, lambda i, x: self._mix(name, i, layers[i], memories[i], x))
+        self._compare_states(name, place)
         x_NH = self._with_scores_apart(layers[1], x_NH)
         return self._block(f"{name}, FFN", x_NH, lambda i, x: layers[i].ffn.add_to(x, layers[i].post_norm))
 
@@ -124,8 +132,8 @@ class ForcedBlocks(ABC):
         assert isinstance(layer.ffn, MixtureOfExperts)
         return linear(reference.rms_norm(x_NH, layer.post_norm), layer.ffn.weights.router_XH)
 
-    def _compare_states(self, name: str, layers: tuple[DecoderLayer, DecoderLayer]) -> None:
-        got, expected = (self._states(i, layer) for i, layer in enumerate(layers))
+    def _compare_states(self, name: str, place: int) -> None:
+        got, expected = (self._states(i, model.pools.layers[place]) for i, model in enumerate(self._twins))
         for kind in expected:
             self._compare(f"{name}, {kind}", got[kind], expected[kind])
 
@@ -156,29 +164,27 @@ class ForcedWindows(ForcedBlocks):
         )
         self._write_rows_N = rows_BR[:, 1:].flatten()
         self._windows = [
-            (
-                StepInputs(start_B=torch.tensor(starts, device=model.device), page_table_BP=pages_BP.to(model.device), rope=model._rope),
-                StateRows(read_row_B=rows_BR[:, 0].contiguous().to(model.device), write_rows_BT=rows_BR[:, 1:].contiguous().to(model.device)),
+            VerifyBatch(
+                tokens_BT=self._tokens_N.view(num_slots, num_columns).to(model.device),
+                length_B=torch.tensor(starts, device=model.device),
+                read_row_B=rows_BR[:, 0].contiguous().to(model.device),
+                write_rows_BT=rows_BR[:, 1:].contiguous().to(model.device),
+                page_table_BP=pages_BP.to(model.device),
             )
             for model in self._twins
         ]
         assert ZERO_ROW not in rows_BR
 
-    def _mix(self, name: str, i: int, layer: DecoderLayer, x_NH: Tensor, first_position: int) -> Tensor:
-        pools, (inputs, rows) = self._twins[i].pools, self._windows[i]
-        mixer, index = layer.mixer, layer.pool_index
-        if isinstance(mixer, GatedAttention):
-            return mixer.step(x_NH, layer.input_norm, pools.kv_AP2SGD[index], inputs, first_position=first_position)
-        return mixer.step(x_NH, layer.input_norm, pools.ssm_LRVDK[index], pools.conv_LR3C[index], rows)
+    def _mix(self, name: str, i: int, layer: DecoderLayer, memory: Memory, x_NH: Tensor) -> Tensor:
+        return layer.mix(x_NH, memory, lambda mixer, x_NP, memory: mixer.step(x_NP, memory, self._windows[i]))
 
-    def _states(self, i: int, layer: DecoderLayer) -> dict[str, Tensor]:
-        model = self._twins[i]
-        if isinstance(layer.mixer, GatedAttention):
-            return {"keys and values": model.pools.kv_AP2SGD[layer.pool_index]}
-        return {"states": model.pools.ssm_LRVDK[layer.pool_index, self._write_rows_N.to(model.device)]}
+    def _states(self, i: int, memory: Memory) -> dict[str, Tensor]:
+        if len(memory) == 1:
+            return {"keys and values": memory[0]}
+        return {"states": memory[0][self._write_rows_N.to(memory[0].device)]}
 
     def _mtp_layer(self, heads: tuple[MtpHead, MtpHead], x_NH: Tensor) -> None:
-        x_NH = self._layer("MTP", (heads[0].layer, heads[1].layer), x_NH, first_position=1)
+        x_NH = self._layer("MTP", -1, (heads[0].layer, heads[1].layer), x_NH)
         self._block("MTP, norm", x_NH, lambda i, x: self._twins[i]._ops.rms_norm(x, heads[i].norm))
 
 
@@ -252,7 +258,7 @@ class ForcedPrompts(ForcedBlocks):
             self._resumed += [self._resume(runs[-1], at, row, tokens, next(rows), pages) for at, row in kept.items()]
             offset = tokens.stop
         fresh = [page for resumed in self._resumed for page in resumed.fresh_pages]
-        rounded.pools.kv_AP2SGD[:, fresh] = torch.nan
+        rounded.pools["kv_AP2SGD"][:, fresh] = torch.nan
         self._batches = [batch_of(runs, model.device) for model in self._twins]
         self._pages = [page for run in runs for page in run.page_ids]
 
@@ -270,36 +276,33 @@ class ForcedPrompts(ForcedBlocks):
         tokens = slice(tokens.start + skipped, tokens.stop)
         return _Resumed(run=run, tokens=tokens, end_row=whole.state_writes[-1][1], pages=old_pages[before:])
 
-    def _mix(self, name: str, i: int, layer: DecoderLayer, x_NH: Tensor, first_position: int) -> Tensor:
-        out_NH = self._mix_batch(i, layer, x_NH, self._batches[i])
+    def _mix(self, name: str, i: int, layer: DecoderLayer, memory: Memory, x_NH: Tensor) -> Tensor:
+        out_NH = self._mix_batch(layer, memory, x_NH, self._batches[i])
         if i == 0:
-            self._again = [self._mix_batch(0, layer, x_NH[resumed.tokens], batch_of([resumed.run], x_NH.device)) for resumed in self._resumed]
+            self._again = [self._mix_batch(layer, memory, x_NH[again.tokens], batch_of([again.run], x_NH.device)) for again in self._resumed]
             return out_NH
-        kind = "attention" if isinstance(layer.mixer, GatedAttention) else "delta rule"
+        kind = kind_of(layer)
         for number, (resumed, again_NH) in enumerate(zip(self._resumed, self._again, strict=True)):
             self._compare(f"{name} at resume point {number}, resumed {kind}", again_NH, out_NH[resumed.tokens])
         return out_NH
 
-    def _mix_batch(self, i: int, layer: DecoderLayer, x_NH: Tensor, batch: PrefillBatch) -> Tensor:
-        model, x_NH = self._twins[i], x_NH.clone()
-        pools, mixer, index = model.pools, layer.mixer, layer.pool_index
-        if isinstance(mixer, GatedAttention):
-            return mixer.prefill(x_NH, layer.input_norm, pools.kv_AP2SGD[index], model._rope, batch)
-        return mixer.prefill(x_NH, layer.input_norm, pools.ssm_LRVDK[index], pools.conv_LR3C[index], batch)
+    @staticmethod
+    def _mix_batch(layer: DecoderLayer, memory: Memory, x_NH: Tensor, batch: PrefillBatch) -> Tensor:
+        return layer.mix(x_NH.clone(), memory, lambda mixer, x_NP, memory: mixer.prefill(x_NP, memory, batch))
 
-    def _states(self, i: int, layer: DecoderLayer) -> dict[str, Tensor]:
-        pools, index = self._twins[i].pools, layer.pool_index
-        if isinstance(layer.mixer, GatedAttention):
-            kv_P2SGD = pools.kv_AP2SGD[index]
+    def _states(self, i: int, memory: Memory) -> dict[str, Tensor]:
+        if len(memory) == 1:
+            (kv_P2SGD,) = memory
             found = {"keys and values": kv_P2SGD[self._pages]}
             for number, resumed in enumerate(self._resumed):
                 kv_NS2GD = kv_P2SGD[resumed.pages if i else resumed.fresh_pages].transpose(1, 2).flatten(0, 1)
                 found[f"resume point {number}, resumed keys and values"] = kv_NS2GD[: len(resumed.run.token_ids)]
             return found
         end_rows = [resumed.end_row if i else resumed.end_row_again for resumed in self._resumed]
-        found = {"states": pools.ssm_LRVDK[index, self._saved_rows], "convolution states": pools.conv_LR3C[index, self._saved_rows]}
+        ssm_RVDK, conv_R3C = memory
+        found = {"states": ssm_RVDK[self._saved_rows], "convolution states": conv_R3C[self._saved_rows]}
         if end_rows:
-            found |= {"resumed states": pools.ssm_LRVDK[index, end_rows], "resumed convolution states": pools.conv_LR3C[index, end_rows]}
+            found |= {"resumed states": ssm_RVDK[end_rows], "resumed convolution states": conv_R3C[end_rows]}
         return found
 
     def _mtp_layer(self, heads: tuple[MtpHead, MtpHead], x_NH: Tensor) -> None:
@@ -309,6 +312,6 @@ class ForcedPrompts(ForcedBlocks):
             if i == 0:
                 parts += [(x_NH[resumed.tokens], batch_of([resumed.run], model.device)) for resumed in self._resumed]
             for x, batch in parts:
-                x = x.to(model.device, model._dtype)
-                head.attention.prefill_keys_values(x, head.layer.input_norm, model.pools.kv_AP2SGD[head.layer.pool_index], model._rope, batch)
-        self._compare_states("MTP", (heads[0].layer, heads[1].layer))
+                x = x.to(model.device, model._embedding_VH.dtype)
+                head.attention.prefill_keys_values(x, head.layer.input_norm, model.pools.layers[-1], batch)
+        self._compare_states("MTP", -1)

@@ -64,8 +64,8 @@ class RiddenPass:
     def storage(self) -> list[Tensor]:
         """All rows and pages but scratch; what was never written is zero."""
         pools = self.model.pools
-        rows = [pools.ssm_LRVDK[:, SCRATCH_ROW + 1 :], pools.conv_LR3C[:, SCRATCH_ROW + 1 :], pools.hidden_RH[SCRATCH_ROW + 1 :]]
-        return [tensor.nan_to_num(0.0) for tensor in (*rows, pools.kv_AP2SGD[:, SCRATCH_PAGE + 1 :])]
+        rows = [pools["ssm_LRVDK"][:, SCRATCH_ROW + 1 :], pools["conv_LR3C"][:, SCRATCH_ROW + 1 :], pools.hidden_RH[SCRATCH_ROW + 1 :]]
+        return [tensor.nan_to_num(0.0) for tensor in (*rows, pools["kv_AP2SGD"][:, SCRATCH_PAGE + 1 :])]
 
     def _tensor(self, values: object, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.model.device)

@@ -32,10 +32,10 @@ class DrivenSequence:
 
 def poison(model: Qwen3_5Model) -> None:
     """Make every row but ZERO_ROW, and every page, NaN."""
-    pools = model.pools
-    for rows in (pools.ssm_LRVDK[:, ZERO_ROW + 1 :], pools.conv_LR3C[:, ZERO_ROW + 1 :], pools.hidden_RH[ZERO_ROW + 1 :]):
-        rows.fill_(torch.nan)
-    pools.kv_AP2SGD.fill_(torch.nan)
+    for part_R in model.row_tensors():
+        part_R[ZERO_ROW + 1 :] = torch.nan
+    for part_P in model.page_tensors():
+        part_P.fill_(torch.nan)
 
 
 class Driver:

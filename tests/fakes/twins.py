@@ -133,8 +133,8 @@ def buffers_of(driver: StepDriver) -> dict[str, Tensor]:
     else:
         assert isinstance(model, Qwen3_5Model)
         pools = model.pools
-        rows = {"ssm": (pools.ssm_LRVDK, 1), "conv": (pools.conv_LR3C, 1), "hidden": (pools.hidden_RH, 0)}
-        pages = {"kv": (pools.kv_AP2SGD, 1)}
+        rows = {"ssm": (pools["ssm_LRVDK"], 1), "conv": (pools["conv_LR3C"], 1), "hidden": (pools.hidden_RH, 0)}
+        pages = {"kv": (pools["kv_AP2SGD"], 1)}
     return tensors | {
         name: tensor.narrow(dim, scratch + 1, tensor.shape[dim] - scratch - 1)
         for stored, scratch in ((rows, SCRATCH_ROW), (pages, SCRATCH_PAGE))

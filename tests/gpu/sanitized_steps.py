@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentspec.models.registry import load_model
 from agentspec.runtime.graphs import CudaRecorder
 from agentspec.runtime.plan import StepPlan
 from agentspec.types import SamplingParams
 from tests.fakes.compare import TOLERANCE, relative_error
 from tests.fakes.hash_chain import ReferenceRequest
+from tests.fakes.loaded import load_model
 from tests.fakes.sequence_driver import Driver, poison
 from tests.fakes.step_driver import StepDriver
 from tests.properties.real_model import VOCAB, write_agreeing_checkpoint, write_agreeing_fp8_checkpoint

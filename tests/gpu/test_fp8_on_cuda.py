@@ -19,13 +19,13 @@ from agentspec.engine.assembly import Assembly, assemble
 from agentspec.models.hf_config import TextConfig
 from agentspec.models.quantization import Fp8Blocks
 from agentspec.models.qwen3_5 import Qwen3_5Model
-from agentspec.models.registry import load_model
 from agentspec.types import SamplingParams
 from benchmarks.decode_checks import streams
 from benchmarks.published import CONFIGS, spec_of
 from tests.fakes.checkpoints import Family
 from tests.fakes.compare import TOLERANCE
 from tests.fakes.forced_blocks import ForcedPrompts, ForcedWindows, Prompt, random_twins
+from tests.fakes.loaded import load_model
 from tests.gpu.test_mixture_on_cuda import SMALL as SMALL_MIXTURE
 from tests.gpu.test_models_on_cuda import check_against_the_cpu
 from tests.properties.real_model import House, Play, alone, write_agreeing_checkpoint, write_agreeing_fp8_checkpoint

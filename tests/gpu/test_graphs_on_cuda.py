@@ -15,7 +15,6 @@ import torch
 from agentspec.config import EngineConfig
 from agentspec.engine.in_process import Engine
 from agentspec.models.qwen3_5 import Qwen3_5Model
-from agentspec.models.registry import load_model
 from agentspec.runtime.decode_step import StepResult
 from agentspec.runtime.executor import StepTicket
 from agentspec.runtime.graphs import CudaRecorder
@@ -23,6 +22,7 @@ from agentspec.runtime.plan import StepPlan
 from agentspec.types import SamplingParams
 from tests.fakes.checkpoints import Family
 from tests.fakes.hash_chain import ReferenceRequest
+from tests.fakes.loaded import load_model
 from tests.fakes.replayer import Replayer
 from tests.fakes.sequence_driver import poison
 from tests.fakes.step_driver import StepDriver, greedy

@@ -16,7 +16,6 @@ from agentspec.config import EngineConfig
 from agentspec.engine import bundled
 from agentspec.engine.assembly import assemble
 from agentspec.models.qwen3_5 import Qwen3_5Model
-from agentspec.models.registry import load_model
 from agentspec.models.weights import resolve_checkpoint
 from agentspec.types import SamplingParams
 from benchmarks.decode_checks import streams
@@ -24,6 +23,7 @@ from benchmarks.published import CONFIGS, spec_of
 from tests.fakes.checkpoints import write_checkpoint
 from tests.fakes.compare import TOLERANCE, relative_error
 from tests.fakes.forced_blocks import ForcedWindows, random_twins
+from tests.fakes.loaded import load_model
 from tests.fakes.sequence_driver import Driver
 from tests.models.test_against_oracle import VARIANTS
 
@@ -61,7 +61,7 @@ def long_prompts_of(model: Qwen3_5Model, prompt: list[int]) -> dict[str, Tensor]
     hiddens = {"longest": torch.cat([first, more]), "one token, and 63": torch.cat([one_token, others[0]]), "middle": torch.cat([middle, others[1]])}
     found = {f"logits of the prompt: {name}": model.logits(hidden_NH) for name, hidden_NH in hiddens.items()}
     longest = driver.sequences[0]
-    found["MTP K/V"] = model.pools.kv_AP2SGD[-1, longest.pages].transpose(0, 1).flatten(1, 2)[:, 1 : longest.length]
+    found["MTP K/V"] = model.pools["kv_AP2SGD"][-1, longest.pages].transpose(0, 1).flatten(1, 2)[:, 1 : longest.length]
     return {name: tensor.cpu() for name, tensor in (found | kept_by(driver)).items()}
 
 
@@ -70,10 +70,10 @@ def kept_by(driver: Driver) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for number, sequence in enumerate(driver.sequences):
         pools, length = driver.model.pools, sequence.length
-        keys_values = pools.kv_AP2SGD[:-1, sequence.pages].transpose(1, 2).flatten(2, 3)[:, :, :length]
+        keys_values = pools["kv_AP2SGD"][:-1, sequence.pages].transpose(1, 2).flatten(2, 3)[:, :, :length]
         parts = {
-            "ssm": pools.ssm_LRVDK[:, sequence.read_row],
-            "conv": pools.conv_LR3C[:, sequence.read_row],
+            "ssm": pools["ssm_LRVDK"][:, sequence.read_row],
+            "conv": pools["conv_LR3C"][:, sequence.read_row],
             "hidden": pools.hidden_RH[sequence.read_row],
             "K/V": keys_values,
         }
@@ -172,6 +172,7 @@ def test_a_wrong_convention_is_no_rounding(cuda: torch.device) -> None:
     """The bound on blocks tells one from the other: with keys that are not rotated, attention is far beyond it."""
     config = replace(CONFIGS["0.8B"], layer_types=("linear_attention", "full_attention"), vocab_size=8192)
     rounded, exact = random_twins(config, spec_of("0.8B", config, torch.bfloat16), cuda, torch.bfloat16)
-    exact._rope = replace(exact._rope, sin_LA=torch.zeros_like(exact._rope.sin_LA))
+    attention: Any = exact._layers[1].mixer
+    attention._rope = replace(attention._rope, sin_LA=torch.zeros_like(attention._rope.sin_LA))
     errors = ForcedWindows(rounded, exact, starts=[100], num_columns=4, seed=1).run()
     assert errors["layer 1, keys and values"] > 4 * BLOCK_TOLERANCE, errors

@@ -15,7 +15,6 @@ from torch import Tensor
 from agentspec.config import EngineConfig
 from agentspec.engine.in_process import Engine
 from agentspec.models.qwen3_5 import Qwen3_5Model
-from agentspec.models.registry import load_model
 from agentspec.runtime.executor import ModelExecutor
 from agentspec.runtime.graphs import CudaRecorder
 from agentspec.runtime.plan import StepPlan
@@ -23,6 +22,7 @@ from agentspec.runtime.prefill_graphs import MAX_SPANS, chunk_sizes
 from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW
 from tests.fakes.chunk_rounds import ChunkRounds
 from tests.fakes.hash_chain import HashChainModel
+from tests.fakes.loaded import load_model
 from tests.fakes.replayer import Replayer
 from tests.fakes.sequence_driver import poison
 from tests.properties.real_model import write_agreeing_checkpoint, write_agreeing_fp8_checkpoint
@@ -53,8 +53,8 @@ class ChunkHouse:
             rows, pages = {"rows": (model.rows_R3, 0)}, {"attention": (model.attention_PS, 0), "mtp": (model.mtp_PS, 0)}
         else:
             pools = model.pools
-            rows = {"ssm": (pools.ssm_LRVDK, 1), "conv": (pools.conv_LR3C, 1), "hidden": (pools.hidden_RH, 0)}
-            pages = {"kv": (pools.kv_AP2SGD, 1)}
+            rows = {"ssm": (pools["ssm_LRVDK"], 1), "conv": (pools["conv_LR3C"], 1), "hidden": (pools.hidden_RH, 0)}
+            pages = {"kv": (pools["kv_AP2SGD"], 1)}
         kept = {name: without(tensor, dim, SCRATCH_ROW) for name, (tensor, dim) in rows.items()}
         return kept | {name: without(tensor, dim, SCRATCH_PAGE) for name, (tensor, dim) in pages.items()}
 

@@ -153,10 +153,10 @@ class LongSequence:
     def states(self, part: Part, length: int) -> dict[str, Tensor]:
         """What stands after `length` tokens, in the row and, from the part's start on, in the pages."""
         pools, row, pages = self.model.pools, part.rows[length], part.pages[part.start // BLOCK_TOKENS :]
-        kv_ANSGD = pools.kv_AP2SGD[:, pages].transpose(2, 3).flatten(1, 2)[:, : length - part.start]
+        kv_ANSGD = pools["kv_AP2SGD"][:, pages].transpose(2, 3).flatten(1, 2)[:, : length - part.start]
         return {
-            "recurrent state": pools.ssm_LRVDK[:, row],
-            "convolution state": pools.conv_LR3C[:, row],
+            "recurrent state": pools["ssm_LRVDK"][:, row],
+            "convolution state": pools["conv_LR3C"][:, row],
             "hidden": pools.hidden_RH[row],
             "keys and values": kv_ANSGD[:-1],
             "keys and values of the MTP layer": kv_ANSGD[-1, 1 if part.start == 0 else 0 :],

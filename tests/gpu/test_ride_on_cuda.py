@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentspec.models.registry import load_model
 from benchmarks.ride import check_rides
 from tests.fakes.checkpoints import Family
 from tests.fakes.compare import TOLERANCE, relative_error
+from tests.fakes.loaded import load_model
 from tests.fakes.ridden_pass import PADDED, RiddenPass
 from tests.properties.real_model import write_agreeing_checkpoint
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from agentspec.models.qwen3_5 import Qwen3_5Model
-from agentspec.models.registry import load_model
 from tests.fakes.checkpoints import write_checkpoint
 from tests.fakes.hf_reference import Reference, compute_reference
+from tests.fakes.loaded import load_model
 
 FAMILIES = ("dense", "moe", "next")
 CPU = torch.device("cpu")

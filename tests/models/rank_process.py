@@ -29,7 +29,7 @@ def outputs(directory: Path, rank: Rank = ALONE, group: Group | None = None) -> 
     spec = model_spec(directory, config, torch.float32)
     with Checkpoint(directory) as checkpoint:
         parameters = checkpoint.load(config, device=CPU, dtype=torch.float32, rank=rank)
-    driver = Driver(Qwen3_5Model(heads_of(config, rank), spec, parameters, dtype=torch.float32, group=group))
+    driver = Driver(Qwen3_5Model(heads_of(config, rank), spec, parameters, group=group))
     prompt_NH = driver.prefill(PROMPT, (33,))
     driver.mtp_prefill(PROMPT, prompt_NH)
     window_NH = driver.verify([WINDOW], [len(WINDOW)])[0]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from agentspec.models.registry import load_model
 from tests.fakes.checkpoints import write_checkpoint
 from tests.fakes.compare import TOLERANCE, relative_error
+from tests.fakes.loaded import load_model
 from tests.fakes.oracle import Oracle
 from tests.fakes.sequence_driver import Driver
 
@@ -48,7 +48,7 @@ def test_equals_the_oracle(variant: str, tmp_path: Path, prompt: list[int]) -> N
     assert relative_error(model.logits(hidden), oracle.logits(expected)) < TOLERANCE
     row = driver.sequences[0].read_row
     for index, layer in enumerate(i for i, full in enumerate(oracle.full) if not full):
-        assert relative_error(model.pools.ssm_LRVDK[index, row], oracle.states[layer]) < TOLERANCE, layer
+        assert relative_error(model.pools["ssm_LRVDK"][index, row], oracle.states[layer]) < TOLERANCE, layer
     assert torch.equal(model.pools.hidden_RH[row], hidden[-1])
     assert model.spec.has_mtp == options.get("mtp", True)
     if model.spec.has_mtp:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from agentspec.models.qwen3_5 import Qwen3_5Model
-from agentspec.models.registry import load_model
 from tests.fakes.compare import TOLERANCE, relative_error
 from tests.fakes.hf_reference import Reference, load_transformers
+from tests.fakes.loaded import load_model
 from tests.fakes.sequence_driver import Driver
 
 
@@ -31,7 +31,7 @@ def test_bfloat16_is_as_near_as_transformers(checkpoint_root: Path, references: 
     with torch.no_grad():
         theirs = load_transformers(checkpoint_root / "dense", torch.bfloat16)(input_ids=torch.tensor([prompt])).logits[0].float()
     assert (model.logits(hidden) - expected).abs().mean() < 1.2 * (theirs - expected).abs().mean()
-    assert model.pools.ssm_LRVDK.dtype == torch.float32
+    assert model.pools["ssm_LRVDK"].dtype == torch.float32
 
 
 def test_single_steps(model: Qwen3_5Model, reference: Reference, prompt: list[int]) -> None:

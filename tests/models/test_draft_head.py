@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentspec.models.registry import load_model
 from tests.fakes.checkpoints import Family, write_checkpoint
+from tests.fakes.loaded import load_model
 
 
 @pytest.mark.parametrize("family", ["dense", "moe"])

@@ -19,10 +19,10 @@ from agentspec.models.checkpoint_layout import checkpoint_layout
 from agentspec.models.hf_config import load_text_config
 from agentspec.models.quantization import Fp8Blocks, is_convertible
 from agentspec.models.qwen3_5 import Qwen3_5Model
-from agentspec.models.registry import load_model
 from agentspec.models.tensors import random_parameters
 from agentspec.models.weights import Checkpoint
 from tests.fakes.checkpoints import Family, rewrite, write_checkpoint
+from tests.fakes.loaded import load_model
 from tests.fakes.sequence_driver import Driver
 from tests.models.test_published_sizes import published_config
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from agentspec import kernels
 from agentspec.models import fp8_drafts, quantization
 from agentspec.models.hf_config import load_text_config
-from agentspec.models.registry import load_model
 from agentspec.models.weights import Checkpoint
 from tests.fakes.checkpoints import Family, write_checkpoint
+from tests.fakes.loaded import load_model
 from tests.fakes.sequence_driver import Driver
 
 CPU = torch.device("cpu")
@@ -78,7 +78,7 @@ def test_drafts_by_block_scaled_weights_are_those_by_their_values(family: Family
         driver.mtp_prefill(PROMPT[:80], driver.prefill(PROMPT[:80]))
         hidden_NH = torch.randn(4, model._head_VH.shape[1], generator=torch.Generator().manual_seed(2))
         m_TH = driver.mtp(PROMPT[80:84], hidden_NH, 80)
-        keys_values = model.pools.kv_AP2SGD[-1, driver.sequences[0].pages].transpose(0, 1).flatten(1, 2)[:, 1:84]
+        keys_values = model.pools["kv_AP2SGD"][-1, driver.sequences[0].pages].transpose(0, 1).flatten(1, 2)[:, 1:84]
         found.append((m_TH, model.draft_head(m_TH), keys_values))
     assert isinstance(scaled._draft_head_OH, kernels.BlockScaled)
     assert isinstance(scaled._mtp_head().attention.qkv_proj, kernels.BlockScaled)

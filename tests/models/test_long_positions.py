@@ -13,10 +13,10 @@ from torch import Tensor
 from agentspec import kernels
 from agentspec.models import layers
 from agentspec.models.hf_config import TextConfig
-from agentspec.models.registry import load_model
 from tests.fakes.checkpoints import Family, write_checkpoint
 from tests.fakes.compare import TOLERANCE, relative_error
 from tests.fakes.hf_reference import Reference, compute_reference
+from tests.fakes.loaded import load_model
 from tests.fakes.sequence_driver import Driver
 
 PREFILLED, TOTAL = 4200, 4240

@@ -7,15 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from agentspec.kernels import PrefillBatch
-from agentspec.models.attention import GatedAttention
-from agentspec.models.qwen3_5 import DecoderLayer, Qwen3_5Model
-from agentspec.models.registry import load_model
+from agentspec.models.qwen3_5 import Qwen3_5Model
 from agentspec.types import ZERO_ROW
 from tests.fakes.checkpoints import Family, write_checkpoint
 from tests.fakes.compare import TOLERANCE, relative_error
+from tests.fakes.loaded import load_model
 from tests.fakes.oracle import Oracle
 from tests.fakes.prompt_run import Run, batch_of
 
@@ -47,20 +44,14 @@ def check_layers(oracle: Oracle, model: Qwen3_5Model) -> None:
     batch = batch_of([Run(token_ids=tokens, start=0, read_row=ZERO_ROW, state_writes=((NUM_TOKENS, 2),), page_ids=[1])], CPU)
     x_NH = oracle.w["model.embed_tokens.weight"][tokens]
     for i, (layer, full) in enumerate(zip(model._layers, oracle.full, strict=True)):
-        got_NH = layer.ffn.add_to(mix(model, layer, x_NH.clone(), batch), layer.post_norm)
+        mixed_NH = layer.mix(x_NH.clone(), model.pools.layers[i], lambda mixer, x_NP, memory: mixer.prefill(x_NP, memory, batch))
+        got_NH = layer.ffn.add_to(mixed_NH, layer.post_norm)
         x_NH = oracle._layer(x_NH, f"model.layers.{i}.", full, first_position=0, index=i)
         assert relative_error(got_NH, x_NH) < TOLERANCE, f"layer {i}"
     assert relative_error(model.logits(x_NH), oracle.logits(x_NH)) < TOLERANCE
     mtp = model._mtp_head().layer
     normed_NH = oracle._norm(x_NH, "mtp.layers.0.post_attention_layernorm.weight")
     assert relative_error(mtp.ffn.add_to(x_NH.clone(), mtp.post_norm), x_NH + oracle._ffn(normed_NH, "mtp.layers.0.mlp.")) < TOLERANCE
-
-
-def mix(model: Qwen3_5Model, layer: DecoderLayer, x_NH: Tensor, batch: PrefillBatch) -> Tensor:
-    pools, index = model.pools, layer.pool_index
-    if isinstance(layer.mixer, GatedAttention):
-        return layer.mixer.prefill(x_NH, layer.input_norm, pools.kv_AP2SGD[index], model._rope, batch)
-    return layer.mixer.prefill(x_NH, layer.input_norm, pools.ssm_LRVDK[index], pools.conv_LR3C[index], batch)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from agentspec.models.hf_config import TextConfig, parse_text_config
+from agentspec.models.qwen3_5 import state_forms
 from agentspec.models.state import page_bytes, row_bytes
 from agentspec.models.tensors import parameter_shapes
 
@@ -100,5 +101,5 @@ def test_bytes_equal_the_published_total(size: str) -> None:
 def test_row_and_page_bytes(size: str, state_mib: float, conv_mib: float, kv_per_token: int) -> None:
     """Float32 state and bfloat16 conv rows per sequence; keys and values per token with the MTP layer's."""
     config = SIZES[size][0]
-    assert row_bytes(config, torch.bfloat16) == int((state_mib + conv_mib) * MIB) + 2 * config.hidden_size
-    assert page_bytes(config, torch.bfloat16) == 64 * kv_per_token
+    assert row_bytes(state_forms(config, torch.bfloat16)) == int((state_mib + conv_mib) * MIB) + 2 * config.hidden_size
+    assert page_bytes(state_forms(config, torch.bfloat16)) == 64 * kv_per_token

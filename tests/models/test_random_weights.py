@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from agentspec.models.qwen3_5 import Qwen3_5Model
-from agentspec.models.registry import load_model
 from tests.fakes.checkpoints import Family, write_checkpoint
+from tests.fakes.loaded import load_model
 from tests.fakes.sequence_driver import Driver
 
 CPU = torch.device("cpu")

@@ -30,5 +30,5 @@ def test_a_ridden_forward_copies_no_state(model: Qwen3_5Model, prompt: list[int]
     with CopyCounter(model.pools.tensors()) as counter:
         model.ride(ridden.prompts, ridden.windows)
     assert counter.touched == []
-    num_layers = model.pools.ssm_LRVDK.shape[0]
+    num_layers = model.pools["ssm_LRVDK"].shape[0]
     assert (state_traffic.rows_read, state_traffic.rows_written) == ((3 + 2) * num_layers, (3 * COLUMNS + 3) * num_layers)

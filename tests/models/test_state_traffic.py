@@ -16,7 +16,7 @@ from tests.fakes.sequence_driver import Driver
 
 def test_a_whole_turn_touches_pools_in_kernels_only(model: Qwen3_5Model, prompt: list[int]) -> None:
     driver = Driver(model, num_sequences=2)
-    num_layers = model.pools.ssm_LRVDK.shape[0]
+    num_layers = model.pools["ssm_LRVDK"].shape[0]
     state_traffic.reset()
     with CopyCounter(model.pools.tensors()) as counter:
         hidden = driver.prefill(prompt[:100], (64,), wanted=(10, 50))
@@ -31,10 +31,10 @@ def test_a_whole_turn_touches_pools_in_kernels_only(model: Qwen3_5Model, prompt:
     assert counter.touched == []
 
 
-@pytest.mark.parametrize("pool", ["ssm_LRVDK", "conv_LR3C", "hidden_RH", "kv_AP2SGD"])
+@pytest.mark.parametrize("pool", ["ssm_LRVDK", "conv_LR3C", "hidden_LRH", "kv_AP2SGD"])
 def test_the_counter_notices_a_copy(model: Qwen3_5Model, pool: str) -> None:
     model.allocate(num_rows=4, num_pages=4)
-    tensor = getattr(model.pools, pool)
+    tensor = model.pools[pool]
     rows = tensor if pool == "hidden_RH" else tensor.transpose(0, 1)
     with CopyCounter(model.pools.tensors()) as counter:
         assert rows[2].shape == rows[3].shape
@@ -56,5 +56,5 @@ def test_the_zero_row_is_zero_and_stays_so(model: Qwen3_5Model, prompt: list[int
     driver = Driver(model)
     driver.prefill(prompt[:20])
     driver.verify([prompt[20:24]], [0])
-    for pool in (model.pools.ssm_LRVDK[:, ZERO_ROW], model.pools.conv_LR3C[:, ZERO_ROW], model.pools.hidden_RH[ZERO_ROW]):
+    for pool in (model.pools["ssm_LRVDK"][:, ZERO_ROW], model.pools["conv_LR3C"][:, ZERO_ROW], model.pools.hidden_RH[ZERO_ROW]):
         assert not pool.any()

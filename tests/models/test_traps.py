@@ -51,7 +51,7 @@ class Parts:
     def build(self) -> Qwen3_5Model:
         spec = model_spec(self.directory, self.config, torch.float32)
         parameters: dict[str, Weight] = {name: Plain(tensor) for name, tensor in self.parameters.items()}
-        return Qwen3_5Model(self.config, spec, parameters, dtype=torch.float32)
+        return Qwen3_5Model(self.config, spec, parameters)
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import torch
 
 from agentspec.errors import CheckpointError
 from agentspec.models.hf_config import load_text_config
-from agentspec.models.registry import load_model
 from agentspec.models.vocabulary import num_real_tokens, stop_token_ids
 from tests.fakes.checkpoints import write_checkpoint
+from tests.fakes.loaded import load_model
 
 TOKENIZER = {
     "added_tokens": [{"id": 151, "content": "<|im_end|>"}, {"id": 150, "content": "<|endoftext|>"}],

@@ -139,7 +139,7 @@ def load(directory: Path, config: TextConfig, rank: Rank = ALONE) -> dict[str, W
 
 
 def outputs(directory: Path, config: TextConfig, parameters: dict[str, Weight]) -> list[Tensor]:
-    model = Qwen3_5Model(config, model_spec(directory, config, torch.float32), dict(parameters), dtype=torch.float32, fp8_drafts=True)
+    model = Qwen3_5Model(config, model_spec(directory, config, torch.float32), dict(parameters), fp8_drafts=True)
     driver = Driver(model)
     hidden_NH = driver.prefill(PROMPT)
     driver.mtp_prefill(PROMPT, hidden_NH)

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from agentspec.errors import CheckpointError
 from agentspec.models.hf_config import load_text_config
-from agentspec.models.registry import load_model
 from agentspec.models.tensors import parameter_shapes
 from agentspec.models.weights import Checkpoint, resolve_checkpoint
 from tests.fakes.checkpoints import Family, rewrite, write_checkpoint
+from tests.fakes.loaded import load_model
 
 CPU = torch.device("cpu")
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,12 @@ from agentspec.engine.assembly import Assembly, build
 from agentspec.engine.in_process import Engine
 from agentspec.kernels import reference
 from agentspec.models.qwen3_5 import Qwen3_5Model
-from agentspec.models.registry import load_model
 from agentspec.runtime.memory_plan import MemoryPlan, longest_sequence
 from agentspec.types import BLOCK_TOKENS, Breakpoint, CheckpointKind, FinishReason, SamplingParams
 from agentspec.wire import FinishEvent, Submit, TokensEvent
 from tests.fakes.checkpoints import Family, write_checkpoint, write_tensors
 from tests.fakes.compare import TOLERANCE, relative_error
+from tests.fakes.loaded import load_model
 from tests.fakes.sequence_driver import Driver, poison
 
 CPU = torch.device("cpu")
@@ -72,6 +72,10 @@ def write_agreeing_fp8_checkpoint(directory: Path, family: Family = "dense", **o
 
 def load(checkpoint: Path, device: torch.device = CPU) -> Qwen3_5Model:
     return load_model(checkpoint, device=device, dtype=torch.float32)
+
+
+Loader = Callable[[Path, torch.device], Qwen3_5Model]
+"""Makes the model of a checkpoint: `load`, or one with other mixers."""
 
 
 class Clock:
@@ -174,7 +178,13 @@ def assemble_house(house: House, model: Qwen3_5Model, clock: Clock | None = None
 
 
 def alone(
-    checkpoint: Path, device: torch.device = CPU, *, num_pages: int = 20, prefill_budget: int = 512, takes_forced_output: bool = False
+    checkpoint: Path,
+    device: torch.device = CPU,
+    *,
+    num_pages: int = 20,
+    prefill_budget: int = 512,
+    takes_forced_output: bool = False,
+    loader: Loader = load,
 ) -> Engine:
     """An engine for one request at a time, without cache and without drafts."""
     house = House(
@@ -188,7 +198,7 @@ def alone(
         max_context=num_pages * BLOCK_TOKENS,
         forced_share=float(takes_forced_output),
     )
-    return Engine(assemble_house(house, load(checkpoint, device)))
+    return Engine(assemble_house(house, loader(checkpoint, device)))
 
 
 @dataclass(slots=True)
@@ -236,12 +246,13 @@ class Play:
         sampled: bool = False,
         device: torch.device = CPU,
         words: Sequence[int] | None = None,
+        loader: Loader = load,
     ) -> None:
         """words: a text that everything said is cut from; None: any tokens in any order."""
         self.house = house
         self.rng = random.Random(house.seed)
         self.clock = Clock()
-        self.model = load(checkpoint, device)
+        self.model = loader(checkpoint, device)
         self.assembly = assemble_house(house, self.model, self.clock)
         self.engine = Engine(self.assembly)
         self.metrics = self.assembly.loop.metrics
@@ -329,11 +340,11 @@ class Play:
         )
 
 
-def explain(checkpoint: Path, turn: Turn, expected: list[int]) -> str:
+def explain(checkpoint: Path, turn: Turn, expected: list[int], *, loader: Loader = load) -> str:
     """Where a stream left the expected one, and how close the plain model's two best logits are there: rounding or a wrong state?"""
     pairs = enumerate(zip(turn.emitted, expected, strict=False))
     at = next((i for i, (got, wanted) in pairs if got != wanted), min(len(turn.emitted), len(expected)))
-    logits = Scratch(checkpoint).logits(turn.submit.prompt_ids + expected[:at])[-1]
+    logits = Scratch(checkpoint, loader=loader).logits(turn.submit.prompt_ids + expected[:at])[-1]
     best, second = logits.topk(2).values.tolist()
     return f"token {at} differs; the plain model's best raw logits there: {best:.7g}, {second:.7g}"
 
@@ -341,14 +352,14 @@ def explain(checkpoint: Path, turn: Turn, expected: list[int]) -> str:
 class Scratch:
     """What a from-scratch prefill of a token sequence, in one piece and by the reference's operations, leaves behind."""
 
-    def __init__(self, checkpoint: Path, device: torch.device = CPU) -> None:
+    def __init__(self, checkpoint: Path, device: torch.device = CPU, *, loader: Loader = load) -> None:
         with patch.object(kernels, "backend", lambda _: reference):
-            self._model = load(checkpoint, device)
+            self._model = loader(checkpoint, device)
         self._known: dict[bytes, tuple[Tensor, ...]] = {}
 
     @torch.inference_mode()
     def state(self, tokens: Sequence[int]) -> tuple[Tensor, ...]:
-        """(ssm_LVDK, conv_L3C, hidden_H, kv_A2NGD); MTP's position 0 holds nothing of meaning."""
+        """As `read_state`; MTP's position 0 holds nothing of meaning."""
         key = array("i", tokens).tobytes()
         if key not in self._known:
             driver = Driver(self._model, max_tokens=len(tokens))
@@ -364,23 +375,21 @@ class Scratch:
 
     def check(self, model: Qwen3_5Model, row: int, page_ids: Sequence[int], tokens: Sequence[int], *, with_mtp: bool, context: str) -> None:
         """Raise AssertionError unless row and pages hold the state after `tokens`, to 1e-4 of its largest value."""
-        held = read_state(model, row, page_ids, len(tokens))
-        for name, got, expected in zip(("ssm", "conv", "hidden", "K/V"), held, self.state(tokens), strict=True):
-            parts = [(name, got, expected)]
-            if name == "K/V":
-                parts = [(name, got[:-1], expected[:-1])]
-                if with_mtp:
-                    parts.append(("MTP K/V", got[-1, :, 1:], expected[-1, :, 1:]))
-            for part, g, e in parts:
-                error = relative_error(g, e)
-                assert error < TOLERANCE, f"{context}: {part} of row {row}, {len(tokens)} tokens, is off by {error:.3g}"
+        *held, got_A2NGD = read_state(model, row, page_ids, len(tokens))
+        *rows, kv_A2NGD = self.state(tokens)
+        parts = [(f"part {i}", got, expected) for i, (got, expected) in enumerate(zip(held, rows, strict=True))]
+        parts.append(("K/V", got_A2NGD[:-1], kv_A2NGD[:-1]))
+        if with_mtp:
+            parts.append(("MTP K/V", got_A2NGD[-1, :, 1:], kv_A2NGD[-1, :, 1:]))
+        for name, got, expected in parts:
+            error = relative_error(got, expected)
+            assert error < TOLERANCE, f"{context}: {name} of row {row}, {len(tokens)} tokens, is off by {error:.3g}"
 
 
 def read_state(model: Qwen3_5Model, row: int, page_ids: Sequence[int], length: int) -> tuple[Tensor, ...]:
-    """Copies, on the host, of a row and of the first `length` positions of its pages: (ssm_LVDK, conv_L3C, hidden_H, kv_A2NGD)."""
-    pools = model.pools
-    kv_A2NGD = pools.kv_AP2SGD[:, list(page_ids)].transpose(1, 2).flatten(2, 3)[:, :, :length]
-    return tuple(part.to(CPU, copy=True) for part in (pools.ssm_LRVDK[:, row], pools.conv_LR3C[:, row], pools.hidden_RH[row], kv_A2NGD))
+    """Copies, on the host, of a row's parts, layer by layer, the hidden last, and of the first `length` positions of its pages, kv_A2NGD."""
+    kv_A2NGD = model.pools["kv_AP2SGD"][:, list(page_ids)].transpose(1, 2).flatten(2, 3)[:, :, :length]
+    return tuple(part.to(CPU, copy=True) for part in (*(part_R[row] for part_R in model.row_tensors()), kv_A2NGD))
 
 
 class StateSpy:

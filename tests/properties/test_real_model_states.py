@@ -18,8 +18,9 @@ from agentspec.types import BLOCK_TOKENS, Breakpoint, CheckpointKind, SamplingPa
 from agentspec.wire import Submit
 from tests.fakes.copy_counter import CopyCounter
 from tests.fakes.prompt_run import Run, batch_of
+from tests.fakes.scalar_decay import load_decay_model
 from tests.fakes.sequence_driver import poison
-from tests.properties.real_model import House, Play, Scratch, StateSpy, assemble_house, load, write_agreeing_checkpoint
+from tests.properties.real_model import House, Loader, Play, Scratch, StateSpy, assemble_house, load, write_agreeing_checkpoint
 
 HOUSES = {
     "roomy": House(seed=11, max_draft_tokens=3, random_depth=True, prefill_budget=130),
@@ -41,10 +42,11 @@ def test_a_chunk_that_ends_on_a_checkpoint_fills_the_checkpoint_and_its_own_row(
         Scratch(checkpoint).check(model, row, [2], tokens, with_mtp=False, context="two writes at one count")
 
 
+@pytest.mark.parametrize("loader", [load, load_decay_model], ids=["delta rule", "scalar decay"])
 @pytest.mark.parametrize("name", HOUSES)
-def test_every_state_that_is_published_or_resumed_equals_a_prefill_of_its_key(checkpoint: Path, name: str) -> None:
-    play = Play(HOUSES[name], checkpoint, num_agents=8)
-    spy = StateSpy(play, Scratch(checkpoint))
+def test_every_state_that_is_published_or_resumed_equals_a_prefill_of_its_key(checkpoint: Path, name: str, loader: Loader) -> None:
+    play = Play(HOUSES[name], checkpoint, num_agents=8, loader=loader)
+    spy = StateSpy(play, Scratch(checkpoint, loader=loader))
     play.run()
     assert spy.num_resumed > 5
     assert all(spy.num_published[kind] for kind in (CheckpointKind.SYSTEM, CheckpointKind.USER, CheckpointKind.TURN)), spy.num_published
@@ -102,7 +104,7 @@ def test_whole_runs_copy_no_state(checkpoint: Path, name: str) -> None:
     with CopyCounter(play.model.pools.tensors()) as counter:
         play.run()
     assert counter.touched == []
-    assert (state_traffic.rows_read, state_traffic.rows_written) == calls.tiles(play.model.pools.ssm_LRVDK.shape[0])
+    assert (state_traffic.rows_read, state_traffic.rows_written) == calls.tiles(play.model.pools["ssm_LRVDK"].shape[0])
     assert calls.num_rides > 0
     stats, metrics = play.assembly.cache.stats(), play.metrics
     assert metrics.cached_tokens > 0
@@ -117,7 +119,7 @@ def test_a_turn_moves_the_rows_of_its_windows_and_its_checkpoints_and_no_more(ch
     model = load(checkpoint)
     assembly = assemble_house(House(max_draft_tokens=num_drafted, prefill_budget=128, max_running=2, overlap=False), model)
     engine, metrics = Engine(assembly), assembly.loop.metrics
-    num_layers = model.pools.ssm_LRVDK.shape[0]
+    num_layers = model.pools["ssm_LRVDK"].shape[0]
     rng = random.Random(5)
     system, query = rng.choices(range(3, 160), k=70), rng.choices(range(3, 160), k=130)
     marks = [Breakpoint(70, CheckpointKind.SYSTEM), Breakpoint(190, CheckpointKind.USER)]

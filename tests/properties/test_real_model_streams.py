@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.fakes.checkpoints import Family
-from tests.properties.real_model import House, Play, alone, explain, write_agreeing_checkpoint
+from tests.fakes.scalar_decay import load_decay_model
+from tests.properties.real_model import House, Loader, Play, alone, explain, load, write_agreeing_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,7 @@ class Cast:
     tight: bool = False
     sampled: bool = False
     overrides: dict[str, Any]
+    loader: Loader = load
 
 
 SMALL = {"num_hidden_layers": 2, "full_attention_interval": 2}
@@ -34,24 +36,27 @@ CASTS = {
     "moe": Cast(seed=4, num_houses=2, family="moe", overrides=SMALL),
     "next": Cast(seed=5, num_houses=2, family="next", overrides=SMALL),
     "sampled": Cast(seed=7, num_houses=4, sampled=True, overrides=SMALL),
+    "scalar decay": Cast(seed=8, num_houses=2, overrides={"num_hidden_layers": 4}, loader=load_decay_model),
+    "scalar decay, preempted": Cast(seed=3, num_houses=2, tight=True, overrides=SMALL, loader=load_decay_model),
+    "scalar decay, sampled": Cast(seed=10, num_houses=2, sampled=True, overrides=SMALL, loader=load_decay_model),
 }
-"""108 greedy sessions and 36 sampled ones."""
+"""144 greedy sessions and 54 sampled ones."""
 
 
 @pytest.mark.parametrize("name", CASTS)
 def test_every_stream_equals_the_turn_run_alone(name: str, tmp_path: Path) -> None:
     cast = CASTS[name]
     checkpoint = write_agreeing_checkpoint(tmp_path / "checkpoint", cast.family, **cast.overrides)
-    rng, reference = random.Random(cast.seed), alone(checkpoint)
+    rng, reference = random.Random(cast.seed), alone(checkpoint, loader=cast.loader)
     num_drafted = num_accepted = num_steps_with_three = num_resumed = num_stops_inside = num_preempted = 0
     for _ in range(cast.num_houses):
         house = House.random(rng, tight=cast.tight)
-        play = Play(house, checkpoint, num_agents=cast.agents_each, sampled=cast.sampled)
+        play = Play(house, checkpoint, num_agents=cast.agents_each, sampled=cast.sampled, loader=cast.loader)
         play.run()
         for turn in play.turns:
             expected, finish = reference.generate(turn.submit)
             where = f"{name}: {house}: {turn.submit}"
-            assert turn.emitted == expected, f"{explain(checkpoint, turn, expected)}: {where}"
+            assert turn.emitted == expected, f"{explain(checkpoint, turn, expected, loader=cast.loader)}: {where}"
             assert (turn.ended.reason, turn.ended.stop_match) == (finish.reason, finish.stop_match), where
             assert turn.ended.usage.completion_tokens == len(expected), where
             spec = turn.ended.usage.spec

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from agentspec.cache.host_tier import CopyOrder, CopyOrders, HostMemory
-from agentspec.models.registry import load_model
 from agentspec.models.state import StatePools
 from agentspec.runtime import host_copies
 from agentspec.runtime.host_copies import HostCopies
 from tests.fakes.checkpoints import write_checkpoint
 from tests.fakes.hash_chain import HashChainModel
+from tests.fakes.loaded import load_model
 
 CPU = torch.device("cpu")
 ROWS, PAGES = 12, 40
@@ -77,7 +77,7 @@ def test_the_rows_and_pages_of_a_real_model_are_all_there(tmp_path_factory: pyte
     copies.launch(CopyOrders(to_device=[CopyOrder(1, [(1, 2), (0, 3)], [(2, 2), (1, 3), (0, 5)])]))
     finish(copies, 1, 1)
     for tensor, before in zip(pools.tensors(), expected, strict=True):
-        if tensor is pools.kv_AP2SGD:
+        if tensor is pools["kv_AP2SGD"]:
             assert torch.equal(tensor[:, [2, 3, 5]], before[:, [5, 3, 2]])
         else:
             ids = (slice(None), [2, 3]) if tensor.ndim > 2 else ([2, 3],)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from agentspec.kernels import PrefillBatch
-from agentspec.models.registry import load_model
 from agentspec.runtime.executor import ModelExecutor
 from agentspec.runtime.plan import ChunkPlan, StepPlan
 from agentspec.runtime.prefill import run_batch
@@ -23,6 +22,7 @@ from agentspec.runtime.prefill_tables import PrefillSizes
 from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, tokens
 from tests.fakes.chunk_rounds import ChunkRounds
 from tests.fakes.hash_chain import HashChainModel
+from tests.fakes.loaded import load_model
 from tests.fakes.prompt_run import Run, batch_of
 from tests.fakes.replayer import Replayer
 from tests.properties.real_model import write_agreeing_checkpoint

@@ -15,9 +15,8 @@ from functools import partial
 
 import pytest
 
-from agentspec.runtime.plan import OwnRows
 from agentspec.runtime.request import Phase
-from agentspec.types import CheckpointKind, FinishReason
+from agentspec.types import CheckpointKind, FinishReason, rows_of_request
 from agentspec.wire import FinishEvent, TokensEvent
 from tests.fakes.scripted_device import BLOCK, PAGE_BYTES, ROW_BYTES, House, letters
 
@@ -322,7 +321,7 @@ def test_a_state_that_the_tree_has_already_gives_its_row_back() -> None:
     house.step()
     assert house.published == [("USER", 48), ("USER", 48)]
     rows = [len(request.lease.own_rows) for request in requests if request.lease is not None]
-    assert rows == [OwnRows.count(3)] * 2
+    assert rows == [rows_of_request(3)] * 2
     house.run()
 
 

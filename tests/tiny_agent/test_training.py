@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from agentspec.models.registry import load_model
 from scripts.tiny_agent.architecture import initial_weights, parsed, text_config
 from scripts.tiny_agent.checkpoint import published, write_checkpoint
 from scripts.tiny_agent.losses import KIND_WEIGHTS, score, shifted_targets
@@ -26,6 +25,7 @@ from scripts.tiny_agent.trainer import Trainer
 from scripts.tiny_agent.training_state import Progress, load_state, save_state
 from tests.fakes.compare import relative_error
 from tests.fakes.hf_reference import load_transformers
+from tests.fakes.loaded import load_model
 from tests.fakes.sequence_driver import Driver
 
 CPU = torch.device("cpu")

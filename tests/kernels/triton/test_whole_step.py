@@ -52,10 +52,10 @@ def run_steps(checkpoint: Path, device: torch.device) -> tuple[list[list[SlotOut
     states = {}
     for slot, running in driver.running.items():
         length, row = running.outcomes[-1].length, SlotState.of(driver.executor._buffers.slots_SF).read_row_B[slot]
-        keys_values = model.pools.kv_AP2SGD[:, running.pages].transpose(1, 2).flatten(2, 3)[:, :, 1:length]
+        keys_values = model.pools["kv_AP2SGD"][:, running.pages].transpose(1, 2).flatten(2, 3)[:, :, 1:length]
         parts = {
-            "ssm": model.pools.ssm_LRVDK[:, row],
-            "conv": model.pools.conv_LR3C[:, row],
+            "ssm": model.pools["ssm_LRVDK"][:, row],
+            "conv": model.pools["conv_LR3C"][:, row],
             "hidden": model.pools.hidden_RH[row],
             "K/V": keys_values,
         }

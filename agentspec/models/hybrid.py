@@ -1,0 +1,197 @@
+"""A model of blocks, each a mixer and an FFN, with an MTP head: the StepModel that the runtime drives.
+
+Owns the pools and the order of blocks; which mixers there are is the family's business (models/qwen3_5.py). Knows nothing of requests: rows
+and pages arrive as ids in each call.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from agentspec import kernels
+from agentspec.models.attention import GatedAttention
+from agentspec.models.fp8_drafts import in_fp8, quantize_mtp_layer
+from agentspec.models.hf_config import TextConfig
+from agentspec.models.layers import Mixer, SwiGLU, rope_table
+from agentspec.models.moe import MixtureOfExperts
+from agentspec.models.protocol import VerifyBatch
+from agentspec.models.state import Memory, StatePools, hidden_form
+from agentspec.models.tensors import ParameterScope
+from agentspec.types import ModelSpec
+
+MixerCore = Callable[[Mixer, Tensor, Memory], Tensor]
+"""Mixed values from what a mixer has projected: its `step`, its `prefill`, or both."""
+
+
+class DecoderLayer:
+    """A mixer and an FFN, each with the norm in front of it."""
+
+    def __init__(self, config: TextConfig, ops: kernels.Backend, parameters: ParameterScope, mixer: Mixer) -> None:
+        self._ops = ops
+        self.mixer = mixer
+        self.input_norm = kernels.Norm(weight=parameters.take_tensor("input_layernorm.weight"), eps=config.rms_norm_eps)
+        self.post_norm = kernels.Norm(weight=parameters.take_tensor("post_attention_layernorm.weight"), eps=config.rms_norm_eps)
+        ffn = parameters.under("mlp.")
+        self.ffn = SwiGLU(ops, ffn) if config.moe is None else MixtureOfExperts(config.moe, ops, ffn)
+
+    def mix(self, x_NH: Tensor, memory: Memory, core: MixerCore) -> Tensor:
+        """x plus the mixer, of which `core` is what stands between its projections."""
+        projected_NP = self.mixer.project(x_NH, self.input_norm)
+        return self._ops.add_linear(x_NH, core(self.mixer, projected_NP, memory), self.mixer.out_proj)
+
+
+class MtpHead:
+    """One full-attention layer over pairs (embedding of token p, hidden of token p-1), sharing embedding and head with the trunk."""
+
+    def __init__(self, config: TextConfig, ops: kernels.Backend, parameters: ParameterScope, rope: kernels.RopeTable) -> None:
+        self._ops = ops
+        eps = config.rms_norm_eps
+        self.embedding_norm = kernels.Norm(weight=parameters.take_tensor("pre_fc_norm_embedding.weight"), eps=eps)
+        self.hidden_norm = kernels.Norm(weight=parameters.take_tensor("pre_fc_norm_hidden.weight"), eps=eps)
+        self.fc = parameters.take("fc.weight")
+        layer = parameters.under("layers.0.")
+        self.attention = GatedAttention(config, ops, layer.under("self_attn."), rope, first_position=1)
+        self.layer = DecoderLayer(config, ops, layer, self.attention)
+        self.norm = kernels.Norm(weight=parameters.take_tensor("norm.weight"), eps=eps)
+
+    def join(self, tokens_N: Tensor, embedding_VH: Tensor, hidden_NH: Tensor) -> Tensor:
+        """The layer's input for each pair; the embedding comes first."""
+        return self._ops.linear(self._ops.pair_norms(tokens_N, embedding_VH, hidden_NH, self.embedding_norm, self.hidden_norm), self.fc)
+
+
+class HybridModel(ABC):
+    """See models/protocol.py for what each operation promises. A family says which mixer a layer has."""
+
+    def __init__(
+        self,
+        config: TextConfig,
+        spec: ModelSpec,
+        parameters: dict[str, kernels.Weight],
+        *,
+        fp8_drafts: bool = False,
+        group: kernels.Group | None = None,
+    ) -> None:
+        """Takes ownership of `parameters` (canonical names, models/tensors.py) and leaves it empty.
+
+        fp8_drafts: quantise the MTP layer here, and the draft head in `limit_drafts`.
+        group: the ranks that hold the model together. Config and parameters are then what this rank has of it (shards.py)."""
+        if fp8_drafts:
+            quantize_mtp_layer(parameters)
+        scope = ParameterScope(parameters)
+        trunk = scope.under("model.")
+        self.spec, self.fp8_drafts = spec, fp8_drafts
+        self._embedding_VH = trunk.take_tensor("embed_tokens.weight")
+        self.device = self._embedding_VH.device
+        self._ops = ops = kernels.within(group, kernels.backend(self.device))
+        rope = rope_table(config, self.device)
+        self._layers: list[DecoderLayer] = []
+        for i in range(len(config.layer_types)):
+            layer = trunk.under(f"layers.{i}.")
+            self._layers.append(DecoderLayer(config, ops, layer, self._mixer(config, i, layer, rope)))
+        self._norm = kernels.Norm(weight=trunk.take_tensor("norm.weight"), eps=config.rms_norm_eps)
+        self._head_VH = self._embedding_VH if config.tied else scope.take_tensor("lm_head.weight")
+        self._mtp = MtpHead(config, ops, scope.under("mtp."), rope) if config.has_mtp else None
+        self._pools: StatePools | None = None
+        self._draft_head_OH: kernels.Weight = kernels.Plain(self._head_VH[: spec.num_real_tokens])
+        self._draft_ids_O: Tensor | None = None
+        """The token of each row of the draft head; None: row o stands for token o."""
+        scope.finish()
+
+    @abstractmethod
+    def _mixer(self, config: TextConfig, index: int, parameters: ParameterScope, rope: kernels.RopeTable) -> Mixer:
+        """Of the trunk's layer `index`, made of that layer's parameters."""
+
+    @property
+    def pools(self) -> StatePools:
+        """The state pools; their form is this model's, their ids are the cache's."""
+        assert self._pools is not None, "allocate() comes first"
+        return self._pools
+
+    def allocate(self, *, num_rows: int, num_pages: int) -> None:
+        layers = [*self._layers, *([] if self._mtp is None else [self._mtp.layer])]
+        forms = [*(layer.mixer.form for layer in layers), hidden_form(len(self._norm.weight), self._embedding_VH.dtype)]
+        self._pools = StatePools(forms, num_rows=num_rows, num_pages=num_pages, device=self.device)
+
+    def row_tensors(self) -> tuple[Tensor, ...]:
+        return self.pools.row_tensors()
+
+    def page_tensors(self) -> tuple[Tensor, ...]:
+        return self.pools.page_tensors()
+
+    def verify(self, batch: VerifyBatch) -> Tensor:
+        x_NH = self._run_layers(batch.tokens_BT.flatten(), lambda mixer, x_NP, memory: mixer.step(x_NP, memory, batch))
+        hidden_NH = self._ops.norm_to_rows(x_NH, self._norm, self.pools.hidden_RH, batch.write_rows_BT.flatten())
+        return hidden_NH.view(*batch.tokens_BT.shape, -1)
+
+    def prefill(self, batch: kernels.PrefillBatch) -> Tensor:
+        x_NH = self._run_layers(batch.token_ids_N, lambda mixer, x_NP, memory: mixer.prefill(x_NP, memory, batch))
+        hidden_NH = self._ops.rms_norm(x_NH, self._norm)
+        self._ops.save_hidden(hidden_NH, self.pools.hidden_RH, batch)
+        return hidden_NH
+
+    def ride(self, prompts: kernels.PrefillBatch, windows: VerifyBatch) -> tuple[Tensor, Tensor]:
+        num_tokens, hidden_RH = len(prompts.token_ids_N), self.pools.hidden_RH
+
+        def core(mixer: Mixer, x_NP: Tensor, memory: Memory) -> Tensor:
+            prompts_ND = mixer.prefill(x_NP[:num_tokens], memory, prompts)
+            return torch.cat((prompts_ND, mixer.step(x_NP[num_tokens:], memory, windows)))
+
+        x_NH = self._run_layers(torch.cat((prompts.token_ids_N, windows.tokens_BT.flatten())), core)
+        hidden_NH = self._ops.rms_norm(x_NH[:num_tokens], self._norm)
+        self._ops.save_hidden(hidden_NH, hidden_RH, prompts)
+        window_NH = self._ops.norm_to_rows(x_NH[num_tokens:], self._norm, hidden_RH, windows.write_rows_BT.flatten())
+        return hidden_NH, window_NH.view(*windows.tokens_BT.shape, -1)
+
+    def mtp(self, tokens_BT: Tensor, hidden_BTH: Tensor, start_B: Tensor, page_table_BP: Tensor) -> Tensor:
+        head = self._mtp_head()
+        x_NH = head.join(tokens_BT.flatten(), self._embedding_VH, hidden_BTH.flatten(0, 1))
+        x_NH = head.layer.mix(x_NH, self.pools.layers[-1], lambda _, x_NP, memory: head.attention.attend(x_NP, memory, start_B, page_table_BP))
+        x_NH = head.layer.ffn.add_to(x_NH, head.layer.post_norm)
+        return self._ops.rms_norm(x_NH, head.norm).view_as(hidden_BTH)
+
+    def mtp_prefill(self, batch: kernels.PrefillBatch, previous_NH: Tensor) -> None:
+        head = self._mtp_head()
+        x_NH = head.join(batch.token_ids_N, self._embedding_VH, previous_NH)
+        # The head has one layer, so its keys and values need neither its attention nor its FFN.
+        head.attention.prefill_keys_values(x_NH, head.layer.input_norm, self.pools.layers[-1], batch)
+
+    def read_hidden(self, rows_B: Tensor) -> Tensor:
+        return kernels.read_hidden(self.pools.hidden_RH, rows_B)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        scores_NV = self._ops.logits(hidden.reshape(-1, hidden.shape[-1]), self._head_VH, self.spec.num_real_tokens)
+        return scores_NV.view(*hidden.shape[:-1], -1)
+
+    def limit_drafts(self, ids: Sequence[int]) -> int:
+        head_VH, num_bytes = kernels.Plain(self._head_VH), 0
+        if len(ids) == self.spec.num_real_tokens:
+            rows_OH, self._draft_ids_O = head_VH.cut((slice(0, len(ids)),)), None
+        else:
+            # Their rows lie all over the head: a copy can be read at full bandwidth, and is, once for every draft.
+            self._draft_ids_O = torch.tensor(ids, dtype=torch.int64, device=self.device)
+            rows_OH = head_VH.take_rows(self._draft_ids_O)
+            num_bytes = self._draft_ids_O.nbytes
+        self._draft_head_OH = in_fp8(rows_OH) if self.fp8_drafts else rows_OH
+        if self.fp8_drafts or self._draft_ids_O is not None:
+            num_bytes += self._draft_head_OH.nbytes
+        return num_bytes
+
+    def draft_head(self, m: Tensor) -> Tensor:
+        nearest_N = self._ops.nearest_token(m.reshape(-1, m.shape[-1]), self._draft_head_OH, self._draft_ids_O)
+        return nearest_N.view(m.shape[:-1])
+
+    def _mtp_head(self) -> MtpHead:
+        assert self._mtp is not None, "the checkpoint has no MTP head: spec.has_mtp is False"
+        return self._mtp
+
+    def _run_layers(self, tokens_N: Tensor, core: MixerCore) -> Tensor:
+        """The residual stream after the last layer."""
+        x_NH = embedding(tokens_N, self._embedding_VH)
+        for layer, memory in zip(self._layers, self.pools.layers, strict=False):  # the MTP layer's is the last
+            x_NH = layer.ffn.add_to(layer.mix(x_NH, memory, core), layer.post_norm)
+        return x_NH

@@ -1,0 +1,100 @@
+"""What pools and the engine make of the forms that mixers declare: models whose layers keep states of two and of three forms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentspec.cache.host_tier import HostMemory
+from agentspec.models.protocol import VerifyBatch
+from agentspec.models.state import Memory
+from agentspec.types import ZERO_ROW, CheckpointKind
+from tests.fakes.scalar_decay import ScalarDecay, load_decay_model
+from tests.properties.real_model import CPU, House, Play, Scratch, StateSpy, write_agreeing_checkpoint
+
+NUM_ROWS, NUM_PAGES = 5, 3
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A decay layer and one of attention."""
+    return write_agreeing_checkpoint(tmp_path_factory.mktemp("checkpoint"), num_hidden_layers=2, full_attention_interval=2)
+
+
+def test_pools_are_built_from_the_forms_of_the_mixers(tmp_path: Path) -> None:
+    """Layers: decay, delta rule, decay, attention; then the MTP layer."""
+    model = load_decay_model(write_agreeing_checkpoint(tmp_path, num_hidden_layers=4), CPU)
+    model.allocate(num_rows=NUM_ROWS, num_pages=NUM_PAGES)
+    memories = [tuple(part.shape for part in memory) for memory in model.pools.layers]
+    decay = ((NUM_ROWS, 6, 16, 16), (NUM_ROWS, 6), (NUM_ROWS, 160))
+    attention = ((NUM_PAGES, 2, 64, 2, 32),)
+    assert memories == [decay, ((NUM_ROWS, 6, 16, 16), (NUM_ROWS, 3, 160)), decay, attention, attention]
+    assert [len(model.pools[name]) for name in ("decayed_LRVKD", "width_LRV", "ssm_LRVDK", "kv_AP2SGD", "hidden_LRH")] == [2, 2, 1, 2, 1]
+    assert len(model.row_tensors()) == 2 * 3 + 2 + 1
+    assert sum(part[0].nbytes for part in model.row_tensors()) == model.spec.row_bytes
+    assert sum(part[0].nbytes for part in model.page_tensors()) == model.spec.page_bytes
+    assert not any(part[ZERO_ROW].any() for part in model.row_tensors())
+    for part in model.row_tensors():
+        part.zero_()
+    for memory, row in zip(model.pools.layers[:3], (2, 3, 4), strict=True):
+        memory[0][row] = 1.0
+    assert [[bool(part[row].any()) for row in (2, 3, 4)] for part in model.row_tensors() if part.ndim == 4] == [
+        [True, False, False],
+        [False, False, True],
+        [False, True, False],
+    ], "every layer has memory of its own"
+
+
+def test_states_of_another_form_come_back_from_the_hosts_memory(checkpoint: Path) -> None:
+    house = House(
+        seed=9,
+        random_depth=True,
+        max_running=2,
+        spare_rows=4,
+        num_pages=26,
+        host_memory=HostMemory(num_rows=40, num_pages=200),
+        max_context=1536,
+        system_tokens=(300, 600),
+        related_systems=2,
+        ignoring_share=0.8,
+    )
+    play = Play(house, checkpoint, num_agents=10, num_turns=4, loader=load_decay_model)
+    spy = StateSpy(play, Scratch(checkpoint, loader=load_decay_model))
+    play.run()
+    print(spy.num_fetched, spy.num_resumed, spy.num_published)
+    assert spy.num_fetched > 2
+    assert spy.num_published[CheckpointKind.TURN] > 2
+
+
+def forget_a_part(mixer: ScalarDecay, memory: Memory, rows: Tensor | list[int], state: Memory) -> None:
+    """Stores what has a part for every key, and not the widths."""
+    for part_R, part_B in zip(memory[::2], state[::2], strict=True):
+        part_R[rows] = part_B
+    memory[1][rows] = 0
+
+
+def step_a_column_late(mixer: ScalarDecay, projected_NP: Tensor, memory: Memory, windows: VerifyBatch) -> Tensor:
+    """Column t's row gets the state after the last column."""
+    num_slots, num_columns = windows.write_rows_BT.shape
+    state = tuple(part_R[windows.read_row_B] for part_R in memory)
+    columns = []
+    for projected_BP in projected_NP.view(num_slots, num_columns, -1).unbind(1):
+        state, y_BO = mixer._advance(state, projected_BP)
+        columns.append(y_BO)
+    for t in range(num_columns):
+        mixer._save(memory, windows.write_rows_BT[:, t], state)
+    return torch.stack(columns, 1).flatten(0, 1)
+
+
+@pytest.mark.parametrize(("method", "wrong"), [("_save", forget_a_part), ("step", step_a_column_late)])
+def test_a_planted_bug_of_the_mixer_is_seen_where_a_state_is_published(checkpoint: Path, method: str, wrong: object) -> None:
+    scratch = Scratch(checkpoint, loader=load_decay_model)
+    play = Play(House(seed=11, random_depth=True, prefill_budget=130), checkpoint, num_agents=4, loader=load_decay_model)
+    StateSpy(play, scratch)
+    mixer = play.model._layers[0].mixer
+    setattr(mixer, method, lambda *arguments: wrong(mixer, *arguments))  # type: ignore[operator]
+    with pytest.raises(AssertionError, match=r"published \w+: part 1 of row|published \w+: part 0 of row"):
+        play.run()
