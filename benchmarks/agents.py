@@ -32,6 +32,7 @@ from typing import Any
 
 import httpx
 
+from agentspec.config import Device
 from agentspec.replay.measure import Distribution
 from agentspec.simulate.model_costs import ModelCosts, model_costs
 from benchmarks.prefill_cases import Words
@@ -173,6 +174,7 @@ async def storm(url: str, model: str, count: int, seed: int) -> None:
         wall = time.perf_counter() - began
     first, turns = Distribution.of(times[0] for times in answers), Distribution.of(times[-1] for times in answers)
     gaps = max(after - before for times in answers for before, after in pairwise(times))
+    assert first.largest is not None
     back_to_back = count * model_costs(model.lower()).pass_seconds([(0, 2_000)])
     print(
         f"{model}, {count} first prompts of 2,000 at once: first tokens p50 {first.p50:.2f} s, last {first.largest:.2f} s "
@@ -198,6 +200,9 @@ async def newcomer(url: str, model: str, seed: int) -> None:
         answers = await asyncio.gather(*streams)
     inside = [(a, b) for times in answers for a, b in pairwise(times) if since - began < b and a < until - began]
     gaps = Distribution.of(b - a for a, b in inside)
+    assert gaps.p50 is not None
+    assert gaps.p99 is not None
+    assert gaps.largest is not None
     print(
         f"{model}, 50,000 tokens beside eight streams: first token {first * 1e3:.0f} ms, alone {alone * 1e3:.0f} ms, {first / alone:.2f} of it; "
         f"gaps of the streams meanwhile p50 {gaps.p50 * 1e3:.0f}, p99 {gaps.p99 * 1e3:.0f}, longest {gaps.largest * 1e3:.0f} ms",
@@ -215,7 +220,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="DIR", help="keep the replays' reports here")
     parser.add_argument("flags", nargs="*", help="for the server, behind --")
     options = parser.parse_args()
-    device = "cuda" if os.path.exists("/dev/nvidia0") else "cpu"
+    device: Device = "cuda" if os.path.exists("/dev/nvidia0") else "cpu"
     print(f"checked: {check_cached_turns(device)}", flush=True)
     with served(options.model, options.flags) as url:
         seed = 100

@@ -51,7 +51,7 @@ def median_seconds(run: Callable[[], object], device: torch.device, *, repeats: 
             run()
             moments.append(time.perf_counter())
         return statistics.median(after - before for before, after in pairwise(moments))
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]  # type: ignore[no-untyped-call]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     events[0].record()
     for event in events[1:]:
         run()

@@ -143,7 +143,7 @@ def mark(device: torch.device) -> float | torch.cuda.Event:
     """The end of all that was launched so far, as a point in the device's time; on a CPU it has come already."""
     if device.type == "cpu":
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 

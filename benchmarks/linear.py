@@ -348,7 +348,7 @@ def refinements(shape: Shape, plan: Plan) -> Iterator[Plan]:
 def seconds_a_launch(launch: Callable[[int], Tensor], expected: float) -> float:
     """Median over replays of a graph of many launches one behind the other; `launch` gets a running number."""
     count = max(12, min(200, int(GRAPH_SECONDS / expected)))
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         launch(0)
         stream.synchronize()
@@ -358,7 +358,7 @@ def seconds_a_launch(launch: Callable[[int], Tensor], expected: float) -> float:
                 launch(index)
         times: list[float] = []
         for replay in range(NUM_REPLAYS + 2):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             graph.replay()
             end.record()

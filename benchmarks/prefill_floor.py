@@ -191,7 +191,7 @@ def seconds_for(run: Callable[[], object], rounds: int, device: torch.device) ->
         for _ in range(rounds):
             run()
         return time.perf_counter() - began
-    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     before.record()
     for _ in range(rounds):
         run()

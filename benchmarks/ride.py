@@ -114,8 +114,9 @@ class Bench:
         pace = FixedPace(8_192, block_tokens=self.model.spec.block_tokens)
         self.engine = PromptEngine(self.model, device, room, pace=pace, most_riders=EVERYBODY)
         print(f"{name}: {self.engine.graphs}; started in {self.engine.start_seconds:.1f} s", flush=True)
-        self.executor = self.engine.executor
-        assert isinstance(self.executor, ModelExecutor)
+        executor = self.engine.executor
+        assert isinstance(executor, ModelExecutor)
+        self.executor = executor
         self._words = words = Words(1, self.model.spec.num_real_tokens)
         contexts = [words(context) for _ in range(most)]
         for known in contexts:

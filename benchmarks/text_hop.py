@@ -20,7 +20,7 @@ from agentspec.engine import bundled, text_process
 from agentspec.engine.remote import EngineProcess
 from agentspec.engine.remote_text import RemoteText, pipeline_of
 from agentspec.fair_queue import Flow
-from agentspec.server.text_work import PromptAsk, ThreadedText
+from agentspec.server.text_work import PromptAsk, TextWork, ThreadedText
 from agentspec.text.chat_template import ChatTemplate
 from agentspec.text.prompt import BuiltPrompt, PromptBuilder
 from agentspec.text.token_limit import TokenLimit
@@ -53,7 +53,7 @@ async def measured(times: int) -> None:
     assert template is not None
     remote = RemoteText(EngineProcess((*CHILD, str(SECONDS))), SECONDS)
     await pipeline_of(bundled.DIRECTORY, None, remote)
-    ways = {"process": remote, "thread": ThreadedText(tokenizer, Prepared(tokenizer, template, TurnMemory()))}
+    ways: dict[str, TextWork] = {"process": remote, "thread": ThreadedText(tokenizer, Prepared(tokenizer, template, TurnMemory()))}
     rng = random.Random(1)
     print("| ms | tokens | process: least | p25 | median | thread: least | p25 | median |\n|---|---|---|---|---|---|---|---|")
     for name, (count, size) in SIZES.items():
@@ -74,7 +74,7 @@ async def measured(times: int) -> None:
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         del sys.argv[1]
-        text_process.PromptBuilder = Prepared  # type: ignore[misc, attr-defined]
+        text_process.PromptBuilder = Prepared  # type: ignore[assignment, attr-defined]
         sys.exit(text_process.main())
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=600, help="prompts of each kind, in each way")

@@ -176,7 +176,8 @@ def their_tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def their_model() -> Any:
-    model, loaded = AutoModelForCausalLM.from_pretrained(bundled.DIRECTORY, dtype=torch.float32, output_loading_info=True)
+    made: Any = AutoModelForCausalLM.from_pretrained(bundled.DIRECTORY, dtype=torch.float32, output_loading_info=True)
+    model, loaded = made
     assert not any(loaded[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), loaded
     assert model.config.architectures == [type(model).__name__], (
         "the class that the config promises is all there, with no random vision tower beside it"

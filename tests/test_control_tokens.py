@@ -22,6 +22,7 @@ def engine() -> Any:
 
 def written(engine: Engine, *, skips: bool, **sampling: Any) -> tuple[str, int | str | None]:
     """The text of an answer that is WRITTEN, and what ended it."""
+    assert engine.tokenizer is not None
     ids = engine.tokenizer.encode(WRITTEN)
     params = SamplingParams(temperature=0.0, max_tokens=len(ids), **sampling)
     prompt = engine.tokenizer.encode("Count.")
@@ -38,6 +39,7 @@ def test_they_are_shown_or_not(engine: Engine) -> None:
 
 
 def test_the_stop_id_is_no_text(engine: Engine) -> None:
+    assert engine.tokenizer is not None
     end = engine.tokenizer.special_ids["<|im_end|>"]
     assert written(engine, skips=False) == ("One<|im_start|> two", end)
 

@@ -10,8 +10,10 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from torch import Tensor
 
 from agentspec.models.qwen3_5 import state_forms
+from agentspec.models.protocol import VerifyBatch
 from agentspec.models.state import page_bytes, row_bytes
 from agentspec.models.tensors import parameter_dtype, parameter_shapes
 from agentspec.types import ZERO_ROW
@@ -112,10 +114,10 @@ def test_every_slot_decodes_from_the_first_step_to_the_last(model: PrefilledMode
 
 
 def test_the_context_is_not_computed_and_not_empty(model: PrefilledModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = []
+    batches: list[VerifyBatch] = []
     verify = PrefilledModel.verify
 
-    def spy(self: PrefilledModel, batch):  # type: ignore[no-untyped-def]
+    def spy(self: PrefilledModel, batch: VerifyBatch) -> Tensor:
         batches.append(batch)
         return verify(self, batch)
 
@@ -170,7 +172,7 @@ def test_the_check_passes_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "12 tokens" in check_small_model("cpu")
     streams, calls = decode_checks.streams, []
 
-    def wrong(*arguments):  # type: ignore[no-untyped-def]
+    def wrong(*arguments: Any) -> tuple[list[list[int]], int]:
         calls.append(arguments)
         found, accepted = streams(*arguments)
         found[1][3] += len(calls) - 1

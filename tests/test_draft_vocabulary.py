@@ -51,7 +51,8 @@ class Heard:
 
 
 def tiny_agent(**settings: Any) -> Assembly:
-    return assemble(EngineConfig(**{"device": "cpu", "dtype": "float32", "draft_tokens": 3, "max_running": 4, "memory_gib": 0.2} | settings))
+    usual: dict[str, Any] = {"device": "cpu", "dtype": "float32", "draft_tokens": 3, "max_running": 4, "memory_gib": 0.2}
+    return assemble(EngineConfig(**usual | settings))
 
 
 def ask(parts: Assembly, questions: tuple[str, ...], samplings: list[SamplingParams]) -> Heard:

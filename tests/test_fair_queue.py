@@ -15,7 +15,7 @@ QUANTUM = 64 * KIB
 
 def test_a_session_keeps_its_order_and_nothing_is_lost_or_done_twice() -> None:
     rng = random.Random(1)
-    queue, waiting, done = FairQueue(QUANTUM), list[tuple[Flow, int]](), list[tuple[Flow, int]]()
+    queue, waiting, done = FairQueue[tuple[Flow, int]](QUANTUM), list[tuple[Flow, int]](), list[tuple[Flow, int]]()
     tickets = []
     for number in range(3000):
         if rng.random() < 0.5:
@@ -37,7 +37,7 @@ def test_a_session_keeps_its_order_and_nothing_is_lost_or_done_twice() -> None:
 
 
 def test_an_owner_with_many_sessions_has_one_owners_share() -> None:
-    queue = FairQueue(QUANTUM)
+    queue = FairQueue[None](QUANTUM)
     for number in range(50):
         for _ in range(20):
             queue.put(None, Flow("many", str(number)), QUANTUM)
@@ -49,7 +49,7 @@ def test_an_owner_with_many_sessions_has_one_owners_share() -> None:
 
 def test_a_large_job_waits_for_many_small_ones_but_not_for_ever() -> None:
     """Others come all the time, each with a session of its own: what waits has its turn nevertheless."""
-    queue = FairQueue(QUANTUM)
+    queue = FairQueue[str](QUANTUM)
     queue.put("large", Flow("", "large"), 50 * QUANTUM)
     for number in range(10):
         queue.put("small", Flow("", f"first {number}"), 8 * KIB)
@@ -61,7 +61,7 @@ def test_a_large_job_waits_for_many_small_ones_but_not_for_ever() -> None:
 
 
 def test_bytes_are_shared_not_jobs() -> None:
-    queue, served = FairQueue(QUANTUM), Counter[str]()
+    queue, served = FairQueue[None](QUANTUM), Counter[str]()
     sizes = {"large": 400 * KIB, "small": 8 * KIB}
     for _ in range(2000):
         for name, size in sizes.items():

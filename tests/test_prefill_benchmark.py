@@ -7,15 +7,18 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from agentspec.models.qwen3_5 import state_forms
+from agentspec.engine.assembly import Assembly
+from agentspec.kernels import PrefillBatch
 from agentspec.models.state import row_bytes
 from agentspec.models.tensors import parameter_shapes
-from benchmarks import prefill, prefill_checks, prefill_engine, prefill_profile
+from benchmarks import prefill, prefill_checks, prefill_engine, trace
 from benchmarks.bandwidth import Bandwidth
 from benchmarks.decode_checks import CheckFailedError
 from benchmarks.prefill import Run, chosen_cases
@@ -60,7 +63,7 @@ def prefills(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
     seen: list[tuple[bool, int]] = []
     run = PrefilledModel.prefill
 
-    def spy(self: PrefilledModel, batch):  # type: ignore[no-untyped-def]
+    def spy(self: PrefilledModel, batch: PrefillBatch) -> Tensor:
         seen.append((self.computes_prompts, len(batch.token_ids_N)))
         return run(self, batch)
 
@@ -249,7 +252,7 @@ def test_cached_turns_are_held_against_uncached_ones(monkeypatch: pytest.MonkeyP
     sessions = prefill_checks.all_sessions
     calls: list[None] = []
 
-    def wrong(parts):  # type: ignore[no-untyped-def]
+    def wrong(parts: Assembly) -> tuple[dict[str, list[int]], int]:
         found, num_cached = sessions(parts)
         calls.append(None)
         found["session 0, turn 1"][0] += len(calls)
@@ -283,7 +286,7 @@ def swap_rows(tensor: Tensor) -> None:
 def test_a_resume_from_a_wrong_state_fails_the_check(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Tensor], None]) -> None:
     run = PrefilledModel.prefill
 
-    def spoiled(self: PrefilledModel, batch):  # type: ignore[no-untyped-def]
+    def spoiled(self: PrefilledModel, batch: PrefillBatch) -> Tensor:
         if batch.spans_UF[0, 2] > 0:  # a resumed span: what it reads is not what was saved
             spoil(self.pools["ssm_LRVDK"][0])
         return run(self, batch)
@@ -410,12 +413,12 @@ def test_a_profile_is_that_of_one_prompt(model: PrefilledModel, monkeypatch: pyt
     """There is nothing on a GPU to record here: what is tried is what would be recorded."""
     asked: list[int] = []
 
-    def record(step, num_steps):  # type: ignore[no-untyped-def]
+    def record(step: Callable[[], object], num_steps: int) -> Timeline:
         asked.append(num_steps)
         step()
         return Timeline(kernels=[Kernel(name="a", start=0.0, duration=40.0), Kernel(name="b", start=50.0, duration=10.0)], num_steps=num_steps)
 
-    monkeypatch.setattr(prefill_profile.trace, "record", record)
+    monkeypatch.setattr(trace, "record", record)
     text = profile_prompt(PromptEngine(model, CPU, SMALL, overlap=False), PromptCase(count=70, context=128))
     assert asked == [1]
     assert "ms to the first token by the host's clock" in text
@@ -434,9 +437,9 @@ def test_one_part_without_figures_leaves_the_others(model: PrefilledModel, monke
     monkeypatch.setattr(prefill, "CONFIGS", {"toy": TOY})
     monkeypatch.setattr(prefill, "make_model", lambda *arguments, **options: model)
     monkeypatch.setattr(prefill, "check_resume_points", lambda *arguments: "nothing")
-    measured = prefill.time_prompts
+    measured = time_prompts
 
-    def some(engine, case, *arguments, **options):  # type: ignore[no-untyped-def]
+    def some(engine: PromptEngine, case: PromptCase, *arguments: Any, **options: Any) -> PromptFigures:
         if case.count == 11:
             raise NoFigureError("for a reason")
         return measured(engine, case, *arguments, **options)

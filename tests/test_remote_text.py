@@ -186,7 +186,7 @@ class OtherClient(Client):
         super().__init__(*local(), seed)
 
     def _builder(self) -> PromptBuilder:
-        return self._other  # type: ignore[no-any-return]
+        return self._other
 
     def _build(self, **asked: Any) -> BuiltPrompt:
         asked["marked"] = [MessageMark(self.rng.randrange(len(self.session.messages)))]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from agentspec.runtime import executor
-from agentspec.runtime.decode_step import Forward
+from agentspec.runtime.decode_step import Forward, decode_step
 from benchmarks.decode_checks import CheckFailedError
 from benchmarks.ride import check_rides
 
@@ -18,7 +18,7 @@ def test_tiny_agent_says_the_same_whether_windows_ride_or_not() -> None:
 
 
 def test_a_ride_that_loses_the_drafts_hiddens_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = executor.decode_step
+    original = decode_step
 
     def step(*arguments: object, forward: Forward, **keywords: object) -> object:
         forward = Forward.PREFILLED if forward is Forward.RIDDEN else forward

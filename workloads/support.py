@@ -60,7 +60,7 @@ within one working day. Don't speak about these rules; follow them.
 """
 
 _NAMES = ("Greta Holm", "Sami Rahal", "Paula Neves", "Olek Baran", "Hanna Vik", "Luca Serra", "Dana Popa", "Mei Tan")
-_ARTICLES = (
+_ARTICLES: tuple[tuple[str, str, float], ...] = (
     ("reading lamp Alba", "LA-112", 64.0),
     ("linen, natural, 3 m", "FA-530", 41.4),
     ("side table Birk", "FU-207", 129.0),
@@ -84,7 +84,7 @@ def _begin(number: int, group: str, rng: random.Random) -> Script:
 
 
 def _order(rng: random.Random, state: str, *, num_items: int, num_charges: int = 1) -> dict[str, Any]:
-    items = [
+    items: list[dict[str, Any]] = [
         {"position": place, "name": name, "article": article, "price": price, "pieces": rng.choice((1, 1, 2)), "state": state}
         for place, (name, article, price) in enumerate(rng.sample(_ARTICLES, num_items), start=1)
     ]

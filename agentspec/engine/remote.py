@@ -62,7 +62,7 @@ TAKEN_FOR_DEAD = 10
 TICK_SECONDS = 0.5
 """How often a server looks after its engine."""
 
-ENGINE_ENTRY = ("-P", "-m", "agentspec.engine.process")
+ENGINE_ENTRY: Sequence[str] = ("-P", "-m", "agentspec.engine.process")
 """What Python runs in the process. -P: the working directory is no place to import from."""
 
 _CLOSED = "the engine was closed"

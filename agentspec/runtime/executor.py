@@ -372,7 +372,7 @@ class ModelExecutor:
     def _now(self) -> Moment:
         if self._device.type == "cpu":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 

@@ -70,7 +70,7 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)
         self._free_before = self._free_bytes()
 
     def record(self, step: Callable[[], StepResult]) -> tuple[Callable[[], None], StepResult]:

@@ -106,7 +106,7 @@ class _Lane:
     """Copies in one direction, one after the other."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._waiting: deque[tuple[CopyOrder, Iterator[tuple[Tensor, Tensor]], torch.cuda.Event | None]] = deque()
         self._enqueued: deque[tuple[int, torch.cuda.Event | None]] = deque()
         self._num_done = 0
@@ -142,7 +142,7 @@ class _Lane:
             self._stream.wait_stream(other._stream)
 
     def num_done(self) -> int:
-        while self._enqueued and (self._enqueued[0][1] is None or self._enqueued[0][1].query()):  # type: ignore[no-untyped-call]
+        while self._enqueued and (self._enqueued[0][1] is None or self._enqueued[0][1].query()):
             self._num_done, _ = self._enqueued.popleft()
         return self._num_done
 
@@ -183,7 +183,7 @@ def _allocate(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]) 
 def _lock(memory_B: Tensor, device: torch.device) -> None:
     with torch.cuda.device(device):
         memory_B.zero_()  # by all cores: locking would ask for the pages one after the other
-        status = int(torch.cuda.cudart().cudaHostRegister(memory_B.data_ptr(), memory_B.nbytes, 0))  # type: ignore[no-untyped-call]
+        status = int(torch.cuda.cudart().cudaHostRegister(memory_B.data_ptr(), memory_B.nbytes, 0))
     if status:
         reason = f"the system doesn't lock so much memory for the device (CUDA error {status}); 0 does without"
         raise ConfigError("host_memory", f"{memory_B.nbytes / 2**30:.4g} GiB", reason)
@@ -193,4 +193,4 @@ def _unlock(locking: Future[None], memory_B: Tensor) -> None:
     """`memory_B` comes along so that it lives until now."""
     if locking.exception() is None:
         torch.cuda.synchronize()
-        torch.cuda.cudart().cudaHostUnregister(memory_B.data_ptr())  # type: ignore[no-untyped-call]
+        torch.cuda.cudart().cudaHostUnregister(memory_B.data_ptr())

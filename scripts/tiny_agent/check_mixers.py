@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -61,8 +62,8 @@ def time_mixers(num_tokens: int) -> None:
     packed: Packed = pack(np.cumsum([0, *lengths]).astype(np.int32), device)
     mixers: dict[str, Callable[..., Tensor]] = {
         "attention": lambda q, k, v: cuda_mixers.causal_attention(q, k, v, packed, _DIM**-0.5)[0],
-        "gated_delta": lambda *x: cuda_mixers.gated_delta(*x, packed),
-        "gated_delta plain": lambda *x: plain_mixers.gated_delta(*x, packed),
+        "gated_delta": partial(cuda_mixers.gated_delta, packed=packed),
+        "gated_delta plain": partial(plain_mixers.gated_delta, packed=packed),
     }
     for name, mixer in mixers.items():
         inputs = _inputs(name.split()[0], num_tokens, device)

@@ -69,9 +69,12 @@ def main() -> int:
 def measure_quality(config: EngineConfig, sessions: list[HeldOut], progress: TextIO | None = None) -> Quality:
     """Play the sessions greedily and count. Raises CheckpointError or ConfigError for a model that can't be loaded."""
 
+    assert config.max_running != "auto"
+    num_at_once = config.max_running
+
     async def run() -> Quality:
         async with local_server.load(config).client() as client:
-            played, summary = await play(sessions, client, concurrency=config.max_running, progress=progress)
+            played, summary = await play(sessions, client, concurrency=num_at_once, progress=progress)
         return quality.judge(played, seconds=summary.wall, num_failed=summary.num_failed_sessions)
 
     return asyncio.run(run())
@@ -81,9 +84,12 @@ def measure_acceptance(config: EngineConfig, sessions: list[HeldOut], progress: 
     """Play the sessions with 1 to MAX_DRAFTS drafts a step, greedily and sampled."""
     sampled = Sampling(name="temperature 0.6, top-p 0.95", fields={"temperature": 0.6, "top_p": 0.95}, seed=config.seed)
 
+    assert config.max_running != "auto"
+    num_at_once = config.max_running
+
     async def run(sampling: Sampling, num_drafts: int) -> Acceptance:
         async with local_server.load(replace(config, draft_tokens=num_drafts)).client() as client:
-            _, summary = await play(sessions, client, sampling=sampling, concurrency=config.max_running, progress=progress)
+            _, summary = await play(sessions, client, sampling=sampling, concurrency=num_at_once, progress=progress)
         return acceptance.read(summary, sampling=sampling.name, num_drafts=num_drafts)
 
     return [asyncio.run(run(sampling, num_drafts)) for sampling in (GREEDY, sampled) for num_drafts in range(1, MAX_DRAFTS + 1)]

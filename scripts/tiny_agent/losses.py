@@ -38,7 +38,9 @@ def shifted_targets(tokens_T: Tensor, mask_T: Tensor, packed: Packed, shift: int
 def score(hidden_TH: Tensor, head_VH: Tensor, targets_T: Tensor, weights_T: Tensor, *, compile_terms: bool = False) -> Scores:
     """Cross entropy of targets under logits hidden @ head^T, weighted; computed together with its gradient, some tokens at a time."""
     shares_T = weights_T / weights_T.sum().clamp(min=1e-9)
-    loss, nll_T, right_T = _LinearCrossEntropy.apply(hidden_TH, head_VH, targets_T, shares_T, _compiled_terms() if compile_terms else _terms)
+    loss, nll_T, right_T = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden_TH, head_VH, targets_T, shares_T, _compiled_terms() if compile_terms else _terms
+    )
     return Scores(loss, nll_T, right_T)
 
 

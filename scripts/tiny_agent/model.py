@@ -67,8 +67,8 @@ class Model:
         x_TH = self._embed(tokens_T, self.head)
         for layer, kind in zip(self._layers, self.config.layer_types, strict=True):
             if kind == "linear_attention":
-                *qkvgb, z_TVD = kernels.blocks.gated_delta_inputs(x_TH, packed.positions, layer, self.config)
-                o_TVD = kernels.gated_delta(*qkvgb, packed)
+                q, k, v, g, beta, z_TVD = kernels.blocks.gated_delta_inputs(x_TH, packed.positions, layer, self.config)
+                o_TVD = kernels.gated_delta(q, k, v, g, beta, packed)
                 x_TH = kernels.blocks.gated_delta_output(x_TH, o_TVD, z_TVD, layer, self.config)
             else:
                 q, k, v, gate = kernels.blocks.attention_inputs(x_TH, cos_TA, sin_TA, layer, self.config)

@@ -20,7 +20,7 @@ def write_shards(directory: Path, tensors: Mapping[str, Tensor]) -> None:
         if shards[-1] and _size(shards[-1]) + tensor.nbytes > MAX_SHARD_BYTES:
             shards.append({})
         shards[-1][name] = tensor.detach().cpu().contiguous()
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file_name = f"model-{number:05}-of-{len(shards):05}.safetensors"
         save_file(shard, directory / file_name, metadata={"format": "pt"})

@@ -6,6 +6,7 @@ import random
 import sys
 from array import array
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import TypeVar
 
@@ -55,7 +56,7 @@ def turn(cache: HybridCache, ids: array[int], *lengths: int) -> dict[str, int]:
     assert rows is not None
     cost_publish = 0
     for length, row in zip(lengths, rows, strict=True):
-        _, cost = calls(lambda length=length, row=row: cache.publish(lease, "", ids, length, row, CheckpointKind.TURN))
+        _, cost = calls(partial(cache.publish, lease, "", ids, length, row, CheckpointKind.TURN))
         cost_publish = max(cost_publish, cost)
     _, cost_release = calls(lambda: cache.release(lease))
     return {"match": cost_match, "acquire": cost_acquire, "grow": cost_grow, "rows": cost_rows, "publish": cost_publish, "release": cost_release}
@@ -106,4 +107,4 @@ def test_looking_at_the_accounts_doesn_t_walk_the_tree() -> None:
     for seed in range(50):
         turn(large, prompt(seed), NUM_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS)
     for look in (HybridCache.available_pages, HybridCache.available_rows, HybridCache.available_bytes):
-        assert calls(lambda look=look: look(small))[1] == calls(lambda look=look: look(large))[1]
+        assert calls(partial(look, small))[1] == calls(partial(look, large))[1]

@@ -193,6 +193,7 @@ def test_what_others_published_meanwhile_takes_the_place_of_what_was_fetched() -
     pages = world.cache.pages.num_used
     world.carry_out(ALL, 0)
     assert world.land(run)
+    assert other.lease.locked is not None
     assert run.lease.read_row == other.lease.locked.row
     assert run.lease.page_ids[:2] == other.lease.page_ids[:2]
     assert world.cache.pages.num_used == pages - 2, "what was fetched for nothing is free again"

@@ -6,6 +6,7 @@ Blocks are 4 tokens (tests/cache/world.py); every operation is followed by the f
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -338,6 +339,6 @@ def test_a_lease_ends_once() -> None:
     [("num_rows", 2), ("num_pages", 1), ("row_bytes", 0), ("page_bytes", 0), ("block_tokens", 0), ("budget_bytes", -1), ("ghost_blocks", -1)],
 )
 def test_bad_settings_are_refused_by_name(field: str, value: int) -> None:
-    settings = {"num_rows": 4, "num_pages": 4, "row_bytes": 1, "page_bytes": 1, field: value}
+    settings: dict[str, Any] = {"num_rows": 4, "num_pages": 4, "row_bytes": 1, "page_bytes": 1, field: value}
     with pytest.raises(ConfigError, match=f"{field}={value}"):
         HybridCache(**settings)

@@ -48,8 +48,8 @@ def forget_hold(world: World) -> None:
 
 
 FAULTS: dict[str, Callable[[World], object]] = {
-    "a page is lost": lambda world: world.cache.pages._returned.clear() or world.cache.pages.take(1),
-    "a page is free and used": lambda world: world.cache.pages.free([anchor(world).page_ids[0]]),
+    "a page is lost": lambda world: (world.cache.pages._returned.clear(), world.cache.pages.take(1)),
+    "a page is free and used": lambda world: world.cache.pages.free((anchor(world).page_ids or [])[:1]),
     "a row has two owners": lambda world: lease(world).own_rows.add(lease(world).read_row),
     "a reserved row is owned": lambda world: lease(world).own_rows.add(1),
     "a page of the tree counts as the lease's": lambda world: lease(world).own_pages.add(lease(world).page_ids[0]),

@@ -242,7 +242,8 @@ class Ledger(Traffic):
         if entry is not None:
             entry.superseded = False
             entry.kind = max(entry.kind, kind, key=self.RANK.index)
-            if self.deepest[run] is None or len(self.deepest[run][0][1]) < depth:
+            deepest = self.deepest[run]
+            if deepest is None or len(deepest[0][1]) < depth:
                 self.deepest[run] = (key, entry)
         else:
             entry = self.standing[key] = Standing(kind)
@@ -263,8 +264,9 @@ class Ledger(Traffic):
         seconds = self.rng.choice([0.0, 2.0, 5.0])
         self.world.release(run, seconds)
         session, candidates = run.lease.session_id, [self.deepest[run]]
-        if self.reads[run] is not None:
-            candidates.append((self.reads[run], self.standing[self.reads[run]]))
+        read = self.reads[run]
+        if read is not None:
+            candidates.append((read, self.standing[read]))
         alive = [(key, entry) for key, entry in filter(None, candidates) if self.standing.get(key) is entry]
         if session is not None and seconds and alive and not alive[0][1].superseded:
             self.end_hold(session)

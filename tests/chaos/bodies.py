@@ -80,7 +80,7 @@ def _edited(edit: Callable[[bytes], bytes]) -> Callable[[str, float], bytes]:
 
 def _chunked(model: str, sizes: tuple[int, ...], extension: bytes = b"") -> bytes:
     content = json.dumps(chat(model)).encode()
-    pieces, place = [], 0
+    pieces, place = list[bytes](), 0
     while place < len(content):
         size = sizes[len(pieces) % len(sizes)]
         pieces.append(content[place : place + size])

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from agentspec.runtime.plan import StepPlan
+
 STEP_SECONDS = 0.01
 """Of every step that decodes."""
 PAGES_VARIABLE, GATE_VARIABLE = "CHAOS_PAGES", "CHAOS_GATE_BYTES"
@@ -71,15 +73,20 @@ from agentspec.types import DraftSource, ModelSpec, Progress  # noqa: E402
 from agentspec.wire import ModelInfo  # noqa: E402
 from tests.fakes import scripted_device  # noqa: E402
 
-Device: Any = scripted_device.ScriptedDevice
+
+class LastPlan(list[StepPlan]):
+    """Keeps one plan: a server runs for long."""
+
+    def append(self, plan: StepPlan) -> None:
+        self[:] = [plan]
 
 
-class ChainDevice(Device):
+class ChainDevice(scripted_device.ScriptedDevice):
     """The scripted device, whose word is a function of the whole sequence before it."""
 
     def __init__(self, words: list[int], stop_id: int, seconds: float) -> None:
         super().__init__(block=BLOCK, accept=lambda: NUM_DRAFTS)
-        self.plans = deque(maxlen=1)
+        self.plans = LastPlan()
         # All of them from the beginning: what grows under attack is then no book-keeping of the device's.
         self._cells = dict.fromkeys(((page, place) for page in range(NUM_PAGES) for place in range(BLOCK)), 0)
         self._words, self._stop_id, self._seconds = words, stop_id, seconds
@@ -109,7 +116,7 @@ class ChainDevice(Device):
 class LiveHouse(scripted_device.House):
     """A House on the real clock that keeps nothing of what it did."""
 
-    now = property(lambda self: time.monotonic(), lambda self, value: None)  # type: ignore[assignment]
+    now = property(lambda self: time.monotonic(), lambda self, value: None)
 
     def __init__(self, device: ChainDevice, config: EngineConfig) -> None:
         scripted_device.ScriptedDevice = lambda **_: device  # type: ignore[assignment, misc]

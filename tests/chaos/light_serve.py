@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from agentspec.commands.cli import main
 from agentspec.engine import remote as remote_engine
 
-ENTRY = ("-m", "tests.chaos.light_engine")
+ENTRY: tuple[str, ...] = ("-m", "tests.chaos.light_engine")
 
 
 class LightProcess(remote_engine.EngineProcess):

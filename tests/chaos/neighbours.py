@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import random
 import statistics
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def bound(num_flows: int) -> int:
 ENOUGH = 20 * MAX_RUNNING
 """A newcomer is not waited for behind so many."""
 
-Flood = Callable[[Arena, asyncio.Event], Awaitable[None]]
+Flood = Callable[[Arena, asyncio.Event], Coroutine[Any, Any, None]]
 
 
 async def run(size: int, seed: int, *, with_watch: bool = False, log: Path | None = None) -> Outcome:

@@ -7,9 +7,10 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from tests.chaos.arena import Outcome
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked at by /proc")
 
-SHORT: dict[str, tuple[Callable[..., Awaitable[Outcome]], int]] = {
+SHORT: dict[str, tuple[Callable[..., Coroutine[Any, Any, Outcome]], int]] = {
     "hang-ups": (hang_ups.run, 60),
     "half-open": (half_open.run, 84),
     "few-files": (half_open.few_files, 100),

@@ -354,7 +354,7 @@ def write_tensors(directory: Path, tensors: Tensors, *, sharded: bool = False) -
     if not sharded:
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i in range(3):
         shard = {name: tensors[name] for name in sorted(tensors)[i::3]}
         file_name = f"model-{i + 1:05d}-of-00003.safetensors"

@@ -23,7 +23,7 @@ from agentspec.kernels.traffic import state_traffic
 
 class CopyCounter(TorchDispatchMode):
     def __init__(self, pools: Iterable[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._storages = {pool.untyped_storage().data_ptr() for pool in pools}
         self.touched: list[str] = []
         """Names of the offending operations, in order."""

@@ -19,6 +19,10 @@ INFO = ModelInfo(model_id="scripted", vocab_size=1000, max_context=4096, stop_to
 SPEC = SpecStats(num_steps=4, num_drafted=9, num_accepted=5, drafted_by_position=[4, 3, 2], accepted_by_position=[3, 2, 0], histogram=[1, 1, 2])
 
 
+Step = Event | Exception | asyncio.Event | float
+"""What a script is made of: an event to hand out, an exception to raise, a signal to wait for, seconds to wait."""
+
+
 @lru_cache(maxsize=1)
 def _tokenizer() -> Tokenizer:
     return Tokenizer(byte_backend())
@@ -45,7 +49,8 @@ def ended(
     error: str | None = None,
     refused: str | None = None,
     scores: list[TokenScore] | None = None,
-) -> FinishEvent:
+) -> Event:
+    """A FinishEvent; as an Event, so that a list of it and of what `said` returns is a list of events for a type checker too."""
     usage = Usage(prompt_tokens=10, completion_tokens=6, cached_tokens=4, spec=SPEC)
     return FinishEvent(
         request_id="", reason=reason, usage=usage, text=text, stop_match=stop_match, error=error, refused=refused, prompt_scores=scores
@@ -55,9 +60,9 @@ def ended(
 class ScriptedEngine:
     """Plays one script per submit; the last script serves all later ones.
 
-    A script holds events, exceptions to raise, and asyncio.Events to wait for."""
+    A script holds events, exceptions to raise, asyncio.Events to wait for, and seconds to wait."""
 
-    def __init__(self, *scripts: Iterable[Event | Exception | asyncio.Event], info: ModelInfo = INFO) -> None:
+    def __init__(self, *scripts: Iterable[Step], info: ModelInfo = INFO) -> None:
         self.info = info
         self.submits: list[Submit] = []
         self.produced = 0
@@ -65,7 +70,7 @@ class ScriptedEngine:
         self.aborted: list[str] = []
         """Requests whose stream was closed before its terminal event."""
         self.alive = True
-        self._scripts = [list(script) for script in scripts] or [[ended()]]
+        self._scripts: list[list[Step]] = [list(script) for script in scripts] or [[ended()]]
 
     async def stream(self, submit: Submit) -> AsyncGenerator[Event, None]:
         self.submits.append(submit)
@@ -76,6 +81,8 @@ class ScriptedEngine:
                 await asyncio.sleep(0)
                 if isinstance(step, asyncio.Event):
                     await step.wait()
+                elif isinstance(step, int | float):
+                    await asyncio.sleep(step)
                 elif isinstance(step, Exception):
                     finished = True
                     raise step

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -37,7 +37,8 @@ SPREAD = 2**-4
 """Of a block whose products round their inputs to 8 bits, root mean squares (docs/numerics.md): about 2^-5.2 a product."""
 PRODUCT_SPREAD = 2**-5
 """Of what is one product away from exact inputs."""
-LINEAR, FULL = "linear_attention", "full_attention"
+LINEAR: Literal["linear_attention"] = "linear_attention"
+FULL: Literal["full_attention"] = "full_attention"
 ALL = Fp8Blocks(excluded=frozenset())
 
 

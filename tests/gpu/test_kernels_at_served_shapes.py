@@ -17,6 +17,7 @@ from torch import Tensor
 
 from agentspec.kernels.reference import fused as reference
 from agentspec.kernels.triton import linear_layers
+from agentspec.kernels.triton import sampling as triton_sampling
 from agentspec.kernels.triton.linear_plans import MEASURED, OURS_ALONE, Key, Kind, plan_for
 from agentspec.kernels.weights import Plain
 from tests.fakes.compare import relative_error
@@ -60,7 +61,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "the MTP layer": {"starts": (0, 1, 130), "num_columns": 4, "first_position": 1},
     "32 slots": {"starts": (*range(1, 320, 11), None, None, 65), "num_columns": 4},
 }
-LONG = {"starts": (20_000, 5), "num_columns": 4}
+LONG: dict[str, Any] = {"starts": (20_000, 5), "num_columns": 4}
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -215,7 +216,7 @@ def test_argmax(num_rows: int, vocab_size: int, cuda: torch.device) -> None:
 
 def test_a_seed_draws_the_same_tokens_in_any_company(cuda: torch.device) -> None:
     batch = sampling_checks.Batch.random(5, VOCAB_SIZE, 4, [{"temperature": 0.8, "top_p": math.inf}, {"top_k": 50}, {"min_p": 0.1}]).to(cuda)
-    together_BT = sampling_checks.triton_sampling.sample(*batch.arguments(), constrained=False)
+    together_BT = triton_sampling.sample(*batch.arguments(), constrained=False)
     for b in range(3):
-        alone = (tensor[b : b + 1].contiguous() for tensor in (batch.logits_BTV, batch.tokens_BT, batch.position_BT, batch.slot_ids_B))
-        assert torch.equal(sampling_checks.triton_sampling.sample(*alone, batch.table, constrained=False)[0], together_BT[b]), b
+        alone = batch.row(b)
+        assert torch.equal(triton_sampling.sample(*alone.arguments(), constrained=False)[0], together_BT[b]), b

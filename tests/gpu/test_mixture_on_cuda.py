@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -27,7 +27,8 @@ from tests.properties.cached_sessions import SCENES, WORKLOAD, Stage
 pytestmark = pytest.mark.gpu
 BLOCK_TOLERANCE = 2**-6
 """Of a block in bfloat16, as in test_models_on_cuda.py."""
-LINEAR, FULL = "linear_attention", "full_attention"
+LINEAR: Literal["linear_attention"] = "linear_attention"
+FULL: Literal["full_attention"] = "full_attention"
 
 MOE = MoeConfig(num_experts=32, top_k=8, intermediate_size=128, shared_intermediate_size=128, normalize_top_k=True)
 PUBLISHED = replace(CONFIGS["35B-A3B"], layer_types=(LINEAR, FULL), vocab_size=8192)
@@ -141,7 +142,9 @@ def test_small_models_are_those_of_the_cpu(overrides: dict[str, Any], cuda: torc
 @pytest.mark.parametrize("name", ["roomy", "many prompts at once, long chunks"])
 def test_cached_sessions_of_a_model_with_experts(name: str, cuda: torch.device, tmp_path: Path) -> None:
     checkpoint = write_upcycled(tmp_path, noise=1e-3)
-    words = Tokenizer.from_directory(checkpoint).encode(WORKLOAD.read_text(encoding="utf-8"))
+    tokenizer = Tokenizer.from_directory(checkpoint)
+    assert tokenizer is not None
+    words = tokenizer.encode(WORKLOAD.read_text(encoding="utf-8"))
     found = Stage(checkpoint, cuda, words=words).play(name, SCENES[name])
     print(dict(found))
     assert found["replayed prefills"] + found["replayed prefills with windows"] > 5

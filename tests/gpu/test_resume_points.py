@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentspec.models.hf_config import TextConfig
+from agentspec.models.hf_config import LayerType, TextConfig
 from agentspec.models.protocol import VerifyBatch
 from agentspec.models.qwen3_5 import Qwen3_5Model
 from agentspec.runtime.prefill import run_batch
@@ -33,10 +33,11 @@ MAX_RATIO = 1.25
 """Error of a resumed run over that of the whole one, both against float32: resuming adds none."""
 
 VOCAB_SIZE = 8192
-LINEAR, FULL = "linear_attention", "full_attention"
+LINEAR: LayerType = "linear_attention"
+FULL: LayerType = "full_attention"
 
 
-def cut(size: str, *layer_types: str) -> TextConfig:
+def cut(size: str, *layer_types: LayerType) -> TextConfig:
     return replace(CONFIGS[size], layer_types=layer_types, vocab_size=VOCAB_SIZE)
 
 

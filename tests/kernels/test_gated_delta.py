@@ -106,7 +106,7 @@ def test_prefill_writes_wanted_states_of_several_spans() -> None:
     writes = [[(1, 20), (64, 21), (70, 22)], [(1, 23)], [(63, 24), (100, 25), (128, 26), (129, 12)]]
     x, ssm = make(sum(counts), seed=9), pool()
     before = ssm.clone()
-    spans = [span(*each, start=start) for start, *each in zip(starts, counts, reads, writes, strict=True)]
+    spans = [span(count, read, wanted, start=start) for start, count, read, wanted in zip(starts, counts, reads, writes, strict=True)]
     state_traffic.reset()
     out = run_prefill(x, ssm, spans)
     assert (state_traffic.rows_read, state_traffic.rows_written) == (3, 8)

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from agentspec.models.qwen3_5 import Qwen3_5Model
-from tests.fakes.checkpoints import write_checkpoint
+from tests.fakes.checkpoints import Family, write_checkpoint
 from tests.fakes.hf_reference import Reference, compute_reference
 from tests.fakes.loaded import load_model
 
-FAMILIES = ("dense", "moe", "next")
+FAMILIES: tuple[Family, ...] = ("dense", "moe", "next")
 CPU = torch.device("cpu")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fakes.checkpoints import write_checkpoint
+from tests.fakes.checkpoints import Family, write_checkpoint
 from tests.fakes.compare import TOLERANCE, relative_error
 from tests.fakes.loaded import load_model
 from tests.fakes.oracle import Oracle
@@ -17,7 +17,7 @@ from tests.fakes.sequence_driver import Driver
 CPU = torch.device("cpu")
 LENGTH = 75
 
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {
     "dense": ("dense", {}),
     "moe": ("moe", {}),
     "next": ("next", {}),

@@ -48,7 +48,8 @@ def keeps_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def small(directory: Path, family: Family = "dense", **options: Any) -> Path:
-    return write_checkpoint(directory, family, **({"num_hidden_layers": 4, "fp8": "stored"} | options))
+    usual: dict[str, Any] = {"num_hidden_layers": 4, "fp8": "stored"}
+    return write_checkpoint(directory, family, **usual | options)
 
 
 def load(directory: Path, dtype: torch.dtype = torch.float32) -> dict[str, Weight]:

@@ -33,7 +33,7 @@ def long_prompt() -> list[int]:
 def long_cases(tmp_path_factory: pytest.TempPathFactory, long_prompt: list[int]) -> dict[str, tuple[Path, Reference]]:
     """Per family, a checkpoint and what transformers computes. Four layers are enough: three linear, one full attention."""
     root = tmp_path_factory.mktemp("long")
-    cases = {}
+    cases: dict[str, tuple[Path, Reference]] = {}
     for family in FAMILIES:
         directory = write_checkpoint(root / family, family, mtp_experts="fused", num_hidden_layers=4)
         cases[family] = directory, compute_reference(directory, long_prompt)

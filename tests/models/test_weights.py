@@ -38,7 +38,8 @@ def load(directory: Path, dtype: torch.dtype = torch.float32) -> dict[str, Tenso
         config = load_text_config(directory)
         if config.num_mtp_layers is None:
             config = config.with_mtp_layers(int(checkpoint.has_mtp))
-        parameters = checkpoint.load(config, device=CPU, dtype=dtype)
+        loaded = checkpoint.load(config, device=CPU, dtype=dtype)
+    parameters = {name: tensor for name, tensor in loaded.items() if isinstance(tensor, Tensor)}
     assert {name: tuple(tensor.shape) for name, tensor in parameters.items()} == parameter_shapes(config)
     return {name: parameter.tensor for name, parameter in parameters.items()}
 

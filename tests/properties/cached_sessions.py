@@ -218,7 +218,9 @@ class Stage:
 def tiny_agent(device: torch.device) -> Stage:
     """The bundled model among words of its own kind."""
     checkpoint = resolve_checkpoint(bundled.checkpoint_of(None))
-    words = Tokenizer.from_directory(checkpoint).encode(WORKLOAD.read_text(encoding="utf-8"))
+    tokenizer = Tokenizer.from_directory(checkpoint)
+    assert tokenizer is not None
+    words = tokenizer.encode(WORKLOAD.read_text(encoding="utf-8"))
     return Stage(checkpoint, device, words=words)
 
 

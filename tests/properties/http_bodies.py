@@ -45,7 +45,7 @@ NUMBERS = (
     *(0, 1, -1, 2, 19, 128, 129, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**64, -(2**63) - 1, 10**400),
     *(0.0, -0.0, 0.5, 1.0, 1e-45, 5e-324, 1e39, 1.7e308),
 )
-SMALL = (None, True, False, "", "x", "1", [], {}, [None], [[]], {"": None}, {"type": "text"}, {"type": {}}, {"type": []}, [0] * 50)
+SMALL: tuple[Any, ...] = (None, True, False, "", "x", "1", [], {}, [None], [[]], {"": None}, {"type": "text"}, {"type": {}}, {"type": []}, [0] * 50)
 JUNK: tuple[Any, ...] = (*SMALL, *NUMBERS)
 
 PATHS = (
@@ -125,7 +125,7 @@ class Bodies:
         content = json.dumps(body, ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
         if kind > 0.95:
             content = break_bytes(rng, content)
-        leaves = {"leaves_after_turns": rng.choice([0, 1, 2, 3, 5, 9, 20, 60])} if rng.random() < 0.15 else {}
+        leaves: dict[str, Any] = {"leaves_after_turns": rng.choice([0, 1, 2, 3, 5, 9, 20, 60])} if rng.random() < 0.15 else {}
         if rng.random() < 0.3:
             leaves = {"leaves_after_parts": rng.choice([0, 1, 1, 2, 5])}
         headers = {rng.choice(["x-session-id", "session-id", "x-claude-code-session-id"]): rng.choice("abc")} if rng.random() < 0.3 else {}
@@ -411,7 +411,8 @@ def junk(rng: random.Random) -> Any:
 
 def damage(rng: random.Random, body: Any) -> None:
     """Change one place of a body, at any depth."""
-    place, key = None, None
+    place: Any = None
+    key: Any = None
     node = body
     while isinstance(node, dict | list) and node:
         place, key = node, rng.choice(list(node)) if isinstance(node, dict) else rng.randrange(len(node))

@@ -344,7 +344,7 @@ def explain(checkpoint: Path, turn: Turn, expected: list[int], *, loader: Loader
     """Where a stream left the expected one, and how close the plain model's two best logits are there: rounding or a wrong state?"""
     pairs = enumerate(zip(turn.emitted, expected, strict=False))
     at = next((i for i, (got, wanted) in pairs if got != wanted), min(len(turn.emitted), len(expected)))
-    logits = Scratch(checkpoint, loader=loader).logits(turn.submit.prompt_ids + expected[:at])[-1]
+    logits = Scratch(checkpoint, loader=loader).logits([*turn.submit.prompt_ids, *expected[:at]])[-1]
     best, second = logits.topk(2).values.tolist()
     return f"token {at} differs; the plain model's best raw logits there: {best:.7g}, {second:.7g}"
 

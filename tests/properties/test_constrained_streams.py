@@ -23,7 +23,7 @@ from agentspec.kernels.reference import sampling
 from agentspec.kernels.reference.sampling import apply_mask
 from agentspec.runtime import executor
 from agentspec.runtime.constraint import MaskRows
-from agentspec.runtime.decode_step import Forward, StepResult
+from agentspec.runtime.decode_step import Forward, StepResult, decode_step
 from agentspec.runtime.plan import SlotJoin, SlotOutcome
 from agentspec.runtime.request import Phase, Request, new_request
 from agentspec.runtime.step_buffers import StepBuffers
@@ -155,7 +155,7 @@ def test_every_constrained_stream_and_every_score_is_true(shard: int) -> None:
 
 
 def takes_first_steps_without_masks(patch: pytest.MonkeyPatch) -> None:
-    original = executor.decode_step
+    original = decode_step
 
     def step(*arguments: Any, forward: Forward, constrained: bool, **keywords: Any) -> StepResult:
         return original(*arguments, forward=forward, constrained=constrained and forward is not Forward.PREFILLED, **keywords)

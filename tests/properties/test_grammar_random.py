@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from jsonschema import Draft202012Validator
@@ -77,12 +77,12 @@ def check_form(world: World, rng: random.Random, name: str) -> bool:
 
 def check_calls(world: World, rng: random.Random, name: str) -> bool:
     dialect = DIALECTS[rng.choice(sorted(DIALECTS))]
-    tools = [
+    tools: list[dict[str, Any]] = [
         {"type": "function", "function": {"name": f"tool_{index}", "parameters": random_parameters(rng), "strict": rng.random() < 0.8}}
         for index in range(rng.randint(1, 3))
     ]
     tools[0]["function"]["strict"] = True
-    choice = rng.choice(("auto", "required"))
+    choice: Literal["auto", "required"] = rng.choice(("auto", "required"))
     named = rng.choice(tools)["function"]["name"] if choice == "required" and rng.random() < 0.3 else None
     demand = ToolDemand(choice=choice, name=named, parallel=rng.random() < 0.7)
     form = OutputForm(kind="json_schema", source=random_schema(rng, 1), field="form") if choice == "auto" and rng.random() < 0.2 else None

@@ -121,7 +121,7 @@ def as_objects(message: Message, rng: random.Random) -> Message:
 
 
 def fill_with_nulls(message: Message, rng: random.Random) -> Message:
-    nothing = {"refusal": None, "audio": None, "function_call": None, "annotations": []}
+    nothing: dict[str, Any] = {"refusal": None, "audio": None, "function_call": None, "annotations": []}
     return {**message, **nothing, "content": message["content"] or rng.choice((None, ""))}
 
 

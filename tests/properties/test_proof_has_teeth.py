@@ -25,7 +25,7 @@ from agentspec.kernels.reference import sampling, verdict, window
 from agentspec.kernels.reference.sampling import DrawInputs
 from agentspec.kernels.slots import OutcomeRows, SlotState, Window
 from agentspec.mtp.mtp_drafter import MtpDrafter
-from agentspec.runtime import decode_step, executor, scheduler
+from agentspec.runtime import decode_step, executor, sampler, scheduler
 from agentspec.runtime.admission import SessionGate
 from agentspec.runtime.decode_step import Forward, StepResult
 from agentspec.runtime.prefill_plan import plan_chunk
@@ -310,7 +310,7 @@ def frees_the_newer_checkpoint(patch: Patch) -> None:
 
 def _mistake_forward(patch: Patch, real: Forward, taken: Forward) -> None:
     """Steps of one kind are taken as of another one."""
-    original = executor.decode_step
+    original = decode_step.decode_step
 
     def step(*arguments: Any, forward: Forward, **keywords: Any) -> StepResult:
         return original(*arguments, forward=taken if forward is real else forward, **keywords)
@@ -399,7 +399,7 @@ def accepts_one_draft_too_many(patch: Patch) -> None:
 
 
 def exceeds_the_limit(patch: Patch) -> None:
-    original = window.truncate
+    original = verdict.truncate
 
     def truncate(tokens_BT: Tensor, num_matched_B: Tensor, stop_ids_BE: Tensor, room_B: Tensor) -> Any:
         return original(tokens_BT, num_matched_B, stop_ids_BE, room_B + 1)
@@ -408,7 +408,7 @@ def exceeds_the_limit(patch: Patch) -> None:
 
 
 def overlooks_a_stop_id_inside_a_window(patch: Patch) -> None:
-    original = window.truncate
+    original = verdict.truncate
 
     def truncate(tokens_BT: Tensor, num_matched_B: Tensor, *rest: Any) -> Any:
         is_inner = torch.arange(tokens_BT.shape[1]) < num_matched_B[:, None]
@@ -423,7 +423,7 @@ def penalties_overlook_drafts(patch: Patch) -> None:
 
 
 def penalties_count_rejected_drafts(patch: Patch) -> None:
-    original = decode_step.count_emitted
+    original = sampler.count_emitted
 
     def count(counts_SV: Tensor, slot_ids_B: Tensor, outcome_BF: Tensor) -> None:
         whole_BF = outcome_BF.clone()

@@ -23,7 +23,7 @@ def longest(prompt: list[int], seen: list[list[int]]) -> int:
 def test_equals_brute_force() -> None:
     for seed in range(60):
         rng = random.Random(seed)
-        ideal, seen = IdealPrefix(), []
+        ideal, seen = IdealPrefix(), list[list[int]]()
         for _ in range(40):
             prompt = list(rng.choice(seen))[: rng.randrange(1, 400)] if seen and rng.random() < 0.8 else []
             prompt += [rng.choice((0, 1, 255, 256, 65536)) for _ in range(rng.randrange(0 if prompt else 1, 150))]

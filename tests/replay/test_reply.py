@@ -121,7 +121,7 @@ def test_what_an_event_shows_where_tokens_are_counted() -> None:
     assert shown({"content": "held back"}, 4) == 0
     assert reply.completion_tokens is None, "not a word about the whole answer"
     assert reply.add({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 6}}) == 0
-    assert (reply.prompt_tokens, reply.completion_tokens) == (5, 6)
+    assert [reply.prompt_tokens, reply.completion_tokens] == [5, 6]
 
 
 def test_counters_in_agentspecs_shape() -> None:

@@ -71,7 +71,8 @@ def test_a_subagent_starts_behind_a_turn_runs_beside_its_parent_and_is_waited_fo
     assert sent(records["main"]) == [0.0, 0.7, 3.6, 4.3]  # turn 1 waits for nobody, the wait of turn 2 counts from the subagent's end at 3.1
     assert sent(records["background"]) == [1.6]
     assert report.summary.lag.largest == pytest.approx(0)
-    assert (report.summary.num_sessions, report.summary.num_subagents, report.summary.wall) == (3, 2, pytest.approx(5.0))
+    assert (report.summary.num_sessions, report.summary.num_subagents) == (3, 2)
+    assert report.summary.wall == pytest.approx(5.0)
     assert "3 completed of 3, 2 of them subagents" in report.table()
     assert "2 of them subagents" in render_page(report)
     written = report.to_json()
@@ -173,7 +174,7 @@ def test_a_failed_parent_takes_with_it_the_subagents_that_it_had_not_started() -
         ({"max_turns": 2, "sessions": 1}, {"main": 2, "joined": 2, "late": 1, "late/own": 1}),
     ],
 )
-def test_what_is_left_out_takes_its_subagents_with_it(options: dict[str, int], left: dict[str, int]) -> None:
+def test_what_is_left_out_takes_its_subagents_with_it(options: dict[str, Any], left: dict[str, int]) -> None:
     children, (parent, *_) = FAMILY[1:], FAMILY
     report = replay(replay_file(*children, parent, chat("other", 2)), **options)  # a subagent may stand before its parent
     assert {record.session_id: len(record.turns) for record in report.sessions} == left

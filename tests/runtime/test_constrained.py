@@ -194,11 +194,11 @@ class Failing(Everything):
         if self._left[where] < 0:
             raise ValueError("planted")
 
-    def masks(self, drafts):  # type: ignore[no-untyped-def]
+    def masks(self, drafts: Sequence[int]) -> MaskRows:
         self._count("masks")
         return super().masks(drafts)
 
-    def advance(self, token_ids):  # type: ignore[no-untyped-def]
+    def advance(self, token_ids: Sequence[int]) -> None:
         self._count("advance")
         super().advance(token_ids)
 

@@ -293,9 +293,9 @@ def test_scores_of_emitted_tokens_are_those_of_their_own_request() -> None:
         assert outcome.scores is not None
         assert [score.token_id for score in outcome.scores] == outcome.emitted
         for score in outcome.scores:
-            logprobs = MODEL.logits(torch.from_numpy(MODEL.reference_state(known).row[1:])).log_softmax(-1)
-            assert score.logprob == pytest.approx(logprobs[score.token_id].item(), abs=1e-5), "by the raw logits, whatever the bias"
-            assert [token for token, _ in score.top] == logprobs.topk(num_alternatives).indices.tolist()
+            expected = MODEL.logits(torch.from_numpy(MODEL.reference_state(known).row[1:])).log_softmax(-1)
+            assert score.logprob == pytest.approx(expected[score.token_id].item(), abs=1e-5), "by the raw logits, whatever the bias"
+            assert [token for token, _ in score.top] == expected.topk(num_alternatives).indices.tolist()
             known.append(score.token_id)
     assert by_slot[0].emitted[0] == 5
     (outcome,) = executor.collect(later).slots

@@ -137,7 +137,8 @@ def test_a_preempted_request_goes_on_with_its_output_and_its_turn_is_cached() ->
 )
 def test_what_can_not_be_forced_is_refused_by_name(fields: dict[str, Any], reason: str) -> None:
     parts = assembly()
-    submit = Submit(**{"request_id": "a", "prompt_ids": [1, 2], "sampling": GREEDY} | fields)
+    all_fields: dict[str, Any] = {"request_id": "a", "prompt_ids": [1, 2], "sampling": GREEDY} | fields
+    submit = Submit(**all_fields)
     with Engine(parts) as engine, pytest.raises((RequestError, ContextLengthError)) as caught:
         engine._core.submit(submit, None)
     assert reason in str(caught.value)

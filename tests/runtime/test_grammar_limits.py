@@ -92,7 +92,8 @@ def test_a_process_that_died_is_replaced(tokenizer: Tokenizer) -> None:
 
 def test_a_process_can_be_started_before_its_first_job(tokenizer: Tokenizer) -> None:
     trials = TrialProcess(Vocabulary(token_bytes=tokenizer.token_bytes, vocab_size=tokenizer.vocab_size, stop_token_ids=[0], job_seconds=60))
-    assert trials.pid is None
+    before = trials.pid
+    assert before is None
     trials.start()
     first = trials.pid
     assert first is not None

@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -153,7 +154,7 @@ def test_replayed_streams_and_states_equal_the_reference() -> None:
         max_k = generator.randint(1, 5)
         driver = StepDriver(model, max_running=len(requests), max_draft_tokens=max_k)
         driver.executor.capture(range(max_k + 1), Replayer())
-        streams = driver.run(requests, lambda generator=generator, max_k=max_k: generator.randint(0, max_k), check=True)
+        streams = driver.run(requests, partial(generator.randint, 0, max_k), check=True)
         assert streams == model.reference_streams(requests), f"seed {seed}"
 
 

@@ -198,7 +198,7 @@ def test_scored_chunks_are_eager() -> None:
     recorder = Replayer()
     house = ChunkHouse(0)
     house.executor.capture([2], recorder)
-    run = {"token_ids": tokens([1, 2, 3]), "start": 0, "read_row": 0, "page_ids": [1], "next_token": 4}
+    run: dict[str, Any] = {"token_ids": tokens([1, 2, 3]), "start": 0, "read_row": 0, "page_ids": [1], "next_token": 4}
     scored = ChunkPlan(request_id="scored", state_writes=((3, 2),), score_top=2, **run)
     plain = ChunkPlan(request_id="plain", state_writes=((3, 3),), **{**run, "page_ids": [2]})
     assert len(house.launch([scored, plain])["scored"]) == 3

@@ -243,7 +243,8 @@ def test_positions_where_nothing_was_accepted_count_too() -> None:
 
 def test_scores_are_reported_when_asked_for_and_whole() -> None:
     request = make(prompt_logprobs=0, max_tokens=0)
-    assert request.needs_scores
+    before = request.needs_scores
+    assert before
     assert not request.decodes
     request.scores = [TokenScore(66, -1.0, [])]
     assert request.finish(FinishReason.ABORT).prompt_scores is None, "half of them are worth nothing"

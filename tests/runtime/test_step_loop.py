@@ -41,7 +41,8 @@ def test_the_last_step_is_read_when_there_is_nothing_to_launch() -> None:
 
 def test_an_idle_loop_has_no_work() -> None:
     house = House()
-    assert not house.loop.has_work
+    before = house.loop.has_work
+    assert not before
     assert house.loop.run_once() == []
     assert house.device.plans == []
     house.submit("a", letters(10), "abc")
@@ -209,7 +210,7 @@ def test_a_failing_device_fails_the_caller() -> None:
 
 
 def test_a_loop_that_is_never_idle_does_a_piece_of_what_the_start_has_left_now_and_then() -> None:
-    house, done = House(accept=0), []
+    house, done = House(accept=0), list[int]()
     house.loop.prepare = lambda: bool(done.append(len(house.device.plans)) or True)  # type: ignore[method-assign]
     house.submit("a", letters(10), "abcdefghij" * 30)
     house.run()

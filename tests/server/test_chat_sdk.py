@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -33,7 +33,7 @@ CALL = "<tool_call>\n<function=look>\n<parameter=at>\nit\n</parameter>\n</functi
 
 
 def sdk(http: httpx.AsyncClient) -> AsyncOpenAI:
-    return AsyncOpenAI(api_key="none", base_url="http://in-process/v1", http_client=http, max_retries=0)
+    return AsyncOpenAI(api_key="none", base_url="http://in-process/v1", http_client=cast(Any, http), max_retries=0)
 
 
 def script(pipeline: TextPipeline, text: str) -> list[Any]:

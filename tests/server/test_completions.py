@@ -15,7 +15,7 @@ from agentspec.errors import RequestError
 from agentspec.server.logprobs import CompletionLogprobs
 from agentspec.server.pipeline import TextPipeline
 from agentspec.types import Breakpoint, CheckpointKind, FinishReason, TokenScore
-from agentspec.wire import SpecStats, TokensEvent
+from agentspec.wire import FinishEvent, SpecStats, TokensEvent
 from tests.fakes.engine_client import SPEC, ScriptedEngine, ended, said
 from tests.fakes.generated import generated, scores_of
 
@@ -157,7 +157,7 @@ def test_without_a_tokenizer_ids_go_in_and_come_out(connect: Connect) -> None:
 def test_several_prompts_become_choices(connect: Connect) -> None:
     engine = ScriptedEngine([*said("a"), ended()], [*said("b"), ended()])
     answer = post(connect, engine, {"prompt": [[1], [2]]}).json()
-    assert sorted(submit.prompt_ids for submit in engine.submits) == [[1], [2]]
+    assert sorted(list(submit.prompt_ids) for submit in engine.submits) == [[1], [2]]
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]
     assert {choice["text"] for choice in answer["choices"]} == {"a", "b"}
     assert answer["usage"]["prompt_tokens"] == 20
@@ -303,6 +303,7 @@ def test_empty_prompts_are_refused(connect: Connect, prompt: Any) -> None:
 
 def test_metrics_without_any_step_have_no_rates(connect: Connect) -> None:
     end = ended()
+    assert isinstance(end, FinishEvent)
     end.usage.spec = SpecStats()
     spec = post(connect, ScriptedEngine([end]), {"prompt": "a"}).json()["metrics"]["speculative_decoding"]
     assert (spec["mean_acceptance_length"], spec["draft_acceptance_rate"], spec["acceptance_by_position"]) == (None, None, [])

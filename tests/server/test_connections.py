@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+from asyncio import constants as asyncio_constants
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from agentspec.commands import serve as serve_command
 from agentspec.config import ServerConfig
 from agentspec.server.app import create_app
-from agentspec.server.connections import HEADER_SECONDS, STALLED_SECONDS, Connections, Listener
+from agentspec.server.connections import HEADER_SECONDS, STALLED_SECONDS, Connections, Listener, room_for_connections
 from agentspec.server.door import Door
 from tests.fakes.engine_client import ScriptedEngine, ended, said
 
@@ -134,7 +135,7 @@ def test_where_nobody_is_idle_the_newcomer_goes_and_nothing_else() -> None:
 @pytest.mark.parametrize("num_idle", [0, 3])
 def test_an_accept_without_a_descriptor_stops_nothing(num_idle: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """asyncio would say so and pause for a second."""
-    monkeypatch.setattr(asyncio.constants, "ACCEPT_RETRY_DELAY", 10**6)
+    monkeypatch.setattr(asyncio_constants, "ACCEPT_RETRY_DELAY", 10**6)
 
     async def main() -> None:
         async with house(app_of()) as opened:
@@ -279,7 +280,7 @@ def test_a_half_open_body_keeps_no_server_from_its_end(capfd: pytest.CaptureFixt
 
 def test_descriptors_bound_the_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[tuple[int, int]] = []
-    monkeypatch.setattr(serve_command.room_for_connections.__globals__["resource"], "setrlimit", lambda _, pair: limits.append(pair))
+    monkeypatch.setattr(room_for_connections.__globals__["resource"], "setrlimit", lambda _, pair: limits.append(pair))
     for soft, hard, room, raised in (
         (1024, 2**20, 4096, [(4128, 2**20)]),
         (64, 64, 32, [(64, 64)]),
@@ -289,5 +290,5 @@ def test_descriptors_bound_the_connections(monkeypatch: pytest.MonkeyPatch) -> N
         (20, 20, 8, [(20, 20)]),
     ):
         limits.clear()
-        monkeypatch.setattr(serve_command.room_for_connections.__globals__["resource"], "getrlimit", lambda _, pair=(soft, hard): pair)
-        assert (serve_command.room_for_connections(), limits) == (room, raised)
+        monkeypatch.setattr(room_for_connections.__globals__["resource"], "getrlimit", lambda _, pair=(soft, hard): pair)
+        assert (room_for_connections(), limits) == (room, raised)

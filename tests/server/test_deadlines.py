@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -18,8 +18,8 @@ from agentspec.server.errors import ApiError
 from agentspec.server.pipeline import TextPipeline
 from agentspec.server.responding import KEEP_ALIVE_SECONDS, STATUS_SECONDS
 from agentspec.server.transport import InProcessTransport
-from agentspec.wire import EngineClient, Event, FinishEvent, Submit
-from tests.fakes.engine_client import ScriptedEngine, ended, said
+from agentspec.wire import EngineClient, Submit
+from tests.fakes.engine_client import ScriptedEngine, Step, ended, said
 from tests.replay.fakes import run
 
 CHAT: dict[str, Any] = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
@@ -33,26 +33,8 @@ PATHS = [path for path, _ in BODIES]
 IN_EVERY_API = pytest.mark.parametrize(("path", "body"), BODIES, ids=PATHS)
 
 
-class SlowEngine(ScriptedEngine):
-    """Scripts with numbers in them: seconds to wait."""
-
-    async def stream(self, submit: Submit) -> AsyncIterator[Event]:  # type: ignore[override]
-        self.submits.append(submit)
-        script: list[Any] = self._scripts[min(len(self.submits), len(self._scripts)) - 1]
-        done = False
-        try:
-            for step in script:
-                if isinstance(step, int | float):
-                    await asyncio.sleep(step)
-                elif isinstance(step, Exception):
-                    done = True
-                    raise step
-                else:
-                    done = isinstance(step, FinishEvent)
-                    yield step
-        finally:
-            if not done:
-                self.aborted.append(submit.request_id)
+def waiting(seconds: float, text: str) -> list[Step]:
+    return [seconds, *said(text)]
 
 
 async def parts_of(response: httpx.Response) -> list[tuple[float, str]]:
@@ -90,7 +72,7 @@ def num_terminal(path: str, parts: list[tuple[float, str]]) -> int:
 @IN_EVERY_API
 def test_a_stream_says_that_it_lives(path: str, body: dict[str, Any], pipeline: TextPipeline) -> None:
     """Nothing came until the first token, and proxies and clients gave up; and nothing between two that were far apart."""
-    engine = SlowEngine([35.0, *said("well"), 15.0, *said(" then"), 3.0, ended()])
+    engine = ScriptedEngine([35.0, *said("well"), 15.0, *said(" then"), 3.0, ended()])
     response, began, parts = run(ask(pipeline, engine, path, body | {"stream": True}))
     assert (response.status_code, began) == (200, STATUS_SECONDS)
     sign = "event: ping\n" if path == "/v1/messages" else ": keep-alive\n"
@@ -103,8 +85,8 @@ def test_a_stream_says_that_it_lives(path: str, body: dict[str, Any], pipeline: 
 
 @IN_EVERY_API
 def test_a_stream_that_flows_has_no_signs_of_life(path: str, body: dict[str, Any], pipeline: TextPipeline) -> None:
-    engine = SlowEngine([*[step for _ in range(5) for step in (9.0, *said("x"))], ended()])
-    _, began, parts = run(ask(pipeline, SlowEngine([0.5, *said("x"), ended()]), path, body | {"stream": True}))
+    engine = ScriptedEngine([*itertools.chain(*[waiting(9.0, "x")] * 5), ended()])
+    _, began, parts = run(ask(pipeline, ScriptedEngine([0.5, *said("x"), ended()]), path, body | {"stream": True}))
     assert began == 0.5, "the headers come with the first event"
     _, _, parts = run(ask(pipeline, engine, path, body | {"stream": True}))
     assert "keep-alive" not in text_of(parts)
@@ -122,7 +104,7 @@ def test_a_stream_that_flows_has_no_signs_of_life(path: str, body: dict[str, Any
     ids=["context", "value", "closed"],
 )
 def test_what_the_engine_refuses_soon_has_its_status(path: str, body: dict[str, Any], error: Exception, status: int, pipeline: TextPipeline) -> None:
-    response, _, parts = run(ask(pipeline, SlowEngine([STATUS_SECONDS / 2, error]), path, body | {"stream": True}))
+    response, _, parts = run(ask(pipeline, ScriptedEngine([STATUS_SECONDS / 2, error]), path, body | {"stream": True}))
     assert response.status_code == status
     assert "event:" not in text_of(parts)
 
@@ -130,7 +112,7 @@ def test_what_the_engine_refuses_soon_has_its_status(path: str, body: dict[str, 
 @IN_EVERY_API
 def test_what_the_engine_refuses_late_is_one_event_with_the_field_by_its_name(path: str, body: dict[str, Any], pipeline: TextPipeline) -> None:
     error = ContextLengthError("prompt_ids", "9 tokens", "is too long")
-    response, _, parts = run(ask(pipeline, SlowEngine([12.0, error]), path, body | {"stream": True}))
+    response, _, parts = run(ask(pipeline, ScriptedEngine([12.0, error]), path, body | {"stream": True}))
     assert response.status_code == 200
     assert num_terminal(path, parts) == 1
     field = {"/v1/completions": "prompt", "/v1/responses": "input"}.get(path, "messages")
@@ -145,7 +127,7 @@ def test_what_the_engine_refuses_late_is_one_event_with_the_field_by_its_name(pa
 @pytest.mark.parametrize("seconds", [0.5, STATUS_SECONDS + 0.5, 25.0])
 def test_leaving_while_nothing_has_come_aborts_the_request(path: str, body: dict[str, Any], seconds: float, pipeline: TextPipeline) -> None:
     async def main() -> None:
-        engine = SlowEngine([1000.0, ended()])
+        engine = ScriptedEngine([1000.0, ended()])
         transport = InProcessTransport(create_app(engine, pipeline))
         async with httpx.AsyncClient(transport=transport, base_url="http://in-process", timeout=None) as client:
             call = asyncio.create_task(client.post(path, json=body | {"stream": True}))
@@ -161,7 +143,7 @@ def test_leaving_while_nothing_has_come_aborts_the_request(path: str, body: dict
 @IN_EVERY_API
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_waits_for_too_long_is_sent_away(path: str, body: dict[str, Any], stream: bool, pipeline: TextPipeline) -> None:
-    engine = SlowEngine([1000.0, ended()])
+    engine = ScriptedEngine([1000.0, ended()])
     limits = TimeLimits(queue_seconds=30.0 if stream else 0.5)
     response, _, parts = run(ask(pipeline, engine, path, body | {"stream": stream}, limits=limits))
     if not stream:
@@ -176,14 +158,14 @@ def test_a_request_that_waits_for_too_long_is_sent_away(path: str, body: dict[st
 @IN_EVERY_API
 def test_a_stream_that_waits_for_less_than_its_headers_has_a_status(path: str, body: dict[str, Any], pipeline: TextPipeline) -> None:
     limits = TimeLimits(queue_seconds=STATUS_SECONDS / 2)
-    response, _, _ = run(ask(pipeline, SlowEngine([1000.0, ended()]), path, body | {"stream": True}, limits=limits))
+    response, _, _ = run(ask(pipeline, ScriptedEngine([1000.0, ended()]), path, body | {"stream": True}, limits=limits))
     assert response.status_code == 429
 
 
 @IN_EVERY_API
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_runs_for_too_long_fails(path: str, body: dict[str, Any], stream: bool, pipeline: TextPipeline) -> None:
-    engine = SlowEngine([*[step for _ in range(100) for step in (1.5, *said("x"))], ended()])
+    engine = ScriptedEngine([*itertools.chain(*[waiting(1.5, "x")] * 100), ended()])
     limits = TimeLimits(queue_seconds=5.0, request_seconds=50.0)
     response, _, parts = run(ask(pipeline, engine, path, body | {"stream": stream}, limits=limits))
     assert parts[-1][0] == 50.0
@@ -200,9 +182,9 @@ def test_choices_may_wait_for_each_other(pipeline: TextPipeline) -> None:
     body = {"model": "scripted", "prompt": ["a", "b", "c"], "return_token_ids": True}
     scripts = [[seconds, *said("x"), ended()] for seconds in (1.0, 20.0, 40.0)]
     limits = TimeLimits(queue_seconds=10.0, request_seconds=60.0)
-    response, _, _ = run(ask(pipeline, SlowEngine(*scripts), "/v1/completions", body, limits=limits))
+    response, _, _ = run(ask(pipeline, ScriptedEngine(*scripts), "/v1/completions", body, limits=limits))
     assert response.status_code == 200
-    engine = SlowEngine(*scripts)
+    engine = ScriptedEngine(*scripts)
     response, began, _ = run(ask(pipeline, engine, "/v1/completions", body, limits=TimeLimits(queue_seconds=10.0, request_seconds=30.0)))
     assert (response.status_code, began, len(engine.aborted)) == (504, 30.0, 1)
 
@@ -228,7 +210,7 @@ def test_the_clients_of_others_read_on_behind_signs_of_life(pipeline: TextPipeli
     """OpenAI's and Anthropic's own clients, of streams whose first token comes late."""
 
     async def main() -> None:
-        app = create_app(SlowEngine([35.0, *said("well"), 15.0, *said(" then"), ended()]), pipeline)
+        app = create_app(ScriptedEngine([35.0, *said("well"), 15.0, *said(" then"), ended()]), pipeline)
         openai, anthropic = openai_client(app), anthropic_client(app)
         user: Any = [{"role": "user", "content": "hi"}]
         chunks = await openai.chat.completions.create(model="scripted", messages=user, stream=True)

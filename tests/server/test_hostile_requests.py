@@ -14,11 +14,11 @@ import msgspec
 import pytest
 
 from agentspec.errors import RequestError
-from agentspec.server import fields
 from agentspec.server.fields import Notes
 from agentspec.server.messages_request import parse_messages
 from agentspec.server.openai import parse_chat, parse_completion
 from agentspec.server.pipeline import TextPipeline
+from agentspec.text.prompt import PromptBuilder
 from tests.fakes.engine_client import INFO, ScriptedEngine, ended, said
 
 MODEL = INFO.model_id
@@ -122,7 +122,7 @@ def test_many_nulls_are_left_out_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     """Each conversion reads the whole body: one for each null would be a way to stop the server."""
     rounds = []
     convert = msgspec.convert
-    monkeypatch.setattr(fields.msgspec, "convert", lambda *given, **how: rounds.append(1) or convert(*given, **how))
+    monkeypatch.setattr(msgspec, "convert", lambda *given, **how: rounds.append(1) or convert(*given, **how))
     calls = [{"id": None, "type": None, "function": {"name": "f", "arguments": None}} for _ in range(500)]
     thoughts = [{"type": "thinking", "thinking": "x", "signature": None}, {"type": "text", "text": "x", "cache_control": None}] * 500
     parse_chat({"model": "m", "messages": [USER, {"role": "assistant", "tool_calls": calls}]})
@@ -140,7 +140,7 @@ def test_unknown_fields_of_many_elements_are_refused_after_some() -> None:
 def test_a_long_list_is_not_read_again_for_each_unknown_field(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = []
     convert = msgspec.convert
-    monkeypatch.setattr(fields.msgspec, "convert", lambda *given, **how: rounds.append(1) or convert(*given, **how))
+    monkeypatch.setattr(msgspec, "convert", lambda *given, **how: rounds.append(1) or convert(*given, **how))
     points = [{"offset": 1, "kind": "user"}] * 40_000
     odd = points[0] | {f"unknown_{number}": 1 for number in range(70)}
     with pytest.raises(RequestError, match="unknown_"):
@@ -151,11 +151,11 @@ def test_a_long_list_is_not_read_again_for_each_unknown_field(monkeypatch: pytes
 class Compared(str):
     """A text that counts how often one is compared with another."""
 
-    count = 0
+    num_compared = 0
     __hash__ = str.__hash__
 
     def __eq__(self, other: object) -> bool:
-        Compared.count += 1
+        Compared.num_compared += 1
         return str.__eq__(self, other)
 
 
@@ -166,7 +166,7 @@ def test_many_unknown_fields_cost_as_much_as_they_are() -> None:
     for name in (*names, *names):
         notes.leave_out(name, 1)
     assert notes.unknown == [str(name) for name in names]
-    assert Compared.count < 10 * len(names)
+    assert Compared.num_compared < 10 * len(names)
 
 
 @pytest.mark.parametrize("limit", ["9" * 5000, "%C2%B2", "%D9%A3", "1%00"])
@@ -228,8 +228,8 @@ def test_prompts_are_built_one_at_a_time_though_their_clients_leave(
     connect: Callable[..., httpx.AsyncClient], pipeline: TextPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A builder is not thread-safe: two that overlap break what it remembers, for every request to come."""
-    rng, build = random.Random(1), pipeline.prompts.build if pipeline.prompts else None
-    assert build is not None
+    assert isinstance(pipeline.prompts, PromptBuilder)
+    rng, build = random.Random(1), pipeline.prompts.build
     at_work, most, num_built = 0, 0, 0
     entered, may_go_on = threading.Semaphore(0), threading.Semaphore(0)
 

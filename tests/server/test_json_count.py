@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
-from agentspec.server import app, json_count
+from agentspec.server import json_count
 from agentspec.server.json_count import JsonCount
 from tests.fakes.engine_client import INFO, ScriptedEngine, ended, said
 
@@ -68,7 +69,7 @@ def refusal(connect: Callable[..., httpx.AsyncClient], content: bytes) -> tuple[
 @pytest.mark.parametrize("part", ["[]", "{}", '"a"', '{"a":[]}'])
 def test_a_body_of_too_many_values_is_never_decoded(connect: Callable[..., httpx.AsyncClient], part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded = []
-    monkeypatch.setattr(app.msgspec.json, "decode", lambda body: decoded.append(body))
+    monkeypatch.setattr(msgspec.json, "decode", lambda body: decoded.append(body))
     status, message = refusal(connect, b'{"messages": [' + b",".join([part.encode()] * 400_000) + b"]}")
     assert (status, message) == (413, "the body holds more than 200,000 texts, arrays and objects")
     assert not decoded

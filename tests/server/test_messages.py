@@ -17,7 +17,7 @@ from agentspec.server.errors import ApiError
 from agentspec.server.messages_events import usage_body
 from agentspec.server.pipeline import TextPipeline
 from agentspec.types import CheckpointKind, FinishReason
-from agentspec.wire import Event, FinishEvent, Usage
+from agentspec.wire import Event, Usage
 from tests.fakes.engine_client import ScriptedEngine, ended, said
 
 Connect = Callable[..., httpx.AsyncClient]
@@ -63,7 +63,8 @@ def told(response: httpx.Response) -> list[dict[str, Any]]:
 
 def assembled(events: list[dict[str, Any]]) -> dict[str, Any]:
     """The message as a client puts it together, while it checks the order of events."""
-    before, texts = None, []
+    before: str | None = None
+    texts: list[dict[str, Any]] = []
     message = dict(events[0]["message"])
     for event in events:
         assert event["type"] in ORDER[before], f"{event['type']} after {before}"
@@ -205,7 +206,7 @@ def test_omitted_thinking_keeps_its_signature(connect: Connect, stream: bool) ->
         (ended(FinishReason.LENGTH, stop_match=None), True, "max_tokens", None),
     ],
 )
-def test_stop_reasons(connect: Connect, end: FinishEvent, tools: bool, reason: str, sequence: str | None) -> None:
+def test_stop_reasons(connect: Connect, end: Event, tools: bool, reason: str, sequence: str | None) -> None:
     script = [*said(CALL if tools else "Hello"), end]
     answer = post(connect, ScriptedEngine(script), {**BODY, "tools": [TOOL]}).json()
     assert (answer["stop_reason"], answer["stop_sequence"]) == (reason, sequence)

@@ -65,7 +65,7 @@ def test_a_tool_loop(stream: bool, display: str) -> None:
         thinking = {"type": "adaptive", "display": "omitted"} if display == "omitted" else {"type": "enabled", "budget_tokens": 1024}
         async with client() as opened:
             messages: list[Any] = [QUESTION]
-            turn = {"stream": stream, "thinking": thinking, "tools": TOOLS, "max_tokens": 2000}
+            turn: dict[str, Any] = {"stream": stream, "thinking": thinking, "tools": TOOLS, "max_tokens": 2000}
             asked = await ask(opened, messages, **turn)
             assert asked.stop_reason == "tool_use"
             assert [block.type for block in asked.content] == ["thinking", "tool_use"]

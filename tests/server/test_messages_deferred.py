@@ -59,7 +59,7 @@ def test_a_tool_is_shown_where_a_result_names_it() -> None:
 def test_every_tool_can_be_called_and_demanded_ones_must_be_known() -> None:
     tools = [FIND, {**LOOK, **DEFER}, {**PLAIN, **DEFER}]
     assert turn(tools).callable_names is None, "a call of what wasn't shown is the client's to answer"
-    assert turn(tools, "look", tool_choice={"type": "any"}).callable_names == {"find", "look"}
+    assert turn(tools, "look", tool_choice={"type": "any"}).callable_names == frozenset({"find", "look"})
     assert turn([FIND, LOOK], tool_choice={"type": "any"}).callable_names is None
     assert turn(tools, tool_choice={"type": "tool", "name": "plain"}).demand.name == "plain"
 

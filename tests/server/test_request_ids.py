@@ -32,7 +32,7 @@ NEW = re.compile(r"[0-9a-f]{32}")
     ],
 )
 def test_a_sane_id_is_taken_and_any_other_replaced(sent: str | None, is_taken: bool, pipeline: TextPipeline) -> None:
-    headers = {} if sent is None else {"x-request-id": sent.encode("latin-1")}
+    headers: dict[bytes, bytes] = {} if sent is None else {b"x-request-id": sent.encode("latin-1")}
     answer = asked(served(pipeline, ServerConfig()), lambda client: client.get("/v1/models", headers=headers))
     told = answer.headers.get_list("x-request-id")
     assert len(told) == 1

@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
@@ -70,7 +70,7 @@ def streamed(connect: Connect, engine: ScriptedEngine, body: dict[str, Any]) -> 
 
 
 def sdk(client: httpx.AsyncClient) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url="http://in-process/v1", api_key="none", http_client=client, max_retries=0)
+    return AsyncOpenAI(base_url="http://in-process/v1", api_key="none", http_client=cast(Any, client), max_retries=0)
 
 
 def told(items: list[dict[str, Any]]) -> list[tuple[str, ...]]:

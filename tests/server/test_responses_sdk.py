@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
@@ -54,7 +54,8 @@ SCRIPTS = [
 
 async def respond(client: openai.AsyncOpenAI, asked: dict[str, Any], *, stream: bool) -> tuple[ParsedResponse[Found], dict[str, str]]:
     """The answer, and what the stream's deltas came to by kind."""
-    asked = {"model": "scripted", "tools": TOOLS, "text_format": Found, "extra_body": {"chat_template_kwargs": {"enable_thinking": True}}} | asked
+    usual: dict[str, Any] = {"model": "scripted", "tools": TOOLS, "text_format": Found}
+    asked = usual | {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}} | asked
     if not stream:
         return await client.responses.parse(**asked), {}
     deltas: dict[str, str] = {}
@@ -98,7 +99,7 @@ def test_a_loop_of_two_tool_turns(connect: Connect, stream: bool, kept: str) -> 
                 said_items: dict[str, list[Any]] = {
                     "by the client": list(response.output),
                     "by the client, as dicts": [item.to_dict() for item in response.output],
-                    "by the client, by names": [{"type": "item_reference", "id": item.id} for item in response.output],
+                    "by the client, by names": [{"type": "item_reference", "id": cast(Any, item).id} for item in response.output],
                 }
                 history += [*said_items[kept], *given]
                 given = history if given else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any, cast
 
 import httpx
 import msgspec
@@ -36,7 +37,7 @@ def test_the_sdk_finds_the_model_whatever_its_name(connect: Connect, name: str) 
     engine = ScriptedEngine(info=msgspec.structs.replace(INFO, model_id=name))
 
     async def run() -> str:
-        async with openai.AsyncOpenAI(api_key="none", base_url="http://in-process/v1", http_client=connect(engine)) as client:
+        async with openai.AsyncOpenAI(api_key="none", base_url="http://in-process/v1", http_client=cast(Any, connect(engine))) as client:
             with pytest.raises(openai.NotFoundError, match="not served here"):
                 await client.models.retrieve("other")
             return (await client.models.retrieve(name)).id

@@ -189,7 +189,7 @@ def record(size: int) -> StoredResponse:
 
 
 @pytest.mark.parametrize("bounds", [{"max_bytes": 60_000}, {"max_responses": 12}])
-def test_a_key_that_stores_much_pushes_out_its_own_responses(bounds: dict[str, int]) -> None:
+def test_a_key_that_stores_much_pushes_out_its_own_responses(bounds: dict[str, Any]) -> None:
     store = ResponseStore(**bounds)
     for number in range(3):
         store.of("quiet").put(f"q{number}", record(4000))

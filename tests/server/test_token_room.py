@@ -15,7 +15,7 @@ from tests.fakes.engine_client import INFO, ScriptedEngine, ended, said
 Connect = Callable[..., httpx.AsyncClient]
 
 MESSAGES = [{"role": "user", "content": "hi"}]
-LIMITS = {
+LIMITS: dict[str, tuple[dict[str, Any], str]] = {
     "/v1/chat/completions": ({"messages": MESSAGES}, "max_tokens"),
     "/v1/completions": ({"prompt": "hi"}, "max_tokens"),
     "/v1/messages": ({"messages": MESSAGES}, "max_tokens"),

@@ -131,7 +131,8 @@ def test_a_returned_turn_is_counted_as_it_was_generated(connect: Connect) -> Non
     ],
 )
 def test_tokenize_refuses_by_name(connect: Connect, body: Any, field: str) -> None:
-    refused(*post(connect, ("/tokenize", body)), field)
+    (answer,) = post(connect, ("/tokenize", body))
+    refused(answer, field)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +147,8 @@ def test_tokenize_refuses_by_name(connect: Connect, body: Any, field: str) -> No
     ],
 )
 def test_detokenize_refuses_by_name(connect: Connect, body: Any, field: str) -> None:
-    refused(*post(connect, ("/detokenize", body)), field)
+    (answer,) = post(connect, ("/detokenize", body))
+    refused(answer, field)
 
 
 def test_another_model_is_not_found(connect: Connect) -> None:

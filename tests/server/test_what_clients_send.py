@@ -67,7 +67,7 @@ USED = {"type": "tool_result", "tool_use_id": "c", "content": "r"}
 THINKING = {"type": "thinking", "thinking": "hm", "signature": "s"}
 BLOCKS = [user(), assistant([THINKING, text("a"), USE]), user([USED])]
 OWN = {"name": "f", "description": "d", "input_schema": PARAMETERS}
-MARK = {"cache_control": {"type": "ephemeral"}}
+MARK: dict[str, Any] = {"cache_control": {"type": "ephemeral"}}
 
 SAME: list[tuple[str, Body, Body]] = [
     # Histories as clients return them

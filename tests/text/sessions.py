@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from agentspec.text.events import AssistantTurn
@@ -15,7 +16,7 @@ from agentspec.text.tool_calls import ToolSchemas
 from tests.text.conversations import SYSTEM, TOOLS
 
 
-def spelled(tokenizer: Tokenizer, ids: list[int]) -> str:
+def spelled(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """The text of ids, control tokens included."""
     names = {token_id: text.encode() for text, token_id in tokenizer.special_ids.items()}
     return b"".join(names.get(token_id, tokenizer.token_bytes[token_id]) for token_id in ids).decode(errors="replace")

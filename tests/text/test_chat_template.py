@@ -40,7 +40,7 @@ VARIABLES = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
 @pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}, {"preserve_thinking": True, "style": "plain"}], ids=str)
 def test_renders_like_transformers(
-    reference: PreTrainedTokenizerFast, file: Path, name: str, tools: list[dict[str, Any]] | None, kwargs: dict[str, Any]
+    reference: PreTrainedTokenizerFast, file: Path, name: str, tools: list[Any] | None, kwargs: dict[str, Any]
 ) -> None:
     messages = CONVERSATIONS[name]
     source = file.read_text()
@@ -98,9 +98,9 @@ RAW = '{"command": "grep "x" </parameter>\\n\\\\1'
     ids=["bundled", "python_values", "json_calls", "tools_in_user", "unknown form"],
 )
 def test_arguments_that_are_no_object_stand_as_raw_text_in_place_of_the_parameters(source: str, expected: str) -> None:
-    other = {"a": 1, "b": "raw_name_" + "0" * 32}
+    other: dict[str, Any] = {"a": 1, "b": "raw_name_" + "0" * 32}
     calls = [call("1", "bash", RAW), call("2", "bash", other), call("3", "bash", "ls")]
-    messages = [{"role": "user", "content": "raw_value_" + "f" * 32}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "raw_value_" + "f" * 32}, {"role": "assistant", "content": "", "tool_calls": calls}]
     rendered = ChatTemplate(source, variables=VARIABLES).render(normalise(messages), None).text
     parts = [expected, expected.replace(RAW, "ls")]
     assert [rendered.count(part) for part in parts] == [1, 1], rendered
@@ -154,7 +154,7 @@ def test_system_mark_does_not_depend_on_what_was_rendered_before() -> None:
     for switch in ("x", "y", "x"):
         for tools in (TOOLS, None):
             for system in ("S", "Sa", "S"):
-                messages = [{"role": "system", "content": system}, {"role": "user", "content": "abc"}]
+                messages: list[dict[str, Any]] = [{"role": "system", "content": system}, {"role": "user", "content": "abc"}]
                 fresh = ChatTemplate(source).render(messages, tools, template_kwargs={"switch": switch})
                 assert shared.render(messages, tools, template_kwargs={"switch": switch}) == fresh
                 assert fresh.text[: fresh.marks[0][0]] == f"{switch}<system>{system}<user>"
@@ -248,6 +248,6 @@ def test_unusable_templates_are_refused_by_name(tmp_path: Path, declared: object
 
 
 def test_call_without_the_function_wrapper_renders_too() -> None:
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call("a", "f", "{}")["function"]]}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call("a", "f", "{}")["function"]]}]
     text = ChatTemplate(BUNDLED.read_text()).render(normalise(messages)).text
     assert "<tool_call>\n<function=f>\n</function>\n</tool_call><|im_end|>" in text

@@ -81,7 +81,7 @@ def test_inputs_are_cleared_where_asked(inputs: bool | frozenset[str], emptied: 
 
 
 def test_results_of_one_turn_are_counted_one_by_one() -> None:
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "Look"},
         {"role": "assistant", "content": "", "tool_calls": [call("a", "f", {"x": 1}), call("b", "f", {"x": 2})]},
         {"role": "tool", "tool_call_id": "b", "content": "second".rjust(SIZE)},

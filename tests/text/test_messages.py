@@ -12,7 +12,7 @@ from tests.text.conversations import call
 
 
 def test_one_form() -> None:
-    sent = [
+    sent: list[dict[str, Any]] = [
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": None},
         {"role": "assistant", "content": None, "reasoning": "r", "tool_calls": [call("1", "f", ' {"b": 1, "a": [true, null]} '), call("2", "g", "")]},
         {"role": "tool", "tool_call_id": "2", "content": "second"},
@@ -29,7 +29,7 @@ def test_one_form() -> None:
 
 
 def test_results_without_ids_keep_their_order() -> None:
-    sent = [
+    sent: list[dict[str, Any]] = [
         {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
         {"role": "tool", "content": "1"},
         {"role": "tool", "content": "2"},
@@ -54,6 +54,7 @@ def test_arguments_that_are_no_object_are_kept_as_text(text: str) -> None:
     assert messages[0]["tool_calls"][0]["function"]["arguments"] == {}
 
 
+UNREADABLE: tuple[Any, ...] = (None, 1, {"effort": "low"}, [], ["I think."], [{"type": []}], [{"type": "reasoning.text"}])
 ROUTED = [
     {"type": "reasoning.summary", "summary": "s"},
     {"type": "reasoning.text", "text": "I th", "index": 0},
@@ -73,7 +74,7 @@ BLOCKS = [{"type": "thinking", "thinking": "I think.", "signature": "x"}, {"type
         ({"reasoning_text": "no", "thinking_blocks": BLOCKS, "reasoning_details": []}, "I think."),
         ({"reasoning": "I think.", "reasoning_content": "I think."}, "I think."),
         ({"reasoning_content": "", "reasoning": 1}, ""),
-        *[({"reasoning": form}, None) for form in (None, 1, {"effort": "low"}, [], ["I think."], [{"type": []}], [{"type": "reasoning.text"}])],
+        *[({"reasoning": form}, None) for form in UNREADABLE],
         ({"reasoning_details": ROUTED[:1], "thinking_blocks": BLOCKS[1:]}, None),
     ],
 )

@@ -192,7 +192,7 @@ def test_any_chunking_gives_the_same_events(dialect: str) -> None:
     rng = random.Random(4)
     for trial in range(3000):
         text = "".join(rng.choice(SCRAPS) for _ in range(rng.randrange(1, 16)))
-        options = {"reasoning_open": rng.random() < 0.5, "dialect": dialect, "is_cut": rng.random() < 0.3}
+        options: dict[str, Any] = {"reasoning_open": rng.random() < 0.5, "dialect": dialect, "is_cut": rng.random() < 0.3}
         cuts = sorted(rng.randrange(len(text) + 1) for _ in range(rng.randrange(12)))
         chunks = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
         expected = events_of([text], **options)

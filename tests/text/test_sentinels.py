@@ -48,7 +48,7 @@ def test_ids_are_transformers_where_no_text_spells_a_token(tokenizer: Tokenizer,
     source = FILES[file].read_text()
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(bundled.DIRECTORY / "tokenizer.json"), eos_token="<|im_end|>", pad_token="<|endoftext|>")
     expected = theirs.apply_chat_template(
-        CONVERSATIONS[name], tools=TOOLS, chat_template=source, add_generation_prompt=True, return_dict=False, **kwargs
+        CONVERSATIONS[name], tools=list[Any](TOOLS), chat_template=source, add_generation_prompt=True, return_dict=False, **kwargs
     )
     assert list(builder(tokenizer, source).build(CONVERSATIONS[name], TOOLS, kwargs).prompt_ids) == expected
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -171,18 +172,19 @@ def test_messages_without_content_are_rendered(name: str) -> None:
     """As OpenAI's clients send calls: null, or nothing at all."""
     adding = "{% for m in messages %}{{ m.role + ': ' + m.content + ' ' + m.content | length | string + '\n' }}{% endfor %}"
     template = ChatTemplate(adding) if name == "adds" else template_of(name)
-    for empty in ({"content": None}, {"content": ""}, {"content": []}, {}):
+    empties: tuple[dict[str, Any], ...] = ({"content": None}, {"content": ""}, {"content": []}, {})
+    for empty in empties:
         called = {key: value for key, value in CALLED.items() if key != "content"} | empty
         text = template.render(normalise([user("q"), called, {"role": "tool", "tool_call_id": "1", **empty}, user("r")]), TOOLS).text
         assert "None" not in text
         assert "q" in text
 
 
-def shared(first: list[int], second: list[int]) -> int:
+def shared(first: Sequence[int], second: Sequence[int]) -> int:
     return next((at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other), min(len(first), len(second)))
 
 
-def grow(session: Session, rng: random.Random, words: list[str], has_calls: bool) -> tuple[bool, bool]:
+def grow(session: Session, rng: random.Random, words: list[str], has_calls: bool) -> bool:
     """What comes in between two answers: system messages anywhere behind the results, and perhaps questions. Says whether there was one."""
     gap: list[dict[str, Any]] = []
     for _ in range(rng.randrange(0 if has_calls else 1, 4)):

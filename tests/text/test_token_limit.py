@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import unicodedata
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
@@ -38,7 +39,7 @@ SCRAPS = (
 )
 
 
-def like_qwen(pattern: str = max(token_limit._WORDS_APART), *, behavior: str = "isolated", normalizer: object = None) -> Backend:
+def like_qwen(pattern: str = max(token_limit._WORDS_APART), *, behavior: str = "isolated", normalizer: Any = None) -> Backend:
     """A small BPE with the parts of Qwen's tokenizers."""
     backend = Backend(models.BPE())
     backend.normalizer = normalizer or normalizers.NFC()
@@ -84,7 +85,7 @@ def test_no_text_has_more_bytes_than_its_ids_can_stand_for(tokenizer: Tokenizer)
                 letters + token + " " * 500,
             ):
                 for form in ("NFC", "NFD"):
-                    data = unicodedata.normalize(form, text).encode()  # type: ignore[arg-type]
+                    data = unicodedata.normalize(form, text).encode()
                     assert one.bounds.least_tokens(data) <= len(one.encode(data.decode())), f"seed 8: {text!r}"
 
 
@@ -142,6 +143,7 @@ def test_encoding_ends_once_there_are_too_many_ids(kind: str) -> None:
     assert watched.bounds is not None
     texts = ["a b 1234567890 " * (1 << 19)] if kind == "each" else ["a b 1234567890 " * 5000] * 100
     limit = TokenLimit(max(watched.bounds.least_tokens(text.encode()) for text in texts), 1 if kind == "each" else 2)
+    limits: dict[str, Any] = {kind: limit}
     with pytest.raises(ContextLengthError, match=r"more than [0-9]+ tokens"):
-        encode_within(watched, texts, **{kind: limit})
+        encode_within(watched, texts, **limits)
     assert watched.num_characters < sum(map(len, texts)) / 2

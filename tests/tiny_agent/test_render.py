@@ -53,7 +53,7 @@ def test_text_is_what_the_template_makes() -> None:
         messages = normalise(messages)  # transformers wants arguments as objects, too
         source = CHAT_TEMPLATE.read_text()
         expected = reference.apply_chat_template(
-            messages, tools=example.tools, chat_template=source, tokenize=False, enable_thinking=example.thinking
+            messages, tools=list[Any](example.tools), chat_template=source, tokenize=False, enable_thinking=example.thinking
         )
         assert expected == text, where
 

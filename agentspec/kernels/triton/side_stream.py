@@ -40,4 +40,4 @@ def join(device: torch.device) -> None:
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device, priority=_HIGH_PRIORITY)

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from triton.experimental.gluon import language as gl
 
-from agentspec.kernels.triton import prefill_attention
+from agentspec.kernels.triton import prefill_attention, prefill_attention_hopper
+from agentspec.kernels.triton.attention import dot_precision
 from tests.kernels.triton.specimen import Specimen
 
 _PAGE = 64
@@ -64,11 +65,11 @@ def _specimens(model: str, heads: tuple[int, int], head_dim: int, half_rope: int
     shapes = {"G": heads[1], "SHARES": heads[0] // heads[1], "D": head_dim, "BLOCK_M": plan.block_rows}
     pool_layout = gl.NVMMASharedLayout.get_default_for([_PAGE, head_dim], gl.bfloat16)
     pool = {"pool": f"tensordesc<bf16[{_PAGE},{head_dim}],{pool_layout!r}>"} if plan.is_hopper else {"kv_P2SGD": activations}
-    options = {} if plan.is_hopper else {"BLOCK_D": head_dim, "PRECISION": prefill_attention.dot_precision(dtype)}
+    options = {} if plan.is_hopper else {"BLOCK_D": head_dim, "PRECISION": dot_precision(dtype)}
     yield _prepare(model, heads, head_dim, half_rope, dtype, num_spans, plan.block_rows)
     yield Specimen(
         name=f"attend_prompt {model}",
-        kernel=prefill_attention.hopper.attend if plan.is_hopper else prefill_attention._attend,
+        kernel=prefill_attention_hopper.attend if plan.is_hopper else prefill_attention._attend,
         signature={"queries_NQD": activations, "projected_NP": activations, "row_stride": "i32"}
         | pool
         | {"page_table_UP": "*i32", "num_pages": "i32"}

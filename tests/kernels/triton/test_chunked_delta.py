@@ -5,7 +5,7 @@ The checks take the device, so that tests on a GPU can make them at served shape
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -40,7 +40,7 @@ class Case:
         weights = replace(self.weights, conv_C4=self.weights.conv_C4.float())
         return replace(self, projected_NP=self.projected_NP.float(), weights=weights, conv_R3C=self.conv_R3C.float())
 
-    def run(self, batch: PrefillBatch, prefill=gated_delta_prefill) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[no-untyped-def]
+    def run(self, batch: PrefillBatch, prefill: Callable[..., Tensor] = gated_delta_prefill) -> tuple[Tensor, Tensor, Tensor]:
         """Outputs of the real tokens, and both pools, after a prefill of the first tokens of `projected_NP`, padded with NaN."""
         real, padding = int(batch.spans_UF[:, 1].sum()), len(batch.position_N)
         projected = torch.nn.functional.pad(self.projected_NP[:real], (0, 0, 0, padding - real), value=torch.nan)

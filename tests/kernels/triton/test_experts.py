@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -68,10 +68,10 @@ def in_float32(weights: MixtureWeights) -> MixtureWeights:
 def check_mixture(
     size: tuple[int, int, int, int, int], device: torch.device, dtype: torch.dtype, *, scaled: bool, placement: Placement, shared_width: int = 0
 ) -> None:
-    num_tokens, hidden, *rest = size
+    num_tokens, hidden, num_experts, width, top_k = size
     seed = 10 * num_tokens + hidden
     text = f"seed {seed}: {size}, {dtype}, scaled {scaled}, {placement}, shared width {shared_width}"
-    weights = mixture_of(hidden, *rest, seed, device, dtype, scaled=scaled, shared_width=shared_width)
+    weights = mixture_of(hidden, num_experts, width, top_k, seed, device, dtype, scaled=scaled, shared_width=shared_width)
     x, norm = inputs(num_tokens, hidden, seed, device, dtype)
     expected = reference.add_experts(x.float(), replace(norm, weight=norm.weight.float()), in_float32(weights))
     with pytest.MonkeyPatch.context() as patch:

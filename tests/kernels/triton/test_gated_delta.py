@@ -5,7 +5,7 @@ The checks take the device, so that tests on a GPU can make them at served shape
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -59,7 +59,7 @@ class Case:
         weights = replace(self.weights, conv_C4=self.weights.conv_C4.float())
         return replace(self, projected_NP=self.projected_NP.float(), weights=weights, conv_R3C=self.conv_R3C.float())
 
-    def run(self, step=gated_delta.gated_delta_step) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[no-untyped-def]
+    def run(self, step: Callable[..., Tensor] = gated_delta.gated_delta_step) -> tuple[Tensor, Tensor, Tensor]:
         """Outputs and both pools after one step."""
         ssm, conv = self.ssm_RVDK.clone(), self.conv_R3C.clone()
         return step(self.projected_NP, self.weights, ssm, conv, self.read_row_B, self.write_rows_BT), ssm, conv

@@ -13,6 +13,7 @@ from torch import Tensor
 from agentspec.kernels.backend import Norm
 from agentspec.kernels.reference import fused as reference
 from agentspec.kernels.triton import linear_layers as ours
+from agentspec.kernels.triton.launch import NUM_COUNTERS
 from agentspec.kernels.triton.linear_plans import MEASURED, OURS_ALONE, Kind, Plan, plan_for
 from agentspec.kernels.weights import Plain, Weight
 from tests.fakes.compare import relative_error
@@ -194,7 +195,7 @@ def check_plan(kind: Kind, num_outputs: int, depth: int, num_tokens: int, elemen
     assert plan.split == 1 or kind in ("linear", "add_linear"), text
     assert -(-depth // plan.block_k) >= plan.split, text
     assert plan.stages * plan.block_k * element_bytes * (plan.block_o + plan.block_m) <= LARGEST_SHARED_MEMORY, text
-    assert -(-num_outputs // plan.block_o) * -(-num_tokens // plan.block_m) <= ours.NUM_COUNTERS or plan.split == 1, text
+    assert -(-num_outputs // plan.block_o) * -(-num_tokens // plan.block_m) <= NUM_COUNTERS or plan.split == 1, text
 
 
 @pytest.mark.parametrize("num_tokens", TOKEN_COUNTS)

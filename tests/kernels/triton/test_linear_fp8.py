@@ -12,7 +12,7 @@ from torch import Tensor
 
 from agentspec.kernels.reference import fused as reference
 from agentspec.kernels.triton import linear_layers as ours
-from agentspec.kernels.triton.launch import INTERPRETED
+from agentspec.kernels.triton.launch import INTERPRETED, NUM_COUNTERS
 from agentspec.kernels.triton.linear_plans import MEASURED_FP8, OURS_ALONE, Kind, Plan, plan_for
 from agentspec.kernels.weights import FP8, BlockScaled, Plain, quantize_blocks
 from tests.kernels.triton.test_linear import LARGEST_SHARED_MEMORY, TOKEN_COUNTS, Operands, check_norm_apart, check_products, randn
@@ -185,7 +185,7 @@ def check_plan(kind: Kind, num_outputs: int, depth: int, num_tokens: int, elemen
     assert -(-depth // plan.block_k) >= plan.split, text
     assert 128 % plan.block_k == 0 or plan.block_k % 128 == 0, text
     assert plan.stages * plan.block_k * (plan.block_o + element_bytes * plan.block_m) <= LARGEST_SHARED_MEMORY, text
-    assert -(-num_outputs // plan.block_o) * -(-num_tokens // plan.block_m) <= ours.NUM_COUNTERS or plan.split == 1, text
+    assert -(-num_outputs // plan.block_o) * -(-num_tokens // plan.block_m) <= NUM_COUNTERS or plan.split == 1, text
 
 
 @pytest.mark.parametrize("num_tokens", TOKEN_COUNTS)

@@ -63,6 +63,7 @@ def check_routing(
     assert relative_error(apart.weights_NC, expected_weights) < 10 * TOLERANCE, text
     assert apart.gate_N is not None
     assert relative_error(apart.gate_N, gate) < TOLERANCE, text
+    assert isinstance(apart.normed, Tensor)
     assert relative_error(apart.normed, rms_norm(x, norm.weight, norm.eps)) < (1e-6 if dtype == torch.float32 else 1e-2), text
     among = routing.route(x, norm, weights, visit_shared=True)
     assert among.gate_N is None

@@ -75,17 +75,22 @@ class Batch:
         table = SamplingTable(**{name: getattr(self.table, name).to(device) for name in SamplingTable.__dataclass_fields__})
         return Batch(**fields, table=table)
 
+    def row(self, b: int) -> Batch:
+        """One row alone, over the whole table."""
+        fields = {name: getattr(self, name)[b : b + 1].contiguous() for name in ("logits_BTV", "tokens_BT", "position_BT", "slot_ids_B")}
+        return Batch(**fields, table=self.table)
+
     def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor, SamplingTable]:
         return self.logits_BTV, self.tokens_BT, self.position_BT, self.slot_ids_B, self.table
 
 
 def check_tokens_equal_the_reference(batch: Batch, constrained: bool, device: torch.device, what: str) -> None:
     expected_BT = reference.sample(*batch.arguments(), constrained=constrained)
-    logits_BTV, *others = batch.to(device).arguments()
-    before_BTV = logits_BTV.clone()
-    got_BT = triton_sampling.sample(logits_BTV, *others, constrained=constrained)
+    moved = batch.to(device)
+    before_BTV = moved.logits_BTV.clone()
+    got_BT = triton_sampling.sample(*moved.arguments(), constrained=constrained)
     assert got_BT.dtype == torch.int64
-    assert torch.equal(logits_BTV, before_BTV), f"{what}: the logits were changed"
+    assert torch.equal(moved.logits_BTV, before_BTV), f"{what}: the logits were changed"
     assert torch.equal(got_BT.cpu(), expected_BT), f"{what}: {got_BT.tolist()} for {expected_BT.tolist()}"
 
 
@@ -217,8 +222,8 @@ def test_a_row_depends_on_itself_alone(device: torch.device, monkeypatch: pytest
     batch = Batch.random(6, 60, 3, [{"top_k": 4}, {"top_p": 0.7}, {"frequency": 1.0}]).to(device)
     together_BT = triton_sampling.sample(*batch.arguments(), constrained=False)
     for b in (2, 0):
-        alone = (tensor[b : b + 1].contiguous() for tensor in (batch.logits_BTV, batch.tokens_BT, batch.position_BT, batch.slot_ids_B))
-        assert torch.equal(triton_sampling.sample(*alone, batch.table, constrained=False)[0], together_BT[b])
+        alone = batch.row(b)
+        assert torch.equal(triton_sampling.sample(*alone.arguments(), constrained=False)[0], together_BT[b])
 
 
 def test_a_row_without_finite_scores_still_gives_a_token(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

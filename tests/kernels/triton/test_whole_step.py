@@ -49,7 +49,7 @@ def run_steps(checkpoint: Path, device: torch.device) -> tuple[list[list[SlotOut
             plan.masks = {0: np.random.default_rng(3).integers(-(2**31), 2**31, (num_drafted + 1, WORDS), dtype=np.int32)}
         outcomes.append(driver.step(num_drafted, slots=slots, plan=plan))
         plan = StepPlan()
-    states = {}
+    states: dict[str, Tensor] = {}
     for slot, running in driver.running.items():
         length, row = running.outcomes[-1].length, SlotState.of(driver.executor._buffers.slots_SF).read_row_B[slot]
         keys_values = model.pools["kv_AP2SGD"][:, running.pages].transpose(1, 2).flatten(2, 3)[:, :, 1:length]

@@ -6,6 +6,7 @@ call again than answer in a form it never saw, so an answer's request lets it ca
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import openai
@@ -49,7 +50,9 @@ def chat(messages: list[Any], **asked: Any) -> tuple[Any, int]:
     messages.append(message)
     for call in message.tool_calls or []:
         messages.append({"role": "tool", "tool_call_id": call.id, "content": run(call.function.name, call.function.parsed_arguments)})
-    return message.parsed, completion.usage.prompt_tokens_details.cached_tokens
+    assert completion.usage is not None
+    assert completion.usage.prompt_tokens_details is not None
+    return message.parsed, completion.usage.prompt_tokens_details.cached_tokens or 0
 
 
 def responses(history: list[Any], **asked: Any) -> tuple[Any, int]:
@@ -69,11 +72,13 @@ def responses(history: list[Any], **asked: Any) -> tuple[Any, int]:
             # A dict, other than in chat: these tools were made for that API.
             result = run(item.name, OrderNumber.model_validate(item.parsed_arguments))
             history.append({"type": "function_call_output", "call_id": item.call_id, "output": result})
+    assert response.usage is not None
     return response.output_parsed, response.usage.input_tokens_details.cached_tokens
 
 
 (way,) = task.WAY
-ask = {"chat": chat, "responses": responses}[way]
+ways: dict[str, Callable[..., tuple[Any, int]]] = {"chat": chat, "responses": responses}
+ask = ways[way]
 history: list[Any] = []
 answers: list[Any] = []
 cached: list[int] = []

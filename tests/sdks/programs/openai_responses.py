@@ -33,6 +33,7 @@ for question in (task.QUESTION, task.AGAIN):
     while True:
         response = respond(history, previous)
         previous = response.id
+        assert response.usage is not None
         cached.append(response.usage.input_tokens_details.cached_tokens)
         results = [
             {"type": "function_call_output", "call_id": item.call_id, "output": task.call(item.name, item.arguments)}

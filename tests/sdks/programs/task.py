@@ -49,7 +49,7 @@ def book_room(room_id: str, nights: int) -> str:
     return json.dumps(BOOKED)
 
 
-FUNCTIONS = {"search_rooms": search_rooms, "book_room": book_room}
+FUNCTIONS: dict[str, Callable[..., str]] = {"search_rooms": search_rooms, "book_room": book_room}
 PARAMETERS: dict[str, dict[str, Any]] = {
     "search_rooms": {"city": {"type": "string"}, "guests": {"type": "integer"}, "features": {"type": "array", "items": {"type": "string"}}},
     "book_room": {"room_id": {"type": "string"}, "nights": {"type": "integer"}},
