@@ -20,9 +20,9 @@ from agentspec.engine import bundled, text_process
 from agentspec.engine.remote import EngineProcess
 from agentspec.engine.remote_text import RemoteText, pipeline_of
 from agentspec.fair_queue import Flow
-from agentspec.server.text_work import PromptAsk, TextWork, ThreadedText
+from agentspec.server.text_work import TextWork, ThreadedText
 from agentspec.text.chat_template import ChatTemplate
-from agentspec.text.prompt import BuiltPrompt, PromptBuilder
+from agentspec.text.prompt import BuiltPrompt, PromptAsk, PromptBuilder
 from agentspec.text.token_limit import TokenLimit
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.text.turn_memory import TurnMemory
@@ -37,14 +37,15 @@ SIZES = {"a short prompt": (1, 20), "50 KB of messages": (25, 50_000), "100 KB o
 class Prepared(PromptBuilder):
     """Builds each conversation once; they differ in their number of messages."""
 
-    def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts)
+    def __init__(self, *parts: Any, **settings: Any) -> None:
+        super().__init__(*parts, **settings)
         self._built: dict[int, BuiltPrompt] = {}
 
-    def build(self, messages: Any, *arguments: Any, **asked: Any) -> BuiltPrompt:
-        if len(messages) not in self._built:
-            self._built[len(messages)] = super().build(messages, *arguments, **asked)
-        return self._built[len(messages)]
+    def build(self, asked: PromptAsk) -> BuiltPrompt:
+        number = len(asked.messages)
+        if number not in self._built:
+            self._built[number] = super().build(asked)
+        return self._built[number]
 
 
 async def measured(times: int) -> None:
@@ -74,7 +75,7 @@ async def measured(times: int) -> None:
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         del sys.argv[1]
-        text_process.PromptBuilder = Prepared  # type: ignore[assignment, attr-defined]
+        text_process.PromptBuilder = Prepared  # type: ignore[attr-defined]
         sys.exit(text_process.main())
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=600, help="prompts of each kind, in each way")

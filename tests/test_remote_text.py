@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import msgspec
 import pytest
 
 from agentspec.engine import bundled
@@ -25,10 +26,9 @@ from agentspec.errors import CheckpointError, ConfigError, ContextLengthError, O
 from agentspec.fair_queue import Flow
 from agentspec.server.app import create_app
 from agentspec.server.pipeline import TextPipeline
-from agentspec.server.text_work import PromptAsk
 from agentspec.server.transport import InProcessTransport
 from agentspec.text.chat_template import ChatTemplate, MessageMark
-from agentspec.text.prompt import BuiltPrompt, PromptBuilder
+from agentspec.text.prompt import BuiltPrompt, PromptAsk, PromptBuilder
 from agentspec.text.token_limit import TokenLimit
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.text.turn_memory import TurnMemory
@@ -127,21 +127,20 @@ class Beside:
     def num_spliced(self) -> int:
         return self._local.num_spliced
 
-    def build(self, messages: Any, tools: Any = None, template_kwargs: Any = None, **asked: Any) -> BuiltPrompt:
-        wanted = PromptAsk(messages=messages, limit=ROOMY, tools=tools, template_kwargs=template_kwargs or {}, **asked)
+    def build(self, asked: PromptAsk) -> BuiltPrompt:
         killed = self.rng.random() < self.kill_rate
-        answer = self._call(wanted)
+        answer = self._call(msgspec.structs.replace(asked, limit=ROOMY))
         if killed:  # before the job, while it runs, or behind it
             os.kill(self._processes[-1].process.pid, signal.SIGKILL)
             self.num_kills += 1
         found = answer.result(60)
-        expected = facts(self._local.build(messages, tools, template_kwargs, **asked))
+        expected = facts(self._local.build(asked))
         if killed:
             self._call(ask("a process that lives")).result(60)
             self._local = self._make()
-            assert facts(found) in (expected, facts(self._local.build(messages, tools, template_kwargs, **asked)))
+            assert facts(found) in (expected, facts(self._local.build(asked)))
             self._local = self._make()
-            return self.build(messages, tools, template_kwargs, **asked)
+            return self.build(asked)
         assert facts(found) == expected
         return found
 
@@ -190,7 +189,7 @@ class OtherClient(Client):
 
     def _build(self, **asked: Any) -> BuiltPrompt:
         asked["marked"] = [MessageMark(self.rng.randrange(len(self.session.messages)))]
-        return self.session.builder.build(self.session.messages, TOOLS, **asked)
+        return self.session.builder.build(PromptAsk(self.session.messages, TOOLS, **asked))
 
 
 @pytest.mark.parametrize(("seed", "kill_rate"), [(0, 0.0), (1, 0.0), (2, 0.15), (3, 0.15)])
@@ -227,7 +226,7 @@ def test_numbers_beyond_64_bits_come_to_the_template() -> None:
             await remote.build(PromptAsk(messages=[{"role": "judge", "content": ""}], limit=ROOMY), Flow())
         return await remote.build(ask("x", tools=[tool]), Flow())
 
-    expected = PromptBuilder(*local(), TurnMemory()).build(ask("x").messages, [tool])
+    expected = PromptBuilder(*local(), TurnMemory()).build(PromptAsk(ask("x").messages, [tool]))
     assert facts(run(work)) == facts(expected)
 
 
@@ -276,7 +275,7 @@ def test_a_process_that_dies_does_its_job_once_more(processes: list[EngineProces
 
 @pytest.mark.parametrize("death", ["os.kill(os.getpid(), 9)", "(_ for _ in ()).throw(MemoryError())"])
 def test_a_job_at_which_every_process_dies_is_a_503_and_the_next_one_is_done(death: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = DIES + f"lambda s, m, *a, **k: {death} if m[0]['content'] == 'die' else b(s, m, *a, **k)"
+    code = DIES + f"lambda s, asked: {death} if asked.messages[0]['content'] == 'die' else b(s, asked)"
     monkeypatch.setattr("agentspec.engine.remote_text.text_process", lambda seconds: with_code(code))
 
     async def work(remote: RemoteText) -> None:

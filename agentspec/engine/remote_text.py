@@ -39,9 +39,8 @@ from agentspec.engine.text_link import (
 from agentspec.errors import AgentspecError, CheckpointError, ConfigError, OverloadedError, RequestError, TextProcessError
 from agentspec.fair_queue import FairQueue, Flow
 from agentspec.server.pipeline import NO_USE_FOR_A_TEMPLATE, TextPipeline, tokenizer_settings
-from agentspec.server.text_work import PromptAsk
 from agentspec.text.events import AssistantTurn
-from agentspec.text.prompt import BuiltPrompt
+from agentspec.text.prompt import BuiltPrompt, PromptAsk
 from agentspec.text.token_limit import TokenLimit
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.text.tool_calls import DIALECTS, Dialect, detect_dialect
@@ -197,19 +196,7 @@ class RemoteText:
         await asyncio.gather(*self._ends)
 
     async def build(self, asked: PromptAsk, flow: Flow) -> BuiltPrompt:
-        job = Build(
-            messages=asked.messages,
-            tools=None if asked.tools is None else list(asked.tools),
-            template_kwargs=dict(asked.template_kwargs),
-            namespace=asked.namespace,
-            marked=list(asked.marked),
-            edits=list(asked.edits),
-            continues=asked.continues,
-            begins=asked.begins,
-            context=asked.limit.context,
-            times=asked.limit.times,
-        )
-        answer = await self._done(job, "messages", flow)
+        answer = await self._done(Build(asked), "messages", flow)
         assert isinstance(answer, Built)
         assert self.prompts is not None
         self.prompts.num_spliced, self.prompts.num_mismatched = answer.num_spliced, answer.num_mismatched
@@ -228,7 +215,7 @@ class RemoteText:
             self._link.tell(frame(message))
 
     async def encode(self, texts: list[str], limit: TokenLimit, flow: Flow) -> list[array[int]]:
-        answer = await self._done(Encode(texts, limit.context, limit.times), "prompt", flow)
+        answer = await self._done(Encode(texts, limit), "prompt", flow)
         assert isinstance(answer, Encoded)
         return [ids_of(data) for data in answer.ids]
 

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from agentspec.engine.link import ErrorData, framed
-from agentspec.text.chat_template import MessageMark, ToolsMark
-from agentspec.text.context_edits import AppliedEdit, ClearThinking, ClearToolUses
+from agentspec.text.context_edits import AppliedEdit
 from agentspec.text.events import AssistantTurn
-from agentspec.text.prompt import BuiltPrompt
+from agentspec.text.prompt import BuiltPrompt, PromptAsk
+from agentspec.text.token_limit import TokenLimit
 from agentspec.text.turn_memory import TurnRecord
 from agentspec.types import Breakpoint, tokens
 
@@ -37,25 +37,12 @@ class Compile(msgspec.Struct, frozen=True, tag="compile"):
 
 
 class Build(msgspec.Struct, frozen=True, tag="build"):
-    """PromptBuilder.build's arguments."""
-
-    messages: list[Any]
-    tools: list[Any] | None
-    template_kwargs: dict[str, Any]
-    namespace: str
-    marked: list[ToolsMark | MessageMark]
-    edits: list[ClearThinking | ClearToolUses]
-    continues: bool
-    begins: bool
-    context: int
-    times: int
-    """Of token_limit.TokenLimit."""
+    asked: PromptAsk
 
 
 class Encode(msgspec.Struct, frozen=True, tag="encode"):
     texts: list[str]
-    context: int
-    times: int
+    limit: TokenLimit
 
 
 class Begun(msgspec.Struct, frozen=True, array_like=True):

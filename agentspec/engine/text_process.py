@@ -43,7 +43,7 @@ from agentspec.engine.text_link import (
 from agentspec.errors import AgentspecError, ConfigError, RequestError
 from agentspec.text.chat_template import ChatTemplate
 from agentspec.text.prompt import PromptBuilder
-from agentspec.text.token_limit import TokenLimit, encode_within
+from agentspec.text.token_limit import encode_within
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.text.turn_memory import TurnMemory
 
@@ -76,11 +76,12 @@ class _Worker:
 
     def _answer(self, message: ToText) -> ToServer | None:
         match message:
-            case Build():
-                return self._build(message)
-            case Encode(texts, context, times):
+            case Build(asked):
+                assert self._prompts is not None
+                return built(self._prompts.build(asked), self._prompts.num_spliced, self._prompts.num_mismatched)
+            case Encode(texts, limit):
                 assert self._tokenizer is not None
-                found = encode_within(self._tokenizer, texts, each=TokenLimit(context, times))
+                found = encode_within(self._tokenizer, texts, each=limit)
                 return Encoded([ids.tobytes() for ids in found])
             case Remember(begun, turn, ids, is_cut, skip_special_tokens):
                 assert self._prompts is not None
@@ -91,22 +92,6 @@ class _Worker:
                 return Done()
             case Compile():
                 return self._compile(message)
-
-    def _build(self, job: Build) -> ToServer:
-        prompts = self._prompts
-        assert prompts is not None
-        prompt = prompts.build(
-            job.messages,
-            job.tools,
-            job.template_kwargs,
-            namespace=job.namespace,
-            marked=job.marked,
-            edits=job.edits,
-            continues=job.continues,
-            begins=job.begins,
-            limit=TokenLimit(job.context, job.times),
-        )
-        return built(prompt, prompts.num_spliced, prompts.num_mismatched)
 
     def _compile(self, asked: Compile) -> ToServer:
         """A template that hangs does so here, before anything is served."""

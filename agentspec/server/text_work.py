@@ -9,33 +9,14 @@ import asyncio
 from array import array
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from agentspec.fair_queue import Flow
-from agentspec.text.chat_template import CacheMark, Tools
-from agentspec.text.context_edits import ContextEdit
 from agentspec.text.events import AssistantTurn
-from agentspec.text.prompt import BuiltPrompt, PromptBuilder
+from agentspec.text.prompt import BuiltPrompt, PromptAsk, PromptBuilder
 from agentspec.text.token_limit import TokenLimit, encode_within
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.text.tool_calls import Dialect
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PromptAsk:
-    """What a prompt is built of: see PromptBuilder.build."""
-
-    messages: list[dict[str, Any]]
-    limit: TokenLimit
-    tools: Tools | None = None
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    namespace: str = ""
-    marked: Sequence[CacheMark] = ()
-    edits: Sequence[ContextEdit] = ()
-    continues: bool = False
-    begins: bool = True
 
 
 class PromptFacts(Protocol):
@@ -82,19 +63,7 @@ class ThreadedText:
 
     async def build(self, asked: PromptAsk, flow: Flow) -> BuiltPrompt:
         assert self._prompts is not None
-        build = partial(
-            self._prompts.build,
-            asked.messages,
-            asked.tools,
-            asked.template_kwargs,
-            namespace=asked.namespace,
-            marked=asked.marked,
-            edits=asked.edits,
-            continues=asked.continues,
-            begins=asked.begins,
-            limit=asked.limit,
-        )
-        return await asyncio.get_running_loop().run_in_executor(self._builder, build)
+        return await asyncio.get_running_loop().run_in_executor(self._builder, self._prompts.build, asked)
 
     def remember(self, prompt: BuiltPrompt, turn: AssistantTurn, token_ids: Sequence[int], *, is_cut: bool, skip_special_tokens: bool) -> None:
         assert self._prompts is not None

@@ -18,14 +18,13 @@ from agentspec.errors import RequestError
 from agentspec.fair_queue import Flow
 from agentspec.server.pipeline import TextPipeline
 from agentspec.server.service import Service
-from agentspec.server.text_work import PromptAsk
 from agentspec.server.token_places import TokenPlaces
 from agentspec.server.token_room import clamped_to, within_room
 from agentspec.text.chat_template import CacheMark, Tools
 from agentspec.text.constraints import OutputForm, ToolDemand, is_constrained, turn_grammar
 from agentspec.text.context_edits import ContextEdit
 from agentspec.text.events import AssistantTurn, ContentDelta, TextEvent
-from agentspec.text.prompt import BuiltPrompt
+from agentspec.text.prompt import BuiltPrompt, PromptAsk
 from agentspec.text.token_limit import COUNTED_CONTEXTS, TokenLimit
 from agentspec.text.tool_calls.protocol import CALL_OPEN
 from agentspec.types import FinishReason, SamplingParams, TokenScore

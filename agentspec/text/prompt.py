@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from agentspec.text import context_edits
 from agentspec.text.chat_template import CacheMark, ChatTemplate, MessageMark, Tools
 from agentspec.text.context_edits import AppliedEdit, ContextEdit
@@ -61,6 +63,26 @@ class BuiltPrompt:
         return bool(text) and not (self.reasoning_open and text.endswith(THINK_OPEN))
 
 
+class PromptAsk(msgspec.Struct, frozen=True):
+    """What a prompt is built of."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Tools | None = None
+    template_kwargs: Mapping[str, Any] | None = None
+    limit: TokenLimit | None = None
+    """Of its tokens."""
+    namespace: str = ""
+    """Turns generated in another one are not put back."""
+    marked: Sequence[CacheMark] = ()
+    """Places that become breakpoints beside the template's own."""
+    edits: Sequence[ContextEdit] = ()
+    """Made after turns were recognised, so that the conversation is known by what the client sends, whatever the model is shown of it."""
+    continues: bool = False
+    """The last message is the beginning of the turn, an assistant's without calls."""
+    begins: bool = True
+    """The prompt ends with what opens the turn; false: behind the messages, for those who only count."""
+
+
 class PromptBuilder:
     """Builds prompts for one model and remembers its turns. Not thread-safe."""
 
@@ -86,34 +108,19 @@ class PromptBuilder:
         self.num_mismatched = 0
         """Returned turns that the template renders otherwise than they were generated (dropped reasoning, trimmed whitespace): rendered text won."""
 
-    def build(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Tools | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        *,
-        namespace: str = "",
-        marked: Sequence[CacheMark] = (),
-        edits: Sequence[ContextEdit] = (),
-        continues: bool = False,
-        begins: bool = True,
-        limit: TokenLimit | None = None,
-    ) -> BuiltPrompt:
+    def build(self, asked: PromptAsk) -> BuiltPrompt:
         """The prompt that asks for the next assistant turn.
 
-        `namespace`: turns generated in another one are not put back. `marked`: places that become breakpoints beside the template's own. `edits`:
-        made after turns were recognised, so that the conversation is known by what the client sends, whatever the model is shown of it.
-        `continues`: the last message is the beginning of the turn, an assistant's without calls. `begins`: the prompt ends with what opens the turn;
-        false: behind the messages, for those who only count. `limit`: of its tokens. Raises RequestError naming what can't be used, and
-        ContextLengthError for too many tokens; nothing is remembered of such a prompt."""
+        Raises RequestError naming what can't be used, and ContextLengthError for too many tokens; nothing is remembered of such a prompt."""
+        tools, template_kwargs, limit, continues = asked.tools, asked.template_kwargs, asked.limit, asked.continues
         refuse_surrogates(tools, "tools")
         refuse_surrogates(template_kwargs, "chat_template_kwargs")
-        arranged = Arranged.of(normalise(messages), self._template.system_places)
-        marked = [MessageMark(*arranged.mark(mark.message, mark.characters)) if isinstance(mark, MessageMark) else mark for mark in marked]
-        recalled, records, keys = self._recall(arranged.messages, namespace)
+        arranged = Arranged.of(normalise(asked.messages), self._template.system_places)
+        marked = [MessageMark(*arranged.mark(mark.message, mark.characters)) if isinstance(mark, MessageMark) else mark for mark in asked.marked]
+        recalled, records, keys = self._recall(arranged.messages, asked.namespace)
         if continues:
             keys.pop()  # the turn is not whole: the conversation is the one before it
-        render = partial(self._template.render, tools=tools, add_generation_prompt=begins, template_kwargs=template_kwargs, continues=continues)
+        render = partial(self._template.render, tools=tools, add_generation_prompt=asked.begins, template_kwargs=template_kwargs, continues=continues)
 
         counted = None if limit is None else replace(limit, times=COUNTED_CONTEXTS)  # what is cleared makes room for the rest
 
@@ -121,7 +128,7 @@ class PromptBuilder:
             text = render(edited).text
             return len(self._encoder.encode(text, self._locate(text, records), limit=counted).ids)
 
-        conversation, applied = context_edits.apply(recalled, edits, count)
+        conversation, applied = context_edits.apply(recalled, asked.edits, count)
         rendered = render(conversation, marked=marked)
         if limit is not None:
             limit.check_text(rendered.text, self._tokenizer.bounds)
@@ -139,7 +146,7 @@ class PromptBuilder:
             marked_end=dict(zip(characters, offsets, strict=True)).get(rendered.marked_end, 0),
             reasoning_open=_opens_reasoning(recalled[-1]) if continues else rendered.text.rstrip().endswith(self._sentinels.of(THINK_OPEN)),
             conversation=keys[-1],
-            namespace=namespace,
+            namespace=asked.namespace,
             begun=self._begun(rendered.text, recalled[-1] if continues else None, stretches, records),
             applied=applied,
         )

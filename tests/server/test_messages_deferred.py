@@ -13,7 +13,7 @@ from agentspec.server.fields import Notes
 from agentspec.server.messages_request import parse_messages, turn_request
 from agentspec.server.turn import TurnRequest, shown_tools
 from agentspec.text.chat_template import ChatTemplate, MessageMark, ToolsMark
-from agentspec.text.prompt import PromptBuilder
+from agentspec.text.prompt import PromptAsk, PromptBuilder
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.text.turn_memory import TurnMemory
 
@@ -91,7 +91,7 @@ def test_the_prompt_only_grows_when_a_tool_is_found() -> None:
     prompts = PromptBuilder(tokenizer, template, TurnMemory())
 
     def text(asked: TurnRequest) -> str:
-        return tokenizer.spell(prompts.build(asked.messages, shown_tools(asked)).prompt_ids)
+        return tokenizer.spell(prompts.build(PromptAsk(asked.messages, shown_tools(asked))).prompt_ids)
 
     placeholder = {"name": "reserved", "input_schema": {"type": "object"}, **DEFER}
     before = text(turn([FIND, PLAIN, placeholder], {"type": "text", "text": ""}))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentspec.text.events import AssistantTurn
-from agentspec.text.prompt import BuiltPrompt, PromptBuilder
+from agentspec.text.prompt import BuiltPrompt, PromptAsk, PromptBuilder
 from agentspec.text.segmenter import Segmenter
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.text.tool_calls import ToolSchemas
@@ -37,7 +37,7 @@ class Session:
         return self.build()
 
     def build(self) -> BuiltPrompt:
-        return self.builder.build(json.loads(json.dumps(self.messages)), TOOLS, self.kwargs)
+        return self.builder.build(PromptAsk(json.loads(json.dumps(self.messages)), TOOLS, self.kwargs))
 
     def generate(self, prompt: BuiltPrompt, text: str, *, is_cut: bool = False) -> tuple[list[int], AssistantTurn]:
         """The model writes `text`, in tokens that are not the ones that tokenising it would give."""

@@ -13,7 +13,7 @@ import pytest
 
 from agentspec.errors import ContextLengthError
 from agentspec.text.chat_template import ChatTemplate
-from agentspec.text.prompt import PromptBuilder
+from agentspec.text.prompt import PromptAsk, PromptBuilder
 from agentspec.text.sized_cache import SizedCache, held_bytes
 from agentspec.text.token_limit import TokenLimit
 from agentspec.text.tokenizer import Tokenizer
@@ -44,11 +44,11 @@ def too_long(rng: random.Random) -> Iterator[tuple[list[dict[str, Any]], TokenLi
 def test_a_refused_prompt_is_not_remembered(tokenizer: Tokenizer, template: ChatTemplate) -> None:
     template = ChatTemplate(template.source)
     builder = PromptBuilder(tokenizer, template, TurnMemory())
-    builder.build([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], limit=TokenLimit(50_000))
+    builder.build(PromptAsk([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], limit=TokenLimit(50_000)))
     before = held((builder, template))
     for messages, limit in too_long(random.Random(5)):
         with pytest.raises(ContextLengthError):
-            builder.build(messages, limit=limit)
+            builder.build(PromptAsk(messages, limit=limit))
     assert held((builder, template)) < before + 20_000
 
 

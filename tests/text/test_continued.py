@@ -12,7 +12,7 @@ from agentspec.engine import bundled
 from agentspec.errors import RequestError
 from agentspec.text.chat_template import ChatTemplate, MessageMark
 from agentspec.text.context_edits import ClearToolUses
-from agentspec.text.prompt import BuiltPrompt, PromptBuilder
+from agentspec.text.prompt import BuiltPrompt, PromptAsk, PromptBuilder
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.text.turn_memory import TurnMemory
 from tests.text.conversations import SYSTEM, TOOLS
@@ -27,7 +27,7 @@ def session(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Session:
 
 
 def continued(session: Session, **message: Any) -> BuiltPrompt:
-    return session.builder.build([*session.messages, {"role": "assistant", **message}], TOOLS, session.kwargs, continues=True)
+    return session.builder.build(PromptAsk([*session.messages, {"role": "assistant", **message}], TOOLS, session.kwargs, continues=True))
 
 
 @pytest.mark.parametrize("content", ["Ans", 'Here:\n{"a": ', "", "two\n\n", "\ue000", "<b>"])
@@ -107,7 +107,7 @@ def test_what_follows_is_read_as_going_on(session: Session, content: str, then: 
 def test_a_mark_on_the_text_is_the_prompts_end(session: Session) -> None:
     session.ask("Hello")
     messages = [*session.messages, {"role": "assistant", "content": "The answer"}]
-    prompt = session.builder.build(messages, TOOLS, session.kwargs, marked=[MessageMark(len(messages) - 1)], continues=True)
+    prompt = session.builder.build(PromptAsk(messages, TOOLS, session.kwargs, marked=[MessageMark(len(messages) - 1)], continues=True))
     assert prompt.marked_end == len(prompt.prompt_ids)
     assert prompt.breakpoints[-1].offset == len(prompt.prompt_ids)
 
@@ -121,13 +121,13 @@ def test_edits_count_the_prompt_as_it_is(session: Session) -> None:
         {"role": "tool", "tool_call_id": "c", "content": "a result " * 20},
         {"role": "assistant", "content": "The answer"},
     ]
-    count = len(session.builder.build(session.messages, TOOLS, session.kwargs, continues=True).prompt_ids)
+    count = len(session.builder.build(PromptAsk(session.messages, TOOLS, session.kwargs, continues=True)).prompt_ids)
     for above, num_applied in ((count - 1, 1), (count, 0)):
         edit = ClearToolUses(above=above, keep=0)
-        assert len(session.builder.build(session.messages, TOOLS, session.kwargs, edits=[edit], continues=True).applied) == num_applied
+        assert len(session.builder.build(PromptAsk(session.messages, TOOLS, session.kwargs, edits=[edit], continues=True)).applied) == num_applied
 
 
 def test_a_template_that_hides_the_text_can_not_continue_it(tokenizer: Tokenizer) -> None:
     template = ChatTemplate("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
     with pytest.raises(RequestError, match="can't be continued"):
-        PromptBuilder(tokenizer, template, TurnMemory()).build([SYSTEM, {"role": "assistant", "content": "a"}], continues=True)
+        PromptBuilder(tokenizer, template, TurnMemory()).build(PromptAsk([SYSTEM, {"role": "assistant", "content": "a"}], continues=True))

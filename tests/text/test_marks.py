@@ -12,7 +12,7 @@ import pytest
 from agentspec.engine import bundled
 from agentspec.text.chat_template import CacheMark, ChatTemplate, MessageMark, ToolsMark
 from agentspec.text.messages import normalise
-from agentspec.text.prompt import PromptBuilder
+from agentspec.text.prompt import PromptAsk, PromptBuilder
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.text.turn_memory import TurnMemory
 from agentspec.types import CheckpointKind
@@ -119,7 +119,7 @@ def test_prompts_that_part_behind_a_mark_share_its_tokens(tokenizer: Tokenizer, 
     index = rng.choice([1, 3, 4, 6])
     content = messages[index]["content"] = "".join(rng.choices(["a document ", "東京 ", "\n", "1", "é", "<b>"], k=40))
     characters = rng.randrange(1, len(content)) if rng.random() < 0.6 else None
-    prompt = builder.build(messages, TOOLS, marked=[MessageMark(index, characters)])
+    prompt = builder.build(PromptAsk(messages, TOOLS, marked=[MessageMark(index, characters)]))
     assert any(point.offset == prompt.marked_end for point in prompt.breakpoints), f"seed {seed}"
     assert [point.offset for point in prompt.breakpoints] == sorted({point.offset for point in prompt.breakpoints}), f"seed {seed}"
     other = messages[: index + 1]
@@ -127,10 +127,10 @@ def test_prompts_that_part_behind_a_mark_share_its_tokens(tokenizer: Tokenizer, 
         other[-1] = {**other[-1], "content": content[:characters] + rng.choice(["x", " ", "\u0301", "<|im_end|>", "aaa"])}
     elif index == 3:
         other.append(messages[4] | {"content": "no"})
-    parted = builder.build(other, TOOLS).prompt_ids
+    parted = builder.build(PromptAsk(other, TOOLS)).prompt_ids
     common = next((at for at, pair in enumerate(zip(parted, prompt.prompt_ids, strict=False)) if pair[0] != pair[1]), len(parted))
     assert -1 <= common - prompt.marked_end < 12, f"seed {seed}: the last token before a mark inside a text may merge with other text"
 
 
 def test_without_marks_there_is_no_marked_end(tokenizer: Tokenizer, template: ChatTemplate) -> None:
-    assert PromptBuilder(tokenizer, template, TurnMemory()).build(LOOP, TOOLS).marked_end == 0
+    assert PromptBuilder(tokenizer, template, TurnMemory()).build(PromptAsk(LOOP, TOOLS)).marked_end == 0

@@ -11,7 +11,7 @@ import pytest
 from agentspec.errors import RequestError
 from agentspec.text.chat_template import ChatTemplate
 from agentspec.text.context_edits import CLEARED, ClearThinking, ClearToolUses
-from agentspec.text.prompt import PromptBuilder
+from agentspec.text.prompt import PromptAsk, PromptBuilder
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.text.turn_memory import TurnMemory
 from agentspec.types import Breakpoint, CheckpointKind
@@ -97,21 +97,21 @@ def test_edits_are_of_what_the_model_is_shown(session: Session) -> None:
     edit = ClearToolUses(above=0, keep=1, clear_inputs=True)
     kwargs = {"preserve_thinking": True}
     figures = (session.builder.num_spliced, session.builder.num_mismatched)
-    whole = session.builder.build(messages, TOOLS, kwargs, edits=[ClearThinking(keep_turns=1)])
+    whole = session.builder.build(PromptAsk(messages, TOOLS, kwargs, edits=[ClearThinking(keep_turns=1)]))
     assert (session.builder.num_spliced, session.builder.num_mismatched) == (figures[0] + 2, figures[1])
     assert (whole.prompt_ids, whole.applied) == (prompt.prompt_ids, ())
     messages[3]["content"] = "Nothing before noon. " * 20
-    before = session.builder.build(messages, TOOLS, kwargs)
-    after = session.builder.build(messages, TOOLS, kwargs, edits=[edit])
+    before = session.builder.build(PromptAsk(messages, TOOLS, kwargs))
+    after = session.builder.build(PromptAsk(messages, TOOLS, kwargs, edits=[edit]))
     text = spelled(session.tokenizer, after.prompt_ids)
     assert (text.count(CLEARED), text.count("noon"), text.count("Oslo\n</parameter>")) == (1, 0, 1)
     assert [(one.edit, one.num_cleared) for one in after.applied] == [(edit, 1)]
     assert after.conversation == before.conversation
     messages.append({"role": "user", "content": "Book it"})
-    asked = session.builder.build(messages, TOOLS, kwargs)
+    asked = session.builder.build(PromptAsk(messages, TOOLS, kwargs))
     _, turn = session.generate(asked, f"{THINKING}Done.")
     messages += [{"role": "assistant", "content": turn.content}, {"role": "user", "content": "Thanks"}]
-    kept, cleared = (session.builder.build(messages, TOOLS, kwargs, edits=[ClearThinking(keep_turns=turns)]) for turns in (2, 1))
+    kept, cleared = (session.builder.build(PromptAsk(messages, TOOLS, kwargs, edits=[ClearThinking(keep_turns=turns)])) for turns in (2, 1))
     assert spelled(session.tokenizer, kept.prompt_ids).count("I should look.") == 3
     assert spelled(session.tokenizer, cleared.prompt_ids).count("I should look.") == 1
     (applied,) = cleared.applied
@@ -147,7 +147,8 @@ def test_system_breakpoint_is_shared_by_sessions(tokenizer: Tokenizer, template:
     """Whatever the first question begins with: tokens that it could merge with lie behind the breakpoint."""
     builder = PromptBuilder(tokenizer, template, TurnMemory())
     prompts = [
-        builder.build([SYSTEM, {"role": "user", "content": question}], TOOLS) for question in ("Hi", "  Hi", "é", "1", "<think>", "'s", "\u0301x")
+        builder.build(PromptAsk([SYSTEM, {"role": "user", "content": question}], TOOLS))
+        for question in ("Hi", "  Hi", "é", "1", "<think>", "'s", "\u0301x")
     ]
     for prompt in prompts:
         offset = prompt.breakpoints[0].offset
@@ -159,7 +160,7 @@ def test_mark_inside_a_token_rounds_down(tokenizer: Tokenizer) -> None:
     """Without markup the first question merges with the system text; the breakpoint retreats to a token that stays."""
     builder = PromptBuilder(tokenizer, ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}"), TurnMemory())
     for question in ("vel", "\n", " in", "x"):
-        prompt = builder.build([{"role": "system", "content": "We like tra"}, {"role": "user", "content": question}])
+        prompt = builder.build(PromptAsk([{"role": "system", "content": "We like tra"}, {"role": "user", "content": question}]))
         whole, part = tokenizer.encode("We like tra" + question), tokenizer.encode("We like tra")
         assert list(prompt.prompt_ids) == whole
         system = [point for point in prompt.breakpoints if point.kind is CheckpointKind.SYSTEM]
@@ -224,7 +225,7 @@ def test_a_changed_turn_is_the_clients(session: Session, template: ChatTemplate)
         assert json.dumps(session.messages) != original
         text = spelled(session.tokenizer, session.build().prompt_ids)
         plain = PromptBuilder(session.tokenizer, template, TurnMemory())
-        assert text == spelled(session.tokenizer, plain.build(session.messages, TOOLS).prompt_ids)
+        assert text == spelled(session.tokenizer, plain.build(PromptAsk(session.messages, TOOLS)).prompt_ids)
     assert (session.builder.num_spliced, session.builder.num_mismatched) == (0, 0)
 
 
@@ -246,7 +247,7 @@ def test_a_turn_is_not_put_into_a_longer_one(tokenizer: Tokenizer, template: Cha
     session.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": "Done deal"}]
     prompt = session.build()
     assert (builder.num_spliced, builder.num_mismatched) == (0, 1)
-    assert prompt.prompt_ids == PromptBuilder(tokenizer, template, TurnMemory()).build(session.messages, TOOLS, session.kwargs).prompt_ids
+    assert prompt.prompt_ids == PromptBuilder(tokenizer, template, TurnMemory()).build(PromptAsk(session.messages, TOOLS, session.kwargs)).prompt_ids
 
 
 def test_turns_stay_in_their_namespace_and_conversation(session: Session, tokenizer: Tokenizer) -> None:
@@ -255,9 +256,9 @@ def test_turns_stay_in_their_namespace_and_conversation(session: Session, tokeni
     prompt = session.ask("Secret?")
     session.generate(prompt, "The secret is 42.\n</think>\n\nDone.")
     tail = [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "<tool_response>\nok\n</tool_response>"}]
-    same = builder.build([*session.messages, *tail], TOOLS)
-    other = builder.build([SYSTEM, {"role": "user", "content": "Else?"}, *tail], TOOLS)
-    salted = builder.build([*session.messages, *tail], TOOLS, namespace="salt")
+    same = builder.build(PromptAsk([*session.messages, *tail], TOOLS))
+    other = builder.build(PromptAsk([SYSTEM, {"role": "user", "content": "Else?"}, *tail], TOOLS))
+    salted = builder.build(PromptAsk([*session.messages, *tail], TOOLS, namespace="salt"))
     assert "42" in tokenizer.decode(same.prompt_ids)
     assert "42" not in tokenizer.decode(other.prompt_ids)
     assert "42" not in tokenizer.decode(salted.prompt_ids)
@@ -281,7 +282,7 @@ def test_ids_of_calls_lead_to_no_turn_of_another_namespace(session: Session) -> 
     session.returned(turn, with_reasoning=False)
     messages = [SYSTEM, {"role": "user", "content": "(other)"}, *session.messages[2:]]
     for namespace, is_there in (("", True), ("salt", False)):
-        built = builder.build(messages, TOOLS, session.kwargs, namespace=namespace)
+        built = builder.build(PromptAsk(messages, TOOLS, session.kwargs, namespace=namespace))
         assert ("I should look." in spelled(session.tokenizer, built.prompt_ids)) is is_there
 
 

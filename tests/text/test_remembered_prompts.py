@@ -11,7 +11,7 @@ import pytest
 from agentspec.engine import bundled
 from agentspec.text.chat_template import ChatTemplate, MessageMark
 from agentspec.text.context_edits import ClearThinking, ClearToolUses
-from agentspec.text.prompt import BuiltPrompt, PromptBuilder
+from agentspec.text.prompt import BuiltPrompt, PromptAsk, PromptBuilder
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.text.turn_memory import TurnMemory
 from tests.text.conversations import TOOLS
@@ -65,7 +65,7 @@ class Client:
     def _build(self, **asked: Any) -> BuiltPrompt:
         messages = self.session.messages
         asked["marked"] = [MessageMark(self.rng.randrange(len(messages)))]
-        prompt, expected = (builder.build(messages, TOOLS, **asked) for builder in (self.session.builder, self._builder()))
+        prompt, expected = (builder.build(PromptAsk(messages, TOOLS, **asked)) for builder in (self.session.builder, self._builder()))
         assert prompt == expected, f"{self.where}: {asked}, {messages}"
         return prompt
 
@@ -90,7 +90,7 @@ def test_beginnings_of_an_answer_leave_what_is_remembered(tokenizer: Tokenizer, 
     cut, looked_at = pieces.pieces, list[str]()
     monkeypatch.setattr(pieces, "pieces", lambda text: looked_at.append(text) or cut(text))
     for content in ("The", "The answer", "Something else"):
-        session.builder.build([*session.messages, {"role": "assistant", "content": content}], TOOLS, continues=True)
+        session.builder.build(PromptAsk([*session.messages, {"role": "assistant", "content": content}], TOOLS, continues=True))
     session.messages.append({"role": "assistant", "content": "The answer is 42."})
     session.ask("Sure?")
     assert sum(map(len, looked_at)) < 1000

@@ -12,7 +12,7 @@ import pytest
 from agentspec.engine import bundled
 from agentspec.text.chat_template import ChatTemplate, MessageMark
 from agentspec.text.messages import normalise
-from agentspec.text.prompt import BuiltPrompt, PromptBuilder
+from agentspec.text.prompt import BuiltPrompt, PromptAsk, PromptBuilder
 from agentspec.text.sentinels import OWN_TAG
 from agentspec.text.system_messages import Arranged, SystemPlaces
 from agentspec.text.tokenizer import Tokenizer
@@ -243,7 +243,7 @@ def test_a_mark_reaches_the_engine_where_its_text_is(tokenizer: Tokenizer) -> No
     builder = PromptBuilder(tokenizer, template_of("like_qwen"), TurnMemory())
     messages = [system("a"), system("b"), user("question"), system("note"), ANSWER, system("later"), user("more")]
     for index, end in enumerate(["\na", "\nb", "question", "note", "Hello", "later", "more"]):
-        prompt = builder.build(messages, marked=[MessageMark(index)])
+        prompt = builder.build(PromptAsk(messages, marked=[MessageMark(index)]))
         before = spelled(tokenizer, prompt.prompt_ids[: prompt.marked_end])
         assert end in before, index
         assert not any(word in before for word in ["note", "later"][max(0, index - 2) // 2 :] if index in (0, 1, 2, 4)), index
