@@ -5,9 +5,9 @@ Speaks wire messages. An AsyncEngine can also be asked for its HTTP app and for 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from functools import cached_property
+from queue import SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from agentspec.config import EngineConfig
 from agentspec.engine import sdk_clients
 from agentspec.engine.assembly import Assembly, assemble
+from agentspec.engine.streams import Streams
 from agentspec.engine.thread import EngineCore, EngineThread
 from agentspec.errors import EngineClosedError, RequestError
 from agentspec.server.app import create_app
@@ -40,12 +41,9 @@ class Engine:
     def __init__(self, config: EngineConfig | Assembly) -> None:
         self._assembly = config if isinstance(config, Assembly) else assemble(config)
         self._core = EngineCore(self._assembly)
-        self._events: dict[str, deque[Event]] = {}
-        """Of submitted requests: what was not read yet."""
-        self._read: set[str] = set()
-        """Those of them that have their EventStream."""
-        self._left: set[str] = set()
-        """Requests whose reader has gone, until their terminal event."""
+        self._streams: Streams[SimpleQueue[Event]] = Streams(SimpleQueue)
+        self._submitted: dict[str, SimpleQueue[Event]] = {}
+        """Requests that have no EventStream yet."""
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -65,10 +63,13 @@ class Engine:
     def submit(self, submit: Submit) -> None:
         """Queue a request. Raises RequestError when it is refused. Read it with `events`."""
         self._check_open()
-        if submit.request_id in self._events or submit.request_id in self._left:
-            raise RequestError("request_id", submit.request_id, "is in use by a request that is running or was not read to its end")
-        self._core.submit(submit, None if submit.grammar is None else self._assembly.constraints.make(submit.grammar))
-        self._events[submit.request_id] = deque()
+        inbox = self._streams.begin(submit.request_id)
+        try:
+            self._core.submit(submit, None if submit.grammar is None else self._assembly.constraints.make(submit.grammar))
+        except BaseException:
+            self._streams.drop(submit.request_id)
+            raise
+        self._submitted[submit.request_id] = inbox
 
     def step(self) -> bool:
         """Run one step for everyone; False when there was nothing to do."""
@@ -76,44 +77,32 @@ class Engine:
         if not self._core.loop.has_work:
             return False
         for event in self._core.loop.run_once():
-            if event.request_id in self._events:
-                self._events[event.request_id].append(event)
-            elif isinstance(event, FinishEvent):
-                self._left.remove(event.request_id)
+            self._streams.hand(event.request_id, event)
         return True
 
     def events(self, request_id: str) -> EventStream:
         """The events of a submitted request; reading them runs the engine as needed."""
-        if request_id not in self._events or request_id in self._read:
+        if request_id not in self._submitted:
             raise RequestError("request_id", request_id, "was not submitted, or is read already")
-        self._read.add(request_id)
-        return EventStream(self, request_id)
+        return EventStream(self, request_id, self._submitted.pop(request_id))
 
     def stream(self, submit: Submit) -> EventStream:
         """Submit and read this request's events, the FinishEvent last. Raises RequestError when it is refused."""
         self.submit(submit)
         return self.events(submit.request_id)
 
-    def next_event(self, request_id: str) -> Event:
-        """The next event of a submitted request that has not ended, running the engine until there is one."""
+    def next_event(self, inbox: SimpleQueue[Event]) -> Event:
+        """The next event of a request that has not ended, running the engine until there is one."""
         self._check_open()
-        unread = self._events[request_id]
-        while not unread:
+        while inbox.empty():
             self.step()
-        event = unread.popleft()
-        if isinstance(event, FinishEvent):
-            del self._events[request_id]
-            self._read.remove(request_id)
-        return event
+        return inbox.get_nowait()
 
     def leave(self, request_id: str, *, wait: bool) -> None:
-        """Abort a request whose events nobody will read; `wait`: run the engine until it has let go of everything."""
-        unread = self._events.pop(request_id)
-        self._read.remove(request_id)
-        if not self._closed and not any(isinstance(event, FinishEvent) for event in unread):
-            self._left.add(request_id)
+        """Nobody reads a request any more: abort it if it still runs; `wait`: run the engine until it has let go of everything."""
+        if self._streams.leave(request_id) and not self._closed:
             self.abort(request_id)
-            while wait and request_id in self._left:
+            while wait and self._streams.is_running(request_id):
                 self.step()
 
     def generate(self, submit: Submit) -> tuple[list[int], FinishEvent]:
@@ -147,16 +136,18 @@ class Engine:
 class EventStream(Iterator[Event]):
     """The events of one request of an Engine. Closing it early, or losing it, aborts the request."""
 
-    def __init__(self, engine: Engine, request_id: str) -> None:
+    def __init__(self, engine: Engine, request_id: str, inbox: SimpleQueue[Event]) -> None:
         self._engine = engine
         self._request_id = request_id
+        self._inbox = inbox
         self._ended = False
 
     def __next__(self) -> Event:
         if self._ended:
             raise StopIteration
-        event = self._engine.next_event(self._request_id)
-        self._ended = isinstance(event, FinishEvent)
+        event = self._engine.next_event(self._inbox)
+        if isinstance(event, FinishEvent):
+            self._leave(wait=False)
         return event
 
     def close(self) -> None:

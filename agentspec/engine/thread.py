@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from agentspec.config import EngineConfig
 from agentspec.engine.assembly import Assembly, assemble
+from agentspec.engine.streams import Streams
 from agentspec.errors import EngineClosedError, OverloadedError, RequestError
 from agentspec.fair_queue import FairQueue
 from agentspec.runtime.constraint import Constraint
@@ -85,9 +86,7 @@ class EngineThread:
         self._assembly = config if isinstance(config, Assembly) else assemble(config)
         self._core = EngineCore(self._assembly)
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._streams: dict[str, asyncio.Queue[Event]] = {}
-        self._left: set[str] = set()
-        """Requests whose reader has gone, until their terminal event: their ids are still in use."""
+        self._streams: Streams[asyncio.Queue[Event]] = Streams(asyncio.Queue)
         self._compiling: dict[str, asyncio.Future[Constraint | None]] = {}
         """Requests that wait for their grammar. They are not in the engine yet; None ends them."""
         self._uncompiled: FairQueue[_CompileJob] = FairQueue()
@@ -128,8 +127,7 @@ class EngineThread:
         """Submit and yield this request's events, the FinishEvent last. Leaving early aborts the request.
 
         Raises RequestError when the request is refused, EngineClosedError when the engine is not running."""
-        await self._submit(submit)
-        events = self._streams[submit.request_id]
+        events = await self._submit(submit)
         finished = False
         try:
             while not finished:
@@ -137,9 +135,7 @@ class EngineThread:
                 finished = isinstance(event, FinishEvent)
                 yield event
         finally:
-            del self._streams[submit.request_id]
-            if not finished:
-                self._leave(submit.request_id)
+            self._leave(submit.request_id)
 
     async def abort(self, request_id: str) -> None:
         """End a request early; its stream ends with an ABORT event."""
@@ -185,13 +181,11 @@ class EngineThread:
         self._compilers.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._assembly.close)
 
-    async def _submit(self, submit: Submit) -> None:
+    async def _submit(self, submit: Submit) -> asyncio.Queue[Event]:
         self.check_alive()
         assert self._asyncio is not None
-        if submit.request_id in self._streams or submit.request_id in self._left:
-            raise RequestError("request_id", submit.request_id, "is in use by a running request")
+        events = self._streams.begin(submit.request_id)
         accepted: asyncio.Future[None] = self._asyncio.create_future()
-        self._streams[submit.request_id] = asyncio.Queue()
         try:
             constraint = None
             if submit.grammar is not None:
@@ -199,17 +193,17 @@ class EngineThread:
                 if constraint is None:
                     usage = Usage(prompt_tokens=len(submit.prompt_ids))
                     self._hand_out([FinishEvent(request_id=submit.request_id, reason=FinishReason.ABORT, usage=usage)])
-                    return
+                    return events
                 self.check_alive()
             self._inbox.put(("submit", (submit, constraint, accepted)))
             await accepted
         except asyncio.CancelledError:
-            del self._streams[submit.request_id]
             self._leave(submit.request_id)
             raise
         except BaseException:
-            del self._streams[submit.request_id]
+            self._streams.drop(submit.request_id)
             raise
+        return events
 
     async def _compile(self, submit: Submit, grammar: Grammar) -> Constraint | None:
         """The constraint of a request: at once where the grammar is known, else made beside the event loop and the engine's thread, flow by flow.
@@ -257,8 +251,7 @@ class EngineThread:
         self._start_compiles()
 
     def _leave(self, request_id: str) -> None:
-        if self.alive:
-            self._left.add(request_id)
+        if self._streams.leave(request_id) and self.alive:
             self._inbox.put(("leave", request_id))
 
     def check_alive(self) -> None:
@@ -275,11 +268,11 @@ class EngineThread:
             self._core.loop.abort_all()
             while self._core.loop.has_work:
                 self._deliver(self._core.loop.run_once())
-            self._end_all(FinishReason.ABORT, "the engine was closed")
+            self._end_all("the engine was closed")
         except Exception as error:
             logger.exception("the engine's thread died")
             self._death = f"{type(error).__name__}: {error}"
-            self._end_all(FinishReason.ERROR, self._death)
+            self._end_all(self._death)
 
     def _take_commands(self) -> bool:
         """Handle what is in the inbox, waiting when there is no work; False when told to stop."""
@@ -300,7 +293,7 @@ class EngineThread:
                 if self._core.loop.scheduler.knows(payload):
                     self._core.loop.abort(payload)
                 else:
-                    self._call(self._left.discard, payload)
+                    self._call(self._streams.free, payload)
             elif command == "stats":
                 self._call(_settle, payload, self._core.stats())
             elif command == "beat":
@@ -322,21 +315,15 @@ class EngineThread:
 
     def _hand_out(self, events: list[Event]) -> None:
         for event in events:
-            stream = self._streams.get(event.request_id)
-            if stream is not None:
-                stream.put_nowait(event)
-            elif isinstance(event, FinishEvent):
-                self._left.discard(event.request_id)
+            self._streams.hand(event.request_id, event)
 
-    def _end_all(self, reason: FinishReason, error: str) -> None:
+    def _end_all(self, error: str) -> None:
         """The thread is about to end: the rest happens on the event loop, where nobody can put anything into the inbox meanwhile."""
-        self._call(self._close_streams, reason, error)
+        self._call(self._close_streams, error)
 
-    def _close_streams(self, reason: FinishReason, error: str) -> None:
+    def _close_streams(self, error: str) -> None:
         """End every stream, and answer what nobody will take out of the inbox any more."""
-        is_lost = reason is FinishReason.ERROR
-        for request_id, stream in self._streams.items():
-            stream.put_nowait(FinishEvent(request_id=request_id, reason=reason, usage=Usage(), error=error if is_lost else None, is_lost=is_lost))
+        self._streams.end_all(self._death)
         for compiling in self._compiling.values():
             _refuse(compiling, EngineClosedError(error))
         while not self._inbox.empty():

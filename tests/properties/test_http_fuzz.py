@@ -224,7 +224,6 @@ class Fuzz:
         steps = (await self._until_idle())["engine"]["steps"] - before["engine"]["steps"]
         assert steps < 300, f"{steps} steps for a client that left after the first"
         assert not self.engine._streams
-        assert not self.engine._left
         assert not self.engine._compiling
         assert self.door._active == 0
 
@@ -233,7 +232,7 @@ class Fuzz:
         for _ in range(STATS_PATIENCE):
             stats: dict[str, Any] = (await self.client.get("/stats")).json()
             # An abort that ends its request at once leaves the terminal event to the next turn of the loop, behind the answer to this question.
-            if not (stats["running"] or stats["waiting"] or stats["cache"]["leases"] or self.engine._left):
+            if not (stats["running"] or stats["waiting"] or stats["cache"]["leases"] or self.engine._streams):
                 return stats
         raise AssertionError(f"left over: {stats}")
 
