@@ -3,13 +3,15 @@
 A client sends `Submit` and `Abort`. The engine answers each accepted `Submit` with any number of
 `TokensEvent`, then exactly one `FinishEvent`. A refused `Submit` raises `errors.RequestError` at the door and has
 no events at all. What only its own output brings to light ends it with a `FinishEvent` that names the field: `refusal`.
+The frames in which processes exchange messages are at the end.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import AsyncIterator, Sequence
 from operator import attrgetter
-from typing import Any, Literal, Protocol
+from typing import IO, Any, Literal, Protocol
 
 import msgspec
 
@@ -168,3 +170,43 @@ class EngineClient(Protocol):
     async def stats(self) -> dict[str, Any]:
         """JSON-ready counters of the whole engine (runtime/metrics.py names them), taken between two steps."""
         ...
+
+
+_LENGTH = struct.Struct(">I")
+
+
+def framed(body: bytes) -> bytes:
+    """A frame, as every two processes exchange them: four bytes of length, big endian, and the body."""
+    return _LENGTH.pack(len(body)) + body
+
+
+def read_frame(stream: IO[bytes]) -> bytes | None:
+    """The body of the next frame of a stream that blocks; None at its end, or when it ends inside a frame."""
+    head = stream.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    body = stream.read(length)
+    return None if len(body) < length else body
+
+
+class FrameReader:
+    """Cuts a byte stream into the bodies of its frames, whatever the chunks it comes in."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The frames that are whole now."""
+        self._buffer += data
+        bodies = []
+        start = 0
+        while len(self._buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, start)
+            end = start + _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            bodies.append(bytes(self._buffer[start + _LENGTH.size : end]))
+            start = end
+        del self._buffer[:start]
+        return bodies

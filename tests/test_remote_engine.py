@@ -23,7 +23,7 @@ import pytest
 from agentspec.config import EngineConfig
 from agentspec.engine import remote as remote_engine
 from agentspec.engine.in_process import Engine
-from agentspec.engine.link import FrameReader, Packed, error_data, frame, packed, to_error, unpacked
+from agentspec.engine.link import Packed, error_data, frame, packed, to_error, unpacked
 from agentspec.engine.remote import RemoteEngine
 from agentspec.errors import (
     AgentspecError,
@@ -39,7 +39,7 @@ from agentspec.errors import (
 from agentspec.server.app import create_app
 from agentspec.server.transport import InProcessTransport
 from agentspec.types import FinishReason, SamplingParams
-from agentspec.wire import Abort, Event, FinishEvent, Grammar, Submit, TokensEvent
+from agentspec.wire import Abort, Event, FinishEvent, FrameReader, Grammar, Submit, TokensEvent
 
 CONFIG = EngineConfig(memory_gib=0.2, device="cpu", max_running=3, max_context=512)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
@@ -215,7 +215,7 @@ def test_any_mix_of_readers_ends_in_one_way_each(shared: Shared) -> None:
         assert finished["abort"] <= len(kinds) - kinds.count("whole") - kinds.count("refused"), (seed, kinds)
         assert finished["error"] == finished["stop"] == 0, (seed, kinds)
         await read(engine, submit("last"))
-        assert not engine._open, f"seed {seed}: every request got its last message"
+        assert not engine._streams, f"seed {seed}: every request got its last message"
 
     shared(main)
 

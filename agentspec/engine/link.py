@@ -1,6 +1,6 @@
-"""What crosses between a server's process and its engine's process: messages beside those of wire.py, errors as data, and frames of bytes.
+"""What crosses between a server's process and its engine's process: messages beside those of wire.py, and errors as data.
 
-A frame is four bytes of length (big endian) and a msgpack list of messages. The server sends `Start` first, and the engine answers with any number of
+A frame (wire.py) holds a msgpack list of messages. The server sends `Start` first, and the engine answers with any number of
 `Loading`, then with `Ready` or with `Failed`. From then on it sends a `Beat` now and then, and each `Submit` is answered with any number of
 `TokensEvent` and exactly one of `FinishEvent`, `Refused` and `Gone`, the last one only after an `Abort`. A `Failed` after `Ready` is the last word of
 an engine that died. Knows neither processes nor sockets.
@@ -8,7 +8,6 @@ an engine that died. Knows neither processes nor sockets.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,9 +25,7 @@ from agentspec.errors import (
     UnsupportedModelError,
 )
 from agentspec.types import tokens
-from agentspec.wire import Abort, FinishEvent, ModelInfo, Submit, TokensEvent
-
-_LENGTH = struct.Struct(">I")
+from agentspec.wire import Abort, FinishEvent, ModelInfo, Submit, TokensEvent, framed
 
 
 class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,11 +135,6 @@ def frame(messages: Sequence[ToEngine] | Sequence[ToServer]) -> bytes:
     return framed(_encoder.encode(messages))
 
 
-def framed(body: bytes) -> bytes:
-    """The body of a frame with its length before it."""
-    return _LENGTH.pack(len(body)) + body
-
-
 def packed(submit: Submit) -> Packed | Submit:
     """The submit as it travels: itself if its prompt can't be packed, so that the engine says what is wrong with it."""
     if not submit.prompt_ids:
@@ -158,28 +150,6 @@ def unpacked(message: Packed) -> Submit:
     ids = tokens()
     ids.frombytes(message.prompt)
     return msgspec.structs.replace(message.submit, prompt_ids=ids)
-
-
-class FrameReader:
-    """Cuts a byte stream into the bodies of its frames, whatever the chunks it comes in."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """The frames that are whole now."""
-        self._buffer += data
-        bodies = []
-        start = 0
-        while len(self._buffer) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer, start)
-            end = start + _LENGTH.size + length
-            if len(self._buffer) < end:
-                break
-            bodies.append(bytes(self._buffer[start + _LENGTH.size : end]))
-            start = end
-        del self._buffer[:start]
-        return bodies
 
 
 def error_data(error: AgentspecError) -> ErrorData:

@@ -31,7 +31,6 @@ from agentspec.engine.link import (
     Close,
     EngineSetup,
     Failed,
-    FrameReader,
     Gone,
     Loading,
     Packed,
@@ -50,7 +49,7 @@ from agentspec.engine.thread import EngineThread
 from agentspec.errors import AgentspecError, EngineClosedError, RequestError
 from agentspec.runtime.memory_plan import MemoryPlan
 from agentspec.types import ModelSpec, Progress
-from agentspec.wire import Abort, EngineClient, Submit
+from agentspec.wire import Abort, EngineClient, FrameReader, Submit
 
 logger = logging.getLogger("agentspec")
 

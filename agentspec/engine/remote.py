@@ -27,7 +27,6 @@ from agentspec.engine.link import (
     Close,
     EngineSetup,
     Failed,
-    FrameReader,
     Gone,
     Loading,
     Ready,
@@ -40,9 +39,10 @@ from agentspec.engine.link import (
     packed,
     to_error,
 )
+from agentspec.engine.streams import Streams
 from agentspec.errors import AgentspecError, EngineClosedError, EngineStalledError, RequestError
-from agentspec.types import FinishReason, Progress, no_progress
-from agentspec.wire import Abort, Event, FinishEvent, ModelInfo, Submit, TokensEvent, Usage
+from agentspec.types import Progress, no_progress
+from agentspec.wire import Abort, Event, FinishEvent, FrameReader, ModelInfo, Submit, TokensEvent
 
 logger = logging.getLogger("agentspec")
 
@@ -143,9 +143,7 @@ class RemoteEngine:
         self._progress = progress
         self._wire = _Wire(self._take, self._lose)
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
-        self._streams: dict[str, asyncio.Queue[Event | AgentspecError]] = {}
-        self._open: set[str] = set()
-        """Requests whose last message hasn't come, those that nobody reads any more included."""
+        self._streams: Streams[asyncio.Queue[Event | AgentspecError]] = Streams(asyncio.Queue)
         self._questions: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._asked = 0
         self._death: str | None = None
@@ -206,11 +204,9 @@ class RemoteEngine:
         Raises RequestError when the request is refused, EngineClosedError when the engine is not running."""
         self.check_alive()
         request_id = submit.request_id
-        if request_id in self._open or request_id in self._streams:
-            raise RequestError("request_id", request_id, "is in use by a running request")
-        self._wire.write(_framed(submit, self.info))
-        events = self._streams[request_id] = asyncio.Queue()
-        self._open.add(request_id)
+        data = _framed(submit, self.info)
+        events = self._streams.begin(request_id)
+        self._wire.write(data)
         finished = False
         try:
             while not finished:
@@ -220,8 +216,7 @@ class RemoteEngine:
                 finished = isinstance(event, FinishEvent)
                 yield event
         finally:
-            del self._streams[request_id]
-            if request_id in self._open:
+            if self._streams.leave(request_id):
                 self._wire.write(frame([Abort(request_id)]))
 
     async def stats(self) -> dict[str, Any]:
@@ -290,15 +285,12 @@ class RemoteEngine:
 
     def _take(self, message: ToServer) -> None:
         match message:
-            case TokensEvent(request_id=request_id):
-                if request_id in self._streams:
-                    self._streams[request_id].put_nowait(message)
-            case FinishEvent(request_id=request_id):
-                self._end(request_id, message)
-            case Refused(request_id=request_id):
-                self._end(request_id, to_error(message.error))
-            case Gone(request_id=request_id):
-                self._open.remove(request_id)
+            case TokensEvent() | FinishEvent():
+                self._streams.hand(message.request_id, message)
+            case Refused():
+                self._streams.hand(message.request_id, to_error(message.error))
+            case Gone():
+                self._streams.free(message.request_id)
             case StatsReply(number=number):
                 if number in self._questions and not self._questions[number].done():
                     self._questions[number].set_result(message.stats)
@@ -314,11 +306,6 @@ class RemoteEngine:
                 if not self._ready.done():
                     self._ready.set_exception(error)
 
-    def _end(self, request_id: str, last: FinishEvent | AgentspecError) -> None:
-        self._open.remove(request_id)
-        if request_id in self._streams:
-            self._streams[request_id].put_nowait(last)
-
     def _lose(self) -> None:
         """The process ended, or is about to: everything that waits for it gets its answer."""
         self._group.kill()
@@ -328,11 +315,7 @@ class RemoteEngine:
         is_closed = self._closing is not None and self._death is None
         if self._death is None:
             self._death = _CLOSED if is_closed else "its process died"
-        reason, shown = (FinishReason.ABORT, None) if is_closed else (FinishReason.ERROR, f"the engine is not running: {self._death}")
-        for request_id in self._open & self._streams.keys():
-            last = FinishEvent(request_id=request_id, reason=reason, usage=Usage(), error=shown, is_lost=not is_closed)
-            self._streams[request_id].put_nowait(last)
-        self._open.clear()
+        self._streams.end_all(None if is_closed else f"the engine is not running: {self._death}")
         for answer in self._questions.values():
             if not answer.done():
                 answer.set_exception(EngineClosedError(f"the engine is not running: {self._death}"))

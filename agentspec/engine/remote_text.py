@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentspec.engine.link import FrameReader, to_error
+from agentspec.engine.link import to_error
 from agentspec.engine.remote import EngineProcess
 from agentspec.engine.text_link import (
     BUFFER_BYTES,
@@ -45,6 +45,7 @@ from agentspec.text.token_limit import TokenLimit
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.text.tool_calls import DIALECTS, Dialect, detect_dialect
 from agentspec.types import tokens
+from agentspec.wire import FrameReader
 
 logger = logging.getLogger("agentspec")
 

@@ -1,4 +1,4 @@
-"""What crosses between a server's process and its text process: a job, and its one answer. Frames are those of engine/link.py, one message each.
+"""What crosses between a server's process and its text process: a job, and its one answer. One message a frame (wire.py).
 
 The server sends `Read` first, then `Compile`; from then on `Build` and `Encode`, each when the last one is answered, and any number of `Remember`,
 which have no answer. Messages come from JSON: what msgpack can't hold, a number beyond 64 bits, travels as JSON. Knows neither processes nor sockets.
@@ -12,13 +12,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from agentspec.engine.link import ErrorData, framed
+from agentspec.engine.link import ErrorData
 from agentspec.text.context_edits import AppliedEdit
 from agentspec.text.events import AssistantTurn
 from agentspec.text.prompt import BuiltPrompt, PromptAsk
 from agentspec.text.token_limit import TokenLimit
 from agentspec.text.turn_memory import TurnRecord
 from agentspec.types import Breakpoint, tokens
+from agentspec.wire import framed
 
 
 class Read(msgspec.Struct, frozen=True, tag="read"):

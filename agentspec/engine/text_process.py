@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from agentspec.engine.heap import return_large_blocks
-from agentspec.engine.link import ErrorData, FrameReader, error_data
+from agentspec.engine.link import ErrorData, error_data
 from agentspec.engine.text_link import (
     BUFFER_BYTES,
     Build,
@@ -46,6 +46,7 @@ from agentspec.text.prompt import PromptBuilder
 from agentspec.text.token_limit import encode_within
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.text.turn_memory import TurnMemory
+from agentspec.wire import FrameReader
 
 logger = logging.getLogger("agentspec")
 

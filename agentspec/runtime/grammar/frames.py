@@ -1,4 +1,4 @@
-"""What the engine and the process that compiles grammars say to each other, one length-prefixed frame a message."""
+"""What the engine and the process that compiles grammars say to each other, one frame (wire.py) a message."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import IO, Literal, TypeVar
 
 import msgspec
 
-_LENGTH_BYTES = 8
+from agentspec.wire import framed, read_frame
+
 _T = TypeVar("_T")
 
 
@@ -36,17 +37,12 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Why the grammar can't be served, for the client; None when the engine may compile it, too."""
 
 
-def write_frame(stream: IO[bytes], message: msgspec.Struct) -> None:
-    body = msgspec.msgpack.encode(message)
-    stream.write(len(body).to_bytes(_LENGTH_BYTES, "little") + body)
+def write_message(stream: IO[bytes], message: msgspec.Struct) -> None:
+    stream.write(framed(msgspec.msgpack.encode(message)))
     stream.flush()
 
 
-def read_frame(stream: IO[bytes], kind: type[_T]) -> _T | None:
+def read_message(stream: IO[bytes], kind: type[_T]) -> _T | None:
     """None at the end of the stream, or when it ends inside a frame."""
-    head = stream.read(_LENGTH_BYTES)
-    if len(head) < _LENGTH_BYTES:
-        return None
-    length = int.from_bytes(head, "little")
-    body = stream.read(length)
-    return None if len(body) < length else msgspec.msgpack.decode(body, type=kind)
+    body = read_frame(stream)
+    return None if body is None else msgspec.msgpack.decode(body, type=kind)

@@ -10,7 +10,7 @@ import sys
 import threading
 
 from agentspec.errors import EngineClosedError
-from agentspec.runtime.grammar.frames import CompileJob, Verdict, Vocabulary, read_frame, write_frame
+from agentspec.runtime.grammar.frames import CompileJob, Verdict, Vocabulary, read_message, write_message
 
 _WORKER = "agentspec.runtime.grammar.worker"
 
@@ -37,8 +37,8 @@ class TrialProcess:
             assert process.stdin is not None
             assert process.stdout is not None
             try:
-                write_frame(process.stdin, job)
-                answer = read_frame(process.stdout, Verdict)
+                write_message(process.stdin, job)
+                answer = read_message(process.stdout, Verdict)
             except (BrokenPipeError, ValueError):  # ValueError: `close` has closed its pipes
                 answer = None
             return self._buried(process) if answer is None else answer
@@ -76,7 +76,7 @@ class TrialProcess:
         assert process.stdin is not None
         # Not under the lock, for `close` must not wait until it is read. If the process died at once, or is closed: the job finds that out.
         with contextlib.suppress(BrokenPipeError, ValueError):
-            write_frame(process.stdin, self._vocabulary)
+            write_message(process.stdin, self._vocabulary)
         return process
 
     def _buried(self, process: subprocess.Popen[bytes]) -> Verdict:

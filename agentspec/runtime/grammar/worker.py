@@ -19,7 +19,7 @@ import numpy as np
 
 from agentspec.runtime.constraint import DEAD_END
 from agentspec.runtime.grammar.backend import Backend, new_rows
-from agentspec.runtime.grammar.frames import CompileJob, Verdict, Vocabulary, read_frame, write_frame
+from agentspec.runtime.grammar.frames import CompileJob, Verdict, Vocabulary, read_message, write_message
 
 MEMORY_BYTES = 2 * 2**30
 """What a job may take, beyond what the process takes at rest."""
@@ -37,16 +37,16 @@ def main() -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     jobs = sys.stdin.buffer
-    vocabulary = read_frame(jobs, Vocabulary)
+    vocabulary = read_message(jobs, Vocabulary)
     if vocabulary is None:
         return
     backend = Backend(vocabulary)
     _limit_memory()
-    while (job := read_frame(jobs, CompileJob)) is not None:
+    while (job := read_message(jobs, CompileJob)) is not None:
         signal.setitimer(signal.ITIMER_REAL, vocabulary.job_seconds)
         answer = _answer(backend, vocabulary, job)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        write_frame(answers, answer)
+        write_message(answers, answer)
 
 
 def _limit_memory() -> None:
