@@ -421,9 +421,11 @@ def test_the_exception_tree_is_drawn() -> None:
 def test_the_engine_flags_are_frozen() -> None:
     (function,) = [function for function in functions_of(modules()["commands.cli"].tree) if function.name == "add_engine_arguments"]
     flags = {
-        node.args[0].value
+        argument.value
         for node in ast.walk(function)
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument") and isinstance(node.args[0], ast.Constant)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith((".add_argument", "_add_number"))
+        for argument in node.args
+        if isinstance(argument, ast.Constant) and str(argument.value).startswith("--")
     }
     assert flags == ENGINE_FLAGS, (
         "the engine's flags changed: update ENGINE_FLAGS, README.md and CHANGELOG.md in the same commit, or take the change back"

@@ -13,7 +13,7 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
@@ -90,13 +90,7 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--api-key-file", metavar="FILE", help="the same for each line of a file")
     group.add_argument("--keys", metavar="FILE", help="TOML file of keys with their groups and limits; read again on SIGHUP (see docs/api.md)")
-    group.add_argument(
-        "--max-body-mib",
-        type=float,
-        default=idle.max_body_mib,
-        metavar="MIB",
-        help=f"MiB of a request's body at most (default {idle.max_body_mib:g})",
-    )
+    _add_number(group, "--max-body-mib", "MIB", "MiB of a request's body at most", default=idle.max_body_mib)
     group.add_argument("--strict-fields", action="store_true", help="refuse unknown fields of a request instead of leaving them out: to test clients")
     group.add_argument(
         "--images",
@@ -104,14 +98,14 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
         default=idle.images,
         help=f"what becomes of images in requests; drop: the model reads that one was there (default {idle.images})",
     )
-    group.add_argument(
-        "--max-queue",
-        type=int,
-        default=idle.max_queue,
-        metavar="N",
-        help=f"requests that may wait beside those that run; more are refused with 429 (default {idle.max_queue})",
-    )
-    _add_lifetime_arguments(group, idle)
+    waiting = "requests that may wait beside those that run; more are refused with 429"
+    _add_number(group, "--max-queue", "N", waiting, default=idle.max_queue, kind=int)
+    texts = "seconds that a request's texts may take to render and tokenise, at its turn"
+    _add_number(group, "--text-timeout", "S", texts, default=idle.text_seconds)
+    _add_number(group, "--drain", "S", "seconds that running answers may go on after the first signal", default=idle.drain_seconds)
+    silence = "seconds without a heartbeat of the engine until /health is 503; after ten times as long it is killed (default 30; on a CPU 300)"
+    _add_number(group, "--heartbeat", "S", silence)
+    group.add_argument("--restart", action="store_true", help="start an engine that ended by itself again, instead of exiting with 70")
     group.add_argument(
         "--served-model-name",
         nargs="+",
@@ -142,7 +136,9 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="answer requests for this host, too, or * for any; may be repeated (default: any, but on a loopback address only this machine's names)",
     )
-    _add_deadline_arguments(group)
+    first_token = "seconds that a request may wait for its first token, before it is refused with 429 (default: without end)"
+    _add_number(group, "--queue-timeout", "S", first_token)
+    _add_number(group, "--request-timeout", "S", "seconds that a request may take altogether, before it fails with 504 (default: without end)")
     group.add_argument(
         "--root-path",
         default=idle.root_path,
@@ -151,44 +147,12 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_deadline_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--queue-timeout",
-        type=float,
-        metavar="S",
-        help="seconds that a request may wait for its first token, before it is refused with 429 (default: without end)",
-    )
-    group.add_argument(
-        "--request-timeout",
-        type=float,
-        metavar="S",
-        help="seconds that a request may take altogether, before it fails with 504 (default: without end)",
-    )
-
-
-def _add_lifetime_arguments(group: argparse._ArgumentGroup, idle: ServerConfig) -> None:
-    """How long texts may take, how a server ends, and what becomes of its engine before."""
-    group.add_argument(
-        "--text-timeout",
-        type=float,
-        default=idle.text_seconds,
-        metavar="S",
-        help=f"seconds that a request's texts may take to render and tokenise, at its turn (default {idle.text_seconds:g})",
-    )
-    group.add_argument(
-        "--drain",
-        type=float,
-        default=idle.drain_seconds,
-        metavar="S",
-        help=f"seconds that running answers may go on after the first signal (default {idle.drain_seconds:g})",
-    )
-    group.add_argument(
-        "--heartbeat",
-        type=float,
-        metavar="S",
-        help="seconds without a heartbeat of the engine until /health is 503; after ten times as long it is killed (default 30; on a CPU 300)",
-    )
-    group.add_argument("--restart", action="store_true", help="start an engine that ended by itself again, instead of exiting with 70")
+def _add_number(
+    group: argparse._ArgumentGroup, flag: str, metavar: str, text: str, *, default: Any = None, kind: Callable[[str], Any] = float
+) -> None:
+    """A flag that takes a number. A default that is one is said behind the text."""
+    shown = f" (default {default:g})" if isinstance(default, int | float) else ""
+    group.add_argument(flag, type=kind, default=default, metavar=metavar, help=text + shown)
 
 
 def server_config(args: argparse.Namespace, environment: Mapping[str, str]) -> ServerConfig:
@@ -249,10 +213,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model", metavar="PATH|ID", help="checkpoint directory or hub id (default: the bundled model, tiny-agent)")
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     group.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="weights and activations")
-    group.add_argument("--draft-tokens", type=_number_or_auto, default="auto", metavar="K|auto", help=f"drafts a step, 0 to {most_drafts()}")
-    group.add_argument(
-        "--draft-vocab", type=int, metavar="N", help="tokens that drafts are chosen from; 0: all (default: 32768 of a vocabulary above 65536)"
-    )
+    _add_number(group, "--draft-tokens", "K|auto", f"drafts a step, 0 to {most_drafts()}", default="auto", kind=_number_or_auto)
+    _add_number(group, "--draft-vocab", "N", "tokens that drafts are chosen from; 0: all (default: 32768 of a vocabulary above 65536)", kind=int)
     group.add_argument(
         "--draft-precision",
         choices=("auto", "checkpoint", "fp8"),
@@ -263,37 +225,16 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt from its first token")
     group.add_argument("--no-overlap", action="store_true", help="wait for each step's results before the next step")
     group.add_argument("--no-graphs", action="store_true", help="launch the kernels of each step one by one, instead of as a CUDA graph")
-    group.add_argument(
-        "--max-running",
-        type=_number_or_auto,
-        default="auto",
-        metavar="N|auto",
-        help="requests that decode at the same time (default auto: up to 64 on a GPU, by its memory; 8 on the CPU)",
-    )
-    group.add_argument(
-        "--prefill-budget",
-        type=_number_or_auto,
-        default="auto",
-        metavar="N|auto",
-        help="prompt tokens computed in one step at most (default auto: as many as fit under --max-gap; 512 on the CPU)",
-    )
-    group.add_argument(
-        "--max-gap",
-        type=float,
-        metavar="S",
-        help="seconds between two steps of a running stream at most, while prompts come in (default 0.1 on a GPU)",
-    )
-    group.add_argument("--max-context", type=int, metavar="N", help="tokens of prompt and output together (default: what model and memory allow)")
-    group.add_argument(
-        "--memory", type=float, metavar="GIB", help="GiB for state rows and KV pages together (default: 1 on the CPU, 85%% of a GPU's free)"
-    )
-    group.add_argument(
-        "--host-memory",
-        type=float,
-        metavar="GIB",
-        help="GiB of host memory for cached prefixes that the device lets go; 0: none (default: with a GPU, an eighth of 64 GiB or more, 32 at most)",
-    )
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="for requests without a seed, and random weights (default 0)")
+    running = "requests that decode at the same time (default auto: up to 64 on a GPU, by its memory; 8 on the CPU)"
+    _add_number(group, "--max-running", "N|auto", running, default="auto", kind=_number_or_auto)
+    budget = "prompt tokens computed in one step at most (default auto: as many as fit under --max-gap; 512 on the CPU)"
+    _add_number(group, "--prefill-budget", "N|auto", budget, default="auto", kind=_number_or_auto)
+    _add_number(group, "--max-gap", "S", "seconds between two steps of a running stream at most, while prompts come in (default 0.1 on a GPU)")
+    _add_number(group, "--max-context", "N", "tokens of prompt and output together (default: what model and memory allow)", kind=int)
+    _add_number(group, "--memory", "GIB", "GiB for state rows and KV pages together (default: 1 on the CPU, 85%% of a GPU's free)")
+    kept = "GiB of host memory for cached prefixes that the device lets go; 0: none (default: with a GPU, an eighth of 64 GiB or more, 32 at most)"
+    _add_number(group, "--host-memory", "GIB", kept)
+    _add_number(group, "--seed", "N", "for requests without a seed, and random weights", default=0, kind=int)
     group.add_argument("--random-weights", action="store_true", help="benchmarks only: build the model from its config alone")
     group.add_argument(
         "--force-acceptance",
