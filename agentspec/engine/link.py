@@ -8,6 +8,7 @@ an engine that died. Knows neither processes nor sockets.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -147,9 +148,14 @@ def packed(submit: Submit) -> Packed | Submit:
 
 
 def unpacked(message: Packed) -> Submit:
+    return msgspec.structs.replace(message.submit, prompt_ids=ids_of(message.prompt))
+
+
+def ids_of(data: bytes) -> array[int]:
+    """Token ids from the bytes of an array of types.tokens. Both ends are one machine."""
     ids = tokens()
-    ids.frombytes(message.prompt)
-    return msgspec.structs.replace(message.submit, prompt_ids=ids)
+    ids.frombytes(data)
+    return ids
 
 
 def error_data(error: AgentspecError) -> ErrorData:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentspec.engine.link import to_error
+from agentspec.engine.link import ids_of, to_error
 from agentspec.engine.remote import EngineProcess
 from agentspec.engine.text_link import (
     BUFFER_BYTES,
@@ -33,7 +33,6 @@ from agentspec.engine.text_link import (
     ToServer,
     begun_of,
     frame,
-    ids_of,
     prompt_of,
 )
 from agentspec.errors import AgentspecError, CheckpointError, ConfigError, OverloadedError, RequestError, TextProcessError

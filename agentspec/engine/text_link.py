@@ -6,19 +6,18 @@ which have no answer. Messages come from JSON: what msgpack can't hold, a number
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
-from agentspec.engine.link import ErrorData
+from agentspec.engine.link import ErrorData, ids_of
 from agentspec.text.context_edits import AppliedEdit
 from agentspec.text.events import AssistantTurn
 from agentspec.text.prompt import BuiltPrompt, PromptAsk
 from agentspec.text.token_limit import TokenLimit
 from agentspec.text.turn_memory import TurnRecord
-from agentspec.types import Breakpoint, tokens
+from agentspec.types import Breakpoint
 from agentspec.wire import framed
 
 
@@ -125,13 +124,6 @@ class Reader:
 
     def __call__(self, body: bytes) -> Any:
         return self._json.decode(body) if body.startswith(b"{") else self._msgpack.decode(body)
-
-
-def ids_of(data: bytes) -> array[int]:
-    """Token ids from the bytes of an array of types.tokens. Both ends are one machine."""
-    ids = tokens()
-    ids.frombytes(data)
-    return ids
 
 
 def begun_of(prompt: BuiltPrompt) -> Begun:

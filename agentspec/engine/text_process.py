@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from agentspec.engine.heap import return_large_blocks
-from agentspec.engine.link import ErrorData, error_data
+from agentspec.engine.link import ErrorData, error_data, ids_of
 from agentspec.engine.text_link import (
     BUFFER_BYTES,
     Build,
@@ -37,7 +37,6 @@ from agentspec.engine.text_link import (
     ToText,
     built,
     frame,
-    ids_of,
     prompt_of,
 )
 from agentspec.errors import AgentspecError, ConfigError, RequestError
