@@ -337,7 +337,7 @@ def test_a_context_beyond_the_model() -> None:
 
 
 def test_a_process_that_dies_while_it_loads(in_engine: InEngine) -> None:
-    in_engine("import agentspec.engine.assembly, os\nagentspec.assembly.assemble = lambda config, progress, **keywords: os._exit(3)")
+    in_engine("import agentspec.engine.assembly, os\nagentspec.engine.assembly.assemble = lambda config, progress, **keywords: os._exit(3)")
 
     async def main() -> None:
         with pytest.raises(AgentspecError, match=r"before its model was loaded \(exit status 3\)"):
