@@ -342,8 +342,7 @@ def test_the_process_ends_with_the_other_end_of_its_socket(code: str) -> None:
         while code and remote._running is None:
             await asyncio.sleep(0)
         assert remote._link is not None
-        assert remote._link._transport is not None
-        remote._link._transport.abort()
+        remote._link._wire.close()
         assert remote._worker is not None
         remote._worker.cancel()
         job.cancel()

@@ -99,6 +99,51 @@ class EngineProcess:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
 
+class Wire(asyncio.Protocol):
+    """The server's end of a socket to one of its processes.
+
+    Writing never waits: what the server may send is bounded by the requests that it takes."""
+
+    def __init__(self, process: EngineProcess, take: Callable[[bytes], None], lose: Callable[[], None]) -> None:
+        """take: called with the body of each frame. lose: called when the other end is gone."""
+        self._socket = process.socket
+        self._take = take
+        self._lose = lose
+        self._frames = FrameReader()
+        self._transport: asyncio.WriteTransport | None = None
+
+    async def connect(self) -> None:
+        self._socket.setblocking(False)
+        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=self._socket)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        for body in self._frames.feed(data):
+            self._take(body)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._lose()
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None
+
+    def write(self, data: bytes) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
+    def close(self) -> None:
+        """At once."""
+        if self._transport is not None:
+            self._transport.abort()
+        else:
+            self._socket.close()
+
+
 class Pulse:
     """How long ago the engine sent its last heartbeat, as a process sees it that may stand still itself."""
 
@@ -141,7 +186,8 @@ class RemoteEngine:
         self._watching: asyncio.Task[None] | None = None
         self._process = process.process
         self._progress = progress
-        self._wire = _Wire(self._take, self._lose)
+        self._wire = Wire(process, self._take_frame, self._lose)
+        self._decoder = msgspec.msgpack.Decoder(list[ToServer])
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._streams: Streams[asyncio.Queue[Event | AgentspecError]] = Streams(asyncio.Queue)
         self._questions: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -168,7 +214,7 @@ class RemoteEngine:
         process = EngineProcess() if process is None else process
         engine = cls(process, progress, heartbeat_seconds)
         try:
-            await engine._load(process.socket, config)
+            await engine._load(config)
             if heartbeat_seconds is None and engine.setup.device == "cpu":
                 engine._heartbeat_seconds = CPU_HEARTBEAT_SECONDS
             engine._pulse = Pulse()
@@ -181,9 +227,8 @@ class RemoteEngine:
             raise
         return engine
 
-    async def _load(self, ours: socket.socket, config: EngineConfig) -> None:
-        ours.setblocking(False)
-        await asyncio.get_running_loop().create_unix_connection(lambda: self._wire, sock=ours)
+    async def _load(self, config: EngineConfig) -> None:
+        await self._wire.connect()
         self._wire.write(frame([Start(config)]))
         ready = await self._ready
         self.info, self.setup = ready.info, ready.setup
@@ -283,6 +328,10 @@ class RemoteEngine:
             self._death = f"it sent no heartbeat for {self._pulse.seconds:.0f} seconds and was killed"
             self._group.kill()
 
+    def _take_frame(self, body: bytes) -> None:
+        for message in self._decoder.decode(body):
+            self._take(message)
+
     def _take(self, message: ToServer) -> None:
         match message:
             case TokensEvent() | FinishEvent():
@@ -333,34 +382,6 @@ class RemoteEngine:
             self._ready.set_exception(AgentspecError(f"the engine's process ended before its model was loaded ({how})"))
         elif not is_expected and not self._ready.cancelled() and self._ready.exception() is None:
             logger.error("the engine's process ended (%s)", how)
-
-
-class _Wire(asyncio.Protocol):
-    """The server's end of the socket. Writing never waits: what the server may send is bounded by the requests that it takes."""
-
-    def __init__(self, take: Callable[[ToServer], None], lose: Callable[[], None]) -> None:
-        self._take = take
-        self._lose = lose
-        self._frames = FrameReader()
-        self._decoder = msgspec.msgpack.Decoder(list[ToServer])
-        self._transport: asyncio.WriteTransport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        for body in self._frames.feed(data):
-            for message in self._decoder.decode(body):
-                self._take(message)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._lose()
-
-    def write(self, data: bytes) -> None:
-        assert self._transport is not None
-        if not self._transport.is_closing():
-            self._transport.write(data)
 
 
 def _framed(submit: Submit, info: ModelInfo) -> bytes:

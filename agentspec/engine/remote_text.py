@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from agentspec.engine.link import ids_of, to_error
-from agentspec.engine.remote import EngineProcess
+from agentspec.engine.remote import EngineProcess, Wire
 from agentspec.engine.text_link import (
     BUFFER_BYTES,
     Build,
@@ -44,7 +44,6 @@ from agentspec.text.token_limit import TokenLimit
 from agentspec.text.tokenizer import Tokenizer
 from agentspec.text.tool_calls import DIALECTS, Dialect, detect_dialect
 from agentspec.types import tokens
-from agentspec.wire import FrameReader
 
 logger = logging.getLogger("agentspec")
 
@@ -83,59 +82,46 @@ class _DiedError(Exception):
     """The process ended before it answered."""
 
 
-class _Link(asyncio.Protocol):
+class _Link:
     """One process, from its start to its end. It answers one message after the other."""
 
     def __init__(self, process: EngineProcess) -> None:
         self._process = process
-        self._frames = FrameReader()
+        self._wire = Wire(process, self._take, self._lose)
         self._reader = Reader(ToServer)
         self._answer: asyncio.Future[ToServer] | None = None
-        self._transport: asyncio.WriteTransport | None = None
 
     async def connect(self) -> None:
-        ours = self._process.socket
-        ours.setblocking(False)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
+        self._process.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+        await self._wire.connect()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
+    def _take(self, body: bytes) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(self._reader(body))
 
-    def data_received(self, data: bytes) -> None:
-        for body in self._frames.feed(data):
-            if self._answer is not None and not self._answer.done():
-                self._answer.set_result(self._reader(body))
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._transport = None
+    def _lose(self) -> None:
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(_DiedError())
 
     @property
     def alive(self) -> bool:
-        return self._transport is not None
+        return self._wire.is_open
 
     def tell(self, data: bytes) -> None:
-        if self._transport is not None:
-            self._transport.write(data)
+        self._wire.write(data)
 
     async def ask(self, data: bytes, seconds: float | None) -> ToServer:
         """Raises TimeoutError, after which the process is of no use any more, or _DiedError. Never two at the same time."""
-        if self._transport is None:
+        if not self._wire.is_open:
             raise _DiedError
         self._answer = asyncio.get_running_loop().create_future()
-        self._transport.write(data)
+        self._wire.write(data)
         async with asyncio.timeout(seconds):
             return await self._answer
 
     async def close(self) -> None:
         self._process.kill()
-        if self._transport is not None:
-            self._transport.abort()
-        else:
-            self._process.socket.close()
+        self._wire.close()
         await asyncio.to_thread(self._process.process.wait)
 
 
