@@ -118,7 +118,8 @@ def _check_checkpoints(cache: HybridCache, nodes: list[Node]) -> None:
         assert checkpoints.order.knows(checkpoint), "a checkpoint that eviction would never find"
     ticks = [checkpoint.last_used for checkpoint in checkpoints.live]
     assert len(set(ticks)) == len(ticks)
-    assert checkpoints.num_locked == sum(checkpoint.num_locks > 0 for checkpoint in checkpoints.live)
+    num_locked = sum(checkpoint.num_locks > 0 for checkpoint in checkpoints.live)
+    assert checkpoints.num_locked == num_locked, f"{checkpoints.num_locked} checkpoints are counted as locked, and {num_locked} live ones have locks"
     assert checkpoints.num_kept == sum(_is_kept(checkpoint) for checkpoint in checkpoints.live)
     assert checkpoints.peak_live >= len(checkpoints.live)
 

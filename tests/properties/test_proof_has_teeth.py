@@ -552,7 +552,7 @@ BUGS: dict[Callable[[Patch], None], Bug] = {
     forgets_to_free_superseded_rows: Bug("no owner"),
     matches_any_namespace: Bug("nobody published"),
     admits_without_its_namespace: Bug("looked up in namespace"),
-    matches_an_evicted_row: Bug("", FEW_ROWS),
+    matches_an_evicted_row: Bug("resumed row|live ones have locks", FEW_ROWS),
     matches_one_block_too_deep: Bug(""),
     misplaces_states: Bug("is not the state after"),
     skips_mtp_prefill: Bug("MTP"),
