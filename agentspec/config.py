@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from agentspec import files
 from agentspec.errors import ConfigError
-from agentspec.types import BLOCK_TOKENS, most_drafts
+from agentspec.types import BLOCK_TOKENS, FAIR_COST, most_drafts
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -58,6 +58,9 @@ class EngineConfig:
     max_gap_seconds: float | None = None
     """The longest time between two steps of a running stream that prompts may make: a ceiling, which only the smallest possible piece of a
     prompt exceeds where the device is that slow. None: 0.1 on a GPU; on the CPU, and with a fixed `prefill_budget`, there is none."""
+    fair_cost: float = FAIR_COST
+    """Share of the time that may go into computing again what requests that had waited for longer than a fair share pushed
+    out of the memory. 1: the bound on waits comes first, whatever that costs (runtime/fairness.py)."""
     max_context: int | None = None
     """Tokens, prompt and output together. None: what the model and the memory allow."""
     memory_gib: float | None = None
@@ -101,6 +104,8 @@ class EngineConfig:
             raise ConfigError(
                 "max_gap", self.max_gap_seconds, f"can't be kept with a fixed prefill_budget of {self.prefill_budget}: give one of the two"
             )
+        if not 0 < self.fair_cost <= 1:
+            raise ConfigError("fair_cost", self.fair_cost, "must be above 0 and at most 1")
         if self.max_context is not None and self.max_context < BLOCK_TOKENS:
             raise ConfigError("max_context", self.max_context, f"must be at least one block ({BLOCK_TOKENS} tokens)")
         if self.memory_gib is not None and not 0 < self.memory_gib < float("inf"):

@@ -18,6 +18,9 @@ from agentspec.errors import RequestError
 BLOCK_TOKENS = 64
 """Tokens in a block: a KV page, a Gated DeltaNet chunk and the grid on which checkpoints may stand."""
 
+FAIR_COST = 0.05
+"""Share of the time that may go into computing again what late requests pushed out, unless said otherwise."""
+
 MAX_STOP_CHARACTERS = 1024
 """Of a stop string. Text waits for as long as it may be the beginning of one."""
 

@@ -24,7 +24,7 @@ from agentspec.runtime.scheduler import SESSION_CHECKPOINTS
 from agentspec.simulate.closed_loop import VirtualClock
 from agentspec.simulate.dry_run import DryMemory, DryRun, DryRunResult
 from agentspec.simulate.model_costs import ModelCosts, model_costs
-from agentspec.types import BLOCK_TOKENS
+from agentspec.types import BLOCK_TOKENS, FAIR_COST
 from benchmarks.policy import HOLD_SECONDS, RecordedFile, read
 
 
@@ -169,8 +169,8 @@ def judge(result: DryRunResult, log: ServiceLog) -> Outcome:
     )
 
 
-def run(sessions: RecordedFile, costs: ModelCosts, lanes: int, num_fitting: int | None) -> Outcome:
-    """num_fitting: sessions whose working sets fit; None: no bound."""
+def run(sessions: RecordedFile, costs: ModelCosts, lanes: int, num_fitting: int | None, *, fair_cost: float = FAIR_COST) -> Outcome:
+    """num_fitting: sessions whose working sets fit; None: no bound. fair_cost: as `--fair-cost` of `serve`."""
     gib = None
     if num_fitting is not None:
         gib = num_fitting * (largest_session(sessions) * costs.kv_bytes_per_token + SESSION_CHECKPOINTS * costs.row_bytes) / 2**30
@@ -180,6 +180,7 @@ def run(sessions: RecordedFile, costs: ModelCosts, lanes: int, num_fitting: int 
         max_running=lanes,
         num_drafted=DEFAULT_DRAFTS,
         prefill_budget="auto",
+        fair_cost=fair_cost,
         hold_seconds=HOLD_SECONDS,
         seed=0,
         on_submit=lambda turn: None,
@@ -199,6 +200,7 @@ def main() -> None:
     parser.add_argument("--costs", nargs="+", default=["4b", "27b-fp8"])
     parser.add_argument("--lanes", type=int, nargs="+", default=[4, 16, 32])
     parser.add_argument("--fitting", type=int, nargs="*", default=[2, 4, 8], help="memory, as sessions that fit; the last run has no bound")
+    parser.add_argument("--fair-cost", type=float, default=FAIR_COST, metavar="SHARE", help="as that of serve")
     parser.add_argument("--sessions", type=int, help="the first so many of each file")
     options = parser.parse_args()
     print("| set | costs | lanes | sessions that fit | late of requests | longest wait, s | largest wait / (2 F + B) | B, s | hit share | wall, s |")
@@ -210,7 +212,7 @@ def main() -> None:
                 for fitting in (*options.fitting, None):
                     if fitting is not None and fitting >= lanes:
                         continue
-                    found = run(sessions, model_costs(name), lanes, fitting)
+                    found = run(sessions, model_costs(name), lanes, fitting, fair_cost=options.fair_cost)
                     print(
                         f"| {path.name.split('.')[0]} | {name} | {lanes} | {fitting or 'all'} | {found.num_late} of {found.num_requests} | "
                         f"{found.longest_wait:.1f} | {found.excess:.2f} | {found.chunk:.2f} + {found.quantum:.1f} | {found.hit_share:.2%} | "

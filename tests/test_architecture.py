@@ -117,6 +117,7 @@ ENGINE_FLAGS = {
     "--max-running",
     "--prefill-budget",
     "--max-gap",
+    "--fair-cost",
     "--max-context",
     "--memory",
     "--host-memory",

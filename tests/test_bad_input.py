@@ -144,6 +144,8 @@ BAD_FLAGS: list[tuple[list[str], str]] = [
     (["--max-running", "two"], "'two'"),
     (["--prefill-budget", "63"], "prefill_budget=63"),
     (["--prefill-budget", "lots"], "'lots'"),
+    (["--fair-cost", "0"], "fair_cost=0.0"),
+    (["--fair-cost", "1.5"], "fair_cost=1.5"),
     (["--memory", "0"], "memory=0.0"),
     (["--memory", "-1"], "memory=-1.0"),
     (["--memory", "nan"], "memory=nan"),

@@ -21,7 +21,7 @@ from agentspec.errors import CheckpointError, ConfigError
 
 ENGINE_FLAGS = {
     "--model", "--device", "--dtype", "--draft-tokens", "--draft-vocab", "--draft-precision", "--token-counts", "--no-prefix-cache", "--no-overlap",
-    "--no-graphs", "--max-running", "--prefill-budget", "--max-gap", "--max-context", "--memory", "--host-memory", "--seed",
+    "--no-graphs", "--max-running", "--prefill-budget", "--max-gap", "--fair-cost", "--max-context", "--memory", "--host-memory", "--seed",
     "--random-weights", "--force-acceptance", "--allow-forced-output",
 }  # fmt: skip
 FLAGS = {
@@ -84,6 +84,7 @@ def test_without_flags_the_settings_are_the_defaults() -> None:
         (["--prefill-budget", "64"], "prefill_budget", 64),
         (["--prefill-budget", "auto"], "prefill_budget", "auto"),
         (["--max-gap", "0.2"], "max_gap_seconds", 0.2),
+        (["--fair-cost", "1"], "fair_cost", 1.0),
         (["--max-context", "4096"], "max_context", 4096),
         (["--memory", "0.5"], "memory_gib", 0.5),
         (["--host-memory", "2"], "host_memory_gib", 2.0),

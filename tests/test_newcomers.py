@@ -8,8 +8,6 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-import pytest
-
 from agentspec.config import EngineConfig
 from agentspec.engine.in_process import AsyncEngine
 from agentspec.types import SamplingParams
@@ -20,9 +18,10 @@ PROMPT_TOKENS = 400
 NUM_BUSY = 6
 WARM_TURNS = 18
 """Of all busy sessions, before the newcomer comes."""
+PAUSE_TURNS = 40
+"""Turns of others that may end between the first turns of two newcomers that push out the state of others."""
 MOST_TURNS_AHEAD = 10 * NUM_BUSY
-"""Turns of others that may begin while a request without a session waits. Without the rule there is no end to them. A new session comes right behind
-a crowd of new sessions here, and waits until what those cost is worked off: for seconds, however many turns fit into them."""
+"""Turns of others that may begin while a request without a session waits. Without the rule there is no end to them."""
 
 
 class Fleet:
@@ -33,6 +32,8 @@ class Fleet:
         self._random = random.Random(seed)
         self.num_begun = 0
         """Turns that had their first token."""
+        self.begun: set[str | None] = set()
+        """Sessions that had one."""
         self.moved = asyncio.Condition()
 
     def words(self, count: int) -> list[int]:
@@ -56,6 +57,7 @@ class Fleet:
             if not answer:
                 async with self.moved:
                     self.num_begun += 1
+                    self.begun.add(session_id)
                     self.moved.notify_all()
             answer += event.token_ids
         return answer
@@ -70,13 +72,14 @@ class Fleet:
 
 
 @asynccontextmanager
-async def busy_engine(seed: int) -> AsyncIterator[Fleet]:
+async def busy_engine(seed: int, num_sessions_begun: int) -> AsyncIterator[Fleet]:
+    """With so many busy sessions that had a turn, at least."""
     async with AsyncEngine(EngineConfig(memory_gib=MEMORY_GIB, max_running=2, seed=seed)) as engine:
         fleet = Fleet(engine, seed)
         tasks = [asyncio.create_task(fleet.work(f"s{number}")) for number in range(NUM_BUSY)]
         try:
             async with fleet.moved:
-                await fleet.moved.wait_for(lambda: fleet.num_begun >= WARM_TURNS)
+                await fleet.moved.wait_for(lambda: fleet.num_begun >= WARM_TURNS and len(fleet.begun) >= num_sessions_begun)
             yield fleet
         finally:
             for task in tasks:
@@ -86,14 +89,33 @@ async def busy_engine(seed: int) -> AsyncIterator[Fleet]:
                     await task
 
 
-@pytest.mark.parametrize(("session_id", "num_tokens"), [("new", PROMPT_TOKENS), (None, 20)])
-def test_a_newcomer_waits_for_a_bounded_number_of_turns(session_id: str | None, num_tokens: int) -> None:
-    """Finding 5 of issue 18. By order of arrival alone, neither has its first token as long as the sessions before it go on."""
+def turns_ahead(session_id: str | None, num_tokens: int, *, num_sessions_begun: int = 1) -> tuple[int, int]:
+    """Turns of others that begin before a newcomer's first token, and busy sessions that are newcomers themselves when it
+    comes."""
 
-    async def main() -> int:
-        async with busy_engine(seed=1) as fleet:
-            return await asyncio.wait_for(fleet.turns_ahead(session_id, fleet.words(num_tokens)), 120)
+    async def main() -> tuple[int, int]:
+        async with busy_engine(1, num_sessions_begun) as fleet:
+            newcomers = NUM_BUSY - len(fleet.begun)
+            return await asyncio.wait_for(fleet.turns_ahead(session_id, fleet.words(num_tokens)), 120), newcomers
 
-    ahead = asyncio.run(main())
-    print(f"{ahead} turns of others began")
-    assert session_id is not None or ahead <= MOST_TURNS_AHEAD, f"seed 1: {ahead} turns of others began"
+    ahead, newcomers = asyncio.run(main())
+    print(f"{ahead} turns of others began; {newcomers} newcomers before it")
+    return ahead, newcomers
+
+
+def test_a_request_without_a_session_waits_for_a_bounded_number_of_turns() -> None:
+    """Finding 5 of issue 18. By order of arrival alone, it has no first token as long as the sessions before it go on."""
+    ahead, _ = turns_ahead(None, 20)
+    assert ahead <= MOST_TURNS_AHEAD, f"seed 1: {ahead} turns of others began"
+
+
+def test_a_new_session_waits_for_a_bounded_number_of_turns() -> None:
+    """Right behind one that has just come in, at worst: for what that cost others, and for its own place."""
+    ahead, newcomers = turns_ahead("new", PROMPT_TOKENS, num_sessions_begun=NUM_BUSY)
+    assert newcomers == 0
+    assert ahead <= 2 * PAUSE_TURNS, f"seed 1: {ahead} turns of others began"
+
+
+def test_a_new_session_behind_a_crowd_waits_for_a_bounded_number_of_turns_for_each() -> None:
+    ahead, newcomers = turns_ahead("new", PROMPT_TOKENS)
+    assert ahead <= (2 + newcomers) * PAUSE_TURNS, f"seed 1: {ahead} turns of others began, {newcomers} newcomers before it"

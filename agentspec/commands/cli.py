@@ -24,7 +24,7 @@ from agentspec.config import EngineConfig, Images, LogLevel, ServerConfig
 from agentspec.errors import AgentspecError, ConfigError, EngineClosedError, printable
 from agentspec.replay import importers
 from agentspec.replay import options as replay_options
-from agentspec.types import most_drafts
+from agentspec.types import FAIR_COST, most_drafts
 
 INTERRUPTED = 130
 USER_ERROR = 2
@@ -230,6 +230,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     budget = "prompt tokens computed in one step at most (default auto: as many as fit under --max-gap; 512 on the CPU)"
     _add_number(group, "--prefill-budget", "N|auto", budget, default="auto", kind=_number_or_auto)
     _add_number(group, "--max-gap", "S", "seconds between two steps of a running stream at most, while prompts come in (default 0.1 on a GPU)")
+    cost = "of the time, for computing again what late requests pushed out (1: their bound comes first)"
+    _add_number(group, "--fair-cost", "SHARE", cost, default=FAIR_COST)
     _add_number(group, "--max-context", "N", "tokens of prompt and output together (default: what model and memory allow)", kind=int)
     _add_number(group, "--memory", "GIB", "GiB for state rows and KV pages together (default: 1 on the CPU, 85%% of a GPU's free)")
     kept = "GiB of host memory for cached prefixes that the device lets go; 0: none (default: with a GPU, an eighth of 64 GiB or more, 32 at most)"
@@ -261,6 +263,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         max_running=args.max_running,
         prefill_budget=args.prefill_budget,
         max_gap_seconds=args.max_gap,
+        fair_cost=args.fair_cost,
         max_context=args.max_context,
         memory_gib=args.memory,
         host_memory_gib=args.host_memory,

@@ -65,6 +65,7 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
         num_drafted=num_drafted,
         prefill_budget=config.prefill_budget,
         max_gap=DEFAULT_MAX_GAP if config.max_gap_seconds is None else config.max_gap_seconds,
+        fair_cost=config.fair_cost,
         hold_seconds=config.session_hold_seconds,
         seed=config.seed,
         on_submit=on_submit,

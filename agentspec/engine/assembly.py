@@ -216,7 +216,7 @@ def build(
     scheduler = Scheduler(
         cache=cache,
         gate=_gate(config, spec, memory, max_draft_tokens, clock),
-        fair=FairShare(clock),
+        fair=FairShare(clock, cost=config.fair_cost),
         metrics=metrics,
         max_running=_slots(config),
         max_draft_tokens=max_draft_tokens,

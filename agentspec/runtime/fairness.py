@@ -6,10 +6,13 @@ of arrival, behind all that the flow was ever served. The wait until it has done
 and a grace is *late*, and goes ahead of others (admission.py). So a flow that was served more than its share waits for the others to catch up, a
 new one doesn't, and a thousand requests of one flow are one flow.
 
-Whoever goes ahead may push the state of other sessions out of the memory. What sessions compute again when they come back is a *debt* of those who
-went ahead last: of first turns, or of turns of sessions that had one before. Each of the two is worked off at a fixed share of the time; while one
-stands, late turns of its kind wait on. It is bounded, so they don't wait for ever. So a newcomer finds its place at once, a crowd of them one after
-the other, a pause apart at most. Requests without a session wait for no debt: they need room once, and all of an owner's are one flow.
+Whoever goes ahead may push the state of other sessions out of the memory. What sessions compute again when they come
+back is a *debt* of those who went ahead last: of first turns, or of turns of sessions that had one before. Both are
+worked off with one share of the time, that of first turns first. Late first turns wait for theirs, a pause at most,
+which ends after some seconds or some turns of others, whatever comes first. Other late turns wait for both. Debts are
+bounded, so nobody waits for ever: a newcomer finds its place at once, a crowd of them one after the other, a pause
+apart at most. Requests without a session wait for no debt: they need room once, and all of an owner's are one flow.
+Where the share is 1 there are no debts: who is late goes ahead, whatever that costs.
 
 Times are measured: a step's seconds are those of its prompts by their tokens, and those of its windows by their number. Knows seconds, tokens and
 names; knows nothing of memory.
@@ -25,13 +28,15 @@ from agentspec.fair_queue import Flow
 from agentspec.runtime.flight import Flight
 from agentspec.runtime.plan import StepOutcome
 from agentspec.runtime.request import Request
+from agentspec.types import FAIR_COST
 
-_LOST_SHARE = 0.05
-"""Share of the time that may go into computing again what was pushed out by first turns, and as much for later ones."""
 _LONGEST_DEBT = 120.0
-"""Seconds that it takes to work off, at most."""
-_LONGEST_PAUSE = 15.0
-"""Seconds after a first turn that went ahead until the next one may, whatever the debt."""
+"""Seconds that it takes to work off one of the two, at most."""
+_PAUSE_SECONDS = 15.0
+"""After a first turn that went ahead until the next one may, whatever the debt; or, if these end sooner:"""
+_PAUSE_TURNS = 40
+"""Turns. So the bound is the same on fast and on slow devices. 20 cost 9 % more time in the densest of the recorded sets
+and made nobody earlier there; with 80 the seconds come first on a large model, and small ones have no other bound."""
 _GRACE_SHARE = 0.5
 """Of the largest pass and the longest turn, lately: it takes a turn's end to let somebody in."""
 _GRACE_SECONDS = (0.1, 5.0)
@@ -73,23 +78,24 @@ class _Owner:
 class FairShare:
     """Equal sharing, imagined beside what happens."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        """clock: seconds."""
+    def __init__(self, clock: Callable[[], float], *, cost: float = FAIR_COST) -> None:
+        """clock: seconds. cost: share of the time that may go into computing again what late requests pushed out."""
         self._clock = clock
+        self._cost = cost
         self._now = clock()
         self._owners: dict[str, _Owner] = {}
         self._prefill_seconds = 0.0
         self._prefill_tokens = 0.0
         self._decode_seconds = 0.0
-        self._num_ended = 0.0
+        self._num_ended = 0
         self._turn_seconds: deque[float] = deque(maxlen=_TIMINGS)
         self._pass_seconds: deque[float] = deque(maxlen=_TIMINGS)
         self._debts = {False: 0.0, True: 0.0}
         """Of turns of sessions that had one before, and of first turns."""
         self._at_once = {False: 1, True: 1}
         """Late sessions that may go ahead together. They are more and more until something is lost to them."""
-        self._first_at = float("-inf")
-        """When a first turn went ahead last."""
+        self._first_at, self._ended_at_first = float("-inf"), 0
+        """When a first turn went ahead last, and how many turns had ended by then."""
         self._was_first = False
         """What went ahead last was a first turn: what is lost then is lost to it."""
 
@@ -109,8 +115,9 @@ class FairShare:
         wait = self._flow(request.flow).waiting[request.request_id]
         wait.num_tokens = num_tokens
         if num_lost > wait.num_lost:
-            debt = self._debts[self._was_first] + (num_lost - wait.num_lost) * self._token_seconds
-            self._debts[self._was_first] = min(debt, _LONGEST_DEBT * _LOST_SHARE)
+            if self._cost < 1:
+                debt = self._debts[self._was_first] + (num_lost - wait.num_lost) * self._token_seconds
+                self._debts[self._was_first] = min(debt, _LONGEST_DEBT * self._cost)
             self._at_once[self._was_first] = 1
             wait.num_lost = num_lost
 
@@ -121,8 +128,9 @@ class FairShare:
         flow.running[request.request_id] = self._clock()
         if goes_ahead:
             self._was_first = is_first
-            self._first_at = self._clock() if is_first else self._first_at
             self._at_once[is_first] += 1
+        if goes_ahead and is_first:
+            self._first_at, self._ended_at_first = self._clock(), self._num_ended
 
     def leave(self, request: Request) -> None:
         """A request has ended."""
@@ -154,7 +162,7 @@ class FairShare:
             return []  # nobody knows yet what a request takes
         least, most = _GRACE_SECONDS
         lately = max(self._turn_seconds, default=0.0) + max(self._pass_seconds, default=0.0)
-        grace = min(max(_GRACE_SHARE * lately, least), most)
+        grace = min(max(_GRACE_SHARE * lately, least), most) if self._cost < 1 else least
         answer_seconds = self._answer_seconds
         found: list[tuple[int, float, str]] = []
         for owner in self._owners.values():
@@ -177,10 +185,15 @@ class FairShare:
 
     @property
     def may_go_ahead(self) -> dict[bool, int]:
-        """Sessions without a turn behind them (True), and with one (False), that may be ahead of others at the same time. None while there is a debt
-        of theirs, for first turns at most a pause long; then one, and more while nothing is lost to them."""
-        first_may = self._debts[True] <= 0.0 or self._now - self._first_at >= _LONGEST_PAUSE
-        return {False: 0 if self._debts[False] > 0.0 else self._at_once[False], True: self._at_once[True] if first_may else 0}
+        """Sessions without a turn behind them (True), and with one (False), that may be ahead of others at the same time.
+        None while they wait for a debt; then one, and more while nothing is lost to them."""
+        num_since = self._num_ended - self._ended_at_first
+        is_over = self._now - self._first_at >= _PAUSE_SECONDS or num_since >= _PAUSE_TURNS
+        first_owe, later_owe = self._debts[True] > 0.0, self._debts[False] > 0.0
+        return {
+            True: 0 if first_owe and not is_over else self._at_once[True],
+            False: 0 if first_owe or later_owe else self._at_once[False],
+        }
 
     @property
     def _token_seconds(self) -> float:
@@ -202,8 +215,11 @@ class FairShare:
         """Let equal sharing catch up with the clock."""
         now = self._clock()
         seconds, self._now = now - self._now, now
-        for kind, debt in self._debts.items():
-            self._debts[kind] = max(debt - _LOST_SHARE * seconds, 0.0)
+        worked = self._cost * seconds
+        for is_first in (True, False):
+            part = min(worked, self._debts[is_first])
+            self._debts[is_first] -= part
+            worked -= part
         shares = []
         for owner_name, owner in list(self._owners.items()):
             for name in [name for name, flow in owner.flows.items() if not (flow.running or flow.waiting or flow.done_at > owner.virtual)]:

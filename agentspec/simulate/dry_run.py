@@ -25,7 +25,7 @@ from agentspec.runtime.scheduler import Scheduler
 from agentspec.runtime.step_loop import StepLoop
 from agentspec.simulate.closed_loop import ClosedLoop, EndedTurn, RecordedTurn, Sessions, TimedExecutor, VirtualClock
 from agentspec.simulate.model_costs import ModelCosts
-from agentspec.types import BLOCK_TOKENS, STOP_LENGTH, STOP_RUNNING, ModelSpec, rows_of_request
+from agentspec.types import BLOCK_TOKENS, FAIR_COST, STOP_LENGTH, STOP_RUNNING, ModelSpec, rows_of_request
 
 
 @dataclass(slots=True)
@@ -196,6 +196,7 @@ class DryRun:
         num_drafted: int,
         prefill_budget: int | Literal["auto"],
         max_gap: float = DEFAULT_MAX_GAP,
+        fair_cost: float = FAIR_COST,
         hold_seconds: float,
         seed: int,
         on_submit: Callable[[RecordedTurn], None],
@@ -229,7 +230,7 @@ class DryRun:
         scheduler = Scheduler(
             cache=self._cache,
             gate=gate,
-            fair=FairShare(clock),
+            fair=FairShare(clock, cost=fair_cost),
             metrics=self._metrics,
             max_running=max_running,
             max_draft_tokens=num_drafted,
