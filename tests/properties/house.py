@@ -105,7 +105,7 @@ class House:
             hold_seconds=rng.choice([0.0, 5.0]) * (not is_crowded),
             long_outputs=not is_serial and (is_crowded or rng.random() < (0.4 if few_pages else 0.15)),
             short_prompts=is_crowded or rng.random() < (0.8 if few_pages else 0.2),
-            scoring_share=0.6 if is_crowded else rng.choice([0.02, 0.02, 0.1]),
+            scoring_share=rng.choice([0.6, 0.02]) if is_crowded else rng.choice([0.02, 0.02, 0.1]),
             stopping_share=rng.choice([0.1, 0.4, 0.9]),
             session_share=rng.choice([0.0, 0.9, 0.9]) * (not is_crowded),
             sampled_share=rng.choice([0.0, 0.4, 0.4, 1.0]),
