@@ -14,6 +14,7 @@ import argparse
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,10 @@ from agentspec.simulate.dry_run import DryMemory, DryRun, DryRunResult
 from agentspec.simulate.model_costs import ModelCosts, model_costs
 from agentspec.types import BLOCK_TOKENS, FAIR_COST
 from benchmarks.policy import HOLD_SECONDS, RecordedFile, read
+from benchmarks.timed_copies import TimedCopies, host_memory
+
+HOST_BYTES_PER_SECOND = 25e9
+"""Each way, beside the steps: half of what PCIe 5 promises."""
 
 
 @dataclass(slots=True)
@@ -169,8 +174,17 @@ def judge(result: DryRunResult, log: ServiceLog) -> Outcome:
     )
 
 
-def run(sessions: RecordedFile, costs: ModelCosts, lanes: int, num_fitting: int | None, *, fair_cost: float = FAIR_COST) -> Outcome:
-    """num_fitting: sessions whose working sets fit; None: no bound. fair_cost: as `--fair-cost` of `serve`."""
+def run(
+    sessions: RecordedFile,
+    costs: ModelCosts,
+    lanes: int,
+    num_fitting: int | None,
+    *,
+    fair_cost: float = FAIR_COST,
+    host_gib: float = 0.0,
+) -> Outcome:
+    """num_fitting: sessions whose working sets fit; None: no bound. fair_cost: as `--fair-cost` of `serve`. host_gib: of a
+    host tier; 0: none."""
     gib = None
     if num_fitting is not None:
         gib = num_fitting * (largest_session(sessions) * costs.kv_bytes_per_token + SESSION_CHECKPOINTS * costs.row_bytes) / 2**30
@@ -184,6 +198,8 @@ def run(sessions: RecordedFile, costs: ModelCosts, lanes: int, num_fitting: int 
         hold_seconds=HOLD_SECONDS,
         seed=0,
         on_submit=lambda turn: None,
+        host_memory=host_memory(host_gib, costs) if host_gib else None,
+        copier=partial(TimedCopies, costs=costs, bytes_per_second=HOST_BYTES_PER_SECOND) if host_gib else None,
     )
     log = dry.loop.executor = ServiceLog(dry.loop.executor, costs, dry.clock)
     return judge(dry.run(((name, iter(turns)) for name, turns in sessions), lanes), log)
@@ -201,6 +217,7 @@ def main() -> None:
     parser.add_argument("--lanes", type=int, nargs="+", default=[4, 16, 32])
     parser.add_argument("--fitting", type=int, nargs="*", default=[2, 4, 8], help="memory, as sessions that fit; the last run has no bound")
     parser.add_argument("--fair-cost", type=float, default=FAIR_COST, metavar="SHARE", help="as that of serve")
+    parser.add_argument("--host", type=float, default=0.0, metavar="GIB", help="of a host tier, at 25 GB/s each way")
     parser.add_argument("--sessions", type=int, help="the first so many of each file")
     options = parser.parse_args()
     print("| set | costs | lanes | sessions that fit | late of requests | longest wait, s | largest wait / (2 F + B) | B, s | hit share | wall, s |")
@@ -212,7 +229,7 @@ def main() -> None:
                 for fitting in (*options.fitting, None):
                     if fitting is not None and fitting >= lanes:
                         continue
-                    found = run(sessions, model_costs(name), lanes, fitting, fair_cost=options.fair_cost)
+                    found = run(sessions, model_costs(name), lanes, fitting, fair_cost=options.fair_cost, host_gib=options.host)
                     print(
                         f"| {path.name.split('.')[0]} | {name} | {lanes} | {fitting or 'all'} | {found.num_late} of {found.num_requests} | "
                         f"{found.longest_wait:.1f} | {found.excess:.2f} | {found.chunk:.2f} + {found.quantum:.1f} | {found.hit_share:.2%} | "

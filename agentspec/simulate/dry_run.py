@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
+from agentspec.cache.host_tier import HostMemory
 from agentspec.cache.hybrid_cache import HybridCache
 from agentspec.errors import ConfigError
 from agentspec.mtp.depth_policy import FixedDepth
@@ -22,7 +23,7 @@ from agentspec.runtime.metrics import EngineMetrics
 from agentspec.runtime.pace import DEFAULT_MAX_GAP, FixedPace, GapPace
 from agentspec.runtime.plan import SlotJoin, SlotOutcome, StepOutcome, StepPlan
 from agentspec.runtime.scheduler import Scheduler
-from agentspec.runtime.step_loop import StepLoop
+from agentspec.runtime.step_loop import Copier, StepLoop
 from agentspec.simulate.closed_loop import ClosedLoop, EndedTurn, RecordedTurn, Sessions, TimedExecutor, VirtualClock
 from agentspec.simulate.model_costs import ModelCosts
 from agentspec.types import BLOCK_TOKENS, FAIR_COST, STOP_LENGTH, STOP_RUNNING, ModelSpec, rows_of_request
@@ -201,8 +202,11 @@ class DryRun:
         seed: int,
         on_submit: Callable[[RecordedTurn], None],
         emissions: Mapping[str, Sequence[int]] | None = None,
+        host_memory: HostMemory | None = None,
+        copier: Callable[[VirtualClock], Copier] | None = None,
     ) -> None:
-        """`on_submit` sees every turn in the order of submission. `emissions`: see DryExecutor."""
+        """`on_submit` sees every turn in the order of submission. `emissions`: see DryExecutor. `host_memory`: with `copier`,
+        which carries out its orders on the run's clock."""
         self._on_submit = on_submit
         self._costs = costs
         self._memory = memory
@@ -216,6 +220,7 @@ class DryRun:
             page_bytes=page_bytes,
             block_tokens=BLOCK_TOKENS,
             budget_bytes=memory.cache_bytes,
+            host_memory=host_memory,
             clock=clock,
         )
         running_rows = _running_rows(max_running, num_drafted)
@@ -243,7 +248,13 @@ class DryRun:
         scripted = DryExecutor(acceptance=costs.acceptance, block_tokens=BLOCK_TOKENS, seed=seed, emissions=emissions)
         executor = TimedExecutor(scripted, costs=costs, clock=clock)
         self.loop = StepLoop(
-            scheduler=scheduler, executor=executor, depth_policy=FixedDepth(num_drafted), metrics=self._metrics, overlap=True, clock=clock
+            scheduler=scheduler,
+            executor=executor,
+            depth_policy=FixedDepth(num_drafted),
+            metrics=self._metrics,
+            overlap=True,
+            copier=None if copier is None else copier(clock),
+            clock=clock,
         )
         spec = ModelSpec(
             name=costs.name,
