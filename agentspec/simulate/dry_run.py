@@ -205,8 +205,7 @@ class DryRun:
         host_memory: HostMemory | None = None,
         copier: Callable[[VirtualClock], Copier] | None = None,
     ) -> None:
-        """`on_submit` sees every turn in the order of submission. `emissions`: see DryExecutor. `host_memory`: with `copier`,
-        which carries out its orders on the run's clock."""
+        """`on_submit` sees every turn in the order of submission. `emissions`: see DryExecutor. `copier`: carries out what `host_memory` orders."""
         self._on_submit = on_submit
         self._costs = costs
         self._memory = memory
@@ -231,12 +230,12 @@ class DryRun:
             hold_seconds=hold_seconds,
             clock=clock,
         )
-        self._metrics = EngineMetrics()
+        metrics = self._metrics = EngineMetrics()
         scheduler = Scheduler(
             cache=self._cache,
             gate=gate,
             fair=FairShare(clock, cost=fair_cost),
-            metrics=self._metrics,
+            metrics=metrics,
             max_running=max_running,
             max_draft_tokens=num_drafted,
             pace=GapPace(max_gap, block_tokens=BLOCK_TOKENS) if prefill_budget == "auto" else FixedPace(prefill_budget, block_tokens=BLOCK_TOKENS),
@@ -247,14 +246,9 @@ class DryRun:
         )
         scripted = DryExecutor(acceptance=costs.acceptance, block_tokens=BLOCK_TOKENS, seed=seed, emissions=emissions)
         executor = TimedExecutor(scripted, costs=costs, clock=clock)
+        copies = None if copier is None else copier(clock)
         self.loop = StepLoop(
-            scheduler=scheduler,
-            executor=executor,
-            depth_policy=FixedDepth(num_drafted),
-            metrics=self._metrics,
-            overlap=True,
-            copier=None if copier is None else copier(clock),
-            clock=clock,
+            scheduler=scheduler, executor=executor, depth_policy=FixedDepth(num_drafted), metrics=metrics, overlap=True, copier=copies, clock=clock
         )
         spec = ModelSpec(
             name=costs.name,
