@@ -144,7 +144,6 @@ def run_real(model: StepModel, device: torch.device, sessions: Sessions, setting
 
 def run_dry(costs: ModelCosts, sessions: Sessions, settings: Settings, memory: MemoryPlan, emissions: dict[str, list[int]]) -> Reached:
     """The same sessions with no model. `emissions`: tokens that each step of the real run emitted, by request."""
-    shape = {"max_running": settings.max_running, "num_drafted": settings.num_drafted}
     dry = DryRun(
         costs=costs,
         memory=DryMemory.of_engine(memory),
@@ -153,7 +152,8 @@ def run_dry(costs: ModelCosts, sessions: Sessions, settings: Settings, memory: M
         seed=0,
         on_submit=lambda turn: None,
         emissions=emissions,
-        **shape,
+        max_running=settings.max_running,
+        num_drafted=settings.num_drafted,
     )
     started = time.perf_counter()
     result = dry.run(_iterators(sessions), settings.lanes)

@@ -127,7 +127,8 @@ class PrefilledModel(Qwen3_5Model):
     def prefill(self, batch: PrefillBatch) -> Tensor:
         if self.computes_prompts:
             return super().prefill(batch)
-        return self.pools.hidden_RH.new_zeros(len(batch.token_ids_N), self.pools.hidden_RH.shape[1])
+        hidden_RH = self.pools.hidden_RH
+        return torch.zeros(len(batch.token_ids_N), hidden_RH.shape[1], dtype=hidden_RH.dtype, device=hidden_RH.device)
 
     def ride(self, prompts: PrefillBatch, windows: VerifyBatch) -> tuple[Tensor, Tensor]:
         if self.computes_prompts:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentspec.models.qwen3_5 import state_forms
 from agentspec.models.protocol import VerifyBatch
+from agentspec.models.qwen3_5 import state_forms
 from agentspec.models.state import page_bytes, row_bytes
 from agentspec.models.tensors import parameter_dtype, parameter_shapes
 from agentspec.types import ZERO_ROW

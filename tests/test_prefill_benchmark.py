@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentspec.models.qwen3_5 import state_forms
 from agentspec.engine.assembly import Assembly
 from agentspec.kernels import PrefillBatch
+from agentspec.models.qwen3_5 import state_forms
 from agentspec.models.state import row_bytes
 from agentspec.models.tensors import parameter_shapes
 from benchmarks import prefill, prefill_checks, prefill_engine, trace

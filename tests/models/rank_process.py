@@ -39,7 +39,9 @@ def outputs(directory: Path, rank: Rank = ALONE, group: Group | None = None) -> 
 
 
 def main(index: int, count: int, directories: list[Path]) -> None:
-    store = distributed.FileStore(str(directories[0] / "meeting"), count)
+    store = distributed.FileStore(  # type: ignore[attr-defined]
+        str(directories[0] / "meeting"), count
+    )
     distributed.init_process_group("gloo", store=store, rank=index, world_size=count, timeout=timedelta(seconds=60))
     process_group = distributed.group.WORLD
     assert process_group is not None

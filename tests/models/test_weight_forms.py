@@ -14,6 +14,7 @@ from torch import Tensor
 
 from agentspec.errors import CheckpointError, ConfigError
 from agentspec.kernels import BlockScaled, MixtureWeights, Norm, Plain, Weight, quantize_blocks, reference
+from agentspec.kernels.weights import Region
 from agentspec.models import quantization
 from agentspec.models.hf_config import TextConfig, load_text_config
 from agentspec.models.outline import outline
@@ -47,10 +48,12 @@ def form(request: pytest.FixtureRequest) -> Callable[[Tensor], Weight]:
 
 def test_a_region_that_is_cut_taken_stacked_or_filled_has_its_values(form: Callable[[Tensor], Weight]) -> None:
     matrix, stack = form(randn(384, 256, seed=1)), form(randn(3, 256, 256, seed=2))
-    for region in ((), (slice(128, 256),), (slice(128, None),), (slice(0, 256), slice(128, 256))):
+    regions: list[Region] = [(), (slice(128, 256),), (slice(128, None),), (slice(0, 256), slice(128, 256))]
+    for region in regions:
         assert torch.equal(matrix.cut(region).dequantize(), matrix.dequantize()[region]), region
         assert matrix.cut(region).values.untyped_storage().data_ptr() == matrix.values.untyped_storage().data_ptr()
-    for region in ((2,), (slice(1, 3),), (1, slice(128, 256)), (slice(0, 2), slice(0, 128), slice(128, 256))):
+    regions = [(2,), (slice(1, 3),), (1, slice(128, 256)), (slice(0, 2), slice(0, 128), slice(128, 256))]
+    for region in regions:
         assert torch.equal(stack.cut(region).dequantize(), stack.dequantize()[region]), region
     assert torch.equal(stack.matrix(1).dequantize(), stack.dequantize()[1])
     ids = torch.tensor([5, 383, 0, 200, 200])
@@ -116,7 +119,8 @@ def test_experts_are_those_of_the_values(form: Callable[[Tensor], Weight]) -> No
         shared_down_HI=form(randn(128, 32, seed=6)),
     )
     names = ("gate_up_X2IH", "down_XHI", "shared_gate_up_2IH", "shared_down_HI")
-    exact = dataclasses.replace(weights, **{name: plain(getattr(weights, name)) for name in names})
+    plain_ones: dict[str, Any] = {name: plain(getattr(weights, name)) for name in names}
+    exact = dataclasses.replace(weights, **plain_ones)
     x, norm = randn(7, 128, seed=7), Norm(weight=randn(128, seed=8), eps=1e-6)
     assert torch.equal(reference.add_experts(x, norm, weights), reference.add_experts(x, norm, exact))
 
@@ -154,9 +158,9 @@ def test_a_model_in_a_form_of_the_tests_own(family: Family, experts: str | None,
     parameters = load(tmp_path, config)
     assert {name for name, weight in parameters.items() if isinstance(weight, Int8Rows)} == set(filter(is_convertible, parameters))
     # The draft head is quantised at load in both: it is plain in the checkpoint. The MTP layer stays what it is.
-    exact = {name: plain(weight) for name, weight in parameters.items()}
+    exact: dict[str, Weight] = {name: plain(weight) for name, weight in parameters.items()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agentspec.models.qwen3_5.quantize_mtp_layer", lambda parameters: None)
+        patch.setattr("agentspec.models.hybrid.quantize_mtp_layer", lambda parameters: None)
         expected = outputs(tmp_path, config, exact)
     for got, wanted in zip(outputs(tmp_path, config, parameters), expected, strict=True):
         assert torch.equal(got, wanted)
@@ -245,7 +249,7 @@ def test_a_number_of_ranks_that_cannot_share_is_refused_by_name(tmp_path: Path) 
 def test_blocks_of_multipliers_stay_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Widths of several blocks, on a device that keeps them: what ranks hold stays block-scaled, values and multipliers."""
     monkeypatch.setattr(quantization, "keeps_blocks", lambda device: True)
-    heads = {"head_dim": 128, "linear_value_head_dim": 128, "linear_num_value_heads": 2}
+    heads: dict[str, Any] = {"head_dim": 128, "linear_value_head_dim": 128, "linear_num_value_heads": 2}
     write_checkpoint(tmp_path, "dense", num_hidden_layers=4, fp8="stored", intermediate_size=512, **heads)
     config = load_text_config(tmp_path).with_mtp_layers(1)
     whole, parts = load(tmp_path, config), [load(tmp_path, config, Rank(index, 2)) for index in range(2)]

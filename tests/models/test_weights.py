@@ -39,9 +39,9 @@ def load(directory: Path, dtype: torch.dtype = torch.float32) -> dict[str, Tenso
         if config.num_mtp_layers is None:
             config = config.with_mtp_layers(int(checkpoint.has_mtp))
         loaded = checkpoint.load(config, device=CPU, dtype=dtype)
-    parameters = {name: tensor for name, tensor in loaded.items() if isinstance(tensor, Tensor)}
+    parameters = {name: parameter.tensor for name, parameter in loaded.items()}
     assert {name: tuple(tensor.shape) for name, tensor in parameters.items()} == parameter_shapes(config)
-    return {name: parameter.tensor for name, parameter in parameters.items()}
+    return parameters
 
 
 def small(directory: Path, family: Family = "dense", **options: Any) -> Path:

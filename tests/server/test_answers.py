@@ -45,7 +45,7 @@ def test_each_source_counts_its_own_positions() -> None:
         OURS = "ours"
         THEIRS = "theirs"
 
-    info = msgspec.structs.replace(INFO, draft_sources=(Sources.OURS, Sources.OURS, Sources.THEIRS))  # type: ignore[arg-type]
+    info = msgspec.structs.replace(INFO, draft_sources=(Sources.OURS, Sources.OURS, Sources.THEIRS))
     assert metrics_body(SPEC, info)["speculative_decoding"]["by_source"] == {
         "ours": {"num_draft_tokens": 7, "num_accepted_draft_tokens": 5, "drafted_by_position": [4, 3], "accepted_by_position": [3, 2]},
         "theirs": {"num_draft_tokens": 2, "num_accepted_draft_tokens": 0, "drafted_by_position": [2], "accepted_by_position": [0]},

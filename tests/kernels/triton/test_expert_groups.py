@@ -11,6 +11,7 @@ from torch import Tensor
 from agentspec.kernels.triton import expert_groups, grouped_gemm
 from agentspec.kernels.triton.expert_groups import group_pairs
 from agentspec.kernels.triton.grouped_gemm import GroupedPlan
+from agentspec.kernels.weights import Plain
 
 
 def check_groups(ids: Tensor, num_experts: int, block_m: int) -> None:
@@ -68,7 +69,7 @@ def test_programs_that_share_a_tile_do_what_those_of_smaller_tiles_do(device: to
         return torch.randn(shape, generator=generator, device=device)
 
     ids = torch.randint(4, (70, 2), generator=generator, device=device, dtype=torch.int32)
-    h, gate_up, down, weights = randn(140, 32), randn(4, 64, 48), randn(4, 48, 32), randn(70, 2)
+    h, gate_up, down, weights = randn(140, 32), Plain(randn(4, 64, 48)), Plain(randn(4, 48, 32)), randn(70, 2)
     whole = GroupedPlan(block_o=32, block_k=32, warps=4, stages=2)
     shared, small, large = replace(whole, sharers=2), group_pairs(ids, 4, 16), group_pairs(ids, 4, 32)
     x = randn(70, 48)

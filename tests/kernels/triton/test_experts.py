@@ -61,7 +61,7 @@ def inputs(num_tokens: int, hidden: int, seed: int, device: torch.device, dtype:
 
 def in_float32(weights: MixtureWeights) -> MixtureWeights:
     names = ("gate_up_X2IH", "down_XHI", "shared_gate_up_2IH", "shared_down_HI")
-    exact = {name: Plain(getattr(weights, name).dequantize()) for name in names}
+    exact: dict[str, Any] = {name: Plain(getattr(weights, name).dequantize()) for name in names}
     return replace(weights, router_XH=weights.router_XH.float(), shared_gate_1H=weights.shared_gate_1H.float(), **exact)
 
 
