@@ -11,13 +11,13 @@ SHELL := /bin/bash
 BIN := .venv/bin
 export PYTHON TORCH
 
-# What `make quick` runs, and which files of those folders are left to `make test`: those of several seconds that are not a room's main door.
+# What `make quick` runs, and which files of those folders it leaves to `make test`: those of five seconds or more, but for the decode step.
 QUICK := tests/test_architecture.py tests/test_architecture_picture.py tests/test_public_api.py tests/test_engine.py \
 	tests/cache tests/mtp tests/replay tests/runtime tests/text \
-	$(patsubst %,tests/server/test_%.py,chat completions front messages names streams tenants)
+	$(patsubst %,tests/server/test_%.py,chat completions front names tenants)
 NOT_QUICK := tests/cache/test_random.py \
 	$(patsubst %,tests/runtime/test_%.py,decode_step_distribution grammar grammar_expressions grammar_limits graphs ride) \
-	$(patsubst %,tests/text/test_%.py,continued remembered_prompts segmenter system_messages)
+	$(patsubst %,tests/text/test_%.py,continued prompt_encoder remembered_prompts segmenter sentinels system_messages)
 
 .PHONY: help install replay evaluate quick test test-sdks test-clients aiperf test-gpu chaos sanitize check format clean
 
@@ -32,7 +32,7 @@ replay: .venv/.installed  ## replay workloads/agentic.jsonl on the bundled model
 evaluate: .venv/.installed  ## measure tiny-agent on sessions that its training never saw
 	$(BIN)/python -m scripts.tiny_agent.evaluate $(ARGS)
 
-quick: .venv/.dev-installed  ## the loop beside an editor, under a minute on two cores: lint, rules, and what the rooms above the kernels promise
+quick: .venv/.dev-installed  ## the loop beside an editor, under a minute on two cores: format, lint, rules, and the shorter tests without kernels
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest -n 2 -m "not gpu" $(QUICK) $(addprefix --ignore=,$(NOT_QUICK)) $(ARGS)
