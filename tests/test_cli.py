@@ -306,6 +306,13 @@ def test_help_and_errors_load_no_torch() -> None:
     assert shown.stdout.strip() == "False"
 
 
+def test_flags_and_a_server_need_no_numpy() -> None:
+    """Every command would wait for it, and a server would hold 10 MiB for nothing."""
+    code = "import sys; from agentspec.commands import cli, serve\ncli.build_parser()\nprint('numpy' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "False"
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         cli.main(["--version"])

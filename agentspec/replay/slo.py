@@ -9,9 +9,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from agentspec.errors import ConfigError
-from agentspec.replay.measure import TurnRecord
+
+if TYPE_CHECKING:  # numpy, which measure.py needs, takes longer to load than all that a command's flags need
+    from agentspec.replay.measure import TurnRecord
 
 FAILED = "failed"
 """What a failed turn missed, whatever the bounds are."""
