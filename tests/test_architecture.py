@@ -131,7 +131,7 @@ ENGINE_FLAGS = {
 MAX_FILE_LINES = 500
 MAX_KERNEL_FILE_LINES = 800
 MAX_FUNCTION_LINES = 80
-MAX_PACKAGE_LINES = 32_000
+MAX_PACKAGE_LINES = 31_200
 """Lines that hold code. Docstrings, comments and blank lines don't count: nobody should save on those to stay below a cap."""
 
 
