@@ -86,7 +86,8 @@ async def _count(arena: Arena, name: str, flood: Flood, num_newcomers: int, num_
 
 async def _turns_before(arena: Arena, session: str) -> int | None:
     """Turns of others that start between a newcomer's arrival and its first token, ENOUGH at most; None when it is refused."""
-    ask = Ask(CHAT, _body(arena, arena.rng, stream=True), session, arena.served.key)
+    # Else one answer in 200 would be empty, which looks like a refusal here.
+    ask = Ask(CHAT, _body(arena, arena.rng, stream=True) | {"ignore_eos": True}, session, arena.served.key)
     before = (await arena.served.stats())["engine"]["first_slots"]
 
     async def others() -> int:
