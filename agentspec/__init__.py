@@ -2,8 +2,8 @@
 
     from agentspec import AsyncEngine, EngineConfig
 
-`Engine` and `AsyncEngine` run a model in this process; `Submit` asks for tokens, and `TokensEvent` and `FinishEvent` answer. Every error that they
-raise is an `AgentspecError`.
+`Engine` and `AsyncEngine` run a model in this process; `Submit` asks for tokens, and `TokensEvent` and `FinishEvent`
+answer. Every error that they raise is an `AgentspecError`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,17 @@ _HOMES = {
     "agentspec.engine.in_process": ("AsyncEngine", "Engine"),
     "agentspec.errors": ("AgentspecError",),
     "agentspec.types": ("SamplingParams",),
-    "agentspec.wire": ("Abort", "Event", "FinishEvent", "Grammar", "ModelInfo", "SpecStats", "Submit", "TokensEvent", "Usage"),
+    "agentspec.wire": (
+        "Abort",
+        "Event",
+        "FinishEvent",
+        "Grammar",
+        "ModelInfo",
+        "SpecStats",
+        "Submit",
+        "TokensEvent",
+        "Usage",
+    ),
 }
 
 __all__ = [

@@ -1,7 +1,8 @@
 """Settings of the engine and of the server: frozen, validated once, units in the docstrings.
 
-The one set of engine flags of `serve` and `replay` maps to EngineConfig field by field, the other flags of `serve` to ServerConfig. `auto` values are
-resolved where the facts are known (engine/assembly.py), into new objects: a config is never edited.
+The one set of engine flags of `serve` and `replay` maps to EngineConfig field by field, the other flags of `serve` to
+ServerConfig. `auto` values are resolved where the facts are known (engine/assembly.py), into new objects: a config is
+never edited.
 """
 
 from __future__ import annotations
@@ -42,51 +43,62 @@ class EngineConfig:
     draft_vocab_size: int | None = None
     """Tokens that drafts are chosen from. 0: all. None: all of a vocabulary up to 65,536, else 32,768."""
     draft_precision: DraftPrecision = "auto"
-    """Of the MTP layer and the draft head: as the checkpoint has them, or quantised to FP8 at load. auto: FP8 on a GPU in bfloat16."""
+    """Of the MTP layer and the draft head: as the checkpoint has them, or quantised to FP8 at load. auto: FP8 on a GPU
+    in bfloat16."""
     token_counts: str | None = None
-    """A file of how often each token was served: ranks the draft vocabulary, and gets what this engine served added when it closes."""
+    """A file of how often each token was served: ranks the draft vocabulary, and gets what this engine served added
+    when it closes."""
     prefix_cache: bool = True
     overlap: bool = True
     """Read the results of a step while the next one runs."""
     graphs: bool = True
     """On a GPU: record decode steps and short prompt chunks as CUDA graphs at start, where the model allows it."""
     max_running: int | Literal["auto"] = "auto"
-    """Requests that decode at the same time: slots. auto: on a GPU up to 64, as many as write into at most a third of the memory for rows and
-    pages; 8 on the CPU."""
+    """Requests that decode at the same time: slots. auto: on a GPU up to 64, as many as write into at most a third of
+    the memory for rows and pages; 8 on the CPU."""
     prefill_budget: int | Literal["auto"] = "auto"
-    """Prompt tokens computed in one step at most. auto: as many as fit under `max_gap_seconds`, by measured times; on the CPU 512."""
+    """Prompt tokens computed in one step at most. auto: as many as fit under `max_gap_seconds`, by measured times; on
+    the CPU 512."""
     max_gap_seconds: float | None = None
-    """The longest time between two steps of a running stream that prompts may make: a ceiling, which only the smallest possible piece of a
-    prompt exceeds where the device is that slow. None: 0.1 on a GPU; on the CPU, and with a fixed `prefill_budget`, there is none."""
+    """The longest time between two steps of a running stream that prompts may make: a ceiling, which only the smallest
+    possible piece of a prompt exceeds where the device is that slow. None: 0.1 on a GPU; on the CPU, and with a fixed
+    `prefill_budget`, there is none."""
     fair_cost: float = FAIR_COST
-    """Share of the time that may go into computing again what requests that had waited for longer than a fair share pushed
-    out of the memory. 1: the bound on waits comes first, whatever that costs (runtime/fairness.py)."""
+    """Share of the time that may go into computing again what requests that had waited for longer than a fair share
+    pushed out of the memory. 1: the bound on waits comes first, whatever that costs (runtime/fairness.py)."""
     max_context: int | None = None
     """Tokens, prompt and output together. None: what the model and the memory allow."""
     memory_gib: float | None = None
-    """GiB for state rows and KV pages together. None: 1 GiB on the CPU, 85% of what is free on a GPU beside CUDA graphs."""
+    """GiB for state rows and KV pages together. None: 1 GiB on the CPU, 85% of what is free on a GPU beside CUDA
+    graphs."""
     host_memory_gib: float | None = None
-    """GiB of locked host memory for cached prefixes that the device lets go; 0: none. None: on a GPU an eighth of the machine's memory, up to 32 GiB
-    and half of `memory_gib`, if the machine has 64 GiB or more; else none."""
+    """GiB of locked host memory for cached prefixes that the device lets go; 0: none. None: on a GPU an eighth of the
+    machine's memory, up to 32 GiB and half of `memory_gib`, if the machine has 64 GiB or more; else none."""
     seed: int = 0
     """Seeds requests that bring no seed of their own, and random weights."""
     random_weights: bool = False
     """Build the model from its config alone, without weights: for benchmarks."""
     force_acceptance: tuple[float, ...] | None = None
-    """Benchmarks only: accept draft i with this probability (given that the ones before it were accepted), whatever the model says."""
+    """Benchmarks only: accept draft i with this probability (given that the ones before it were accepted), whatever the
+    model says."""
     allow_forced_output: bool = False
-    """Benchmarks only: requests may bring their own output (`Submit.forced_output`). With `force_acceptance`, its tokens are the drafts too."""
+    """Benchmarks only: requests may bring their own output (`Submit.forced_output`). With `force_acceptance`, its
+    tokens are the drafts too."""
     session_hold_seconds: float = 5.0
     """How long the path of a session is held after a turn, so that a tool's result finds it."""
 
     def __post_init__(self) -> None:
         if self.model == "":
-            raise ConfigError("model", "", "name a checkpoint directory or a hub id, or leave it out for the bundled model")
+            raise ConfigError(
+                "model", "", "name a checkpoint directory or a hub id, or leave it out for the bundled model"
+            )
         if self.device not in ("auto", "cpu", "cuda"):
             raise ConfigError("device", self.device, "must be auto, cpu or cuda")
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError("dtype", self.dtype, "must be auto, float32 or bfloat16")
-        if self.draft_tokens != "auto" and not (isinstance(self.draft_tokens, int) and 0 <= self.draft_tokens <= most_drafts()):
+        if self.draft_tokens != "auto" and not (
+            isinstance(self.draft_tokens, int) and 0 <= self.draft_tokens <= most_drafts()
+        ):
             raise ConfigError("draft_tokens", self.draft_tokens, f"must be auto, or 0 to {most_drafts()}")
         if self.draft_vocab_size is not None and self.draft_vocab_size < 0:
             raise ConfigError("draft_vocab", self.draft_vocab_size, "must be a number of tokens, or 0 for all")
@@ -96,13 +108,19 @@ class EngineConfig:
             raise ConfigError("token_counts", "", "name a file, or leave it out")
         if self.max_running != "auto" and not (isinstance(self.max_running, int) and self.max_running >= 1):
             raise ConfigError("max_running", self.max_running, "must be auto, or at least 1")
-        if self.prefill_budget != "auto" and not (isinstance(self.prefill_budget, int) and self.prefill_budget >= BLOCK_TOKENS):
-            raise ConfigError("prefill_budget", self.prefill_budget, f"must be auto, or at least one block ({BLOCK_TOKENS} tokens)")
+        if self.prefill_budget != "auto" and not (
+            isinstance(self.prefill_budget, int) and self.prefill_budget >= BLOCK_TOKENS
+        ):
+            raise ConfigError(
+                "prefill_budget", self.prefill_budget, f"must be auto, or at least one block ({BLOCK_TOKENS} tokens)"
+            )
         if self.max_gap_seconds is not None and not 0 < self.max_gap_seconds < float("inf"):
             raise ConfigError("max_gap", self.max_gap_seconds, "must be above 0 seconds")
         if self.max_gap_seconds is not None and self.prefill_budget != "auto":
             raise ConfigError(
-                "max_gap", self.max_gap_seconds, f"can't be kept with a fixed prefill_budget of {self.prefill_budget}: give one of the two"
+                "max_gap",
+                self.max_gap_seconds,
+                f"can't be kept with a fixed prefill_budget of {self.prefill_budget}: give one of the two",
             )
         if not 0 < self.fair_cost <= 1:
             raise ConfigError("fair_cost", self.fair_cost, "must be above 0 and at most 1")
@@ -143,7 +161,8 @@ class ServerConfig:
     max_queue: int = 256
     """Requests that may wait beside those that the engine runs (`max_running`); more are refused with 429."""
     text_seconds: float = 30.0
-    """How long one request's texts may take to render and tokenise, once it is their turn; then the process that does it is killed."""
+    """How long one request's texts may take to render and tokenise, once it is their turn; then the process that does
+    it is killed."""
     drain_seconds: float = 5.0
     """How long running answers may go on after the first signal; a second signal ends them at once."""
     queue_timeout_seconds: float | None = None
@@ -153,8 +172,8 @@ class ServerConfig:
     root_path: str = ""
     """What clients write before every path, such as /models; a proxy may strip it or not. "": nothing."""
     heartbeat_seconds: float | None = None
-    """How long the engine may send no heartbeat before probes and requests are answered with 503: longer than its longest step. After ten times
-    as long it is killed. None: 30, on a CPU 300."""
+    """How long the engine may send no heartbeat before probes and requests are answered with 503: longer than its
+    longest step. After ten times as long it is killed. None: 30, on a CPU 300."""
     restart: bool = False
     """Start an engine that ended by itself again, once in some minutes, instead of ending with it."""
     strict_fields: bool = False
@@ -162,9 +181,11 @@ class ServerConfig:
     images: Images = "refuse"
     """Bodies with images. drop: the model reads that one was there."""
     model_names: tuple[str, ...] = ()
-    """What clients call the model; answers carry the first. `*`: whatever they ask for, and answers carry that. None: the checkpoint's own name."""
+    """What clients call the model; answers carry the first. `*`: whatever they ask for, and answers carry that. None:
+    the checkpoint's own name."""
     log_level: LogLevel = "warning"
-    """Of the logger `agentspec` in the server's process. info: a line for each request, and one for each that is refused."""
+    """Of the logger `agentspec` in the server's process. info: a line for each request, and one for each that is
+    refused."""
     chat_template: str | None = None
     """A jinja file in place of the checkpoint's chat template."""
     trust_client_text: bool = False
@@ -172,14 +193,16 @@ class ServerConfig:
     cors_origins: tuple[str, ...] = ()
     """Origins (`https://host:port`) whose pages may ask from a browser; `*`: any. None: only the server's own."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names, beside those of the machine itself, that requests may ask for in their Host header; `*`: any. None: any where the server can be reached
-    from other machines, else the machine's own."""
+    """Names, beside those of the machine itself, that requests may ask for in their Host header; `*`: any. None: any
+    where the server can be reached from other machines, else the machine's own."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise ConfigError("port", self.port, "must be between 0 and 65535")
         for key in self.api_keys:
-            if not key or not all("!" <= letter <= "~" for letter in key):  # a wrong key is still a secret: it isn't shown
+            if not key or not all(
+                "!" <= letter <= "~" for letter in key
+            ):  # a wrong key is still a secret: it isn't shown
                 raise ConfigError("api_key", "", "must be printable ASCII without spaces, and not empty")
         if self.keys == "":
             raise ConfigError("keys", "", "name a file, or leave it out")
@@ -191,7 +214,10 @@ class ServerConfig:
             raise ConfigError("text_timeout", self.text_seconds, "must be above 0 and at most 86400 seconds")
         if not 0 <= self.drain_seconds <= 86_400:
             raise ConfigError("drain", self.drain_seconds, "must be between 0 and 86400 seconds")
-        for name, seconds in (("queue_timeout", self.queue_timeout_seconds), ("request_timeout", self.request_timeout_seconds)):
+        for name, seconds in (
+            ("queue_timeout", self.queue_timeout_seconds),
+            ("request_timeout", self.request_timeout_seconds),
+        ):
             if seconds is not None and not 0 < seconds < float("inf"):
                 raise ConfigError(name, seconds, "must be above 0 seconds")
         if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
@@ -210,10 +236,16 @@ class ServerConfig:
             raise ConfigError("chat_template", "", "name a file, or leave it out")
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
-                raise ConfigError("cors_origin", origin, "must be * or as browsers send it: https://host or https://host:port, without a path")
+                raise ConfigError(
+                    "cors_origin",
+                    origin,
+                    "must be * or as browsers send it: https://host or https://host:port, without a path",
+                )
         for name in self.allowed_hosts:
             if name != "*" and not _HOST.fullmatch(name):
-                raise ConfigError("allowed_host", name, "must be * or a name or an address, without scheme, port and path")
+                raise ConfigError(
+                    "allowed_host", name, "must be * or a name or an address, without scheme, port and path"
+                )
 
     @property
     def max_body_bytes(self) -> int:

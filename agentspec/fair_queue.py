@@ -1,7 +1,9 @@
-"""A queue that is fair by flow: owners take turns, and so do the sessions of an owner, weighed by what their items cost. Not thread-safe.
+"""A queue that is fair by flow: owners take turns, and so do the sessions of an owner, weighed by what their items
+cost. Not thread-safe.
 
-Deficit round robin at both levels (Shreedhar and Varghese, 1995): who is next in turn may have as much done as it has saved up, or saves up more and
-lets the next one go first. So a large item waits for many small ones of others, and nobody waits for ever. Knows nothing of what an item is.
+Deficit round robin at both levels (Shreedhar and Varghese, 1995): who is next in turn may have as much done as it has
+saved up, or saves up more and lets the next one go first. So a large item waits for many small ones of others, and
+nobody waits for ever. Knows nothing of what an item is.
 """
 
 from __future__ import annotations
@@ -109,7 +111,8 @@ class FairQueue(Generic[Item]):
             del self._owners[ticket.flow.owner]
 
     def last_of_the_longest(self) -> Ticket[Item]:
-        """The last item of the longest session of the owner whose items weigh the most; of equals, of those whose turn comes last."""
+        """The last item of the longest session of the owner whose items weigh the most; of equals, of those whose turn
+        comes last."""
         owner = max(reversed(self._owners.values()), key=lambda owner: owner.weight)
         return max(reversed(owner.sessions.values()), key=lambda session: len(session.tickets)).tickets[-1]
 

@@ -1,7 +1,8 @@
 """What others made or named: files, read within bounds and only where they are regular; how deep JSON is nested.
 
-Opening a pipe waits for its other end, and a device may have none: neither is a checkpoint, a trace or a setting. Links to regular files are fine.
-JSON that is deeper than any real request would only exhaust the stack of whatever walks it. Knows no other format.
+Opening a pipe waits for its other end, and a device may have none: neither is a checkpoint, a trace or a setting. Links
+to regular files are fine. JSON that is deeper than any real request would only exhaust the stack of whatever walks it.
+Knows no other format.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def read_bytes(path: str | Path, *, most: int = MAX_BYTES) -> bytes:
 
 
 def parsed(path: Path, parse: Callable[[bytes], _Parsed], what: str) -> _Parsed:
-    """What `parse` makes of a checkpoint's file. Raises CheckpointError naming the file for all that it raises, a panic of a library included.
+    """What `parse` makes of a checkpoint's file. Raises CheckpointError naming the file for all that it raises, a panic
+    of a library included.
 
     what: the file as it should be."""
     try:
@@ -86,7 +88,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def is_there(path: Path) -> bool:
-    """Whether a file that may be absent is there: whatever has its name, so that reading it says what is wrong with it."""
+    """Whether a file that may be absent is there: whatever has its name, so that reading it says what is wrong with
+    it."""
     return os.path.lexists(path)
 
 
@@ -102,7 +105,8 @@ def write(path: str | Path, data: bytes, *, field: str) -> None:
 
 
 def may_be_too_deep(text: bytes | bytearray) -> bool:
-    """JSON text has brackets enough to be nested too deep. Most has not, and a long prompt's ids need no look at each of them."""
+    """JSON text has brackets enough to be nested too deep. Most has not, and a long prompt's ids need no look at each
+    of them."""
     return text.count(b"[") + text.count(b"{") > MAX_NESTING
 
 

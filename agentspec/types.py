@@ -25,11 +25,13 @@ MAX_STOP_CHARACTERS = 1024
 """Of a stop string. Text waits for as long as it may be the beginning of one."""
 
 MAX_WINDOW = 8
-"""Columns of a window that the step's kernels hold in registers: compiled for Hopper, the recurrent one takes 251 of 255 at 8, and spills at 16."""
+"""Columns of a window that the step's kernels hold in registers: compiled for Hopper, the recurrent one takes 251 of
+255 at 8, and spills at 16."""
 
 MOST_RIDERS = 128
-"""Rows that a pass may have beyond what it has alone, windows and padding, where windows ride. An H100 reads all weights of a dense model in the time
-of about 130 (27B in FP8) to 230 (4B) more prompt tokens; with 128 rows more a pass still took less time than both apart."""
+"""Rows that a pass may have beyond what it has alone, windows and padding, where windows ride. An H100 reads all
+weights of a dense model in the time of about 130 (27B in FP8) to 230 (4B) more prompt tokens; with 128 rows more a pass
+still took less time than both apart."""
 
 ZERO_ROW = 0
 """The state row that is all zeros. Every new sequence reads it; nobody ever writes it."""
@@ -49,7 +51,8 @@ STOP_RUNNING, STOP_ID, STOP_LENGTH = range(3)
 
 
 Progress = Callable[[str, int, int], None]
-"""Told what a start is at: (stage, how much of it is done, of how much). The total is 0 where nobody can say. Any thread may call it."""
+"""Told what a start is at: (stage, how much of it is done, of how much). The total is 0 where nobody can say. Any
+thread may call it."""
 
 
 def no_progress(stage: str, done: int, total: int) -> None:
@@ -59,8 +62,8 @@ def no_progress(stage: str, done: int, total: int) -> None:
 def most_drafts(block_tokens: int = BLOCK_TOKENS) -> int:
     """Drafts a step at most, by the size of a block.
 
-    The windows of two steps must fit into one block: the host learns of a stop a step late, and the older of two rolling checkpoints must not lie
-    beyond it."""
+    The windows of two steps must fit into one block: the host learns of a stop a step late, and the older of two
+    rolling checkpoints must not lie beyond it."""
     return min(block_tokens // 2, MAX_WINDOW) - 1
 
 
@@ -89,7 +92,13 @@ class CheckpointKind(enum.IntEnum):
     """One of a coarse grid over long, unstructured prefill. Evicted first."""
 
 
-BY_PROTECTION = (CheckpointKind.GRID, CheckpointKind.TURN, CheckpointKind.USER, CheckpointKind.BRANCH, CheckpointKind.SYSTEM)
+BY_PROTECTION = (
+    CheckpointKind.GRID,
+    CheckpointKind.TURN,
+    CheckpointKind.USER,
+    CheckpointKind.BRANCH,
+    CheckpointKind.SYSTEM,
+)
 """Least protected first: where two kinds fall on one boundary, the later one names the checkpoint."""
 
 
@@ -199,8 +208,8 @@ def _range(field: str, value: float, low: float, high: float) -> None:
 
 
 class TokenScore(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability of one token given everything before it, and the most likely tokens in its place. By the model's own distribution: before
-    penalties, bias, temperature, filters and masks."""
+    """Log-probability of one token given everything before it, and the most likely tokens in its place. By the model's
+    own distribution: before penalties, bias, temperature, filters and masks."""
 
     token_id: int
     logprob: float

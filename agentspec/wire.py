@@ -20,17 +20,21 @@ from agentspec.types import Breakpoint, DraftSource, FinishReason, SamplingParam
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
-    """What the output of a request must be. It ends only where this is complete, by a stop id; a token limit may still cut it."""
+    """What the output of a request must be. It ends only where this is complete, by a stop id; a token limit may still
+    cut it."""
 
     kind: Literal["json_schema", "regex", "ebnf", "structural_tag"]
     source: str
-    """A JSON schema or a structural tag as JSON text, a regular expression, or an EBNF grammar in xgrammar's notation with the rule `root`."""
+    """A JSON schema or a structural tag as JSON text, a regular expression, or an EBNF grammar in xgrammar's notation
+    with the rule `root`."""
     after: int | None = None
-    """A token id: the output is free up to its first occurrence (the end of reasoning), except that it can't end before it."""
+    """A token id: the output is free up to its first occurrence (the end of reasoning), except that it can't end before
+    it."""
     lead: str = ""
     """Text that may stand before the constrained part: the newlines that templates write behind reasoning."""
     field: str = "grammar"
-    """What the sender's own clients know it by. The engine's errors name fields of `Submit`; the server's name this one instead."""
+    """What the sender's own clients know it by. The engine's errors name fields of `Submit`; the server's name this one
+    instead."""
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
@@ -54,10 +58,12 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     """The same for every generated token: `TokensEvent.scores`."""
     grammar: Grammar | None = None
     skip_special_tokens: bool = True
-    """False: control tokens stand in the text, and stop strings are sought in it. A stop id that ends the output never does."""
+    """False: control tokens stand in the text, and stop strings are sought in it. A stop id that ends the output never
+    does."""
     forced_output: list[int] | None = None
-    """The output, known beforehand: these tokens are the target's choice, whatever it says, and drafts are accepted against them. What ends a request
-    ends this one too; behind the last of them the output is free. Only where the engine was made for it (`EngineConfig.allow_forced_output`)."""
+    """The output, known beforehand: these tokens are the target's choice, whatever it says, and drafts are accepted
+    against them. What ends a request ends this one too; behind the last of them the output is free. Only where the
+    engine was made for it (`EngineConfig.allow_forced_output`)."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -154,7 +160,8 @@ class EngineClient(Protocol):
 
     @property
     def alive(self) -> bool:
-        """False once the engine was closed or its loop died, and while it sends no heartbeat: every submit is refused then."""
+        """False once the engine was closed or its loop died, and while it sends no heartbeat: every submit is refused
+        then."""
         ...
 
     def check_alive(self) -> None:

@@ -1,13 +1,16 @@
 """Whole turns of agents over HTTP: `python -m benchmarks.agents --model 4B --lanes 1 4 8 16`.
 
-`agentspec serve` with its defaults on a model of published shapes, and `agentspec replay workloads/profile_agents.jsonl` against it, one session a
-lane, in a process of its own: 16,384 tokens at first, 4,096 of them common, eight appends of 800 tokens, answers of 160 tokens, no time to think.
-Synthetic are the weights and the answers, which are forced token by token; three drafts a step are accepted at a rate that emits 3.0 tokens. One
-server answers all lanes, each run with token ids of its own (`--seed`), so that nothing is cached before it. The arithmetic beside each row is
-what its prompts, one pass after the other, and its full decode steps take by the measured costs of dry runs.
+`agentspec serve` with its defaults on a model of published shapes, and `agentspec replay
+workloads/profile_agents.jsonl` against it, one session a lane, in a process of its own: 16,384 tokens at first, 4,096
+of them common, eight appends of 800 tokens, answers of 160 tokens, no time to think. Synthetic are the weights and the
+answers, which are forced token by token; three drafts a step are accepted at a rate that emits 3.0 tokens. One server
+answers all lanes, each run with token ids of its own (`--seed`), so that nothing is cached before it. The arithmetic
+beside each row is what its prompts, one pass after the other, and its full decode steps take by the measured costs of
+dry runs.
 
-`--storm N` sends N first prompts of 2,000 tokens at once, 300 tokens out each. `--newcomer` has a prompt of 50,000 tokens come in beside eight
-streams. Anything behind `--` goes to the server (`-- --prefill-budget 2048`). Before any figure, tiny-agent's tokens are held against the CPU's.
+`--storm N` sends N first prompts of 2,000 tokens at once, 300 tokens out each. `--newcomer` has a prompt of 50,000
+tokens come in beside eight streams. Anything behind `--` goes to the server (`-- --prefill-budget 2048`). Before any
+figure, tiny-agent's tokens are held against the CPU's.
 """
 
 from __future__ import annotations
@@ -61,13 +64,18 @@ def served(model: str, flags: Sequence[str]) -> Iterator[str]:
     forced = ("--random-weights", "--draft-tokens", "3", "--force-acceptance", str(EMITTED), "--allow-forced-output")
     with tempfile.TemporaryDirectory() as scratch:
         directory = str(write_directory(model, Path(scratch)))
-        server = subprocess.Popen([*COMMAND, "serve", directory, "--port", str(port), *forced, *flags], stdout=subprocess.PIPE, text=True)
+        server = subprocess.Popen(
+            [*COMMAND, "serve", directory, "--port", str(port), *forced, *flags], stdout=subprocess.PIPE, text=True
+        )
         try:
             began = time.perf_counter()
             while not is_ready(url):
                 assert server.poll() is None, "the server ended before it served"
                 time.sleep(0.05)
-            print(f"{model}: ready after {time.perf_counter() - began:.1f} s; flags {' '.join(flags) or 'none'}", flush=True)
+            print(
+                f"{model}: ready after {time.perf_counter() - began:.1f} s; flags {' '.join(flags) or 'none'}",
+                flush=True,
+            )
             time.sleep(SETTLE_SECONDS)
             yield url
         finally:
@@ -75,7 +83,10 @@ def served(model: str, flags: Sequence[str]) -> Iterator[str]:
             assert server.stdout is not None
             page = server.stdout.read()
             server.wait()
-        print("\n".join(line for line in page.splitlines() if line.split()[:1] in (["memory"], ["requests"], ["graphs"])), flush=True)
+        print(
+            "\n".join(line for line in page.splitlines() if line.split()[:1] in (["memory"], ["requests"], ["graphs"])),
+            flush=True,
+        )
 
 
 def is_ready(url: str) -> bool:
@@ -88,7 +99,19 @@ def is_ready(url: str) -> bool:
 def replay(url: str, lanes: int, seed: int) -> dict[str, Any]:
     """The report of one run."""
     with tempfile.NamedTemporaryFile(suffix=".json") as report:
-        flags = ["--output", "forced", "--concurrency", lanes, "--sessions", lanes, "--seed", seed, "--json", report.name, "--quiet"]
+        flags = [
+            "--output",
+            "forced",
+            "--concurrency",
+            lanes,
+            "--sessions",
+            lanes,
+            "--seed",
+            seed,
+            "--json",
+            report.name,
+            "--quiet",
+        ]
         command = [*COMMAND, "replay", PROFILE, "--base-url", url, *flags]
         subprocess.run([str(word) for word in command], check=True, stdout=subprocess.DEVNULL)
         result: dict[str, Any] = json.loads(Path(report.name).read_text())
@@ -125,10 +148,13 @@ class EngineGaps:
 
 
 def arithmetic(costs: ModelCosts, lanes: int) -> float:
-    """Seconds: prompts one after the other, and as many full decode steps as the answers have, at the costs of dry runs."""
+    """Seconds: prompts one after the other, and as many full decode steps as the answers have, at the costs of dry
+    runs."""
     first = costs.pass_seconds([(0, COMMON)]) + lanes * costs.pass_seconds([(COMMON, FIRST - COMMON)])
     later = [FIRST + turn * (APPEND + ANSWER) for turn in range(1, APPENDS + 1)]
-    prompts = first + lanes * sum(costs.pass_seconds([(length - APPEND, APPEND)]) + costs.join_seconds for length in later)
+    prompts = first + lanes * sum(
+        costs.pass_seconds([(length - APPEND, APPEND)]) + costs.join_seconds for length in later
+    )
     steps = ANSWER / EMITTED * sum(costs.step_seconds([length] * lanes) for length in [FIRST, *later])
     return prompts + steps
 
@@ -150,9 +176,18 @@ HEADER = (
 )
 
 
-async def ask(client: httpx.AsyncClient, model: str, prompt: list[int], max_tokens: int, output: list[int]) -> list[float]:
+async def ask(
+    client: httpx.AsyncClient, model: str, prompt: list[int], max_tokens: int, output: list[int]
+) -> list[float]:
     """When the events with tokens came, from the moment of sending on."""
-    body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True, "forced_output": output}
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "forced_output": output,
+    }
     began, times = time.perf_counter(), []
     async with client.stream("POST", "/v1/completions", json=body) as response:
         assert response.status_code == 200, await response.aread()
@@ -163,7 +198,8 @@ async def ask(client: httpx.AsyncClient, model: str, prompt: list[int], max_toke
 
 
 async def storm(url: str, model: str, count: int, seed: int) -> None:
-    """First prompts of 2,000 tokens, all at once. An idle server: sessions of earlier runs are held for some seconds."""
+    """First prompts of 2,000 tokens, all at once. An idle server: sessions of earlier runs are held for some
+    seconds."""
     words = Words(seed, 2_000)
     await asyncio.sleep(HOLD_SECONDS)
     async with httpx.AsyncClient(base_url=url, timeout=None, limits=httpx.Limits(max_connections=None)) as client:
@@ -211,10 +247,14 @@ async def newcomer(url: str, model: str, seed: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.agents", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.agents", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=tuple(CONFIG_FILES), default="4B")
     parser.add_argument("--lanes", type=int, nargs="*", default=[1, 4, 8, 16])
-    parser.add_argument("--repeats", type=int, default=2, help="runs of each kind; one of two lanes warms up before all")
+    parser.add_argument(
+        "--repeats", type=int, default=2, help="runs of each kind; one of two lanes warms up before all"
+    )
     parser.add_argument("--storm", type=int, metavar="N", help="N first prompts at once")
     parser.add_argument("--newcomer", action="store_true", help="a long prompt beside eight streams")
     parser.add_argument("--json", type=Path, metavar="DIR", help="keep the replays' reports here")
@@ -234,7 +274,9 @@ def main() -> None:
                 report = replay(url, lanes, seed)
                 print(row(options.model, lanes, report), EngineGaps.read(url).since(before), flush=True)
                 if options.json is not None:
-                    (options.json / f"agents-{options.model}-{lanes}-{seed}.json").write_text(json.dumps(report["summary"], indent=1))
+                    (options.json / f"agents-{options.model}-{lanes}-{seed}.json").write_text(
+                        json.dumps(report["summary"], indent=1)
+                    )
         if options.storm:
             for seed in range(options.repeats):
                 before = EngineGaps.read(url)

@@ -1,4 +1,5 @@
-"""How fast the device's memory is today: the ceilings that floors are counted with, measured in the same run as what is held against them."""
+"""How fast the device's memory is today: the ceilings that floors are counted with, measured in the same run as what is
+held against them."""
 
 from __future__ import annotations
 
@@ -33,10 +34,14 @@ def measure_bandwidth(device: torch.device, *, num_bytes: int | None = None) -> 
     target = torch.empty_like(source)
     read = median_seconds(lambda: source.sum(), device)
     if device.type == "cuda":
-        kernel = importlib.import_module("benchmarks.read_kernel")  # imports Triton, which machines without a GPU may not have
+        kernel = importlib.import_module(
+            "benchmarks.read_kernel"
+        )  # imports Triton, which machines without a GPU may not have
         sums = torch.full((source.numel() // kernel.READ_BLOCK,), torch.nan, device=device)
         read = min(read, median_seconds(lambda: kernel.read_all(source, sums), device))
-        assert torch.allclose(sums, source.view(len(sums), -1).sum(1), rtol=1e-3, atol=0.1), "the read kernel didn't read everything"
+        assert torch.allclose(sums, source.view(len(sums), -1).sum(1), rtol=1e-3, atol=0.1), (
+            "the read kernel didn't read everything"
+        )
     copy = median_seconds(lambda: target.copy_(source), device)
     return Bandwidth(copy=2 * num_bytes / copy, read=num_bytes / read)
 

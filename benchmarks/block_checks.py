@@ -1,7 +1,8 @@
-"""What must hold before a figure of a model with experts or 8-bit weights counts: its blocks, at their published widths, are what the reference says.
+"""What must hold before a figure of a model with experts or 8-bit weights counts: its blocks, at their published
+widths, are what the reference says.
 
-One recurrent and one attention layer on the device's kernels against the same weights in float32 on the CPU. Inputs are forced: every block gets
-inputs of its own, so that no error is handed on. Compared is what a block adds to its input.
+One recurrent and one attention layer on the device's kernels against the same weights in float32 on the CPU. Inputs are
+forced: every block gets inputs of its own, so that no error is handed on. Compared is what a block adds to its input.
 """
 
 from __future__ import annotations
@@ -35,17 +36,20 @@ NUM_COLUMNS = 4
 FFN_TOKENS = (4, 32, 128, 300)
 """From a decode window to a prompt: each is computed in another way."""
 EXACT_WEIGHT_TOKENS = 64
-"""Up to so many tokens, products with 8-bit weights leave their inputs as they are; above, they may round them to 8 bits too."""
+"""Up to so many tokens, products with 8-bit weights leave their inputs as they are; above, they may round them to 8
+bits too."""
 
 INPUT_SCALE = 1 / 8
 """Of made-up inputs, so that what a block adds isn't small against them."""
 ROUTER_MARGIN = 0.02
-"""Between the scores of a token's last expert and of the best one that it doesn't visit: some times what rounding moves them by."""
+"""Between the scores of a token's last expert and of the best one that it doesn't visit: some times what rounding moves
+them by."""
 
 TOLERANCE = 2**-6
 """Of what a block adds, by norms. A result in bfloat16 and the roundings on its way come to 2^-8 to 2^-7."""
 ROUNDED_INPUTS_TOLERANCE = 2**-4
-"""The same where inputs are rounded to 3 bits of mantissa: 2^-4 of a value at most, 2^-5.3 on average, in both products of an FFN."""
+"""The same where inputs are rounded to 3 bits of mantissa: 2^-4 of a value at most, 2^-5.3 on average, in both products
+of an FFN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,9 @@ class Twin:
 
     def mix(self, i: int, x_NH: Tensor) -> Tensor:
         """x plus the mixer of layer i."""
-        return self.model.layers[i].mix(x_NH, self.model.pools.layers[i], lambda mixer, x_NP, memory: mixer.step(x_NP, memory, self.windows))
+        return self.model.layers[i].mix(
+            x_NH, self.model.pools.layers[i], lambda mixer, x_NP, memory: mixer.step(x_NP, memory, self.windows)
+        )
 
 
 def wants_block_checks(config: TextConfig) -> bool:
@@ -67,7 +73,8 @@ def wants_block_checks(config: TextConfig) -> bool:
 
 @torch.inference_mode()
 def check_blocks(name: str, config: TextConfig, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str:
-    """Returns what was checked, in words. Raises CheckFailedError that names the first block which is off by more than the tolerance."""
+    """Returns what was checked, in words. Raises CheckFailedError that names the first block which is off by more than
+    the tolerance."""
     ours, exact = twins(name, config, device, dtype)
     worst: dict[str, float] = {}
     for i in range(len(LAYERS)):
@@ -76,7 +83,9 @@ def check_blocks(name: str, config: TextConfig, device: torch.device, dtype: tor
             rounds_inputs = config.quantization is not None and num_tokens > EXACT_WEIGHT_TOKENS
             error, tolerance = relative_error(found, expected), ROUNDED_INPUTS_TOLERANCE if rounds_inputs else TOLERANCE
             if not error <= tolerance:
-                raise CheckFailedError(f"{name}: {block} of {num_tokens} tokens: off by {error:.1e} from float32 on the CPU, {tolerance:.1e} at most")
+                raise CheckFailedError(
+                    f"{name}: {block} of {num_tokens} tokens: off by {error:.1e} from float32 on the CPU, {tolerance:.1e} at most"
+                )
             kind = f"{block} of {num_tokens}"
             worst[kind] = max(worst.get(kind, 0.0), error)
     errors = ", ".join(f"{block} {error:.1e}" for block, error in worst.items())
@@ -87,7 +96,9 @@ def twins(name: str, config: TextConfig, device: torch.device, dtype: torch.dtyp
     """(on the device, in float32 on the CPU) with the same weights, states and keys."""
     cut = replace(config, layer_types=LAYERS, vocab_size=min(VOCABULARY, config.vocab_size), num_mtp_layers=0)
     parameters = random_parameters(cut, device=device, dtype=dtype, seed=0)
-    exact_parameters: dict[str, kernels.Weight] = {key: kernels.Plain(parameter.dequantize().cpu()) for key, parameter in parameters.items()}
+    exact_parameters: dict[str, kernels.Weight] = {
+        key: kernels.Plain(parameter.dequantize().cpu()) for key, parameter in parameters.items()
+    }
     spec = spec_of(name, cut, dtype)
     models = PrefilledModel(cut, spec, parameters), PrefilledModel(cut, spec, exact_parameters)
     num_slots, num_pages = len(STARTS), (max(STARTS) + NUM_COLUMNS) // BLOCK_TOKENS + 1
@@ -97,7 +108,9 @@ def twins(name: str, config: TextConfig, device: torch.device, dtype: torch.dtyp
     for model in models:
         model.allocate(num_rows=2 + rows_BR.numel(), num_pages=1 + pages_BP.numel())
         windows = VerifyBatch(
-            tokens_BT=torch.zeros(num_slots, NUM_COLUMNS, dtype=torch.int64, device=model.device),  # mixers don't look at them
+            tokens_BT=torch.zeros(
+                num_slots, NUM_COLUMNS, dtype=torch.int64, device=model.device
+            ),  # mixers don't look at them
             length_B=torch.tensor(STARTS, device=model.device),
             read_row_B=rows_BR[:, 0].to(model.device).contiguous(),
             write_rows_BT=rows_BR[:, 1:].to(model.device).contiguous(),
@@ -127,7 +140,9 @@ def _added(result_NH: Tensor, x_NH: Tensor) -> Tensor:
     return result_NH.cpu().double() - x_NH.double()
 
 
-def made_up_inputs(num_tokens: int, exact_layer: DecoderLayer, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+def made_up_inputs(
+    num_tokens: int, exact_layer: DecoderLayer, dtype: torch.dtype, generator: torch.Generator
+) -> Tensor:
     """[num_tokens, H] on the CPU: inputs of which rounding changes no expert."""
     hidden = exact_layer.post_norm.weight.shape[0]
     x_NH = (torch.randn(4 * num_tokens, hidden, generator=generator) * INPUT_SCALE).to(dtype)

@@ -1,17 +1,21 @@
-"""Whether the prefix cache on a device gives what the cache alone predicts: `python -m benchmarks.cache_truth FILE` replays recorded sessions twice.
+"""Whether the prefix cache on a device gives what the cache alone predicts: `python -m benchmarks.cache_truth FILE`
+replays recorded sessions twice.
 
-Once through the engine, every forward pass computed and the recorded answers forced; once through the dry run, which has no model, with the same rows
-and pages. Both go by one virtual clock (simulate/closed_loop.py), and the dry run is told how many tokens each step of the real one emitted: that is
-all of the model that order and admission depend on. So with any number of lanes, and with too little memory, everything must be equal:
+Once through the engine, every forward pass computed and the recorded answers forced; once through the dry run, which
+has no model, with the same rows and pages. Both go by one virtual clock (simulate/closed_loop.py), and the dry run is
+told how many tokens each step of the real one emitted: that is all of the model that order and admission depend on. So
+with any number of lanes, and with too little memory, everything must be equal:
 
 - the order in which turns end, and each turn's cached tokens;
 - the tokens that prefill computed, and what became of every checkpoint (created, superseded, evicted, held).
 
-Nothing is computed twice: without a preemption, prefill computes exactly the prompt tokens that were not cached; and where nothing was evicted, what
-an infinite cache of single tokens would have held beyond that is less than two blocks a turn (a hit ends on a block, and so does a breakpoint).
+Nothing is computed twice: without a preemption, prefill computes exactly the prompt tokens that were not cached; and
+where nothing was evicted, what an infinite cache of single tokens would have held beyond that is less than two blocks a
+turn (a hit ends on a block, and so does a breakpoint).
 
-A turn's prompt, breakpoints and answer are rendered by the replay itself, so text and vocabulary don't matter: weights may be made up. Exit status 1
-if anything differs. The first --memory must hold everything, the others must force eviction: else there was nothing to see, which counts as failure.
+A turn's prompt, breakpoints and answer are rendered by the replay itself, so text and vocabulary don't matter: weights
+may be made up. Exit status 1 if anything differs. The first --memory must hold everything, the others must force
+eviction: else there was nothing to see, which counts as failure.
 """
 
 from __future__ import annotations
@@ -51,7 +55,14 @@ from benchmarks.published import CONFIGS, spec_of
 
 Sessions = list[tuple[str, list[RecordedTurn]]]
 
-CACHE_EVENTS = ("checkpoints_created", "checkpoints_superseded", "checkpoints_evicted", "checkpoints_live", "checkpoints_peak", "pages_peak")
+CACHE_EVENTS = (
+    "checkpoints_created",
+    "checkpoints_superseded",
+    "checkpoints_evicted",
+    "checkpoints_live",
+    "checkpoints_peak",
+    "pages_peak",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +106,8 @@ class Verdict:
     real: Reached
     dry: Reached
     ideal_tokens: int
-    """Prompt tokens that an infinite cache would have held, resuming from any token, for the order in which turns were submitted."""
+    """Prompt tokens that an infinite cache would have held, resuming from any token, for the order in which turns were
+    submitted."""
     failures: list[str] = field(default_factory=list)
 
     @property
@@ -103,7 +115,9 @@ class Verdict:
         return self.real.cache["checkpoints_evicted"]
 
 
-def run_real(model: StepModel, device: torch.device, sessions: Sessions, settings: Settings, memory: MemoryPlan) -> tuple[Reached, int]:
+def run_real(
+    model: StepModel, device: torch.device, sessions: Sessions, settings: Settings, memory: MemoryPlan
+) -> tuple[Reached, int]:
     """The sessions through an engine around `model`, and the tokens that an ideal cache holds for their order."""
     clock, ideal, ideal_tokens = VirtualClock(), IdealPrefix(), 0
 
@@ -124,7 +138,12 @@ def run_real(model: StepModel, device: torch.device, sessions: Sessions, setting
     costs = costs_of(model)
     parts.loop.executor = TimedExecutor(parts.loop.executor, costs=costs, clock=clock)
     driver = ClosedLoop(
-        parts.loop, clock=clock, turn_seconds=costs.turn_seconds, spec=parts.spec, max_length=parts.info.max_context, on_submit=on_submit
+        parts.loop,
+        clock=clock,
+        turn_seconds=costs.turn_seconds,
+        spec=parts.spec,
+        max_length=parts.info.max_context,
+        on_submit=on_submit,
     )
     started = time.perf_counter()
     try:
@@ -142,7 +161,9 @@ def run_real(model: StepModel, device: torch.device, sessions: Sessions, setting
     return reached, ideal_tokens
 
 
-def run_dry(costs: ModelCosts, sessions: Sessions, settings: Settings, memory: MemoryPlan, emissions: dict[str, list[int]]) -> Reached:
+def run_dry(
+    costs: ModelCosts, sessions: Sessions, settings: Settings, memory: MemoryPlan, emissions: dict[str, list[int]]
+) -> Reached:
     """The same sessions with no model. `emissions`: tokens that each step of the real run emitted, by request."""
     dry = DryRun(
         costs=costs,
@@ -166,17 +187,23 @@ def run_dry(costs: ModelCosts, sessions: Sessions, settings: Settings, memory: M
     )
 
 
-def compare(model: StepModel, device: torch.device, sessions: Sessions, settings: Settings, memory: MemoryPlan) -> Verdict:
+def compare(
+    model: StepModel, device: torch.device, sessions: Sessions, settings: Settings, memory: MemoryPlan
+) -> Verdict:
     """Both runs, and everything in which they differ."""
     real, ideal_tokens = run_real(model, device, sessions, settings, memory)
     dry = run_dry(costs_of(model), sessions, settings, memory, {turn.request_id: turn.emissions for turn in real.ended})
     verdict = Verdict(settings=settings, memory=memory, real=real, dry=dry, ideal_tokens=ideal_tokens)
     verdict.failures += differences(real, dry)
     if not real.preemptions and real.computed_tokens != real.prompt_tokens - real.cached_tokens:
-        verdict.failures.append(f"prefill computed {real.computed_tokens:,} tokens, {real.prompt_tokens - real.cached_tokens:,} were not cached")
+        verdict.failures.append(
+            f"prefill computed {real.computed_tokens:,} tokens, {real.prompt_tokens - real.cached_tokens:,} were not cached"
+        )
     missed = ideal_tokens - real.cached_tokens
     if not verdict.evicted and missed >= 2 * BLOCK_TOKENS * len(real.ended):
-        verdict.failures.append(f"{missed:,} tokens were computed that had been computed before, in {len(real.ended)} turns")
+        verdict.failures.append(
+            f"{missed:,} tokens were computed that had been computed before, in {len(real.ended)} turns"
+        )
     return verdict
 
 
@@ -185,19 +212,31 @@ def differences(real: Reached, dry: Reached) -> list[str]:
     found = []
     for index, (ours, theirs) in enumerate(zip(real.ended, dry.ended, strict=False)):
         if (ours.request_id, ours.cached_tokens) != (theirs.request_id, theirs.cached_tokens):
-            told = [f"{turn.request_id} with {turn.cached_tokens} of {turn.prompt_tokens} cached" for turn in (ours, theirs)]
+            told = [
+                f"{turn.request_id} with {turn.cached_tokens} of {turn.prompt_tokens} cached" for turn in (ours, theirs)
+            ]
             found.append(f"turn {index} to end: {told[0]}; the cache alone: {told[1]}")
             break
-    figures = [("turns", len(real.ended), len(dry.ended)), ("computed tokens", real.computed_tokens, dry.computed_tokens)]
+    figures = [
+        ("turns", len(real.ended), len(dry.ended)),
+        ("computed tokens", real.computed_tokens, dry.computed_tokens),
+    ]
     figures.append(("preemptions", real.preemptions, dry.preemptions))
     figures += [(name, real.cache[name], dry.cache[name]) for name in CACHE_EVENTS]
-    return found + [f"{name}: {ours:,}; the cache alone: {theirs:,}" for name, ours, theirs in figures if ours != theirs]
+    return found + [
+        f"{name}: {ours:,}; the cache alone: {theirs:,}" for name, ours, theirs in figures if ours != theirs
+    ]
 
 
 def costs_of(model: StepModel) -> ModelCosts:
     """Bytes of this model; times as of the 4B, which order events on both sides alike."""
     spec = model.spec
-    return dataclasses.replace(model_costs("4b"), name=spec.name, row_bytes=spec.row_bytes, kv_bytes_per_token=spec.page_bytes // spec.block_tokens)
+    return dataclasses.replace(
+        model_costs("4b"),
+        name=spec.name,
+        row_bytes=spec.row_bytes,
+        kv_bytes_per_token=spec.page_bytes // spec.block_tokens,
+    )
 
 
 def _iterators(sessions: Sessions) -> Any:
@@ -207,14 +246,20 @@ def _iterators(sessions: Sessions) -> Any:
 def make_model(name: str, device: torch.device) -> StepModel:
     """A published size with made-up bfloat16 weights, or the bundled model."""
     if name == bundled.NAME:
-        return load_model(bundled.DIRECTORY, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+        return load_model(
+            bundled.DIRECTORY, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32
+        )
     config, dtype = CONFIGS[name], torch.bfloat16
-    return Qwen3_5Model(config, spec_of(name, config, dtype), random_parameters(config, device=device, dtype=dtype, seed=0))
+    return Qwen3_5Model(
+        config, spec_of(name, config, dtype), random_parameters(config, device=device, dtype=dtype, seed=0)
+    )
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.cache_truth", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.cache_truth",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", help="replay file with recorded answers")
     parser.add_argument("--model", choices=(*CONFIGS, bundled.NAME), default="4B")
@@ -222,9 +267,21 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sessions", type=int, default=4, help="the first N sessions")
     parser.add_argument("--max-turns", type=int, help="the first N turns of each")
     parser.add_argument("--lanes", type=int, nargs="+", default=[4], help="sessions at the same time, one run each")
-    parser.add_argument("--memory", type=float, nargs="+", default=[32.0, 2.5], metavar="GIB", help="the first holds everything, the others don't")
+    parser.add_argument(
+        "--memory",
+        type=float,
+        nargs="+",
+        default=[32.0, 2.5],
+        metavar="GIB",
+        help="the first holds everything, the others don't",
+    )
     parser.add_argument("--k", type=int, default=3, help="drafts a step")
-    parser.add_argument("--force-acceptance", type=float, metavar="RATE", help="draft what is forced and accept it at this rate: fewer, fuller steps")
+    parser.add_argument(
+        "--force-acceptance",
+        type=float,
+        metavar="RATE",
+        help="draft what is forced and accept it at this rate: fewer, fuller steps",
+    )
     parser.add_argument("--prefill-budget", type=int, default=1024)
     parser.add_argument("--template", choices=("qwen35", "stable"), default="stable")
     parser.add_argument("--tool-delay", type=float, default=1.0, help="factor on recorded waits")
@@ -242,7 +299,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device(options.device)
     model = make_model(options.model, device)
     turns = [turn for _, turns in sessions for turn in turns]
-    print(f"{Path(options.file).name}: {len(sessions)} sessions, {len(turns)} turns, tokens by {encoder.name}; {options.model} on {device}")
+    print(
+        f"{Path(options.file).name}: {len(sessions)} sessions, {len(turns)} turns, tokens by {encoder.name}; {options.model} on {device}"
+    )
     longest = max(len(turn.prompt) + len(turn.output) for turn in turns)
     verdicts = []
     for lanes in options.lanes:
@@ -255,12 +314,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             graphs=not options.no_graphs,
         )
         for index, gib in enumerate(options.memory):
-            memory = plan_memory(model.spec, memory_bytes=int(gib * 2**30), max_running=settings.max_running, max_draft_tokens=settings.num_drafted)
+            memory = plan_memory(
+                model.spec,
+                memory_bytes=int(gib * 2**30),
+                max_running=settings.max_running,
+                max_draft_tokens=settings.num_drafted,
+            )
             if memory.max_length < longest:
                 sys.exit(f"--memory {gib:g}: a turn has {longest:,} tokens, and it holds {memory.max_length:,}")
             verdict = compare(model, device, sessions, settings, memory)
             if bool(verdict.evicted) != bool(index):
-                verdict.failures.append(f"{verdict.evicted} checkpoints evicted at {gib:g} GiB: give {'less' if index else 'more'} --memory")
+                verdict.failures.append(
+                    f"{verdict.evicted} checkpoints evicted at {gib:g} GiB: give {'less' if index else 'more'} --memory"
+                )
             verdicts.append(verdict)
             print(told(verdict, gib), flush=True)
     if options.json is not None:
@@ -275,7 +341,9 @@ def told(verdict: Verdict, gib: float) -> str:
         f"{'EQUAL' if not verdict.failures else 'NOT AS IT SHOULD BE'}",
         f"  cached {real.cached_tokens:,} of {real.prompt_tokens:,} prompt tokens, {real.cached_tokens / real.prompt_tokens:.2%} "
         f"(ideal {verdict.ideal_tokens / real.prompt_tokens:.2%}); computed {real.computed_tokens:,}; {len(real.ended)} turns compared one by one",
-        "  " + ", ".join(f"{name.replace('_', ' ')} {real.cache[name]:,}" for name in CACHE_EVENTS) + f", preemptions {real.preemptions}",
+        "  "
+        + ", ".join(f"{name.replace('_', ' ')} {real.cache[name]:,}" for name in CACHE_EVENTS)
+        + f", preemptions {real.preemptions}",
         f"  {sum(len(turn.emissions) for turn in real.ended):,} steps of requests, {real.seconds:.1f} s; the cache alone {verdict.dry.seconds:.1f} s",
     ]
     return "\n".join(lines + [f"  ! {failure}" for failure in verdict.failures])
@@ -294,7 +362,12 @@ def _json(verdict: Verdict) -> dict[str, Any]:
         "cache": verdict.real.cache,
         "seconds": verdict.real.seconds,
         "turns": [
-            {"request": ours.request_id, "prompt": ours.prompt_tokens, "cached": ours.cached_tokens, "cache_alone": theirs.cached_tokens}
+            {
+                "request": ours.request_id,
+                "prompt": ours.prompt_tokens,
+                "cached": ours.cached_tokens,
+                "cache_alone": theirs.cached_tokens,
+            }
             for ours, theirs in zip(verdict.real.ended, verdict.dry.ended, strict=False)
         ],
     }

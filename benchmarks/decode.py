@@ -1,13 +1,15 @@
 """How fast decode steps are, and how far from the least that memory allows: `python -m benchmarks.decode`.
 
-The engine's own loop on models of published shapes, bfloat16. Synthetic, and said so in what it prints: the weights are random, the context's state
-and keys are random instead of computed, and drafts are accepted at a forced rate. None of that changes what a step does. The floor of a step is
-the bytes that it can't do without (step_bytes.StepBytes) over the read bandwidth measured in the same run; of a mixture those of the experts that
-its steps really chose, which are counted in some of the same steps, run eagerly. With --overlap off on, engines that differ in whether the shared
-expert runs beside the routed ones take turns.
+The engine's own loop on models of published shapes, bfloat16. Synthetic, and said so in what it prints: the weights are
+random, the context's state and keys are random instead of computed, and drafts are accepted at a forced rate. None of
+that changes what a step does. The floor of a step is the bytes that it can't do without (step_bytes.StepBytes) over the
+read bandwidth measured in the same run; of a mixture those of the experts that its steps really chose, which are
+counted in some of the same steps, run eagerly. With --overlap off on, engines that differ in whether the shared expert
+runs beside the routed ones take turns.
 
-First of all come the checks: no figure without them. Then every case is timed; then the same cases are traced, in engines of their own, since a
-profiler slows down what it sees. A case that doesn't fit or wasn't reached stays in the table, with the reason.
+First of all come the checks: no figure without them. Then every case is timed; then the same cases are traced, in
+engines of their own, since a profiler slows down what it sees. A case that doesn't fit or wasn't reached stays in the
+table, with the reason.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ DRAFT_PRECISIONS = {"auto": None, "checkpoint": False, "fp8": True}
 
 
 def core_cases() -> list[Case]:
-    """What the default run measures: each model's step for one user, at a longer context, and for many; and where the targets stand."""
+    """What the default run measures: each model's step for one user, at a longer context, and for many; and where the
+    targets stand."""
     cases = []
     for model in ("4B", "27B", "9B"):
         cases += [Case(model=model, context=2_048, batch=1, depth=3, emitted=emitted) for emitted in (3.39, 3.0)]
@@ -55,7 +58,9 @@ def core_cases() -> list[Case]:
         if model == "4B":
             cases.append(Case(model=model, context=2_048, batch=32, depth="auto"))
     for model in ("35B-A3B-FP8", "27B-FP8"):
-        cases += [Case(model=model, context=2_048, batch=batch, depth=depth) for depth in DEPTHS[::-1] for batch in BATCHES]
+        cases += [
+            Case(model=model, context=2_048, batch=batch, depth=depth) for depth in DEPTHS[::-1] for batch in BATCHES
+        ]
         cases.append(Case(model=model, context=CONTEXTS[1], batch=1, depth=3))
     cases.append(Case(model="0.8B", context=2_048, batch=1, depth=3))
     return cases
@@ -69,7 +74,12 @@ def chosen_cases(options: argparse.Namespace) -> list[Case]:
     elif options.quick:
         axes = (["4B"], CONTEXTS[:1], BATCHES[:1], DEPTHS)
     elif any((options.models, options.context, options.batch, options.k)):
-        axes = (options.models or ["4B"], options.context or CONTEXTS[:1], options.batch or BATCHES[:1], options.k or DEPTHS[1:])
+        axes = (
+            options.models or ["4B"],
+            options.context or CONTEXTS[:1],
+            options.batch or BATCHES[:1],
+            options.k or DEPTHS[1:],
+        )
     else:
         return core_cases()
     return [
@@ -96,7 +106,8 @@ class Run:
         fp8_drafts: bool | None = None,
         overlaps: Sequence[str] = (),
     ) -> None:
-        """deadline: on time.perf_counter's clock; what has not begun by then is not begun. fp8_drafts: as in published.make_model.
+        """deadline: on time.perf_counter's clock; what has not begun by then is not begun. fp8_drafts: as in
+        published.make_model.
         overlaps: choices that are to be compared."""
         self._report = report
         self._device = device
@@ -113,7 +124,8 @@ class Run:
         self._for_each(self._report.results, self._time)
 
     def trace_all(self) -> None:
-        """After all timing: from here on the profiler is there, and it must be before a graph is captured that it shall see into."""
+        """After all timing: from here on the profiler is there, and it must be before a graph is captured that it shall
+        see into."""
         with profile(activities=[ProfilerActivity.CUDA]):
             torch.cuda.synchronize()
         self._for_each([result for result in self._report.results if result.timing is not None], self._trace)
@@ -129,10 +141,14 @@ class Run:
             let_go(model)
             result.experts = touched_experts(case, model, self._device)
         draft_vocab = draft_vocab_size(None, num_real_tokens=model.spec.num_real_tokens)
-        result.floor_bytes = floor_of(case, config, result.timing, draft_vocab, experts=result.experts, fp8_drafts=model.fp8_drafts)
+        result.floor_bytes = floor_of(
+            case, config, result.timing, draft_vocab, experts=result.experts, fp8_drafts=model.fp8_drafts
+        )
         if config.moe is not None and self._overlaps:
             let_go(model)
-            self._require(missing_bytes(case, model.spec, self._device, self._steps.total, num_engines=len(self._overlaps)))
+            self._require(
+                missing_bytes(case, model.spec, self._device, self._steps.total, num_engines=len(self._overlaps))
+            )
             result.overlap = time_overlap(case, model, self._device, self._overlaps)
 
     def _trace(self, result: Result, model: PrefilledModel) -> None:
@@ -147,7 +163,8 @@ class Run:
             raise DoesNotFitError(f"does not fit: {missing / 2**30:.1f} GiB more than the device has")
 
     def _load(self, name: str) -> PrefilledModel:
-        """With a check of its blocks the first time, where it has such that tiny-agent hasn't. Raises DoesNotFitError."""
+        """With a check of its blocks the first time, where it has such that tiny-agent hasn't. Raises
+        DoesNotFitError."""
         config = CONFIGS[name]
         let_go()  # what was there before
         self._require(missing_for_weights(config, self._device, fp8_drafts=self._fp8_drafts is not False))
@@ -158,7 +175,8 @@ class Run:
         return model
 
     def _for_each(self, results: list[Result], measure: Callable[[Result, PrefilledModel], None]) -> None:
-        """Each result with the model of its case, made once for all that follow one another; prints and saves after each."""
+        """Each result with the model of its case, made once for all that follow one another; prints and saves after
+        each."""
         for name, group in itertools.groupby(results, key=lambda result: result.case.model):
             model: PrefilledModel | None = None
             for result in group:
@@ -181,23 +199,37 @@ class Run:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.decode", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     which = parser.add_argument_group("cases: without any of these, the core ones")
     which.add_argument("--models", nargs="+", choices=list(CONFIGS))
     which.add_argument("--context", nargs="+", type=int, help="tokens in each slot's state")
     which.add_argument("--batch", nargs="+", type=int)
     which.add_argument(
-        "--k", nargs="+", type=lambda text: text if text == "auto" else int(text), help="drafts a step, or auto: the depth policy chooses"
+        "--k",
+        nargs="+",
+        type=lambda text: text if text == "auto" else int(text),
+        help="drafts a step, or auto: the depth policy chooses",
     )
-    which.add_argument("--emitted", type=float, default=3.39, help="tokens a step that forced acceptance gives with 3 drafts")
+    which.add_argument(
+        "--emitted", type=float, default=3.39, help="tokens a step that forced acceptance gives with 3 drafts"
+    )
     which.add_argument("--sampled", action="store_true", help="temperature 0.6, top-k 20, top-p 0.95 instead of greedy")
-    which.add_argument("--overlap", nargs="+", choices=list(PLACEMENTS), help="where a shared expert runs; one: in all; several: compared in turns")
+    which.add_argument(
+        "--overlap",
+        nargs="+",
+        choices=list(PLACEMENTS),
+        help="where a shared expert runs; one: in all; several: compared in turns",
+    )
     which.add_argument("--draft-precision", choices=list(DRAFT_PRECISIONS), default="auto", help="as of an engine")
     which.add_argument("--quick", action="store_true", help="4B, one user, 2k context, few steps")
     which.add_argument("--all", action="store_true", help="every model, context, batch and depth")
     parser.add_argument("--steps", type=int, default=100, help="timed steps a case")
     parser.add_argument("--max-seconds", type=float, default=480.0, help="begin no case after so long")
-    parser.add_argument("--no-trace", action="store_true", help="leave out what needs the profiler: kernels a step and idle time")
+    parser.add_argument(
+        "--no-trace", action="store_true", help="leave out what needs the profiler: kernels a step and idle time"
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json", type=Path, help="write all figures here, after every case")
     return parser.parse_args()

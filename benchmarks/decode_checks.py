@@ -1,4 +1,5 @@
-"""What must hold before a figure of a decode step counts: the device computes what the CPU's reference does, and a graph what eager calls do."""
+"""What must hold before a figure of a decode step counts: the device computes what the CPU's reference does, and a
+graph what eager calls do."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class CheckFailedError(Exception):
 
 
 def check_small_model(device: Device) -> str:
-    """tiny-agent in float32, greedy: with drafts on the device as without on the CPU, token for token. Returns what was checked, in words.
+    """tiny-agent in float32, greedy: with drafts on the device as without on the CPU, token for token. Returns what was
+    checked, in words.
 
     Raises CheckFailedError at the first difference."""
     words = random.Random(0)
@@ -53,7 +55,9 @@ def streams(parts: Assembly, prompts: list[list[int]], sampling: SamplingParams)
     """Generate from all prompts together: the tokens of each, and how many of them were accepted drafts."""
     for number, prompt in enumerate(prompts):
         submit = Submit(request_id=str(number), prompt_ids=prompt, sampling=sampling)
-        request = new_request(submit, number=number, spec=parts.spec, max_length=parts.info.max_context, engine_seed=0, token_bytes=None)
+        request = new_request(
+            submit, number=number, spec=parts.spec, max_length=parts.info.max_context, engine_seed=0, token_bytes=None
+        )
         parts.loop.submit(request)
     emitted: list[list[int]] = [[] for _ in prompts]
     num_accepted = 0
@@ -67,7 +71,8 @@ def streams(parts: Assembly, prompts: list[list[int]], sampling: SamplingParams)
 
 
 def check_graphs(model: PrefilledModel, device: torch.device) -> str:
-    """A model's steps as graphs against eager ones, from the same states: emitted tokens, rows and pages, bit for bit. Returns what was checked.
+    """A model's steps as graphs against eager ones, from the same states: emitted tokens, rows and pages, bit for bit.
+    Returns what was checked.
 
     Raises CheckFailedError that names what differs."""
     eager_tokens, eager_pools, _ = _after_some_steps(model, device, graphs=False)
@@ -80,7 +85,9 @@ def check_graphs(model: PrefilledModel, device: torch.device) -> str:
     return f"{model.spec.name}: {len(tokens)} steps as graphs equal eager ones, tokens, rows and pages bit for bit (graphs: {graphs})"
 
 
-def _after_some_steps(model: PrefilledModel, device: torch.device, *, graphs: bool) -> tuple[list[list[list[int]]], list[Tensor], str]:
+def _after_some_steps(
+    model: PrefilledModel, device: torch.device, *, graphs: bool
+) -> tuple[list[list[list[int]]], list[Tensor], str]:
     """What was emitted, copies of the pools without what inert slots write to, and what was captured."""
     case = Case(model=model.spec.name, context=NUM_CONTEXT, batch=1, depth=NUM_DRAFTS)
     engine = RunningEngine(case, model, device, num_steps=NUM_STEPS + 1, graphs=graphs)
@@ -89,7 +96,12 @@ def _after_some_steps(model: PrefilledModel, device: torch.device, *, graphs: bo
     pools = model.pools
     rows = [row for row in range(pools.hidden_RH.shape[0]) if row != SCRATCH_ROW]
     pages = [page for page in range(pools["kv_AP2SGD"].shape[1]) if page != SCRATCH_PAGE]
-    copies = [pools["ssm_LRVDK"][:, rows], pools["conv_LR3C"][:, rows], pools.hidden_RH[rows], pools["kv_AP2SGD"][:, pages]]
+    copies = [
+        pools["ssm_LRVDK"][:, rows],
+        pools["conv_LR3C"][:, rows],
+        pools.hidden_RH[rows],
+        pools["kv_AP2SGD"][:, pages],
+    ]
     captured = engine.graphs
     del engine
     let_go(model)

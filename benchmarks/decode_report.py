@@ -18,9 +18,7 @@ EXPERTS_HEADER = (
     "| model | context | batch | k | experts read of a layer: mean (least, most) | of the MTP layer in a forward | MB a step: routed experts"
     " | rest of the trunk | head | drafts | state and keys |"
 )
-OVERLAP_HEADER = (
-    "| model | context | batch | k | overlap | ms a step, in turns | saved | turns won | us a step beside routed experts | of that most |"
-)
+OVERLAP_HEADER = "| model | context | batch | k | overlap | ms a step, in turns | saved | turns won | us a step beside routed experts | of that most |"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -80,7 +78,11 @@ class Report:
         if touched is None or parts is None:
             return []
         sizes = (parts.experts, parts.weights, parts.head, parts.mtp + parts.draft_head, parts.state + parts.kv)
-        cells = [str(touched.trunk), "–" if touched.draft is None else str(touched.draft), *[f"{size / 1e6:,.0f}" for size in sizes]]
+        cells = [
+            str(touched.trunk),
+            "–" if touched.draft is None else str(touched.draft),
+            *[f"{size / 1e6:,.0f}" for size in sizes],
+        ]
         return [f"| {' | '.join([*_case_cells(result), *cells])} |"]
 
     def _overlap(self, result: Result) -> list[str]:
@@ -89,7 +91,10 @@ class Report:
             cells = [turns.choice, f"{turns.step_ms:.3f}", "–", "–"]
             if turns is not result.overlap[0]:
                 baseline = result.overlap[0]
-                cells[2:] = [f"{100 * turns.saved(baseline):.1f} %", f"{turns.num_won(baseline)} of {len(turns.turns_ms)}"]
+                cells[2:] = [
+                    f"{100 * turns.saved(baseline):.1f} %",
+                    f"{turns.num_won(baseline)} of {len(turns.turns_ms)}",
+                ]
             traced = ["–", "–"]
             if turns.layer:
                 most = [f"{name[:40]} {us:.0f}" for name, us in list(turns.beside_us.items())[:3]]
@@ -105,7 +110,12 @@ class Report:
                 return [
                     line
                     for turns in traced
-                    for line in ("", f"{result.case}, overlap {turns.choice}: a layer as the profiler saw it, us.", "", *layer_table(turns.layer))
+                    for line in (
+                        "",
+                        f"{result.case}, overlap {turns.choice}: a layer as the profiler saw it, us.",
+                        "",
+                        *layer_table(turns.layer),
+                    )
                 ]
         return []
 

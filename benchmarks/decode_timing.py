@@ -89,7 +89,8 @@ class Result:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """At the average of the forced acceptance, so that its luck in these steps says nothing; at the depths that were chosen, as it came."""
+        """At the average of the forced acceptance, so that its luck in these steps says nothing; at the depths that
+        were chosen, as it came."""
         if self.timing is None:
             return None
         if self.case.depth == "auto":
@@ -98,13 +99,18 @@ class Result:
 
     @property
     def idle_share(self) -> float | None:
-        """Of an untraced step, the part in which nothing runs by the trace. Below 0 where tracing made kernels longer."""
+        """Of an untraced step, the part in which nothing runs by the trace. Below 0 where tracing made kernels
+        longer."""
         if self.timing is None or self.traced is None:
             return None
         return 1 - self.traced.busy_ms / self.timing.step_ms
 
     def as_dict(self, read_bandwidth: float) -> dict[str, Any]:
-        derived = {"floor_ms": self.floor_ms(read_bandwidth), "tokens_per_second": self.tokens_per_second, "idle_share": self.idle_share}
+        derived = {
+            "floor_ms": self.floor_ms(read_bandwidth),
+            "tokens_per_second": self.tokens_per_second,
+            "idle_share": self.idle_share,
+        }
         return asdict(self) | derived
 
 
@@ -128,7 +134,9 @@ def time_case(case: Case, model: PrefilledModel, device: torch.device, steps: St
         device_ms=statistics.median(ms_between(before, after) for before, after in pairwise(ends)),
         emitted=emitted / (steps.timed * case.batch),
         mean_context=case.context + (emitted_before + emitted / 2) / case.batch,
-        depths=dict(sorted(Counter(engine.adaptive.chosen[num_chosen:]).items())) if engine.adaptive else {case.max_drafts: steps.timed},
+        depths=dict(sorted(Counter(engine.adaptive.chosen[num_chosen:]).items()))
+        if engine.adaptive
+        else {case.max_drafts: steps.timed},
         host_ms=host_ms(engine, steps.host),
         graphs=engine.graphs,
         start_seconds=start_seconds,
@@ -182,7 +190,13 @@ def summary(timeline: trace.Timeline) -> Traced:
 
 
 def floor_of(
-    case: Case, config: TextConfig, timing: Timing, draft_vocab: int, *, experts: TouchedExperts | None = None, fp8_drafts: bool = False
+    case: Case,
+    config: TextConfig,
+    timing: Timing,
+    draft_vocab: int,
+    *,
+    experts: TouchedExperts | None = None,
+    fp8_drafts: bool = False,
 ) -> StepBytes | None:
     """experts: of a model with a mixture, in steps of this case."""
     if case.depth == "auto":

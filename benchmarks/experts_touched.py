@@ -1,7 +1,9 @@
-"""How many different experts the layers of a mixture read in decode steps: measured on the engine's own steps, not assumed.
+"""How many different experts the layers of a mixture read in decode steps: measured on the engine's own steps, not
+assumed.
 
-The steps run eagerly, for a replayed graph passes by no Python; the windows, the drafts and so the experts are those of the timed engine, whose
-prompts and seeds they share. What a layer's tokens choose is computed once more beside it, by the reference.
+The steps run eagerly, for a replayed graph passes by no Python; the windows, the drafts and so the experts are those of
+the timed engine, whose prompts and seeds they share. What a layer's tokens choose is computed once more beside it, by
+the reference.
 """
 
 from __future__ import annotations
@@ -87,7 +89,9 @@ def counting(layers: Sequence[DecoderLayer]) -> Iterator[list[CountingMixture]]:
             layer.ffn = mixture
 
 
-def touched_experts(case: Case, model: PrefilledModel, device: torch.device, *, num_steps: int = NUM_STEPS) -> TouchedExperts:
+def touched_experts(
+    case: Case, model: PrefilledModel, device: torch.device, *, num_steps: int = NUM_STEPS
+) -> TouchedExperts:
     """Of a case's first steps. The model has a mixture in every layer; its pools are released."""
     engine = RunningEngine(case, model, device, num_steps=WARM_UP_STEPS + num_steps + 1, graphs=False)
     for _ in range(WARM_UP_STEPS):
@@ -96,7 +100,9 @@ def touched_experts(case: Case, model: PrefilledModel, device: torch.device, *, 
     with counting(trunk) as of_trunk, counting(mtp) as of_mtp:
         for _ in range(num_steps):
             engine.step()
-    in_trunk, in_drafts = ([int(count) for counter in counters for count in counter.counts] for counters in (of_trunk, of_mtp))
+    in_trunk, in_drafts = (
+        [int(count) for counter in counters for count in counter.counts] for counters in (of_trunk, of_mtp)
+    )
     assert len(in_trunk) == num_steps * len(trunk), f"{len(in_trunk)} calls of {len(trunk)} layers in {num_steps} steps"
     return TouchedExperts(trunk=spread(in_trunk), draft=spread(in_drafts) if in_drafts else None)
 

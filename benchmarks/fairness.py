@@ -1,9 +1,11 @@
-"""How long first tokens wait beside equal sharing, by dry runs on measured costs: `python -m benchmarks.fairness FILE... --costs 4b --lanes 8 32`.
+"""How long first tokens wait beside equal sharing, by dry runs on measured costs: `python -m benchmarks.fairness
+FILE... --costs 4b --lanes 8 32`.
 
-A request's F is its first token's time if all flows that are present shared the device's seconds equally: at any moment with n owners present, each
-gets 1/n, shared equally by its flows. A flow is a session; an owner's requests without one are one flow. Arrivals are those of the run, so is each
-request's work: the device seconds that the run spent on it, of passes by its part of what they cost, of decode steps by slot. What a flow asked for
-earlier comes first. B is the largest pass of the run and the longest turn, from its admission to its end.
+A request's F is its first token's time if all flows that are present shared the device's seconds equally: at any moment
+with n owners present, each gets 1/n, shared equally by its flows. A flow is a session; an owner's requests without one
+are one flow. Arrivals are those of the run, so is each request's work: the device seconds that the run spent on it, of
+passes by its part of what they cost, of decode steps by slot. What a flow asked for earlier comes first. B is the
+largest pass of the run and the longest turn, from its admission to its end.
 
 Memory is given as sessions: n stands for what the n largest working sets of the file take at their ends.
 """
@@ -112,7 +114,11 @@ def fluid_waits(asked: Sequence[Asked]) -> list[float]:
 
 
 def _drain(
-    queues: dict[tuple[str, str], deque[tuple[int, bool, float]]], waits: list[float], asked: Sequence[Asked], now: float, until: float
+    queues: dict[tuple[str, str], deque[tuple[int, bool, float]]],
+    waits: list[float],
+    asked: Sequence[Asked],
+    now: float,
+    until: float,
 ) -> float:
     """Serve from `now` on, for as long as there is anything; the time at which that ends, `until` at the latest."""
     while queues and now < until:
@@ -161,7 +167,9 @@ def judge(result: DryRunResult, log: ServiceLog) -> Outcome:
         asked.append(Asked(turn.submitted, ("", turn.request_id.rpartition("/")[0]), served.first, served.rest))
     quantum = max(turn.times[-1] - (log.served[turn.request_id].began or 0.0) for turn in turns)
     beside = log.largest_pass + quantum
-    excess = [turn.first_token_seconds / (2 * fluid + beside) for turn, fluid in zip(turns, fluid_waits(asked), strict=True)]
+    excess = [
+        turn.first_token_seconds / (2 * fluid + beside) for turn, fluid in zip(turns, fluid_waits(asked), strict=True)
+    ]
     return Outcome(
         hit_share=result.hit_share,
         wall=result.virtual_seconds,
@@ -183,11 +191,15 @@ def run(
     fair_cost: float = FAIR_COST,
     host_gib: float = 0.0,
 ) -> Outcome:
-    """num_fitting: sessions whose working sets fit; None: no bound. fair_cost: as `--fair-cost` of `serve`. host_gib: of a
-    host tier; 0: none."""
+    """num_fitting: sessions whose working sets fit; None: no bound. fair_cost: as `--fair-cost` of `serve`. host_gib:
+    of a host tier; 0: none."""
     gib = None
     if num_fitting is not None:
-        gib = num_fitting * (largest_session(sessions) * costs.kv_bytes_per_token + SESSION_CHECKPOINTS * costs.row_bytes) / 2**30
+        gib = (
+            num_fitting
+            * (largest_session(sessions) * costs.kv_bytes_per_token + SESSION_CHECKPOINTS * costs.row_bytes)
+            / 2**30
+        )
     dry = DryRun(
         costs=costs,
         memory=DryMemory.bounded(gib, costs=costs, max_running=lanes, num_drafted=DEFAULT_DRAFTS),
@@ -211,16 +223,26 @@ def largest_session(sessions: RecordedFile) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fairness", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.fairness", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="recorded sessions")
     parser.add_argument("--costs", nargs="+", default=["4b", "27b-fp8"])
     parser.add_argument("--lanes", type=int, nargs="+", default=[4, 16, 32])
-    parser.add_argument("--fitting", type=int, nargs="*", default=[2, 4, 8], help="memory, as sessions that fit; the last run has no bound")
+    parser.add_argument(
+        "--fitting",
+        type=int,
+        nargs="*",
+        default=[2, 4, 8],
+        help="memory, as sessions that fit; the last run has no bound",
+    )
     parser.add_argument("--fair-cost", type=float, default=FAIR_COST, metavar="SHARE", help="as that of serve")
     parser.add_argument("--host", type=float, default=0.0, metavar="GIB", help="of a host tier, at 25 GB/s each way")
     parser.add_argument("--sessions", type=int, help="the first so many of each file")
     options = parser.parse_args()
-    print("| set | costs | lanes | sessions that fit | late of requests | longest wait, s | largest wait / (2 F + B) | B, s | hit share | wall, s |")
+    print(
+        "| set | costs | lanes | sessions that fit | late of requests | longest wait, s | largest wait / (2 F + B) | B, s | hit share | wall, s |"
+    )
     print("|---" * 10 + "|", flush=True)
     for path in options.files:
         sessions = read(path, ReplayOptions(output="forced", sessions=options.sessions))
@@ -229,7 +251,9 @@ def main() -> None:
                 for fitting in (*options.fitting, None):
                     if fitting is not None and fitting >= lanes:
                         continue
-                    found = run(sessions, model_costs(name), lanes, fitting, fair_cost=options.fair_cost, host_gib=options.host)
+                    found = run(
+                        sessions, model_costs(name), lanes, fitting, fair_cost=options.fair_cost, host_gib=options.host
+                    )
                     print(
                         f"| {path.name.split('.')[0]} | {name} | {lanes} | {fitting or 'all'} | {found.num_late} of {found.num_requests} | "
                         f"{found.longest_wait:.1f} | {found.excess:.2f} | {found.chunk:.2f} + {found.quantum:.1f} | {found.hit_share:.2%} | "

@@ -1,9 +1,10 @@
 """How long a client waits for the first token of a prompt, without a model: `python -m benchmarks.first_token`.
 
-The server is that of benchmarks/server.py, over a socket, with an engine in a process of its own that answers at once: what is left is the way of the
-prompt from the client to the engine, and of the first token back. Three prompts: a short one; 24,000 token ids over /v1/completions; and a turn of an
-agent's session over chat, with some 100 KB of messages of which 4 KB are new. The session is really held, turn by turn: thinking and calls come from
-the engine, by forced output, and the client sends them back with their results.
+The server is that of benchmarks/server.py, over a socket, with an engine in a process of its own that answers at once:
+what is left is the way of the prompt from the client to the engine, and of the first token back. Three prompts: a short
+one; 24,000 token ids over /v1/completions; and a turn of an agent's session over chat, with some 100 KB of messages of
+which 4 KB are new. The session is really held, turn by turn: thinking and calls come from the engine, by forced output,
+and the client sends them back with their results.
 
 Before anything is timed, a whole session is held to the template and the tokenizer alone: the same ids.
 """
@@ -41,7 +42,9 @@ NUM_IDS = 24_000
 WAYS = {"": PATH, ", text in the server's process": TEXT_IN_PROCESS + PATH}
 """As `serve` has it, and without the process that renders and tokenises."""
 
-_TEXT = "".join(path.read_text(encoding="utf-8") for path in sorted(Path(agentspec.__path__[0]).rglob("*.py"))).replace("<", "(")
+_TEXT = "".join(path.read_text(encoding="utf-8") for path in sorted(Path(agentspec.__path__[0]).rglob("*.py"))).replace(
+    "<", "("
+)
 """What the agent reads: this package. Without tags, which would end its thinking."""
 
 
@@ -94,12 +97,20 @@ class Session:
 
     def take(self, answer: bytes) -> None:
         """Add what the client was sent, and the result of its call."""
-        chunks = [json.loads(frame.removeprefix("data: ")) for frame in answer.decode().split("\n\n") if frame and frame != "data: [DONE]"]
+        chunks = [
+            json.loads(frame.removeprefix("data: "))
+            for frame in answer.decode().split("\n\n")
+            if frame and frame != "data: [DONE]"
+        ]
         deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
         thought = "".join(delta.get("reasoning_content") or "" for delta in deltas)
         calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
         arguments = "".join(call["function"].get("arguments") or "" for call in calls)
-        called = {"id": calls[0]["id"], "type": "function", "function": {"name": calls[0]["function"]["name"], "arguments": arguments}}
+        called = {
+            "id": calls[0]["id"],
+            "type": "function",
+            "function": {"name": calls[0]["function"]["name"], "arguments": arguments},
+        }
         self.messages += [
             {"role": "assistant", "content": "", "reasoning_content": thought, "tool_calls": [called]},
             {"role": "tool", "tool_call_id": called["id"], "content": self._words(NEW_BYTES - 500)},
@@ -115,7 +126,8 @@ class Session:
 
 
 async def held(connection: TimedConnection, session: Session, path: str) -> list[tuple[float, float]]:
-    """Milliseconds to the first token of the session's timed turns, and to the first frame of an app that only reads the same bytes."""
+    """Milliseconds to the first token of the session's timed turns, and to the first frame of an app that only reads
+    the same bytes."""
     times: list[tuple[float, float]] = []
     while len(times) < TIMED_TURNS:
         is_long = len(json.dumps(session.messages)) >= MESSAGE_BYTES
@@ -123,7 +135,9 @@ async def held(connection: TimedConnection, session: Session, path: str) -> list
         took, answer = await connection.timed(request)
         session.take(answer)
         if is_long:
-            times.append((took, (await connection.timed(request.replace(path.encode(), f"{FLOOR}/stream".encode(), 1)))[0]))
+            times.append(
+                (took, (await connection.timed(request.replace(path.encode(), f"{FLOOR}/stream".encode(), 1)))[0])
+            )
     return times
 
 
@@ -147,7 +161,9 @@ async def repeated(connection: TimedConnection, request: Callable[[int], bytes],
 
 
 def short(number: int, path: str = PATH) -> bytes:
-    return request_bytes(path, {"model": MODEL, "messages": [{"role": "user", "content": f"Say {number}."}], "stream": True})
+    return request_bytes(
+        path, {"model": MODEL, "messages": [{"role": "user", "content": f"Say {number}."}], "stream": True}
+    )
 
 
 def ids_request(number: int) -> bytes:
@@ -163,7 +179,10 @@ async def measured(port: int, num_sessions: int) -> dict[str, list[float]]:
     for path in WAYS.values():
         num_tokens = await check(connection, tokenizer, path)
     times = TIMED_TURNS * num_sessions
-    found = {f"a short prompt, chat{way}": await repeated(connection, partial(short, path=path), times) for way, path in WAYS.items()}
+    found = {
+        f"a short prompt, chat{way}": await repeated(connection, partial(short, path=path), times)
+        for way, path in WAYS.items()
+    }
     found[f"{NUM_IDS:,} ids, completions"] = await repeated(connection, ids_request, times)
     turns: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     for seed in range(1, num_sessions + 1):
@@ -179,15 +198,24 @@ async def measured(port: int, num_sessions: int) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sessions", type=int, default=20, help=f"of each, {TIMED_TURNS} turns are timed; as many requests of each other kind")
+    parser.add_argument(
+        "--sessions",
+        type=int,
+        default=20,
+        help=f"of each, {TIMED_TURNS} turns are timed; as many requests of each other kind",
+    )
     options = parser.parse_args()
     load_before = os.getloadavg()[0]
     with server_process() as port:
         found = asyncio.run(measured(port, options.sessions))
-    print(f"{os.cpu_count()} cores, Python {platform.python_version()}; load average before the run {load_before:.2f}.\n")
+    print(
+        f"{os.cpu_count()} cores, Python {platform.python_version()}; load average before the run {load_before:.2f}.\n"
+    )
     print("| ms to the first token | least | median | p90 |\n|---|---|---|---|")
     for name, times in found.items():
-        print(f"| {name} | {min(times):.2f} | {statistics.median(times):.2f} | {statistics.quantiles(times, n=10)[-1]:.2f} |")
+        print(
+            f"| {name} | {min(times):.2f} | {statistics.median(times):.2f} | {statistics.quantiles(times, n=10)[-1]:.2f} |"
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Turns samples of steps into the constants of dry runs: `python -m benchmarks.fit_costs SAMPLES...`, files of `python -m benchmarks.step_costs`.
+"""Turns samples of steps into the constants of dry runs: `python -m benchmarks.fit_costs SAMPLES...`, files of `python
+-m benchmarks.step_costs`.
 
-Writes agentspec/simulate/model_costs.json: models that are in SAMPLES are replaced. The time of a pair of tokens is the median over the
-passes with a context of what the context adds; that of a token of context in a decode step likewise. The tables are what remains of the samples
-without them, so a pass or a step that was measured comes out as it was. Prints how far each sample is from the fit.
+Writes agentspec/simulate/model_costs.json: models that are in SAMPLES are replaced. The time of a pair of tokens is the
+median over the passes with a context of what the context adds; that of a token of context in a decode step likewise.
+The tables are what remains of the samples without them, so a pass or a step that was measured comes out as it was.
+Prints how far each sample is from the fit.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ def num_pairs(chunks: Chunks) -> float:
 
 
 def fit(measured: dict[str, Any], known: dict[str, Any], turn_seconds: float) -> dict[str, Any]:
-    """The entry of one model in model_costs.json. known: the one that is there; what a ride saves (`python -m benchmarks.ride`) is kept of it."""
+    """The entry of one model in model_costs.json. known: the one that is there; what a ride saves (`python -m
+    benchmarks.ride`) is kept of it."""
     fresh = {sample["chunks"][0][1]: sample for sample in measured["passes"] if sample["chunks"][0][0] == 0}
     added = []
     for sample in measured["passes"]:
@@ -49,10 +52,18 @@ def fit(measured: dict[str, Any], known: dict[str, Any], turn_seconds: float) ->
             slopes.append(((high["decode_seconds"] - low["decode_seconds"]) / tokens, tokens))
     context_seconds = weighted_median(slopes)
     steps = [
-        (batch, statistics.median(sample["decode_seconds"] - sum(sample["contexts"]) * context_seconds for sample in samples))
+        (
+            batch,
+            statistics.median(
+                sample["decode_seconds"] - sum(sample["contexts"]) * context_seconds for sample in samples
+            ),
+        )
         for batch, samples in sorted(by_batch.items())
     ]
-    passes = [(count, sample["prefill_seconds"] - num_pairs(sample["chunks"]) * pair_seconds) for count, sample in sorted(fresh.items())]
+    passes = [
+        (count, sample["prefill_seconds"] - num_pairs(sample["chunks"]) * pair_seconds)
+        for count, sample in sorted(fresh.items())
+    ]
     joins = [seconds for _, seconds in measured["joins"] if seconds > 0]
     return {
         "name": measured["model"].lower(),
@@ -88,22 +99,35 @@ def deviations(measured: dict[str, Any], entry: dict[str, Any]) -> list[str]:
         seen = sample["prefill_seconds"] or sample["decode_seconds"]
         fitted = costs.pass_seconds(sample["chunks"]) or costs.step_seconds(sample["contexts"])
         if abs(fitted / seen - 1) > 0.05:
-            what = " + ".join(f"{count}@{start}" for start, count in sample["chunks"]) or f"{len(sample['contexts'])} x {sample['contexts'][0]}"
+            what = (
+                " + ".join(f"{count}@{start}" for start, count in sample["chunks"])
+                or f"{len(sample['contexts'])} x {sample['contexts'][0]}"
+            )
             lines.append(f"  {what}: {seen * 1e3:.2f} ms, by the fit {fitted * 1e3:.2f} ({fitted / seen - 1:+.1%})")
     return lines
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fit_costs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.fit_costs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("samples", nargs="+", type=Path)
-    parser.add_argument("--turn-ms", type=float, default=0.0, help="what client, HTTP and text take between two turns of a session")
+    parser.add_argument(
+        "--turn-ms", type=float, default=0.0, help="what client, HTTP and text take between two turns of a session"
+    )
     options = parser.parse_args()
-    known = {entry["name"]: entry for entry in json.loads(TARGET.read_text(encoding="utf-8"))["models"]} if TARGET.exists() else {}
+    known = (
+        {entry["name"]: entry for entry in json.loads(TARGET.read_text(encoding="utf-8"))["models"]}
+        if TARGET.exists()
+        else {}
+    )
     for path in options.samples:
         for measured in json.loads(path.read_text(encoding="utf-8")):
             entry = fit(measured, known.get(measured["model"].lower(), {}), options.turn_ms / 1e3)
             known[entry["name"]] = entry
-            print(f"{measured['model']} on {measured['machine']}: {len(measured['passes'])} passes, {len(measured['steps'])} steps")
+            print(
+                f"{measured['model']} on {measured['machine']}: {len(measured['passes'])} passes, {len(measured['steps'])} steps"
+            )
             print("\n".join(deviations(measured, entry)) or "  all within 5 %")
     lines = [json.dumps(entry) for entry in known.values()]
     TARGET.write_text('{"models": [\n' + ",\n".join(lines) + "\n]}\n", encoding="utf-8")

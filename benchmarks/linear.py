@@ -1,12 +1,14 @@
-"""How fast the linear layers of a decode step are, and which plan is best for each: `python -m benchmarks.linear` on a CUDA device.
+"""How fast the linear layers of a decode step are, and which plan is best for each: `python -m benchmarks.linear` on a
+CUDA device.
 
-For every layer shape of the published models and several token counts: our kernels under many plans, and torch's product (with separate kernels for
-what ours fuse; block-scaled weights have no other product that rounds nothing). Each is timed as the step runs it: a CUDA graph of many launches one
-behind the other, over weights that together exceed the L2. All plans are compiled and checked against float64 first, in parallel processes; the
-winners are checked again at their real shapes.
+For every layer shape of the published models and several token counts: our kernels under many plans, and torch's
+product (with separate kernels for what ours fuse; block-scaled weights have no other product that rounds nothing). Each
+is timed as the step runs it: a CUDA graph of many launches one behind the other, over weights that together exceed the
+L2. All plans are compiled and checked against float64 first, in parallel processes; the winners are checked again at
+their real shapes.
 
-Writes $OUT/linear_plans.json, which is the package's own file of that name with what was measured now in place, and $OUT/linear.md (every cell with
-its best plan and the runners-up); prints what the chosen plans take.
+Writes $OUT/linear_plans.json, which is the package's own file of that name with what was measured now in place, and
+$OUT/linear.md (every cell with its best plan and the runners-up); prints what the chosen plans take.
 """
 
 from __future__ import annotations
@@ -33,7 +35,18 @@ from agentspec.kernels.triton.linear_plans import OURS_ALONE, Kind, Plan
 from agentspec.kernels.triton.norms import rms_norm
 from agentspec.kernels.weights import FP8, SCALE_BLOCK, BlockScaled, Plain, Weight
 from benchmarks.bandwidth import measure_bandwidth
-from benchmarks.linear_results import MODELS, NUM_REAL, Cell, Model, Shape, cell_lines, chosen_lines, chosen_plans, describe, plan_file
+from benchmarks.linear_results import (
+    MODELS,
+    NUM_REAL,
+    Cell,
+    Model,
+    Shape,
+    cell_lines,
+    chosen_lines,
+    chosen_plans,
+    describe,
+    plan_file,
+)
 
 EPS = 1e-6
 ROTATED_BYTES = 256 << 20
@@ -43,7 +56,8 @@ TOLERANCE = 6e-3
 """Of the norm of the difference over the norm: what operands and results in bf16 leave."""
 TOKENS = (4, 1, 16, 32, 8, 64, 128, 2)
 MOST_SHARED_TOKENS, NUM_SHARED = 16, 3
-"""Of each count up to that many tokens, so many best plans are measured at all of those counts, which had best share one."""
+"""Of each count up to that many tokens, so many best plans are measured at all of those counts, which had best share
+one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +80,8 @@ class Operands:
         def weight() -> Weight:
             if not shape.fp8:
                 return Plain(randn(shape.num_outputs, shape.depth).mul_(shape.depth**-0.5))
-            # Any code but NaN's, of either sign: as many small values as large ones. Their root mean square is about 120.
+            # Any code but NaN's, of either sign: as many small values as large ones. Their root mean square is about
+            # 120.
             size = (shape.num_outputs, shape.depth)
             values = torch.randint(0, 0x7F, size, generator=generator, device="cuda", dtype=torch.uint8)
             values |= torch.randint(0, 2, size, generator=generator, device="cuda", dtype=torch.uint8) << 7
@@ -140,7 +155,8 @@ def fault(kind: Kind, got: Tensor, operands: Operands, weight: Weight, dtype: to
 
 
 Form = tuple[Kind, bool, bool]
-"""Of a layer, what its code depends on besides the plan: kind, whether its weight is block-scaled, whether there are extra rows."""
+"""Of a layer, what its code depends on besides the plan: kind, whether its weight is block-scaled, whether there are
+extra rows."""
 
 
 def form_of(shape: Shape) -> Form:
@@ -177,7 +193,8 @@ def prepare_pair(pair: tuple[Form, Plan]) -> str:
 
 SHARED_BYTES = 220 << 10
 AHEAD_BYTES, RELEASE_BYTES = 8e6, 6e6
-"""Of all programs together: what first candidates ask for before they wait, and have left to read when they release the next kernel."""
+"""Of all programs together: what first candidates ask for before they wait, and have left to read when they release the
+next kernel."""
 FP8_AHEAD_BYTES, FP8_RELEASE_BYTES, APART_BYTES = 8e6, 9e6, 6e6
 """Steps of 8-bit weights end sooner. What memory reads while a norm of its own runs is asked for besides."""
 
@@ -204,7 +221,17 @@ SPLITS: dict[Kind, tuple[int, ...]] = {"add_linear": (1, 2, 3, 4, 6, 8), "linear
 
 def candidates(shape: Shape, num_tokens: int, sm_count: int) -> Iterator[Plan]:
     """Tilings worth a try: enough programs, and enough bytes on the way."""
-    block_ms = (8, 16) if num_tokens <= 8 else (16,) if num_tokens <= 16 else (32,) if num_tokens <= 32 else (64,) if num_tokens <= 64 else (64, 128)
+    block_ms = (
+        (8, 16)
+        if num_tokens <= 8
+        else (16,)
+        if num_tokens <= 16
+        else (32,)
+        if num_tokens <= 32
+        else (64,)
+        if num_tokens <= 64
+        else (64, 128)
+    )
     for block_m in block_ms[:1] if shape.fp8 else block_ms:
         for norm_apart in (False, True) if shape.fp8 and shape.kind in ("norm_linear", "norm_swiglu") else (False,):
             is_fused = shape.kind.startswith("norm") and not norm_apart
@@ -215,7 +242,9 @@ def candidates(shape: Shape, num_tokens: int, sm_count: int) -> Iterator[Plan]:
                         yield plan
 
 
-def first_plan(shape: Shape, block_m: int, tiling: tuple[int, int, int, int], split: int, norm_apart: bool, sm_count: int) -> Plan:
+def first_plan(
+    shape: Shape, block_m: int, tiling: tuple[int, int, int, int], split: int, norm_apart: bool, sm_count: int
+) -> Plan:
     """A tiling with what it asks for ahead, and the time of the next kernel's start, by numbers of bytes."""
     block_o, block_k, stages, warps = tiling
     programs = -(-shape.num_outputs // block_o) * split
@@ -236,10 +265,20 @@ def first_plan(shape: Shape, block_m: int, tiling: tuple[int, int, int, int], sp
 
 
 def is_promising(shape: Shape, plan: Plan, sm_count: int) -> bool:
-    if shape.depth % plan.block_k or shape.depth // (plan.block_k * plan.split) < min(4, shape.depth // SCALE_BLOCK // 2):
+    if shape.depth % plan.block_k or shape.depth // (plan.block_k * plan.split) < min(
+        4, shape.depth // SCALE_BLOCK // 2
+    ):
         return False
     programs = -(-shape.num_outputs // plan.block_o) * plan.split
-    most = (4 if shape.fp8 else 3) if plan.split > 1 else 9 if plan.norm_apart else math.inf if shape.kind in OURS_ALONE else 6
+    most = (
+        (4 if shape.fp8 else 3)
+        if plan.split > 1
+        else 9
+        if plan.norm_apart
+        else math.inf
+        if shape.kind in OURS_ALONE
+        else 6
+    )
     if shared_bytes(shape, plan) > SHARED_BYTES or not min(80, shape.num_outputs // 64) <= programs <= most * sm_count:
         return False
     return resident_bytes(shape, plan, sm_count) >= min(sm_count * 20e3, shape.weight_bytes / 6)
@@ -284,16 +323,32 @@ def tilings(block_m: int) -> Iterable[tuple[int, int, int, int]]:
             (128, 128, 3, 4),
             (128, 128, 3, 8),
         )
-    return ((64, 64, 4, 4), (64, 128, 3, 4), (128, 64, 3, 4), (128, 64, 4, 4), (128, 64, 3, 8), (128, 64, 4, 8), (128, 128, 3, 8))
+    return (
+        (64, 64, 4, 4),
+        (64, 128, 3, 4),
+        (128, 64, 3, 4),
+        (128, 64, 4, 4),
+        (128, 64, 3, 8),
+        (128, 64, 4, 8),
+        (128, 128, 3, 8),
+    )
 
 
 def fp8_tilings(block_m: int, is_fused: bool) -> Iterable[tuple[int, int, int, int]]:
-    """As `tilings`. With two warps on 64 rows weights come out of shared memory by fours, with four by twos, but there each is decoded once for more
-    tokens. A warp takes 16 rows at least, and an SM needs about 16 warps to hide how long decoding takes: by tall tiles of many warps whose K several
-    programs share. is_fused: with the norm in every step."""
+    """As `tilings`. With two warps on 64 rows weights come out of shared memory by fours, with four by twos, but there
+    each is decoded once for more tokens. A warp takes 16 rows at least, and an SM needs about 16 warps to hide how long
+    decoding takes: by tall tiles of many warps whose K several programs share. is_fused: with the norm in every
+    step."""
     if is_fused:
         if block_m <= 16:
-            return ((32, 256, 3, 2), (64, 128, 3, 2), (64, 128, 4, 2), (64, 256, 3, 2), (64, 128, 4, 4), (64, 256, 3, 4))
+            return (
+                (32, 256, 3, 2),
+                (64, 128, 3, 2),
+                (64, 128, 4, 2),
+                (64, 256, 3, 2),
+                (64, 128, 4, 4),
+                (64, 256, 3, 4),
+            )
         return ((64, 64, 4, 4), (64, 128, 4, 4), (128, 128, 4, 8))
     if block_m == 8:
         return (
@@ -330,8 +385,9 @@ def fp8_tilings(block_m: int, is_fused: bool) -> Iterable[tuple[int, int, int, i
 def refinements(shape: Shape, plan: Plan) -> Iterator[Plan]:
     """Variants of a good tiling in what does not change the arithmetic: depth of the pipeline and of the prefetch.
 
-    None releases the next kernel at its start. In a chain of equal kernels that is as fast, in one of different layers it is not: the next one's
-    programs take the room that there is at once and crowd on the SMs where this one has fewest.
+    None releases the next kernel at its start. In a chain of equal kernels that is as fast, in one of different layers
+    it is not: the next one's programs take the room that there is at once and crowd on the SMs where this one has
+    fewest.
     """
     yield replace(plan, ahead=0, running=False)
     yield replace(plan, running=False)
@@ -387,7 +443,11 @@ class Tuner:
     def measure(self, shape: Shape, num_tokens: int, plans: Iterable[Plan | None]) -> None:
         cell = self.cells.setdefault((shape, num_tokens), Cell(shape, num_tokens, {}))
         form = form_of(shape)
-        todo = [plan for plan in dict.fromkeys(plans) if plan not in cell.seconds and (plan is None or not self.faults[form, compiled(plan)])]
+        todo = [
+            plan
+            for plan in dict.fromkeys(plans)
+            if plan not in cell.seconds and (plan is None or not self.faults[form, compiled(plan)])
+        ]
         if not todo or time.monotonic() > self.deadline:
             return
         num_weights = 1 if shape.kind == "logits" else max(2, min(32, -(-ROTATED_BYTES // shape.weight_bytes)))
@@ -409,11 +469,14 @@ class Tuner:
     def verify(self, cell: Cell) -> str:
         operands = Operands.random(cell.shape, cell.num_tokens, 1)
         (weight,) = operands.weights
-        return fault(cell.shape.kind, run(cell.shape.kind, self.chosen(cell), operands, weight), operands, weight, torch.float32)
+        return fault(
+            cell.shape.kind, run(cell.shape.kind, self.chosen(cell), operands, weight), operands, weight, torch.float32
+        )
 
 
 def layer_times(tuner: Tuner, model: Model, num_tokens: int) -> tuple[float, float, int]:
-    """(ours, torch's, bytes): seconds of one recurrent layer's four products in a row, by the chosen plans, over rotating layers."""
+    """(ours, torch's, bytes): seconds of one recurrent layer's four products in a row, by the chosen plans, over
+    rotating layers."""
     names = ("delta in", "delta out", "ffn in", "ffn out")
     shapes = [model.shapes()[name] for name in names]
     num_bytes = sum(shape.weight_bytes for shape in shapes)
@@ -434,7 +497,8 @@ def layer_times(tuner: Tuner, model: Model, num_tokens: int) -> tuple[float, flo
 
 
 def tune(tuner: Tuner, cells: list[tuple[Shape, int]], began: float) -> None:
-    """Every cell's candidates, then variants of the best ones, then what is good at one small token count at the others."""
+    """Every cell's candidates, then variants of the best ones, then what is good at one small token count at the
+    others."""
 
     def measure_all(wanted: dict[tuple[Shape, int], list[Plan]]) -> None:
         tuner.prepare((form_of(shape), plan) for (shape, _), plans in wanted.items() for plan in plans)
@@ -444,13 +508,24 @@ def tune(tuner: Tuner, cells: list[tuple[Shape, int]], began: float) -> None:
         print(f"measured at {time.monotonic() - began:.0f} s", flush=True)
 
     measure_all({(shape, tokens): list(candidates(shape, tokens, tuner.sm_count)) for shape, tokens in cells})
-    measure_all({at: [fine for plan in tuner.cells[at].ranked()[: 3 if at[1] in (1, 4) else 1] for fine in refinements(at[0], plan)] for at in cells})
+    measure_all(
+        {
+            at: [
+                fine
+                for plan in tuner.cells[at].ranked()[: 3 if at[1] in (1, 4) else 1]
+                for fine in refinements(at[0], plan)
+            ]
+            for at in cells
+        }
+    )
     shared: dict[Shape, list[Plan]] = {}
     small = [at for at in cells if at[1] <= MOST_SHARED_TOKENS]
     for shape, tokens in small:
         ranked = tuner.cells[shape, tokens].ranked()
         shared.setdefault(shape, []).extend(ranked[:NUM_SHARED])
-    measure_all({(shape, tokens): [plan for plan in shared[shape] if plan.block_m >= tokens] for shape, tokens in small})
+    measure_all(
+        {(shape, tokens): [plan for plan in shared[shape] if plan.block_m >= tokens] for shape, tokens in small}
+    )
 
 
 def main() -> None:
@@ -465,12 +540,17 @@ def main() -> None:
     tuner = Tuner(began + args.seconds, args.processes)
     print(f"{torch.cuda.get_device_name()}, read {tuner.bandwidth / 1e12:.3f} TB/s", flush=True)
     shapes = [shape for model in args.models for shape in MODELS[model].shapes().values()]
-    most = {shape: linear_plans.SMALL_TOKENS if shape.fp8 and shape.kind not in OURS_ALONE else max(TOKENS) for shape in shapes}
+    most = {
+        shape: linear_plans.SMALL_TOKENS if shape.fp8 and shape.kind not in OURS_ALONE else max(TOKENS)
+        for shape in shapes
+    }
     cells = list(dict.fromkeys((shape, tokens) for tokens in args.tokens for shape in shapes if tokens <= most[shape]))
     tune(tuner, cells, began)
     tuner.pool.shutdown()
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "linear_plans.json").write_text(plan_file(torch.cuda.get_device_name(), tuner.cells, linear_plans.FILE.read_text()))
+    (args.out / "linear_plans.json").write_text(
+        plan_file(torch.cuda.get_device_name(), tuner.cells, linear_plans.FILE.read_text())
+    )
     (args.out / "linear.md").write_text("\n".join(cell_lines(tuner.cells, args.models, tuner.bandwidth)) + "\n")
     for cell in tuner.cells.values():
         if cell.seconds and (wrong := tuner.verify(cell)):
@@ -481,11 +561,15 @@ def main() -> None:
         for tokens in sorted(args.tokens):
             if all(
                 at in tuner.cells and tuner.cells[at].seconds
-                for at in ((MODELS[name].shapes()[layer], tokens) for layer in ("delta in", "delta out", "ffn in", "ffn out"))
+                for at in (
+                    (MODELS[name].shapes()[layer], tokens) for layer in ("delta in", "delta out", "ffn in", "ffn out")
+                )
             ):
                 mine, torchs, num_bytes = layer_times(tuner, MODELS[name], tokens)
                 share = num_bytes / tuner.bandwidth / mine
-                print(f"{name} recurrent layer, {tokens} tokens: {mine * 1e6:.1f} us, {share:.0%} of read; torch {torchs * 1e6:.1f} us")
+                print(
+                    f"{name} recurrent layer, {tokens} tokens: {mine * 1e6:.1f} us, {share:.0%} of read; torch {torchs * 1e6:.1f} us"
+                )
     print(f"done after {time.monotonic() - began:.0f} s")
 
 

@@ -17,8 +17,8 @@ DRAFT_VOCABULARY, VOCABULARY, NUM_REAL = 32768, 248320, 248077
 CLOSE, AS_GOOD = 1.02, 1.01
 """Times of the best's: what one plan for several token counts may cost, and what a simpler plan may."""
 GROUPINGS = (((1, 2, 4, 8, 16),), ((1, 2, 4, 8), (16,)), ((1, 2, 4), (8, 16)), ((1, 2, 4), (8,), (16,)))
-"""Small token counts that share a plan, and so an order of summation; the first grouping is taken that costs little. A stream's 1 token without
-drafts and 4 with them are never apart."""
+"""Small token counts that share a plan, and so an order of summation; the first grouping is taken that costs little. A
+stream's 1 token without drafts and 4 with them are never apart."""
 ALONE = ((32,), (64,), (128,))
 
 Times = Mapping[Plan | None, float]
@@ -47,7 +47,8 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What of a model its linear layers depend on. Heads: query, key/value, recurrent value; recurrent keys have 16 heads of 128."""
+    """What of a model its linear layers depend on. Heads: query, key/value, recurrent value; recurrent keys have 16
+    heads of 128."""
 
     hidden: int
     ffn: int
@@ -70,7 +71,10 @@ class Model:
         }
         if not self.fp8:
             sizes |= {"mtp fc": ("linear", self.hidden, 2 * self.hidden), "logits": ("logits", VOCABULARY, self.hidden)}
-        return {name: Shape(*size, self.fp8, gates if self.fp8 and name == "delta in" else 0) for name, size in sizes.items()}
+        return {
+            name: Shape(*size, self.fp8, gates if self.fp8 and name == "delta in" else 0)
+            for name, size in sizes.items()
+        }
 
 
 MODELS = {
@@ -106,14 +110,19 @@ Cells = Mapping[tuple[Shape, int], Cell]
 
 
 def _one_plan(times: Mapping[int, Times], token_counts: Iterable[int]) -> tuple[float, Plan | None] | None:
-    """(its worst time, of each count's best, and the plan) to use for all of these counts; nothing if no plan was measured at all of them.
+    """(its worst time, of each count's best, and the plan) to use for all of these counts; nothing if no plan was
+    measured at all of them.
 
-    Close to equal times, a plan is preferred that keeps no running prefetch, then one that prefetches before it awaits the previous kernel: in a real
-    step that is often a small kernel, which leaves the memory idle, and the chain measured here has no such gaps.
+    Close to equal times, a plan is preferred that keeps no running prefetch, then one that prefetches before it awaits
+    the previous kernel: in a real step that is often a small kernel, which leaves the memory idle, and the chain
+    measured here has no such gaps.
     """
     measured = [times[count] for count in token_counts]
     least = [min(at.values()) for at in measured]
-    worst = {plan: max(at[plan] / low for at, low in zip(measured, least, strict=True)) for plan in set(measured[0]).intersection(*measured[1:])}
+    worst = {
+        plan: max(at[plan] / low for at, low in zip(measured, least, strict=True))
+        for plan in set(measured[0]).intersection(*measured[1:])
+    }
     ours = {plan: cost for plan, cost in worst.items() if plan is not None}
     if not ours:
         return (worst[None], None) if worst else None
@@ -126,13 +135,19 @@ def _one_plan(times: Mapping[int, Times], token_counts: Iterable[int]) -> tuple[
 
 
 def chosen_plans(shape: Shape, cells: Cells) -> list[tuple[int, Plan | None]]:
-    """(most tokens, plan) in rising order, as `linear_plans.MEASURED` has them; token counts that were not measured are left out."""
+    """(most tokens, plan) in rising order, as `linear_plans.MEASURED` has them; token counts that were not measured are
+    left out."""
     times = {count: cell.seconds for (at, count), cell in cells.items() if at == shape and cell.seconds}
     if shape.kind in OURS_ALONE:
-        times = {count: {plan: time for plan, time in seconds.items() if plan is not None} for count, seconds in times.items()}
+        times = {
+            count: {plan: time for plan, time in seconds.items() if plan is not None}
+            for count, seconds in times.items()
+        }
     rows: list[tuple[int, Plan | None]] = []
     for grouping in GROUPINGS:
-        groups = [group for group in (tuple(count for count in group if times.get(count)) for group in grouping) if group]
+        groups = [
+            group for group in (tuple(count for count in group if times.get(count)) for group in grouping) if group
+        ]
         found = [_one_plan(times, group) for group in groups]
         if grouping == GROUPINGS[-1] or all(one is not None and one[0] <= CLOSE for one in found):
             rows += [(group[-1], one[1]) for group, one in zip(groups, found, strict=True) if one is not None]
@@ -144,8 +159,8 @@ def chosen_plans(shape: Shape, cells: Cells) -> list[tuple[int, Plan | None]]:
 
 
 def plan_file(device: str, cells: Cells, recorded: str) -> str:
-    """The text of `linear_plans.json`: one line a shape, of each plan what is not its default. Shapes without a measurement keep their line of the
-    recorded text."""
+    """The text of `linear_plans.json`: one line a shape, of each plan what is not its default. Shapes without a
+    measurement keep their line of the recorded text."""
     layers = {_key(layer): layer for layer in json.loads(recorded)["layers"]}
     for shape in dict.fromkeys(shape for (shape, _), cell in cells.items() if cell.seconds):
         rows = [[most, None if plan is None else _fields(plan)] for most, plan in chosen_plans(shape, cells)]
@@ -193,7 +208,8 @@ def cell_lines(cells: Cells, models: Iterable[str], bandwidth: float) -> Iterato
 
 
 def chosen_lines(cells: Cells, models: Iterable[str], bandwidth: float) -> Iterator[str]:
-    """Markdown: a row a layer; at each token count us by the chosen plan, its share of the read bandwidth, and torch's us."""
+    """Markdown: a row a layer; at each token count us by the chosen plan, its share of the read bandwidth, and torch's
+    us."""
     counts = sorted({count for _, count in cells})
     yield "| model | layer | O x K | " + " | ".join(map(str, counts)) + " |"
     yield "|---" * (3 + len(counts)) + "|"
@@ -203,9 +219,15 @@ def chosen_lines(cells: Cells, models: Iterable[str], bandwidth: float) -> Itera
         plan = next((plan for most, plan in plans[shape] if cell.num_tokens <= most), None)
         seconds = cell.seconds[plan]
         torch_us = f", {cell.seconds[None] * 1e6:.1f}" if None in cell.seconds else ""
-        rows.setdefault((name, layer, shape), {})[cell.num_tokens] = f"{seconds * 1e6:.1f} {shape.weight_bytes / bandwidth / seconds:.0%}{torch_us}"
+        rows.setdefault((name, layer, shape), {})[cell.num_tokens] = (
+            f"{seconds * 1e6:.1f} {shape.weight_bytes / bandwidth / seconds:.0%}{torch_us}"
+        )
     for (name, layer, shape), texts in rows.items():
-        yield f"| {name} | {layer} | {shape.num_outputs} x {shape.depth} | " + " | ".join(texts.get(count, "") for count in counts) + " |"
+        yield (
+            f"| {name} | {layer} | {shape.num_outputs} x {shape.depth} | "
+            + " | ".join(texts.get(count, "") for count in counts)
+            + " |"
+        )
 
 
 def _by_layer(cells: Cells, models: Iterable[str]) -> Iterator[tuple[str, str, Shape, Cell]]:

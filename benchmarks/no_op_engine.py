@@ -1,4 +1,5 @@
-"""An engine that computes nothing, to measure what stands around one. Knows neither HTTP nor processes, and imports no torch."""
+"""An engine that computes nothing, to measure what stands around one. Knows neither HTTP nor processes, and imports no
+torch."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ MODEL = "no-op"
 
 
 class Ticker:
-    """The pace of an engine: a thread, as AsyncEngine has one for its steps, hands all streams of a batch their tokens at the same moment."""
+    """The pace of an engine: a thread, as AsyncEngine has one for its steps, hands all streams of a batch their tokens
+    at the same moment."""
 
     def __init__(self) -> None:
         self._waiting: list[asyncio.Future[int]] = []
@@ -30,7 +32,9 @@ class Ticker:
 
     def start(self) -> None:
         """Called on the event loop that the streams run on."""
-        self._thread = threading.Thread(target=self._run, args=(asyncio.get_running_loop(),), name="no-op-engine", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(asyncio.get_running_loop(),), name="no-op-engine", daemon=True
+        )
         self._thread.start()
 
     async def step(self) -> int:
@@ -59,8 +63,8 @@ def _hand_out(batch: list[asyncio.Future[int]], now: int) -> None:
 
 
 class NoOpEngine:
-    """An engine client whose answers are ready. A seed of 1 asks for the pace of an engine, and for the time of each step as its text; forced output
-    comes in one step."""
+    """An engine client whose answers are ready. A seed of 1 asks for the pace of an engine, and for the time of each
+    step as its text; forced output comes in one step."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.ticker = Ticker()
@@ -73,7 +77,9 @@ class NoOpEngine:
         self.ticker.start()
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.ticker.stop()
         await self.ticker.ended()
 
@@ -99,7 +105,10 @@ class NoOpEngine:
             else:
                 await asyncio.sleep(0)
             yield TokensEvent(request_id=submit.request_id, token_ids=self._ids, text=text)
-        usage = Usage(prompt_tokens=len(submit.prompt_ids), completion_tokens=STEPS * TOKENS_A_STEP + 1 if forced is None else len(forced))
+        usage = Usage(
+            prompt_tokens=len(submit.prompt_ids),
+            completion_tokens=STEPS * TOKENS_A_STEP + 1 if forced is None else len(forced),
+        )
         yield FinishEvent(request_id=submit.request_id, reason=FinishReason.STOP, usage=usage, stop_match=2)
 
     async def stats(self) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""The no-op engine in a process of its own: `python -m benchmarks.no_op_process FD`, what agentspec.engine.process is for the real one.
+"""The no-op engine in a process of its own: `python -m benchmarks.no_op_process FD`, what agentspec.engine.process is
+for the real one.
 
 All between the engine and its server is what `serve` has: RemoteEngine starts this module in the place of the other.
 """

@@ -1,8 +1,9 @@
-"""Where a mixture's shared expert runs: beside the routed ones against behind them, in the same minutes, and by a trace.
+"""Where a mixture's shared expert runs: beside the routed ones against behind them, in the same minutes, and by a
+trace.
 
-Engines over the same weights, which differ in nothing else, take turns of a few steps each, so that clocks and heat are the same for all. The trace
-tells how long kernels of the routed experts ran while others did. With programmatic dependent launch neighbours on one stream overlap a little too:
-what counts is the difference.
+Engines over the same weights, which differ in nothing else, take turns of a few steps each, so that clocks and heat are
+the same for all. The trace tells how long kernels of the routed experts ran while others did. With programmatic
+dependent launch neighbours on one stream overlap a little too: what counts is the difference.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from benchmarks.running_engine import Case, RunningEngine, let_go
 
 MIXTURE_MODULE = "agentspec.kernels.triton.mixture"
 PLACEMENTS = {"off": "behind", "on": "beside", "among": "among"}
-"""Choices of --overlap, in the words of that module: on the same stream, on a second one, or in the same launches as one more routed expert."""
+"""Choices of --overlap, in the words of that module: on the same stream, on a second one, or in the same launches as
+one more routed expert."""
 ROUTED_KERNELS = ("_gate_up_kernel", "_down_kernel")
 """Those that read routed experts, in their order."""
 
@@ -106,7 +108,8 @@ def read_trace(turns: Turns, timeline: trace.Timeline) -> None:
 
 
 def one_layer(timeline: trace.Timeline) -> list[trace.Kernel]:
-    """Of the last step, from a little ahead of the first routed experts of a layer in its middle to those of the next."""
+    """Of the last step, from a little ahead of the first routed experts of a layer in its middle to those of the
+    next."""
     kernels = timeline.last_step()
     starts = [place for place, kernel in enumerate(kernels) if kernel.name == ROUTED_KERNELS[0]]
     if len(starts) < 2:
@@ -118,5 +121,8 @@ def one_layer(timeline: trace.Timeline) -> list[trace.Kernel]:
 def layer_table(kernels: Sequence[trace.Kernel]) -> list[str]:
     """Microseconds from the first kernel's start."""
     begin = kernels[0].start
-    rows = [f"| {kernel.start - begin:.1f} | {kernel.end - begin:.1f} | {kernel.stream} | {kernel.name[:60]} |" for kernel in kernels]
+    rows = [
+        f"| {kernel.start - begin:.1f} | {kernel.end - begin:.1f} | {kernel.stream} | {kernel.name[:60]} |"
+        for kernel in kernels
+    ]
     return ["| from | to | stream | kernel |", "|---|---|---|---|", *rows]

@@ -1,10 +1,13 @@
-"""The prefill policy against fixed budgets, by dry runs on measured costs: `python -m benchmarks.policy FILE... --costs 4b --lanes 16 32`.
+"""The prefill policy against fixed budgets, by dry runs on measured costs: `python -m benchmarks.policy FILE... --costs
+4b --lanes 16 32`.
 
-Each cell of the table: mean turn and wall of `--max-gap` over the least that any fixed budget has of them, and the longest gap in ms with that of
-the budget whose mean turn is least. Histories are the recorded ones, memory has no bound, and every lane has a slot. `--storm N` adds N first prompts
-of 2,000 tokens that come at once, with answers of 300: the last first token and the mean turn, beside all prompts' passes one after the other.
+Each cell of the table: mean turn and wall of `--max-gap` over the least that any fixed budget has of them, and the
+longest gap in ms with that of the budget whose mean turn is least. Histories are the recorded ones, memory has no
+bound, and every lane has a slot. `--storm N` adds N first prompts of 2,000 tokens that come at once, with answers of
+300: the last first token and the mean turn, beside all prompts' passes one after the other.
 
-Takes minutes, for a budget is a run of its own. `--budgets` with none behind it leaves them out: seconds of mean turn and of wall, and the gap.
+Takes minutes, for a budget is a run of its own. `--budgets` with none behind it leaves them out: seconds of mean turn
+and of wall, and the gap.
 """
 
 from __future__ import annotations
@@ -59,7 +62,9 @@ class Outcome:
 
 def read(path: Path, options: ReplayOptions) -> RecordedFile:
     """A file's sessions, rendered once for all runs."""
-    renderer = TraceRenderer(find_encoder(bundled.checkpoint_of("tiny-agent")), options.template, token_runs=TokenRuns(0, *options.token_ids))
+    renderer = TraceRenderer(
+        find_encoder(bundled.checkpoint_of("tiny-agent")), options.template, token_runs=TokenRuns(0, *options.token_ids)
+    )
     return [(session_id, list(turns)) for session_id, turns in recorded_sessions(load(path), renderer, options)]
 
 
@@ -70,7 +75,10 @@ def storm(count: int) -> RecordedFile:
     def words(length: int) -> array[int]:
         return array("i", (rng.randrange(100, 200_000) for _ in range(length)))
 
-    turns = (RecordedTurn(prompt=words(STORM_PROMPT), output=words(STORM_ANSWER), breakpoints=[], delay_seconds=0.0) for _ in range(count))
+    turns = (
+        RecordedTurn(prompt=words(STORM_PROMPT), output=words(STORM_ANSWER), breakpoints=[], delay_seconds=0.0)
+        for _ in range(count)
+    )
     return [(f"s{number}", [turn]) for number, turn in enumerate(turns)]
 
 
@@ -95,7 +103,13 @@ def outcome(
 
 
 def _run(
-    sessions: RecordedFile, costs: ModelCosts, lanes: int, budget: int | Literal["auto"], max_gap: float, memory_gib: float | None, seed: int
+    sessions: RecordedFile,
+    costs: ModelCosts,
+    lanes: int,
+    budget: int | Literal["auto"],
+    max_gap: float,
+    memory_gib: float | None,
+    seed: int,
 ) -> Outcome:
     dry = DryRun(
         costs=costs,
@@ -144,13 +158,25 @@ def rows(options: argparse.Namespace) -> Iterator[str]:
             cells = []
             for lanes in options.lanes:
                 some = sessions[:lanes] if options.session_a_lane else sessions
-                budgets = [outcome(some, model_costs(name), lanes, budget, num_seeds=options.seeds) for budget in options.budgets]
-                cells.append(cell(outcome(some, model_costs(name), lanes, "auto", max_gap=options.max_gap, num_seeds=options.seeds), budgets))
+                budgets = [
+                    outcome(some, model_costs(name), lanes, budget, num_seeds=options.seeds)
+                    for budget in options.budgets
+                ]
+                cells.append(
+                    cell(
+                        outcome(
+                            some, model_costs(name), lanes, "auto", max_gap=options.max_gap, num_seeds=options.seeds
+                        ),
+                        budgets,
+                    )
+                )
             yield f"| {path.name.split('.')[0]} | {name} | " + " | ".join(cells) + " |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.policy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.policy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("files", type=Path, nargs="*", metavar="FILE", help="recorded sessions")
     parser.add_argument("--costs", nargs="+", default=["4b", "27b-fp8"])
     parser.add_argument("--lanes", type=int, nargs="+", default=[1, 4, 8, 16, 32])
@@ -159,7 +185,10 @@ def main() -> None:
     parser.add_argument("--max-turns", type=int, help="the first so many of each session")
     parser.add_argument("--session-a-lane", action="store_true", help="as many sessions as lanes")
     parser.add_argument(
-        "--seeds", type=int, default=1, help="runs whose mean counts: which drafts are accepted moves a cell by some tenths of a percent"
+        "--seeds",
+        type=int,
+        default=1,
+        help="runs whose mean counts: which drafts are accepted moves a cell by some tenths of a percent",
     )
     parser.add_argument("--max-gap", type=float, default=DEFAULT_MAX_GAP)
     parser.add_argument("--storm", type=int, metavar="N", help="N first prompts at once")

@@ -1,6 +1,8 @@
-"""How long a prompt waits for its first token, and how far that is from the least that arithmetic and memory allow: `python -m benchmarks.prefill`.
+"""How long a prompt waits for its first token, and how far that is from the least that arithmetic and memory allow:
+`python -m benchmarks.prefill`.
 
-The engine's own loop on models of published shapes, bfloat16, with prefix cache, CUDA graphs, overlap and three drafts a step. Parts:
+The engine's own loop on models of published shapes, bfloat16, with prefix cache, CUDA graphs, overlap and three drafts
+a step. Parts:
 
 - zero: 8k and 32k tokens that nobody has sent before.
 - append: some hundred new tokens behind a long cached context, as an agent's turns bring them.
@@ -8,13 +10,15 @@ The engine's own loop on models of published shapes, bfloat16, with prefix cache
 - agentic: one session, 50k tokens at first, then twelve turns of 800 tokens in and 200 out, every prompt computed.
 - pace: eight streams decode while another session's 50k prompt comes in.
 - profile: kernel by kernel, where an append's time goes. Only when asked for.
-- peers: attention and recurrence alone, beside other libraries' kernels where those can be imported. Only when asked for.
+- peers: attention and recurrence alone, beside other libraries' kernels where those can be imported. Only when asked
+  for.
 
-Synthetic, and said so in what is printed: weights are random, the cached contexts of lone prompts are random instead of computed, drafts are
-accepted at a forced rate. The floor is defined in benchmarks/prefill_floor.py, and counted with a matmul rate and a read bandwidth measured in the
-same run.
+Synthetic, and said so in what is printed: weights are random, the cached contexts of lone prompts are random instead of
+computed, drafts are accepted at a forced rate. The floor is defined in benchmarks/prefill_floor.py, and counted with a
+matmul rate and a read bandwidth measured in the same run.
 
-First of all come the checks: no figure without them. A case that doesn't fit or wasn't reached stays in the report, with the reason.
+First of all come the checks: no figure without them. A case that doesn't fit or wasn't reached stays in the report,
+with the reason.
 """
 
 from __future__ import annotations
@@ -75,7 +79,9 @@ def chosen_cases(options: argparse.Namespace, model: str) -> list[Case]:
 class Run:
     """Measures one model after the other, within a time limit, and keeps the report up to date."""
 
-    def __init__(self, report: Report, device: torch.device, *, repeats: int, deadline: float, save: Callable[[Report], None]) -> None:
+    def __init__(
+        self, report: Report, device: torch.device, *, repeats: int, deadline: float, save: Callable[[Report], None]
+    ) -> None:
         """deadline: on time.perf_counter's clock; what has not begun by then is not begun."""
         self._report = report
         self._device = device
@@ -120,7 +126,9 @@ class Run:
             self._miss(name, cases, f"does not fit: {missing / 2**30:.1f} GiB more than the device has")
             return
         engine = PromptEngine(model, self._device, room)
-        self._report.engines.append(f"{name}, {room.max_running} slots: {engine.graphs}; started in {engine.start_seconds:.1f} s")
+        self._report.engines.append(
+            f"{name}, {room.max_running} slots: {engine.graphs}; started in {engine.start_seconds:.1f} s"
+        )
         for number, case in enumerate(cases):
             entry = Entry(model=name, what=str(case))
             try:
@@ -129,7 +137,9 @@ class Run:
                 entry.figures = self._figures(engine, case)
             except NoFigureError as error:
                 entry.note = str(error)
-            except torch.OutOfMemoryError as error:  # in the middle of a launch: nothing more can be asked of this engine
+            except (
+                torch.OutOfMemoryError
+            ) as error:  # in the middle of a launch: nothing more can be asked of this engine
                 self._miss(name, cases[number:], f"out of memory: {error}".partition("\n")[0])
                 break
             self._enter(entry)
@@ -163,7 +173,8 @@ def load(name: str, device: torch.device) -> PrefilledModel:
 
 
 def missing_bytes(room: Room, spec: ModelSpec, device: torch.device) -> int:
-    """Bytes that an engine needs beyond those that are free; 0 or less: it fits. The model is loaded, its pools are released."""
+    """Bytes that an engine needs beyond those that are free; 0 or less: it fits. The model is loaded, its pools are
+    released."""
     if device.type == "cpu":
         return 0
     free, _ = torch.cuda.mem_get_info(device)
@@ -177,12 +188,24 @@ def prompt_case(text: str) -> PromptCase:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.prefill", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    which = parser.add_argument_group("cases: without any of these, zero and an append for every model, and all parts of the 4B")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.prefill", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    which = parser.add_argument_group(
+        "cases: without any of these, zero and an append for every model, and all parts of the 4B"
+    )
     which.add_argument("--models", nargs="+", choices=list(CONFIGS))
     which.add_argument("--parts", nargs="+", choices=[*PARTS, *EXTRA_PARTS])
-    which.add_argument("--prompts", nargs="+", type=prompt_case, metavar="NEW[@CONTEXT]", help="lone prompts of these sizes, and nothing else")
-    parser.add_argument("--repeats", type=int, default=5, help="measured prompts behind each figure; it is their median")
+    which.add_argument(
+        "--prompts",
+        nargs="+",
+        type=prompt_case,
+        metavar="NEW[@CONTEXT]",
+        help="lone prompts of these sizes, and nothing else",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="measured prompts behind each figure; it is their median"
+    )
     parser.add_argument("--max-seconds", type=float, default=330.0, help="begin no case after so long")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json", type=Path, help="write all figures here, after every case")
@@ -216,7 +239,9 @@ def measure_all(options: argparse.Namespace, work: Mapping[str, Sequence[Case]],
 
 def profile_all(work: Mapping[str, Sequence[Case]], device: torch.device) -> None:
     """Of each model the last of its lone prompts. After all timing, for the profiler stays."""
-    with profile(activities=[ProfilerActivity.CUDA]):  # it must be there before a graph is captured that it shall see into
+    with profile(
+        activities=[ProfilerActivity.CUDA]
+    ):  # it must be there before a graph is captured that it shall see into
         torch.cuda.synchronize()
     for name, cases in work.items():
         case = next((case for case in cases[::-1] if isinstance(case, PromptCase)), LONG_APPEND)

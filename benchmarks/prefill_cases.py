@@ -1,6 +1,8 @@
-"""What the prefill benchmark asks of an engine, part by part: lone prompts, an agent's session, and a long prompt among running streams.
+"""What the prefill benchmark asks of an engine, part by part: lone prompts, an agent's session, and a long prompt among
+running streams.
 
-Every measured prompt has token ids that were never seen before, behind a context that is cached. All times are the host's, from the submit on.
+Every measured prompt has token ids that were never seen before, behind a context that is cached. All times are the
+host's, from the submit on.
 """
 
 from __future__ import annotations
@@ -53,7 +55,14 @@ class Shape:
 
     def operations(self, count: int, start: int) -> list[Operation]:
         """Of a prompt's new tokens behind a context, up to the first token."""
-        return operations(self.config, count=count, start=start, num_drafts=NUM_DRAFTS, draft_vocab=self.draft_vocab, fp8_drafts=self.fp8_drafts)
+        return operations(
+            self.config,
+            count=count,
+            start=start,
+            num_drafts=NUM_DRAFTS,
+            draft_vocab=self.draft_vocab,
+            fp8_drafts=self.fp8_drafts,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +74,9 @@ class PromptCase:
 
     def __post_init__(self) -> None:
         if self.count < 1 or self.context < 0 or self.context % BLOCK_TOKENS:
-            raise ValueError(f"{self.count}@{self.context}: must be at least one token, behind whole blocks of {BLOCK_TOKENS}")
+            raise ValueError(
+                f"{self.count}@{self.context}: must be at least one token, behind whole blocks of {BLOCK_TOKENS}"
+            )
 
     def __str__(self) -> str:
         return f"{self.count:,} tokens behind {self.context:,}"
@@ -126,7 +137,9 @@ def time_prompts(engine: PromptEngine, case: PromptCase, shape: Shape, rates: Ra
             seconds.append(answer.first_token_s)
     ops = shape.operations(case.count, case.context)
     arithmetic_s = arithmetic_seconds_of(ops, rates)
-    return PromptFigures(case=case, seconds=seconds, flops=flops_by_kind(ops), arithmetic_s=arithmetic_s, floor_s=seconds_of(ops, rates))
+    return PromptFigures(
+        case=case, seconds=seconds, flops=flops_by_kind(ops), arithmetic_s=arithmetic_s, floor_s=seconds_of(ops, rates)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,7 +196,9 @@ class SessionFigures:
         return statistics.median(turn.first_token_s for turn in self.turns[1:])
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {name: getattr(self, name) for name in ("hit_share", "later_times_floor", "later_first_token_s")}
+        return asdict(self) | {
+            name: getattr(self, name) for name in ("hit_share", "later_times_floor", "later_first_token_s")
+        }
 
 
 def run_session(engine: PromptEngine, case: SessionCase, shape: Shape, rates: Rates) -> SessionFigures:
@@ -194,7 +209,9 @@ def run_session(engine: PromptEngine, case: SessionCase, shape: Shape, rates: Ra
         engine.ask(words(count), max_tokens=case.output)
     prompt, known, turns = words(case.first), 0, []
     for _ in range(case.turns + 1):
-        answer = engine.ask(prompt, max_tokens=case.output, session="agent", breakpoints=[(len(prompt), CheckpointKind.USER)])
+        answer = engine.ask(
+            prompt, max_tokens=case.output, session="agent", breakpoints=[(len(prompt), CheckpointKind.USER)]
+        )
         start = known // block * block
         gaps = sum(answer.gaps_s)
         figures = TurnFigures(
@@ -257,7 +274,13 @@ class PaceFigures:
             for name, values in (("idle", self.idle_s), ("busy", self.busy_s))
             for what, summarize in (("median", statistics.median), ("p99", p99), ("max", max))
         }
-        return {"case": asdict(self.case), "prompt_s": self.prompt_s, "ratio": self.ratio, "busy_gaps_s": self.busy_s, **gaps}
+        return {
+            "case": asdict(self.case),
+            "prompt_s": self.prompt_s,
+            "ratio": self.ratio,
+            "busy_gaps_s": self.busy_s,
+            **gaps,
+        }
 
 
 def p99(values: Sequence[float]) -> float:
@@ -285,7 +308,12 @@ def run_pace(engine: PromptEngine, case: PaceCase) -> PaceFigures:
     ended = [number for number, stream in enumerate(streams) if stream.is_over]
     if ended:
         raise NoFigureError(f"streams {ended} ended before the prompt was in")
-    return PaceFigures(case=case, idle_s=idle_s, busy_s=gaps_between(streams, newcomer.submitted, arrived), prompt_s=newcomer.first_token_s)
+    return PaceFigures(
+        case=case,
+        idle_s=idle_s,
+        busy_s=gaps_between(streams, newcomer.submitted, arrived),
+        prompt_s=newcomer.first_token_s,
+    )
 
 
 def run_until_first_token(engine: PromptEngine, answer: Answer) -> None:
@@ -297,5 +325,8 @@ def run_until_first_token(engine: PromptEngine, answer: Answer) -> None:
 def gaps_between(streams: Sequence[Answer], begin: float, end: float) -> list[float]:
     """Times between a stream's events, of those that end within [begin, end]."""
     return [
-        after - before for stream in streams for before, after in zip(stream.arrivals, stream.arrivals[1:], strict=False) if begin <= after <= end
+        after - before
+        for stream in streams
+        for before, after in zip(stream.arrivals, stream.arrivals[1:], strict=False)
+        if begin <= after <= end
     ]

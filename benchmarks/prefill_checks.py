@@ -1,7 +1,8 @@
-"""What must hold before a figure of a prefill counts: a prompt behind a cached prefix gives what the whole prompt gives.
+"""What must hold before a figure of a prefill counts: a prompt behind a cached prefix gives what the whole prompt
+gives.
 
-The tokens of a small model in float32, held against the CPU without cache and without drafts; the logits and states of the first layers of the model
-that is timed, in bfloat16, at points where prompts resume.
+The tokens of a small model in float32, held against the CPU without cache and without drafts; the logits and states of
+the first layers of the model that is timed, in bfloat16, at points where prompts resume.
 """
 
 from __future__ import annotations
@@ -33,23 +34,28 @@ NUM_SESSIONS = 2
 RESUME_POINTS = (64, 704, 1_536, 2_048)
 """Boundaries of one prompt: each is resumed from to reach the next."""
 RESUME_LAYERS = 4
-"""Three recurrent ones and one of attention. The logits of all layers would tell nothing: with random weights each layer makes the roundings of those
-before larger, and 32 layers in bfloat16 end a quarter of the logits' norm away from float32."""
+"""Three recurrent ones and one of attention. The logits of all layers would tell nothing: with random weights each
+layer makes the roundings of those before larger, and 32 layers in bfloat16 end a quarter of the logits' norm away from
+float32."""
 RESUME_VOCABULARY = 8_192
 
 TOLERANCE = 2**-4
-"""Of logits and states in bfloat16, by their norms. Products of other heights are summed in other orders, and attention over other shares of the keys
-is rounded elsewhere; four layers come to about 2^-6. What comes from a wrong row is off by about 1."""
+"""Of logits and states in bfloat16, by their norms. Products of other heights are summed in other orders, and attention
+over other shares of the keys is rounded elsewhere; four layers come to about 2^-6. What comes from a wrong row is off
+by about 1."""
 COARSE_TOLERANCE = 2**-2
-"""The same where a rounding can go further: it may send a token to another expert, or its value to the next of 8 bits."""
+"""The same where a rounding can go further: it may send a token to another expert, or its value to the next of 8
+bits."""
 LEAST_OF_ANOTHER = 2**-1
 """What another prompt's logits must be off by, for the check to tell one from the other."""
 
 
 def check_cached_turns(device: Device) -> str:
-    """tiny-agent in float32, greedy: sessions on the device with cache, graphs and drafts against the CPU without any of them, token for token.
+    """tiny-agent in float32, greedy: sessions on the device with cache, graphs and drafts against the CPU without any
+    of them, token for token.
 
-    Returns what was checked, in words. Raises CheckFailedError at the first difference, or when the cache had no part in it."""
+    Returns what was checked, in words. Raises CheckFailedError at the first difference, or when the cache had no part
+    in it."""
     config = EngineConfig(dtype="float32", memory_gib=0.5, max_running=NUM_SESSIONS, max_context=2048)
     reference = assemble(replace(config, device="cpu", draft_tokens=0, prefix_cache=False))
     with_cache = assemble(replace(config, device=device, draft_tokens=3))
@@ -57,7 +63,9 @@ def check_cached_turns(device: Device) -> str:
     found, num_cached = all_sessions(with_cache)
     for name, ours in found.items():
         if ours != expected[name]:
-            raise CheckFailedError(f"{name}: {ours} on {device} with cache and drafts, {expected[name]} on the CPU without")
+            raise CheckFailedError(
+                f"{name}: {ours} on {device} with cache and drafts, {expected[name]} on the CPU without"
+            )
     if not num_cached:
         raise CheckFailedError("no turn found anything in the cache")
     num_tokens = sum(map(len, found.values()))
@@ -65,7 +73,8 @@ def check_cached_turns(device: Device) -> str:
 
 
 def all_sessions(parts: Assembly) -> tuple[dict[str, list[int]], int]:
-    """What each turn of some sessions generated, all sessions side by side, and how many prompt tokens came from the cache."""
+    """What each turn of some sessions generated, all sessions side by side, and how many prompt tokens came from the
+    cache."""
     found: dict[str, list[int]] = {}
     num_cached = 0
     prompts: list[list[int]] = [[] for _ in range(NUM_SESSIONS)]
@@ -82,7 +91,14 @@ def all_sessions(parts: Assembly) -> tuple[dict[str, list[int]], int]:
                 session_id=str(number),
             )
             found[name] = []
-            request = new_request(submit, number=len(found), spec=parts.spec, max_length=parts.info.max_context, engine_seed=0, token_bytes=None)
+            request = new_request(
+                submit,
+                number=len(found),
+                spec=parts.spec,
+                max_length=parts.info.max_context,
+                engine_seed=0,
+                token_bytes=None,
+            )
             parts.loop.submit(request)
         while parts.loop.has_work:
             for event in parts.loop.run_once():
@@ -96,12 +112,16 @@ def all_sessions(parts: Assembly) -> tuple[dict[str, list[int]], int]:
 
 
 def check_resume_points(model: str, config: TextConfig, device: torch.device) -> str:
-    """The engine on the first layers: at each resume point the state that grew by resuming, from point to point, against that of one whole prefill.
+    """The engine on the first layers: at each resume point the state that grew by resuming, from point to point,
+    against that of one whole prefill.
 
-    Returns what was checked, in words. Raises CheckFailedError when they are too far apart, or when a wrong prefix's state isn't."""
+    Returns what was checked, in words. Raises CheckFailedError when they are too far apart, or when a wrong prefix's
+    state isn't."""
     end = RESUME_POINTS[-1]
     tolerance = TOLERANCE if config.moe is None and config.quantization is None else COARSE_TOLERANCE
-    cut = replace(config, layer_types=config.layer_types[:RESUME_LAYERS], vocab_size=min(RESUME_VOCABULARY, config.vocab_size))
+    cut = replace(
+        config, layer_types=config.layer_types[:RESUME_LAYERS], vocab_size=min(RESUME_VOCABULARY, config.vocab_size)
+    )
     cut_model = make_model(model, cut, device=device, dtype=torch.bfloat16)
     engine = PromptEngine(cut_model, device, Room(longest=end + 64, others=(len(RESUME_POINTS) + 2) * end))
     words = Words(3, cut_model.spec.num_real_tokens)
@@ -113,11 +133,15 @@ def check_resume_points(model: str, config: TextConfig, device: torch.device) ->
             error = relative_error(tensor, expected[name])
             worst[name] = max(worst.get(name, 0.0), error)
             if not error <= tolerance:
-                raise CheckFailedError(f"{model}: {name} after {point} tokens, resumed: off by {error:.1e} from a whole prefill's")
+                raise CheckFailedError(
+                    f"{model}: {name} after {point} tokens, resumed: off by {error:.1e} from a whole prefill's"
+                )
     _ask_up_to(engine, other, end, "other")
     wrong = relative_error(_state_at(engine, other, end, "other")["logits"], expected["logits"])
     if not wrong >= LEAST_OF_ANOTHER:
-        raise CheckFailedError(f"{model}: another prompt's logits are only {wrong:.1e} away: the check can't tell one from the other")
+        raise CheckFailedError(
+            f"{model}: another prompt's logits are only {wrong:.1e} away: the check can't tell one from the other"
+        )
     errors = ", ".join(f"{name} {error:.1e}" for name, error in worst.items())
     del engine
     let_go(cut_model)
@@ -127,7 +151,9 @@ def check_resume_points(model: str, config: TextConfig, device: torch.device) ->
     )
 
 
-def resumed_and_whole(engine: PromptEngine, prompt: list[int]) -> Iterator[tuple[int, dict[str, Tensor], dict[str, Tensor]]]:
+def resumed_and_whole(
+    engine: PromptEngine, prompt: list[int]
+) -> Iterator[tuple[int, dict[str, Tensor], dict[str, Tensor]]]:
     """Each resume point, with the state there after a whole prefill, and after one that resumed at the point before."""
     previous = 0
     for point in RESUME_POINTS:
@@ -154,4 +180,8 @@ def _state_at(engine: PromptEngine, prompt: list[int], point: int, namespace: st
         raise CheckFailedError(f"the checkpoint at {point} isn't there")
     pools = engine.model.pools
     logits_V = engine.model.logits(pools.hidden_RH[found.row])[: engine.model.spec.num_real_tokens]
-    return {"logits": logits_V, "states": pools["ssm_LRVDK"][:, found.row].clone(), "conv rows": pools["conv_LR3C"][:, found.row].clone()}
+    return {
+        "logits": logits_V,
+        "states": pools["ssm_LRVDK"][:, found.row].clone(),
+        "conv rows": pools["conv_LR3C"][:, found.row].clone(),
+    }

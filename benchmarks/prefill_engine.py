@@ -1,8 +1,9 @@
-"""An engine that is asked one thing after the other, and what each answer took: time to the first token, tokens found in the cache.
+"""An engine that is asked one thing after the other, and what each answer took: time to the first token, tokens found
+in the cache.
 
-The engine's own scheduler, step loop, cache and executor, as assembly.build puts them together, with the settings that are its defaults, except that
-memory is given and there is no host tier. Synthetic are the model's weights, contexts where they are made instead of computed
-(published.PrefilledModel), and which drafts are accepted.
+The engine's own scheduler, step loop, cache and executor, as assembly.build puts them together, with the settings that
+are its defaults, except that memory is given and there is no host tier. Synthetic are the model's weights, contexts
+where they are made instead of computed (published.PrefilledModel), and which drafts are accepted.
 """
 
 from __future__ import annotations
@@ -49,12 +50,18 @@ class Room:
     def beside(self, other: Room) -> Room:
         """For the one and then the other."""
         return Room(
-            longest=max(self.longest, other.longest), others=max(self.others, other.others), max_running=max(self.max_running, other.max_running)
+            longest=max(self.longest, other.longest),
+            others=max(self.others, other.others),
+            max_running=max(self.max_running, other.max_running),
         )
 
     def memory(self, spec: ModelSpec) -> MemoryPlan:
         block, window = spec.block_tokens, NUM_DRAFTS + 1
-        pages = sum(-(-length // block) for length in (self.longest, self.others)) + 4 * self.max_running * -(-window // block) + 1
+        pages = (
+            sum(-(-length // block) for length in (self.longest, self.others))
+            + 4 * self.max_running * -(-window // block)
+            + 1
+        )
         rows = RESERVED + self.max_running * (NUM_DRAFTS + 3 + SESSION_CHECKPOINTS) + SPARE_CHECKPOINTS
         return MemoryPlan(num_rows=rows, num_pages=pages, max_length=self.longest)
 
@@ -110,7 +117,9 @@ class PromptEngine:
         )
         model.computes_prompts = True  # for the graphs
         began = time.perf_counter()
-        parts = build(model, config=config, memory=room.memory(model.spec), device=device, pace=pace, most_riders=most_riders)
+        parts = build(
+            model, config=config, memory=room.memory(model.spec), device=device, pace=pace, most_riders=most_riders
+        )
         self.start_seconds = time.perf_counter() - began
         self.graphs = parts.graphs
         self.cache = parts.cache
@@ -137,7 +146,12 @@ class PromptEngine:
         points = [Breakpoint(offset, kind) for offset, kind in breakpoints]
         number, self._num_asked = self._num_asked, self._num_asked + 1
         submit = Submit(
-            request_id=str(number), prompt_ids=list(prompt), sampling=sampling, breakpoints=points, session_id=session, namespace=namespace
+            request_id=str(number),
+            prompt_ids=list(prompt),
+            sampling=sampling,
+            breakpoints=points,
+            session_id=session,
+            namespace=namespace,
         )
         self._loop.submit(self._request(submit, number))
         self._answers[submit.request_id] = answer
@@ -160,7 +174,9 @@ class PromptEngine:
     ) -> Answer:
         """Submit to an idle engine, and run it until it is idle again."""
         self.settle()
-        answer = self.submit(prompt, max_tokens=max_tokens, session=session, breakpoints=breakpoints, namespace=namespace)
+        answer = self.submit(
+            prompt, max_tokens=max_tokens, session=session, breakpoints=breakpoints, namespace=namespace
+        )
         self.settle()
         assert answer.is_over
         return answer
@@ -168,7 +184,8 @@ class PromptEngine:
     def cache_context(self, prompt: Sequence[int], *, compute: bool) -> None:
         """Leave a checkpoint behind the whole blocks of `prompt`, which stays when prompts resume from it.
 
-        compute: False: nothing is computed; the state and keys behind it are random. Raises NoFigureError when there is no room."""
+        compute: False: nothing is computed; the state and keys behind it are random. Raises NoFigureError when there is
+        no room."""
         block = self.model.spec.block_tokens
         boundary = len(prompt) // block * block
         self.model.computes_prompts = compute
@@ -188,7 +205,9 @@ class PromptEngine:
             torch.cuda.synchronize(self.device)
 
     def _request(self, submit: Submit, number: int) -> Request:
-        return new_request(submit, number=number, spec=self.model.spec, max_length=self._max_length, engine_seed=0, token_bytes=None)
+        return new_request(
+            submit, number=number, spec=self.model.spec, max_length=self._max_length, engine_seed=0, token_bytes=None
+        )
 
     def _take(self, event: Event, now: float) -> Answer | None:
         answer = self._answers[event.request_id]
@@ -199,6 +218,10 @@ class PromptEngine:
         assert isinstance(event, FinishEvent)
         if event.error is not None:
             raise NoFigureError(f"request {event.request_id} failed: {event.error}")
-        answer.prompt_tokens, answer.cached_tokens, answer.is_over = event.usage.prompt_tokens, event.usage.cached_tokens, True
+        answer.prompt_tokens, answer.cached_tokens, answer.is_over = (
+            event.usage.prompt_tokens,
+            event.usage.cached_tokens,
+            True,
+        )
         del self._answers[event.request_id]
         return None

@@ -1,23 +1,27 @@
-"""What a prompt can't be had without: the operations and bytes of its prefill, and the least time that they take on a device.
+"""What a prompt can't be had without: the operations and bytes of its prefill, and the least time that they take on a
+device.
 
-Each operation of each layer is counted by itself, for it can be bound by arithmetic or by memory, but not by both at once:
+Each operation of each layer is counted by itself, for it can be bound by arithmetic or by memory, but not by both at
+once:
 
     floor = sum over operations of max(useful FLOPs / matmul rate, compulsory bytes / read bandwidth)
 
 For n new tokens behind a context of s, at two FLOPs a multiply-add:
 
-- A projection of O x K: 2 n O K FLOPs; its weights, once. In the trunk all of them; of the MTP layer those that its keys and values need. Where the
-  weights are in 8 bits, at the rate of products in 8 bits.
-- Routed experts: the FLOPs of the J experts that each token visits; the weights of as many different ones as n tokens visit on average if all are as
-  likely, X (1 - (1 - J / X)^n): from 200 tokens on nearly all of X = 256.
-- Attention: 4 Q D FLOPs for each pair of a new token and one that it sees, n s + n (n + 1) / 2 pairs; the keys and values of s + n tokens.
-- The recurrence, counted token by token as it is defined (read out, update, read out): 6 V D K FLOPs a token; the state, read and written once. That
-  a kernel for whole blocks does more arithmetic than that is its own affair. The convolution before it: 8 FLOPs a channel.
-- The step that gives the first token: the head, and for each draft the MTP layer (of its routed experts those of one token), its keys and values and
-  the draft head. Bytes alone.
+- A projection of O x K: 2 n O K FLOPs; its weights, once. In the trunk all of them; of the MTP layer those that its
+  keys and values need. Where the weights are in 8 bits, at the rate of products in 8 bits.
+- Routed experts: the FLOPs of the J experts that each token visits; the weights of as many different ones as n tokens
+  visit on average if all are as likely, X (1 - (1 - J / X)^n): from 200 tokens on nearly all of X = 256.
+- Attention: 4 Q D FLOPs for each pair of a new token and one that it sees, n s + n (n + 1) / 2 pairs; the keys and
+  values of s + n tokens.
+- The recurrence, counted token by token as it is defined (read out, update, read out): 6 V D K FLOPs a token; the
+  state, read and written once. That a kernel for whole blocks does more arithmetic than that is its own affair. The
+  convolution before it: 8 FLOPs a channel.
+- The step that gives the first token: the head, and for each draft the MTP layer (of its routed experts those of one
+  token), its keys and values and the draft head. Bytes alone.
 
-Activations are left out, as are norms, gates and embeddings: what fits on the chip needn't leave it. The matmul rate and the bandwidth are those
-measured in the same run.
+Activations are left out, as are norms, gates and embeddings: what fits on the chip needn't leave it. The matmul rate
+and the bandwidth are those measured in the same run.
 """
 
 from __future__ import annotations
@@ -40,7 +44,8 @@ from benchmarks.step_bytes import ROUTED, Experts, names_in_fp8, parameter_bytes
 Kind = Literal["linear", "experts", "attention", "recurrence", "mtp", "first step"]
 
 MTP_ROW_WEIGHTS = ("mtp.fc.weight", "mtp.layers.0.self_attn.k_proj.weight", "mtp.layers.0.self_attn.v_proj.weight")
-"""What a prompt's rows need of the MTP head. It has one layer, so its queries, output and FFN matter for the last row alone."""
+"""What a prompt's rows need of the MTP head. It has one layer, so its queries, output and FFN matter for the last row
+alone."""
 
 GPU_SIDE, CPU_SIDE = 8192, 256
 """Of the square matrices whose product is timed."""
@@ -53,12 +58,14 @@ class Rates:
     """What the device can do."""
 
     matmul: float
-    """FLOPs a second of a large bf16 product of normal values, after a second and more of nothing else: power and heat have had their say."""
+    """FLOPs a second of a large bf16 product of normal values, after a second and more of nothing else: power and heat
+    have had their say."""
     matmul_burst: float
     """The same, in the first milliseconds after a pause."""
     bandwidth: Bandwidth
     matmul_fp8: float | None = None
-    """Sustained, of a product in 8 bits with one multiplier a matrix and the fastest sums there are. None: not measured; 8 bits count as 16."""
+    """Sustained, of a product in 8 bits with one multiplier a matrix and the fastest sums there are. None: not
+    measured; 8 bits count as 16."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +93,8 @@ def operations(
     fp8_drafts: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> list[Operation]:
-    """Of `count` prompt tokens from position `start` on, up to the first token. num_drafts: of a step; 0: no MTP head. fp8_drafts: see step_bytes."""
+    """Of `count` prompt tokens from position `start` on, up to the first token. num_drafts: of a step; 0: no MTP head.
+    fp8_drafts: see step_bytes."""
     size = dtype.itemsize
     shapes = parameter_shapes(config)
     sizes = parameter_bytes(config, dtype, fp8_drafts=fp8_drafts)
@@ -100,19 +108,35 @@ def operations(
         visited = config.moe.top_k / config.moe.num_experts
         touched = 1 - (1 - visited) ** count
         found += [
-            Operation(kind="experts", flops=2.0 * count * visited * math.prod(shape), num_bytes=sizes[name] * touched, fp8=name in scaled)
+            Operation(
+                kind="experts",
+                flops=2.0 * count * visited * math.prod(shape),
+                num_bytes=sizes[name] * touched,
+                fp8=name in scaled,
+            )
             for name, shape in shapes.items()
             if name.startswith("model.layers.") and ROUTED in name
         ]
     key_bytes = 2 * config.num_kv_heads * config.head_dim * size
     num_pairs = count * start + count * (count + 1) / 2
-    attention = Operation(kind="attention", flops=4.0 * config.num_heads * config.head_dim * num_pairs, num_bytes=(start + count) * key_bytes)
+    attention = Operation(
+        kind="attention",
+        flops=4.0 * config.num_heads * config.head_dim * num_pairs,
+        num_bytes=(start + count) * key_bytes,
+    )
     cells = config.num_value_heads * config.value_dim * config.key_dim
-    recurrence = Operation(kind="recurrence", flops=count * (6.0 * cells + 8.0 * config.conv_channels), num_bytes=2.0 * cells * SSM_DTYPE.itemsize)
+    recurrence = Operation(
+        kind="recurrence",
+        flops=count * (6.0 * cells + 8.0 * config.conv_channels),
+        num_bytes=2.0 * cells * SSM_DTYPE.itemsize,
+    )
     found += [attention if layer_type == "full_attention" else recurrence for layer_type in config.layer_types]
     if num_drafts:
         found += [
-            Operation(kind="mtp", flops=2.0 * count * math.prod(shapes[name]), num_bytes=sizes[name], fp8=name in scaled) for name in MTP_ROW_WEIGHTS
+            Operation(
+                kind="mtp", flops=2.0 * count * math.prod(shapes[name]), num_bytes=sizes[name], fp8=name in scaled
+            )
+            for name in MTP_ROW_WEIGHTS
         ]
     step = step_bytes(
         config,
@@ -153,7 +177,9 @@ def measure_rates(device: torch.device) -> Rates:
     return Rates(matmul=matmul, matmul_burst=burst, matmul_fp8=fp8, bandwidth=measure_bandwidth(device))
 
 
-def measure_matmul(device: torch.device, *, fp8: bool = False, side: int | None = None, seconds: float | None = None) -> tuple[float, float]:
+def measure_matmul(
+    device: torch.device, *, fp8: bool = False, side: int | None = None, seconds: float | None = None
+) -> tuple[float, float]:
     """(sustained, burst) FLOPs a second of a square product of bf16, or of 8-bit floats into bf16.
 
     side, seconds: None: as Rates says on a GPU, next to nothing on a CPU."""
@@ -161,7 +187,9 @@ def measure_matmul(device: torch.device, *, fp8: bool = False, side: int | None 
     side = side or (GPU_SIDE if on_gpu else CPU_SIDE)
     seconds = seconds or (SUSTAINED_SECONDS if on_gpu else 0.01)
     generator = torch.Generator(device).manual_seed(0)
-    left, right = (torch.empty(side, side, device=device, dtype=torch.bfloat16).normal_(generator=generator) for _ in range(2))
+    left, right = (
+        torch.empty(side, side, device=device, dtype=torch.bfloat16).normal_(generator=generator) for _ in range(2)
+    )
     product = torch.empty_like(left)
 
     def multiply() -> None:
@@ -172,7 +200,9 @@ def measure_matmul(device: torch.device, *, fp8: bool = False, side: int | None 
         left_fp8, right_fp8 = left.to(FP8), right.to(FP8).t()  # the second one by columns
 
         def multiply() -> None:
-            torch._scaled_mm(left_fp8, right_fp8, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+            torch._scaled_mm(
+                left_fp8, right_fp8, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
 
     def rate(rounds: int) -> float:
         return rounds * 2.0 * side**3 / seconds_for(multiply, rounds, device)

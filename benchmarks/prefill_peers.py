@@ -1,9 +1,11 @@
-"""A layer's attention and its recurrence alone, over one long prompt, beside what other libraries take for their part of it.
+"""A layer's attention and its recurrence alone, over one long prompt, beside what other libraries take for their part
+of it.
 
-Ours are whole operations of a layer: attention with head norms, RoPE, the stores into pages and the output gate; the recurrence with convolution,
-gates and gated norm. The others get prepared queries, keys and values, and do the core alone: torch's attention over contiguous keys that were
-repeated for each query head, FlashInfer's over our pages, flash-linear-attention's chunked rule. Each result is held against ours before its time
-counts. A library that can't be imported is left out; FlashInfer compiles its kernels first, for minutes.
+Ours are whole operations of a layer: attention with head norms, RoPE, the stores into pages and the output gate; the
+recurrence with convolution, gates and gated norm. The others get prepared queries, keys and values, and do the core
+alone: torch's attention over contiguous keys that were repeated for each query head, FlashInfer's over our pages,
+flash-linear-attention's chunked rule. Each result is held against ours before its time counts. A library that can't be
+imported is left out; FlashInfer compiles its kernels first, for minutes.
 """
 
 from __future__ import annotations
@@ -70,9 +72,16 @@ class Timed:
 
 
 @torch.inference_mode()
-def compare_kernels(model: str, config: TextConfig, device: torch.device, *, spans: Sequence[tuple[int, int]] = SPANS) -> str:
+def compare_kernels(
+    model: str, config: TextConfig, device: torch.device, *, spans: Sequence[tuple[int, int]] = SPANS
+) -> str:
     """A table: microseconds a layer, and useful TFLOPS as prefill_floor counts them."""
-    lines = [f"One layer of {model}, bfloat16:", "", "| operation | new tokens | context | by | us | TFLOPS |", "|---|---|---|---|---|---|"]
+    lines = [
+        f"One layer of {model}, bfloat16:",
+        "",
+        "| operation | new tokens | context | by | us | TFLOPS |",
+        "|---|---|---|---|---|---|",
+    ]
     for count, start in spans:
         span = Span(count=count, start=start)
         pairs = count * start + count * (count + 1) / 2
@@ -82,7 +91,11 @@ def compare_kernels(model: str, config: TextConfig, device: torch.device, *, spa
             ("recurrence", count * (6.0 * cells + 8.0 * config.conv_channels), compare_recurrence),
         ):
             for timed in compare(config, span, device):
-                figures = f"{timed.seconds * 1e6:.0f} | {flops / timed.seconds / 1e12:.0f}" if not timed.note else f"{timed.note} | –"
+                figures = (
+                    f"{timed.seconds * 1e6:.0f} | {flops / timed.seconds / 1e12:.0f}"
+                    if not timed.note
+                    else f"{timed.note} | –"
+                )
                 lines.append(f"| {name} | {count:,} | {start:,} | {timed.what} | {figures} |")
     return "\n".join(lines)
 
@@ -92,21 +105,34 @@ def compare_attention(config: TextConfig, span: Span, device: torch.device) -> l
     ops, draw = kernels.backend(device), Draw(device)
     queries, keys, dim = config.num_heads, config.num_kv_heads, config.head_dim
     norm = kernels.Norm(weight=torch.zeros(dim, device=device, dtype=torch.bfloat16), eps=config.rms_norm_eps)
-    weights = kernels.AttentionWeights(q_norm=norm, k_norm=norm, scale=dim**-0.5, num_heads=queries, num_kv_heads=keys, head_dim=dim)
+    weights = kernels.AttentionWeights(
+        q_norm=norm, k_norm=norm, scale=dim**-0.5, num_heads=queries, num_kv_heads=keys, head_dim=dim
+    )
     rope = rope_table(config, device)
     batch = build_tables([span], block_tokens=BLOCK_TOKENS).on(device).batch
     projected_NP = draw(span.count, 2 * (queries + keys) * dim)
     kv_P2SGD = draw(len(span.page_ids) + 1, 2, BLOCK_TOKENS, keys, dim)
     ours_ND = ops.attention_prefill(projected_NP, weights, rope, kv_P2SGD, batch)
-    found = [Timed(what="agentspec", seconds=median_seconds(lambda: ops.attention_prefill(projected_NP, weights, rope, kv_P2SGD, batch), device))]
+    found = [
+        Timed(
+            what="agentspec",
+            seconds=median_seconds(lambda: ops.attention_prefill(projected_NP, weights, rope, kv_P2SGD, batch), device),
+        )
+    ]
 
-    q_NQD, gate_ND, _, _ = split_heads(projected_NP, weights, rope.cos_LA[batch.position_N], rope.sin_LA[batch.position_N])
+    q_NQD, gate_ND, _, _ = split_heads(
+        projected_NP, weights, rope.cos_LA[batch.position_N], rope.sin_LA[batch.position_N]
+    )
     length, q_NQD = span.start + span.count, q_NQD.contiguous()
     k_LGD, v_LGD = (kv_P2SGD[1:, half].flatten(0, 1)[:length] for half in (0, 1))
-    q_1QND, k_1QLD, v_1QLD = (x.repeat_interleave(queries // x.shape[1], 1).transpose(0, 1)[None].contiguous() for x in (q_NQD, k_LGD, v_LGD))
+    q_1QND, k_1QLD, v_1QLD = (
+        x.repeat_interleave(queries // x.shape[1], 1).transpose(0, 1)[None].contiguous() for x in (q_NQD, k_LGD, v_LGD)
+    )
     mask = causal_lower_right(span.count, length)
     peers: dict[str, Callable[[], Tensor]] = {
-        "torch": lambda: scaled_dot_product_attention(q_1QND, k_1QLD, v_1QLD, attn_mask=mask)[0].transpose(0, 1).flatten(1)
+        "torch": lambda: (
+            scaled_dot_product_attention(q_1QND, k_1QLD, v_1QLD, attn_mask=mask)[0].transpose(0, 1).flatten(1)
+        )
     }
     for backend in ("fa2", "fa3"):
         attend = _flashinfer(backend, weights, span, q_NQD, kv_P2SGD)
@@ -135,7 +161,12 @@ def compare_recurrence(config: TextConfig, span: Span, device: torch.device) -> 
     ssm_RVDK[ZERO_ROW], conv_R3C[ZERO_ROW] = 0, 0
     ours_ND = ops.gated_delta_prefill(projected_NP, weights, ssm_RVDK, conv_R3C, batch)
     found = [
-        Timed(what="agentspec", seconds=median_seconds(lambda: ops.gated_delta_prefill(projected_NP, weights, ssm_RVDK, conv_R3C, batch), device))
+        Timed(
+            what="agentspec",
+            seconds=median_seconds(
+                lambda: ops.gated_delta_prefill(projected_NP, weights, ssm_RVDK, conv_R3C, batch), device
+            ),
+        )
     ]
     try:
         chunked = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
@@ -145,13 +176,18 @@ def compare_recurrence(config: TextConfig, span: Span, device: torch.device) -> 
     qkv, z, b, a = torch.split(projected_NP, [channels, heads * values, heads, heads], -1)
     qkv_NC = causal_conv_prefill(qkv, weights.conv_C4, conv_R3C, batch)
     q_NC, k_NC, v_NC = torch.split(qkv_NC, [config.num_key_heads * config.key_dim] * 2 + [heads * values], -1)
-    parts = [torch.unflatten(part, -1, (-1, dim)) for part, dim in ((q_NC, config.key_dim), (k_NC, config.key_dim), (v_NC, values))]
+    parts = [
+        torch.unflatten(part, -1, (-1, dim))
+        for part, dim in ((q_NC, config.key_dim), (k_NC, config.key_dim), (v_NC, values))
+    ]
     g_NV = -weights.a_log_V.exp() * softplus(a.float() + weights.dt_bias_V)
     tensors = [x[None].contiguous() for x in (*parts, g_NV, torch.sigmoid(b.float()))]
     state_1VKD = ssm_RVDK[span.read_row].transpose(1, 2)[None].contiguous()
 
     def run() -> Tensor:
-        o_1NVD: Tensor = chunked(*tensors, initial_state=state_1VKD, output_final_state=True, use_qk_l2norm_in_kernel=True)[0]
+        o_1NVD: Tensor = chunked(
+            *tensors, initial_state=state_1VKD, output_final_state=True, use_qk_l2norm_in_kernel=True
+        )[0]
         return o_1NVD[0]
 
     def gated(o_NVD: Tensor) -> Tensor:
@@ -172,7 +208,9 @@ class Draw:
         return torch.empty(shape, device=self._device, dtype=torch.bfloat16).normal_(generator=self._generator)
 
 
-def _timed(what: str, run: Callable[[], Tensor], finish: Callable[[Tensor], Tensor], ours: Tensor, device: torch.device) -> Timed:
+def _timed(
+    what: str, run: Callable[[], Tensor], finish: Callable[[Tensor], Tensor], ours: Tensor, device: torch.device
+) -> Timed:
     """`finish` makes of a result what ours is. Whatever another library raises becomes its line of the table."""
     try:
         result = finish(run()).double()
@@ -184,7 +222,9 @@ def _timed(what: str, run: Callable[[], Tensor], finish: Callable[[Tensor], Tens
         return Timed(what=what, note=f"{type(error).__name__}: {error}".partition("\n")[0][:120].replace("|", "/"))
 
 
-def _flashinfer(backend: str, weights: kernels.AttentionWeights, span: Span, q_NQD: Tensor, kv_P2SGD: Tensor) -> Callable[[], Tensor] | None:
+def _flashinfer(
+    backend: str, weights: kernels.AttentionWeights, span: Span, q_NQD: Tensor, kv_P2SGD: Tensor
+) -> Callable[[], Tensor] | None:
     """None: it can't be imported."""
     try:
         flashinfer = importlib.import_module("flashinfer")

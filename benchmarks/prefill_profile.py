@@ -1,4 +1,5 @@
-"""Where a prompt's time goes, kernel by kernel, as torch's profiler saw it. For finding what is slow, not for figures: the profiler slows it down."""
+"""Where a prompt's time goes, kernel by kernel, as torch's profiler saw it. For finding what is slow, not for figures:
+the profiler slows it down."""
 
 from __future__ import annotations
 

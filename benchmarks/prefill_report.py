@@ -73,7 +73,11 @@ class Report:
             *[f"Checked first: {check}." for check in self.checks],
             *[f"Engine: {engine}." for engine in self.engines],
         ]
-        for kind, header in ((PromptFigures, PROMPT_HEADER), (SessionFigures, SESSION_HEADER), (PaceFigures, PACE_HEADER)):
+        for kind, header in (
+            (PromptFigures, PROMPT_HEADER),
+            (SessionFigures, SESSION_HEADER),
+            (PaceFigures, PACE_HEADER),
+        ):
             entries = [entry for entry in self.entries if isinstance(entry.figures, kind)]
             if entries:
                 lines += ["", *table(header, [line for entry in entries for line in self.lines(entry)])]
@@ -105,7 +109,11 @@ class Report:
 
     def _prompt(self, model: str, figures: PromptFigures) -> str:
         flops = figures.flops
-        sums = (flops.get("linear", 0.0) + flops.get("experts", 0.0), flops.get("attention", 0.0), flops.get("recurrence", 0.0))
+        sums = (
+            flops.get("linear", 0.0) + flops.get("experts", 0.0),
+            flops.get("attention", 0.0),
+            flops.get("recurrence", 0.0),
+        )
         parts = ", ".join(f"{flop / 1e15:.3f}" for flop in sums)
         cells = [
             model,

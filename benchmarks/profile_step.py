@@ -1,7 +1,8 @@
-"""Where a decode step's time goes, kernel by kernel: `python -m benchmarks.profile_step --model 4B --batch 1 --k 3 --context 2048`.
+"""Where a decode step's time goes, kernel by kernel: `python -m benchmarks.profile_step --model 4B --batch 1 --k 3
+--context 2048`.
 
-Prints each kernel's calls and time in a step, and the idle time right before it; with --timeline, one step's kernels in order. For finding gaps,
-not for figures: the profiler slows a step down, and nothing is checked first.
+Prints each kernel's calls and time in a step, and the idle time right before it; with --timeline, one step's kernels in
+order. For finding gaps, not for figures: the profiler slows a step down, and nothing is checked first.
 """
 
 from __future__ import annotations
@@ -38,39 +39,55 @@ def shares_table(timeline: Timeline) -> str:
 
 
 def pointers_line(timeline: Timeline) -> str:
-    """What it costs that state moves by pointer: the commit, with its swap of checkpoints, and the publishing of drafts."""
+    """What it costs that state moves by pointer: the commit, with its swap of checkpoints, and the publishing of
+    drafts."""
     spent = sum(share.covered_us for share in by_name(timeline) if share.name in POINTER_KERNELS) / timeline.num_steps
     return f"commit, checkpoint swap and publish: {spent:.1f} us a step, {100 * spent / (timeline.step_ms * 1e3):.2f} % of it"
 
 
 def order_table(timeline: Timeline) -> str:
-    """One step's kernels in order; microseconds. A negative gap: the kernel began before the one ahead of it had ended."""
+    """One step's kernels in order; microseconds. A negative gap: the kernel began before the one ahead of it had
+    ended."""
     kernels = timeline.last_step()
     lines = ["| at | gap | duration | kernel |", "|---|---|---|---|"]
     reached = kernels[0].start
     for kernel in kernels:
-        lines.append(f"| {kernel.start - kernels[0].start:.1f} | {kernel.start - reached:.1f} | {kernel.duration:.1f} | {kernel.name[:NAME_WIDTH]} |")
+        lines.append(
+            f"| {kernel.start - kernels[0].start:.1f} | {kernel.start - reached:.1f} | {kernel.duration:.1f} | {kernel.name[:NAME_WIDTH]} |"
+        )
         reached = max(reached, kernel.end)
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.profile_step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.profile_step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", choices=list(CONFIGS), default="4B")
     parser.add_argument("--context", type=int, default=2_048)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--k", type=int, default=3)
-    parser.add_argument("--sampled", action="store_true", help="temperature 0.6, top-k 20, top-p 0.95 instead of greedy")
-    parser.add_argument("--overlap", choices=list(PLACEMENTS), help="of the shared expert with the routed ones; without: as the engine decides")
+    parser.add_argument(
+        "--sampled", action="store_true", help="temperature 0.6, top-k 20, top-p 0.95 instead of greedy"
+    )
+    parser.add_argument(
+        "--overlap",
+        choices=list(PLACEMENTS),
+        help="of the shared expert with the routed ones; without: as the engine decides",
+    )
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--timeline", action="store_true", help="also print the kernels of one step in order")
     options = parser.parse_args()
     device = torch.device("cuda")
-    case = Case(model=options.model, context=options.context, batch=options.batch, depth=options.k, sampled=options.sampled)
+    case = Case(
+        model=options.model, context=options.context, batch=options.batch, depth=options.k, sampled=options.sampled
+    )
     steps = Steps(traced=options.steps, timed=options.steps)
-    with profile(activities=[ProfilerActivity.CUDA]):  # it must be there before a graph is captured that it shall see into
+    with profile(
+        activities=[ProfilerActivity.CUDA]
+    ):  # it must be there before a graph is captured that it shall see into
         torch.cuda.synchronize()
     model = make_model(options.model, CONFIGS[options.model], device=device, dtype=torch.bfloat16)
     let_go(model)

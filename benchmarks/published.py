@@ -40,9 +40,17 @@ class _Experts:
 
 
 def _published(
-    hidden: int, layers: int, heads: tuple[int, int], value_heads: int, ffn: int | _Experts, *, tied: bool = False, fp8: bool = False
+    hidden: int,
+    layers: int,
+    heads: tuple[int, int],
+    value_heads: int,
+    ffn: int | _Experts,
+    *,
+    tied: bool = False,
+    fp8: bool = False,
 ) -> dict[str, Any]:
-    """A config.json. heads: of queries and of keys. ffn: width of a dense one. fp8: as the official checkpoints in 8-bit floats."""
+    """A config.json. heads: of queries and of keys. ffn: width of a dense one. fp8: as the official checkpoints in
+    8-bit floats."""
     text: dict[str, Any] = {
         "vocab_size": 248_320,
         "hidden_size": hidden,
@@ -65,7 +73,11 @@ def _published(
     else:
         text |= {"num_experts": ffn.num, "num_experts_per_tok": ffn.top_k}
         text |= {"moe_intermediate_size": ffn.width, "shared_expert_intermediate_size": ffn.width}
-    whole = {"model_type": "qwen3_5" if isinstance(ffn, int) else "qwen3_5_moe", "tie_word_embeddings": tied, "text_config": text}
+    whole = {
+        "model_type": "qwen3_5" if isinstance(ffn, int) else "qwen3_5_moe",
+        "tie_word_embeddings": tied,
+        "text_config": text,
+    }
     if fp8:
         whole["quantization_config"] = {
             "quant_method": "fp8",
@@ -78,7 +90,8 @@ def _published(
 
 
 def _kept_in_full(layers: int) -> list[str]:
-    """The exclusion list of the official checkpoints, in their own names. It names modules that a model may not have, too."""
+    """The exclusion list of the official checkpoints, in their own names. It names modules that a model may not have,
+    too."""
     modules = ["lm_head", "model.embed_tokens", "model.language_model.embed_tokens", "mtp.fc"]
     roots = [f"model.language_model.layers.{layer}" for layer in range(layers)]
     for part in ("linear_attn.conv1d", "linear_attn.in_proj_a", "linear_attn.in_proj_b", "linear_attn.in_proj_ba"):
@@ -105,10 +118,11 @@ CONFIGS = {name: parse_text_config(config) for name, config in CONFIG_FILES.item
 
 
 class PrefilledModel(Qwen3_5Model):
-    """A model whose prompts may count as computed: then prefill does nothing, and the rows and pages that it would have written hold random values.
+    """A model whose prompts may count as computed: then prefill does nothing, and the rows and pages that it would have
+    written hold random values.
 
-    So a long context costs no time to reach, and a step on top of it does exactly what it would after a real prefill. What a graph recorded it
-    does, whatever was chosen since."""
+    So a long context costs no time to reach, and a step on top of it does exactly what it would after a real prefill.
+    What a graph recorded it does, whatever was chosen since."""
 
     computes_prompts: bool = False
     """Prefill does its work."""
@@ -158,7 +172,10 @@ class PrefilledModel(Qwen3_5Model):
     def mixtures(self) -> tuple[list[DecoderLayer], list[DecoderLayer]]:
         """Layers whose FFN is a mixture of experts: the trunk's, and the MTP layer if it is one."""
         drafting = [] if self._mtp is None else [self._mtp.layer]
-        trunk, mtp = ([layer for layer in layers if isinstance(layer.ffn, MixtureOfExperts)] for layers in (self._layers, drafting))
+        trunk, mtp = (
+            [layer for layer in layers if isinstance(layer.ffn, MixtureOfExperts)]
+            for layers in (self._layers, drafting)
+        )
         return trunk, mtp
 
 
@@ -177,7 +194,9 @@ def spec_of(name: str, config: TextConfig, dtype: torch.dtype) -> ModelSpec:
     )
 
 
-def make_model(name: str, config: TextConfig, *, device: torch.device, dtype: torch.dtype, fp8_drafts: bool | None = None) -> PrefilledModel:
+def make_model(
+    name: str, config: TextConfig, *, device: torch.device, dtype: torch.dtype, fp8_drafts: bool | None = None
+) -> PrefilledModel:
     """The model with weights made on the device. fp8_drafts: None: as an engine decides by itself."""
     if fp8_drafts is None:
         fp8_drafts = device.type == "cuda" and dtype != torch.float32

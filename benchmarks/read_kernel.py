@@ -1,4 +1,5 @@
-"""A kernel that does nothing but read, for the read bandwidth that floors are counted with. Imported where there is Triton."""
+"""A kernel that does nothing but read, for the read bandwidth that floors are counted with. Imported where there is
+Triton."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """What riding saves: `python -m benchmarks.ride --models 4B 27B-FP8`.
 
-In one engine with running streams: the pass of an append behind a context, a decode step of some of the streams, both in one plan one after the
-other, and the windows in the pass. Plans go straight to the engine's executor, ten of a kind in a row, and are timed by the host's clock: a pass that
-the host can't launch fast enough is as slow here as it is in the engine. Models have published shapes, made-up weights and contexts.
+In one engine with running streams: the pass of an append behind a context, a decode step of some of the streams, both
+in one plan one after the other, and the windows in the pass. Plans go straight to the engine's executor, ten of a kind
+in a row, and are timed by the host's clock: a pass that the host can't launch fast enough is as slow here as it is in
+the engine. Models have published shapes, made-up weights and contexts.
 
 First tiny-agent in float32 has to say the same, token for token, whether its windows ride or not.
 """
@@ -61,9 +62,19 @@ OTHER_STREAMS = Streams(batches=(4,), context=1_024)
 
 
 def check_rides(device: torch.device, num_requests: int = 16) -> str:
-    """Requests that come one after the other into a running engine, riding and not. Returns what was checked; raises CheckFailedError."""
-    config = EngineConfig(device=device.type, dtype="float32", draft_tokens=NUM_DRAFTS, max_running=4, max_context=2048, max_gap_seconds=10.0)  # type: ignore[arg-type]
-    (apart, num_apart), (ridden, num_rides) = (_staggered(config, device, most_riders, num_requests) for most_riders in (0, EVERYBODY))
+    """Requests that come one after the other into a running engine, riding and not. Returns what was checked; raises
+    CheckFailedError."""
+    config = EngineConfig(
+        device=device.type,  # type: ignore[arg-type]
+        dtype="float32",
+        draft_tokens=NUM_DRAFTS,
+        max_running=4,
+        max_context=2048,
+        max_gap_seconds=10.0,
+    )
+    (apart, num_apart), (ridden, num_rides) = (
+        _staggered(config, device, most_riders, num_requests) for most_riders in (0, EVERYBODY)
+    )
     if num_apart or not num_rides:
         raise CheckFailedError(f"{num_apart} steps rode that shouldn't, {num_rides} that should")
     if apart != ridden:
@@ -71,7 +82,9 @@ def check_rides(device: torch.device, num_requests: int = 16) -> str:
     return f"tiny-agent, float32: {sum(map(len, ridden.values()))} tokens on {device} with {num_rides} steps that rode equal those with none"
 
 
-def _staggered(config: EngineConfig, device: torch.device, most_riders: int, num_requests: int) -> tuple[dict[str, list[int]], int]:
+def _staggered(
+    config: EngineConfig, device: torch.device, most_riders: int, num_requests: int
+) -> tuple[dict[str, list[int]], int]:
     """What requests said of which one comes every few steps, half of them sampled, and how many steps rode."""
     model = load_model(resolve_checkpoint(bundled.checkpoint_of(config.model)), device=device, dtype=torch.float32)
     memory = MemoryPlan(num_rows=100, num_pages=200, max_length=2048)
@@ -92,7 +105,16 @@ def _staggered(config: EngineConfig, device: torch.device, most_riders: int, num
         prompt = rng.choices(range(parts.spec.num_real_tokens), k=rng.choice([40, 150, 400, 900, 1300]))
         submit = Submit(request_id=str(number), prompt_ids=prompt, sampling=sampling)
         found[submit.request_id] = []
-        parts.loop.submit(new_request(submit, number=number, spec=parts.spec, max_length=parts.info.max_context, engine_seed=0, token_bytes=None))
+        parts.loop.submit(
+            new_request(
+                submit,
+                number=number,
+                spec=parts.spec,
+                max_length=parts.info.max_context,
+                engine_seed=0,
+                token_bytes=None,
+            )
+        )
         for step in itertools.count():
             for event in parts.loop.run_once():
                 if isinstance(event, TokensEvent):
@@ -110,7 +132,11 @@ class Bench:
         self.streams = STREAMS.get(name, OTHER_STREAMS)
         most, context = max(self.streams.batches), self.streams.context
         self.model = make_model(name, CONFIGS[name], device=device, dtype=torch.bfloat16)
-        room = Room(longest=context + OUTPUT_TOKENS + 64, others=most * (context + OUTPUT_TOKENS) + 2 * APPEND_CONTEXT, max_running=most)
+        room = Room(
+            longest=context + OUTPUT_TOKENS + 64,
+            others=most * (context + OUTPUT_TOKENS) + 2 * APPEND_CONTEXT,
+            max_running=most,
+        )
         pace = FixedPace(8_192, block_tokens=self.model.spec.block_tokens)
         self.engine = PromptEngine(self.model, device, room, pace=pace, most_riders=EVERYBODY)
         print(f"{name}: {self.engine.graphs}; started in {self.engine.start_seconds:.1f} s", flush=True)
@@ -175,7 +201,14 @@ def measure(name: str, device: torch.device, appends: Sequence[int]) -> None:
             (apart, _), (ridden, could) = bench.milliseconds(both, 0), bench.milliseconds(both, EVERYBODY)
             _, does = bench.milliseconds(both, MOST_RIDERS)
             figures = (alone, step, apart, *((ridden, apart - ridden) if could else ()))
-            row = (name, str(batch), str(append), *(f"{figure:.2f}" for figure in figures), *(() if could else ("", "")), "yes" if does else "no")
+            row = (
+                name,
+                str(batch),
+                str(append),
+                *(f"{figure:.2f}" for figure in figures),
+                *(() if could else ("", "")),
+                "yes" if does else "no",
+            )
             print(f"| {' | '.join(row)} |", flush=True)
     let_go(bench.model)
 

@@ -1,7 +1,8 @@
-"""An engine in the middle of its work: every slot decodes, at a context of a chosen length. What is timed and what is traced runs on it.
+"""An engine in the middle of its work: every slot decodes, at a context of a chosen length. What is timed and what is
+traced runs on it.
 
-The engine's own scheduler, step loop and executor, as assembly.build puts them together. Synthetic are the model's weights, the computed context
-(published.PrefilledModel) and which drafts are accepted.
+The engine's own scheduler, step loop and executor, as assembly.build puts them together. Synthetic are the model's
+weights, the computed context (published.PrefilledModel) and which drafts are accepted.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ def acceptance_rate(emitted: float) -> float:
 
 
 def memory_for(case: Case, spec: ModelSpec, num_steps: int) -> MemoryPlan:
-    """Rows and pages for every slot's requests and nothing to spare; with two checkpoints each, without which sessions would be kept waiting."""
+    """Rows and pages for every slot's requests and nothing to spare; with two checkpoints each, without which sessions
+    would be kept waiting."""
     window = case.max_drafts + 1
     length = case.context + 1 + num_steps * window
     pages = case.batch * -(-(length + 4 * window) // spec.block_tokens) + 1
@@ -104,7 +106,8 @@ def memory_for(case: Case, spec: ModelSpec, num_steps: int) -> MemoryPlan:
 
 
 def missing_bytes(case: Case, spec: ModelSpec, device: torch.device, num_steps: int, *, num_engines: int = 1) -> int:
-    """Bytes that this case needs beyond those that are free; 0 or less: it fits. The model is loaded, its pools are released.
+    """Bytes that this case needs beyond those that are free; 0 or less: it fits. The model is loaded, its pools are
+    released.
 
     num_engines: at the same time, each with its own pools and graphs."""
     if device.type == "cpu":
@@ -118,7 +121,8 @@ def missing_bytes(case: Case, spec: ModelSpec, device: torch.device, num_steps: 
 
 
 def missing_for_weights(config: TextConfig, device: torch.device, *, fp8_drafts: bool) -> int:
-    """Bytes that a bfloat16 model's weights, and next to nothing beside them, need beyond those that are free; 0 or less: they fit."""
+    """Bytes that a bfloat16 model's weights, and next to nothing beside them, need beyond those that are free; 0 or
+    less: they fit."""
     if device.type == "cpu":
         return 0
     free, _ = torch.cuda.mem_get_info(device)
@@ -140,7 +144,9 @@ class RecordedDepth(AdaptiveDepth):
 class RunningEngine:
     """`step` runs the engine's loop once, and reads a decode step of every slot."""
 
-    def __init__(self, case: Case, model: PrefilledModel, device: torch.device, *, num_steps: int, graphs: bool = True) -> None:
+    def __init__(
+        self, case: Case, model: PrefilledModel, device: torch.device, *, num_steps: int, graphs: bool = True
+    ) -> None:
         """num_steps: calls of `step` that must be possible before a request ends. graphs: as in EngineConfig."""
         spec, drafts = model.spec, case.max_drafts
         config = EngineConfig(
@@ -164,7 +170,11 @@ class RunningEngine:
             prompt = words.choices(range(spec.num_real_tokens), k=case.context)
             sampling = msgspec.structs.replace(SAMPLED if case.sampled else GREEDY, max_tokens=max_tokens)
             submit = Submit(request_id=str(slot), prompt_ids=prompt, sampling=sampling)
-            self._loop.submit(new_request(submit, number=slot, spec=spec, max_length=memory.max_length, engine_seed=0, token_bytes=None))
+            self._loop.submit(
+                new_request(
+                    submit, number=slot, spec=spec, max_length=memory.max_length, engine_seed=0, token_bytes=None
+                )
+            )
         assert not self.step(), "with overlap, the first call has nothing to read"
         first = self.step()
         assert [len(token_ids) for token_ids in first] == [1] * case.batch, "the prompts bring the first token of each"
@@ -173,7 +183,9 @@ class RunningEngine:
         """Launch a step and read the one before: the tokens that it emitted, slot by slot."""
         emitted = []
         for event in self._loop.run_once():
-            assert isinstance(event, TokensEvent), f"request {event.request_id} ended before its time: {event.reason}, {event.error}"
+            assert isinstance(event, TokensEvent), (
+                f"request {event.request_id} ended before its time: {event.reason}, {event.error}"
+            )
             emitted.append(event.token_ids)
         assert not emitted or len(emitted) == self._case.batch, f"{len(emitted)} of {self._case.batch} slots decode"
         return emitted

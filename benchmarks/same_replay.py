@@ -1,10 +1,12 @@
-"""Whether a device serves what the CPU serves: `python -m benchmarks.same_replay` replays a file on both and compares every token.
+"""Whether a device serves what the CPU serves: `python -m benchmarks.same_replay` replays a file on both and compares
+every token.
 
-Through the whole server, float32, a fixed number of drafts; the bundled model unless --model says otherwise. Sessions run side by side, so which
-requests share a step differs between the two runs, and their tokens must not. Prints both runs' counts and the device's acceptance; exit status 1 if
-a token differs or a session failed.
+Through the whole server, float32, a fixed number of drafts; the bundled model unless --model says otherwise. Sessions
+run side by side, so which requests share a step differs between the two runs, and their tokens must not. Prints both
+runs' counts and the device's acceptance; exit status 1 if a token differs or a session failed.
 
-With --save the streams of one device go to a file, with --expected they are compared with such a file instead of a run on the CPU.
+With --save the streams of one device go to a file, with --expected they are compared with such a file instead of a run
+on the CPU.
 """
 
 from __future__ import annotations
@@ -77,8 +79,12 @@ def differences(found: Exchanges, expected: Exchanges) -> list[str]:
         for turn, (ours, theirs) in enumerate(zip(found[name], expected[name], strict=False)):
             for what, a, b in zip(("prompt", "answer"), ours, theirs, strict=True):
                 if a != b:
-                    place = next((i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), min(len(a), len(b)))
-                    lines.append(f"{name}, request {turn}: {what} differs from token {place} on, {a[place : place + 5]} for {b[place : place + 5]}")
+                    place = next(
+                        (i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), min(len(a), len(b))
+                    )
+                    lines.append(
+                        f"{name}, request {turn}: {what} differs from token {place} on, {a[place : place + 5]} for {b[place : place + 5]}"
+                    )
                     break
             else:
                 continue
@@ -91,16 +97,22 @@ def differences(found: Exchanges, expected: Exchanges) -> list[str]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.same_replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.same_replay",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", nargs="?", default="workloads/agentic.jsonl")
     parser.add_argument("--model", help="checkpoint directory or hub id (default: the bundled model)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--k", type=int, default=3, help="drafts a step")
-    parser.add_argument("--sampled", action="store_true", help=f"sample with {SAMPLED} instead of what the file asks for")
+    parser.add_argument(
+        "--sampled", action="store_true", help=f"sample with {SAMPLED} instead of what the file asks for"
+    )
     parser.add_argument("--sessions", type=int, help="the first N sessions")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the device's streams, compare nothing")
-    parser.add_argument("--expected", type=Path, metavar="FILE", help="streams to compare with, instead of a run on the CPU")
+    parser.add_argument(
+        "--expected", type=Path, metavar="FILE", help="streams to compare with, instead of a run on the CPU"
+    )
     return parser.parse_args()
 
 
@@ -108,7 +120,9 @@ def main() -> int:
     options = arguments()
     file = load(options.file)
     if options.sampled:
-        file = msgspec.structs.replace(file, meta=msgspec.structs.replace(file.meta, defaults={**file.meta.defaults, **SAMPLED}))
+        file = msgspec.structs.replace(
+            file, meta=msgspec.structs.replace(file.meta, defaults={**file.meta.defaults, **SAMPLED})
+        )
     found = replay(file, options.device, options)
     assert found.report is not None
     print(f"{options.device}, float32, {options.k} drafts")
@@ -122,7 +136,9 @@ def main() -> int:
         expected = replay(file, "cpu", options)
     lines = differences(as_lists(found.exchanges), as_lists(expected.exchanges))
     answers = [generated for exchanges in found.exchanges.values() for _, generated in exchanges]
-    print(f"\n{len(answers)} requests, {sum(map(len, answers))} generated tokens on {options.device}: {len(lines)} sessions diverge from the CPU's")
+    print(
+        f"\n{len(answers)} requests, {sum(map(len, answers))} generated tokens on {options.device}: {len(lines)} sessions diverge from the CPU's"
+    )
     print("\n".join(lines))
     return int(bool(lines) or found.report.has_failures)
 

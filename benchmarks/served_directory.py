@@ -1,6 +1,8 @@
-"""A directory that `agentspec serve --random-weights` takes: a published model's shapes, and the bundled model's words in a vocabulary of full size.
+"""A directory that `agentspec serve --random-weights` takes: a published model's shapes, and the bundled model's words
+in a vocabulary of full size.
 
-The words above the bundled model's own are made up, and no text is ever spelled with them; reading them takes what a real tokenizer takes.
+The words above the bundled model's own are made up, and no text is ever spelled with them; reading them takes what a
+real tokenizer takes.
 """
 
 from __future__ import annotations

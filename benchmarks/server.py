@@ -1,12 +1,14 @@
 """What the HTTP server costs, without a model: `python -m benchmarks.server`.
 
-A no-op engine hands out prepared events, so all that is measured is the server: HTTP, JSON, prompt building with the bundled tokenizer and template,
-splitting the answer, chunks. The same server answers in three ways: with the engine in a process of its own, as `serve` has it; with the engine in
-the server's process; and without any, which is the floor: a bare ASGI app behind the same uvicorn that sends the very same frames. The client is
-another process with as little in it as possible. Before anything is timed, the answers of all three are checked.
+A no-op engine hands out prepared events, so all that is measured is the server: HTTP, JSON, prompt building with the
+bundled tokenizer and template, splitting the answer, chunks. The same server answers in three ways: with the engine in
+a process of its own, as `serve` has it; with the engine in the server's process; and without any, which is the floor: a
+bare ASGI app behind the same uvicorn that sends the very same frames. The client is another process with as little in
+it as possible. Before anything is timed, the answers of all three are checked.
 
-Two questions: how many requests a second, whole and streamed, over 1 and 32 connections; and how long it takes from the moment when the engine's
-thread has a token to the moment when the client has its byte, for streams at the pace of a real engine. All processes read the same monotonic clock.
+Two questions: how many requests a second, whole and streamed, over 1 and 32 connections; and how long it takes from the
+moment when the engine's thread has a token to the moment when the client has its byte, for streams at the pace of a
+real engine. All processes read the same monotonic clock.
 """
 
 from __future__ import annotations
@@ -55,7 +57,10 @@ TOOLS = [
         "function": {
             "name": f"tool_{index}",
             "description": "Looks up one record by its number, or several by what is known of them.",
-            "parameters": {"type": "object", "properties": {name: {"type": "string"} for name in ("number", "owner", "state")}},
+            "parameters": {
+                "type": "object",
+                "properties": {name: {"type": "string"} for name in ("number", "owner", "state")},
+            },
         },
     }
     for index in range(6)
@@ -63,13 +68,22 @@ TOOLS = [
 
 
 def body(number: int, *, stream: bool, paced: bool) -> dict[str, Any]:
-    """A chat request in the middle of a session. `number` makes it unlike the others; the seed tells the no-op engine its pace."""
-    call = {"id": f"call_{number}", "type": "function", "function": {"name": "tool_1", "arguments": json.dumps({"number": str(number)})}}
+    """A chat request in the middle of a session. `number` makes it unlike the others; the seed tells the no-op engine
+    its pace."""
+    call = {
+        "id": f"call_{number}",
+        "type": "function",
+        "function": {"name": "tool_1", "arguments": json.dumps({"number": str(number)})},
+    }
     messages = [
         {"role": "system", "content": "You are an agent that works with the tools below. Be exact."},
         {"role": "user", "content": f"What is the state of record {number}, and who owns it? " * 8},
         {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": call["id"], "content": json.dumps({"number": number, "state": "open", "owner": "somebody"}) * 4},
+        {
+            "role": "tool",
+            "tool_call_id": call["id"],
+            "content": json.dumps({"number": number, "state": "open", "owner": "somebody"}) * 4,
+        },
     ]
     return {
         "model": MODEL,
@@ -85,7 +99,8 @@ def body(number: int, *, stream: bool, paced: bool) -> dict[str, Any]:
 
 
 class Ways:
-    """Takes a request to one of the two apps, or to the floor: recorded answers with as little as an ASGI app can do for the same bytes."""
+    """Takes a request to one of the two apps, or to the floor: recorded answers with as little as an ASGI app can do
+    for the same bytes."""
 
     def __init__(self, apps: dict[str, ASGIApp], ticker: Ticker, whole: bytes, frames: list[bytes]) -> None:
         """apps: by the beginning of their paths; the last one takes all others."""
@@ -133,7 +148,10 @@ async def serve() -> None:
     tokenizer = Tokenizer.from_directory(bundled.DIRECTORY)
     assert tokenizer is not None
     text = RemoteText(text_process(30), 30)
-    async with NoOpEngine(tokenizer) as engine, await RemoteEngine.start(EngineConfig(), EngineProcess(NO_OP_ENTRY)) as remote:
+    async with (
+        NoOpEngine(tokenizer) as engine,
+        await RemoteEngine.start(EngineConfig(), EngineProcess(NO_OP_ENTRY)) as remote,
+    ):
         app = app_of(engine, TextPipeline.from_checkpoint(tokenizer, bundled.DIRECTORY))
         async with httpx.AsyncClient(transport=InProcessTransport(app), base_url="http://in-process") as client:
             whole = (await client.post(PATH, json=body(0, stream=False, paced=False))).content
@@ -146,8 +164,8 @@ async def serve() -> None:
         }
         ways = Ways(apps, engine.ticker, whole, frames)
         server = uvicorn.Server(uvicorn.Config(ways, log_level="warning", access_log=False, lifespan="off"))
-        # asyncio switches Nagle's algorithm off only for sockets that say that they speak TCP; with it, small writes wait 40 ms for an
-        # acknowledgement.
+        # asyncio switches Nagle's algorithm off only for sockets that say that they speak TCP; with it, small writes
+        # wait 40 ms for an acknowledgement.
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen(128)
@@ -163,7 +181,9 @@ async def serve() -> None:
 
 @contextmanager
 def server_process() -> Iterator[int]:
-    with subprocess.Popen([sys.executable, "-m", "benchmarks.server", "--child"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.server", "--child"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
         assert child.stdin is not None
         assert child.stdout is not None
         try:
@@ -279,7 +299,8 @@ class Load:
 async def run_load(port: int, route: Route, *, num_connections: int, seconds: float) -> Load:
     loop = asyncio.get_running_loop()
     connections = [(await loop.create_connection(Connection, "127.0.0.1", port))[1] for _ in range(num_connections)]
-    # Prepared and used round and round: the client is to be idle while it waits. Each is asked once before the clock starts.
+    # Prepared and used round and round: the client is to be idle while it waits. Each is asked once before the clock
+    # starts.
     requests = [route.request(number) for number in range(1, 65)]
     for request in requests:
         payload(await connections[0].ask(request))
@@ -310,7 +331,10 @@ async def check(port: int) -> int:
     """The answers are right, and every way sends the same. Returns the bytes of one streamed answer."""
     loop = asyncio.get_running_loop()
     connection = (await loop.create_connection(Connection, "127.0.0.1", port))[1]
-    answers = {way: {kind: payload(await connection.ask(route.request(0))) for kind, route in kinds.items()} for way, kinds in WAYS.items()}
+    answers = {
+        way: {kind: payload(await connection.ask(route.request(0))) for kind, route in kinds.items()}
+        for way, kinds in WAYS.items()
+    }
     connection.transport.close()
     served = answers["serve"]
     whole = json.loads(served["whole"])
@@ -360,7 +384,9 @@ def latency(port: int, *, seconds: float, repeats: int) -> list[dict[str, Any]]:
         delays: dict[str, list[int]] = {way: [] for way in WAYS}
         for _ in range(repeats):
             for way, kinds in WAYS.items():
-                delays[way] += asyncio.run(run_load(port, kinds["paced"], num_connections=num_connections, seconds=seconds)).delays_ns
+                delays[way] += asyncio.run(
+                    run_load(port, kinds["paced"], num_connections=num_connections, seconds=seconds)
+                ).delays_ns
         row: dict[str, Any] = {"streams": num_connections, "steps": len(delays["serve"])}
         for way, found in delays.items():
             cuts = statistics.quantiles(found, n=100)
@@ -390,7 +416,9 @@ class Report:
         for row in self.throughput:
             steps = f" ({row['serve'] * STEPS:,.0f})" if row["answer"] == "stream" else ""
             rates = f"{row['serve']:,.0f}{steps} | {row['in_process']:,.0f} | {row['floor']:,.0f} | {100 * row['serve'] / row['floor']:.0f} %"
-            lines.append(f"| {row['answer']} | {row['connections']} | {rates} | {max(row[f'{way}_spread'] for way in WAYS):.2f} |")
+            lines.append(
+                f"| {row['answer']} | {row['connections']} | {rates} | {max(row[f'{way}_spread'] for way in WAYS):.2f} |"
+            )
         lines += [
             "",
             f"Engine token to client byte, all streams stepping together each {PACE_SECONDS * 1e3:g} ms, median and p99:",
@@ -406,7 +434,12 @@ class Report:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=3.0, help="length of each of the timed runs, of which there are 18 for each repeat")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=3.0,
+        help="length of each of the timed runs, of which there are 18 for each repeat",
+    )
     parser.add_argument("--repeats", type=int, default=3, help="runs behind each figure; rates are their median")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)

@@ -1,8 +1,9 @@
 """How long a server takes from nothing to its first answer: `python -m benchmarks.start`.
 
-A model of published shapes with made-up weights, served by `agentspec serve` with its defaults: first without a compiled kernel (a cache directory of
-its own, empty), then again with what that start left behind, then with what `agentspec warm` alone has left in another one. Each server must answer a
-request before its times count. Needs a GPU; on a CPU (--model tiny-agent) it shows that it works.
+A model of published shapes with made-up weights, served by `agentspec serve` with its defaults: first without a
+compiled kernel (a cache directory of its own, empty), then again with what that start left behind, then with what
+`agentspec warm` alone has left in another one. Each server must answer a request before its times count. Needs a GPU;
+on a CPU (--model tiny-agent) it shows that it works.
 
 The stages are what /health says while the server loads, read every few milliseconds: some run side by side.
 """
@@ -31,7 +32,12 @@ from benchmarks.served_directory import write_directory
 
 POLL_SECONDS = 0.01
 COMMAND = (sys.executable, "-c", "from agentspec.commands.cli import main; raise SystemExit(main())")
-CHAT = {"messages": [{"role": "user", "content": "Where is order 7?"}], "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+CHAT = {
+    "messages": [{"role": "user", "content": "Where is order 7?"}],
+    "temperature": 0,
+    "max_tokens": 8,
+    "ignore_eos": True,
+}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -104,7 +110,13 @@ def await_health(server: subprocess.Popen[str], client: httpx.Client, result: St
 def warm(model: str, flags: Sequence[str], environment: Mapping[str, str]) -> tuple[float, str]:
     """Seconds of `agentspec warm`, and what it says."""
     began = time.perf_counter()
-    done = subprocess.run([*COMMAND, "warm", model, *flags], stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}, check=True)
+    done = subprocess.run(
+        [*COMMAND, "warm", model, *flags],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+        check=True,
+    )
     return time.perf_counter() - began, done.stdout.strip()
 
 
@@ -127,7 +139,9 @@ def main() -> None:
     parser.add_argument("--model", choices=(bundled.NAME, *CONFIG_FILES), default="4B")
     parser.add_argument("--repeats", type=int, default=2, help="second starts (default 2)")
     parser.add_argument("--no-warm", action="store_true", help="leave out `agentspec warm` and the start after it")
-    parser.add_argument("--no-cold", action="store_true", help="leave out the starts from nothing: with the caches that are there")
+    parser.add_argument(
+        "--no-cold", action="store_true", help="leave out the starts from nothing: with the caches that are there"
+    )
     args, flags = parser.parse_known_args()
     print(f"{machine()}; agentspec serve {args.model} {' '.join(flags)}".rstrip())
     print("| start | listening, s | ready, s | first answer, s | stages, from to |\n|---|---|---|---|---|", flush=True)
@@ -146,7 +160,9 @@ def main() -> None:
             seconds, words = warm(model, flags, caches)
             print(row("after `warm` alone", start(model, flags, caches)), flush=True)
             print(f"\n`agentspec warm`: {seconds:.1f} s. {words}")
-        print("\n" + "\n".join(line for line in measured.page.splitlines() if "graphs" in line or "host memory" in line))
+        print(
+            "\n" + "\n".join(line for line in measured.page.splitlines() if "graphs" in line or "host memory" in line)
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The bytes that a decode step of a model must move, counted from its shapes and the formats of its weights.
 
-Which experts a step reads is no matter of shapes: how many they were is measured (benchmarks/experts_touched.py) and comes in as a number.
+Which experts a step reads is no matter of shapes: how many they were is measured (benchmarks/experts_touched.py) and
+comes in as a number.
 """
 
 from __future__ import annotations
@@ -42,13 +43,15 @@ class StepBytes:
     """Routed experts of the trunk that some token of the step chose."""
     head: int
     mtp: int
-    """The MTP layer, once for each of the k drafts: each needs the one before. Of its routed experts those that were chosen."""
+    """The MTP layer, once for each of the k drafts: each needs the one before. Of its routed experts those that were
+    chosen."""
     draft_head: int
     """The head's rows of the draft vocabulary, likewise."""
     state: int
     """One row read and k + 1 written, for each slot."""
     kv: int
-    """Keys and values of the context, in the trunk's attention layers once and in the MTP layer k times, for each slot."""
+    """Keys and values of the context, in the trunk's attention layers once and in the MTP layer k times, for each
+    slot."""
 
     @property
     def total(self) -> int:
@@ -100,7 +103,10 @@ def step_bytes(
 def parameter_bytes(config: TextConfig, dtype: torch.dtype, *, fp8_drafts: bool = False) -> dict[str, int]:
     """Of every parameter, by canonical name, as a GPU holds it."""
     scaled = names_in_fp8(config, fp8_drafts=fp8_drafts)
-    return {name: weight_bytes(shape, parameter_dtype(name, dtype), fp8=name in scaled) for name, shape in parameter_shapes(config).items()}
+    return {
+        name: weight_bytes(shape, parameter_dtype(name, dtype), fp8=name in scaled)
+        for name, shape in parameter_shapes(config).items()
+    }
 
 
 def names_in_fp8(config: TextConfig, *, fp8_drafts: bool) -> frozenset[str]:

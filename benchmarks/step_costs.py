@@ -1,7 +1,8 @@
 """What the parts of a step take: `python -m benchmarks.step_costs --models 4B 27B-FP8 --json FILE`.
 
-Prompt passes of many sizes, behind many contexts, of one sequence and of several; decode steps of many batches and contexts. Each is a step of the
-engine's own loop, timed by the device's events, as its own pace hears of it, on models of published shapes with made-up weights and contexts.
+Prompt passes of many sizes, behind many contexts, of one sequence and of several; decode steps of many batches and
+contexts. Each is a step of the engine's own loop, timed by the device's events, as its own pace hears of it, on models
+of published shapes with made-up weights and contexts.
 
 `python -m benchmarks.fit_costs FILE` turns the samples into the constants of dry runs (agentspec/simulated_costs.json).
 """
@@ -30,7 +31,10 @@ from benchmarks.running_engine import let_go
 LARGEST_PASS = 8_192
 
 PASSES: tuple[tuple[int, int, int], ...] = (
-    *((count, 0, 1) for count in (64, 128, 192, 256, 384, 512, 800, 1_024, 1_280, 1_536, 2_048, 3_072, 4_096, 6_144, 8_192)),
+    *(
+        (count, 0, 1)
+        for count in (64, 128, 192, 256, 384, 512, 800, 1_024, 1_280, 1_536, 2_048, 3_072, 4_096, 6_144, 8_192)
+    ),
     *((count, 16_384, 1) for count in (64, 256, 800, 2_048, 8_192)),
     *((count, 49_152, 1) for count in (64, 256, 800, 2_048, 8_192)),
     *((800, 16_384, spans) for spans in (2, 4, 8)),
@@ -107,7 +111,10 @@ def measure(name: str, device: torch.device, *, slots: int, longest: int, others
     for batch, context in _steps(slots, others):
         step = _decode(engine, pace, batch, context)
         measured.steps.append(step)
-        print(f"  step {batch} x {context}: {step.decode_seconds * 1e3:.2f} ms, whole {step.whole_seconds * 1e3:.2f}", flush=True)
+        print(
+            f"  step {batch} x {context}: {step.decode_seconds * 1e3:.2f} ms, whole {step.whole_seconds * 1e3:.2f}",
+            flush=True,
+        )
     for count in JOINS:
         if count + 2 <= slots:
             measured.joins.append((count, _join(engine, pace, count)))
@@ -140,7 +147,9 @@ def _pass(engine: PromptEngine, pace: RecordingPace, count: int, context: int, s
         if repeat >= WARM_UPS:
             seconds.append(times.prefill_seconds)
             chunks = [*times.chunks]
-    return Sample(chunks=chunks, contexts=[], prefill_seconds=statistics.median(seconds), decode_seconds=0.0, whole_seconds=0.0)
+    return Sample(
+        chunks=chunks, contexts=[], prefill_seconds=statistics.median(seconds), decode_seconds=0.0, whole_seconds=0.0
+    )
 
 
 def _decode(engine: PromptEngine, pace: RecordingPace, batch: int, context: int) -> Sample:
@@ -167,7 +176,8 @@ def _decode(engine: PromptEngine, pace: RecordingPace, batch: int, context: int)
 
 
 def _join(engine: PromptEngine, pace: RecordingPace, count: int) -> float:
-    """What a step with `count` first steps takes beside its chunks and windows. Two streams run, so that it is launched ahead."""
+    """What a step with `count` first steps takes beside its chunks and windows. Two streams run, so that it is launched
+    ahead."""
     words = Words(count, engine.model.spec.num_real_tokens)
     streams = [engine.submit(words(64), max_tokens=800) for _ in range(2)]
     while len(streams[0].arrivals) < 8 or len(streams[1].arrivals) < 8:
@@ -181,7 +191,8 @@ def _join(engine: PromptEngine, pace: RecordingPace, count: int) -> float:
         while not all(answer.is_over for answer in newcomers) or len(pace.heard) < 4 * _STEPS_AROUND:
             engine.step()
         place = next(place for place, (_, times) in enumerate(pace.heard) if times.chunks)
-        # The host launches first steps one kernel at a time and may read the step before them late; those around it are read when they are done.
+        # The host launches first steps one kernel at a time and may read the step before them late; those around it are
+        # read when they are done.
         around = pace.heard[place - _STEPS_AROUND : place + _STEPS_AROUND + 1]
         parts = sum(times.prefill_seconds + times.decode_seconds for _, times in around[1:])
         seconds.append(around[-1][0] - around[0][0] - parts)
@@ -207,7 +218,9 @@ def sizes_of(name: str, device: torch.device) -> dict[str, int]:
 
 def main() -> int:
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.step_costs", description=__doc__, formatter_class=formatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.step_costs", description=__doc__, formatter_class=formatter
+    )
     parser.add_argument("--models", nargs="+", choices=list(CONFIGS), default=["4B", "27B-FP8"])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json", type=Path, required=True, help="write the samples here")

@@ -1,8 +1,8 @@
 """What it costs to have prompts built in a process of their own: `python -m benchmarks.text_hop`.
 
-Nothing is built: both ways hand out prompts that were built before, so that what is left is the way of the messages there and of the ids back. The
-text process is that of `serve`, asked as `serve` asks it; the other way is the thread of an engine that is somebody's library. They take turns in one
-program, and every prompt of one equals that of the other.
+Nothing is built: both ways hand out prompts that were built before, so that what is left is the way of the messages
+there and of the ids back. The text process is that of `serve`, asked as `serve` asks it; the other way is the thread of
+an engine that is somebody's library. They take turns in one program, and every prompt of one equals that of the other.
 """
 
 from __future__ import annotations
@@ -54,11 +54,19 @@ async def measured(times: int) -> None:
     assert template is not None
     remote = RemoteText(EngineProcess((*CHILD, str(SECONDS))), SECONDS)
     await pipeline_of(bundled.DIRECTORY, None, remote)
-    ways: dict[str, TextWork] = {"process": remote, "thread": ThreadedText(tokenizer, Prepared(tokenizer, template, TurnMemory()))}
+    ways: dict[str, TextWork] = {
+        "process": remote,
+        "thread": ThreadedText(tokenizer, Prepared(tokenizer, template, TurnMemory())),
+    }
     rng = random.Random(1)
-    print("| ms | tokens | process: least | p25 | median | thread: least | p25 | median |\n|---|---|---|---|---|---|---|---|")
+    print(
+        "| ms | tokens | process: least | p25 | median | thread: least | p25 | median |\n|---|---|---|---|---|---|---|---|"
+    )
     for name, (count, size) in SIZES.items():
-        asked = PromptAsk(messages=[{"role": "user", "content": source_text(rng, size // count)} for _ in range(count)], limit=TokenLimit(10**6))
+        asked = PromptAsk(
+            messages=[{"role": "user", "content": source_text(rng, size // count)} for _ in range(count)],
+            limit=TokenLimit(10**6),
+        )
         prompts = [await work.build(asked, Flow()) for work in ways.values()]
         assert prompts[0].prompt_ids == prompts[1].prompt_ids
         taken: dict[str, list[float]] = {way: [] for way in ways}
@@ -67,7 +75,11 @@ async def measured(times: int) -> None:
                 began = time.perf_counter()
                 await work.build(asked, Flow())
                 taken[way].append((time.perf_counter() - began) * 1e3)
-        figures = [f"{figure:.3f}" for found in taken.values() for figure in (min(found), *statistics.quantiles(found, n=4)[:2])]
+        figures = [
+            f"{figure:.3f}"
+            for found in taken.values()
+            for figure in (min(found), *statistics.quantiles(found, n=4)[:2])
+        ]
         print(f"| {name} | {len(prompts[0].prompt_ids):,} | {' | '.join(figures)} |")
     await remote.close()
 

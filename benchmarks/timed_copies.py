@@ -1,6 +1,6 @@
-"""A host tier's copies on a virtual clock: step_loop.Copier of a dry run. Each direction carries out one order after the
-other, at a fixed rate, beside the steps; orders to the host wait for those to the device (cache/host_tier.py). Nothing is
-copied.
+"""A host tier's copies on a virtual clock: step_loop.Copier of a dry run. Each direction carries out one order after
+the other, at a fixed rate, beside the steps; orders to the host wait for those to the device (cache/host_tier.py).
+Nothing is copied.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class TimedCopies:
             self._to_host.add(order, max(self._clock.now, self._to_device.free_at), self._seconds(order))
 
     def poll(self) -> tuple[int, int]:
-        """Numbers of the last orders that are done by now, to the host and to the device. Where nothing else has moved the
-        clock since the last poll, it goes on to the next order's end."""
+        """Numbers of the last orders that are done by now, to the host and to the device. Where nothing else has moved
+        the clock since the last poll, it goes on to the next order's end."""
         ends = [lane.orders[0][0] for lane in (self._to_host, self._to_device) if lane.orders]
         if ends and self._clock.now == self._polled_at:
             self._clock.now = max(self._clock.now, min(ends))

@@ -84,7 +84,12 @@ def timeline(trace: Mapping[str, Any], num_steps: int) -> Timeline:
     if not events:
         raise ValueError("the trace holds no kernel: the profiler saw nothing run on a GPU")
     kernels = [
-        Kernel(name=event["name"], start=float(event["ts"]), duration=float(event["dur"]), stream=int(event.get("args", {}).get("stream", 0)))
+        Kernel(
+            name=event["name"],
+            start=float(event["ts"]),
+            duration=float(event["dur"]),
+            stream=int(event.get("args", {}).get("stream", 0)),
+        )
         for event in events
     ]
     return Timeline(kernels=sorted(kernels, key=lambda kernel: kernel.start), num_steps=num_steps)
@@ -102,7 +107,8 @@ def _spans(kernels: Iterable[Kernel]) -> list[tuple[float, float]]:
 
 
 def beside(timeline: Timeline, is_one: Callable[[str], bool]) -> dict[str, float]:
-    """Microseconds a step in which each other kernel ran while one of those that are asked for by name did, most first."""
+    """Microseconds a step in which each other kernel ran while one of those that are asked for by name did, most
+    first."""
     spans = _spans(kernel for kernel in timeline.kernels if is_one(kernel.name))
     found: dict[str, float] = {}
     for kernel in timeline.kernels:
@@ -112,7 +118,9 @@ def beside(timeline: Timeline, is_one: Callable[[str], bool]) -> dict[str, float
         for start, end in spans[first:]:
             if start >= kernel.end:
                 break
-            found[kernel.name] = found.get(kernel.name, 0.0) + (min(end, kernel.end) - max(start, kernel.start)) / timeline.num_steps
+            found[kernel.name] = (
+                found.get(kernel.name, 0.0) + (min(end, kernel.end) - max(start, kernel.start)) / timeline.num_steps
+            )
     return dict(sorted(((name, us) for name, us in found.items() if us > 0), key=lambda item: -item[1]))
 
 

@@ -21,7 +21,12 @@ from examples import orders
 async def session(client: AsyncOpenAI, model: str, *, stream: bool) -> list[Any]:
     """Two user turns; returns all messages."""
     chat = ChatOpenAI(
-        model=model, root_async_client=client, async_client=client.chat.completions, api_key=SecretStr("in-process"), temperature=0, streaming=stream
+        model=model,
+        root_async_client=client,
+        async_client=client.chat.completions,
+        api_key=SecretStr("in-process"),
+        temperature=0,
+        streaming=stream,
     )
     agent = create_agent(chat, [tool(function, parse_docstring=True) for function in orders.FUNCTIONS.values()])
     messages: list[Any] = []

@@ -30,13 +30,17 @@ async def session(client: AsyncOpenAI, model: str, *, stream: bool) -> list[Any]
 
 
 async def _whole(client: AsyncOpenAI, model: str, messages: list[Any]) -> dict[str, Any]:
-    answer = await client.chat.completions.create(model=model, messages=messages, tools=orders.OPENAI_TOOLS, temperature=0)
+    answer = await client.chat.completions.create(
+        model=model, messages=messages, tools=orders.OPENAI_TOOLS, temperature=0
+    )
     return answer.choices[0].message.model_dump(exclude_none=True)
 
 
 async def _streamed(client: AsyncOpenAI, model: str, messages: list[Any]) -> dict[str, Any]:
     """The SDK puts the deltas together."""
-    async with client.chat.completions.stream(model=model, messages=messages, tools=orders.OPENAI_TOOLS, temperature=0) as stream:
+    async with client.chat.completions.stream(
+        model=model, messages=messages, tools=orders.OPENAI_TOOLS, temperature=0
+    ) as stream:
         answer = await stream.get_final_completion()
     return answer.choices[0].message.model_dump(exclude_none=True, exclude={"parsed": True})
 

@@ -22,9 +22,15 @@ async def session(client: AsyncOpenAI, model: str, *, stream: bool) -> list[Resp
     for question in (orders.FIRST, orders.SECOND):
         given: Any = question
         while given:
-            responses.append(await _respond(client, model, given, responses[-1].id if responses else None, stream=stream))
+            responses.append(
+                await _respond(client, model, given, responses[-1].id if responses else None, stream=stream)
+            )
             given = [
-                {"type": "function_call_output", "call_id": item.call_id, "output": orders.call(item.name, json.loads(item.arguments))}
+                {
+                    "type": "function_call_output",
+                    "call_id": item.call_id,
+                    "output": orders.call(item.name, json.loads(item.arguments)),
+                }
                 for item in responses[-1].output
                 if item.type == "function_call"
             ]

@@ -30,7 +30,9 @@ def orders_cancel(order_id: str) -> str:
     Args:
         order_id: Order number
     """
-    return json.dumps({"order_id": order_id, "status": "cancelled"} if order_id in ORDERS else {"error": f"no order {order_id}"})
+    return json.dumps(
+        {"order_id": order_id, "status": "cancelled"} if order_id in ORDERS else {"error": f"no order {order_id}"}
+    )
 
 
 FUNCTIONS = {"orders_get": orders_get, "orders_cancel": orders_cancel}
@@ -41,17 +43,24 @@ _PARAMETERS = {
     "required": ["order_id"],
     "additionalProperties": False,
 }
-DESCRIPTIONS = {"orders_get": "Get one order by its number.", "orders_cancel": "Cancel an order. Shipped orders can't be cancelled."}
+DESCRIPTIONS = {
+    "orders_get": "Get one order by its number.",
+    "orders_cancel": "Cancel an order. Shipped orders can't be cancelled.",
+}
 
 OPENAI_TOOLS: Any = [
-    {"type": "function", "function": {"name": name, "description": text, "parameters": _PARAMETERS}} for name, text in DESCRIPTIONS.items()
+    {"type": "function", "function": {"name": name, "description": text, "parameters": _PARAMETERS}}
+    for name, text in DESCRIPTIONS.items()
 ]
 """As /v1/chat/completions takes them."""
 RESPONSES_TOOLS: Any = [
-    {"type": "function", "name": name, "description": text, "parameters": _PARAMETERS, "strict": False} for name, text in DESCRIPTIONS.items()
+    {"type": "function", "name": name, "description": text, "parameters": _PARAMETERS, "strict": False}
+    for name, text in DESCRIPTIONS.items()
 ]
 """As /v1/responses takes them."""
-ANTHROPIC_TOOLS: Any = [{"name": name, "description": text, "input_schema": _PARAMETERS} for name, text in DESCRIPTIONS.items()]
+ANTHROPIC_TOOLS: Any = [
+    {"name": name, "description": text, "input_schema": _PARAMETERS} for name, text in DESCRIPTIONS.items()
+]
 """As /v1/messages takes them."""
 
 

@@ -3,9 +3,10 @@
     python -m scripts.architecture            # write the picture
     python -m scripts.architecture --counts   # print the exact numbers instead
 
-Rooms and rules are those of tests/test_architecture.py, which reads the sources; tests/test_architecture_picture.py compares the picture in the docs
-with what this program would write. Numbers in the picture are coarse (three widths, half thousands of lines), so that it stays true for a while.
-The package's own `__init__`, which loads the public names late, and `__main__` are no rooms and are left out.
+Rooms and rules are those of tests/test_architecture.py, which reads the sources; tests/test_architecture_picture.py
+compares the picture in the docs with what this program would write. Numbers in the picture are coarse (three widths,
+half thousands of lines), so that it stays true for a while. The package's own `__init__`, which loads the public names
+late, and `__main__` are no rooms and are left out.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class House:
     """What the sources say."""
 
     num_importing: dict[tuple[str, str], int]
-    """(room, imported room) -> modules of the first that import something of the second; pairs without any are left out."""
+    """(room, imported room) -> modules of the first that import something of the second; pairs without any are left
+    out."""
     num_lines: dict[str, int]
     """Lines of code by room."""
     about: dict[str, str]
@@ -120,7 +122,9 @@ def survey() -> House:
     about = {room: (ast.get_docstring(modules()[room].tree) or "").partition("\n")[0] for room in ROOMS}
     missing = [room for room, text in about.items() if not text]
     if missing or set(COLUMN) != set(ROOMS):
-        raise SystemExit(f"{missing or sorted(set(COLUMN) ^ set(ROOMS))}: each room has a docstring in its __init__.py, and a place in COLUMN")
+        raise SystemExit(
+            f"{missing or sorted(set(COLUMN) ^ set(ROOMS))}: each room has a docstring in its __init__.py, and a place in COLUMN"
+        )
     return House(
         num_importing={pair: len(names) for pair, names in sorted(importing.items())},
         num_lines=dict(num_lines),
@@ -165,7 +169,8 @@ def size(num_lines: int) -> str:
 
 
 def arrows(house: House, boxes: dict[str, Box]) -> list[Line]:
-    """To the next level from a box's lower edge, further down from its side, so that no box is crossed; side by side into the upper edge."""
+    """To the next level from a box's lower edge, further down from its side, so that no box is crossed; side by side
+    into the upper edge."""
     pairs = direct(house)
     lines = []
     for room, target in pairs:
@@ -175,7 +180,10 @@ def arrows(house: House, boxes: dict[str, Box]) -> list[Line]:
         if end.y - start.y > CELL_HEIGHT:
             x1, y1 = start.x + BOX_WIDTH * (end.x > start.x), start.y + BOX_HEIGHT * 0.6
         else:
-            below = sorted((name for source, name in pairs if source == room and boxes[name].y == end.y), key=lambda name: boxes[name].x)
+            below = sorted(
+                (name for source, name in pairs if source == room and boxes[name].y == end.y),
+                key=lambda name: boxes[name].x,
+            )
             x1, y1 = start.x + BOX_WIDTH * (below.index(target) + 1) / (len(below) + 1), start.y + BOX_HEIGHT
         lines.append(Line(x1, y1, x2, end.y, weight(house.num_importing[room, target])))
     return lines
@@ -217,7 +225,11 @@ def picture() -> str:
     columns = [*rows, BASE]
     top = base.y + BASE_HEIGHT + 190
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     return environment.get_template("architecture.svg.jinja").render(
         width=LEFT * 2 + width,
@@ -236,7 +248,9 @@ def picture() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--counts", action="store_true", help="print how many modules of a room import another one, and lines of code")
+    parser.add_argument(
+        "--counts", action="store_true", help="print how many modules of a room import another one, and lines of code"
+    )
     if parser.parse_args().counts:
         house = survey()
         for (room, target), number in house.num_importing.items():

@@ -19,11 +19,19 @@ from agentspec.server.tables.tokenize import DETOKENIZE, TOKENIZE
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
 
-TABLES = {"chat": CHAT, "completions": COMPLETIONS, "responses": RESPONSES, "messages": MESSAGES, "tokenize": TOKENIZE, "detokenize": DETOKENIZE}
+TABLES = {
+    "chat": CHAT,
+    "completions": COMPLETIONS,
+    "responses": RESPONSES,
+    "messages": MESSAGES,
+    "tokenize": TOKENIZE,
+    "detokenize": DETOKENIZE,
+}
 
 
 def printed(page: str) -> str:
-    """The page with what stands between its markers made anew. Raises ValueError when a table has no markers, or more than one pair."""
+    """The page with what stands between its markers made anew. Raises ValueError when a table has no markers, or more
+    than one pair."""
     for name, table in TABLES.items():
         begin, end = f"<!-- fields of {name} -->", f"<!-- end of fields of {name} -->"
         pattern = re.compile(f"{re.escape(begin)}\n.*?{re.escape(end)}", re.DOTALL)

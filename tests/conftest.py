@@ -1,5 +1,5 @@
-"""Shared test set-up: two cores are for the runner, so torch computes on one thread in each process, those that tests start included. Kernels
-without a GPU are interpreted."""
+"""Shared test set-up: two cores are for the runner, so torch computes on one thread in each process, those that tests
+start included. Kernels without a GPU are interpreted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
 
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start

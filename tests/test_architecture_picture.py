@@ -35,7 +35,9 @@ def test_arrows_and_ways_over_them_are_all_imports() -> None:
 
     for room in ROOMS:
         assert reached(room) == {
-            name for name in ROOMS if name != room and any(name in {target, *reached(target)} for target in house.imported_by(room))
+            name
+            for name in ROOMS
+            if name != room and any(name in {target, *reached(target)} for target in house.imported_by(room))
         }
 
 

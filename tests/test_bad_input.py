@@ -1,4 +1,5 @@
-"""Bad input from the user's side: the command line says one line that names what is wrong and exits with 2; HTTP answers 400 and names the field."""
+"""Bad input from the user's side: the command line says one line that names what is wrong and exits with 2; HTTP
+answers 400 and names the field."""
 
 from __future__ import annotations
 
@@ -90,18 +91,42 @@ BROKEN: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("no config", lambda d: (d / "config.json").unlink(), ["config.json: no such file"]),
     ("config that is no JSON", lambda d: (d / "config.json").write_text("{"), ["config.json: unreadable JSON"]),
     ("config that is a list", lambda d: (d / "config.json").write_text("[]"), ["config.json", "JSON object"]),
-    ("config that is no text", lambda d: (d / "config.json").write_bytes(b"\xff\xfe\x00"), ["config.json: unreadable JSON"]),
-    ("unknown architecture", lambda d: edit_json(d, "config.json", model_type="qwen4_exp", text_config={"model_type": "qwen4_exp"}), ["qwen4_exp"]),
+    (
+        "config that is no text",
+        lambda d: (d / "config.json").write_bytes(b"\xff\xfe\x00"),
+        ["config.json: unreadable JSON"],
+    ),
+    (
+        "unknown architecture",
+        lambda d: edit_json(d, "config.json", model_type="qwen4_exp", text_config={"model_type": "qwen4_exp"}),
+        ["qwen4_exp"],
+    ),
     ("another family", lambda d: (d / "config.json").write_text('{"model_type": "llama"}'), ["model_type='llama'"]),
-    ("a missing field", lambda d: edit_json(d, "config.json", num_attention_heads=None), ["num_attention_heads", "missing"]),
+    (
+        "a missing field",
+        lambda d: edit_json(d, "config.json", num_attention_heads=None),
+        ["num_attention_heads", "missing"],
+    ),
     ("a field of the wrong type", lambda d: edit_json(d, "config.json", hidden_size="big"), ["hidden_size='big'"]),
     ("a field out of range", lambda d: edit_json(d, "config.json", num_hidden_layers=0), ["num_hidden_layers=0"]),
     ("an activation we lack", lambda d: edit_json(d, "config.json", hidden_act="gelu"), ["hidden_act='gelu'"]),
-    ("quantised weights", lambda d: edit_json(d, "config.json", quantization_config={"quant_method": "awq"}), ["quantization_config", "awq"]),
+    (
+        "quantised weights",
+        lambda d: edit_json(d, "config.json", quantization_config={"quant_method": "awq"}),
+        ["quantization_config", "awq"],
+    ),
     ("no weights", lambda d: (d / "model.safetensors").unlink(), ["model.safetensors"]),
-    ("weights that are none", lambda d: (d / "model.safetensors").write_bytes(b"junk"), ["model.safetensors: not a readable safetensors file"]),
+    (
+        "weights that are none",
+        lambda d: (d / "model.safetensors").write_bytes(b"junk"),
+        ["model.safetensors: not a readable safetensors file"],
+    ),
     ("a missing tensor", lambda d: rewrite(d, lambda t: t.pop("lm_head.weight")), ["missing tensors: lm_head.weight"]),
-    ("an extra tensor", lambda d: rewrite(d, lambda t: t.update({"model.audio.w": torch.zeros(1)})), ["unexpected tensors: model.audio.w"]),
+    (
+        "an extra tensor",
+        lambda d: rewrite(d, lambda t: t.update({"model.audio.w": torch.zeros(1)})),
+        ["unexpected tensors: model.audio.w"],
+    ),
     (
         "a tensor of the wrong shape",
         lambda d: rewrite(d, lambda t: t.update({f"{LM}norm.weight": torch.zeros(63)})),
@@ -114,7 +139,11 @@ BROKEN: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ),
     ("a tokenizer that is none", lambda d: (d / "tokenizer.json").write_text("{}"), ["tokenizer.json"]),
     ("a template that is none", lambda d: (d / "chat_template.jinja").write_text("{% if %}"), ["chat_template.jinja"]),
-    ("tokenizer settings that are none", lambda d: (d / "tokenizer_config.json").write_text("[]"), ["tokenizer_config.json"]),
+    (
+        "tokenizer settings that are none",
+        lambda d: (d / "tokenizer_config.json").write_text("[]"),
+        ["tokenizer_config.json"],
+    ),
 ]
 
 
@@ -176,7 +205,9 @@ BAD_FLAGS: list[tuple[list[str], str]] = [
 
 
 @pytest.mark.parametrize(("flags", "words"), BAD_FLAGS, ids=[" ".join(case[0]) for case in BAD_FLAGS])
-def test_a_bad_engine_flag(flags: list[str], words: str, good: Path, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_engine_flag(
+    flags: list[str], words: str, good: Path, trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert words in refused(capsys, "replay", trace, *([] if flags == ["--model"] else ["--model", str(good)]), *flags)
 
 
@@ -189,11 +220,15 @@ def test_drafts_without_an_mtp_head(headless: Path, trace: str, capsys: pytest.C
     line = refused(capsys, "replay", trace, "--model", str(headless), "--draft-tokens", "2")
     assert "draft_tokens=2" in line
     assert "no MTP head" in line
-    assert "force_acceptance=(0.5,)" in refused(capsys, "replay", trace, "--model", str(headless), "--force-acceptance", "0.5")
+    assert "force_acceptance=(0.5,)" in refused(
+        capsys, "replay", trace, "--model", str(headless), "--force-acceptance", "0.5"
+    )
 
 
 @pytest.mark.parametrize("max_running", [1, 8])
-def test_too_little_memory_says_how_much_is_enough(max_running: int, good: Path, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_little_memory_says_how_much_is_enough(
+    max_running: int, good: Path, trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = ("--model", str(good), "--max-running", str(max_running), "--memory")
     line = refused(capsys, "replay", trace, *flags, "0.0001")
     assert line.startswith("memory=")
@@ -225,7 +260,9 @@ BAD_FILES: list[tuple[str, bytes, list[str]]] = [
 
 @pytest.mark.parametrize(("content", "words"), [case[1:] for case in BAD_FILES], ids=[case[0] for case in BAD_FILES])
 @pytest.mark.parametrize("dry", [(), ("--dry-run", "27b")], ids=["engine", "dry run"])
-def test_a_malformed_replay_file(content: bytes, words: list[str], dry: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_malformed_replay_file(
+    content: bytes, words: list[str], dry: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_bytes(content)
     line = refused(capsys, "replay", str(file), *dry)
@@ -234,13 +271,17 @@ def test_a_malformed_replay_file(content: bytes, words: list[str], dry: tuple[st
 
 
 @pytest.mark.parametrize("dry", [(), ("--dry-run", "27b")], ids=["engine", "dry run"])
-def test_a_replay_file_that_is_not_there(dry: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_replay_file_that_is_not_there(
+    dry: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for path in (tmp_path / "none.jsonl", tmp_path):
         assert str(path) in refused(capsys, "replay", str(path), *dry)
 
 
 @pytest.mark.parametrize("flag", ["--json", "--html"])
-def test_results_that_cannot_be_written(flag: str, good: Path, trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_that_cannot_be_written(
+    flag: str, good: Path, trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for path in (tmp_path / "none" / "out", tmp_path):
         line = refused(capsys, "replay", trace, "--model", str(good), flag, str(path))
         assert line.startswith(f"{flag.removeprefix('--')}=")
@@ -326,8 +367,12 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("changes", "field", "words"), BAD_COMPLETIONS, ids=[json.dumps(case[0])[:40] for case in BAD_COMPLETIONS])
-def test_a_bad_completion_request(changes: dict[str, Any], field: str, words: str, stream: bool, server: Server) -> None:
+@pytest.mark.parametrize(
+    ("changes", "field", "words"), BAD_COMPLETIONS, ids=[json.dumps(case[0])[:40] for case in BAD_COMPLETIONS]
+)
+def test_a_bad_completion_request(
+    changes: dict[str, Any], field: str, words: str, stream: bool, server: Server
+) -> None:
     body = COMPLETION | ({"stream": True, "echo": True, "return_token_ids": True} if stream else {}) | changes
     if "stream_options" in changes and stream:
         body["stream"] = False
@@ -350,7 +395,11 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "Unicode"),
     ({"messages": [{"role": "system", "content": "no question"}]}, "messages", "no user message"),
     ({"messages": [{"role": "user", "content": "word " * 200}]}, "messages", "exceeds the context limit of 512"),
-    ({"messages": [{"role": "user", "content": "x"}, {"role": "tool", "content": "1", "tool_call_id": "c9"}]}, "messages[1].tool_call_id", "c9"),
+    (
+        {"messages": [{"role": "user", "content": "x"}, {"role": "tool", "content": "1", "tool_call_id": "c9"}]},
+        "messages[1].tool_call_id",
+        "c9",
+    ),
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "disagrees"),
     ({"tools": [{"type": "function"}]}, "tools[0]", "function"),
     ({"tool_choice": "required"}, "tool_choice", "required"),
@@ -370,7 +419,10 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.parametrize(("changes", "field", "words"), BAD_CHATS, ids=[json.dumps(case[0])[:40] for case in BAD_CHATS])
 def test_a_bad_chat_request(changes: dict[str, Any], field: str, words: str, stream: bool, server: Server) -> None:
     answer = server.post(
-        "/v1/chat/completions", None, content=json.dumps(CHAT | {"stream": stream} | changes), headers={"content-type": "application/json"}
+        "/v1/chat/completions",
+        None,
+        content=json.dumps(CHAT | {"stream": stream} | changes),
+        headers={"content-type": "application/json"},
     )
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
@@ -418,9 +470,13 @@ def test_a_checkpoint_without_a_tokenizer_takes_ids_alone(headless: Path) -> Non
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
         answer = running.post("/v1/completions", {"model": "headless", "prompt": [1], "stop": ["x"]})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stop")
-        answer = running.post("/v1/chat/completions", {"model": "headless", "messages": [{"role": "user", "content": "x"}]})
+        answer = running.post(
+            "/v1/chat/completions", {"model": "headless", "messages": [{"role": "user", "content": "x"}]}
+        )
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
-        answer = running.post("/v1/completions", {"model": "headless", "prompt": [1, 2], "max_tokens": 3, "ignore_eos": True})
+        answer = running.post(
+            "/v1/completions", {"model": "headless", "prompt": [1, 2], "max_tokens": 3, "ignore_eos": True}
+        )
         assert answer.status_code == 200
         assert len(answer.json()["choices"][0]["token_ids"]) == 3
     finally:

@@ -1,4 +1,5 @@
-"""The bundled model: what is meant when no model is named, carried by the package, and in transformers what it is in agentspec."""
+"""The bundled model: what is meant when no model is named, carried by the package, and in transformers what it is in
+agentspec."""
 
 from __future__ import annotations
 
@@ -72,7 +73,25 @@ def trace(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("flags", [[], ["--model", "tiny-agent"]], ids=["no model", "by name"])
 def test_replay_runs_it(flags: list[str], trace: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    assert main(["replay", str(trace), "--device", "cpu", "--memory", "0.2", "--tool-delay", "zero", "--quiet", "--json", str(out), *flags]) == 0
+    assert (
+        main(
+            [
+                "replay",
+                str(trace),
+                "--device",
+                "cpu",
+                "--memory",
+                "0.2",
+                "--tool-delay",
+                "zero",
+                "--quiet",
+                "--json",
+                str(out),
+                *flags,
+            ]
+        )
+        == 0
+    )
     report = json.loads(out.read_text())
     assert report["model"] == "tiny-agent"
     assert report["summary"]["turns"] == 2
@@ -103,7 +122,8 @@ def test_serve_serves_it() -> None:
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel and the sdist. Built in a copy of the sources, so that nothing is left in the tree or taken from an older build."""
+    """A folder with the wheel and the sdist. Built in a copy of the sources, so that nothing is left in the tree or
+    taken from an older build."""
     root = tmp_path_factory.mktemp("package")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copyfile(ROOT / name, root / name)
@@ -146,8 +166,12 @@ def test_its_files_are_whole_small_and_from_no_machine_in_particular() -> None:
     index = json.loads((bundled.DIRECTORY / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == shards
     source = ROOT / "scripts" / "tiny_agent" / "chat_template.jinja"
-    assert (bundled.DIRECTORY / "chat_template.jinja").read_bytes() == source.read_bytes(), "it was trained on another chat template"
-    path_of_a_machine = re.compile(r"(?<![\w.:/])/(?:home|Users|root|work|mnt|data|tmp)/\w|[A-Z]:\\\\Users|_name_or_path")
+    assert (bundled.DIRECTORY / "chat_template.jinja").read_bytes() == source.read_bytes(), (
+        "it was trained on another chat template"
+    )
+    path_of_a_machine = re.compile(
+        r"(?<![\w.:/])/(?:home|Users|root|work|mnt|data|tmp)/\w|[A-Z]:\\\\Users|_name_or_path"
+    )
     for name in sorted(texts):
         found = path_of_a_machine.search((bundled.DIRECTORY / name).read_text(encoding="utf-8"))
         assert found is None, f"{name}: {found}"
@@ -157,7 +181,9 @@ def test_its_files_are_whole_small_and_from_no_machine_in_particular() -> None:
             assert not path_of_a_machine.search(str(file.metadata())), name
             kinds = {key: file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118
         assert set(kinds.values()) <= {"BF16", "F32"}, name
-        assert all(kind == "BF16" or key.endswith(("A_log", "linear_attn.norm.weight")) for key, kind in kinds.items()), name
+        assert all(
+            kind == "BF16" or key.endswith(("A_log", "linear_attn.norm.weight")) for key, kind in kinds.items()
+        ), name
 
 
 @dataclass(frozen=True)
@@ -178,7 +204,9 @@ def their_tokenizer() -> Any:
 def their_model() -> Any:
     made: Any = AutoModelForCausalLM.from_pretrained(bundled.DIRECTORY, dtype=torch.float32, output_loading_info=True)
     model, loaded = made
-    assert not any(loaded[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), loaded
+    assert not any(loaded[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), (
+        loaded
+    )
     assert model.config.architectures == [type(model).__name__], (
         "the class that the config promises is all there, with no random vision tower beside it"
     )
@@ -228,7 +256,9 @@ def their_answers(cases: list[Case], their_model: Any) -> list[list[int]]:
     answers = []
     for case in cases:
         prompt = torch.tensor([case.prompt_ids])
-        whole = their_model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=NEW_TOKENS)
+        whole = their_model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=NEW_TOKENS
+        )
         answers.append(whole[0, len(case.prompt_ids) :].tolist())
     return answers
 
@@ -239,17 +269,25 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
         yield engine
 
 
-def test_transformers_says_the_same(engine: Engine, cases: list[Case], their_answers: list[list[int]], their_tokenizer: Any) -> None:
+def test_transformers_says_the_same(
+    engine: Engine, cases: list[Case], their_answers: list[list[int]], their_tokenizer: Any
+) -> None:
     """Each prompt twice: computed, and resumed from the prefix cache."""
     for number, (case, expected) in enumerate(zip(cases, their_answers, strict=True)):
         for attempt in ("computed", "resumed"):
             submit = Submit(
-                request_id=f"{number} {attempt}", prompt_ids=case.prompt_ids, sampling=SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
+                request_id=f"{number} {attempt}",
+                prompt_ids=case.prompt_ids,
+                sampling=SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS),
             )
             events = list(engine.stream(submit))
             finish = events[-1]
             assert isinstance(finish, FinishEvent)
-            ids = list(itertools.chain.from_iterable(event.token_ids for event in events[:-1] if not isinstance(event, FinishEvent)))
+            ids = list(
+                itertools.chain.from_iterable(
+                    event.token_ids for event in events[:-1] if not isinstance(event, FinishEvent)
+                )
+            )
             assert ids == expected, submit.request_id
             assert "".join(event.text for event in events) == their_tokenizer.decode(expected, skip_special_tokens=True)
             assert (finish.usage.cached_tokens > 0) == (attempt == "resumed")

@@ -1,4 +1,5 @@
-"""`python -m benchmarks.cache_truth`: engine and cache alone agree on every turn, in any order and with too little memory; and what it would tell."""
+"""`python -m benchmarks.cache_truth`: engine and cache alone agree on every turn, in any order and with too little
+memory; and what it would tell."""
 
 from __future__ import annotations
 
@@ -72,7 +73,9 @@ def test_an_engine_gives_what_the_cache_alone_predicts(seed: int) -> None:
     assert roomy.real.cached_tokens > 0
     assert len(roomy.real.ended) == sum(len(turns) for _, turns in sessions)
     num_pages = longest // BLOCK_TOKENS + 5
-    tight = MemoryPlan(num_rows=2 + 3 * 6 + 5, num_pages=num_pages, max_length=longest_sequence(num_pages, 3, BLOCK_TOKENS))
+    tight = MemoryPlan(
+        num_rows=2 + 3 * 6 + 5, num_pages=num_pages, max_length=longest_sequence(num_pages, 3, BLOCK_TOKENS)
+    )
     evicting = compare(model(seed), CPU, sessions, settings, tight)
     assert not evicting.failures, f"seed {seed}: {evicting.failures}"
     assert evicting.evicted > 0
@@ -81,7 +84,14 @@ def test_an_engine_gives_what_the_cache_alone_predicts(seed: int) -> None:
 
 def test_every_difference_is_told() -> None:
     ended = [
-        EndedTurn(request_id=f"a/{index}", prompt_tokens=200, cached_tokens=64 * index, emissions=[1, 2], submitted=0.0, times=[1.0, 2.0])
+        EndedTurn(
+            request_id=f"a/{index}",
+            prompt_tokens=200,
+            cached_tokens=64 * index,
+            emissions=[1, 2],
+            submitted=0.0,
+            times=[1.0, 2.0],
+        )
         for index in range(3)
     ]
     cache = dict.fromkeys(cache_truth.CACHE_EVENTS, 4)

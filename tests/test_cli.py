@@ -55,7 +55,12 @@ def config(*flags: str) -> EngineConfig:
 
 def test_the_flags_are_frozen() -> None:
     found = {
-        name: {text for action in parser._actions if action.dest != "help" for text in action.option_strings or [action.dest]}
+        name: {
+            text
+            for action in parser._actions
+            if action.dest != "help"
+            for text in action.option_strings or [action.dest]
+        }
         for name, parser in subparsers().items()
     }
     assert found == FLAGS
@@ -133,8 +138,17 @@ def test_keys_from_a_file_show_in_no_process_list(tmp_path: Path) -> None:
     file = tmp_path / "keys.txt"
     file.write_text("first\n\n  second \r\n")
     assert server("--api-key-file", str(file)).api_keys == ("first", "second")
-    assert server("--api-key", "a", "--api-key-file", str(file), AGENTSPEC_API_KEY="c").api_keys == ("a", "first", "second", "c")
-    for content, words in ((b"\n \n", "holds no line"), (b"\xff", "is not text in UTF-8"), (b"two words", "must be printable ASCII")):
+    assert server("--api-key", "a", "--api-key-file", str(file), AGENTSPEC_API_KEY="c").api_keys == (
+        "a",
+        "first",
+        "second",
+        "c",
+    )
+    for content, words in (
+        (b"\n \n", "holds no line"),
+        (b"\xff", "is not text in UTF-8"),
+        (b"two words", "must be printable ASCII"),
+    ):
         file.write_bytes(content)
         with pytest.raises(ConfigError, match=words) as refused:
             server("--api-key-file", str(file))
@@ -194,7 +208,12 @@ def test_emitted_tokens_a_step_become_rates(emitted: str, drafts: int) -> None:
 
 @pytest.mark.parametrize(
     ("text", "drafts", "words"),
-    [("3.39", "auto", "fixed --draft-tokens"), ("3.39", 2, "at most 3"), ("a,b", 2, "must be rates"), ("", 2, "must be rates")],
+    [
+        ("3.39", "auto", "fixed --draft-tokens"),
+        ("3.39", 2, "at most 3"),
+        ("a,b", 2, "must be rates"),
+        ("", 2, "must be rates"),
+    ],
 )
 def test_acceptance_that_cannot_be_forced(text: str, drafts: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -258,16 +277,32 @@ class Loaded:
 
 @pytest.mark.parametrize(
     ("result", "code"),
-    [(None, 0), (signal.SIGTERM, 0), (signal.SIGINT, 130), (KeyboardInterrupt(), 130), (CheckpointError("config.json: no such file"), 2)],
+    [
+        (None, 0),
+        (signal.SIGTERM, 0),
+        (signal.SIGINT, 130),
+        (KeyboardInterrupt(), 130),
+        (CheckpointError("config.json: no such file"), 2),
+    ],
 )
 def test_how_serving_can_end(result: Any, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     command, remote = Loaded(result), SimpleNamespace(EngineProcess=lambda: nullcontext("its process"))
     text = SimpleNamespace(text_process=lambda seconds: nullcontext(f"{seconds:g} seconds for texts"))
-    modules = {"agentspec.commands.serve": command, "agentspec.engine.remote": remote, "agentspec.engine.remote_text": text}
+    modules = {
+        "agentspec.commands.serve": command,
+        "agentspec.engine.remote": remote,
+        "agentspec.engine.remote_text": text,
+    }
     monkeypatch.setattr(cli, "_load", modules.__getitem__)
     monkeypatch.delenv("AGENTSPEC_API_KEY", raising=False)
     assert cli.main(["serve", "m", "--port", "9"]) == code
-    assert command.arguments == (EngineConfig(model="m"), ServerConfig(port=9), "its process", "30 seconds for texts", [])
+    assert command.arguments == (
+        EngineConfig(model="m"),
+        ServerConfig(port=9),
+        "its process",
+        "30 seconds for texts",
+        [],
+    )
 
 
 def test_replay_opens_an_engine_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +328,10 @@ def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> 
     assert shown.err == ""
 
 
-@pytest.mark.parametrize(("argv", "code", "words"), [(["--version"], 0, "agentspec "), ([], 0, "usage: agentspec "), (["bake"], 2, "error: ")])
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [(["--version"], 0, "agentspec "), ([], 0, "usage: agentspec "), (["bake"], 2, "error: ")],
+)
 def test_the_package_is_the_command(argv: list[str], code: int, words: str) -> None:
     shown = subprocess.run([sys.executable, "-m", "agentspec", *argv], capture_output=True, text=True)
     assert shown.returncode == code

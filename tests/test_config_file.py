@@ -1,4 +1,5 @@
-"""Flags from a TOML file: the same as on the command line, which wins; whatever is no flag is an error that names file, key and value."""
+"""Flags from a TOML file: the same as on the command line, which wins; whatever is no flag is an error that names file,
+key and value."""
 
 from __future__ import annotations
 
@@ -71,17 +72,36 @@ served-model-name = ["a", "b"]
 def test_a_file_sets_flags(run: Run) -> None:
     config, server = serve(run, FILE)
     assert config == EngineConfig(
-        model="org/name", max_running=8, draft_tokens=3, memory_gib=2.0, host_memory_gib=0.5, graphs=False, dtype="bfloat16"
+        model="org/name",
+        max_running=8,
+        draft_tokens=3,
+        memory_gib=2.0,
+        host_memory_gib=0.5,
+        graphs=False,
+        dtype="bfloat16",
     )
     assert isinstance(config.memory_gib, float)
     assert server == ServerConfig(port=9000, api_keys=("k1", "k2"), cors_origins=("*",), model_names=("a", "b"))
 
 
 def test_the_command_line_wins(run: Run) -> None:
-    flags = ("--max-running", "auto", "--port", "8000", "--api-key", "k3", "--served-model-name", "c", "--dtype", "auto")
+    flags = (
+        "--max-running",
+        "auto",
+        "--port",
+        "8000",
+        "--api-key",
+        "k3",
+        "--served-model-name",
+        "c",
+        "--dtype",
+        "auto",
+    )
     config, server = serve(run, FILE, "other", *flags)
     assert config == EngineConfig(model="other", draft_tokens=3, memory_gib=2.0, host_memory_gib=0.5, graphs=False)
-    assert server == ServerConfig(api_keys=("k3",), cors_origins=("*",), model_names=("c",)), "a list takes the place of a list"
+    assert server == ServerConfig(api_keys=("k3",), cors_origins=("*",), model_names=("c",)), (
+        "a list takes the place of a list"
+    )
 
 
 def test_an_empty_file_changes_nothing(run: Run) -> None:
@@ -89,8 +109,22 @@ def test_an_empty_file_changes_nothing(run: Run) -> None:
 
 
 def test_replay_takes_its_own_flags(run: Run) -> None:
-    args, _ = run('concurrency = 3\nslo = "turn=10s"\nspeed = 2\narrival = "trace"\nquiet = true\nseed = 5', "replay", "f", "--concurrency", "4")
-    assert (args.file, args.concurrency, args.slo, args.speed, args.arrival, args.quiet, args.seed) == ("f", 4, ["turn=10s"], 2.0, "trace", True, 5)
+    args, _ = run(
+        'concurrency = 3\nslo = "turn=10s"\nspeed = 2\narrival = "trace"\nquiet = true\nseed = 5',
+        "replay",
+        "f",
+        "--concurrency",
+        "4",
+    )
+    assert (args.file, args.concurrency, args.slo, args.speed, args.arrival, args.quiet, args.seed) == (
+        "f",
+        4,
+        ["turn=10s"],
+        2.0,
+        "trace",
+        True,
+        5,
+    )
 
 
 def test_warm_takes_the_file_of_its_server(run: Run) -> None:
@@ -125,7 +159,9 @@ def test_warm_takes_the_file_of_its_server(run: Run) -> None:
         ("serve", "port = ", "is not valid TOML"),
     ],
 )
-def test_what_is_no_flag_is_named(command: str, content: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_flag_is_named(
+    command: str, content: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "settings.toml"
     file.write_text(content)
     assert cli.main([command, *(["f"] if command == "replay" else []), "--config", str(file)]) == 2

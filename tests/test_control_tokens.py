@@ -1,4 +1,5 @@
-"""`skip_special_tokens: false` on the bundled model: control tokens stand in the text, but for the stop id that ends it."""
+"""`skip_special_tokens: false` on the bundled model: control tokens stand in the text, but for the stop id that ends
+it."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def written(engine: Engine, *, skips: bool, **sampling: Any) -> tuple[str, int |
     params = SamplingParams(temperature=0.0, max_tokens=len(ids), **sampling)
     prompt = engine.tokenizer.encode("Count.")
     text, stop = "", None
-    for event in engine.stream(Submit(request_id="a", prompt_ids=prompt, sampling=params, forced_output=ids, skip_special_tokens=skips)):
+    for event in engine.stream(
+        Submit(request_id="a", prompt_ids=prompt, sampling=params, forced_output=ids, skip_special_tokens=skips)
+    ):
         text += event.text
         stop = event.stop_match if isinstance(event, FinishEvent) else None
     return text, stop

@@ -1,4 +1,5 @@
-"""`python -m benchmarks.decode` without its figures: what is counted, forced and measured is what the tables say it is."""
+"""`python -m benchmarks.decode` without its figures: what is counted, forced and measured is what the tables say it
+is."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ def model() -> PrefilledModel:
     return make_model("toy", TOY, device=CPU, dtype=torch.float32)
 
 
-def case(*, context: int = 70, batch: int = 2, depth: int | Literal["auto"] = 3, emitted: float = 3.39, sampled: bool = False) -> Case:
+def case(
+    *, context: int = 70, batch: int = 2, depth: int | Literal["auto"] = 3, emitted: float = 3.39, sampled: bool = False
+) -> Case:
     return Case(model="toy", context=context, batch=batch, depth=depth, emitted=emitted, sampled=sampled)
 
 
@@ -71,7 +74,10 @@ def test_every_byte_of_a_step_is_counted_once() -> None:
     config = CONFIGS["4B"]
     least = step_bytes(config, batch=1, num_drafted=0, context=0, draft_vocab=32_768)
     once = step_bytes(config, batch=1, num_drafted=1, context=0, draft_vocab=32_768)
-    sizes = {name: math.prod(shape) * parameter_dtype(name, torch.bfloat16).itemsize for name, shape in parameter_shapes(config).items()}
+    sizes = {
+        name: math.prod(shape) * parameter_dtype(name, torch.bfloat16).itemsize
+        for name, shape in parameter_shapes(config).items()
+    }
     assert config.tied
     assert once.weights + once.head + once.mtp == sum(sizes.values())
     assert (least.mtp, least.draft_head, least.kv) == (0, 0, 0)
@@ -81,7 +87,9 @@ def test_every_byte_of_a_step_is_counted_once() -> None:
     assert step.draft_head == 3 * 32_768 * 2560 * 2
     assert step.state == 8 * 5 * row_bytes(state_forms(config, torch.bfloat16))
     mtp_layers_more = 2  # pages hold the MTP layer's keys once; three drafts read them three times
-    assert step.kv == 8 * 1000 * (page_bytes(state_forms(config, torch.bfloat16)) // 64 + mtp_layers_more * 2 * 4 * 256 * 2)
+    assert step.kv == 8 * 1000 * (
+        page_bytes(state_forms(config, torch.bfloat16)) // 64 + mtp_layers_more * 2 * 4 * 256 * 2
+    )
     assert step.total == step.weights + step.head + step.mtp + step.draft_head + step.state + step.kv
 
 
@@ -106,7 +114,9 @@ def test_a_case_that_cannot_be_is_refused(field: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(("depth", "emitted", "seen"), [(3, 4.0, 4), (3, 1.0, 1), (0, 3.39, 1)])
-def test_every_slot_decodes_from_the_first_step_to_the_last(model: PrefilledModel, depth: int, emitted: float, seen: int) -> None:
+def test_every_slot_decodes_from_the_first_step_to_the_last(
+    model: PrefilledModel, depth: int, emitted: float, seen: int
+) -> None:
     tried = case(depth=depth, emitted=emitted)
     engine = RunningEngine(tried, model, CPU, num_steps=12)
     for _ in range(11):
@@ -157,7 +167,9 @@ def test_pools_are_let_go(model: PrefilledModel) -> None:
 
 
 def test_memory_holds_what_the_sessions_of_a_real_engine_need() -> None:
-    plan = memory_for(case(context=2048, batch=8), make_model("toy", TOY, device=CPU, dtype=torch.float32).spec, num_steps=100)
+    plan = memory_for(
+        case(context=2048, batch=8), make_model("toy", TOY, device=CPU, dtype=torch.float32).spec, num_steps=100
+    )
     assert plan.num_rows == 2 + 8 * (3 + 3 + 2)
     assert plan.max_length == 2048 + 1 + 400
     assert plan.num_pages * 64 > 8 * plan.max_length
@@ -208,8 +220,13 @@ def event(name: str, start: float, duration: float, category: str = "kernel", st
 
 
 def two_steps() -> trace.Timeline:
-    """Each 100 us: `a` for 40, `b` that overlaps its last 10 and runs 30, 20 idle, a copy of 10, 10 idle before the next."""
-    events = [{"ph": "M", "name": "process_name"}, event("cudaGraphLaunch", 0, 500, "cuda_runtime"), event("range", 0, 500, "gpu_user_annotation")]
+    """Each 100 us: `a` for 40, `b` that overlaps its last 10 and runs 30, 20 idle, a copy of 10, 10 idle before the
+    next."""
+    events = [
+        {"ph": "M", "name": "process_name"},
+        event("cudaGraphLaunch", 0, 500, "cuda_runtime"),
+        event("range", 0, 500, "gpu_user_annotation"),
+    ]
     for step in (1000.0, 1100.0):
         events += [event("copy", step + 80, 10, "gpu_memcpy"), event("b", step + 30, 30), event("a", step, 40)]
     return trace.timeline({"traceEvents": events}, num_steps=2)
@@ -238,7 +255,8 @@ def test_shares_add_up_to_busy_and_idle_time() -> None:
 
 def test_the_pointers_share_is_that_of_commit_and_publish() -> None:
     kernels = [
-        trace.Kernel(name=name, start=start, duration=10.0) for name, start in (("_commit_window", 0.0), ("a", 10.0), ("_publish_drafts", 40.0))
+        trace.Kernel(name=name, start=start, duration=10.0)
+        for name, start in (("_commit_window", 0.0), ("a", 10.0), ("_publish_drafts", 40.0))
     ]
     assert pointers_line(trace.Timeline(kernels=kernels, num_steps=1)).endswith(": 20.0 us a step, 40.00 % of it")
 
@@ -279,7 +297,9 @@ def test_the_report_says_what_is_missing_and_why(model: PrefilledModel) -> None:
     assert timed.timing is not None
     timed.traced = Traced(kernels=7.0, busy_ms=timed.timing.step_ms / 2, step_ms=timed.timing.step_ms)
     too_large = Result(case=case(batch=32), note="does not fit: 4.0 GiB more than the device has")
-    report = Report(machine="m", command="c", checks=["x"], bandwidth=Bandwidth(copy=3e12, read=1e12), results=[timed, too_large])
+    report = Report(
+        machine="m", command="c", checks=["x"], bandwidth=Bandwidth(copy=3e12, read=1e12), results=[timed, too_large]
+    )
     lines = report.markdown().splitlines()
     rows = [line for line in lines if line.startswith("| toy")]
     assert len(rows) == 2
@@ -294,14 +314,35 @@ def test_the_report_says_what_is_missing_and_why(model: PrefilledModel) -> None:
     assert "Synthetic" in written["synthetic"]
 
 
-def test_the_command_measures_what_its_flags_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_measures_what_its_flags_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(decode, "CONFIGS", {"toy": TOY})
     monkeypatch.setattr(decode, "check_small_model", lambda device: "nothing")
     monkeypatch.setattr(decode_checks, "NUM_STEPS", 2)
-    flags = ["--device", "cpu", "--models", "toy", "--batch", "1", "2", "--k", "0", "auto", "--context", "65", "--steps", "3"]
+    flags = [
+        "--device",
+        "cpu",
+        "--models",
+        "toy",
+        "--batch",
+        "1",
+        "2",
+        "--k",
+        "0",
+        "auto",
+        "--context",
+        "65",
+        "--steps",
+        "3",
+    ]
     monkeypatch.setattr("sys.argv", ["decode", *flags, "--json", str(tmp_path / "figures.json")])
     assert decode.main() == 0
-    rows = [line.split(" | ")[:4] for line in capsys.readouterr().out.partition("Synthetic")[2].splitlines() if line.startswith("| toy")]
+    rows = [
+        line.split(" | ")[:4]
+        for line in capsys.readouterr().out.partition("Synthetic")[2].splitlines()
+        if line.startswith("| toy")
+    ]
     assert rows == [["| toy", "65", batch, depth] for batch in ("1", "2") for depth in ("0", "auto")]
     written = json.loads((tmp_path / "figures.json").read_text())
     assert [result["case"]["batch"] for result in written["results"]] == [1, 1, 2, 2]
@@ -309,7 +350,9 @@ def test_the_command_measures_what_its_flags_name(monkeypatch: pytest.MonkeyPatc
     assert "2 steps as graphs equal eager ones" in written["checks"][1]
 
 
-def test_what_the_time_does_not_reach_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_time_does_not_reach_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(decode, "check_small_model", lambda device: "nothing")
     monkeypatch.setattr("sys.argv", ["decode", "--device", "cpu", "--quick", "--max-seconds", "0"])
     assert decode.main() == 0

@@ -37,8 +37,14 @@ def all_of(name: str) -> list[str]:
 def test_what_is_copied_exists_and_reaches_the_build() -> None:
     copied = [source for arguments in all_of("COPY") if "--from=" not in arguments for source in arguments.split()[:-1]]
     assert copied
-    ignore = [line for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
-    assert ignore[0] == "*", "a checkout holds environments, checkpoints and keys: name what goes in, not what stays out"
+    ignore = [
+        line
+        for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+        if line and not line.startswith("#")
+    ]
+    assert ignore[0] == "*", (
+        "a checkout holds environments, checkpoints and keys: name what goes in, not what stays out"
+    )
     for source in copied:
         assert (ROOT / source).exists(), source
         verdicts = [not line.startswith("!") for line in ignore if fnmatch(source, line.removeprefix("!"))]

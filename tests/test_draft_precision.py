@@ -17,11 +17,20 @@ from tests.fakes.upcycled import write_upcycled
 from tests.test_draft_vocabulary import QUESTIONS, SAMPLINGS, SIZE, ask, tiny_agent
 
 
-@pytest.mark.parametrize(("kind", "sampling"), [("tiny-agent", SAMPLINGS[1]), ("with experts", SAMPLINGS[0])], ids=["tiny-agent", "with experts"])
-def test_streams_are_the_same_and_hardly_fewer_drafts_stand(kind: str, sampling: SamplingParams, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "sampling"),
+    [("tiny-agent", SAMPLINGS[1]), ("with experts", SAMPLINGS[0])],
+    ids=["tiny-agent", "with experts"],
+)
+def test_streams_are_the_same_and_hardly_fewer_drafts_stand(
+    kind: str, sampling: SamplingParams, tmp_path: Path
+) -> None:
     """tests/properties/draft_precision.py measures it on more."""
     model = str(bundled.DIRECTORY if kind == "tiny-agent" else write_upcycled(tmp_path))
-    exact, rounded = (ask(tiny_agent(model=model, draft_precision=precision), QUESTIONS, [sampling]) for precision in ("checkpoint", "fp8"))
+    exact, rounded = (
+        ask(tiny_agent(model=model, draft_precision=precision), QUESTIONS, [sampling])
+        for precision in ("checkpoint", "fp8")
+    )
     print(f"{kind}: {exact.acceptance:.1%} of the drafts by the checkpoint's weights, {rounded.acceptance:.1%} in FP8")
     assert rounded.streams == exact.streams
     assert rounded.acceptance > 0.95 * exact.acceptance > 0.3
@@ -39,7 +48,9 @@ def test_streams_are_the_same_and_hardly_fewer_drafts_stand(kind: str, sampling:
     ],
     ids=str,
 )
-def test_auto_is_fp8_where_it_halves_what_a_draft_reads(settings: dict[str, Any], device: str, dtype: torch.dtype, expected: bool) -> None:
+def test_auto_is_fp8_where_it_halves_what_a_draft_reads(
+    settings: dict[str, Any], device: str, dtype: torch.dtype, expected: bool
+) -> None:
     assert _fp8_drafts(EngineConfig(**settings), torch.device(device), dtype) == expected
 
 
@@ -55,7 +66,10 @@ def test_the_start_page_says_it() -> None:
     [
         ({"draft_precision": "int4"}, "draft_precision='int4': must be auto, checkpoint or fp8"),
         ({"draft_precision": "fp8", "draft_tokens": 0}, "draft_precision='fp8': there are no drafts to make"),
-        ({"draft_precision": "checkpoint", "draft_tokens": 0}, "draft_precision='checkpoint': there are no drafts to make"),
+        (
+            {"draft_precision": "checkpoint", "draft_tokens": 0},
+            "draft_precision='checkpoint': there are no drafts to make",
+        ),
     ],
     ids=str,
 )

@@ -51,7 +51,13 @@ class Heard:
 
 
 def tiny_agent(**settings: Any) -> Assembly:
-    usual: dict[str, Any] = {"device": "cpu", "dtype": "float32", "draft_tokens": 3, "max_running": 4, "memory_gib": 0.2}
+    usual: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": "float32",
+        "draft_tokens": 3,
+        "max_running": 4,
+        "memory_gib": 0.2,
+    }
     return assemble(EngineConfig(**usual | settings))
 
 
@@ -83,7 +89,9 @@ def tokens_of(events: Iterable[Event]) -> list[int]:
 def test_streams_are_the_same_and_counts_make_up_for_a_small_vocabulary(tmp_path: Path) -> None:
     file = tmp_path / "counts.json"
     lessons = ask(tiny_agent(token_counts=str(file)), LESSONS, [GREEDY])
-    assert TokenCounts(str(file), num_tokens=4096).known == Counter(token for stream in lessons.streams for token in stream)
+    assert TokenCounts(str(file), num_tokens=4096).known == Counter(
+        token for stream in lessons.streams for token in stream
+    )
     everything = ask(tiny_agent(), QUESTIONS, SAMPLINGS[:2])
     lowest = ask(tiny_agent(draft_vocab_size=SIZE), QUESTIONS, SAMPLINGS[:2])
     most_served = ask(tiny_agent(draft_vocab_size=SIZE, token_counts=str(file)), QUESTIONS, SAMPLINGS[:2])
@@ -95,7 +103,11 @@ def test_streams_are_the_same_and_counts_make_up_for_a_small_vocabulary(tmp_path
 
 def test_any_draft_vocabulary_leaves_the_hash_chain_as_it_is() -> None:
     asked = [
-        Submit(request_id=f"{name} {first}", prompt_ids=[first, *((5 * place + first) % 46 for place in range(30))], sampling=sampling)
+        Submit(
+            request_id=f"{name} {first}",
+            prompt_ids=[first, *((5 * place + first) % 46 for place in range(30))],
+            sampling=sampling,
+        )
         for name, sampling in enumerate(SAMPLINGS)
         for first in range(3)
     ]
@@ -128,7 +140,9 @@ def test_an_async_engine_writes_the_counts_when_it_closes(tmp_path: Path) -> Non
 
     async def main() -> list[int]:
         async with AsyncEngine(parts) as engine:
-            said = [event async for event in engine.stream(Submit(request_id="a", prompt_ids=[4071, 9, 9], sampling=GREEDY))]
+            said = [
+                event async for event in engine.stream(Submit(request_id="a", prompt_ids=[4071, 9, 9], sampling=GREEDY))
+            ]
             assert not file.exists()
         return tokens_of(said)
 
@@ -139,29 +153,43 @@ def test_an_async_engine_writes_the_counts_when_it_closes(tmp_path: Path) -> Non
 
 def test_the_engine_of_a_server_writes_the_counts_when_it_is_closed(tmp_path: Path) -> None:
     file = tmp_path / "counts.json"
-    config = EngineConfig(device="cpu", dtype="float32", memory_gib=0.2, max_running=4, token_counts=str(file), draft_vocab_size=SIZE)
+    config = EngineConfig(
+        device="cpu", dtype="float32", memory_gib=0.2, max_running=4, token_counts=str(file), draft_vocab_size=SIZE
+    )
 
     async def main() -> list[int]:
         async with await RemoteEngine.start(config) as engine:
             assert engine.setup.draft_vocabulary.startswith("64 of 4,096 tokens")
-            return tokens_of([event async for event in engine.stream(Submit(request_id="a", prompt_ids=[4071, 9, 9], sampling=GREEDY))])
+            return tokens_of(
+                [
+                    event
+                    async for event in engine.stream(Submit(request_id="a", prompt_ids=[4071, 9, 9], sampling=GREEDY))
+                ]
+            )
 
     assert TokenCounts(str(file), num_tokens=4096).known == {}
     said = asyncio.run(main())
     assert TokenCounts(str(file), num_tokens=4096).known == Counter(said)
 
 
-def test_counts_that_can_not_be_written_do_not_keep_an_engine_open(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_counts_that_can_not_be_written_do_not_keep_an_engine_open(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "counts.json"
     with Engine(tiny_agent(token_counts=str(file))) as engine:
-        engine.generate(Submit(request_id="a", prompt_ids=[4071, 9], sampling=SamplingParams(temperature=0.0, max_tokens=4)))
+        engine.generate(
+            Submit(request_id="a", prompt_ids=[4071, 9], sampling=SamplingParams(temperature=0.0, max_tokens=4))
+        )
         file.write_text("broken")
     assert "what was served is not counted: token_counts=" in caplog.text
     assert file.read_text() == "broken"
 
 
 def test_the_start_page_says_what_is_drafted() -> None:
-    assert tiny_agent(draft_vocab_size=SIZE).draft_vocabulary == f"64 of 4,096 tokens (the lowest ids; {SIZE * (256 * 4 + 8) / 2**20:.1f} MiB)"
+    assert (
+        tiny_agent(draft_vocab_size=SIZE).draft_vocabulary
+        == f"64 of 4,096 tokens (the lowest ids; {SIZE * (256 * 4 + 8) / 2**20:.1f} MiB)"
+    )
     assert tiny_agent().draft_vocabulary == "all 4,096 tokens"
     assert tiny_agent(draft_tokens=0).draft_vocabulary == "nothing: there are no drafts"
 
@@ -192,8 +220,14 @@ def test_control_tokens_and_stop_ids_are_always_drafted() -> None:
         ({"draft_vocab_size": 4097}, "draft_vocab=4097: the model has 4096 tokens"),
         ({"draft_vocab_size": 64, "draft_tokens": 0}, "draft_vocab=64: there are no drafts to choose"),
         ({"token_counts": ""}, "token_counts='': name a file"),
-        ({"token_counts": "no/such/directory/counts.json"}, "token_counts='no/such/directory/counts.json': its directory does not exist"),
-        ({"token_counts": "counts.json", "force_acceptance": (0.5, 0.5, 0.5)}, "token_counts='counts.json': can't be learned from"),
+        (
+            {"token_counts": "no/such/directory/counts.json"},
+            "token_counts='no/such/directory/counts.json': its directory does not exist",
+        ),
+        (
+            {"token_counts": "counts.json", "force_acceptance": (0.5, 0.5, 0.5)},
+            "token_counts='counts.json': can't be learned from",
+        ),
     ],
     ids=str,
 )

@@ -1,4 +1,5 @@
-"""The dry run reaches what the engine reaches, beside an ideal that nothing can pass; and what the command says of it."""
+"""The dry run reaches what the engine reaches, beside an ideal that nothing can pass; and what the command says of
+it."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def dry(
     memory: DryMemory | None = None,
     **settings: Any,
 ) -> tuple[DryRunResult, int]:
-    """What the run reached, and the tokens that an ideal cache would hold for the same order of requests. memory: None: bounded by `memory_gib`."""
+    """What the run reached, and the tokens that an ideal cache would hold for the same order of requests. memory: None:
+    bounded by `memory_gib`."""
     ideal, held = IdealPrefix(), 0
 
     def on_submit(asked: RecordedTurn) -> None:
@@ -55,7 +57,9 @@ def dry(
 
     asked_for = {"max_running": 8, "num_drafted": 3, "prefill_budget": 512, "hold_seconds": 5.0, "seed": 0} | settings
     if memory is None:
-        memory = DryMemory.bounded(memory_gib, costs=costs, max_running=asked_for["max_running"], num_drafted=asked_for["num_drafted"])
+        memory = DryMemory.bounded(
+            memory_gib, costs=costs, max_running=asked_for["max_running"], num_drafted=asked_for["num_drafted"]
+        )
     run = DryRun(costs=costs, memory=memory, on_submit=on_submit, **asked_for)
     reached = run.run(iter([(name, iter(turns)) for name, turns in sessions]), concurrency)
     assert reached.cached_tokens <= held, "no cache reaches more than the ideal one"
@@ -65,17 +69,24 @@ def dry(
     return reached, held
 
 
-def made_turn(prompt: Sequence[int], output: Sequence[int], points: Sequence[tuple[int, CheckpointKind]] = (), delay: float = 0.0) -> RecordedTurn:
+def made_turn(
+    prompt: Sequence[int], output: Sequence[int], points: Sequence[tuple[int, CheckpointKind]] = (), delay: float = 0.0
+) -> RecordedTurn:
     breakpoints = [Breakpoint(offset, kind) for offset, kind in points]
-    return RecordedTurn(prompt=array("i", prompt), output=array("i", output), breakpoints=breakpoints, delay_seconds=delay)
+    return RecordedTurn(
+        prompt=array("i", prompt), output=array("i", output), breakpoints=breakpoints, delay_seconds=delay
+    )
 
 
 def words(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(1, 48) for _ in range(count)]
 
 
-def conversation(rng: random.Random, opening: list[int], num_turns: int, *, rewrites: float = 0.0) -> list[RecordedTurn]:
-    """Turns that mostly continue each other; `rewrites`: the share of turns whose template renders the last loop anew."""
+def conversation(
+    rng: random.Random, opening: list[int], num_turns: int, *, rewrites: float = 0.0
+) -> list[RecordedTurn]:
+    """Turns that mostly continue each other; `rewrites`: the share of turns whose template renders the last loop
+    anew."""
     turns: list[RecordedTurn] = []
     history, query_end = list(opening), len(opening)
     for index in range(num_turns):
@@ -91,7 +102,8 @@ def conversation(rng: random.Random, opening: list[int], num_turns: int, *, rewr
 
 
 def test_an_append_only_session_misses_less_than_a_block_a_request() -> None:
-    """By plain arithmetic: turn n+1 resumes at the last boundary of turn n, whose last output token is not in the state."""
+    """By plain arithmetic: turn n+1 resumes at the last boundary of turn n, whose last output token is not in the
+    state."""
     for seed in range(10):
         rng = random.Random(seed)
         turns = conversation(rng, words(rng, 200), 12)
@@ -106,7 +118,9 @@ def test_a_fleet_computes_its_system_prompt_once(budget: int | str) -> None:
     """Also where one step computes all of it: what is on its way is waited for until it is there."""
     rng = random.Random(1)
     shared = words(rng, 40 * BLOCK_TOKENS)
-    sessions = [(f"s{number}", [made_turn([*shared, *words(rng, 50)], [5], [(len(shared), SYSTEM)])]) for number in range(12)]
+    sessions = [
+        (f"s{number}", [made_turn([*shared, *words(rng, 50)], [5], [(len(shared), SYSTEM)])]) for number in range(12)
+    ]
     for concurrency in (1, 4, 12):
         reached, held = dry(sessions, concurrency=concurrency, prefill_budget=budget)
         assert reached.cached_tokens == 11 * len(shared)
@@ -124,7 +138,9 @@ def test_it_reaches_what_the_real_engine_reaches(seed: int) -> None:
         for one in turns:
             model.script(one.prompt, one.output)
     memory = MemoryPlan(num_rows=300, num_pages=600, max_length=4096)
-    parts = build(model, config=EngineConfig(draft_tokens=3, max_running=8, prefill_budget=512), memory=memory, clock=lambda: 0.0)
+    parts = build(
+        model, config=EngineConfig(draft_tokens=3, max_running=8, prefill_budget=512), memory=memory, clock=lambda: 0.0
+    )
     cached: list[int] = []
     with Engine(parts) as engine:
         for name, turns in sessions:
@@ -147,7 +163,13 @@ def test_it_reaches_what_the_real_engine_reaches(seed: int) -> None:
 
 def small_costs() -> ModelCosts:
     """A mebibyte a row and a mebibyte a page, so that budgets can be counted on fingers."""
-    return ModelCosts(name="small", row_bytes=2**20, kv_bytes_per_token=2**14, passes=((64, 64e-5), (6400, 64e-3)), steps=((1, 0.01), (8, 0.01)))
+    return ModelCosts(
+        name="small",
+        row_bytes=2**20,
+        kv_bytes_per_token=2**14,
+        passes=((64, 64e-5), (6400, 64e-3)),
+        steps=((1, 0.01), (8, 0.01)),
+    )
 
 
 @pytest.mark.parametrize("mebibytes", [50, 70, 100])
@@ -177,19 +199,27 @@ def grown(rng: random.Random) -> list[RecordedTurn]:
 
 
 def test_long_sessions_wait_for_pages_however_many_rows_are_free() -> None:
-    """Rows and pages of an engine are two pools. By the bytes of both, all four sessions fit; the pages hold one and a half."""
+    """Rows and pages of an engine are two pools. By the bytes of both, all four sessions fit; the pages hold one and a
+    half."""
     rng = random.Random(4)
     sessions = [(f"s{number}", grown(rng)) for number in range(4)]
     memory = DryMemory.of_engine(MemoryPlan(num_rows=2 + 4 * 6 + 200, num_pages=60, max_length=59 * BLOCK_TOKENS))
-    alone, together = (dry(sessions, concurrency=lanes, costs=small_costs(), memory=memory, max_running=4)[0] for lanes in (1, 4))
+    alone, together = (
+        dry(sessions, concurrency=lanes, costs=small_costs(), memory=memory, max_running=4)[0] for lanes in (1, 4)
+    )
     assert alone.preemptions == together.preemptions == 0
-    assert together.prefill_tokens < 2 * alone.prefill_tokens, "a session that was paused computes its path once more, not every turn"
+    assert together.prefill_tokens < 2 * alone.prefill_tokens, (
+        "a session that was paused computes its path once more, not every turn"
+    )
 
 
 def test_a_turn_that_cannot_fit_says_what_it_needs() -> None:
     rng = random.Random(3)
     big = [("big", [made_turn(words(rng, 1000), [1])])]
-    with pytest.raises(ConfigError, match=r"memory=0\.01: a turn of session 'big' has 1001 tokens, whose keys and values alone need 0\.017 GiB"):
+    with pytest.raises(
+        ConfigError,
+        match=r"memory=0\.01: a turn of session 'big' has 1001 tokens, whose keys and values alone need 0\.017 GiB",
+    ):
         dry(big, costs=small_costs(), memory_gib=0.01)
     assert dry(big, costs=small_costs(), memory_gib=0.017)[0].num_requests == 1
     with pytest.raises(ConfigError, match=r"memory=0\.001: .*needs 0\.002 GiB"):
@@ -225,7 +255,10 @@ def trace(tmp_path: Path) -> str:
     sessions = [
         Session(session_id="a", turns=loop, toolset="desk"),
         Session(session_id="b", turns=loop, toolset="desk"),
-        Session(session_id="c", turns=[runs(160, [1, 2, 3, 4, 5], block_size=32), runs(192, [1, 2, 3, 4, 5, 6], block_size=32)]),
+        Session(
+            session_id="c",
+            turns=[runs(160, [1, 2, 3, 4, 5], block_size=32), runs(192, [1, 2, 3, 4, 5, 6], block_size=32)],
+        ),
     ]
     path = tmp_path / "trace.jsonl"
     save(replay_file(*sessions, toolsets={"desk": [TOOL]}), path)
@@ -239,7 +272,12 @@ def test_the_command_prints_what_was_reached(trace: str, tmp_path: Path, capsys:
     written = json.loads(out.read_text())
     summary, rows = written["summary"], written["requests"]
     assert (summary["sessions"], summary["requests"], len(rows)) == (3, 8, 8)
-    assert (summary["tokens_by"], summary["template"], summary["lanes"], summary["memory_gib"]) == ("the tokenizer of tiny-agent", "qwen35", 1, None)
+    assert (summary["tokens_by"], summary["template"], summary["lanes"], summary["memory_gib"]) == (
+        "the tokenizer of tiny-agent",
+        "qwen35",
+        1,
+        None,
+    )
     assert summary["costs"]["name"] == "27b"
     assert sum(row["prompt_tokens"] for row in rows) == summary["prompt_tokens"]
     assert sum(row["cached_tokens"] for row in rows) / summary["prompt_tokens"] == summary["hit_share"]
@@ -303,7 +341,9 @@ def test_flags_shape_the_dry_run(trace: str, tmp_path: Path) -> None:
     ],
     ids=" ".join,
 )
-def test_a_flag_that_means_nothing_is_refused_by_name(flags: list[str], trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_flag_that_means_nothing_is_refused_by_name(
+    flags: list[str], trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["replay", trace, "--dry-run", "27b", *flags]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -337,13 +377,26 @@ def shared_data() -> Path:
     [
         ("tau_airline", [], 1381, 450, None),
         ("bfcl_multi_turn", [], 635, 230, None),
-        ("miniswe_deepseek", ["--sessions", "8"], 639, 300, RegexPieces()),  # code and logs: tiny-agent's vocabulary splits them too finely
+        (
+            "miniswe_deepseek",
+            ["--sessions", "8"],
+            639,
+            300,
+            RegexPieces(),
+        ),  # code and logs: tiny-agent's vocabulary splits them too finely
     ],
 )
 def test_real_agents_come_within_seven_tenths_of_a_point_of_the_ideal(
-    name: str, flags: list[str], requests: int, computed: int, encoder: Encoder | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    flags: list[str],
+    requests: int,
+    computed: int,
+    encoder: Encoder | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """computed: prompt tokens a request at most, a count that stands for time; encoder: None for the bundled tokenizer."""
+    """computed: prompt tokens a request at most, a count that stands for time; encoder: None for the bundled
+    tokenizer."""
     file = shared_data() / f"{name}.replay.jsonl.gz"
     if not file.is_file():
         pytest.skip(f"{file.name} is not here: set AGENTSPEC_SHARED_DATA to the folder of recorded sessions")

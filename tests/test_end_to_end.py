@@ -38,16 +38,28 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     opening = system("Help people to find what they have lost. " * 8)
     turns = [
-        turn(opening, user("Where is my parcel?"), expect=answered(called(("c1", "lookup", {"place": "depot 7"}))), max_tokens=40),
+        turn(
+            opening,
+            user("Where is my parcel?"),
+            expect=answered(called(("c1", "lookup", {"place": "depot 7"}))),
+            max_tokens=40,
+        ),
         turn(result("shelf 3, " * 60), expect=answered(said("On shelf 3.")), max_tokens=40),
         turn(user("And my umbrella?"), expect=answered(said("Gone.")), max_tokens=40),
     ]
     file = tmp_path_factory.mktemp("recorded") / "recorded.jsonl"
-    save(replay_file(*(Session(session_id=name, turns=turns, toolset="desk") for name in ("a", "b")), toolsets={"desk": [TOOL]}), file)
+    save(
+        replay_file(
+            *(Session(session_id=name, turns=turns, toolset="desk") for name in ("a", "b")), toolsets={"desk": [TOOL]}
+        ),
+        file,
+    )
     return file
 
 
-def replay(file: Path, folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[str, dict[str, Any], str]:
+def replay(
+    file: Path, folder: Path, capsys: pytest.CaptureFixture[str], *flags: str
+) -> tuple[str, dict[str, Any], str]:
     """The table, the JSON report and the page of a replay of the file's first sessions on the bundled model."""
     table, page = folder / "out.json", folder / "out.html"
     assert main(["replay", str(file), *FAST, "--json", str(table), "--html", str(page), *flags]) == 0
@@ -78,7 +90,9 @@ def test_the_workload_is_replayed_and_told_truly(tmp_path: Path, capsys: pytest.
         assert summary[total] == sum(request[total] for request in requests), total
     assert summary["output_tokens"] == sum(request["completion_tokens"] for request in requests)
     assert summary["hit_share"] == summary["cached_tokens"] / summary["prompt_tokens"]
-    assert summary["emitted_per_step"] == pytest.approx((summary["decode_steps"] + summary["accepted_tokens"]) / summary["decode_steps"])
+    assert summary["emitted_per_step"] == pytest.approx(
+        (summary["decode_steps"] + summary["accepted_tokens"]) / summary["decode_steps"]
+    )
     assert f"{summary['cached_tokens']:,} of {summary['prompt_tokens']:,} prompt tokens" in table
     assert f"{summary['emitted_per_step']:.2f}" in table
     assert (report["model"], report["forced_acceptance"]) == ("tiny-agent", False)
@@ -91,9 +105,21 @@ def test_the_workload_is_replayed_and_told_truly(tmp_path: Path, capsys: pytest.
     assert "FORCED" not in table + page
 
 
-def test_forced_acceptance_is_labelled_everywhere(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_forced_acceptance_is_labelled_everywhere(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     table, report, page = replay(
-        recorded, tmp_path, capsys, "--draft-tokens", "3", "--force-acceptance", "1,1,1", "--output", "length", "--max-turns", "1"
+        recorded,
+        tmp_path,
+        capsys,
+        "--draft-tokens",
+        "3",
+        "--force-acceptance",
+        "1,1,1",
+        "--output",
+        "length",
+        "--max-turns",
+        "1",
     )
     assert "FORCED ACCEPTANCE" in table
     assert "(forced)" in table
@@ -105,13 +131,22 @@ def test_forced_acceptance_is_labelled_everywhere(recorded: Path, tmp_path: Path
     assert report["summary"]["emitted_per_step"] > 3, "only the last step of a turn may be cut"
 
 
-def test_without_cache_and_drafts_the_report_says_zero_not_nothing(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, report, _ = replay(recorded, tmp_path, capsys, "--no-prefix-cache", "--draft-tokens", "0", "--max-turns", "1", "--no-overlap")
-    assert (report["summary"]["cached_tokens"], report["summary"]["drafted_tokens"], report["summary"]["emitted_per_step"]) == (0, 0, 1.0)
+def test_without_cache_and_drafts_the_report_says_zero_not_nothing(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, report, _ = replay(
+        recorded, tmp_path, capsys, "--no-prefix-cache", "--draft-tokens", "0", "--max-turns", "1", "--no-overlap"
+    )
+    assert (
+        report["summary"]["cached_tokens"],
+        report["summary"]["drafted_tokens"],
+        report["summary"]["emitted_per_step"],
+    ) == (0, 0, 1.0)
 
 
 def test_live_history_replays_to_the_end(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where the model's calls don't fit what follows, the recorded answer takes their place; every such turn is counted."""
+    """Where the model's calls don't fit what follows, the recorded answer takes their place; every such turn is
+    counted."""
     _, report, _ = replay(recorded, tmp_path, capsys, "--history", "live", "--max-turns", "2")
     assert report["summary"]["failed_turns"] == 0
     assert report["summary"]["diverged_turns"] == sum(request["diverged"] for request in report["requests"])
@@ -119,7 +154,11 @@ def test_live_history_replays_to_the_end(recorded: Path, tmp_path: Path, capsys:
 
 ANSWER = "Let me look that up."
 REASONING = "The parcel must be somewhere, and the depot knows where parcels are."
-CALL = "\n</think>\n\n" + ANSWER + "\n\n<tool_call>\n<function=lookup>\n<parameter=place>\ndepot 7\n</parameter>\n</function>\n</tool_call>"
+CALL = (
+    "\n</think>\n\n"
+    + ANSWER
+    + "\n\n<tool_call>\n<function=lookup>\n<parameter=place>\ndepot 7\n</parameter>\n</function>\n</tool_call>"
+)
 QUESTION: list[dict[str, Any]] = [
     {"role": "system", "content": "Help people to find what they have lost. " * 4},
     {"role": "user", "content": "Where is my parcel? It has been missing since Monday, and it is green."},
@@ -132,16 +171,26 @@ def test_a_tool_loop_reuses_all_of_its_last_turn(keeps_reasoning: bool, tmp_path
         first = await told.ask(client, QUESTION, REASONING + CALL)
         choice = first["choices"][0]
         message = choice["message"]
-        assert (choice["finish_reason"], message["content"], message["reasoning_content"]) == ("tool_calls", ANSWER, REASONING)
+        assert (choice["finish_reason"], message["content"], message["reasoning_content"]) == (
+            "tool_calls",
+            ANSWER,
+            REASONING,
+        )
         [call] = message["tool_calls"]
         assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("lookup", {"place": "depot 7"})
-        returned = message if keeps_reasoning else {name: value for name, value in message.items() if name != "reasoning_content"}
+        returned = (
+            message
+            if keeps_reasoning
+            else {name: value for name, value in message.items() if name != "reasoning_content"}
+        )
         history = [*QUESTION, returned, {"role": "tool", "tool_call_id": call["id"], "content": "shelf 3"}]
         second = await told.ask(client, history)
         whole = first["prompt_token_ids"] + choice["token_ids"]
         prompt = second["prompt_token_ids"]
         assert prompt[: len(whole)] == whole, "the very ids that were generated are back in their place"
-        assert cached(second) == (len(whole) - 1) // BLOCK_TOKENS * BLOCK_TOKENS, "no more than its new tokens and one block are computed"
+        assert cached(second) == (len(whole) - 1) // BLOCK_TOKENS * BLOCK_TOKENS, (
+            "no more than its new tokens and one block are computed"
+        )
 
     converse(tmp_path, talk)
 
@@ -167,7 +216,14 @@ def test_a_second_session_hits_system_and_tools_on_its_first_turn(tmp_path: Path
     async def talk(told: Told, client: httpx.AsyncClient) -> None:
         await told.ask(client, QUESTION, "\n</think>\n\nNo.")
         other = [QUESTION[0], {"role": "user", "content": "Something else entirely"}]
-        body = {"model": "scripted", "messages": other, "tools": [TOOL], "temperature": 0, "max_tokens": 5, "return_token_ids": True}
+        body = {
+            "model": "scripted",
+            "messages": other,
+            "tools": [TOOL],
+            "temperature": 0,
+            "max_tokens": 5,
+            "return_token_ids": True,
+        }
         second = (await client.post("/v1/chat/completions", json=body, headers={"x-session-id": "another"})).json()
         system = told.tokenizer.decode(second["prompt_token_ids"]).index("Something else")
         assert system - cached(second) <= 2 * BLOCK_TOKENS
@@ -178,7 +234,8 @@ def test_a_second_session_hits_system_and_tools_on_its_first_turn(tmp_path: Path
 
 
 def test_scores_over_http_are_the_models_own(tmp_path: Path) -> None:
-    """/v1/completions with token ids, echo, logprobs and max_tokens 0, as an evaluation harness asks; against a forward that shares no code."""
+    """/v1/completions with token ids, echo, logprobs and max_tokens 0, as an evaluation harness asks; against a forward
+    that shares no code."""
     directory = write_checkpoint(tmp_path / "tiny", "dense", vocab_size=160)
     prompt = [(7 * place * place + 3) % 160 for place in range(150)]
     oracle = Oracle(directory)

@@ -1,4 +1,5 @@
-"""Engine, the embedding API that its caller drives: on the hash-chain model, and on a small real checkpoint with a tokenizer."""
+"""Engine, the embedding API that its caller drives: on the hash-chain model, and on a small real checkpoint with a
+tokenizer."""
 
 from __future__ import annotations
 
@@ -25,18 +26,35 @@ MEMORY = MemoryPlan(num_rows=60, num_pages=200, max_length=500)
 
 
 def assembly(**settings: Any) -> Assembly:
-    return build(HashChainModel(seed=5, max_context=600), config=EngineConfig(**{"draft_tokens": 3, "max_running": 3} | settings), memory=MEMORY)
+    return build(
+        HashChainModel(seed=5, max_context=600),
+        config=EngineConfig(**{"draft_tokens": 3, "max_running": 3} | settings),
+        memory=MEMORY,
+    )
 
 
-def submit(request_id: str, length: int = 40, *, first: int = 1, sampling: SamplingParams = GREEDY, **fields: Any) -> Submit:
-    return Submit(request_id=request_id, prompt_ids=[first, *((7 * place) % 46 for place in range(length - 1))], sampling=sampling, **fields)
+def submit(
+    request_id: str, length: int = 40, *, first: int = 1, sampling: SamplingParams = GREEDY, **fields: Any
+) -> Submit:
+    return Submit(
+        request_id=request_id,
+        prompt_ids=[first, *((7 * place) % 46 for place in range(length - 1))],
+        sampling=sampling,
+        **fields,
+    )
 
 
 def expected(parts: Assembly, asked: Submit) -> list[int]:
     assert isinstance(parts.model, HashChainModel)
     limit = len(asked.prompt_ids) + (asked.sampling.max_tokens or 0)
     return parts.model.reference_stream(
-        ReferenceRequest(prompt=asked.prompt_ids, sampling=asked.sampling, seed=0, length_limit=limit, stop_ids=parts.spec.stop_token_ids)
+        ReferenceRequest(
+            prompt=asked.prompt_ids,
+            sampling=asked.sampling,
+            seed=0,
+            length_limit=limit,
+            stop_ids=parts.spec.stop_token_ids,
+        )
     )
 
 
@@ -239,7 +257,12 @@ def test_everything_but_stats_is_refused_after_close(parts: Assembly) -> None:
     next(events)
     engine.close()
     engine.close()
-    for use in (lambda: engine.submit(submit("b")), engine.step, lambda: engine.abort("a"), lambda: list(engine.stream(submit("c")))):
+    for use in (
+        lambda: engine.submit(submit("b")),
+        engine.step,
+        lambda: engine.abort("a"),
+        lambda: list(engine.stream(submit("c"))),
+    ):
         with pytest.raises(EngineClosedError):
             use()
     with pytest.raises(EngineClosedError):
@@ -269,12 +292,18 @@ def test_info_is_the_models(parts: Assembly) -> None:
     assert engine.tokenizer is None
     info = engine.info
     assert (info.model_id, info.max_context, info.max_draft_tokens) == ("hash-chain", 500, 3)
-    assert (info.vocab_size, info.stop_token_ids, info.forced_acceptance) == (parts.spec.vocab_size, parts.spec.stop_token_ids, None)
+    assert (info.vocab_size, info.stop_token_ids, info.forced_acceptance) == (
+        parts.spec.vocab_size,
+        parts.spec.stop_token_ids,
+        None,
+    )
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = write_checkpoint(tmp_path_factory.mktemp("tiny"), "dense", num_hidden_layers=4, vocab_size=272, eos_token_id=257)
+    directory = write_checkpoint(
+        tmp_path_factory.mktemp("tiny"), "dense", num_hidden_layers=4, vocab_size=272, eos_token_id=257
+    )
     write_text_assets(directory)
     return directory
 
@@ -287,7 +316,9 @@ def test_a_checkpoint_speaks_text(checkpoint: Path) -> None:
     with real(checkpoint) as engine:
         assert engine.tokenizer is not None
         prompt = engine.tokenizer.encode("Where is the parcel?")
-        sampling = SamplingParams(temperature=1.0, seed=4, max_tokens=60, logit_bias=dict.fromkeys(range(256, 272), -100.0))
+        sampling = SamplingParams(
+            temperature=1.0, seed=4, max_tokens=60, logit_bias=dict.fromkeys(range(256, 272), -100.0)
+        )
         events = list(engine.stream(Submit(request_id="a", prompt_ids=prompt, sampling=sampling)))
         ids = [token for event in events if isinstance(event, TokensEvent) for token in event.token_ids]
         assert "".join(event.text for event in events) == engine.tokenizer.decode(ids)
@@ -297,7 +328,9 @@ def test_a_checkpoint_speaks_text(checkpoint: Path) -> None:
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("draft_tokens", [0, 3])
 def test_a_stop_string_cuts_text_and_stream(checkpoint: Path, overlap: bool, draft_tokens: int) -> None:
-    plain = SamplingParams(temperature=1.0, seed=4, max_tokens=40, logit_bias=dict.fromkeys(range(32, 90), 60.0), ignore_eos=True)
+    plain = SamplingParams(
+        temperature=1.0, seed=4, max_tokens=40, logit_bias=dict.fromkeys(range(32, 90), 60.0), ignore_eos=True
+    )
     with real(checkpoint, overlap=overlap, draft_tokens=draft_tokens) as engine:
         assert engine.tokenizer is not None
         prompt = engine.tokenizer.encode("Say something")
@@ -306,7 +339,9 @@ def test_a_stop_string_cuts_text_and_stream(checkpoint: Path, overlap: bool, dra
         assert len(text) == 40
         stop = text[20:23]
         cut = text.index(stop)
-        sampling = SamplingParams(**{**{name: getattr(plain, name) for name in plain.__struct_fields__}, "stop": (stop,)})
+        sampling = SamplingParams(
+            **{**{name: getattr(plain, name) for name in plain.__struct_fields__}, "stop": (stop,)}
+        )
         events = list(engine.stream(Submit(request_id="cut", prompt_ids=prompt, sampling=sampling)))
     *parts, finish = events
     assert isinstance(finish, FinishEvent)

@@ -1,4 +1,5 @@
-"""AsyncEngine: streams on its own thread, and what becomes of them when their reader leaves, when the engine closes, and when it dies.
+"""AsyncEngine: streams on its own thread, and what becomes of them when their reader leaves, when the engine closes,
+and when it dies.
 
 `Gate` holds the engine's thread between two steps, so that no test depends on who is faster.
 """
@@ -98,11 +99,17 @@ def test_streams_run_together_and_say_what_they_say_alone() -> None:
 def test_a_refused_submit_raises_from_the_first_event() -> None:
     async def main() -> None:
         async with AsyncEngine(assembly()) as engine:
-            for bad in (submit("a", sampling=SamplingParams(top_k=-1)), submit("a", 490), Submit(request_id="a", prompt_ids=[])):
+            for bad in (
+                submit("a", sampling=SamplingParams(top_k=-1)),
+                submit("a", 490),
+                Submit(request_id="a", prompt_ids=[]),
+            ):
                 stream = engine.stream(bad)
                 with pytest.raises(RequestError):
                     await anext(stream)
-            assert (await read(engine, submit("a")))[1].reason is FinishReason.LENGTH, "the id is free and the engine lives"
+            assert (await read(engine, submit("a")))[1].reason is FinishReason.LENGTH, (
+                "the id is free and the engine lives"
+            )
 
     run(main())
 
@@ -242,7 +249,10 @@ def test_close_ends_running_streams_with_abort() -> None:
         engine = AsyncEngine(parts)
         async with engine:
             gate.close()
-            readers = [asyncio.create_task(read(engine, submit(f"r{number}", first=number, sampling=ENDLESS))) for number in range(3)]
+            readers = [
+                asyncio.create_task(read(engine, submit(f"r{number}", first=number, sampling=ENDLESS)))
+                for number in range(3)
+            ]
             await gate.arrival()
             await gate.step()
             closing = asyncio.create_task(engine.close())
@@ -278,7 +288,10 @@ def test_death_ends_every_stream_and_refuses_every_submit(caplog: pytest.LogCapt
         gate = Gate(parts)
         async with AsyncEngine(parts) as engine:
             gate.close()
-            readers = [asyncio.create_task(read(engine, submit(f"r{number}", first=number, sampling=ENDLESS))) for number in range(4)]
+            readers = [
+                asyncio.create_task(read(engine, submit(f"r{number}", first=number, sampling=ENDLESS)))
+                for number in range(4)
+            ]
             await gate.arrival()
             await gate.step()
             pending = asyncio.create_task(read(engine, submit("pending")))
@@ -345,7 +358,9 @@ def test_the_server_of_a_dead_engine_says_503(caplog: pytest.LogCaptureFixture) 
         gate = Gate(parts)
         async with AsyncEngine(parts) as engine:
             app = create_app(engine, None)
-            async with httpx.AsyncClient(transport=InProcessTransport(app), base_url="http://in-process", timeout=None) as client:
+            async with httpx.AsyncClient(
+                transport=InProcessTransport(app), base_url="http://in-process", timeout=None
+            ) as client:
                 body = {"model": "hash-chain", "prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0}
                 assert (await client.get("/health")).status_code == 200
                 assert (await client.post("/v1/completions", json=body)).status_code == 200
@@ -428,7 +443,9 @@ def test_streams_with_stop_ids_and_seeds_are_the_same_whatever_runs_beside_them(
             company = [read(engine, submit(f"c{number}", first=number, sampling=GREEDY)) for number in range(5)]
             (beside, finish), *_ = await asyncio.gather(read(engine, submit("beside", sampling=sampled)), *company)
         assert beside == alone
-        assert (finish.reason, finish.stop_match) == ((FinishReason.STOP, 7) if 7 in alone else (FinishReason.LENGTH, None))
+        assert (finish.reason, finish.stop_match) == (
+            (FinishReason.STOP, 7) if 7 in alone else (FinishReason.LENGTH, None)
+        )
 
     run(main())
 

@@ -1,6 +1,8 @@
-"""The way of a grammar into an engine: compiled beside everything else, refused by name, and given up when nobody waits for it any more.
+"""The way of a grammar into an engine: compiled beside everything else, refused by name, and given up when nobody waits
+for it any more.
 
-The compiler is a fake that makes random automata and may be told to wait, but for one test; tests/runtime/test_grammar.py is about the real one.
+The compiler is a fake that makes random automata and may be told to wait, but for one test;
+tests/runtime/test_grammar.py is about the real one.
 """
 
 from __future__ import annotations
@@ -34,7 +36,12 @@ from tests.test_engine import GREEDY, assembly, assert_nothing_left, expected, s
 from tests.test_engine_async import read, run, settle
 
 MODEL = HashChainModel(seed=5)
-RULES = Rules(1, vocab_size=MODEL.spec.vocab_size, num_real_tokens=MODEL.spec.num_real_tokens, stop_id=MODEL.spec.stop_token_ids[0])
+RULES = Rules(
+    1,
+    vocab_size=MODEL.spec.vocab_size,
+    num_real_tokens=MODEL.spec.num_real_tokens,
+    stop_id=MODEL.spec.stop_token_ids[0],
+)
 
 
 class FakeCompiled:
@@ -209,7 +216,9 @@ def test_a_grammar_that_is_refused_or_breaks_the_compiler_hurts_its_sender_only(
                 await read(engine, constrained("a", "bad"))
             with pytest.raises(ZeroDivisionError):
                 await read(engine, constrained("a", "bug"))
-            assert (await read(engine, constrained("a")))[0] == expected_constrained(parts, constrained("a")), "the id is free, the engine lives"
+            assert (await read(engine, constrained("a")))[0] == expected_constrained(parts, constrained("a")), (
+                "the id is free, the engine lives"
+            )
             await other
         assert_nothing_left(parts)
 
@@ -256,7 +265,10 @@ def test_a_compile_that_nobody_waits_for_any_more_is_not_begun() -> None:
     async def main() -> None:
         parts, compiler = house()
         async with AsyncEngine(parts) as engine:
-            readers = [asyncio.create_task(read(engine, constrained(f"r{number}", "slow"))) for number in range(COMPILE_THREADS + 8)]
+            readers = [
+                asyncio.create_task(read(engine, constrained(f"r{number}", "slow")))
+                for number in range(COMPILE_THREADS + 8)
+            ]
             await settle()
             for reader in readers:
                 reader.cancel()
@@ -299,7 +311,10 @@ def test_compiles_go_by_owner_and_session() -> None:
 
         compiler.compile = compile_and_note  # type: ignore[method-assign]
         async with AsyncEngine(parts) as engine:
-            blocked = [asyncio.create_task(read(engine, constrained(f"b{number}", "slow"))) for number in range(COMPILE_THREADS)]
+            blocked = [
+                asyncio.create_task(read(engine, constrained(f"b{number}", "slow")))
+                for number in range(COMPILE_THREADS)
+            ]
             await settle()
             asked = [owned_by(constrained(f"m{number}", f"m{number}"), "many") for number in range(20)]
             asked.append(owned_by(constrained("o", "one"), "one"))
@@ -434,7 +449,11 @@ def test_a_dead_end_that_shows_late_is_a_refusal_half_way() -> None:
             assert isinstance(finish, FinishEvent)
             assert (finish.reason, finish.refused) == (FinishReason.ERROR, "grammar.source")
             ids = [token for event in steps if isinstance(event, TokensEvent) for token in event.token_ids]
-            assert engine.tokenizer.decode(ids) == "".join(event.text for event in steps if isinstance(event, TokensEvent)) + finish.text == LATE
+            assert (
+                engine.tokenizer.decode(ids)
+                == "".join(event.text for event in steps if isinstance(event, TokensEvent)) + finish.text
+                == LATE
+            )
             with pytest.raises(RequestError, match=r"grammar\.source='root.*nothing may follow") as refused:
                 engine.generate(asked)
             assert refused.value.value == DEAD_END
@@ -452,7 +471,9 @@ def test_the_server_refuses_a_late_dead_end_under_the_name_of_the_field(path: st
         body = {"model": "tiny-agent", "guided_grammar": DEAD_END, "max_tokens": 100, **prompt}
         async with (
             AsyncEngine(parts) as engine,
-            httpx.AsyncClient(transport=InProcessTransport(engine.app), base_url="http://in-process", timeout=None) as client,
+            httpx.AsyncClient(
+                transport=InProcessTransport(engine.app), base_url="http://in-process", timeout=None
+            ) as client,
         ):
             whole = await client.post(path, json=body)
             assert (whole.status_code, whole.json()["error"]["param"]) == (400, "guided_grammar"), whole.text
@@ -460,7 +481,10 @@ def test_the_server_refuses_a_late_dead_end_under_the_name_of_the_field(path: st
             *chunks, last = [json.loads(frame.removeprefix("data: ")) for frame in streamed.text.strip().split("\n\n")]
             assert (streamed.status_code, last["error"]) == (200, whole.json()["error"])
             choices = [chunk["choices"][0] for chunk in chunks]
-            assert "".join(choice["delta"].get("content", "") if "chat" in path else choice["text"] for choice in choices) != ""
+            assert (
+                "".join(choice["delta"].get("content", "") if "chat" in path else choice["text"] for choice in choices)
+                != ""
+            )
             assert (await engine.stats())["engine"]["finished"]["error"] == 2
         assert_nothing_left(parts)
 
@@ -469,7 +493,11 @@ def test_the_server_refuses_a_late_dead_end_under_the_name_of_the_field(path: st
 
 def test_the_real_compiler_on_the_bundled_model() -> None:
     """An answer to a schema, with drafts and without: the same one, and JSON that validates."""
-    schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "old": {"type": "boolean"}}, "required": ["name", "old"]}
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 8}, "old": {"type": "boolean"}},
+        "required": ["name", "old"],
+    }
     heard = []
     for draft_tokens in (0, 3):
         with Engine(EngineConfig(draft_tokens=draft_tokens, device="cpu")) as engine:

@@ -1,4 +1,5 @@
-"""The heartbeat of an engine in its own process, and what becomes of one that sends none: counted on a clock of the test's own."""
+"""The heartbeat of an engine in its own process, and what becomes of one that sends none: counted on a clock of the
+test's own."""
 
 from __future__ import annotations
 
@@ -83,7 +84,9 @@ def test_a_beat_proves_that_the_engines_thread_goes_on() -> None:
 
 def with_client(engine: RemoteEngine, ask: Callable[[httpx.AsyncClient], Awaitable[None]]) -> Awaitable[None]:
     async def main() -> None:
-        async with httpx.AsyncClient(transport=InProcessTransport(create_app(engine, None)), base_url="http://in-process", timeout=None) as client:
+        async with httpx.AsyncClient(
+            transport=InProcessTransport(create_app(engine, None)), base_url="http://in-process", timeout=None
+        ) as client:
             await ask(client)
 
     return main()

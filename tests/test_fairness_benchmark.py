@@ -32,8 +32,8 @@ def test_equal_sharing_is_that_of_owners_then_of_flows() -> None:
 
 @pytest.mark.parametrize("num_fitting", [4, 8])
 def test_nobody_waits_beyond_the_bound_where_that_comes_first(agents: RecordedFile, num_fitting: int) -> None:
-    """Finding 5 of issue 18: 2 F and B, for 32 agents of 16k tokens and more. docs/design.md says what is left with less
-    memory."""
+    """Finding 5 of issue 18: 2 F and B, for 32 agents of 16k tokens and more. docs/design.md says what is left with
+    less memory."""
     found = run(agents, model_costs("27b-fp8"), LANES, num_fitting, fair_cost=1.0)
     assert found.num_late == 0, found
 

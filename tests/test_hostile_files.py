@@ -1,4 +1,5 @@
-"""Files that mean harm: whatever stands in them, or in their place, a command says one line that names the file, and ends soon."""
+"""Files that mean harm: whatever stands in them, or in their place, a command says one line that names the file, and
+ends soon."""
 
 from __future__ import annotations
 
@@ -175,7 +176,14 @@ def test_a_hostile_checkpoint(case: str, checkpoint: Path, trace: str, capsys: p
     assert all(word in line for word in words), line
 
 
-NAMES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "model.safetensors")
+NAMES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "model.safetensors",
+)
 
 
 def no_file(path: Path, kind: str) -> None:
@@ -193,7 +201,9 @@ def no_file(path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "directory", "dangling link"])
 @pytest.mark.parametrize("name", [*NAMES, "model.safetensors.index.json"])
-def test_what_is_no_file_is_refused(name: str, kind: str, checkpoint: Path, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_file_is_refused(
+    name: str, kind: str, checkpoint: Path, trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     no_file(checkpoint / name, kind)
     line = refused(capsys, "replay", trace, *engine_flags(checkpoint))
     assert name in line
@@ -219,7 +229,9 @@ def test_flags_that_name_no_file(flag: str, kind: str, tmp_path: Path, capsys: p
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "directory"])
-def test_token_counts_that_are_no_file(kind: str, sound: Path, trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_token_counts_that_are_no_file(
+    kind: str, sound: Path, trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     no_file(tmp_path / "given", kind)
     line = refused(capsys, "replay", trace, *engine_flags(sound), "--token-counts", str(tmp_path / "given"))
     assert line == f"token_counts='{tmp_path}/given': can't be read: is not a regular file"
@@ -230,17 +242,25 @@ def test_a_file_of_flags_of_depth_10_5(tmp_path: Path, capsys: pytest.CaptureFix
     assert "is not valid TOML" in refused(capsys, "serve", "--config", str(tmp_path / "flags.toml"))
 
 
-def test_token_counts_of_depth_10_5(sound: Path, trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_token_counts_of_depth_10_5(
+    sound: Path, trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for text in (DEEP, f'{{"version": 1, "num_tokens": 1, "counts": {{}}, "more": {DEEP}}}'):
         (tmp_path / "counts.json").write_text(text)
-        assert "token_counts=" in refused(capsys, "replay", trace, *engine_flags(sound), "--token-counts", str(tmp_path / "counts.json"))
+        assert "token_counts=" in refused(
+            capsys, "replay", trace, *engine_flags(sound), "--token-counts", str(tmp_path / "counts.json")
+        )
 
 
 @pytest.mark.parametrize("dry", [(), ("--dry-run", "27b")], ids=["engine", "dry run"])
 @pytest.mark.parametrize("kind", ["pipe", "device", "directory"])
-def test_a_replay_file_that_is_none(kind: str, dry: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_replay_file_that_is_none(
+    kind: str, dry: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     no_file(tmp_path / "trace.jsonl", kind)
-    assert "trace.jsonl:0: can't be read: is not a regular file" in refused(capsys, "replay", str(tmp_path / "trace.jsonl"), *dry)
+    assert "trace.jsonl:0: can't be read: is not a regular file" in refused(
+        capsys, "replay", str(tmp_path / "trace.jsonl"), *dry
+    )
 
 
 @pytest.mark.parametrize("content", [b"x" * 5000, b'{"a":\n' * 5000], ids=["one line", "many lines"])
@@ -291,21 +311,31 @@ def test_a_hostile_line_of_a_replay_file(name: str, tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("line", [DEEP, f'{{"messages": {DEEP}}}', "9" * 10**5, '{"timestamp": 1e400}'], ids=["deep", "deep inside", "digits", "inf"])
+@pytest.mark.parametrize(
+    "line",
+    [DEEP, f'{{"messages": {DEEP}}}', "9" * 10**5, '{"timestamp": 1e400}'],
+    ids=["deep", "deep inside", "digits", "inf"],
+)
 def test_a_hostile_trace(format: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in.json").write_text(line)
     assert "in.json:" in refused(capsys, "import", format, str(tmp_path / "in.json"), str(tmp_path / "out.jsonl"))
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_a_full_disk_under_every_result(sound: Path, trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_under_every_result(
+    sound: Path, trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def last_line(*argv: str) -> str:
         assert main(argv) == 2
         (line,) = capsys.readouterr().err.splitlines()
         return line
 
-    assert "error: json='/dev/full': can't be written: No space left" in last_line("replay", trace, *engine_flags(sound), "--json", "/dev/full")
-    assert "error: html='/dev/full': can't be written: No space left" in last_line("replay", trace, *engine_flags(sound), "--html", "/dev/full")
+    assert "error: json='/dev/full': can't be written: No space left" in last_line(
+        "replay", trace, *engine_flags(sound), "--json", "/dev/full"
+    )
+    assert "error: html='/dev/full': can't be written: No space left" in last_line(
+        "replay", trace, *engine_flags(sound), "--html", "/dev/full"
+    )
     assert "error: json='/dev/full'" in last_line("replay", trace, "--dry-run", "27b", "--json", "/dev/full")
     (tmp_path / "in.json").write_text('{"messages": [{"role": "user", "content": "x"}]}')
     assert "error: output='/dev/full'" in last_line("import", "openai-messages", str(tmp_path / "in.json"), "/dev/full")
@@ -324,7 +354,9 @@ def test_a_full_disk_under_stdout(trace: str) -> None:
     assert (done.returncode, done.stderr) == (2, "agentspec: error: [Errno 28] No space left on device\n")
 
 
-def test_a_quantised_checkpoint_that_finds_no_room(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quantised_checkpoint_that_finds_no_room(
+    sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object, **__: object) -> None:
         raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
 
@@ -334,10 +366,14 @@ def test_a_quantised_checkpoint_that_finds_no_room(sound: Path, tmp_path: Path, 
     assert not list(tmp_path.iterdir())
 
 
-def test_an_error_is_one_line_whatever_the_file_says(checkpoint: Path, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_one_line_whatever_the_file_says(
+    checkpoint: Path, trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     tensors = safetensors.torch.load_file(checkpoint / "model.safetensors")
     safetensors.torch.save_file(tensors | {"a\nTraceback \x1b[31m": torch.zeros(1)}, checkpoint / "model.safetensors")
-    assert "unexpected tensors: a\\u000aTraceback \\u001b[31m" in refused(capsys, "replay", trace, *engine_flags(checkpoint))
+    assert "unexpected tensors: a\\u000aTraceback \\u001b[31m" in refused(
+        capsys, "replay", trace, *engine_flags(checkpoint)
+    )
 
 
 def test_an_error_with_half_a_character_crosses_to_the_server() -> None:
@@ -348,10 +384,25 @@ def test_an_error_with_half_a_character_crosses_to_the_server() -> None:
 
 def test_a_server_of_a_hostile_checkpoint_says_the_same_line(checkpoint: Path) -> None:
     """Three processes read it side by side, so only one file is bad at a time: with two, either may be named."""
-    for name, kind, words in (("tokenizer.json", "pipe", "tokenizer.json: can't be read"), ("config.json", "device", "config.json: can't be read")):
+    for name, kind, words in (
+        ("tokenizer.json", "pipe", "tokenizer.json: can't be read"),
+        ("config.json", "device", "config.json: can't be read"),
+    ):
         sound_bytes = (checkpoint / name).read_bytes()
         no_file(checkpoint / name, kind)
-        command = [sys.executable, "-m", "agentspec", "serve", str(checkpoint), "--port", "0", "--device", "cpu", "--memory", "0.05"]
+        command = [
+            sys.executable,
+            "-m",
+            "agentspec",
+            "serve",
+            str(checkpoint),
+            "--port",
+            "0",
+            "--device",
+            "cpu",
+            "--memory",
+            "0.05",
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
         progress, line = done.stderr.removesuffix("\n").rpartition("\n")[::2]
         assert (done.returncode, done.stdout, "Traceback" in progress) == (2, "", False), done.stderr
@@ -367,7 +418,11 @@ NUM_MUTATIONS = 15
 def broken_checkpoint(directory: Path, rng: random.Random) -> list[str]:
     path = directory / rng.choice(NAMES[:-1])
     data = path.read_bytes()
-    path.write_bytes(mutated_json(json.loads(data), rng) if path.suffix == ".json" and rng.random() < 0.8 else mutated_bytes(data, rng))
+    path.write_bytes(
+        mutated_json(json.loads(data), rng)
+        if path.suffix == ".json" and rng.random() < 0.8
+        else mutated_bytes(data, rng)
+    )
     return engine_flags(directory)
 
 
@@ -391,18 +446,26 @@ def outcome(argv: list[str]) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("change", [broken_checkpoint, broken_weights])
-def test_any_change_of_a_checkpoint_ends_well(change: Callable[[Path, random.Random], list[str]], sound: Path, tmp_path: Path, trace: str) -> None:
+def test_any_change_of_a_checkpoint_ends_well(
+    change: Callable[[Path, random.Random], list[str]], sound: Path, tmp_path: Path, trace: str
+) -> None:
     for seed in range(NUM_MUTATIONS):
         argv = ["replay", trace, *change(shutil.copytree(sound, tmp_path / str(seed)), random.Random(seed))]
         code, errors = outcome(argv)
-        assert code in (0, 1) or (code == 2 and errors.count("\n") == 1 and errors.startswith("agentspec: error: ")), f"seed {seed}: {errors}"
+        assert code in (0, 1) or (code == 2 and errors.count("\n") == 1 and errors.startswith("agentspec: error: ")), (
+            f"seed {seed}: {errors}"
+        )
         shutil.rmtree(tmp_path / str(seed))
 
 
 CHAT_LINE = {
     "messages": [
         {"role": "system", "content": "s"},
-        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+        },
         {"role": "tool", "tool_call_id": "1", "content": "r"},
         {"role": "assistant", "content": "a"},
     ],
@@ -430,12 +493,18 @@ def test_any_change_of_another_file_ends_well(tmp_path: Path, trace: str) -> Non
             data = mutated_bytes(content, rng)
         else:
             place = rng.randrange(len(content))
-            changed = mutated_json(json.loads(content[place]), rng) if rng.random() < 0.8 else mutated_bytes(content[place], rng)
+            changed = (
+                mutated_json(json.loads(content[place]), rng)
+                if rng.random() < 0.8
+                else mutated_bytes(content[place], rng)
+            )
             data = b"\n".join([*content[:place], changed, *content[place + 1 :]])
             data = mutated_bytes(gzip.compress(data), rng) if rng.random() < 0.1 else data
         path.write_bytes(data)
         code, errors = outcome(argv)
-        assert code in (0, 1) or (code == 2 and errors.count("\n") == 1 and errors.startswith("agentspec: error: ")), f"seed {seed}: {errors}"
+        assert code in (0, 1) or (code == 2 and errors.count("\n") == 1 and errors.startswith("agentspec: error: ")), (
+            f"seed {seed}: {errors}"
+        )
 
 
 def test_a_template_that_calls_itself_for_ever_refuses_the_messages(tmp_path: Path) -> None:

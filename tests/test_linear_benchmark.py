@@ -19,7 +19,9 @@ APART = replace(WIDE, split=2, norm_apart=True)
 
 
 def cells(times: dict[int, dict[Plan | None, float]], shape: Shape = SHAPE) -> dict[tuple[Shape, int], Cell]:
-    return {(shape, count): Cell(shape, count, {plan: us * 1e-6 for plan, us in at.items()}) for count, at in times.items()}
+    return {
+        (shape, count): Cell(shape, count, {plan: us * 1e-6 for plan, us in at.items()}) for count, at in times.items()
+    }
 
 
 def test_one_plan_has_all_small_counts_if_it_costs_little() -> None:
@@ -46,7 +48,9 @@ def test_torch_is_taken_where_it_is_clearly_faster_and_never_for_scores() -> Non
 
 
 def test_the_file_is_what_the_package_reads(tmp_path: Path) -> None:
-    measured = cells({4: {NARROW: 10.0, WIDE: 12.0, None: 13.0}, 16: {RUNNING: 12.0, None: 13.0}, 128: {WIDE: 30.0, None: 20.0}})
+    measured = cells(
+        {4: {NARROW: 10.0, WIDE: 12.0, None: 13.0}, 16: {RUNNING: 12.0, None: 13.0}, 128: {WIDE: 30.0, None: 20.0}}
+    )
     path = tmp_path / "plans.json"
     path.write_text(plan_file("some device", measured, NOTHING))
     assert linear_plans._read(path) == {("norm_linear", 12352, 2560): ((4, NARROW), (16, RUNNING), (128, None))}
@@ -79,7 +83,11 @@ def test_what_was_not_measured_again_keeps_its_record(tmp_path: Path) -> None:
     other = MODELS["4B"].shapes()["delta out"]
     first = plan_file("some device", cells({4: {NARROW: 10.0}}) | cells({4: {NARROW: 9.0}}, other), NOTHING)
     path = tmp_path / "plans.json"
-    path.write_text(plan_file("some device", cells({4: {WIDE: 5.0}}, scaled) | cells({4: {WIDE: 9.0}}) | cells({4: {}}, other), first))
+    path.write_text(
+        plan_file(
+            "some device", cells({4: {WIDE: 5.0}}, scaled) | cells({4: {WIDE: 9.0}}) | cells({4: {}}, other), first
+        )
+    )
     assert linear_plans._read(path) == {
         ("norm_linear", 12352, 2560): ((4, WIDE),),
         ("add_linear", 2560, 4096): ((4, NARROW),),
@@ -89,11 +97,15 @@ def test_what_was_not_measured_again_keeps_its_record(tmp_path: Path) -> None:
 
 def test_the_tables_have_a_row_a_layer_and_a_row_a_cell() -> None:
     measured = cells({4: {NARROW: 20.0, None: 26.0}, 128: {WIDE: 40.0, None: 30.0}})
-    assert list(chosen_lines(measured, ["4B"], 3e12))[2:] == ["| 4B | delta in | 12352 x 2560 | 20.0 105%, 26.0 | 30.0 70%, 30.0 |"]
+    assert list(chosen_lines(measured, ["4B"], 3e12))[2:] == [
+        "| 4B | delta in | 12352 x 2560 | 20.0 105%, 26.0 | 30.0 70%, 30.0 |"
+    ]
     assert len(list(cell_lines(measured, ["4B"], 3e12))) == 2 + 2
 
 
 def test_every_published_layer_has_a_measured_plan() -> None:
     for name in MODELS:
         for layer, shape in MODELS[name].shapes().items():
-            assert (shape.kind, shape.num_outputs, shape.depth) in (MEASURED_FP8 if shape.fp8 else MEASURED), f"{name} {layer}"
+            assert (shape.kind, shape.num_outputs, shape.depth) in (MEASURED_FP8 if shape.fp8 else MEASURED), (
+                f"{name} {layer}"
+            )

@@ -33,4 +33,6 @@ def test_quick_leaves_out_nothing_that_it_names() -> None:
     named = set(re.findall(r"(?<!=)\btests/\S+", line))
     assert ignored
     assert not ignored & named
-    assert all(any(path.startswith(f"{folder}/") for folder in named) for path in ignored), "ignored, though no folder has it"
+    assert all(any(path.startswith(f"{folder}/") for folder in named) for path in ignored), (
+        "ignored, though no folder has it"
+    )

@@ -15,8 +15,14 @@ from agentspec.server.transport import InProcessTransport
 from agentspec.types import SamplingParams
 from agentspec.wire import Grammar, Submit
 
-CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "return_token_ids": True})
-COMPLETION = ("/v1/completions", {"prompt": "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "temperature": 0, "return_token_ids": True})
+CHAT = (
+    "/v1/chat/completions",
+    {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "return_token_ids": True},
+)
+COMPLETION = (
+    "/v1/completions",
+    {"prompt": "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "temperature": 0, "return_token_ids": True},
+)
 RESPONSE = ("/v1/responses", {"input": "Hi", "temperature": 0})
 
 
@@ -24,7 +30,9 @@ def post(*asked: tuple[str, dict[str, Any]]) -> list[httpx.Response]:
     async def run() -> list[httpx.Response]:
         async with (
             AsyncEngine(EngineConfig(device="cpu", memory_gib=0.2)) as engine,
-            httpx.AsyncClient(transport=InProcessTransport(engine.app), base_url="http://in-process", timeout=None) as client,
+            httpx.AsyncClient(
+                transport=InProcessTransport(engine.app), base_url="http://in-process", timeout=None
+            ) as client,
         ):
             return [await client.post(path, json={"model": "tiny-agent", **body}) for path, body in asked]
 
@@ -34,7 +42,10 @@ def post(*asked: tuple[str, dict[str, Any]]) -> list[httpx.Response]:
 def test_an_answer_goes_on_to_its_minimum_and_may_end_then() -> None:
     limits = {"min_tokens": 60, "max_tokens": 64}
     free, chat, completion, ignoring = post(
-        CHAT, (CHAT[0], CHAT[1] | limits), (COMPLETION[0], COMPLETION[1] | limits), (CHAT[0], CHAT[1] | limits | {"ignore_eos": True})
+        CHAT,
+        (CHAT[0], CHAT[1] | limits),
+        (COMPLETION[0], COMPLETION[1] | limits),
+        (CHAT[0], CHAT[1] | limits | {"ignore_eos": True}),
     )
     natural = free.json()["choices"][0]["token_ids"]
     assert len(natural) < 60, "it ends by itself long before"
@@ -43,7 +54,9 @@ def test_an_answer_goes_on_to_its_minimum_and_may_end_then() -> None:
         (choice,) = answer.json()["choices"]
         assert 60 <= len(choice["token_ids"]) <= 64
         assert natural[-1] not in choice["token_ids"][:60] or answer is ignoring
-        assert choice["token_ids"][: len(natural) - 1] == natural[:-1] or answer is completion, "until the end that is held back it is the same"
+        assert choice["token_ids"][: len(natural) - 1] == natural[:-1] or answer is completion, (
+            "until the end that is held back it is the same"
+        )
 
 
 def test_a_minimum_that_can_not_be_kept_is_refused_by_name() -> None:
@@ -66,7 +79,10 @@ def test_a_minimum_that_can_not_be_kept_is_refused_by_name() -> None:
 def test_the_embedded_engine_names_it_too() -> None:
     with Engine(EngineConfig(device="cpu", memory_gib=0.2)) as engine:
         submit = Submit(
-            request_id="a", prompt_ids=[5, 6, 7], sampling=SamplingParams(min_tokens=10, max_tokens=30), grammar=Grammar(kind="regex", source="ab")
+            request_id="a",
+            prompt_ids=[5, 6, 7],
+            sampling=SamplingParams(min_tokens=10, max_tokens=30),
+            grammar=Grammar(kind="regex", source="ab"),
         )
         with pytest.raises(RequestError, match="min_tokens=10: can't be kept") as caught:
             engine.generate(submit)

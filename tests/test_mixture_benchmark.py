@@ -1,4 +1,5 @@
-"""Mixtures and 8-bit weights in `python -m benchmarks.decode`, without figures: which bytes and experts count, who takes turns, what is checked."""
+"""Mixtures and 8-bit weights in `python -m benchmarks.decode`, without figures: which bytes and experts count, who
+takes turns, what is checked."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ from benchmarks.step_bytes import Experts, StepBytes, parameter_bytes, step_byte
 from tests.test_decode_benchmark import CPU, TOY, case, event
 
 MOE = replace(
-    TOY, intermediate_size=None, moe=MoeConfig(num_experts=8, top_k=2, intermediate_size=32, shared_intermediate_size=32, normalize_top_k=True)
+    TOY,
+    intermediate_size=None,
+    moe=MoeConfig(num_experts=8, top_k=2, intermediate_size=32, shared_intermediate_size=32, normalize_top_k=True),
 )
 
 
@@ -80,7 +83,9 @@ def test_of_a_mixture_the_chosen_experts_count(size: str) -> None:
     settings: dict[str, Any] = {"batch": 1, "num_drafted": 1, "context": 0, "draft_vocab": 0}
     every = step_bytes(config, **settings, experts=Experts(trunk=256, draft=256))
     embedding = math.prod(parameter_shapes(config)["model.embed_tokens.weight"]) * 2
-    assert every.weights + every.experts + every.head + every.mtp + embedding == sum(parameter_bytes(config, torch.bfloat16).values())
+    assert every.weights + every.experts + every.head + every.mtp + embedding == sum(
+        parameter_bytes(config, torch.bfloat16).values()
+    )
     some = step_bytes(config, **settings, experts=Experts(trunk=32, draft=8))
     assert some.experts == every.experts // 8
     expert = every.experts // (40 * 256)
@@ -92,7 +97,10 @@ def test_of_a_mixture_the_chosen_experts_count(size: str) -> None:
 
 def test_drafts_in_8_bits_are_counted_so() -> None:
     config = CONFIGS["4B"]
-    plain, fp8 = (step_bytes(config, batch=1, num_drafted=3, context=0, draft_vocab=32_768, fp8_drafts=choice) for choice in (False, True))
+    plain, fp8 = (
+        step_bytes(config, batch=1, num_drafted=3, context=0, draft_vocab=32_768, fp8_drafts=choice)
+        for choice in (False, True)
+    )
     assert (plain.weights, plain.head, plain.state) == (fp8.weights, fp8.head, fp8.state)
     assert fp8.draft_head == pytest.approx(plain.draft_head / 2, rel=1e-3)
     fc = 3 * 2 * 2560 * 5120
@@ -181,7 +189,8 @@ def test_the_gain_is_that_of_the_medians() -> None:
 
 
 def layer_of_a_mixture(start: float, *, shift: float) -> list[dict[str, object]]:
-    """100 us: a mixer, two routed kernels one after the other, and the shared expert's, `shift` earlier than behind them."""
+    """100 us: a mixer, two routed kernels one after the other, and the shared expert's, `shift` earlier than behind
+    them."""
     gate_up, down = overlap.ROUTED_KERNELS
     return [
         event("mixer", start, 20),
@@ -198,7 +207,9 @@ def test_what_runs_beside_the_routed_experts_is_found(shift: float, expected: di
     turns = Turns(choice="on")
     overlap.read_trace(turns, timeline)
     assert turns.beside_us == expected
-    assert sorted(kernel.name for kernel in turns.layer) == sorted(["mixer", "mixer", *overlap.ROUTED_KERNELS, "shared"])
+    assert sorted(kernel.name for kernel in turns.layer) == sorted(
+        ["mixer", "mixer", *overlap.ROUTED_KERNELS, "shared"]
+    )
 
 
 # Blocks
@@ -223,24 +234,38 @@ def test_blocks_are_held_against_float32(config: TextConfig, monkeypatch: pytest
 
 
 def test_only_what_the_small_model_lacks_is_checked_by_blocks() -> None:
-    assert {name for name, config in CONFIGS.items() if wants_block_checks(config)} == {"27B-FP8", "35B-A3B", "35B-A3B-FP8"}
+    assert {name for name, config in CONFIGS.items() if wants_block_checks(config)} == {
+        "27B-FP8",
+        "35B-A3B",
+        "35B-A3B-FP8",
+    }
 
 
 # Report and command
 
 
 def test_experts_and_overlap_have_tables_of_their_own() -> None:
-    kernels = [trace.Kernel(name="a", start=1.0, duration=2.0), trace.Kernel(name="b", start=2.0, duration=2.0, stream=8)]
+    kernels = [
+        trace.Kernel(name="a", start=1.0, duration=2.0),
+        trace.Kernel(name="b", start=2.0, duration=2.0, stream=8),
+    ]
     off = Turns(choice="off", turns_ms=[5.0, 5.0])
     on = Turns(choice="on", turns_ms=[4.0, 4.0], beside_us={"shared": 120.0, "b": 3.0}, layer=kernels)
-    result = Result(case=case(), overlap=[off, on], experts=TouchedExperts(trunk=Spread(mean=30.5, least=20, most=32), draft=None))
+    result = Result(
+        case=case(), overlap=[off, on], experts=TouchedExperts(trunk=Spread(mean=30.5, least=20, most=32), draft=None)
+    )
     result.floor_bytes = StepBytes(weights=10**9, experts=4 * 10**9, head=10**9, mtp=0, draft_head=10**6, state=0, kv=0)
     plain = Result(case=case(batch=8))
-    report = Report(machine="m", command="c", checks=["x"], bandwidth=Bandwidth(copy=3e12, read=1e12), results=[plain, result])
+    report = Report(
+        machine="m", command="c", checks=["x"], bandwidth=Bandwidth(copy=3e12, read=1e12), results=[plain, result]
+    )
     lines = report.markdown().splitlines()
     for header, expected in (
         (EXPERTS_HEADER, ["| 30.5 (20 to 32) | – | 4,000 | 1,000 | 1,000 | 1 | 0 |"]),
-        (OVERLAP_HEADER, ["| off | 5.000 | – | – | – | – |", "| on | 4.000 | 20.0 % | 2 of 2 | 123 | shared 120, b 3 |"]),
+        (
+            OVERLAP_HEADER,
+            ["| off | 5.000 | – | – | – | – |", "| on | 4.000 | 20.0 % | 2 of 2 | 123 | shared 120, b 3 |"],
+        ),
     ):
         rows = lines[lines.index(header) + 2 :]
         for row, cells in zip(rows, expected, strict=False):
@@ -259,7 +284,23 @@ def test_a_mixture_is_measured_with_its_experts_and_its_overlap(
     monkeypatch.setattr(decode_checks, "NUM_STEPS", 2)
     monkeypatch.setattr(decode, "measure_bandwidth", lambda device: Bandwidth(copy=2e9, read=1e9))
     monkeypatch.setattr(overlap, "ROUNDS", 1)
-    flags = ["--device", "cpu", "--models", "toy", "--batch", "1", "--k", "2", "--context", "65", "--steps", "3", "--overlap", "off", "on"]
+    flags = [
+        "--device",
+        "cpu",
+        "--models",
+        "toy",
+        "--batch",
+        "1",
+        "--k",
+        "2",
+        "--context",
+        "65",
+        "--steps",
+        "3",
+        "--overlap",
+        "off",
+        "on",
+    ]
     monkeypatch.setattr("sys.argv", ["decode", *flags, "--json", str(tmp_path / "figures.json")])
     assert decode.main() == 0
     printed = capsys.readouterr().out
@@ -271,7 +312,9 @@ def test_a_mixture_is_measured_with_its_experts_and_its_overlap(
     assert [(turns["choice"], len(turns["turns_ms"])) for turns in result["overlap"]] == [("off", 1), ("on", 1)]
 
 
-def test_a_model_that_is_too_large_stays_in_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_is_too_large_stays_in_the_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(decode, "CONFIGS", {"toy": MOE})
     monkeypatch.setattr(decode, "check_small_model", lambda device: "nothing")
     monkeypatch.setattr(decode, "measure_bandwidth", lambda device: Bandwidth(copy=2e9, read=1e9))

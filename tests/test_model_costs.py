@@ -1,4 +1,5 @@
-"""What runs without a model cost in time: tables that pass through what was measured, and a device that does one step after the other."""
+"""What runs without a model cost in time: tables that pass through what was measured, and a device that does one step
+after the other."""
 
 from __future__ import annotations
 
@@ -66,7 +67,9 @@ class Recorder:
 
     def collect(self, ticket: StepPlan) -> StepOutcome:
         slots = [
-            SlotOutcome(slot=slot, emitted=[1], num_drafted=3, num_accepted=0, stop=0, length=500, checkpoints=((0, 0), (0, 0)))
+            SlotOutcome(
+                slot=slot, emitted=[1], num_drafted=3, num_accepted=0, stop=0, length=500, checkpoints=((0, 0), (0, 0))
+            )
             for slot in ticket.decode_slots
         ]
         return StepOutcome(slots=slots)
@@ -92,7 +95,10 @@ def join(slot: int) -> SlotJoin:
 def test_a_step_begins_when_the_one_before_has_ended_and_the_clock_follows_the_host() -> None:
     clock = VirtualClock()
     device = TimedExecutor(Recorder(), costs=dataclasses.replace(COSTS, context_seconds=0.0), clock=clock)
-    first, second = device.launch(StepPlan(joins=[join(0), join(1)], decode_slots=[0])), device.launch(StepPlan(decode_slots=[0, 1]))
+    first, second = (
+        device.launch(StepPlan(joins=[join(0), join(1)], decode_slots=[0])),
+        device.launch(StepPlan(decode_slots=[0, 1])),
+    )
     assert clock.now == 0.0, "launching takes no time"
     outcome = device.collect(first)
     assert (clock.now, outcome.decode_seconds, outcome.prefill_seconds) == (0.004, 0.004, 0.0)
@@ -112,7 +118,15 @@ def test_windows_that_ride_save_their_weights() -> None:
     for num_slots in (8, 64):
         clock = VirtualClock()
         device = TimedExecutor(Recorder(), costs=costs, clock=clock)
-        chunk = ChunkPlan(request_id="p", token_ids=array("i", range(800)), start=0, read_row=0, state_writes=(), page_ids=[], next_token=None)
+        chunk = ChunkPlan(
+            request_id="p",
+            token_ids=array("i", range(800)),
+            start=0,
+            read_row=0,
+            state_writes=(),
+            page_ids=[],
+            next_token=None,
+        )
         slots = list(range(num_slots))
         plan = StepPlan(joins=[join(slot) for slot in slots], chunks=[chunk], decode_slots=slots, num_drafted=3)
         outcome = device.collect(device.launch(plan))
@@ -155,6 +169,8 @@ def test_samples_become_constants_that_reproduce_them(tmp_path: Path, monkeypatc
 
 def test_the_arithmetic_of_the_profile_of_agents() -> None:
     """Its prompts one after the other, and 480 full steps."""
-    flat = dataclasses.replace(COSTS, passes=((1, 1e-5), (2, 2e-5)), pair_seconds=0.0, chunk_sizes=(), context_seconds=0.0, join_seconds=0.0)
+    flat = dataclasses.replace(
+        COSTS, passes=((1, 1e-5), (2, 2e-5)), pair_seconds=0.0, chunk_sizes=(), context_seconds=0.0, join_seconds=0.0
+    )
     prompts = (4096 + 4 * 12_288 + 4 * 8 * 800) * 1e-5
     assert agents.arithmetic(flat, 4) == pytest.approx(prompts + 480 * 0.005, rel=1e-6)

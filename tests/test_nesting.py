@@ -20,7 +20,9 @@ def nested(levels: int, leaf: Any) -> Any:
     return value
 
 
-@pytest.mark.parametrize(("levels", "leaf", "is_too"), [(0, 1, False), (DEEPEST, "[", False), (DEEPEST, [], True), (DEEPEST + 1, None, True)])
+@pytest.mark.parametrize(
+    ("levels", "leaf", "is_too"), [(0, 1, False), (DEEPEST, "[", False), (DEEPEST, [], True), (DEEPEST + 1, None, True)]
+)
 def test_levels_are_counted_whatever_stands_beside_them(levels: int, leaf: Any, is_too: bool) -> None:
     assert is_too_deep(nested(levels, leaf)) == is_too
 

@@ -1,4 +1,5 @@
-"""A newcomer beside busy sessions that fill the memory, live on the bundled model. Its wait is counted in turns of others, not in seconds."""
+"""A newcomer beside busy sessions that fill the memory, live on the bundled model. Its wait is counted in turns of
+others, not in seconds."""
 
 from __future__ import annotations
 
@@ -47,7 +48,10 @@ class Fleet:
 
     async def ask(self, request_id: str, session_id: str | None, prompt: list[int]) -> list[int]:
         asked = Submit(
-            request_id=request_id, prompt_ids=prompt, session_id=session_id, sampling=SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+            request_id=request_id,
+            prompt_ids=prompt,
+            session_id=session_id,
+            sampling=SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
         )
         answer: list[int] = []
         async for event in self._engine.stream(asked):
@@ -65,7 +69,12 @@ class Fleet:
     async def turns_ahead(self, session_id: str | None, prompt: list[int]) -> int:
         """Turns of others that begin before the first token of a newcomer."""
         before = self.num_begun
-        asked = Submit(request_id="new", prompt_ids=prompt, session_id=session_id, sampling=SamplingParams(temperature=0.0, max_tokens=1))
+        asked = Submit(
+            request_id="new",
+            prompt_ids=prompt,
+            session_id=session_id,
+            sampling=SamplingParams(temperature=0.0, max_tokens=1),
+        )
         async for _ in self._engine.stream(asked):
             return self.num_begun - before
         raise AssertionError("no first token")
@@ -79,7 +88,9 @@ async def busy_engine(seed: int, num_sessions_begun: int) -> AsyncIterator[Fleet
         tasks = [asyncio.create_task(fleet.work(f"s{number}")) for number in range(NUM_BUSY)]
         try:
             async with fleet.moved:
-                await fleet.moved.wait_for(lambda: fleet.num_begun >= WARM_TURNS and len(fleet.begun) >= num_sessions_begun)
+                await fleet.moved.wait_for(
+                    lambda: fleet.num_begun >= WARM_TURNS and len(fleet.begun) >= num_sessions_begun
+                )
             yield fleet
         finally:
             for task in tasks:
@@ -90,8 +101,8 @@ async def busy_engine(seed: int, num_sessions_begun: int) -> AsyncIterator[Fleet
 
 
 def turns_ahead(session_id: str | None, num_tokens: int, *, num_sessions_begun: int = 1) -> tuple[int, int]:
-    """Turns of others that begin before a newcomer's first token, and busy sessions that are newcomers themselves when it
-    comes."""
+    """Turns of others that begin before a newcomer's first token, and busy sessions that are newcomers themselves when
+    it comes."""
 
     async def main() -> tuple[int, int]:
         async with busy_engine(1, num_sessions_begun) as fleet:
@@ -104,7 +115,8 @@ def turns_ahead(session_id: str | None, num_tokens: int, *, num_sessions_begun: 
 
 
 def test_a_request_without_a_session_waits_for_a_bounded_number_of_turns() -> None:
-    """Finding 5 of issue 18. By order of arrival alone, it has no first token as long as the sessions before it go on."""
+    """Finding 5 of issue 18. By order of arrival alone, it has no first token as long as the sessions before it go
+    on."""
     ahead, _ = turns_ahead(None, 20)
     assert ahead <= MOST_TURNS_AHEAD, f"seed 1: {ahead} turns of others began"
 
@@ -118,4 +130,6 @@ def test_a_new_session_waits_for_a_bounded_number_of_turns() -> None:
 
 def test_a_new_session_behind_a_crowd_waits_for_a_bounded_number_of_turns_for_each() -> None:
     ahead, newcomers = turns_ahead("new", PROMPT_TOKENS)
-    assert ahead <= (2 + newcomers) * PAUSE_TURNS, f"seed 1: {ahead} turns of others began, {newcomers} newcomers before it"
+    assert ahead <= (2 + newcomers) * PAUSE_TURNS, (
+        f"seed 1: {ahead} turns of others began, {newcomers} newcomers before it"
+    )

@@ -1,4 +1,5 @@
-"""`python -m benchmarks.prefill` without its figures: what is counted, cached, computed and measured is what the tables say it is."""
+"""`python -m benchmarks.prefill` without its figures: what is counted, cached, computed and measured is what the tables
+say it is."""
 
 from __future__ import annotations
 
@@ -37,7 +38,15 @@ from benchmarks.prefill_cases import (
 )
 from benchmarks.prefill_checks import check_cached_turns, check_resume_points
 from benchmarks.prefill_engine import Answer, NoFigureError, PromptEngine, Room
-from benchmarks.prefill_floor import Operation, Rates, flops_by_kind, measure_matmul, measure_rates, operations, seconds_of
+from benchmarks.prefill_floor import (
+    Operation,
+    Rates,
+    flops_by_kind,
+    measure_matmul,
+    measure_rates,
+    operations,
+    seconds_of,
+)
 from benchmarks.prefill_peers import compare_kernels
 from benchmarks.prefill_profile import profile_prompt
 from benchmarks.prefill_report import PROMPT_HEADER, Entry, Report
@@ -79,7 +88,9 @@ def test_every_operation_of_a_prompt_is_counted_once() -> None:
     count, start = 800, 50_048
     found = flops_by_kind(operations(config, count=count, start=start, num_drafts=3, draft_vocab=32_768))
     shapes = parameter_shapes(config)
-    trunk = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("model.layers.") and len(shape) == 2)
+    trunk = sum(
+        math.prod(shape) for name, shape in shapes.items() if name.startswith("model.layers.") and len(shape) == 2
+    )
     assert found["linear"] == 2 * count * trunk
     pairs = sum(start + place + 1 for place in range(count))
     assert found["attention"] == 8 * 4 * 16 * 256 * pairs
@@ -91,9 +102,14 @@ def test_every_operation_of_a_prompt_is_counted_once() -> None:
 def test_compulsory_bytes_are_those_of_weights_state_and_keys() -> None:
     config = CONFIGS["4B"]
     ops = operations(config, count=1, start=1_000, num_drafts=0, draft_vocab=32_768)
-    num_bytes = {kind: sum(op.num_bytes for op in ops if op.kind == kind) for kind in ("linear", "attention", "recurrence", "mtp", "first step")}
+    num_bytes = {
+        kind: sum(op.num_bytes for op in ops if op.kind == kind)
+        for kind in ("linear", "attention", "recurrence", "mtp", "first step")
+    }
     shapes = parameter_shapes(config)
-    assert num_bytes["linear"] == 2 * sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("model.layers.") and len(shape) == 2)
+    assert num_bytes["linear"] == 2 * sum(
+        math.prod(shape) for name, shape in shapes.items() if name.startswith("model.layers.") and len(shape) == 2
+    )
     assert num_bytes["attention"] == 8 * 1_001 * 2 * 4 * 256 * 2
     conv_and_hidden = 24 * 3 * 8192 * 2 + 2560 * 2
     assert num_bytes["recurrence"] == 2 * (row_bytes(state_forms(config, torch.bfloat16)) - conv_and_hidden)
@@ -121,10 +137,14 @@ def test_of_a_mixture_each_token_s_experts_compute_and_the_different_ones_are_re
     assert router == 2 * 800 * 2048 * (40 * (256 + 1) + 30 * 2 * 32)  # router, shared gate, b and a
     first = next(op for op in ops if op.kind == "first step")
     plain = next(
-        op for op in operations(CONFIGS["35B-A3B"], count=800, start=0, num_drafts=3, draft_vocab=32_768, fp8_drafts=True) if op.kind == "first step"
+        op
+        for op in operations(CONFIGS["35B-A3B"], count=800, start=0, num_drafts=3, draft_vocab=32_768, fp8_drafts=True)
+        if op.kind == "first step"
     )
     head_bytes = 3 * 32_768 * 2048
-    assert first.num_bytes - plain.num_bytes == pytest.approx(head_bytes, rel=1e-3)  # the draft head alone: the MTP layer is in 8 bits in both
+    assert first.num_bytes - plain.num_bytes == pytest.approx(
+        head_bytes, rel=1e-3
+    )  # the draft head alone: the MTP layer is in 8 bits in both
 
 
 def test_products_in_8_bits_have_their_own_rate() -> None:
@@ -137,7 +157,10 @@ def test_products_in_8_bits_have_their_own_rate() -> None:
 
 
 def test_the_floor_is_the_longer_of_arithmetic_and_memory_operation_by_operation() -> None:
-    ops = [Operation(kind="linear", flops=500e12, num_bytes=1e12), Operation(kind="attention", flops=100e12, num_bytes=1e12)]
+    ops = [
+        Operation(kind="linear", flops=500e12, num_bytes=1e12),
+        Operation(kind="attention", flops=100e12, num_bytes=1e12),
+    ]
     assert seconds_of(ops, RATES) == pytest.approx(1.0 + 0.5)
 
 
@@ -283,7 +306,9 @@ def swap_rows(tensor: Tensor) -> None:
 
 @pytest.mark.usefixtures("short_points")
 @pytest.mark.parametrize("spoil", [zero_states, swap_rows])
-def test_a_resume_from_a_wrong_state_fails_the_check(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Tensor], None]) -> None:
+def test_a_resume_from_a_wrong_state_fails_the_check(
+    monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Tensor], None]
+) -> None:
     run = PrefilledModel.prefill
 
     def spoiled(self: PrefilledModel, batch: PrefillBatch) -> Tensor:
@@ -305,9 +330,14 @@ def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_alone_are_compared() -> None:
-    """There is nobody to compare with here but torch; float32 shapes are too small for anything but the table's form."""
+    """There is nobody to compare with here but torch; float32 shapes are too small for anything but the table's
+    form."""
     lines = compare_kernels("toy", TOY, CPU, spans=((70, 64), (100, 0))).splitlines()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith(("| attention", "| recurrence"))]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in lines
+        if line.startswith(("| attention", "| recurrence"))
+    ]
     assert [row[:4] for row in rows if row[3] in ("agentspec", "torch")] == [
         ["attention", "70", "64", "agentspec"],
         ["attention", "70", "64", "torch"],
@@ -321,7 +351,13 @@ def test_kernels_alone_are_compared() -> None:
 
 def test_the_report_says_what_is_missing_and_why() -> None:
     case = PromptCase(count=800, context=50_048)
-    prompts = PromptFigures(case=case, seconds=[0.03, 0.02, 0.04], flops={"linear": 6e12, "attention": 3e12}, arithmetic_s=0.018, floor_s=0.015)
+    prompts = PromptFigures(
+        case=case,
+        seconds=[0.03, 0.02, 0.04],
+        flops={"linear": 6e12, "attention": 3e12},
+        arithmetic_s=0.018,
+        floor_s=0.015,
+    )
     paced = PaceFigures(case=PaceCase(context=64), idle_s=[0.010] * 50, busy_s=[0.015] * 50, prompt_s=2.0)
     entries = [
         Entry(model="4B", what=str(case), figures=prompts),
@@ -348,15 +384,34 @@ def test_the_default_run_holds_the_issue_s_targets(monkeypatch: pytest.MonkeyPat
         cases = chosen_cases(options, size)
         assert {PromptCase(count=8_192), PromptCase(count=32_768), PromptCase(count=800, context=50_048)} <= set(cases)
     of_4b = chosen_cases(options, "4B")
-    assert {PromptCase(count=890, context=16_384), PromptCase(count=890, context=25_600), PromptCase(count=2_048), SessionCase()} <= set(of_4b)
+    assert {
+        PromptCase(count=890, context=16_384),
+        PromptCase(count=890, context=25_600),
+        PromptCase(count=2_048),
+        SessionCase(),
+    } <= set(of_4b)
     assert any(isinstance(case, PaceCase) and case.streams == 8 for case in of_4b)
 
 
 @pytest.mark.usefixtures("short_points", "known_rates")
-def test_the_command_measures_what_its_flags_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_measures_what_its_flags_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(prefill, "CONFIGS", {"toy": TOY})
     monkeypatch.setattr(prefill, "check_cached_turns", lambda device: "nothing")
-    flags = ["--device", "cpu", "--models", "toy", "--prompts", "100", "60@128", "--repeats", "2", "--json", str(tmp_path / "figures.json")]
+    flags = [
+        "--device",
+        "cpu",
+        "--models",
+        "toy",
+        "--prompts",
+        "100",
+        "60@128",
+        "--repeats",
+        "2",
+        "--json",
+        str(tmp_path / "figures.json"),
+    ]
     monkeypatch.setattr("sys.argv", ["prefill", *flags])
     assert prefill.main() == 0
     printed = capsys.readouterr().out.partition("Synthetic")[2]
@@ -368,10 +423,14 @@ def test_the_command_measures_what_its_flags_name(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("short_points", "known_rates")
-def test_a_mixture_in_8_bits_is_checked_by_blocks_and_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mixture_in_8_bits_is_checked_by_blocks_and_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(prefill, "CONFIGS", {"toy": replace(MOE, quantization=CONFIGS["27B-FP8"].quantization)})
     monkeypatch.setattr(prefill, "check_cached_turns", lambda device: "nothing")
-    monkeypatch.setattr("sys.argv", ["prefill", "--device", "cpu", "--models", "toy", "--prompts", "100", "--repeats", "1"])
+    monkeypatch.setattr(
+        "sys.argv", ["prefill", "--device", "cpu", "--models", "toy", "--prompts", "100", "--repeats", "1"]
+    )
     assert prefill.main() == 0
     printed = capsys.readouterr().out
     assert "blocks are as in float32" in printed
@@ -380,7 +439,9 @@ def test_a_mixture_in_8_bits_is_checked_by_blocks_and_measured(monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("known_rates")
-def test_a_model_that_is_too_large_stays_in_the_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_is_too_large_stays_in_the_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(prefill, "check_cached_turns", lambda device: "nothing")
     monkeypatch.setattr(prefill, "missing_for_weights", lambda *arguments, **options: 2 * 2**30)
     monkeypatch.setattr("sys.argv", ["prefill", "--device", "cpu", "--models", "35B-A3B", "--parts", "fresh"])
@@ -398,11 +459,16 @@ def test_every_part_has_its_table(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr(prefill, "CONFIGS", {"toy": TOY})
     monkeypatch.setattr(prefill, "CASES", cases)
     monkeypatch.setattr(prefill, "check_cached_turns", lambda device: "nothing")
-    monkeypatch.setattr("sys.argv", ["prefill", "--device", "cpu", "--models", "toy", "--parts", *cases, "--repeats", "1"])
+    monkeypatch.setattr(
+        "sys.argv", ["prefill", "--device", "cpu", "--models", "toy", "--parts", *cases, "--repeats", "1"]
+    )
     assert prefill.main() == 0
     printed = capsys.readouterr().out.partition("Synthetic")[2].splitlines()
     headers = [index for index, line in enumerate(printed) if line.startswith("| model")]
-    rows = [[line for line in printed[begin:end] if line.startswith("| toy")] for begin, end in zip(headers, [*headers[1:], None], strict=True)]
+    rows = [
+        [line for line in printed[begin:end] if line.startswith("| toy")]
+        for begin, end in zip(headers, [*headers[1:], None], strict=True)
+    ]
     assert [len(part) for part in rows] == [1, 4, 1]
     for header, part in zip(headers, rows, strict=True):
         assert {row.count("|") for row in part} == {printed[header].count("|")}
@@ -416,7 +482,10 @@ def test_a_profile_is_that_of_one_prompt(model: PrefilledModel, monkeypatch: pyt
     def record(step: Callable[[], object], num_steps: int) -> Timeline:
         asked.append(num_steps)
         step()
-        return Timeline(kernels=[Kernel(name="a", start=0.0, duration=40.0), Kernel(name="b", start=50.0, duration=10.0)], num_steps=num_steps)
+        return Timeline(
+            kernels=[Kernel(name="a", start=0.0, duration=40.0), Kernel(name="b", start=50.0, duration=10.0)],
+            num_steps=num_steps,
+        )
 
     monkeypatch.setattr(trace, "record", record)
     text = profile_prompt(PromptEngine(model, CPU, SMALL, overlap=False), PromptCase(count=70, context=128))
@@ -426,9 +495,13 @@ def test_a_profile_is_that_of_one_prompt(model: PrefilledModel, monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("known_rates")
-def test_what_the_time_does_not_reach_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_time_does_not_reach_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(prefill, "check_cached_turns", lambda device: "nothing")
-    monkeypatch.setattr("sys.argv", ["prefill", "--device", "cpu", "--models", "4B", "--parts", "zero", "--max-seconds", "0"])
+    monkeypatch.setattr(
+        "sys.argv", ["prefill", "--device", "cpu", "--models", "4B", "--parts", "zero", "--max-seconds", "0"]
+    )
     assert prefill.main() == 0
     assert capsys.readouterr().out.count("the time was up") == 4
 
@@ -446,5 +519,7 @@ def test_one_part_without_figures_leaves_the_others(model: PrefilledModel, monke
 
     monkeypatch.setattr(prefill, "time_prompts", some)
     report = Report(machine="m", command="c", checks=[], rates=RATES)
-    Run(report, CPU, repeats=1, deadline=math.inf, save=lambda report: None).measure("toy", [PromptCase(count=11), PromptCase(count=12)])
+    Run(report, CPU, repeats=1, deadline=math.inf, save=lambda report: None).measure(
+        "toy", [PromptCase(count=11), PromptCase(count=12)]
+    )
     assert [(entry.figures is None, entry.note) for entry in report.entries] == [(True, "for a reason"), (False, "")]

@@ -1,4 +1,5 @@
-"""`agentspec quantize`: the written checkpoint stands for exactly the rounded weights, is read so by others too, and appears whole or not at all."""
+"""`agentspec quantize`: the written checkpoint stands for exactly the rounded weights, is read so by others too, and
+appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def tensors_of(directory: Path) -> dict[str, Tensor]:
 
 
 def rounded(name: str, weight: Tensor) -> Tensor:
-    """What a parameter becomes: parts of experts, which are tensors of their own in the official form, don't share blocks."""
+    """What a parameter becomes: parts of experts, which are tensors of their own in the official form, don't share
+    blocks."""
     if not name.endswith("experts.gate_up_proj"):
         return quantize_blocks(weight).dequantize()
     return torch.cat([quantize_blocks(part).dequantize() for part in weight.chunk(2, 1)], 1)
@@ -61,7 +63,9 @@ def rounded(name: str, weight: Tensor) -> Tensor:
         ("next", {"dtype": torch.bfloat16}),
     ],
 )
-def test_the_quantised_checkpoint_loads_to_the_rounded_weights(family: Family, options: dict[str, Any], tmp_path: Path) -> None:
+def test_the_quantised_checkpoint_loads_to_the_rounded_weights(
+    family: Family, options: dict[str, Any], tmp_path: Path
+) -> None:
     source = write_checkpoint(tmp_path / "full", family, **{"num_hidden_layers": 4} | options)
     before, after = load(source), load(quantized(source))
     assert before.keys() == after.keys()
@@ -87,7 +91,12 @@ def test_the_form_is_the_official_one(tmp_path: Path) -> None:
     kept = {name for name in after if not name.endswith("_scale_inv") and f"{name}_scale_inv" not in after}
     for part in ("in_proj_a.weight", "in_proj_b.weight", "conv1d.weight", "A_log", "dt_bias", "norm.weight"):
         assert f"{prefix}linear_attn.{part}" in kept
-    assert {"lm_head.weight", "mtp.fc.weight", f"{prefix}mlp.gate.weight", f"{prefix}mlp.shared_expert_gate.weight"} <= kept
+    assert {
+        "lm_head.weight",
+        "mtp.fc.weight",
+        f"{prefix}mlp.gate.weight",
+        f"{prefix}mlp.shared_expert_gate.weight",
+    } <= kept
     assert "model.visual.blocks.1.attn.qkv.weight" in kept
 
 
@@ -98,9 +107,20 @@ def test_the_config_lists_what_is_plain_by_its_path_in_the_checkpoint(tmp_path: 
     quantization = written.pop("quantization_config")
     assert written == raw
     listed = set(quantization.pop("modules_to_not_convert"))
-    assert quantization == {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    assert quantization == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
     prefix = "model.language_model.layers.0."
-    assert {"lm_head", "mtp.fc", f"{prefix}mlp.gate", f"{prefix}linear_attn.in_proj_a", "model.visual.merger.linear_fc1"} <= listed
+    assert {
+        "lm_head",
+        "mtp.fc",
+        f"{prefix}mlp.gate",
+        f"{prefix}linear_attn.in_proj_a",
+        "model.visual.merger.linear_fc1",
+    } <= listed
     assert f"{prefix}linear_attn" not in listed
     assert not [name for name in listed if name.endswith(("q_proj", "up_proj", "in_proj_qkv", "out_proj"))]
 
@@ -115,7 +135,9 @@ def test_other_files_come_along_and_other_weights_dont(tmp_path: Path) -> None:
         "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
     ]  # fmt: skip
     assert (destination / "tokenizer.json").read_text() == "tokenizer.json's text"
-    assert len({path.stat().st_mode for path in destination.iterdir()}) == 1, "others may read the weights where they may read the config"
+    assert len({path.stat().st_mode for path in destination.iterdir()}) == 1, (
+        "others may read the weights where they may read the config"
+    )
 
 
 def test_shards_close_before_they_are_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +189,9 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("defect", ["missing tensor", "in 8 bits already", "no parent"])
-def test_what_cannot_be_quantised_is_refused_by_name(defect: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_quantised_is_refused_by_name(
+    defect: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, destination = write_checkpoint(tmp_path / "full", "dense", num_hidden_layers=4), tmp_path / "out"
     if defect == "missing tensor":
         rewrite(source, lambda tensors: tensors.pop("mtp.fc.weight"))
@@ -177,19 +201,26 @@ def test_what_cannot_be_quantised_is_refused_by_name(defect: str, tmp_path: Path
         destination = tmp_path / "nowhere" / "out"
     assert cli.main(["quantize", str(source), str(destination)]) == cli.USER_ERROR
     said = capsys.readouterr().err
-    assert {"missing tensor": "missing tensors: mtp.fc.weight", "in 8 bits already": "is in 8 bits already", "no parent": "nowhere: no such"}[
-        defect
-    ] in said
+    assert {
+        "missing tensor": "missing tensors: mtp.fc.weight",
+        "in 8 bits already": "is in 8 bits already",
+        "no parent": "nowhere: no such",
+    }[defect] in said
     assert not destination.exists()
 
 
 @pytest.mark.parametrize("family", ["dense", "moe"])
 def test_transformers_reads_the_same_logits(family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU it expands such a checkpoint while it loads. Blocks of its own reckoning fit ours where sizes are whole blocks, or one."""
+    """Without a GPU it expands such a checkpoint while it loads. Blocks of its own reckoning fit ours where sizes are
+    whole blocks, or one."""
     transformers = pytest.importorskip("transformers")
     quantizer = pytest.importorskip("transformers.quantizers.quantizer_finegrained_fp8")
-    monkeypatch.setattr(quantizer, "is_accelerate_available", lambda: True)  # wanted for placing models on devices, which isn't done here
-    source = write_checkpoint(tmp_path / "full", family, namespace="flat", num_hidden_layers=4, linear_num_value_heads=4, mtp=False)
+    monkeypatch.setattr(
+        quantizer, "is_accelerate_available", lambda: True
+    )  # wanted for placing models on devices, which isn't done here
+    source = write_checkpoint(
+        tmp_path / "full", family, namespace="flat", num_hidden_layers=4, linear_num_value_heads=4, mtp=False
+    )
     directory = quantized(source)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     token_ids = torch.arange(3, 60)
@@ -200,16 +231,30 @@ def test_transformers_reads_the_same_logits(family: Family, tmp_path: Path, monk
     real = model.spec.num_real_tokens
     torch.testing.assert_close(got[:, :real], want[:, :real], rtol=1e-4, atol=1e-4)
     full = load_model(source, device=CPU, dtype=torch.float32)
-    assert not torch.allclose(full.logits(Driver(full).prefill(token_ids.tolist()))[:, :real], want[:, :real], rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(
+        full.logits(Driver(full).prefill(token_ids.tolist()))[:, :real], want[:, :real], rtol=1e-3, atol=1e-3
+    )
 
 
-def test_the_bundled_model_is_named_like_everywhere_and_still_calls_tools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bundled_model_is_named_like_everywhere_and_still_calls_tools(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = tmp_path / "tiny"
     assert cli.main(["quantize", bundled.NAME, str(directory)]) == 0
     assert "22.0 MB before" in capsys.readouterr().out
     assert (directory / "tokenizer.json").read_bytes() == (bundled.DIRECTORY / "tokenizer.json").read_bytes()
     workload = Path(__file__).parent.parent / "workloads" / "agentic.jsonl"
-    flags = ["--sessions", "1", "--max-turns", "1", "--device", "cpu", "--quiet", "--json", str(tmp_path / "report.json")]
+    flags = [
+        "--sessions",
+        "1",
+        "--max-turns",
+        "1",
+        "--device",
+        "cpu",
+        "--quiet",
+        "--json",
+        str(tmp_path / "report.json"),
+    ]
     assert cli.main(["replay", str(workload), "--model", str(directory), *flags]) == 0
     live = json.loads((tmp_path / "report.json").read_text())["live"]
     assert live["valid_calls"] == live["calls"] > 0

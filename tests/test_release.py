@@ -24,7 +24,9 @@ def test_the_newest_entry_of_the_changelog_is_this_version() -> None:
     found = [re.fullmatch(r"(\d+\.\d+\.\d+) \((\d{4}-\d\d-\d\d)\)", heading) for heading in released]
     assert None not in found, f"a heading is `X.Y.Z (YYYY-MM-DD)`: {released}"
     versions = [Version(match[1]) for match in found if match]
-    assert str(versions[0]) == VERSION, "pyproject.toml and CHANGELOG.md name different versions: docs/release.md says how they change"
+    assert str(versions[0]) == VERSION, (
+        "pyproject.toml and CHANGELOG.md name different versions: docs/release.md says how they change"
+    )
     assert versions == sorted(versions, reverse=True)
     for match in found:
         assert match is not None

@@ -1,6 +1,8 @@
-"""An engine in its own process, with real processes: it says what an engine in this process says, and no way out leaves anything behind.
+"""An engine in its own process, with real processes: it says what an engine in this process says, and no way out leaves
+anything behind.
 
-`in_engine` puts code into the engine's process before it loads, for what no request can bring about: a step that dies, a load that never ends.
+`in_engine` puts code into the engine's process before it loads, for what no request can bring about: a step that dies,
+a load that never ends.
 """
 
 from __future__ import annotations
@@ -73,7 +75,11 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 
 def submit(name: str, length: int = 20, *, sampling: SamplingParams | None = None) -> Submit:
     ids = [(7 * index + len(name)) % 1000 for index in range(length)]
-    return Submit(request_id=name, prompt_ids=ids, sampling=sampling or SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
+    return Submit(
+        request_id=name,
+        prompt_ids=ids,
+        sampling=sampling or SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
+    )
 
 
 def stream(engine: RemoteEngine, asked: Submit) -> AsyncGenerator[Event, None]:
@@ -126,12 +132,17 @@ def test_it_says_what_an_engine_in_this_process_says(shared: Shared) -> None:
         before = await engine.stats()
         heard = await asyncio.gather(*(read(engine, one) for one in asked))
         assert [ids for ids, _ in heard] == [ids for ids, _ in expected]
-        assert [(end.reason, end.usage.prompt_tokens) for _, end in heard] == [(FinishReason.LENGTH, len(one.prompt_ids)) for one in asked]
+        assert [(end.reason, end.usage.prompt_tokens) for _, end in heard] == [
+            (FinishReason.LENGTH, len(one.prompt_ids)) for one in asked
+        ]
         after = await engine.stats()
         assert (after["model"], after["running"], after["waiting"]) == ("tiny-agent", 0, 0)
         assert after["engine"]["requests"] - before["engine"]["requests"] == 6
         assert engine.setup.device == "cpu"
-        assert engine.setup.num_pages * engine.setup.page_bytes + engine.setup.num_rows * engine.setup.row_bytes <= 0.2 * 2**30
+        assert (
+            engine.setup.num_pages * engine.setup.page_bytes + engine.setup.num_rows * engine.setup.row_bytes
+            <= 0.2 * 2**30
+        )
 
     shared(main)
 
@@ -172,7 +183,11 @@ def test_a_refusal_half_way_keeps_its_field(shared: Shared) -> None:
     async def main(engine: RemoteEngine) -> None:
         asked = Submit(request_id="dead", prompt_ids=[5, 6, 7], grammar=grammar)
         ids, end = await read(engine, asked)
-        assert (end.reason, end.refused, end.usage.completion_tokens) == (FinishReason.ERROR, "grammar.source", len(ids))
+        assert (end.reason, end.refused, end.usage.completion_tokens) == (
+            FinishReason.ERROR,
+            "grammar.source",
+            len(ids),
+        )
         error = end.refusal(asked)
         assert error is not None
         assert (error.field, error.value) == ("grammar.source", grammar.source)
@@ -250,7 +265,9 @@ def test_the_death_of_the_process_ends_every_stream_once(caplog: pytest.LogCaptu
     assert "killed by SIGKILL" in caplog.text
 
 
-def test_the_death_of_the_engine_inside_ends_the_process_too(in_engine: InEngine, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_death_of_the_engine_inside_ends_the_process_too(
+    in_engine: InEngine, caplog: pytest.LogCaptureFixture
+) -> None:
     in_engine("""
 from agentspec.runtime.step_loop import StepLoop
 steps, run_once = [], StepLoop.run_once
@@ -265,7 +282,9 @@ StepLoop.run_once = dying
     async def main() -> None:
         async with await RemoteEngine.start(CONFIG) as engine:
             heard = await asyncio.gather(*(read(engine, submit(name, sampling=ENDLESS)) for name in ("a", "b")))
-            assert [(end.reason, end.error) for _, end in heard] == [(FinishReason.ERROR, "ValueError: the step failed")] * 2
+            assert [(end.reason, end.error) for _, end in heard] == [
+                (FinishReason.ERROR, "ValueError: the step failed")
+            ] * 2
             await engine._lost.wait()
             assert not engine.alive
             with pytest.raises(EngineClosedError, match="ValueError: the step failed"):
@@ -287,7 +306,9 @@ def test_close_ends_what_runs() -> None:
         assert is_gone(engine)
         assert engine._process.returncode == 0
         for one in streams[:3]:
-            assert [event.reason for event in [event async for event in one] if isinstance(event, FinishEvent)] == [FinishReason.ABORT]
+            assert [event.reason for event in [event async for event in one] if isinstance(event, FinishEvent)] == [
+                FinishReason.ABORT
+            ]
         assert (await waiting)[1].reason is FinishReason.ABORT
         with pytest.raises(EngineClosedError, match="closed"):
             await anext(streams[3])
@@ -337,7 +358,9 @@ def test_a_context_beyond_the_model() -> None:
 
 
 def test_a_process_that_dies_while_it_loads(in_engine: InEngine) -> None:
-    in_engine("import agentspec.engine.assembly, os\nagentspec.engine.assembly.assemble = lambda config, progress, **keywords: os._exit(3)")
+    in_engine(
+        "import agentspec.engine.assembly, os\nagentspec.engine.assembly.assemble = lambda config, progress, **keywords: os._exit(3)"
+    )
 
     async def main() -> None:
         with pytest.raises(AgentspecError, match=r"before its model was loaded \(exit status 3\)"):
@@ -474,7 +497,9 @@ def children(pid: int) -> list[int]:
 
 
 def grammar_workers(engine: RemoteEngine) -> list[int]:
-    return [pid for pid in children(engine._process.pid) if b"grammar.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [
+        pid for pid in children(engine._process.pid) if b"grammar.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
 
 
 def has_ended(pid: int) -> bool:

@@ -1,5 +1,5 @@
-"""Text work in its own process, with real processes: it builds what a builder in this process builds, and nothing that hangs or dies there holds
-anybody else up for longer than a deadline."""
+"""Text work in its own process, with real processes: it builds what a builder in this process builds, and nothing that
+hangs or dies there holds anybody else up for longer than a deadline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,14 @@ import pytest
 from agentspec.engine import bundled
 from agentspec.engine.remote import EngineProcess
 from agentspec.engine.remote_text import RemoteText, pipeline_of, text_process
-from agentspec.errors import CheckpointError, ConfigError, ContextLengthError, OverloadedError, RequestError, TextProcessError
+from agentspec.errors import (
+    CheckpointError,
+    ConfigError,
+    ContextLengthError,
+    OverloadedError,
+    RequestError,
+    TextProcessError,
+)
 from agentspec.fair_queue import Flow
 from agentspec.server.app import create_app
 from agentspec.server.pipeline import TextPipeline
@@ -39,7 +46,11 @@ from tests.text.test_remembered_prompts import DEEDS, Client
 SECONDS = 30.0
 ROOMY = TokenLimit(10**6)
 FOREVER = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-HANGS = "{% if messages[-1].content == 'hang' %}" + FOREVER + "{% endif %}{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}{% endfor %}"
+HANGS = (
+    "{% if messages[-1].content == 'hang' %}"
+    + FOREVER
+    + "{% endif %}{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}{% endfor %}"
+)
 DIES = "import os, agentspec.text.prompt as p; b = p.PromptBuilder.build; p.PromptBuilder.build = "
 """Of code in the process: the beginning of a new `build`."""
 
@@ -63,7 +74,9 @@ def checkpoint(tmp_path: Path, template: str) -> Path:
 
 def with_code(code: str) -> EngineProcess:
     """A text process that runs `code` first."""
-    return EngineProcess(("-c", f"import sys\nfrom agentspec.engine import text_process\n{code}\nsys.exit(text_process.main())", "30"))
+    return EngineProcess(
+        ("-c", f"import sys\nfrom agentspec.engine import text_process\n{code}\nsys.exit(text_process.main())", "30")
+    )
 
 
 @pytest.fixture
@@ -81,7 +94,11 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> list[EngineProcess]:
 
 
 def run(
-    work: Callable[[RemoteText], Coroutine[Any, Any, _T]], directory: Path = bundled.DIRECTORY, *, seconds: float = SECONDS, code: str = ""
+    work: Callable[[RemoteText], Coroutine[Any, Any, _T]],
+    directory: Path = bundled.DIRECTORY,
+    *,
+    seconds: float = SECONDS,
+    code: str = "",
 ) -> _T:
     """What `work` makes of text work that is loaded; it leaves no process behind."""
 
@@ -104,16 +121,29 @@ def facts(prompt: BuiltPrompt) -> tuple[Any, ...]:
     """All of a prompt that its server uses."""
     begun = prompt.begun
     return (
-        *(prompt.prompt_ids, prompt.breakpoints, prompt.marked_end, prompt.reasoning_open, prompt.conversation, prompt.applied, prompt.is_mid_text),
+        *(
+            prompt.prompt_ids,
+            prompt.breakpoints,
+            prompt.marked_end,
+            prompt.reasoning_open,
+            prompt.conversation,
+            prompt.applied,
+            prompt.is_mid_text,
+        ),
         *(prompt.namespace, begun.turn.reasoning, begun.turn.content, begun.token_ids, begun.lead),
     )
 
 
 class Beside:
-    """A builder that asks both, and compares. Its process may be killed at any moment; what it remembered is lost then, here too."""
+    """A builder that asks both, and compares. Its process may be killed at any moment; what it remembered is lost then,
+    here too."""
 
     def __init__(
-        self, remote: RemoteText, make: Callable[[], PromptBuilder], loop: asyncio.AbstractEventLoop, processes: list[EngineProcess]
+        self,
+        remote: RemoteText,
+        make: Callable[[], PromptBuilder],
+        loop: asyncio.AbstractEventLoop,
+        processes: list[EngineProcess],
     ) -> None:
         """make: a builder in this process that remembers nothing yet."""
         self._remote, self._make, self._loop, self._processes = remote, make, loop, processes
@@ -146,7 +176,9 @@ class Beside:
 
     def remember(self, prompt: BuiltPrompt, turn: Any, ids: list[int], *, is_cut: bool) -> None:
         self._local.remember(prompt, turn, ids, is_cut=is_cut)
-        self._loop.call_soon_threadsafe(lambda: self._remote.remember(prompt, turn, ids, is_cut=is_cut, skip_special_tokens=True))
+        self._loop.call_soon_threadsafe(
+            lambda: self._remote.remember(prompt, turn, ids, is_cut=is_cut, skip_special_tokens=True)
+        )
 
     def _call(self, wanted: PromptAsk) -> Any:
         return asyncio.run_coroutine_threadsafe(self._remote.build(wanted, Flow()), self._loop)
@@ -193,7 +225,9 @@ class OtherClient(Client):
 
 
 @pytest.mark.parametrize(("seed", "kill_rate"), [(0, 0.0), (1, 0.0), (2, 0.15), (3, 0.15)])
-def test_prompts_are_those_of_a_builder_in_this_process_across_kills_too(beside: Beside, seed: int, kill_rate: float) -> None:
+def test_prompts_are_those_of_a_builder_in_this_process_across_kills_too(
+    beside: Beside, seed: int, kill_rate: float
+) -> None:
     beside.rng, beside.kill_rate = random.Random(100 + seed), kill_rate
     client = OtherClient(beside, seed)
     try:
@@ -209,7 +243,9 @@ def test_texts_have_the_ids_that_the_tokenizer_gives_them() -> None:
     texts = ["", "a b", "<|im_end|>", "東京 🙂", "word " * 500]
 
     async def work(remote: RemoteText) -> None:
-        assert [list(ids) for ids in await remote.encode(texts, ROOMY, Flow())] == [tokenizer.encode(text) for text in texts]
+        assert [list(ids) for ids in await remote.encode(texts, ROOMY, Flow())] == [
+            tokenizer.encode(text) for text in texts
+        ]
         with pytest.raises(ContextLengthError, match="exceeds the context limit of 100 tokens"):
             await remote.encode(texts, TokenLimit(100), Flow())
         with pytest.raises(RequestError, match="is not valid Unicode"):
@@ -219,7 +255,10 @@ def test_texts_have_the_ids_that_the_tokenizer_gives_them() -> None:
 
 
 def test_numbers_beyond_64_bits_come_to_the_template() -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"maximum": 10**30}}}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"maximum": 10**30}}}},
+    }
 
     async def work(remote: RemoteText) -> BuiltPrompt:
         with pytest.raises(RequestError, match="the chat template refuses"):
@@ -230,7 +269,9 @@ def test_numbers_beyond_64_bits_come_to_the_template() -> None:
     assert facts(run(work)) == facts(expected)
 
 
-def test_a_template_that_hangs_costs_its_request_a_deadline_and_others_their_turn(tmp_path: Path, processes: list[EngineProcess]) -> None:
+def test_a_template_that_hangs_costs_its_request_a_deadline_and_others_their_turn(
+    tmp_path: Path, processes: list[EngineProcess]
+) -> None:
     async def work(remote: RemoteText) -> None:
         jobs = [asyncio.create_task(remote.build(ask(text), Flow(session=text))) for text in ("hang", "a", "b")]
         done = await asyncio.gather(*jobs, return_exceptions=True)
@@ -240,7 +281,9 @@ def test_a_template_that_hangs_costs_its_request_a_deadline_and_others_their_tur
         assert [len(prompt.prompt_ids) > 3 for prompt in done[1:] if isinstance(prompt, BuiltPrompt)] == [True, True]
         assert len(processes) == 2
         large = PromptAsk(messages=[{"role": "user", "content": "x" * 300_000}, *ask("hang").messages], limit=ROOMY)
-        with pytest.raises(RequestError, match=r"^messages='300,.* bytes': took longer") as refused:  # so large a request may be the cause itself
+        with pytest.raises(
+            RequestError, match=r"^messages='300,.* bytes': took longer"
+        ) as refused:  # so large a request may be the cause itself
             await remote.build(large, Flow())
         assert refused.value.field == "messages"
 
@@ -274,7 +317,9 @@ def test_a_process_that_dies_does_its_job_once_more(processes: list[EngineProces
 
 
 @pytest.mark.parametrize("death", ["os.kill(os.getpid(), 9)", "(_ for _ in ()).throw(MemoryError())"])
-def test_a_job_at_which_every_process_dies_is_a_503_and_the_next_one_is_done(death: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_at_which_every_process_dies_is_a_503_and_the_next_one_is_done(
+    death: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code = DIES + f"lambda s, asked: {death} if asked.messages[0]['content'] == 'die' else b(s, asked)"
     monkeypatch.setattr("agentspec.engine.remote_text.text_process", lambda seconds: with_code(code))
 
@@ -328,7 +373,9 @@ def test_closing_ends_what_runs_and_what_waits(tmp_path: Path, processes: list[E
     assert [process.process.poll() for process in processes] == [-signal.SIGKILL]
 
 
-@pytest.mark.parametrize("code", ["", DIES + "lambda *a, **k: any(False for _ in iter(int, 1))"], ids=["idle", "in a job"])
+@pytest.mark.parametrize(
+    "code", ["", DIES + "lambda *a, **k: any(False for _ in iter(int, 1))"], ids=["idle", "in a job"]
+)
 def test_the_process_ends_with_the_other_end_of_its_socket(code: str) -> None:
     """As when the server is killed: in a job that never ends, too."""
 
@@ -356,7 +403,9 @@ def test_the_process_ends_with_the_other_end_of_its_socket(code: str) -> None:
     ("template", "words"),
     [(FOREVER, "chat template did not end within 1 seconds"), ("{% for %}", "not a valid chat template")],
 )
-def test_a_template_that_can_not_be_used_is_refused_at_load(tmp_path: Path, template: str, words: str, processes: list[EngineProcess]) -> None:
+def test_a_template_that_can_not_be_used_is_refused_at_load(
+    tmp_path: Path, template: str, words: str, processes: list[EngineProcess]
+) -> None:
     async def main(load: Callable[[RemoteText], Coroutine[Any, Any, Any]]) -> None:
         remote = RemoteText(text_process(1), 1)
         try:
@@ -403,7 +452,10 @@ def test_checkpoints_without_template_or_tokenizer(tmp_path: Path) -> None:
     assert served.settings == local.settings
     assert served.prompts is not None
     assert local.prompts is not None
-    assert (served.prompts.dialect, served.prompts.template_reads) == (local.prompts.dialect, local.prompts.template_reads)
+    assert (served.prompts.dialect, served.prompts.template_reads) == (
+        local.prompts.dialect,
+        local.prompts.template_reads,
+    )
 
 
 def test_health_ids_and_streams_go_on_while_a_template_hangs(tmp_path: Path) -> None:
@@ -413,7 +465,9 @@ def test_health_ids_and_streams_go_on_while_a_template_hangs(tmp_path: Path) -> 
     async def main() -> None:
         remote = RemoteText(text_process(2), 2)
         app = create_app(engine, await pipeline_of(checkpoint(tmp_path, HANGS), None, remote))
-        async with httpx.AsyncClient(transport=InProcessTransport(app), base_url="http://in-process", timeout=None) as client:
+        async with httpx.AsyncClient(
+            transport=InProcessTransport(app), base_url="http://in-process", timeout=None
+        ) as client:
 
             def chat(content: str) -> asyncio.Task[httpx.Response]:
                 body = {"model": engine.info.model_id, "messages": [{"role": "user", "content": content}]}

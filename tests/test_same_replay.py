@@ -1,4 +1,5 @@
-"""`python -m benchmarks.same_replay`: what it calls a divergence, and a session of tiny-agent that is the same with other drafts."""
+"""`python -m benchmarks.same_replay`: what it calls a divergence, and a session of tiny-agent that is the same with
+other drafts."""
 
 from __future__ import annotations
 
@@ -17,8 +18,14 @@ HEARD: Exchanges = {"a": [([1, 2], [3, 4]), ([1, 2, 3, 4, 5], [6])], "b": [([1],
     ("found", "told"),
     [
         (HEARD, []),
-        (HEARD | {"a": [([1, 2], [3, 9]), ([1, 2, 3, 9, 5], [7])]}, ["a, request 0: answer differs from token 1 on, [9] for [4]"]),
-        (HEARD | {"a": [([1, 2], [3, 4]), ([1, 8], [6])]}, ["a, request 1: prompt differs from token 1 on, [8] for [2, 3, 4, 5]"]),
+        (
+            HEARD | {"a": [([1, 2], [3, 9]), ([1, 2, 3, 9, 5], [7])]},
+            ["a, request 0: answer differs from token 1 on, [9] for [4]"],
+        ),
+        (
+            HEARD | {"a": [([1, 2], [3, 4]), ([1, 8], [6])]},
+            ["a, request 1: prompt differs from token 1 on, [8] for [2, 3, 4, 5]"],
+        ),
         (HEARD | {"b": [([1], [2, 3])]}, ["b, request 0: answer differs from token 1 on, [3] for []"]),
         (HEARD | {"b": [([1], [2]), ([4], [5])]}, ["b: 2 requests for 1"]),
         ({"a": HEARD["a"]}, ["b: only one of both has it"]),
@@ -33,7 +40,9 @@ def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
     return same_replay.main()
 
 
-def test_a_session_is_the_same_with_other_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_session_is_the_same_with_other_drafts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "streams.json"
     assert run(monkeypatch, "--save", str(path)) == 0
     assert run(monkeypatch, "--k", "1", "--expected", str(path)) == 0

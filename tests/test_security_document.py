@@ -1,4 +1,5 @@
-"""docs/security.md lists what is depended on and what is bundled, with a date: the lists must be those of the package."""
+"""docs/security.md lists what is depended on and what is bundled, with a date: the lists must be those of the
+package."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def test_every_dependency_is_listed_with_its_range() -> None:
 
 def test_every_dependency_has_a_tested_version_and_a_licence() -> None:
     for name, specifier, tested, licence, purpose in rows("dependencies"):
-        assert Requirement(f"x{specifier}").specifier.contains(Version(tested)), f"{name} {tested} is not within {specifier}"
+        assert Requirement(f"x{specifier}").specifier.contains(Version(tested)), (
+            f"{name} {tested} is not within {specifier}"
+        )
         assert licence, name
         assert purpose, name
 
@@ -49,7 +52,9 @@ def test_the_list_is_dated() -> None:
 
 
 def test_every_flag_is_one_of_serve() -> None:
-    (commands,) = (action.choices for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    (commands,) = (
+        action.choices for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction)
+    )
     known = {flag for action in commands["serve"]._actions for flag in action.option_strings}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", DOCUMENT))
     assert not named - known, f"docs/security.md names {sorted(named - known)}, which `agentspec serve` doesn't have"
@@ -60,6 +65,10 @@ def test_everything_bundled_is_listed() -> None:
     listed = [ROOT / cells[0].strip("`") for cells in rows("bundled")]
     for path in listed:
         assert path.exists(), path
-    files = [path for path in (ROOT / "agentspec").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc") and path.name != "py.typed"]
+    files = [
+        path
+        for path in (ROOT / "agentspec").rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc") and path.name != "py.typed"
+    ]
     missing = [str(path.relative_to(ROOT)) for path in files if not any(path.is_relative_to(place) for place in listed)]
     assert not missing, f"docs/security.md doesn't list {missing}"

@@ -1,6 +1,7 @@
 """`agentspec serve` with real processes and sockets: what it says, whom it serves, and every way in which it ends.
 
-Both processes of a server hold its stdout, so the end of that pipe is the end of both: a test that reads it to its end proves that nobody is left.
+Both processes of a server hold its stdout, so the end of that pipe is the end of both: a test that reads it to its end
+proves that nobody is left.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ COMMAND = [
     "--memory",
     "0.2",
 ]
-CHAT: dict[str, Any] = {"model": "tiny-agent", "messages": [{"role": "user", "content": "Where is order 7?"}], "temperature": 0}
+CHAT: dict[str, Any] = {
+    "model": "tiny-agent",
+    "messages": [{"role": "user", "content": "Where is order 7?"}],
+    "temperature": 0,
+}
 ENDLESS = CHAT | {"stream": True, "ignore_eos": True, "max_tokens": 8000}
 """Minutes of output: nothing that waits for it to end would pass for fast."""
 
@@ -81,10 +86,14 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
         """in_engine: code that the engine's process runs before it loads. num_descriptors: that the server may have."""
         environment = {name: value for name, value in os.environ.items() if name != "AGENTSPEC_API_KEY"}
         if in_engine:
-            (tmp_path / "sitecustomize.py").write_text(f"import sys\nif 'agentspec.engine.process' in sys.orig_argv:\n    {in_engine}\n")
+            (tmp_path / "sitecustomize.py").write_text(
+                f"import sys\nif 'agentspec.engine.process' in sys.orig_argv:\n    {in_engine}\n"
+            )
             environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, [environment.get("PYTHONPATH")])])
         limited = [] if num_descriptors is None else ["sh", "-c", f'ulimit -n {num_descriptors} && exec "$@"', "sh"]
-        process = subprocess.Popen([*limited, *COMMAND, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        process = subprocess.Popen(
+            [*limited, *COMMAND, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
         started.append(Served(process, tmp_path))
         if wait:
             started[-1].read_page()
@@ -111,11 +120,25 @@ def reasons(lines: Iterator[str]) -> tuple[list[str], str]:
     """The finish reasons in the rest of a stream, and its last line."""
     rest = list(lines)
     bodies = [json.loads(line.removeprefix("data: ")) for line in rest if line != "data: [DONE]"]
-    return [choice["finish_reason"] for body in bodies for choice in body.get("choices", ()) if choice["finish_reason"]], rest[-1]
+    return [
+        choice["finish_reason"] for body in bodies for choice in body.get("choices", ()) if choice["finish_reason"]
+    ], rest[-1]
 
 
 def test_a_server_says_what_it_chose_and_serves_who_has_the_key(serve: Serve) -> None:
-    served = serve("tiny-agent", "--api-key", "k1", "--api-key", "k2", "--max-body-mib", "0.01", "--max-context", "4096", "--draft-tokens", "2")
+    served = serve(
+        "tiny-agent",
+        "--api-key",
+        "k1",
+        "--api-key",
+        "k2",
+        "--max-body-mib",
+        "0.01",
+        "--max-context",
+        "4096",
+        "--draft-tokens",
+        "2",
+    )
     for words in (
         "serves tiny-agent",
         "cpu, float32",
@@ -187,7 +210,9 @@ def test_a_chat_template_that_hangs_at_the_start_is_refused_within_its_deadline(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-def test_a_signal_while_a_chat_template_hangs_at_the_start(serve: Serve, tmp_path: Path, number: signal.Signals, code: int) -> None:
+def test_a_signal_while_a_chat_template_hangs_at_the_start(
+    serve: Serve, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
     own = tmp_path / "own.jinja"
     own.write_text(FOREVER)
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -222,7 +247,15 @@ def test_a_server_for_clients_of_every_kind(serve: Serve, tmp_path: Path) -> Non
     (tmp_path / "serve.toml").write_text(
         "max-context = 512\ntrust-client-text = true\ncors-origin = '*'\nserved-model-name = ['unused']\nlog-level = 'info'"
     )
-    flags = ("--config", str(tmp_path / "serve.toml"), "--served-model-name", "gpt-x", "*", "--chat-template", str(tmp_path / "own.jinja"))
+    flags = (
+        "--config",
+        str(tmp_path / "serve.toml"),
+        "--served-model-name",
+        "gpt-x",
+        "*",
+        "--chat-template",
+        str(tmp_path / "own.jinja"),
+    )
     served = serve(*flags)
     client = served.client
     assert "gpt-x, *" in served.page
@@ -232,10 +265,17 @@ def test_a_server_for_clients_of_every_kind(serve: Serve, tmp_path: Path) -> Non
     assert (head.status_code, head.content) == (200, b"")
     assert int(head.headers["content-length"]) == len(client.get("/v1/models").content)
     body = CHAT | {"model": "whatever", "max_tokens": 5, "ignore_eos": True}
-    answer = client.post("/v1/chat/completions/", json=body, headers={"origin": "http://localhost:3000", "x-session-id": "s"})
+    answer = client.post(
+        "/v1/chat/completions/", json=body, headers={"origin": "http://localhost:3000", "x-session-id": "s"}
+    )
     assert (answer.json()["model"], answer.headers["access-control-allow-origin"]) == ("whatever", "*")
     assert client.post("/v1/chat/completions/render", json=CHAT).json()["prompt"] == "Where is order 7?"
-    assert client.post("/v1/chat/completions", json=CHAT | {"messages": [{"role": "user", "content": "word " * 600}]}).status_code == 400
+    assert (
+        client.post(
+            "/v1/chat/completions", json=CHAT | {"messages": [{"role": "user", "content": "word " * 600}]}
+        ).status_code
+        == 400
+    )
     assert client.get("/ready").json() == {"status": "ok"}
     served.process.send_signal(signal.SIGTERM)
     code, rest, log = served.end()
@@ -243,7 +283,11 @@ def test_a_server_for_clients_of_every_kind(serve: Serve, tmp_path: Path) -> Non
     prompt = answer.json()["usage"]["prompt_tokens"]
     request = rf"POST /v1/chat/completions/ 200 session='s' prompt={prompt} cached=0 output=5 finish=length first=\d+ms all=\d+ms id=[0-9a-f]{{32}}"
     assert re.search(rf"^[-\d]+ [\d:,]+ INFO {request}$", log, re.MULTILINE)
-    assert re.search(r"INFO POST /v1/chat/completions refused: 400 \w+: .*the context limit of 512 tokens id=[0-9a-f]{32}$", log, re.MULTILINE)
+    assert re.search(
+        r"INFO POST /v1/chat/completions refused: 400 \w+: .*the context limit of 512 tokens id=[0-9a-f]{32}$",
+        log,
+        re.MULTILINE,
+    )
     assert "HEAD /v1/models/ 200" in log
     assert "/ready" not in log
 
@@ -279,11 +323,15 @@ def test_keys_are_read_again_on_sighup(serve: Serve, tmp_path: Path) -> None:
 
 
 def test_idle_sockets_and_half_open_bodies_stop_nobody(serve: Serve) -> None:
-    """100 of the first kind stopped /health of a server with 64 descriptors, 264 of the second every request, for good."""
+    """100 of the first kind stopped /health of a server with 64 descriptors, 264 of the second every request, for
+    good."""
     served = serve(num_descriptors=64)
     address = (served.client.base_url.host, served.client.base_url.port or 0)
     body = json.dumps(CHAT | {"max_tokens": 4}).encode()
-    half = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body[:-1])
+    half = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%s" % (
+        len(body),
+        body[:-1],
+    )
     with ExitStack() as opened:
         for sent in [b""] * 100 + [half] * 264:
             opened.enter_context(socket.create_connection(address)).sendall(sent)
@@ -350,7 +398,9 @@ def test_an_engine_that_died_is_started_again_once(serve: Serve) -> None:
     client = served.client
     gate = served.folder / "gate"
     os.mkfifo(gate)
-    stored = client.post("/v1/responses", json={"model": "tiny-agent", "input": "Where is order 7?", "max_output_tokens": 16}).json()
+    stored = client.post(
+        "/v1/responses", json={"model": "tiny-agent", "input": "Where is order 7?", "max_output_tokens": 16}
+    ).json()
     with streaming(served, ENDLESS) as lines:
         os.kill(int(served.page.split()[1]), signal.SIGKILL)
         assert "its process died" in json.loads(list(lines)[-1].removeprefix("data: "))["error"]["message"]
@@ -373,7 +423,9 @@ def test_an_engine_that_died_is_started_again_once(serve: Serve) -> None:
 
 def test_a_signal_while_the_engine_is_started_again(serve: Serve) -> None:
     hangs = "(pathlib.Path(__file__).parent / 'hang').exists() and threading.Event().wait()"
-    served = serve("--restart", in_engine=f"import os, pathlib, threading; print('engine', os.getpid(), flush=True); {hangs}")
+    served = serve(
+        "--restart", in_engine=f"import os, pathlib, threading; print('engine', os.getpid(), flush=True); {hangs}"
+    )
     (served.folder / "hang").touch()
     os.kill(int(served.page.split()[1]), signal.SIGKILL)
     assert served.stdout.readline().startswith("engine")
@@ -429,16 +481,23 @@ def test_a_model_that_can_not_be_loaded(serve: Serve) -> None:
     assert served.end() == (2, "", "agentspec: error: model='./nowhere': no such directory\n")
 
 
-def test_a_chat_template_that_can_not_be_used_costs_no_loading(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_chat_template_that_can_not_be_used_costs_no_loading(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     broken = tmp_path / "broken.jinja"
     broken.write_text("{% for %}")
-    for file, words in ((tmp_path / "none.jinja", "none.jinja: no such file"), (broken, "broken.jinja: not a valid chat template")):
+    for file, words in (
+        (tmp_path / "none.jinja", "none.jinja: no such file"),
+        (broken, "broken.jinja: not a valid chat template"),
+    ):
         assert cli.main(["serve", "./nowhere", "--port", "0", "--chat-template", str(file)]) == 2
         assert words in capsys.readouterr().err
 
 
 def test_a_chat_template_that_computes_its_control_tokens_is_refused(serve: Serve, tmp_path: Path) -> None:
-    (tmp_path / "own.jinja").write_text("{% for message in messages %}{{ '<|' ~ 'im_start' ~ '|>' ~ message.content }}{% endfor %}")
+    (tmp_path / "own.jinja").write_text(
+        "{% for message in messages %}{{ '<|' ~ 'im_start' ~ '|>' ~ message.content }}{% endfor %}"
+    )
     code, page, log = serve("--chat-template", str(tmp_path / "own.jinja"), wait=False).end()
     assert (code, page) == (2, "")
     assert "own.jinja: control tokens that this chat template computes" in log

@@ -36,7 +36,9 @@ def test_every_way_passes_the_check_before_the_figures() -> None:
 
 def test_the_prompts_of_a_whole_session_are_what_the_template_writes(tokenizer: Tokenizer) -> None:
     async def main(port: int) -> int:
-        connection = (await asyncio.get_running_loop().create_connection(first_token.TimedConnection, "127.0.0.1", port))[1]
+        connection = (
+            await asyncio.get_running_loop().create_connection(first_token.TimedConnection, "127.0.0.1", port)
+        )[1]
         num_tokens = await first_token.check(connection, tokenizer)
         assert all(took > 0 for took in await first_token.repeated(connection, first_token.ids_request, 1))
         connection.transport.close()
@@ -51,7 +53,10 @@ def test_the_engine_in_its_own_process_is_the_no_op_one(tokenizer: Tokenizer) ->
         return [event async for event in engine.stream(Submit(request_id="a", prompt_ids=[1, 2, 3]))]
 
     async def main() -> None:
-        async with NoOpEngine(tokenizer) as local, await RemoteEngine.start(EngineConfig(), EngineProcess(server.NO_OP_ENTRY)) as remote:
+        async with (
+            NoOpEngine(tokenizer) as local,
+            await RemoteEngine.start(EngineConfig(), EngineProcess(server.NO_OP_ENTRY)) as remote,
+        ):
             assert (remote.setup.device, remote.info) == ("none", local.info)
             heard = await events(remote)
             assert len(heard) == STEPS + 1

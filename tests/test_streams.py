@@ -49,7 +49,9 @@ def test_an_error_is_a_last_event_too(streams: Streams[SimpleQueue[Event]]) -> N
 
 
 @pytest.mark.parametrize("how", ["its end", "freed"])
-def test_the_id_of_a_request_that_was_left_is_in_use_until_it_holds_nothing(how: str, streams: Streams[SimpleQueue[Event]]) -> None:
+def test_the_id_of_a_request_that_was_left_is_in_use_until_it_holds_nothing(
+    how: str, streams: Streams[SimpleQueue[Event]]
+) -> None:
     inbox = streams.begin("a")
     assert streams.leave("a"), "it has to be aborted"
     streams.hand("a", WORD)
@@ -64,7 +66,8 @@ def test_the_id_of_a_request_that_was_left_is_in_use_until_it_holds_nothing(how:
 
 
 def test_a_late_word_of_the_last_request_doesnt_free_the_next_one(streams: Streams[SimpleQueue[Event]]) -> None:
-    """The reader leaves while the end is on its way; the id is used again before the engine says that it knew of no such request."""
+    """The reader leaves while the end is on its way; the id is used again before the engine says that it knew of no
+    such request."""
     streams.begin("a")
     assert streams.leave("a")
     streams.hand("a", END)
@@ -80,7 +83,9 @@ def test_a_refused_request_leaves_nothing(streams: Streams[SimpleQueue[Event]]) 
 
 
 @pytest.mark.parametrize("death", [None, "it fell off"])
-def test_the_end_of_an_engine_is_the_end_of_all_that_runs(death: str | None, streams: Streams[SimpleQueue[Event]]) -> None:
+def test_the_end_of_an_engine_is_the_end_of_all_that_runs(
+    death: str | None, streams: Streams[SimpleQueue[Event]]
+) -> None:
     ended, running = streams.begin("a"), streams.begin("b")
     streams.begin("left")
     streams.leave("left")

@@ -9,7 +9,9 @@ import pytest
 from benchmarks import text_hop
 
 
-def test_it_builds_the_same_prompt_in_both_ways(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_builds_the_same_prompt_in_both_ways(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its process could not start any more: the builder in it refused a setting."""
     monkeypatch.setattr(text_hop, "SIZES", {"a short prompt": (1, 20)})
     asyncio.run(text_hop.measured(2))

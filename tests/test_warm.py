@@ -1,4 +1,5 @@
-"""`agentspec warm`, and the list of kernels that it compiles: with Triton's own compiler, for a GPU that is not here."""
+"""`agentspec warm`, and the list of kernels that it compiles: with Triton's own compiler, for a GPU that is not
+here."""
 
 from __future__ import annotations
 
@@ -39,9 +40,14 @@ print(json.dumps({
 @NO_GPU
 @pytest.mark.parametrize(
     ("flags", "reason"),
-    [([], "this machine has no GPU; --target 9.0 compiles for one"), (["tiny-agent", "--device", "cpu"], "the CPU needs no kernels")],
+    [
+        ([], "this machine has no GPU; --target 9.0 compiles for one"),
+        (["tiny-agent", "--device", "cpu"], "the CPU needs no kernels"),
+    ],
 )
-def test_without_a_gpu_there_is_nothing_to_compile(flags: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_there_is_nothing_to_compile(
+    flags: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["warm", *flags]) == 0
     assert capsys.readouterr() == (f"agentspec: nothing to compile: {reason}\n", "")
 
@@ -53,7 +59,10 @@ def test_without_a_gpu_there_is_nothing_to_compile(flags: list[str], reason: str
         (["--target", "9.0", "--device", "cpu"], "target='9.0': is a GPU, and --device says cpu"),
         (["a", "--model", "b"], "model='b': and 'a' are two models"),
         (["./nowhere", "--target", "9.0"], "model='./nowhere': no such directory"),
-        (["--target", "9.0", "--max-context", "99999999"], "max_context=99999999: tiny-agent has a context of 16384 tokens"),
+        (
+            ["--target", "9.0", "--max-context", "99999999"],
+            "max_context=99999999: tiny-agent has a context of 16384 tokens",
+        ),
     ],
 )
 def test_what_can_not_be_warmed(flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,13 +73,21 @@ def test_what_can_not_be_warmed(flags: list[str], complaint: str, capsys: pytest
 def test_a_rehearsal_lists_what_triton_then_finds(tmp_path: Path) -> None:
     """Two processes that ask in different orders: what one compiles the other finds."""
     pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
+        "TRITON_CACHE_DIR": str(tmp_path)
+    }
     forwards, backwards = (
-        json.loads(subprocess.run([sys.executable, "-c", LISTED, step], env=environment, capture_output=True, text=True, check=True).stdout)
+        json.loads(
+            subprocess.run(
+                [sys.executable, "-c", LISTED, step], env=environment, capture_output=True, text=True, check=True
+            ).stdout
+        )
         for step in ("1", "-1")
     )
     assert forwards["listed"] == forwards["distinct"] == forwards["before"] == backwards["listed"]
     assert backwards["before"] == forwards["listed"] - 1, "the second process finds what the first one compiled"
     assert (forwards["compiled"], backwards["compiled"]) == (["_publish_drafts"], [])
-    assert {"_gated_delta_step", "_attend", "convolve_blocks", "linear_kernel", "_draw", "_commit_window"} <= set(forwards["functions"])
+    assert {"_gated_delta_step", "_attend", "convolve_blocks", "linear_kernel", "_draw", "_commit_window"} <= set(
+        forwards["functions"]
+    )
     assert forwards["notes"] == [True, False]

@@ -11,7 +11,12 @@ from workloads.script import Script, tool
 TOOLSET = "workspace"
 
 TOOLS = [
-    tool("list_files", "List the files below a folder of the repository, one path a line.", ["folder"], folder="Path from the repository's root"),
+    tool(
+        "list_files",
+        "List the files below a folder of the repository, one path a line.",
+        ["folder"],
+        folder="Path from the repository's root",
+    ),
     tool(
         "read_file",
         "Return a text file with line numbers. Long files are cut; ask for a range then.",
@@ -36,7 +41,12 @@ TOOLS = [
         last_line={"type": "integer"},
         text="The new lines, with their indentation",
     ),
-    tool("run_tests", "Run the test suite, or a part of it, and return what it prints.", [], target="A test file or a test's name"),
+    tool(
+        "run_tests",
+        "Run the test suite, or a part of it, and return what it prints.",
+        [],
+        target="A test file or a test's name",
+    ),
 ]
 
 _SYSTEM = """You are the maintenance agent of a small software company. You work alone in a checkout of one repository, and a person reads what you \
@@ -254,7 +264,10 @@ def due_reminders(reminders: list[Reminder], now: datetime) -> list[Reminder]:
 _DEFECTS = (_INVOICE, _PAGER, _REMINDER)
 
 _FOLLOW_UPS = (
-    ("Thanks. Is there any other place that does the same?", "No. The search found only the line that was changed; the other uses go through it."),
+    (
+        "Thanks. Is there any other place that does the same?",
+        "No. The search found only the line that was changed; the other uses go through it.",
+    ),
     ("Good. Could you say it in one line for the changelog?", "{cause}"),
     (
         "Which tests would have caught this earlier?",
@@ -274,7 +287,9 @@ def _script(number: int, defect: Defect, rng: random.Random) -> Script:
     script.user(defect.report.format(a=rng.choice((11, 13, 15, 17)), b=rng.choice((4, 6, 10))))
     if rng.random() < 0.5:
         script.call(
-            "First a look at the layout and at the tests as they are.", ("list_files", {"folder": "."}), ("run_tests", {"target": defect.test})
+            "First a look at the layout and at the tests as they are.",
+            ("list_files", {"folder": "."}),
+            ("run_tests", {"target": defect.test}),
         )
         script.results(_listing(defect, rng), _test_output(defect, rng, fixed=False))
     else:
@@ -308,18 +323,45 @@ def _listing(defect: Defect, rng: random.Random) -> str:
 
 
 def _hits(defect: Defect, rng: random.Random) -> str:
-    own = [f"{defect.path}:{number}: {line.strip()}" for number, line in enumerate(defect.code.split("\n"), start=1) if defect.pattern in line]
+    own = [
+        f"{defect.path}:{number}: {line.strip()}"
+        for number, line in enumerate(defect.code.split("\n"), start=1)
+        if defect.pattern in line
+    ]
     callers = [
-        f"{defect.repository}/{name}.py:{rng.randrange(10, 240)}:     value = self.{defect.pattern}(item)" for name in ("api", "views", "export")
+        f"{defect.repository}/{name}.py:{rng.randrange(10, 240)}:     value = self.{defect.pattern}(item)"
+        for name in ("api", "views", "export")
     ]
     return "\n".join(own + rng.sample(callers, rng.randrange(1, 4)))
 
 
 def _test_output(defect: Defect, rng: random.Random, *, fixed: bool) -> str:
-    names = ("empty", "single", "many", "limits", "negative", "large", "order", "copies", "zero", "unicode", "repeats", "errors")
+    names = (
+        "empty",
+        "single",
+        "many",
+        "limits",
+        "negative",
+        "large",
+        "order",
+        "copies",
+        "zero",
+        "unicode",
+        "repeats",
+        "errors",
+    )
     chosen = rng.sample(names, rng.randrange(6, len(names)))
-    lines = [f"{defect.test}::test_{name} PASSED [{100 * (place + 1) // (len(chosen) + 1):3}%]" for place, name in enumerate(chosen)]
+    lines = [
+        f"{defect.test}::test_{name} PASSED [{100 * (place + 1) // (len(chosen) + 1):3}%]"
+        for place, name in enumerate(chosen)
+    ]
     if fixed:
-        return "\n".join([*lines, f"{defect.test}::test_reported PASSED [100%]", f"{len(chosen) + 1} passed in {rng.uniform(0.2, 3):.2f}s"])
+        return "\n".join(
+            [
+                *lines,
+                f"{defect.test}::test_reported PASSED [100%]",
+                f"{len(chosen) + 1} passed in {rng.uniform(0.2, 3):.2f}s",
+            ]
+        )
     report = [f"{defect.test}::test_reported FAILED [100%]", "=" * 20 + " FAILURES " + "=" * 20, defect.failure]
     return "\n".join([*lines, *report, f"1 failed, {len(chosen)} passed in {rng.uniform(0.2, 3):.2f}s"])

@@ -1,10 +1,11 @@
-"""Writes workloads/recorded.jsonl: about twenty short scripts of agent sessions over three sets of tools, the same bytes for the same seed.
+"""Writes workloads/recorded.jsonl: about twenty short scripts of agent sessions over three sets of tools, the same
+bytes for the same seed.
 
     python -m workloads.generate [--seed N] [--out FILE]
 
-Answers are recorded, so the file can be replayed in every mode and run dry. Everything in it is invented here: people, shops, code and timetables.
-Sessions of one set share their tools and the beginning of their system prompt, as an agent's sessions do; results vary from a few words to several
-pages, waits from nothing to some tenths of a second.
+Answers are recorded, so the file can be replayed in every mode and run dry. Everything in it is invented here: people,
+shops, code and timetables. Sessions of one set share their tools and the beginning of their system prompt, as an
+agent's sessions do; results vary from a few words to several pages, waits from nothing to some tenths of a second.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ def generate(seed: int) -> str:
         "schema": "agentspec.replay/1",
         "toolsets": {room.TOOLSET: room.TOOLS for room in (coding, office, support)},
         "defaults": {"temperature": 0},
-        "source": {"generator": "workloads/generate.py", "seed": seed, "license": "Apache-2.0", "lengths": "planned at 4 characters a token"},
+        "source": {
+            "generator": "workloads/generate.py",
+            "seed": seed,
+            "license": "Apache-2.0",
+            "lengths": "planned at 4 characters a token",
+        },
     }
     sessions = [script.line() for room in (coding, office, support) for script in room.scripts(rng)]
     rng.shuffle(sessions)

@@ -1,4 +1,5 @@
-"""A personal assistant: calendar, mail, weather, trains and a calculator, with a person who answers between the steps."""
+"""A personal assistant: calendar, mail, weather, trains and a calculator, with a person who answers between the
+steps."""
 
 from __future__ import annotations
 
@@ -29,7 +30,13 @@ TOOLS = [
         people={"type": "array", "items": {"type": "string"}, "description": "Names from the address book"},
         place="Room or address",
     ),
-    tool("move_event", "Move an event to another start; its length stays.", ["event", "start"], event={"type": "integer"}, start="YYYY-MM-DD HH:MM"),
+    tool(
+        "move_event",
+        "Move an event to another start; its length stays.",
+        ["event", "start"],
+        event={"type": "integer"},
+        start="YYYY-MM-DD HH:MM",
+    ),
     tool(
         "search_mail",
         "Newest mails that contain all the words, at most ten.",
@@ -37,8 +44,21 @@ TOOLS = [
         words="Words, separated by blanks",
         sender="Only from this person",
     ),
-    tool("write_mail", "Send a plain text mail.", ["to", "subject", "text"], to="A name from the address book", subject="Subject", text="Body"),
-    tool("weather", "Forecast for a place, by day.", ["place"], place="City", days={"type": "integer", "minimum": 1, "maximum": 7}),
+    tool(
+        "write_mail",
+        "Send a plain text mail.",
+        ["to", "subject", "text"],
+        to="A name from the address book",
+        subject="Subject",
+        text="Body",
+    ),
+    tool(
+        "weather",
+        "Forecast for a place, by day.",
+        ["place"],
+        place="City",
+        days={"type": "integer", "minimum": 1, "maximum": 7},
+    ),
     tool(
         "trains",
         "Connections between two cities after a time.",
@@ -47,7 +67,12 @@ TOOLS = [
         to_city="City",
         after="YYYY-MM-DD HH:MM",
     ),
-    tool("calculate", "Evaluate an arithmetic expression with + - * / ( ) and percent.", ["expression"], expression="Such as (12.5 + 3) * 4"),
+    tool(
+        "calculate",
+        "Evaluate an arithmetic expression with + - * / ( ) and percent.",
+        ["expression"],
+        expression="Such as (12.5 + 3) * 4",
+    ),
 ]
 
 _SYSTEM = """You are the assistant of a busy person in a small engineering office. You see the calendar, mail and address book, and you act for that \
@@ -67,7 +92,16 @@ no apologies, no summary of what the person has just said. When a tool fails, sa
 Costs are in euro with two decimals.
 """
 
-_PEOPLE = ("Mira Okafor", "Jonas Lindqvist", "Ayse Demir", "Tomas Havel", "Ingrid Sole", "Rafael Pinto", "Noor Haddad", "Elsa Brandt")
+_PEOPLE = (
+    "Mira Okafor",
+    "Jonas Lindqvist",
+    "Ayse Demir",
+    "Tomas Havel",
+    "Ingrid Sole",
+    "Rafael Pinto",
+    "Noor Haddad",
+    "Elsa Brandt",
+)
 _CITIES = ("Porto", "Graz", "Tallinn", "Leuven", "Cork", "Malmo")
 _TITLES = (
     "Design review",
@@ -115,21 +149,36 @@ def _meeting(number: int, rng: random.Random) -> Script:
     person, day = rng.choice(_PEOPLE), rng.choice(_DAYS[1:4])
     events = _events(rng, _DAYS, 4)
     clash = rng.choice(events)
-    script.user(f"{person} can't come to the {clash['title'].lower()} on 2031-05-{clash['start'][8:10]}. Find another time this week and move it.")
+    script.user(
+        f"{person} can't come to the {clash['title'].lower()} on 2031-05-{clash['start'][8:10]}. Find another time this week and move it."
+    )
     window = {"first_day": "2031-05-05", "last_day": "2031-05-09"}
     script.call(None, ("list_events", {"calendar": "own"} | window), ("list_events", {"calendar": "rooms"} | window))
     script.results(events, _events(rng, _DAYS, 3))
-    script.say(f"You are both free on 2031-05-{day} at 11:00 and at 15:30, and {clash['place']} is open. Which one shall I take?")
+    script.say(
+        f"You are both free on 2031-05-{day} at 11:00 and at 15:30, and {clash['place']} is open. Which one shall I take?"
+    )
     script.user("The later one.")
     script.call(None, ("move_event", {"event": clash["event"], "start": f"2031-05-{day} 15:30"}))
-    script.results({"event": clash["event"], "moved_to": f"2031-05-{day} 15:30", "invitations_sent": len(clash["people"])})
+    script.results(
+        {"event": clash["event"], "moved_to": f"2031-05-{day} 15:30", "invitations_sent": len(clash["people"])}
+    )
     if rng.random() < 0.6:
         script.call(
             None,
-            ("write_mail", {"to": person, "subject": clash["title"], "text": f"We moved it to 15:30 on 2031-05-{day}. Same place. See you then."}),
+            (
+                "write_mail",
+                {
+                    "to": person,
+                    "subject": clash["title"],
+                    "text": f"We moved it to 15:30 on 2031-05-{day}. Same place. See you then.",
+                },
+            ),
         )
         script.results({"sent": True})
-    script.say(f"Moved to 15:30 on 2031-05-{day}; everybody has a new invitation, and {person.split()[0]} has been told.")
+    script.say(
+        f"Moved to 15:30 on 2031-05-{day}; everybody has a new invitation, and {person.split()[0]} has been told."
+    )
     script.user("And is there anything left on that day that I should prepare?")
     script.say(f"Only the {rng.choice(_TITLES).lower()} at 09:30. The others have no papers attached.")
     return script
@@ -142,7 +191,11 @@ def _trip(number: int, rng: random.Random) -> Script:
     script.user(
         f"I need to be in {goal} on 2031-05-{day} by noon to meet {person}, from {start}. What is the weather like there, and when do I leave?"
     )
-    script.call(None, ("weather", {"place": goal, "days": 5}), ("trains", {"from_city": start, "to_city": goal, "after": f"2031-05-{day} 05:00"}))
+    script.call(
+        None,
+        ("weather", {"place": goal, "days": 5}),
+        ("trains", {"from_city": start, "to_city": goal, "after": f"2031-05-{day} 05:00"}),
+    )
     script.results(_forecast(goal, rng), _connections(start, goal, day, rng))
     script.say(
         f"The 06:12 reaches {goal} at 10:48 with one change; the 07:40 would be too late. Take a coat, it looks wet. Shall I put it in your calendar?"
@@ -151,9 +204,15 @@ def _trip(number: int, rng: random.Random) -> Script:
     script.call(
         None,
         ("create_event", {"title": f"Train to {goal}", "start": f"2031-05-{day} 06:12", "minutes": 276}),
-        ("create_event", {"title": f"Meet {person}", "start": f"2031-05-{day} 11:30", "minutes": 60, "people": [person]}),
+        (
+            "create_event",
+            {"title": f"Meet {person}", "start": f"2031-05-{day} 11:30", "minutes": 60, "people": [person]},
+        ),
     )
-    script.results({"event": rng.randrange(1000, 9999), "conflicts": []}, {"event": rng.randrange(1000, 9999), "conflicts": [], "invited": [person]})
+    script.results(
+        {"event": rng.randrange(1000, 9999), "conflicts": []},
+        {"event": rng.randrange(1000, 9999), "conflicts": [], "invited": [person]},
+    )
     if rng.random() < 0.5:
         script.call("One more check for that day.", ("search_mail", {"words": f"{goal} ticket"}))
         script.results(_mails(goal, rng))
@@ -165,7 +224,9 @@ def _budget(number: int, rng: random.Random) -> Script:
     script = _begin(number, "check a budget", rng)
     prices = [rng.randrange(80, 900) + rng.choice((0, 0.5, 0.95)) for _ in range(4)]
     people = rng.randrange(6, 24)
-    script.user(f"We send {people} people to the spring training. Look up what the offers in my mail say, and tell me the total with 19 % tax.")
+    script.user(
+        f"We send {people} people to the spring training. Look up what the offers in my mail say, and tell me the total with 19 % tax."
+    )
     script.call(None, ("search_mail", {"words": "spring training offer"}))
     script.results(_offers(prices, rng))
     expression = f"({prices[0]} + {prices[1]}) * {people} * 1.19"
@@ -206,7 +267,13 @@ def _forecast(place: str, rng: random.Random) -> list[dict[str, Any]]:
 
 def _connections(start: str, goal: str, day: str, rng: random.Random) -> list[dict[str, Any]]:
     connections = []
-    for leave, arrive in (("06:12", "10:48"), ("07:40", "12:21"), ("09:05", "13:52"), ("10:30", "15:04"), ("12:10", "16:45")):
+    for leave, arrive in (
+        ("06:12", "10:48"),
+        ("07:40", "12:21"),
+        ("09:05", "13:52"),
+        ("10:30", "15:04"),
+        ("12:10", "16:45"),
+    ):
         change = rng.choice(("Central", "Junction", "North"))
         connections.append(
             {

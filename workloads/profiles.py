@@ -1,17 +1,21 @@
-"""Writes the profiles of workloads/, profile_*.jsonl: shapes of traffic as token runs, without text, the same bytes each time.
+"""Writes the profiles of workloads/, profile_*.jsonl: shapes of traffic as token runs, without text, the same bytes
+each time.
 
     python -m workloads.profiles
 
-agentic: a coding agent. Each session opens with 50,000 tokens, of which 4,000 (system prompt and tools) are common to all; then every turn adds a
-tool's result of 800 tokens. Answers are 200 tokens, twelve a session. Waits are tool runs as measured on real agents.
+agentic: a coding agent. Each session opens with 50,000 tokens, of which 4,000 (system prompt and tools) are common to
+all; then every turn adds a tool's result of 800 tokens. Answers are 200 tokens, twelve a session. Waits are tool runs
+as measured on real agents.
 
-agents: a fleet of agents without waits, one session a lane (`--concurrency N --sessions N`, up to 32). Each opens with 16,384 tokens, of which 4,096
-are common to all; then eight turns add 800 tokens each. Answers are 160 tokens, nine a session.
+agents: a fleet of agents without waits, one session a lane (`--concurrency N --sessions N`, up to 32). Each opens with
+16,384 tokens, of which 4,096 are common to all; then eight turns add 800 tokens each. Answers are 160 tokens, nine a
+session.
 
-chat: people. A common system prompt of 512 tokens, questions of 32 to 160 and answers of 64 to 320 tokens, four to eight a session, and a few seconds
-between them.
+chat: people. A common system prompt of 512 tokens, questions of 32 to 160 and answers of 64 to 320 tokens, four to
+eight a session, and a few seconds between them.
 
-A turn names the blocks of its answer, and the next prompt holds them: so with forced outputs a session is append-only, as agents are.
+A turn names the blocks of its answer, and the next prompt holds them: so with forced outputs a session is append-only,
+as agents are.
 """
 
 from __future__ import annotations
@@ -96,7 +100,12 @@ def chat(seed: int) -> Iterator[Json]:
         run = Run(f"chat-{number}", group="chat", block_size=block, opening=opening, ids=ids)
         for turn in range(rng.randrange(4, 9)):
             question, answer = block * rng.randrange(1, 6), block * rng.randrange(2, 11)
-            run.turn(question, answer, delay_ms=rng.randrange(2000, 9000, 100) if turn else 0, delay_kind="user" if turn else "start")
+            run.turn(
+                question,
+                answer,
+                delay_ms=rng.randrange(2000, 9000, 100) if turn else 0,
+                delay_kind="user" if turn else "start",
+            )
         yield run.line()
 
 

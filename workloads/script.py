@@ -19,7 +19,13 @@ class Script:
     """One session. A scenario alternates what comes in (`user`, `results`) and the answer to it (`say`, `call`)."""
 
     def __init__(self, session_id: str, *, group: str, toolset: str, system: str, rng: random.Random) -> None:
-        self._line: Json = {"type": "session", "session_id": session_id, "group": group, "toolset": toolset, "turns": []}
+        self._line: Json = {
+            "type": "session",
+            "session_id": session_id,
+            "group": group,
+            "toolset": toolset,
+            "turns": [],
+        }
         self._new: list[Json] = [{"role": "system", "content": system}]
         self._delay: tuple[str, int] = ("start", 0)
         self._open_calls: list[str] = []
@@ -78,6 +84,9 @@ class Script:
 
 def tool(name: str, description: str, required: list[str], **properties: Json | str) -> Json:
     """An OpenAI function tool; a property given as text is a string with that description."""
-    shapes = {key: {"type": "string", "description": shape} if isinstance(shape, str) else shape for key, shape in properties.items()}
+    shapes = {
+        key: {"type": "string", "description": shape} if isinstance(shape, str) else shape
+        for key, shape in properties.items()
+    }
     parameters = {"type": "object", "properties": shapes, "required": required}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}

@@ -13,7 +13,12 @@ TOOLSET = "support"
 _ORDER = "Order number, such as L-48213"
 
 TOOLS = [
-    tool("find_customer", "Look up a customer by mail address or by an order number.", ["key"], key="Mail address or order number"),
+    tool(
+        "find_customer",
+        "Look up a customer by mail address or by an order number.",
+        ["key"],
+        key="Mail address or order number",
+    ),
     tool("get_order", "All about an order: items, payments, parcels, history.", ["order"], order=_ORDER),
     tool("track_parcel", "Events of a parcel, newest first.", ["parcel"], parcel="Parcel number"),
     tool(
@@ -85,7 +90,14 @@ def _begin(number: int, group: str, rng: random.Random) -> Script:
 
 def _order(rng: random.Random, state: str, *, num_items: int, num_charges: int = 1) -> dict[str, Any]:
     items: list[dict[str, Any]] = [
-        {"position": place, "name": name, "article": article, "price": price, "pieces": rng.choice((1, 1, 2)), "state": state}
+        {
+            "position": place,
+            "name": name,
+            "article": article,
+            "price": price,
+            "pieces": rng.choice((1, 1, 2)),
+            "state": state,
+        }
         for place, (name, article, price) in enumerate(rng.sample(_ARTICLES, num_items), start=1)
     ]
     total = round(sum(item["price"] * item["pieces"] for item in items), 2)
@@ -99,7 +111,9 @@ def _order(rng: random.Random, state: str, *, num_items: int, num_charges: int =
         "payments": [{"way": "card", "amount": total, "day": f"2031-04-{rng.randrange(10, 28)}"}] * num_charges,
         "parcels": [f"P{rng.randrange(10**9, 10**10)}"],
         "ship_to": f"{rng.choice(('Mill Lane', 'Harbour Road', 'Elm Street', 'Castle Hill'))} {rng.randrange(1, 120)}, {rng.randrange(10000, 99999)}",
-        "history": [{"day": f"2031-04-{day}", "note": note} for day, note in ((12, "placed"), (13, "paid"), (15, "packed"))],
+        "history": [
+            {"day": f"2031-04-{day}", "note": note} for day, note in ((12, "placed"), (13, "paid"), (15, "packed"))
+        ],
     }
 
 
@@ -107,18 +121,29 @@ def _late(number: int, rng: random.Random) -> Script:
     script = _begin(number, "late parcel", rng)
     order = _order(rng, "sent", num_items=rng.randrange(2, 5))
     item, parcel = order["items"][0], order["parcels"][0]
-    script.user(f"Hi, I'm still waiting for order {order['order']}. It should have been here last week. What's going on?")
+    script.user(
+        f"Hi, I'm still waiting for order {order['order']}. It should have been here last week. What's going on?"
+    )
     script.call(None, ("get_order", {"order": order["order"]}))
     script.results(order)
     script.call(None, ("track_parcel", {"parcel": parcel}))
     script.results(_tracking(parcel, rng))
-    script.say(f"I'm sorry, your parcel was last scanned eight days ago. I can refund it or send the {item['name']} again. Which would you like?")
+    script.say(
+        f"I'm sorry, your parcel was last scanned eight days ago. I can refund it or send the {item['name']} again. Which would you like?"
+    )
     if rng.random() < 0.5:
         script.user("Send it again, but only if you have it in stock.")
         script.call(None, ("stock", {"article": item["article"]}))
         script.results({"article": item["article"], "pieces": rng.randrange(2, 60), "more_on": None})
         script.call(
-            None, ("open_ticket", {"topic": "carrier", "summary": f"Parcel {parcel} lost. Second shipment of {order['order']} wanted, in stock."})
+            None,
+            (
+                "open_ticket",
+                {
+                    "topic": "carrier",
+                    "summary": f"Parcel {parcel} lost. Second shipment of {order['order']} wanted, in stock.",
+                },
+            ),
         )
         script.results({"ticket": rng.randrange(10000, 99999)})
         script.say("It is in stock, and a colleague sends it today. You'll get the new parcel number by mail.")
@@ -127,7 +152,9 @@ def _late(number: int, rng: random.Random) -> Script:
         positions = [entry["position"] for entry in order["items"]]
         script.call(None, ("refund", {"order": order["order"], "items": positions, "reason": "late"}))
         script.results({"refunded": order["total"], "way": "card"})
-        script.say(f"I've refunded {order['total']:.2f} euro to your card. If the parcel still turns up, just refuse it.")
+        script.say(
+            f"I've refunded {order['total']:.2f} euro to your card. If the parcel still turns up, just refuse it."
+        )
     script.user("Thank you, that was quick!")
     script.say("You're welcome. Enjoy the rest of your day!")
     return script
@@ -150,12 +177,21 @@ def _damaged(number: int, rng: random.Random) -> Script:
         summary = f"{item['name']} of {order['order']} arrived with a crack on one side. Customer wants a refund of {item['price']:.2f} euro."
         script.call(None, ("open_ticket", {"topic": "quality", "summary": summary}))
         script.results({"ticket": rng.randrange(10000, 99999)})
-        script.say("A colleague looks at this and writes to you within one working day. Please keep the packaging until then.")
+        script.say(
+            "A colleague looks at this and writes to you within one working day. Please keep the packaging until then."
+        )
     if rng.random() < 0.6:
         other = rng.choice(_ARTICLES)
         script.user(f"Alright. By the way, do you have the {other[0]} at the moment?")
         script.call(None, ("stock", {"article": other[1]}))
-        script.results({"article": other[1], "pieces": 0, "more_on": f"2031-05-{rng.randrange(10, 28)}", "ordered": rng.randrange(20, 200)})
+        script.results(
+            {
+                "article": other[1],
+                "pieces": 0,
+                "more_on": f"2031-05-{rng.randrange(10, 28)}",
+                "ordered": rng.randrange(20, 200),
+            }
+        )
         script.say(f"The {other[0]} is sold out just now; more arrive later this month.")
     return script
 
@@ -168,18 +204,39 @@ def _charged_twice(number: int, rng: random.Random) -> Script:
     mail = f"{name.lower().replace(' ', '.')} at mail.example"
     script.user(f"My card was charged twice for the same order! My account is {mail}.")
     script.call(None, ("find_customer", {"key": mail}))
-    script.results({"customer": name, "since": 2026 + rng.randrange(4), "orders": [order["order"], f"L-{rng.randrange(10000, 99999)}"], "notes": []})
+    script.results(
+        {
+            "customer": name,
+            "since": 2026 + rng.randrange(4),
+            "orders": [order["order"], f"L-{rng.randrange(10000, 99999)}"],
+            "notes": [],
+        }
+    )
     script.call("I'll look at the newest one.", ("get_order", {"order": order["order"]}))
     script.results(order)
     if is_visible:
-        script.call(None, ("refund", {"order": order["order"], "items": [entry["position"] for entry in order["items"]], "reason": "charged twice"}))
+        script.call(
+            None,
+            (
+                "refund",
+                {
+                    "order": order["order"],
+                    "items": [entry["position"] for entry in order["items"]],
+                    "reason": "charged twice",
+                },
+            ),
+        )
         script.results({"refunded": order["total"], "way": "card"})
-        script.say(f"You're right, and I've sent the second charge of {order['total']:.2f} euro back to your card. I'm sorry for the trouble.")
+        script.say(
+            f"You're right, and I've sent the second charge of {order['total']:.2f} euro back to your card. I'm sorry for the trouble."
+        )
     else:
         summary = f"{name} reports two charges of {order['total']:.2f} euro for {order['order']}; the order shows one."
         script.call(None, ("open_ticket", {"topic": "payment", "summary": summary}))
         script.results({"ticket": rng.randrange(10000, 99999)})
-        script.say("I see one charge only, so a colleague checks it with the bank and writes to you within one working day.")
+        script.say(
+            "I see one charge only, so a colleague checks it with the bank and writes to you within one working day."
+        )
     script.user("How long will the money take?")
     script.say("That depends on your bank, so I can't name a day. You'll get a mail as soon as there is news.")
     return script
@@ -202,8 +259,15 @@ def _address(number: int, rng: random.Random) -> Script:
 
 def _tracking(parcel: str, rng: random.Random) -> dict[str, Any]:
     events = [
-        {"day": f"2031-04-{day:02}", "time": f"{rng.randrange(5, 22):02}:{rng.randrange(60):02}", "place": rng.choice(_PLACES), "event": event}
-        for day, event in zip(range(24, 12, -2), ("arrived", "left", "arrived", "left", "handed over", "label printed"), strict=False)
+        {
+            "day": f"2031-04-{day:02}",
+            "time": f"{rng.randrange(5, 22):02}:{rng.randrange(60):02}",
+            "place": rng.choice(_PLACES),
+            "event": event,
+        }
+        for day, event in zip(
+            range(24, 12, -2), ("arrived", "left", "arrived", "left", "handed over", "label printed"), strict=False
+        )
     ]
     return {
         "parcel": parcel,

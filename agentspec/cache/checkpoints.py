@@ -1,8 +1,9 @@
 """The checkpoints that stand in the tree: birth, use, locks, holds, and the ways in which they go.
 
-A checkpoint goes when it is evicted, or superseded and nobody locks or holds it any more, or cleared. Its row is free then, and so are the pages
-that it alone kept; what is evicted may live on as a copy in the host tier. A *lock* is a lease that may still read the row; a *hold* is a session
-whose tool runs and who will be back in seconds: its checkpoint is evicted last.
+A checkpoint goes when it is evicted, or superseded and nobody locks or holds it any more, or cleared. Its row is free
+then, and so are the pages that it alone kept; what is evicted may live on as a copy in the host tier. A *lock* is a
+lease that may still read the row; a *hold* is a session whose tool runs and who will be back in seconds: its checkpoint
+is evicted last.
 
 Knows the tree, the row pool and the host tier; knows nothing about pages of leases, budgets, or why somebody publishes.
 """
@@ -31,7 +32,9 @@ class Hold:
 class CheckpointSet:
     """Attributes without underscore are read-only to everybody else."""
 
-    def __init__(self, tree: PrefixTree, rows: RowPool, clock: Callable[[], float], host: HostTier | None = None) -> None:
+    def __init__(
+        self, tree: PrefixTree, rows: RowPool, clock: Callable[[], float], host: HostTier | None = None
+    ) -> None:
         self.live: dict[Checkpoint, None] = {}
         """In order of creation."""
         self.order = EvictionOrder(self.live, None if host is None else _needs_copy)
@@ -190,4 +193,9 @@ class CheckpointSet:
 
 
 def _needs_copy(checkpoint: Checkpoint) -> bool:
-    return checkpoint.is_evictable and checkpoint.ready_blocks is None and checkpoint.is_promising and not checkpoint.superseded
+    return (
+        checkpoint.is_evictable
+        and checkpoint.ready_blocks is None
+        and checkpoint.is_promising
+        and not checkpoint.superseded
+    )

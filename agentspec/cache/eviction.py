@@ -1,8 +1,9 @@
-"""Which checkpoint goes next: least recently used first, GRID and abandoned ones before all others, held ones last, locked ones never.
+"""Which checkpoint goes next: least recently used first, GRID and abandoned ones before all others, held ones last,
+locked ones never.
 
-Two questions, two queues: "who frees a row" (any checkpoint) and "who frees pages" (one that nothing deeper needs). A third one, where there is
-a host tier, holds those that need a copy there before they go. Entries are lazy: a checkpoint is queued again whenever its place changes, and an
-entry that no longer tells the truth is dropped when it comes up.
+Two questions, two queues: "who frees a row" (any checkpoint) and "who frees pages" (one that nothing deeper needs). A
+third one, where there is a host tier, holds those that need a copy there before they go. Entries are lazy: a checkpoint
+is queued again whenever its place changes, and an entry that no longer tells the truth is dropped when it comes up.
 
 Knows nothing about rows, pages, bytes or leases: the facade evicts.
 """
@@ -76,7 +77,8 @@ class EvictionOrder(Generic[C]):
         self._uncopied = None if needs_copy is None else _LazyQueue[C](needs_copy)
 
     def queue(self, checkpoint: C) -> None:
-        """Call when a checkpoint was used, became evictable, changed its kind or its holds, became a tip, or needs a copy again."""
+        """Call when a checkpoint was used, became evictable, changed its kind or its holds, became a tip, or needs a
+        copy again."""
         self._rows.push(checkpoint, self._live)
         self._tips.push(checkpoint, self._live)
         if self._uncopied is not None:
@@ -91,7 +93,8 @@ class EvictionOrder(Generic[C]):
         return self._tips.pop()
 
     def pop_uncopied(self) -> C | None:
-        """The next checkpoint that would go without a copy in the host tier. The caller sees to it that it doesn't need one any more."""
+        """The next checkpoint that would go without a copy in the host tier. The caller sees to it that it doesn't need
+        one any more."""
         return None if self._uncopied is None else self._uncopied.pop()
 
     def knows(self, checkpoint: C) -> bool:

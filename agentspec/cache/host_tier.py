@@ -1,16 +1,18 @@
 """The second tier: copies of checkpoints, and of the pages of their paths, in the host's memory.
 
-The device stays the place where checkpoints stand; the host keeps what the device lets go. A checkpoint is copied *before* it goes: while it is among
-the next that eviction would come to. So eviction never waits for a copy, and host memory isn't spent on what the device still uses. One that goes
-before its copy is complete is lost, as without a host tier.
+The device stays the place where checkpoints stand; the host keeps what the device lets go. A checkpoint is copied
+*before* it goes: while it is among the next that eviction would come to. So eviction never waits for a copy, and host
+memory isn't spent on what the device still uses. One that goes before its copy is complete is lost, as without a host
+tier.
 
-Copies are orders that somebody else carries out: those to the host in the order of their numbers, those to the device likewise. Three rules make
-that safe without any lock:
+Copies are orders that somebody else carries out: those to the host in the order of their numbers, those to the device
+likewise. Three rules make that safe without any lock:
 
-- A copy counts as complete when its order has been carried out. As long as it isn't, its checkpoint still stands on the device, and if that goes,
-  the copy goes with it: an order may read ids that have a new owner by then, but nobody will ever look at what it wrote.
-- Ids of the host tier that are given up have a new owner at once: orders to the host are carried out one after the other, and after all orders to
-  the device that were given before.
+- A copy counts as complete when its order has been carried out. As long as it isn't, its checkpoint still stands on the
+  device, and if that goes, the copy goes with it: an order may read ids that have a new owner by then, but nobody will
+  ever look at what it wrote.
+- Ids of the host tier that are given up have a new owner at once: orders to the host are carried out one after the
+  other, and after all orders to the device that were given before.
 - Ids of the device that an order fills belong to a lease, which uses them only when the order has been carried out.
 
 Owns host rows, host pages, who goes next there, and the orders. Knows nothing of tensors, streams or requests.
@@ -34,12 +36,17 @@ class HostMemory:
     num_rows: int
     num_pages: int
     ready_share: float = 1 / 8
-    """Share of the device's rows and of its pages that is to be free, or could be evicted without a loss. It takes half of the host's at most."""
+    """Share of the device's rows and of its pages that is to be free, or could be evicted without a loss. It takes half
+    of the host's at most."""
     min_fetch_blocks: int = 4
     """A copy is worth fetching if it saves at least this many blocks (256 tokens) over what stands on the device."""
 
     def __post_init__(self) -> None:
-        for name, value in (("num_rows", self.num_rows), ("num_pages", self.num_pages), ("min_fetch_blocks", self.min_fetch_blocks)):
+        for name, value in (
+            ("num_rows", self.num_rows),
+            ("num_pages", self.num_pages),
+            ("min_fetch_blocks", self.min_fetch_blocks),
+        ):
             if value < 1:
                 raise ConfigError(name, value, "must be at least 1")
         if not 0 <= self.ready_share <= 1:
@@ -76,7 +83,9 @@ class CopyOrders:
 class HostTier:
     """Attributes without underscore are read-only to everybody else."""
 
-    def __init__(self, memory: HostMemory, tree: PrefixTree, pages: HostPagePool, *, device_rows: int, device_pages: int) -> None:
+    def __init__(
+        self, memory: HostMemory, tree: PrefixTree, pages: HostPagePool, *, device_rows: int, device_pages: int
+    ) -> None:
         """`pages` is the tree's pool of host pages. device_rows, device_pages: usable ones."""
         self.memory = memory
         self.rows = HostRowPool(memory.num_rows, num_reserved=0)
@@ -110,7 +119,10 @@ class HostTier:
 
     def is_short(self, free_rows: int, free_pages: int) -> bool:
         """True when the device should have more that it can let go without a loss."""
-        return free_rows + self.num_ready_rows < self._wanted_rows or free_pages + self.num_ready_blocks < self._wanted_blocks
+        return (
+            free_rows + self.num_ready_rows < self._wanted_rows
+            or free_pages + self.num_ready_blocks < self._wanted_blocks
+        )
 
     def make_ready(self, checkpoint: Checkpoint) -> None:
         """See to it that a checkpoint has a copy, if the host has room for its path at all."""
@@ -148,8 +160,9 @@ class HostTier:
     def moved(self, node: Node) -> None:
         """The node's content is in other pages of the device now: what has not been copied yet is copied from there.
 
-        What has been copied stays: a further order could be carried out when its pages of the device belong to somebody else, and nobody would wait
-        for it, since the copies that have the node on their path count as complete. One of those says that the node's pages are there."""
+        What has been copied stays: a further order could be carried out when its pages of the device belong to somebody
+        else, and nobody would wait for it, since the copies that have the node on their path count as complete. One of
+        those says that the node's pages are there."""
         late = [copy for copy in self.live if not self.is_complete(copy)]
         is_copied = any(self.is_complete(copy) and node in path_of(copy.node) for copy in self.live)
         if node.host_page_ids is not None and late and not is_copied:
@@ -159,7 +172,8 @@ class HostTier:
                 copy.number = number
 
     def fetch(self, copy: HostCopy, row: int, page_ids: list[int]) -> int:
-        """Order a copy's row and the last len(page_ids) pages of its path into these of the device. Returns the order's number."""
+        """Order a copy's row and the last len(page_ids) pages of its path into these of the device. Returns the order's
+        number."""
         assert copy.alive
         assert self.is_complete(copy)
         self._touch(copy)
@@ -202,7 +216,8 @@ class HostTier:
             self._drop(copy)
 
     def _copy(self, checkpoint: Checkpoint) -> bool:
-        """Order a copy, evicting others as needed; False, and nothing has changed, when the path is longer than all host memory."""
+        """Order a copy, evicting others as needed; False, and nothing has changed, when the path is longer than all
+        host memory."""
         node = checkpoint.node
         if node.depth // self._tree.block_tokens > self.pages.capacity:
             return False
@@ -218,7 +233,9 @@ class HostTier:
             pages += zip(step.page_ids, ids, strict=True)
             self._tree.give_host_pages(step, ids)
         (row,) = self.rows.take(1)
-        copy = HostCopy(row=row, kind=checkpoint.kind, node=node, number=self._order_to_host([(checkpoint.row, row)], pages))
+        copy = HostCopy(
+            row=row, kind=checkpoint.kind, node=node, number=self._order_to_host([(checkpoint.row, row)], pages)
+        )
         node.host_copy = copy
         self.live[copy] = None
         self.num_created += 1
@@ -240,7 +257,8 @@ class HostTier:
         self.num_evicted += 1
         checkpoint = copy.node.checkpoint
         if checkpoint is not None and checkpoint.ready_blocks is not None:
-            # It would be lost now. It isn't copied again before it was used: two that don't fit beside each other would take turns for ever.
+            # It would be lost now. It isn't copied again before it was used: two that don't fit beside each other would
+            # take turns for ever.
             self.num_ready_blocks -= checkpoint.ready_blocks
             checkpoint.ready_blocks = 0
         self._drop(copy)

@@ -2,12 +2,14 @@
 
     match -> acquire -> grow_pages, take_rows -> [fetch -> land] -> publish (any number of times) -> release
 
-A request may resume only where its recurrent state stands, so a hit is the deepest boundary on its path that has a checkpoint. Every row and
-page belongs to the free list, to the tree, or to one lease. What the tree owns is kept while it can serve a later prompt: one LRU over
-checkpoints, one bound in bytes beside the sizes of the pools. What goes may live on in the host's memory (host_tier.py), and is fetched from there.
+A request may resume only where its recurrent state stands, so a hit is the deepest boundary on its path that has a
+checkpoint. Every row and page belongs to the free list, to the tree, or to one lease. What the tree owns is kept while
+it can serve a later prompt: one LRU over checkpoints, one bound in bytes beside the sizes of the pools. What goes may
+live on in the host's memory (host_tier.py), and is fetched from there.
 
-Publishing never changes a running request's pages. Where the tree has no pages, it takes the lease's and the lease goes on reading them; where it
-has others of the same content, those go if nobody reads them, and else the lease keeps its duplicates.
+Publishing never changes a running request's pages. Where the tree has no pages, it takes the lease's and the lease goes
+on reading them; where it has others of the same content, those go if nobody reads them, and else the lease keeps its
+duplicates.
 
 Knows nothing about models, tensors, requests or text: it deals in ids.
 """
@@ -33,11 +35,13 @@ GHOST_BLOCKS = 1 << 17
 """Blocks whose token ids are kept without pages: 8.4 million tokens, 32 MiB."""
 
 _NEVER_SUPERSEDED = (CheckpointKind.SYSTEM, CheckpointKind.BRANCH, CheckpointKind.GRID)
-"""SYSTEM and BRANCH serve other sessions; a GRID checkpoint is one of many on its path, each for a prompt that parts elsewhere."""
+"""SYSTEM and BRANCH serve other sessions; a GRID checkpoint is one of many on its path, each for a prompt that parts
+elsewhere."""
 
 
 class HybridCache:
-    """Not thread-safe: one loop owns it. Attributes without underscore are for `invariants.check` and read-only to everybody else."""
+    """Not thread-safe: one loop owns it. Attributes without underscore are for `invariants.check` and read-only to
+    everybody else."""
 
     def __init__(
         self,
@@ -53,9 +57,9 @@ class HybridCache:
         host_memory: HostMemory | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`num_rows` and `num_pages` count the reserved ones too. `budget_bytes` bounds everything in use, the tree's and the leases' together;
-        None: only the pools bound it. `enabled=False`: nothing is ever found or published. `host_memory=None`: what is evicted is gone. Raises
-        ConfigError."""
+        """`num_rows` and `num_pages` count the reserved ones too. `budget_bytes` bounds everything in use, the tree's
+        and the leases' together; None: only the pools bound it. `enabled=False`: nothing is ever found or published.
+        `host_memory=None`: what is evicted is gone. Raises ConfigError."""
         for name, value, least in (
             ("num_rows", num_rows, 3),
             ("num_pages", num_pages, 2),
@@ -78,7 +82,9 @@ class HybridCache:
         self.tree = PrefixTree(self.pages, block_tokens=block_tokens, max_ghost_blocks=ghost_blocks, host_pages=on_host)
         self.host: HostTier | None = None
         if enabled and host_memory is not None:
-            self.host = HostTier(host_memory, self.tree, on_host, device_rows=self.rows.capacity, device_pages=self.pages.capacity)
+            self.host = HostTier(
+                host_memory, self.tree, on_host, device_rows=self.rows.capacity, device_pages=self.pages.capacity
+            )
         self.checkpoints = CheckpointSet(self.tree, self.rows, clock, self.host)
         self.leases: set[Lease] = set()
         self.enabled = enabled
@@ -86,7 +92,8 @@ class HybridCache:
         self._bytes_to_device = 0
 
     def match(self, namespace: str, tokens: array[int], *, limit: int | None = None) -> Match:
-        """The deepest state to resume from within `limit` tokens (None: all but the last, which is always computed). Changes nothing."""
+        """The deepest state to resume from within `limit` tokens (None: all but the last, which is always computed).
+        Changes nothing."""
         limit = len(tokens) - 1 if limit is None else min(limit, len(tokens))
         data = tokens[: max(limit, 0) // self.block_tokens * self.block_tokens].tobytes()
         path, partial, num_common = self.tree.walk(namespace, data)
@@ -103,8 +110,8 @@ class HybridCache:
         )
 
     def acquire(self, match: Match, *, session_id: str | None = None) -> Lease:
-        """Resume from a match: its row and the pages of its path are locked while the lease lives, and so are pages that lead on to a state on the
-        host. Ends the session's hold."""
+        """Resume from a match: its row and the pages of its path are locked while the lease lives, and so are pages
+        that lead on to a state on the host. Ends the session's hold."""
         lease = Lease(num_cached=match.num_tokens, read_row=match.row, page_ids=[], session_id=session_id)
         found = match.checkpoint
         if found is not None:
@@ -119,12 +126,17 @@ class HybridCache:
                 self._move_anchor(lease, standing[-1])
                 lease.page_ids = self.tree.page_ids(standing[-1])
         if session_id is not None:
-            self._come_back(session_id, None if found is None else found.node, None if match.host_copy is None else match.host_copy.node)
+            self._come_back(
+                session_id,
+                None if found is None else found.node,
+                None if match.host_copy is None else match.host_copy.node,
+            )
         self.leases.add(lease)
         return lease
 
     def fetch(self, lease: Lease, match: Match) -> Fetch | None:
-        """Order the state that `match`, of which the lease came, found on the host. None, and nothing has changed, when there is no row for it.
+        """Order the state that `match`, of which the lease came, found on the host. None, and nothing has changed, when
+        there is no row for it.
 
         The lease has pages for all of it. It stands where it stood until `land` is called."""
         copy = match.host_copy
@@ -133,14 +145,18 @@ class HybridCache:
         rows = self.take_rows(lease, 1)
         if rows is None:
             return None
-        first, end = (0 if lease.anchor is None else lease.anchor.depth) // self.block_tokens, copy.node.depth // self.block_tokens
+        first, end = (
+            (0 if lease.anchor is None else lease.anchor.depth) // self.block_tokens,
+            copy.node.depth // self.block_tokens,
+        )
         number = self.host.fetch(copy, rows[0], lease.page_ids[first:end])
         lease.fetch = Fetch(number=number, num_tokens=copy.node.depth, row=rows[0], kind=copy.kind)
         return lease.fetch
 
     def land(self, lease: Lease, namespace: str, tokens: array[int]) -> None:
-        """The ordered state has come: it stands on the device again, and the lease resumes from it as if it had been there. Nothing of the lease's
-        is in use yet, so what others have published in the meantime takes the place of what came."""
+        """The ordered state has come: it stands on the device again, and the lease resumes from it as if it had been
+        there. Nothing of the lease's is in use yet, so what others have published in the meantime takes the place of
+        what came."""
         fetch, lease.fetch = lease.fetch, None
         assert fetch is not None, "nothing was ordered"
         path = self.tree.insert(namespace, tokens[: fetch.num_tokens].tobytes())
@@ -174,7 +190,8 @@ class HybridCache:
         self.host.copied(number)
 
     def copy_ahead(self) -> None:
-        """Order copies of what eviction would come to next, where too little could go without a loss. Call between any two steps."""
+        """Order copies of what eviction would come to next, where too little could go without a loss. Call between any
+        two steps."""
         if self.host is None:
             return
         free_bytes = self.budget_bytes - self.used_bytes
@@ -189,14 +206,19 @@ class HybridCache:
     def take_copy_orders(self) -> CopyOrders:
         """The orders since the last call; they must be carried out, as host_tier.py says."""
         orders = CopyOrders() if self.host is None else self.host.take_orders()
-        self._bytes_to_host += sum(len(order.rows) * self.row_bytes + len(order.pages) * self.page_bytes for order in orders.to_host)
-        self._bytes_to_device += sum(len(order.rows) * self.row_bytes + len(order.pages) * self.page_bytes for order in orders.to_device)
+        self._bytes_to_host += sum(
+            len(order.rows) * self.row_bytes + len(order.pages) * self.page_bytes for order in orders.to_host
+        )
+        self._bytes_to_device += sum(
+            len(order.rows) * self.row_bytes + len(order.pages) * self.page_bytes for order in orders.to_device
+        )
         return orders
 
     def release(self, lease: Lease, *, hold_seconds: float = 0.0) -> None:
         """End a lease: what it owns is free, what it locked isn't locked any more.
 
-        With a session and hold_seconds > 0, the deepest checkpoint that it used or published goes last in eviction until the clock passes."""
+        With a session and hold_seconds > 0, the deepest checkpoint that it used or published goes last in eviction
+        until the clock passes."""
         assert lease in self.leases, "the lease was released before"
         assert lease.fetch is None, "a copy would write into ids that the lease doesn't own any more"
         self.leases.remove(lease)
@@ -204,14 +226,18 @@ class HybridCache:
         self.rows.free(lease.own_rows)
         lease.own_pages.clear()
         lease.own_rows.clear()
-        kept = next((checkpoint for checkpoint in (lease.deepest, lease.locked) if checkpoint is not None and checkpoint.alive), None)
+        kept = next(
+            (checkpoint for checkpoint in (lease.deepest, lease.locked) if checkpoint is not None and checkpoint.alive),
+            None,
+        )
         if lease.session_id is not None and hold_seconds > 0 and kept is not None and not kept.superseded:
             self.checkpoints.hold(lease.session_id, kept, hold_seconds)
         self._unlock_row(lease)
         self._move_anchor(lease, None)
 
     def grow_pages(self, lease: Lease, num_pages: int) -> bool:
-        """Make len(lease.page_ids) >= num_pages, evicting as needed. False, and nothing has changed, when that can't be."""
+        """Make len(lease.page_ids) >= num_pages, evicting as needed. False, and nothing has changed, when that can't
+        be."""
         assert lease in self.leases
         missing = num_pages - len(lease.page_ids)
         if missing <= 0:
@@ -224,7 +250,8 @@ class HybridCache:
         return True
 
     def take_rows(self, lease: Lease, count: int) -> list[int] | None:
-        """`count` more rows of the lease's own, evicting as needed. None, and nothing has changed, when that can't be."""
+        """`count` more rows of the lease's own, evicting as needed. None, and nothing has changed, when that can't
+        be."""
         assert lease in self.leases
         if not self._make_room(lease, num_rows=count, num_pages=0):
             return None
@@ -239,11 +266,13 @@ class HybridCache:
             lease.own_rows.remove(row)
             self.rows.free((row,))
 
-    def publish(self, lease: Lease, namespace: str, tokens: array[int], length: int, row: int, kind: CheckpointKind) -> bool:
+    def publish(
+        self, lease: Lease, namespace: str, tokens: array[int], length: int, row: int, kind: CheckpointKind
+    ) -> bool:
         """Offer the state after tokens[:length], which `row` holds and whose K/V lies in the lease's pages.
 
-        True: the tree owns the row now. False: a checkpoint stands there already, or caching is off; the row stays the lease's.
-        In both cases the lease's older checkpoint of the same kind is redundant and goes (_supersede)."""
+        True: the tree owns the row now. False: a checkpoint stands there already, or caching is off; the row stays the
+        lease's. In both cases the lease's older checkpoint of the same kind is redundant and goes (_supersede)."""
         num_blocks, rest = divmod(length, self.block_tokens)
         assert lease in self.leases
         assert not rest, f"length {length} is not a multiple of {self.block_tokens}"
@@ -278,7 +307,8 @@ class HybridCache:
         return self.rows.num_used * self.row_bytes + self.pages.num_used * self.page_bytes
 
     def available_rows(self, *, including_held: bool = False) -> int:
-        """Rows that take_rows could hand out now if nothing else were taken: free ones and what eviction would yield."""
+        """Rows that take_rows could hand out now if nothing else were taken: free ones and what eviction would
+        yield."""
         rows, _ = self._evictable(including_held)
         return min(self.rows.num_free + rows, self.available_bytes(including_held=including_held) // self.row_bytes)
 
@@ -293,7 +323,8 @@ class HybridCache:
         return self.budget_bytes - self.used_bytes + rows * self.row_bytes + pages * self.page_bytes
 
     def private_bytes(self, lease: Lease) -> tuple[int, int]:
-        """Bytes of rows and of pages that only this lease's session uses: its own, and its path in the tree up to where others use it too."""
+        """Bytes of rows and of pages that only this lease's session uses: its own, and its path in the tree up to where
+        others use it too."""
         assert lease in self.leases
         num_rows, num_pages = len(lease.own_rows), len(lease.own_pages)
         node = lease.anchor
@@ -344,7 +375,8 @@ class HybridCache:
         self.tree.trim_ghosts(0)
 
     def _supersede(self, lease: Lease, kind: CheckpointKind, length: int) -> None:
-        """A checkpoint stands at `length`: the lease's older ones of its kind won't be resumed from by this session again."""
+        """A checkpoint stands at `length`: the lease's older ones of its kind won't be resumed from by this session
+        again."""
         for checkpoint in lease.mine.copy():
             if checkpoint.alive and checkpoint.kind == kind and checkpoint.node.depth < length:
                 lease.mine.remove(checkpoint)
@@ -353,7 +385,8 @@ class HybridCache:
                     self._unlock_row(lease)
 
     def _advance(self, lease: Lease, checkpoint: Checkpoint) -> None:
-        """The lease uses this checkpoint from now on: lock its row and its path in the place of what was locked before."""
+        """The lease uses this checkpoint from now on: lock its row and its path in the place of what was locked
+        before."""
         self.checkpoints.lock(checkpoint)
         self._move_anchor(lease, checkpoint.node)
         self._unlock_row(lease)
@@ -383,10 +416,11 @@ class HybridCache:
                 lease.own_pages.difference_update(ids)
 
     def _adopt_duplicates(self, lease: Lease) -> None:
-        """Where only this lease locks the tree's pages but reads duplicates of its own, the tree takes those and frees what it had.
+        """Where only this lease locks the tree's pages but reads duplicates of its own, the tree takes those and frees
+        what it had.
 
-        Happens after two requests computed the same prefix at once. Without it a request alone could be short of pages that it
-        locks and doesn't read."""
+        Happens after two requests computed the same prefix at once. Without it a request alone could be short of pages
+        that it locks and doesn't read."""
         node = lease.anchor
         if node is None or len(lease.own_pages) == len(lease.page_ids) - node.depth // self.block_tokens:
             return
@@ -407,7 +441,9 @@ class HybridCache:
         """Rows and pages that eviction would yield."""
         self.checkpoints.expire_holds()
         blocks = self.tree.num_blocks
-        return self.checkpoints.count_evictable(including_held=including_held), blocks[NEED] - blocks[LOCK if including_held else HOLD]
+        return self.checkpoints.count_evictable(including_held=including_held), blocks[NEED] - blocks[
+            LOCK if including_held else HOLD
+        ]
 
     def _can_fit(self, num_rows: int, num_pages: int) -> bool:
         rows, pages = self._evictable(including_held=True)
@@ -418,7 +454,8 @@ class HybridCache:
         )
 
     def _come_back(self, session_id: str, *resumed: Node | None) -> None:
-        """End the session's hold. A turn that its next prompt doesn't continue was rendered anew: that checkpoint has no future."""
+        """End the session's hold. A turn that its next prompt doesn't continue was rendered anew: that checkpoint has
+        no future."""
         hold = self.checkpoints.holds.get(session_id)
         if hold is None:
             return
@@ -428,7 +465,8 @@ class HybridCache:
             self.checkpoints.abandon(held)
 
     def _make_room(self, lease: Lease, *, num_rows: int, num_pages: int) -> bool:
-        """Evict until so many rows and pages are free, within the budget. False, without having evicted, when that can't be."""
+        """Evict until so many rows and pages are free, within the budget. False, without having evicted, when that
+        can't be."""
         if not self._can_fit(num_rows, num_pages):
             self._adopt_duplicates(lease)
             if not self._can_fit(num_rows, num_pages):

@@ -36,7 +36,11 @@ def _check_ownership(cache: HybridCache, nodes: list[Node]) -> None:
     """Every page and every row belongs to exactly one of free list, tree, one lease."""
     tree_pages = [page for node in nodes for page in node.page_ids or ()]
     _check_pool(cache.pages, tree_pages, [page for lease in cache.leases for page in lease.own_pages])
-    _check_pool(cache.rows, [node.checkpoint.row for node in nodes if node.checkpoint], [row for lease in cache.leases for row in lease.own_rows])
+    _check_pool(
+        cache.rows,
+        [node.checkpoint.row for node in nodes if node.checkpoint],
+        [row for lease in cache.leases for row in lease.own_rows],
+    )
 
 
 def _check_pool(pool: IdPool, of_tree: Iterable[int], of_leases: Iterable[int]) -> None:
@@ -65,7 +69,9 @@ def _check_structure(cache: HybridCache, nodes: list[Node]) -> None:
         assert node.num_blocks > 0, "a node without blocks"
         assert len(node.run) == node.num_blocks * tree.block_bytes
         assert node.depth == node.parent.depth + node.num_blocks * tree.block_tokens
-        assert node.parent.children.get(node.run[: tree.block_bytes]) is node, "a node stands under a key that isn't its first block"
+        assert node.parent.children.get(node.run[: tree.block_bytes]) is node, (
+            "a node stands under a key that isn't its first block"
+        )
 
 
 def _check_refs(cache: HybridCache, nodes: list[Node]) -> None:
@@ -84,12 +90,18 @@ def _check_refs(cache: HybridCache, nodes: list[Node]) -> None:
         pointers.update(node.parent for node in wanted)
         for node in nodes:
             count = pointers.get(node, 0)
-            assert node.refs[level] == count, f"refs on level {level} say {node.refs[level]}, counted {count} at depth {node.depth}"
+            assert node.refs[level] == count, (
+                f"refs on level {level} say {node.refs[level]}, counted {count} at depth {node.depth}"
+            )
         assert cache.tree.num_blocks[level] == sum(node.num_blocks for node in wanted)
     for node in nodes:
-        assert (node.page_ids is not None) == (node.refs[NEED] > 0), f"pages kept for nobody, or missing, at depth {node.depth}"
+        assert (node.page_ids is not None) == (node.refs[NEED] > 0), (
+            f"pages kept for nobody, or missing, at depth {node.depth}"
+        )
         assert node.page_ids is None or len(node.page_ids) == node.num_blocks
-        assert (node.host_page_ids is not None) == (node.refs[HOST] > 0), f"host pages kept for nobody, or missing, at depth {node.depth}"
+        assert (node.host_page_ids is not None) == (node.refs[HOST] > 0), (
+            f"host pages kept for nobody, or missing, at depth {node.depth}"
+        )
         assert node.host_page_ids is None or len(node.host_page_ids) == node.num_blocks
         assert node.refs[NEED] or not node.refs[HOLD], "a hold on nothing"
         assert node.refs[HOLD] or not node.refs[LOCK]
@@ -103,7 +115,9 @@ def _check_ghosts(cache: HybridCache, nodes: list[Node]) -> None:
     assert set(ghosts) == set(tree.ghosts)
     assert tree.num_ghost_blocks == sum(node.num_blocks for node in ghosts) <= tree.max_ghost_blocks
     age = {node: index for index, node in enumerate(tree.ghosts)}
-    assert all(age[child] < age[node] for node in ghosts for child in node.children.values()), "a ghost would be dropped before what is below it"
+    assert all(age[child] < age[node] for node in ghosts for child in node.children.values()), (
+        "a ghost would be dropped before what is below it"
+    )
 
 
 def _check_checkpoints(cache: HybridCache, nodes: list[Node]) -> None:
@@ -113,13 +127,17 @@ def _check_checkpoints(cache: HybridCache, nodes: list[Node]) -> None:
     for checkpoint in checkpoints.live:
         assert checkpoint.alive
         assert checkpoint.node.checkpoint is checkpoint
-        assert checkpoint.num_locks == locks[checkpoint], f"{checkpoint.num_locks} locks on a checkpoint that {locks[checkpoint]} leases lock"
+        assert checkpoint.num_locks == locks[checkpoint], (
+            f"{checkpoint.num_locks} locks on a checkpoint that {locks[checkpoint]} leases lock"
+        )
         assert not checkpoint.superseded or _is_kept(checkpoint), "a superseded checkpoint that nobody wants any more"
         assert checkpoints.order.knows(checkpoint), "a checkpoint that eviction would never find"
     ticks = [checkpoint.last_used for checkpoint in checkpoints.live]
     assert len(set(ticks)) == len(ticks)
     num_locked = sum(checkpoint.num_locks > 0 for checkpoint in checkpoints.live)
-    assert checkpoints.num_locked == num_locked, f"{checkpoints.num_locked} checkpoints are counted as locked, and {num_locked} live ones have locks"
+    assert checkpoints.num_locked == num_locked, (
+        f"{checkpoints.num_locked} checkpoints are counted as locked, and {num_locked} live ones have locks"
+    )
     assert checkpoints.num_kept == sum(_is_kept(checkpoint) for checkpoint in checkpoints.live)
     assert checkpoints.peak_live >= len(checkpoints.live)
 
@@ -156,7 +174,9 @@ def _check_lease(cache: HybridCache, lease: Lease) -> None:
     assert lease.num_cached % cache.block_tokens == 0
     assert (lease.read_row == ZERO_ROW) == (lease.num_cached == 0)
     assert lease.fetch is None or lease.fetch.row in lease.own_rows
-    assert lease.own_pages.isdisjoint(lease.page_ids[: lease.num_cached // cache.block_tokens]), "a cached page became the lease's own"
+    assert lease.own_pages.isdisjoint(lease.page_ids[: lease.num_cached // cache.block_tokens]), (
+        "a cached page became the lease's own"
+    )
     of_tree = [page for node in path for page in node.page_ids or ()]
     for block, page in enumerate(lease.page_ids):
         if page not in lease.own_pages:
@@ -166,8 +186,12 @@ def _check_lease(cache: HybridCache, lease: Lease) -> None:
 
 def _check_accounts(cache: HybridCache) -> None:
     used = cache.rows.num_used * cache.row_bytes + cache.pages.num_used * cache.page_bytes
-    assert cache.used_bytes == used <= cache.budget_bytes, f"{used} bytes in use, {cache.used_bytes} accounted, {cache.budget_bytes} allowed"
+    assert cache.used_bytes == used <= cache.budget_bytes, (
+        f"{used} bytes in use, {cache.used_bytes} accounted, {cache.budget_bytes} allowed"
+    )
     live = cache.checkpoints.live
     evictable = sum(not checkpoint.num_locks for checkpoint in live)
     assert cache.checkpoints.count_evictable(including_held=True) == evictable
-    assert cache.checkpoints.count_evictable(including_held=False) == sum(not _is_kept(checkpoint) for checkpoint in live)
+    assert cache.checkpoints.count_evictable(including_held=False) == sum(
+        not _is_kept(checkpoint) for checkpoint in live
+    )

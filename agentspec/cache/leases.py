@@ -16,7 +16,8 @@ class Match:
     """Where a prompt may resume. Good until the next call that changes the cache."""
 
     num_tokens: int
-    """Tokens that need not be computed: the block-aligned depth of the deepest checkpoint on the path, within the limit."""
+    """Tokens that need not be computed: the block-aligned depth of the deepest checkpoint on the path, within the
+    limit."""
     row: int
     """State row of that checkpoint; ZERO_ROW when num_tokens is 0."""
     kind: CheckpointKind | None
@@ -35,7 +36,8 @@ class Match:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fetch:
-    """A state on its way from the host's memory into a row of a lease's own, with the pages that the device lacked into its own pages."""
+    """A state on its way from the host's memory into a row of a lease's own, with the pages that the device lacked into
+    its own pages."""
 
     number: int
     """Of the copy order."""

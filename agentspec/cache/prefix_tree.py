@@ -1,7 +1,8 @@
 """Radix tree over blocks of tokens: which prefixes are known, which have pages, where checkpoints stand.
 
-A node is a run of whole blocks. A checkpoint stands at a node's end, so a node that must carry one in its middle is split; the node that was
-there keeps its identity as the lower part, and whoever points at it (checkpoint, lease, hold) needs no notice.
+A node is a run of whole blocks. A checkpoint stands at a node's end, so a node that must carry one in its middle is
+split; the node that was there keeps its identity as the lower part, and whoever points at it (checkpoint, lease, hold)
+needs no notice.
 
 A node's `refs` say who wants it, on three levels, each a superset of the next, and a fourth of its own:
 
@@ -10,10 +11,10 @@ A node's `refs` say who wants it, on three levels, each a superset of the next, 
     LOCK   the same for leases
     HOST   a copy of a checkpoint in the host tier stands at or below the node
 
-On each level a node counts what points at itself plus its children that are wanted, so that a change walks up only as far as something
-changes. A node has pages exactly while it is NEEDed: a hybrid model can't resume from pages with no state behind them; and host pages exactly
-while it is wanted on HOST. What is left without either is a *ghost*: its token ids stay, within a bound, so that the next prompt that branches off
-there is noticed.
+On each level a node counts what points at itself plus its children that are wanted, so that a change walks up only as
+far as something changes. A node has pages exactly while it is NEEDed: a hybrid model can't resume from pages with no
+state behind them; and host pages exactly while it is wanted on HOST. What is left without either is a *ghost*: its
+token ids stay, within a bound, so that the next prompt that branches off there is noticed.
 
 Owns structure, pages of nodes and ghosts. Knows nothing about rows in use, budgets, eviction order or sessions.
 """
@@ -36,7 +37,19 @@ TOKEN_BYTES = 4
 class Node:
     """A run of blocks. `run` is the bytes of its token ids; `depth` counts tokens from the root to the node's end."""
 
-    __slots__ = ("checkpoint", "children", "depth", "host_copy", "host_page_ids", "namespace", "num_blocks", "page_ids", "parent", "refs", "run")
+    __slots__ = (
+        "checkpoint",
+        "children",
+        "depth",
+        "host_copy",
+        "host_page_ids",
+        "namespace",
+        "num_blocks",
+        "page_ids",
+        "parent",
+        "refs",
+        "run",
+    )
 
     def __init__(self, parent: Node | None, run: bytes, num_blocks: int, depth: int, namespace: str) -> None:
         self.parent = parent
@@ -45,7 +58,8 @@ class Node:
         self.depth = depth
         self.namespace = namespace
         self.page_ids: list[int] | None = None
-        """One per block; None where the device has none: for a ghost, for a root, and for what only the host tier has."""
+        """One per block; None where the device has none: for a ghost, for a root, and for what only the host tier
+        has."""
         self.host_page_ids: list[int] | None = None
         """Pages of the host tier, one per block; None where it has none."""
         self.children: dict[bytes, Node] = {}
@@ -77,7 +91,8 @@ class Checkpoint:
     superseded: bool = False
     """To be freed when the last lease and the last hold let go."""
     ready_blocks: int | None = None
-    """Not None: the host tier has done what it can for it since its last use, and its eviction frees about so many pages without a loss."""
+    """Not None: the host tier has done what it can for it since its last use, and its eviction frees about so many
+    pages without a loss."""
     alive: bool = True
 
     @property
@@ -138,12 +153,15 @@ def path_of(node: Node) -> list[Node]:
 class PrefixTree:
     """Prefixes of all namespaces. Token ids come as the bytes of whole blocks."""
 
-    def __init__(self, pages: IdPool, *, block_tokens: int, max_ghost_blocks: int, host_pages: IdPool | None = None) -> None:
+    def __init__(
+        self, pages: IdPool, *, block_tokens: int, max_ghost_blocks: int, host_pages: IdPool | None = None
+    ) -> None:
         self.block_tokens = block_tokens
         self.block_bytes = block_tokens * TOKEN_BYTES
         self.roots: dict[str, Node] = {}
         self.num_blocks = [0, 0, 0, 0]
-        """Blocks of all nodes that are wanted on each level; on level NEED these are the pages that the tree owns, on HOST its host pages."""
+        """Blocks of all nodes that are wanted on each level; on level NEED these are the pages that the tree owns, on
+        HOST its host pages."""
         self.ghosts: OrderedDict[Node, None] = OrderedDict()
         """Oldest first. A node becomes a ghost after everything below it did, so the first one has no children."""
         self.num_ghost_blocks = 0
@@ -154,7 +172,8 @@ class PrefixTree:
     def walk(self, namespace: str, data: bytes) -> tuple[list[Node], Node | None, int]:
         """Follow `data` down from the root.
 
-        Returns the nodes that match over their whole run, then the node that matches only in part (or None) and how many of its blocks do.
+        Returns the nodes that match over their whole run, then the node that matches only in part (or None) and how
+        many of its blocks do.
         """
         path: list[Node] = []
         node = self.roots.get(namespace)
@@ -173,7 +192,8 @@ class PrefixTree:
         return path, None, 0
 
     def insert(self, namespace: str, data: bytes) -> list[Node]:
-        """Make the path of `data` end at a node's end: split the node that it leaves, add the rest as a ghost. Returns the path."""
+        """Make the path of `data` end at a node's end: split the node that it leaves, add the rest as a ghost. Returns
+        the path."""
         path, partial, num_common = self.walk(namespace, data)
         if partial is not None:
             path.append(self._split(partial, num_common))
@@ -191,7 +211,8 @@ class PrefixTree:
         return path
 
     def give_pages(self, node: Node, page_ids: Sequence[int]) -> None:
-        """A node without pages gets some. The caller refers to it, or to a node below it, before anything else happens."""
+        """A node without pages gets some. The caller refers to it, or to a node below it, before anything else
+        happens."""
         assert node.page_ids is None
         assert len(page_ids) == node.num_blocks
         if node.is_ghost:
@@ -224,8 +245,8 @@ class PrefixTree:
             step = step.parent
 
     def unref(self, node: Node, level: int) -> Node | None:
-        """One less wants the path to `node`. Without NEED left, nodes lose their pages, without HOST their host pages, and without both they become
-        ghosts.
+        """One less wants the path to `node`. Without NEED left, nodes lose their pages, without HOST their host pages,
+        and without both they become ghosts.
 
         Returns the deepest node of the path that is still wanted, or the root. May trim ghosts."""
         step: Node | None = node
@@ -329,7 +350,8 @@ class PrefixTree:
         return upper
 
     def _common_blocks(self, run: bytes, data: bytes, offset: int) -> int:
-        """Blocks that `run` and data[offset:] have in common; the caller knows that the first is one and that not all are."""
+        """Blocks that `run` and data[offset:] have in common; the caller knows that the first is one and that not all
+        are."""
         low, high = 1, len(run) // self.block_bytes
         while high - low > 1:
             middle = (low + high) // 2

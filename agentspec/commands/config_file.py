@@ -16,11 +16,14 @@ _OWN_NAMES = ("--config", "--help")
 _SECRET = "api_key"
 
 
-def read_flags(name: str, parser: argparse.ArgumentParser, *, command: str, beside: argparse.ArgumentParser | None = None) -> dict[str, Any]:
+def read_flags(
+    name: str, parser: argparse.ArgumentParser, *, command: str, beside: argparse.ArgumentParser | None = None
+) -> dict[str, Any]:
     """What the file sets, by the names that `parser` stores its flags under.
 
-    command: for errors. beside: another command's parser, whose flags the file may hold, too: they are checked and left out.
-    Raises ConfigError with file, key and value for a key that is no flag, is there twice, or has a value of the wrong type."""
+    command: for errors. beside: another command's parser, whose flags the file may hold, too: they are checked and left
+    out. Raises ConfigError with file, key and value for a key that is no flag, is there twice, or has a value of the
+    wrong type."""
     own = _flags_of(parser)
     known = own if beside is None else _flags_of(beside) | own
     found: dict[str, Any] = {}
@@ -41,7 +44,8 @@ def read_flags(name: str, parser: argparse.ArgumentParser, *, command: str, besi
 
 
 def given_flags(args: argparse.Namespace, defaultless: argparse.Namespace) -> Collection[str]:
-    """What stands on the command line. defaultless: the same command line, parsed without defaults. A model named by its place is one, too."""
+    """What stands on the command line. defaultless: the same command line, parsed without defaults. A model named by
+    its place is one, too."""
     given = set(vars(defaultless))
     if getattr(args, "checkpoint", None) is not None:
         given.add("model")
@@ -55,7 +59,12 @@ def without_defaults(parser: argparse.ArgumentParser) -> None:
 
 
 def _flags_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    return {flag: action for action in parser._actions for flag in action.option_strings if flag.startswith("--") and flag not in _OWN_NAMES}
+    return {
+        flag: action
+        for action in parser._actions
+        for flag in action.option_strings
+        if flag.startswith("--") and flag not in _OWN_NAMES
+    }
 
 
 def _value(action: argparse.Action, value: object) -> Any:
@@ -77,7 +86,13 @@ def _scalar(action: argparse.Action, value: object) -> Any:
         if action.choices is not None and value not in action.choices:
             raise ValueError(f"must be one of {', '.join(action.choices)}")
         return value
-    wanted = "a whole number" if action.type is int else "a number" if action.type is float else "a number, or a word in quotes"
+    wanted = (
+        "a whole number"
+        if action.type is int
+        else "a number"
+        if action.type is float
+        else "a number, or a word in quotes"
+    )
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(f"must be {wanted}")
     assert callable(action.type)

@@ -1,4 +1,5 @@
-"""`agentspec replay FILE --dry-run MODEL`: renders the file's sessions, runs them dry, and prints what the cache reached beside the file's ideal.
+"""`agentspec replay FILE --dry-run MODEL`: renders the file's sessions, runs them dry, and prints what the cache
+reached beside the file's ideal.
 
 Imports no torch.
 """
@@ -60,7 +61,9 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
     num_drafted = DEFAULT_DRAFTS if config.draft_tokens == "auto" else config.draft_tokens
     dry = DryRun(
         costs=costs,
-        memory=DryMemory.bounded(config.memory_gib, costs=costs, max_running=config.max_running, num_drafted=num_drafted),
+        memory=DryMemory.bounded(
+            config.memory_gib, costs=costs, max_running=config.max_running, num_drafted=num_drafted
+        ),
         max_running=config.max_running,
         num_drafted=num_drafted,
         prefill_budget=config.prefill_budget,
@@ -74,13 +77,24 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
     summary = _summary(file, encoder.name, args.template, costs, config, lanes, result, ideal_tokens)
     print(_table(summary))
     if options.json_path is not None:
-        rows = [{"request": turn.request_id, "prompt_tokens": turn.prompt_tokens, "cached_tokens": turn.cached_tokens} for turn in result.ended]
-        files.write(options.json_path, (json.dumps({"summary": summary, "requests": rows}, indent=1) + "\n").encode(), field="json")
+        rows = [
+            {"request": turn.request_id, "prompt_tokens": turn.prompt_tokens, "cached_tokens": turn.cached_tokens}
+            for turn in result.ended
+        ]
+        files.write(
+            options.json_path,
+            (json.dumps({"summary": summary, "requests": rows}, indent=1) + "\n").encode(),
+            field="json",
+        )
     return 0
 
 
 def _refuse(args: argparse.Namespace, options: ReplayOptions) -> None:
-    for field, given in (("base_url", options.base_url), ("html", options.html_path), ("force_acceptance", args.force_acceptance)):
+    for field, given in (
+        ("base_url", options.base_url),
+        ("html", options.html_path),
+        ("force_acceptance", args.force_acceptance),
+    ):
         if given is not None:
             raise ConfigError(field, given, "has no effect on a dry run")
     if options.arrival != "closed":
@@ -128,8 +142,12 @@ def recorded_sessions(file: ReplayFile, renderer: TraceRenderer, options: Replay
         yield session.session_id, _turns(file, session, renderer, options)
 
 
-def _turns(file: ReplayFile, session: Session, renderer: TraceRenderer, options: ReplayOptions) -> Iterator[RecordedTurn]:
-    turns = zip(session.turns, renderer.turns(file, session), strict=False)  # the renderer stops where nothing was recorded
+def _turns(
+    file: ReplayFile, session: Session, renderer: TraceRenderer, options: ReplayOptions
+) -> Iterator[RecordedTurn]:
+    turns = zip(
+        session.turns, renderer.turns(file, session), strict=False
+    )  # the renderer stops where nothing was recorded
     for turn, rendered in itertools.islice(turns, options.max_turns):
         yield RecordedTurn(
             prompt=rendered.prompt_ids,
@@ -176,7 +194,10 @@ def _summary(
 
 def _milliseconds(seconds: Iterable[float]) -> dict[str, float | None]:
     found = Distribution.of(seconds)
-    return {name: None if value is None else 1000 * value for name, value in (("mean", found.mean), ("p50", found.p50), ("p99", found.p99))}
+    return {
+        name: None if value is None else 1000 * value
+        for name, value in (("mean", found.mean), ("p50", found.p50), ("p99", found.p99))
+    }
 
 
 def _times(milliseconds: dict[str, float | None]) -> str:
@@ -189,9 +210,15 @@ def _table(summary: dict[str, Any]) -> str:
     state_gib = cache["checkpoints_peak"] * costs["row_bytes"] / 2**30
     lines = [
         ("file", f"{summary['file']}, {summary['sessions']} sessions, {summary['requests']} requests"),
-        ("tokens", f"{summary['prompt_tokens']:,} prompt, {summary['output_tokens']:,} output, by {summary['tokens_by']}"),
+        (
+            "tokens",
+            f"{summary['prompt_tokens']:,} prompt, {summary['output_tokens']:,} output, by {summary['tokens_by']}",
+        ),
         ("template", summary["template"]),
-        ("costs of", f"{costs['name']}: {costs['row_bytes'] / 1e6:.1f} MB a checkpoint, {costs['kv_bytes_per_token']:,} B of KV a token"),
+        (
+            "costs of",
+            f"{costs['name']}: {costs['row_bytes'] / 1e6:.1f} MB a checkpoint, {costs['kv_bytes_per_token']:,} B of KV a token",
+        ),
         ("memory", memory),
         ("lanes", f"{summary['lanes']} sessions at the same time, {summary['max_running']} slots"),
         ("ideal hit share", f"{summary['ideal_hit_share']:.2%}  (infinite cache, every token restorable)"),
@@ -201,7 +228,10 @@ def _table(summary: dict[str, Any]) -> str:
             "checkpoints",
             f"{cache['checkpoints_created']:,} created, {cache['checkpoints_superseded']:,} superseded, {cache['checkpoints_evicted']:,} evicted",
         ),
-        ("live checkpoints", f"{cache['checkpoints_live']:,} at the end, {cache['checkpoints_peak']:,} at most ({state_gib:,.1f} GiB)"),
+        (
+            "live checkpoints",
+            f"{cache['checkpoints_live']:,} at the end, {cache['checkpoints_peak']:,} at most ({state_gib:,.1f} GiB)",
+        ),
         ("preemptions", f"{summary['preemptions']}"),
         ("turns, ms", _times(summary["turn_ms"])),
         ("first tokens, ms", _times(summary["ttft_ms"])),
@@ -209,4 +239,9 @@ def _table(summary: dict[str, Any]) -> str:
         ("wall", f"{summary['virtual_seconds']:,.2f} s on the virtual clock"),
     ]
     width = max(len(name) for name, _ in lines)
-    return "\n".join(["dry run: no forward pass, recorded outputs, virtual clock", *(f"  {name:<{width}}  {value}" for name, value in lines)])
+    return "\n".join(
+        [
+            "dry run: no forward pass, recorded outputs, virtual clock",
+            *(f"  {name:<{width}}  {value}" for name, value in lines),
+        ]
+    )

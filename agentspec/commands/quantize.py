@@ -1,6 +1,7 @@
 """`agentspec quantize SRC DST`: a checkpoint in full precision becomes one in the official 8-bit form.
 
-Owns what is written where. Which parameters are converted is `models/quantization.py`'s, how they are rounded `kernels.quantize_blocks`'s.
+Owns what is written where. Which parameters are converted is `models/quantization.py`'s, how they are rounded
+`kernels.quantize_blocks`'s.
 """
 
 from __future__ import annotations
@@ -32,17 +33,19 @@ _PARAMETER_SUFFIX = re.compile(r"\.(weight|bias)$")
 
 
 def run(source: str, destination: str) -> int:
-    """Quantise the checkpoint that `source` names and say what it took. Raises CheckpointError, with nothing left at `destination`."""
+    """Quantise the checkpoint that `source` names and say what it took. Raises CheckpointError, with nothing left at
+    `destination`."""
     before, after = quantize(resolve_checkpoint(bundled.checkpoint_of(source)), Path(destination))
     print(f"{destination}: {after / 1e6:,.1f} MB of weights, {before / 1e6:,.1f} MB before ({after / before:.0%})")
     return 0
 
 
 def quantize(source: Path, destination: Path) -> tuple[int, int]:
-    """Write the checkpoint `source` in 8 bits to the new directory `destination`; returns the weights' bytes before and after.
+    """Write the checkpoint `source` in 8 bits to the new directory `destination`; returns the weights' bytes before and
+    after.
 
-    Experts are written one by one, as published 8-bit checkpoints have them; all that isn't converted, vision too, keeps name and dtype; files
-    beside the weights are copied. The directory appears when it is complete."""
+    Experts are written one by one, as published 8-bit checkpoints have them; all that isn't converted, vision too,
+    keeps name and dtype; files beside the weights are copied. The directory appears when it is complete."""
     if os.path.lexists(destination):
         raise CheckpointError(f"{destination}: exists already; name a directory that doesn't")
     if not destination.parent.is_dir():
@@ -95,7 +98,9 @@ class _Shards:
             for part_name, part in _experts(name, tensor):
                 quantized = kernels.quantize_blocks(part)
                 if not quantized.scales.isfinite().all():
-                    raise CheckpointError(f"{part_name}: holds values that aren't finite, or too large for a multiplier in bfloat16")
+                    raise CheckpointError(
+                        f"{part_name}: holds values that aren't finite, or too large for a multiplier in bfloat16"
+                    )
                 self._add(part_name, quantized.values)
                 self._add(part_name + SCALE_SUFFIX, quantized.scales.bfloat16())
         return tensor.nbytes
@@ -126,12 +131,16 @@ class _Shards:
             file_name = f"model-{index + 1:05}-of-{len(self._names):05}.safetensors"
             self._shard(index).rename(self._directory / file_name)
             weight_map.update(dict.fromkeys(names, file_name))
-        _write_json(self._directory / INDEX_FILE, {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(weight_map.items()))})
+        _write_json(
+            self._directory / INDEX_FILE,
+            {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(weight_map.items()))},
+        )
         return self._total_bytes
 
 
 def _experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The matrices of a convertible tensor by the names that they get: of a stack of experts, each expert's projections."""
+    """The matrices of a convertible tensor by the names that they get: of a stack of experts, each expert's
+    projections."""
     if tensor.dim() == 2:
         yield name, tensor
         return

@@ -1,4 +1,5 @@
-"""`agentspec replay FILE`: measures a server, by default an engine in this process. Imports no torch: the caller opens the engine."""
+"""`agentspec replay FILE`: measures a server, by default an engine in this process. Imports no torch: the caller opens
+the engine."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ FAILED_SESSIONS = 1
 
 
 def run(args: argparse.Namespace, open_engine: Callable[[], AbstractAsyncContextManager[httpx.AsyncClient]]) -> int:
-    """Replay as asked and report; 1 when a session failed. `open_engine` loads an engine and is called only without --base-url.
+    """Replay as asked and report; 1 when a session failed. `open_engine` loads an engine and is called only without
+    --base-url.
 
     What can be wrong with the file and the options is found before a model is loaded."""
     options = ReplayOptions.from_args(args, seed=args.seed)
@@ -33,7 +35,9 @@ def run(args: argparse.Namespace, open_engine: Callable[[], AbstractAsyncContext
     file = salted(load(args.file), options)
     make_plans(file, options)
     renderer = make_renderer(options, args.model) if options.output == "forced" else None
-    report = asyncio.run(_measure(file, options, renderer, http_client(options) if options.base_url is not None else open_engine()))
+    report = asyncio.run(
+        _measure(file, options, renderer, http_client(options) if options.base_url is not None else open_engine())
+    )
     print(report.table())
     if options.json_path is not None:
         report.write_json(options.json_path)
@@ -43,13 +47,17 @@ def run(args: argparse.Namespace, open_engine: Callable[[], AbstractAsyncContext
 
 
 def make_renderer(options: ReplayOptions, model: str | None) -> TraceRenderer:
-    """What makes a file's tokens where no server does: by the tokenizer that the options name, else by that of the engine's model."""
+    """What makes a file's tokens where no server does: by the tokenizer that the options name, else by that of the
+    engine's model."""
     encoder = find_encoder(bundled.checkpoint_of(model if options.tokenizer is None else options.tokenizer))
     return TraceRenderer(encoder, options.template, token_runs=TokenRuns(options.seed, *options.token_ids))
 
 
 async def _measure(
-    file: ReplayFile, options: ReplayOptions, renderer: TraceRenderer | None, opened: AbstractAsyncContextManager[httpx.AsyncClient]
+    file: ReplayFile,
+    options: ReplayOptions,
+    renderer: TraceRenderer | None,
+    opened: AbstractAsyncContextManager[httpx.AsyncClient],
 ) -> Report:
     async with opened as client:
         progress = None if options.quiet else sys.stderr

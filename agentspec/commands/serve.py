@@ -1,9 +1,9 @@
 """`agentspec serve`: HTTP in this process, the engine in one of its own, until a signal ends both. Imports no torch.
 
-It listens from the beginning: until the engine is loaded, every answer is a 503 that says what the start is at, and so do lines on stderr.
-The first signal drains: new requests are refused, running ones may end. What still runs after `--drain` seconds, or at a second signal, ends with its
-terminal event. The engine's process is closed on every way out; when it ends by itself, so does the server, for whoever starts it again, unless
-`--restart` asks for another engine.
+It listens from the beginning: until the engine is loaded, every answer is a 503 that says what the start is at, and so
+do lines on stderr. The first signal drains: new requests are refused, running ones may end. What still runs after
+`--drain` seconds, or at a second signal, ends with its terminal event. The engine's process is closed on every way out;
+when it ends by itself, so does the server, for whoever starts it again, unless `--restart` asks for another engine.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ Signals = asyncio.Queue[signal.Signals]
 
 
 class _SignalledServer(uvicorn.Server):
-    """uvicorn raises a caught signal again when it is done, which would cut the engine's close short. We handle signals ourselves."""
+    """uvicorn raises a caught signal again when it is done, which would cut the engine's close short. We handle signals
+    ourselves."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -59,13 +60,19 @@ class _SignalledServer(uvicorn.Server):
 
 
 def run(
-    config: EngineConfig, server: ServerConfig, process: EngineProcess, text: EngineProcess, early: Sequence[signal.Signals] = ()
+    config: EngineConfig,
+    server: ServerConfig,
+    process: EngineProcess,
+    text: EngineProcess,
+    early: Sequence[signal.Signals] = (),
 ) -> signal.Signals | None:
-    """Serve an engine in `process` until a signal; returns it. Binds first: a port that is taken must not cost the loading of a model.
+    """Serve an engine in `process` until a signal; returns it. Binds first: a port that is taken must not cost the
+    loading of a model.
     text: renders and tokenises (remote_text.text_process).
 
-    early: gets the signals that come until there are handlers here. Raises ConfigError or CheckpointError for a chat template that can't be used,
-    ConfigError for keys that can't, and EngineClosedError when the engine ended without being told to."""
+    early: gets the signals that come until there are handlers here. Raises ConfigError or CheckpointError for a chat
+    template that can't be used, ConfigError for keys that can't, and EngineClosedError when the engine ended without
+    being told to."""
     return_large_blocks()
     _set_up_log(server.log_level)
     keys = Keys(server.api_keys, server.keys)
@@ -74,7 +81,8 @@ def run(
 
 
 def _set_up_log(level: LogLevel) -> None:
-    """Without a word Python shows warnings and errors, bare. Lines of requests need a handler with times, unless a program around us has its own."""
+    """Without a word Python shows warnings and errors, bare. Lines of requests need a handler with times, unless a
+    program around us has its own."""
     if level == "warning":
         return
     logger.setLevel(level.upper())
@@ -132,14 +140,17 @@ async def _serve(
                 strict_fields=server.strict_fields,
                 drops_images=server.images == "drop",
                 tenants=keys.tenants,
-                limits=TimeLimits(queue_seconds=server.queue_timeout_seconds, request_seconds=server.request_timeout_seconds),
+                limits=TimeLimits(
+                    queue_seconds=server.queue_timeout_seconds, request_seconds=server.request_timeout_seconds
+                ),
                 root_path=server.root_path,
                 max_open=engine.info.max_running + server.max_queue,
             )
             most_waiting = max(0, listener.connections.limit - FOR_PROBES - engine.info.max_running)
             server = replace(server, max_queue=min(server.max_queue, most_waiting))
             door = Door(app, server, max_running=engine.info.max_running, keys=keys)
-            # What was loaded stays: without it, a full collection has next to nothing to look at, and no answer waits for one.
+            # What was loaded stays: without it, a full collection has next to nothing to look at, and no answer waits
+            # for one.
             gc.collect()
             gc.freeze()
             room.enter(door)
@@ -203,7 +214,8 @@ async def _restart(config: EngineConfig, server: ServerConfig, room: WaitingRoom
 async def _load(
     config: EngineConfig, server: ServerConfig, process: EngineProcess, remote: RemoteText, progress: StartProgress
 ) -> tuple[RemoteEngine, TextPipeline | None]:
-    """The engine, and beside it what makes prompts of messages: at once where the checkpoint is a directory, else after its download."""
+    """The engine, and beside it what makes prompts of messages: at once where the checkpoint is a directory, else after
+    its download."""
     template = None if server.chat_template is None else Path(server.chat_template).expanduser()
     named = Path(bundled.checkpoint_of(config.model)).expanduser()
     tasks: list[asyncio.Task[Any]] = []
@@ -211,7 +223,9 @@ async def _load(
         try:
             if template is not None:
                 await remote.check(template)  # what is wrong with the file is said before a model is loaded
-            starting = asyncio.create_task(RemoteEngine.start(config, process, progress=progress, heartbeat_seconds=server.heartbeat_seconds))
+            starting = asyncio.create_task(
+                RemoteEngine.start(config, process, progress=progress, heartbeat_seconds=server.heartbeat_seconds)
+            )
             tasks.append(starting)
             if named.is_dir():
                 reading = asyncio.create_task(pipeline_of(named, template, remote))
@@ -276,12 +290,26 @@ def start_page(config: EngineConfig, server: ServerConfig, engine: RemoteEngine,
         ("chat page", url + "/"),
         ("served as", ", ".join(server.model_names) or info.model_id),
         ("chat template", server.chat_template or "the checkpoint's own"),
-        ("clients' text", "TRUSTED: control tokens that it spells are control tokens" if server.trust_client_text else "holds no control tokens"),
+        (
+            "clients' text",
+            "TRUSTED: control tokens that it spells are control tokens"
+            if server.trust_client_text
+            else "holds no control tokens",
+        ),
         ("device", f"{setup.device}, {setup.dtype}"),
         ("memory", f"{memory / 2**30:.2f} GiB"),
-        ("  rows", f"{setup.num_rows:,} of {setup.row_bytes / 2**20:.2f} MiB (state of running requests and checkpoints)"),
-        ("  pages", f"{setup.num_pages:,} of {setup.page_bytes / 2**20:.2f} MiB (attention, {setup.block_tokens} tokens each)"),
-        ("host memory", f"{setup.host_bytes / 2**30:.2f} GiB for prefixes that the device lets go" if setup.host_bytes else "none"),
+        (
+            "  rows",
+            f"{setup.num_rows:,} of {setup.row_bytes / 2**20:.2f} MiB (state of running requests and checkpoints)",
+        ),
+        (
+            "  pages",
+            f"{setup.num_pages:,} of {setup.page_bytes / 2**20:.2f} MiB (attention, {setup.block_tokens} tokens each)",
+        ),
+        (
+            "host memory",
+            f"{setup.host_bytes / 2**30:.2f} GiB for prefixes that the device lets go" if setup.host_bytes else "none",
+        ),
         ("context", f"{info.max_context:,} tokens, prompt and output together"),
         ("requests", f"{info.max_running:,} run at the same time, {server.max_queue:,} more may wait"),
         ("drafts", f"up to {info.max_draft_tokens} a step, {chosen}" if info.max_draft_tokens else "none"),

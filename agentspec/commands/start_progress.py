@@ -1,4 +1,5 @@
-"""How far a start is: what `serve` and `warm` print while they wait, and what a server that still loads answers about itself.
+"""How far a start is: what `serve` and `warm` print while they wait, and what a server that still loads answers about
+itself.
 
 Knows stages by the names that a Progress is called with, and nothing of what is done in them.
 """
@@ -49,7 +50,9 @@ class StartProgress:
     def describe(self) -> str:
         """The stages that run, in words; some run side by side."""
         with self._turn:
-            parts = [f"{name} ({done:,} of {total:,})" if total else name for name, (done, total) in self._stages.items()]
+            parts = [
+                f"{name} ({done:,} of {total:,})" if total else name for name, (done, total) in self._stages.items()
+            ]
             return ", ".join(parts) or ("finishing" if self._has_begun else "starting")
 
 

@@ -1,6 +1,8 @@
-"""`agentspec warm`: compile what `agentspec serve` with the same flags would compile at its start, without weights and without serving.
+"""`agentspec warm`: compile what `agentspec serve` with the same flags would compile at its start, without weights and
+without serving.
 
-For container images: what it compiles stays in the compiler's cache, so that the image's servers find it. With `--target` no GPU is needed.
+For container images: what it compiles stays in the compiler's cache, so that the image's servers find it. With
+`--target` no GPU is needed.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from agentspec.models.weights import resolve_checkpoint
 from agentspec.runtime.kernels_ahead import KernelJob, KernelsAhead
 
 MULTIPROCESSORS = 132
-"""Of a GPU that is only named: a full H100's or H200's. Few kernels depend on it, and those that do are compiled again at their first launch."""
+"""Of a GPU that is only named: a full H100's or H200's. Few kernels depend on it, and those that do are compiled again
+at their first launch."""
 
 
 def run(config: EngineConfig, target: str | None) -> int:
@@ -31,7 +34,11 @@ def run(config: EngineConfig, target: str | None) -> int:
     Raises ConfigError for a target that is none, AgentspecError when a kernel doesn't compile."""
     machine = _machine(config, target)
     if machine is None:
-        reason = "the CPU needs no kernels" if config.device == "cpu" else "this machine has no GPU; --target 9.0 compiles for one"
+        reason = (
+            "the CPU needs no kernels"
+            if config.device == "cpu"
+            else "this machine has no GPU; --target 9.0 compiles for one"
+        )
         print(f"agentspec: nothing to compile: {reason}")
         return 0
     model_dir = resolve_checkpoint(bundled.checkpoint_of(config.model), weights=False)
@@ -49,12 +56,20 @@ def run(config: EngineConfig, target: str | None) -> int:
     report = ahead.report
     if report is None or report.failures:
         raise AgentspecError(
-            "the kernels could not be compiled" if report is None else f"{len(report.failures)} of {report.num_kernels} kernels failed"
+            "the kernels could not be compiled"
+            if report is None
+            else f"{len(report.failures)} of {report.num_kernels} kernels failed"
         )
-    found, seconds, name = report.num_kernels - report.num_compiled, time.perf_counter() - began, model_dir.resolve().name
+    found, seconds, name = (
+        report.num_kernels - report.num_compiled,
+        time.perf_counter() - began,
+        model_dir.resolve().name,
+    )
     done = f"{report.num_kernels} kernels, {found} found and {report.num_compiled} compiled in {seconds:.1f} s"
     capability = ".".join(map(str, machine.capability))
-    print(f"agentspec: {name} on GPUs of compute capability {capability}: {done}, in {kernels.compiler().cache_directory()}")
+    print(
+        f"agentspec: {name} on GPUs of compute capability {capability}: {done}, in {kernels.compiler().cache_directory()}"
+    )
     return 0
 
 

@@ -39,7 +39,15 @@ from agentspec.runtime.graphs import CudaRecorder, graph_bytes
 from agentspec.runtime.host_copies import STAGE as LOCKING
 from agentspec.runtime.host_copies import HostCopies
 from agentspec.runtime.kernels_ahead import KernelJob, KernelsAhead
-from agentspec.runtime.memory_plan import AUTO_MAX_RUNNING, RESERVED, MemoryPlan, choose_slots, machine_bytes, plan_host_memory, plan_memory
+from agentspec.runtime.memory_plan import (
+    AUTO_MAX_RUNNING,
+    RESERVED,
+    MemoryPlan,
+    choose_slots,
+    machine_bytes,
+    plan_host_memory,
+    plan_memory,
+)
 from agentspec.runtime.metrics import EngineMetrics
 from agentspec.runtime.pace import CPU_BUDGET, DEFAULT_MAX_GAP, FixedPace, GapPace, Pace
 from agentspec.runtime.prefill_graphs import prefill_graph_bytes
@@ -57,7 +65,8 @@ CPU_MAX_RUNNING = 8
 """Slots that `max_running=auto` chooses on a CPU, and the least on a GPU."""
 
 AUTO_MAX_DRAFTS = 3
-"""Most drafts that `draft_tokens=auto` may choose: the recommendation of the model's authors, and near the optimum for one user."""
+"""Most drafts that `draft_tokens=auto` may choose: the recommendation of the model's authors, and near the optimum for
+one user."""
 
 CPU = torch.device("cpu")
 CPU_MEMORY_BYTES = 2**30
@@ -67,7 +76,8 @@ LEAST_MACHINE_BYTES = 64 * 2**30
 """Machines with less get no host tier unless it is asked for."""
 HOST_MEMORY_SHARE = 1 / 8
 MOST_HOST_BYTES = 32 * 2**30
-"""More, and more than half of what the device has, is worth the seconds that locking it takes only to somebody who asks for it."""
+"""More, and more than half of what the device has, is worth the seconds that locking it takes only to somebody who asks
+for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,8 +124,9 @@ class Assembly:
 def assemble(config: EngineConfig, progress: Progress = no_progress, *, serves: bool = False) -> Assembly:
     """Load the model that `config` names, the bundled one if it names none, and build an engine around it.
 
-    serves: leave what no first answer needs to `StepLoop.prepare`, and have what compiles grammars ready soon; else the first grammar waits for it.
-    Raises CheckpointError when the model can't be loaded, ConfigError when a setting doesn't fit it."""
+    serves: leave what no first answer needs to `StepLoop.prepare`, and have what compiles grammars ready soon; else the
+    first grammar waits for it. Raises CheckpointError when the model can't be loaded, ConfigError when a setting
+    doesn't fit it."""
     device = _device(config)
     dtype = _dtype(config, device)
     model_dir = resolve_checkpoint(bundled.checkpoint_of(config.model))
@@ -130,7 +141,9 @@ def assemble(config: EngineConfig, progress: Progress = no_progress, *, serves: 
         grammars = None
         if serves:
             spec = model_spec(model_dir, resolved_config(model_dir, random_weights=config.random_weights), dtype)
-            grammars = constraint_source(spec, tokenizer.result(), forces_acceptance=config.force_acceptance is not None)
+            grammars = constraint_source(
+                spec, tokenizer.result(), forces_acceptance=config.force_acceptance is not None
+            )
             grammars.prepare()
             stack.push(lambda kind, *_: None if kind is None else grammars.close())
         model = load_model(
@@ -202,13 +215,18 @@ def build(
 ) -> Assembly:
     """Build an engine around a model; allocates its state pools, and captures its steps where that is possible.
 
-    memory: None: by the settings, and by what is free on the device. most_riders: see runtime/ride.py; None: as the device has it. ahead: kernels
-    that are being compiled; None: at their first launch. early: see ModelExecutor.capture. Raises ConfigError when a setting doesn't fit."""
+    memory: None: by the settings, and by what is free on the device. most_riders: see runtime/ride.py; None: as the
+    device has it. ahead: kernels that are being compiled; None: at their first launch. early: see
+    ModelExecutor.capture. Raises ConfigError when a setting doesn't fit."""
     spec = model.spec
     max_draft_tokens = _max_draft_tokens(config, spec)
     config = replace(config, max_running=_max_running(config, spec, device, max_draft_tokens, memory))
-    token_counts = None if config.token_counts is None else TokenCounts(config.token_counts, num_tokens=spec.num_real_tokens)
-    draft_vocabulary = _limit_drafts(model, config, max_draft_tokens, {} if token_counts is None else token_counts.known, tokenizer)
+    token_counts = (
+        None if config.token_counts is None else TokenCounts(config.token_counts, num_tokens=spec.num_real_tokens)
+    )
+    draft_vocabulary = _limit_drafts(
+        model, config, max_draft_tokens, {} if token_counts is None else token_counts.known, tokenizer
+    )
     memory = _plan_memory(model, config, device, max_draft_tokens, memory)
     model.allocate(num_rows=memory.num_rows, num_pages=memory.num_pages)
     cache = _cache(config, spec, memory, clock)
@@ -226,8 +244,12 @@ def build(
         page_bytes=spec.page_bytes,
         hold_seconds=config.session_hold_seconds,
     )
-    executor = _executor(model, config, memory, max_draft_tokens, MOST_RIDERS if most_riders is None else most_riders, device)
-    policy, depths = (depth_policy, range(max_draft_tokens + 1)) if depth_policy else _depth_policy(config, max_draft_tokens)
+    executor = _executor(
+        model, config, memory, max_draft_tokens, MOST_RIDERS if most_riders is None else most_riders, device
+    )
+    policy, depths = (
+        (depth_policy, range(max_draft_tokens + 1)) if depth_policy else _depth_policy(config, max_draft_tokens)
+    )
     if ahead is not None:
         _await_kernels(ahead, _limited(spec, config), memory, max_draft_tokens, progress)
     reason = _why_eager(config, device)
@@ -255,7 +277,8 @@ def build(
         model_dir=model_dir,
         cache=cache,
         loop=loop,
-        constraints=constraints or constraint_source(spec, tokenizer, forces_acceptance=config.force_acceptance is not None),
+        constraints=constraints
+        or constraint_source(spec, tokenizer, forces_acceptance=config.force_acceptance is not None),
         device=device,
         memory=memory,
         graphs=graphs,
@@ -266,7 +289,12 @@ def build(
 
 
 def _executor(
-    model: StepModel, config: EngineConfig, memory: MemoryPlan, max_draft_tokens: int, most_riders: int, device: torch.device
+    model: StepModel,
+    config: EngineConfig,
+    memory: MemoryPlan,
+    max_draft_tokens: int,
+    most_riders: int,
+    device: torch.device,
 ) -> ModelExecutor:
     return ModelExecutor(
         model,
@@ -280,8 +308,11 @@ def _executor(
     )
 
 
-def _await_kernels(ahead: KernelsAhead, spec: ModelSpec, memory: MemoryPlan, max_draft_tokens: int, progress: Progress) -> None:
-    """Until they are compiled. Where memory holds less than the whole context of `spec`, a few others are launched: those too."""
+def _await_kernels(
+    ahead: KernelsAhead, spec: ModelSpec, memory: MemoryPlan, max_draft_tokens: int, progress: Progress
+) -> None:
+    """Until they are compiled. Where memory holds less than the whole context of `spec`, a few others are launched:
+    those too."""
     ahead.wait()
     max_pages = _max_pages(spec, memory.max_length, max_draft_tokens)
     if max_pages != _max_pages(spec, spec.max_context, max_draft_tokens):
@@ -292,7 +323,9 @@ def _await_kernels(ahead: KernelsAhead, spec: ModelSpec, memory: MemoryPlan, max
 def machine_of(device: torch.device) -> Machine:
     """What kernels depend on of a GPU."""
     properties = torch.cuda.get_device_properties(device)
-    return Machine(capability=(properties.major, properties.minor), num_multiprocessors=properties.multi_processor_count)
+    return Machine(
+        capability=(properties.major, properties.minor), num_multiprocessors=properties.multi_processor_count
+    )
 
 
 def _max_pages(spec: ModelSpec, max_length: int, max_draft_tokens: int) -> int:
@@ -313,7 +346,9 @@ def _cache(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, clock: Cal
     )
 
 
-def _gate(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, max_draft_tokens: int, clock: Callable[[], float]) -> SessionGate:
+def _gate(
+    config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, max_draft_tokens: int, clock: Callable[[], float]
+) -> SessionGate:
     running_rows = RESERVED + _slots(config) * rows_of_request(max_draft_tokens)
     return SessionGate(
         row_bytes=rows_of_sessions(memory.num_rows - running_rows, _slots(config)) * spec.row_bytes,
@@ -339,14 +374,18 @@ def _depth_policy(config: EngineConfig, max_draft_tokens: int) -> tuple[DepthPol
     return FixedDepth(max_draft_tokens), [max_draft_tokens]
 
 
-def _max_running(config: EngineConfig, spec: ModelSpec, device: torch.device, max_draft_tokens: int, given: MemoryPlan | None) -> int:
+def _max_running(
+    config: EngineConfig, spec: ModelSpec, device: torch.device, max_draft_tokens: int, given: MemoryPlan | None
+) -> int:
     if config.max_running != "auto":
         return config.max_running
     if device.type == "cpu" or given is not None:
         return CPU_MAX_RUNNING
 
     def memory_bytes(num_slots: int) -> int:
-        return _memory_bytes(config, device, _graph_bytes(replace(config, max_running=num_slots), spec, device, max_draft_tokens))
+        return _memory_bytes(
+            config, device, _graph_bytes(replace(config, max_running=num_slots), spec, device, max_draft_tokens)
+        )
 
     return choose_slots(spec, memory_bytes, max_draft_tokens=max_draft_tokens, least=CPU_MAX_RUNNING)
 
@@ -356,7 +395,9 @@ def _slots(config: EngineConfig) -> int:
     return config.max_running
 
 
-def _info(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, draft_sources: tuple[DraftSource, ...]) -> ModelInfo:
+def _info(
+    config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, draft_sources: tuple[DraftSource, ...]
+) -> ModelInfo:
     return ModelInfo(
         model_id=spec.name,
         vocab_size=spec.vocab_size,
@@ -368,7 +409,13 @@ def _info(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, draft_sourc
     )
 
 
-def _limit_drafts(model: StepModel, config: EngineConfig, max_draft_tokens: int, counts: Mapping[int, int], tokenizer: Tokenizer | None) -> str:
+def _limit_drafts(
+    model: StepModel,
+    config: EngineConfig,
+    max_draft_tokens: int,
+    counts: Mapping[int, int],
+    tokenizer: Tokenizer | None,
+) -> str:
     """Give the model its draft vocabulary; says which."""
     spec = model.spec
     if max_draft_tokens == 0:
@@ -379,7 +426,9 @@ def _limit_drafts(model: StepModel, config: EngineConfig, max_draft_tokens: int,
         return "nothing: there are no drafts"
     size = draft_vocab_size(config.draft_vocab_size, num_real_tokens=spec.num_real_tokens)
     always = {*spec.stop_token_ids, *(() if tokenizer is None else tokenizer.added_ids)}
-    num_bytes = model.limit_drafts(choose_draft_ids(counts, size=size, num_real_tokens=spec.num_real_tokens, always=always))
+    num_bytes = model.limit_drafts(
+        choose_draft_ids(counts, size=size, num_real_tokens=spec.num_real_tokens, always=always)
+    )
     facts = []
     if size < spec.num_real_tokens:
         facts.append("the most served" if counts else "the lowest ids")
@@ -391,9 +440,11 @@ def _limit_drafts(model: StepModel, config: EngineConfig, max_draft_tokens: int,
     return f"{chosen} tokens" + (f" ({'; '.join(facts)})" if facts else "")
 
 
-def _plan_memory(model: StepModel, config: EngineConfig, device: torch.device, max_draft_tokens: int, given: MemoryPlan | None) -> MemoryPlan:
-    """What rows and pages get, beside all that is on the device by now and the graphs to come. `given` is kept, but for a host tier where settings
-    ask for one."""
+def _plan_memory(
+    model: StepModel, config: EngineConfig, device: torch.device, max_draft_tokens: int, given: MemoryPlan | None
+) -> MemoryPlan:
+    """What rows and pages get, beside all that is on the device by now and the graphs to come. `given` is kept, but for
+    a host tier where settings ask for one."""
     memory = given or plan_memory(
         _limited(model.spec, config),
         memory_bytes=_memory_bytes(config, device, _graph_bytes(config, model.spec, device, max_draft_tokens)),
@@ -401,7 +452,9 @@ def _plan_memory(model: StepModel, config: EngineConfig, device: torch.device, m
         max_draft_tokens=max_draft_tokens,
     )
     if given is None and config.max_context is not None and memory.max_length < config.max_context:
-        raise ConfigError("max_context", config.max_context, f"the memory holds a sequence of {memory.max_length} tokens at most")
+        raise ConfigError(
+            "max_context", config.max_context, f"the memory holds a sequence of {memory.max_length} tokens at most"
+        )
     if given is None or config.host_memory_gib:
         memory = replace(memory, host=_host_memory(model.spec, config, device, memory))
     return memory
@@ -417,7 +470,11 @@ def _host_memory(spec: ModelSpec, config: EngineConfig, device: torch.device, me
         host_bytes = min(int(machine_bytes() * HOST_MEMORY_SHARE), MOST_HOST_BYTES, device_bytes // 2)
     host = plan_host_memory(spec, host_bytes)
     if host is None and config.host_memory_gib:
-        raise ConfigError("host_memory", config.host_memory_gib, "is too little for a state and the path that leads to it; 0 does without")
+        raise ConfigError(
+            "host_memory",
+            config.host_memory_gib,
+            "is too little for a state and the path that leads to it; 0 does without",
+        )
     return host
 
 
@@ -480,7 +537,11 @@ def _graph_bytes(config: EngineConfig, spec: ModelSpec, device: torch.device, ma
         return 0
     slots, width = _slots(config), spec.hidden_size
     of_rides = ride_graph_bytes(width, max_running=slots, max_draft_tokens=max_draft_tokens, most_riders=MOST_RIDERS)
-    return graph_bytes(vocab_size=spec.vocab_size, max_running=slots, max_draft_tokens=max_draft_tokens) + prefill_graph_bytes(width) + of_rides
+    return (
+        graph_bytes(vocab_size=spec.vocab_size, max_running=slots, max_draft_tokens=max_draft_tokens)
+        + prefill_graph_bytes(width)
+        + of_rides
+    )
 
 
 def _memory_bytes(config: EngineConfig, device: torch.device, for_graphs: int) -> int:

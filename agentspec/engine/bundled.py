@@ -1,4 +1,5 @@
-"""The model that the package carries: its name, its directory, and which checkpoints mean it. Knows nothing of what is inside."""
+"""The model that the package carries: its name, its directory, and which checkpoints mean it. Knows nothing of what is
+inside."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ DIRECTORY = Path(str(resources.files("agentspec"))) / "assets" / NAME
 
 
 def checkpoint_of(model: str | None) -> str:
-    """The checkpoint directory or hub id behind an engine's `model`: the bundled one's for None and for its name, else `model` itself.
+    """The checkpoint directory or hub id behind an engine's `model`: the bundled one's for None and for its name, else
+    `model` itself.
 
-    A directory of that name in the working directory is meant before the bundled one; a hub id has an owner, so it can't be meant."""
+    A directory of that name in the working directory is meant before the bundled one; a hub id has an owner, so it
+    can't be meant."""
     if model is None or (model == NAME and not Path(model).is_dir()):
         return str(DIRECTORY)
     return model

@@ -1,6 +1,7 @@
 """The embedding API: an engine in this process, driven by the caller (`Engine`) or by its own thread (`AsyncEngine`).
 
-Speaks wire messages. An AsyncEngine can also be asked for its HTTP app and for SDK clients; what they do is the server's.
+Speaks wire messages. An AsyncEngine can also be asked for its HTTP app and for SDK clients; what they do is the
+server's.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class Engine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     @property
@@ -65,7 +68,9 @@ class Engine:
         self._check_open()
         inbox = self._streams.begin(submit.request_id)
         try:
-            self._core.submit(submit, None if submit.grammar is None else self._assembly.constraints.make(submit.grammar))
+            self._core.submit(
+                submit, None if submit.grammar is None else self._assembly.constraints.make(submit.grammar)
+            )
         except BaseException:
             self._streams.drop(submit.request_id)
             raise
@@ -99,14 +104,16 @@ class Engine:
         return inbox.get_nowait()
 
     def leave(self, request_id: str, *, wait: bool) -> None:
-        """Nobody reads a request any more: abort it if it still runs; `wait`: run the engine until it has let go of everything."""
+        """Nobody reads a request any more: abort it if it still runs; `wait`: run the engine until it has let go of
+        everything."""
         if self._streams.leave(request_id) and not self._closed:
             self.abort(request_id)
             while wait and self._streams.is_running(request_id):
                 self.step()
 
     def generate(self, submit: Submit) -> tuple[list[int], FinishEvent]:
-        """Run one request to its end: the emitted ids and the terminal event. Raises RequestError when it is refused, now or half-way."""
+        """Run one request to its end: the emitted ids and the terminal event. Raises RequestError when it is refused,
+        now or half-way."""
         emitted: list[int] = []
         for event in self.stream(submit):
             if isinstance(event, FinishEvent):
@@ -117,7 +124,8 @@ class Engine:
         raise AssertionError("a stream ends with its FinishEvent")
 
     def abort(self, request_id: str) -> None:
-        """End a request early; its FinishEvent says abort. Unknown and ended ids are ignored: an abort may cross the end."""
+        """End a request early; its FinishEvent says abort. Unknown and ended ids are ignored: an abort may cross the
+        end."""
         self._check_open()
         self._core.loop.abort(request_id)
 
@@ -170,7 +178,8 @@ class AsyncEngine(EngineThread):
             async for event in engine.stream(Submit(request_id="a", prompt_ids=[1, 2, 3])):
                 ...
 
-    If the engine's thread dies, every open stream ends with an ERROR event and later submits raise EngineClosedError."""
+    If the engine's thread dies, every open stream ends with an ERROR event and later submits raise
+    EngineClosedError."""
 
     @cached_property
     def app(self) -> FastAPI:
@@ -178,7 +187,8 @@ class AsyncEngine(EngineThread):
         return create_app(self, TextPipeline.from_checkpoint(self.tokenizer, self.model_dir))
 
     def openai_client(self, **options: Any) -> AsyncOpenAI:
-        """An `openai.AsyncOpenAI` that talks to this engine without a socket: what agent frameworks take. See engine/sdk_clients.py."""
+        """An `openai.AsyncOpenAI` that talks to this engine without a socket: what agent frameworks take. See
+        engine/sdk_clients.py."""
         return sdk_clients.openai_client(self.app, **options)
 
     def anthropic_client(self, **options: Any) -> AsyncAnthropic:

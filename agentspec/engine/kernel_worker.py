@@ -1,7 +1,9 @@
-"""The process that lists and compiles an engine's kernels: `python -m agentspec.engine.kernel_worker`, started by runtime/kernels_ahead.py.
+"""The process that lists and compiles an engine's kernels: `python -m agentspec.engine.kernel_worker`, started by
+runtime/kernels_ahead.py.
 
-Reads a KernelJob from its standard input, and writes lines of JSON to its standard output: stages, and last a report. Touches no device, so that it
-can fork. Kernels that an optional package builds at its first use belong here too, as a further stage.
+Reads a KernelJob from its standard input, and writes lines of JSON to its standard output: stages, and last a report.
+Touches no device, so that it can fork. Kernels that an optional package builds at its first use belong here too, as a
+further stage.
 """
 
 from __future__ import annotations

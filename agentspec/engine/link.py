@@ -1,9 +1,10 @@
-"""What crosses between a server's process and its engine's process: messages beside those of wire.py, and errors as data.
+"""What crosses between a server's process and its engine's process: messages beside those of wire.py, and errors as
+data.
 
-A frame (wire.py) holds a msgpack list of messages. The server sends `Start` first, and the engine answers with any number of
-`Loading`, then with `Ready` or with `Failed`. From then on it sends a `Beat` now and then, and each `Submit` is answered with any number of
-`TokensEvent` and exactly one of `FinishEvent`, `Refused` and `Gone`, the last one only after an `Abort`. A `Failed` after `Ready` is the last word of
-an engine that died. Knows neither processes nor sockets.
+A frame (wire.py) holds a msgpack list of messages. The server sends `Start` first, and the engine answers with any
+number of `Loading`, then with `Ready` or with `Failed`. From then on it sends a `Beat` now and then, and each `Submit`
+is answered with any number of `TokensEvent` and exactly one of `FinishEvent`, `Refused` and `Gone`, the last one only
+after an `Abort`. A `Failed` after `Ready` is the last word of an engine that died. Knows neither processes nor sockets.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
 
 class Packed(msgspec.Struct, frozen=True, tag="packed"):
-    """A Submit with its prompt beside it. From a list, the engine's process makes a number of each id, and 24,000 of them took it 0.4 ms in which no
-    other thread of it could run."""
+    """A Submit with its prompt beside it. From a list, the engine's process makes a number of each id, and 24,000 of
+    them took it 0.4 ms in which no other thread of it could run."""
 
     submit: Submit
     prompt: bytes
@@ -162,7 +163,9 @@ def error_data(error: AgentspecError) -> ErrorData:
     text = _unicode(str(error))
     if isinstance(error, ConfigError | RequestError):
         field, reason = _unicode(error.field), _unicode(error.reason)
-        return ErrorData(kind=_known(error, _FIELD_KINDS), text=text, field=field, value=_portable(error.value), reason=reason)
+        return ErrorData(
+            kind=_known(error, _FIELD_KINDS), text=text, field=field, value=_portable(error.value), reason=reason
+        )
     if isinstance(error, OverloadedError):
         return ErrorData(kind=OverloadedError.__name__, text=text, retry_after=error.retry_after)
     return ErrorData(kind=_known(error, _KINDS), text=text)
@@ -172,7 +175,11 @@ def to_error(data: ErrorData) -> AgentspecError:
     """The exception again: same type, same text, and its field, value and reason."""
     if data.retry_after is not None:
         return OverloadedError(data.text, data.retry_after)
-    error = _KINDS[data.kind](data.text) if data.field is None else _FIELD_KINDS[data.kind](data.field, data.value, data.reason)
+    error = (
+        _KINDS[data.kind](data.text)
+        if data.field is None
+        else _FIELD_KINDS[data.kind](data.field, data.value, data.reason)
+    )
     error.args = (data.text,)
     return error
 

@@ -28,7 +28,10 @@ class LocalServer:
     async def client(self) -> AsyncIterator[httpx.AsyncClient]:
         """Run the engine and speak HTTP to it, without a socket and without time limits."""
         transport = InProcessTransport(self.app)
-        async with self.engine, httpx.AsyncClient(transport=transport, base_url="http://in-process", timeout=None) as client:
+        async with (
+            self.engine,
+            httpx.AsyncClient(transport=transport, base_url="http://in-process", timeout=None) as client,
+        ):
             yield client
 
 

@@ -1,7 +1,9 @@
-"""The engine's own process: `python -m agentspec.engine.process FD`, started by engine/remote.py with one end of a socket pair.
+"""The engine's own process: `python -m agentspec.engine.process FD`, started by engine/remote.py with one end of a
+socket pair.
 
-Owns an engine and carries messages between it and the socket. The process ends in one of three ways: after `Close`; after its engine died,
-which it tells first; or at once, with everything that it started, when the other end of the socket is gone: then nobody listens any more.
+Owns an engine and carries messages between it and the socket. The process ends in one of three ways: after `Close`;
+after its engine died, which it tells first; or at once, with everything that it started, when the other end of the
+socket is gone: then nobody listens any more.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ class HostedEngine(EngineClient, AbstractAsyncContextManager[Any], Protocol):
 
 
 def main(load: Callable[[EngineConfig, Progress], tuple[HostedEngine, EngineSetup]]) -> int:
-    """Serve the engine that `load` makes of the server's config, until one of the process's ends; its exit status. The socket is the argument FD."""
+    """Serve the engine that `load` makes of the server's config, until one of the process's ends; its exit status. The
+    socket is the argument FD."""
     # Signals are the server's business: it closes this process when it has drained, or by its own end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -88,7 +91,8 @@ def main(load: Callable[[EngineConfig, Progress], tuple[HostedEngine, EngineSetu
     except AgentspecError as error:
         link.send(Failed(error_data(error)))
         return _FAILED
-    # The engine's thread launches hundreds of kernels in a row: the event loop, which hands out the last step's tokens, must not wait for that.
+    # The engine's thread launches hundreds of kernels in a row: the event loop, which hands out the last step's tokens,
+    # must not wait for that.
     sys.setswitchinterval(_SWITCH_SECONDS)
     # What was loaded stays: without it, a full collection has next to nothing to look at, and no step waits for one.
     gc.collect()
@@ -97,7 +101,8 @@ def main(load: Callable[[EngineConfig, Progress], tuple[HostedEngine, EngineSetu
 
 
 class _Link:
-    """The socket: a thread of its own reads it, so that the other end's death is noticed whatever the rest of the process does."""
+    """The socket: a thread of its own reads it, so that the other end's death is noticed whatever the rest of the
+    process does."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection

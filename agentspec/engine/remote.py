@@ -1,7 +1,7 @@
 """An engine in a process of its own, as its server sees it. Implements wire.EngineClient without torch.
 
-HTTP, JSON and text work of the server's process can't delay a step of the engine's. Owns that process from its start to its end: however the server
-ends, the process does not outlive it.
+HTTP, JSON and text work of the server's process can't delay a step of the engine's. Owns that process from its start to
+its end: however the server ends, the process does not outlive it.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ ASK_SECONDS = 5.0
 """How long an engine may take to say something of itself, between two steps."""
 
 HEARTBEAT_SECONDS, CPU_HEARTBEAT_SECONDS = 30.0, 300.0
-"""How long an engine may send no heartbeat, unless its server says otherwise: longer than its longest step, a kernel that is compiled in it
-included. On a CPU a step of a large model takes minutes."""
+"""How long an engine may send no heartbeat, unless its server says otherwise: longer than its longest step, a kernel
+that is compiled in it included. On a CPU a step of a large model takes minutes."""
 
 TAKEN_FOR_DEAD = 10
 """After so many times as long it is taken for dead, and killed."""
@@ -69,17 +69,21 @@ _CLOSED = "the engine was closed"
 
 
 class EngineProcess:
-    """A process that loads what engines are made of, and waits to be told which one to be. A context manager: it ends no later than its context."""
+    """A process that loads what engines are made of, and waits to be told which one to be. A context manager: it ends
+    no later than its context."""
 
     def __init__(self, entry: Sequence[str] = ENGINE_ENTRY) -> None:
         """entry: Python's arguments for a module that runs process.main."""
         self.socket, theirs = socket.socketpair()
         with theirs:
             number = theirs.fileno()
-            # Its own session, so that Ctrl-C reaches the server alone, and so that what it starts can be killed with it.
+            # Its own session, so that Ctrl-C reaches the server alone, and so that what it starts can be killed with
+            # it.
             command = [sys.executable, *entry, str(number)]
             try:
-                self.process = subprocess.Popen(command, pass_fds=(number,), stdin=subprocess.DEVNULL, start_new_session=True)
+                self.process = subprocess.Popen(
+                    command, pass_fds=(number,), stdin=subprocess.DEVNULL, start_new_session=True
+                )
             except BaseException:
                 self.socket.close()
                 raise
@@ -160,7 +164,8 @@ class Pulse:
         self._beat = self._clock()
 
     def tick(self) -> None:
-        """To be called every TICK_SECONDS. What it comes late, this process stood still: the engine's silence then says nothing."""
+        """To be called every TICK_SECONDS. What it comes late, this process stood still: the engine's silence then says
+        nothing."""
         now = self._clock()
         late = now - self._ticked - 2 * TICK_SECONDS
         self._beat, self._ticked = min(now, self._beat + max(0.0, late)), now
@@ -173,7 +178,8 @@ class RemoteEngine:
             async for event in engine.stream(Submit(request_id="a", prompt_ids=[1, 2, 3])):
                 ...
 
-    If the process or its engine dies, every open stream ends with an ERROR event and later submits raise EngineClosedError."""
+    If the process or its engine dies, every open stream ends with an ERROR event and later submits raise
+    EngineClosedError."""
 
     info: ModelInfo
     setup: EngineSetup
@@ -208,9 +214,10 @@ class RemoteEngine:
     ) -> Self:
         """Start an engine in `process`, which is its own from then on, and wait until its model is loaded.
 
-        process: None: a new one. progress: told what the process is at, by the event loop. heartbeat_seconds: how long the loaded engine may send no
-        heartbeat before it doesn't count as alive; None: HEARTBEAT_SECONDS, or those for a CPU.
-        Raises what loading raised there: CheckpointError, ConfigError; AgentspecError when the process ended without a word."""
+        process: None: a new one. progress: told what the process is at, by the event loop. heartbeat_seconds: how long
+        the loaded engine may send no heartbeat before it doesn't count as alive; None: HEARTBEAT_SECONDS, or those for
+        a CPU. Raises what loading raised there: CheckpointError, ConfigError; AgentspecError when the process ended
+        without a word."""
         process = EngineProcess() if process is None else process
         engine = cls(process, progress, heartbeat_seconds)
         try:
@@ -236,7 +243,9 @@ class RemoteEngine:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self.close()
 
     @property
@@ -265,8 +274,8 @@ class RemoteEngine:
                 self._wire.write(frame([Abort(request_id)]))
 
     async def stats(self) -> dict[str, Any]:
-        """A snapshot between two steps. Raises EngineClosedError when the engine is not running, EngineStalledError when it doesn't answer in
-        ASK_SECONDS."""
+        """A snapshot between two steps. Raises EngineClosedError when the engine is not running, EngineStalledError
+        when it doesn't answer in ASK_SECONDS."""
         self.check_alive()
         self._asked += 1
         number = self._asked
@@ -285,7 +294,8 @@ class RemoteEngine:
         await self._lost.wait()
 
     async def close(self) -> None:
-        """End the process. Requests still running end with an ABORT event, or with an ERROR one when it has to be killed."""
+        """End the process. Requests still running end with an ABORT event, or with an ERROR one when it has to be
+        killed."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
@@ -322,9 +332,14 @@ class RemoteEngine:
             self.look()
 
     def look(self) -> None:
-        """Every TICK_SECONDS: kill a process that has sent no heartbeat for so long that it won't any more. Its streams then end."""
+        """Every TICK_SECONDS: kill a process that has sent no heartbeat for so long that it won't any more. Its streams
+        then end."""
         self._pulse.tick()
-        if self._death is None and self._closing is None and self._pulse.seconds > TAKEN_FOR_DEAD * self._heartbeat_seconds:
+        if (
+            self._death is None
+            and self._closing is None
+            and self._pulse.seconds > TAKEN_FOR_DEAD * self._heartbeat_seconds
+        ):
             self._death = f"it sent no heartbeat for {self._pulse.seconds:.0f} seconds and was killed"
             self._group.kill()
 
@@ -385,7 +400,8 @@ class RemoteEngine:
 
 
 def _framed(submit: Submit, info: ModelInfo) -> bytes:
-    """Raises RequestError naming the field whose value can't be sent: a number beyond 64 bits, text that isn't Unicode."""
+    """Raises RequestError naming the field whose value can't be sent: a number beyond 64 bits, text that isn't
+    Unicode."""
     try:
         return frame([packed(submit)])
     except (OverflowError, UnicodeEncodeError) as error:

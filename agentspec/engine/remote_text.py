@@ -1,7 +1,9 @@
-"""Text work in a process of its own, as its server sees it: one job at a time, by turns for all who wait, each with its deadline.
+"""Text work in a process of its own, as its server sees it: one job at a time, by turns for all who wait, each with its
+deadline.
 
-A process that hangs is killed and another one is started; so is one that died, and then its job is done once more. What is lost with a process is its
-memory of turns, which costs cache hits and nothing else. Implements server/text_work.TextWork.
+A process that hangs is killed and another one is started; so is one that died, and then its job is done once more. What
+is lost with a process is its memory of turns, which costs cache hits and nothing else. Implements
+server/text_work.TextWork.
 """
 
 from __future__ import annotations
@@ -35,7 +37,14 @@ from agentspec.engine.text_link import (
     frame,
     prompt_of,
 )
-from agentspec.errors import AgentspecError, CheckpointError, ConfigError, OverloadedError, RequestError, TextProcessError
+from agentspec.errors import (
+    AgentspecError,
+    CheckpointError,
+    ConfigError,
+    OverloadedError,
+    RequestError,
+    TextProcessError,
+)
 from agentspec.fair_queue import FairQueue, Flow
 from agentspec.server.pipeline import NO_USE_FOR_A_TEMPLATE, TextPipeline, tokenizer_settings
 from agentspec.text.events import AssistantTurn
@@ -111,7 +120,8 @@ class _Link:
         self._wire.write(data)
 
     async def ask(self, data: bytes, seconds: float | None) -> ToServer:
-        """Raises TimeoutError, after which the process is of no use any more, or _DiedError. Never two at the same time."""
+        """Raises TimeoutError, after which the process is of no use any more, or _DiedError. Never two at the same
+        time."""
         if not self._wire.is_open:
             raise _DiedError
         self._answer = asyncio.get_running_loop().create_future()
@@ -142,8 +152,8 @@ class RemoteText:
     prompts: RemotePrompts | None = None
 
     def __init__(self, process: EngineProcess, seconds: float, *, trusts_client_text: bool = False) -> None:
-        """process: its own from now on. seconds: for one job, and for what is asked of a chat template when it is loaded. trusts_client_text: see
-        PromptBuilder."""
+        """process: its own from now on. seconds: for one job, and for what is asked of a chat template when it is
+        loaded. trusts_client_text: see PromptBuilder."""
         self._first: EngineProcess | None = process
         self._seconds = seconds
         self._trusts = trusts_client_text
@@ -161,8 +171,8 @@ class RemoteText:
         await self._compile(await self._connected(), Compile(None, str(template)))
 
     async def load(self, directory: Path, template: Path | None) -> None:
-        """Load a checkpoint's tokenizer and chat template; `template`: a file in place of its own. Jobs are done from now on. Raises CheckpointError
-        when they can't be used."""
+        """Load a checkpoint's tokenizer and chat template; `template`: a file in place of its own. Jobs are done from
+        now on. Raises CheckpointError when they can't be used."""
         self._loads = Compile(str(directory), None if template is None else str(template), self._trusts)
         await self._start()
         self._worker = asyncio.create_task(self._work())
@@ -195,7 +205,15 @@ class RemoteText:
             applied=answer.applied,
         )
 
-    def remember(self, prompt: BuiltPrompt, turn: AssistantTurn, token_ids: Sequence[int], *, is_cut: bool, skip_special_tokens: bool) -> None:
+    def remember(
+        self,
+        prompt: BuiltPrompt,
+        turn: AssistantTurn,
+        token_ids: Sequence[int],
+        *,
+        is_cut: bool,
+        skip_special_tokens: bool,
+    ) -> None:
         message = Remember(begun_of(prompt), turn, tokens(token_ids).tobytes(), is_cut, skip_special_tokens)
         if self._link is not None:
             self._link.tell(frame(message))
@@ -212,7 +230,9 @@ class RemoteText:
         try:
             data = frame(message)
         except UnicodeEncodeError as error:
-            raise RequestError(field, error.object[max(0, error.start - 20) : error.end], f"is not valid Unicode: {error.reason}") from None
+            raise RequestError(
+                field, error.object[max(0, error.start - 20) : error.end], f"is not valid Unicode: {error.reason}"
+            ) from None
         job = _Job(data, field, asyncio.get_running_loop().create_future())
         weight = max(len(data), _LEAST_BYTES)
         self._make_sure_of_room(flow, weight)
@@ -264,7 +284,11 @@ class RemoteText:
             try:
                 answer = await link.ask(job.data, self._seconds)
             except TimeoutError:
-                logger.error("a text job of %s bytes took more than %g seconds: its process is killed", f"{len(job.data):,}", self._seconds)
+                logger.error(
+                    "a text job of %s bytes took more than %g seconds: its process is killed",
+                    f"{len(job.data):,}",
+                    self._seconds,
+                )
                 job.fail(self._too_slow(job))
                 return await self._lose()
             except _DiedError:
@@ -303,7 +327,9 @@ class RemoteText:
             raise
         if self.prompts is None and found.source is not None:
             dialect = detect_dialect(found.source)
-            self.prompts = RemotePrompts(None if dialect is None else DIALECTS[dialect], found.reads, found.tag_ids, found.source)
+            self.prompts = RemotePrompts(
+                None if dialect is None else DIALECTS[dialect], found.reads, found.tag_ids, found.source
+            )
         return link
 
     async def _connected(self) -> _Link:
@@ -317,7 +343,9 @@ class RemoteText:
             answer = await _asked(link, asked, self._seconds)
         except TimeoutError:
             origin = asked.instead or asked.directory
-            raise CheckpointError(f"{origin}: the chat template did not end within {self._seconds:g} seconds (--text-timeout)") from None
+            raise CheckpointError(
+                f"{origin}: the chat template did not end within {self._seconds:g} seconds (--text-timeout)"
+            ) from None
         assert isinstance(answer, Compiled)
         return answer
 
@@ -341,13 +369,18 @@ async def _asked(link: _Link, message: Read | Compile, seconds: float | None) ->
 
 
 async def pipeline_of(directory: Path, template: Path | None, remote: RemoteText) -> TextPipeline | None:
-    """What the server itself needs of a checkpoint's text, beside all of it in the other process, which loads it now. None without a tokenizer.
+    """What the server itself needs of a checkpoint's text, beside all of it in the other process, which loads it now.
+    None without a tokenizer.
 
     Raises CheckpointError when they can't be used, ConfigError for a `template` that there is no use for."""
-    tokenizer, _ = await asyncio.gather(asyncio.to_thread(Tokenizer.from_directory, directory), remote.load(directory, template))
+    tokenizer, _ = await asyncio.gather(
+        asyncio.to_thread(Tokenizer.from_directory, directory), remote.load(directory, template)
+    )
     if tokenizer is None:
         if template is not None:
             raise ConfigError("chat_template", str(template), NO_USE_FOR_A_TEMPLATE)
         return None
     prompts = remote.prompts
-    return TextPipeline(tokenizer, prompts, remote, settings=tokenizer_settings(directory, None if prompts is None else prompts.source))
+    return TextPipeline(
+        tokenizer, prompts, remote, settings=tokenizer_settings(directory, None if prompts is None else prompts.source)
+    )

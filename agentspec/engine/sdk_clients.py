@@ -1,4 +1,5 @@
-"""OpenAI's and Anthropic's own clients, speaking to an app in this process: what agent frameworks take to embed the engine.
+"""OpenAI's and Anthropic's own clients, speaking to an app in this process: what agent frameworks take to embed the
+engine.
 
 The SDKs are optional (the extra `sdks`) and imported only when a client is asked for.
 """
@@ -29,7 +30,9 @@ def openai_client(app: FastAPI, **options: Any) -> AsyncOpenAI:
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient
     except ImportError as error:
         raise _missing("openai") from error
-    return AsyncOpenAI(**{"base_url": f"{_ORIGIN}/v1", "http_client": _http(app, DefaultAsyncHttpxClient), **_SETTINGS, **options})
+    return AsyncOpenAI(
+        **{"base_url": f"{_ORIGIN}/v1", "http_client": _http(app, DefaultAsyncHttpxClient), **_SETTINGS, **options}
+    )
 
 
 def anthropic_client(app: FastAPI, **options: Any) -> AsyncAnthropic:
@@ -38,7 +41,9 @@ def anthropic_client(app: FastAPI, **options: Any) -> AsyncAnthropic:
         from anthropic import AsyncAnthropic, DefaultAsyncHttpxClient
     except ImportError as error:
         raise _missing("anthropic") from error
-    return AsyncAnthropic(**{"base_url": _ORIGIN, "http_client": _http(app, DefaultAsyncHttpxClient), **_SETTINGS, **options})
+    return AsyncAnthropic(
+        **{"base_url": _ORIGIN, "http_client": _http(app, DefaultAsyncHttpxClient), **_SETTINGS, **options}
+    )
 
 
 def _http(app: FastAPI, client_type: Any) -> Any:
@@ -48,4 +53,6 @@ def _http(app: FastAPI, client_type: Any) -> Any:
 
 
 def _missing(package: str) -> ConfigError:
-    return ConfigError("client", package, f"the {package} package isn't installed: install it, or agentspec with its extra `sdks`")
+    return ConfigError(
+        "client", package, f"the {package} package isn't installed: install it, or agentspec with its extra `sdks`"
+    )

@@ -1,7 +1,7 @@
 """The book of request streams: who reads which request, and which ids are in use.
 
-Every engine keeps one: the one that its caller drives, the one on a thread, and the one in another process as its server sees it. Knows neither
-threads nor processes; whoever keeps it says what an inbox is.
+Every engine keeps one: the one that its caller drives, the one on a thread, and the one in another process as its
+server sees it. Knows neither threads nor processes; whoever keeps it says what an inbox is.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class Streams(Generic[InboxT]):
     def begin(self, request_id: str) -> InboxT:
         """A new request and its reader. Raises RequestError for an id that is in use."""
         if request_id in self._inboxes or request_id in self._running:
-            raise RequestError("request_id", request_id, "is in use by a request that is running or was not read to its end")
+            raise RequestError(
+                "request_id", request_id, "is in use by a request that is running or was not read to its end"
+            )
         self._running.add(request_id)
         inbox = self._inboxes[request_id] = self._new_inbox()
         return inbox
@@ -49,7 +51,8 @@ class Streams(Generic[InboxT]):
             self._running.discard(request_id)
 
     def leave(self, request_id: str) -> bool:
-        """The reader is gone. True: the request still runs, and has to be aborted; its id is in use until `hand` or `free` ends that."""
+        """The reader is gone. True: the request still runs, and has to be aborted; its id is in use until `hand` or
+        `free` ends that."""
         del self._inboxes[request_id]
         return request_id in self._running
 
@@ -74,4 +77,9 @@ class Streams(Generic[InboxT]):
         """The engine is gone. error: what it died of; None when it was closed."""
         reason = FinishReason.ABORT if error is None else FinishReason.ERROR
         for request_id in list(self._running):
-            self.hand(request_id, FinishEvent(request_id=request_id, reason=reason, usage=Usage(), error=error, is_lost=error is not None))
+            self.hand(
+                request_id,
+                FinishEvent(
+                    request_id=request_id, reason=reason, usage=Usage(), error=error, is_lost=error is not None
+                ),
+            )

@@ -1,7 +1,9 @@
-"""What crosses between a server's process and its text process: a job, and its one answer. One message a frame (wire.py).
+"""What crosses between a server's process and its text process: a job, and its one answer. One message a frame
+(wire.py).
 
-The server sends `Read` first, then `Compile`; from then on `Build` and `Encode`, each when the last one is answered, and any number of `Remember`,
-which have no answer. Messages come from JSON: what msgpack can't hold, a number beyond 64 bits, travels as JSON. Knows neither processes nor sockets.
+The server sends `Read` first, then `Compile`; from then on `Build` and `Encode`, each when the last one is answered,
+and any number of `Remember`, which have no answer. Messages come from JSON: what msgpack can't hold, a number beyond 64
+bits, travels as JSON. Knows neither processes nor sockets.
 """
 
 from __future__ import annotations
@@ -152,7 +154,13 @@ def built(prompt: BuiltPrompt, num_spliced: int, num_mismatched: int) -> Built:
 
 
 def prompt_of(
-    ids: bytes, begun: Begun, *, breakpoints: Sequence[Breakpoint] = (), marked_end: int = 0, reasoning_open: bool = False, applied: Any = ()
+    ids: bytes,
+    begun: Begun,
+    *,
+    breakpoints: Sequence[Breakpoint] = (),
+    marked_end: int = 0,
+    reasoning_open: bool = False,
+    applied: Any = (),
 ) -> BuiltPrompt:
     """The prompt again. Of what it began with there is what `remember` needs."""
     turn = AssistantTurn(reasoning=begun.reasoning, content=begun.content)

@@ -1,7 +1,9 @@
-"""The process that renders and tokenises: `python -m agentspec.engine.text_process SECONDS FD`, started by engine/remote_text.py.
+"""The process that renders and tokenises: `python -m agentspec.engine.text_process SECONDS FD`, started by
+engine/remote_text.py.
 
-FD is one end of a socket pair. Owns tokenizer, chat template, and the memory of turns; does one job after the other. It is made to be killed: by its
-server, when a job takes too long; by a timer of the kernel's a little later, whatever hangs; and by itself when the other end of the socket is gone.
+FD is one end of a socket pair. Owns tokenizer, chat template, and the memory of turns; does one job after the other. It
+is made to be killed: by its server, when a job takes too long; by a timer of the kernel's a little later, whatever
+hangs; and by itself when the other end of the socket is gone.
 """
 
 from __future__ import annotations
@@ -85,7 +87,9 @@ class _Worker:
                 return Encoded([ids.tobytes() for ids in found])
             case Remember(begun, turn, ids, is_cut, skip_special_tokens):
                 assert self._prompts is not None
-                self._prompts.remember(prompt_of(b"", begun), turn, ids_of(ids), is_cut=is_cut, skip_special_tokens=skip_special_tokens)
+                self._prompts.remember(
+                    prompt_of(b"", begun), turn, ids_of(ids), is_cut=is_cut, skip_special_tokens=skip_special_tokens
+                )
                 return None
             case Read(directory):
                 self._tokenizer = Tokenizer.from_directory(directory)
@@ -109,7 +113,9 @@ class _Worker:
         _try(template)
         tag_ids: dict[str, int] = {}
         if self._tokenizer is not None:
-            self._prompts = PromptBuilder(self._tokenizer, template, TurnMemory(), trusts_client_text=asked.trusts_client_text)
+            self._prompts = PromptBuilder(
+                self._tokenizer, template, TurnMemory(), trusts_client_text=asked.trusts_client_text
+            )
             tag_ids = self._prompts.tag_ids
         # What was loaded stays: without it, a full collection has next to nothing to look at, and no job waits for one.
         gc.collect()

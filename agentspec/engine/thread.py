@@ -1,6 +1,8 @@
-"""The engine on a thread of its own, and what it has in common with the one that its caller drives (engine/in_process.py).
+"""The engine on a thread of its own, and what it has in common with the one that its caller drives
+(engine/in_process.py).
 
-Speaks wire messages, and is all of an engine that its own process needs (engine/process.py): knows nothing of HTTP, templates or messages.
+Speaks wire messages, and is all of an engine that its own process needs (engine/process.py): knows nothing of HTTP,
+templates or messages.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ class EngineCore:
             spec=parts.spec,
             max_length=parts.info.max_context,
             engine_seed=parts.config.seed,
-            token_bytes=None if parts.tokenizer is None else parts.tokenizer.shown_bytes(skip_special_tokens=submit.skip_special_tokens),
+            token_bytes=None
+            if parts.tokenizer is None
+            else parts.tokenizer.shown_bytes(skip_special_tokens=submit.skip_special_tokens),
             constraint=constraint,
             allow_forced_output=parts.config.allow_forced_output,
             forces_acceptance=parts.config.force_acceptance is not None,
@@ -104,7 +108,9 @@ class EngineThread:
         self._thread.start()
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self.close()
 
     @property
@@ -155,7 +161,8 @@ class EngineThread:
         return stats
 
     async def beat(self) -> None:
-        """Wait until the engine's thread is between two steps, or has ended: whoever waits in vain knows that a step doesn't end."""
+        """Wait until the engine's thread is between two steps, or has ended: whoever waits in vain knows that a step
+        doesn't end."""
         if self.alive:
             await self._asked("beat")
 
@@ -206,8 +213,9 @@ class EngineThread:
         return events
 
     async def _compile(self, submit: Submit, grammar: Grammar) -> Constraint | None:
-        """The constraint of a request: at once where the grammar is known, else made beside the event loop and the engine's thread, flow by flow.
-        None when the request is aborted first. Raises OverloadedError when too many wait."""
+        """The constraint of a request: at once where the grammar is known, else made beside the event loop and the
+        engine's thread, flow by flow. None when the request is aborted first. Raises OverloadedError when too many
+        wait."""
         assert self._asyncio is not None
         if (known := self._assembly.constraints.known(grammar)) is not None:
             return known
@@ -217,7 +225,10 @@ class EngineThread:
         if len(self._uncompiled) > MAX_COMPILES:
             pushed_out = self._uncompiled.last_of_the_longest()
             self._uncompiled.remove(pushed_out)
-            _refuse(pushed_out.item[1], OverloadedError(f"{MAX_COMPILES} grammars wait to be compiled, which is the limit", _RETRY_SECONDS))
+            _refuse(
+                pushed_out.item[1],
+                OverloadedError(f"{MAX_COMPILES} grammars wait to be compiled, which is the limit", _RETRY_SECONDS),
+            )
         self._start_compiles()
         try:
             return await answer
@@ -226,7 +237,11 @@ class EngineThread:
             del self._compiling[submit.request_id]
 
     def _start_compiles(self) -> None:
-        while self._num_compiling < COMPILE_THREADS and not self._stopping and (ticket := self._uncompiled.take()) is not None:
+        while (
+            self._num_compiling < COMPILE_THREADS
+            and not self._stopping
+            and (ticket := self._uncompiled.take()) is not None
+        ):
             grammar, answer = ticket.item
             if answer.done():
                 continue
@@ -318,7 +333,8 @@ class EngineThread:
             self._streams.hand(event.request_id, event)
 
     def _end_all(self, error: str) -> None:
-        """The thread is about to end: the rest happens on the event loop, where nobody can put anything into the inbox meanwhile."""
+        """The thread is about to end: the rest happens on the event loop, where nobody can put anything into the inbox
+        meanwhile."""
         self._call(self._close_streams, error)
 
     def _close_streams(self, error: str) -> None:

@@ -1,15 +1,16 @@
 """Device operations: one operation, one signature.
 
-A `Backend` has every operation of a forward, over prompts and over decode windows, and of a decode step; `backend(device)` picks it. Its reference,
-in `reference/`, is plain torch and runs anywhere; faster ones stand behind the same signatures and are tested against it. What is not part of a
-Backend has the reference alone, and is imported from here.
+A `Backend` has every operation of a forward, over prompts and over decode windows, and of a decode step;
+`backend(device)` picks it. Its reference, in `reference/`, is plain torch and runs anywhere; faster ones stand behind
+the same signatures and are tested against it. What is not part of a Backend has the reference alone, and is imported
+from here.
 
-Shape letters: N tokens (or keys), B slots, T tokens a slot, R rows, H hidden size, C conv channels, V value heads, D value dim, K key
-dim, Q query heads, G key/value heads, A half of the rotary dims, P pages, S tokens a page, X experts, I expert width, J chosen
-experts; in attention D is the head dim.
+Shape letters: N tokens (or keys), B slots, T tokens a slot, R rows, H hidden size, C conv channels, V value heads, D
+value dim, K key dim, Q query heads, G key/value heads, A half of the rotary dims, P pages, S tokens a page, X experts,
+I expert width, J chosen experts; in attention D is the head dim.
 
-Layouts of the pools, one layer each: `ssm_RVDK` float32 (value dim before key dim), `conv_R3C` (the last three rows BEFORE the convolution, oldest
-first), `hidden_RH`, `kv_P2SGD` (keys at [:, 0], values at [:, 1]).
+Layouts of the pools, one layer each: `ssm_RVDK` float32 (value dim before key dim), `conv_R3C` (the last three rows
+BEFORE the convolution, oldest first), `hidden_RH`, `kv_P2SGD` (keys at [:, 0], values at [:, 1]).
 """
 
 from __future__ import annotations

@@ -1,15 +1,17 @@
 """The operations that a forward and a decode step are made of: one signature each, whoever computes them.
 
-A backend is a module that has these functions. `reference` is plain torch on any device, and what every other one is tested
-against; `triton` runs on CUDA. What a backend fuses is its own business: the grain here is the coarsest that a model's mathematics
-allows, so that a fast backend has room.
+A backend is a module that has these functions. `reference` is plain torch on any device, and what every other one is
+tested against; `triton` runs on CUDA. What a backend fuses is its own business: the grain here is the coarsest that a
+model's mathematics allows, so that a fast backend has room.
 
-No operation of a step reads anything on the host (those of `reference` do where they say so), and all may be captured in a CUDA graph. Results
-are new tensors unless "in place" is said. Vectors and tables of integers (ids, rows, positions, page tables) are contiguous.
+No operation of a step reads anything on the host (those of `reference` do where they say so), and all may be captured
+in a CUDA graph. Results are new tensors unless "in place" is said. Vectors and tables of integers (ids, rows,
+positions, page tables) are contiguous.
 
-Shape letters: N tokens, B slots, T tokens a slot (N = B * T, slot by slot), H hidden size, O output features, E extra outputs, I FFN width,
-X experts, J chosen experts, V vocabulary, R rows, P pages a sequence, S slots of the tables, F fields, k drafts; in the recurrence V value heads,
-D value dim, K key dim, C conv channels; in attention Q query heads, G key/value heads, D head dim, A half of the rotary dims, L positions.
+Shape letters: N tokens, B slots, T tokens a slot (N = B * T, slot by slot), H hidden size, O output features, E extra
+outputs, I FFN width, X experts, J chosen experts, V vocabulary, R rows, P pages a sequence, S slots of the tables, F
+fields, k drafts; in the recurrence V value heads, D value dim, K key dim, C conv channels; in attention Q query heads,
+G key/value heads, D head dim, A half of the rotary dims, L positions.
 """
 
 from __future__ import annotations
@@ -88,8 +90,9 @@ class MixtureWeights:
 
 
 class Backend(Protocol):
-    # Dense blocks. Weights may have any form of weights.py that the backend has products for, unless they are said to be tensors. A product of
-    # many tokens with block-scaled weights may round its inputs to 8-bit floats too, each token in groups of 128 under a multiplier of their own
+    # Dense blocks. Weights may have any form of weights.py that the backend has products for, unless they are said to
+    # be tensors. A product of many tokens with block-scaled weights may round its inputs to 8-bit floats too, each
+    # token in groups of 128 under a multiplier of their own
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         """The norm over the last dimension of x [..., H], in float32, then cast to x's dtype."""
@@ -100,23 +103,27 @@ class Backend(Protocol):
         ...
 
     def norm_linear(self, x_NH: Tensor, norm: Norm, weight_OH: Weight, extra_EH: Tensor | None = None) -> Tensor:
-        """`linear` of the normed input: [N, O], or [N, O + E] with the outputs of `extra`, which are never rounded to 8 bits, behind the others."""
+        """`linear` of the normed input: [N, O], or [N, O + E] with the outputs of `extra`, which are never rounded to 8
+        bits, behind the others."""
         ...
 
     def norm_swiglu(self, x_NH: Tensor, norm: Norm, gate_up_2IH: Weight) -> Tensor:
-        """silu(gate) * up of the normed input, [N, I] in x's dtype; gate_up holds the rows of gate, then those of up."""
+        """silu(gate) * up of the normed input, [N, I] in x's dtype; gate_up holds the rows of gate, then those of
+        up."""
         ...
 
     def add_linear(self, residual_NH: Tensor, x_NO: Tensor, weight_HO: Weight) -> Tensor:
-        """residual + x W^T: [N, H] in the residual's dtype. The residual is given away: the result may be written over it."""
+        """residual + x W^T: [N, H] in the residual's dtype. The residual is given away: the result may be written over
+        it."""
         ...
 
     def add_experts(self, residual_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
         """residual + the mixture of experts of the normed residual: [N, H]. The residual is given away.
 
-        With y the normed residual: sum over the token's top_k experts of weight * expert(y), plus sigmoid(shared gate y) * shared expert(y), where an
-        expert is down(silu(gate y) * up y) and weights are the softmax over ALL experts' router scores (float32), perhaps normalised. A token's sum
-        has one order, whatever else is in the call. Definition: kernels/reference/moe.py."""
+        With y the normed residual: sum over the token's top_k experts of weight * expert(y), plus sigmoid(shared gate
+        y) * shared expert(y), where an expert is down(silu(gate y) * up y) and weights are the softmax over ALL
+        experts' router scores (float32), perhaps normalised. A token's sum has one order, whatever else is in the call.
+        Definition: kernels/reference/moe.py."""
         ...
 
     def expert_sum(self, x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
@@ -124,7 +131,8 @@ class Backend(Protocol):
         ...
 
     def norm_to_rows(self, x_NH: Tensor, norm: Norm, hidden_RH: Tensor, write_rows_N: Tensor) -> Tensor:
-        """The final norm: [N, H]; row n of it also goes to hidden_RH[write_rows_N[n]], in place. Rows may repeat only at SCRATCH_ROW."""
+        """The final norm: [N, H]; row n of it also goes to hidden_RH[write_rows_N[n]], in place. Rows may repeat only
+        at SCRATCH_ROW."""
         ...
 
     def logits(self, x_NH: Tensor, weight_VH: Tensor, num_real: int) -> Tensor:
@@ -137,25 +145,38 @@ class Backend(Protocol):
 
     # The MTP head
 
-    def pair_norms(self, tokens_N: Tensor, embedding_VH: Tensor, hidden_NH: Tensor, embedding_norm: Norm, hidden_norm: Norm) -> Tensor:
+    def pair_norms(
+        self, tokens_N: Tensor, embedding_VH: Tensor, hidden_NH: Tensor, embedding_norm: Norm, hidden_norm: Norm
+    ) -> Tensor:
         """[norm(embedding of the token) | norm(hidden)]: [N, 2H]."""
         ...
 
     def nearest_token(self, x_NH: Tensor, head_OH: Weight, ids_O: Tensor | None) -> Tensor:
-        """int64 [N]: ids[argmax of x head^T], the first of equals. ids_O: int64; None: row o of the head stands for token o."""
+        """int64 [N]: ids[argmax of x head^T], the first of equals. ids_O: int64; None: row o of the head stands for
+        token o."""
         ...
 
     # Mixers of a decode window
 
     def gated_delta_step(
-        self, projected_NP: Tensor, weights: DeltaWeights, ssm_RVDK: Tensor, conv_R3C: Tensor, read_row_B: Tensor, write_rows_BT: Tensor
+        self,
+        projected_NP: Tensor,
+        weights: DeltaWeights,
+        ssm_RVDK: Tensor,
+        conv_R3C: Tensor,
+        read_row_B: Tensor,
+        write_rows_BT: Tensor,
     ) -> Tensor:
-        """Short convolution, gated delta rule, gated norm over every slot's window: [N, V * D] in the projection's dtype.
+        """Short convolution, gated delta rule, gated norm over every slot's window: [N, V * D] in the projection's
+        dtype.
 
         Args:
-            projected_NP: [N, C + V * D + 2 V]: q, k, v before the convolution; the norm's gate z; write strength b; decay a.
-            ssm_RVDK: pool of one layer, float32; conv_R3C: pool of one layer, oldest row first. Both in place: the state after column t goes to row
-                write_rows_BT[:, t]. A slot's read row may be one of its write rows. Write rows repeat only at SCRATCH_ROW.
+            projected_NP: [N, C + V * D + 2 V]: q, k, v before the convolution; the norm's gate z; write strength b;
+            decay a.
+            ssm_RVDK: pool of one layer, float32; conv_R3C: pool of one layer, oldest row first. Both in place: the
+            state after column t goes to row
+                write_rows_BT[:, t]. A slot's read row may be one of its write rows. Write rows repeat only at
+                SCRATCH_ROW.
             read_row_B: int64 [B]. write_rows_BT: int64 [B, T].
         Definitions: kernels/reference/gated_delta.py, causal_conv.py, norms.py (gated_rms_norm)."""
         ...
@@ -171,30 +192,42 @@ class Backend(Protocol):
         *,
         first_position: int,
     ) -> Tensor:
-        """Head norms, RoPE, K/V stores, causal attention and the output gate over every slot's window: [N, Q * D] in the projection's dtype.
+        """Head norms, RoPE, K/V stores, causal attention and the output gate over every slot's window: [N, Q * D] in
+        the projection's dtype.
 
         Args:
             projected_NP: [N, 2 Q D + 2 G D]: head by head q then its gate; then all k heads, then all v heads.
-            kv_P2SGD: pool of one layer [P, 2, tokens a page, G, D], in place: keys and values of positions start..start+T-1 are stored, then read.
+            kv_P2SGD: pool of one layer [P, 2, tokens a page, G, D], in place: keys and values of positions
+            start..start+T-1 are stored, then read.
             page_table_BP: int32 [B, P], pages in block order. start_B: int64 [B], position of column 0.
             first_position: keys before it are never read (1 for the MTP layer); a query without keys gets zeros.
-        Definitions: kernels/reference/attention.py, rope.py. A position that was never written may hold NaN: it must not be read, or not matter."""
+        Definitions: kernels/reference/attention.py, rope.py. A position that was never written may hold NaN: it must
+        not be read, or not matter."""
         ...
 
-    # Prompts: the same layers over the spans of a PrefillBatch. Results of padding tokens may be anything, NaN too; nothing is stored for them
+    # Prompts: the same layers over the spans of a PrefillBatch. Results of padding tokens may be anything, NaN too;
+    # nothing is stored for them
 
-    def gated_delta_prefill(self, projected_NP: Tensor, weights: DeltaWeights, ssm_RVDK: Tensor, conv_R3C: Tensor, batch: PrefillBatch) -> Tensor:
-        """As `gated_delta_step` over spans: [N, V * D]. Each span reads its READ_ROW; the state after a block goes to the block's save rows alone.
+    def gated_delta_prefill(
+        self, projected_NP: Tensor, weights: DeltaWeights, ssm_RVDK: Tensor, conv_R3C: Tensor, batch: PrefillBatch
+    ) -> Tensor:
+        """As `gated_delta_step` over spans: [N, V * D]. Each span reads its READ_ROW; the state after a block goes to
+        the block's save rows alone.
 
-        A span's save row may be the row that it reads; no other span reads it. The same blocks give the same bits, whatever stands beside them and
-        however many of them a call has."""
+        A span's save row may be the row that it reads; no other span reads it. The same blocks give the same bits,
+        whatever stands beside them and however many of them a call has."""
         ...
 
-    def attention_prefill(self, projected_NP: Tensor, weights: AttentionWeights, rope: RopeTable, kv_P2SGD: Tensor, batch: PrefillBatch) -> Tensor:
-        """As `attention_step` from position 0 over spans: [N, Q * D]. Stores every token's key and value, then reads the whole sequence's."""
+    def attention_prefill(
+        self, projected_NP: Tensor, weights: AttentionWeights, rope: RopeTable, kv_P2SGD: Tensor, batch: PrefillBatch
+    ) -> Tensor:
+        """As `attention_step` from position 0 over spans: [N, Q * D]. Stores every token's key and value, then reads
+        the whole sequence's."""
         ...
 
-    def store_keys_values(self, projected_NK: Tensor, weights: AttentionWeights, rope: RopeTable, kv_P2SGD: Tensor, batch: PrefillBatch) -> None:
+    def store_keys_values(
+        self, projected_NK: Tensor, weights: AttentionWeights, rope: RopeTable, kv_P2SGD: Tensor, batch: PrefillBatch
+    ) -> None:
         """The stores of `attention_prefill` alone. projected_NK: [N, 2 G D], all k heads, then all v heads."""
         ...
 
@@ -207,7 +240,8 @@ class Backend(Protocol):
     def open_window(self, slots_SF: Tensor, page_table_SP: Tensor, slot_ids_B: Tensor, num_columns: int) -> Window:
         """Gather what the forward needs of the slots.
 
-        slots_SF: int64, see slots.SlotState. page_table_SP: int32. slot_ids_B: int64; the id of the padding slot may repeat."""
+        slots_SF: int64, see slots.SlotState. page_table_SP: int32. slot_ids_B: int64; the id of the padding slot may
+        repeat."""
         ...
 
     def commit_window(
@@ -219,35 +253,51 @@ class Backend(Protocol):
         *,
         block_tokens: int,
     ) -> Commit:
-        """Decide how far each slot's window stands, and move its pointers, in place in slots_SF (an inert slot keeps everything).
+        """Decide how far each slot's window stands, and move its pointers, in place in slots_SF (an inert slot keeps
+        everything).
 
-        Acceptance: leading drafts that equal what the target chose, of those that are valid; then cut after the first stop id and at the length
-        limit. read_row becomes the write row of the last accepted column; where the length crosses a multiple of block_tokens, the write row at
-        that boundary becomes the newer rolling checkpoint and the older checkpoint's row takes its place. Column 0 of the next window is the last
-        emitted token; its drafts follow with `publish_drafts`.
+        Acceptance: leading drafts that equal what the target chose, of those that are valid; then cut after the first
+        stop id and at the length limit. read_row becomes the write row of the last accepted column; where the length
+        crosses a multiple of block_tokens, the write row at that boundary becomes the newer rolling checkpoint and the
+        older checkpoint's row takes its place. Column 0 of the next window is the last emitted token; its drafts follow
+        with `publish_drafts`.
 
         chosen_BT: int64, the target's choice after every column."""
         ...
 
-    def force_acceptance(self, slots_SF: Tensor, limits_SF: Tensor, slot_ids_B: Tensor, chosen_BT: Tensor, rate_K: Tensor) -> Tensor:
-        """Benchmarks only, ahead of `commit_window`: make valid drafts stand at given rates. Returns what to commit in the place of chosen_BT.
+    def force_acceptance(
+        self, slots_SF: Tensor, limits_SF: Tensor, slot_ids_B: Tensor, chosen_BT: Tensor, rate_K: Tensor
+    ) -> Tensor:
+        """Benchmarks only, ahead of `commit_window`: make valid drafts stand at given rates. Returns what to commit in
+        the place of chosen_BT.
 
-        Draft i stands, whatever was chosen, if those before it do and the uniform of (seed, its position, token 0, PURPOSE_FORCED_ACCEPT) is below
-        rate_K[i], float32. It becomes the choice; valid drafts that don't stand become -1 in slots_SF, which is no choice. `publish_drafts`
-        overwrites them."""
+        Draft i stands, whatever was chosen, if those before it do and the uniform of (seed, its position, token 0,
+        PURPOSE_FORCED_ACCEPT) is below rate_K[i], float32. It becomes the choice; valid drafts that don't stand become
+        -1 in slots_SF, which is no choice. `publish_drafts` overwrites them."""
         ...
 
     def publish_drafts(self, slots_SF: Tensor, slot_ids_B: Tensor, outcome_BF: Tensor, drafts_Bk: Tensor) -> None:
-        """Enter the drafts of the next window, in place, into the active slots and into the last k columns of outcome_BF. drafts_Bk: int64."""
+        """Enter the drafts of the next window, in place, into the active slots and into the last k columns of
+        outcome_BF. drafts_Bk: int64."""
         ...
 
     # Sampling
 
     def sample(
-        self, logits_BTV: Tensor, tokens_BT: Tensor, position_BT: Tensor, slot_ids_B: Tensor, table: SamplingTable, *, constrained: bool
+        self,
+        logits_BTV: Tensor,
+        tokens_BT: Tensor,
+        position_BT: Tensor,
+        slot_ids_B: Tensor,
+        table: SamplingTable,
+        *,
+        constrained: bool,
     ) -> Tensor:
-        """The target's token after each column, by each slot's parameters: int64 BT. Order and formulas: kernels/reference/sampling.py.
+        """The target's token after each column, by each slot's parameters: int64 BT. Order and formulas:
+        kernels/reference/sampling.py.
 
-        logits_BTV: float32, not changed. tokens_BT: int64, the window; row t's context is the tokens counted in the table plus tokens 1..t.
-        position_BT: int64, where the chosen token would stand. constrained: apply the table's masks; otherwise they are not read."""
+        logits_BTV: float32, not changed. tokens_BT: int64, the window; row t's context is the tokens counted in the
+        table plus tokens 1..t.
+        position_BT: int64, where the chosen token would stand. constrained: apply the table's masks; otherwise they are
+        not read."""
         ...

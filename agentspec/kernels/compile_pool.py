@@ -1,6 +1,7 @@
 """Compiles kernel variants side by side, in children of this process.
 
-For a process that has touched no device and runs one thread: it forks, so that the children share what it has loaded. Knows nothing of models.
+For a process that has touched no device and runs one thread: it forks, so that the children share what it has loaded.
+Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ _PR_SET_PDEATHSIG = 1
 
 
 def compile_all(variants: Sequence[Variant], compiler: KernelCompiler | None = None) -> Iterator[str | None]:
-    """Put them into the compiler's cache, in about this order. Yields once for each, in the order of their ends: what went wrong, or None.
+    """Put them into the compiler's cache, in about this order. Yields once for each, in the order of their ends: what
+    went wrong, or None.
 
     compiler: None: that of `kernels.compiler`."""
     compiler = kernels.compiler() if compiler is None else compiler
     compiler.missing(variants[:1])  # reads all of the compiler for its key: once, instead of in each child
-    with ProcessPoolExecutor(num_processes(len(variants)), mp_context=get_context("fork"), initializer=_die_with_parent) as pool:
+    with ProcessPoolExecutor(
+        num_processes(len(variants)), mp_context=get_context("fork"), initializer=_die_with_parent
+    ) as pool:
         futures = [pool.submit(_compile, compiler.compile_variant, variant) for variant in variants]
         for future in as_completed(futures):
             yield future.result()

@@ -1,4 +1,5 @@
-"""The ranks that share a sum: each holds columns of the matrices whose products go to the residual, so its product is a partial sum.
+"""The ranks that share a sum: each holds columns of the matrices whose products go to the residual, so its product is a
+partial sum.
 
 Owns the order of such sums. Which part of what a rank holds is the models' business (models/shards.py).
 Shape letters: N tokens, H hidden size, O features.
@@ -20,14 +21,17 @@ class Group(Protocol):
     def size(self) -> int: ...
 
     def add(self, residual_NH: Tensor, partial_NH: Tensor) -> Tensor:
-        """residual + the sum of all ranks' partial sums, in float32 in the order of ranks and rounded once: the same bits on every rank.
+        """residual + the sum of all ranks' partial sums, in float32 in the order of ranks and rounded once: the same
+        bits on every rank.
 
-        The residual, which all ranks have alike, is given away. Every rank must come here as often, with as many tokens."""
+        The residual, which all ranks have alike, is given away. Every rank must come here as often, with as many
+        tokens."""
         ...
 
 
 class GatheredGroup:
-    """A Group that gathers all partial sums, through torch's process group: torch's own sums have an order that depends on their size."""
+    """A Group that gathers all partial sums, through torch's process group: torch's own sums have an order that depends
+    on their size."""
 
     def __init__(self, process_group: distributed.ProcessGroup) -> None:
         self._process_group = process_group
@@ -44,7 +48,8 @@ class GatheredGroup:
 
 
 def within(group: Group | None, ops: Backend) -> Backend:
-    """The operations of a rank: those that end in the residual add up the whole group's sums. Of one alone they are `ops` as they are."""
+    """The operations of a rank: those that end in the residual add up the whole group's sums. Of one alone they are
+    `ops` as they are."""
     return ops if group is None or group.size == 1 else cast(Backend, _Grouped(group, ops))
 
 

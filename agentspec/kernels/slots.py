@@ -1,13 +1,15 @@
 """The layout of a slot: which column of the step's integer and float tensors means what.
 
-Everything that a decode step knows of a running request lies in one row (a slot) of a few tensors. The kernels that open and commit a window, and
-the sampler, read and write those rows; the runtime owns the tensors and fills them. Knows no values and no order of a step.
+Everything that a decode step knows of a running request lies in one row (a slot) of a few tensors. The kernels that
+open and commit a window, and the sampler, read and write those rows; the runtime owns the tensors and fills them. Knows
+no values and no order of a step.
 
-A record class names the columns of such rows. `of` gives them as views, of a tensor on the device as of a numpy array on the host, so both sides read
-and write a field by the same name. Kernels that take addresses, and rows of single columns alone, use the constants.
+A record class names the columns of such rows. `of` gives them as views, of a tensor on the device as of a numpy array
+on the host, so both sides read and write a field by the same name. Kernels that take addresses, and rows of single
+columns alone, use the constants.
 
-Shape letters: S slots, B rows that were taken, W = max k + 1, T = k + 1 columns of a step's window, k drafts, V vocabulary, E stop ids, F fields,
-X = ceil(V / 32).
+Shape letters: S slots, B rows that were taken, W = max k + 1, T = k + 1 columns of a step's window, k drafts, V
+vocabulary, E stop ids, F fields, X = ceil(V / 32).
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ from torch import Tensor
 Array = TypeVar("Array", Tensor, npt.NDArray[Any])
 
 ACTIVE, LENGTH, READ_ROW, NUM_VALID_DRAFTS, CHECKPOINT_ROWS, CHECKPOINT_LENS, TOKENS = 0, 1, 2, 3, 4, 6, 8
-"""First columns of SlotState's fields. The write rows follow the W tokens. The columns before the tokens are the slot's scalars."""
+"""First columns of SlotState's fields. The write rows follow the W tokens. The columns before the tokens are the slot's
+scalars."""
 LENGTH_LIMIT, SEED, TOP_K, STOP_IDS = range(4)
 """First columns of SlotLimits' fields."""
 TEMPERATURE, TOP_P, LOG_MIN_P, REPETITION, FREQUENCY, PRESENCE, NUM_FLOATS = range(7)
-"""Columns of `sampling_SF`. A top-p that keeps all is infinite (1.0 would let the rounding of a cumulative sum cut the tail), a log min-p that keeps
-all minus infinity."""
+"""Columns of `sampling_SF`. A top-p that keeps all is infinite (1.0 would let the rounding of a cumulative sum cut the
+tail), a log min-p that keeps all minus infinity."""
 NUM_EMITTED, NUM_ACCEPTED, NUM_OFFERED, STOP, SCALARS = range(5)
 """First columns of OutcomeRows' fields. The slot's scalars are followed by the T tokens, then by the k drafts."""
 
@@ -100,7 +103,8 @@ class SlotLimits(Generic[Array]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutcomeRows(Generic[Array]):
-    """Rows of `outcome_BF`: what a step did. All int64. Of an inert slot the counts and `stop_B` are 0; its tokens and drafts may be anything."""
+    """Rows of `outcome_BF`: what a step did. All int64. Of an inert slot the counts and `stop_B` are 0; its tokens and
+    drafts may be anything."""
 
     num_emitted_B: Array
     num_accepted_B: Array
@@ -162,7 +166,8 @@ class SamplingTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """What a step reads of its slots before the forward. An inert slot reads the zero row at length 0 and writes to scratch."""
+    """What a step reads of its slots before the forward. An inert slot reads the zero row at length 0 and writes to
+    scratch."""
 
     tokens_BT: Tensor
     """int64. Last emitted token, then drafts."""

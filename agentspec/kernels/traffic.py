@@ -1,8 +1,8 @@
 """Counts the recurrent state that kernels move, and marks when a kernel runs.
 
-"No state tensor is ever copied" is a claim about memory traffic, so it is measured: every kernel that touches a pool runs under
-`touches_pools`, and the recurrence kernels add the rows that they load and store. Tests compare the counts with what the
-step must move, and fail on any operation that reaches a pool outside a kernel.
+"No state tensor is ever copied" is a claim about memory traffic, so it is measured: every kernel that touches a pool
+runs under `touches_pools`, and the recurrence kernels add the rows that they load and store. Tests compare the counts
+with what the step must move, and fail on any operation that reaches a pool outside a kernel.
 """
 
 from __future__ import annotations

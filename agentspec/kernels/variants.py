@@ -1,7 +1,9 @@
-"""Kernel variants: what a compiler makes one binary of, and what must be known of a compiler to make many of them at once.
+"""Kernel variants: what a compiler makes one binary of, and what must be known of a compiler to make many of them at
+once.
 
-A launch needs a binary for its arguments' types, for what is known of their values (a pointer's alignment, a constant) and for the launch's options.
-Compiled at their first launch, one after the other, the binaries of a start take minutes; known ahead they are compiled side by side.
+A launch needs a binary for its arguments' types, for what is known of their values (a pointer's alignment, a constant)
+and for the launch's options. Compiled at their first launch, one after the other, the binaries of a start take minutes;
+known ahead they are compiled side by side.
 
 Knows nothing of models, and imports no compiler: `kernels.compiler` has Triton's.
 """
@@ -39,13 +41,15 @@ class KernelCompiler(Protocol):
     """A module that compiles a backend's kernels."""
 
     def use_machine(self, machine: Machine) -> None:
-        """From now on this process compiles for `machine`, which it need not have: for processes that launch nothing."""
+        """From now on this process compiles for `machine`, which it need not have: for processes that launch
+        nothing."""
         ...
 
     def variants_of(self, work: Callable[[], None]) -> list[Variant]:
         """What `work` launches, each variant once, in the order of their first launches.
 
-        work: on tensors of the device type "meta", which have no memory. Nothing is launched; what other threads launch meanwhile is."""
+        work: on tensors of the device type "meta", which have no memory. Nothing is launched; what other threads launch
+        meanwhile is."""
         ...
 
     def missing(self, variants: Sequence[Variant]) -> list[Variant]:

@@ -1,7 +1,8 @@
-"""Weights of linear layers as they lie in memory. Each form is a class: plain numbers, or 8-bit floats with one multiplier a block.
+"""Weights of linear layers as they lie in memory. Each form is a class: plain numbers, or 8-bit floats with one
+multiplier a block.
 
-Owns the forms: what a weight stands for (`dequantize`), and how it is cut, joined and filled. Who isn't a product kernel asks a weight and never
-which form it has. Knows nothing of checkpoints, layers or products.
+Owns the forms: what a weight stands for (`dequantize`), and how it is cut, joined and filled. Who isn't a product
+kernel asks a weight and never which form it has. Knows nothing of checkpoints, layers or products.
 
 Shape letters: O output features (rows), K input features, X matrices of a stack, E rows in full precision.
 """
@@ -56,7 +57,8 @@ class Weight(ABC):
 
     @property
     def tensor(self) -> Tensor:
-        """The memory of a plain weight. For parameters that are plain in every checkpoint: norms, routers, embeddings."""
+        """The memory of a plain weight. For parameters that are plain in every checkpoint: norms, routers,
+        embeddings."""
         raise AssertionError(f"{type(self).__name__} where only plain weights may be")
 
     @abstractmethod
@@ -69,7 +71,8 @@ class Weight(ABC):
 
     @abstractmethod
     def cut(self, region: Region) -> Weight:
-        """The weight of a region, in the same memory. Rows and columns must begin whole blocks, where the form has blocks."""
+        """The weight of a region, in the same memory. Rows and columns must begin whole blocks, where the form has
+        blocks."""
 
     def matrix(self, index: int) -> Weight:
         """One matrix of a stack, in the same memory."""
@@ -84,7 +87,8 @@ class Weight(ABC):
         """One new matrix over the same input: these rows, then those of the others, which have the same form."""
 
     def stack_full(self, rows_EK: Tensor) -> tuple[Weight, Tensor | None]:
-        """This matrix with rows behind it that must keep full precision, and those that can't stand there and stay apart."""
+        """This matrix with rows behind it that must keep full precision, and those that can't stand there and stay
+        apart."""
         return self, rows_EK
 
     @abstractmethod
@@ -141,13 +145,16 @@ class BlockScaled(Weight):
     scales: Tensor
     """float32 [..., ceil(O / block_rows), ceil(K / SCALE_BLOCK)]; as contiguous as the values."""
     block_rows: int = SCALE_BLOCK
-    """Divides SCALE_BLOCK. Smaller where matrices were joined whose rows are no multiple of SCALE_BLOCK: each keeps its own blocks."""
+    """Divides SCALE_BLOCK. Smaller where matrices were joined whose rows are no multiple of SCALE_BLOCK: each keeps its
+    own blocks."""
 
     def __post_init__(self) -> None:
         assert SCALE_BLOCK % self.block_rows == 0, f"{self.block_rows}"
         expected = scales_shape(self.values.shape, self.block_rows)
         assert self.scales.shape == expected, f"scales {tuple(self.scales.shape)} of values {tuple(self.values.shape)}"
-        assert (self.values.dtype, self.scales.dtype) == (FP8, torch.float32), f"{self.values.dtype} {self.scales.dtype}"
+        assert (self.values.dtype, self.scales.dtype) == (FP8, torch.float32), (
+            f"{self.values.dtype} {self.scales.dtype}"
+        )
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], *, device: torch.device, block_rows: int = SCALE_BLOCK) -> BlockScaled:
@@ -172,7 +179,9 @@ class BlockScaled(Weight):
         return not has_nan and bool(self.scales.isfinite().all())
 
     def cut(self, region: Region) -> BlockScaled:
-        return BlockScaled(values=self.values[region], scales=self.scales[self._blocks(region)], block_rows=self.block_rows)
+        return BlockScaled(
+            values=self.values[region], scales=self.scales[self._blocks(region)], block_rows=self.block_rows
+        )
 
     def take_rows(self, ids_O: Tensor) -> BlockScaled:
         # Neighbours come from different blocks: each row has its own multipliers.
@@ -200,7 +209,9 @@ class BlockScaled(Weight):
         """The region of the multipliers that a region of the values has."""
         num_stacked = self.values.dim() - 2
         sizes = (self.block_rows, SCALE_BLOCK)
-        return region[:num_stacked] + tuple(_in_blocks(index, size) for index, size in zip(region[num_stacked:], sizes, strict=False))
+        return region[:num_stacked] + tuple(
+            _in_blocks(index, size) for index, size in zip(region[num_stacked:], sizes, strict=False)
+        )
 
 
 def _in_blocks(index: int | slice, size: int) -> slice:
@@ -222,9 +233,11 @@ def scales_shape(shape: Sequence[int], block_rows: int = SCALE_BLOCK) -> tuple[i
 
 
 def quantize_blocks(weight: Tensor) -> BlockScaled:
-    """The nearest 8-bit floats of [..., O, K] under one multiplier for each block of 128 x 128: its largest magnitude / 448.
+    """The nearest 8-bit floats of [..., O, K] under one multiplier for each block of 128 x 128: its largest magnitude /
+    448.
 
-    Multipliers are bfloat16 values, as in published checkpoints, rounded up so that nothing exceeds 448; a block of zeros has 1."""
+    Multipliers are bfloat16 values, as in published checkpoints, rounded up so that nothing exceeds 448; a block of
+    zeros has 1."""
     *stack, num_rows, depth = weight.shape
     *_, row_blocks, column_blocks = scales_shape(weight.shape)
     padded = weight.new_zeros(*stack, row_blocks * SCALE_BLOCK, column_blocks * SCALE_BLOCK, dtype=torch.float32)

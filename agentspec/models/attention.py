@@ -23,7 +23,13 @@ def attention_form(config: TextConfig, dtype: torch.dtype) -> StateForm:
 
 class GatedAttention:
     def __init__(
-        self, config: TextConfig, ops: kernels.Backend, parameters: ParameterScope, rope: kernels.RopeTable, *, first_position: int = 0
+        self,
+        config: TextConfig,
+        ops: kernels.Backend,
+        parameters: ParameterScope,
+        rope: kernels.RopeTable,
+        *,
+        first_position: int = 0,
     ) -> None:
         """first_position: keys before it are never read."""
         self._ops = ops
@@ -50,13 +56,23 @@ class GatedAttention:
     def attend(self, projected_NP: Tensor, memory: Memory, start_B: Tensor, page_table_BP: Tensor) -> Tensor:
         """As `step`, for windows whose column 0 is at position start_B (int64)."""
         (kv_P2SGD,) = memory
-        return self._ops.attention_step(projected_NP, self.weights, self._rope, kv_P2SGD, page_table_BP, start_B, first_position=self._first_position)
+        return self._ops.attention_step(
+            projected_NP,
+            self.weights,
+            self._rope,
+            kv_P2SGD,
+            page_table_BP,
+            start_B,
+            first_position=self._first_position,
+        )
 
     def prefill(self, projected_NP: Tensor, memory: Memory, batch: kernels.PrefillBatch) -> Tensor:
         (kv_P2SGD,) = memory
         return self._ops.attention_prefill(projected_NP, self.weights, self._rope, kv_P2SGD, batch)
 
-    def prefill_keys_values(self, x_NH: Tensor, norm: kernels.Norm, memory: Memory, batch: kernels.PrefillBatch) -> None:
+    def prefill_keys_values(
+        self, x_NH: Tensor, norm: kernels.Norm, memory: Memory, batch: kernels.PrefillBatch
+    ) -> None:
         """Only the stores of `prefill`, for a last layer whose output nobody needs."""
         (kv_P2SGD,) = memory
         first_key = 2 * self.weights.num_heads * self.weights.head_dim

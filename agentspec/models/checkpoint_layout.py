@@ -1,6 +1,8 @@
-"""How published layouts hold the canonical parameters of `tensors.py`: names, shapes, and which part of a tensor goes where.
+"""How published layouts hold the canonical parameters of `tensors.py`: names, shapes, and which part of a tensor goes
+where.
 
-Owns fused and per-expert experts, Qwen3-Next's packed projections and where multipliers stand. Opens no file: names come in, names go out.
+Owns fused and per-expert experts, Qwen3-Next's packed projections and where multipliers stand. Opens no file: names
+come in, names go out.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ class Layout:
     sources: dict[str, Source]
     """Every tensor that it must hold, but for what stands beside quantised ones."""
     block_rows: dict[str, int]
-    """Of each quantised parameter: rows that may share a multiplier. Fewer than a checkpoint's where joined parts don't fill whole blocks."""
+    """Of each quantised parameter: rows that may share a multiplier. Fewer than a checkpoint's where joined parts don't
+    fill whole blocks."""
 
 
 def split_roots(present: set[str]) -> set[str]:
@@ -69,7 +72,8 @@ def split_roots(present: set[str]) -> set[str]:
 def checkpoint_layout(config: TextConfig, present: set[str]) -> Layout:
     """What a checkpoint must hold, given how it lays out its experts (decided for the trunk and for mtp separately).
 
-    present: canonical names of what it does hold. Raises UnsupportedModelError for 8-bit weights that we can't read (`quantized_names`)."""
+    present: canonical names of what it does hold. Raises UnsupportedModelError for 8-bit weights that we can't read
+    (`quantized_names`)."""
     by_expert = split_roots(present)
     parameters, quantized = parameter_forms(config), quantized_names(config)
     sources: dict[str, Source] = {}
@@ -95,17 +99,25 @@ def _per_expert(name: str, shape: tuple[int, ...], quantization: Quantization | 
     prefix, kind = name.rsplit(".", 1)
     num_experts, rows, columns = shape
     if kind == "down_proj":
-        return {f"{prefix}.{e}.down_proj.weight": Source((rows, columns), (Target(name, (e,)),), quantization) for e in range(num_experts)}
+        return {
+            f"{prefix}.{e}.down_proj.weight": Source((rows, columns), (Target(name, (e,)),), quantization)
+            for e in range(num_experts)
+        }
     width = rows // 2
     sources = {}
     for e in range(num_experts):
-        sources[f"{prefix}.{e}.gate_proj.weight"] = Source((width, columns), (Target(name, (e, slice(0, width))),), quantization)
-        sources[f"{prefix}.{e}.up_proj.weight"] = Source((width, columns), (Target(name, (e, slice(width, rows))),), quantization)
+        sources[f"{prefix}.{e}.gate_proj.weight"] = Source(
+            (width, columns), (Target(name, (e, slice(0, width))),), quantization
+        )
+        sources[f"{prefix}.{e}.up_proj.weight"] = Source(
+            (width, columns), (Target(name, (e, slice(width, rows))),), quantization
+        )
     return sources
 
 
 def _packed(config: TextConfig, prefix: str) -> dict[str, Source]:
-    """Qwen3-Next's rows go key head by key head: q, k, then that head's share of v and z (of b and a in the other tensor)."""
+    """Qwen3-Next's rows go key head by key head: q, k, then that head's share of v and z (of b and a in the other
+    tensor)."""
     key_heads, key_dim = config.num_key_heads, config.key_dim
     share = config.num_value_heads // key_heads
     values = share * config.value_dim

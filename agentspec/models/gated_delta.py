@@ -28,9 +28,11 @@ class GatedDeltaNet:
     def __init__(self, config: TextConfig, ops: kernels.Backend, parameters: ParameterScope) -> None:
         self._ops = ops
         rows = parameters.take_rows("in_proj_qkv.weight", "in_proj_z.weight")
-        self.in_proj, self.in_proj_ba = rows.stack_full(parameters.take_tensor_rows("in_proj_b.weight", "in_proj_a.weight"))
-        """The latter is None where b and a are the last rows of `in_proj`: write strength and decay stay in full precision where the rest is
-        quantised."""
+        self.in_proj, self.in_proj_ba = rows.stack_full(
+            parameters.take_tensor_rows("in_proj_b.weight", "in_proj_a.weight")
+        )
+        """The latter is None where b and a are the last rows of `in_proj`: write strength and decay stay in full
+        precision where the rest is quantised."""
         self.weights = kernels.DeltaWeights(
             conv_C4=parameters.take_tensor("conv1d.weight").squeeze(1),
             a_log_V=parameters.take_tensor("A_log"),
@@ -47,7 +49,9 @@ class GatedDeltaNet:
 
     def step(self, projected_NP: Tensor, memory: Memory, windows: VerifyBatch) -> Tensor:
         ssm_RVDK, conv_R3C = memory
-        return self._ops.gated_delta_step(projected_NP, self.weights, ssm_RVDK, conv_R3C, windows.read_row_B, windows.write_rows_BT)
+        return self._ops.gated_delta_step(
+            projected_NP, self.weights, ssm_RVDK, conv_R3C, windows.read_row_B, windows.write_rows_BT
+        )
 
     def prefill(self, projected_NP: Tensor, memory: Memory, batch: kernels.PrefillBatch) -> Tensor:
         ssm_RVDK, conv_R3C = memory

@@ -1,7 +1,7 @@
 """Reads a Hugging Face `config.json` of the Qwen3.5 family into one frozen TextConfig.
 
-Owns where fields hide (wrapper or flat, old and new spellings) and which values we refuse. Knows nothing of tensors: names, shapes
-and bytes follow from a TextConfig in `tensors.py`.
+Owns where fields hide (wrapper or flat, old and new spellings) and which values we refuse. Knows nothing of tensors:
+names, shapes and bytes follow from a TextConfig in `tensors.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ CONV_TAPS = 4
 """Taps of the causal convolution; the state keeps the last CONV_TAPS - 1 rows."""
 
 MAX_VOCAB, MAX_POSITIONS, MAX_LAYERS, MAX_EXPERTS, MAX_WIDTH, MAX_HEADS = 2**24, 2**22, 1024, 2**13, 2**20, 2**12
-"""What a config may ask for, each several times what the largest published models have: a number beyond is a mistake, and would be allocated."""
+"""What a config may ask for, each several times what the largest published models have: a number beyond is a mistake,
+and would be allocated."""
 
 _DENSE_TYPES = ("qwen3_5", "qwen3_5_text")
 _MOE_TYPES = ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
@@ -168,7 +169,9 @@ class _Fields:
         """Refuse a present value that we don't implement."""
         value = self.raw.get(name)
         if value is not None and value not in allowed:
-            raise UnsupportedModelError(f"{self.where}: {name}={_shown(value)} is not supported (only {', '.join(map(repr, allowed))})")
+            raise UnsupportedModelError(
+                f"{self.where}: {name}={_shown(value)} is not supported (only {', '.join(map(repr, allowed))})"
+            )
 
 
 def _shown(value: object) -> str:
@@ -187,13 +190,17 @@ def parse_text_config(raw: Mapping[str, Any], *, where: str = "config.json") -> 
     """TextConfig from a wrapper (`text_config` inside) or a flat config."""
     outer_type = raw.get("model_type")
     if outer_type not in _DENSE_TYPES + _MOE_TYPES:
-        raise UnsupportedModelError(f"{where}: model_type={_shown(outer_type)} is not supported (only {', '.join(_DENSE_TYPES + _MOE_TYPES)})")
+        raise UnsupportedModelError(
+            f"{where}: model_type={_shown(outer_type)} is not supported (only {', '.join(_DENSE_TYPES + _MOE_TYPES)})"
+        )
     text = raw.get("text_config", raw)
     if not isinstance(text, Mapping):
         raise CheckpointError(f"{where}: text_config must be an object")
     model_type = text.get("model_type", outer_type)
     if model_type not in _DENSE_TYPES + _MOE_TYPES or (model_type in _MOE_TYPES) != (outer_type in _MOE_TYPES):
-        raise UnsupportedModelError(f"{where}: text_config.model_type={_shown(model_type)} inside {outer_type!r} is not supported")
+        raise UnsupportedModelError(
+            f"{where}: text_config.model_type={_shown(model_type)} inside {outer_type!r} is not supported"
+        )
     fields = _Fields(text, where)
     _refuse_unimplemented(fields)
     top = _Fields(raw, where)
@@ -202,9 +209,13 @@ def parse_text_config(raw: Mapping[str, Any], *, where: str = "config.json") -> 
         for name in ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
     )
     if num_heads % num_kv_heads:
-        raise CheckpointError(f"{where}: num_attention_heads={num_heads} is no multiple of num_key_value_heads={num_kv_heads}")
+        raise CheckpointError(
+            f"{where}: num_attention_heads={num_heads} is no multiple of num_key_value_heads={num_kv_heads}"
+        )
     if num_value_heads % num_key_heads:
-        raise CheckpointError(f"{where}: linear_num_value_heads={num_value_heads} is no multiple of linear_num_key_heads={num_key_heads}")
+        raise CheckpointError(
+            f"{where}: linear_num_value_heads={num_value_heads} is no multiple of linear_num_key_heads={num_key_heads}"
+        )
     head_dim = fields.integer("head_dim", most=MAX_HEADS)
     theta, rotary_dim, yarn = _rope(fields, head_dim)
     is_moe = model_type in _MOE_TYPES
@@ -230,7 +241,9 @@ def parse_text_config(raw: Mapping[str, Any], *, where: str = "config.json") -> 
         intermediate_size=None if is_moe else fields.integer("intermediate_size"),
         moe=_moe(fields) if is_moe else None,
         num_mtp_layers=_num_mtp_layers(fields),
-        eos_token_ids=tuple(dict.fromkeys(token_ids(raw, "eos_token_id", where) + token_ids(text, "eos_token_id", where))),
+        eos_token_ids=tuple(
+            dict.fromkeys(token_ids(raw, "eos_token_id", where) + token_ids(text, "eos_token_id", where))
+        ),
         quantization=parse_quantization(raw, text, where),
     )
 
@@ -289,13 +302,19 @@ def _rope(fields: _Fields, head_dim: int) -> tuple[float, int, Yarn | None]:
     rope = _Fields({**outer, **nested}, f"{fields.where}: rope_parameters")
     rope_type = rope.raw.get("rope_type") or rope.raw.get("type") or "default"
     if rope_type not in ("default", "mrope", "yarn"):
-        raise UnsupportedModelError(f"{fields.where}: rope_type={_shown(rope_type)} is not supported (only default and yarn)")
+        raise UnsupportedModelError(
+            f"{fields.where}: rope_type={_shown(rope_type)} is not supported (only default and yarn)"
+        )
     unknown = sorted(set(rope.raw) - _ROPE_KEYS - (_YARN_KEYS if rope_type == "yarn" else set()))
     if unknown:
-        raise UnsupportedModelError(f"{fields.where}: rope_parameters of type {rope_type!r} has unsupported fields: {', '.join(unknown)}")
+        raise UnsupportedModelError(
+            f"{fields.where}: rope_parameters of type {rope_type!r} has unsupported fields: {', '.join(unknown)}"
+        )
     rotary_dim = int(head_dim * rope.number("partial_rotary_factor", 0.25))
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
-        raise CheckpointError(f"{fields.where}: partial_rotary_factor gives {rotary_dim} rotary dimensions of head_dim={head_dim}")
+        raise CheckpointError(
+            f"{fields.where}: partial_rotary_factor gives {rotary_dim} rotary dimensions of head_dim={head_dim}"
+        )
     yarn = None
     if rope_type == "yarn":
         yarn = Yarn(

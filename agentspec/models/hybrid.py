@@ -1,7 +1,7 @@
 """A model of blocks, each a mixer and an FFN, with an MTP head: the StepModel that the runtime drives.
 
-Owns the pools and the order of blocks; which mixers there are is the family's business (models/qwen3_5.py). Knows nothing of requests: rows
-and pages arrive as ids in each call.
+Owns the pools and the order of blocks; which mixers there are is the family's business (models/qwen3_5.py). Knows
+nothing of requests: rows and pages arrive as ids in each call.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class DecoderLayer:
         self._ops = ops
         self.mixer = mixer
         self.input_norm = kernels.Norm(weight=parameters.take_tensor("input_layernorm.weight"), eps=config.rms_norm_eps)
-        self.post_norm = kernels.Norm(weight=parameters.take_tensor("post_attention_layernorm.weight"), eps=config.rms_norm_eps)
+        self.post_norm = kernels.Norm(
+            weight=parameters.take_tensor("post_attention_layernorm.weight"), eps=config.rms_norm_eps
+        )
         ffn = parameters.under("mlp.")
         self.ffn = SwiGLU(ops, ffn) if config.moe is None else MixtureOfExperts(config.moe, ops, ffn)
 
@@ -46,9 +48,12 @@ class DecoderLayer:
 
 
 class MtpHead:
-    """One full-attention layer over pairs (embedding of token p, hidden of token p-1), sharing embedding and head with the trunk."""
+    """One full-attention layer over pairs (embedding of token p, hidden of token p-1), sharing embedding and head with
+    the trunk."""
 
-    def __init__(self, config: TextConfig, ops: kernels.Backend, parameters: ParameterScope, rope: kernels.RopeTable) -> None:
+    def __init__(
+        self, config: TextConfig, ops: kernels.Backend, parameters: ParameterScope, rope: kernels.RopeTable
+    ) -> None:
         self._ops = ops
         eps = config.rms_norm_eps
         self.embedding_norm = kernels.Norm(weight=parameters.take_tensor("pre_fc_norm_embedding.weight"), eps=eps)
@@ -61,7 +66,9 @@ class MtpHead:
 
     def join(self, tokens_N: Tensor, embedding_VH: Tensor, hidden_NH: Tensor) -> Tensor:
         """The layer's input for each pair; the embedding comes first."""
-        return self._ops.linear(self._ops.pair_norms(tokens_N, embedding_VH, hidden_NH, self.embedding_norm, self.hidden_norm), self.fc)
+        return self._ops.linear(
+            self._ops.pair_norms(tokens_N, embedding_VH, hidden_NH, self.embedding_norm, self.hidden_norm), self.fc
+        )
 
 
 class HybridModel(ABC):
@@ -79,7 +86,8 @@ class HybridModel(ABC):
         """Takes ownership of `parameters` (canonical names, models/tensors.py) and leaves it empty.
 
         fp8_drafts: quantise the MTP layer here, and the draft head in `limit_drafts`.
-        group: the ranks that hold the model together. Config and parameters are then what this rank has of it (shards.py)."""
+        group: the ranks that hold the model together. Config and parameters are then what this rank has of it
+        (shards.py)."""
         if fp8_drafts:
             quantize_mtp_layer(parameters)
         scope = ParameterScope(parameters)
@@ -150,7 +158,11 @@ class HybridModel(ABC):
     def mtp(self, tokens_BT: Tensor, hidden_BTH: Tensor, start_B: Tensor, page_table_BP: Tensor) -> Tensor:
         head = self._mtp_head()
         x_NH = head.join(tokens_BT.flatten(), self._embedding_VH, hidden_BTH.flatten(0, 1))
-        x_NH = head.layer.mix(x_NH, self.pools.layers[-1], lambda _, x_NP, memory: head.attention.attend(x_NP, memory, start_B, page_table_BP))
+        x_NH = head.layer.mix(
+            x_NH,
+            self.pools.layers[-1],
+            lambda _, x_NP, memory: head.attention.attend(x_NP, memory, start_B, page_table_BP),
+        )
         x_NH = head.layer.ffn.add_to(x_NH, head.layer.post_norm)
         return self._ops.rms_norm(x_NH, head.norm).view_as(hidden_BTH)
 

@@ -1,8 +1,8 @@
 """The blocks that every decoder layer shares, and what a forward hands to its layers.
 
-A mixer sees the tokens either as windows of slots (`VerifyBatch`) or as spans of prompts (`PrefillBatch`); projections and FFNs see flat
-tokens x_NH and never know which. What ends in the residual stream takes it, and returns it with its output added, so that a backend may
-fuse both into its projections.
+A mixer sees the tokens either as windows of slots (`VerifyBatch`) or as spans of prompts (`PrefillBatch`); projections
+and FFNs see flat tokens x_NH and never know which. What ends in the residual stream takes it, and returns it with its
+output added, so that a backend may fuse both into its projections.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from agentspec.types import MAX_WINDOW
 
 
 class Mixer(Protocol):
-    """What mixes tokens of a sequence: attention or a recurrence. `step` and `prefill` stand between its two projections."""
+    """What mixes tokens of a sequence: attention or a recurrence. `step` and `prefill` stand between its two
+    projections."""
 
     form: StateForm
     """What it keeps between calls; `memory` below is of this form."""

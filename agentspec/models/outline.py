@@ -1,4 +1,5 @@
-"""A model without memory: one layer of each kind on the device type "meta", to learn from it what the whole model would launch.
+"""A model without memory: one layer of each kind on the device type "meta", to learn from it what the whole model would
+launch.
 
 Knows configs and parameters' forms; what is done with the outline is the runtime's business.
 """
@@ -22,7 +23,8 @@ META = torch.device("meta")
 def outline(config: TextConfig, spec: ModelSpec, *, dtype: torch.dtype, fp8_drafts: bool) -> Qwen3_5Model:
     """The model of `config` with one layer of each kind, its MTP head and its vocabulary.
 
-    Layers are of one kind if their mixers are, and if the same of their parameters are quantised. What a layer launches depends on nothing else."""
+    Layers are of one kind if their mixers are, and if the same of their parameters are quantised. What a layer launches
+    depends on nothing else."""
     quantized = quantized_names(config)
     layers = _kinds(config, quantized)
     parameters: dict[str, kernels.Weight] = {}

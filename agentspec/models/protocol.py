@@ -1,18 +1,18 @@
 """What the runtime asks of a model: five device operations over rows and pages, and nothing about layers.
 
-Shape letters: B slots in the step, T tokens a slot (k+1 in a verify), N tokens of a prefill, H hidden size, V vocabulary,
-P pages a sequence. Token ids, rows, lengths and positions are int64; page ids int32.
+Shape letters: B slots in the step, T tokens a slot (k+1 in a verify), N tokens of a prefill, H hidden size, V
+vocabulary, P pages a sequence. Token ids, rows, lengths and positions are int64; page ids int32.
 
-On CUDA no method that a step or a prefill calls reads on the host, so that a graph may record it. Row and page ids are pointers; no
-method copies the state of one row to another.
+On CUDA no method that a step or a prefill calls reads on the host, so that a graph may record it. Row and page ids are
+pointers; no method copies the state of one row to another.
 
 State rules that every implementation keeps (the hash-chain model in tests/fakes proves the engine against them):
 
-- Row r holds everything recurrent about a prefix of length n: recurrent state, conv rows, and `hidden`, the post-final-norm hidden of
-  token n-1. Row ZERO_ROW stands for the empty prefix: all zeros.
+- Row r holds everything recurrent about a prefix of length n: recurrent state, conv rows, and `hidden`, the
+  post-final-norm hidden of token n-1. Row ZERO_ROW stands for the empty prefix: all zeros.
 - Attention K/V of the token at position p lies in page page_table[p // block], offset p % block.
-- MTP K/V at position p belongs to the pair (hidden of token p-1, token p), so it depends on tokens 0..p alone. Position 0 has no
-  pair: MTP attention never reads position 0.
+- MTP K/V at position p belongs to the pair (hidden of token p-1, token p), so it depends on tokens 0..p alone. Position
+  0 has no pair: MTP attention never reads position 0.
 - Reading and writing the same row in one call is allowed: a program loads a row before it stores to it.
 """
 
@@ -41,7 +41,8 @@ class VerifyBatch:
     write_rows_BT: Tensor
     """int64. Row that receives the state after column t. SCRATCH_ROW throughout for inert slots."""
     page_table_BP: Tensor
-    """int32. Pages of the sequence, in block order; SCRATCH_PAGE throughout for inert slots. Covers length + T + k tokens at least."""
+    """int32. Pages of the sequence, in block order; SCRATCH_PAGE throughout for inert slots. Covers length + T + k
+    tokens at least."""
 
 
 class StepModel(Protocol):
@@ -70,26 +71,31 @@ class StepModel(Protocol):
     def verify(self, batch: VerifyBatch) -> Tensor:
         """Target forward over every slot's window. Returns hidden_BTH, post final norm.
 
-        Writes attention K/V at positions length..length+T-1, and after column t the whole state (recurrent, conv, hidden) to write_rows_BT[:, t]."""
+        Writes attention K/V at positions length..length+T-1, and after column t the whole state (recurrent, conv,
+        hidden) to write_rows_BT[:, t]."""
         ...
 
     def prefill(self, batch: PrefillBatch) -> Tensor:
-        """Target forward over prompt tokens of distinct sequences. Returns hidden_NH, post final norm; writes K/V and the wanted states."""
+        """Target forward over prompt tokens of distinct sequences. Returns hidden_NH, post final norm; writes K/V and
+        the wanted states."""
         ...
 
     def ride(self, prompts: PrefillBatch, windows: VerifyBatch) -> tuple[Tensor, Tensor]:
-        """`prefill` and `verify` in one forward: (hidden_NH, hidden_BTH). Neither may write a row or page that the other one reads."""
+        """`prefill` and `verify` in one forward: (hidden_NH, hidden_BTH). Neither may write a row or page that the
+        other one reads."""
         ...
 
     def mtp(self, tokens_BT: Tensor, hidden_BTH: Tensor, start_B: Tensor, page_table_BP: Tensor) -> Tensor:
-        """MTP layer over pairs: column t pairs hidden_BTH[:, t] (of the token before) with tokens_BT[:, t] at position start+t.
+        """MTP layer over pairs: column t pairs hidden_BTH[:, t] (of the token before) with tokens_BT[:, t] at position
+        start+t.
 
-        Writes MTP K/V at positions start..start+T-1, attends to positions 1..start+t. Returns m_BTH, post mtp.norm: what
-        `draft_head` scores, and the hidden to pair with the drafted token at the next position."""
+        Writes MTP K/V at positions start..start+T-1, attends to positions 1..start+t. Returns m_BTH, post mtp.norm:
+        what `draft_head` scores, and the hidden to pair with the drafted token at the next position."""
         ...
 
     def mtp_prefill(self, batch: PrefillBatch, previous_NH: Tensor) -> None:
-        """MTP K/V for every prompt token of the batch: previous_NH[n] is the hidden of the token before token n in its sequence."""
+        """MTP K/V for every prompt token of the batch: previous_NH[n] is the hidden of the token before token n in its
+        sequence."""
         ...
 
     def read_hidden(self, rows_B: Tensor) -> Tensor:
@@ -101,11 +107,13 @@ class StepModel(Protocol):
         ...
 
     def limit_drafts(self, ids: Sequence[int]) -> int:
-        """From now on `draft_head` chooses among these ids alone. Call before any capture. Returns the bytes that this takes on the device.
+        """From now on `draft_head` chooses among these ids alone. Call before any capture. Returns the bytes that this
+        takes on the device.
 
         ids: distinct real tokens, ascending; all of them lift the limit."""
         ...
 
     def draft_head(self, m: Tensor) -> Tensor:
-        """int64 [...]: the most likely next token by the MTP head, among those of `limit_drafts`, at first all real tokens; the lowest id on ties."""
+        """int64 [...]: the most likely next token by the MTP head, among those of `limit_drafts`, at first all real
+        tokens; the lowest id on ties."""
         ...

@@ -1,7 +1,8 @@
-"""Weights in few bits: which parameters may be, what a config's `quantization_config` asks for, how files and memory hold them.
+"""Weights in few bits: which parameters may be, what a config's `quantization_config` asks for, how files and memory
+hold them.
 
-Owns names, JSON and the translation from what a file holds to a form of the kernels (`kernels.Weight`). The numbers are the kernels', the
-files `weights.py`'s.
+Owns names, JSON and the translation from what a file holds to a form of the kernels (`kernels.Weight`). The numbers are
+the kernels', the files `weights.py`'s.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ _CONVERTIBLE = re.compile(
     r"|mlp\.experts\.(gate_up|down)_proj)"
 )
 _LISTS = ("modules_to_not_convert", "ignored_layers")
-QUANTIZATION_FIELDS: dict[str, object] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+QUANTIZATION_FIELDS: dict[str, object] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
 """What a `quantization_config` says besides the list of exclusions."""
 _DEFAULTS = {"fmt": "e4m3", "activation_scheme": "dynamic"}
 """What the format's definition in transformers takes where a config says nothing."""
@@ -48,15 +54,16 @@ class Beside:
 
 
 class Quantization(Protocol):
-    """How a checkpoint holds every linear that may be converted and isn't excluded, and the form that it gets in memory."""
+    """How a checkpoint holds every linear that may be converted and isn't excluded, and the form that it gets in
+    memory."""
 
     dtype: ClassVar[str]
     """Of the values, as safetensors calls it."""
 
     @property
     def excluded(self) -> frozenset[str]:
-        """Modules in full precision: whole dotted paths in canonical names. Some name nothing that exists; a path never stands for another one that
-        it begins (`mlp.gate` isn't `mlp.gate_proj`)."""
+        """Modules in full precision: whole dotted paths in canonical names. Some name nothing that exists; a path never
+        stands for another one that it begins (`mlp.gate` isn't `mlp.gate_proj`)."""
         ...
 
     def beside(self, shape: tuple[int, ...]) -> tuple[Beside, ...]:
@@ -67,8 +74,11 @@ class Quantization(Protocol):
         """The weight `name`, on the CPU. tensor: reads one by its name."""
         ...
 
-    def empty(self, shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype, block_rows: int) -> kernels.Weight:
-        """Room for a parameter [O, K] or [X, O, K]. block_rows: divides the first row of each part that will be filled."""
+    def empty(
+        self, shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype, block_rows: int
+    ) -> kernels.Weight:
+        """Room for a parameter [O, K] or [X, O, K]. block_rows: divides the first row of each part that will be
+        filled."""
         ...
 
     def quantize(self, values: Tensor) -> kernels.Weight:
@@ -90,7 +100,9 @@ class Fp8Blocks:
     def read(self, name: str, tensor: Callable[[str], Tensor]) -> kernels.Weight:
         return kernels.BlockScaled(values=tensor(name), scales=tensor(name + SCALE_SUFFIX).float())
 
-    def empty(self, shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype, block_rows: int) -> kernels.Weight:
+    def empty(
+        self, shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype, block_rows: int
+    ) -> kernels.Weight:
         return empty_fp8(shape, device=device, dtype=dtype, block_rows=block_rows)
 
     def quantize(self, values: Tensor) -> kernels.Weight:
@@ -102,7 +114,9 @@ def keeps_blocks(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def empty_fp8(shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype, block_rows: int = kernels.SCALE_BLOCK) -> kernels.Weight:
+def empty_fp8(
+    shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype, block_rows: int = kernels.SCALE_BLOCK
+) -> kernels.Weight:
     """Room for a weight in 8 bits: block-scaled, or plain in `dtype` where the device doesn't keep blocks."""
     if keeps_blocks(device):
         return kernels.BlockScaled.empty(shape, device=device, block_rows=block_rows)
@@ -117,13 +131,15 @@ def canonical_name(name: str) -> str:
 def is_convertible(name: str) -> bool:
     """Whether a parameter, by canonical name or by that of one expert's part, may be in 8-bit floats.
 
-    Never: norms, what steers the recurrence (A_log, dt_bias, conv1d, in_proj_a, in_proj_b), router and shared gate, embeddings, lm_head, mtp.fc,
-    and Qwen3-Next's packed projections, where rows of different parts would share a multiplier."""
+    Never: norms, what steers the recurrence (A_log, dt_bias, conv1d, in_proj_a, in_proj_b), router and shared gate,
+    embeddings, lm_head, mtp.fc, and Qwen3-Next's packed projections, where rows of different parts would share a
+    multiplier."""
     return _CONVERTIBLE.fullmatch(name) is not None
 
 
 def parse_quantization(raw: Mapping[str, Any], text: Mapping[str, Any], where: str) -> Fp8Blocks | None:
-    """What the config (`raw`) or its text part says, None where it says nothing. Raises UnsupportedModelError naming field and value."""
+    """What the config (`raw`) or its text part says, None where it says nothing. Raises UnsupportedModelError naming
+    field and value."""
     found = set()
     for label, holder in (("quantization_config", raw), ("text_config.quantization_config", text)):
         quantization = holder.get("quantization_config")

@@ -30,7 +30,8 @@ def load_model(
 
     Args:
         dtype: of weights, activations, conv rows, hidden column and pages; recurrent state is float32.
-        random_weights: read the JSON files alone and make up the weights from `seed`. A config that doesn't say whether it has an MTP
+        random_weights: read the JSON files alone and make up the weights from `seed`. A config that doesn't say whether
+        it has an MTP
             head gets one, as every published checkpoint does.
         fp8_drafts: quantise what drafts are made by, as far as the checkpoint hasn't (models/fp8_drafts.py).
         progress: told how many tensors have been read.
@@ -48,7 +49,8 @@ def load_model(
 def resolved_config(path: Path, *, random_weights: bool) -> TextConfig:
     """A checkpoint's config that says whether there is an MTP head: where it doesn't, the checkpoint's tensors do.
 
-    random_weights: look at no tensors; where the config doesn't say, there is a head, as in every published checkpoint."""
+    random_weights: look at no tensors; where the config doesn't say, there is a head, as in every published
+    checkpoint."""
     config = load_text_config(path)
     if config.num_mtp_layers is not None:
         return config

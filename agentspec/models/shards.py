@@ -26,7 +26,8 @@ ALONE = Rank()
 
 
 def heads_of(config: TextConfig, rank: Rank) -> TextConfig:
-    """The config of what a rank computes: with as many heads as it holds. Key/value heads that are too few for all ranks are held by several."""
+    """The config of what a rank computes: with as many heads as it holds. Key/value heads that are too few for all
+    ranks are held by several."""
     return replace(
         config,
         num_heads=config.num_heads // rank.count,
@@ -38,16 +39,19 @@ def heads_of(config: TextConfig, rank: Rank) -> TextConfig:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The one dimension of a parameter that ranks share: parts behind each other, of each of which every rank holds an equal run of units."""
+    """The one dimension of a parameter that ranks share: parts behind each other, of each of which every rank holds an
+    equal run of units."""
 
     dim: int
     parts: tuple[tuple[int, int], ...]
-    """(number of units, entries of a unit) of each part. Units are what must stay whole: a head, a block of multipliers."""
+    """(number of units, entries of a unit) of each part. Units are what must stay whole: a head, a block of
+    multipliers."""
     may_repeat: bool = False
     """With more ranks than units, neighbouring ranks hold the same unit."""
 
     def held(self, name: str, rank: Rank) -> list[slice]:
-        """What a rank holds, as entries of the dimension. Raises ConfigError, naming the parameter, where units can't be shared equally."""
+        """What a rank holds, as entries of the dimension. Raises ConfigError, naming the parameter, where units can't
+        be shared equally."""
         runs, begin = [], 0
         for num_units, size in self.parts:
             if num_units % rank.count == 0:
@@ -71,7 +75,8 @@ def held_shape(name: str, shape: tuple[int, ...], shard: Shard | None, rank: Ran
 
 
 def row_grain(name: str, shape: tuple[int, ...], shard: Shard | None, rank: Rank) -> int:
-    """What divides the first row of each run that a rank holds, in the whole parameter [..., O, K] and in the rank's; 0 where rows aren't shared."""
+    """What divides the first row of each run that a rank holds, in the whole parameter [..., O, K] and in the rank's; 0
+    where rows aren't shared."""
     if shard is None or rank.count == 1 or shard.dim != len(shape) - 2:
         return 0
     grain = begin = 0
@@ -82,7 +87,8 @@ def row_grain(name: str, shape: tuple[int, ...], shard: Shard | None, rank: Rank
 
 
 def pieces(name: str, region: Region, shard: Shard | None, rank: Rank) -> list[tuple[Region, Region]]:
-    """Where a rank puts what would fill `region` of the whole parameter: (region of what it holds, the part of the filling that goes there)."""
+    """Where a rank puts what would fill `region` of the whole parameter: (region of what it holds, the part of the
+    filling that goes there)."""
     if shard is None or rank.count == 1:
         return [(region, ())]
     index = region[shard.dim] if len(region) > shard.dim else slice(None)

@@ -19,7 +19,8 @@ from torch import Tensor
 from agentspec.types import ZERO_ROW
 
 Memory = tuple[Tensor, ...]
-"""One layer's state: the tensors of its row parts, [R, ...], then those of its page parts, [P, ...], in the order of its form."""
+"""One layer's state: the tensors of its row parts, [R, ...], then those of its page parts, [P, ...], in the order of
+its form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,8 @@ class Part:
     """One tensor that a layer keeps for every row, or for every page."""
 
     name: str
-    """Of the pool that holds it for all layers, [layers that keep it, rows or pages, *shape]. Parts of one name are of one shape and dtype."""
+    """Of the pool that holds it for all layers, [layers that keep it, rows or pages, *shape]. Parts of one name are of
+    one shape and dtype."""
     shape: tuple[int, ...]
     """Of one row or page in one layer."""
     dtype: torch.dtype
@@ -45,11 +47,12 @@ class StateForm:
 
     - A request owns the rows that `types.rows_of_request` counts. A slot takes no bytes beside them.
     - A window reads the slot's read row and writes the whole state after column t to its t-th write row.
-    - A commit moves the read row to the write row of the last accepted column. No state is copied, and what rejected columns
-      wrote is overwritten. There is nothing to fold.
+    - A commit moves the read row to the write row of the last accepted column. No state is copied, and what rejected
+      columns wrote is overwritten. There is nothing to fold.
 
-    Pages hold something of each token at its position, and a window writes those of its columns. Rejected positions are written
-    again before they are read. Only the model knows which layer has which parts: cache and scheduler deal in ids and lengths.
+    Pages hold something of each token at its position, and a window writes those of its columns. Rejected positions are
+    written again before they are read. Only the model knows which layer has which parts: cache and scheduler deal in
+    ids and lengths.
     """
 
     row_parts: tuple[Part, ...] = ()
@@ -72,10 +75,12 @@ def page_bytes(forms: Iterable[StateForm]) -> int:
 
 
 class StatePools:
-    """The state of every layer, for all rows and pages. `pools["ssm_LRVDK"]` is one part over the layers that keep it, in their order."""
+    """The state of every layer, for all rows and pages. `pools["ssm_LRVDK"]` is one part over the layers that keep it,
+    in their order."""
 
     def __init__(self, forms: Sequence[StateForm], *, num_rows: int, num_pages: int, device: torch.device) -> None:
-        """forms: of every layer, in order, `hidden_form` the last. ZERO_ROW is zeroed, the rest holds whatever memory held."""
+        """forms: of every layer, in order, `hidden_form` the last. ZERO_ROW is zeroed, the rest holds whatever memory
+        held."""
         self._rows = _allocate((form.row_parts for form in forms), num_rows, device)
         self._pages = _allocate((form.page_parts for form in forms), num_pages, device)
         for pool in self._rows.values():
@@ -102,6 +107,9 @@ class StatePools:
 def _allocate(parts: Iterable[tuple[Part, ...]], num_ids: int, device: torch.device) -> dict[str, Tensor]:
     """A pool for each part, by name, [layers that keep it, num_ids, ...]."""
     num_layers = Counter(chain.from_iterable(parts))
-    pools = {part.name: torch.empty(count, num_ids, *part.shape, dtype=part.dtype, device=device) for part, count in num_layers.items()}
+    pools = {
+        part.name: torch.empty(count, num_ids, *part.shape, dtype=part.dtype, device=device)
+        for part, count in num_layers.items()
+    }
     assert len(pools) == len(num_layers), f"parts of one name, but not of one shape: {list(num_layers)}"
     return pools

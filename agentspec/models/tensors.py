@@ -1,7 +1,9 @@
-"""The model's parameters: canonical names, shapes, shards, dtypes and which are in few bits, as they follow from a TextConfig alone.
+"""The model's parameters: canonical names, shapes, shards, dtypes and which are in few bits, as they follow from a
+TextConfig alone.
 
-Canonical names are the flat text-only names of Qwen3.5 (`model.layers.N...`, `lm_head.weight`, `mtp...`), with q, k, v, z, b and a
-unpacked and experts fused, whatever the checkpoint's own layout is. How checkpoints map to them is `weights.py`'s business.
+Canonical names are the flat text-only names of Qwen3.5 (`model.layers.N...`, `lm_head.weight`, `mtp...`), with q, k, v,
+z, b and a unpacked and experts fused, whatever the checkpoint's own layout is. How checkpoints map to them is
+`weights.py`'s business.
 """
 
 from __future__ import annotations
@@ -81,13 +83,21 @@ def _size(parts: tuple[tuple[int, int], ...]) -> int:
 def _layer(config: TextConfig, prefix: str, *, linear: bool) -> Parameters:
     norm = Parameter((config.hidden_size,))
     mixer = _gated_delta(config, f"{prefix}linear_attn.") if linear else _attention(config, f"{prefix}self_attn.")
-    return {f"{prefix}input_layernorm.weight": norm, f"{prefix}post_attention_layernorm.weight": norm} | mixer | _ffn(config, f"{prefix}mlp.")
+    return (
+        {f"{prefix}input_layernorm.weight": norm, f"{prefix}post_attention_layernorm.weight": norm}
+        | mixer
+        | _ffn(config, f"{prefix}mlp.")
+    )
 
 
 def _gated_delta(config: TextConfig, prefix: str) -> Parameters:
     """Value heads are shared, with the key heads that they read."""
     hidden = config.hidden_size
-    keys, values, heads = (config.num_key_heads, config.key_dim), (config.num_value_heads, config.value_dim), (config.num_value_heads, 1)
+    keys, values, heads = (
+        (config.num_key_heads, config.key_dim),
+        (config.num_value_heads, config.value_dim),
+        (config.num_value_heads, 1),
+    )
     of_heads = Parameter((config.num_value_heads,), Shard(0, (heads,)))
     return {
         f"{prefix}in_proj_qkv.weight": _rows(hidden, keys, keys, values),
@@ -153,7 +163,8 @@ def parameter_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 def quantized_names(config: TextConfig) -> frozenset[str]:
     """The parameters that the checkpoint has in few bits: every convertible one that the config doesn't exclude.
 
-    Raises UnsupportedModelError for exclusions that split what is computed as one matrix, and for packed rows in few bits."""
+    Raises UnsupportedModelError for exclusions that split what is computed as one matrix, and for packed rows in few
+    bits."""
     if config.quantization is None:
         return frozenset()
     names = [name for name in parameter_shapes(config) if is_convertible(name)]
@@ -189,11 +200,15 @@ def _is_excluded(name: str, config: TextConfig, excluded: frozenset[str]) -> boo
     parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
     modules = {f"{prefix}.{expert}.{part}" for expert in range(config.moe.num_experts) for part in parts}
     if modules & excluded and modules - excluded:
-        raise UnsupportedModelError(f"quantization_config excludes {min(modules & excluded)} but not {min(modules - excluded)}: all experts or none")
+        raise UnsupportedModelError(
+            f"quantization_config excludes {min(modules & excluded)} but not {min(modules - excluded)}: all experts or none"
+        )
     return modules <= excluded
 
 
-def random_parameters(config: TextConfig, *, device: torch.device, dtype: torch.dtype, seed: int) -> dict[str, kernels.Weight]:
+def random_parameters(
+    config: TextConfig, *, device: torch.device, dtype: torch.dtype, seed: int
+) -> dict[str, kernels.Weight]:
     """Untrained parameters of sane scale, made on the device; the same seed gives the same values on one device type.
 
     What the config has in few bits lies as `empty_parameter` says."""
@@ -201,7 +216,9 @@ def random_parameters(config: TextConfig, *, device: torch.device, dtype: torch.
     quantized = dict.fromkeys(quantized_names(config), kernels.SCALE_BLOCK)
     found = {}
     for name, shape in parameter_shapes(config).items():
-        found[name] = weight = empty_parameter(config, name, shape, device=device, dtype=dtype, block_rows=quantized.get(name))
+        found[name] = weight = empty_parameter(
+            config, name, shape, device=device, dtype=dtype, block_rows=quantized.get(name)
+        )
         if name in quantized:
             _fill_quantized(config, weight, generator)
         else:
@@ -210,9 +227,16 @@ def random_parameters(config: TextConfig, *, device: torch.device, dtype: torch.
 
 
 def empty_parameter(
-    config: TextConfig, name: str, shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype, block_rows: int | None
+    config: TextConfig,
+    name: str,
+    shape: tuple[int, ...],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    block_rows: int | None,
 ) -> kernels.Weight:
-    """Room for a parameter; a quantised one in the form that the config's quantisation has for the device (Quantization.empty).
+    """Room for a parameter; a quantised one in the form that the config's quantisation has for the device
+    (Quantization.empty).
 
     block_rows: as there; None for one that isn't quantised."""
     if block_rows is not None:

@@ -59,8 +59,15 @@ def _tokenizer_end(directory: Path, tokenizer_config: dict[str, Any]) -> list[in
     known = _added_tokens(tokenizer, path)
     decoder = _object(tokenizer_config, "added_tokens_decoder", config_path)
     for token_id, entry in decoder.items():
-        if not (isinstance(entry, dict) and isinstance(entry.get("content"), str) and token_id.isascii() and token_id.isdigit()):
-            raise CheckpointError(f"{config_path}: added_tokens_decoder[{token_id[:40]!r}] must be an id with a token's content")
+        if not (
+            isinstance(entry, dict)
+            and isinstance(entry.get("content"), str)
+            and token_id.isascii()
+            and token_id.isdigit()
+        ):
+            raise CheckpointError(
+                f"{config_path}: added_tokens_decoder[{token_id[:40]!r}] must be an id with a token's content"
+            )
         known.setdefault(entry["content"], int(token_id[:20]))
     found = known.get(token, _vocabulary(tokenizer, path).get(token)) if isinstance(token, str) else None
     if found is None:
@@ -82,7 +89,10 @@ def _vocabulary(tokenizer: dict[str, Any], path: Path) -> Mapping[Any, int]:
 def _added_tokens(tokenizer: dict[str, Any], path: Path) -> dict[str, int]:
     added = tokenizer.get("added_tokens") or []
     entries = added if isinstance(added, list) else [added]
-    if not all(isinstance(entry, dict) and isinstance(entry.get("content"), str) and type(entry.get("id")) is int for entry in entries):
+    if not all(
+        isinstance(entry, dict) and isinstance(entry.get("content"), str) and type(entry.get("id")) is int
+        for entry in entries
+    ):
         raise CheckpointError(f"{path}: added_tokens must be a list of tokens with id and content")
     return {entry["content"]: entry["id"] for entry in entries}
 

@@ -1,7 +1,8 @@
-"""Strict safetensors loading: every checkpoint tensor is used once, every parameter is filled once, or the names are told.
+"""Strict safetensors loading: every checkpoint tensor is used once, every parameter is filled once, or the names are
+told.
 
-Owns files, indexes and what is refused of them; what they must hold is `checkpoint_layout.py`'s. Executes nothing from a checkpoint: pickle
-files are refused.
+Owns files, indexes and what is refused of them; what they must hold is `checkpoint_layout.py`'s. Executes nothing from
+a checkpoint: pickle files are refused.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _SMALL_HUB_FILES = ["*.json", "*.jinja"]
 
 
 def resolve_checkpoint(model: str, *, weights: bool = True) -> Path:
-    """A local directory as it is, or the local snapshot of a hub id (downloaded through huggingface_hub; safetensors and JSON only).
+    """A local directory as it is, or the local snapshot of a hub id (downloaded through huggingface_hub; safetensors
+    and JSON only).
 
     weights: False: of a hub id everything but its safetensors."""
     path = Path(model).expanduser()
@@ -49,14 +51,23 @@ def resolve_checkpoint(model: str, *, weights: bool = True) -> Path:
         raise CheckpointError(f"model={model!r}: no such directory")
     # Takes a while to import, in every process with an engine, and most models lie in a directory.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     try:
         return Path(snapshot_download(model, allow_patterns=_HUB_FILES if weights else _SMALL_HUB_FILES))
     except RepositoryNotFoundError as error:
-        raise CheckpointError(f"model={model!r}: neither a directory nor a repository on the hub (or it is private)") from error
+        raise CheckpointError(
+            f"model={model!r}: neither a directory nor a repository on the hub (or it is private)"
+        ) from error
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(f"model={model!r}: no such directory, and the hub could not deliver it: {error}") from error
+        raise CheckpointError(
+            f"model={model!r}: no such directory, and the hub could not deliver it: {error}"
+        ) from error
 
 
 class Checkpoint:
@@ -100,7 +111,9 @@ class Checkpoint:
                 continue
             canonical = canonical_name(name)
             if canonical in self._where:
-                raise CheckpointError(f"{self._directory}: {canonical} is filled twice, by {self._where[canonical][1]} and {name}")
+                raise CheckpointError(
+                    f"{self._directory}: {canonical} is filled twice, by {self._where[canonical][1]} and {name}"
+                )
             self._where[canonical] = file, name
 
     @property
@@ -144,18 +157,28 @@ class Checkpoint:
         return layout
 
     def load(
-        self, config: TextConfig, *, device: torch.device, dtype: torch.dtype, rank: Rank = ALONE, progress: Progress = no_progress
+        self,
+        config: TextConfig,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        rank: Rank = ALONE,
+        progress: Progress = no_progress,
     ) -> dict[str, kernels.Weight]:
-        """What a rank holds of all parameters, under canonical names; those in few bits lie as `tensors.empty_parameter` says.
+        """What a rank holds of all parameters, under canonical names; those in few bits lie as
+        `tensors.empty_parameter` says.
 
-        Raises ConfigError for a number of ranks that can't share a parameter. Raises CheckpointError that lists every tensor which is missing,
-        unexpected, misshapen or in the wrong format, or names the first one in few bits that holds what is no finite number: kernels would read
-        such a code as a large one."""
+        Raises ConfigError for a number of ranks that can't share a parameter. Raises CheckpointError that lists every
+        tensor which is missing, unexpected, misshapen or in the wrong format, or names the first one in few bits that
+        holds what is no finite number: kernels would read such a code as a large one."""
         layout = self.layout(config)
         parameters: dict[str, kernels.Weight] = {}
         for name, parameter in layout.parameters.items():
             whole, shard, rows = parameter.shape, parameter.shard, layout.block_rows.get(name)
-            shape, rows = held_shape(name, whole, shard, rank), rows and math.gcd(rows, row_grain(name, whole, shard, rank))
+            shape, rows = (
+                held_shape(name, whole, shard, rank),
+                rows and math.gcd(rows, row_grain(name, whole, shard, rank)),
+            )
             parameters[name] = empty_parameter(config, name, shape, device=device, dtype=dtype, block_rows=rows)
         for num_read, (name, source) in enumerate(layout.sources.items()):
             progress(STAGE, num_read, len(layout.sources))
@@ -188,7 +211,9 @@ class Checkpoint:
                 hints += " (tie_word_embeddings is true, so there must be no lm_head.weight)"
             if any(name.startswith("mtp.") for name in missing) and not self.has_mtp:
                 hints += " (the config promises an MTP head; set mtp_num_hidden_layers to 0 to run without it)"
-            raise CheckpointError(f"{self._directory}:{_names(' missing tensors', missing)}{_names(' unexpected tensors', unexpected)}{hints}")
+            raise CheckpointError(
+                f"{self._directory}:{_names(' missing tensors', missing)}{_names(' unexpected tensors', unexpected)}{hints}"
+            )
         misshapen = [
             f"{name} has shape {list(self.shape(name))}, expected {list(shape)}"
             for name, shape in sorted(wanted.items())
@@ -197,21 +222,26 @@ class Checkpoint:
         if misshapen:
             raise CheckpointError(f"{self._directory}: {'; '.join(_shortened(misshapen))}")
         self._refuse_dtypes(
-            "tensors must be F32, F16 or BF16", [name for name, source in sources.items() if source.quantization is None], _FLOAT_DTYPES
+            "tensors must be F32, F16 or BF16",
+            [name for name, source in sources.items() if source.quantization is None],
+            _FLOAT_DTYPES,
         )
         for dtypes in dict.fromkeys(one.dtypes for one in beside.values()):
             names = [name for name, one in beside.items() if one.dtypes == dtypes]
             self._refuse_dtypes(f"multipliers must be {' or '.join(dtypes)}", names, dtypes)
 
     def _check_formats(self, sources: Mapping[str, Source], config: TextConfig) -> None:
-        """A tensor is in 8 bits where the config says so, and nowhere else: read in the other form it would be noise."""
+        """A tensor is in 8 bits where the config says so, and nowhere else: read in the other form it would be
+        noise."""
         present = self.names & sources.keys()
         quantization = Fp8Blocks if config.quantization is None else config.quantization
         in_8_bits = {name for name in present if self.dtype(name) == quantization.dtype}
         wanted = {name for name in present if sources[name].quantization is not None}
         surplus, lacking = in_8_bits - wanted, wanted - in_8_bits
         if surplus and config.quantization is None:
-            raise CheckpointError(f"{self._directory}: config.json has no quantization_config{_names(', but these are in 8 bits', surplus)}")
+            raise CheckpointError(
+                f"{self._directory}: config.json has no quantization_config{_names(', but these are in 8 bits', surplus)}"
+            )
         never = {name for name in surplus if not is_convertible(name)}
         complaints = [
             _names("must not be in 8 bits", never),
@@ -249,7 +279,9 @@ def _files(directory: Path) -> Iterable[tuple[Path, set[str] | None]]:
         return [(single, None)]
     pickles = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLE_SUFFIXES)
     if pickles:
-        raise CheckpointError(f"{directory}: pickle files are refused, only safetensors is loaded: {', '.join(_shortened(pickles))}")
+        raise CheckpointError(
+            f"{directory}: pickle files are refused, only safetensors is loaded: {', '.join(_shortened(pickles))}"
+        )
     raise CheckpointError(f"{directory}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
 
 

@@ -65,11 +65,12 @@ class _Bucket:
 
 
 class AdaptiveDepth:
-    """Maximises expected emitted tokens per second: (1 + sum over i <= k of the chance that drafts 1..i are all accepted) / median step time.
+    """Maximises expected emitted tokens per second: (1 + sum over i <= k of the chance that drafts 1..i are all
+    accepted) / median step time.
 
-    Batch sizes share a bucket up to the next power of two. In a new bucket every k runs for two steps, from the largest down; from then on one
-    k after the other is tried again for two steps, now and then. So a k that lost is found again when acceptance or costs change, and the ones
-    that lose cost at most a twentieth of the time."""
+    Batch sizes share a bucket up to the next power of two. In a new bucket every k runs for two steps, from the largest
+    down; from then on one k after the other is tried again for two steps, now and then. So a k that lost is found again
+    when acceptance or costs change, and the ones that lose cost at most a twentieth of the time."""
 
     def __init__(self, max_drafted: int) -> None:
         self._max_drafted = max_drafted
@@ -90,7 +91,8 @@ class AdaptiveDepth:
         return explored
 
     def observe(self, *, num_drafted: int, slots: list[tuple[int, int]], seconds: float) -> None:
-        """Learn from a decode step: per slot (drafts offered, drafts accepted), and the step's time. 0 seconds: the time was not measured."""
+        """Learn from a decode step: per slot (drafts offered, drafts accepted), and the step's time. 0 seconds: the
+        time was not measured."""
         for offered, accepted in slots:
             for position in range(min(offered, accepted + 1)):
                 self._acceptance[position].add(position < accepted)
@@ -114,7 +116,11 @@ class AdaptiveDepth:
     def _best(self, bucket: _Bucket) -> int:
         """The best k of those with a step time, the smaller one on ties; the largest k while no step was timed."""
         timed = [k for k, seconds in enumerate(bucket.seconds) if seconds]
-        return max(timed, key=lambda k: self.expected_emitted(k) / statistics.median(bucket.seconds[k]), default=self._max_drafted)
+        return max(
+            timed,
+            key=lambda k: self.expected_emitted(k) / statistics.median(bucket.seconds[k]),
+            default=self._max_drafted,
+        )
 
     def _pause(self, bucket: _Bucket, best: int, explored: int) -> int:
         """Steps at the best k that keep the exploration within its share of the time."""

@@ -18,13 +18,23 @@ class Drafter(Protocol):
     """Proposes point-mass drafts. Runs inside the captured step: no host reads, static shapes."""
 
     def sources(self, num_drafted: int) -> tuple[DraftSource, ...]:
-        """Where the draft at each position of a proposal of so many comes from. The same for every slot and step, so that the host knows it."""
+        """Where the draft at each position of a proposal of so many comes from. The same for every slot and step, so
+        that the host knows it."""
         ...
 
-    def draft(self, tokens_BT: Tensor, hidden_BTH: Tensor, start_B: Tensor, last_B: Tensor, page_table_BP: Tensor, num_drafted: int) -> Tensor:
+    def draft(
+        self,
+        tokens_BT: Tensor,
+        hidden_BTH: Tensor,
+        start_B: Tensor,
+        last_B: Tensor,
+        page_table_BP: Tensor,
+        num_drafted: int,
+    ) -> Tensor:
         """Draft the `num_drafted` tokens after column `last_B` of each slot's window: int64 [B, num_drafted].
 
-        tokens_BT: int64, tokens at positions start..start+T-1, start at least 1; columns after `last_B` are not part of the sequence.
+        tokens_BT: int64, tokens at positions start..start+T-1, start at least 1; columns after `last_B` are not part of
+        the sequence.
         hidden_BTH: column t is the target's hidden of the token before tokens_BT[:, t].
         Called with num_drafted 0 too, since a drafter may have state of its own to keep up to date."""
         ...
@@ -36,6 +46,14 @@ class NullDrafter:
     def sources(self, num_drafted: int) -> tuple[DraftSource, ...]:
         return ()
 
-    def draft(self, tokens_BT: Tensor, hidden_BTH: Tensor, start_B: Tensor, last_B: Tensor, page_table_BP: Tensor, num_drafted: int) -> Tensor:
+    def draft(
+        self,
+        tokens_BT: Tensor,
+        hidden_BTH: Tensor,
+        start_B: Tensor,
+        last_B: Tensor,
+        page_table_BP: Tensor,
+        num_drafted: int,
+    ) -> Tensor:
         assert num_drafted == 0, "the null drafter can't draft"
         return tokens_BT[:, :0]

@@ -1,4 +1,5 @@
-"""Drafts by the model's own MTP head, chained: its post-norm output stands in for the hidden that the target has not computed yet.
+"""Drafts by the model's own MTP head, chained: its post-norm output stands in for the hidden that the target has not
+computed yet.
 
 Owns the chain. Knows nothing of the layer's inside, of sampling or of slots.
 """
@@ -13,10 +14,11 @@ from agentspec.types import DraftSource
 
 
 class MtpDrafter:
-    """Runs the MTP layer over the window, so that its K/V is true for every kept token, then drafts from the last kept column.
+    """Runs the MTP layer over the window, so that its K/V is true for every kept token, then drafts from the last kept
+    column.
 
-    K/V that the chain writes for drafts comes from approximate hiddens; the next step's window starts at the first of them and overwrites
-    each one before anything kept reads it."""
+    K/V that the chain writes for drafts comes from approximate hiddens; the next step's window starts at the first of
+    them and overwrites each one before anything kept reads it."""
 
     def __init__(self, model: StepModel) -> None:
         self._model = model
@@ -24,7 +26,15 @@ class MtpDrafter:
     def sources(self, num_drafted: int) -> tuple[DraftSource, ...]:
         return (DraftSource.MTP,) * num_drafted
 
-    def draft(self, tokens_BT: Tensor, hidden_BTH: Tensor, start_B: Tensor, last_B: Tensor, page_table_BP: Tensor, num_drafted: int) -> Tensor:
+    def draft(
+        self,
+        tokens_BT: Tensor,
+        hidden_BTH: Tensor,
+        start_B: Tensor,
+        last_B: Tensor,
+        page_table_BP: Tensor,
+        num_drafted: int,
+    ) -> Tensor:
         m_BTH = self._model.mtp(tokens_BT, hidden_BTH, start_B, page_table_BP)
         if num_drafted == 0:
             return tokens_BT[:, :0]

@@ -47,9 +47,11 @@ class TokenCounts:
         self._served.update(token_ids)
 
     def save(self) -> None:
-        """Add what was served since the last `save` to what the file holds by now; another engine may have written it meanwhile.
+        """Add what was served since the last `save` to what the file holds by now; another engine may have written it
+        meanwhile.
 
-        The file is replaced in one step: whoever reads it sees the old one or the new one. Raises ConfigError when that fails."""
+        The file is replaced in one step: whoever reads it sees the old one or the new one. Raises ConfigError when that
+        fails."""
         if not self._served:
             return
         counts = Counter(self._read())

@@ -12,10 +12,19 @@ from agentspec.replay.conversation import Message, is_object
 from agentspec.replay.render import RenderedTurn
 from agentspec.replay.schema import Meta, Turn
 
-_CONSTRAINING = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_CONSTRAINING = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
 
 
-def chat_body(*, messages: list[Message], tools: list[dict[str, Any]], fields: dict[str, Any], model: str) -> dict[str, Any]:
+def chat_body(
+    *, messages: list[Message], tools: list[dict[str, Any]], fields: dict[str, Any], model: str
+) -> dict[str, Any]:
     """Body of /v1/chat/completions; the order of `tools` and of their keys is kept, since it is part of the prompt."""
     body: dict[str, Any] = {"model": model, "messages": messages}
     if tools:
@@ -29,20 +38,29 @@ def completion_body(*, prompt_ids: array[int], fields: dict[str, Any], model: st
 
 
 def forced_body(turn: RenderedTurn, *, model: str) -> dict[str, Any]:
-    """Body of /v1/completions at agentspec's server, with the recorded answer as its output. The file's sampling fields have no place in it."""
+    """Body of /v1/completions at agentspec's server, with the recorded answer as its output. The file's sampling fields
+    have no place in it."""
     output = turn.output_ids.tolist()
     breakpoints = [{"offset": point.offset, "kind": point.kind.name.lower()} for point in turn.breakpoints]
-    fields = {"breakpoints": breakpoints, "forced_output": output, "max_tokens": len(output), "ignore_eos": True, "temperature": 0}
+    fields = {
+        "breakpoints": breakpoints,
+        "forced_output": output,
+        "max_tokens": len(output),
+        "ignore_eos": True,
+        "temperature": 0,
+    }
     return completion_body(prompt_ids=turn.prompt_ids, fields=fields, model=model)
 
 
 def counting(body: dict[str, Any]) -> dict[str, Any]:
-    """A body that asks for the tokens so far in every chunk: one brings several where drafts are accepted, and none where text is held back."""
+    """A body that asks for the tokens so far in every chunk: one brings several where drafts are accepted, and none
+    where text is held back."""
     return body | {"stream_options": body["stream_options"] | {"continuous_usage_stats": True}}
 
 
 def portable(body: dict[str, Any]) -> dict[str, Any]:
-    """A body that any server takes: many refuse a history whose calls have arguments that are no JSON object, so these become `{}`."""
+    """A body that any server takes: many refuse a history whose calls have arguments that are no JSON object, so these
+    become `{}`."""
     messages = body.get("messages", ())
     if all(is_object(call["function"]["arguments"]) for message in messages for call in message.get("tool_calls", ())):
         return body
@@ -51,7 +69,9 @@ def portable(body: dict[str, Any]) -> dict[str, Any]:
 
 def _with_objects(message: Message) -> Message:
     calls = [
-        call if is_object(call["function"]["arguments"]) else call | {"function": call["function"] | {"arguments": "{}"}}
+        call
+        if is_object(call["function"]["arguments"])
+        else call | {"function": call["function"] | {"arguments": "{}"}}
         for call in message["tool_calls"]
     ]
     return message | {"tool_calls": calls}
@@ -60,14 +80,17 @@ def _with_objects(message: Message) -> Message:
 def turn_fields(turn: Turn, meta: Meta, *, fixed_length: bool) -> dict[str, Any]:
     """The sampling fields of a turn. With `fixed_length` the answer gets exactly the recorded number of tokens.
 
-    Raises ValueError when that number wasn't recorded, or when the answer is constrained and so can't be stretched to a length."""
+    Raises ValueError when that number wasn't recorded, or when the answer is constrained and so can't be stretched to a
+    length."""
     fields: dict[str, Any] = dict(meta.defaults)
     if turn.max_tokens is not None:
         fields["max_tokens"] = turn.max_tokens
     fields |= turn.extra
     if fixed_length:
         if turn.recorded_output_tokens is None:
-            raise ValueError("has neither expect.output_tokens nor expect.usage.completion_tokens, which --output length needs")
+            raise ValueError(
+                "has neither expect.output_tokens nor expect.usage.completion_tokens, which --output length needs"
+            )
         constrained = [name for name in _CONSTRAINING if fields.get(name) is not None]
         if fields.get("tool_choice", "auto") not in ("auto", "none"):
             constrained.append("tool_choice")

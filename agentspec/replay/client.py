@@ -1,6 +1,7 @@
 """Sends one turn to an OpenAI server and stamps what comes back. Knows nothing of sessions, schedules or reports.
 
-The clock is the event loop's: `loop.time()` here, `asyncio.sleep` in the schedule; a test that replaces the loop replaces time.
+The clock is the event loop's: `loop.time()` here, `asyncio.sleep` in the schedule; a test that replaces the loop
+replaces time.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Target:
     model: str
     url: str
     is_agentspec: bool
-    """Only agentspec's own server is asked for what OpenAI's API doesn't know (tokens so far in every chunk), or takes any arguments in a history."""
+    """Only agentspec's own server is asked for what OpenAI's API doesn't know (tokens so far in every chunk), or takes
+    any arguments in a history."""
 
 
 async def find_target(client: httpx.AsyncClient, model: str | None) -> Target:
@@ -81,7 +83,9 @@ class TurnClient:
         """Send a turn and fill its record; the answer, or None when the turn failed (`record.error` says why)."""
         body = counting(body) if self._target.is_agentspec else portable(body)
         reply = Reply(counts_so_far=self._target.is_agentspec)
-        content = msgspec.json.encode(body)  # not by httpx: a long prompt of ids takes `json` milliseconds, in which no lane's answer is read
+        content = msgspec.json.encode(
+            body
+        )  # not by httpx: a long prompt of ids takes `json` milliseconds, in which no lane's answer is read
         record.sent = self.now()
         try:
             async with asyncio.timeout(self._timeout):
@@ -102,7 +106,10 @@ class TurnClient:
         return reply if record.error is None else None
 
     async def _stream(self, path: str, content: bytes, record: TurnRecord, reply: Reply) -> None:
-        headers = {"content-type": "application/json", "x-session-id": quote(record.session_id, safe="/:@!$&'()*+,;=?#[] ")}
+        headers = {
+            "content-type": "application/json",
+            "x-session-id": quote(record.session_id, safe="/:@!$&'()*+,;=?#[] "),
+        }
         async with self._client.stream("POST", path, content=content, headers=headers, timeout=None) as response:
             if not response.is_success:
                 raise ServerError(f"{response.status_code}: {_refusal(await response.aread())}")
@@ -110,7 +117,9 @@ class TurnClient:
                 try:
                     num_tokens = reply.add(event)
                 except (KeyError, TypeError, AttributeError, IndexError) as error:
-                    raise ServerError(f"the stream holds an event of an unknown shape ({error!r}): {json.dumps(event)[:200]}") from None
+                    raise ServerError(
+                        f"the stream holds an event of an unknown shape ({error!r}): {json.dumps(event)[:200]}"
+                    ) from None
                 if num_tokens:
                     record.tokens.append((self.now(), num_tokens))
         if reply.finish_reason is None:

@@ -1,8 +1,8 @@
 """The client's side of one session: which messages the next request holds, and whose answers stand between them.
 
-With recorded history every prompt is known beforehand. With live history the model's own answers go back, so the recorded tool results must be
-given the ids of the calls that the model made; where it made none that fit, the recorded answer takes its place and the turn
-counts as diverged. Pure: knows nothing of HTTP or time.
+With recorded history every prompt is known beforehand. With live history the model's own answers go back, so the
+recorded tool results must be given the ids of the calls that the model made; where it made none that fit, the recorded
+answer takes its place and the turn counts as diverged. Pure: knows nothing of HTTP or time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Conversation:
     def __init__(self) -> None:
         self._messages: list[Message] = []
         self._pending: tuple[Turn, Message, bool] | None = None
-        """The last turn, the model's answer to it, and whether history is live: whether the answer goes back depends on the turn that follows."""
+        """The last turn, the model's answer to it, and whether history is live: whether the answer goes back depends on
+        the turn that follows."""
 
     def fork(self) -> Conversation:
         """Another one that goes on from here."""
@@ -67,12 +68,14 @@ class Conversation:
         return list(self._messages), diverged
 
     def answer(self, turn: Turn, message: Message, *, live: bool) -> None:
-        """The model's answer to the last prompt, as an assistant message. `live`: it is what goes back, not the recorded one."""
+        """The model's answer to the last prompt, as an assistant message. `live`: it is what goes back, not the
+        recorded one."""
         self._pending = (turn, message, live)
 
 
 def keeps_live_history(session: Session, history: str, num_answers: int) -> bool:
-    """Whether a session is replayed with live history, where later prompts hold the answers to its first `num_answers` turns.
+    """Whether a session is replayed with live history, where later prompts hold the answers to its first `num_answers`
+    turns.
 
     Raises ValueError when recorded history is asked for and an answer that a later turn needs wasn't recorded."""
     if history == "live":
@@ -81,7 +84,9 @@ def keeps_live_history(session: Session, history: str, num_answers: int) -> bool
         if turn.messages is not None and turn.recorded_message is None:
             if history == "auto":
                 return True
-            raise ValueError(f"session {session.session_id!r}: turns[{index}].expect.message is missing, and history is to be recorded")
+            raise ValueError(
+                f"session {session.session_id!r}: turns[{index}].expect.message is missing, and history is to be recorded"
+            )
     return False
 
 
@@ -92,7 +97,11 @@ def recorded_message(message: AssistantMessage) -> Message:
         body["reasoning_content"] = message.reasoning_content
     if message.tool_calls:
         body["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": call.function.arguments}}
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": call.function.arguments},
+            }
             for call in message.tool_calls
         ]
     return body
@@ -107,9 +116,11 @@ def input_message(message: InputMessage, call_id: str | None) -> Message:
 
 
 def _live_ids(answer: Message, new: list[InputMessage], recorded: AssistantMessage | None) -> dict[int, str] | None:
-    """Call ids for the tool messages among `new`, by index; None when the live answer and the recorded results don't fit.
+    """Call ids for the tool messages among `new`, by index; None when the live answer and the recorded results don't
+    fit.
 
-    The n-th live call takes the place of the n-th recorded one. Results without a recorded call belong to the calls in their order."""
+    The n-th live call takes the place of the n-th recorded one. Results without a recorded call belong to the calls in
+    their order."""
     calls = answer.get("tool_calls", [])
     results = [index for index, message in enumerate(new) if message.role == "tool"]
     if len(calls) != len(results) or not all(is_object(call["function"]["arguments"]) for call in calls):

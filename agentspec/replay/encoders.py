@@ -42,8 +42,13 @@ class Bpe:
 
 
 def find_encoder(model_dir: str | Path) -> Encoder:
-    """The BPE of a checkpoint directory, by its tokenizer.json. Raises CheckpointError when there is none, or one that can't be read."""
+    """The BPE of a checkpoint directory, by its tokenizer.json. Raises CheckpointError when there is none, or one that
+    can't be read."""
     path = Path(model_dir) / "tokenizer.json"
     if not files.is_there(path):
-        raise CheckpointError(f"{path}: no such file; a dry run takes its tokens from there, or runs without --model on the bundled tokenizer")
-    return Bpe(files.parsed(path, Tokenizer.from_buffer, "not a usable tokenizer"), f"the tokenizer of {Path(model_dir).name}")
+        raise CheckpointError(
+            f"{path}: no such file; a dry run takes its tokens from there, or runs without --model on the bundled tokenizer"
+        )
+    return Bpe(
+        files.parsed(path, Tokenizer.from_buffer, "not a usable tokenizer"), f"the tokenizer of {Path(model_dir).name}"
+    )

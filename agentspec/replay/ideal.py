@@ -1,6 +1,8 @@
-"""The best hit share that any prefix cache could reach on a list of requests: nothing is ever evicted, and every token can be resumed from.
+"""The best hit share that any prefix cache could reach on a list of requests: nothing is ever evicted, and every token
+can be resumed from.
 
-Knows token sequences only. An engine's cache is judged against this number for the same tokens (agentspec's own --dry-run prints both).
+Knows token sequences only. An engine's cache is judged against this number for the same tokens (agentspec's own
+--dry-run prints both).
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ class _Node:
     def __init__(self) -> None:
         self.children: dict[bytes, _Node] = {}
         self.ordered: list[bytes] = []
-        """The children's keys and the partial blocks that ended here, sorted: the longest common prefix of a new key is with a neighbour."""
+        """The children's keys and the partial blocks that ended here, sorted: the longest common prefix of a new key is
+        with a neighbour."""
 
 
 class IdealPrefix:
@@ -31,7 +34,8 @@ class IdealPrefix:
         self._root = _Node()
 
     def request(self, prompt: array[int], output: array[int]) -> int:
-        """Tokens of `prompt` that an ideal cache holds: its longest common prefix with any earlier prompt + output, at most len(prompt) - 1.
+        """Tokens of `prompt` that an ideal cache holds: its longest common prefix with any earlier prompt + output, at
+        most len(prompt) - 1.
 
         Prompt and output are then remembered."""
         data = prompt.tobytes()

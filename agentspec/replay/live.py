@@ -1,4 +1,5 @@
-"""The client's side of one session with a world: executes the calls that the model makes, holds the messages, and judges each turn of the user.
+"""The client's side of one session with a world: executes the calls that the model makes, holds the messages, and
+judges each turn of the user.
 
 Pure: knows nothing of HTTP or time. run.py asks and waits.
 """
@@ -18,7 +19,8 @@ _CALL_MARKS = ("<tool_call>", "<function=")
 
 
 class LiveSession:
-    """`begin()` at each turn of the user, then `prompt()` and `take(...)` around each request, for as long as `take` asks for one more."""
+    """`begin()` at each turn of the user, then `prompt()` and `take(...)` around each request, for as long as `take`
+    asks for one more."""
 
     def __init__(self, turns: list[Turn], world: World, tools: list[dict[str, Any]]) -> None:
         """`turns` are those that will be replayed."""
@@ -43,7 +45,8 @@ class LiveSession:
         return list(self._messages)
 
     def take(self, message: Message, finish_reason: str | None) -> bool:
-        """The answer to the last prompt, as an assistant message. True: its calls have been executed, and their results are the next request."""
+        """The answer to the last prompt, as an assistant message. True: its calls have been executed, and their results
+        are the next request."""
         entry = self._entry
         entry.num_requests += 1
         entry.answer = str(message.get("content") or "")
@@ -62,7 +65,11 @@ class LiveSession:
         for call in calls:
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             outcome = self._simulator.call(name, arguments)
-            entry.calls.append(CallOutcome(name=name, arguments=arguments, result=outcome.text, problem=outcome.problem, kind=outcome.kind))
+            entry.calls.append(
+                CallOutcome(
+                    name=name, arguments=arguments, result=outcome.text, problem=outcome.problem, kind=outcome.kind
+                )
+            )
             self._messages.append({"role": "tool", "content": outcome.text, "tool_call_id": call["id"]})
         if entry.num_requests < self._turn.max_requests:
             return True
@@ -83,11 +90,14 @@ class LiveSession:
         return self.outcome.turns[self._place]
 
     def _take_cut(self, message: Message) -> None:
-        """An answer that max_tokens cut off. Its calls are judged and not executed; they leave the history, since calls there need results."""
+        """An answer that max_tokens cut off. Its calls are judged and not executed; they leave the history, since calls
+        there need results."""
         for call in message.get("tool_calls", []):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             kind, problem = self._simulator.problem(name, arguments) or (None, None)
-            self._entry.calls.append(CallOutcome(name=name, arguments=arguments, result=None, problem=problem, kind=kind))
+            self._entry.calls.append(
+                CallOutcome(name=name, arguments=arguments, result=None, problem=problem, kind=kind)
+            )
         kept = {key: value for key, value in message.items() if key != "tool_calls"}
         self._messages.append(kept | {"content": message.get("content") or ""})
         self._end("cut", "the answer was cut off at max_tokens")
@@ -104,4 +114,6 @@ class LiveSession:
 
 
 def _unread(answer: str) -> CallOutcome:
-    return CallOutcome(name=None, arguments=answer, result=None, problem="the server could not read the call", kind="not read")
+    return CallOutcome(
+        name=None, arguments=answer, result=None, problem="the server could not read the call", kind="not read"
+    )

@@ -1,6 +1,8 @@
-"""What is measured: one record a request, and the summary of a run. Pure arithmetic; knows nothing of HTTP, files or output formats.
+"""What is measured: one record a request, and the summary of a run. Pure arithmetic; knows nothing of HTTP, files or
+output formats.
 
-Times are seconds on the run's clock, which starts at 0 with the replay. What a server did not report is None and stays out of every sum.
+Times are seconds on the run's clock, which starts at 0 with the replay. What a server did not report is None and stays
+out of every sum.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class TurnRecord:
     """When it was to be sent: the end of the turn before plus the recorded wait, or the session's arrival."""
     sent: float
     tokens: list[tuple[float, int]] = field(default_factory=list)
-    """(time, tokens) of each event of the stream that shows output. 1 token where the server doesn't count them in its chunks."""
+    """(time, tokens) of each event of the stream that shows output. 1 token where the server doesn't count them in its
+    chunks."""
     end: float = 0.0
     """Last token; of a failed turn, when it failed."""
     finish_reason: str | None = None
@@ -95,7 +98,8 @@ class SessionRecord:
     session_id: str
     group: str | None
     num_planned: int
-    """Turns that were to be replayed. A session with a world has one for each turn of the user, and one more for each further request."""
+    """Turns that were to be replayed. A session with a world has one for each turn of the user, and one more for each
+    further request."""
     turns: list[TurnRecord] = field(default_factory=list)
     error: str | None = None
     """Why the session ended before its last turn."""
@@ -115,7 +119,8 @@ class SessionRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Distribution:
-    """Of a list of seconds; None throughout when it is empty. Percentiles are interpolated linearly between the closest ranks."""
+    """Of a list of seconds; None throughout when it is empty. Percentiles are interpolated linearly between the closest
+    ranks."""
 
     count: int
     mean: float | None
@@ -147,8 +152,16 @@ class Hits:
 
 
 def hits(turns: Iterable[TurnRecord]) -> Hits:
-    known = [(turn.prompt_tokens, turn.cached_tokens) for turn in turns if turn.prompt_tokens is not None and turn.cached_tokens is not None]
-    return Hits(num_turns=len(known), prompt_tokens=sum(prompt for prompt, _ in known), cached_tokens=sum(cached for _, cached in known))
+    known = [
+        (turn.prompt_tokens, turn.cached_tokens)
+        for turn in turns
+        if turn.prompt_tokens is not None and turn.cached_tokens is not None
+    ]
+    return Hits(
+        num_turns=len(known),
+        prompt_tokens=sum(prompt for prompt, _ in known),
+        cached_tokens=sum(cached for _, cached in known),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,8 +231,9 @@ class Summary:
 
     @property
     def interactivity(self) -> float | None:
-        """E2E normalized interactivity, output tokens a second a user: 1 / P90 of (turn time / output tokens), the percentile before the inverse
-        (SemiAnalysis InferenceX, AgentX guidelines in MODELS.md; aiperf's e2e_normalized_interactivity_p90)."""
+        """E2E normalized interactivity, output tokens a second a user: 1 / P90 of (turn time / output tokens), the
+        percentile before the inverse (SemiAnalysis InferenceX, AgentX guidelines in MODELS.md; aiperf's
+        e2e_normalized_interactivity_p90)."""
         return 1 / self.normalized_latency.p90 if self.normalized_latency.p90 else None
 
     @property
@@ -291,7 +305,12 @@ def _columns(turns: Sequence[TurnRecord]) -> list[TurnColumn]:
     for turn in turns:
         places.setdefault(turn.turn, []).append(turn)
     return [
-        TurnColumn(turn=place, time_to_first_token=_first_tokens(there), latency=Distribution.of(turn.latency for turn in there), hits=hits(there))
+        TurnColumn(
+            turn=place,
+            time_to_first_token=_first_tokens(there),
+            latency=Distribution.of(turn.latency for turn in there),
+            hits=hits(there),
+        )
         for place, there in sorted(places.items())
     ]
 

@@ -1,4 +1,5 @@
-"""What a replay can be asked to do: its flags, and the one validated object that they become. Knows nothing of engine flags."""
+"""What a replay can be asked to do: its flags, and the one validated object that they become. Knows nothing of engine
+flags."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ History = Literal["auto", "recorded", "live"]
 Output = Literal["free", "length", "forced"]
 Salt = Literal["none", "system", "first-user"]
 TemplateMode = Literal["qwen35", "stable"]
-"""How the replay itself renders history. qwen35: a think block, even an empty one, stays only after the last user message. stable: history stands as
-it was generated."""
+"""How the replay itself renders history. qwen35: a think block, even an empty one, stays only after the last user
+message. stable: history stands as it was generated."""
 
 DEFAULT_TEMPLATE: TemplateMode = "qwen35"
 
@@ -42,13 +43,16 @@ class ReplayOptions:
     warmup: int = 0
     """Requests that each lane sends before the measurement begins (closed loop)."""
     history: History = "auto"
-    """Whose answers the next prompt contains. auto: the recorded ones when the session has them all, else the live ones."""
+    """Whose answers the next prompt contains. auto: the recorded ones when the session has them all, else the live
+    ones."""
     output: Output = "free"
-    """length: `ignore_eos`, and exactly as many tokens as were recorded. forced: the recorded tokens themselves, with prompts of token ids."""
+    """length: `ignore_eos`, and exactly as many tokens as were recorded. forced: the recorded tokens themselves, with
+    prompts of token ids."""
     template: TemplateMode = DEFAULT_TEMPLATE
     """Forced outputs and dry runs: how history is rendered."""
     tokenizer: str | None = None
-    """Forced outputs and dry runs: the checkpoint directory whose tokenizer makes the tokens. None: that of the engine's model."""
+    """Forced outputs and dry runs: the checkpoint directory whose tokenizer makes the tokens. None: that of the
+    engine's model."""
     salt: Salt = "none"
     """Where salts keep prefix caches from knowing a session from elsewhere (replay/salt.py)."""
     sessions: int | None = None
@@ -75,20 +79,29 @@ class ReplayOptions:
     quiet: bool = False
 
     def __post_init__(self) -> None:
-        counts = (("concurrency", self.concurrency), ("sessions", self.sessions), ("max_turns", self.max_turns), ("gpus", self.gpus))
+        counts = (
+            ("concurrency", self.concurrency),
+            ("sessions", self.sessions),
+            ("max_turns", self.max_turns),
+            ("gpus", self.gpus),
+        )
         for field, count in counts:
             if count is not None and count < 1:
                 raise ConfigError(field, count, "must be at least 1")
         if self.arrival not in ("closed", "trace", "poisson"):
             raise ConfigError("arrival", self.arrival, "must be closed, trace or poisson:RATE")
         if (self.arrival == "poisson") != (self.arrival_rate is not None):
-            raise ConfigError("arrival", self.arrival, "poisson, and only poisson, needs a rate: poisson:RATE, in sessions a second")
+            raise ConfigError(
+                "arrival", self.arrival, "poisson, and only poisson, needs a rate: poisson:RATE, in sessions a second"
+            )
         if self.arrival_rate is not None and not 0 < self.arrival_rate < float("inf"):
             raise ConfigError("arrival", f"poisson:{self.arrival_rate:g}", "the rate must be above 0 sessions a second")
         if not 0 < self.speed < float("inf"):
             raise ConfigError("speed", self.speed, "must be above 0")
         if self.speed != 1.0 and self.arrival == "closed":
-            raise ConfigError("speed", self.speed, "has no effect in closed loop; use it with --arrival trace or poisson:RATE")
+            raise ConfigError(
+                "speed", self.speed, "has no effect in closed loop; use it with --arrival trace or poisson:RATE"
+            )
         if not 0 <= self.delay_scale < float("inf"):
             raise ConfigError("tool_delay", f"scale:{self.delay_scale:g}", "the factor must not be negative")
         if self.max_idle is not None and not 0 <= self.max_idle < float("inf"):
@@ -120,7 +133,8 @@ class ReplayOptions:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace, *, seed: int = 0) -> ReplayOptions:
-        """The options that parsed flags ask for; `seed` comes from the engine's own flag. Raises ConfigError naming flag and value."""
+        """The options that parsed flags ask for; `seed` comes from the engine's own flag. Raises ConfigError naming
+        flag and value."""
         arrival, rate = _arrival(args.arrival)
         return cls(
             concurrency=args.concurrency,
@@ -205,7 +219,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--sessions", type=int, metavar="N", help="the first N sessions only, with their subagents")
     what.add_argument("--max-turns", type=int, metavar="N", help="the first N turns of each session only")
     what.add_argument(
-        "--history", default="auto", metavar="auto|recorded|live", help="whose answers the next prompt contains (auto: the recorded ones if there)"
+        "--history",
+        default="auto",
+        metavar="auto|recorded|live",
+        help="whose answers the next prompt contains (auto: the recorded ones if there)",
     )
     what.add_argument(
         "--output",
@@ -214,10 +231,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="length: as many tokens as recorded, ignoring the end of text. forced: the recorded tokens themselves, whatever the model says",
     )
     what.add_argument(
-        "--template", default=DEFAULT_TEMPLATE, metavar="qwen35|stable", help="forced, dry run: how history is rendered (stable: as it was generated)"
+        "--template",
+        default=DEFAULT_TEMPLATE,
+        metavar="qwen35|stable",
+        help="forced, dry run: how history is rendered (stable: as it was generated)",
     )
     what.add_argument(
-        "--tokenizer", metavar="PATH", help="forced, dry run: checkpoint directory whose tokenizer makes the tokens (default: --model's)"
+        "--tokenizer",
+        metavar="PATH",
+        help="forced, dry run: checkpoint directory whose tokenizer makes the tokens (default: --model's)",
     )
     what.add_argument(
         "--salt",
@@ -225,24 +247,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="system|first-user",
         help="markers by --seed that bust prefix caches: around the system prompt, or behind it",
     )
-    what.add_argument("--token-ids", default="100:2000", metavar="LOW:HIGH", help="ids that prompts without text are made of (default 100:2000)")
+    what.add_argument(
+        "--token-ids",
+        default="100:2000",
+        metavar="LOW:HIGH",
+        help="ids that prompts without text are made of (default 100:2000)",
+    )
     when = parser.add_argument_group("when")
-    when.add_argument("--concurrency", type=int, metavar="N", help=f"sessions at the same time (closed loop: {DEFAULT_LANES})")
-    when.add_argument("--arrival", default="closed", metavar="closed|trace|poisson:R", help="how sessions start; R in sessions a second")
-    when.add_argument("--speed", type=float, default=1.0, metavar="X", help="arrivals this many times as fast as recorded")
-    when.add_argument("--tool-delay", default="recorded", metavar="recorded|zero|scale:X", help="waits between turns: tool runs and user thinking")
-    when.add_argument("--max-idle", type=float, metavar="S", help="no wait between turns is longer than this many seconds")
     when.add_argument(
-        "--warmup", type=int, default=0, metavar="N", help="the first N requests of each lane are sent before the measurement, and not measured"
+        "--concurrency", type=int, metavar="N", help=f"sessions at the same time (closed loop: {DEFAULT_LANES})"
+    )
+    when.add_argument(
+        "--arrival",
+        default="closed",
+        metavar="closed|trace|poisson:R",
+        help="how sessions start; R in sessions a second",
+    )
+    when.add_argument(
+        "--speed", type=float, default=1.0, metavar="X", help="arrivals this many times as fast as recorded"
+    )
+    when.add_argument(
+        "--tool-delay",
+        default="recorded",
+        metavar="recorded|zero|scale:X",
+        help="waits between turns: tool runs and user thinking",
+    )
+    when.add_argument(
+        "--max-idle", type=float, metavar="S", help="no wait between turns is longer than this many seconds"
+    )
+    when.add_argument(
+        "--warmup",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the first N requests of each lane are sent before the measurement, and not measured",
     )
     when.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds for one turn (default 600)")
     server = parser.add_argument_group("another server")
     server.add_argument("--base-url", metavar="URL", help="measure this server instead of an engine in this process")
     server.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
-    server.add_argument("--served-model", metavar="NAME", help="model to ask for (default: the first that the server lists)")
+    server.add_argument(
+        "--served-model", metavar="NAME", help="model to ask for (default: the first that the server lists)"
+    )
     results = parser.add_argument_group("results")
     results.add_argument(
-        "--slo", action="append", metavar="NAME=TIME,...", help="mark turns over these bounds: turn, ttft, tpot, gap, as in turn=10s,ttft=150ms"
+        "--slo",
+        action="append",
+        metavar="NAME=TIME,...",
+        help="mark turns over these bounds: turn, ttft, tpot, gap, as in turn=10s,ttft=150ms",
     )
     results.add_argument("--gpus", type=int, metavar="N", help="GPUs that serve: adds tokens a second a GPU")
     results.add_argument("--json", metavar="FILE", help="write every request and the summary as JSON")

@@ -1,4 +1,5 @@
-"""What came of the sessions with a world: their calls, their users' turns, and both counted over a run. Pure data; knows nothing of HTTP or time."""
+"""What came of the sessions with a world: their calls, their users' turns, and both counted over a run. Pure data;
+knows nothing of HTTP or time."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Ending = Literal["not begun", "answered", "cut", "limit", "failed"]
-"""How a user's turn ended: with an answer, with one that max_tokens cut off, after max_requests requests without one, by a failed request."""
+"""How a user's turn ended: with an answer, with one that max_tokens cut off, after max_requests requests without one,
+by a failed request."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

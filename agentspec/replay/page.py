@@ -1,4 +1,5 @@
-"""The report as one HTML page: nothing is loaded from anywhere, it needs no script, and it follows the reader's light or dark setting."""
+"""The report as one HTML page: nothing is loaded from anywhere, it needs no script, and it follows the reader's light
+or dark setting."""
 
 from __future__ import annotations
 
@@ -11,7 +12,17 @@ from agentspec import files
 from agentspec.replay import page_plots, report_live
 from agentspec.replay.measure import SessionRecord, Summary
 from agentspec.replay.outcomes import LiveCounts
-from agentspec.replay.report import FORCED_LABEL, NOT_REPORTED, Report, count, count_rows, milliseconds, rate, share, time_rows
+from agentspec.replay.report import (
+    FORCED_LABEL,
+    NOT_REPORTED,
+    Report,
+    count,
+    count_rows,
+    milliseconds,
+    rate,
+    share,
+    time_rows,
+)
 from agentspec.replay.slo import Goodput
 
 MAX_CARDS = 8
@@ -74,13 +85,19 @@ def render_page(report: Report) -> str:
 def _cards(report: Report) -> list[Card]:
     summary, goodput = report.summary, report.goodput
     turn, between = summary.latency, summary.time_per_token
-    firsts = [milliseconds(times.p50) for times in (summary.first_token_of_first_turns, summary.first_token_of_later_turns)]
+    firsts = [
+        milliseconds(times.p50) for times in (summary.first_token_of_first_turns, summary.first_token_of_later_turns)
+    ]
     emitted = NOT_REPORTED if summary.emitted_per_step is None else f"{summary.emitted_per_step:.2f}"
     hit = share(summary.hits.share) if summary.hits.num_turns else NOT_REPORTED
     hit_note = (
-        f"{count(summary.hits.cached_tokens)} of {count(summary.hits.prompt_tokens)} prompt tokens" if summary.hits.num_turns else "no usage details"
+        f"{count(summary.hits.cached_tokens)} of {count(summary.hits.prompt_tokens)} prompt tokens"
+        if summary.hits.num_turns
+        else "no usage details"
     )
-    accepted = f"{share(summary.draft_acceptance)} of drafts accepted" if summary.draft_acceptance is not None else "no drafts"
+    accepted = (
+        f"{share(summary.draft_acceptance)} of drafts accepted" if summary.draft_acceptance is not None else "no drafts"
+    )
     failures = summary.num_failed_sessions
     answered = f"{summary.num_turns:,} of {summary.num_planned_turns:,} turns answered"
     forced = "forced: " if summary.forced_acceptance else ""
@@ -117,7 +134,9 @@ def _cards(report: Report) -> list[Card]:
 def _goodput_card(goodput: Goodput) -> Card:
     speed = "-" if goodput.rate is None else f"{goodput.rate:,.2f}"
     note = f"{goodput.num_met:,} of {goodput.num_turns:,} · {speed} a second"
-    return Card("Turns within bounds", share(goodput.share), "", note, "over" if goodput.num_met < goodput.num_turns else "")
+    return Card(
+        "Turns within bounds", share(goodput.share), "", note, "over" if goodput.num_met < goodput.num_turns else ""
+    )
 
 
 def _live_cards(live: LiveCounts) -> list[Card]:
@@ -132,7 +151,8 @@ def _live_cards(live: LiveCounts) -> list[Card]:
 
 def _times_table(summary: Summary) -> Table:
     rows = [
-        [name, *(milliseconds(value) for value in (times.mean, times.p50, times.p90, times.p99, times.largest))] for name, times in time_rows(summary)
+        [name, *(milliseconds(value) for value in (times.mean, times.p50, times.p90, times.p99, times.largest))]
+        for name, times in time_rows(summary)
     ]
     return Table("Times", "Milliseconds.", ["", "mean", "p50", "p90", "p99", "max"], rows)
 
@@ -152,7 +172,17 @@ def _turn_table(summary: Summary) -> Table:
         ]
         for column in summary.by_turn
     ]
-    head = ["turn", "requests", "first token p50, ms", "p90, ms", "turn time p50, ms", "p90, ms", "prompt tokens", "cached tokens", "hit share"]
+    head = [
+        "turn",
+        "requests",
+        "first token p50, ms",
+        "p90, ms",
+        "turn time p50, ms",
+        "p90, ms",
+        "prompt tokens",
+        "cached tokens",
+        "hit share",
+    ]
     return Table("Turns", "", head, rows, is_folded=len(rows) > MAX_OPEN_ROWS)
 
 
@@ -162,7 +192,10 @@ def _over_table(report: Report) -> list[Table]:
             turn.session_id,
             str(turn.turn + 1),
             f"{turn.sent:.2f}",
-            *(milliseconds(value) for value in (turn.latency, turn.time_to_first_token, turn.time_per_token, turn.longest_gap)),
+            *(
+                milliseconds(value)
+                for value in (turn.latency, turn.time_to_first_token, turn.time_per_token, turn.longest_gap)
+            ),
             ", ".join(missed),
         ]
         for session in report.sessions
@@ -171,7 +204,16 @@ def _over_table(report: Report) -> list[Table]:
     ]
     if not rows:
         return []
-    head = ["session", "turn", "sent at, s", "turn time, ms", "first token, ms", "between tokens, ms", "longest gap, ms", "over"]
+    head = [
+        "session",
+        "turn",
+        "sent at, s",
+        "turn time, ms",
+        "first token, ms",
+        "between tokens, ms",
+        "longest gap, ms",
+        "over",
+    ]
     return [Table("Turns over a bound", f"Bounds: {report.slo}.", head, rows, is_folded=len(rows) > MAX_OPEN_ROWS)]
 
 
@@ -199,9 +241,22 @@ def _session_table(sessions: list[SessionRecord]) -> Table:
         if session.outcome is not None and session.outcome.num_goals:
             outcome += f"; {session.outcome.num_reached} of {session.outcome.num_goals} user turns at goal"
         rows.append(
-            [session.session_id, f"{answered} of {session.num_planned}", f"{last - begin:.2f}", f"{output:,}", share(session.hit_share), outcome]
+            [
+                session.session_id,
+                f"{answered} of {session.num_planned}",
+                f"{last - begin:.2f}",
+                f"{output:,}",
+                share(session.hit_share),
+                outcome,
+            ]
         )
-    return Table("Sessions", "", ["session", "turns", "seconds", "output tokens", "hit share", "outcome"], rows, is_folded=len(rows) > MAX_OPEN_ROWS)
+    return Table(
+        "Sessions",
+        "",
+        ["session", "turns", "seconds", "output tokens", "hit share", "outcome"],
+        rows,
+        is_folded=len(rows) > MAX_OPEN_ROWS,
+    )
 
 
 def _settings(report: Report) -> list[tuple[str, str]]:

@@ -1,4 +1,5 @@
-"""The figures of the report page: what is drawn of a report, and in whose words. How it is drawn is replay/plots.py's."""
+"""The figures of the report page: what is drawn of a report, and in whose words. How it is drawn is
+replay/plots.py's."""
 
 from __future__ import annotations
 
@@ -70,7 +71,9 @@ def _first_token_plot(report: Report) -> Figure:
         for turn in _answered(report.sessions)
         if (wait := turn.time_to_first_token) is not None
     ]
-    medians = [None if column.time_to_first_token.p50 is None else column.time_to_first_token.p50 * 1000 for column in columns]
+    medians = [
+        None if column.time_to_first_token.p50 is None else column.time_to_first_token.p50 * 1000 for column in columns
+    ]
     plot = plots.dots(points, medians, axis="turn of the session", show=_plain)
     key = (("over", "over the bound"),) if report.slo is not None and "ttft" in report.slo.bounds else ()
     note = "Milliseconds; each dot is a request, the line goes through the medians."
@@ -84,7 +87,10 @@ def _hit_plot(summary: Summary) -> Figure:
     columns = [
         plots.Bar(
             str(column.turn + 1),
-            (column.hits.cached_tokens / column.hits.num_turns, (column.hits.prompt_tokens - column.hits.cached_tokens) / column.hits.num_turns),
+            (
+                column.hits.cached_tokens / column.hits.num_turns,
+                (column.hits.prompt_tokens - column.hits.cached_tokens) / column.hits.num_turns,
+            ),
             "" if column.hits.share is None else f"{column.hits.share:.0%}",
             f"turn {column.turn + 1}: {column.hits.cached_tokens:,} of {column.hits.prompt_tokens:,} tokens, {share(column.hits.share)}",
         )
@@ -102,11 +108,21 @@ def _acceptance_plot(summary: Summary) -> Figure:
     if speculation is None:
         return Figure(title=title, absent="The server does not report speculation.")
     if not summary.acceptance_by_position:
-        return Figure(title=title, absent="Nothing was drafted." if not speculation.num_drafted else "The server does not report positions.")
+        return Figure(
+            title=title,
+            absent="Nothing was drafted." if not speculation.num_drafted else "The server does not report positions.",
+        )
     counts = zip(speculation.drafted_by_position, speculation.accepted_by_position, strict=False)
     columns = [
-        plots.Bar(str(place), ((rate or 0.0) * 100,), share(rate), f"position {place}: {accepted:,} of {drafted:,} drafts, {share(rate)}")
-        for place, (rate, (drafted, accepted)) in enumerate(zip(summary.acceptance_by_position, counts, strict=True), start=1)
+        plots.Bar(
+            str(place),
+            ((rate or 0.0) * 100,),
+            share(rate),
+            f"position {place}: {accepted:,} of {drafted:,} drafts, {share(rate)}",
+        )
+        for place, (rate, (drafted, accepted)) in enumerate(
+            zip(summary.acceptance_by_position, counts, strict=True), start=1
+        )
     ]
     note = (
         "FORCED to set rates; says nothing about the model."
@@ -129,7 +145,10 @@ def _token_plot(report: Report) -> Figure:
         counts[int(value / width)] += 1
     columns = [
         plots.Bar(
-            _plain(index * width), (number,), str(number) if number else "", f"{_plain(index * width)} to {_plain((index + 1) * width)} ms: {number}"
+            _plain(index * width),
+            (number,),
+            str(number) if number else "",
+            f"{_plain(index * width)} to {_plain((index + 1) * width)} ms: {number}",
         )
         for index, number in enumerate(counts)
     ]
@@ -151,7 +170,10 @@ def _spans(report: Report, session: SessionRecord) -> list[plots.Span]:
         if missed:
             label += f", over the bounds of {', '.join(missed)}"
         over = " over" if missed else ""
-        spans += [plots.Span(turn.sent, first, f"wait{over}", label), plots.Span(first, turn.end, f"stream{over}", label)]
+        spans += [
+            plots.Span(turn.sent, first, f"wait{over}", label),
+            plots.Span(first, turn.end, f"stream{over}", label),
+        ]
     return spans
 
 

@@ -1,6 +1,8 @@
-"""Where everything stands in small plots: dots, bars, stacked bars and time lines. templates/plots.svg.jinja draws them.
+"""Where everything stands in small plots: dots, bars, stacked bars and time lines. templates/plots.svg.jinja draws
+them.
 
-Places are pixels of the plot's own box, from its upper left corner. Knows numbers and labels only: nothing of replays, and no markup.
+Places are pixels of the plot's own box, from its upper left corner. Knows numbers and labels only: nothing of replays,
+and no markup.
 """
 
 from __future__ import annotations
@@ -151,7 +153,8 @@ def ticks(high: float, at_most: int = 5) -> list[float]:
 
 
 def dots(points: Sequence[Dot], medians: Sequence[float | None], *, axis: str, show: Format) -> Plot:
-    """Points by column with a line through the columns' medians; logarithmic when they span more than a factor of fifty."""
+    """Points by column with a line through the columns' medians; logarithmic when they span more than a factor of
+    fifty."""
     values = [point.y for point in points]
     least, most = min(values), max(values)
     is_log = least > 0 and most / least > 50
@@ -163,7 +166,8 @@ def dots(points: Sequence[Dot], medians: Sequence[float | None], *, axis: str, s
     place = _columns(len(medians))
     room = min(14.0, (WIDTH - _LEFT - _RIGHT) / len(medians) * 0.5)
     marks = [
-        PlacedDot(place(point.x) + (index * _GOLDEN % 1 - 0.5) * room, scale(point.y), point.kind, point.label) for index, point in enumerate(points)
+        PlacedDot(place(point.x) + (index * _GOLDEN % 1 - 0.5) * room, scale(point.y), point.kind, point.label)
+        for index, point in enumerate(points)
     ]
     line = [(place(index), scale(value)) for index, value in enumerate(medians) if value is not None]
     names = _names([str(index + 1) for index in range(len(medians))], place)
@@ -195,7 +199,12 @@ def timelines(rows: Sequence[tuple[str, Sequence[Span]]], end: float, *, axis: s
             10 + number * step,
             name,
             _short(name),
-            [PlacedSpan(left + span.start * across, max(1.0, (span.end - span.start) * across), span.kind, span.label) for span in spans],
+            [
+                PlacedSpan(
+                    left + span.start * across, max(1.0, (span.end - span.start) * across), span.kind, span.label
+                )
+                for span in spans
+            ],
         )
         for number, (name, spans) in enumerate(rows)
     ]
@@ -216,7 +225,11 @@ def _columns(count: int) -> Callable[[int], float]:
 def _names(names: Sequence[str], place: Callable[[int], float]) -> list[Tick]:
     """Labels under the columns, every n-th where they are many."""
     every = next(step for step in (1, 2, 5, 10, 20, 50, 100, 1000) if len(names) / step <= 16)
-    return [Tick(place(index), name) for index, name in enumerate(names) if (index == 0 and every != 2) or (index + 1) % every == 0]
+    return [
+        Tick(place(index), name)
+        for index, name in enumerate(names)
+        if (index == 0 and every != 2) or (index + 1) % every == 0
+    ]
 
 
 def _short(name: str) -> str:

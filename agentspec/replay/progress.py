@@ -63,7 +63,8 @@ class Tally:
 
 
 class Progress:
-    """Shows a tally while the run goes on: one line that is rewritten on a terminal, a line every few seconds elsewhere."""
+    """Shows a tally while the run goes on: one line that is rewritten on a terminal, a line every few seconds
+    elsewhere."""
 
     def __init__(self, tally: Tally, stream: TextIO) -> None:
         self._tally = tally

@@ -1,8 +1,10 @@
-"""Recorded sessions as token streams, for dry runs and forced outputs: what a server would be asked and would answer, without its help.
+"""Recorded sessions as token streams, for dry runs and forced outputs: what a server would be asked and would answer,
+without its help.
 
-Renders messages in the manner of Qwen3.5's chat template (framing, XML tool calls, think blocks, and which of them survive in history), with
-wording of our own where a template holds fixed prose. A message is encoded once, by itself, so a prompt is a concatenation of what was encoded
-before; with a BPE that knows `<|im_start|>` and `<|im_end|>` as tokens that equals encoding the whole text. Knows no cache and no engine.
+Renders messages in the manner of Qwen3.5's chat template (framing, XML tool calls, think blocks, and which of them
+survive in history), with wording of our own where a template holds fixed prose. A message is encoded once, by itself,
+so a prompt is a concatenation of what was encoded before; with a BPE that knows `<|im_start|>` and `<|im_end|>` as
+tokens that equals encoding the whole text. Knows no cache and no engine.
 """
 
 from __future__ import annotations
@@ -56,9 +58,11 @@ Rules:
 class RenderedTurn:
     prompt_ids: array[int]
     output_ids: array[int]
-    """The recorded answer as the model would have generated it, its end token included; empty where none was recorded."""
+    """The recorded answer as the model would have generated it, its end token included; empty where none was
+    recorded."""
     breakpoints: list[Breakpoint]
-    """Ascending offsets in the prompt: SYSTEM at the end of system prompt and tools, USER at the end of the last user message."""
+    """Ascending offsets in the prompt: SYSTEM at the end of system prompt and tools, USER at the end of the last user
+    message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,8 @@ class _Answer:
 
 
 class TraceRenderer:
-    """Renders the sessions of a file, in any order. Holds encoded system prompts, which sessions share; everything else goes session by session."""
+    """Renders the sessions of a file, in any order. Holds encoded system prompts, which sessions share; everything else
+    goes session by session."""
 
     def __init__(self, encoder: Encoder, template_mode: TemplateMode, *, token_runs: TokenRuns | None = None) -> None:
         self._encoder = encoder
@@ -80,16 +85,23 @@ class TraceRenderer:
         self._systems: dict[str, array[int]] = {}
 
     def turns(self, file: ReplayFile, session: Session) -> Iterator[RenderedTurn]:
-        """The session's turns in order. Raises ConfigError when an answer that a later prompt needs was not recorded."""
+        """The session's turns in order. Raises ConfigError when an answer that a later prompt needs was not
+        recorded."""
         if session.turns[0].messages is None:
             yield from self._token_run_turns(session)
             return
-        thinks = any(turn.recorded_message is not None and turn.recorded_message.reasoning_content is not None for turn in session.turns)
+        thinks = any(
+            turn.recorded_message is not None and turn.recorded_message.reasoning_content is not None
+            for turn in session.turns
+        )
         opening = self._encoder.encode("<|im_start|>assistant\n<think>\n" + ("" if thinks else "\n</think>\n\n"))
         history = _History(
             self._system(file.tools(session), session.turns[0]),
             drops_think=self._drops_think,
-            shared_openings=(_num_common(*map(self._encoder.encode, _USER_OPENINGS)), _num_common(opening, self._encoder.encode(_PLAIN_ANSWER))),
+            shared_openings=(
+                _num_common(*map(self._encoder.encode, _USER_OPENINGS)),
+                _num_common(opening, self._encoder.encode(_PLAIN_ANSWER)),
+            ),
         )
         for index, turn in enumerate(session.turns):
             for text, is_query in _message_blocks(turn.messages or []):
@@ -97,7 +109,9 @@ class TraceRenderer:
             recorded = turn.recorded_message
             if recorded is None:
                 if index + 1 < len(session.turns):
-                    raise ConfigError("file", file.path, f"session {session.session_id!r}: turns[{index}].expect.message is missing")
+                    raise ConfigError(
+                        "file", file.path, f"session {session.session_id!r}: turns[{index}].expect.message is missing"
+                    )
                 yield RenderedTurn(history.ids + opening, array("i"), history.breakpoints())
                 return
             output = self._encoder.encode(_answer_text(recorded, thinks=thinks) + "<|im_end|>")
@@ -129,7 +143,8 @@ class TraceRenderer:
 
 
 class _History:
-    """The prompt so far, without the generation prompt. In the end everything before the last user message is settled."""
+    """The prompt so far, without the generation prompt. In the end everything before the last user message is
+    settled."""
 
     def __init__(self, system: array[int], *, drops_think: bool, shared_openings: tuple[int, int]) -> None:
         """shared_openings: tokens that open every user message, and every answer, whatever follows."""
@@ -169,7 +184,9 @@ class _History:
 
 def _num_common(first: array[int], second: array[int]) -> int:
     """Tokens that two encodings begin with."""
-    return next((index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
+    return next(
+        (index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
 
 
 def _system_text(tools: list[dict[str, Any]], first: Turn) -> str:
@@ -178,7 +195,9 @@ def _system_text(tools: list[dict[str, Any]], first: Turn) -> str:
     if not tools:
         return f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
     listed = "".join("\n" + json.dumps(tool, ensure_ascii=False) for tool in tools)
-    return f"<|im_start|>system\n{_TOOLS_HEAD}{listed}{_TOOLS_TAIL}" + (f"\n\n{system}" if system else "") + "<|im_end|>\n"
+    return (
+        f"<|im_start|>system\n{_TOOLS_HEAD}{listed}{_TOOLS_TAIL}" + (f"\n\n{system}" if system else "") + "<|im_end|>\n"
+    )
 
 
 def _message_blocks(messages: list[InputMessage]) -> Iterator[tuple[str, bool]]:
@@ -221,7 +240,9 @@ def _call_text(name: str, arguments: str) -> str:
     if values is None:
         parameters = f"{arguments}\n"
     else:
-        parameters = "".join(f"<parameter={key}>\n{_value_text(value)}\n</parameter>\n" for key, value in values.items())
+        parameters = "".join(
+            f"<parameter={key}>\n{_value_text(value)}\n</parameter>\n" for key, value in values.items()
+        )
     return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
 
 

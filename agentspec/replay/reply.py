@@ -1,7 +1,7 @@
 """One streamed answer: server-sent events in, the assembled assistant message and its counters out.
 
-Reads what any OpenAI server sends and takes what a server doesn't report for absent (None), never for zero. Knows nothing of time: the
-caller stamps the events.
+Reads what any OpenAI server sends and takes what a server doesn't report for absent (None), never for zero. Knows
+nothing of time: the caller stamps the events.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Speculation:
 async def read_events(parts: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
     """The JSON objects of a server-sent event stream, up to `[DONE]` or its end. Raises ServerError for what isn't one.
 
-    `parts`: its bytes, cut anywhere. Lines end with a newline, a carriage return before it or not: what else Python takes for the end of a line may
-    stand inside of a text."""
+    `parts`: its bytes, cut anywhere. Lines end with a newline, a carriage return before it or not: what else Python
+    takes for the end of a line may stand inside of a text."""
     data: list[bytes] = []
     rest = b""
     async for part in parts:
@@ -100,7 +100,8 @@ class Reply:
     """Collects the events of one answer."""
 
     def __init__(self, *, counts_so_far: bool = False) -> None:
-        """`counts_so_far`: the usage of an event with a choice is what this choice has so far, and no word about the whole answer."""
+        """`counts_so_far`: the usage of an event with a choice is what this choice has so far, and no word about the
+        whole answer."""
         self.content = ""
         self.reasoning = ""
         self.tool_calls: list[dict[str, Any]] = []
@@ -116,7 +117,8 @@ class Reply:
         """Tokens so far, by choice."""
 
     def add(self, event: dict[str, Any]) -> int:
-        """Take one event; returns the tokens that it shows: those that it counts; from a server that doesn't, 1 if it carries any text."""
+        """Take one event; returns the tokens that it shows: those that it counts; from a server that doesn't, 1 if it
+        carries any text."""
         num_tokens = 0
         choices = event.get("choices") or []
         usage = event.get("usage")
@@ -124,7 +126,9 @@ class Reply:
         for choice in choices:
             delta = choice.get("delta") or choice  # /v1/completions has `text` in the choice itself
             shows_text = self._take_text(delta) | self._take_calls(delta)
-            num_tokens += int(shows_text) if so_far is None else self._count(choice["index"], so_far["completion_tokens"])
+            num_tokens += (
+                int(shows_text) if so_far is None else self._count(choice["index"], so_far["completion_tokens"])
+            )
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
         if isinstance(usage, dict) and so_far is None:
             self._take_usage(usage)
@@ -185,8 +189,12 @@ class Reply:
             num_accepted=counters.get("num_accepted_draft_tokens") or 0,
         )
         for source in (counters.get("by_source") or {}).values():
-            self.speculation.drafted_by_position = _sum(self.speculation.drafted_by_position, source.get("drafted_by_position") or [])
-            self.speculation.accepted_by_position = _sum(self.speculation.accepted_by_position, source.get("accepted_by_position") or [])
+            self.speculation.drafted_by_position = _sum(
+                self.speculation.drafted_by_position, source.get("drafted_by_position") or []
+            )
+            self.speculation.accepted_by_position = _sum(
+                self.speculation.accepted_by_position, source.get("accepted_by_position") or []
+            )
 
 
 def _sum(left: list[int], right: list[int]) -> list[int]:

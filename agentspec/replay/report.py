@@ -68,7 +68,11 @@ class Report:
             "url": self.url,
             "settings": self.settings,
             "summary": report_json.summary_json(self.summary),
-            **({"slo": report_json.goodput_json(self.slo, goodput)} if self.slo is not None and goodput is not None else {}),
+            **(
+                {"slo": report_json.goodput_json(self.slo, goodput)}
+                if self.slo is not None and goodput is not None
+                else {}
+            ),
             **({"live": report_live.counts_json(self.summary)} if self.summary.live is not None else {}),
             "by_turn": [report_json.column_json(column) for column in self.summary.by_turn],
             "sessions": [
@@ -82,7 +86,9 @@ class Report:
                 }
                 for session in self.sessions
             ],
-            "requests": [report_json.request_json(turn, self.slo) for session in self.sessions for turn in session.turns],
+            "requests": [
+                report_json.request_json(turn, self.slo) for session in self.sessions for turn in session.turns
+            ],
         }
 
     def write_json(self, path: str) -> None:
@@ -100,11 +106,17 @@ def _table(report: Report) -> list[str]:
     lines += [""] + [f"{name:<26}{value}" for name, value in count_rows(report)]
     if len(summary.live_groups) > 1:
         lines += ["", f"{'sessions with a world':<26}" + "".join(f"{head:>22}" for head in report_live.GROUP_HEAD)]
-        lines += [f"{row[0]:<26}" + "".join(f"{cell:>22}" for cell in row[1:]) for row in report_live.group_rows(summary)]
+        lines += [
+            f"{row[0]:<26}" + "".join(f"{cell:>22}" for cell in row[1:]) for row in report_live.group_rows(summary)
+        ]
     lines += ["", f"{'milliseconds':<26}" + "".join(f"{head:>10}" for head in ("mean", "p50", "p90", "p99", "max"))]
     for name, distribution in time_rows(summary):
         lines.append(f"{name:<26}" + "".join(f"{milliseconds(value):>10}" for value in _five(distribution)))
-    lines += ["", f"{'turn':<26}" + "".join(f"{head:>14}" for head in ("requests", "first token", "turn time", "prompt", "prefix hit", "share"))]
+    lines += [
+        "",
+        f"{'turn':<26}"
+        + "".join(f"{head:>14}" for head in ("requests", "first token", "turn time", "prompt", "prefix hit", "share")),
+    ]
     shown = summary.by_turn if len(summary.by_turn) <= MAX_TURN_LINES else summary.by_turn[: MAX_TURN_LINES - 1]
     for column in shown:
         lines.append(f"{column.turn + 1:<26}" + "".join(f"{value:>14}" for value in _column_cells(column)))
@@ -150,12 +162,19 @@ def _gpu_rows(summary: Summary) -> list[tuple[str, str]]:
     if summary.num_gpus is None:
         return []
     of = f"of {summary.num_gpus} GPU{'s' if summary.num_gpus > 1 else ''}"
-    return [("tokens a second a GPU", f"{rate(summary.output_rate_per_gpu)} output, {rate(summary.total_rate_per_gpu)} with the prompts, {of}")]
+    return [
+        (
+            "tokens a second a GPU",
+            f"{rate(summary.output_rate_per_gpu)} output, {rate(summary.total_rate_per_gpu)} with the prompts, {of}",
+        )
+    ]
 
 
 def _interactivity(summary: Summary) -> str:
     """By AgentX's formula, which docs/replay.md has."""
-    return NOT_REPORTED if summary.interactivity is None else f"{summary.interactivity:,.1f} tokens a second a user, P90"
+    return (
+        NOT_REPORTED if summary.interactivity is None else f"{summary.interactivity:,.1f} tokens a second a user, P90"
+    )
 
 
 def _slo_rows(report: Report) -> list[tuple[str, str]]:
@@ -181,11 +200,16 @@ def speculation_rows(summary: Summary) -> list[tuple[str, str]]:
     elif not summary.acceptance_by_position:
         accepted = NOT_REPORTED
     else:
-        accepted = "  ".join(f"{place}: {share(rate)}" for place, rate in enumerate(summary.acceptance_by_position, start=1))
+        accepted = "  ".join(
+            f"{place}: {share(rate)}" for place, rate in enumerate(summary.acceptance_by_position, start=1)
+        )
     forced = "  (forced)" if summary.forced_acceptance else ""
     return [
         ("emitted tokens a step", emitted + forced),
-        ("drafts accepted", share(summary.draft_acceptance) + forced if summary.speculation.num_drafted else "nothing was drafted"),
+        (
+            "drafts accepted",
+            share(summary.draft_acceptance) + forced if summary.speculation.num_drafted else "nothing was drafted",
+        ),
         ("acceptance by position", accepted + forced),
     ]
 
@@ -207,7 +231,11 @@ def hit_text(summary: Summary) -> str:
     if not hits.num_turns:
         return NOT_REPORTED
     text = f"{hits.cached_tokens:,} of {hits.prompt_tokens:,} prompt tokens, {share(hits.share)}"
-    return text if hits.num_turns == summary.num_turns else f"{text} ({hits.num_turns} of {summary.num_turns} turns report it)"
+    return (
+        text
+        if hits.num_turns == summary.num_turns
+        else f"{text} ({hits.num_turns} of {summary.num_turns} turns report it)"
+    )
 
 
 def count(value: int | None) -> str:

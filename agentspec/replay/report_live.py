@@ -1,4 +1,5 @@
-"""What came of the sessions with a world, as rows of text and as JSON. Part of the report; everything here is empty for a file without worlds."""
+"""What came of the sessions with a world, as rows of text and as JSON. Part of the report; everything here is empty for
+a file without worlds."""
 
 from __future__ import annotations
 
@@ -24,7 +25,12 @@ def group_rows(summary: Summary) -> list[list[str]]:
 def missed_rows(sessions: list[SessionRecord]) -> list[list[str]]:
     """Each user's turn that missed its goal: session, turn from 1, valid and made calls, and why."""
     return [
-        [session.session_id, str(place), f"{sum(call.problem is None for call in turn.calls)} of {len(turn.calls)}", "; ".join(turn.missed)]
+        [
+            session.session_id,
+            str(place),
+            f"{sum(call.problem is None for call in turn.calls)} of {len(turn.calls)}",
+            "; ".join(turn.missed),
+        ]
         for session in sessions
         if session.outcome is not None
         for place, turn in enumerate(session.outcome.turns, start=1)
@@ -34,7 +40,10 @@ def missed_rows(sessions: list[SessionRecord]) -> list[list[str]]:
 
 def counts_json(summary: Summary) -> dict[str, Any]:
     assert summary.live is not None
-    return {**_counts_json(summary.live), "groups": [{"group": counts.group, **_counts_json(counts)} for counts in summary.live_groups]}
+    return {
+        **_counts_json(summary.live),
+        "groups": [{"group": counts.group, **_counts_json(counts)} for counts in summary.live_groups],
+    }
 
 
 def session_json(outcome: SessionOutcome) -> dict[str, Any]:

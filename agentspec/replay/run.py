@@ -1,6 +1,7 @@
 """A whole replay: checks the file against the options, runs the sessions, and returns the report.
 
-Every turn's request is checked before the first one is sent, so a file that can't be replayed as asked fails at once and by name.
+Every turn's request is checked before the first one is sent, so a file that can't be replayed as asked fails at once
+and by name.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class SessionPlan:
 
 
 def make_plans(file: ReplayFile, options: ReplayOptions) -> list[SessionPlan]:
-    """What the options leave of the file. Raises ConfigError, naming session and turn, for what can't be replayed as asked."""
+    """What the options leave of the file. Raises ConfigError, naming session and turn, for what can't be replayed as
+    asked."""
     sessions = kept_sessions(file.sessions, options.sessions, options.max_turns)
     subagents = Subagents(sessions)
     plans = [_plan(file, session, options, subagents.num_inherited(session)) for session in sessions]
@@ -87,7 +89,9 @@ def _plan(file: ReplayFile, session: Session, options: ReplayOptions, num_inheri
                 _check_recorded(turn)
             fields.append(bodies.turn_fields(turn, file.meta, fixed_length=options.output == "length"))
         except ValueError as error:
-            raise ConfigError("output", options.output, f"session {session.session_id!r}: turns[{index}] {error}") from None
+            raise ConfigError(
+                "output", options.output, f"session {session.session_id!r}: turns[{index}] {error}"
+            ) from None
     return SessionPlan(session=session, turns=turns, fields=fields, tools=file.tools(session), live=live)
 
 
@@ -98,14 +102,20 @@ def _check_live(session: Session, options: ReplayOptions) -> None:
     if options.output != "free":
         raise ConfigError("output", options.output, reason)
     if options.warmup:
-        raise ConfigError("warmup", options.warmup, f"session {session.session_id!r} has a world, and all its calls and goals are counted")
+        raise ConfigError(
+            "warmup",
+            options.warmup,
+            f"session {session.session_id!r} has a world, and all its calls and goals are counted",
+        )
 
 
 def _check_recorded(turn: Turn) -> None:
     if turn.messages is not None and turn.recorded_message is None:
         raise ValueError("has no expect.message, which --output forced needs")
     if turn.messages is None and turn.recorded_output_tokens is None:
-        raise ValueError("has neither expect.output_tokens nor expect.usage.completion_tokens, which --output forced needs")
+        raise ValueError(
+            "has neither expect.output_tokens nor expect.usage.completion_tokens, which --output forced needs"
+        )
 
 
 async def run_replay(
@@ -119,17 +129,25 @@ async def run_replay(
 ) -> Report:
     """Replay `file` against the server at the client's base URL (its root, without /v1) and measure it.
 
-    `model` is the name to ask for, None the first that the server lists. `renderer` makes the tokens of forced outputs, and is there for those alone.
-    `progress` is where live progress is shown. Raises ConfigError for options that the file or the server can't meet and TargetError when there is no
-    server; a turn that fails is a result, not an error."""
+    `model` is the name to ask for, None the first that the server lists. `renderer` makes the tokens of forced outputs,
+    and is there for those alone. `progress` is where live progress is shown. Raises ConfigError for options that the
+    file or the server can't meet and TargetError when there is no server; a turn that fails is a result, not an
+    error."""
     plans = make_plans(file, options)
     assert (renderer is not None) == (options.output == "forced"), "forced outputs, and only those, are rendered here"
     target = await find_target(client, model)
     if renderer is not None and not target.is_agentspec:
-        raise ConfigError("output", options.output, f"{target.url} is not agentspec's server; others don't know forced outputs")
+        raise ConfigError(
+            "output", options.output, f"{target.url} is not agentspec's server; others don't know forced outputs"
+        )
     num_live = sum(plan.session.world is not None for plan in plans)
     measured_from = None if options.warmup else 0.0
-    tally = Tally(num_sessions=len(plans), num_turns=sum(len(plan.turns) for plan in plans), num_live=num_live, measured_from=measured_from)
+    tally = Tally(
+        num_sessions=len(plans),
+        num_turns=sum(len(plan.turns) for plan in plans),
+        num_live=num_live,
+        measured_from=measured_from,
+    )
     async with AsyncExitStack() as stack:
         if progress is not None:
             await stack.enter_async_context(Progress(tally, progress))
@@ -152,7 +170,9 @@ def _render(file: ReplayFile, renderer: TraceRenderer, session: Session) -> Iter
 class _Runner:
     """Runs planned sessions, and their subagents with them, over one client and keeps their records."""
 
-    def __init__(self, plans: list[SessionPlan], options: ReplayOptions, client: TurnClient, tally: Tally, render: Render | None) -> None:
+    def __init__(
+        self, plans: list[SessionPlan], options: ReplayOptions, client: TurnClient, tally: Tally, render: Render | None
+    ) -> None:
         """`render`: turns a session into tokens, where outputs are forced."""
         self._plans = {plan.session.session_id: plan for plan in plans}
         self._records = {name: _new_record(plan) for name, plan in self._plans.items()}
@@ -170,14 +190,18 @@ class _Runner:
     async def run(self, session: Session, due: float, lane: Lane) -> None:
         """A session from its first turn to its last, and all its subagents to theirs."""
         async with asyncio.TaskGroup() as group:
-            await self._run_session(AgentRun(lane, self._subagents, group, self._run_session), session, due, Conversation())
+            await self._run_session(
+                AgentRun(lane, self._subagents, group, self._run_session), session, due, Conversation()
+            )
 
     async def _run_session(self, agent: AgentRun, session: Session, since: float, conversation: Conversation) -> float:
-        """One session; returns when its last turn ended. The first request that fails ends it: subagents that it has started go on, and those that
-        it hasn't fail with it."""
+        """One session; returns when its last turn ended. The first request that fails ends it: subagents that it has
+        started go on, and those that it hasn't fail with it."""
         plan, record = self._plans[session.session_id], self._records[session.session_id]
         if session.world is not None:
-            num_ended = await self._run_live(plan, LiveSession(plan.turns, session.world, plan.tools), record, since, agent)
+            num_ended = await self._run_live(
+                plan, LiveSession(plan.turns, session.world, plan.tools), record, since, agent
+            )
             self._tally.num_live -= 1
         else:
             num_ended = await self._run_script(plan, record, since, agent, conversation)
@@ -188,15 +212,20 @@ class _Runner:
         self._tally.sessions_done += 1
         return record.last_end
 
-    async def _run_script(self, plan: SessionPlan, record: SessionRecord, since: float, agent: AgentRun, conversation: Conversation) -> int:
-        """The turns of a script, one after another, each due its recorded wait after the last token of what it follows. Returns how many ended."""
+    async def _run_script(
+        self, plan: SessionPlan, record: SessionRecord, since: float, agent: AgentRun, conversation: Conversation
+    ) -> int:
+        """The turns of a script, one after another, each due its recorded wait after the last token of what it follows.
+        Returns how many ended."""
         rendered = iter(()) if self._render is None else self._render(plan.session)
         for index, turn in enumerate(plan.turns):
             since = max(since, await agent.join(plan.session, index))
             entry = await self._new_entry(record, turn.delay_kind, self._wait(turn.delay_ms), since, agent.lane)
             try:
                 forced = next(rendered, None)
-                path, body, entry.diverged = self._body(plan, index, conversation) if forced is None else self._forced(forced)
+                path, body, entry.diverged = (
+                    self._body(plan, index, conversation) if forced is None else self._forced(forced)
+                )
             except ConversationError as error:
                 entry.error, entry.end = str(error), self._client.now()
                 self._count(record, entry, agent.lane)
@@ -210,18 +239,26 @@ class _Runner:
         return len(plan.turns)
 
     def _body(self, plan: SessionPlan, index: int, conversation: Conversation) -> tuple[str, dict[str, Any], bool]:
-        """Path and body of a turn's request, and whether the answer before it had to be replaced. Raises ConversationError."""
+        """Path and body of a turn's request, and whether the answer before it had to be replaced. Raises
+        ConversationError."""
         turn, fields, model = plan.turns[index], plan.fields[index], self._client.model
         if turn.messages is None:
-            return COMPLETION_PATH, bodies.completion_body(prompt_ids=self._token_runs.prompt(turn), fields=fields, model=model), False
+            return (
+                COMPLETION_PATH,
+                bodies.completion_body(prompt_ids=self._token_runs.prompt(turn), fields=fields, model=model),
+                False,
+            )
         messages, diverged = conversation.prompt(turn)
         return CHAT_PATH, bodies.chat_body(messages=messages, tools=plan.tools, fields=fields, model=model), diverged
 
     def _forced(self, turn: RenderedTurn) -> tuple[str, dict[str, Any], bool]:
         return COMPLETION_PATH, bodies.forced_body(turn, model=self._client.model), False
 
-    async def _run_live(self, plan: SessionPlan, live: LiveSession, record: SessionRecord, since: float, agent: AgentRun) -> int:
-        """The turns of the user, each with as many requests as the model's calls bring. Their results are there at once. Returns how many ended."""
+    async def _run_live(
+        self, plan: SessionPlan, live: LiveSession, record: SessionRecord, since: float, agent: AgentRun
+    ) -> int:
+        """The turns of the user, each with as many requests as the model's calls bring. Their results are there at
+        once. Returns how many ended."""
         record.outcome = live.outcome
         for index, turn in enumerate(plan.turns):
             live.begin()
@@ -230,7 +267,9 @@ class _Runner:
             while not is_answered:
                 entry = await self._new_entry(record, delay_kind, wait, since, agent.lane)
                 entry.user_turn = index
-                body = bodies.chat_body(messages=live.prompt(), tools=plan.tools, fields=plan.fields[index], model=self._client.model)
+                body = bodies.chat_body(
+                    messages=live.prompt(), tools=plan.tools, fields=plan.fields[index], model=self._client.model
+                )
                 reply = await self._send(CHAT_PATH, body, record, entry, agent.lane)
                 if reply is None:
                     live.fail(str(entry.error))
@@ -243,8 +282,11 @@ class _Runner:
             agent.start(plan.session, index, since, Conversation())
         return len(plan.turns)
 
-    async def _new_entry(self, record: SessionRecord, delay_kind: str, wait: float, since: float, lane: Lane) -> TurnRecord:
-        """Wait until a request is due, `wait` seconds after `since`, and open its record. Warm-up requests don't wait."""
+    async def _new_entry(
+        self, record: SessionRecord, delay_kind: str, wait: float, since: float, lane: Lane
+    ) -> TurnRecord:
+        """Wait until a request is due, `wait` seconds after `since`, and open its record. Warm-up requests don't
+        wait."""
         is_warmup = await lane.admit()
         due = since if is_warmup else lane.due(since + wait)
         await asyncio.sleep(max(0.0, due - self._client.now()))
@@ -259,7 +301,9 @@ class _Runner:
         record.turns.append(entry)
         return entry
 
-    async def _send(self, path: str, body: dict[str, Any], record: SessionRecord, entry: TurnRecord, lane: Lane) -> Reply | None:
+    async def _send(
+        self, path: str, body: dict[str, Any], record: SessionRecord, entry: TurnRecord, lane: Lane
+    ) -> Reply | None:
         """One request; None when it failed."""
         self._tally.num_running += 1
         reply = await self._client.send(path, body, entry)
@@ -289,7 +333,9 @@ def _new_record(plan: SessionPlan) -> SessionRecord:
     return SessionRecord(session_id=session.session_id, group=session.group, num_planned=len(plan.turns), parent=parent)
 
 
-def _report(file: ReplayFile, options: ReplayOptions, target: Target, records: list[SessionRecord], wall: float) -> Report:
+def _report(
+    file: ReplayFile, options: ReplayOptions, target: Target, records: list[SessionRecord], wall: float
+) -> Report:
     return Report(
         file=file.path,
         source=file.meta.source,

@@ -1,6 +1,8 @@
-"""Salts: texts in a session's opening that keep a server's prefix cache from knowing it from an earlier run, or from another session.
+"""Salts: texts in a session's opening that keep a server's prefix cache from knowing it from an earlier run, or from
+another session.
 
-They depend on the seed and the session's name alone, so a run with the same seed sends the same prompts. Knows nothing of servers or requests.
+They depend on the seed and the session's name alone, so a run with the same seed sends the same prompts. Knows nothing
+of servers or requests.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ _USER_BYTES = 8
 
 
 def salted(file: ReplayFile, options: ReplayOptions) -> ReplayFile:
-    """The file with the salts that the options ask for in the sessions that they leave. Raises ConfigError for a session that has no place for them.
+    """The file with the salts that the options ask for in the sessions that they leave. Raises ConfigError for a
+    session that has no place for them.
 
-    system: `[salt: ....]` before the system prompt, the same in all sessions of a run, and another behind it, the session's own, as MLPerf Endpoints
-    has it. What the template puts before the system prompt stays shared by all runs, the prompt is shared inside a run, the rest by no two sessions.
-    first-user: one before the first user message, the session's own; tools and system prompt stay shared by all runs. Subagents have their agent's
-    salts, as aiperf has it; forks go on from salted messages already."""
+    system: `[salt: ....]` before the system prompt, the same in all sessions of a run, and another behind it, the
+    session's own, as MLPerf Endpoints has it. What the template puts before the system prompt stays shared by all runs,
+    the prompt is shared inside a run, the rest by no two sessions. first-user: one before the first user message, the
+    session's own; tools and system prompt stay shared by all runs. Subagents have their agent's salts, as aiperf has
+    it; forks go on from salted messages already."""
     if options.salt == "none":
         return file
     salt = _salt_system if options.salt == "system" else _salt_user
@@ -34,7 +38,9 @@ def salted(file: ReplayFile, options: ReplayOptions) -> ReplayFile:
     sessions = []
     for session in kept_sessions(file.sessions, options.sessions, options.max_turns):
         try:
-            sessions.append(session if session.is_fork else _salted(session, options.seed, _agent(session, by_id), salt))
+            sessions.append(
+                session if session.is_fork else _salted(session, options.seed, _agent(session, by_id), salt)
+            )
         except ValueError as error:
             raise ConfigError("salt", options.salt, f"session {session.session_id!r}: {error}") from None
     return msgspec.structs.replace(file, sessions=sessions)
@@ -48,7 +54,8 @@ def _agent(session: Session, by_id: dict[str, Session]) -> str:
 
 
 _Salt = Callable[[list[InputMessage], int, str], list[InputMessage]]
-"""Messages of a first turn, seed and agent -> the same messages with their salts. Raises ValueError when there is no place for them."""
+"""Messages of a first turn, seed and agent -> the same messages with their salts. Raises ValueError when there is no
+place for them."""
 
 
 def _salted(session: Session, seed: int, agent: str, salt: _Salt) -> Session:

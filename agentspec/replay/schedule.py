@@ -1,7 +1,8 @@
 """When sessions start and how many run at once; each session's turns follow one another on their own.
 
-Closed loop: a fixed number of lanes, each takes the next session when it is free. Open loop: every session has an arrival time, whether or not
-the server keeps up; a limit on running sessions then delays starts, and the records show that as lag.
+Closed loop: a fixed number of lanes, each takes the next session when it is free. Open loop: every session has an
+arrival time, whether or not the server keeps up; a limit on running sessions then delays starts, and the records show
+that as lag.
 """
 
 from __future__ import annotations
@@ -38,8 +39,11 @@ def arrivals(sessions: Sequence[Session], options: ReplayOptions) -> list[float]
     return times
 
 
-async def run_all(sessions: Sequence[Session], options: ReplayOptions, run: RunSession, now: Callable[[], float], warmup: Warmup) -> None:
-    """Run every session as the options say; returns when the last has ended. `sessions` are those without a parent: others start with theirs."""
+async def run_all(
+    sessions: Sequence[Session], options: ReplayOptions, run: RunSession, now: Callable[[], float], warmup: Warmup
+) -> None:
+    """Run every session as the options say; returns when the last has ended. `sessions` are those without a parent:
+    others start with theirs."""
     if options.arrival == "closed":
         await _closed_loop(sessions, [warmup.lane() for _ in range(num_lanes(sessions, options))], run, now)
     else:
@@ -51,7 +55,9 @@ def num_lanes(sessions: Sequence[Session], options: ReplayOptions) -> int:
     return min(options.lanes or len(sessions), len(sessions))
 
 
-async def _closed_loop(sessions: Sequence[Session], lanes: Sequence[Lane], run: RunSession, now: Callable[[], float]) -> None:
+async def _closed_loop(
+    sessions: Sequence[Session], lanes: Sequence[Lane], run: RunSession, now: Callable[[], float]
+) -> None:
     waiting = iter(sessions)
 
     async def work(lane: Lane) -> None:
@@ -65,7 +71,12 @@ async def _closed_loop(sessions: Sequence[Session], lanes: Sequence[Lane], run: 
 
 
 async def _open_loop(
-    sessions: Sequence[Session], times: Sequence[float], limit: int | None, run: RunSession, now: Callable[[], float], warmup: Warmup
+    sessions: Sequence[Session],
+    times: Sequence[float],
+    limit: int | None,
+    run: RunSession,
+    now: Callable[[], float],
+    warmup: Warmup,
 ) -> None:
     places = asyncio.Semaphore(limit) if limit is not None else None
 

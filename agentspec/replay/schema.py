@@ -1,7 +1,8 @@
 """The replay file format `agentspec.replay/1`: its structs, and reading and writing them with every rule checked.
 
-JSON lines, plain or gzip: an optional `meta` line first, then one session a line. docs/replay.md describes each field. Unknown keys are errors,
-except keys that begin with `x_`: those are notes of other tools, read over and not kept. Knows nothing about HTTP, tokens or time.
+JSON lines, plain or gzip: an optional `meta` line first, then one session a line. docs/replay.md describes each field.
+Unknown keys are errors, except keys that begin with `x_`: those are notes of other tools, read over and not kept. Knows
+nothing about HTTP, tokens or time.
 """
 
 from __future__ import annotations
@@ -103,8 +104,8 @@ class Turn(_Strict, frozen=True, kw_only=True):
     hash_ids: list[int] | None = None
     """One id a block; equal ids are equal tokens. The last, partial block has its own."""
     delay_ms: float = 0.0
-    """Wait after the last token of the previous turn and of the subagents that the turn joins. A subagent waits first after the last token of the
-    turn that starts it."""
+    """Wait after the last token of the previous turn and of the subagents that the turn joins. A subagent waits first
+    after the last token of the turn that starts it."""
     delay_kind: Literal["start", "tool", "user", "none"] = "none"
     max_tokens: int | None = None
     extra: dict[str, Any] = {}
@@ -130,14 +131,15 @@ class Turn(_Strict, frozen=True, kw_only=True):
 
 
 class Parent(_Strict, frozen=True, kw_only=True):
-    """The session is a subagent: it starts when `turn` of another session has ended. In a live session turns are the user's."""
+    """The session is a subagent: it starts when `turn` of another session has ended. In a live session turns are the
+    user's."""
 
     session_id: str
     turn: int
     """From 0."""
     mode: Literal["spawn", "fork"] = "spawn"
-    """fork: the session goes on from its parent's messages, the answer to `turn` included, with its parent's tools. Prompts of token runs are whole
-    ones, so they hold what they inherit themselves."""
+    """fork: the session goes on from its parent's messages, the answer to `turn` included, with its parent's tools.
+    Prompts of token runs are whole ones, so they hold what they inherit themselves."""
     join_turn: int | None = None
     """The parent's turn that is not sent before this session has ended. None: nobody waits for it."""
 
@@ -179,7 +181,8 @@ class ReplayFile(msgspec.Struct, frozen=True, kw_only=True):
     sessions: list[Session]
 
     def tools(self, session: Session) -> list[dict[str, Any]]:
-        """The tools of a session, in the order and with the key order of the file (both are part of the prompt's prefix)."""
+        """The tools of a session, in the order and with the key order of the file (both are part of the prompt's
+        prefix)."""
         while session.is_fork:
             session = self._parent(session)
         if session.toolset is not None:
@@ -234,11 +237,14 @@ def save(file: ReplayFile, path: str | Path) -> None:
     files.write(path, gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data, field="output")
 
 
-def read_lines(path: str | Path, *, line_bytes: int = MAX_LINE_BYTES, file_bytes: int = MAX_FILE_BYTES) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, bytes) of each line that is not blank; gzip is recognised by its first bytes. Read as a stream: a file may be much larger than
-    it looks.
+def read_lines(
+    path: str | Path, *, line_bytes: int = MAX_LINE_BYTES, file_bytes: int = MAX_FILE_BYTES
+) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, bytes) of each line that is not blank; gzip is recognised by its first bytes. Read as a stream: a
+    file may be much larger than it looks.
 
-    line_bytes, file_bytes: of what is decompressed. Raises ReplayFileError for more, and for what is no regular file."""
+    line_bytes, file_bytes: of what is decompressed. Raises ReplayFileError for more, and for what is no regular
+    file."""
     number = size = 0
     try:
         with files.open_regular(path) as file:
@@ -254,7 +260,9 @@ def read_lines(path: str | Path, *, line_bytes: int = MAX_LINE_BYTES, file_bytes
                 if line.strip():
                     yield number, line.rstrip(b"\n")
     except (OSError, EOFError, zlib.error) as error:
-        raise ReplayFileError(str(path), number, f"can't be read: {getattr(error, 'strerror', None) or error}") from None
+        raise ReplayFileError(
+            str(path), number, f"can't be read: {getattr(error, 'strerror', None) or error}"
+        ) from None
 
 
 def decoded(line: bytes) -> Any:
@@ -280,8 +288,21 @@ def parse_line(path: str, number: int, line: bytes) -> Meta | Session:
 _ENDLESS = 1e15
 """Milliseconds: more than a trace's clock shows."""
 
-_NESTED = {"turns", "messages", "expect", "message", "usage", "parent", "tool_calls", "function", "content", "world", "goal"}
-"""Keys whose values are structs of the format; every other object (tools, extra, arguments) belongs to somebody else."""
+_NESTED = {
+    "turns",
+    "messages",
+    "expect",
+    "message",
+    "usage",
+    "parent",
+    "tool_calls",
+    "function",
+    "content",
+    "world",
+    "goal",
+}
+"""Keys whose values are structs of the format; every other object (tools, extra, arguments) belongs to somebody
+else."""
 
 
 def _without_notes(value: Any) -> Any:
@@ -289,7 +310,11 @@ def _without_notes(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_notes(item) for item in value]
     if isinstance(value, dict):
-        return {key: _without_notes(item) if key in _NESTED else item for key, item in value.items() if not key.startswith("x_")}
+        return {
+            key: _without_notes(item) if key in _NESTED else item
+            for key, item in value.items()
+            if not key.startswith("x_")
+        }
     return value
 
 
@@ -317,13 +342,16 @@ def check_session(session: Session, meta: Meta) -> None:
     if len({turn.messages is None for turn in session.turns}) > 1:
         raise ValueError("turns: messages and token runs can't be mixed in one session")
     if session.world is not None:
-        check_world(session.world, meta.toolsets[session.toolset] if session.toolset is not None else session.tools or [])
+        check_world(
+            session.world, meta.toolsets[session.toolset] if session.toolset is not None else session.tools or []
+        )
     for index, turn in enumerate(session.turns):
         _check_live(f"turns[{index}]", turn, session.world)
 
 
 def check_parent(session: Session, sessions: Mapping[str, Session]) -> None:
-    """Raise ValueError, naming the field, for the first rule that a session breaks as the subagent of another of `sessions` (by their ids)."""
+    """Raise ValueError, naming the field, for the first rule that a session breaks as the subagent of another of
+    `sessions` (by their ids)."""
     link = session.parent
     if link is None:
         return
@@ -334,14 +362,20 @@ def check_parent(session: Session, sessions: Mapping[str, Session]) -> None:
     above: Session | None = parent
     while above is not None:
         if above.session_id in forebears:
-            raise ValueError(f"parent.session_id: the parents go round in a circle: {' -> '.join([*forebears, above.session_id])}")
+            raise ValueError(
+                f"parent.session_id: the parents go round in a circle: {' -> '.join([*forebears, above.session_id])}"
+            )
         forebears.append(above.session_id)
         above = sessions.get(above.parent.session_id) if above.parent is not None else None
     for field, turn in (("turn", link.turn), ("join_turn", link.join_turn)):
         if turn is not None and not 0 <= turn < len(parent.turns):
-            raise ValueError(f"parent.{field}: {turn} is no turn of session {parent.session_id!r}, which has {len(parent.turns)}, from 0")
+            raise ValueError(
+                f"parent.{field}: {turn} is no turn of session {parent.session_id!r}, which has {len(parent.turns)}, from 0"
+            )
     if link.join_turn is not None and link.join_turn <= link.turn:
-        raise ValueError(f"parent.join_turn: {link.join_turn} must come after the turn that starts the session, {link.turn}")
+        raise ValueError(
+            f"parent.join_turn: {link.join_turn} must come after the turn that starts the session, {link.turn}"
+        )
     if link.mode == "fork":
         _check_fork(session, parent)
 
@@ -391,7 +425,9 @@ def _check_live(where: str, turn: Turn, world: World | None) -> None:
         raise ValueError(f"{where}.expect: nothing is recorded in a session with a world")
     for index, message in enumerate(turn.messages):
         if message.role == "tool":
-            raise ValueError(f"{where}.messages[{index}].role: results come from the session's world, not from a tool message")
+            raise ValueError(
+                f"{where}.messages[{index}].role: results come from the session's world, not from a tool message"
+            )
     if turn.messages[-1].role != "user":
         raise ValueError(f"{where}.messages: the last one must be the user's in a session with a world")
     if turn.goal is not None:
@@ -414,7 +450,9 @@ def _check_token_runs(where: str, turn: Turn) -> None:
     if turn.input_length is None or turn.block_size is None or turn.hash_ids is None:
         raise ValueError(f"{where}: needs messages, or all of input_length, block_size and hash_ids")
     if not (1 <= turn.input_length <= MAX_TOKENS and 1 <= turn.block_size <= MAX_TOKENS):
-        raise ValueError(f"{where}: input_length {turn.input_length} and block_size {turn.block_size} must be 1 to {MAX_TOKENS}")
+        raise ValueError(
+            f"{where}: input_length {turn.input_length} and block_size {turn.block_size} must be 1 to {MAX_TOKENS}"
+        )
     _check_blocks(f"{where}.hash_ids", turn.hash_ids, turn.block_size, "input_length", turn.input_length)
 
 
@@ -448,7 +486,11 @@ def _check_request_fields(where: str, fields: dict[str, Any]) -> None:
 def _check_tools(where: str, tools: list[dict[str, Any]]) -> None:
     for index, tool in enumerate(tools):
         function = tool.get("function")
-        if tool.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        if (
+            tool.get("type") != "function"
+            or not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+        ):
             raise ValueError(f"{where}[{index}]: is not an OpenAI function tool (type, function.name)")
 
 

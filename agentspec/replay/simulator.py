@@ -1,7 +1,7 @@
 """Runs the tools of a simulated world: a call in, the text of its result out, deterministic to the last byte.
 
-A call that a real service would refuse (unknown tool, arguments that break the schema, no such record) gets an error as its result, as a model
-would see it there. Knows nothing of HTTP, models or time.
+A call that a real service would refuse (unknown tool, arguments that break the schema, no such record) gets an error as
+its result, as a model would see it there. Knows nothing of HTTP, models or time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,20 @@ from typing import Any
 
 import jsonschema
 
-from agentspec.replay.world import Calculate, Create, Delete, Find, Get, Goal, Locked, Record, Replace, Table, Update, World
+from agentspec.replay.world import (
+    Calculate,
+    Create,
+    Delete,
+    Find,
+    Get,
+    Goal,
+    Locked,
+    Record,
+    Replace,
+    Table,
+    Update,
+    World,
+)
 
 Tables = dict[str, dict[str, Record]]
 """Table -> key as text -> record, in table order."""
@@ -34,7 +47,8 @@ class Outcome:
     text: str
     """Content of the tool message: JSON."""
     problem: str | None = None
-    """Why the call itself is invalid (no such tool, no JSON object, schema broken); None for a valid call, whatever its result."""
+    """Why the call itself is invalid (no such tool, no JSON object, schema broken); None for a valid call, whatever its
+    result."""
     kind: str | None = None
     """The problem without its names and values, for counting."""
 
@@ -44,14 +58,19 @@ _Problem = tuple[str, str]
 
 
 class Simulator:
-    """One session's world while it runs. `call` for each tool call in order; `snapshot` before a turn and `reached` after it."""
+    """One session's world while it runs. `call` for each tool call in order; `snapshot` before a turn and `reached`
+    after it."""
 
     def __init__(self, world: World, tools: list[dict[str, Any]]) -> None:
         """`tools` are OpenAI function tools; their schemas judge the calls."""
         self._actions = world.actions
-        self._schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {"type": "object"} for tool in tools}
+        self._schemas = {
+            tool["function"]["name"]: tool["function"].get("parameters") or {"type": "object"} for tool in tools
+        }
         self._specs = world.tables
-        self._tables: Tables = {name: {str(r[table.key]): dict(r) for r in table.records} for name, table in world.tables.items()}
+        self._tables: Tables = {
+            name: {str(r[table.key]): dict(r) for r in table.records} for name, table in world.tables.items()
+        }
         self._next = {name: table.next_key for name, table in world.tables.items()}
         self._num_calls = dict.fromkeys(world.actions, 0)
 
@@ -77,7 +96,8 @@ class Simulator:
         return copy.deepcopy(self._tables)
 
     def reached(self, goal: Goal, before: Tables, *, answer: str, num_calls: int) -> bool:
-        """Whether a turn that began at `before` and ended with the words `answer` after `num_calls` calls reached its goal."""
+        """Whether a turn that began at `before` and ended with the words `answer` after `num_calls` calls reached its
+        goal."""
         return not self.misses(goal, before, answer=answer, num_calls=num_calls)
 
     def misses(self, goal: Goal, before: Tables, *, answer: str | None, num_calls: int) -> list[str]:
@@ -128,7 +148,9 @@ class Simulator:
                 return self._create(action, values)
             case Update():
                 record = self._one(action.table, action.match, values, action.locked)
-                record.update({column: values[name] for name, column in action.set.items() if name in values} | action.fixed)
+                record.update(
+                    {column: values[name] for name, column in action.set.items() if name in values} | action.fixed
+                )
                 return _shown(record, action.show)
             case Delete():
                 key = str(self._one(action.table, action.match, values, action.locked)[self._specs[action.table].key])
@@ -158,7 +180,11 @@ class Simulator:
             record
             for record in self._tables[action.table].values()
             if _matches(record, action.match, values)
-            and all(_contains(record.get(column), values[name]) for name, column in action.contains.items() if name in values)
+            and all(
+                _contains(record.get(column), values[name])
+                for name, column in action.contains.items()
+                if name in values
+            )
         ]
         limit = int(values.get(action.limit, len(found))) if action.limit is not None else len(found)
         if limit < 0:
@@ -214,9 +240,13 @@ def _differences(wanted: Tables, found: Tables) -> list[str]:
                 differences.append(f"{name} {key!r} is not there")
             else:
                 columns = sorted(
-                    column for column in want.keys() | have.keys() if column not in want or column not in have or want[column] != have[column]
+                    column
+                    for column in want.keys() | have.keys()
+                    if column not in want or column not in have or want[column] != have[column]
                 )
-                differences += [f"{name} {key!r}: {column} is {have.get(column)!r}, not {want.get(column)!r}" for column in columns]
+                differences += [
+                    f"{name} {key!r}: {column} is {have.get(column)!r}, not {want.get(column)!r}" for column in columns
+                ]
     return differences
 
 
@@ -245,7 +275,8 @@ _MAX_EXPRESSION = 200
 
 
 def calculate(expression: str) -> int | float:
-    """Value of an expression of numbers, + - * / and brackets, rounded to 6 decimals. Raises ToolError for anything else."""
+    """Value of an expression of numbers, + - * / and brackets, rounded to 6 decimals. Raises ToolError for anything
+    else."""
     try:
         if len(expression) > _MAX_EXPRESSION:
             raise ValueError

@@ -1,6 +1,7 @@
 """Service level objectives: upper bounds on the times of a turn, and how many turns kept all of them (goodput).
 
-Goodput counts turns as DistServe (Zhong et al., OSDI 2024), vLLM and aiperf count requests: those that meet every bound, a second of the run.
+Goodput counts turns as DistServe (Zhong et al., OSDI 2024), vLLM and aiperf count requests: those that meet every
+bound, a second of the run.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ TIMES: dict[str, Callable[[TurnRecord], float | None]] = {
     "tpot": lambda turn: turn.time_per_token,
     "gap": lambda turn: turn.longest_gap,
 }
-"""What can be bounded, in seconds: sending to last token, sending to first token, mean between tokens, longest gap between events of the stream.
-None where a turn has no such time: an answer in one piece has no tokens to wait for after it."""
+"""What can be bounded, in seconds: sending to last token, sending to first token, mean between tokens, longest gap
+between events of the stream. None where a turn has no such time: an answer in one piece has no tokens to wait for after
+it."""
 
 _UNITS = {"": 1.0, "s": 1.0, "ms": 0.001}
 _BOUND = re.compile(r"(?P<name>[a-z]+)=(?P<number>[0-9]*\.?[0-9]+)(?P<unit>|s|ms)")
@@ -40,7 +42,8 @@ class Goodput:
     """Answered and failed ones."""
     num_met: int
     missed: Mapping[str, int]
-    """Turns that missed each bound, the bounds in their order, and FAILED ones last where there are some. A turn may miss several."""
+    """Turns that missed each bound, the bounds in their order, and FAILED ones last where there are some. A turn may
+    miss several."""
     rate: float | None
     """Turns within all bounds, a second of the run."""
 
@@ -57,7 +60,8 @@ class Slo:
 
     @classmethod
     def parse(cls, flags: Sequence[str]) -> Slo:
-        """The bounds of all `--slo` flags, each a list like `turn=10,ttft=150ms`; without a unit they are seconds. Raises ConfigError."""
+        """The bounds of all `--slo` flags, each a list like `turn=10,ttft=150ms`; without a unit they are seconds.
+        Raises ConfigError."""
         bounds: dict[str, float] = {}
         for part in (part.strip() for flag in flags for part in flag.split(",")):
             found = _BOUND.fullmatch(part)

@@ -1,6 +1,8 @@
-"""Subagents: which sessions of a file a run keeps, and while it runs who starts whom and who waits for whom. Knows nothing of HTTP.
+"""Subagents: which sessions of a file a run keeps, and while it runs who starts whom and who waits for whom. Knows
+nothing of HTTP.
 
-An agent is a session without a parent, together with its subagents, theirs, and so on. All of them share the agent's lane.
+An agent is a session without a parent, together with its subagents, theirs, and so on. All of them share the agent's
+lane.
 """
 
 from __future__ import annotations
@@ -16,9 +18,12 @@ from agentspec.replay.warmup import Lane
 
 
 def kept_sessions(sessions: Sequence[Session], num_agents: int | None, max_turns: int | None) -> list[Session]:
-    """The first `num_agents` agents with the subagents that they come to start in their first `max_turns` turns, in the order given."""
+    """The first `num_agents` agents with the subagents that they come to start in their first `max_turns` turns, in the
+    order given."""
     by_id = {session.session_id: session for session in sessions}
-    agents = {session.session_id for session in itertools.islice((one for one in sessions if one.parent is None), num_agents)}
+    agents = {
+        session.session_id for session in itertools.islice((one for one in sessions if one.parent is None), num_agents)
+    }
 
     def is_kept(session: Session) -> bool:
         if session.parent is None:
@@ -58,7 +63,8 @@ class Subagents:
 
 
 RunSession = Callable[["AgentRun", Session, float, Conversation], Coroutine[Any, Any, float]]
-"""Runs a session of an agent: its first wait begins at a time, its messages go on from a conversation. Returns when its last turn ended."""
+"""Runs a session of an agent: its first wait begins at a time, its messages go on from a conversation. Returns when its
+last turn ended."""
 
 
 class AgentRun:
@@ -80,4 +86,6 @@ class AgentRun:
 
     async def join(self, session: Session, turn: int) -> float:
         """Wait for the subagents that a turn joins. Returns when the last of them ended, 0 when there are none."""
-        return max([await self._tasks[child.session_id] for child in self._subagents.joined_by(session, turn)], default=0.0)
+        return max(
+            [await self._tasks[child.session_id] for child in self._subagents.joined_by(session, turn)], default=0.0
+        )

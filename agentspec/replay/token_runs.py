@@ -1,7 +1,8 @@
 """Tokens of prompts that a trace knows only as hashed blocks: a fixed function, so equal ids give equal prefixes.
 
-Token j of block h is `low + mix(seed, h, j) mod (high - low)`, whatever the block size. `mix` is SplitMix64's finaliser (Steele, Lea and
-Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) over a sum of the three numbers, each times its own odd constant.
+Token j of block h is `low + mix(seed, h, j) mod (high - low)`, whatever the block size. `mix` is SplitMix64's finaliser
+(Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) over a sum of the three numbers,
+each times its own odd constant.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _ODD_TOKEN = 0xC2B2AE3D27D4EB4F
 
 @dataclass(frozen=True, slots=True)
 class TokenRuns:
-    """Makes prompts of token-run turns over the ids low..high-1, which should hold no special token of the server's vocabulary."""
+    """Makes prompts of token-run turns over the ids low..high-1, which should hold no special token of the server's
+    vocabulary."""
 
     seed: int
     low: int
@@ -48,7 +50,9 @@ class TokenRuns:
     def _blocks(self, block_ids: list[int], block_size: int, length: int) -> array[int]:
         """All blocks in one piece: a long prompt has hundreds, and while it is made no lane's answer is read."""
         starts = [(self.seed * _ODD_SEED + block_id * _ODD_BLOCK) % 2**64 for block_id in block_ids]
-        x = np.array(starts, dtype=np.uint64)[:, None] + np.arange(min(block_size, length), dtype=np.uint64) * np.uint64(_ODD_TOKEN)
+        x = np.array(starts, dtype=np.uint64)[:, None] + np.arange(
+            min(block_size, length), dtype=np.uint64
+        ) * np.uint64(_ODD_TOKEN)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         x ^= x >> np.uint64(31)

@@ -1,4 +1,5 @@
-"""Warm-up: the first requests of each lane of a closed loop are sent before the measurement begins, and count in none of its figures.
+"""Warm-up: the first requests of each lane of a closed loop are sent before the measurement begins, and count in none
+of its figures.
 
 The measurement begins for all lanes at once, when the last of these requests has ended.
 """
@@ -14,7 +15,9 @@ from agentspec.replay.measure import SessionRecord
 class Warmup:
     """`lane()` for each lane before the first request is sent; a lane asks before each of its requests."""
 
-    def __init__(self, num_requests: int, now: Callable[[], float], on_end: Callable[[float], None] = lambda time: None) -> None:
+    def __init__(
+        self, num_requests: int, now: Callable[[], float], on_end: Callable[[float], None] = lambda time: None
+    ) -> None:
         """`num_requests` of each lane; 0: the measurement begins at 0. `on_end` is told when it began."""
         self.measured_from = 0.0
         """When the measurement began, on the clock of `now`."""
@@ -53,7 +56,8 @@ class Lane:
         self._has_ended = False
 
     async def admit(self) -> bool:
-        """Before a request. True: it is a warm-up request, and `end_request` must follow. False: the measurement has begun."""
+        """Before a request. True: it is a warm-up request, and `end_request` must follow. False: the measurement has
+        begun."""
         if self._num_left:
             self._num_left -= 1
             self._num_running += 1

@@ -1,7 +1,9 @@
-"""The simulated world of a live session, as data: tables of records, what each tool does to them, and the goals of the user's turns.
+"""The simulated world of a live session, as data: tables of records, what each tool does to them, and the goals of the
+user's turns.
 
-A session with a world is no script: the calls that the model makes are executed by simulator.py against these tables. Declarative, so that a replay
-file holds everything and tools that nobody has seen before need no code. Knows nothing of HTTP, models or time.
+A session with a world is no script: the calls that the model makes are executed by simulator.py against these tables.
+Declarative, so that a replay file holds everything and tools that nobody has seen before need no code. Knows nothing of
+HTTP, models or time.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class Table(_Strict, frozen=True, kw_only=True):
     """The column that names a record."""
     records: list[Record]
     next_key: str | None = None
-    """Key of the next created record: text that ends in a number, which counts up. None: the call itself gives the key."""
+    """Key of the next created record: text that ends in a number, which counts up. None: the call itself gives the
+    key."""
 
 
 class Fails(_Strict, frozen=True, kw_only=True):
@@ -62,7 +65,8 @@ class Find(_Tool, frozen=True, kw_only=True, tag="find"):
     table: str
     match: dict[str, str] = {}
     contains: dict[str, str] = {}
-    """Parameter -> column whose text contains the argument, without case; a column with a list contains it as an item."""
+    """Parameter -> column whose text contains the argument, without case; a column with a list contains it as an
+    item."""
     limit: str | None = None
     """Parameter with the greatest number of results."""
     show: list[str] = []
@@ -80,7 +84,8 @@ class Create(_Tool, frozen=True, kw_only=True, tag="create"):
 
 
 class Update(_Tool, frozen=True, kw_only=True, tag="update"):
-    """Changes the one record that matches; the result is the record afterwards. An error when there is none or it is locked."""
+    """Changes the one record that matches; the result is the record afterwards. An error when there is none or it is
+    locked."""
 
     table: str
     match: dict[str, str]
@@ -99,7 +104,8 @@ class Delete(_Tool, frozen=True, kw_only=True, tag="delete"):
 
 
 class Replace(_Tool, frozen=True, kw_only=True, tag="replace"):
-    """Replaces text in one column of the one record that matches; an error when `old` doesn't occur in it exactly once."""
+    """Replaces text in one column of the one record that matches; an error when `old` doesn't occur in it exactly
+    once."""
 
     table: str
     match: dict[str, str]
@@ -130,11 +136,13 @@ class World(_Strict, frozen=True, kw_only=True):
 
 
 class Goal(_Strict, frozen=True, kw_only=True):
-    """What a user's turn is to achieve. It is reached when the turn ends with an answer in words and all of this holds."""
+    """What a user's turn is to achieve. It is reached when the turn ends with an answer in words and all of this
+    holds."""
 
     says: list[str] = []
     """Each of these occurs in the answer, without regard to case."""
     changes: dict[str, dict[str, Record | None]] = {}
-    """Table -> key (as text) -> the columns that the turn must leave in that record; None: removed. Nothing else may have changed in the turn."""
+    """Table -> key (as text) -> the columns that the turn must leave in that record; None: removed. Nothing else may
+    have changed in the turn."""
     max_calls: int | None = None
     """The turn may make at most this many calls; 0: it is to be answered without tools."""

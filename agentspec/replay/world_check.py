@@ -1,7 +1,8 @@
-"""The rules of worlds and goals: tables that can be addressed, actions that fit their tools and tables, goals that name tables.
+"""The rules of worlds and goals: tables that can be addressed, actions that fit their tools and tables, goals that name
+tables.
 
-Everything a simulator would stumble over is found here, before anything is sent. Raises ValueError naming field and value. Knows the schema of no
-session: what a session with a world must look like beside it is schema.py's.
+Everything a simulator would stumble over is found here, before anything is sent. Raises ValueError naming field and
+value. Knows the schema of no session: what a session with a world must look like beside it is schema.py's.
 """
 
 from __future__ import annotations
@@ -12,11 +13,24 @@ from typing import Any
 import jsonschema
 
 from agentspec.replay.simulator import next_key
-from agentspec.replay.world import Calculate, Create, Delete, Find, Goal, Locked, Replace, Table, ToolAction, Update, World
+from agentspec.replay.world import (
+    Calculate,
+    Create,
+    Delete,
+    Find,
+    Goal,
+    Locked,
+    Replace,
+    Table,
+    ToolAction,
+    Update,
+    World,
+)
 
 
 def check_world(world: World, tools: list[dict[str, Any]]) -> None:
-    """Raise ValueError for the first rule that a session's world breaks. `tools` are well-formed OpenAI function tools."""
+    """Raise ValueError for the first rule that a session's world breaks. `tools` are well-formed OpenAI function
+    tools."""
     if not tools:
         raise ValueError("world: needs tools or a toolset, which its actions carry out")
     functions: dict[str, dict[str, Any]] = {}
@@ -67,7 +81,9 @@ def _check_table(where: str, table: Table) -> None:
     keys: set[str] = set()
     for index, record in enumerate(table.records):
         if not isinstance(record.get(table.key), str | int):
-            raise ValueError(f"{where}.records[{index}].{table.key}: the key is missing, or neither text nor an integer")
+            raise ValueError(
+                f"{where}.records[{index}].{table.key}: the key is missing, or neither text nor an integer"
+            )
         key = str(record[table.key])
         if key in keys:
             raise ValueError(f"{where}.records[{index}].{table.key}: {key!r} occurs twice")
@@ -167,4 +183,6 @@ def _check_locked(where: str, locked: Locked, columns: set[str]) -> None:
     try:
         locked.error.format(key="", value="")
     except (LookupError, ValueError, AttributeError):
-        raise ValueError(f"{where}.error: {locked.error!r} may hold {{key}} and {{value}} and no other brackets") from None
+        raise ValueError(
+            f"{where}.error: {locked.error!r} may hold {{key}} and {{value}} and no other brackets"
+        ) from None

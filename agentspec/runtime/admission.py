@@ -1,18 +1,21 @@
 """Admission by session: keep the working sets of live sessions together in memory, and let the others wait.
 
-Eviction can't save a cache that more sessions share than fit in it: each turn then evicts the path that the next turn needs. So sessions
-stand in order of their arrival, and a turn may run if its session fits beside the working sets of all the older live ones. When
-they grow out of the memory, the youngest wait until an older one ends. A session is live while a turn of it runs or waits, and for
-`hold_seconds` after. A request without a session is one of its own.
+Eviction can't save a cache that more sessions share than fit in it: each turn then evicts the path that the next turn
+needs. So sessions stand in order of their arrival, and a turn may run if its session fits beside the working sets of
+all the older live ones. When they grow out of the memory, the youngest wait until an older one ends. A session is live
+while a turn of it runs or waits, and for `hold_seconds` after. A request without a session is one of its own.
 
-Who has waited for longer than a fair share explains (fairness.py) goes before all others for a turn: others that don't fit beside it wait when their
-turns end. A turn is the least that it keeps its place for; then it stands again where it arrived.
+Who has waited for longer than a fair share explains (fairness.py) goes before all others for a turn: others that don't
+fit beside it wait when their turns end. A turn is the least that it keeps its place for; then it stands again where it
+arrived.
 
-Nobody says when a session has ended for good. Where all that came back lately did so much sooner than `hold_seconds`, one that has been away for
-longer than any of them keeps nobody out: its state may be evicted, and it has its place in the order should it come back all the same. One slow tool
-among the last few hundred turns, and everybody is waited for again: a session whose state went in the meantime computes its whole prompt anew.
+Nobody says when a session has ended for good. Where all that came back lately did so much sooner than `hold_seconds`,
+one that has been away for longer than any of them keeps nobody out: its state may be evicted, and it has its place in
+the order should it come back all the same. One slow tool among the last few hundred turns, and everybody is waited for
+again: a session whose state went in the meantime computes its whole prompt anew.
 
-Rows and pages are two pools, and free bytes of one are of no use to a session that needs the other: it must fit into both.
+Rows and pages are two pools, and free bytes of one are of no use to a session that needs the other: it must fit into
+both.
 
 Knows bytes and session ids; knows nothing of the cache or of requests.
 """
@@ -58,15 +61,25 @@ class _Session:
 
 
 def rows_of_sessions(num_rows: int, max_running: int) -> int:
-    """Rows by which the gate goes, out of `num_rows` for checkpoints: one a slot at least, so that no slot stays empty where nobody comes back."""
+    """Rows by which the gate goes, out of `num_rows` for checkpoints: one a slot at least, so that no slot stays empty
+    where nobody comes back."""
     return max(num_rows, max_running)
 
 
 class SessionGate:
     """Decides whether a turn may be considered for admission now."""
 
-    def __init__(self, *, row_bytes: int, page_bytes: int, budget_bytes: int | None = None, hold_seconds: float, clock: Callable[[], float]) -> None:
-        """`row_bytes`: of all checkpoint rows; those in which running requests write are not part of it. `page_bytes`: of all pages.
+    def __init__(
+        self,
+        *,
+        row_bytes: int,
+        page_bytes: int,
+        budget_bytes: int | None = None,
+        hold_seconds: float,
+        clock: Callable[[], float],
+    ) -> None:
+        """`row_bytes`: of all checkpoint rows; those in which running requests write are not part of it. `page_bytes`:
+        of all pages.
         `budget_bytes`: what both may take together; None: whatever there is of each."""
         self._row_bytes = row_bytes
         self._page_bytes = page_bytes
@@ -98,9 +111,11 @@ class SessionGate:
         session.waiting += 1
 
     def allows(self, session_id: str, need: WorkingSet) -> bool:
-        """True when the working set of this waiting turn's session fits beside those of the live sessions that go before it.
+        """True when the working set of this waiting turn's session fits beside those of the live sessions that go
+        before it.
 
-        `need`: what the turn would add. A session that was evicted needs at least what it had. The oldest is always allowed."""
+        `need`: what the turn would add. A session that was evicted needs at least what it had. The oldest is always
+        allowed."""
         self._expire()
         session = self._sessions[session_id]
         had = session.working_set
@@ -114,13 +129,18 @@ class SessionGate:
                 continue
             row_bytes += other.working_set.row_bytes
             page_bytes += other.working_set.page_bytes
-            if row_bytes > self._row_bytes or page_bytes > self._page_bytes or row_bytes + page_bytes > self._budget_bytes:
+            if (
+                row_bytes > self._row_bytes
+                or page_bytes > self._page_bytes
+                or row_bytes + page_bytes > self._budget_bytes
+            ):
                 return False
         return True
 
     def prefer(self, session_ids: Iterable[str], *, singles: Collection[str], most: Mapping[bool, int]) -> None:
-        """Let these sessions, each of which has a waiting turn, go before all but those that were preferred when their turns began: `singles`,
-        which have no other turn, and so many that at most `most[True]` that have had none, and at most `most[False]` others, are preferred in all."""
+        """Let these sessions, each of which has a waiting turn, go before all but those that were preferred when their
+        turns began: `singles`, which have no other turn, and so many that at most `most[True]` that have had none, and
+        at most `most[False]` others, are preferred in all."""
         kept = [key for key in self._preferred if self._sessions[key].running]
         places = dict(most)
         for key in kept:

@@ -1,8 +1,9 @@
-"""Makes the constraint of a request from its grammar, with a compiler that is built when the first grammar comes, or before.
+"""Makes the constraint of a request from its grammar, with a compiler that is built when the first grammar comes, or
+before.
 
-A compiler has to take in the whole vocabulary first, which takes seconds: a server's engine builds it while it starts, others see a grammar first,
-for most of them never do. Knows nothing of how grammars are compiled, nor of who
-waits for one.
+A compiler has to take in the whole vocabulary first, which takes seconds: a server's engine builds it while it starts,
+others see a grammar first, for most of them never do. Knows nothing of how grammars are compiled, nor of who waits for
+one.
 """
 
 from __future__ import annotations
@@ -51,26 +52,31 @@ class ConstraintSource:
         self._is_closed = False
 
     def make(self, grammar: Grammar) -> Constraint:
-        """Blocks while the grammar compiles. Raises RequestError when it can't be served, EngineClosedError after `close`."""
+        """Blocks while the grammar compiles. Raises RequestError when it can't be served, EngineClosedError after
+        `close`."""
         if self._new_compiler is None:
             raise RequestError("grammar", grammar.kind, self._refusal)
         return self._built(self._new_compiler).compile(grammar).constraint()
 
     def known(self, grammar: Grammar) -> Constraint | None:
-        """Like `make`, for a grammar that was compiled before and is still at hand; None for any other. Blocks for no compile."""
+        """Like `make`, for a grammar that was compiled before and is still at hand; None for any other. Blocks for no
+        compile."""
         compiler = self._compiler
         compiled = None if compiler is None else compiler.known(grammar)
         return None if compiled is None else compiled.constraint()
 
     def prepare(self) -> None:
-        """Begin to build the compiler, on a thread of its own. What goes wrong there goes wrong again when a grammar comes, and is said then."""
+        """Begin to build the compiler, on a thread of its own. What goes wrong there goes wrong again when a grammar
+        comes, and is said then."""
 
         def build(new_compiler: Callable[[], Compiler]) -> None:
             with suppress(AgentspecError):
                 self._built(new_compiler)
 
         if self._new_compiler is not None:
-            threading.Thread(target=build, args=(self._new_compiler,), name="agentspec-grammar-start", daemon=True).start()
+            threading.Thread(
+                target=build, args=(self._new_compiler,), name="agentspec-grammar-start", daemon=True
+            ).start()
 
     def _built(self, new_compiler: Callable[[], Compiler]) -> Compiler:
         with self._lock:

@@ -1,9 +1,10 @@
 """The step: verify, sample, commit, draft and publish, as one straight-line function.
 
-It is the eager path and the body that a CUDA graph captures: no host reads, static shapes, lengths and flags on the device. Owns
-the order of a step; knows nothing of requests, scheduling or the layers of the model.
+It is the eager path and the body that a CUDA graph captures: no host reads, static shapes, lengths and flags on the
+device. Owns the order of a step; knows nothing of requests, scheduling or the layers of the model.
 
-Shape letters: B slots in the step, T = k+1 columns, k drafts, W = max k + 1, H hidden size, V vocabulary, P pages a sequence, F fields.
+Shape letters: B slots in the step, T = k+1 columns, k drafts, W = max k + 1, H hidden size, V vocabulary, P pages a
+sequence, F fields.
 """
 
 from __future__ import annotations
@@ -44,15 +45,18 @@ class Forward(Enum):
     RUN = auto()
     """The step runs the target forward."""
     PREFILLED = auto()
-    """The first step of slots that have just joined: prefill has brought column 0 into the state, whose hidden is in the first write row. There are
-    no drafts yet, so the other columns count for nothing; what the MTP layer writes for them is overwritten like that of rejected drafts."""
+    """The first step of slots that have just joined: prefill has brought column 0 into the state, whose hidden is in
+    the first write row. There are no drafts yet, so the other columns count for nothing; what the MTP layer writes for
+    them is overwritten like that of rejected drafts."""
     RIDDEN = auto()
     """The windows rode in the pass of a prompt (`open_windows`), which left every column's hidden in its write row."""
 
 
 def open_windows(buffers: StepBuffers, slot_ids_B: Tensor, num_drafted: int) -> Window:
     """What the target forward of the slots' next step reads. Changes nothing."""
-    return kernels.backend(buffers.device).open_window(buffers.slots_SF, buffers.page_table_SP, slot_ids_B, num_drafted + 1)
+    return kernels.backend(buffers.device).open_window(
+        buffers.slots_SF, buffers.page_table_SP, slot_ids_B, num_drafted + 1
+    )
 
 
 def verify_batch(window: Window) -> VerifyBatch:
@@ -80,7 +84,8 @@ def decode_step(
 ) -> StepResult:
     """Advance every slot of `slot_ids_B` by one window of num_drafted drafts, and draft as many for the next step.
 
-    sampled: False only if every slot is greedy without penalties and bias. constrained: some slot has masks; the others' are all ones.
+    sampled: False only if every slot is greedy without penalties and bias. constrained: some slot has masks; the
+    others' are all ones.
     choose: as sampler.choose. Inert slots emit nothing and keep everything."""
     ops = kernels.backend(buffers.device)
     window = open_windows(buffers, slot_ids_B, num_drafted)
@@ -89,12 +94,16 @@ def decode_step(
 
     # Verify: the target chooses a token after every column; drafts stand as far as they are what it chose.
     chosen_BT = choose(buffers, slot_ids_B, window, logits_BTV, sampled=sampled, constrained=constrained)
-    commit = ops.commit_window(buffers.slots_SF, buffers.limits_SF, slot_ids_B, chosen_BT, block_tokens=buffers.block_tokens)
+    commit = ops.commit_window(
+        buffers.slots_SF, buffers.limits_SF, slot_ids_B, chosen_BT, block_tokens=buffers.block_tokens
+    )
     if sampled:
         count_emitted(buffers.counts_SV, slot_ids_B, commit.outcome_BF)
 
     # Draft: the MTP layer sees the whole window, for its K/V, and drafts from the last emitted token.
-    drafted_Bk = drafter.draft(chosen_BT, hidden_BTH, commit.draft_start_B, commit.num_accepted_B, window.page_table_BP, num_drafted)
+    drafted_Bk = drafter.draft(
+        chosen_BT, hidden_BTH, commit.draft_start_B, commit.num_accepted_B, window.page_table_BP, num_drafted
+    )
     ops.publish_drafts(buffers.slots_SF, slot_ids_B, commit.outcome_BF, drafted_Bk)
     return StepResult(outcome_BF=commit.outcome_BF, logits_BTV=logits_BTV)
 
@@ -115,11 +124,13 @@ def score_result(result: StepResult) -> ScoreRows:
     return score_tokens(result.logits_BTV.flatten(0, 1), tokens_BT.flatten(), MAX_ALTERNATIVES)
 
 
-def read_result(outcome_BF: Tensor, scores: ScoreRows | None, slots: Sequence[int], alternatives: Sequence[int | None]) -> list[SlotOutcome]:
+def read_result(
+    outcome_BF: Tensor, scores: ScoreRows | None, slots: Sequence[int], alternatives: Sequence[int | None]
+) -> list[SlotOutcome]:
     """The host's view of a step's result, one outcome a slot in the order of its slot ids; waits for the device.
 
-    scores: from `score_result`; None: nobody wants any. alternatives: for each of `slots`, how many come with the score of each emitted token; None:
-    no scores."""
+    scores: from `score_result`; None: nobody wants any. alternatives: for each of `slots`, how many come with the score
+    of each emitted token; None: no scores."""
     rows = OutcomeRows.of(outcome_BF.numpy())
     num_emitted_B, tokens_BT, drafts_Bk = rows.num_emitted_B.tolist(), rows.tokens_BT.tolist(), rows.drafts_Bk.tolist()
     num_columns = rows.tokens_BT.shape[1]
@@ -129,7 +140,10 @@ def read_result(outcome_BF: Tensor, scores: ScoreRows | None, slots: Sequence[in
         if (wanted := alternatives[place]) is not None:
             assert scores is not None
             emitted_scores = scores.read(place * num_columns, place * num_columns + num_emitted_B[place], wanted)
-        (newer_row, older_row), (newer_len, older_len) = rows.checkpoint_rows_B2[place].tolist(), rows.checkpoint_lens_B2[place].tolist()
+        (newer_row, older_row), (newer_len, older_len) = (
+            rows.checkpoint_rows_B2[place].tolist(),
+            rows.checkpoint_lens_B2[place].tolist(),
+        )
         outcomes.append(
             SlotOutcome(
                 slot=slot,

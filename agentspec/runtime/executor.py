@@ -1,8 +1,9 @@
 """Runs step plans on a model: the only place where the host's plan meets device tensors.
 
-Owns the slot buffers, the drafter and the order of a launch. Decode steps and short prompt chunks, alone or with windows that ride, run eagerly until
-`capture` has recorded them as CUDA graphs; everything else is always eager. Knows nothing of requests beyond what a plan says, and decides nothing
-but whether windows ride, by the rule of runtime/ride.py.
+Owns the slot buffers, the drafter and the order of a launch. Decode steps and short prompt chunks, alone or with
+windows that ride, run eagerly until `capture` has recorded them as CUDA graphs; everything else is always eager. Knows
+nothing of requests beyond what a plan says, and decides nothing but whether windows ride, by the rule of
+runtime/ride.py.
 
 Shape letters: B slots in the step, F fields.
 """
@@ -26,12 +27,27 @@ from agentspec.kernels import PrefillBatch
 from agentspec.models.protocol import StepModel
 from agentspec.mtp.drafter import Drafter, NullDrafter
 from agentspec.mtp.mtp_drafter import MtpDrafter
-from agentspec.runtime.decode_step import Forward, StepResult, decode_step, open_windows, read_result, score_result, verify_batch
+from agentspec.runtime.decode_step import (
+    Forward,
+    StepResult,
+    decode_step,
+    open_windows,
+    read_result,
+    score_result,
+    verify_batch,
+)
 from agentspec.runtime.forcing import Forcing
 from agentspec.runtime.graphs import STAGE, GraphKey, GraphReport, Recorder, StepGraphs, batch_sizes, graph_keys
 from agentspec.runtime.plan import SlotJoin, SlotOutcome, StepOutcome, StepPlan
 from agentspec.runtime.prefill import run_batch, run_chunks
-from agentspec.runtime.prefill_graphs import CHUNK_SIZES, PrefillGraphs, chunk_room, chunk_sizes, eager_rooms, most_spans
+from agentspec.runtime.prefill_graphs import (
+    CHUNK_SIZES,
+    PrefillGraphs,
+    chunk_room,
+    chunk_sizes,
+    eager_rooms,
+    most_spans,
+)
 from agentspec.runtime.prefill_tables import PrefillSizes, build_tables
 from agentspec.runtime.ride import RideGraphs, RideKey, even_batch, ride_keys, rows_beyond
 from agentspec.runtime.scores import ScoreRows
@@ -90,16 +106,21 @@ class ModelExecutor:
         most_riders: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        """max_pages_per_slot: blocks of the longest sequence plus 2 * max_draft_tokens tokens, which the last step may write beyond its end.
+        """max_pages_per_slot: blocks of the longest sequence plus 2 * max_draft_tokens tokens, which the last step may
+        write beyond its end.
         most_riders: see ride.MOST_RIDERS; 0: no window rides.
 
         Raises ConfigError if the model has no MTP head to draft with, or if forced acceptance lacks a rate."""
         if not 0 <= max_draft_tokens <= (most := most_drafts(model.spec.block_tokens)):
             raise ConfigError("draft_tokens", max_draft_tokens, f"must be 0 to {most}")
         if max_draft_tokens > 0 and not model.spec.has_mtp:
-            raise ConfigError("draft_tokens", max_draft_tokens, f"model {model.spec.name} has no MTP head; only 0 works")
+            raise ConfigError(
+                "draft_tokens", max_draft_tokens, f"model {model.spec.name} has no MTP head; only 0 works"
+            )
         if force_acceptance is not None and len(force_acceptance) < max_draft_tokens:
-            raise ConfigError("force_acceptance", force_acceptance, f"needs a rate for each of {max_draft_tokens} drafts")
+            raise ConfigError(
+                "force_acceptance", force_acceptance, f"needs a rate for each of {max_draft_tokens} drafts"
+            )
         self._model = model
         self._device = torch.device(device)
         self._with_mtp = max_draft_tokens > 0
@@ -126,19 +147,26 @@ class ModelExecutor:
                 device=self._device,
             )
             is_forced = allow_forced_output or force_acceptance is not None
-            self._forcing = Forcing(self._buffers, rates=force_acceptance, allow_output=allow_forced_output) if is_forced else None
+            self._forcing = (
+                Forcing(self._buffers, rates=force_acceptance, allow_output=allow_forced_output) if is_forced else None
+            )
 
     @torch.inference_mode()
-    def capture(self, depths: Sequence[int], recorder: Recorder, progress: Progress = no_progress, *, early: bool = False) -> GraphReport:
-        """Record the decode step for every batch size, from then on each one is a replay, and short prompt chunks; and run once what is never
-        recorded. Call before the first launch: the model's pools must stay.
+    def capture(
+        self, depths: Sequence[int], recorder: Recorder, progress: Progress = no_progress, *, early: bool = False
+    ) -> GraphReport:
+        """Record the decode step for every batch size, from then on each one is a replay, and short prompt chunks; and
+        run once what is never recorded. Call before the first launch: the model's pools must stay.
 
-        depths: every k that a plan may ask for; another one will raise KeyError. progress: told how many graphs are recorded. early: return as soon
-        as a first answer can come; the rest is left to `prepare`, and to plans that need it sooner."""
+        depths: every k that a plan may ask for; another one will raise KeyError. progress: told how many graphs are
+        recorded. early: return as soon as a first answer can come; the rest is left to `prepare`, and to plans that
+        need it sooner."""
         began = time.perf_counter()
         spec, max_running, max_pages = self._model.spec, len(self._needs_sampler), self._buffers.page_table_SP.shape[1]
         sizes, rides = chunk_sizes(spec.hidden_size), self._ride_keys(max(depths))
-        graphs = self._graphs = StepGraphs(self._captured_step, recorder, max_running=max_running, depths=depths, device=self._device)
+        graphs = self._graphs = StepGraphs(
+            self._captured_step, recorder, max_running=max_running, depths=depths, device=self._device
+        )
         prompts = self._prefill_graphs = PrefillGraphs(
             self._prefill,
             recorder,
@@ -188,7 +216,8 @@ class ModelExecutor:
 
     @torch.inference_mode()
     def prepare(self) -> bool:
-        """Do a piece of what `capture` has left, any time between two launches: mostly of some 50 ms. Returns whether there was one."""
+        """Do a piece of what `capture` has left, any time between two launches: mostly of some 50 ms. Returns whether
+        there was one."""
         if not self._pending:
             return False
         self._pending.popleft()()
@@ -204,14 +233,19 @@ class ModelExecutor:
         for num_tokens in chunk_sizes(spec.hidden_size):
             self._run_padding(chunk_room(num_tokens, most_spans(num_tokens), spec.block_tokens, max_pages))
         for ride in self._ride_keys(max(depths)):
-            self._run_padding(chunk_room(ride.num_tokens, most_spans(ride.num_tokens), spec.block_tokens, max_pages), ride.batch_size, max(depths))
+            self._run_padding(
+                chunk_room(ride.num_tokens, most_spans(ride.num_tokens), spec.block_tokens, max_pages),
+                ride.batch_size,
+                max(depths),
+            )
         for key in graph_keys(max_running, depths):
             self._captured_step(self._slot_ids([], key.batch_size), key)
         for work in self._unrecorded(depths):
             work()
 
     def _unrecorded(self, depths: Sequence[int]) -> Iterator[Callable[[], object]]:
-        """What is always eager, over nothing but padding: larger chunks, with windows and without, and first steps. Its first run loads kernels."""
+        """What is always eager, over nothing but padding: larger chunks, with windows and without, and first steps. Its
+        first run loads kernels."""
         spec, max_pages = self._model.spec, self._buffers.page_table_SP.shape[1]
         rooms = eager_rooms(spec.hidden_size, block_tokens=spec.block_tokens, max_pages=max_pages)
         for sizes in rooms:
@@ -260,14 +294,17 @@ class ModelExecutor:
                 results.append(self._results(plan.decode_slots, self._decode(plan, ridden=rides)))
             done = self._now()
             decode = started, done
-        return StepTicket(prefill=prefill, rode=rides, decode=decode, done=done, results=results, chunk_scores=chunk_scores)
+        return StepTicket(
+            prefill=prefill, rode=rides, decode=decode, done=done, results=results, chunk_scores=chunk_scores
+        )
 
     def collect(self, ticket: StepTicket) -> StepOutcome:
         with self._phase("collect"):
             outcome = StepOutcome(
                 rode=ticket.rode,
                 scores={
-                    request_id: rows.read(0, rows.token_N.shape[0], rows.top_ids_NA.shape[1]) for request_id, rows in ticket.chunk_scores.items()
+                    request_id: rows.read(0, rows.token_N.shape[0], rows.top_ids_NA.shape[1])
+                    for request_id, rows in ticket.chunk_scores.items()
                 },
             )
             if isinstance(ticket.done, torch.cuda.Event):
@@ -287,14 +324,27 @@ class ModelExecutor:
 
     def _ride_keys(self, num_drafted: int) -> list[RideKey]:
         most_tokens = chunk_sizes(self._model.spec.hidden_size)[-1]
-        return ride_keys(most_tokens, max_running=len(self._needs_sampler), num_columns=num_drafted + 1, most_riders=self.most_riders)
+        return ride_keys(
+            most_tokens, max_running=len(self._needs_sampler), num_columns=num_drafted + 1, most_riders=self.most_riders
+        )
 
     def _ride(self, batch: PrefillBatch, slot_ids_B: Tensor, num_drafted: int) -> None:
-        run_batch(self._model, batch, with_mtp=self._with_mtp, windows=verify_batch(open_windows(self._buffers, slot_ids_B, num_drafted)))
+        run_batch(
+            self._model,
+            batch,
+            with_mtp=self._with_mtp,
+            windows=verify_batch(open_windows(self._buffers, slot_ids_B, num_drafted)),
+        )
 
     def _rides(self, plan: StepPlan) -> bool:
-        """Whether the windows of the plan ride with its chunks: where that pays, by a graph, or eagerly where the pass has no graph anyway."""
-        if not self.most_riders or not plan.chunks or not plan.decode_slots or any(chunk.score_top is not None for chunk in plan.chunks):
+        """Whether the windows of the plan ride with its chunks: where that pays, by a graph, or eagerly where the pass
+        has no graph anyway."""
+        if (
+            not self.most_riders
+            or not plan.chunks
+            or not plan.decode_slots
+            or any(chunk.score_top is not None for chunk in plan.chunks)
+        ):
             return False
         num_columns = plan.num_drafted + 1
         if self._prefill_graphs is None or self._ride_graphs is None:
@@ -308,12 +358,29 @@ class ModelExecutor:
     def _run_chunks(self, plan: StepPlan, *, rides: bool) -> dict[str, ScoreRows]:
         windows = None
         if rides:
-            if self._prefill_graphs is not None and self._ride_graphs is not None and self._prefill_graphs.hold(plan.chunks):
+            if (
+                self._prefill_graphs is not None
+                and self._ride_graphs is not None
+                and self._prefill_graphs.hold(plan.chunks)
+            ):
                 self._ride_graphs.run(plan.chunks, plan.decode_slots)
                 return {}
-            size = len(plan.decode_slots) if self._graphs is None else even_batch(len(plan.decode_slots), plan.num_drafted + 1)
-            windows = verify_batch(open_windows(self._buffers, self._slot_ids(plan.decode_slots, size), plan.num_drafted))
-        return run_chunks(self._model, plan.chunks, with_mtp=self._with_mtp, device=self._device, graphs=self._prefill_graphs, windows=windows)
+            size = (
+                len(plan.decode_slots)
+                if self._graphs is None
+                else even_batch(len(plan.decode_slots), plan.num_drafted + 1)
+            )
+            windows = verify_batch(
+                open_windows(self._buffers, self._slot_ids(plan.decode_slots, size), plan.num_drafted)
+            )
+        return run_chunks(
+            self._model,
+            plan.chunks,
+            with_mtp=self._with_mtp,
+            device=self._device,
+            graphs=self._prefill_graphs,
+            windows=windows,
+        )
 
     def _slot_ids(self, slots: Sequence[int], size: int) -> Tensor:
         """slot_ids_B of a batch of `size`, filled up with the padding slot."""
@@ -323,7 +390,9 @@ class ModelExecutor:
         """Always eager: the device is still busy with the prompt when the host is through with this."""
         slot_ids_B = stage(plan.first_slots, torch.int64, self._device)
         sampled, constrained = self._variant(plan, plan.first_slots)
-        return self._step(slot_ids_B, plan.num_drafted, sampled=sampled, constrained=constrained, forward=Forward.PREFILLED)
+        return self._step(
+            slot_ids_B, plan.num_drafted, sampled=sampled, constrained=constrained, forward=Forward.PREFILLED
+        )
 
     def _decode(self, plan: StepPlan, *, ridden: bool) -> StepResult:
         sampled, constrained = self._variant(plan, plan.decode_slots)
@@ -331,11 +400,14 @@ class ModelExecutor:
             return self._graphs.run(plan.decode_slots, num_drafted=plan.num_drafted, sampled=sampled or constrained)
         size = len(plan.decode_slots)
         if self._graphs is not None:
-            # What is left of the step is eager like a first step. In the sizes and variants of the graphs no kernel is compiled for it.
+            # What is left of the step is eager like a first step. In the sizes and variants of the graphs no kernel is
+            # compiled for it.
             size, sampled, constrained = self._graphs.batch_size(size), sampled or constrained, sampled or constrained
         forward = Forward.RIDDEN if ridden else Forward.RUN
         slot_ids_B = self._slot_ids(plan.decode_slots, size)
-        return self._step(slot_ids_B, plan.num_drafted, sampled=sampled, constrained=constrained, forward=forward).first(len(plan.decode_slots))
+        return self._step(
+            slot_ids_B, plan.num_drafted, sampled=sampled, constrained=constrained, forward=forward
+        ).first(len(plan.decode_slots))
 
     def _variant(self, plan: StepPlan, slots: Sequence[int]) -> tuple[bool, bool]:
         """(sampled, constrained) of a step over `slots`."""
@@ -352,7 +424,9 @@ class ModelExecutor:
             scores=score_result(result).map(_to_host) if is_scored else None,
         )
 
-    def _step(self, slot_ids_B: Tensor, num_drafted: int, *, sampled: bool, constrained: bool, forward: Forward = Forward.RUN) -> StepResult:
+    def _step(
+        self, slot_ids_B: Tensor, num_drafted: int, *, sampled: bool, constrained: bool, forward: Forward = Forward.RUN
+    ) -> StepResult:
         step = decode_step if self._forcing is None else self._forcing.step
         return step(
             self._model,
@@ -382,7 +456,9 @@ class ModelExecutor:
             self._forcing.join(joins)
         for join in joins:
             self._alternatives[join.slot] = join.logprobs
-            self._needs_sampler[join.slot] = not join.sampling.is_greedy or join.sampling.has_penalties or bool(join.sampling.logit_bias)
+            self._needs_sampler[join.slot] = (
+                not join.sampling.is_greedy or join.sampling.has_penalties or bool(join.sampling.logit_bias)
+            )
 
 
 def _to_host(result: Tensor) -> Tensor:

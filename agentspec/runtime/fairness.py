@@ -1,10 +1,11 @@
 """Who has waited for longer than an equal share of the device explains, and how much may be lost to let them in.
 
-A *flow* is a session; an owner's requests without one are one flow. Beside the real device, an imagined one serves all flows at once that have
-something to do: each owner gets the same share of its seconds, and each flow the same share of its owner's. It takes a flow's requests in order
-of arrival, behind all that the flow was ever served. The wait until it has done a request's prompt is F. A request that still waits after 2 F
-and a grace is *late*, and goes ahead of others (admission.py). So a flow that was served more than its share waits for the others to catch up, a
-new one doesn't, and a thousand requests of one flow are one flow.
+A *flow* is a session; an owner's requests without one are one flow. Beside the real device, an imagined one serves all
+flows at once that have something to do: each owner gets the same share of its seconds, and each flow the same share of
+its owner's. It takes a flow's requests in order of arrival, behind all that the flow was ever served. The wait until it
+has done a request's prompt is F. A request that still waits after 2 F and a grace is *late*, and goes ahead of others
+(admission.py). So a flow that was served more than its share waits for the others to catch up, a new one doesn't, and a
+thousand requests of one flow are one flow.
 
 Whoever goes ahead may push the state of other sessions out of the memory. What sessions compute again when they come
 back is a *debt* of those who went ahead last: of first turns, or of turns of sessions that had one before. Both are
@@ -14,8 +15,8 @@ bounded, so nobody waits for ever: a newcomer finds its place at once, a crowd o
 apart at most. Requests without a session wait for no debt: they need room once, and all of an owner's are one flow.
 Where the share is 1 there are no debts: who is late goes ahead, whatever that costs.
 
-Times are measured: a step's seconds are those of its prompts by their tokens, and those of its windows by their number. Knows seconds, tokens and
-names; knows nothing of memory.
+Times are measured: a step's seconds are those of its prompts by their tokens, and those of its windows by their number.
+Knows seconds, tokens and names; knows nothing of memory.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ class FairShare:
         flow.waiting[request.request_id] = _Wait(self._now, len(request.sequence))
 
     def expect(self, request: Request, num_tokens: int, num_lost: int) -> None:
-        """The cache has all of a waiting request's prompt but so many tokens, of which its session had `num_lost` computed before."""
+        """The cache has all of a waiting request's prompt but so many tokens, of which its session had `num_lost`
+        computed before."""
         wait = self._flow(request.flow).waiting[request.request_id]
         wait.num_tokens = num_tokens
         if num_lost > wait.num_lost:
@@ -122,7 +124,8 @@ class FairShare:
             wait.num_lost = num_lost
 
     def enter(self, request: Request, *, goes_ahead: bool, is_first: bool) -> None:
-        """A waiting request is admitted. goes_ahead: of others, to whom it may cost their state. is_first: its session has had no turn yet."""
+        """A waiting request is admitted. goes_ahead: of others, to whom it may cost their state. is_first: its session
+        has had no turn yet."""
         flow = self._flow(request.flow)
         del flow.waiting[request.request_id]
         flow.running[request.request_id] = self._clock()
@@ -142,7 +145,10 @@ class FairShare:
     def serve(self, flight: Flight, outcome: StepOutcome) -> None:
         """What a step did, whose requests have not ended before."""
         self._advance()
-        tokens = [(request.flow, len(chunk.token_ids)) for (request, _), chunk in zip(flight.chunks, flight.plan.chunks, strict=True)]
+        tokens = [
+            (request.flow, len(chunk.token_ids))
+            for (request, _), chunk in zip(flight.chunks, flight.plan.chunks, strict=True)
+        ]
         num_tokens = sum(count for _, count in tokens)
         for flow, count in tokens:
             self._count(flow, outcome.prefill_seconds * count / num_tokens)
@@ -156,7 +162,8 @@ class FairShare:
         self._decode_seconds += outcome.decode_seconds
 
     def late(self) -> list[str]:
-        """The requests that have waited for too long: owners by turns, those of whom the fewest run first; of an owner's the longest overdue."""
+        """The requests that have waited for too long: owners by turns, those of whom the fewest run first; of an
+        owner's the longest overdue."""
         self._advance()
         if not self._num_ended:
             return []  # nobody knows yet what a request takes
@@ -185,8 +192,8 @@ class FairShare:
 
     @property
     def may_go_ahead(self) -> dict[bool, int]:
-        """Sessions without a turn behind them (True), and with one (False), that may be ahead of others at the same time.
-        None while they wait for a debt; then one, and more while nothing is lost to them."""
+        """Sessions without a turn behind them (True), and with one (False), that may be ahead of others at the same
+        time. None while they wait for a debt; then one, and more while nothing is lost to them."""
         num_since = self._num_ended - self._ended_at_first
         is_over = self._now - self._first_at >= _PAUSE_SECONDS or num_since >= _PAUSE_TURNS
         first_owe, later_owe = self._debts[True] > 0.0, self._debts[False] > 0.0
@@ -222,7 +229,11 @@ class FairShare:
             worked -= part
         shares = []
         for owner_name, owner in list(self._owners.items()):
-            for name in [name for name, flow in owner.flows.items() if not (flow.running or flow.waiting or flow.done_at > owner.virtual)]:
+            for name in [
+                name
+                for name, flow in owner.flows.items()
+                if not (flow.running or flow.waiting or flow.done_at > owner.virtual)
+            ]:
                 del owner.flows[name]
             if not owner.flows:
                 del self._owners[owner_name]
@@ -232,7 +243,8 @@ class FairShare:
             owner.virtual += seconds / (len(shares) * num_busy)
 
     def _is_busy(self, flow: _FlowState, virtual: float) -> bool:
-        """Equal sharing hasn't done all that the flow was served or asks for, as far as that is known: what still runs may take any time."""
+        """Equal sharing hasn't done all that the flow was served or asks for, as far as that is known: what still runs
+        may take any time."""
         if flow.running or flow.done_at > virtual:
             return True
         reached = flow.done_at

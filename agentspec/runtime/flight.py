@@ -19,6 +19,7 @@ class Flight:
     chunks: list[tuple[Request, list[tuple[int, int, CheckpointKind]]]] = field(default_factory=list)
     """Each chunk's request, and the checkpoints it leaves: (length, row, kind)."""
     requests: dict[Request, None] = field(default_factory=dict)
-    """Everyone who takes part, each once; the order is that in which they are let go. A set's would be that of addresses, another one in each run."""
+    """Everyone who takes part, each once; the order is that in which they are let go. A set's would be that of
+    addresses, another one in each run."""
     copies: CopyOrders = field(default_factory=CopyOrders)
     """To be started before the plan. Nothing in the plan waits for them."""

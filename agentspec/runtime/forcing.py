@@ -1,7 +1,8 @@
 """Benchmarks only: drafts that are accepted at given rates, and outputs that requests bring with them.
 
-Wraps the step, which knows nothing of it: behind the target's choice, ahead of the commit, it changes what was chosen; behind the step, what was
-drafted. The rest of the engine only says so (forced acceptance) or refuses what can't go with it.
+Wraps the step, which knows nothing of it: behind the target's choice, ahead of the commit, it changes what was chosen;
+behind the step, what was drafted. The rest of the engine only says so (forced acceptance) or refuses what can't go with
+it.
 
 Shape letters: B slots, T columns, k drafts, K rates, S slots in the buffers, L positions.
 """
@@ -29,7 +30,8 @@ class Forcing:
     """What the slots of one executor are forced to say."""
 
     def __init__(self, buffers: StepBuffers, *, rates: Sequence[float] | None, allow_output: bool) -> None:
-        """rates: chance of each draft, given that those before it stand; None: the target decides. allow_output: requests may bring their output."""
+        """rates: chance of each draft, given that those before it stand; None: the target decides. allow_output:
+        requests may bring their output."""
         self._rate_K = None if rates is None else stage(rates, torch.float32, buffers.device)
         num_slots, num_pages = buffers.page_table_SP.shape
         shape = (num_slots, num_pages * buffers.block_tokens)
@@ -44,11 +46,24 @@ class Forcing:
             output_L = self._output_SL[join.slot].fill_(-1)
             if join.forced_output is not None:
                 start = len(join.prompt_ids)
-                output_L[start : start + len(join.forced_output)] = stage(np.array(join.forced_output), torch.int32, output_L.device)
+                output_L[start : start + len(join.forced_output)] = stage(
+                    np.array(join.forced_output), torch.int32, output_L.device
+                )
 
-    def step(self, model: StepModel, drafter: Drafter, buffers: StepBuffers, slot_ids_B: Tensor, *, num_drafted: int, **variant: Any) -> StepResult:
+    def step(
+        self,
+        model: StepModel,
+        drafter: Drafter,
+        buffers: StepBuffers,
+        slot_ids_B: Tensor,
+        *,
+        num_drafted: int,
+        **variant: Any,
+    ) -> StepResult:
         """As decode_step."""
-        result = decode_step(model, drafter, buffers, slot_ids_B, num_drafted=num_drafted, choose=self._choose, **variant)
+        result = decode_step(
+            model, drafter, buffers, slot_ids_B, num_drafted=num_drafted, choose=self._choose, **variant
+        )
         if self._rate_K is not None and self._output_SL is not None:
             # Whatever will be accepted must be the output.
             outcome = OutcomeRows.of(result.outcome_BF)
@@ -57,13 +72,17 @@ class Forcing:
             kernels.backend(buffers.device).publish_drafts(buffers.slots_SF, slot_ids_B, result.outcome_BF, drafts_Bk)
         return result
 
-    def _choose(self, buffers: StepBuffers, slot_ids_B: Tensor, window: Window, logits_BTV: Tensor, **variant: bool) -> Tensor:
+    def _choose(
+        self, buffers: StepBuffers, slot_ids_B: Tensor, window: Window, logits_BTV: Tensor, **variant: bool
+    ) -> Tensor:
         chosen_BT = choose(buffers, slot_ids_B, window, logits_BTV, **variant)
         if self._output_SL is not None:
             chosen_BT = _forced(self._output_SL, slot_ids_B, next_positions(window), chosen_BT)
         if self._rate_K is None:
             return chosen_BT
-        return kernels.backend(buffers.device).force_acceptance(buffers.slots_SF, buffers.limits_SF, slot_ids_B, chosen_BT, self._rate_K)
+        return kernels.backend(buffers.device).force_acceptance(
+            buffers.slots_SF, buffers.limits_SF, slot_ids_B, chosen_BT, self._rate_K
+        )
 
 
 def _forced(output_SL: Tensor, slot_ids_B: Tensor, position_BT: Tensor, tokens_BT: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
-"""The decode step as CUDA graphs: one for each (batch size, k, variant), recorded once and replayed from then on. And what records them, which
-runtime/prefill_graphs.py uses too.
+"""The decode step as CUDA graphs: one for each (batch size, k, variant), recorded once and replayed from then on. And
+what records them, which runtime/prefill_graphs.py uses too.
 
-Owns which graphs there are, their input (slot ids) and their outputs. Knows no plans, and nothing of what a step does: it is given the step as a
-function of slot ids and key.
+Owns which graphs there are, their input (slot ids) and their outputs. Knows no plans, and nothing of what a step does:
+it is given the step as a function of slot ids and key.
 
-All graphs of a recorder share one pool of memory, for they run one after the other on one stream. So the output of a graph stands only until the next
-one runs: whoever wants to keep it enqueues a copy first.
+All graphs of a recorder share one pool of memory, for they run one after the other on one stream. So the output of a
+graph stands only until the next one runs: whoever wants to keep it enqueues a copy first.
 
 Shape letters: B slots in the step, T = k+1 columns, V vocabulary.
 """
@@ -29,7 +29,8 @@ Result = TypeVar("Result")
 STAGE = "capturing graphs"
 
 BYTES_A_GRAPH = 4 * 2**20
-"""What the driver and the pool keep for a graph of some hundred kernels, beside logits and activations. Measured: about 2 MiB."""
+"""What the driver and the pool keep for a graph of some hundred kernels, beside logits and activations. Measured: about
+2 MiB."""
 
 _LOGITS_AT_ONCE = 3
 """Tensors of the size of the logits that a sampled step may hold at the same time."""
@@ -40,8 +41,8 @@ class GraphKey:
     batch_size: int
     num_drafted: int
     sampled: bool
-    """False: every slot is greedy, without penalties, bias and masks. True: the whole sampler, masks included; a slot that needs none of it gets the
-    same tokens from it as from the greedy variant."""
+    """False: every slot is greedy, without penalties, bias and masks. True: the whole sampler, masks included; a slot
+    that needs none of it gets the same tokens from it as from the greedy variant."""
 
 
 Step = Callable[[Tensor, GraphKey], StepResult]
@@ -85,10 +86,12 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            # A capture can neither compile nor load a kernel, nor make a library's workspace: a run of the same work does that first.
+            # A capture can neither compile nor load a kernel, nor make a library's workspace: a run of the same work
+            # does that first.
             work()
-            # torch.cuda.graph would wait for the device and give back all free memory, which the next work would ask for again. Other threads of the
-            # process may go on using the device meanwhile: only this thread's calls are part of the capture.
+            # torch.cuda.graph would wait for the device and give back all free memory, which the next work would ask
+            # for again. Other threads of the process may go on using the device meanwhile: only this thread's calls are
+            # part of the capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 result = work()
@@ -113,7 +116,12 @@ class _Address:
     def __init__(self, tensor: Tensor) -> None:
         assert tensor.is_contiguous()
         assert tensor.dtype == torch.float32
-        self.__cuda_array_interface__ = {"shape": tuple(tensor.shape), "typestr": "<f4", "data": (tensor.data_ptr(), False), "version": 2}
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "typestr": "<f4",
+            "data": (tensor.data_ptr(), False),
+            "version": 2,
+        }
 
 
 def _unowned(tensor: Tensor) -> Tensor:
@@ -142,7 +150,9 @@ class GraphReport:
     """For those that are captured."""
 
     def __str__(self) -> str:
-        sizes, depths, chunks = (", ".join(map(str, values)) for values in (self.batch_sizes, self.depths, self.chunk_sizes))
+        sizes, depths, chunks = (
+            ", ".join(map(str, values)) for values in (self.batch_sizes, self.depths, self.chunk_sizes)
+        )
         prompts = f" and {len(self.chunk_sizes)} of prompts (up to {chunks} tokens)" if chunks else ""
         rides = f" and {self.num_rides} of prompts with windows" if self.num_rides else ""
         late = f"; {self.num_late} of them follow when nothing else is to be done" if self.num_late else ""
@@ -166,14 +176,18 @@ class _Graph:
 class StepGraphs:
     """Every graph that an engine may need, each recorded by its first step at the latest: no step is run eagerly."""
 
-    def __init__(self, step: Step, recorder: Recorder, *, max_running: int, depths: Sequence[int], device: torch.device) -> None:
-        """depths: the values of k that steps may have. The slot after the last running one is the padding slot, which is always inert, so recording
-        changes nothing."""
+    def __init__(
+        self, step: Step, recorder: Recorder, *, max_running: int, depths: Sequence[int], device: torch.device
+    ) -> None:
+        """depths: the values of k that steps may have. The slot after the last running one is the padding slot, which
+        is always inert, so recording changes nothing."""
         self._step, self._recorder, self._device = step, recorder, device
         self._padding_slot = max_running
         self._sizes = batch_sizes(max_running)
         # The largest first: what it took and gave back holds everything that the smaller ones need.
-        self._keys = sorted(graph_keys(max_running, depths), key=lambda key: key.batch_size * (key.num_drafted + 1), reverse=True)
+        self._keys = sorted(
+            graph_keys(max_running, depths), key=lambda key: key.batch_size * (key.num_drafted + 1), reverse=True
+        )
         self._graphs: dict[GraphKey, _Graph] = {}
 
     def recordings(self) -> dict[GraphKey, Callable[[], object]]:
@@ -225,4 +239,6 @@ def graph_bytes(*, vocab_size: int, max_running: int, max_draft_tokens: int) -> 
     """About what the graphs of an engine's decode steps will take on the device, before there are any."""
     num_columns = max_draft_tokens + 1
     num_graphs = 2 * len(batch_sizes(max_running)) * num_columns
-    return _LOGITS_AT_ONCE * max_running * num_columns * vocab_size * torch.float32.itemsize + num_graphs * BYTES_A_GRAPH
+    return (
+        _LOGITS_AT_ONCE * max_running * num_columns * vocab_size * torch.float32.itemsize + num_graphs * BYTES_A_GRAPH
+    )

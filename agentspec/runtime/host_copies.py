@@ -1,12 +1,12 @@
 """Carries out the cache's copy orders: rows and pages between the model's pools and their twins in the host's memory.
 
-On CUDA the copies run on two streams of their own, one for each direction, beside the steps: the copy engines do them, no kernel. What is to be
-copied is complete when it is ordered, and what a copy overwrites is in nobody's use then but that of steps launched before; so each order waits
-for what had been launched before it, and steps never wait for an order. Copies to the host wait for those to the device (cache/host_tier.py says
-why).
+On CUDA the copies run on two streams of their own, one for each direction, beside the steps: the copy engines do them,
+no kernel. What is to be copied is complete when it is ordered, and what a copy overwrites is in nobody's use then but
+that of steps launched before; so each order waits for what had been launched before it, and steps never wait for an
+order. Copies to the host wait for those to the device (cache/host_tier.py says why).
 
-A call enqueues a bounded number of copies, so that no step is late for a long order; the rest follows with the next calls. Knows nothing of
-requests, and decides nothing.
+A call enqueues a bounded number of copies, so that no step is late for a long order; the rest follows with the next
+calls. Knows nothing of requests, and decides nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from agentspec.errors import ConfigError
 from agentspec.models.protocol import StepModel
 
 COPIES_AT_ONCE = 128
-"""Copies that one call enqueues at most: about a millisecond of the host's time. A copy is a run of neighbouring pages, or one row, in one layer."""
+"""Copies that one call enqueues at most: about a millisecond of the host's time. A copy is a run of neighbouring pages,
+or one row, in one layer."""
 
 _ALIGNMENT = 4096
 
@@ -41,7 +42,8 @@ class CopyProgress(NamedTuple):
 
 
 class _Twins(NamedTuple):
-    """The parts of the model's pools, and as many like them in the host's memory: element i of each is a part of row, or page, i."""
+    """The parts of the model's pools, and as many like them in the host's memory: element i of each is a part of row,
+    or page, i."""
 
     on_device: Sequence[Tensor]
     on_host: Sequence[Tensor]
@@ -51,10 +53,13 @@ class HostCopies:
     """Twins of a model's pools, and the copies between them."""
 
     def __init__(self, model: StepModel, memory: HostMemory, device: torch.device) -> None:
-        """Allocates the host's memory. Where the device is a GPU a thread begins to lock it: see `await_memory`. Call after model.allocate."""
+        """Allocates the host's memory. Where the device is a GPU a thread begins to lock it: see `await_memory`. Call
+        after model.allocate."""
         rows, pages = model.row_tensors(), model.page_tensors()
         shapes = [(memory.num_rows, tensor) for tensor in rows] + [(memory.num_pages, tensor) for tensor in pages]
-        memory_B, twins = _allocate([(count, *tensor.shape[1:]) for count, tensor in shapes], [tensor.dtype for _, tensor in shapes])
+        memory_B, twins = _allocate(
+            [(count, *tensor.shape[1:]) for count, tensor in shapes], [tensor.dtype for _, tensor in shapes]
+        )
         self._locking: Future[None] | None = None
         if device.type == "cuda":
             beside = ThreadPoolExecutor(1, thread_name_prefix="agentspec-locking")
@@ -67,7 +72,8 @@ class HostCopies:
         self._to_host, self._to_device = _Lane(device), _Lane(device)
 
     def await_memory(self) -> None:
-        """Until the memory is locked, which takes seconds; `launch` does so too. Raises ConfigError if that is refused."""
+        """Until the memory is locked, which takes seconds; `launch` does so too. Raises ConfigError if that is
+        refused."""
         if self._locking is not None:
             self._locking.result()
 
@@ -77,10 +83,16 @@ class HostCopies:
         self.await_memory()
         launched = _moment(self._device)
         for order in orders.to_device:
-            parts = _parts(self._pages.on_host, self._pages.on_device, order.pages), _parts(self._rows.on_host, self._rows.on_device, order.rows)
+            parts = (
+                _parts(self._pages.on_host, self._pages.on_device, order.pages),
+                _parts(self._rows.on_host, self._rows.on_device, order.rows),
+            )
             self._to_device.add(order, parts, launched)
         for order in orders.to_host:
-            parts = _parts(self._pages.on_device, self._pages.on_host, order.pages), _parts(self._rows.on_device, self._rows.on_host, order.rows)
+            parts = (
+                _parts(self._pages.on_device, self._pages.on_host, order.pages),
+                _parts(self._rows.on_device, self._rows.on_host, order.rows),
+            )
             self._to_host.add(order, parts, launched)
         self._enqueue()
 
@@ -115,7 +127,9 @@ class _Lane:
     def has_work(self) -> bool:
         return bool(self._waiting)
 
-    def add(self, order: CopyOrder, parts: Iterable[Iterator[tuple[Tensor, Tensor]]], after: torch.cuda.Event | None) -> None:
+    def add(
+        self, order: CopyOrder, parts: Iterable[Iterator[tuple[Tensor, Tensor]]], after: torch.cuda.Event | None
+    ) -> None:
         self._waiting.append((order, (pair for some in parts for pair in some), after))
 
     def enqueue(self, limit: int) -> int:
@@ -151,7 +165,9 @@ class _Lane:
             self._stream.synchronize()
 
 
-def _parts(sources: Sequence[Tensor], targets: Sequence[Tensor], ids: list[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor]]:
+def _parts(
+    sources: Sequence[Tensor], targets: Sequence[Tensor], ids: list[tuple[int, int]]
+) -> Iterator[tuple[Tensor, Tensor]]:
     """(target, source) of each copy: runs of ids that are neighbours on both sides are copied at once."""
     runs: list[list[int]] = []
     for source, target in ids:
@@ -171,7 +187,10 @@ def _moment(device: torch.device) -> torch.cuda.Event | None:
 
 def _allocate(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]) -> tuple[Tensor, list[Tensor]]:
     """Tensors in one piece of memory, and that piece, uint8: torch's own locked memory comes in powers of two only."""
-    sizes = [-(-torch.Size(shape).numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype in zip(shapes, dtypes, strict=True)]
+    sizes = [
+        -(-torch.Size(shape).numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
     memory = torch.empty(sum(sizes) + _ALIGNMENT, dtype=torch.uint8)
     memory_B = memory[-memory.data_ptr() % _ALIGNMENT :][: sum(sizes)]
     tensors = []

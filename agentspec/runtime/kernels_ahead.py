@@ -1,7 +1,9 @@
-"""Kernels before they are needed: engine/kernel_worker.py lists and compiles them in a process of its own while the engine loads its weights.
+"""Kernels before they are needed: engine/kernel_worker.py lists and compiles them in a process of its own while the
+engine loads its weights.
 
-Owns that process, and the note in the compiler's cache which says that everything for such an engine is there: with it nothing is started. Knows no
-compiler but by kernels.KernelCompiler. A kernel that is missing in spite of all this is compiled at its first launch.
+Owns that process, and the note in the compiler's cache which says that everything for such an engine is there: with it
+nothing is started. Knows no compiler but by kernels.KernelCompiler. A kernel that is missing in spite of all this is
+compiled at its first launch.
 """
 
 from __future__ import annotations
@@ -94,7 +96,8 @@ class KernelsAhead:
         worker: Sequence[str] = WORKER,
         believe_note: bool = True,
     ) -> None:
-        """progress: is called from a thread. compiler: None: that of `kernels.compiler`. believe_note: False: look for each kernel."""
+        """progress: is called from a thread. compiler: None: that of `kernels.compiler`. believe_note: False: look for
+        each kernel."""
         self.job = job
         self.report: KernelReport | None = None
         """What was done; None as long as that isn't known, and where a note said that there was nothing to do."""
@@ -110,11 +113,14 @@ class KernelsAhead:
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
-        self._thread = threading.Thread(target=self._follow, args=(self._process, job), name="agentspec-kernels", daemon=True)
+        self._thread = threading.Thread(
+            target=self._follow, args=(self._process, job), name="agentspec-kernels", daemon=True
+        )
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until every kernel is in the cache, as far as that can be, for `timeout` seconds at most. Returns whether that is so."""
+        """Until every kernel is in the cache, as far as that can be, for `timeout` seconds at most. Returns whether
+        that is so."""
         if self._thread is None:
             return True
         self._thread.join(timeout)
@@ -142,7 +148,10 @@ class KernelsAhead:
                 else:
                     self._progress(told.name, told.done, told.total)
         if self.report is None:
-            logger.warning("kernels are compiled at their first launch: the process for it ended early (exit status %d)", process.returncode)
+            logger.warning(
+                "kernels are compiled at their first launch: the process for it ended early (exit status %d)",
+                process.returncode,
+            )
         else:
             for failure in self.report.failures:
                 logger.warning("a kernel could not be compiled ahead of its launch: %s", failure)

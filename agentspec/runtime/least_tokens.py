@@ -1,7 +1,7 @@
 """`min_tokens` as a constraint: no stop id before so many tokens, whatever else is demanded of the output. No torch.
 
-Stop ids that may not come yet are banned by the masks of a window, as a grammar bans tokens: nothing is drawn against them, and no draft of one is
-accepted. Stop strings are the detokenizer's.
+Stop ids that may not come yet are banned by the masks of a window, as a grammar bans tokens: nothing is drawn against
+them, and no draft of one is accepted. Stop strings are the detokenizer's.
 """
 
 from __future__ import annotations

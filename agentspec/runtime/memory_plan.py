@@ -1,7 +1,8 @@
 """How a budget of bytes becomes state rows and KV pages, and what sequence length they can hold.
 
-Rows that running requests need come first; what is left is split between checkpoint rows and pages. Both pools are allocated once, so the
-split is fixed at start; inside it, one LRU over checkpoints decides what stays (cache/hybrid_cache.py).
+Rows that running requests need come first; what is left is split between checkpoint rows and pages. Both pools are
+allocated once, so the split is fixed at start; inside it, one LRU over checkpoints decides what stays
+(cache/hybrid_cache.py).
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from agentspec.errors import ConfigError
 from agentspec.types import ModelSpec, rows_of_request
 
 TOKENS_PER_CHECKPOINT = 8192
-"""Tokens of KV that are bought with each checkpoint row beyond one a running request. A session keeps about two checkpoints, beside a few thousand
-tokens in a short chat and tens of thousands in a long tool loop. Too few pages cost most: long sessions then push each other out, path and all.
-Where rows are too few, what goes first are states that sessions yet to come would share."""
+"""Tokens of KV that are bought with each checkpoint row beyond one a running request. A session keeps about two
+checkpoints, beside a few thousand tokens in a short chat and tens of thousands in a long tool loop. Too few pages cost
+most: long sessions then push each other out, path and all. Where rows are too few, what goes first are states that
+sessions yet to come would share."""
 
 _LEAST_HOST_PAGES = 16
 """Host memory that doesn't hold a path of 1,024 tokens is of no use."""
@@ -29,11 +31,12 @@ RESERVED = 2
 """Zero row and scratch row."""
 
 AUTO_MAX_RUNNING = 64
-"""Most slots that are chosen: so a fleet that starts at once has its first tokens one prompt after the other. Fewer are powers of two, whose kernels
-are among those of the most."""
+"""Most slots that are chosen: so a fleet that starts at once has its first tokens one prompt after the other. Fewer are
+powers of two, whose kernels are among those of the most."""
 
 _RUNNING_SHARE = 1 / 3
-"""Of the memory for rows and pages, at most, for the rows in which running requests write, where their number is chosen."""
+"""Of the memory for rows and pages, at most, for the rows in which running requests write, where their number is
+chosen."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +57,8 @@ def longest_sequence(num_pages: int, max_draft_tokens: int, block_tokens: int) -
 
 
 def choose_slots(spec: ModelSpec, memory_bytes: Callable[[int], int], *, max_draft_tokens: int, least: int) -> int:
-    """How many requests may run at the same time. A running request writes into rows of its own; they must leave room for what is cached.
+    """How many requests may run at the same time. A running request writes into rows of its own; they must leave room
+    for what is cached.
 
     memory_bytes: for rows and pages with so many slots, whose graphs and buffers take memory, too."""
     num_slots = least
@@ -92,7 +96,8 @@ def plan_memory(spec: ModelSpec, *, memory_bytes: int, max_running: int, max_dra
 
 
 def plan_host_memory(spec: ModelSpec, host_bytes: int) -> HostMemory | None:
-    """Split `host_bytes` like the device's, for one state at least. None when not even a short path and its state fit."""
+    """Split `host_bytes` like the device's, for one state at least. None when not even a short path and its state
+    fit."""
     left = max(0, host_bytes - spec.row_bytes)
     num_pages = _pages_of(spec, left)
     num_rows = min(1 + (left - num_pages * spec.page_bytes) // spec.row_bytes, num_pages)

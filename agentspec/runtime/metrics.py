@@ -1,4 +1,5 @@
-"""Counters of the whole engine, as `engine.stats()` and `/stats` show them: plain numbers, written by the scheduler and the step loop."""
+"""Counters of the whole engine, as `engine.stats()` and `/stats` show them: plain numbers, written by the scheduler and
+the step loop."""
 
 from __future__ import annotations
 
@@ -13,7 +14,29 @@ GAP_BOUNDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0)
 """Seconds: upper bounds, inclusive, of the groups in which gaps are counted; a last group has those above."""
 
 _FINE_BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
-_VLLM_BOUNDS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
+_VLLM_BOUNDS = (
+    0.3,
+    0.5,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    40.0,
+    50.0,
+    60.0,
+    120.0,
+    240.0,
+    480.0,
+    960.0,
+    1920.0,
+    7680.0,
+)
 REQUEST_BOUNDS = _FINE_BOUNDS + _VLLM_BOUNDS
 """Seconds, for parts of a request: those that vLLM has, and some below."""
 
@@ -72,8 +95,9 @@ class EngineMetrics:
     """Their sum."""
     longest_gap_seconds: float = 0.0
     queue_seconds: Histogram = field(default_factory=_of_requests)
-    """From a request's arrival to the first step that computes some of its prompt, copies from the host's memory included. This and the next three
-    are observed when a request ends, each if it came so far; see runtime/request_times.py."""
+    """From a request's arrival to the first step that computes some of its prompt, copies from the host's memory
+    included. This and the next three are observed when a request ends, each if it came so far; see
+    runtime/request_times.py."""
     prompt_seconds: Histogram = field(default_factory=_of_requests)
     """From there to its first token, as the host had it."""
     decode_seconds: Histogram = field(default_factory=_of_requests)

@@ -1,7 +1,9 @@
-"""How many prompt tokens a step may compute: a fixed budget, or what fits under the longest gap that streams may have, by measured times.
+"""How many prompt tokens a step may compute: a fixed budget, or what fits under the longest gap that streams may have,
+by measured times.
 
-An agent waits for whole turns, so prompts go first and in pieces as large as the gap allows: every piece reads all weights again, and every stream
-that joins sooner shares its steps with the others sooner. The gap is a ceiling, never a target: what is short goes whole and takes what it takes.
+An agent waits for whole turns, so prompts go first and in pieces as large as the gap allows: every piece reads all
+weights again, and every stream that joins sooner shares its steps with the others sooner. The gap is a ceiling, never a
+target: what is short goes whole and takes what it takes.
 
 Owns the estimate of what a pass takes. Knows nothing of requests, models or tensors: no torch, no clock, no randomness.
 """
@@ -19,7 +21,8 @@ from agentspec.runtime.plan import StepOutcome, StepPlan
 LARGEST_PASS = 8192
 """Tokens of a pass at most: more at once make no product faster, and a pass's activations are as long."""
 CPU_BUDGET = 512
-"""Prompt tokens a step on a CPU, whoever decodes: there a decode step waits for arithmetic too, and small pieces make every answer later."""
+"""Prompt tokens a step on a CPU, whoever decodes: there a decode step waits for arithmetic too, and small pieces make
+every answer later."""
 DEFAULT_MAX_GAP = 0.1
 """Seconds. A person who reads along needs ten tokens a second; an agent needs its turn."""
 
@@ -30,11 +33,11 @@ _DECODE_SHARE = 0.2
 _FIRST_TOKENS = 256
 """Of a pass beside running streams, while nothing was measured."""
 _ATTENTION_TOKENS = 65_536
-"""Context at which attention over it costs a token as much as everything else: about what the family's layers come to. Only the way from one
-measurement to the next context depends on it."""
+"""Context at which attention over it costs a token as much as everything else: about what the family's layers come to.
+Only the way from one measurement to the next context depends on it."""
 _FIXED_TOKENS = 192
-"""A pass's fixed cost, in tokens: weights are read once, however few tokens there are. Only the way from a pass to a smaller one depends on it; a
-larger one is reckoned without."""
+"""A pass's fixed cost, in tokens: weights are read once, however few tokens there are. Only the way from a pass to a
+smaller one depends on it; a larger one is reckoned without."""
 _TIMINGS = 3
 """Times kept per size; the median stands for them, so one slow step changes nothing."""
 _DECODE_TIMINGS = 8
@@ -76,8 +79,8 @@ class Room:
     """What the prompt pass of one step may still take. Costs are tokens or seconds, as the pace counts."""
 
     def __init__(self, cost: Callable[[int, float], float], capacity: float, *, most_tokens: int, tile: int) -> None:
-        """cost: of a pass of so many tokens with so many pairs of a token and one that it attends to. tile: tokens that a chunk which doesn't end its
-        prompt is a multiple of, where there is room for more than one block."""
+        """cost: of a pass of so many tokens with so many pairs of a token and one that it attends to. tile: tokens that
+        a chunk which doesn't end its prompt is a multiple of, where there is room for more than one block."""
         self._cost = cost
         self._capacity = capacity
         self._most_tokens = most_tokens
@@ -175,10 +178,12 @@ class _Size:
 
 
 class GapPace:
-    """As much as a pass can hold while nobody decodes; else what fits, beside a decode step, under the longest gap that a stream may have.
+    """As much as a pass can hold while nobody decodes; else what fits, beside a decode step, under the longest gap that
+    a stream may have.
 
-    Passes are known by size, in powers of two. One that was never tried is reckoned from the next smaller one that was, and only the next size
-    up is tried at a time; context makes a pass dearer, and a time counts for the context that it was measured at."""
+    Passes are known by size, in powers of two. One that was never tried is reckoned from the next smaller one that was,
+    and only the next size up is tried at a time; context makes a pass dearer, and a time counts for the context that it
+    was measured at."""
 
     def __init__(self, max_gap: float, *, block_tokens: int, largest: int = LARGEST_PASS) -> None:
         """max_gap: seconds between two steps of a running stream. largest: tokens of any pass."""
@@ -219,7 +224,9 @@ class GapPace:
         size = self._sizes.setdefault(num_tokens.bit_length(), _Size())
         size.timings.append((times.prefill_seconds / work, work))
         size.last_measured = self._num_measured
-        self._sizes = {bits: kept for bits, kept in self._sizes.items() if self._num_measured - kept.last_measured < _FORGET_AFTER}
+        self._sizes = {
+            bits: kept for bits, kept in self._sizes.items() if self._num_measured - kept.last_measured < _FORGET_AFTER
+        }
 
     def _seconds_beside(self) -> float:
         """What a step with a pass takes beside it. Where windows ride, most of it is part of the pass."""

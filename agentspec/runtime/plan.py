@@ -1,11 +1,13 @@
 """What the host asks the device to do in one step, and what it learns back: plain integers, no torch.
 
-The scheduler writes a StepPlan; an Executor launches it and, one step later, hands over its StepOutcome. `ModelExecutor`
-(runtime/executor.py) runs a real model; the dry run drives the same scheduler with an executor that only counts.
+The scheduler writes a StepPlan; an Executor launches it and, one step later, hands over its StepOutcome.
+`ModelExecutor` (runtime/executor.py) runs a real model; the dry run drives the same scheduler with an executor that
+only counts.
 
-Order inside one launch: leaves, page updates, prefill chunks, joins, first steps, decode. So a request whose last chunk is in the plan joins and
-gets its first token in the same step. An executor may verify the windows of `decode_slots` together with the chunks (runtime/ride.py): no chunk
-reads or writes a row or page that a window writes, or the other way round.
+Order inside one launch: leaves, page updates, prefill chunks, joins, first steps, decode. So a request whose last chunk
+is in the plan joins and gets its first token in the same step. An executor may verify the windows of `decode_slots`
+together with the chunks (runtime/ride.py): no chunk reads or writes a row or page that a window writes, or the other
+way round.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class ChunkPlan:
     state_writes: tuple[tuple[int, int], ...]
     page_ids: list[int]
     next_token: int | None
-    """The prompt token after the chunk: what the last row of a scored prompt is scored against. None: the chunk ends the prompt."""
+    """The prompt token after the chunk: what the last row of a scored prompt is scored against. None: the chunk ends
+    the prompt."""
     score_top: int | None = None
     """Not None: return a TokenScore for each of `scored_ids`, with that many alternatives."""
 
@@ -50,7 +53,8 @@ class OwnRows:
     """The state rows that a running request owns, by what they are for."""
 
     write: list[int]
-    """max k + 1: the state after column t of a window goes to the t-th. The first one also takes the state that a prompt's last chunk leaves."""
+    """max k + 1: the state after column t of a window goes to the t-th. The first one also takes the state that a
+    prompt's last chunk leaves."""
     newer: int
     """This and the next one are the spare rows, in which the newer and the older rolling checkpoint will stand."""
     older: int
@@ -106,15 +110,17 @@ class StepPlan:
     chunks: list[ChunkPlan] = field(default_factory=list)
     joins: list[SlotJoin] = field(default_factory=list)
     first_slots: list[int] = field(default_factory=list)
-    """Slots that joined with this plan and take their first step: the token after the prompt, from the state that prefill left, and first drafts."""
+    """Slots that joined with this plan and take their first step: the token after the prompt, from the state that
+    prefill left, and first drafts."""
     decode_slots: list[int] = field(default_factory=list)
     """Slots that verify a window; none of `first_slots`."""
     num_drafted: int = 0
     """k of this step, for every slot in it."""
     masks: dict[int, MaskRows] = field(default_factory=dict)
-    """For each constrained slot of `first_slots` and `decode_slots`: what may come after column 0 and after each of its valid drafts. At most k + 1
-    rows; one in a first step. A slot that is constrained no longer gets one last time rows that allow everything, for all columns that it has: what
-    stands there is read whenever another slot of a batch is constrained."""
+    """For each constrained slot of `first_slots` and `decode_slots`: what may come after column 0 and after each of its
+    valid drafts. At most k + 1 rows; one in a first step. A slot that is constrained no longer gets one last time rows
+    that allow everything, for all columns that it has: what stands there is read whenever another slot of a batch is
+    constrained."""
 
     @property
     def is_empty(self) -> bool:
@@ -136,7 +142,8 @@ class SlotOutcome:
     length: int
     """Tokens in the committed state after the step."""
     checkpoints: tuple[tuple[int, int], tuple[int, int]]
-    """(row, length) of the newer and the older rolling checkpoint after the step; length 0: a spare row, no checkpoint."""
+    """(row, length) of the newer and the older rolling checkpoint after the step; length 0: a spare row, no
+    checkpoint."""
     drafts: list[int] = field(default_factory=list)
     """What the step drafted for the slot's next window. Only constrained requests need to know."""
     scores: list[TokenScore] | None = None
@@ -150,9 +157,11 @@ class StepOutcome:
     scores: dict[str, list[TokenScore]] = field(default_factory=dict)
     """Scores of this step's chunks, by request id."""
     prefill_seconds: float = 0.0
-    """Device time of the chunks, and of the windows that rode with them (0 when there were no chunks, or when the executor doesn't measure)."""
+    """Device time of the chunks, and of the windows that rode with them (0 when there were no chunks, or when the
+    executor doesn't measure)."""
     decode_seconds: float = 0.0
-    """Device time of the decode part, first steps not included (0 when there was none, or when the executor doesn't measure)."""
+    """Device time of the decode part, first steps not included (0 when there was none, or when the executor doesn't
+    measure)."""
     rode: bool = False
     """The windows' forward was that of the chunks, so `decode_seconds` is of the rest alone."""
 

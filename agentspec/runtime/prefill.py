@@ -1,5 +1,5 @@
-"""Prompt chunks on the model: target forward, in which decode windows may ride, MTP K/V beside it, and scores of prompt tokens where they are
-asked for.
+"""Prompt chunks on the model: target forward, in which decode windows may ride, MTP K/V beside it, and scores of prompt
+tokens where they are asked for.
 
 Owns the order of reads and writes around a chunk. Samples nothing, and knows nothing of slots.
 
@@ -38,23 +38,32 @@ def run_chunks(
 ) -> dict[str, ScoreRows]:
     """Run chunks of distinct sequences: states and K/V go where the plans say.
 
-    with_mtp: also write MTP K/V. graphs: of `run_batch` without windows, replayed where they hold the chunks and nobody asks for scores. windows: as
-    in `run_batch`. Returns scores, by request id, of the chunks that ask for them."""
+    with_mtp: also write MTP K/V. graphs: of `run_batch` without windows, replayed where they hold the chunks and nobody
+    asks for scores. windows: as in `run_batch`. Returns scores, by request id, of the chunks that ask for them."""
     if graphs is not None and windows is None and all(plan.score_top is None for plan in plans) and graphs.hold(plans):
         graphs.run(plans)
         return {}
-    sizes = None if graphs is None else graphs.eager_sizes(plans, riders=0 if windows is None else windows.tokens_BT.numel())
+    sizes = (
+        None
+        if graphs is None
+        else graphs.eager_sizes(plans, riders=0 if windows is None else windows.tokens_BT.numel())
+    )
     tables = build_tables(plans, block_tokens=model.spec.block_tokens, sizes=sizes)
     hidden_NH = run_batch(model, tables.on(device).batch, with_mtp=with_mtp, windows=windows)
     lengths = [len(plan.token_ids) for plan in plans]
     hiddens = torch.split(hidden_NH[: sum(lengths)], lengths)
-    scored = [(plan, some_NH) for plan, some_NH in zip(plans, hiddens, strict=True) if plan.score_top is not None and plan.scored_ids]
+    scored = [
+        (plan, some_NH)
+        for plan, some_NH in zip(plans, hiddens, strict=True)
+        if plan.score_top is not None and plan.scored_ids
+    ]
     return {plan.request_id: _score(model, plan, some_NH) for plan, some_NH in scored}
 
 
 def run_batch(model: StepModel, batch: PrefillBatch, *, with_mtp: bool, windows: VerifyBatch | None = None) -> Tensor:
-    """The device's part of it, without host reads: hidden_NH. windows: of slots that are none of the batch's sequences; they are verified in the
-    same forward, which leaves their states, keys and values, and hiddens where StepModel.verify does."""
+    """The device's part of it, without host reads: hidden_NH. windows: of slots that are none of the batch's sequences;
+    they are verified in the same forward, which leaves their states, keys and values, and hiddens where
+    StepModel.verify does."""
     # A chunk may write its state over the row that it resumes from: read the hidden of the token before it first.
     before_UH = model.read_hidden(batch.spans_UF[:, READ_ROW]) if with_mtp else None
     hidden_NH = model.prefill(batch) if windows is None else model.ride(batch, windows)[0]
@@ -67,4 +76,6 @@ def _score(model: StepModel, plan: ChunkPlan, hidden_NH: Tensor) -> ScoreRows:
     assert plan.score_top is not None
     token_N = stage(np.array(plan.scored_ids, dtype=np.int64), torch.int64, hidden_NH.device)
     parts = zip(torch.split(hidden_NH[: len(token_N)], _SCORED_ROWS), torch.split(token_N, _SCORED_ROWS), strict=True)
-    return ScoreRows.concatenate([score_tokens(model.logits(some_NH), some_N, plan.score_top) for some_NH, some_N in parts])
+    return ScoreRows.concatenate(
+        [score_tokens(model.logits(some_NH), some_N, plan.score_top) for some_NH, some_N in parts]
+    )

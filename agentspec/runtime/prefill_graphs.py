@@ -1,12 +1,15 @@
-"""Short prompt chunks as CUDA graphs: one for each of a few numbers of tokens, recorded once and replayed over tables that the host fills.
+"""Short prompt chunks as CUDA graphs: one for each of a few numbers of tokens, recorded once and replayed over tables
+that the host fills.
 
-An agent's turn appends a few hundred tokens: the device computes them in less time than the host needs to launch their kernels one by one. Larger
-batches keep the device busy longer than that, but while the host launches, no stream gets its tokens: so whatever fits under the longest gap between
-two tokens has a graph, as far as memory allows. A batch between two sizes is filled up with padding tokens, which cost next to nothing up to the 128
-rows of a matrix product's tile. Still larger batches are eager, and chunks whose tokens are scored.
+An agent's turn appends a few hundred tokens: the device computes them in less time than the host needs to launch their
+kernels one by one. Larger batches keep the device busy longer than that, but while the host launches, no stream gets
+its tokens: so whatever fits under the longest gap between two tokens has a graph, as far as memory allows. A batch
+between two sizes is filled up with padding tokens, which cost next to nothing up to the 128 rows of a matrix product's
+tile. Still larger batches are eager, and chunks whose tokens are scored.
 
-Owns which sizes there are, those of eager batches too, and the tables that all graphs read. Knows neither plans nor models: it is given the prefill
-as a function of a batch. Graphs leave nothing but what they write to rows and pages, so they can share the memory of the decode step's.
+Owns which sizes there are, those of eager batches too, and the tables that all graphs read. Knows neither plans nor
+models: it is given the prefill as a function of a batch. Graphs leave nothing but what they write to rows and pages, so
+they can share the memory of the decode step's.
 """
 
 from __future__ import annotations
@@ -23,8 +26,9 @@ from agentspec.runtime.prefill_tables import PrefillSizes, PrefillTables, Prompt
 from agentspec.runtime.step_buffers import stage
 
 CHUNK_SIZES = (64, 128, 192, 256, 288, 384, 512, 640, 768, 800, 864, 896, 960, 1024)
-"""Tokens of a batch that are captured for every model. Matrix products take a number of tokens well or badly as it fills their tiles (832 take longer
-than 896); these are sizes that they take well on an H100, in the family's shapes, and at most a quarter of one above 192 is padding."""
+"""Tokens of a batch that are captured for every model. Matrix products take a number of tokens well or badly as it
+fills their tiles (832 take longer than 896); these are sizes that they take well on an H100, in the family's shapes,
+and at most a quarter of one above 192 is padding."""
 
 _STEP = 128
 """Larger batches are filled up to a multiple of so many tokens, captured ones and eager ones."""
@@ -33,10 +37,12 @@ _LARGE_BATCH = 8192
 """Tokens. No larger batch is captured, and any larger one launches the same kernels."""
 
 _MOST_BYTES = 3 << 29
-"""What the largest captured batch may take: on one H100 enough for all that fits into 0.1 s with 4B, with 27B in FP8 and with 35B-A3B in FP8."""
+"""What the largest captured batch may take: on one H100 enough for all that fits into 0.1 s with 4B, with 27B in FP8
+and with 35B-A3B in FP8."""
 
 MAX_SPANS = 4
-"""Sequences in a captured batch of up to _FEW_TOKENS tokens; in larger ones twice as many, which are prompts that begin."""
+"""Sequences in a captured batch of up to _FEW_TOKENS tokens; in larger ones twice as many, which are prompts that
+begin."""
 _FEW_TOKENS = 2048
 
 _BYTES_OF_WIDTH = 104
@@ -44,7 +50,8 @@ _BYTES_OF_WIDTH = 104
 
 
 class PrefillGraphs:
-    """Graphs of prompt chunks. Those that are recorded are used, and some are recorded by the first batch that needs them."""
+    """Graphs of prompt chunks. Those that are recorded are used, and some are recorded by the first batch that needs
+    them."""
 
     def __init__(
         self,
@@ -57,18 +64,23 @@ class PrefillGraphs:
         device: torch.device,
         most_at_need: int = 0,
     ) -> None:
-        """prefill: without host reads. sizes: tokens of a batch, in rising order. max_pages: of a sequence. most_at_need: tokens of the largest size
-        that a batch may have recorded."""
+        """prefill: without host reads. sizes: tokens of a batch, in rising order. max_pages: of a sequence.
+        most_at_need: tokens of the largest size that a batch may have recorded."""
         self._prefill, self._recorder = prefill, recorder
         self._block_tokens, self._max_pages, self._device = block_tokens, max_pages, device
         self._most_at_need = most_at_need
-        self._sizes = {num_tokens: chunk_room(num_tokens, most_spans(num_tokens), block_tokens, max_pages) for num_tokens in sizes}
-        self._words = torch.empty(max(sizes.num_words for sizes in self._sizes.values()), dtype=torch.int64, device=device)
+        self._sizes = {
+            num_tokens: chunk_room(num_tokens, most_spans(num_tokens), block_tokens, max_pages) for num_tokens in sizes
+        }
+        self._words = torch.empty(
+            max(sizes.num_words for sizes in self._sizes.values()), dtype=torch.int64, device=device
+        )
         """The static tables: those of every size begin here, for only one runs at a time."""
         self._replays: dict[int, Callable[[], None]] = {}
 
     def recordings(self) -> dict[int, Callable[[], object]]:
-        """By the number of tokens: what records it, over nothing but padding, so that it changes nothing. Does nothing about one that is there."""
+        """By the number of tokens: what records it, over nothing but padding, so that it changes nothing. Does nothing
+        about one that is there."""
         # The largest first: what it took and gave back holds everything that the smaller ones need.
         return {num_tokens: partial(self._graph, num_tokens) for num_tokens in reversed(self._sizes)}
 
@@ -91,16 +103,22 @@ class PrefillGraphs:
             return None
         num_blocks = self._num_blocks(runs)
         fitting = (size for size, sizes in self._sizes.items() if size >= num_tokens and sizes.num_blocks >= num_blocks)
-        # As long as not all of them are recorded, the next one may be much larger: an eager pass takes less time than so much padding.
+        # As long as not all of them are recorded, the next one may be much larger: an eager pass takes less time than
+        # so much padding.
         most = max(num_tokens + num_tokens // 4, CHUNK_SIZES[-1])
-        return next((size for size in fitting if size <= most and (size in self._replays or size <= self._most_at_need)), None)
+        return next(
+            (size for size in fitting if size <= most and (size in self._replays or size <= self._most_at_need)), None
+        )
 
     def eager_sizes(self, runs: Sequence[PromptRun], *, riders: int = 0) -> PrefillSizes:
-        """Room for `runs` without a graph: in steps, and otherwise as in a graph, since Triton compiles a kernel anew for other kinds of sizes.
+        """Room for `runs` without a graph: in steps, and otherwise as in a graph, since Triton compiles a kernel anew
+        for other kinds of sizes.
 
         riders: rows of windows that join the forward behind them."""
         num_tokens = -(-(sum(len(run.token_ids) for run in runs) + riders) // _STEP) * _STEP - riders
-        room = chunk_room(num_tokens, max(MAX_SPANS, 1 << (len(runs) - 1).bit_length()), self._block_tokens, self._max_pages)
+        room = chunk_room(
+            num_tokens, max(MAX_SPANS, 1 << (len(runs) - 1).bit_length()), self._block_tokens, self._max_pages
+        )
         return replace(room, num_blocks=max(room.num_blocks, self._num_blocks(runs)))
 
     def _num_blocks(self, runs: Sequence[PromptRun]) -> int:
@@ -121,8 +139,14 @@ class PrefillGraphs:
 
 def chunk_room(num_tokens: int, num_spans: int, block_tokens: int, max_pages: int) -> PrefillSizes:
     """Sizes of the tables of a batch."""
-    # A span that begins and ends inside of blocks has two besides those that it fills. States wanted inside of blocks cut further ones.
-    return PrefillSizes(num_tokens=num_tokens, num_spans=num_spans, num_blocks=num_tokens // block_tokens + 2 * num_spans, num_pages=max_pages)
+    # A span that begins and ends inside of blocks has two besides those that it fills. States wanted inside of blocks
+    # cut further ones.
+    return PrefillSizes(
+        num_tokens=num_tokens,
+        num_spans=num_spans,
+        num_blocks=num_tokens // block_tokens + 2 * num_spans,
+        num_pages=max_pages,
+    )
 
 
 def eager_rooms(hidden_size: int, *, block_tokens: int, max_pages: int) -> list[PrefillSizes]:

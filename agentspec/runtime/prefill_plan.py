@@ -1,10 +1,11 @@
 """Where a prompt is cut into chunks and where its checkpoints go: pure decisions on integers.
 
-Checkpoints stand where templates diverge, not on a grid: at the last block boundary at or before each breakpoint that the text layer
-marked, at an observed branching point, and, over long stretches with none of those, on a coarse grid. The last boundary before the prompt's
-last token is kept in one of the request's own rows, as the first rolling checkpoint of the turn; it is published at once where the generated turn
-is not expected to come back as it was generated (turn_trust.py). It serves the very same prompt too, of which one token is always computed;
-a boundary at the prompt's very end is kept by the first step, like any that a step reaches.
+Checkpoints stand where templates diverge, not on a grid: at the last block boundary at or before each breakpoint that
+the text layer marked, at an observed branching point, and, over long stretches with none of those, on a coarse grid.
+The last boundary before the prompt's last token is kept in one of the request's own rows, as the first rolling
+checkpoint of the turn; it is published at once where the generated turn is not expected to come back as it was
+generated (turn_trust.py). It serves the very same prompt too, of which one token is always computed; a boundary at the
+prompt's very end is kept by the first step, like any that a step reaches.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ GRID_BLOCKS = 64
 """Spacing of the grid over unstructured prefill (4,096 tokens)."""
 
 SYSTEM_GRID_BLOCKS = 6
-"""Spacing of the grid inside a system prompt that nobody has sent before (384 tokens): agents with other tools often share its beginning, and it is
-computed once for all of them."""
+"""Spacing of the grid inside a system prompt that nobody has sent before (384 tokens): agents with other tools often
+share its beginning, and it is computed once for all of them."""
 
 _OLDEST_SHARE = 0.5
 """Of each pass, for the prompt that was admitted first."""
@@ -63,8 +64,8 @@ def wanted_checkpoints(request: Request, branch_tokens: int, block: int) -> list
 
 
 def is_promised(request: Request, match: Match, running: Iterable[Request], block: int) -> bool:
-    """A prefill of one of `running`, or the step that it is in, will soon publish a checkpoint that saves this request much over its `match`, or
-    a fetch bring one: better wait than do the same again.
+    """A prefill of one of `running`, or the step that it is in, will soon publish a checkpoint that saves this request
+    much over its `match`, or a fetch bring one: better wait than do the same again.
 
     So a fleet of agents that starts at once computes its common prompt once."""
     limit = 0 if request.needs_scores else len(request.sequence) - 1
@@ -74,16 +75,21 @@ def is_promised(request: Request, match: Match, running: Iterable[Request], bloc
         for length in other.promised:
             comes = other.fetch is not None and other.fetch.num_tokens == length
             found = match.num_tokens if comes else match.num_reachable
-            if found + BRANCH_GAP_BLOCKS * block <= length <= limit and other.sequence[:length].tobytes() == request.sequence[:length].tobytes():
+            if (
+                found + BRANCH_GAP_BLOCKS * block <= length <= limit
+                and other.sequence[:length].tobytes() == request.sequence[:length].tobytes()
+            ):
                 return True
     return False
 
 
 def shares(prefilling: list[Request], room: Room) -> list[tuple[Request, float]]:
-    """In which order prompts get room, and which share of what is left each may take. `prefilling`: in order of admission, not empty.
+    """In which order prompts get room, and which share of what is left each may take. `prefilling`: in order of
+    admission, not empty.
 
-    The shortest remainder goes first: a short append of a running session is through while a long prompt would hardly notice it. Who is passed over
-    ages. And the oldest prompt has half of every pass, if it needs that, and what the others leave: so it moves on, whoever comes."""
+    The shortest remainder goes first: a short append of a running session is through while a long prompt would hardly
+    notice it. Who is passed over ages. And the oldest prompt has half of every pass, if it needs that, and what the
+    others leave: so it moves on, whoever comes."""
     oldest = prefilling[0]
     order = sorted(prefilling, key=lambda request: _left(request) - _AGING_TOKENS * request.times_passed_over)
     if order[0] is oldest:
@@ -102,8 +108,8 @@ def plan_chunk(
 ) -> tuple[ChunkPlan | None, list[tuple[int, int, CheckpointKind]]]:
     """The next chunk of at most `budget` tokens, and the checkpoints that it leaves: (length, row, kind).
 
-    A chunk that doesn't end the prompt ends on a block boundary, so that every chunk starts on one. None when the budget
-    doesn't reach the next boundary. A checkpoint for which no row can be had is left out."""
+    A chunk that doesn't end the prompt ends on a block boundary, so that every chunk starts on one. None when the
+    budget doesn't reach the next boundary. A checkpoint for which no row can be had is left out."""
     assert request.lease is not None
     assert request.rows is not None
     start, end = request.computed, request.prefill_end

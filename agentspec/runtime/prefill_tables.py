@@ -1,4 +1,5 @@
-"""Prompt chunks as the integer tables that a prefill reads (kernels/prefill_batch.py): built on the host, brought to the device in one copy.
+"""Prompt chunks as the integer tables that a prefill reads (kernels/prefill_batch.py): built on the host, brought to
+the device in one copy.
 
 Owns how spans are cut into blocks, and what padding looks like. Knows no requests and no kernels.
 
@@ -35,7 +36,8 @@ Int64s = npt.NDArray[np.int64]
 Words = TypeVar("Words", Tensor, Int64s)
 
 _ALIGNED_WORDS = 2
-"""Every table begins at a multiple of 16 bytes, whatever the sizes: Triton compiles a kernel once more for a pointer that doesn't."""
+"""Every table begins at a multiple of 16 bytes, whatever the sizes: Triton compiles a kernel once more for a pointer
+that doesn't."""
 
 
 class PromptRun(Protocol):
@@ -56,7 +58,8 @@ class PromptRun(Protocol):
 
     @property
     def state_writes(self) -> tuple[tuple[int, int], ...]:
-        """(count, row): after `count` tokens of the run the state goes to `row`. Counts ascend, each at most twice; the last is the run's."""
+        """(count, row): after `count` tokens of the run the state goes to `row`. Counts ascend, each at most twice; the
+        last is the run's."""
         ...
 
     @property
@@ -77,9 +80,15 @@ class PrefillSizes:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Words of 8 bytes in the page table (two pages a word), in token ids, positions, previous, spans and blocks."""
+        """Words of 8 bytes in the page table (two pages a word), in token ids, positions, previous, spans and
+        blocks."""
         num_page_words = -(-self.num_spans * self.num_pages // 2)
-        return num_page_words, *[self.num_tokens] * 3, NUM_SPAN_FIELDS * self.num_spans, NUM_BLOCK_FIELDS * self.num_blocks
+        return (
+            num_page_words,
+            *[self.num_tokens] * 3,
+            NUM_SPAN_FIELDS * self.num_spans,
+            NUM_BLOCK_FIELDS * self.num_blocks,
+        )
 
     @property
     def num_words(self) -> int:
@@ -108,7 +117,9 @@ class PrefillTables:
             previous_N=previous_N,
             spans_UF=spans.view(-1, NUM_SPAN_FIELDS),
             blocks_MF=blocks.view(-1, NUM_BLOCK_FIELDS),
-            page_table_UP=page_words.view(torch.int32)[: sizes.num_spans * sizes.num_pages].view(sizes.num_spans, sizes.num_pages),
+            page_table_UP=page_words.view(torch.int32)[: sizes.num_spans * sizes.num_pages].view(
+                sizes.num_spans, sizes.num_pages
+            ),
         )
 
 
@@ -140,7 +151,9 @@ def build_tables(runs: Sequence[PromptRun], *, block_tokens: int, sizes: Prefill
     spans_UF, blocks_MF = spans.reshape(-1, NUM_SPAN_FIELDS), all_blocks.reshape(-1, NUM_BLOCK_FIELDS)
     spans_UF[:, READ_ROW] = ZERO_ROW
     blocks_MF[:, SAVE_ROW : SECOND_SAVE_ROW + 1] = NO_ROW
-    page_table_UP = page_words.view(np.int32)[: sizes.num_spans * sizes.num_pages].reshape(sizes.num_spans, sizes.num_pages)
+    page_table_UP = page_words.view(np.int32)[: sizes.num_spans * sizes.num_pages].reshape(
+        sizes.num_spans, sizes.num_pages
+    )
     page_table_UP.fill(SCRATCH_PAGE)
     offset = first_block = 0
     for place, (run, own_blocks) in enumerate(zip(runs, blocks, strict=True)):
@@ -160,7 +173,8 @@ def build_tables(runs: Sequence[PromptRun], *, block_tokens: int, sizes: Prefill
 
 
 def block_ends(run: PromptRun, block_tokens: int) -> list[int]:
-    """Where the run's blocks end, in tokens of the run, ascending: at multiples of the block size in its sequence, and wherever a state is wanted."""
+    """Where the run's blocks end, in tokens of the run, ascending: at multiples of the block size in its sequence, and
+    wherever a state is wanted."""
     first_cut = block_tokens - run.start % block_tokens
     return sorted({*range(first_cut, len(run.token_ids), block_tokens), *(count for count, _ in run.state_writes)})
 

@@ -1,4 +1,5 @@
-"""Which kernels an engine will launch, learned from an outline of its model: every step and prompt runs once over tensors without memory.
+"""Which kernels an engine will launch, learned from an outline of its model: every step and prompt runs once over
+tensors without memory.
 
 What a rehearsal misses is compiled at its first launch, and nothing is ever computed with it.
 """

@@ -30,7 +30,8 @@ logger = logging.getLogger("agentspec")
 class Phase(enum.Enum):
     WAITING = enum.auto()
     FETCHING = enum.auto()
-    """Admitted; the state that it resumes from is on its way from the host's memory. That counts as a step in flight."""
+    """Admitted; the state that it resumes from is on its way from the host's memory. That counts as a step in
+    flight."""
     PREFILL = enum.auto()
     DECODE = enum.auto()
     LEAVING = enum.auto()
@@ -86,7 +87,8 @@ class Request:
     takes_first_step: bool = False
     """Joined, and the outcome of its first step is not known yet."""
     drafts: list[int] | None = None
-    """Of a constrained request: what its next window will verify. None: nobody knows before the step in flight is collected."""
+    """Of a constrained request: what its next window will verify. None: nobody knows before the step in flight is
+    collected."""
     dead_end: int | None = None
     """Tokens after which the grammar allows nothing more, if the window in flight comes to that; None: it can't."""
     stepped_at: float | None = None
@@ -135,7 +137,8 @@ class Request:
 
     @property
     def needs_scores(self) -> bool:
-        """Prompt scores were asked for and are not complete. They need every position computed, so such a request resumes from nothing."""
+        """Prompt scores were asked for and are not complete. They need every position computed, so such a request
+        resumes from nothing."""
         return self.submit.prompt_logprobs is not None and len(self.scores) < self.prompt_length - 1
 
     @property
@@ -149,10 +152,12 @@ class Request:
         return self.constraint is not None and self.phase is Phase.DECODE and self.drafts is None
 
     def next_masks(self, num_drafted: int) -> MaskRows | None:
-        """What may come in the next window, of at most num_drafted drafts; the drafts are unknown from now on. Only for a constrained request.
+        """What may come in the next window, of at most num_drafted drafts; the drafts are unknown from now on. Only for
+        a constrained request.
 
-        None: the grammar failed, or nothing may come, which ends this request with ERROR and hurts no other. A dead end behind drafts is opened, so
-        that the device has something to draw from: `take` drops what it draws there, and the stream is the same as without drafts."""
+        None: the grammar failed, or nothing may come, which ends this request with ERROR and hurts no other. A dead end
+        behind drafts is opened, so that the device has something to draw from: `take` drops what it draws there, and
+        the stream is the same as without drafts."""
         assert self.constraint is not None
         assert self.drafts is not None
         drafts, self.drafts = self.drafts[:num_drafted], None
@@ -178,7 +183,8 @@ class Request:
     def take(self, outcome: SlotOutcome) -> TokensEvent | None:
         """Add what one step emitted; sets `ending` and `stop_match` when the request ends here.
 
-        Tokens after a stop string or a dead end are not kept. Returns the event to send, or None when the step added nothing."""
+        Tokens after a stop string or a dead end are not kept. Returns the event to send, or None when the step added
+        nothing."""
         end = len(outcome.emitted) if self.dead_end is None else self.dead_end
         is_dead = len(outcome.emitted) > end
         if is_dead:
@@ -283,9 +289,10 @@ def new_request(
 ) -> Request:
     """Check a submit against the model and make its request.
 
-    `max_length` is the longest sequence that the engine can hold. `constraint`: the submit's grammar, compiled, at its beginning.
-    `allow_forced_output`: the engine was made for it. `forces_acceptance`: it accepts drafts that the target did not choose.
-    Raises RequestError naming the field that is wrong."""
+    `max_length` is the longest sequence that the engine can hold. `constraint`: the submit's grammar, compiled, at its
+    beginning.
+    `allow_forced_output`: the engine was made for it. `forces_acceptance`: it accepts drafts that the target did not
+    choose. Raises RequestError naming the field that is wrong."""
     ids, sampling = submit.prompt_ids, submit.sampling
     sequence = _checked_ids("prompt_ids", ids, spec)
     sampling.validate(vocab_size=spec.vocab_size)
@@ -295,9 +302,15 @@ def new_request(
     if wanted > max_length:
         asked = f"max_tokens {sampling.max_tokens}"
         if sampling.max_tokens is None or (least > 1 and len(ids) + least > max_length):
-            of_least = {1: "at least one new token", num_forced: f"{num_forced} forced tokens", sampling.min_tokens: f"min_tokens {least}"}
+            of_least = {
+                1: "at least one new token",
+                num_forced: f"{num_forced} forced tokens",
+                sampling.min_tokens: f"min_tokens {least}",
+            }
             asked = of_least[least]
-        raise ContextLengthError("prompt_ids", f"{len(ids)} tokens", f"with {asked} exceeds the context limit of {max_length} tokens")
+        raise ContextLengthError(
+            "prompt_ids", f"{len(ids)} tokens", f"with {asked} exceeds the context limit of {max_length} tokens"
+        )
     if sampling.stop and token_bytes is None:
         raise RequestError("stop", list(sampling.stop), "needs a tokenizer, and this checkpoint has none")
     for field_name, num_alternatives in (("prompt_logprobs", submit.prompt_logprobs), ("logprobs", submit.logprobs)):
@@ -313,14 +326,18 @@ def new_request(
     stop_ids = sampling.stop_token_ids if sampling.ignore_eos else (*spec.stop_token_ids, *sampling.stop_token_ids)
     if sampling.min_tokens and stop_ids:
         _check_least(submit, stop_ids, forces_acceptance=forces_acceptance)
-        constraint = LeastTokens(constraint, num_tokens=sampling.min_tokens, stop_ids=stop_ids, vocab_size=spec.vocab_size)
+        constraint = LeastTokens(
+            constraint, num_tokens=sampling.min_tokens, stop_ids=stop_ids, vocab_size=spec.vocab_size
+        )
     return Request(
         submit=submit,
         number=number,
         seed=sampling.seed if sampling.seed is not None else derive_seed(engine_seed, number),
         stop_ids=tuple(dict.fromkeys(stop_ids)),
         length_limit=max_length if sampling.max_tokens is None else wanted,
-        detokenizer=None if token_bytes is None else Detokenizer(token_bytes, sampling.stop, min_tokens=sampling.min_tokens),
+        detokenizer=None
+        if token_bytes is None
+        else Detokenizer(token_bytes, sampling.stop, min_tokens=sampling.min_tokens),
         sequence=sequence,
         constraint=constraint,
         usage=Usage(prompt_tokens=len(ids), spec=SpecStats()),
@@ -349,7 +366,11 @@ def _check_forced(submit: Submit, spec: ModelSpec, *, allowed: bool) -> int:
     if ids is None:
         return 0
     if not allowed:
-        raise RequestError("forced_output", ids[:8], "is for benchmarks: only an engine that was started with --allow-forced-output takes it")
+        raise RequestError(
+            "forced_output",
+            ids[:8],
+            "is for benchmarks: only an engine that was started with --allow-forced-output takes it",
+        )
     _checked_ids("forced_output", ids, spec)
     if submit.grammar is not None:
         raise RequestError("forced_output", ids[:8], "can't go with a constrained output")
@@ -362,14 +383,19 @@ def _check_least(submit: Submit, stop_ids: tuple[int, ...], *, forces_acceptance
     """Check a min_tokens that has to keep these stop ids back."""
     num_tokens = submit.sampling.min_tokens
     if forces_acceptance:
-        raise RequestError("min_tokens", num_tokens, "can't be kept while acceptance is forced: a draft may be a stop id. It can with ignore_eos")
+        raise RequestError(
+            "min_tokens",
+            num_tokens,
+            "can't be kept while acceptance is forced: a draft may be a stop id. It can with ignore_eos",
+        )
     early = next((token for token in (submit.forced_output or [])[:num_tokens] if token in stop_ids), None)
     if early is not None:
         raise RequestError("min_tokens", num_tokens, f"is more than forced_output has before the stop id {early}")
 
 
 def derive_seed(engine_seed: int, number: int) -> int:
-    """A seed for a request that brought none: splitmix64 of the engine's seed and the order of arrival, without the sign bit."""
+    """A seed for a request that brought none: splitmix64 of the engine's seed and the order of arrival, without the
+    sign bit."""
     mask = (1 << 64) - 1
     z = (engine_seed + (number + 1) * 0x9E3779B97F4A7C15) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask

@@ -41,7 +41,8 @@ class RequestTimes:
                 moments.begun = now
 
     def note(self, events: Iterable[Event], now: float) -> None:
-        """What is about to be handed out. Events of nobody are passed over: a figure is no reason to stop the engine."""
+        """What is about to be handed out. Events of nobody are passed over: a figure is no reason to stop the
+        engine."""
         for event in events:
             moments = self._moments.get(event.request_id)
             if moments is None:

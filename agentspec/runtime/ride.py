@@ -1,10 +1,11 @@
 """Decode windows that ride in the pass of a prompt: one read of the weights for both.
 
-A pass of a few hundred tokens takes as long as its arithmetic, a decode step not much longer than its weights take to arrive. Verified in a prompt's
-pass, windows cost what as many prompt tokens would. What follows in the step (the choice of tokens, commit, drafts) is as always.
+A pass of a few hundred tokens takes as long as its arithmetic, a decode step not much longer than its weights take to
+arrive. Verified in a prompt's pass, windows cost what as many prompt tokens would. What follows in the step (the choice
+of tokens, commit, drafts) is as always.
 
-Owns when riding pays, and the graphs of passes that hold windows. Knows neither plans nor models: it is given the pass as a function of a batch and
-slot ids.
+Owns when riding pays, and the graphs of passes that hold windows. Knows neither plans nor models: it is given the pass
+as a function of a batch and slot ids.
 
 Shape letters: B slots whose windows ride.
 """
@@ -32,7 +33,8 @@ _FREE_ROWS = 256
 """A pass of fewer rows waits for its weights: up to here a row more costs next to nothing."""
 
 _EVEN_ROWS = 16
-"""The windows of a pass on a GPU fill a multiple of so many rows: Triton compiles a kernel anew for other numbers of tokens."""
+"""The windows of a pass on a GPU fill a multiple of so many rows: Triton compiles a kernel anew for other numbers of
+tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +61,8 @@ class RideGraphs:
         max_pages: int,
         device: torch.device,
     ) -> None:
-        """keys: those that may be recorded. ride: a pass over a batch and slot_ids_B, without host reads. max_pages: of a sequence."""
+        """keys: those that may be recorded. ride: a pass over a batch and slot_ids_B, without host reads. max_pages: of
+        a sequence."""
         self._num_columns, self._padding_slot, self._device = num_columns, padding_slot, device
         self._slot_ids: dict[int, Tensor] = {}
         self._graphs: dict[int, PrefillGraphs] = {}
@@ -79,7 +82,8 @@ class RideGraphs:
         return [record for graphs in self._graphs.values() for record in graphs.recordings().values()]
 
     def rows_of(self, runs: Sequence[PromptRun], num_slots: int, num_columns: int) -> int | None:
-        """Rows of the smallest recorded graph that holds the runs and so many windows of so many columns; None: none does."""
+        """Rows of the smallest recorded graph that holds the runs and so many windows of so many columns; None: none
+        does."""
         batch = self._batch(num_slots)
         if num_columns != self._num_columns or batch is None:
             return None
@@ -108,7 +112,8 @@ def rows_beyond(ridden: int, alone: int) -> int:
 
 
 def even_batch(num_slots: int, num_columns: int) -> int:
-    """Slots that the windows of a pass are filled up to on a GPU: the smallest even number of rows, doubled until it holds them."""
+    """Slots that the windows of a pass are filled up to on a GPU: the smallest even number of rows, doubled until it
+    holds them."""
     batch = _EVEN_ROWS // math.gcd(_EVEN_ROWS, num_columns)
     while batch < num_slots:
         batch *= 2
@@ -128,5 +133,7 @@ def ride_keys(most_tokens: int, *, max_running: int, num_columns: int, most_ride
 
 def ride_graph_bytes(hidden_size: int, *, max_running: int, max_draft_tokens: int, most_riders: int) -> int:
     """About what they will take on the device beside the graphs of prompts alone, before there are any."""
-    keys = ride_keys(chunk_sizes(hidden_size)[-1], max_running=max_running, num_columns=max_draft_tokens + 1, most_riders=most_riders)
+    keys = ride_keys(
+        chunk_sizes(hidden_size)[-1], max_running=max_running, num_columns=max_draft_tokens + 1, most_riders=most_riders
+    )
     return len(keys) * BYTES_A_GRAPH

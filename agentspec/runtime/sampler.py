@@ -15,15 +15,25 @@ from agentspec.kernels.slots import OutcomeRows, Window
 from agentspec.runtime.step_buffers import StepBuffers
 
 
-def choose(buffers: StepBuffers, slot_ids_B: Tensor, window: Window, logits_BTV: Tensor, *, sampled: bool, constrained: bool) -> Tensor:
+def choose(
+    buffers: StepBuffers, slot_ids_B: Tensor, window: Window, logits_BTV: Tensor, *, sampled: bool, constrained: bool
+) -> Tensor:
     """The target's token after each column: int64 BT.
 
-    sampled: False only if every slot is greedy without penalties and bias. constrained: False only if no slot has masks. So a batch of plain greedy
-    slots needs no more than an argmax, and draws what it would draw in any company."""
+    sampled: False only if every slot is greedy without penalties and bias. constrained: False only if no slot has
+    masks. So a batch of plain greedy slots needs no more than an argmax, and draws what it would draw in any
+    company."""
     ops = kernels.backend(buffers.device)
     if not (sampled or constrained):
         return ops.argmax(logits_BTV.flatten(0, 1)).view_as(window.tokens_BT)
-    return ops.sample(logits_BTV, window.tokens_BT, next_positions(window), slot_ids_B, buffers.sampling_table, constrained=constrained)
+    return ops.sample(
+        logits_BTV,
+        window.tokens_BT,
+        next_positions(window),
+        slot_ids_B,
+        buffers.sampling_table,
+        constrained=constrained,
+    )
 
 
 def next_positions(window: Window) -> Tensor:

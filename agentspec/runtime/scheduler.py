@@ -1,11 +1,12 @@
-"""What runs next: continuous batching, chunked prefill, admission by rows and pages, preemption, and what each step taught us.
+"""What runs next: continuous batching, chunked prefill, admission by rows and pages, preemption, and what each step
+taught us.
 
-`plan` writes the next step; `apply` reads the outcome of an earlier one and returns the events to send. Between the two lies
-the device, possibly one step behind. No torch, no model: rows, pages and tokens are integers here.
+`plan` writes the next step; `apply` reads the outcome of an earlier one and returns the events to send. Between the two
+lies the device, possibly one step behind. No torch, no model: rows, pages and tokens are integers here.
 
-Who owns what: a request's lease owns its rows and pages until they are published (then the tree does) or released. Nothing is
-released while a step in flight may still write to it. The exception is a request that the *device* ended: its slot
-is inert from then on, so its rows and pages can go at once.
+Who owns what: a request's lease owns its rows and pages until they are published (then the tree does) or released.
+Nothing is released while a step in flight may still write to it. The exception is a request that the *device* ended:
+its slot is inert from then on, so its rows and pages can go at once.
 """
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ class Scheduler:
         self._metrics.prompt_tokens += request.prompt_length
 
     def abort(self, request_id: str) -> None:
-        """End a request. Its FinishEvent comes when no step in flight contains it any more. An unknown or ended id is no error:
-        an abort may cross the request's own end."""
+        """End a request. Its FinishEvent comes when no step in flight contains it any more. An unknown or ended id is
+        no error: an abort may cross the request's own end."""
         request = self._by_id.get(request_id)
         if request is not None and request.ending is None:
             self._end(request, FinishReason.ABORT)
@@ -153,13 +154,15 @@ class Scheduler:
             self._settle(request)
 
     def _holds_constrained_back(self) -> bool:
-        """The masks of a constrained request need the outcome of its last step. While one waits for that, no other goes ahead: they decode in the
-        same steps, every other one under overlap, instead of splitting the batch between odd and even steps. A first step comes when the prompt is
-        through, and holds nobody back, or newcomers could do so for ever."""
+        """The masks of a constrained request need the outcome of its last step. While one waits for that, no other goes
+        ahead: they decode in the same steps, every other one under overlap, instead of splitting the batch between odd
+        and even steps. A first step comes when the prompt is through, and holds nobody back, or newcomers could do so
+        for ever."""
         return any(request.waits_for_drafts and not request.takes_first_step for request in self._running)
 
     def _take_in(self, flight: Flight, requests: list[Request]) -> list[int]:
-        """The slots of those who take part in the step, with masks; a request whose grammar fails is left out, with its `ending` set."""
+        """The slots of those who take part in the step, with masks; a request whose grammar fails is left out, with its
+        `ending` set."""
         slots = []
         for request in requests:
             assert request.slot is not None
@@ -188,7 +191,11 @@ class Scheduler:
         """Who decodes next: make sure of pages for each, oldest first; preempt the youngest when there are none."""
         ready = []
         for request in list(self._running):
-            if request.phase is not Phase.DECODE or request.waits_for_drafts or (holds_back and request.constraint is not None):
+            if (
+                request.phase is not Phase.DECODE
+                or request.waits_for_drafts
+                or (holds_back and request.constraint is not None)
+            ):
                 continue
             if self._grow(request, plan):
                 ready.append(request)
@@ -208,11 +215,14 @@ class Scheduler:
             self._retract(victim)
             if victim is request or victim.phase is Phase.LEAVING:
                 return False
-        plan.page_updates.extend((request.slot, index, lease.page_ids[index]) for index in range(have, len(lease.page_ids)))
+        plan.page_updates.extend(
+            (request.slot, index, lease.page_ids[index]) for index in range(have, len(lease.page_ids))
+        )
         return True
 
     def _admit(self) -> None:
-        """Give waiting requests a slot, rows and pages, late ones first, then in order of arrival; a request whose session must wait is passed over.
+        """Give waiting requests a slot, rows and pages, late ones first, then in order of arrival; a request whose
+        session must wait is passed over.
 
         Who found no room is not tried again before somebody has let go of some."""
         for request in self._late_first() if self._waiting else ():
@@ -232,16 +242,25 @@ class Scheduler:
             if not self._take_room(request, match, pages) and not self._take_room_from_nothing(request, pages):
                 self._full_since = self._num_let_go
                 return
-            request.turn_trusted = self._trust.judge(request.submit.session_id, request.submit.breakpoints, request.sequence)
+            request.turn_trusted = self._trust.judge(
+                request.submit.session_id, request.submit.breakpoints, request.sequence
+            )
             request.pending = wanted_checkpoints(request, match.branch_tokens, self._block)
             request.promised = {wanted.length for wanted in request.pending}
-            self._fair.enter(request, goes_ahead=self._gate.is_preferred(request.session_key), is_first=not self._gate.has_run(request.session_key))
+            self._fair.enter(
+                request,
+                goes_ahead=self._gate.is_preferred(request.session_key),
+                is_first=not self._gate.has_run(request.session_key),
+            )
             self._enter(request)
 
     def _late_first(self) -> list[Request]:
-        """Those that wait, as they are to be tried. Sessions that are late go ahead of the others' working sets, too."""
+        """Those that wait, as they are to be tried. Sessions that are late go ahead of the others' working sets,
+        too."""
         self._num_looked += 1
-        self._match(self._waiting[self._num_looked % len(self._waiting)])  # what others have left in the cache makes a fair wait shorter
+        self._match(
+            self._waiting[self._num_looked % len(self._waiting)]
+        )  # what others have left in the cache makes a fair wait shorter
         late = [self._by_id[request_id] for request_id in self._fair.late()]
         singles = {request.session_key for request in late if request.submit.session_id is None}
         self._gate.prefer((request.session_key for request in late), singles=singles, most=self._fair.may_go_ahead)
@@ -257,12 +276,19 @@ class Scheduler:
 
     def _gate_allows(self, request: Request, need: WorkingSet) -> bool:
         """An engine with nothing else to do serves whoever comes, by the age of their sessions."""
-        return self._gate.allows(request.session_key, need) or (not self._running and self._gate.is_next(request.session_key))
+        return self._gate.allows(request.session_key, need) or (
+            not self._running and self._gate.is_next(request.session_key)
+        )
 
     def _take_room(self, request: Request, match: Match, pages: int) -> bool:
-        """Lease the match, take pages and rows, and start what is to be fetched; False, with everything given back, when there is no room for it."""
+        """Lease the match, take pages and rows, and start what is to be fetched; False, with everything given back,
+        when there is no room for it."""
         lease = self._cache.acquire(match, session_id=request.submit.session_id)
-        rows = self._cache.take_rows(lease, rows_of_request(self._max_draft_tokens)) if self._cache.grow_pages(lease, pages) else None
+        rows = (
+            self._cache.take_rows(lease, rows_of_request(self._max_draft_tokens))
+            if self._cache.grow_pages(lease, pages)
+            else None
+        )
         # One that was preempted leaves the others a page each to grow into, or it is preempted again at once.
         margin = len(self._running) if request.preemptions else 0
         has_room = rows is not None and (not margin or self._cache.available_pages() >= margin)
@@ -279,7 +305,9 @@ class Scheduler:
         """With nobody else running, the row of the match itself may be what is missing: then do without the match."""
         if self._running:
             return False
-        has_room = self._take_room(request, self._cache.match(request.submit.namespace, request.sequence, limit=0), pages)
+        has_room = self._take_room(
+            request, self._cache.match(request.submit.namespace, request.sequence, limit=0), pages
+        )
         assert has_room, "one request alone always fits: new_request checked its limit"
         return True
 
@@ -309,7 +337,11 @@ class Scheduler:
 
     def _plan_prefill(self, flight: Flight) -> list[Request]:
         """Fill the room of the step's prompt pass; whoever is through joins, and takes the first step at once."""
-        prefilling = [request for request in self._running if request.phase is Phase.PREFILL and request.computed < request.prefill_end]
+        prefilling = [
+            request
+            for request in self._running
+            if request.phase is Phase.PREFILL and request.computed < request.prefill_end
+        ]
         if not prefilling:
             return []
         room = self._pace.open(streams_run=any(request.phase is Phase.DECODE for request in self._running))
@@ -329,7 +361,9 @@ class Scheduler:
                 joined.append(request)
         return joined
 
-    def _launch_chunk(self, flight: Flight, request: Request, chunk: ChunkPlan, checkpoints: list[tuple[int, int, CheckpointKind]]) -> None:
+    def _launch_chunk(
+        self, flight: Flight, request: Request, chunk: ChunkPlan, checkpoints: list[tuple[int, int, CheckpointKind]]
+    ) -> None:
         flight.plan.chunks.append(chunk)
         flight.chunks.append((request, checkpoints))
         flight.requests[request] = None
@@ -470,14 +504,18 @@ class Scheduler:
         self._waiting.sort(key=lambda waiting: waiting.number)
 
     def _publish_rolling(self, request: Request) -> None:
-        """Publish the deepest rolling checkpoint whose tokens were all kept, unless the turn ended and won't come back as generated.
+        """Publish the deepest rolling checkpoint whose tokens were all kept, unless the turn ended and won't come back
+        as generated.
 
-        With the host a step behind, the newer one may lie beyond a stop that only the host saw; then the older one stands."""
+        With the host a step behind, the newer one may lie beyond a stop that only the host saw; then the older one
+        stands."""
         assert request.lease is not None
         submit = request.submit
         if request.ending is not None:
             last = len(request.sequence) // self._block * self._block
-            self._trust.ended(submit.session_id, submit.breakpoints, request.sequence, last, trusted=request.turn_trusted)
+            self._trust.ended(
+                submit.session_id, submit.breakpoints, request.sequence, last, trusted=request.turn_trusted
+            )
             if not request.turn_trusted:
                 return
         kept = [(length, row) for row, length in request.rolling if 0 < length <= len(request.sequence)]

@@ -1,6 +1,7 @@
 """Log-probabilities of tokens that are known already, and of the most likely ones in their place.
 
-By the model's own distribution: from raw logits, before penalties, bias, masks and temperature. Knows nothing of requests.
+By the model's own distribution: from raw logits, before penalties, bias, masks and temperature. Knows nothing of
+requests.
 
 Shape letters: N scored rows, V vocabulary, A alternatives a row.
 """
@@ -50,7 +51,10 @@ class ScoreRows:
     def read(self, first: int, end: int, num_alternatives: int) -> list[TokenScore]:
         """Rows first to end - 1, with so many of their alternatives; waits for the device."""
         rows = slice(first, end)
-        top = (self.top_ids_NA[rows, :num_alternatives].tolist(), self.top_logprobs_NA[rows, :num_alternatives].tolist())
+        top = (
+            self.top_ids_NA[rows, :num_alternatives].tolist(),
+            self.top_logprobs_NA[rows, :num_alternatives].tolist(),
+        )
         columns = (self.token_N[rows].tolist(), self.logprob_N[rows].tolist(), *top)
         return [
             TokenScore(token_id=token_id, logprob=logprob, top=list(zip(top_ids, top_logprobs, strict=True)))

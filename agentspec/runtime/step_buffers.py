@@ -1,10 +1,14 @@
-"""The persistent device tensors of a decode step, one row a slot: allocated once, never replaced, so that a graph may hold their addresses.
+"""The persistent device tensors of a decode step, one row a slot: allocated once, never replaced, so that a graph may
+hold their addresses.
 
-Owns layout, padding values and the host's writes (join, leave, page updates). Knows nothing of what a step does with them.
+Owns layout, padding values and the host's writes (join, leave, page updates). Knows nothing of what a step does with
+them.
 
-The integers that a step changes live side by side in `slots_SF`: a step loads a slot with one gather and stores it with one scatter.
+The integers that a step changes live side by side in `slots_SF`: a step loads a slot with one gather and stores it with
+one scatter.
 
-Shape letters: S slots (max_running + 1), W = max k + 1, P pages a sequence, V vocabulary, E stop ids, F fields, X = ceil(V / 32).
+Shape letters: S slots (max_running + 1), W = max k + 1, P pages a sequence, V vocabulary, E stop ids, F fields, X =
+ceil(V / 32).
 """
 
 from __future__ import annotations
@@ -43,13 +47,16 @@ class StepBuffers:
     page_table_SP: Tensor
     """int32 [S, P]. Padding SCRATCH_PAGE. Writer: join, page updates. Reader: the step."""
     counts_SV: Tensor
-    """int32 [S, V]. Generated tokens. Writer: join (requests with penalties), the sampled step. Reader: the sampler. Stale without penalties."""
+    """int32 [S, V]. Generated tokens. Writer: join (requests with penalties), the sampled step. Reader: the sampler.
+    Stale without penalties."""
     prompt_seen_SV: Tensor
-    """bool [S, V]. Tokens of the prompt. Writer: join (requests with penalties). Reader: the sampler. Stale without penalties."""
+    """bool [S, V]. Tokens of the prompt. Writer: join (requests with penalties). Reader: the sampler. Stale without
+    penalties."""
     bias_SV: Tensor
     """float32 [S, V]. Padding 0. Writer: join. Reader: the sampler."""
     mask_SWX: Tensor
-    """int32 [S, W, X], bits as in constraint.MaskRows. Padding -1 (all allowed). Writer: join, masks of a plan. Reader: the constrained step."""
+    """int32 [S, W, X], bits as in constraint.MaskRows. Padding -1 (all allowed). Writer: join, masks of a plan. Reader:
+    the constrained step."""
     block_tokens: int
     """Tokens in a page, and the grid of checkpoints."""
 
@@ -77,7 +84,9 @@ class StepBuffers:
         limits.length_limit_B.fill_(torch.iinfo(torch.int64).max)
         limits.seed_B.fill_(0)
         limits.top_k_B.fill_(vocab_size)
-        sampling_SF = torch.from_numpy(_sampling_rows([SamplingParams(temperature=0.0)])).repeat(num_slots, 1).to(device)
+        sampling_SF = (
+            torch.from_numpy(_sampling_rows([SamplingParams(temperature=0.0)])).repeat(num_slots, 1).to(device)
+        )
         return cls(
             slots_SF=slots_SF,
             limits_SF=limits_SF,
@@ -115,7 +124,8 @@ class StepBuffers:
         return SlotState.of(self.slots_SF).tokens_BW.shape[1]
 
     def put_masks(self, masks: Mapping[int, MaskRows]) -> None:
-        """Enter what each of these slots may say after the leading columns of its next window, and leave its other columns as they are."""
+        """Enter what each of these slots may say after the leading columns of its next window, and leave its other
+        columns as they are."""
         cells = [(slot, column) for slot, rows in masks.items() for column in range(len(rows))]
         slots, columns = stage(cells, torch.int64, self.device).unbind(1)
         self.mask_SWX[slots, columns] = stage(np.concatenate(list(masks.values())), torch.int32, self.device)
@@ -134,7 +144,9 @@ class StepBuffers:
         slot_ids_J = stage([join.slot for join in joins], torch.int64, self.device)
         self.slots_SF[slot_ids_J] = stage(self._slot_rows(joins), torch.int64, self.device)
         self.limits_SF[slot_ids_J] = stage(self._limits_rows(joins), torch.int64, self.device)
-        self.sampling_SF[slot_ids_J] = stage(_sampling_rows([join.sampling for join in joins]), torch.float32, self.device)
+        self.sampling_SF[slot_ids_J] = stage(
+            _sampling_rows([join.sampling for join in joins]), torch.float32, self.device
+        )
         num_pages = self.page_table_SP.shape[1]
         page_rows = [join.page_ids + [SCRATCH_PAGE] * (num_pages - len(join.page_ids)) for join in joins]
         self.page_table_SP[slot_ids_J] = stage(page_rows, torch.int32, self.device)
@@ -145,8 +157,12 @@ class StepBuffers:
         rows_JF = np.zeros((len(joins), self.slots_SF.shape[1]), np.int64)
         slot = SlotState.of(rows_JF)
         for join in joins:
-            assert len(join.rows.write) == self.width, f"slot {join.slot} needs {self.width} write rows, has {len(join.rows.write)}"
-            assert join.length + 1 < join.length_limit, f"slot {join.slot} has no room to emit: {join.length} + 1 tokens, limit {join.length_limit}"
+            assert len(join.rows.write) == self.width, (
+                f"slot {join.slot} needs {self.width} write rows, has {len(join.rows.write)}"
+            )
+            assert join.length + 1 < join.length_limit, (
+                f"slot {join.slot} has no room to emit: {join.length} + 1 tokens, limit {join.length_limit}"
+            )
         slot.active_B[:] = 1
         slot.length_B[:] = [join.length for join in joins]
         slot.read_row_B[:] = [join.rows.prompt for join in joins]
@@ -164,7 +180,9 @@ class StepBuffers:
         limits.top_k_B[:] = [join.sampling.top_k or self.vocab_size for join in joins]
         num_stop_ids = limits.stop_ids_BE.shape[1]
         for place, join in enumerate(joins):
-            assert len(join.stop_ids) <= num_stop_ids, f"slot {join.slot} has {len(join.stop_ids)} stop ids, room for {num_stop_ids}"
+            assert len(join.stop_ids) <= num_stop_ids, (
+                f"slot {join.slot} has {len(join.stop_ids)} stop ids, room for {num_stop_ids}"
+            )
             limits.stop_ids_BE[place, : len(join.stop_ids)] = join.stop_ids
         return rows_JF
 
@@ -173,7 +191,9 @@ class StepBuffers:
         self.bias_SV[join.slot] = 0
         if join.sampling.logit_bias:
             token_ids = stage(list(join.sampling.logit_bias), torch.int64, self.device)
-            self.bias_SV[join.slot, token_ids] = stage(list(join.sampling.logit_bias.values()), torch.float32, self.device)
+            self.bias_SV[join.slot, token_ids] = stage(
+                list(join.sampling.logit_bias.values()), torch.float32, self.device
+            )
         if join.sampling.has_penalties:
             counts = np.bincount(np.array(join.output_ids, dtype=np.int64), minlength=self.vocab_size)
             seen = np.bincount(np.array(join.prompt_ids, dtype=np.int64), minlength=self.vocab_size) > 0
@@ -182,7 +202,8 @@ class StepBuffers:
 
 
 def stage(values: object, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Host values as a device tensor, through memory of this call's own: a reused staging buffer would race the copy still in flight."""
+    """Host values as a device tensor, through memory of this call's own: a reused staging buffer would race the copy
+    still in flight."""
     host = torch.as_tensor(values, dtype=dtype)
     if device.type != "cuda":
         return host.to(device)

@@ -66,8 +66,8 @@ class StepLoop:
         prepare: Callable[[], bool] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """token_counts: where to count what is served; None: nowhere. copier: None: the cache has no host tier. prepare: see the method; None: the
-        start leaves nothing. clock: seconds, for metrics alone."""
+        """token_counts: where to count what is served; None: nowhere. copier: None: the cache has no host tier.
+        prepare: see the method; None: the start leaves nothing. clock: seconds, for metrics alone."""
         self.scheduler = scheduler
         self.metrics = metrics
         self.executor = executor
@@ -142,7 +142,9 @@ class StepLoop:
 
     def _observe(self, flight: Flight, outcome: StepOutcome) -> None:
         verified = set(flight.plan.decode_slots)
-        offered = [(slot.num_drafted, slot.num_accepted) for slot in outcome.slots if slot.emitted and slot.slot in verified]
+        offered = [
+            (slot.num_drafted, slot.num_accepted) for slot in outcome.slots if slot.emitted and slot.slot in verified
+        ]
         if offered:
             seconds = 0.0 if outcome.rode else outcome.decode_seconds  # what is left of a step says nothing of its k
             self._depth_policy.observe(num_drafted=flight.plan.num_drafted, slots=offered, seconds=seconds)

@@ -1,11 +1,12 @@
 """Whether a session's next prompt continues the tokens that were generated, or writes the turn anew.
 
-The checkpoint of a generated turn is worth its row only if the client sends those very tokens back. Clients that drop reasoning, respell
-arguments or replay recorded answers don't; for their sessions the state at the end of the *prompt* is the one that the next turn
-can resume from. So each session is judged by what its last prompt did, and judged again with every turn.
+The checkpoint of a generated turn is worth its row only if the client sends those very tokens back. Clients that drop
+reasoning, respell arguments or replay recorded answers don't; for their sessions the state at the end of the *prompt*
+is the one that the next turn can resume from. So each session is judged by what its last prompt did, and judged again
+with every turn.
 
-A prompt with a new user message says nothing: templates render the turns before it anew by design, and the checkpoint at the last user
-message stands for them.
+A prompt with a new user message says nothing: templates render the turns before it anew by design, and the checkpoint
+at the last user message stands for them.
 """
 
 from __future__ import annotations
@@ -45,8 +46,11 @@ class TurnTrust:
             record.trusted = _digest(prompt, record.length) == record.digest
         return record.trusted
 
-    def ended(self, session_id: str | None, breakpoints: list[Breakpoint], sequence: array[int], length: int, *, trusted: bool) -> None:
-        """A turn ended with `sequence` (prompt and output); `length` is its last block boundary, behind which a next turn would resume."""
+    def ended(
+        self, session_id: str | None, breakpoints: list[Breakpoint], sequence: array[int], length: int, *, trusted: bool
+    ) -> None:
+        """A turn ended with `sequence` (prompt and output); `length` is its last block boundary, behind which a next
+        turn would resume."""
         if session_id is None:
             return
         self._records[session_id] = _Record(_query_end(breakpoints), length, _digest(sequence, length), trusted)

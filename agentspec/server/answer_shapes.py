@@ -1,4 +1,5 @@
-"""What answers look like, for the API's own description (openapi.py): the fields that every answer of a kind has, and some that it may have.
+"""What answers look like, for the API's own description (openapi.py): the fields that every answer of a kind has, and
+some that it may have.
 
 Types only: the answers are made elsewhere, as plain dicts. Knows no endpoint.
 """

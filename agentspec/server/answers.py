@@ -49,14 +49,19 @@ def usage_body(usage: Usage, reasoning_tokens: int = 0, clamped: int | None = No
 
 def usage_so_far(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     """Usage of one choice that goes on: what else belongs to it is known at its end."""
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": prompt_tokens + completion_tokens}
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
 
 
 def metrics_body(spec: SpecStats, info: ModelInfo) -> dict[str, Any]:
     """`metrics.speculative_decoding`, in the shape that vLLM introduced; a rate that nothing was measured for is null.
 
-    mean_acceptance_length counts the bonus token: 1 + accepted drafts / steps. acceptance_by_position[i] is the share of
-    the drafts at position i that were accepted; its two counts are in by_source, so that a reader can pool requests."""
+    mean_acceptance_length counts the bonus token: 1 + accepted drafts / steps. acceptance_by_position[i] is the share
+    of the drafts at position i that were accepted; its two counts are in by_source, so that a reader can pool
+    requests."""
     accepted_by_position = zip_longest(spec.accepted_by_position, spec.drafted_by_position, fillvalue=0)
     body: dict[str, Any] = {
         "mean_acceptance_length": 1 + spec.num_accepted / spec.num_steps if spec.num_steps else None,
@@ -77,7 +82,10 @@ def metrics_body(spec: SpecStats, info: ModelInfo) -> dict[str, Any]:
 def _of_source(spec: SpecStats, info: ModelInfo, source: DraftSource) -> dict[str, Any]:
     """The counts of the drafts that come from one source, at its own positions."""
     is_its_own = [one is source for one in info.draft_sources]
-    drafted, accepted = list(compress(spec.drafted_by_position, is_its_own)), list(compress(spec.accepted_by_position, is_its_own))
+    drafted, accepted = (
+        list(compress(spec.drafted_by_position, is_its_own)),
+        list(compress(spec.accepted_by_position, is_its_own)),
+    )
     return {
         "num_draft_tokens": sum(drafted),
         "num_accepted_draft_tokens": sum(accepted),
@@ -104,7 +112,8 @@ def total(usages: Iterable[Usage]) -> Usage:
 
 
 def of_choices(usages: Sequence[Usage]) -> Usage:
-    """The sum over the choices of one prompt, which counts once. Cached are the tokens that none of them had to compute."""
+    """The sum over the choices of one prompt, which counts once. Cached are the tokens that none of them had to
+    compute."""
     whole = total(usages)
     whole.prompt_tokens = usages[0].prompt_tokens
     whole.cached_tokens = min(usage.cached_tokens for usage in usages)

@@ -1,7 +1,7 @@
 """The HTTP door: bodies in, routes found, responses out.
 
-Owns no request logic: each endpoint's module offers its routes. Talks to the engine through wire.EngineClient alone, and never
-imports torch.
+Owns no request logic: each endpoint's module offers its routes. Talks to the engine through wire.EngineClient alone,
+and never imports torch.
 """
 
 from __future__ import annotations
@@ -66,11 +66,13 @@ def create_app(
     root_path: str = "",
     max_open: int | None = None,
 ) -> FastAPI:
-    """The server of one engine. `text` is None for a checkpoint without a tokenizer: token-id prompts only. `names`: see Service.
+    """The server of one engine. `text` is None for a checkpoint without a tokenizer: token-id prompts only. `names`:
+    see Service.
 
-    strict_fields: refuse bodies with fields that nobody knows, instead of leaving these out. drops_images: words in the place of images, instead
-    of a refusal. tenants: whose figures /metrics has; requests come with one in their scope, where they come with a key. root_path: what clients
-    write before every path. max_open: prompts and choices that may run or wait at the same time; None: any number."""
+    strict_fields: refuse bodies with fields that nobody knows, instead of leaving these out. drops_images: words in the
+    place of images, instead of a refusal. tenants: whose figures /metrics has; requests come with one in their scope,
+    where they come with a key. root_path: what clients write before every path. max_open: prompts and choices that may
+    run or wait at the same time; None: any number."""
     figures = Figures()
     service = Service(
         engine=RecordedEngine(engine, figures, max_open=max_open),
@@ -85,7 +87,9 @@ def create_app(
     )
     app = FastAPI(title="agentspec", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     for route in ROUTES:
-        app.add_api_route(route.path, _endpoint(service, route, max_body_bytes, limits), methods=[route.method], response_model=None)
+        app.add_api_route(
+            route.path, _endpoint(service, route, max_body_bytes, limits), methods=[route.method], response_model=None
+        )
     app.add_exception_handler(HTTPException, _http_error)
     app.add_middleware(Normalizer)
     return app
@@ -94,7 +98,9 @@ def create_app(
 async def _http_error(request: Request, error: Exception) -> Response:
     """Unknown paths and methods, in OpenAI's error shape."""
     assert isinstance(error, HTTPException)
-    described = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", headers=error.headers)
+    described = ApiError(
+        error.status_code, f"{request.method} {request.url.path}: {error.detail}", headers=error.headers
+    )
     return error_response(described, request.url.path)
 
 
@@ -112,7 +118,14 @@ def _endpoint(service: Service, route: Route, max_body_bytes: int, limits: TimeL
         notes = Notes(strict=service.strict_fields)
         own = service.of(request.scope.get(TENANT) or NOBODY)
         owner = own.tenant.name
-        call = Call(body=body, headers=request.headers, path=request.path_params, query=request.query_params, owner=owner, notes=notes)
+        call = Call(
+            body=body,
+            headers=request.headers,
+            path=request.path_params,
+            query=request.query_params,
+            owner=owner,
+            notes=notes,
+        )
         note = request.scope.get(NOTE)
         engine = own.engine if note is None else NotedEngine(own.engine, note)
         asked = replace(own, engine=limits.of_request(engine))
@@ -125,7 +138,9 @@ async def _answer(service: Service, route: Route, call: Call, path: str) -> Resp
     """The route's answer, which says what of the request was left out."""
     response = await route.handle(service, call)
     if call.notes.unknown:
-        response.headers[HEADER] = service.unknown.note(call.notes.unknown, path=path, client=call.headers.get("user-agent", ""))
+        response.headers[HEADER] = service.unknown.note(
+            call.notes.unknown, path=path, client=call.headers.get("user-agent", "")
+        )
     return response
 
 

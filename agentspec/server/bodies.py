@@ -1,7 +1,7 @@
 """Bodies on their way in, and answers that don't wait for one.
 
-Owns how long a body may take, how many bytes of unfinished bodies are held, and how a connection ends whose client may still be sending. Knows
-ASGI; nothing of JSON, keys or the engine.
+Owns how long a body may take, how many bytes of unfinished bodies are held, and how a connection ends whose client may
+still be sending. Knows ASGI; nothing of JSON, keys or the engine.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LARGE_BODIES = 4
 """The largest bodies that unfinished ones may hold the bytes of, all together."""
 LINGER_BYTES = 2**20
 LINGER_SECONDS = 1.0
-"""How much is read, and for how long, behind an answer that came before its request's body: a connection that closes on a client that still sends
-takes the answer with it."""
+"""How much is read, and for how long, behind an answer that came before its request's body: a connection that closes on
+a client that still sends takes the answer with it."""
 RETRY_SECONDS = 1
 
 
@@ -59,8 +59,8 @@ class Bodies:
     async def read(self, scope: Scope, receive: Receive) -> Message:
         """The whole body as one ASGI message.
 
-        Raises ApiError: 413 for one that is too large, 408 for one that comes too slowly, 429 for a large one that came more slowly than others
-        for which there would be no memory; ClientDisconnect when the client leaves."""
+        Raises ApiError: 413 for one that is too large, 408 for one that comes too slowly, 429 for a large one that came
+        more slowly than others for which there would be no memory; ClientDisconnect when the client leaves."""
         if _declared_bytes(scope) > self._max_bytes:
             raise self._too_large()
         loop = asyncio.get_running_loop()
@@ -91,7 +91,11 @@ class Bodies:
         if body.is_crowded_out:
             reason = f"more than {LARGE_BODIES * self._max_bytes} bytes of large bodies are on their way, and this one came more slowly than others"
             raise ApiError(429, reason, code="overloaded", headers={"retry-after": str(RETRY_SECONDS)})
-        raise ApiError(408, f"the body came more slowly than {LEAST_RATE} bytes a second over {WINDOW_SECONDS:g} seconds", code="body_timeout")
+        raise ApiError(
+            408,
+            f"the body came more slowly than {LEAST_RATE} bytes a second over {WINDOW_SECONDS:g} seconds",
+            code="body_timeout",
+        )
 
     def _count(self, body: _Arriving) -> None:
         """Beyond the limit the oldest goes: whoever sends slowly on purpose is older than those who don't."""
@@ -119,7 +123,8 @@ def replayed(message: Message, receive: Receive) -> Receive:
 
 
 async def answer_unread(response: Response, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send an answer whose request's body, if there is one, nobody has read to its end; the connection is closed behind it."""
+    """Send an answer whose request's body, if there is one, nobody has read to its end; the connection is closed behind
+    it."""
     if not _has_body(scope):
         await response(scope, receive, send)
         return

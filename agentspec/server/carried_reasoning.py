@@ -1,4 +1,5 @@
-"""Reasoning as an opaque text that clients carry back: OpenAI's `encrypted_content`, without the secrecy. Whoever has it can read it.
+"""Reasoning as an opaque text that clients carry back: OpenAI's `encrypted_content`, without the secrecy. Whoever has
+it can read it.
 
 One byte for the form, a check sum, the text in UTF-8, and base64 around it. Knows nothing of items.
 """
@@ -11,7 +12,8 @@ import zlib
 
 _PLAIN, _DEFLATED = 1, 2
 _MOST_TIMES = 8
-"""A deflated text is at most this many times as long as what carries it: reading a body costs no more than its length."""
+"""A deflated text is at most this many times as long as what carries it: reading a body costs no more than its
+length."""
 
 
 def carried(text: str) -> str:

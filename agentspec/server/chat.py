@@ -99,11 +99,15 @@ class _Costs:
     def body(self) -> dict[str, Any]:
         usage = of_choices([end.usage for end in self._ends])
         reasoning_tokens = sum(end.reasoning_tokens for end in self._ends)
-        return {"usage": usage_body(usage, reasoning_tokens, self._clamped), "metrics": metrics_body(usage.spec, self._info)}
+        return {
+            "usage": usage_body(usage, reasoning_tokens, self._clamped),
+            "metrics": metrics_body(usage.spec, self._info),
+        }
 
 
 class ChatChunks:
-    """The chunks of a streamed answer (see sse.Chunks): at most one per engine event, so that token ids stay with their text."""
+    """The chunks of a streamed answer (see sse.Chunks): at most one per engine event, so that token ids stay with their
+    text."""
 
     def __init__(self, service: Service, request: ChatRequest, turns: Sequence[Turn]) -> None:
         self._head = Head(id=_id_of(turns), object="chat.completion.chunk", model=request.model)
@@ -123,7 +127,9 @@ class ChatChunks:
 
     def tokens(self, index: int, event: TokensEvent) -> list[dict[str, Any]]:
         delta = _delta(self._turns[index].push(event))
-        return [self._chunk(index, delta, event.token_ids)] if delta or self._with_ids or self._with_usage_so_far else []
+        return (
+            [self._chunk(index, delta, event.token_ids)] if delta or self._with_ids or self._with_usage_so_far else []
+        )
 
     def finish(self, index: int, event: FinishEvent) -> list[dict[str, Any]]:
         end = self._turns[index].finish(event)
@@ -138,15 +144,21 @@ class ChatChunks:
                 chunks[-1]["metrics"] = costs["metrics"]
         return chunks
 
-    def _chunk(self, index: int, delta: dict[str, Any], ids: Iterable[int] = (), *, finish_reason: str | None = None) -> dict[str, Any]:
+    def _chunk(
+        self, index: int, delta: dict[str, Any], ids: Iterable[int] = (), *, finish_reason: str | None = None
+    ) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
         if self._with_scores and delta.get("content"):
-            choice["logprobs"] = content_logprobs(self._turns[index].take_content_scores(), self._turns[index].token_bytes)
+            choice["logprobs"] = content_logprobs(
+                self._turns[index].take_content_scores(), self._turns[index].token_bytes
+            )
         if self._with_ids:
             choice["token_ids"] = list(ids)
         if self._with_usage_so_far:
             turn = self._turns[index]
-            return self._head.body(choices=[choice], usage=usage_so_far(len(turn.submit.prompt_ids), turn.num_generated))
+            return self._head.body(
+                choices=[choice], usage=usage_so_far(len(turn.submit.prompt_ids), turn.num_generated)
+            )
         return self._head.body(choices=[choice], **({"usage": None} if self._with_usage else {}))
 
 
@@ -198,7 +210,12 @@ class _WholeChoice:
         elif message["content"] is None:
             message["content"] = ""
         logprobs = content_logprobs(self._scores, self._turn.token_bytes) if request.logprobs else None
-        choice: dict[str, Any] = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason(self.end)}
+        choice: dict[str, Any] = {
+            "index": index,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason(self.end),
+        }
         return choice | {"token_ids": self._ids} if request.return_token_ids else choice
 
 
@@ -221,7 +238,12 @@ def _delta(added: Iterable[TextEvent]) -> dict[str, Any]:
         elif isinstance(event, ContentDelta):
             delta["content"] = delta.get("content", "") + event.text
         elif isinstance(event, ToolCallStart):
-            calls[event.index] = {"index": event.index, "id": event.id, "type": "function", "function": {"name": event.name, "arguments": ""}}
+            calls[event.index] = {
+                "index": event.index,
+                "id": event.id,
+                "type": "function",
+                "function": {"name": event.name, "arguments": ""},
+            }
         elif isinstance(event, ToolCallArguments):
             call = calls.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
             call["function"]["arguments"] += event.text

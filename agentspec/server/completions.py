@@ -1,7 +1,7 @@
 """/v1/completions: token-id or text prompts, continued or scored.
 
-Owns the way from a CompletionRequest to its answer, whole or in chunks. A checkpoint without a tokenizer serves token-id
-prompts: its answers have no text, and always their token ids; those of the prompt where they are asked for.
+Owns the way from a CompletionRequest to its answer, whole or in chunks. A checkpoint without a tokenizer serves
+token-id prompts: its answers have no text, and always their token ids; those of the prompt where they are asked for.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ MAX_CHOICES = 2048
 
 
 async def encode_prompts(request: CompletionRequest, service: Service, flow: Flow) -> list[Sequence[int]]:
-    """Token ids of every prompt. Raises RequestError or ApiError when there are too many, or a text has no tokenizer to encode it, or no tokens; and
-    ContextLengthError for a text with too many."""
+    """Token ids of every prompt. Raises RequestError or ApiError when there are too many, or a text has no tokenizer to
+    encode it, or no tokens; and ContextLengthError for a text with too many."""
     prompts, text = request.prompts(), service.text
     if len(prompts) * request.n > MAX_CHOICES:
-        raise RequestError("prompt", f"{len(prompts)} prompts", f"with n={request.n} they make more than {MAX_CHOICES} choices")
+        raise RequestError(
+            "prompt", f"{len(prompts)} prompts", f"with n={request.n} they make more than {MAX_CHOICES} choices"
+        )
     service.check_choices("prompt", len(prompts) * request.n)
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if not texts:
@@ -54,7 +56,9 @@ async def encode_prompts(request: CompletionRequest, service: Service, flow: Flo
     return ids
 
 
-def submits_of(request: CompletionRequest, prompts: Sequence[Sequence[int]], session_id: str | None, max_context: int) -> list[Submit]:
+def submits_of(
+    request: CompletionRequest, prompts: Sequence[Sequence[int]], session_id: str | None, max_context: int
+) -> list[Submit]:
     """One submit for each choice: those of the first prompt first."""
     request_id = uuid.uuid4().hex
     asked = request.sampling()
@@ -116,7 +120,8 @@ def _clamped(request: CompletionRequest, submits: Sequence[Submit]) -> int | Non
 
 
 class _Choice:
-    """One choice on its way. Its pieces are choices of OpenAI's chunks; the whole choice is the same pieces put together."""
+    """One choice on its way. Its pieces are choices of OpenAI's chunks; the whole choice is the same pieces put
+    together."""
 
     usage: Usage
     """Once it has finished."""
@@ -130,13 +135,19 @@ class _Choice:
         self._text = text
         self._with_ids = bool(request.return_token_ids) or text is None
         self._with_prompt_ids = request.return_token_ids is True or (request.echo and text is None)
-        token_bytes = None if text is None else text.tokenizer.shown_bytes(skip_special_tokens=request.skip_special_tokens)
+        token_bytes = (
+            None if text is None else text.tokenizer.shown_bytes(skip_special_tokens=request.skip_special_tokens)
+        )
         self._logprobs = None if request.logprobs is None else CompletionLogprobs(token_bytes)
         self._waiting: list[TokensEvent] | None = None if submit.prompt_logprobs is None else []
         """What was generated behind a prompt whose scores come with the end; None when there is nothing to wait for."""
 
     def opening(self) -> list[dict[str, Any]]:
-        return [] if self._waiting is not None or not (self._request.echo or self._with_prompt_ids) else [self._prompt_piece(None)]
+        return (
+            []
+            if self._waiting is not None or not (self._request.echo or self._with_prompt_ids)
+            else [self._prompt_piece(None)]
+        )
 
     def tokens(self, event: TokensEvent) -> list[dict[str, Any]]:
         self.num_generated += len(event.token_ids)
@@ -175,7 +186,9 @@ class _Choice:
         shown = ""
         if self._request.echo and self._text is not None:
             tokenizer, skips = self._text.tokenizer, self._request.skip_special_tokens
-            shown = tokenizer.decode([token for token in self.prompt_ids if token < tokenizer.vocab_size], skip_special_tokens=skips)
+            shown = tokenizer.decode(
+                [token for token in self.prompt_ids if token < tokenizer.vocab_size], skip_special_tokens=skips
+            )
         piece = self._piece(shown, self.prompt_ids, scores)
         if self._with_prompt_ids:
             piece["prompt_token_ids"] = list(self.prompt_ids)
@@ -190,12 +203,16 @@ class _Choice:
 class _Answer:
     """All choices of one answer, and what they cost together."""
 
-    def __init__(self, request: CompletionRequest, submits: Sequence[Submit], text: TextPipeline | None, info: ModelInfo) -> None:
+    def __init__(
+        self, request: CompletionRequest, submits: Sequence[Submit], text: TextPipeline | None, info: ModelInfo
+    ) -> None:
         self._request = request
         self._info = info
         self._clamped = _clamped(request, submits)
         self._num_open = len(submits)
-        self.head = Head(id="cmpl-" + submits[0].request_id.partition("-")[0], object="text_completion", model=request.model)
+        self.head = Head(
+            id="cmpl-" + submits[0].request_id.partition("-")[0], object="text_completion", model=request.model
+        )
         self.choices = [_Choice(index, request, submit, text) for index, submit in enumerate(submits)]
 
     def finish(self, index: int, event: FinishEvent) -> list[dict[str, Any]]:
@@ -208,14 +225,19 @@ class _Answer:
 
     def costs(self) -> dict[str, Any]:
         n = self._request.n
-        usage = total(of_choices([choice.usage for choice in self.choices[first : first + n]]) for first in range(0, len(self.choices), n))
+        usage = total(
+            of_choices([choice.usage for choice in self.choices[first : first + n]])
+            for first in range(0, len(self.choices), n)
+        )
         return {"usage": usage_body(usage, clamped=self._clamped), "metrics": metrics_body(usage.spec, self._info)}
 
 
 class CompletionChunks:
     """The chunks of a streamed completion (see sse.Chunks)."""
 
-    def __init__(self, request: CompletionRequest, submits: Sequence[Submit], text: TextPipeline | None, info: ModelInfo) -> None:
+    def __init__(
+        self, request: CompletionRequest, submits: Sequence[Submit], text: TextPipeline | None, info: ModelInfo
+    ) -> None:
         self._answer = _Answer(request, submits, text, info)
         self._with_usage = request.include_usage
         self._with_usage_so_far = request.usage_so_far
@@ -239,7 +261,9 @@ class CompletionChunks:
     def _chunk(self, piece: dict[str, Any]) -> dict[str, Any]:
         if self._with_usage_so_far:
             choice = self._answer.choices[piece["index"]]
-            return self._answer.head.body(choices=[piece], usage=usage_so_far(len(choice.prompt_ids), choice.num_generated))
+            return self._answer.head.body(
+                choices=[piece], usage=usage_so_far(len(choice.prompt_ids), choice.num_generated)
+            )
         return self._answer.head.body(choices=[piece], **({"usage": None} if self._with_usage else {}))
 
 
@@ -249,6 +273,8 @@ async def complete(service: Service, request: CompletionRequest, submits: Sequen
     pieces = [choice.opening() for choice in answer.choices]
     async with aclosing(events.merge(service.engine, submits)) as merged:
         async for index, event in merged:
-            pieces[index] += answer.finish(index, event) if isinstance(event, FinishEvent) else answer.choices[index].tokens(event)
+            pieces[index] += (
+                answer.finish(index, event) if isinstance(event, FinishEvent) else answer.choices[index].tokens(event)
+            )
     choices = [choice.whole(parts) for choice, parts in zip(answer.choices, pieces, strict=True)]
     return answer.head.body(choices=choices, **answer.costs())

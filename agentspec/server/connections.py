@@ -1,7 +1,9 @@
-"""The connections of one server: how many there may be, which one makes room for a new one, and how long each may keep still.
+"""The connections of one server: how many there may be, which one makes room for a new one, and how long each may keep
+still.
 
-Owns the listening socket's `accept` and uvicorn's protocol, of which it reads how far a connection's request is. Knows no request. A new
-connection always finds a descriptor: where accept() fails for want of one, asyncio would take nobody for a second.
+Owns the listening socket's `accept` and uvicorn's protocol, of which it reads how far a connection's request is. Knows
+no request. A new connection always finds a descriptor: where accept() fails for want of one, asyncio would take nobody
+for a second.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class Connections:
         """Sockets that have no protocol yet."""
 
     def protocol(self, **settings: Any) -> H11Protocol:
-        """A new connection's: what uvicorn's Config takes as its `http`. One parser for all installations, so that it is the one that is tested."""
+        """A new connection's: what uvicorn's Config takes as its `http`. One parser for all installations, so that it
+        is the one that is tested."""
         return _Connection(self, **settings)
 
     async def watch(self) -> None:
@@ -69,7 +72,8 @@ class Connections:
         return len(self._open) + self._num_accepted >= self.limit
 
     def evict(self) -> bool:
-        """End the connection that was silent for longest, of those whose request isn't complete; says whether there was one."""
+        """End the connection that was silent for longest, of those whose request isn't complete; says whether there was
+        one."""
         for connection in self._open:
             if connection.is_idle and not connection.is_ended:
                 connection.end()
@@ -92,18 +96,20 @@ class Connections:
 
 
 class Listener(socket.socket):
-    """A listening socket that takes no more connections than there may be. asyncio takes BlockingIOError for "nobody there", and asks again."""
+    """A listening socket that takes no more connections than there may be. asyncio takes BlockingIOError for "nobody
+    there", and asks again."""
 
     def __init__(self, connections: Connections, family: socket.AddressFamily) -> None:
-        # asyncio switches Nagle's algorithm off only for sockets that say that they speak TCP; with it, small writes wait 40 ms for an
-        # acknowledgement.
+        # asyncio switches Nagle's algorithm off only for sockets that say that they speak TCP; with it, small writes
+        # wait 40 ms for an acknowledgement.
         super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self.connections = connections
         self._kept = os.open(os.devnull, os.O_RDONLY)
         """A descriptor for whoever can't be taken in."""
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Of a full house the longest idle goes; its descriptor is free in the event loop's next round. Where nobody is idle, the newcomer goes."""
+        """Of a full house the longest idle goes; its descriptor is free in the event loop's next round. Where nobody is
+        idle, the newcomer goes."""
         if self.connections.is_full and self.connections.evict():
             raise BlockingIOError
         try:
@@ -198,7 +204,8 @@ class _Connection(H11Protocol):
 
 
 def room_for_connections() -> int:
-    """How many connections this process's descriptors allow, after the limit of these was raised as far as it is needed and allowed."""
+    """How many connections this process's descriptors allow, after the limit of these was raised as far as it is needed
+    and allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + SPARE_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -11,7 +11,8 @@ import re
 _HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _BEGINNING = '{"input": "'
 _WHOLE = re.compile(r'(?:[^"\\]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*')
-"""Characters of a JSON string as far as they are complete. No dialect writes a character as two escapes (a pair of surrogates)."""
+"""Characters of a JSON string as far as they are complete. No dialect writes a character as two escapes (a pair of
+surrogates)."""
 
 
 class CustomInput:

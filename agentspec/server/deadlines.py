@@ -1,4 +1,5 @@
-"""How long a request may wait for its first token, and how long it may run: an engine client that ends it, whatever API asked.
+"""How long a request may wait for its first token, and how long it may run: an engine client that ends it, whatever API
+asked.
 
 Knows wire alone. Its errors become statuses and events where all others do.
 """
@@ -83,6 +84,9 @@ class _TimedEngine(WatchedEngine):
 
     def _error(self) -> Exception:
         if self._due is not None and self._due == self._queue_due:
-            return OverloadedError(f"no token within the {self._limits.queue_seconds:g} seconds that a request may wait here", RETRY_SECONDS)
+            return OverloadedError(
+                f"no token within the {self._limits.queue_seconds:g} seconds that a request may wait here",
+                RETRY_SECONDS,
+            )
         reason = f"the request did not end within the {self._limits.request_seconds:g} seconds that it may take here"
         return ApiError(504, reason, code="request_timeout", headers={"x-should-retry": "false"})

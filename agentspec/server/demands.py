@@ -1,6 +1,8 @@
-"""What a body demands of an answer's form: response_format, tool_choice, and the fields in which vLLM's clients ask for constrained output.
+"""What a body demands of an answer's form: response_format, tool_choice, and the fields in which vLLM's clients ask for
+constrained output.
 
-Owns these structs and what they mean as OutputForm and ToolDemand. Knows nothing of grammars, prompts or the rest of a body.
+Owns these structs and what they mean as OutputForm and ToolDemand. Knows nothing of grammars, prompts or the rest of a
+body.
 """
 
 from __future__ import annotations
@@ -64,25 +66,39 @@ class AllowedTools(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tools: Annotated[list[NamedTool], msgspec.Meta(min_length=1)]
 
 
-class AllowedToolsChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="allowed_tools"):
+class AllowedToolsChoice(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="allowed_tools"
+):
     allowed_tools: AllowedTools
 
 
 ToolChoice = Literal["auto", "none", "required"] | NamedTool | AllowedToolsChoice
 
-_FORM_OF = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "ebnf", "json_object": "json_object"}
+_FORM_OF = {
+    "json": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "ebnf",
+    "json_object": "json_object",
+}
 
 
 def output_form(asked: dict[str, Any], response_format: ResponseFormat | None) -> OutputForm | None:
     """The one form that is asked for; None when the output is free.
 
-    `asked`: values of vLLM's names (json, regex, choice, grammar, json_object) by the field that each came in; None and False ask for nothing.
-    Raises RequestError when there is more than one form, or a schema that is no JSON object."""
+    `asked`: values of vLLM's names (json, regex, choice, grammar, json_object) by the field that each came in; None and
+    False ask for nothing. Raises RequestError when there is more than one form, or a schema that is no JSON object."""
     forms = []
     if isinstance(response_format, JsonObjectFormat):
         forms.append(OutputForm(kind="json_object", source=None, field="response_format"))
     elif isinstance(response_format, JsonSchemaFormat):
-        forms.append(OutputForm(kind="json_schema", source=response_format.json_schema.schema, field="response_format.json_schema.schema"))
+        forms.append(
+            OutputForm(
+                kind="json_schema",
+                source=response_format.json_schema.schema,
+                field="response_format.json_schema.schema",
+            )
+        )
     for field, value in asked.items():
         if value is None or value is False:
             continue
@@ -90,7 +106,9 @@ def output_form(asked: dict[str, Any], response_format: ResponseFormat | None) -
         source = _schema(field, value) if kind == "json_schema" else None if kind == "json_object" else value
         forms.append(OutputForm(kind=kind, source=source, field=field))
     if len(forms) > 1:
-        raise RequestError(forms[1].field, forms[1].source, f"can't be joined with {forms[0].field}: an answer has one form")
+        raise RequestError(
+            forms[1].field, forms[1].source, f"can't be joined with {forms[0].field}: an answer has one form"
+        )
     return forms[0] if forms else None
 
 
@@ -109,7 +127,11 @@ def tool_demand(choice: ToolChoice, names: list[str], *, parallel: bool) -> tupl
         if callable_names == frozenset(names):
             return ToolDemand(choice=allowed.mode, parallel=parallel), None
         if allowed.mode == "auto":
-            raise RequestError("tool_choice.allowed_tools.mode", "auto", "is served only when all tools are allowed; a part of them can be required")
+            raise RequestError(
+                "tool_choice.allowed_tools.mode",
+                "auto",
+                "is served only when all tools are allowed; a part of them can be required",
+            )
         return ToolDemand(choice="required", parallel=parallel), callable_names
     if choice == "required" and not names:
         raise RequestError("tool_choice", choice, "needs tools")

@@ -1,7 +1,7 @@
 """Who comes in: API keys, how many requests may run and wait, and nobody new while the server drains.
 
-An ASGI app around the app. It decides before a body is read, and again when the body is there: a request counts from then on. Knows nothing of
-what a request asks for.
+An ASGI app around the app. It decides before a body is read, and again when the body is there: a request counts from
+then on. Knows nothing of what a request asks for.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/response
 
 LIVENESS, READINESS = "/live", "/ready"
 PROBES = frozenset({"/health", "/ping", LIVENESS, READINESS})
-"""Where load balancers and supervisors ask. LIVENESS: whether there is any need to start the server again: not while it loads or drains. READINESS:
-whether another request would be taken. The others: whether requests may come."""
+"""Where load balancers and supervisors ask. LIVENESS: whether there is any need to start the server again: not while it
+loads or drains. READINESS: whether another request would be taken. The others: whether requests may come."""
 
 OPEN_PATHS = PROBES | {"/"}
 OPEN_FOLDER = "/static/"
@@ -101,7 +101,8 @@ class Door:
         return None
 
     def _check_room(self, tenant: Tenant) -> None:
-        """Where there are several keys, none has more places than it leaves free: one that has nothing here always finds one."""
+        """Where there are several keys, none has more places than it leaves free: one that has nothing here always
+        finds one."""
         free = self._max_active - self._active
         if free <= 0:
             raise OverloadedError(f"{self._active} requests run or wait here, which is the limit", RETRY_SECONDS)

@@ -63,7 +63,13 @@ class ApiError(Exception):
         if is_anthropic(path):
             kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}
-        kind = "server_error" if self.status >= 500 else "rate_limit_error" if self.status == 429 else "invalid_request_error"
+        kind = (
+            "server_error"
+            if self.status >= 500
+            else "rate_limit_error"
+            if self.status == 429
+            else "invalid_request_error"
+        )
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
@@ -82,7 +88,9 @@ def api_error(error: AgentspecError) -> ApiError:
     if isinstance(error, OverloadedError):
         return ApiError(429, str(error), code="overloaded", headers={"retry-after": str(error.retry_after)})
     if isinstance(error, EngineClosedError):
-        return ApiError(503, str(error), code="engine_stalled" if isinstance(error, EngineStalledError) else "engine_closed")
+        return ApiError(
+            503, str(error), code="engine_stalled" if isinstance(error, EngineStalledError) else "engine_closed"
+        )
     if isinstance(error, TextProcessError):
         return ApiError(503, str(error), code="text_process")
     return ApiError(500, str(error), code="engine_error")

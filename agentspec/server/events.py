@@ -1,4 +1,5 @@
-"""The engine's event streams as the server reads them: closed on every way out, always ended or failed, and a grammar named as its sender calls it.
+"""The engine's event streams as the server reads them: closed on every way out, always ended or failed, and a grammar
+named as its sender calls it.
 
 Knows wire alone.
 """
@@ -18,8 +19,8 @@ from agentspec.wire import EngineClient, Event, FinishEvent, Submit, TokensEvent
 async def generate(engine: EngineClient, submit: Submit) -> AsyncGenerator[Event, None]:
     """Events of one request, the last one its FinishEvent. Closing this generator aborts the request.
 
-    Raises RequestError when the engine refuses, before the first event or half-way; EngineClosedError when the engine ends; AgentspecError when the
-    request fails."""
+    Raises RequestError when the engine refuses, before the first event or half-way; EngineClosedError when the engine
+    ends; AgentspecError when the request fails."""
     # The protocol promises that closing the iterator aborts; AsyncIterator has no name for that.
     stream = cast(AsyncGenerator[Event, None], engine.stream(submit))
     try:
@@ -39,7 +40,8 @@ async def generate(engine: EngineClient, submit: Submit) -> AsyncGenerator[Event
 
 
 async def merge(engine: EngineClient, submits: Sequence[Submit]) -> AsyncGenerator[tuple[int, Event], None]:
-    """Events of several requests as they come, each with its request's place in `submits`; ends with the last FinishEvent.
+    """Events of several requests as they come, each with its request's place in `submits`; ends with the last
+    FinishEvent.
 
     Closing this generator aborts them all, and so does the first error, which is raised like that of `generate`."""
     if len(submits) == 1:
@@ -63,7 +65,9 @@ async def merge(engine: EngineClient, submits: Sequence[Submit]) -> AsyncGenerat
         await asyncio.wait(tasks)
 
 
-async def _forward(engine: EngineClient, submit: Submit, index: int, ready: asyncio.Queue[tuple[int, Event | Exception]]) -> None:
+async def _forward(
+    engine: EngineClient, submit: Submit, index: int, ready: asyncio.Queue[tuple[int, Event | Exception]]
+) -> None:
     try:
         async with aclosing(generate(engine, submit)) as events:
             async for event in events:

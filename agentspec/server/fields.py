@@ -1,7 +1,8 @@
 """JSON bodies to structs, by a table of what each field is to this server.
 
-A field works, or is known and refused because it would change the answer and can't be done, or is accepted because it says nothing to this server.
-What no table knows is left out and noted: a client's own fields must not end its work. Knows no endpoint's fields. `null` means absent, everywhere.
+A field works, or is known and refused because it would change the answer and can't be done, or is accepted because it
+says nothing to this server. What no table knows is left out and noted: a client's own fields must not end its work.
+Knows no endpoint's fields. `null` means absent, everywhere.
 """
 
 from __future__ import annotations
@@ -40,13 +41,15 @@ FieldTable = Mapping[str, Field]
 """Every field of a body that anybody here knows, by name."""
 
 Checked = Mapping[str, tuple[Any, ...]]
-"""Fields that a struct keeps as they come, with the types that they are held to nevertheless: any one of them. `name[]`: what a list there holds."""
+"""Fields that a struct keeps as they come, with the types that they are held to nevertheless: any one of them.
+`name[]`: what a list there holds."""
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _Value = TypeVar("_Value")
 
 _MOST_ROUNDS = 64
-"""Each round reads the whole value and leaves out one unknown field, or one name's nulls: what has more of them is refused."""
+"""Each round reads the whole value and leaves out one unknown field, or one name's nulls: what has more of them is
+refused."""
 
 _ELEMENTS_READ = 400_000
 """Of the longest list, in all rounds together: where it is very long there are fewer of them."""
@@ -116,16 +119,20 @@ def read(body: Any, kind: type[_Struct], table: FieldTable, notes: Notes, *, req
 
 
 def check(value: Any, kind: type[_Value], name: str = "", *, notes: Notes | None = None) -> _Value:
-    """A value as `kind`, which may be any type that msgspec knows. Raises RequestError with the path under `name` and what stands there.
+    """A value as `kind`, which may be any type that msgspec knows. Raises RequestError with the path under `name` and
+    what stands there.
 
-    notes: inside of the value, too, what no struct knows is left out, and a null is as good as nothing. None: refused like all that is wrong."""
+    notes: inside of the value, too, what no struct knows is left out, and a null is as good as nothing. None: refused
+    like all that is wrong."""
     whole = value
     for round_left in reversed(range(_num_rounds(value))):
         try:
             return msgspec.convert(value, kind, str_keys=True)
         except msgspec.ValidationError as error:
             reason, _, path = str(error).partition(" - at ")
-            shorter = None if notes is None or not round_left else _left_out(value, path.strip("`"), reason, name, notes)
+            shorter = (
+                None if notes is None or not round_left else _left_out(value, path.strip("`"), reason, name, notes)
+            )
             if shorter is None:
                 raise _field_error(whole, path.strip("`"), reason, name) from None
             value = shorter
@@ -138,8 +145,8 @@ def _num_rounds(value: Any) -> int:
 
 
 def _left_out(value: Any, path: str, reason: str, name: str, notes: Notes) -> Any:
-    """The value without what is unknown at the path, or without what is null there and in the same place of other elements of the lists on the
-    path. None: that is not what is wrong."""
+    """The value without what is unknown at the path, or without what is null there and in the same place of other
+    elements of the lists on the path. None: that is not what is wrong."""
     steps: list[str | int] = [int(index) if index.isdigit() else index or key for key, index in _STEP.findall(path)]
     unknown = _UNKNOWN.fullmatch(reason)
     if unknown:

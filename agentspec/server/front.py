@@ -1,5 +1,5 @@
-"""What stands before everything that a server answers, from its first second on: ids and the log, other pages' access (CORS), the names that it is
-asked by, and one spelling of requests.
+"""What stands before everything that a server answers, from its first second on: ids and the log, other pages' access
+(CORS), the names that it is asked by, and one spelling of requests.
 
 Knows ASGI and the server's settings.
 """
@@ -28,7 +28,14 @@ def in_front_of(app: ASGIApp, config: ServerConfig) -> ASGIApp:
     if names is not None:
         app = KnownHosts(app, names, config)
     if config.cors_origins:
-        # A key travels in a header that the page sets itself, so cookies and the like (allow_credentials) are never needed.
-        app = CORSMiddleware(app, allow_origins=config.cors_origins, allow_methods=_METHODS, allow_headers=("*",), expose_headers=_EXPOSED)
+        # A key travels in a header that the page sets itself, so cookies and the like (allow_credentials) are never
+        # needed.
+        app = CORSMiddleware(
+            app,
+            allow_origins=config.cors_origins,
+            allow_methods=_METHODS,
+            allow_headers=("*",),
+            expose_headers=_EXPOSED,
+        )
     app = RequestLog(app)
     return RequestIds(RootPath(app, config.root_path) if config.root_path else app)

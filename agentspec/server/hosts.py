@@ -52,7 +52,9 @@ class KnownHosts:
 def known_names(config: ServerConfig) -> frozenset[str] | None:
     """Names that the server answers to, in lower case; None: any."""
     if config.allowed_hosts:
-        return None if "*" in config.allowed_hosts else frozenset(name.lower() for name in config.allowed_hosts) | LOOPBACK
+        return (
+            None if "*" in config.allowed_hosts else frozenset(name.lower() for name in config.allowed_hosts) | LOOPBACK
+        )
     host = config.host.lower()
     return LOOPBACK | {host} if host in LOOPBACK or host.startswith("127.") else None
 
@@ -65,4 +67,9 @@ def _name_of(host: str) -> str | None:
 
 def _forbidden(header: str, value: bytes, reason: str, flag: str) -> ApiError:
     shown = value[:100].decode("latin-1")
-    return ApiError(403, f"{header}={shown!r}: {reason}, which is refused; serve with {flag} to allow it", param=header, code=f"{header}_not_allowed")
+    return ApiError(
+        403,
+        f"{header}={shown!r}: {reason}, which is refused; serve with {flag} to allow it",
+        param=header,
+        code=f"{header}_not_allowed",
+    )

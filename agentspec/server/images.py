@@ -14,7 +14,8 @@ _TEXT_OF = {"image_url": "text", "image": "text", "input_image": "input_text"}
 
 
 def without_images(body: Any) -> Any:
-    """A decoded body with texts in the place of images: in messages, in items and in the results of tools. What is wrong is left to others."""
+    """A decoded body with texts in the place of images: in messages, in items and in the results of tools. What is
+    wrong is left to others."""
     if not isinstance(body, dict):
         return body
     return {name: _without(value) if name in ("messages", "input") else value for name, value in body.items()}
@@ -28,11 +29,16 @@ def _shown(holder: Any) -> Any:
     """A message, an item or a result of a tool, whose parts are in its content or its output."""
     if not isinstance(holder, dict):
         return holder
-    return {name: _parts(value) if name in ("content", "output") and isinstance(value, list) else value for name, value in holder.items()}
+    return {
+        name: _parts(value) if name in ("content", "output") and isinstance(value, list) else value
+        for name, value in holder.items()
+    }
 
 
 def _parts(parts: list[Any]) -> list[Any]:
-    return [_part(part, "\n" if index else "", "\n" if index < len(parts) - 1 else "") for index, part in enumerate(parts)]
+    return [
+        _part(part, "\n" if index else "", "\n" if index < len(parts) - 1 else "") for index, part in enumerate(parts)
+    ]
 
 
 def _part(part: Any, before: str, behind: str) -> Any:

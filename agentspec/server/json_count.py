@@ -1,13 +1,15 @@
-"""How many values a JSON text holds, counted as its bytes come: what is small as text may be large as objects, and slow for whoever walks over them.
+"""How many values a JSON text holds, counted as its bytes come: what is small as text may be large as objects, and slow
+for whoever walks over them.
 
-Counts at the speed of bytes' own methods, and decodes nothing. Of a text that is no JSON it says something, which is all that is needed.
+Counts at the speed of bytes' own methods, and decodes nothing. Of a text that is no JSON it says something, which is
+all that is needed.
 """
 
 from __future__ import annotations
 
 MAX_PARTS = 200_000
-"""Texts (names of fields too), arrays and objects. As many take some 20 ms to decode and as long to convert; a session of a million tokens has
-50,000."""
+"""Texts (names of fields too), arrays and objects. As many take some 20 ms to decode and as long to convert; a session
+of a million tokens has 50,000."""
 MAX_VALUES = 2_000_000
 """The numbers, too: a prompt may be ids."""
 

@@ -44,7 +44,9 @@ class Entry:
 class Keys:
     """All keys of a server. Belongs to one event loop."""
 
-    def __init__(self, api_keys: Sequence[str] = (), file: str | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, api_keys: Sequence[str] = (), file: str | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """api_keys: each a tenant of its own, by its place. Raises ConfigError naming file, entry, field and value."""
         self._plain = [
             Entry(name=f"api-key:{place}", digests=(sha256(key.encode("ascii")).digest(),), limits=Limits())
@@ -68,7 +70,8 @@ class Keys:
             _log.info("the keys were read again: %s", ", ".join(self.tenants))
 
     def tenant(self, headers: Iterable[tuple[bytes, bytes]]) -> Tenant | None:
-        """Whose key is among a request's headers (names in lower case); None: nobody's. Without any keys it is NOBODY."""
+        """Whose key is among a request's headers (names in lower case); None: nobody's. Without any keys it is
+        NOBODY."""
         if not self.tenants:
             return NOBODY
         for name, value in headers:
@@ -89,7 +92,9 @@ class Keys:
         for entry in entries:
             for digest in entry.digests:
                 if digest in owners:
-                    raise ConfigError(f"{self._file}: {entry.name}.hash", _HIDDEN, f"is that of {owners[digest]!r}, too")
+                    raise ConfigError(
+                        f"{self._file}: {entry.name}.hash", _HIDDEN, f"is that of {owners[digest]!r}, too"
+                    )
                 owners[digest] = entry.name
         for name in self.tenants.keys() - {entry.name for entry in entries}:
             del self.tenants[name]
@@ -98,7 +103,8 @@ class Keys:
         self._by_digest = {self._blinded(digest): self.tenants[name] for digest, name in owners.items()}
 
     def _blinded(self, digest: bytes) -> bytes:
-        """What digests are looked up by: nobody outside knows it, so the time of a comparison says nothing of the digests that are there."""
+        """What digests are looked up by: nobody outside knows it, so the time of a comparison says nothing of the
+        digests that are there."""
         return hmac.digest(self._secret, digest, "sha256")
 
 
@@ -126,7 +132,11 @@ def _entry(place: str, name: str, table: Any) -> Entry:
         raise ConfigError(place, _HIDDEN, f"must be a table: [{name}], and its fields below")
     for field, value in table.items():
         if field not in _FIELDS:
-            raise ConfigError(f"{place}.{field}", _HIDDEN if isinstance(value, str) else value, f"is unknown; there are {', '.join(_FIELDS)}")
+            raise ConfigError(
+                f"{place}.{field}",
+                _HIDDEN if isinstance(value, str) else value,
+                f"is unknown; there are {', '.join(_FIELDS)}",
+            )
     group = table.get("group")
     if group is not None and not (isinstance(group, str) and _NAME.fullmatch(group)):
         raise ConfigError(f"{place}.group", group, _NAME_RULE)
@@ -143,5 +153,9 @@ def _entry(place: str, name: str, table: Any) -> Entry:
 def _digests(place: str, value: Any) -> tuple[bytes, ...]:
     written = value if isinstance(value, list) else [value]
     if not written or not all(isinstance(one, str) and _DIGEST.fullmatch(one) for one in written):
-        raise ConfigError(place, _HIDDEN if value is not None else None, "must be the SHA-256 of the key in 64 hex digits, or a list of such")
+        raise ConfigError(
+            place,
+            _HIDDEN if value is not None else None,
+            "must be the SHA-256 of the key in 64 hex digits, or a list of such",
+        )
     return tuple(map(bytes.fromhex, written))

@@ -18,8 +18,8 @@ LEAST = -9999.0
 class CompletionLogprobs:
     """tokens, token_logprobs, top_logprobs and text_offset of one choice, run by run.
 
-    top_logprobs holds the most likely tokens and the token itself. text_offset counts characters of the decoded text; a token
-    that ends a character begun before it starts at that character."""
+    top_logprobs holds the most likely tokens and the token itself. text_offset counts characters of the decoded text; a
+    token that ends a character begun before it starts at that character."""
 
     def __init__(self, token_bytes: Sequence[bytes] | None) -> None:
         self._token_bytes = token_bytes
@@ -49,14 +49,18 @@ class CompletionLogprobs:
 def content_logprobs(scores: Iterable[TokenScore], token_bytes: Sequence[bytes]) -> dict[str, Any]:
     """A chat choice's `logprobs`."""
     content = [
-        {**_token(score.token_id, score.logprob, token_bytes), "top_logprobs": [_token(token, logprob, token_bytes) for token, logprob in score.top]}
+        {
+            **_token(score.token_id, score.logprob, token_bytes),
+            "top_logprobs": [_token(token, logprob, token_bytes) for token, logprob in score.top],
+        }
         for score in scores
     ]
     return {"content": content, "refusal": None}
 
 
 def token_name(token: int, token_bytes: Sequence[bytes] | None) -> str:
-    """The token's text; `bytes:\\x..` when it is no text by itself; `token_id:n` for a token that stands for no text at all."""
+    """The token's text; `bytes:\\x..` when it is no text by itself; `token_id:n` for a token that stands for no text at
+    all."""
     data = _bytes_of(token, token_bytes)
     if not data:
         return f"token_id:{token}"

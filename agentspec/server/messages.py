@@ -1,6 +1,7 @@
 """/v1/messages and its count_tokens: Anthropic's API.
 
-Owns the way from a body to a turn and back. What a body means is messages_request.py's business, what an answer looks like messages_events.py's.
+Owns the way from a body to a turn and back. What a body means is messages_request.py's business, what an answer looks
+like messages_events.py's.
 """
 
 from __future__ import annotations
@@ -45,10 +46,14 @@ async def answer(service: Service, call: Call) -> Response:
         (turn,) = await begin(service, _turn_request(service, asked, call))
         _check_thinking(asked, turn.prompt)
         tells_edits = asked.context_management is not None
-        told = MessageEvents(turn, service.engine.info, model=asked.model, omits_thinking=asked.omits_thinking, tells_edits=tells_edits)
+        told = MessageEvents(
+            turn, service.engine.info, model=asked.model, omits_thinking=asked.omits_thinking, tells_edits=tells_edits
+        )
         if asked.stream:
             head = StreamHead(renamed=lambda error: _renamed(error, asked), keep_alive=PING)
-            return await FrameResponse.begin(frames(events.generate(service.engine, turn.submit), told, _PATH, head), head, headers(turn.clamped))
+            return await FrameResponse.begin(
+                frames(events.generate(service.engine, turn.submit), told, _PATH, head), head, headers(turn.clamped)
+            )
         return json_response(await complete(service.engine, turn.submit, told), headers=headers(turn.clamped))
     except RequestError as error:
         raise _renamed(error, asked) from None
@@ -69,9 +74,22 @@ async def count_tokens(service: Service, call: Call) -> Response:
 
 ROUTES = (
     Route(
-        method="POST", path=_PATH, handle=answer, body=MessagesRequest, table=MESSAGES, answers="json or events", answer=answer_shapes.MessageObject
+        method="POST",
+        path=_PATH,
+        handle=answer,
+        body=MessagesRequest,
+        table=MESSAGES,
+        answers="json or events",
+        answer=answer_shapes.MessageObject,
     ),
-    Route(method="POST", path=f"{_PATH}/count_tokens", handle=count_tokens, body=CountRequest, table=COUNT, answer=answer_shapes.CountedMessages),
+    Route(
+        method="POST",
+        path=f"{_PATH}/count_tokens",
+        handle=count_tokens,
+        body=CountRequest,
+        table=COUNT,
+        answer=answer_shapes.CountedMessages,
+    ),
 )
 
 
@@ -91,7 +109,9 @@ def _turn_request(service: Service, asked: CountRequest, call: Call) -> TurnRequ
 def _check_thinking(asked: CountRequest, prompt: BuiltPrompt) -> None:
     """Thinking can't be switched off where the template begins it whatever it is told."""
     if asked.wants_no_thinking and prompt.reasoning_open and not prompt.begun.turn.content:
-        raise RequestError("thinking.type", "disabled", "this checkpoint's chat template begins every answer with thinking")
+        raise RequestError(
+            "thinking.type", "disabled", "this checkpoint's chat template begins every answer with thinking"
+        )
 
 
 def _renamed(error: RequestError, asked: CountRequest) -> RequestError:
@@ -100,5 +120,7 @@ def _renamed(error: RequestError, asked: CountRequest) -> RequestError:
     if found := _TOOL.match(field):
         places = [place for place, tool in enumerate(asked.tools) if tool.is_own]
         place = dict(enumerate(places)).get(int(found[1]), found[1])
-        field = f"tools[{place}]" + field[found.end() :].replace(".function.parameters", ".input_schema").replace(".function", "")
+        field = f"tools[{place}]" + field[found.end() :].replace(".function.parameters", ".input_schema").replace(
+            ".function", ""
+        )
     return type(error)(field, error.value, error.reason)

@@ -1,7 +1,7 @@
 """Blocks of Anthropic's messages that a model of text can't be shown as they are: what they hold as text, or nothing.
 
-Histories carry the blocks of tools that Anthropic ran (searches, fetches, code), documents, and kinds that are newer than this server. Knows of
-bodies as they came: what is done here is done before structs read them.
+Histories carry the blocks of tools that Anthropic ran (searches, fetches, code), documents, and kinds that are newer
+than this server. Knows of bodies as they came: what is done here is done before structs read them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from agentspec.errors import RequestError
 from agentspec.server.fields import Notes
 
 _READ = frozenset(("text", "thinking", "redacted_thinking", "tool_use", "tool_result", "image"))
-"""Left to the structs, which take them or say what is wrong. An image is no block with a text: it is not left out here."""
+"""Left to the structs, which take them or say what is wrong. An image is no block with a text: it is not left out
+here."""
 
 _TEXTS = ("title", "context", "url", "text", "stdout", "stderr", "content", "source", "data")
 """Where blocks hold texts, at any depth, in the order in which they are read."""
@@ -23,13 +24,17 @@ _CLOSED = frozenset(("base64", "url", "file", "image"))
 
 
 def readable(messages: Any, notes: Notes, tools: Collection[str]) -> Any:
-    """The `messages` of a body, as they came, with texts in the place of blocks that only have some. What is lost is noted, by its type. `tools`:
-    names that results may refer to.
+    """The `messages` of a body, as they came, with texts in the place of blocks that only have some. What is lost is
+    noted, by its type. `tools`: names that results may refer to.
 
-    A block without text becomes an empty one, so that the places of the others stay. What is wrong is left to the structs."""
+    A block without text becomes an empty one, so that the places of the others stay. What is wrong is left to the
+    structs."""
     if not isinstance(messages, list):
         return messages
-    return [_message(message, f"messages[{index}]", notes, tools) if isinstance(message, dict) else message for index, message in enumerate(messages)]
+    return [
+        _message(message, f"messages[{index}]", notes, tools) if isinstance(message, dict) else message
+        for index, message in enumerate(messages)
+    ]
 
 
 def _message(message: dict[str, Any], field: str, notes: Notes, tools: Collection[str]) -> dict[str, Any]:
@@ -50,14 +55,18 @@ def _is_whole(block: Any, tools: Collection[str], *, in_result: bool = False) ->
     return not isinstance(kind, str) or kind in _READ
 
 
-def _blocks(blocks: list[Any], field: str, notes: Notes, tools: Collection[str], *, in_result: bool = False) -> list[Any]:
+def _blocks(
+    blocks: list[Any], field: str, notes: Notes, tools: Collection[str], *, in_result: bool = False
+) -> list[Any]:
     shown = []
     for index, block in enumerate(blocks):
         place = f"{field}[{index}]"
         if _is_whole(block, tools, in_result=in_result):
             shown.append(block)
         elif block["type"] == "tool_result":
-            shown.append({**block, "content": _blocks(block["content"], f"{place}.content", notes, tools, in_result=True)})
+            shown.append(
+                {**block, "content": _blocks(block["content"], f"{place}.content", notes, tools, in_result=True)}
+            )
         else:
             before, behind = "\n\n" if index else "", "\n\n" if index < len(blocks) - 1 else ""
             text = _text(block, place, notes)

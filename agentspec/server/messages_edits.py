@@ -32,14 +32,28 @@ class AllTurns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     pass
 
 
-class ClearThinkingEdit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="clear_thinking_20251015"):
+class ClearThinkingEdit(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="type",
+    tag="clear_thinking_20251015",
+):
     keep: ThinkingTurns | AllTurns | Literal["all"] = ThinkingTurns(1)
 
     def edit(self) -> ContextEdit:
         return ClearThinking(keep_turns=self.keep.value if isinstance(self.keep, ThinkingTurns) else None)
 
 
-class ClearToolUsesEdit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="clear_tool_uses_20250919"):
+class ClearToolUsesEdit(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="type",
+    tag="clear_tool_uses_20250919",
+):
     """Defaults are Anthropic's."""
 
     trigger: InputTokens | ToolUses = InputTokens(100_000)
@@ -79,5 +93,9 @@ def count_body(applied: Sequence[AppliedEdit], prompt_len: int) -> dict[str, Any
 def _applied(one: AppliedEdit) -> dict[str, Any]:
     saved = max(0, one.saved_len)
     if isinstance(one.edit, ClearThinking):
-        return {"type": "clear_thinking_20251015", "cleared_thinking_turns": one.num_cleared, "cleared_input_tokens": saved}
+        return {
+            "type": "clear_thinking_20251015",
+            "cleared_thinking_turns": one.num_cleared,
+            "cleared_input_tokens": saved,
+        }
     return {"type": "clear_tool_uses_20250919", "cleared_tool_uses": one.num_cleared, "cleared_input_tokens": saved}

@@ -32,7 +32,9 @@ PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 class MessageEvents:
     """The events of one message: `opening` once, `tokens` as they come, `finish` once."""
 
-    def __init__(self, turn: Turn, info: ModelInfo, *, model: str, omits_thinking: bool, tells_edits: bool = False) -> None:
+    def __init__(
+        self, turn: Turn, info: ModelInfo, *, model: str, omits_thinking: bool, tells_edits: bool = False
+    ) -> None:
         """tells_edits: of the conversation, whether any was made or not."""
         self._turn = turn
         self._tells_edits = tells_edits
@@ -55,7 +57,10 @@ class MessageEvents:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": {**usage_body(Usage(prompt_tokens=len(submit.prompt_ids)), marked_end=0, thinking_tokens=0), "service_tier": "standard"},
+            "usage": {
+                **usage_body(Usage(prompt_tokens=len(submit.prompt_ids)), marked_end=0, thinking_tokens=0),
+                "service_tier": "standard",
+            },
         }
         return [{"type": "message_start", "message": message}]
 
@@ -63,12 +68,18 @@ class MessageEvents:
         return self._told(self._turn.push(event))
 
     def finish(self, event: FinishEvent) -> list[StreamEvent]:
-        """The rest of the text, the stop reason, and what the answer cost. Raises EngineClosedError for a turn that was aborted."""
+        """The rest of the text, the stop reason, and what the answer cost. Raises EngineClosedError for a turn that was
+        aborted."""
         end = self._turn.finish(event)
         told = [*self._told(end.events), *self._closed()]
         usage = usage_body(end.usage, marked_end=self._turn.prompt.marked_end, thinking_tokens=end.reasoning_tokens)
         usage |= usage_part(self._turn.clamped)
-        delta = {"type": "message_delta", "delta": _stop(end), "usage": usage, "metrics": metrics_body(end.usage.spec, self._info)}
+        delta = {
+            "type": "message_delta",
+            "delta": _stop(end),
+            "usage": usage,
+            "metrics": metrics_body(end.usage.spec, self._info),
+        }
         if self._tells_edits:
             delta["context_management"] = applied_body(self._turn.prompt.applied)
         return [*told, delta, {"type": "message_stop"}]
@@ -92,7 +103,8 @@ class MessageEvents:
         return told
 
     def _opened(self, block: dict[str, Any]) -> list[StreamEvent]:
-        """A block of this kind is open afterwards: none is opened if it is already, and one of another kind is closed."""
+        """A block of this kind is open afterwards: none is opened if it is already, and one of another kind is
+        closed."""
         if self._kind == block["type"]:
             return []
         closed = self._closed()
@@ -114,7 +126,8 @@ class MessageEvents:
 
 
 def put_together(told: Iterable[StreamEvent]) -> dict[str, Any]:
-    """The whole message that the events of a finished stream tell. A call that was cut has no input: its JSON text is not complete."""
+    """The whole message that the events of a finished stream tell. A call that was cut has no input: its JSON text is
+    not complete."""
     message: dict[str, Any] = {}
     inputs: dict[int, list[str]] = {}
     for event in told:
@@ -138,7 +151,9 @@ def put_together(told: Iterable[StreamEvent]) -> dict[str, Any]:
     return message
 
 
-async def frames(events: AsyncGenerator[Event, None], told: MessageEvents, path: str, head: sse.StreamHead) -> AsyncGenerator[bytes, None]:
+async def frames(
+    events: AsyncGenerator[Event, None], told: MessageEvents, path: str, head: sse.StreamHead
+) -> AsyncGenerator[bytes, None]:
     """The frames of a stream, one item per engine event, ended by message_stop or an error event.
 
     An error before the first event is raised while `head` isn't sent."""
@@ -158,8 +173,8 @@ async def frames(events: AsyncGenerator[Event, None], told: MessageEvents, path:
 
 
 def usage_body(usage: Usage, *, marked_end: int, thinking_tokens: int) -> dict[str, Any]:
-    """Anthropic's usage, whose three counts of input add up to the prompt: what the cache had, what the client's marks (`marked_end`: tokens up
-    to the last one) added to it, and the rest."""
+    """Anthropic's usage, whose three counts of input add up to the prompt: what the cache had, what the client's marks
+    (`marked_end`: tokens up to the last one) added to it, and the rest."""
     cached = usage.cached_tokens
     added = max(0, min(marked_end, usage.prompt_tokens) // BLOCK_TOKENS * BLOCK_TOKENS - cached)
     return {

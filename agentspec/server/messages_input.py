@@ -1,4 +1,5 @@
-"""Anthropic's messages, block by block, as the messages that templates are written for, and where their cache_control stands.
+"""Anthropic's messages, block by block, as the messages that templates are written for, and where their cache_control
+stands.
 
 Owns the structs of messages and blocks. Knows nothing of the rest of a body, of prompts or of HTTP.
 """
@@ -72,7 +73,8 @@ class ToolResultBlock(_Block, frozen=True, kw_only=True, tag="tool_result"):
         return [part.tool_name for part in self.parts if isinstance(part, ToolReferenceBlock)]
 
     def text(self, tools: Mapping[str, str]) -> str:
-        """What the model reads. An error says so, since templates have no other place for it. `tools`: messages_deferred.definitions."""
+        """What the model reads. An error says so, since templates have no other place for it. `tools`:
+        messages_deferred.definitions."""
         text = ""
         for kind, row in groupby(self.parts, type):
             inner = "".join(part.text if isinstance(part, TextBlock) else tools[part.tool_name] for part in row)
@@ -109,15 +111,20 @@ InputMessage = UserMessage | AssistantMessage | SystemMessage | DeveloperMessage
 
 def found_tools(messages: Sequence[InputMessage]) -> frozenset[str]:
     """Names of the tools that results refer to."""
-    blocks = (block for message in messages if isinstance(message, UserMessage) and not isinstance(message.content, str) for block in message.content)
+    blocks = (
+        block
+        for message in messages
+        if isinstance(message, UserMessage) and not isinstance(message.content, str)
+        for block in message.content
+    )
     return frozenset(name for block in blocks if isinstance(block, ToolResultBlock) for name in block.found)
 
 
 def converted(
     system: str | Sequence[TextBlock], messages: Sequence[InputMessage], tools: Mapping[str, str]
 ) -> tuple[list[dict[str, Any]], list[MessageMark]]:
-    """OpenAI's message objects, and the places of cache_control in them. Texts of one message are joined as they are. `tools`: what a result that
-    refers to one of them says, by name.
+    """OpenAI's message objects, and the places of cache_control in them. Texts of one message are joined as they are.
+    `tools`: what a result that refers to one of them says, by name.
 
     Raises RequestError for an order of messages or blocks that can't be told to the model."""
     conversation = _Conversation(tools)
@@ -134,11 +141,16 @@ def converted(
 
 
 def begins_answer(conversation: Sequence[dict[str, Any]], messages: Sequence[InputMessage]) -> bool:
-    """The last of the `converted` messages is the beginning of the answer. Raises RequestError where none can go on from it."""
+    """The last of the `converted` messages is the beginning of the answer. Raises RequestError where none can go on
+    from it."""
     if conversation[-1]["role"] != "assistant":
         return False
     if "tool_calls" in conversation[-1]:
-        raise RequestError(f"messages[{len(messages) - 1}].role", "assistant", "can't be the last behind a tool_use: its results must follow")
+        raise RequestError(
+            f"messages[{len(messages) - 1}].role",
+            "assistant",
+            "can't be the last behind a tool_use: its results must follow",
+        )
     return True
 
 
@@ -160,7 +172,8 @@ class _Conversation:
         self.messages.append({"role": role, "content": text})
 
     def add_user(self, message: UserMessage, field: str) -> None:
-        """Results become messages of their own, before the text wherever it stands: agents put their reminders on either side."""
+        """Results become messages of their own, before the text wherever it stands: agents put their reminders on
+        either side."""
         if isinstance(message.content, str):
             self.add_texts("user", message.content)
             return
@@ -176,14 +189,20 @@ class _Conversation:
         if not self.messages or self.messages[-1]["role"] != "assistant":
             self.messages.append({"role": "assistant", "content": ""})
         turn = self.messages[-1]
-        blocks: list[AssistantBlock] = [TextBlock(text=message.content)] if isinstance(message.content, str) else message.content or []
+        blocks: list[AssistantBlock] = (
+            [TextBlock(text=message.content)] if isinstance(message.content, str) else message.content or []
+        )
         for block in blocks:
             if isinstance(block, TextBlock):
                 turn["content"] += block.text
             elif isinstance(block, ThinkingBlock):
                 turn["reasoning_content"] = turn.get("reasoning_content", "") + block.thinking
             elif isinstance(block, ToolUseBlock):
-                called = {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input or {}}}
+                called = {
+                    "id": block.id,
+                    "type": "function",
+                    "function": {"name": block.name, "arguments": block.input or {}},
+                }
                 turn.setdefault("tool_calls", []).append(called)
             if isinstance(block, TextBlock | ToolUseBlock) and block.cache_control is not None:
                 self.marks.append(MessageMark(len(self.messages) - 1))
@@ -194,7 +213,11 @@ class _Conversation:
             first -= 1
         calls = self.messages[first - 1].get("tool_calls", ()) if first else ()
         if all(call["id"] != block.tool_use_id for call in calls):
-            raise RequestError(f"{field}.tool_use_id", block.tool_use_id, "is not the id of a tool_use block in the assistant message before it")
+            raise RequestError(
+                f"{field}.tool_use_id",
+                block.tool_use_id,
+                "is not the id of a tool_use block in the assistant message before it",
+            )
         if any(result["tool_call_id"] == block.tool_use_id for result in self.messages[first:]):
             raise RequestError(f"{field}.tool_use_id", block.tool_use_id, "has more than one result")
         self.messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text(self._tools)})

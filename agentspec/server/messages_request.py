@@ -1,6 +1,7 @@
 """Request bodies of /v1/messages and its count_tokens, as tables/messages.py says what is served.
 
-Owns Anthropic's structs of a request and what they mean as a TurnRequest, but for the messages themselves. Knows nothing of events or of HTTP.
+Owns Anthropic's structs of a request and what they mean as a TurnRequest, but for the messages themselves. Knows
+nothing of events or of HTTP.
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ _KEEPS_THINKING = "preserve_thinking"
 
 class _Thinking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
     display: Literal["summarized", "omitted"] | None = None
-    """`omitted`: blocks of thinking come without their text. There are no summaries: the text itself is in the answer."""
+    """`omitted`: blocks of thinking come without their text. There are no summaries: the text itself is in the
+    answer."""
 
 
 class EnabledThinking(_Thinking, frozen=True, kw_only=True, tag="enabled"):
     budget_tokens: int
-    """An aim that the model isn't told of, so that any number will do: thinking counts towards max_tokens, and only that bounds it."""
+    """An aim that the model isn't told of, so that any number will do: thinking counts towards max_tokens, and only
+    that bounds it."""
 
 
 class AdaptiveThinking(_Thinking, frozen=True, kw_only=True, tag="adaptive"):
@@ -88,7 +91,9 @@ class CountRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         name = "output_config.format" if self.output_format is None else "output_format"
         asked = self.output_format or self.output_config.format
         if self.output_config.format not in (None, asked):
-            raise RequestError("output_format", msgspec.to_builtins(self.output_format), "disagrees with output_config.format")
+            raise RequestError(
+                "output_format", msgspec.to_builtins(self.output_format), "disagrees with output_config.format"
+            )
         return None if asked is None else OutputForm(kind="json_schema", source=asked.schema, field=f"{name}.schema")
 
 
@@ -108,7 +113,11 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
 
     def sampling(self) -> SamplingParams:
         return SamplingParams(
-            temperature=self.temperature, top_k=top_k_of(self.top_k), top_p=self.top_p, max_tokens=self.max_tokens, stop=tuple(self.stop_sequences)
+            temperature=self.temperature,
+            top_k=top_k_of(self.top_k),
+            top_p=self.top_p,
+            max_tokens=self.max_tokens,
+            stop=tuple(self.stop_sequences),
         )
 
 
@@ -116,7 +125,8 @@ _Request = TypeVar("_Request", bound=CountRequest)
 
 
 def parse_messages(body: Any, notes: Notes | None = None) -> MessagesRequest:
-    """Check a decoded JSON body. Raises RequestError with the first field that is not served or wrong. notes: of what nobody knows."""
+    """Check a decoded JSON body. Raises RequestError with the first field that is not served or wrong. notes: of what
+    nobody knows."""
     return _parsed(body, MessagesRequest, MESSAGES, notes or Notes(), required=("model", "max_tokens", "messages"))
 
 
@@ -138,10 +148,14 @@ def turn_request(asked: CountRequest, session_id: str | None, template_reads: Co
     if len(marks) > MAX_MARKS:
         raise RequestError("cache_control", len(marks), f"at most {MAX_MARKS} places may have it")
     continues = begins_answer(messages, asked.messages)
-    thinking = _no_thinking(asked.thinking, template_reads) if continues else _thinking_kwargs(asked.thinking, template_reads)
+    thinking = (
+        _no_thinking(asked.thinking, template_reads) if continues else _thinking_kwargs(asked.thinking, template_reads)
+    )
     edits = [] if asked.context_management is None else asked.context_management.edits
     wanted = demand(asked.tool_choice, asked.tools)
-    unknown = hidden - found_tools(asked.messages) if wanted.choice == "required" and wanted.name is None else frozenset()
+    unknown = (
+        hidden - found_tools(asked.messages) if wanted.choice == "required" and wanted.name is None else frozenset()
+    )
     return TurnRequest(
         messages=messages,
         sampling=asked.sampling() if isinstance(asked, MessagesRequest) else SamplingParams(),
@@ -162,7 +176,10 @@ def turn_request(asked: CountRequest, session_id: str | None, template_reads: Co
 
 def _parsed(body: Any, kind: type[_Request], table: FieldTable, notes: Notes, *, required: tuple[str, ...]) -> _Request:
     if isinstance(body, dict):
-        made: dict[str, Callable[[Any, Notes], Any]] = {"messages": partial(readable, tools=own_names(body.get("tools"))), "tools": known_tools}
+        made: dict[str, Callable[[Any, Notes], Any]] = {
+            "messages": partial(readable, tools=own_names(body.get("tools"))),
+            "tools": known_tools,
+        }
         body = {**body, **{name: make(body[name], notes) for name, make in made.items() if name in body}}
     return read(body, kind, table, notes, required=required)
 
@@ -178,20 +195,34 @@ def _tool_marks(tools: Sequence[Tool]) -> list[CacheMark]:
     return marks
 
 
-def _thinking_kwargs(thinking: EnabledThinking | AdaptiveThinking | DisabledThinking | None, reads: Collection[str]) -> dict[str, Any]:
-    """Without the field, or without the switch, the template decides; adaptive thinking is thinking where there is a choice."""
+def _thinking_kwargs(
+    thinking: EnabledThinking | AdaptiveThinking | DisabledThinking | None, reads: Collection[str]
+) -> dict[str, Any]:
+    """Without the field, or without the switch, the template decides; adaptive thinking is thinking where there is a
+    choice."""
     if thinking is None or _THINKING_SWITCH not in reads:
         return {}
     return {_THINKING_SWITCH: not isinstance(thinking, DisabledThinking)}
 
 
-def _no_thinking(thinking: EnabledThinking | AdaptiveThinking | DisabledThinking | None, reads: Collection[str]) -> dict[str, Any]:
+def _no_thinking(
+    thinking: EnabledThinking | AdaptiveThinking | DisabledThinking | None, reads: Collection[str]
+) -> dict[str, Any]:
     """An answer that has begun is past its thinking."""
     if isinstance(thinking, EnabledThinking):
-        raise RequestError("thinking.type", "enabled", "can't go together with a last message of the assistant's, whose text the answer goes on from")
+        raise RequestError(
+            "thinking.type",
+            "enabled",
+            "can't go together with a last message of the assistant's, whose text the answer goes on from",
+        )
     return {_THINKING_SWITCH: False} if _THINKING_SWITCH in reads else {}
 
 
 def _keeping_kwargs(edits: Sequence[object], reads: Collection[str]) -> dict[str, Any]:
-    """Who says which thinking to clear says that the rest is to be kept, so the template must not drop it by a rule of its own."""
-    return {_KEEPS_THINKING: True} if _KEEPS_THINKING in reads and any(isinstance(edit, ClearThinkingEdit) for edit in edits) else {}
+    """Who says which thinking to clear says that the rest is to be kept, so the template must not drop it by a rule of
+    its own."""
+    return (
+        {_KEEPS_THINKING: True}
+        if _KEEPS_THINKING in reads and any(isinstance(edit, ClearThinkingEdit) for edit in edits)
+        else {}
+    )

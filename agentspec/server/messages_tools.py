@@ -1,6 +1,7 @@
 """Tools of Anthropic's requests: the client's own, those whose schema Anthropic keeps, and those that Anthropic runs.
 
-Owns the structs of tools and of their choice, and what becomes of tools that have no schema of their own. Knows nothing of the rest of a body.
+Owns the structs of tools and of their choice, and what becomes of tools that have no schema of their own. Knows nothing
+of the rest of a body.
 """
 
 from __future__ import annotations
@@ -37,11 +38,18 @@ _MEMORY = {
         "properties": {
             "command": {"type": "string", "enum": ["view", "create", "str_replace", "insert", "delete", "rename"]},
             "path": _PATH,
-            "view_range": {"type": "array", "items": {"type": "integer"}, "description": "For view: the first line and the last one."},
+            "view_range": {
+                "type": "array",
+                "items": {"type": "integer"},
+                "description": "For view: the first line and the last one.",
+            },
             "file_text": {"type": "string", "description": "For create: all of the file."},
             "old_str": {"type": "string", "description": "For str_replace: the text to replace."},
             "new_str": {"type": "string", "description": "For str_replace: the text in its place."},
-            "insert_line": {"type": "integer", "description": "For insert: the line behind which the text goes, 0 for the beginning."},
+            "insert_line": {
+                "type": "integer",
+                "description": "For insert: the line behind which the text goes, 0 for the beginning.",
+            },
             "insert_text": {"type": "string", "description": "For insert: the text."},
             "old_path": {**_PATH, "description": "For rename."},
             "new_path": {**_PATH, "description": "For rename."},
@@ -54,13 +62,13 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
     "bash_20250124": {"name": "bash", **_BASH},
     "memory_20250818": {"name": "memory", **_MEMORY},
 }
-"""Tools that the client runs, by types that stand for a schema. The text editor's is no one thing (versions and clients name its parameters
-otherwise), and a computer answers with images."""
+"""Tools that the client runs, by types that stand for a schema. The text editor's is no one thing (versions and clients
+name its parameters otherwise), and a computer answers with images."""
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
-    """What else a tool carries changes nothing here: `allowed_callers` (every tool is called directly), `input_examples`, `eager_input_streaming`
-    (arguments always stream as they are written)."""
+    """What else a tool carries changes nothing here: `allowed_callers` (every tool is called directly),
+    `input_examples`, `eager_input_streaming` (arguments always stream as they are written)."""
 
     name: str
     input_schema: dict[str, Any]
@@ -80,7 +88,10 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
         """As OpenAI's function tool."""
         described = {} if self.description is None else {"description": self.description}
         strict = {"strict": True} if self.strict else {}
-        return {"type": "function", "function": {"name": self.name, **described, "parameters": self.input_schema, **strict}}
+        return {
+            "type": "function",
+            "function": {"name": self.name, **described, "parameters": self.input_schema, **strict},
+        }
 
 
 class _Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
@@ -107,12 +118,16 @@ Choice = AutoChoice | AnyChoice | NamedChoice | NoChoice
 
 
 def known_tools(tools: Any, notes: Notes) -> Any:
-    """The `tools` of a body, as they came, with schemas for Anthropic's tools that the client runs, and stubs for the others, which are noted.
+    """The `tools` of a body, as they came, with schemas for Anthropic's tools that the client runs, and stubs for the
+    others, which are noted.
 
     Raises RequestError for a type that is none of Anthropic's; what is wrong otherwise is left to the struct."""
     if not isinstance(tools, list):
         return tools
-    return [_known(tool, f"tools[{index}].type", notes) if isinstance(tool, dict) else tool for index, tool in enumerate(tools)]
+    return [
+        _known(tool, f"tools[{index}].type", notes) if isinstance(tool, dict) else tool
+        for index, tool in enumerate(tools)
+    ]
 
 
 def _known(tool: dict[str, Any], field: str, notes: Notes) -> dict[str, Any]:
@@ -120,7 +135,11 @@ def _known(tool: dict[str, Any], field: str, notes: Notes) -> dict[str, Any]:
     if kind in (None, "custom"):
         return tool
     if not isinstance(kind, str) or not _ANTHROPICS.fullmatch(kind):
-        raise RequestError(field, kind, "is not a kind of tool that this API has; tools of your own have an input_schema, and no type or 'custom'")
+        raise RequestError(
+            field,
+            kind,
+            "is not a kind of tool that this API has; tools of your own have an input_schema, and no type or 'custom'",
+        )
     kept = {name: tool[name] for name in ("name", "strict", "cache_control") if tool.get(name) is not None}
     if kind in _SCHEMAS:
         return {**_SCHEMAS[kind], **kept}
@@ -133,7 +152,11 @@ def _known(tool: dict[str, Any], field: str, notes: Notes) -> dict[str, Any]:
 def own_names(tools: Any) -> frozenset[str]:
     """Names of the tools in a body's `tools`, as they came, that are not left out."""
     dicts = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
-    return frozenset(tool["name"] for tool in dicts if tool.get("type") in (None, "custom", *_SCHEMAS) and isinstance(tool.get("name"), str))
+    return frozenset(
+        tool["name"]
+        for tool in dicts
+        if tool.get("type") in (None, "custom", *_SCHEMAS) and isinstance(tool.get("name"), str)
+    )
 
 
 def demand(choice: Choice, tools: Sequence[Tool]) -> ToolDemand:

@@ -1,7 +1,8 @@
 """HEAD and trailing slashes, for every route at once: an ASGI app that passes each request on as the routes know it.
 
-What stands behind it sees `GET` for `HEAD`, and paths without slashes at their end; so keys, limits and routes mean the same however a client
-spells its request. There is no redirect: many clients don't repeat a POST behind one. Knows no route.
+What stands behind it sees `GET` for `HEAD`, and paths without slashes at their end; so keys, limits and routes mean the
+same however a client spells its request. There is no redirect: many clients don't repeat a POST behind one. Knows no
+route.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Request bodies of /v1/chat/completions and /v1/completions, as tables/chat.py and tables/completions.py say what is served.
+"""Request bodies of /v1/chat/completions and /v1/completions, as tables/chat.py and tables/completions.py say what is
+served.
 
 Owns the structs and their validation up to SamplingParams, whose ranges the engine checks at its door. Knows nothing of
 prompts as tokens, of events or of HTTP. `null` means absent, as everywhere in OpenAI's API.
@@ -11,7 +12,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from agentspec.errors import RequestError
-from agentspec.server.demands import Choices, ResponseFormat, Schema, StructuredOutputs, ToolChoice, output_form, tool_demand
+from agentspec.server.demands import (
+    Choices,
+    ResponseFormat,
+    Schema,
+    StructuredOutputs,
+    ToolChoice,
+    output_form,
+    tool_demand,
+)
 from agentspec.server.fields import Checked, Notes, check, read
 from agentspec.server.sampling_fields import SamplingFields
 from agentspec.server.tables.chat import CHAT
@@ -80,7 +89,9 @@ class Common(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if asked and all(value is None or value is False for value in asked.values()):
             raise RequestError("structured_outputs", asked, "must hold one of " + ", ".join(asked))
         fields = {f"structured_outputs.{name}": value for name, value in asked.items()}
-        guided = {name: getattr(self, name) for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")}
+        guided = {
+            name: getattr(self, name) for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+        }
         return output_form(fields | guided, response_format)
 
     def sampling(self) -> SamplingParams:
@@ -188,8 +199,11 @@ class ChatRequest(Common, frozen=True, kw_only=True):
         return self._output(self.response_format)
 
     def demand(self) -> tuple[ToolDemand, frozenset[str] | None]:
-        """What is demanded of calls, and the tools that may be called (None: all). Raises RequestError when the tools for it aren't there."""
-        return tool_demand(self.tool_choice, [tool["function"]["name"] for tool in self.tools], parallel=self.parallel_tool_calls)
+        """What is demanded of calls, and the tools that may be called (None: all). Raises RequestError when the tools
+        for it aren't there."""
+        return tool_demand(
+            self.tool_choice, [tool["function"]["name"] for tool in self.tools], parallel=self.parallel_tool_calls
+        )
 
 
 class PromptBreakpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -232,9 +246,12 @@ COMPLETION_CHECKED: Checked = {"prompt": (str, TokenIds, list[str | TokenIds])}
 
 
 def parse_chat(body: Any, notes: Notes | None = None) -> ChatRequest:
-    """Check a decoded JSON body. Raises RequestError with the first field that is not served or wrong. notes: of what nobody knows."""
+    """Check a decoded JSON body. Raises RequestError with the first field that is not served or wrong. notes: of what
+    nobody knows."""
     request = read(body, ChatRequest, CHAT, notes or Notes(), required=("model", "messages"))
-    check(request.messages, list[Message], "messages", notes=Notes())  # a null is as good as nothing inside of messages, too
+    check(
+        request.messages, list[Message], "messages", notes=Notes()
+    )  # a null is as good as nothing inside of messages, too
     check(request.tools, list[Tool], "tools")
     _check_common(request)
     _check_beginning(request)
@@ -244,7 +261,9 @@ def parse_chat(body: Any, notes: Notes | None = None) -> ChatRequest:
         raise RequestError("top_logprobs", request.top_logprobs, "needs logprobs=true")
     both = (request.max_tokens, request.max_completion_tokens)
     if None not in both and both[0] != both[1]:
-        raise RequestError("max_tokens", request.max_tokens, f"disagrees with max_completion_tokens={request.max_completion_tokens}")
+        raise RequestError(
+            "max_tokens", request.max_tokens, f"disagrees with max_completion_tokens={request.max_completion_tokens}"
+        )
     return request
 
 
@@ -256,9 +275,13 @@ def parse_completion(body: Any, notes: Notes | None = None) -> CompletionRequest
     if request.logprobs is not None:
         _check_num_top("logprobs", request.logprobs)
     if request.best_of is not None and request.best_of != request.n:
-        raise RequestError("best_of", request.best_of, f"must be n={request.n}: every choice is shown, none is made to be dropped")
+        raise RequestError(
+            "best_of", request.best_of, f"must be n={request.n}: every choice is shown, none is made to be dropped"
+        )
     if request.breakpoints and len(prompts) > 1:
-        raise RequestError("breakpoints", msgspec.to_builtins(request.breakpoints), "belong to one prompt, and there are several")
+        raise RequestError(
+            "breakpoints", msgspec.to_builtins(request.breakpoints), "belong to one prompt, and there are several"
+        )
     return request
 
 
@@ -271,9 +294,18 @@ def _are_ids(given: list[Any]) -> bool:
 
 
 def shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A checked tool as the template shows it: its keys in the client's order, without those that are none of a tool's (`cache_control`)."""
-    function = {name: value for name, value in tool["function"].items() if name in FunctionSpec.__struct_fields__ and value is not None}
-    return {name: function if name == "function" else value for name, value in tool.items() if name in Tool.__struct_fields__}
+    """A checked tool as the template shows it: its keys in the client's order, without those that are none of a tool's
+    (`cache_control`)."""
+    function = {
+        name: value
+        for name, value in tool["function"].items()
+        if name in FunctionSpec.__struct_fields__ and value is not None
+    }
+    return {
+        name: function if name == "function" else value
+        for name, value in tool.items()
+        if name in Tool.__struct_fields__
+    }
 
 
 def _check_common(request: Common) -> None:
@@ -287,7 +319,9 @@ def _check_common(request: Common) -> None:
 def _check_beginning(request: ChatRequest) -> None:
     """An answer begins anew, or goes on from an assistant's text."""
     if request.add_generation_prompt and request.continue_final_message:
-        raise RequestError("continue_final_message", True, "needs add_generation_prompt=false: the answer goes on instead of beginning")
+        raise RequestError(
+            "continue_final_message", True, "needs add_generation_prompt=false: the answer goes on instead of beginning"
+        )
     if not request.add_generation_prompt and not request.continue_final_message:
         raise RequestError("add_generation_prompt", False, "is served with continue_final_message=true alone")
     if request.continue_final_message and request.messages:

@@ -26,7 +26,10 @@ Schema = dict[str, Any]
 
 BOUNDS: Mapping[str, Schema] = {
     "frequency_penalty": {"minimum": -2, "maximum": 2},
-    "logit_bias": {"propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"}, "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
+    "logit_bias": {
+        "propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"},
+        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    },
     "logprobs": {"minimum": 0, "maximum": 20},
     "max_tokens": {"minimum": 0},
     "min_tokens": {"minimum": 0, "maximum": 2**31 - 1},
@@ -68,7 +71,10 @@ _STATUSES = {
     504: "The request took longer than the server allows.",
 }
 
-_SECURITY = {"bearer": {"type": "http", "scheme": "bearer"}, "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"}}
+_SECURITY = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
 _KEY_IF_ANY: list[Schema] = [{}, *({name: []} for name in _SECURITY)]
 
 
@@ -120,7 +126,8 @@ def _schemas(routes: Iterable[Route]) -> tuple[Mapping[Any, Schema], Schema]:
 
 
 def _body(schema: Schema, route: Route, schema_of: Mapping[Any, Schema]) -> Schema:
-    """The schema of a whole body: the struct's, with what the endpoint adds. fields.read takes a null for a field that isn't there."""
+    """The schema of a whole body: the struct's, with what the endpoint adds. fields.read takes a null for a field that
+    isn't there."""
     required = schema["required"]
     fields: Schema = {}
     for name, given in schema["properties"].items():
@@ -186,4 +193,8 @@ def _parameters(route: Route) -> list[Schema]:
     of_query = [{"name": name, "in": "query", "schema": schema} for name, schema in (route.query or {}).items()]
     session = "The session: requests of one agent share it. The first of these headers counts."
     headers = SESSION_HEADERS if route.path in GENERATING else ()
-    return [*of_path, *of_query, *({"name": name, "in": "header", "description": session, "schema": {"type": "string"}} for name in headers)]
+    return [
+        *of_path,
+        *of_query,
+        *({"name": name, "in": "header", "description": session, "schema": {"type": "string"}} for name in headers),
+    ]

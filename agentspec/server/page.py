@@ -1,7 +1,7 @@
 """The page at `/`: a chat with tools against the served model.
 
-Plain files from `static/`, read once, with nothing from elsewhere: the page works without a network. It is a client like any other, so it
-knows the HTTP API and nothing else.
+Plain files from `static/`, read once, with nothing from elsewhere: the page works without a network. It is a client
+like any other, so it knows the HTTP API and nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from agentspec.server.service import Service
 
 _MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
-_FILES = {path.name: (path.read_bytes(), _MEDIA_TYPES[path.suffix]) for path in Path(__file__).with_name("static").iterdir()}
+_FILES = {
+    path.name: (path.read_bytes(), _MEDIA_TYPES[path.suffix]) for path in Path(__file__).with_name("static").iterdir()
+}
 
 _HEADERS = {
     "cache-control": "no-cache",

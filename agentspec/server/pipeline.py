@@ -26,12 +26,19 @@ NO_USE_FOR_A_TEMPLATE = "this checkpoint has no tokenizer, so it takes no messag
 
 
 class TextPipeline:
-    """Tokenizer and, if the checkpoint has a chat template, what makes prompts of messages. One per served model: it remembers turns."""
+    """Tokenizer and, if the checkpoint has a chat template, what makes prompts of messages. One per served model: it
+    remembers turns."""
 
     def __init__(
-        self, tokenizer: Tokenizer, prompts: PromptFacts | None, work: TextWork | None = None, *, settings: Mapping[str, Any] | None = None
+        self,
+        tokenizer: Tokenizer,
+        prompts: PromptFacts | None,
+        work: TextWork | None = None,
+        *,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """prompts: None without a chat template. work: None: in this process, by the PromptBuilder that `prompts` is."""
+        """prompts: None without a chat template. work: None: in this process, by the PromptBuilder that `prompts`
+        is."""
         self.tokenizer = tokenizer
         """For what is cheap and bounded. What clients send goes to `work`."""
         self.prompts = prompts
@@ -44,24 +51,42 @@ class TextPipeline:
 
     @classmethod
     def from_checkpoint(
-        cls, tokenizer: Tokenizer | None, model_dir: Path | None, *, chat_template: Path | None = None, trusts_client_text: bool = False
+        cls,
+        tokenizer: Tokenizer | None,
+        model_dir: Path | None,
+        *,
+        chat_template: Path | None = None,
+        trusts_client_text: bool = False,
     ) -> Self | None:
-        """None without a tokenizer. chat_template: a file in place of the directory's own. trusts_client_text: see PromptBuilder.
+        """None without a tokenizer. chat_template: a file in place of the directory's own. trusts_client_text: see
+        PromptBuilder.
 
-        Raises CheckpointError when the chat template can't be used, ConfigError for a `chat_template` that there is no use for."""
+        Raises CheckpointError when the chat template can't be used, ConfigError for a `chat_template` that there is no
+        use for."""
         if tokenizer is None or model_dir is None:
             if chat_template is not None:
                 raise ConfigError("chat_template", str(chat_template), NO_USE_FOR_A_TEMPLATE)
             return None if tokenizer is None else cls(tokenizer, None)
         template = ChatTemplate.from_directory(model_dir, instead=chat_template)
-        prompts = None if template is None else PromptBuilder(tokenizer, template, TurnMemory(), trusts_client_text=trusts_client_text)
-        return cls(tokenizer, prompts, settings=tokenizer_settings(model_dir, None if template is None else template.source))
+        prompts = (
+            None
+            if template is None
+            else PromptBuilder(tokenizer, template, TurnMemory(), trusts_client_text=trusts_client_text)
+        )
+        return cls(
+            tokenizer, prompts, settings=tokenizer_settings(model_dir, None if template is None else template.source)
+        )
 
     def segmenter(
-        self, tools: Tools | None, prompt: BuiltPrompt, *, has_form: bool = False, places: Mapping[str, Container[int]] | None = None
+        self,
+        tools: Tools | None,
+        prompt: BuiltPrompt,
+        *,
+        has_form: bool = False,
+        places: Mapping[str, Container[int]] | None = None,
     ) -> Segmenter:
-        """Splits one answer. Tool calls are read only when the request has tools; `has_form`: its content has a form that was asked for; `places`:
-        where tags that are tokens stand in its text."""
+        """Splits one answer. Tool calls are read only when the request has tools; `has_form`: its content has a form
+        that was asked for; `places`: where tags that are tokens stand in its text."""
         assert self.prompts is not None
         return Segmenter(
             reasoning_open=prompt.reasoning_open,

@@ -1,6 +1,7 @@
 """What the server measures of the requests that it sends to the engine: how long they took, and what they cost.
 
-Owns the histograms and an engine client that fills them. Knows nothing of requests' bodies; metrics.py writes the figures out.
+Owns the histograms and an engine client that fills them. Knows nothing of requests' bodies; metrics.py writes the
+figures out.
 """
 
 from __future__ import annotations
@@ -17,8 +18,54 @@ from agentspec.server.answers import total
 from agentspec.types import FinishReason
 from agentspec.wire import EngineClient, Event, FinishEvent, ModelInfo, Submit, TokensEvent, Usage
 
-FIRST_TOKEN_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
-BETWEEN_TOKENS_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+FIRST_TOKEN_SECONDS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+    2560,
+)
+BETWEEN_TOKENS_SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+)
 REQUEST_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 RETRY_SECONDS = 1
 """When a client that was one too many is asked to come again."""
@@ -89,10 +136,16 @@ class WatchedEngine:
 
 
 class RecordedEngine(WatchedEngine):
-    """An engine client that notes in `figures` what passes through it, and refuses what is too much. Implements wire.EngineClient."""
+    """An engine client that notes in `figures` what passes through it, and refuses what is too much. Implements
+    wire.EngineClient."""
 
     def __init__(
-        self, engine: EngineClient, figures: Figures, clock: Callable[[], float] = time.perf_counter, *, max_open: int | None = None
+        self,
+        engine: EngineClient,
+        figures: Figures,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        max_open: int | None = None,
     ) -> None:
         """max_open: submits that may run or wait at the same time; None: any number."""
         super().__init__(engine)
@@ -102,9 +155,12 @@ class RecordedEngine(WatchedEngine):
         self._num_open = 0
 
     async def stream(self, submit: Submit) -> AsyncIterator[Event]:
-        """The engine's events, untouched. A refused submit leaves no trace in the figures. Raises OverloadedError for one too many."""
+        """The engine's events, untouched. A refused submit leaves no trace in the figures. Raises OverloadedError for
+        one too many."""
         if self._max_open is not None and self._num_open >= self._max_open:
-            raise OverloadedError(f"{self._num_open} prompts and choices run or wait here, which is the limit", RETRY_SECONDS)
+            raise OverloadedError(
+                f"{self._num_open} prompts and choices run or wait here, which is the limit", RETRY_SECONDS
+            )
         self._num_open += 1
         pace = _Pace(self._figures, self._clock)
         # The protocol promises that closing the iterator aborts; AsyncIterator has no name for that.

@@ -1,4 +1,5 @@
-"""The id of a request, which client, proxies, answer and log know it by: what the client sent as `x-request-id`, or a new one.
+"""The id of a request, which client, proxies, answer and log know it by: what the client sent as `x-request-id`, or a
+new one.
 
 Owns the header and the id of the request that the current task works for. Knows ASGI.
 """

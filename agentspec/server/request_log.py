@@ -1,7 +1,8 @@
-"""One line for each request when it ends, on the logger `agentspec`: level INFO, and DEBUG for probes and scrapes that were answered.
+"""One line for each request when it ends, on the logger `agentspec`: level INFO, and DEBUG for probes and scrapes that
+were answered.
 
-Owns the line, an ASGI app that writes it, and an engine client that notes what it says of tokens. Refusals have lines of their own, which
-responding.py writes.
+Owns the line, an ASGI app that writes it, and an engine client that notes what it says of tokens. Refusals have lines
+of their own, which responding.py writes.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class Note:
             self._first = self._clock()
 
     def line(self) -> str:
-        """Everything behind method and path. Choices of one prompt count it once; cached are the tokens that none of them computed."""
+        """Everything behind method and path. Choices of one prompt count it once; cached are the tokens that none of
+        them computed."""
         words = ["-" if self.status is None else str(self.status)]
         if self.session_id is not None:
             words.append(f"session={self.session_id!r}")
@@ -74,10 +76,15 @@ class Note:
             for run in self._runs.values():
                 by_prompt.setdefault(id(run.prompt_ids), []).append(run)  # choices share the list itself
             words.append(f"prompt={sum(len(runs[0].prompt_ids) for runs in by_prompt.values())}")
-            cached = [min((run.usage.cached_tokens for run in runs if run.usage is not None), default=None) for runs in by_prompt.values()]
+            cached = [
+                min((run.usage.cached_tokens for run in runs if run.usage is not None), default=None)
+                for runs in by_prompt.values()
+            ]
             if None not in cached:  # a request that was left early never said
                 words.append(f"cached={sum(count or 0 for count in cached)}")
-            words.append(f"output={sum(run.num_tokens if run.usage is None else run.usage.completion_tokens for run in self._runs.values())}")
+            words.append(
+                f"output={sum(run.num_tokens if run.usage is None else run.usage.completion_tokens for run in self._runs.values())}"
+            )
             words.append("finish=" + ",".join(sorted({run.reason.value for run in self._runs.values()})))
         if self._first is not None:
             words.append(f"first={_milliseconds(self._first - self._began)}")

@@ -54,7 +54,14 @@ class _ErrorResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         verb = "failed" if self._error.status == 500 else "refused"
-        _log.info("%s %s %s: %s%s", scope["method"], shown_path(scope["path"]), verb, printable(self._error.for_log), log_mark())
+        _log.info(
+            "%s %s %s: %s%s",
+            scope["method"],
+            shown_path(scope["path"]),
+            verb,
+            printable(self._error.for_log),
+            log_mark(),
+        )
         await super().__call__(scope, receive, send)
 
 
@@ -82,20 +89,29 @@ class WatchedResponse(Response):
 
 
 class FrameResponse(Response):
-    """Sends frames as they are made, and signs of life while there are none. Unlike starlette's StreamingResponse it leaves `receive` to
-    WatchedResponse."""
+    """Sends frames as they are made, and signs of life while there are none. Unlike starlette's StreamingResponse it
+    leaves `receive` to WatchedResponse."""
 
     media_type = sse.MEDIA_TYPE
 
-    def __init__(self, first: asyncio.Future[bytes], rest: AsyncGenerator[bytes, None], head: sse.StreamHead, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        first: asyncio.Future[bytes],
+        rest: AsyncGenerator[bytes, None],
+        head: sse.StreamHead,
+        headers: Mapping[str, str],
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         del self.headers["content-length"]
         self._first, self._rest, self._head = first, rest, head
         self._sent_at = 0.0
 
     @classmethod
-    async def begin(cls, frames: AsyncGenerator[bytes, None], head: sse.StreamHead, headers: Mapping[str, str]) -> FrameResponse:
-        """Wait for the first frame, but not for long: an error before it can still choose the status. headers: beside those of every stream."""
+    async def begin(
+        cls, frames: AsyncGenerator[bytes, None], head: sse.StreamHead, headers: Mapping[str, str]
+    ) -> FrameResponse:
+        """Wait for the first frame, but not for long: an error before it can still choose the status. headers: beside
+        those of every stream."""
         first = asyncio.ensure_future(anext(frames))
         try:
             await asyncio.wait((first,), timeout=STATUS_SECONDS)

@@ -1,8 +1,9 @@
-"""Stored answers of /v1/responses: in memory, each its owner's alone, bounded together: the least recently used of who holds most is first to go.
+"""Stored answers of /v1/responses: in memory, each its owner's alone, bounded together: the least recently used of who
+holds most is first to go.
 
-A response continues the one before it, so a conversation is a chain of records. Using a record uses all those before it: what goes first is
-the end of the chain that was unused the longest, and no record loses what it continues, unless that is deleted. Knows records as JSON text;
-nothing of HTTP or prompts. Belongs to one event loop.
+A response continues the one before it, so a conversation is a chain of records. Using a record uses all those before
+it: what goes first is the end of the chain that was unused the longest, and no record loses what it continues, unless
+that is deleted. Knows records as JSON text; nothing of HTTP or prompts. Belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -30,14 +31,24 @@ class StoredResponse:
     @property
     def num_bytes(self) -> int:
         """About what the record holds in memory."""
-        return _ENTRY_OVERHEAD_BYTES + len(self.response) + len(self.input_items) + _ITEM_OVERHEAD_BYTES * len(self.item_ids)
+        return (
+            _ENTRY_OVERHEAD_BYTES
+            + len(self.response)
+            + len(self.input_items)
+            + _ITEM_OVERHEAD_BYTES * len(self.item_ids)
+        )
 
 
 class ResponseStore:
     """Those of one owner."""
 
     def __init__(
-        self, *, max_bytes: int = 256 << 20, max_responses: int = 16384, stores: dict[str, ResponseStore] | None = None, owner: str = ""
+        self,
+        *,
+        max_bytes: int = 256 << 20,
+        max_responses: int = 16384,
+        stores: dict[str, ResponseStore] | None = None,
+        owner: str = "",
     ) -> None:
         """max_bytes, max_responses: of all owners together. stores: theirs, by owner, to which this one is added."""
         self._max_bytes = max_bytes
@@ -52,7 +63,9 @@ class ResponseStore:
     def of(self, owner: str) -> ResponseStore:
         """Another owner's store, in the same bounds. Both see nothing of each other."""
         if owner not in self._stores:
-            ResponseStore(max_bytes=self._max_bytes, max_responses=self._max_responses, stores=self._stores, owner=owner)
+            ResponseStore(
+                max_bytes=self._max_bytes, max_responses=self._max_responses, stores=self._stores, owner=owner
+            )
         return self._stores[owner]
 
     def __len__(self) -> int:

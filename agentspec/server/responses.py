@@ -1,7 +1,7 @@
 """/v1/responses: items in, items out; the conversation kept by the client, or here.
 
-Owns the endpoints, and what is stored. A request's fields are in responses_request.py, the meaning of its items in responses_items.py, the
-response in responses_answer.py.
+Owns the endpoints, and what is stored. A request's fields are in responses_request.py, the meaning of its items in
+responses_items.py, the response in responses_answer.py.
 """
 
 from __future__ import annotations
@@ -83,10 +83,13 @@ class _Asked:
         self._conversation = Conversation.of(self.request.instructions, history + named)
         self._callable = list(zip(self.tools.names, self.tools.places, strict=True))
         """Functions that may be called, with the places of their tools: errors count them."""
-        self.session_id = session_of(call.headers, self.request.prompt_cache_key) or self._own_session(stored or references.records)
+        self.session_id = session_of(call.headers, self.request.prompt_cache_key) or self._own_session(
+            stored or references.records
+        )
 
     def _own_session(self, stored: list[StoredResponse]) -> str | None:
-        """That of the conversation, which `stored` is of. A first response begins one if another is likely to follow it here."""
+        """That of the conversation, which `stored` is of. A first response begins one if another is likely to follow it
+        here."""
         if stored and stored[-1].session_id is not None:
             return stored[-1].session_id
         return uuid.uuid4().hex if stored or (self.request.store and self.request.tools) else None
@@ -98,7 +101,8 @@ class _Asked:
         return asked
 
     def public(self, error: RequestError) -> RequestError:
-        """The error with the field as this API's clients know it: they sent items and tools of several kinds, and got messages and functions."""
+        """The error with the field as this API's clients know it: they sent items and tools of several kinds, and got
+        messages and functions."""
         field = error.field
         if found := re.match(r"messages\[(\d+)\]", field):
             rest = field[found.end() :].replace("tool_call_id", "call_id")
@@ -198,9 +202,27 @@ ROUTES = (
         table=RESPONSES,
         answer=answer_shapes.ResponseInputTokens,
     ),
-    Route(method="GET", path="/v1/responses/{response_id}", handle=retrieve, query=_RETRIEVE_QUERY, answer=answer_shapes.ResponseObject),
-    Route(method="DELETE", path="/v1/responses/{response_id}", handle=delete, query={}, answer=answer_shapes.DeletedResponse),
-    Route(method="GET", path="/v1/responses/{response_id}/input_items", handle=list_input, query=_LIST_QUERY, answer=answer_shapes.ItemList),
+    Route(
+        method="GET",
+        path="/v1/responses/{response_id}",
+        handle=retrieve,
+        query=_RETRIEVE_QUERY,
+        answer=answer_shapes.ResponseObject,
+    ),
+    Route(
+        method="DELETE",
+        path="/v1/responses/{response_id}",
+        handle=delete,
+        query={},
+        answer=answer_shapes.DeletedResponse,
+    ),
+    Route(
+        method="GET",
+        path="/v1/responses/{response_id}/input_items",
+        handle=list_input,
+        query=_LIST_QUERY,
+        answer=answer_shapes.ItemList,
+    ),
 )
 
 
@@ -210,7 +232,9 @@ def _store(service: Service, asked: _Asked, response: dict[str, Any]) -> None:
     record = StoredResponse(
         response=msgspec.json.encode(response),
         input_items=msgspec.json.encode(asked.items),
-        item_ids=tuple(dict.fromkeys(item["id"] for item in (*asked.items, *response["output"]) if is_own_id(item["id"]))),
+        item_ids=tuple(
+            dict.fromkeys(item["id"] for item in (*asked.items, *response["output"]) if is_own_id(item["id"]))
+        ),
         previous_id=asked.request.previous_response_id,
         session_id=asked.session_id,
     )

@@ -1,6 +1,7 @@
 """One response of /v1/responses: the object around its output, and the stream of events that tells of it.
 
-Owns the events' numbers, the ways a response ends, and its usage. Knows a turn's events; nothing of items that come in, or of what is stored.
+Owns the events' numbers, the ways a response ends, and its usage. Knows a turn's events; nothing of items that come in,
+or of what is stored.
 """
 
 from __future__ import annotations
@@ -31,7 +32,14 @@ _ABORTED = "the request was aborted"
 class Answer:
     """One response on its way: the object, and the events of its stream, numbered."""
 
-    def __init__(self, request: ResponsesRequest, tools: Toolset, turn: Turn, service: Service, store: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self,
+        request: ResponsesRequest,
+        tools: Toolset,
+        turn: Turn,
+        service: Service,
+        store: Callable[[dict[str, Any]], None],
+    ) -> None:
         """`store` is given the finished response."""
         self._turn = turn
         self._info = service.engine.info
@@ -67,7 +75,9 @@ class Answer:
 
     def _logprobs(self) -> list[dict[str, Any]]:
         """Those of the content that came last; OpenAI's bytes are a list here even where a token stands for none."""
-        content: list[dict[str, Any]] = content_logprobs(self._turn.take_content_scores(), self._turn.token_bytes)["content"]
+        content: list[dict[str, Any]] = content_logprobs(self._turn.take_content_scores(), self._turn.token_bytes)[
+            "content"
+        ]
         return [_with_bytes(entry) | {"top_logprobs": [*map(_with_bytes, entry["top_logprobs"])]} for entry in content]
 
     def _finish(self, event: FinishEvent) -> list[Event]:
@@ -85,12 +95,18 @@ class Answer:
             return [*told, self._failed(_ABORTED)]
         status = "completed" if is_whole else "incomplete"
         self.response |= {"status": status, "output": self._output.items}
-        self.response |= {"completed_at": int(time.time())} if is_whole else {"incomplete_details": {"reason": "max_output_tokens"}}
+        self.response |= (
+            {"completed_at": int(time.time())} if is_whole else {"incomplete_details": {"reason": "max_output_tokens"}}
+        )
         self._store(self.response)
         return [*told, self._state(f"response.{status}")]
 
     def _failed(self, message: str) -> Event:
-        self.response |= {"status": "failed", "error": {"code": "server_error", "message": message}, "output": self._output.items}
+        self.response |= {
+            "status": "failed",
+            "error": {"code": "server_error", "message": message},
+            "output": self._output.items,
+        }
         return self._state("response.failed")
 
     def _state(self, name: str) -> Event:
@@ -113,8 +129,11 @@ def usage_body(usage: Usage, end: TurnEnd) -> dict[str, Any]:
     }
 
 
-async def frames(stream: AsyncGenerator[EngineEvent, None], answer: Answer, head: StreamHead) -> AsyncGenerator[bytes, None]:
-    """The frames of a response, one item per engine event. The last event is response.completed, response.incomplete or response.failed.
+async def frames(
+    stream: AsyncGenerator[EngineEvent, None], answer: Answer, head: StreamHead
+) -> AsyncGenerator[bytes, None]:
+    """The frames of a response, one item per engine event. The last event is response.completed, response.incomplete or
+    response.failed.
 
     An error before the first event is raised while `head` isn't sent."""
     is_started = False

@@ -1,7 +1,8 @@
 """Items of /v1/responses, and the messages that they mean: what a client sends, or what was stored for it.
 
-Owns the shapes of input items and the rule that joins reasoning, text and calls into assistant messages. What items carry beside the fields of
-their shapes has no meaning here, and is left out. Knows nothing of the rest of a request, of prompts or HTTP.
+Owns the shapes of input items and the rule that joins reasoning, text and calls into assistant messages. What items
+carry beside the fields of their shapes has no meaning here, and is left out. Knows nothing of the rest of a request, of
+prompts or HTTP.
 """
 
 from __future__ import annotations
@@ -176,10 +177,11 @@ def is_own_id(item_id: str) -> bool:
 
 
 def read_items(given: str | list[Any], notes: Notes, find: Callable[[str, str], Item]) -> list[tuple[str, Item]]:
-    """A request's input as items in one form, each with its name in the request: every field that has a meaning here, an id, and content as parts.
+    """A request's input as items in one form, each with its name in the request: every field that has a meaning here,
+    an id, and content as parts.
 
-    notes: of what is left out. `find`: a stored item by its id, given with the name of the field. Raises RequestError naming the item and the field
-    that is not supported or wrong, and what `find` raises."""
+    notes: of what is left out. `find`: a stored item by its id, given with the name of the field. Raises RequestError
+    naming the item and the field that is not supported or wrong, and what `find` raises."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     items = []
@@ -211,7 +213,12 @@ def _read_item(given: dict[str, Any], kind: Any, name: str, notes: Notes) -> Ite
     struct, prefix = _KINDS[kind]
     empty = {field: "" for field in _TEXTS if field in given and given[field] is None and kind != "reasoning"}
     read = check({**given, **empty, "type": kind}, struct, name)
-    item: Item = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "completed", **msgspec.to_builtins(read)}
+    item: Item = {
+        "id": f"{prefix}_{uuid.uuid4().hex}",
+        "type": kind,
+        "status": "completed",
+        **msgspec.to_builtins(read),
+    }
     if kind == "message":
         item["content"] = _parts(item["content"], "output_text" if item["role"] == "assistant" else "input_text")
     elif isinstance(item.get("output"), list):
@@ -278,7 +285,8 @@ class Conversation:
             self._last = item
 
     def _begins_turn(self, kind: str) -> bool:
-        """Reasoning opens a turn. Of two texts in a row each is a turn, since one turn's texts have calls between them."""
+        """Reasoning opens a turn. Of two texts in a row each is a turn, since one turn's texts have calls between
+        them."""
         assert self._last is not None
         return kind == "reasoning" or (kind == "message" and self._last["type"] == "message")
 
@@ -290,7 +298,11 @@ class Conversation:
             if text := _text(item.get("content") or item["summary"]):
                 turn["reasoning_content"] = text
         else:
-            arguments = json.dumps({INPUT: item["input"]}, ensure_ascii=False) if item["type"] == "custom_tool_call" else item["arguments"]
+            arguments = (
+                json.dumps({INPUT: item["input"]}, ensure_ascii=False)
+                if item["type"] == "custom_tool_call"
+                else item["arguments"]
+            )
             function = {"name": function_name(item.get("namespace"), item["name"]), "arguments": arguments}
             turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
 

@@ -1,7 +1,7 @@
 """The output of one response: its items as they grow, and the events that tell a stream of them.
 
-Owns the shapes of output items and the documented order of their events. Knows the segmenter's events and the tools; nothing of the rest of a
-request, of responses as a whole or of HTTP.
+Owns the shapes of output items and the documented order of their events. Knows the segmenter's events and the tools;
+nothing of the rest of a request, of responses as a whole or of HTTP.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ Ending = Literal["completed", "incomplete"]
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 _TEXT_EVENTS = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
-_CALL_EVENTS = {"function_call": "response.function_call_arguments", "custom_tool_call": "response.custom_tool_call_input"}
+_CALL_EVENTS = {
+    "function_call": "response.function_call_arguments",
+    "custom_tool_call": "response.custom_tool_call_input",
+}
 
 
 class Output:
     """At most one item is open: the last one. It is closed before the next begins."""
 
     def __init__(self, key: str, tools: Toolset, *, carries_reasoning: bool) -> None:
-        """`key` makes the items' ids unique. `tools`: what may be called. `carries_reasoning`: items of reasoning have `encrypted_content`, too."""
+        """`key` makes the items' ids unique. `tools`: what may be called. `carries_reasoning`: items of reasoning have
+        `encrypted_content`, too."""
         self.items: list[dict[str, Any]] = []
         """The closed ones."""
         self._key = key
@@ -58,7 +62,9 @@ class Output:
                 events += self.close("completed")
                 events += self._open_call(event)
             elif isinstance(event, ToolCallArguments):
-                events += self._add_to_call(self._custom.push(event.text) if self._kind == "custom_tool_call" else event.text)
+                events += self._add_to_call(
+                    self._custom.push(event.text) if self._kind == "custom_tool_call" else event.text
+                )
             else:
                 events += self.close("completed")
         return events
@@ -73,7 +79,11 @@ class Output:
         text = "".join(self._pieces)
         if self._kind in _CALL_EVENTS:
             if ending == "completed":
-                said = {"input": text} if self._kind == "custom_tool_call" else {"name": self._call["name"], "arguments": text}
+                said = (
+                    {"input": text}
+                    if self._kind == "custom_tool_call"
+                    else {"name": self._call["name"], "arguments": text}
+                )
                 events.append({"type": f"{_CALL_EVENTS[self._kind]}.done", **self._place(), **said})
         else:
             place = {**self._place(), "content_index": 0}
@@ -100,7 +110,9 @@ class Output:
 
     def _open_call(self, event: ToolCallStart) -> list[Event]:
         tool = self._tools.tool(event.name)
-        self._call = {"call_id": event.id, "name": tool.name} | ({} if tool.namespace is None else {"namespace": tool.namespace})
+        self._call = {"call_id": event.id, "name": tool.name} | (
+            {} if tool.namespace is None else {"namespace": tool.namespace}
+        )
         self._custom = CustomInput()
         return self._open("custom_tool_call" if tool.kind == "custom" else "function_call")
 
@@ -117,7 +129,9 @@ class Output:
         item = self._item("in_progress") | ({} if kind in _CALL_EVENTS else {"content": []})
         events: list[Event] = [{"type": "response.output_item.added", "output_index": len(self.items), "item": item}]
         if kind not in _CALL_EVENTS:
-            events.append({"type": "response.content_part.added", **self._place(), "content_index": 0, "part": self._part()})
+            events.append(
+                {"type": "response.content_part.added", **self._place(), "content_index": 0, "part": self._part()}
+            )
         return events
 
     def _place(self) -> dict[str, Any]:
@@ -133,7 +147,11 @@ class Output:
     def _item(self, status: str) -> dict[str, Any]:
         head = {"id": self._place()["item_id"], "type": self._kind, "status": status}
         if self._kind in _CALL_EVENTS:
-            return {**head, **self._call, "input" if self._kind == "custom_tool_call" else "arguments": "".join(self._pieces)}
+            return {
+                **head,
+                **self._call,
+                "input" if self._kind == "custom_tool_call" else "arguments": "".join(self._pieces),
+            }
         if self._kind == "reasoning":
             reasoning = {**head, "summary": [], "content": [self._part()]}
             if self._carries_reasoning:

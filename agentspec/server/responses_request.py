@@ -1,6 +1,7 @@
 """Request bodies of /v1/responses, as tables/responses.py says what is served.
 
-Owns the struct, what an answer repeats of it, and the way to a TurnRequest. Knows nothing of items' meaning, of events or of HTTP.
+Owns the struct, what an answer repeats of it, and the way to a TurnRequest. Knows nothing of items' meaning, of events
+or of HTTP.
 """
 
 from __future__ import annotations
@@ -142,14 +143,19 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown
         form = None if self.text is None else self.text.format
         if isinstance(form, SchemaFormat):
             return OutputForm(kind="json_schema", source=form.schema, field="text.format.schema")
-        return OutputForm(kind="json_object", source=None, field="text.format") if isinstance(form, JsonObjectFormat) else None
+        return (
+            OutputForm(kind="json_object", source=None, field="text.format")
+            if isinstance(form, JsonObjectFormat)
+            else None
+        )
 
 
 CHECKED: Checked = {"input": (str,), "input[]": ITEM_KINDS, "tools[]": TOOL_KINDS}
 
 
 def parse(body: Any, notes: Notes) -> ResponsesRequest:
-    """Check a decoded JSON body. Raises RequestError with the first field that is not served or wrong. notes: of what nobody knows."""
+    """Check a decoded JSON body. Raises RequestError with the first field that is not served or wrong. notes: of what
+    nobody knows."""
     refuse_hosted_choice(body.get("tool_choice") if isinstance(body, dict) else None)
     request = read(body, ResponsesRequest, RESPONSES, notes, required=("model", "input"))
     if request.stream_options is not None and not request.stream:
@@ -168,7 +174,9 @@ def _check_metadata(metadata: dict[str, str]) -> None:
         raise RequestError("metadata", f"{len(metadata)} pairs", f"at most {_MAX_LABELS}")
     for name, label in metadata.items():
         if len(name) > _MAX_LABEL_NAME or len(label) > _MAX_LABEL:
-            raise RequestError(f"metadata.{name}", label, f"names have at most {_MAX_LABEL_NAME} characters, values {_MAX_LABEL}")
+            raise RequestError(
+                f"metadata.{name}", label, f"names have at most {_MAX_LABEL_NAME} characters, values {_MAX_LABEL}"
+            )
 
 
 def _echoed(tool: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Tools of /v1/responses as the functions that a model is shown, and the way back from a function's name to the tool.
 
-A custom tool is a function with one text, `input`. The tools of a namespace stand under joined names. Hosted tools, which OpenAI would run, are left
-out. Knows nothing of items, events or the rest of a body.
+A custom tool is a function with one text, `input`. The tools of a namespace stand under joined names. Hosted tools,
+which OpenAI would run, are left out. Knows nothing of items, events or the rest of a body.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from agentspec.text.schema_patterns import TEXT_IN_TAGS, PatternError, read_patt
 INPUT = "input"
 """The one parameter of a custom tool's function."""
 
-_NO_SERVICE = "is a tool that its service runs, and none is run here; tools of type function, custom and namespace are served"
+_NO_SERVICE = (
+    "is a tool that its service runs, and none is run here; tools of type function, custom and namespace are served"
+)
 
 
 class TextInput(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
@@ -129,7 +131,8 @@ class Toolset:
 
     @classmethod
     def of(cls, tools: list[dict[str, Any]], notes: Notes) -> Toolset:
-        """Raises RequestError with the first field that is not served or wrong. notes: of the hosted tools, and of formats that can't be enforced."""
+        """Raises RequestError with the first field that is not served or wrong. notes: of the hosted tools, and of
+        formats that can't be enforced."""
         toolset = cls()
         for index, tool in enumerate(tools):
             toolset._take(tool, f"tools[{index}]", notes)
@@ -212,7 +215,9 @@ class Toolset:
             for key in ((called.kind, called.name), *(() if namespace is None else (namespace,))):
                 self.known_as.setdefault(key, []).append(name)
         elif self.called[name] != called:
-            raise RequestError(f"{place}.name", tool["name"], f"makes the same name for the model as an earlier tool: {name}")
+            raise RequestError(
+                f"{place}.name", tool["name"], f"makes the same name for the model as an earlier tool: {name}"
+            )
         if lead:
             described = f"{lead}\n\n{tool['description']}" if tool.get("description") else lead
             tool = {**tool, "description": described}

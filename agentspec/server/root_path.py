@@ -7,7 +7,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class RootPath:
-    """In front of an app: takes the prefix off, where the proxy has left it. A proxy that strips it needs nothing here, and both may ask."""
+    """In front of an app: takes the prefix off, where the proxy has left it. A proxy that strips it needs nothing here,
+    and both may ask."""
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:
         self._app = app

@@ -1,4 +1,5 @@
-"""How a token is drawn, as every API of OpenAI's shape asks for it. Ranges are those of types.SamplingParams, which the engine checks."""
+"""How a token is drawn, as every API of OpenAI's shape asks for it. Ranges are those of types.SamplingParams, which the
+engine checks."""
 
 from __future__ import annotations
 

@@ -17,7 +17,14 @@ from agentspec.server.tenants import NOBODY, Tenant, TenantEngine
 from agentspec.server.unknown_fields import UnknownFields
 from agentspec.wire import EngineClient
 
-SESSION_HEADERS = ("x-session-id", "session-id", "x-smg-routing-key", "x-dynamo-session-id", "x-session-affinity", "x-claude-code-session-id")
+SESSION_HEADERS = (
+    "x-session-id",
+    "session-id",
+    "x-smg-routing-key",
+    "x-dynamo-session-id",
+    "x-session-affinity",
+    "x-claude-code-session-id",
+)
 """Headers in which agents, routers and benchmark clients name the session, first come first served."""
 
 
@@ -57,7 +64,9 @@ class Service:
         """What a request of this tenant works with."""
         if tenant is NOBODY:
             return self
-        return replace(self, tenant=tenant, engine=TenantEngine(self.engine, tenant), responses=self.responses.of(tenant.name))
+        return replace(
+            self, tenant=tenant, engine=TenantEngine(self.engine, tenant), responses=self.responses.of(tenant.name)
+        )
 
     @property
     def listed_names(self) -> tuple[str, ...]:
@@ -71,7 +80,9 @@ class Service:
         listed = self.listed_names
         if name not in listed:
             served = ", ".join(map(repr, listed))
-            raise ApiError(404, f"model={name!r}: not served here; this server has {served}", param="model", code="model_not_found")
+            raise ApiError(
+                404, f"model={name!r}: not served here; this server has {served}", param="model", code="model_not_found"
+            )
         return listed[0]
 
     def named(self, asked: _Asked) -> _Asked:
@@ -80,13 +91,15 @@ class Service:
         return msgspec.structs.replace(asked, model=self.answer_name(name))
 
     def check_choices(self, field: str, count: int) -> None:
-        """Raises ApiError for a request of more prompts and choices than may ever run and wait, before anything is done for it."""
+        """Raises ApiError for a request of more prompts and choices than may ever run and wait, before anything is done
+        for it."""
         if self.max_open is not None and count > self.max_open:
             reason = f"{field}: {count} prompts and choices are more than may run and wait here, {self.max_open} (--max-running and --max-queue)"
             raise ApiError(429, reason, param=field, code="overloaded")
 
     def chat_text(self, field: str, value: object) -> TextPipeline:
-        """The pipeline, for an endpoint that takes messages. Raises RequestError at a checkpoint that has no chat template."""
+        """The pipeline, for an endpoint that takes messages. Raises RequestError at a checkpoint that has no chat
+        template."""
         if self.text is None or self.text.prompts is None:
             lacks = "tokenizer" if self.text is None else "chat template"
             raise RequestError(field, value, f"this checkpoint has no {lacks}: use /v1/completions")

@@ -1,7 +1,7 @@
 """Server-sent events: the frames of one streamed answer, ended by exactly one terminal frame.
 
-The terminal frame is `[DONE]` after a finish, or one error object when the request fails half-way. What the chunks say is
-the business of chat.py and completions.py.
+The terminal frame is `[DONE]` after a finish, or one error object when the request fails half-way. What the chunks say
+is the business of chat.py and completions.py.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class StreamHead:
 
 
 class Chunks(Protocol):
-    """Turns the events of one answer's requests into its chunk objects. `index` says which request an event belongs to."""
+    """Turns the events of one answer's requests into its chunk objects. `index` says which request an event belongs
+    to."""
 
     def opening(self) -> list[dict[str, Any]]:
         """Chunks that come before anything generated; called once, when the first event is there."""
@@ -71,7 +72,9 @@ def frame(chunk: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
-async def frames(events: AsyncGenerator[tuple[int, Event], None], chunks: Chunks, head: StreamHead) -> AsyncGenerator[bytes, None]:
+async def frames(
+    events: AsyncGenerator[tuple[int, Event], None], chunks: Chunks, head: StreamHead
+) -> AsyncGenerator[bytes, None]:
     """The frames of `events` (see events.merge), one item per engine event and a terminal one.
 
     An error before the first event is raised while `head` isn't sent; a later one becomes the terminal frame."""

@@ -17,7 +17,9 @@ from agentspec.wire import ModelInfo
 
 async def models(service: Service, call: Call) -> Response:
     """GET /v1/models."""
-    return json_response({"object": "list", "data": [_model(name, service.engine.info) for name in service.listed_names]})
+    return json_response(
+        {"object": "list", "data": [_model(name, service.engine.info) for name in service.listed_names]}
+    )
 
 
 async def model(service: Service, call: Call) -> Response:
@@ -46,7 +48,10 @@ ROUTES = (
     Route(method="GET", path="/v1/models", handle=models, answer=answer_shapes.ModelList),
     Route(method="GET", path="/v1/models/{model:path}", handle=model, answer=answer_shapes.Model),
     Route(method="GET", path="/version", handle=version, answer=answer_shapes.Version),
-    *(Route(method="GET", path=path, handle=health, answer=answer_shapes.Health, errors=(503,)) for path in sorted(PROBES)),
+    *(
+        Route(method="GET", path=path, handle=health, answer=answer_shapes.Health, errors=(503,))
+        for path in sorted(PROBES)
+    ),
     Route(method="GET", path="/stats", handle=stats, errors=(503,)),
 )
 

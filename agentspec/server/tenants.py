@@ -1,7 +1,7 @@
 """Who asks: what belongs to one key alone, and how much of the engine it may have.
 
-Owns the names that keep keys apart (namespaces and sessions), the limits of a key and what counts against them. Knows no key itself, and no
-endpoint.
+Owns the names that keep keys apart (namespaces and sessions), the limits of a key and what counts against them. Knows
+no key itself, and no endpoint.
 """
 
 from __future__ import annotations
@@ -68,9 +68,11 @@ class Tenant:
         self._group, self._limits = group, limits
 
     def namespace(self, salt: str) -> str:
-        """Where this key's requests with a salt of their own find and leave prefixes and turns: inside its group, or by itself.
+        """Where this key's requests with a salt of their own find and leave prefixes and turns: inside its group, or by
+        itself.
 
-        Names and groups have no slash, so whatever the salt is, it is behind the second one: no salt leads into another group."""
+        Names and groups have no slash, so whatever the salt is, it is behind the second one: no salt leads into another
+        group."""
         if not self.name:
             return salt
         return f"key/{self.name}/{salt}" if self._group is None else f"group/{self._group}/{salt}"
@@ -86,13 +88,23 @@ class Tenant:
         self._counted_at = now
         if self._tokens_left <= 0:
             seconds = int(-self._tokens_left * 60 / limit) + 1
-            raise self._refused(f"tokens-per-minute={limit}: the key {self.name!r} has used them, and may ask again in {seconds} s", seconds)
+            raise self._refused(
+                f"tokens-per-minute={limit}: the key {self.name!r} has used them, and may ask again in {seconds} s",
+                seconds,
+            )
 
     def _check_places(self) -> None:
         limits = self._limits
-        if self._slots is not None and self._slots.locked() and limits.max_queue is not None and self._num_waiting >= limits.max_queue:
+        if (
+            self._slots is not None
+            and self._slots.locked()
+            and limits.max_queue is not None
+            and self._num_waiting >= limits.max_queue
+        ):
             reason = f"as many requests of the key {self.name!r} run and wait already"
-            raise self._refused(f"max-running={limits.max_running}, max-queue={limits.max_queue}: {reason}", _RETRY_SECONDS)
+            raise self._refused(
+                f"max-running={limits.max_running}, max-queue={limits.max_queue}: {reason}", _RETRY_SECONDS
+            )
 
     def _refused(self, reason: str, retry_after: int) -> OverloadedError:
         self.num_refused += 1
@@ -100,7 +112,8 @@ class Tenant:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """One of the places in the engine, in the order of asking. Raises OverloadedError where too many wait for one."""
+        """One of the places in the engine, in the order of asking. Raises OverloadedError where too many wait for
+        one."""
         slots = self._slots
         if slots is None:
             yield
@@ -127,7 +140,8 @@ NOBODY = Tenant()
 
 
 class TenantEngine(WatchedEngine):
-    """An engine client for one request of a key: what it submits carries the key's names, and counts against its limits.
+    """An engine client for one request of a key: what it submits carries the key's names, and counts against its
+    limits.
 
     Implements wire.EngineClient."""
 

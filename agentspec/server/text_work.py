@@ -1,6 +1,8 @@
-"""Work on clients' texts, whatever their size: prompts built of messages, and texts encoded. In this process, or behind a door of the same shape.
+"""Work on clients' texts, whatever their size: prompts built of messages, and texts encoded. In this process, or behind
+a door of the same shape.
 
-Knows nothing of HTTP. What is cheap and bounded (one answer's text, single tokens) is pipeline.py's and stays with whoever asks.
+Knows nothing of HTTP. What is cheap and bounded (one answer's text, single tokens) is pipeline.py's and stays with
+whoever asks.
 """
 
 from __future__ import annotations
@@ -39,11 +41,20 @@ class PromptFacts(Protocol):
 
 
 class TextWork(Protocol):
-    """Raises RequestError for what can't be used, ContextLengthError for too many tokens, OverloadedError where too much waits."""
+    """Raises RequestError for what can't be used, ContextLengthError for too many tokens, OverloadedError where too
+    much waits."""
 
     async def build(self, asked: PromptAsk, flow: Flow) -> BuiltPrompt: ...
 
-    def remember(self, prompt: BuiltPrompt, turn: AssistantTurn, token_ids: Sequence[int], *, is_cut: bool, skip_special_tokens: bool) -> None:
+    def remember(
+        self,
+        prompt: BuiltPrompt,
+        turn: AssistantTurn,
+        token_ids: Sequence[int],
+        *,
+        is_cut: bool,
+        skip_special_tokens: bool,
+    ) -> None:
         """Keep a finished turn: see PromptBuilder.remember."""
         ...
 
@@ -53,7 +64,8 @@ class TextWork(Protocol):
 
 
 class ThreadedText:
-    """In this process, on a thread of its own: for engines that are somebody's library. Nothing ends a job but its own end."""
+    """In this process, on a thread of its own: for engines that are somebody's library. Nothing ends a job but its own
+    end."""
 
     def __init__(self, tokenizer: Tokenizer, prompts: PromptBuilder | None) -> None:
         self._tokenizer = tokenizer
@@ -65,7 +77,15 @@ class ThreadedText:
         assert self._prompts is not None
         return await asyncio.get_running_loop().run_in_executor(self._builder, self._prompts.build, asked)
 
-    def remember(self, prompt: BuiltPrompt, turn: AssistantTurn, token_ids: Sequence[int], *, is_cut: bool, skip_special_tokens: bool) -> None:
+    def remember(
+        self,
+        prompt: BuiltPrompt,
+        turn: AssistantTurn,
+        token_ids: Sequence[int],
+        *,
+        is_cut: bool,
+        skip_special_tokens: bool,
+    ) -> None:
         assert self._prompts is not None
         self._prompts.remember(prompt, turn, token_ids, is_cut=is_cut, skip_special_tokens=skip_special_tokens)
 

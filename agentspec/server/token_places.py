@@ -16,7 +16,8 @@ from agentspec.types import TokenScore
 class TokenPlaces:
     """The tokens of one stream. Offsets are characters of the decoded text, as text/detokenizer.py decodes it.
 
-    A token that stands for no text takes no place. One that holds a part of a character stands where that character does."""
+    A token that stands for no text takes no place. One that holds a part of a character stands where that character
+    does."""
 
     def __init__(self, token_bytes: Sequence[bytes], watched: Iterable[int] = ()) -> None:
         """`watched`: ids of added tokens whose places are kept."""
@@ -46,7 +47,8 @@ class TokenPlaces:
         return bisect_left(self._starts, offset)
 
     def take(self, start: int, end: int) -> list[TokenScore]:
-        """Scores of the tokens that have a part in start..end, each token once; ranges ascend from call to call. What lies before is dropped."""
+        """Scores of the tokens that have a part in start..end, each token once; ranges ascend from call to call. What
+        lies before is dropped."""
         taken = []
         while self._scored and self._scored[0][0] < end:
             _, stop, score = self._scored.popleft()

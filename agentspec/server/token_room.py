@@ -12,8 +12,11 @@ from agentspec.types import SamplingParams
 HEADER = "x-agentspec-max-tokens"
 
 
-def within_room(sampling: SamplingParams, num_prompt_tokens: int, max_context: int, *, num_forced: int = 0) -> SamplingParams:
-    """The same sampling, its max_tokens clamped to what the context leaves. num_forced: tokens of an output that is forced.
+def within_room(
+    sampling: SamplingParams, num_prompt_tokens: int, max_context: int, *, num_forced: int = 0
+) -> SamplingParams:
+    """The same sampling, its max_tokens clamped to what the context leaves. num_forced: tokens of an output that is
+    forced.
 
     Where there is no room for the least that must be generated it stays as it is, and the engine refuses it."""
     room = max_context - num_prompt_tokens

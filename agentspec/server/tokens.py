@@ -1,4 +1,5 @@
-"""Prompts as the engine would see them: /tokenize, /detokenize and /v1/chat/completions/render, and /tokenizer_info. Nothing is generated.
+"""Prompts as the engine would see them: /tokenize, /detokenize and /v1/chat/completions/render, and /tokenizer_info.
+Nothing is generated.
 
 Owns the shapes of these endpoints, which follow vLLM's. What a chat becomes is turn.py's business.
 """
@@ -55,8 +56,14 @@ async def tokenize(service: Service, call: Call) -> Response:
     asked = fields.read(call.body, TokenizeRequest, TOKENIZE, call.notes, required=())
     _check_model(service, asked.model)
     ids = await _ids_of(service, asked)
-    names = [_tokenizer(service, "prompt", asked.prompt).name_of(token) for token in ids] if asked.return_token_strs else None
-    return json_response({"count": len(ids), "max_model_len": service.engine.info.max_context, "tokens": ids, "token_strs": names})
+    names = (
+        [_tokenizer(service, "prompt", asked.prompt).name_of(token) for token in ids]
+        if asked.return_token_strs
+        else None
+    )
+    return json_response(
+        {"count": len(ids), "max_model_len": service.engine.info.max_context, "tokens": ids, "token_strs": names}
+    )
 
 
 async def detokenize(service: Service, call: Call) -> Response:
@@ -78,7 +85,8 @@ async def tokenizer_info(service: Service, call: Call) -> Response:
 
 
 async def render(service: Service, call: Call) -> Response:
-    """POST /v1/chat/completions/render: what the engine would be asked for this chat request; of several choices, for the first."""
+    """POST /v1/chat/completions/render: what the engine would be asked for this chat request; of several choices, for
+    the first."""
     asked = service.named(openai.parse_chat(call.body, call.notes))
     turns = await begin(service, chat.turn_request(asked, session_of(call.headers, asked.prompt_cache_key)))
     submit = turns[0].submit
@@ -106,7 +114,14 @@ ROUTES = (
         table=TOKENIZE,
         answer=answer_shapes.Tokens,
     ),
-    Route(method="POST", path="/detokenize", handle=detokenize, body=DetokenizeRequest, table=DETOKENIZE, answer=answer_shapes.Text),
+    Route(
+        method="POST",
+        path="/detokenize",
+        handle=detokenize,
+        body=DetokenizeRequest,
+        table=DETOKENIZE,
+        answer=answer_shapes.Text,
+    ),
     Route(method="GET", path="/tokenizer_info", handle=tokenizer_info, errors=(404,)),
     Route(
         method="POST",
@@ -140,7 +155,9 @@ async def _ids_of(service: Service, asked: TokenizeRequest) -> list[int]:
         of_chat.pop("add_generation_prompt", None)  # alone it is nothing that a chat could ask for
     body = {"model": service.engine.info.model_id, "messages": asked.messages, **of_chat}
     turn = chat.turn_request(openai.parse_chat(body), None)
-    return list((await build_prompt(service, replace(turn, begins=asked.add_generation_prompt), counts=True)).prompt_ids)
+    return list(
+        (await build_prompt(service, replace(turn, begins=asked.add_generation_prompt), counts=True)).prompt_ids
+    )
 
 
 def _check_model(service: Service, name: str | None) -> None:

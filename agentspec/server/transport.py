@@ -1,8 +1,8 @@
 """An httpx transport to an ASGI app in the same process: no socket, and a body that streams as the app sends it.
 
-httpx's own ASGITransport collects the whole body first, which would hide every first-token time. Closing a response early
-reaches the app as `http.disconnect`, and the close returns when the app has returned. An exception of the app is raised to
-the caller that waits for the response or reads it. Knows nothing of agentspec.
+httpx's own ASGITransport collects the whole body first, which would hide every first-token time. Closing a response
+early reaches the app as `http.disconnect`, and the close returns when the app has returned. An exception of the app is
+raised to the caller that waits for the response or reads it. Knows nothing of agentspec.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any
 import httpx
 
 Message = MutableMapping[str, Any]
-App = Callable[[MutableMapping[str, Any], Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
+App = Callable[
+    [MutableMapping[str, Any], Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]
+]
 
 
 class _Transport:
@@ -136,7 +138,9 @@ def transport_type(library: ModuleType) -> type[Any]:
     if library is httpx:
         return InProcessTransport
     body_type = type("InProcessBody", (_Body, library.AsyncByteStream), {})
-    return type("InProcessTransport", (_Transport, library.AsyncBaseTransport), {"library": library, "body_type": body_type})
+    return type(
+        "InProcessTransport", (_Transport, library.AsyncBaseTransport), {"library": library, "body_type": body_type}
+    )
 
 
 def _scope(request: httpx.Request) -> dict[str, Any]:

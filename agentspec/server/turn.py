@@ -1,7 +1,8 @@
 """One assistant turn, whatever API asked for it: messages in, text events and an end out.
 
-Owns the way from a TurnRequest to its submits, and from engine events to segmenter events. The APIs' modules (chat, responses, messages)
-turn their bodies into TurnRequests and these events into their own shapes; none of them knows of prompts or grammars.
+Owns the way from a TurnRequest to its submits, and from engine events to segmenter events. The APIs' modules (chat,
+responses, messages) turn their bodies into TurnRequests and these events into their own shapes; none of them knows of
+prompts or grammars.
 """
 
 from __future__ import annotations
@@ -44,13 +45,15 @@ class TurnRequest:
     tools: list[dict[str, Any]] = field(default_factory=list)
     """OpenAI's function tools. The template is shown all of each but its `strict`, which speaks to the server."""
     hidden_tools: frozenset[str] = frozenset()
-    """Names of tools that the template isn't shown: a message shows them, or nothing does yet. Their calls are read like all others."""
+    """Names of tools that the template isn't shown: a message shows them, or nothing does yet. Their calls are read
+    like all others."""
     demand: ToolDemand = field(default_factory=ToolDemand)
     callable_names: frozenset[str] | None = None
     """The tools that may be called, of those that the template is shown; None: all. Needs the choice "required"."""
     output: OutputForm | None = None
     effort: str | None = None
-    """How much to reason: "none" switches thinking off. Without effect where the checkpoint's template knows nothing of it."""
+    """How much to reason: "none" switches thinking off. Without effect where the checkpoint's template knows nothing of
+    it."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     marked: Sequence[CacheMark] = ()
     """Places of the prompt that later ones are to share (Anthropic's cache_control)."""
@@ -132,7 +135,9 @@ class Turn:
         is_own_end = event.reason is FinishReason.STOP and event.stop_match in self._stop_ids
         last = self._scored([*self._segmenter.push(event.text), *self._segmenter.finish(is_cut=not is_own_end)])
         turn = self._segmenter.turn
-        self._text.work.remember(self.prompt, turn, self._ids, is_cut=not is_own_end, skip_special_tokens=self.submit.skip_special_tokens)
+        self._text.work.remember(
+            self.prompt, turn, self._ids, is_cut=not is_own_end, skip_special_tokens=self.submit.skip_special_tokens
+        )
         return TurnEnd(
             events=last,
             reason=event.reason,
@@ -149,7 +154,8 @@ class Turn:
         return len(self._ids)
 
     def take_content_scores(self) -> list[TokenScore]:
-        """Scores of the tokens behind the content deltas that came since the last call; none unless the request asked for scores."""
+        """Scores of the tokens behind the content deltas that came since the last call; none unless the request asked
+        for scores."""
         taken, self._content_scores = self._content_scores, []
         return taken
 
@@ -164,7 +170,8 @@ class Turn:
 async def build_prompt(service: Service, asked: TurnRequest, *, counts: bool = False) -> BuiltPrompt:
     """The prompt of a turn, as the engine gets it; `counts`: it won't, so that it may be longer than the context.
 
-    Raises RequestError for messages that can't be rendered, and for sampling that the engine would refuse; ContextLengthError for too many tokens."""
+    Raises RequestError for messages that can't be rendered, and for sampling that the engine would refuse;
+    ContextLengthError for too many tokens."""
     asked.sampling.validate(vocab_size=service.engine.info.vocab_size)
     text = service.chat_text("messages", asked.messages)
     assert text.prompts is not None
@@ -197,9 +204,13 @@ async def begin(service: Service, asked: TurnRequest) -> list[Turn]:
     grammar = None
     if is_constrained(may_call, asked.demand, asked.output):
         dialect, reasoning_open = text.prompts.dialect, prompt.reasoning_open
-        grammar = await asyncio.to_thread(turn_grammar, may_call or None, asked.demand, asked.output, dialect=dialect, reasoning_open=reasoning_open)
+        grammar = await asyncio.to_thread(
+            turn_grammar, may_call or None, asked.demand, asked.output, dialect=dialect, reasoning_open=reasoning_open
+        )
     num_forced = 0 if asked.forced_output is None else len(asked.forced_output)
-    sampling = within_room(asked.sampling, len(prompt.prompt_ids), service.engine.info.max_context, num_forced=num_forced)
+    sampling = within_room(
+        asked.sampling, len(prompt.prompt_ids), service.engine.info.max_context, num_forced=num_forced
+    )
     clamped = clamped_to(asked.sampling, sampling)
     if asked.tools and not may_call:
         sampling = _without_calls(sampling, text)
@@ -219,7 +230,9 @@ async def begin(service: Service, asked: TurnRequest) -> list[Turn]:
             forced_output=asked.forced_output,
         )
         has_form = asked.output is not None
-        turns.append(Turn(submit, prompt, text, may_call or None, service.engine.info, has_form=has_form, clamped=clamped))
+        turns.append(
+            Turn(submit, prompt, text, may_call or None, service.engine.info, has_form=has_form, clamped=clamped)
+        )
     return turns
 
 
@@ -231,13 +244,19 @@ def shown_tools(asked: TurnRequest) -> list[dict[str, Any]]:
 def _shown(tool: dict[str, Any]) -> dict[str, Any]:
     """The tool as the template sees it, so that the prompt is the same whether its calls are strict or not."""
     function = tool["function"]
-    return {**tool, "function": {name: value for name, value in function.items() if name != "strict"}} if "strict" in function else tool
+    return (
+        {**tool, "function": {name: value for name, value in function.items() if name != "strict"}}
+        if "strict" in function
+        else tool
+    )
 
 
 def _reasoning_kwargs(asked: TurnRequest, reads: frozenset[str]) -> dict[str, Any]:
     if asked.effort is None:
         return {}
-    name, value = (_THINKING_SWITCH, False) if asked.effort == "none" and _THINKING_SWITCH in reads else (_EFFORT, asked.effort)
+    name, value = (
+        (_THINKING_SWITCH, False) if asked.effort == "none" and _THINKING_SWITCH in reads else (_EFFORT, asked.effort)
+    )
     if name not in reads:  # clients send one whatever the model: it has no effect here
         return {}
     if asked.template_kwargs.get(name, value) != value:
@@ -246,7 +265,8 @@ def _reasoning_kwargs(asked: TurnRequest, reads: frozenset[str]) -> dict[str, An
 
 
 def _without_calls(sampling: SamplingParams, text: TextPipeline) -> SamplingParams:
-    """The tools stay in the prompt, so that it is that of the turns around it, but the token that opens a call is banned."""
+    """The tools stay in the prompt, so that it is that of the turns around it, but the token that opens a call is
+    banned."""
     opening = text.tokenizer.id_of(CALL_OPEN)
     if opening is None:
         return sampling

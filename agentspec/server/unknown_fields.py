@@ -33,7 +33,8 @@ class UnknownFields:
         self._told: set[tuple[str, str]] = set()
 
     def note(self, names: Sequence[str], *, path: str, client: str) -> str:
-        """Count the fields of one request, and log those that this client has not sent before. Returns what the header says of them.
+        """Count the fields of one request, and log those that this client has not sent before. Returns what the header
+        says of them.
 
         client: its User-Agent."""
         shown = [name if _PLAIN.fullmatch(name) else OTHER for name in names]
@@ -43,5 +44,7 @@ class UnknownFields:
             self.counts[counted] = self.counts.get(counted, 0) + 1
             if (name, product) not in self._told and len(self._told) < _MOST_TOLD:
                 self._told.add((name, product))
-                _log.warning("%s: the field %s is unknown and was left out (client: %s)", path, name, product or "unnamed")
+                _log.warning(
+                    "%s: the field %s is unknown and was left out (client: %s)", path, name, product or "unnamed"
+                )
         return ", ".join(dict.fromkeys(shown[:_MOST_IN_HEADER]))

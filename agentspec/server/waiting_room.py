@@ -1,6 +1,7 @@
 """The server while its engine is loaded: an ASGI app that says so, until there is a real one to pass requests on to.
 
-A load balancer sees a 503 on its probes instead of a refused connection, and knows that somebody is there. Knows neither engine nor model.
+A load balancer sees a 503 on its probes instead of a refused connection, and knows that somebody is there. Knows
+neither engine nor model.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class WaitingRoom:
 
     @contextmanager
     def waiting(self, describe: Callable[[], str], seconds: Callable[[], float]) -> Iterator[None]:
-        """Within, requests are answered here again, and behind it by the app, unless it fails; those that the app has stay there."""
+        """Within, requests are answered here again, and behind it by the app, unless it fails; those that the app has
+        stay there."""
         app, self._app = self._app, None
         self._describe, self._seconds = describe, seconds
         yield

@@ -1,8 +1,9 @@
-"""Recorded sessions in closed loops through a step loop, on a virtual clock: turn k+1 of a session is due its recorded wait after turn k ended.
+"""Recorded sessions in closed loops through a step loop, on a virtual clock: turn k+1 of a session is due its recorded
+wait after turn k ended.
 
-`TimedExecutor` moves the clock: a device that computes one step after the other, each for as long as a named model's costs say, while the host
-is one step ahead. So order and waits are the same on every run, whoever executes the steps: nobody (the dry run) or a real model, whose cache is
-then compared with the dry run's. Imports no torch.
+`TimedExecutor` moves the clock: a device that computes one step after the other, each for as long as a named model's
+costs say, while the host is one step ahead. So order and waits are the same on every run, whoever executes the steps:
+nobody (the dry run) or a real model, whose cache is then compared with the dry run's. Imports no torch.
 """
 
 from __future__ import annotations
@@ -97,7 +98,12 @@ class TimedExecutor:
         prefill = costs.pass_seconds([(chunk.start, len(chunk.token_ids)) for chunk in plan.chunks])
         decode = costs.step_seconds([self._lengths[slot] for slot in plan.decode_slots])
         joins = costs.join_seconds if plan.first_slots else 0.0
-        rides = plan.chunks and plan.decode_slots and costs.ride_seconds and (plan.num_drafted + 1) * len(plan.decode_slots) <= MOST_RIDERS
+        rides = (
+            plan.chunks
+            and plan.decode_slots
+            and costs.ride_seconds
+            and (plan.num_drafted + 1) * len(plan.decode_slots) <= MOST_RIDERS
+        )
         if rides:
             rest = min(costs.join_seconds, decode)  # a step without its forward, as a first step is
             prefill, decode = prefill + max(decode - rest - costs.ride_seconds, 0.0), rest
@@ -127,7 +133,8 @@ class _Lane:
 
 
 class ClosedLoop:
-    """Feeds turns to a loop whose cache and gate go by `clock`. Outputs are forced: histories are the recorded ones, whatever is computed."""
+    """Feeds turns to a loop whose cache and gate go by `clock`. Outputs are forced: histories are the recorded ones,
+    whatever is computed."""
 
     def __init__(
         self,
@@ -139,8 +146,8 @@ class ClosedLoop:
         max_length: int,
         on_submit: Callable[[str, RecordedTurn], None],
     ) -> None:
-        """`turn_seconds`: between two turns of a session, besides recorded waits. `on_submit` sees session and turn in the order of submission, and
-        may refuse one by raising."""
+        """`turn_seconds`: between two turns of a session, besides recorded waits. `on_submit` sees session and turn in
+        the order of submission, and may refuse one by raising."""
         self._loop = loop
         self._clock = clock
         self._turn_seconds = turn_seconds
@@ -218,7 +225,9 @@ class ClosedLoop:
         lane = self._running.pop(event.request_id)
         usage = event.usage
         assert event.reason is FinishReason.LENGTH, f"{event.request_id} ended with {event.reason.value}: {event.error}"
-        assert sum(lane.emissions) == len(lane.turn.output), f"{event.request_id} emitted {lane.emissions}, not {len(lane.turn.output)} tokens"
+        assert sum(lane.emissions) == len(lane.turn.output), (
+            f"{event.request_id} emitted {lane.emissions}, not {len(lane.turn.output)} tokens"
+        )
         self.ended.append(
             EndedTurn(
                 request_id=event.request_id,
@@ -233,4 +242,7 @@ class ClosedLoop:
         if following is None:
             self._start_session(sessions)
         else:
-            self._schedule(_Lane(lane.session_id, lane.number + 1, following, lane.rest), following.delay_seconds + self._turn_seconds)
+            self._schedule(
+                _Lane(lane.session_id, lane.number + 1, following, lane.rest),
+                following.delay_seconds + self._turn_seconds,
+            )

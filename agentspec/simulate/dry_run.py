@@ -1,8 +1,9 @@
-"""`agentspec replay FILE --dry-run MODEL`: the real scheduler and the real cache under a recorded workload, with no forward pass.
+"""`agentspec replay FILE --dry-run MODEL`: the real scheduler and the real cache under a recorded workload, with no
+forward pass.
 
-Rows, pages, checkpoints, admission, eviction and preemption are the engine's own; only the device is missing. `DryExecutor`
-hands out the recorded tokens and keeps the rolling checkpoints by the same rule as the decode step. What comes out is what the cache would reach,
-beside the file's ideal.
+Rows, pages, checkpoints, admission, eviction and preemption are the engine's own; only the device is missing.
+`DryExecutor` hands out the recorded tokens and keeps the rolling checkpoints by the same rule as the decode step. What
+comes out is what the cache would reach, beside the file's ideal.
 """
 
 from __future__ import annotations
@@ -45,9 +46,16 @@ class _Slot:
 class DryExecutor:
     """An executor that has no device: it follows the script and keeps the integers that the decode step would keep."""
 
-    def __init__(self, *, acceptance: Sequence[float], block_tokens: int, seed: int, emissions: Mapping[str, Sequence[int]] | None = None) -> None:
-        """`acceptance`: chance of each draft, given that those before it were accepted. `emissions`: by request id, how many tokens each step of it
-        emits; None: drawn by `acceptance`."""
+    def __init__(
+        self,
+        *,
+        acceptance: Sequence[float],
+        block_tokens: int,
+        seed: int,
+        emissions: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        """`acceptance`: chance of each draft, given that those before it were accepted. `emissions`: by request id, how
+        many tokens each step of it emits; None: drawn by `acceptance`."""
         self._acceptance = acceptance
         self._emissions = emissions
         self._block = block_tokens
@@ -60,7 +68,9 @@ class DryExecutor:
         for join in plan.joins:
             self._join(join)
         # A first step verifies nothing: it emits one token.
-        slots = [self._decode(slot, 0) for slot in plan.first_slots] + [self._decode(slot, plan.num_drafted) for slot in plan.decode_slots]
+        slots = [self._decode(slot, 0) for slot in plan.first_slots] + [
+            self._decode(slot, plan.num_drafted) for slot in plan.decode_slots
+        ]
         return StepOutcome(slots=slots)
 
     def collect(self, ticket: StepOutcome) -> StepOutcome:
@@ -69,8 +79,14 @@ class DryExecutor:
     def _join(self, join: SlotJoin) -> None:
         assert join.forced_output is not None, "a dry run knows its outputs"
         rest = join.forced_output[len(join.output_ids) :]
-        newer, older, emissions = (join.rows.newer, join.checkpoint_length), (join.rows.older, 0), self._emissions_of(join)
-        self._slots[join.slot] = _Slot(join, iter(rest), join.length, list(join.rows.write), newer, older, len(rest), emissions)
+        newer, older, emissions = (
+            (join.rows.newer, join.checkpoint_length),
+            (join.rows.older, 0),
+            self._emissions_of(join),
+        )
+        self._slots[join.slot] = _Slot(
+            join, iter(rest), join.length, list(join.rows.write), newer, older, len(rest), emissions
+        )
 
     def _emissions_of(self, join: SlotJoin) -> Iterator[int] | None:
         """Those of its steps that are still to come: a preempted request joins again behind some."""
@@ -152,14 +168,16 @@ class DryMemory:
 
     @classmethod
     def bounded(cls, gib: float | None, *, costs: ModelCosts, max_running: int, num_drafted: int) -> Self:
-        """`gib` bounds checkpoints and pages; None: no bound. The rows that running requests own are not counted against it, since no cache
-        could use them. Raises ConfigError when not even two blocks fit."""
+        """`gib` bounds checkpoints and pages; None: no bound. The rows that running requests own are not counted
+        against it, since no cache could use them. Raises ConfigError when not even two blocks fit."""
         page_bytes = costs.kv_bytes_per_token * BLOCK_TOKENS
         running_rows = _running_rows(max_running, num_drafted)
         memory_bytes = UNBOUNDED_BYTES if gib is None else int(gib * 2**30)
         if memory_bytes < 2 * page_bytes:
             least = 2 * page_bytes / 2**30
-            raise ConfigError("memory", gib, f"not even two blocks fit; a turn of {BLOCK_TOKENS} tokens needs {least:.3f} GiB")
+            raise ConfigError(
+                "memory", gib, f"not even two blocks fit; a turn of {BLOCK_TOKENS} tokens needs {least:.3f} GiB"
+            )
         num_pages = min(UNBOUNDED_PAGES, memory_bytes // page_bytes)
         return cls(
             num_rows=running_rows + min(UNBOUNDED_ROWS, memory_bytes // costs.row_bytes),
@@ -205,7 +223,8 @@ class DryRun:
         host_memory: HostMemory | None = None,
         copier: Callable[[VirtualClock], Copier] | None = None,
     ) -> None:
-        """`on_submit` sees every turn in the order of submission. `emissions`: see DryExecutor. `copier`: carries out what `host_memory` orders."""
+        """`on_submit` sees every turn in the order of submission. `emissions`: see DryExecutor. `copier`: carries out
+        what `host_memory` orders."""
         self._on_submit = on_submit
         self._costs = costs
         self._memory = memory
@@ -238,7 +257,9 @@ class DryRun:
             metrics=metrics,
             max_running=max_running,
             max_draft_tokens=num_drafted,
-            pace=GapPace(max_gap, block_tokens=BLOCK_TOKENS) if prefill_budget == "auto" else FixedPace(prefill_budget, block_tokens=BLOCK_TOKENS),
+            pace=GapPace(max_gap, block_tokens=BLOCK_TOKENS)
+            if prefill_budget == "auto"
+            else FixedPace(prefill_budget, block_tokens=BLOCK_TOKENS),
             block_tokens=BLOCK_TOKENS,
             row_bytes=costs.row_bytes,
             page_bytes=page_bytes,
@@ -248,7 +269,13 @@ class DryRun:
         executor = TimedExecutor(scripted, costs=costs, clock=clock)
         copies = None if copier is None else copier(clock)
         self.loop = StepLoop(
-            scheduler=scheduler, executor=executor, depth_policy=FixedDepth(num_drafted), metrics=metrics, overlap=True, copier=copies, clock=clock
+            scheduler=scheduler,
+            executor=executor,
+            depth_policy=FixedDepth(num_drafted),
+            metrics=metrics,
+            overlap=True,
+            copier=copies,
+            clock=clock,
         )
         spec = ModelSpec(
             name=costs.name,
@@ -262,7 +289,12 @@ class DryRun:
             page_bytes=page_bytes,
         )
         self._lanes = ClosedLoop(
-            self.loop, clock=clock, turn_seconds=costs.turn_seconds, spec=spec, max_length=memory.max_length, on_submit=self._check
+            self.loop,
+            clock=clock,
+            turn_seconds=costs.turn_seconds,
+            spec=spec,
+            max_length=memory.max_length,
+            on_submit=self._check,
         )
 
     def run(self, sessions: Sessions, num_lanes: int) -> DryRunResult:

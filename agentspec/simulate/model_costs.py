@@ -1,8 +1,10 @@
-"""What named models cost: bytes a state row and a token of KV take, and how long the parts of a step take, for runs without a model.
+"""What named models cost: bytes a state row and a token of KV take, and how long the parts of a step take, for runs
+without a model.
 
-Times are measured (`python -m benchmarks.step_costs`) and fitted (`python -m benchmarks.fit_costs`) into model_costs.json. A prompt pass takes what
-its tokens take with no context, by a table, and a time for each pair of a token and one that it attends to. A decode step takes what its batch takes
-with no context, by a table, and a time for each token of context. Weights are read once a pass and once a step: the tables' low ends say so.
+Times are measured (`python -m benchmarks.step_costs`) and fitted (`python -m benchmarks.fit_costs`) into
+model_costs.json. A prompt pass takes what its tokens take with no context, by a table, and a time for each pair of a
+token and one that it attends to. A decode step takes what its batch takes with no context, by a table, and a time for
+each token of context. Weights are read once a pass and once a step: the tables' low ends say so.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from pathlib import Path
 from agentspec.errors import ConfigError
 
 PUBLISHED_ACCEPTANCE = (0.92, 0.85, 0.81, 0.79, 0.74, 0.67, 0.89)
-"""Conditional acceptance by draft position of the 397B model on coding (InferenceX golden curve, thinking off: 1.92, 2.70, 3.33 ... a step)."""
+"""Conditional acceptance by draft position of the 397B model on coding (InferenceX golden curve, thinking off: 1.92,
+2.70, 3.33 ... a step)."""
 
 Table = tuple[tuple[int, float], ...]
 """(size, seconds), sizes in rising order."""
@@ -44,7 +47,8 @@ class ModelCosts:
     ride_seconds: float = 0.0
     """What a pass with the windows of the running streams takes less than both apart."""
     turn_seconds: float = 0.0
-    """From the end of an answer to the next request of its session at the scheduler, apart from recorded waits: the client, HTTP, text."""
+    """From the end of an answer to the next request of its session at the scheduler, apart from recorded waits: the
+    client, HTTP, text."""
     acceptance: tuple[float, ...] = PUBLISHED_ACCEPTANCE
 
     def pass_seconds(self, chunks: Sequence[tuple[int, int]]) -> float:

@@ -1,7 +1,7 @@
 """Expressions over characters, and the deterministic automata that they come to, as rules of a grammar.
 
-xgrammar joins states of its own automata too freely where a text can be read in two ways; with one way there is nothing to join. Knows nothing of
-patterns' notation or of schemas.
+xgrammar joins states of its own automata too freely where a text can be read in two ways; with one way there is nothing
+to join. Knows nothing of patterns' notation or of schemas.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def text(characters: str) -> Expression:
 
 
 def add_automaton(rules: Rules, expression: Expression) -> str:
-    """The name of a rule for the texts of an expression. Raises TooLargeError, and RequestError when the whole grammar takes too much."""
+    """The name of a rule for the texts of an expression. Raises TooLargeError, and RequestError when the whole grammar
+    takes too much."""
     if (known := rules.named(expression)) is not None:
         return known
     positions = _Positions(rules)
@@ -72,7 +73,10 @@ def add_automaton(rules: Rules, expression: Expression) -> str:
     while waiting:
         state = waiting.pop()
         reachable = set().union(*(follow[position] for position in state))
-        rules.spend(sum(len(follow[position]) for position in state) + 4 * sum(len(positions.ranges[position]) for position in reachable))
+        rules.spend(
+            sum(len(follow[position]) for position in state)
+            + 4 * sum(len(positions.ranges[position]) for position in reachable)
+        )
         if len(names) > MAX_STATES:
             raise TooLargeError(f"comes to an automaton of more than {MAX_STATES} states")
         loop, parts = "", ['""'] if state & ends else []
@@ -122,7 +126,10 @@ class _Positions:
                 return self._chain(self.add(part) for part in parts)
             case Choice(parts):
                 found = [self.add(part) for part in parts]
-                firsts, lasts = (frozenset().union(*places) for places in ((each.first for each in found), (each.last for each in found)))
+                firsts, lasts = (
+                    frozenset().union(*places)
+                    for places in ((each.first for each in found), (each.last for each in found))
+                )
                 return _Part(any(each.is_nullable for each in found), firsts, lasts)
             case Repeat(part, low, high):
                 needed = [self.add(part) for _ in range(low)]

@@ -1,7 +1,7 @@
 """Grammars for tool calls in each dialect: what may follow `<tool_call>`, up to the end of the call.
 
-A bound call's arguments validate against the tool's schema after the dialect's own parser has read them; a loose call is only well formed.
-Calls are written as the templates write them.
+A bound call's arguments validate against the tool's schema after the dialect's own parser has read them; a loose call
+is only well formed. Calls are written as the templates write them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from agentspec.text.tool_calls.schemas import coerce
 _CLOSERS = ("</parameter>", "</function>", CALL_CLOSE)
 """What may end a parameter for the parser of the XML form."""
 BARRED_IN_XML = tuple(tag[:5] for tag in _CLOSERS)
-"""Where characters are told apart one by one, the beginnings of the closers are barred: no tag of HTML's but <param> begins so, and it compiles
-fast."""
+"""Where characters are told apart one by one, the beginnings of the closers are barred: no tag of HTML's but <param>
+begins so, and it compiles fast."""
 _IN_XML = Style(barred=BARRED_IN_XML)
 _PYTHON_WORDS = {"boolean": ('"True"', '"False"'), "null": ('"None"',)}
 """As some templates show constants to the model; the parser reads them, too."""
@@ -37,7 +37,11 @@ def call_body(dialect: str, rules: Rules, tool: Mapping[str, Any], path: str, *,
     parameters = function.get("parameters") or {}
     where = f"{path}.function.parameters"
     if dialect == "hermes":
-        arguments = _json_arguments(rules, parameters, where) if is_bound else _json_arguments(rules, {"additionalProperties": True}, where)
+        arguments = (
+            _json_arguments(rules, parameters, where)
+            if is_bound
+            else _json_arguments(rules, {"additionalProperties": True}, where)
+        )
         head = f'\n{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
         return f"{literal(head)} {arguments} {literal('}' + chr(10) + CALL_CLOSE)}"
     _check_name(function["name"], f"{path}.function.name")
@@ -63,7 +67,9 @@ def _objects(alternatives: list[Schema], parameters: Mapping[str, Any], path: st
 
 def _check_name(name: str, path: str) -> None:
     if not name.strip() or name != name.strip() or any(character in name for character in "<>\n"):
-        raise RequestError(path, name, "can't be written into a call and read back: no '<', '>', line end or space around it")
+        raise RequestError(
+            path, name, "can't be written into a call and read back: no '<', '>', line end or space around it"
+        )
 
 
 def _loose_parameters(rules: Rules) -> str:
@@ -73,7 +79,8 @@ def _loose_parameters(rules: Rules) -> str:
 
 
 class _Parameters:
-    """The parameters of one tool in the XML form. Their values carry no types: what is written must be read back as what the schema wants."""
+    """The parameters of one tool in the XML form. Their values carry no types: what is written must be read back as
+    what the schema wants."""
 
     def __init__(self, rules: Rules, tool: Mapping[str, Any], path: str) -> None:
         function = tool.get("function", tool)
@@ -88,10 +95,14 @@ class _Parameters:
     def all(self) -> str:
         kinds = _objects(self._reader.alternatives(self._schema, self._path), self._schema, self._path)
         if len(kinds) > 1:
-            raise RequestError(self._path, self._schema, "has alternatives, which can't be enforced for a tool's parameters as a whole")
+            raise RequestError(
+                self._path, self._schema, "has alternatives, which can't be enforced for a tool's parameters as a whole"
+            )
         members, extra = object_members(kinds[0], self._path, self._reader)
         if extra is not False:
-            raise RequestError(f"{self._path}.additionalProperties", extra, "can't be enforced for a tool's parameters: only false can")
+            raise RequestError(
+                f"{self._path}.additionalProperties", extra, "can't be enforced for a tool's parameters: only false can"
+            )
         num_required = sum(member.is_required for member in members)
         for key, bound in (("minProperties", num_required), ("maxProperties", len(members))):
             asked = kinds[0].get(key, bound)
@@ -121,7 +132,9 @@ class _Parameters:
             return self._chosen(kind["enum"], types, path)
         name = kind.get("type")
         if name is None or (name == "string" and (not types or "string" in types)):
-            is_read_back = name is None or "null" not in types or may_be_null  # the word null is read as null where the schema knows null
+            is_read_back = (
+                name is None or "null" not in types or may_be_null
+            )  # the word null is read as null where the schema knows null
             return [self._string(kind, path)] if is_read_back else []
         if name not in types or ("string" in types and name != "null"):
             return []  # it would be read as a string
@@ -134,7 +147,11 @@ class _Parameters:
             texts = [value] if isinstance(value, str) else [self._json.constant(value, path)]
             if value is None or isinstance(value, bool):
                 texts.append(str(value))
-            found += [literal(text) for text in texts if is_same(coerce(text, types), value) and not any(tag in text for tag in _CLOSERS)]
+            found += [
+                literal(text)
+                for text in texts
+                if is_same(coerce(text, types), value) and not any(tag in text for tag in _CLOSERS)
+            ]
         return found
 
     def _string(self, kind: Schema, path: str) -> str:

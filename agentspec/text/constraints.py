@@ -1,7 +1,8 @@
 """What a client may demand of an answer's form, and the grammar that this makes for one turn.
 
-Builds descriptions only (wire.Grammar); compiling them is the runtime's business. Tags are taken as text, the way the segmenter reads them back: a
-grammar that knew them by their tokens could be led around by spelling one. Knows nothing of HTTP.
+Builds descriptions only (wire.Grammar); compiling them is the runtime's business. Tags are taken as text, the way the
+segmenter reads them back: a grammar that knew them by their tokens could be led around by spelling one. Knows nothing
+of HTTP.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _LEAD = '"\\n"{0,2}'
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputForm:
-    """The form of the content. `source`: a JSON schema (json_schema), None (json_object), the expression (regex), the grammar (ebnf), or the
-    texts to choose from (choice). `field` names it in errors."""
+    """The form of the content. `source`: a JSON schema (json_schema), None (json_object), the expression (regex), the
+    grammar (ebnf), or the texts to choose from (choice). `field` names it in errors."""
 
     kind: Literal["json_schema", "json_object", "regex", "ebnf", "choice"]
     source: Any
@@ -56,7 +57,9 @@ def is_constrained(tools: Tools | None, demand: ToolDemand, output: OutputForm |
     """Whether anything is demanded of a turn's form: else its grammar is None."""
     if output is not None:
         return True
-    return demand.choice == "required" or (demand.choice == "auto" and (not demand.parallel or any(_is_strict(tool) for tool in tools or ())))
+    return demand.choice == "required" or (
+        demand.choice == "auto" and (not demand.parallel or any(_is_strict(tool) for tool in tools or ()))
+    )
 
 
 def turn_grammar(
@@ -64,9 +67,10 @@ def turn_grammar(
 ) -> Grammar | None:
     """The grammar of one turn; None when nothing constrains it.
 
-    `reasoning_open`: the turn begins inside reasoning, which stays free up to its end; a call ends it, too. A form goes for the content, and a turn
-    with calls has none then: the segmenter must know of it (`has_form`). Takes up to some hundred milliseconds for many tools, unless it was asked
-    for the same a short while ago. Raises RequestError naming what can't be served."""
+    `reasoning_open`: the turn begins inside reasoning, which stays free up to its end; a call ends it, too. A form goes
+    for the content, and a turn with calls has none then: the segmenter must know of it (`has_form`). Takes up to some
+    hundred milliseconds for many tools, unless it was asked for the same a short while ago. Raises RequestError naming
+    what can't be served."""
     if not is_constrained(tools, demand, output):
         return None
     form = None if output is None else (output.kind, output.source, output.field)
@@ -84,7 +88,9 @@ def _turn_grammar(asked: str, dialect: str | None, reasoning_open: bool) -> Gram
     """By what was asked as JSON text, so that the turns of a conversation share one."""
     tools, choice, name, parallel, form = json.loads(asked)
     output = None if form is None else OutputForm(kind=form[0], source=form[1], field=form[2])
-    calls = _calls(tools, ToolDemand(choice=choice, name=name, parallel=parallel), None if dialect is None else DIALECTS[dialect])
+    calls = _calls(
+        tools, ToolDemand(choice=choice, name=name, parallel=parallel), None if dialect is None else DIALECTS[dialect]
+    )
     if calls is None:
         return None if output is None else _form_alone(output, reasoning_open)
     if choice == "required":
@@ -128,7 +134,11 @@ def _calls(tools: Tools | None, demand: ToolDemand, dialect: Dialect | None) -> 
     is_demanded = demand.choice == "required"
     if dialect is None:
         if is_demanded or any(is_strict):
-            raise RequestError("tools", names, "can't be enforced: this model's chat template teaches no form of calls that is known here")
+            raise RequestError(
+                "tools",
+                names,
+                "can't be enforced: this model's chat template teaches no form of calls that is known here",
+            )
         return None
     rules = Rules("tools")
     bodies = []
@@ -136,7 +146,9 @@ def _calls(tools: Tools | None, demand: ToolDemand, dialect: Dialect | None) -> 
         if names[index] in names[:index]:
             raise RequestError(f"tools[{index}].function.name", names[index], "is the name of an earlier tool, too")
         if demand.name in (None, names[index]):
-            bodies.append(_body(dialect, rules, tool, f"tools[{index}]", is_strict=is_strict[index], is_demanded=is_demanded))
+            bodies.append(
+                _body(dialect, rules, tool, f"tools[{index}]", is_strict=is_strict[index], is_demanded=is_demanded)
+            )
     call = rules.add(f"{literal(CALL_OPEN)} {any_of(bodies)}")
     text = rules.add(free_text(_triggers(dialect, tools)))
     return _Calls(
@@ -148,12 +160,20 @@ def _calls(tools: Tools | None, demand: ToolDemand, dialect: Dialect | None) -> 
 
 
 def _triggers(dialect: Dialect, tools: Tools) -> list[str]:
-    """What must not stand in free text: all that may begin a call, cut to what doesn't name a tool, which makes the grammar small."""
-    return list(dict.fromkeys(trigger.partition("=")[0] + trigger.partition("=")[1] for trigger in dialect.triggers(ToolSchemas(tools))))
+    """What must not stand in free text: all that may begin a call, cut to what doesn't name a tool, which makes the
+    grammar small."""
+    return list(
+        dict.fromkeys(
+            trigger.partition("=")[0] + trigger.partition("=")[1] for trigger in dialect.triggers(ToolSchemas(tools))
+        )
+    )
 
 
-def _body(dialect: Dialect, rules: Rules, tool: Mapping[str, Any], path: str, *, is_strict: bool, is_demanded: bool) -> str:
-    """A strict tool is bound to its schema. A demanded call of another follows the schema where that can be enforced; nobody was promised that."""
+def _body(
+    dialect: Dialect, rules: Rules, tool: Mapping[str, Any], path: str, *, is_strict: bool, is_demanded: bool
+) -> str:
+    """A strict tool is bound to its schema. A demanded call of another follows the schema where that can be enforced;
+    nobody was promised that."""
     if is_strict:
         return call_body(dialect.name, rules, tool, path, is_bound=True)
     if is_demanded:
@@ -178,7 +198,9 @@ def _form(output: OutputForm, rules: Rules) -> str:
             except (PatternError, TooLargeError) as error:
                 raise RequestError(output.field, output.source, str(error)) from None
         case "ebnf":
-            raise RequestError(output.field, output.source, "can't go together with tools that the turn may call: use tool_choice none")
+            raise RequestError(
+                output.field, output.source, "can't go together with tools that the turn may call: use tool_choice none"
+            )
 
 
 def _form_alone(output: OutputForm, reasoning_open: bool) -> Grammar:
@@ -188,7 +210,11 @@ def _form_alone(output: OutputForm, reasoning_open: bool) -> Grammar:
         return Grammar(kind="structural_tag", source=_ebnf_behind_reasoning(output.source), field=output.field)
     rules = Rules(output.field)
     content = _form(output, rules)
-    return Grammar(kind="ebnf", source=rules.source(_behind_reasoning(rules, content) if reasoning_open else content), field=output.field)
+    return Grammar(
+        kind="ebnf",
+        source=rules.source(_behind_reasoning(rules, content) if reasoning_open else content),
+        field=output.field,
+    )
 
 
 def _choices(output: OutputForm) -> list[str]:

@@ -1,7 +1,9 @@
-"""Edits that a client wants made to its conversation before the model is shown it: old thinking dropped, old tool results cleared.
+"""Edits that a client wants made to its conversation before the model is shown it: old thinking dropped, old tool
+results cleared.
 
-Owns what an edit does to normalised messages (text/messages.py). Their number, roles and order stay, so that places in them mean the same. Knows
-nothing of templates or tokens, whose number it asks for, and nothing of the API that calls the edits by other names.
+Owns what an edit does to normalised messages (text/messages.py). Their number, roles and order stay, so that places in
+them mean the same. Knows nothing of templates or tokens, whose number it asks for, and nothing of the API that calls
+the edits by other names.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class ClearThinking(msgspec.Struct, frozen=True, kw_only=True, tag="thinking"):
-    """Drop the thinking of all turns but the last ones that have any. A turn goes from one message of the user to the next, results of tools
-    included."""
+    """Drop the thinking of all turns but the last ones that have any. A turn goes from one message of the user to the
+    next, results of tools included."""
 
     keep_turns: int | None
     """None: all of them."""
@@ -61,7 +63,8 @@ class ClearToolUses(msgspec.Struct, frozen=True, kw_only=True, tag="tool_uses"):
     keep: int = 3
     """Of all calls, the excluded ones too."""
     clear_at_least: int = 0
-    """Tokens: with fewer to save, nothing is cleared, since the cached prefix would be lost for little. 0: not where the placeholders are longer."""
+    """Tokens: with fewer to save, nothing is cleared, since the cached prefix would be lost for little. 0: not where
+    the placeholders are longer."""
     exclude_tools: frozenset[str] = frozenset()
     clear_inputs: bool | frozenset[str] = False
     """The arguments, too: of every cleared call, or of the calls of these tools."""
@@ -96,7 +99,8 @@ class AppliedEdit(msgspec.Struct, frozen=True):
 def apply(
     messages: Sequence[Message], edits: Sequence[ContextEdit], count: Callable[[Sequence[Message]], int]
 ) -> tuple[list[Message], tuple[AppliedEdit, ...]]:
-    """The messages after the edits, made in their order, and what those did. `count`: a prompt's length in tokens; not asked without need."""
+    """The messages after the edits, made in their order, and what those did. `count`: a prompt's length in tokens; not
+    asked without need."""
     edited = list(messages)
     applied: list[AppliedEdit] = []
     length: int | None = None

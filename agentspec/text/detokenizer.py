@@ -16,7 +16,8 @@ class Pushed(NamedTuple):
     text: str
     """New text that is safe to show. Never contains a stop string or anything after it."""
     num_tokens: int
-    """How many of the pushed ids belong to the stream: all, or up to and including the one that completed a stop string."""
+    """How many of the pushed ids belong to the stream: all, or up to and including the one that completed a stop
+    string."""
     stop: str | None
     """The stop string that was completed."""
 
@@ -29,12 +30,14 @@ class Detokenizer:
     """
 
     def __init__(self, token_bytes: Sequence[bytes], stop: tuple[str, ...] = (), *, min_tokens: int = 0) -> None:
-        """`token_bytes[id]` are the raw bytes of an id. min_tokens: a stop string that is complete with so many ids is text like any other."""
+        """`token_bytes[id]` are the raw bytes of an id. min_tokens: a stop string that is complete with so many ids is
+        text like any other."""
         self._token_bytes = token_bytes
         self._stop = stop
         self._num_free = min_tokens if stop else 0
         self._num_passed = 0
-        """Characters at the beginning of `_held` in which no stop string may end: they came with the first `min_tokens` ids."""
+        """Characters at the beginning of `_held` in which no stop string may end: they came with the first `min_tokens`
+        ids."""
         self._holdback = Holdback(stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
@@ -75,7 +78,9 @@ class Detokenizer:
         shown: list[str] = []
         for index, token_id in enumerate(token_ids):
             window = self._held + self._decoder.decode(self._token_bytes[token_id])
-            found = [(start + len(stop), start, stop) for stop in self._stop if (start := self._find(window, stop)) >= 0]
+            found = [
+                (start + len(stop), start, stop) for stop in self._stop if (start := self._find(window, stop)) >= 0
+            ]
             if found:
                 _, start, stop = min(found)
                 self._held = ""

@@ -54,7 +54,8 @@ class ToolCall:
     arguments: str
     """JSON text of an object; of a call that was cut, its beginning."""
     as_written: dict[str, Any] = field(default_factory=dict)
-    """The arguments in the order and, where the dialect has no types, the very text that the model wrote: rendering them reproduces the call."""
+    """The arguments in the order and, where the dialect has no types, the very text that the model wrote: rendering
+    them reproduces the call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,8 @@
 """A grammar in the making: named rules in xgrammar's EBNF, and the pieces that all of them are built from.
 
-Forms are chosen for what xgrammar compiles and masks fast: expressions as `Regex`, free text as `TagDispatch`, length limits as `max_chars`
-(a counted repetition of characters takes seconds to compile and tens of milliseconds a mask). Knows nothing of schemas or dialects.
+Forms are chosen for what xgrammar compiles and masks fast: expressions as `Regex`, free text as `TagDispatch`, length
+limits as `max_chars` (a counted repetition of characters takes seconds to compile and tens of milliseconds a mask).
+Knows nothing of schemas or dialects.
 """
 
 from __future__ import annotations
@@ -84,18 +85,25 @@ def regex(expression: str) -> str:
 
 
 def free_text(without: Sequence[str]) -> str:
-    """Any text in which none of these occurs; it may hold bytes that are no UTF-8, as unconstrained output may. A rule's whole body."""
+    """Any text in which none of these occurs; it may hold bytes that are no UTF-8, as unconstrained output may. A
+    rule's whole body."""
     return "TagDispatch(excludes=(" + "".join(f"{literal(text)}, " for text in without) + "))"
 
 
 def escaped(text: str) -> str:
     """A regular expression for this text."""
-    return "".join(character if character.isascii() and character.isalnum() else f"\\u{{{ord(character):x}}}" for character in text)
+    return "".join(
+        character if character.isascii() and character.isalnum() else f"\\u{{{ord(character):x}}}" for character in text
+    )
 
 
 def regex_class(ranges: Iterable[tuple[int, int]]) -> str:
     """A regular expression for one character of these code points."""
-    return "[" + "".join(escaped(chr(low)) + ("" if low == high else "-" + escaped(chr(high))) for low, high in ranges) + "]"
+    return (
+        "["
+        + "".join(escaped(chr(low)) + ("" if low == high else "-" + escaped(chr(high))) for low, high in ranges)
+        + "]"
+    )
 
 
 def character_class(ranges: Iterable[tuple[int, int]]) -> str:
@@ -105,7 +113,13 @@ def character_class(ranges: Iterable[tuple[int, int]]) -> str:
 
 def _code(code: int) -> str:
     character = chr(code)
-    return character if character.isascii() and character.isalnum() else f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
+    return (
+        character
+        if character.isascii() and character.isalnum()
+        else f"\\u{code:04x}"
+        if code <= 0xFFFF
+        else f"\\U{code:08x}"
+    )
 
 
 def any_of(parts: Sequence[str]) -> str:
@@ -113,10 +127,11 @@ def any_of(parts: Sequence[str]) -> str:
 
 
 def text_without(words: Sequence[str], character: Callable[[str], str]) -> str:
-    """A regular expression for text in which no word occurs. Each word begins with the one `<` in it; `character`: an expression for one character
-    that is none of those given.
+    """A regular expression for text in which no word occurs. Each word begins with the one `<` in it; `character`: an
+    expression for one character that is none of those given.
 
-    Narrower than that by a rare case: the beginning of a word isn't followed by `<` at once, unless it is `<` itself."""
+    Narrower than that by a rare case: the beginning of a word isn't followed by `<` at once, unless it is `<`
+    itself."""
     tree: Tree = {}
     for word in words:
         node = tree

@@ -1,7 +1,9 @@
-"""JSON schemas (draft 2020-12) brought into plain alternatives that a grammar can follow exactly, or refused by the keyword that it can't.
+"""JSON schemas (draft 2020-12) brought into plain alternatives that a grammar can follow exactly, or refused by the
+keyword that it can't.
 
-`alternatives` resolves references, joins what a schema says in several places, and splits it by type. Every keyword works, says nothing about
-validity (annotations), or is refused by name: a grammar that forgot one would admit values that don't validate. Knows nothing of grammars.
+`alternatives` resolves references, joins what a schema says in several places, and splits it by type. Every keyword
+works, says nothing about validity (annotations), or is refused by name: a grammar that forgot one would admit values
+that don't validate. Knows nothing of grammars.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ _KNOWN = frozenset({"type"} | ANNOTATIONS | _JOINED | _CHOSEN).union(*KEYWORDS_O
 
 
 def check_size(schema: object, field: str) -> None:
-    """Raise RequestError when a schema (or a list of choices) is too large or too deep to read. Runs in its own bound, whatever it gets."""
+    """Raise RequestError when a schema (or a list of choices) is too large or too deep to read. Runs in its own bound,
+    whatever it gets."""
     level: list[object] = [schema]
     num_nodes = depth = 0
     while level:
@@ -64,7 +67,12 @@ def check_size(schema: object, field: str) -> None:
             raise RequestError(field, "...", f"nests deeper than {MAX_SCHEMA_DEPTH} levels")
         if num_nodes > MAX_SCHEMA_NODES:
             raise RequestError(field, "...", f"has more than {MAX_SCHEMA_NODES} values")
-        level = [child for node in level if isinstance(node, dict | list) for child in (node.values() if isinstance(node, dict) else node)]
+        level = [
+            child
+            for node in level
+            if isinstance(node, dict | list)
+            for child in (node.values() if isinstance(node, dict) else node)
+        ]
     try:
         num_bytes = len(json.dumps(schema, ensure_ascii=False).encode())
     except UnicodeEncodeError:
@@ -85,14 +93,17 @@ class SchemaReader:
             Draft202012Validator.check_schema(root)
         except SchemaError as error:
             place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.absolute_path)
-            raise RequestError(field + place, error.instance, f"is not valid in a JSON schema: {error.message[:200]}") from None
+            raise RequestError(
+                field + place, error.instance, f"is not valid in a JSON schema: {error.message[:200]}"
+            ) from None
         self._root = root
         self._field = field
         self._num_readings = 0
         self._validator = Draft202012Validator(root)
 
     def alternatives(self, schema: object, field: str, depth: int = 0) -> list[Schema]:
-        """What a value may be, one of the list: `{}` for anything, `{"enum": [...]}`, or one type with its own keywords.
+        """What a value may be, one of the list: `{}` for anything, `{"enum": [...]}`, or one type with its own
+        keywords.
 
         Empty when nothing validates. Raises RequestError naming the keyword that can't be enforced."""
         if isinstance(schema, bool):
@@ -106,7 +117,11 @@ class SchemaReader:
         plain = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
         for key in plain:
             if key not in _KNOWN and not key.startswith("x-"):
-                raise RequestError(f"{field}.{key}", plain[key], "can't be enforced: this keyword is not supported in a schema that binds the output")
+                raise RequestError(
+                    f"{field}.{key}",
+                    plain[key],
+                    "can't be enforced: this keyword is not supported in a schema that binds the output",
+                )
         for key in _JOINED:
             if key in plain:
                 return self._expanded(plain, key, field, depth)
@@ -139,7 +154,9 @@ class SchemaReader:
     def _target(self, reference: str, field: str) -> object:
         target: Any = self._root
         if reference != "#" and not reference.startswith("#/"):
-            raise RequestError(f"{field}.$ref", reference, "can't be followed: only references into the same schema (#/...) can")
+            raise RequestError(
+                f"{field}.$ref", reference, "can't be followed: only references into the same schema (#/...) can"
+            )
         for name in reference[2:].split("/") if reference != "#" else ():
             name = unquote(name).replace("~1", "/").replace("~0", "~")
             if isinstance(target, list) and name.isdigit() and int(name) < len(target):
@@ -168,11 +185,16 @@ class SchemaReader:
         for index, option in enumerate(options):
             for other in options[:index]:
                 if not all(_are_apart(one, two) for one in option for two in other):
-                    raise RequestError(f"{field}.oneOf", "...", f"option {index} may overlap with one before it, which can't be enforced: use anyOf")
+                    raise RequestError(
+                        f"{field}.oneOf",
+                        "...",
+                        f"option {index} may overlap with one before it, which can't be enforced: use anyOf",
+                    )
 
 
 def _are_apart(one: Schema, two: Schema) -> bool:
-    """Nothing that a grammar writes for one of them validates against the other. Objects are closed in grammars unless they say otherwise."""
+    """Nothing that a grammar writes for one of them validates against the other. Objects are closed in grammars unless
+    they say otherwise."""
     if "enum" in one and "enum" in two:
         return not any(is_same(first, second) for first in one["enum"] for second in two["enum"])
     types, others = _types(one), _types(two)
@@ -187,7 +209,11 @@ def _are_apart(one: Schema, two: Schema) -> bool:
 
 def _types(alternative: Schema) -> set[str]:
     """Integers and numbers count as both: they may be the same value."""
-    found = {name for value in alternative["enum"] for name in type_of(value)} if "enum" in alternative else {alternative.get("type", "")} - {""}
+    found = (
+        {name for value in alternative["enum"] for name in type_of(value)}
+        if "enum" in alternative
+        else {alternative.get("type", "")} - {""}
+    )
     return found | {"integer", "number"} if found & {"integer", "number"} else found
 
 
@@ -222,16 +248,25 @@ def is_same(one: Any, two: Any) -> bool:
 
 
 def join(one: object, two: object, field: str) -> Any:
-    """A schema for what validates against both. Raises RequestError where that takes more than putting the keywords together."""
+    """A schema for what validates against both. Raises RequestError where that takes more than putting the keywords
+    together."""
     if isinstance(one, bool) or isinstance(two, bool):
         return False if one is False or two is False else two if one is True else one
     assert isinstance(one, dict)
     assert isinstance(two, dict)
     joined = {key: value for key, value in one.items() if key not in ANNOTATIONS}
     for first, second in ((one, two), (two, one)):
-        for closer, affected in (("additionalProperties", "properties"), ("unevaluatedProperties", "properties"), ("items", "prefixItems")):
+        for closer, affected in (
+            ("additionalProperties", "properties"),
+            ("unevaluatedProperties", "properties"),
+            ("items", "prefixItems"),
+        ):
             if closer in first and affected in second and second[affected] != first.get(affected):
-                raise RequestError(f"{field}.{closer}", first[closer], f"can't be enforced beside {affected} from another part of the schema")
+                raise RequestError(
+                    f"{field}.{closer}",
+                    first[closer],
+                    f"can't be enforced beside {affected} from another part of the schema",
+                )
     for key, value in two.items():
         if key in ANNOTATIONS:
             continue
@@ -240,17 +275,30 @@ def join(one: object, two: object, field: str) -> Any:
         elif key == "required":
             joined[key] = [*joined[key], *(name for name in value if name not in joined[key])]
         elif key == "properties":
-            joined[key] = {**joined[key], **{name: join(joined[key].get(name, True), schema, f"{field}.{name}") for name, schema in value.items()}}
+            joined[key] = {
+                **joined[key],
+                **{
+                    name: join(joined[key].get(name, True), schema, f"{field}.{name}") for name, schema in value.items()
+                },
+            }
         elif key == "allOf":
             joined[key] = [*joined[key], *value]
         else:
-            raise RequestError(f"{field}.{key}", value, f"can't be enforced beside another {key} that goes for the same value")
+            raise RequestError(
+                f"{field}.{key}", value, f"can't be enforced beside another {key} that goes for the same value"
+            )
     return joined
 
 
 def _by_type(plain: dict[str, Any], field: str) -> Iterator[Schema]:
     declared = plain.get("type")
-    types = [declared] if isinstance(declared, str) else list(declared) if declared is not None else sorted(implied_types(plain))
+    types = (
+        [declared]
+        if isinstance(declared, str)
+        else list(declared)
+        if declared is not None
+        else sorted(implied_types(plain))
+    )
     if not types:
         yield {}
     if "number" in types and "integer" in types:

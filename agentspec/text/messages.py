@@ -1,6 +1,7 @@
 """Chat messages in the one form that templates, the turn memory and the prompt builder work with.
 
-Owns the normalisation of what clients send (OpenAI's message objects as plain dicts). Knows nothing of templates or tokens.
+Owns the normalisation of what clients send (OpenAI's message objects as plain dicts). Knows nothing of templates or
+tokens.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ from agentspec.text.returned_reasoning import returned_reasoning
 from agentspec.text.sentinels import refuse_surrogates
 
 Message = dict[str, Any]
-"""Normalised: no None values, `content` a string, call arguments as objects (RawArguments where they are none), reasoning under every name that
-templates read."""
+"""Normalised: no None values, `content` a string, call arguments as objects (RawArguments where they are none),
+reasoning under every name that templates read."""
 
 _PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""By the type of a content's part: where its text is. Parts of type `thinking` are reasoning (returned_reasoning.py)."""
+"""By the type of a content's part: where its text is. Parts of type `thinking` are reasoning
+(returned_reasoning.py)."""
 
 RESULT_OPEN, RESULT_CLOSE = "<tool_response>", "</tool_response>"
 
 _READ = frozenset(("role", "content", "name", "tool_calls", "tool_call_id"))
-"""What templates read of a message, beside its reasoning. Clients send back all that answers had, of other servers too; the rest is left out."""
+"""What templates read of a message, beside its reasoning. Clients send back all that answers had, of other servers too;
+the rest is left out."""
 
 
 def normalise(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -53,8 +56,8 @@ def raw_arguments(messages: Sequence[Message]) -> list[RawArguments]:
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """A call's arguments from their text: an object, empty for a call without any; RawArguments for any other text, as models write it and as a
-    token limit leaves it."""
+    """A call's arguments from their text: an object, empty for a call without any; RawArguments for any other text, as
+    models write it and as a token limit leaves it."""
     try:
         value = json.loads(text) if text.strip() else {}
         if "\\u" in text:
@@ -71,7 +74,8 @@ def call_ids(message: Message) -> tuple[str, ...] | None:
 
 
 def is_question(message: Message) -> bool:
-    """A user message with the user's words: some clients send tool results as user messages, wrapped in the tags that Qwen's templates use."""
+    """A user message with the user's words: some clients send tool results as user messages, wrapped in the tags that
+    Qwen's templates use."""
     content = message.get("content", "").strip()
     return message["role"] == "user" and not (content.startswith(RESULT_OPEN) and content.endswith(RESULT_CLOSE))
 
@@ -89,7 +93,9 @@ def _message(message: Mapping[str, Any], field: str) -> Message:
         raise RequestError(f"{field}.role", result.get("role"), "must be a string")
     if result["role"] == "developer":  # OpenAI's newer word
         result["role"] = "system"
-    result["content"] = _content(result.get("content", ""), f"{field}.content")  # null beside calls: templates add to it, or ask for its length
+    result["content"] = _content(
+        result.get("content", ""), f"{field}.content"
+    )  # null beside calls: templates add to it, or ask for its length
     if "tool_calls" in result:
         result["tool_calls"] = _calls(result["tool_calls"], f"{field}.tool_calls")
     reasoning = returned_reasoning(message)
@@ -148,7 +154,8 @@ def _function(function: Mapping[str, Any], field: str) -> dict[str, Any]:
 
 
 def _order_tool_results(messages: list[Message]) -> None:
-    """Templates associate results with calls by position alone, so each run of tool messages takes the order of the calls before it."""
+    """Templates associate results with calls by position alone, so each run of tool messages takes the order of the
+    calls before it."""
     start = 0
     while start < len(messages):
         end = start

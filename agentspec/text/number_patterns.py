@@ -1,7 +1,7 @@
 """Regular expressions for the JSON numbers of a range.
 
-What they admit is chosen so that no reader rounds a number out of its range: at most 15 significant digits where a bound is near, no exponent
-beside a bound. Knows nothing of schemas.
+What they admit is chosen so that no reader rounds a number out of its range: at most 15 significant digits where a
+bound is near, no exponent beside a bound. Knows nothing of schemas.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def integers_between(low: int, high: int) -> str:
 
 
 def numbers_between(low: Decimal, high: Decimal, *, above_low: bool, below_high: bool) -> str | None:
-    """Matches decimal numbers of the range; `above_low`, `below_high`: without the bound itself. None when there is none to write.
+    """Matches decimal numbers of the range; `above_low`, `below_high`: without the bound itself. None when there is
+    none to write.
 
     Both bounds lie within MAX_BOUNDED_NUMBER."""
     parts: list[str | None] = []

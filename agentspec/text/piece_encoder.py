@@ -1,7 +1,8 @@
 """Tokenising long prompts that mostly repeat: piece by piece between added tokens, with the pieces' ids remembered.
 
-Added tokens are matched before any normalisation, pre-tokenisation or merge, and none of these crosses one; so the ids of the pieces in a
-row are the ids of the whole text. With sentinels (text/sentinels.py) these alone are added tokens. Knows nothing of messages or templates.
+Added tokens are matched before any normalisation, pre-tokenisation or merge, and none of these crosses one; so the ids
+of the pieces in a row are the ids of the whole text. With sentinels (text/sentinels.py) these alone are added tokens.
+Knows nothing of messages or templates.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ class PieceEncoder:
         self._ids_of_sentinels = {} if sentinels is None else sentinels.ids_of
         by_length = sorted(tokenizer.added_tokens, key=lambda token: -len(token.text))
         self._cuts = self._ids_of_sentinels.keys() or {token.text for token in by_length if token.is_cut}
-        self._added = ANY_SENTINEL if sentinels else re.compile("(" + ("|".join(re.escape(token.text) for token in by_length) or "(?!)") + ")")
+        self._added = (
+            ANY_SENTINEL
+            if sentinels
+            else re.compile("(" + ("|".join(re.escape(token.text) for token in by_length) or "(?!)") + ")")
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -60,7 +65,8 @@ class PieceEncoder:
     def ids_of(self, pieces: Iterable[str], limit: TokenLimit | None = None) -> dict[str, array[int]]:
         """The ids of texts that are encoded by themselves, such as `pieces`. They are remembered: not to be changed.
 
-        Raises ContextLengthError when those that aren't remembered yet have more ids than the limit; then they won't be."""
+        Raises ContextLengthError when those that aren't remembered yet have more ids than the limit; then they won't
+        be."""
         known: dict[str, array[int]] = {}
         unknown: dict[str, None] = {}
         for piece in pieces:

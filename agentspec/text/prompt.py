@@ -1,7 +1,8 @@
-"""Messages to prompt ids: render, put the ids of generated turns back in their places, and find the breakpoints' tokens.
+"""Messages to prompt ids: render, put the ids of generated turns back in their places, and find the breakpoints'
+tokens.
 
-Owns the splice. A generated turn's ids replace a stretch of the prompt only where the template renders the very text that they decode
-to; so the prompt always reads as the template says. Knows nothing of the engine's cache or of HTTP.
+Owns the splice. A generated turn's ids replace a stretch of the prompt only where the template renders the very text
+that they decode to; so the prompt always reads as the template says. Knows nothing of the engine's cache or of HTTP.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class BuiltPrompt:
 
     @property
     def is_mid_text(self) -> bool:
-        """The answer goes on in the middle of a text, so what opens a text or a think block at an answer's beginning is neither here."""
+        """The answer goes on in the middle of a text, so what opens a text or a think block at an answer's beginning is
+        neither here."""
         text = self.begun.turn.content.rstrip()
         return bool(text) and not (self.reasoning_open and text.endswith(THINK_OPEN))
 
@@ -76,7 +78,8 @@ class PromptAsk(msgspec.Struct, frozen=True):
     marked: Sequence[CacheMark] = ()
     """Places that become breakpoints beside the template's own."""
     edits: Sequence[ContextEdit] = ()
-    """Made after turns were recognised, so that the conversation is known by what the client sends, whatever the model is shown of it."""
+    """Made after turns were recognised, so that the conversation is known by what the client sends, whatever the model
+    is shown of it."""
     continues: bool = False
     """The last message is the beginning of the turn, an assistant's without calls."""
     begins: bool = True
@@ -86,7 +89,9 @@ class PromptAsk(msgspec.Struct, frozen=True):
 class PromptBuilder:
     """Builds prompts for one model and remembers its turns. Not thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, memory: TurnMemory, *, trusts_client_text: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate, memory: TurnMemory, *, trusts_client_text: bool = False
+    ) -> None:
         """`trusts_client_text`: text in messages that spells an added token is that token, as in transformers.
 
         Raises CheckpointError for a template that needs that."""
@@ -106,23 +111,36 @@ class PromptBuilder:
         self.num_spliced = 0
         """Returned turns whose ids were put back."""
         self.num_mismatched = 0
-        """Returned turns that the template renders otherwise than they were generated (dropped reasoning, trimmed whitespace): rendered text won."""
+        """Returned turns that the template renders otherwise than they were generated (dropped reasoning, trimmed
+        whitespace): rendered text won."""
 
     def build(self, asked: PromptAsk) -> BuiltPrompt:
         """The prompt that asks for the next assistant turn.
 
-        Raises RequestError naming what can't be used, and ContextLengthError for too many tokens; nothing is remembered of such a prompt."""
+        Raises RequestError naming what can't be used, and ContextLengthError for too many tokens; nothing is remembered
+        of such a prompt."""
         tools, template_kwargs, limit, continues = asked.tools, asked.template_kwargs, asked.limit, asked.continues
         refuse_surrogates(tools, "tools")
         refuse_surrogates(template_kwargs, "chat_template_kwargs")
         arranged = Arranged.of(normalise(asked.messages), self._template.system_places)
-        marked = [MessageMark(*arranged.mark(mark.message, mark.characters)) if isinstance(mark, MessageMark) else mark for mark in asked.marked]
+        marked = [
+            MessageMark(*arranged.mark(mark.message, mark.characters)) if isinstance(mark, MessageMark) else mark
+            for mark in asked.marked
+        ]
         recalled, records, keys = self._recall(arranged.messages, asked.namespace)
         if continues:
             keys.pop()  # the turn is not whole: the conversation is the one before it
-        render = partial(self._template.render, tools=tools, add_generation_prompt=asked.begins, template_kwargs=template_kwargs, continues=continues)
+        render = partial(
+            self._template.render,
+            tools=tools,
+            add_generation_prompt=asked.begins,
+            template_kwargs=template_kwargs,
+            continues=continues,
+        )
 
-        counted = None if limit is None else replace(limit, times=COUNTED_CONTEXTS)  # what is cleared makes room for the rest
+        counted = (
+            None if limit is None else replace(limit, times=COUNTED_CONTEXTS)
+        )  # what is cleared makes room for the rest
 
         def count(edited: Sequence[Message]) -> int:
             text = render(edited).text
@@ -144,16 +162,27 @@ class PromptBuilder:
             prompt_ids=encoded.ids,
             breakpoints=_breakpoints(offsets, kinds),
             marked_end=dict(zip(characters, offsets, strict=True)).get(rendered.marked_end, 0),
-            reasoning_open=_opens_reasoning(recalled[-1]) if continues else rendered.text.rstrip().endswith(self._sentinels.of(THINK_OPEN)),
+            reasoning_open=_opens_reasoning(recalled[-1])
+            if continues
+            else rendered.text.rstrip().endswith(self._sentinels.of(THINK_OPEN)),
             conversation=keys[-1],
             namespace=asked.namespace,
             begun=self._begun(rendered.text, recalled[-1] if continues else None, stretches, records),
             applied=applied,
         )
 
-    def remember(self, prompt: BuiltPrompt, turn: AssistantTurn, token_ids: Sequence[int], *, is_cut: bool, skip_special_tokens: bool = True) -> None:
-        """Keep a finished turn for when the client sends it back. `turn` is the segmenter's, `token_ids` all that was generated, stop id or not;
-        `is_cut`: it was not ended by the model's own stop id. `skip_special_tokens`: the turn's text has no control tokens."""
+    def remember(
+        self,
+        prompt: BuiltPrompt,
+        turn: AssistantTurn,
+        token_ids: Sequence[int],
+        *,
+        is_cut: bool,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        """Keep a finished turn for when the client sends it back. `turn` is the segmenter's, `token_ids` all that was
+        generated, stop id or not; `is_cut`: it was not ended by the model's own stop id. `skip_special_tokens`: the
+        turn's text has no control tokens."""
         ids = tokens(token_ids)
         if ids and not self._tokenizer.token_bytes[ids[-1]]:
             ids.pop()
@@ -168,8 +197,11 @@ class PromptBuilder:
         record = TurnRecord(turn, ids, text, begun.lead, is_cut, prompt.namespace, quotes_tags)
         self._memory.remember(extend_by_turn(prompt.conversation, turn), record)
 
-    def _recall(self, conversation: list[Message], namespace: str) -> tuple[list[Message], list[TurnRecord], list[bytes]]:
-        """The conversation as it was generated, the records of its turns, and its keys: before the first message, and behind each."""
+    def _recall(
+        self, conversation: list[Message], namespace: str
+    ) -> tuple[list[Message], list[TurnRecord], list[bytes]]:
+        """The conversation as it was generated, the records of its turns, and its keys: before the first message, and
+        behind each."""
         key = conversation_seed(namespace)
         keys = [key]
         restored: list[Message] = []
@@ -179,7 +211,9 @@ class PromptBuilder:
             keys.append(key)
             record = self._memory.find(key, message, namespace) if message["role"] == "assistant" else None
             if record is not None:
-                message = record.restore(message, arguments_as_written=self.dialect is not None and self.dialect.keeps_argument_text)
+                message = record.restore(
+                    message, arguments_as_written=self.dialect is not None and self.dialect.keeps_argument_text
+                )
                 records.append(record)
             restored.append(message)
         return restored, records, keys
@@ -198,8 +232,8 @@ class PromptBuilder:
     def _place(self, text: str, record: TurnRecord, cursor: int) -> tuple[int, int] | None:
         """Where one turn begins and ends, not before `cursor`; None where the template wrote something else.
 
-        A turn may quote tags as added tokens, which come back as text, or spell as text what the template writes as tags: behind a lead that is the
-        template's own it is known by what it reads."""
+        A turn may quote tags as added tokens, which come back as text, or spell as text what the template writes as
+        tags: behind a lead that is the template's own it is known by what it reads."""
         lead = record.lead
         first = max(0, cursor - len(lead))
         start = text.find(lead + record.text, first) + len(lead)
@@ -218,24 +252,35 @@ class PromptBuilder:
     def _is_end(self, text: str, record: TurnRecord, end: int) -> bool:
         return record.is_cut or end == len(text) or text.startswith(self._special_texts, end)
 
-    def _begun(self, text: str, message: Message | None, stretches: Sequence[Stretch], records: Sequence[TurnRecord]) -> TurnRecord:
+    def _begun(
+        self, text: str, message: Message | None, stretches: Sequence[Stretch], records: Sequence[TurnRecord]
+    ) -> TurnRecord:
         """What stands of the next turn at the end of a prompt's text: `message`, if there is one.
 
-        It keeps the ids that it was generated as, so that the whole turn has them; what the client wrote is tokenised the same each time."""
-        if message is not None and stretches and stretches[-1].end == len(text) and stretches[-1].token_ids is records[-1].token_ids:
+        It keeps the ids that it was generated as, so that the whole turn has them; what the client wrote is tokenised
+        the same each time."""
+        if (
+            message is not None
+            and stretches
+            and stretches[-1].end == len(text)
+            and stretches[-1].token_ids is records[-1].token_ids
+        ):
             return records[-1]
         lead = text[-_LEAD_CHARACTERS:]
         if not ANY_SENTINEL.search(lead):  # a client could write the same
             anchors = [found.start() for found in ANY_SENTINEL.finditer(text, max(0, len(text) - _LONG_LEAD))]
             lead = text[anchors[-1] :] if anchors else lead
         said = (
-            AssistantTurn() if message is None else AssistantTurn(reasoning=message.get("reasoning_content", ""), content=message.get("content", ""))
+            AssistantTurn()
+            if message is None
+            else AssistantTurn(reasoning=message.get("reasoning_content", ""), content=message.get("content", ""))
         )
         return TurnRecord(said, tokens(), "", lead, is_cut=True)
 
 
 def _opens_reasoning(message: Message) -> bool:
-    """The text that the answer goes on from is a think block without its end. A tag that stands elsewhere in it is text like any other."""
+    """The text that the answer goes on from is a think block without its end. A tag that stands elsewhere in it is text
+    like any other."""
     text = message.get("content", "")
     return text.lstrip().startswith(THINK_OPEN) and THINK_CLOSE not in text
 

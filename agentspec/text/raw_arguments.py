@@ -1,7 +1,8 @@
 """Call arguments that are no JSON object, and how a prompt shows them: the raw text, in place of the parameters.
 
-Chat templates take arguments as an object and know no other. So they get an object with one entry, made of marks, and what a template writes for it
-is replaced in the rendered prompt. Owns the marks and the forms in which templates write an object. Knows nothing of messages or tokens.
+Chat templates take arguments as an object and know no other. So they get an object with one entry, made of marks, and
+what a template writes for it is replaced in the rendered prompt. Owns the marks and the forms in which templates write
+an object. Knows nothing of messages or tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _FORMS = re.compile(
 
 
 class RawArguments(dict[str, Any]):
-    """For templates an object with one entry; for the prompt, `text`. Equal where the texts are equal, and to no real arguments."""
+    """For templates an object with one entry; for the prompt, `text`. Equal where the texts are equal, and to no real
+    arguments."""
 
     def __init__(self, text: str) -> None:
         self.mark = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()

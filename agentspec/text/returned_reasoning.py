@@ -9,17 +9,21 @@ from collections.abc import Mapping
 from typing import Any
 
 _NAMES = ("reasoning_content", "reasoning", "thinking", "reasoning_details", "thinking_blocks", "reasoning_text")
-"""The first one that has text counts, before blocks among the parts of the content: the others say the same, or nothing."""
+"""The first one that has text counts, before blocks among the parts of the content: the others say the same, or
+nothing."""
 
 _BLOCKS = {"reasoning.text": "text", "thinking": "thinking"}
-"""By the type of a block in a list (OpenRouter's `reasoning_details`, LiteLLM's `thinking_blocks`): where its text is. Blocks of other types hold
-summaries, or what only their provider can read."""
+"""By the type of a block in a list (OpenRouter's `reasoning_details`, LiteLLM's `thinking_blocks`): where its text is.
+Blocks of other types hold summaries, or what only their provider can read."""
 
 
 def returned_reasoning(message: Mapping[str, Any]) -> str | None:
     """A message's reasoning; None when it has none in a form that is known here."""
     content = message.get("content")
-    forms = [*(_text(message[name]) for name in _NAMES if name in message), _text(content) if isinstance(content, list) else None]
+    forms = [
+        *(_text(message[name]) for name in _NAMES if name in message),
+        _text(content) if isinstance(content, list) else None,
+    ]
     texts = [text for text in forms if text is not None]
     return next((text for text in texts if text.strip()), texts[0] if texts else None)
 

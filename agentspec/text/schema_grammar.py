@@ -1,7 +1,8 @@
-"""Grammars for JSON that validates against a schema: everything that they admit does, though they don't admit everything that would.
+"""Grammars for JSON that validates against a schema: everything that they admit does, though they don't admit
+everything that would.
 
-Narrower than the schema: properties come in the schema's order, objects are closed unless the schema opens them, numbers and whitespace are bounded.
-Knows nothing of tool calls, but for strings that must not hold what would end one.
+Narrower than the schema: properties come in the schema's order, objects are closed unless the schema opens them,
+numbers and whitespace are bounded. Knows nothing of tool calls, but for strings that must not hold what would end one.
 """
 
 from __future__ import annotations
@@ -16,8 +17,25 @@ from agentspec.errors import RequestError
 from agentspec.text.automata import TooLargeError, add_automaton
 from agentspec.text.grammar_rules import Rules, any_of, literal, regex, text_without
 from agentspec.text.json_schema import Schema, SchemaReader
-from agentspec.text.number_patterns import ANY_INTEGER, ANY_NUMBER, MAX_BOUNDED_NUMBER, MAX_INTEGER, integers_between, numbers_between
-from agentspec.text.schema_patterns import ANY_TEXT, FORMATS, JSON_STRING, JSON_STRING_IN_TAGS, PatternError, Writing, all_but, none_of, read_pattern
+from agentspec.text.number_patterns import (
+    ANY_INTEGER,
+    ANY_NUMBER,
+    MAX_BOUNDED_NUMBER,
+    MAX_INTEGER,
+    integers_between,
+    numbers_between,
+)
+from agentspec.text.schema_patterns import (
+    ANY_TEXT,
+    FORMATS,
+    JSON_STRING,
+    JSON_STRING_IN_TAGS,
+    PatternError,
+    Writing,
+    all_but,
+    none_of,
+    read_pattern,
+)
 
 MAX_MIN_LENGTH = 100
 """Of strings: characters counted one by one make masks slow."""
@@ -101,7 +119,9 @@ class SchemaGrammar:
             space = self.style.space
             items = f'"[" {space} ({name} {space} ("," {space} {name} {space})*)? "]"'
             text, number = self._any_string(), number_rule(self.rules, ANY_NUMBER)
-            self.rules.fill(name, " | ".join([text, number, '"true"', '"false"', '"null"', items, self._map(text, name, 0, None)]))
+            self.rules.fill(
+                name, " | ".join([text, number, '"true"', '"false"', '"null"', items, self._map(text, name, 0, None)])
+            )
         return self._names[key]
 
     # Strings
@@ -114,12 +134,17 @@ class SchemaGrammar:
         return text_without(self.style.barred, json_character) if self.style.barred else json_character("") + "*"
 
     def _quoted(self, expression: str, options: str = "") -> str:
-        """A string whose rule after the opening quote is an expression. The look at what follows spares most tokens a trial."""
+        """A string whose rule after the opening quote is an expression. The look at what follows spares most tokens a
+        trial."""
         body = self.rules.add(f'{regex(expression)} (=" "? [,}}\\]:\\n])', options=options)
         return f'"\\"" {body}'
 
     def _string(self, schema: Schema, path: str) -> str:
-        if (pattern := string_pattern(self.rules, schema, JSON_STRING_IN_TAGS if self.style.barred else JSON_STRING, path)) is not None:
+        if (
+            pattern := string_pattern(
+                self.rules, schema, JSON_STRING_IN_TAGS if self.style.barred else JSON_STRING, path
+            )
+        ) is not None:
             return f'"\\"" {pattern} "\\""'
         low, high = string_lengths(schema, path)
         if low == 0 and high is None:
@@ -135,8 +160,12 @@ class SchemaGrammar:
         low, high = int(schema.get("minItems", 0)), schema.get("maxItems")
         for name, bound in (("minItems", low), ("maxItems", high)):
             if bound is not None and bound > MAX_ITEMS_COUNTED:
-                raise RequestError(f"{path}.{name}", bound, f"is more than the {MAX_ITEMS_COUNTED} items that can be counted")
-        first = [self.value(item, f"{path}.prefixItems[{index}]") for index, item in enumerate(schema.get("prefixItems", ()))]
+                raise RequestError(
+                    f"{path}.{name}", bound, f"is more than the {MAX_ITEMS_COUNTED} items that can be counted"
+                )
+        first = [
+            self.value(item, f"{path}.prefixItems[{index}]") for index, item in enumerate(schema.get("prefixItems", ()))
+        ]
         rest = schema.get("items", True)
         if rest is False:
             high = len(first) if high is None else min(int(high), len(first))
@@ -158,7 +187,9 @@ class SchemaGrammar:
         """Items of which the first have schemas of their own; at least one of them comes."""
         tail = ""
         if other:
-            tail = _times(f"({comma} {other})", max(low - len(first), 0), None if high is None else int(high) - len(first))
+            tail = _times(
+                f"({comma} {other})", max(low - len(first), 0), None if high is None else int(high) - len(first)
+            )
         for index in range(len(first) - 1, 0, -1):
             tail = f"{comma} {first[index]} {tail}"
             tail = tail if index < low else f"({tail})?"
@@ -171,7 +202,9 @@ class SchemaGrammar:
         low, high = int(schema.get("minProperties", 0)), schema.get("maxProperties")
         if extra is not False and not members:
             if low > 1:
-                raise RequestError(f"{path}.minProperties", low, "can't be enforced where names are free: they may repeat")
+                raise RequestError(
+                    f"{path}.minProperties", low, "can't be enforced where names are free: they may repeat"
+                )
             return self._map(self._free_name(()), self.value(extra, f"{path}.additionalProperties"), low, high)
         num_required = sum(member.is_required for member in members)
         if low > num_required:
@@ -227,7 +260,8 @@ class Member:
 
 
 def object_members(schema: Schema, path: str, reader: SchemaReader) -> tuple[list[Member], object]:
-    """An object's properties that may come, in order, and the schema of all others: False unless the schema opens the object.
+    """An object's properties that may come, in order, and the schema of all others: False unless the schema opens the
+    object.
 
     Raises RequestError when a required property can't be."""
     extra = schema.get("additionalProperties", False)
@@ -256,7 +290,11 @@ def counted(rules: Rules, one: str, many: str, low: int, high: int | None) -> st
     if low <= _MAX_LENGTH_WRITTEN_OUT:
         return rules.add(regex(one * low + many), options="" if high is None else f"[max_chars={high}]")
     first = f"{rules.add(regex(one))}{{{low}}}"
-    return first if high == low else f"{first} {rules.add(regex(many), options='' if high is None else f'[max_chars={high - low}]')}"
+    return (
+        first
+        if high == low
+        else f"{first} {rules.add(regex(many), options='' if high is None else f'[max_chars={high - low}]')}"
+    )
 
 
 def string_pattern(rules: Rules, schema: Schema, writing: Writing, path: str) -> str | None:
@@ -284,7 +322,9 @@ def string_lengths(schema: Schema, path: str) -> tuple[int, int | None]:
     low = int(schema.get("minLength", 0))
     high = None if "maxLength" not in schema else int(schema["maxLength"])
     if low > MAX_MIN_LENGTH:
-        raise RequestError(f"{path}.minLength", low, f"is more than the {MAX_MIN_LENGTH} characters that can be counted")
+        raise RequestError(
+            f"{path}.minLength", low, f"is more than the {MAX_MIN_LENGTH} characters that can be counted"
+        )
     if high is not None and high < low:
         raise RequestError(f"{path}.maxLength", high, f"is less than minLength={low}")
     return low, None if high is not None and high >= 2**31 else high
@@ -295,17 +335,25 @@ def _integers(schema: Schema, path: str) -> str:
     for key, step in (("minimum", 0), ("exclusiveMinimum", 1)):
         if key in schema:
             bound = _decimal(schema[key], f"{path}.{key}")
-            low = max(low, int(bound.to_integral_value("ROUND_FLOOR")) + 1 if step or not _is_whole(bound) else int(bound))
+            low = max(
+                low, int(bound.to_integral_value("ROUND_FLOOR")) + 1 if step or not _is_whole(bound) else int(bound)
+            )
     for key, step in (("maximum", 0), ("exclusiveMaximum", 1)):
         if key in schema:
             bound = _decimal(schema[key], f"{path}.{key}")
-            high = min(high, int(bound.to_integral_value("ROUND_CEILING")) - 1 if step or not _is_whole(bound) else int(bound))
+            high = min(
+                high, int(bound.to_integral_value("ROUND_CEILING")) - 1 if step or not _is_whole(bound) else int(bound)
+            )
     multiple = schema.get("multipleOf", 1)
     if low > high:
         raise RequestError(path, dict(schema), "admits no integer")
     if multiple != 1:
         if not isinstance(multiple, int) or (high - low) // multiple > MAX_MULTIPLES:
-            raise RequestError(f"{path}.multipleOf", multiple, f"can be enforced only between bounds, for at most {MAX_MULTIPLES} whole multiples")
+            raise RequestError(
+                f"{path}.multipleOf",
+                multiple,
+                f"can be enforced only between bounds, for at most {MAX_MULTIPLES} whole multiples",
+            )
         found = [str(number) for number in range(-(-low // multiple) * multiple, high + 1, multiple)]
         if not found:
             raise RequestError(path, dict(schema), "admits no integer")

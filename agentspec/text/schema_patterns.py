@@ -1,7 +1,9 @@
-"""Patterns of JSON schemas (ECMA-262) read as expressions over the text that a model writes, and patterns of the formats.
+"""Patterns of JSON schemas (ECMA-262) read as expressions over the text that a model writes, and patterns of the
+formats.
 
-A pattern is read into explicit sets of characters, so that it means the same here, to the grammar compiler and to a validator: shorthands are ASCII,
-a negated set leaves out what a Unicode validator could count to it, a pattern without anchors may match anywhere. Knows nothing of schemas.
+A pattern is read into explicit sets of characters, so that it means the same here, to the grammar compiler and to a
+validator: shorthands are ASCII, a negated set leaves out what a Unicode validator could count to it, a pattern without
+anchors may match anywhere. Knows nothing of schemas.
 """
 
 from __future__ import annotations
@@ -18,13 +20,17 @@ _MAX_DEPTH = 32
 
 _ALL: Ranges = ((0x01, 0x07FE), (0x0800, 0xD7FF), (0xE000, 0xFFFE), (0x10000, 0x10FFFF))
 _NEVER: Ranges = ((0x00, 0x00), (0x07FF, 0x07FF), (0xD800, 0xDFFF), (0xFFFF, 0xFFFF))
-"""NUL and surrogates, and the last character of each length in UTF-8: a range across lengths would let xgrammar write bytes that are no UTF-8."""
+"""NUL and surrogates, and the last character of each length in UTF-8: a range across lengths would let xgrammar write
+bytes that are no UTF-8."""
 _DIGITS: Ranges = ((0x30, 0x39),)
 _WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
 _SPACE: Ranges = ((0x09, 0x0D), (0x20, 0x20))
 _LINE_ENDS: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
 _BEYOND_ASCII: Ranges = ((0x80, 0x10FFFF),)
-_OTHER_SPACE: Ranges = tuple((code, code) for code in (0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000, 0xFEFF))
+_OTHER_SPACE: Ranges = tuple(
+    (code, code)
+    for code in (0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000, 0xFEFF)
+)
 _CONTROL_ESCAPES = {"n": 0x0A, "r": 0x0D, "t": 0x09, "f": 0x0C, "v": 0x0B}
 _SHORTHANDS = {"d": _DIGITS, "w": _WORD, "s": _SPACE}
 _COUNTED_TOO = {"d": _BEYOND_ASCII, "w": _BEYOND_ASCII, "s": ((0x1C, 0x1F), *_OTHER_SPACE)}
@@ -68,7 +74,9 @@ class Writing:
     def one_of(self, characters: Ranges) -> Expression:
         """One of these characters, as it is written. Raises PatternError when none of them can be."""
         plain = _subtract(characters, (*self.barred, *_NEVER))
-        parts: list[Expression] = [text(escape) for code, escape in self.escapes if any(low <= code <= high for low, high in characters)]
+        parts: list[Expression] = [
+            text(escape) for code, escape in self.escapes if any(low <= code <= high for low, high in characters)
+        ]
         if plain:
             parts.append(Chars(plain))
         if not parts:
@@ -84,7 +92,9 @@ _CONTROLS: Ranges = ((0, 0x1F),)
 _JSON_ESCAPES = ((0x22, r"\""), (0x5C, r"\\"), (0x0A, r"\n"), (0x0D, r"\r"), (0x09, r"\t"))
 JSON_STRING = Writing((*_CONTROLS, (0x22, 0x22), (0x5C, 0x5C)), _JSON_ESCAPES)
 """Between the quotes of a JSON string."""
-JSON_STRING_IN_TAGS = Writing((*_CONTROLS, (0x22, 0x22), (0x3C, 0x3C), (0x5C, 0x5C)), (*_JSON_ESCAPES, (0x3C, r"\u003c")))
+JSON_STRING_IN_TAGS = Writing(
+    (*_CONTROLS, (0x22, 0x22), (0x3C, 0x3C), (0x5C, 0x5C)), (*_JSON_ESCAPES, (0x3C, r"\u003c"))
+)
 """The same, without `<`: in a text where tags count."""
 TEXT_IN_TAGS = Writing(((0x3C, 0x3C),))
 """A text as it is, without `<`."""
@@ -185,7 +195,9 @@ class _Reader:
             low = int(count[1])
             high = low if count[2] is None else int(count[3]) if count[3] else None
             if (high is not None and high < low) or max(low, high or 0) > _MAX_COUNT:
-                raise PatternError(f"has a repetition {count[0]} that ends before it begins, or counts beyond {_MAX_COUNT}")
+                raise PatternError(
+                    f"has a repetition {count[0]} that ends before it begins, or counts beyond {_MAX_COUNT}"
+                )
         elif self._at < len(self._pattern) and self._pattern[self._at] in "*+?":
             low, high = {"*": (0, None), "+": (1, None), "?": (0, 1)}[self._next()]
         else:
@@ -198,7 +210,9 @@ class _Reader:
     def _atom(self, depth: int) -> Expression:
         if self._take("("):
             if self._peek("?") and not self._take("?:"):
-                raise PatternError(f"has a group {self._pattern[self._at - 1 : self._at + 3]!r}, which can't be enforced")
+                raise PatternError(
+                    f"has a group {self._pattern[self._at - 1 : self._at + 3]!r}, which can't be enforced"
+                )
             found = self._alternatives(depth + 1)
             if not self._take(")"):
                 raise PatternError("has a group without an end")
@@ -224,7 +238,9 @@ class _Reader:
         if character in _CONTROL_ESCAPES:
             code = _CONTROL_ESCAPES[character]
         elif character in "xu":
-            digits = re.compile(r"[0-9a-fA-F]{2}" if character == "x" else r"[0-9a-fA-F]{4}").match(self._pattern, self._at)
+            digits = re.compile(r"[0-9a-fA-F]{2}" if character == "x" else r"[0-9a-fA-F]{4}").match(
+                self._pattern, self._at
+            )
             if digits is None:
                 raise PatternError(f"has an escape \\{character} that can't be read")
             self._at, code = digits.end(), int(digits[0], 16)

@@ -1,7 +1,7 @@
 """Generated text to events: where reasoning, content and tool calls begin and end, whatever the chunking of the text.
 
-Owns the tags around reasoning and the whitespace between segments; the inside of a call belongs to its dialect. Knows nothing of tokens,
-templates or HTTP.
+Owns the tags around reasoning and the whitespace between segments; the inside of a call belongs to its dialect. Knows
+nothing of tokens, templates or HTTP.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ class _Segment(enum.Enum):
 class Segmenter:
     """Splits one turn. Feed `push`, then `finish` once; `turn` is the whole turn in the end.
 
-    - `</think>` ends reasoning; elsewhere it is dropped. `<think>` opens reasoning as the first text of a turn; inside reasoning it is dropped.
+    - `</think>` ends reasoning; elsewhere it is dropped. `<think>` opens reasoning as the first text of a turn; inside
+      reasoning it is dropped.
     - A call inside reasoning ends reasoning.
     - Whitespace between segments belongs to the format and isn't passed on. At the end of the turn it is.
     - What looks like a call and is none stays what it was: text of the segment that it stands in.
     - Calls are read only when the request has tools and the checkpoint a dialect.
-    - A tag that is a token counts where that token was generated (`places`), not where other tokens spell it: such text is quoted.
+    - A tag that is a token counts where that token was generated (`places`), not where other tokens spell it: such text
+      is quoted.
     - Content of a demanded form is passed on as it is: behind reasoning only a call in its place is a tag.
     """
 
@@ -53,9 +55,9 @@ class Segmenter:
         is_mid_text: bool = False,
         places: Mapping[str, Container[int]] | None = None,
     ) -> None:
-        """`reasoning_open`: the prompt ends inside a think block. `has_form`: a grammar makes the content what the client asked for. `is_mid_text`:
-        the prompt ends with some of the first segment's text. `places`: by tag that is a token, where this stands in the text, told before the text
-        is pushed; other tags are text."""
+        """`reasoning_open`: the prompt ends inside a think block. `has_form`: a grammar makes the content what the
+        client asked for. `is_mid_text`: the prompt ends with some of the first segment's text. `places`: by tag that is
+        a token, where this stands in the text, told before the text is pushed; other tags are text."""
         self._dialect = dialect if tools is not None and tools.names else None
         self._tools = tools or ToolSchemas(None)
         self._new_call_id = new_call_id
@@ -94,7 +96,8 @@ class Segmenter:
 
     @property
     def reasoning_end(self) -> int:
-        """Characters generated up to the end of reasoning, `</think>` included; 0 without reasoning. Known once the turn is finished."""
+        """Characters generated up to the end of reasoning, `</think>` included; 0 without reasoning. Known once the
+        turn is finished."""
         return self._reasoning_end
 
     def push(self, text: str) -> list[TextEvent]:
@@ -106,7 +109,8 @@ class Segmenter:
         return self._events
 
     def finish(self, *, is_cut: bool = False) -> list[TextEvent]:
-        """The end of the text. `is_cut`: by anything but the model itself (token limit, stop string, abort): an open call stays open."""
+        """The end of the text. `is_cut`: by anything but the model itself (token limit, stop string, abort): an open
+        call stays open."""
         self._events = []
         if is_cut and self._parser is not None:
             self._is_call_cut = True
@@ -191,7 +195,8 @@ class Segmenter:
         return True
 
     def _refuse_call(self, step: CallStep) -> None:
-        """Back to the segment that the trigger stands in; read on behind the trigger's first character, which makes it text."""
+        """Back to the segment that the trigger stands in; read on behind the trigger's first character, which makes it
+        text."""
         self._segment = self._return_to
         self._buffer = step.rest[1:]
         self._pass_on(step.rest[:1])
@@ -217,7 +222,8 @@ class Segmenter:
         self._set_tags()
 
     def _pass_on(self, text: str) -> None:
-        """Emit text, which ends where the buffer begins, but keep back whitespace at its end until something follows in the same segment."""
+        """Emit text, which ends where the buffer begins, but keep back whitespace at its end until something follows in
+        the same segment."""
         text = self._space + text
         if self._is_segment_new and self._trim_start:
             text = text.lstrip()
@@ -238,8 +244,8 @@ class Segmenter:
             self._events.append(ContentDelta(text, self._num_pushed - len(self._buffer) - len(self._space) - len(text)))
 
     def _set_tags(self) -> None:
-        """What ends or begins a segment. Only `<tool_call>` counts inside reasoning, and where it is a token: a bare `<function=` is thought then,
-        or quoted."""
+        """What ends or begins a segment. Only `<tool_call>` counts inside reasoning, and where it is a token: a bare
+        `<function=` is thought then, or quoted."""
         triggers: tuple[str, ...] = ()
         if self._dialect is not None:
             is_strict = self._segment is _Segment.REASONING or self._has_form or CALL_OPEN in self._places

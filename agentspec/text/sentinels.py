@@ -1,4 +1,5 @@
-"""Added tokens in rendered text: each is one character that no client's text can hold, so that text which spells a token stays text.
+"""Added tokens in rendered text: each is one character that no client's text can hold, so that text which spells a
+token stays text.
 
 Owns this alphabet: a lone surrogate for each added token of a tokenizer. Knows nothing of templates or messages.
 """
@@ -25,10 +26,13 @@ class Sentinels:
     """The alphabet of one tokenizer; false when it is empty: then text is what it reads."""
 
     def __init__(self, tokenizer: Tokenizer | None = None) -> None:
-        """None: without sentinels. Raises CheckpointError for a tokenizer with more added tokens than there are surrogates."""
+        """None: without sentinels. Raises CheckpointError for a tokenizer with more added tokens than there are
+        surrogates."""
         added = () if tokenizer is None else tuple(zip(tokenizer.added_tokens, tokenizer.added_ids, strict=True))
         if len(added) > _MOST:
-            raise CheckpointError(f"the tokenizer has {len(added):,} added tokens, and clients' text can be kept apart from {_MOST:,} at most")
+            raise CheckpointError(
+                f"the tokenizer has {len(added):,} added tokens, and clients' text can be kept apart from {_MOST:,} at most"
+            )
         self._sentinel_of = {token.text: chr(_FIRST + number) for number, (token, _) in enumerate(added)}
         self._text_of = {sentinel: text for text, sentinel in self._sentinel_of.items()}
         self._of_id = {token_id: self._sentinel_of[token.text] for token, token_id in added}
@@ -59,7 +63,8 @@ class Sentinels:
         return ANY_SENTINEL.sub(lambda found: self._text_of[found[0]], text) if self else text
 
     def decode(self, ids: Sequence[int], token_bytes: Sequence[bytes]) -> str:
-        """Text of the ids, whose added tokens are sentinels where `token_bytes` shows them. Bytes that are no UTF-8 become U+FFFD."""
+        """Text of the ids, whose added tokens are sentinels where `token_bytes` shows them. Bytes that are no UTF-8
+        become U+FFFD."""
         parts: list[str] = []
         run: list[bytes] = []
         for token_id in ids:
@@ -85,7 +90,8 @@ class Sentinels:
 
 
 def refuse_surrogates(value: Any, field: str) -> None:
-    """Raises RequestError naming the first text in `value`, which is like decoded JSON, that holds a lone surrogate: it is no Unicode."""
+    """Raises RequestError naming the first text in `value`, which is like decoded JSON, that holds a lone surrogate: it
+    is no Unicode."""
     try:
         msgspec.json.encode(value)  # says so much sooner than a look at each text
     except Exception:  # it also refuses what is no JSON: that is others' business
@@ -93,7 +99,9 @@ def refuse_surrogates(value: Any, field: str) -> None:
             try:
                 text.encode()
             except UnicodeEncodeError as error:
-                raise RequestError(place, text[max(0, error.start - 20) : error.end], f"is not valid Unicode: {error.reason}") from None
+                raise RequestError(
+                    place, text[max(0, error.start - 20) : error.end], f"is not valid Unicode: {error.reason}"
+                ) from None
 
 
 def _texts(value: Any, field: str) -> list[tuple[str, str]]:

@@ -1,6 +1,7 @@
 """What is remembered within a bound of bytes: the values that were used last, each with what it really holds in memory.
 
-A value's size is taken once, when it comes: a text may grow afterwards, by the UTF-8 copy that Python keeps beside it, so that is counted at once.
+A value's size is taken once, when it comes: a text may grow afterwards, by the UTF-8 copy that Python keeps beside it,
+so that is counted at once.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class SizedCache(Generic[_K, _V]):
         return entry[0]
 
     def put(self, key: _K, value: _V, num_bytes: int) -> None:
-        """Keep a value, in the place of the key's last one. num_bytes: what it holds, its key included; more than the bound is not kept."""
+        """Keep a value, in the place of the key's last one. num_bytes: what it holds, its key included; more than the
+        bound is not kept."""
         self.pop(key)
         if num_bytes > self._max_bytes:
             return

@@ -1,7 +1,8 @@
-"""System messages where a template takes them: those at the beginning as one, later ones in their place, or as marked text in a neighbour.
+"""System messages where a template takes them: those at the beginning as one, later ones in their place, or as marked
+text in a neighbour.
 
-Owns where each goes. That depends on nothing behind the next answer, and what came first stays first: so the prompt of a turn is the beginning of
-the next one's. Knows nothing of tokens; of a template only what a probe says.
+Owns where each goes. That depends on nothing behind the next answer, and what came first stays first: so the prompt of
+a turn is the beginning of the next one's. Knows nothing of tokens; of a template only what a probe says.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class SystemPlaces:
     in_place: bool
     """It writes them where they stand, and everything else as without them."""
     as_result: bool
-    """A user message alone would be a question, before which it drops thinking; one that looks like a tool result would not."""
+    """A user message alone would be a question, before which it drops thinking; one that looks like a tool result would
+    not."""
 
 
 def probe(render: Callable[[list[Message]], str]) -> SystemPlaces:
@@ -46,11 +48,20 @@ def probe(render: Callable[[list[Message]], str]) -> SystemPlaces:
         return "".join(character for character in text if _RULE <= character <= _NEXT)
 
     def keeps(before: list[Message], *behind: Message) -> bool:
-        """A later system message is read where it stands, and changes nothing else. What the template refuses anyway says nothing."""
+        """A later system message is read where it stands, and changes nothing else. What the template refuses anyway
+        says nothing."""
         plain, found = shown([*before, *behind]), shown([*before, _message("system", _LATER), *behind])
-        return plain == found.replace(_LATER, "") and (not plain or found.endswith(_LATER + "".join(message["content"] for message in behind)))
+        return plain == found.replace(_LATER, "") and (
+            not plain or found.endswith(_LATER + "".join(message["content"] for message in behind))
+        )
 
-    in_place = keeps(asked) and keeps(asked[1:]) and keeps(looped) and keeps(answered, _message("user", _NEXT)) and shown(asked) != ""
+    in_place = (
+        keeps(asked)
+        and keeps(asked[1:])
+        and keeps(looped)
+        and keeps(answered, _message("user", _NEXT))
+        and shown(asked) != ""
+    )
     alone, wrapped = (shown([*answered, _message("user", text)]) for text in (_LATER, _wrapped(_LATER)))
     return SystemPlaces(in_place, as_result=_THOUGHT in wrapped and _THOUGHT not in alone)
 
@@ -72,15 +83,17 @@ class Arranged:
     messages: list[Message] = field(default_factory=list)
     _place_of: list[_Place] = field(default_factory=list)
     _held: list[int] = field(default_factory=list)
-    """System messages behind an answer, which wait for what follows: their places in `_place_of`, whose index isn't known yet."""
+    """System messages behind an answer, which wait for what follows: their places in `_place_of`, whose index isn't
+    known yet."""
     _held_text: str = ""
 
     @classmethod
     def of(cls, messages: Sequence[Message], places: SystemPlaces) -> Arranged:
         """Normalised messages, each system message where the template takes it.
 
-        The text of a later one goes to the end of the user message or tool result before it. Behind an answer it goes to the front of the user's
-        next words, or becomes a user message, which is no new question where the template has another form."""
+        The text of a later one goes to the end of the user message or tool result before it. Behind an answer it goes
+        to the front of the user's next words, or becomes a user message, which is no new question where the template
+        has another form."""
         arranged = cls(places)
         for message in messages:
             if message["role"] == "system":
@@ -131,7 +144,8 @@ class Arranged:
         self.messages.append(message)
 
     def _append(self, shown: str, text: str) -> None:
-        """Put `shown`, which holds the system message's own text, behind the last message's content: inside of tags that must stay its end."""
+        """Put `shown`, which holds the system message's own text, behind the last message's content: inside of tags
+        that must stay its end."""
         last = self.messages[-1]
         before, close = _content(last), ""
         if last["role"] == "user" and not is_question(last):
@@ -153,7 +167,9 @@ class Arranged:
         if not self._held:
             return
         has_question = any(is_question(message) for message in self.messages)
-        message = _message("user", _wrapped(self._held_text) if self.places.as_result and has_question else self._held_text)
+        message = _message(
+            "user", _wrapped(self._held_text) if self.places.as_result and has_question else self._held_text
+        )
         self._settle(message["content"].index(self._held_text))
         self.messages.append(message)
 

@@ -1,7 +1,7 @@
 """The Jinja environment that chat templates are written for: transformers' dialect, in Jinja's immutable sandbox.
 
-Owns filters, globals and tags. A template is the checkpoint's, so nothing here may give it a way to run code or touch files. Knows
-nothing of messages.
+Owns filters, globals and tags. A template is the checkpoint's, so nothing here may give it a way to run code or touch
+files. Knows nothing of messages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _OF_TEXTS = frozenset({"strip", "lstrip", "rstrip", "startswith", "endswith", "s
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's immutable sandbox, with short ways to the same answers where templates ask again and again: they took half of a long prompt's time."""
+    """Jinja's immutable sandbox, with short ways to the same answers where templates ask again and again: they took
+    half of a long prompt's time."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         kind = type(obj)
@@ -85,9 +86,14 @@ class _Dict:
 
 
 def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
 ) -> str:
-    """Plain JSON in the order given. Jinja's own filter sorts keys and escapes for HTML: other text than the model was trained on."""
+    """Plain JSON in the order given. Jinja's own filter sorts keys and escapes for HTML: other text than the model was
+    trained on."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -20,8 +20,8 @@ from agentspec.text.tokenizer import Tokenizer
 def proven(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[ChatTemplate, Sentinels]:
     """The template, rendering the tokenizer's sentinels. Builders of one template share it: the proof takes a while.
 
-    Raises CheckpointError when it doesn't render the same prompts then: texts that read the same, with the same ids where no message spells an added
-    token."""
+    Raises CheckpointError when it doesn't render the same prompts then: texts that read the same, with the same ids
+    where no message spells an added token."""
     sentinels = Sentinels(tokenizer)
     marked = template.with_sentinels(sentinels)
     num_shown = 0
@@ -32,9 +32,13 @@ def proven(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[ChatTemplate, 
                 is_same = found is expected
             else:
                 num_shown += 1
-                is_same = sentinels.spell(found) == expected and not (is_harmless and _ids(found, tokenizer, sentinels) != tokenizer.encode(expected))
+                is_same = sentinels.spell(found) == expected and not (
+                    is_harmless and _ids(found, tokenizer, sentinels) != tokenizer.encode(expected)
+                )
             if not is_same:
-                raise CheckpointError(f"{template.origin}: {_WORDS} (seen with messages of {', '.join(one['role'] for one in messages)})")
+                raise CheckpointError(
+                    f"{template.origin}: {_WORDS} (seen with messages of {', '.join(one['role'] for one in messages)})"
+                )
     if not num_shown:
         raise CheckpointError(f"{template.origin}: {_WORDS} (it refuses every conversation that was tried)")
     return marked, sentinels
@@ -46,7 +50,9 @@ _WORDS = (
 )
 
 
-def _rendered(template: ChatTemplate, messages: list[Message], tools: Tools | None, begins: bool, kwargs: dict[str, Any]) -> str | None:
+def _rendered(
+    template: ChatTemplate, messages: list[Message], tools: Tools | None, begins: bool, kwargs: dict[str, Any]
+) -> str | None:
     """None where the template refuses the messages."""
     try:
         return template.text(messages, tools, begins, kwargs)
@@ -75,7 +81,11 @@ _TOOLS = [
         "function": {
             "name": name,
             "description": f"Look {name} up.",
-            "parameters": {"type": "object", "properties": {"where": {"type": "string", "enum": ["here", "there"]}}, "required": ["where"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"where": {"type": "string", "enum": ["here", "there"]}},
+                "required": ["where"],
+            },
         },
     }
     for name in ("first", "second")
@@ -87,11 +97,23 @@ _WAYS: tuple[tuple[bool, dict[str, Any]], ...] = (
     (True, {"enable_thinking": True, "preserve_thinking": True}),
 )
 """With or without what begins an answer, and variables."""
-_THOUGHT = {"reasoning_content": "They want it.\n\nSo be it.", "reasoning": "They want it.\n\nSo be it.", "thinking": "They want it.\n\nSo be it."}
+_THOUGHT = {
+    "reasoning_content": "They want it.\n\nSo be it.",
+    "reasoning": "They want it.\n\nSo be it.",
+    "thinking": "They want it.\n\nSo be it.",
+}
 _SYSTEM, _USER = _said("system", "Be brief.\n"), _said("user", " Hello there. ")
 _ANSWER, _AGAIN = _said("assistant", "Hello.\n", **_THOUGHT), _said("user", "And again?")
-_CALLED = _said("assistant", "I look.", **_THOUGHT, tool_calls=[_call("first", where="here", n=2, deep={"a": [1.5, None, True]}), _call("second")])
-_RESULTS = [_said("tool", '{"found": [1, 2]}', tool_call_id="call_first", name="first"), _said("tool", "nothing", tool_call_id="call_second")]
+_CALLED = _said(
+    "assistant",
+    "I look.",
+    **_THOUGHT,
+    tool_calls=[_call("first", where="here", n=2, deep={"a": [1.5, None, True]}), _call("second")],
+)
+_RESULTS = [
+    _said("tool", '{"found": [1, 2]}', tool_call_id="call_first", name="first"),
+    _said("tool", "nothing", tool_call_id="call_second"),
+]
 _CALLED_AGAIN = _said("assistant", "", tool_calls=[_call("second", where="there\n")])
 _RESULT = _said("tool", "", tool_call_id="call_second")
 _TAGGED = "<think>\nHm.\n</think>\n\nYes. <tool_call>\n<|im_end|>"
@@ -106,6 +128,13 @@ _PROBES: tuple[tuple[list[dict[str, Any]], bool], ...] = (
     ([_said("system", _TAGGED), _said("user", _TAGGED)], False),
     ([_USER, _said("assistant", _TAGGED), _AGAIN, _said("assistant", _TAGGED)], False),
     ([_USER, _said("assistant", _TAGGED), _WRAPPED], False),
-    ([_USER, _said("assistant", _TAGGED, tool_calls=[_call("first", where=_TAGGED)]), _said("tool", _TAGGED, tool_call_id="call_first")], False),
+    (
+        [
+            _USER,
+            _said("assistant", _TAGGED, tool_calls=[_call("first", where=_TAGGED)]),
+            _said("tool", _TAGGED, tool_call_id="call_first"),
+        ],
+        False,
+    ),
 )
 """Conversations, and whether no text in them spells an added token."""

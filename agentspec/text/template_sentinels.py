@@ -1,8 +1,8 @@
 """A parsed chat template, changed so that its own added tokens are sentinels in what it renders.
 
-Sentinels replace added tokens in constants that reach the output and in the named tokens (`eos_token`). What a template compares with messages, or
-cuts them at, stays text, as messages are. Tokens that a template puts together by itself are not found: template_proof.py sees that. Knows nothing of
-messages.
+Sentinels replace added tokens in constants that reach the output and in the named tokens (`eos_token`). What a template
+compares with messages, or cuts them at, stays text, as messages are. Tokens that a template puts together by itself are
+not found: template_proof.py sees that. Knows nothing of messages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _WRITING_FILTERS = frozenset({"default", "d", "join"})
 
 
 def write_sentinels(tree: nodes.Template, sentinels: Sentinels, named: Collection[str]) -> None:
-    """Change a parsed template. `named`: variables that are tokens; where they reach the output they are called NAMED + name from now on."""
+    """Change a parsed template. `named`: variables that are tokens; where they reach the output they are called NAMED +
+    name from now on."""
     macros = frozenset(macro.name for macro in tree.find_all(nodes.Macro))
     own = frozenset(name.name for name in tree.find_all(nodes.Name) if name.ctx != "load")
 
@@ -49,7 +50,13 @@ def write_sentinels(tree: nodes.Template, sentinels: Sentinels, named: Collectio
                 write(node.node)
             case nodes.Call():
                 is_macro = isinstance(node.node, nodes.Name) and node.node.name in macros
-                write_all([node.node, *(node.args if is_macro else ()), *(keyword.value for keyword in (node.kwargs if is_macro else ()))])
+                write_all(
+                    [
+                        node.node,
+                        *(node.args if is_macro else ()),
+                        *(keyword.value for keyword in (node.kwargs if is_macro else ())),
+                    ]
+                )
 
     def write_all(found: Any) -> None:
         for node in found:

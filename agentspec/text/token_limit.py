@@ -1,7 +1,9 @@
-"""No more tokens than a context holds: texts that are too long are refused before they are encoded, or as soon as it shows.
+"""No more tokens than a context holds: texts that are too long are refused before they are encoded, or as soon as it
+shows.
 
-Owns what can be said of a tokenizer by its parts alone: how many bytes one id stands for at most, and where a text can be cut so that its parts have
-the ids of the whole. Where neither is certain, texts are encoded whole, and the ids counted.
+Owns what can be said of a tokenizer by its parts alone: how many bytes one id stands for at most, and where a text can
+be cut so that its parts have the ids of the whole. Where neither is certain, texts are encoded whole, and the ids
+counted.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from agentspec.errors import ContextLengthError
 from agentspec.types import tokens
 
 _NFC_SHRINKS = 4
-"""Canonical composition makes no text shorter than this fraction of its UTF-8 (U+1FBE U+0308 U+0301, 7 bytes, become the 2 of U+0390)."""
+"""Canonical composition makes no text shorter than this fraction of its UTF-8 (U+1FBE U+0308 U+0301, 7 bytes, become
+the 2 of U+0390)."""
 
 _KEEPS_ALL = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
 
@@ -31,8 +34,9 @@ _WORDS_APART = frozenset(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     }
 )
-"""Splits that end a match behind a letter that a single space and a letter follow, whatever stands before, and begin the next one at that space,
-whatever comes after: none looks behind, and all that look ahead look at the blanks that they match. Normalisation joins nothing with a space."""
+"""Splits that end a match behind a letter that a single space and a letter follow, whatever stands before, and begin
+the next one at that space, whatever comes after: none looks behind, and all that look ahead look at the blanks that
+they match. Normalisation joins nothing with a space."""
 
 _WORD_CUT = re.compile("[A-Za-z](?= [A-Za-z])")
 _PART_CHARACTERS = 1 << 16
@@ -88,9 +92,13 @@ class TokenBounds:
 
     def least_tokens(self, data: bytes) -> int:
         """No fewer ids can stand for a text; data: its UTF-8."""
-        num_others = 0 if data.isascii() else len(data.translate(None, _ASCII))  # composition joins no more letters than there are marks
+        num_others = (
+            0 if data.isascii() else len(data.translate(None, _ASCII))
+        )  # composition joins no more letters than there are marks
         num_letters = len(data) - len(data.translate(None, _LETTERS)) - num_others
-        return max(len(data) // (self.most_bytes * (_NFC_SHRINKS if num_others else 1)), num_letters // self.most_letters)
+        return max(
+            len(data) // (self.most_bytes * (_NFC_SHRINKS if num_others else 1)), num_letters // self.most_letters
+        )
 
 
 class Encodes(Protocol):
@@ -103,10 +111,15 @@ class Encodes(Protocol):
 
 
 def encode_within(
-    tokenizer: Encodes, texts: Sequence[str], *, each: TokenLimit | None = None, together: TokenLimit | None = None, added_tokens: bool = True
+    tokenizer: Encodes,
+    texts: Sequence[str],
+    *,
+    each: TokenLimit | None = None,
+    together: TokenLimit | None = None,
+    added_tokens: bool = True,
 ) -> list[array[int]]:
-    """The ids of each text, as the tokenizer's `encode` has them. Raises ContextLengthError for too many, of one text or of all; and RequestError
-    like `encode`."""
+    """The ids of each text, as the tokenizer's `encode` has them. Raises ContextLengthError for too many, of one text
+    or of all; and RequestError like `encode`."""
     limit = each or together
     if limit is not None:
         for text in texts:
@@ -114,7 +127,9 @@ def encode_within(
     found = [tokens() for _ in texts]
     num_all = 0
     for batch in _batches(texts, tokenizer.cuts_at_words and limit is not None):
-        for (place, _), ids in zip(batch, tokenizer.encode_batch([part for _, part in batch], added_tokens=added_tokens), strict=True):
+        for (place, _), ids in zip(
+            batch, tokenizer.encode_batch([part for _, part in batch], added_tokens=added_tokens), strict=True
+        ):
             found[place].extend(ids)
             num_all += len(ids)
             if each is not None:
@@ -150,7 +165,8 @@ def _parts(text: str) -> Iterator[str]:
 def token_bounds(backend: Backend, table: Sequence[bytes], *, cuts_only: bool) -> TokenBounds | None:
     """None: nobody can say, as where a part of the tokenizer drops some of the text.
 
-    table: the bytes behind each id, as `encode` reads them. cuts_only: no added token takes blanks from its neighbours."""
+    table: the bytes behind each id, as `encode` reads them. cuts_only: no added token takes blanks from its
+    neighbours."""
     normalizer = backend.normalizer
     if not cuts_only or not (normalizer is None or isinstance(normalizer, normalizers.NFC)):
         return None

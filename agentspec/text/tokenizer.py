@@ -42,13 +42,19 @@ class Tokenizer:
         self._backend = backend
         added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
         self.added_tokens: tuple[AddedTokenInfo, ...] = tuple(
-            AddedTokenInfo(token.content, token.special, not (token.lstrip or token.rstrip or token.single_word or token.normalized))
+            AddedTokenInfo(
+                token.content,
+                token.special,
+                not (token.lstrip or token.rstrip or token.single_word or token.normalized),
+            )
             for token in added.values()
         )
         """Every added token, in id order."""
         self.added_ids: tuple[int, ...] = tuple(added)
         """Their ids."""
-        self.special_ids: dict[str, int] = {token.content: token_id for token_id, token in added.items() if token.special}
+        self.special_ids: dict[str, int] = {
+            token.content: token_id for token_id, token in added.items() if token.special
+        }
         """Control tokens by their text."""
         self.token_bytes: list[bytes] = _byte_table(backend, added, source)
         """Raw bytes by id; b"" for control tokens, so that they never show."""
@@ -62,7 +68,8 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: Path | str) -> Tokenizer | None:
-        """The tokenizer of a checkpoint directory; None when it has no tokenizer.json. Raises CheckpointError when it can't be used."""
+        """The tokenizer of a checkpoint directory; None when it has no tokenizer.json. Raises CheckpointError when it
+        can't be used."""
         directory = Path(path)
         file = directory / "tokenizer.json"
         if not files.is_there(file):
@@ -81,32 +88,37 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of the text. Control tokens written in the text become their ids; nothing is added around it.
 
-        Raises RequestError for text that is no Unicode (a lone surrogate, which JSON can spell), and for text on which the library gives up
-        (millions of blanks in a row)."""
+        Raises RequestError for text that is no Unicode (a lone surrogate, which JSON can spell), and for text on which
+        the library gives up (millions of blanks in a row)."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str], *, added_tokens: bool = True) -> list[list[int]]:
         """The ids of each text, as `encode` has them. Works on all cores, and other threads run meanwhile.
 
-        added_tokens: false: an added token that is written in a text is text like any other, and no id of one is among the ids."""
+        added_tokens: false: an added token that is written in a text is text like any other, and no id of one is among
+        the ids."""
         backend = self._backend if added_tokens else self._without_added
         for text in texts:
             try:
                 text.encode()
             except UnicodeEncodeError as error:
-                raise RequestError("text", text[max(0, error.start - 20) : error.end], f"is not valid Unicode: {error.reason}") from error
+                raise RequestError(
+                    "text", text[max(0, error.start - 20) : error.end], f"is not valid Unicode: {error.reason}"
+                ) from error
         try:
             return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
         except BaseException as error:
             if not files.is_panic(error):
                 raise
             longest = max(texts, key=len)
-            raise RequestError("text", longest[:40], f"can't be tokenised ({len(longest):,} characters): {error}") from error
+            raise RequestError(
+                "text", longest[:40], f"can't be tokenised ({len(longest):,} characters): {error}"
+            ) from error
 
     @cached_property
     def _without_added(self) -> Backend:
-        """The same model without added tokens. Mostly it is shared; where its own vocabulary has some of them, a copy without these and all merges
-        that would make them."""
+        """The same model without added tokens. Mostly it is shared; where its own vocabulary has some of them, a copy
+        without these and all merges that would make them."""
         if all(self._backend.model.token_to_id(token.text) is None for token in self.added_tokens):
             plain = Backend(self._backend.model)
             plain.normalizer, plain.pre_tokenizer = self._backend.normalizer, self._backend.pre_tokenizer
@@ -167,12 +179,15 @@ def _byte_table(backend: Backend, added: dict[int, AddedToken], source: str) -> 
         try:
             table[token_id] = bytes([alphabet[character] for character in token])
         except KeyError as error:
-            raise CheckpointError(f"{source}: token {token_id} ({token!r}) isn't written in the byte-level BPE alphabet") from error
+            raise CheckpointError(
+                f"{source}: token {token_id} ({token!r}) isn't written in the byte-level BPE alphabet"
+            ) from error
     return table
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE writes printable bytes as themselves and the others as U+0100, U+0101, ... in byte order (GPT-2)."""
+    """Byte-level BPE writes printable bytes as themselves and the others as U+0100, U+0101, ... in byte order
+    (GPT-2)."""
     printable: set[int] = {*_span("!", "~"), *_span("\u00a1", "\u00ac"), *_span("\u00ae", "\u00ff")}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}

@@ -1,7 +1,8 @@
 """What was generated, kept until the client sends it back: the ids of each turn, and the reasoning that clients drop.
 
-A returned turn is known by the ids of its tool calls, or by the conversation that it ends: a hash chained over the messages, reasoning left
-out. So a turn is never taken for one of another conversation that happens to read the same. Knows nothing of templates or tokenization.
+A returned turn is known by the ids of its tool calls, or by the conversation that it ends: a hash chained over the
+messages, reasoning left out. So a turn is never taken for one of another conversation that happens to read the same.
+Knows nothing of templates or tokenization.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def extend_conversation(key: bytes, message: Message) -> bytes:
 
 
 def extend_by_turn(key: bytes, turn: AssistantTurn) -> bytes:
-    """The key of a conversation with the generated turn as its next message: equal to extend_conversation once the client returns it."""
+    """The key of a conversation with the generated turn as its next message: equal to extend_conversation once the
+    client returns it."""
     return _extend(key, "assistant", turn.content, _generated(turn))
 
 
@@ -91,14 +93,17 @@ class TurnRecord:
         )
 
     def restore(self, message: Message, *, arguments_as_written: bool) -> Message:
-        """The message with the turn's reasoning, and its arguments in the order (as_written: in the very text) of the turn."""
+        """The message with the turn's reasoning, and its arguments in the order (as_written: in the very text) of the
+        turn."""
         result = dict(message)
         if self.turn.reasoning:
             result = with_reasoning(result, self.turn.reasoning)
         if self.turn.shown_calls:
             result["tool_calls"] = [
                 _with_arguments(call, made.as_written if arguments_as_written else arguments)
-                for call, made, (_, arguments) in zip(message["tool_calls"], self.turn.shown_calls, self.calls, strict=True)
+                for call, made, (_, arguments) in zip(
+                    message["tool_calls"], self.turn.shown_calls, self.calls, strict=True
+                )
             ]
         return result
 
@@ -110,7 +115,8 @@ def _with_arguments(call: dict[str, Any], arguments: dict[str, Any]) -> dict[str
 
 
 class TurnMemory:
-    """Records by conversation key, and by call ids; the least recently used go first. Thread-safe: prompts are built beside running answers."""
+    """Records by conversation key, and by call ids; the least recently used go first. Thread-safe: prompts are built
+    beside running answers."""
 
     def __init__(self, *, max_bytes: int = 256 << 20) -> None:
         self._max_bytes = max_bytes
@@ -140,8 +146,8 @@ class TurnMemory:
                 self._forget(next(iter(self._records)))
 
     def find(self, key: bytes, message: Message, namespace: str = "") -> TurnRecord | None:
-        """The turn that a returned assistant message is; `key` is the conversation's up to and including it (extend_conversation), begun in
-        `namespace`."""
+        """The turn that a returned assistant message is; `key` is the conversation's up to and including it
+        (extend_conversation), begun in `namespace`."""
         ids = call_ids(message)
         with self._lock:
             for candidate in (self._key_of_calls.get((namespace, ids)) if ids else None, key):

@@ -1,7 +1,7 @@
 """The agents: which version, how it is told where the server is, and the calls that make it work through a small task.
 
-Knows nothing of servers. An agent has a scratch directory of its own, with `home` and `workspace` in it; whatever it would ask of the network
-beside the server is switched off, and where that can't be done, the way is blocked.
+Knows nothing of servers. An agent has a scratch directory of its own, with `home` and `workspace` in it; whatever it
+would ask of the network beside the server is switched off, and where that can't be done, the way is blocked.
 """
 
 from __future__ import annotations
@@ -218,7 +218,11 @@ AGENTS: tuple[Agent, ...] = (
         version="0.169.0",
         program="codex",
         arguments=("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"),
-        calls=(("exec_command", {"cmd": "ls"}), ("exec_command", {"cmd": "cat notes.txt"}), ("exec_command", {"cmd": _FAILING})),
+        calls=(
+            ("exec_command", {"cmd": "ls"}),
+            ("exec_command", {"cmd": "cat notes.txt"}),
+            ("exec_command", {"cmd": _FAILING}),
+        ),
         files=_codex_files,
     ),
     Agent(
@@ -232,7 +236,11 @@ AGENTS: tuple[Agent, ...] = (
             ("read", {"filePath": f"{WORKSPACE}/notes.txt"}),
             ("read", {"filePath": f"{WORKSPACE}/other.txt"}),
         ),
-        environment=lambda place: {"OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_LSP_DOWNLOAD": "1"},
+        environment=lambda place: {
+            "OPENCODE_DISABLE_MODELS_FETCH": "1",
+            "OPENCODE_DISABLE_AUTOUPDATE": "1",
+            "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
+        },
         files=_opencode_files,
     ),
     Agent(

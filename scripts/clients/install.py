@@ -1,4 +1,5 @@
-"""Installs the agents at their tested versions into .clients, each in a directory of its own: `python -m scripts.clients.install`.
+"""Installs the agents at their tested versions into .clients, each in a directory of its own: `python -m
+scripts.clients.install`.
 
 Never fails: where npm or a package can't be had, it says so, and the tests of that agent are skipped by its name.
 """
@@ -22,13 +23,18 @@ def install(agent: Agent) -> None:
     # The packages' own scripts run: claude-code's and opencode-ai's put the program in its place.
     options = ("--no-audit", "--no-fund", "--no-update-notifier", "--loglevel=error", "--fetch-retries=1")
     try:
-        done = subprocess.run(["npm", "install", *options, f"{agent.package}@{agent.version}"], cwd=directory, timeout=600)
+        done = subprocess.run(
+            ["npm", "install", *options, f"{agent.package}@{agent.version}"], cwd=directory, timeout=600
+        )
         failed = done.returncode != 0
     except (OSError, subprocess.TimeoutExpired):
         failed = True
     if failed:
         shutil.rmtree(directory, ignore_errors=True)
-        print(f"{agent.package} {agent.version} could not be installed: the tests of {agent.name} are skipped", file=sys.stderr)
+        print(
+            f"{agent.package} {agent.version} could not be installed: the tests of {agent.name} are skipped",
+            file=sys.stderr,
+        )
     else:
         agent.mark.touch()
 

@@ -1,4 +1,5 @@
-"""Words of one machine and one run, replaced by neutral ones, so that recordings can be kept. Everything else stays as it was."""
+"""Words of one machine and one run, replaced by neutral ones, so that recordings can be kept. Everything else stays as
+it was."""
 
 from __future__ import annotations
 

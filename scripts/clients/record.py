@@ -1,8 +1,9 @@
-"""Runs agents against the scripted APIs and keeps what they sent: `python -m scripts.clients.record codex pi`, all of them without a name.
+"""Runs agents against the scripted APIs and keeps what they sent: `python -m scripts.clients.record codex pi`, all of
+them without a name.
 
-A recording is tests/data/clients/NAME.json.xz: the agent's version, and every request with its method, path, headers and body. Bodies are kept as
-they were, but for words that are private to the machine or change from run to run (neutral.py), and for texts, of which only
-the length stays (reworded.py).
+A recording is tests/data/clients/NAME.json.xz: the agent's version, and every request with its method, path, headers
+and body. Bodies are kept as they were, but for words that are private to the machine or change from run to run
+(neutral.py), and for texts, of which only the length stays (reworded.py).
 """
 
 from __future__ import annotations
@@ -99,7 +100,13 @@ def served(app: Any) -> Iterator[str]:
 
 def in_place(calls: Calls, workspace: Path) -> Calls:
     return tuple(
-        (name, {key: value.replace(WORKSPACE, str(workspace)) if isinstance(value, str) else value for key, value in given.items()})
+        (
+            name,
+            {
+                key: value.replace(WORKSPACE, str(workspace)) if isinstance(value, str) else value
+                for key, value in given.items()
+            },
+        )
         for name, given in calls
     )
 
@@ -112,7 +119,10 @@ def record(agent: Agent) -> list[dict[str, Any]]:
         with served(recorder) as url:
             place = Place(scratch=root, url=url)
             done = agent.run(place)
-        print(f"{agent.name}: exit status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}", file=sys.stderr)
+        print(
+            f"{agent.name}: exit status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}",
+            file=sys.stderr,
+        )
         for request in recorder.requests:
             print(f"  {request['method']} {request['path']} -> {request.get('status')}", file=sys.stderr)
         if done.returncode != 0:

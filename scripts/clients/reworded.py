@@ -1,7 +1,8 @@
-"""Texts that other people wrote, replaced by words of ours: a recording keeps the shape of what agents send, not their prompts.
+"""Texts that other people wrote, replaced by words of ours: a recording keeps the shape of what agents send, not their
+prompts.
 
-Names, types, ids, numbers and short words stay, since that is what a server looks at. The same text becomes the same words, so what was equal stays
-equal, and about as long as it was.
+Names, types, ids, numbers and short words stay, since that is what a server looks at. The same text becomes the same
+words, so what was equal stays equal, and about as long as it was.
 """
 
 from __future__ import annotations
@@ -11,7 +12,18 @@ import zlib
 from typing import Any
 
 _PROSE = frozenset(
-    ("content", "definition", "description", "encrypted_content", "instructions", "signature", "summary", "system", "text", "thinking")
+    (
+        "content",
+        "definition",
+        "description",
+        "encrypted_content",
+        "instructions",
+        "signature",
+        "summary",
+        "system",
+        "text",
+        "thinking",
+    )
 )
 """Keys of texts, however short these are."""
 _LONG = 48

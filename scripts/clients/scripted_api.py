@@ -1,6 +1,8 @@
-"""Three APIs with scripted answers: each call of the script in its turn, then a text. For recording what agents send to their own makers' servers.
+"""Three APIs with scripted answers: each call of the script in its turn, then a text. For recording what agents send to
+their own makers' servers.
 
-It takes every body, so that nothing of ours decides what an agent goes on to send. Owns the shapes of these answers, as small as agents take them.
+It takes every body, so that nothing of ours decides what an agent goes on to send. Owns the shapes of these answers, as
+small as agents take them.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ def scripted_api(calls: Calls, model: str) -> Starlette:
         return JSONResponse({"input_tokens": len(await request.body()) // 4})
 
     async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": model, "object": "model", "created": 0, "owned_by": "scripted"}]})
+        return JSONResponse(
+            {"object": "list", "data": [{"id": model, "object": "model", "created": 0, "owned_by": "scripted"}]}
+        )
 
     async def nothing(request: Request) -> Response:
         return JSONResponse({})
@@ -59,9 +63,14 @@ def scripted_api(calls: Calls, model: str) -> Starlette:
 
 
 def _next_step(body: Any, calls: Calls) -> tuple[int, Step]:
-    """The step's number, and the call behind those whose results are there; the text where all are, or where the tool isn't offered."""
+    """The step's number, and the call behind those whose results are there; the text where all are, or where the tool
+    isn't offered."""
     number = sum(1 for _ in _results(body))
-    asked_form = (body.get("output_config") or {}).get("format") or body.get("response_format") or (body.get("text") or {}).get("format")
+    asked_form = (
+        (body.get("output_config") or {}).get("format")
+        or body.get("response_format")
+        or (body.get("text") or {}).get("format")
+    )
     if asked_form and asked_form["type"] == "json_schema":
         schema = asked_form.get("schema") or asked_form["json_schema"]["schema"]
         return number, json.dumps(dict.fromkeys(schema["properties"], "Shopping"))
@@ -111,7 +120,12 @@ def _message(body: Any, calls: Calls, model: str) -> Event:
         "content": content,
         "stop_reason": "end_turn" if isinstance(step, str) else "tool_use",
         "stop_sequence": None,
-        "usage": {"input_tokens": 10, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0, "output_tokens": 6},
+        "usage": {
+            "input_tokens": 10,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "output_tokens": 6,
+        },
     }
 
 
@@ -120,17 +134,27 @@ def _message_events(message: Event) -> Iterator[Event]:
     for index, block in enumerate(message["content"]):
         place = {"index": index}
         if block["type"] == "tool_use":
-            start, deltas = {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
+            start, deltas = (
+                {**block, "input": {}},
+                [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}],
+            )
         elif block["type"] == "text":
             start, deltas = {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
         else:
             start = {**block, "thinking": "", "signature": ""}
-            deltas = [{"type": "thinking_delta", "thinking": block["thinking"]}, {"type": "signature_delta", "signature": block["signature"]}]
+            deltas = [
+                {"type": "thinking_delta", "thinking": block["thinking"]},
+                {"type": "signature_delta", "signature": block["signature"]},
+            ]
         yield {"type": "content_block_start", **place, "content_block": start}
         for delta in deltas:
             yield {"type": "content_block_delta", **place, "delta": delta}
         yield {"type": "content_block_stop", **place}
-    yield {"type": "message_delta", "delta": {"stop_reason": message["stop_reason"], "stop_sequence": None}, "usage": message["usage"]}
+    yield {
+        "type": "message_delta",
+        "delta": {"stop_reason": message["stop_reason"], "stop_sequence": None},
+        "usage": message["usage"],
+    }
     yield {"type": "message_stop"}
 
 
@@ -138,14 +162,20 @@ def _completion(body: Any, calls: Calls, model: str) -> Event:
     number, step = _next_step(body, calls)
     message: Event = {"role": "assistant", "reasoning_content": THOUGHT, "content": step}
     if not isinstance(step, str):
-        call = {"id": f"call_{number}", "type": "function", "function": {"name": step[0], "arguments": json.dumps(step[1])}}
+        call = {
+            "id": f"call_{number}",
+            "type": "function",
+            "function": {"name": step[0], "arguments": json.dumps(step[1])},
+        }
         message |= {"content": None, "tool_calls": [call]}
     return {
         "id": f"chatcmpl-{number}",
         "object": "chat.completion",
         "created": 0,
         "model": model,
-        "choices": [{"index": 0, "message": message, "finish_reason": "stop" if isinstance(step, str) else "tool_calls"}],
+        "choices": [
+            {"index": 0, "message": message, "finish_reason": "stop" if isinstance(step, str) else "tool_calls"}
+        ],
         "usage": {"prompt_tokens": 10, "completion_tokens": 6, "total_tokens": 16},
     }
 
@@ -169,10 +199,14 @@ def _completion_events(completion: Event) -> Iterator[Event]:
 def _response(body: Any, calls: Calls, model: str) -> Event:
     number, step = _next_step(body, calls)
     thought = {"type": "reasoning_text", "text": THOUGHT}
-    items: list[Event] = [{"id": f"rs_{number}", "type": "reasoning", "status": "completed", "summary": [], "content": [thought]}]
+    items: list[Event] = [
+        {"id": f"rs_{number}", "type": "reasoning", "status": "completed", "summary": [], "content": [thought]}
+    ]
     if isinstance(step, str):
         part = {"type": "output_text", "text": step, "annotations": []}
-        items.append({"id": f"msg_{number}", "type": "message", "role": "assistant", "status": "completed", "content": [part]})
+        items.append(
+            {"id": f"msg_{number}", "type": "message", "role": "assistant", "status": "completed", "content": [part]}
+        )
     else:
         called = {"call_id": f"call_{number}", "name": step[0], "arguments": json.dumps(step[1])}
         items.append({"id": f"fc_{number}", "type": "function_call", "status": "completed", **called})
@@ -198,14 +232,23 @@ def _response(body: Any, calls: Calls, model: str) -> Event:
 
 
 def _response_events(response: Event) -> Iterator[Event]:
-    events: list[Event] = [{"type": "response.created", "response": {**response, "status": "in_progress", "output": [], "usage": None}}]
+    events: list[Event] = [
+        {"type": "response.created", "response": {**response, "status": "in_progress", "output": [], "usage": None}}
+    ]
     for index, item in enumerate(response["output"]):
         place = {"item_id": item["id"], "output_index": index}
         start = {**item, "status": "in_progress", **({"arguments": ""} if "arguments" in item else {"content": []})}
         events.append({"type": "response.output_item.added", "output_index": index, "item": start})
         if item["type"] == "function_call":
             events.append({"type": "response.function_call_arguments.delta", **place, "delta": item["arguments"]})
-            events.append({"type": "response.function_call_arguments.done", **place, "name": item["name"], "arguments": item["arguments"]})
+            events.append(
+                {
+                    "type": "response.function_call_arguments.done",
+                    **place,
+                    "name": item["name"],
+                    "arguments": item["arguments"],
+                }
+            )
         else:
             (part,) = item["content"]
             kind = "response.output_text" if item["type"] == "message" else "response.reasoning_text"

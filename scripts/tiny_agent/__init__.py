@@ -1,1 +1,2 @@
-"""How the bundled model `agentspec/assets/tiny-agent` is made: sessions, tokenizer, training, evaluation. Its README is the model card."""
+"""How the bundled model `agentspec/assets/tiny-agent` is made: sessions, tokenizer, training, evaluation. Its README is
+the model card."""

@@ -1,4 +1,5 @@
-"""How many drafts of the MTP head stand, by their position and by how many are drafted: the arithmetic of the engine's counters, and its tables."""
+"""How many drafts of the MTP head stand, by their position and by how many are drafted: the arithmetic of the engine's
+counters, and its tables."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ class Acceptance:
     @property
     def shares(self) -> list[float | None]:
         """By position: accepted / drafted."""
-        return [accepted / drafted if drafted else None for drafted, accepted in zip(self.drafted, self.accepted, strict=True)]
+        return [
+            accepted / drafted if drafted else None
+            for drafted, accepted in zip(self.drafted, self.accepted, strict=True)
+        ]
 
     @property
     def shares_given_before(self) -> list[float | None]:
@@ -48,7 +52,8 @@ class Acceptance:
 
 
 def read(summary: Summary, *, sampling: str, num_drafts: int) -> Acceptance:
-    """The counters of a run. Raises ValueError when the server didn't report them, or drafted another number than `num_drafts`."""
+    """The counters of a run. Raises ValueError when the server didn't report them, or drafted another number than
+    `num_drafts`."""
     counters = summary.speculation
     if counters is None:
         raise ValueError("the server reports no speculation")

@@ -16,7 +16,8 @@ Said = tuple[str, list[str]]
 
 
 def shown(value: Any) -> str:
-    """A value in an answer: as in the result, lists in words, flags as yes and no, without the full stop that ends a text."""
+    """A value in an answer: as in the result, lists in words, flags as yes and no, without the full stop that ends a
+    text."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
@@ -25,7 +26,8 @@ def shown(value: Any) -> str:
 
 
 def essential(value: Any, before: str) -> list[str]:
-    """What an answer must say of a value; one so short that it could stand anywhere, together with the word before it."""
+    """What an answer must say of a value; one so short that it could stand anywhere, together with the word before
+    it."""
     if isinstance(value, list) and value:
         return [str(item) for item in value]
     text = shown(value)
@@ -59,7 +61,9 @@ def hits(domain: Domain, records: list[Record]) -> Said:
     if not records:
         return f"I found no {domain.plural}.", [f"no {domain.plural}"]
     noun = domain.noun if len(records) == 1 else domain.plural
-    return f"I found {len(records)} {noun}: {listed([_hit(domain, r) for r in records])}.", [str(r[domain.key.name]) for r in records]
+    return f"I found {len(records)} {noun}: {listed([_hit(domain, r) for r in records])}.", [
+        str(r[domain.key.name]) for r in records
+    ]
 
 
 def count(domain: Domain, num: int) -> Said:
@@ -75,7 +79,9 @@ def created(domain: Domain, record: Record) -> Said:
 def updated(domain: Domain, record: Record, key: Any, columns: list[str]) -> Said:
     """`columns`: those that the call has changed."""
     pairs = [(label_of(domain, name), record[name]) for name in columns if name in record]
-    changed = listed([f"the {label} {'are' if isinstance(value, list) else 'is'} now {shown(value)}" for label, value in pairs])
+    changed = listed(
+        [f"the {label} {'are' if isinstance(value, list) else 'is'} now {shown(value)}" for label, value in pairs]
+    )
     return f"I updated {domain.noun} {key}{': ' if changed else ''}{changed}.", [
         str(key),
         *(item for _, value in pairs for item in essential(value, "now")),
@@ -102,7 +108,9 @@ def which_one(domain: Domain, records: list[Record]) -> Said:
 
 def missing(domain: Domain, columns: list[Column], key: Any = None) -> Said:
     labels = [c.label for c in columns]
-    return f"Which {listed(labels)} should {'the ' + domain.noun if key is None else f'{domain.noun} {key}'} have?", ["?"]
+    return f"Which {listed(labels)} should {'the ' + domain.noun if key is None else f'{domain.noun} {key}'} have?", [
+        "?"
+    ]
 
 
 def unable(body: str) -> Said:

@@ -27,7 +27,10 @@ def text_config(num_tokens: int, *, num_layers: int = 12, hidden: int = 256, int
         "hidden_size": hidden,
         "intermediate_size": intermediate,
         "num_hidden_layers": num_layers,
-        "layer_types": ["full_attention" if (layer + 1) % _ATTENTION_INTERVAL == 0 else "linear_attention" for layer in range(num_layers)],
+        "layer_types": [
+            "full_attention" if (layer + 1) % _ATTENTION_INTERVAL == 0 else "linear_attention"
+            for layer in range(num_layers)
+        ],
         "full_attention_interval": _ATTENTION_INTERVAL,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -83,8 +86,8 @@ def parsed(text: dict[str, Any]) -> TextConfig:
 def initial_weights(config: TextConfig, seed: int) -> dict[str, Tensor]:
     """float32 on the CPU under the engine's canonical names.
 
-    Projections back into the residual stream start small, by the square root of how many there are; embeddings start small because they are
-    the output head too."""
+    Projections back into the residual stream start small, by the square root of how many there are; embeddings start
+    small because they are the output head too."""
     parameters = random_parameters(config, device=torch.device("cpu"), dtype=torch.float32, seed=seed)
     weights = {name: parameter.tensor for name, parameter in parameters.items()}
     for name, weight in weights.items():

@@ -1,4 +1,5 @@
-"""One thing that a user asks for and one call answers: its wording, its call and the answer that follows from the result.
+"""One thing that a user asks for and one call answers: its wording, its call and the answer that follows from the
+result.
 
 Tasks put asks together to turns. Written once for all domains: what differs between them is data.
 """
@@ -68,7 +69,9 @@ def refer(play: Play, ask_domain: Domain, operation: Operation, record: Record) 
 
 def named_by_tools(domain: Domain) -> bool:
     """Whether the tools' descriptions say what their records are called."""
-    return any(domain.noun.lower() in operation.tool["function"]["description"].lower() for operation in domain.operations)
+    return any(
+        domain.noun.lower() in operation.tool["function"]["description"].lower() for operation in domain.operations
+    )
 
 
 def kinds(domain: Domain, operation: Operation) -> list[Kind]:
@@ -92,7 +95,11 @@ def fresh(play: Play, column: Column, old: Any = None) -> Any:
     if column.kind == "date" and play.setting.today not in (None, old) and play.rng.random() < 0.4:
         return play.setting.today
     for _ in range(20):
-        value = values.sentence(play.rng, play.split) if column.kind == "page" else values.draw(column, play.rng, play.split)
+        value = (
+            values.sentence(play.rng, play.split)
+            if column.kind == "page"
+            else values.draw(column, play.rng, play.split)
+        )
         if value != old:
             return value
     return value
@@ -102,7 +109,11 @@ def shown_columns(domain: Domain, operation: Operation, record: Record) -> list[
     """Columns that the tool's result shows, but for its key and for whole pages."""
     show = getattr(operation.action, "show", []) or list(record)
     named = naming(operation) if not isinstance(operation.action, Find) else None
-    return [c for c in domain.columns if c.name in show and c.name in record and c.kind != "page" and (named is None or named[1] != c.name)]
+    return [
+        c
+        for c in domain.columns
+        if c.name in show and c.name in record and c.kind != "page" and (named is None or named[1] != c.name)
+    ]
 
 
 _FACT_QUESTIONS = (
@@ -114,7 +125,12 @@ _FACT_QUESTIONS = (
     "do you know the {l} of {r}",
     "what does the system say about the {l} of {r}",
 )
-_FACTS_QUESTIONS = ("what are the {l} of {r}", "for {r}, what are the {l}", "do you know the {l} of {r}", "what are the {l} (for|on) {r}")
+_FACTS_QUESTIONS = (
+    "what are the {l} of {r}",
+    "for {r}, what are the {l}",
+    "do you know the {l} of {r}",
+    "what are the {l} (for|on) {r}",
+)
 _FACT_ORDERS = (
     "(tell|give|show|get|read) me the {l} of {r}",
     "(look up|check|find out|get) the {l} of {r}",
@@ -187,14 +203,37 @@ _FIND_ORDERS = (
     "find out which {f} there are",
     "tell me which {f} we have",
 )
-_FIND_QUESTIONS = ("which {f} (are there|do we have|can you find)", "what {f} (are there|do we have)", "are there any {f}", "do we have any {f}")
-_COUNT_QUESTIONS = ("how many {f} are there", "how many {f} do we have", "what is the number of {f}", "how many {f} can you find")
+_FIND_QUESTIONS = (
+    "which {f} (are there|do we have|can you find)",
+    "what {f} (are there|do we have)",
+    "are there any {f}",
+    "do we have any {f}",
+)
+_COUNT_QUESTIONS = (
+    "how many {f} are there",
+    "how many {f} do we have",
+    "what is the number of {f}",
+    "how many {f} can you find",
+)
 _COUNT_MY_QUESTIONS = ("how many of {f} are there", "what is the number of {f}", "how many are {f}")
 _COUNT_MY_ORDERS = ("count {f}", "tell me the number of {f}", "(find out|check) how many of {f} there are")
-_COUNT_ORDERS = ("count {f}", "tell me how many {f} there are", "(find out|check|look up) how many {f} we have", "give me the number of {f}")
+_COUNT_ORDERS = (
+    "count {f}",
+    "tell me how many {f} there are",
+    "(find out|check|look up) how many {f} we have",
+    "give me the number of {f}",
+)
 
 
-def find(play: Play, domain: Domain, operation: Operation, searched: list[Given], *, counting: bool = False, limit: int | None = None) -> Ask:
+def find(
+    play: Play,
+    domain: Domain,
+    operation: Operation,
+    searched: list[Given],
+    *,
+    counting: bool = False,
+    limit: int | None = None,
+) -> Ask:
     """All records that match, or their number."""
     action = operation.action
     assert isinstance(action, Find)
@@ -209,13 +248,19 @@ def find(play: Play, domain: Domain, operation: Operation, searched: list[Given]
     else:
         orders, questions = _FIND_ORDERS, _FIND_QUESTIONS
         if text.startswith("my "):
-            orders, questions = ("(list|show me|find|get|look up|give me) {f}", "{w} {f}", "(search for|show) {f}"), ("(what|which) are {f}",)
+            orders, questions = (
+                ("(list|show me|find|get|look up|give me) {f}", "{w} {f}", "(search for|show) {f}"),
+                ("(what|which) are {f}",),
+            )
     order, question = (phrases.one_of(play.rng, t, f=text, w=operation.word) for t in (orders, questions))
     if limit is not None and action.limit is not None:
         arguments[action.limit] = limit
         label = operation.params[action.limit].label
         order, question = (
-            order + phrases.one_of(play.rng, (", at most {n}", ", {l} {n}", ", {l}: {n}", ", no more than {n}"), n=str(limit), l=label),
+            order
+            + phrases.one_of(
+                play.rng, (", at most {n}", ", {l} {n}", ", {l}: {n}", ", no more than {n}"), n=str(limit), l=label
+            ),
             "",
         )
     by = phrases.listed([name for name in operation.params if name in arguments]) if arguments else ""
@@ -230,24 +275,48 @@ def find(play: Play, domain: Domain, operation: Operation, searched: list[Given]
     )
 
 
-_CREATE_ORDERS = ("{w} {a}{p}", "{w} {a}{p}", "{w} a new {n}{p}", "(create|make|add|set up) (a new {n}|{a}){p}", "{w} another {n}{p}")
+_CREATE_ORDERS = (
+    "{w} {a}{p}",
+    "{w} {a}{p}",
+    "{w} a new {n}{p}",
+    "(create|make|add|set up) (a new {n}|{a}){p}",
+    "{w} another {n}{p}",
+)
 
 
-def create(play: Play, domain: Domain, operation: Operation, *, without: tuple[str, ...] = (), said: dict[str, Given] | None = None) -> Ask | None:
-    """A new record with the required values and some of the others. `without`: parameters left out; `said`: values that have words of their own."""
+def create(
+    play: Play,
+    domain: Domain,
+    operation: Operation,
+    *,
+    without: tuple[str, ...] = (),
+    said: dict[str, Given] | None = None,
+) -> Ask | None:
+    """A new record with the required values and some of the others. `without`: parameters left out; `said`: values that
+    have words of their own."""
     action = operation.action
     if not isinstance(action, Create):
         return None
     optional = [name for name in operation.params if name not in operation.required and not (said and name in said)]
-    chosen = {*operation.required, *(said or ()), *play.rng.sample(optional, play.rng.randint(0, min(3, len(optional))))} - set(without)
+    chosen = {
+        *operation.required,
+        *(said or ()),
+        *play.rng.sample(optional, play.rng.randint(0, min(3, len(optional)))),
+    } - set(without)
     told: dict[str, Given] = {}
     for name, column in operation.params.items():
         if name in chosen:
             told[name] = said[name] if said and name in said else given(play, column, fresh(play, column))
-    key = next((told[name].value for name, column in action.set.items() if column == domain.key.name and name in told), None)
+    key = next(
+        (told[name].value for name, column in action.set.items() if column == domain.key.name and name in told), None
+    )
     if key is not None and str(key) in play.tables()[domain.table]:
         return None
-    slots = {"n": domain.noun, "a": phrases.article(domain.noun), "p": phrases.parts(play.rng, list(told.values()), kinds(domain, operation))}
+    slots = {
+        "n": domain.noun,
+        "a": phrases.article(domain.noun),
+        "p": phrases.parts(play.rng, list(told.values()), kinds(domain, operation)),
+    }
     return Ask(
         kind="create",
         domain=domain,
@@ -260,9 +329,17 @@ def create(play: Play, domain: Domain, operation: Operation, *, without: tuple[s
 
 
 def update(
-    play: Play, domain: Domain, operation: Operation, record: Record, *, num: int = 1, ref: str | None = None, said: dict[str, Given] | None = None
+    play: Play,
+    domain: Domain,
+    operation: Operation,
+    record: Record,
+    *,
+    num: int = 1,
+    ref: str | None = None,
+    said: dict[str, Given] | None = None,
 ) -> Ask | None:
-    """New values for columns of one record. `ref`: words that stand for the record; `said`: the parameters to set, with words of their own."""
+    """New values for columns of one record. `ref`: words that stand for the record; `said`: the parameters to set, with
+    words of their own."""
     action = operation.action
     if not isinstance(action, Update) or naming(operation) is None:
         return None
@@ -272,9 +349,10 @@ def update(
     chosen += list(said) if said else play.rng.sample(settable, max(0, min(num - len(chosen), len(settable))))
     if not chosen:
         return None
-    words = {name: given(play, operation.params[name], fresh(play, operation.params[name], record.get(action.set[name]))) for name in chosen} | (
-        said or {}
-    )
+    words = {
+        name: given(play, operation.params[name], fresh(play, operation.params[name], record.get(action.set[name])))
+        for name in chosen
+    } | (said or {})
     told = list(words.values())
     it = ref == "it" and len(told) == 1
     names = [name for name in operation.params if name in chosen]
@@ -289,7 +367,8 @@ def update(
         question=None,
         wish=f"to change {phrases.listed(names)} of {domain.noun} {value}",
         key=value,
-        columns=[action.set[name] for name in names] + [name for name in action.fixed if name not in action.set.values()],
+        columns=[action.set[name] for name in names]
+        + [name for name in action.fixed if name not in action.set.values()],
     )
 
 
@@ -303,7 +382,11 @@ def end(play: Play, domain: Domain, operation: Operation, record: Record, *, ref
     chosen = [name for name in extra if name in operation.required or play.rng.random() < 0.3]
     told = [given(play, operation.params[name], fresh(play, operation.params[name])) for name in chosen]
     words = ("delete", "remove") if isinstance(action, Delete) else ()
-    columns = [action.set[name] for name in chosen if name in action.set] + list(action.fixed) if isinstance(action, Update) else []
+    columns = (
+        [action.set[name] for name in chosen if name in action.set] + list(action.fixed)
+        if isinstance(action, Update)
+        else []
+    )
     return Ask(
         kind="update" if isinstance(action, Update) else "delete",
         domain=domain,
@@ -323,7 +406,12 @@ def known(play: Play, ask: Ask) -> Record | None:
         return None
     found = naming(ask.operation)
     for (table, _), record in play.known.items():
-        if found and table == ask.domain.table and record.get(found[1]) == ask.key and all(name in record for name in ask.columns):
+        if (
+            found
+            and table == ask.domain.table
+            and record.get(found[1]) == ask.key
+            and all(name in record for name in ask.columns)
+        ):
             return record
     return None
 
@@ -335,7 +423,9 @@ def say(ask: Ask, result: Any) -> answers.Said:
         return answers.failed(ask.domain, ask.key, error, error if busy(ask.operation, result) else None)
     match ask.kind:
         case "facts":
-            return answers.facts(ask.domain.noun, ask.key, [(answers.label_of(ask.domain, name), result[name]) for name in ask.columns])
+            return answers.facts(
+                ask.domain.noun, ask.key, [(answers.label_of(ask.domain, name), result[name]) for name in ask.columns]
+            )
         case "hits":
             return answers.hits(ask.domain, result)
         case "count":
@@ -383,13 +473,18 @@ def perform(play: Play, asks: list[Ask], text: str, *, thought: str | None = Non
     calls = [ask for ask, record in zip(asks, at_hand, strict=True) if record is None]
     wish = phrases.listed([ask.wish for ask in asks])
     made = (
-        play.call(thought or answers.think_call(wish, [ask.operation for ask in calls]), [(ask.operation, ask.arguments) for ask in calls])
+        play.call(
+            thought or answers.think_call(wish, [ask.operation for ask in calls]),
+            [(ask.operation, ask.arguments) for ask in calls],
+        )
         if calls
         else []
     )
     left = iter(made)
     results = [record if record is not None else next(left) for record in at_hand]
-    thoughts = [think(ask, result) for ask, result, record in zip(asks, results, at_hand, strict=True) if record is None]
+    thoughts = [
+        think(ask, result) for ask, result, record in zip(asks, results, at_hand, strict=True) if record is None
+    ]
     ending = " ".join(dict.fromkeys(thoughts)) if calls else f"The user wants {wish}. An earlier result has it."
     play.finish(ending, join([say(ask, result) for ask, result in zip(asks, results, strict=True)]), may_look_up=True)
     remember(play, asks, results)

@@ -15,6 +15,7 @@ UNSEEN = {template.noun: template for template in catalog_unseen.TEMPLATES}
 
 
 def domains(rng: random.Random, split: Split, names: Sequence[str] | None = None) -> list[Domain]:
-    """The domains with these nouns, each with fresh records; without names, all that training may see. Raises KeyError for an unknown noun."""
+    """The domains with these nouns, each with fresh records; without names, all that training may see. Raises KeyError
+    for an unknown noun."""
     known = TEMPLATES | UNSEEN
     return [known[name].domain(rng, split) for name in (names if names is not None else TEMPLATES)]

@@ -40,7 +40,14 @@ MAIL = Template(
             fixed={"folder": "sent"},
             show=("id", "to", "subject", "folder"),
         ),
-        _mail.close("archive_mail", "archive", "Move a mail to the archive.", {"folder": "archive"}, by={"mail_id": "id"}, show=("id", "folder")),
+        _mail.close(
+            "archive_mail",
+            "archive",
+            "Move a mail to the archive.",
+            {"folder": "archive"},
+            by={"mail_id": "id"},
+            show=("id", "folder"),
+        ),
         _mail.delete("delete_mail", "delete", "Delete a mail for good.", by={"mail_id": "id"}),
     ),
 )
@@ -103,13 +110,26 @@ CONTACTS = Template(
     plural="contacts",
     tools=_contacts,
     operations=(
-        _contacts.find("find_contacts", "find", "Find contacts by city or company.", ("city", "company"), show=("name", "city", "company")),
+        _contacts.find(
+            "find_contacts",
+            "find",
+            "Find contacts by city or company.",
+            ("city", "company"),
+            show=("name", "city", "company"),
+        ),
         _contacts.get("get_contact", "get", "Look up one person in the address book."),
         _contacts.create(
-            "add_contact", "add", "Add a person to the address book.", ("name", "email", "phone", "company", "city"), required=("name",)
+            "add_contact",
+            "add",
+            "Add a person to the address book.",
+            ("name", "email", "phone", "company", "city"),
+            required=("name",),
         ),
         _contacts.update(
-            "update_contact", "update", "Change details of a contact. Only what is given changes.", ("email", "phone", "company", "city")
+            "update_contact",
+            "update",
+            "Change details of a contact. Only what is given changes.",
+            ("email", "phone", "company", "city"),
         ),
         _contacts.delete("remove_contact", "remove", "Remove a person from the address book."),
     ),
@@ -126,10 +146,17 @@ FILES = Template(
     tools=_files,
     num_records=(2, 6),
     operations=(
-        _files.find("list_files", "list", "List the files of the project.", contains={"name_contains": "path"}, show=("path",)),
+        _files.find(
+            "list_files", "list", "List the files of the project.", contains={"name_contains": "path"}, show=("path",)
+        ),
         _files.get("read_file", "read", "Read a text file.", verb="read"),
         _files.create(
-            "write_file", "write", "Create a new file with this content.", ("path", "content"), required=("path", "content"), show=("path",)
+            "write_file",
+            "write",
+            "Create a new file with this content.",
+            ("path", "content"),
+            required=("path", "content"),
+            show=("path",),
         ),
         _files.replace(
             "edit_file",
@@ -178,7 +205,12 @@ DOCUMENTS = Template(
             show=("doc_id", "title"),
         ),
         _pages.update(
-            "docs_rename", "rename", "Give a document another title.", {"new_title": "title"}, required=("new_title",), show=("doc_id", "title")
+            "docs_rename",
+            "rename",
+            "Give a document another title.",
+            {"new_title": "title"},
+            required=("new_title",),
+            show=("doc_id", "title"),
         ),
     ),
 )
@@ -216,8 +248,15 @@ TASKS = Template(
             required=("title",),
             fixed={"status": "open"},
         ),
-        _tasks.update("update_task", "update", "Change assignee, due date or priority of a task.", ("assignee", "due_date", "priority")),
-        _tasks.close("complete_task", "complete", "Mark a task as done.", {"status": "done"}, show=("task_id", "status")),
+        _tasks.update(
+            "update_task",
+            "update",
+            "Change assignee, due date or priority of a task.",
+            ("assignee", "due_date", "priority"),
+        ),
+        _tasks.close(
+            "complete_task", "complete", "Mark a task as done.", {"status": "done"}, show=("task_id", "status")
+        ),
     ),
 )
 
@@ -237,7 +276,11 @@ NOTES = Template(
     tools=_notes,
     operations=(
         _notes.find(
-            "findNotes", "find", "Find notes by a tag or by words of the title.", contains={"tag": "tags", "title": "title"}, show=("noteId", "title")
+            "findNotes",
+            "find",
+            "Find notes by a tag or by words of the title.",
+            contains={"tag": "tags", "title": "title"},
+            show=("noteId", "title"),
         ),
         _notes.get("getNote", "get", "Get a note with its text and tags."),
         _notes.create(
@@ -248,7 +291,9 @@ NOTES = Template(
             required=("title", "text"),
             show=("noteId", "title", "tags", "pinned"),
         ),
-        _notes.update("editNote", "edit", "Change the text or the tags of a note, or pin it.", ("text", "tags", "pinned")),
+        _notes.update(
+            "editNote", "edit", "Change the text or the tags of a note, or pin it.", ("text", "tags", "pinned")
+        ),
         _notes.delete("deleteNote", "delete", "Delete a note."),
     ),
 )
@@ -295,7 +340,13 @@ APPOINTMENTS = Template(
             locked=locked("status", "cancelled", "appointment {key} is {value} and can't be moved"),
             show=("appointment_id", "date", "time"),
         ),
-        _appointments.close("cancel_appointment", "cancel", "Cancel an appointment.", {"status": "cancelled"}, show=("appointment_id", "status")),
+        _appointments.close(
+            "cancel_appointment",
+            "cancel",
+            "Cancel an appointment.",
+            {"status": "cancelled"},
+            show=("appointment_id", "status"),
+        ),
     ),
 )
 

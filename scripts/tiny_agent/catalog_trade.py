@@ -1,4 +1,5 @@
-"""Hand-written domains of trade and travel: orders, tickets, products, invoices, parcels, hotels, flights, weather, arithmetic."""
+"""Hand-written domains of trade and travel: orders, tickets, products, invoices, parcels, hotels, flights, weather,
+arithmetic."""
 
 from __future__ import annotations
 
@@ -99,7 +100,13 @@ TICKETS = Template(
             locked=locked("status", "closed", "ticket {key} is {value}"),
             show=("ticket_id", "agent", "priority"),
         ),
-        _tickets.close("close_ticket", "close", "Close a ticket that is solved.", {"status": "closed"}, show=("ticket_id", "status")),
+        _tickets.close(
+            "close_ticket",
+            "close",
+            "Close a ticket that is solved.",
+            {"status": "closed"},
+            show=("ticket_id", "status"),
+        ),
     ),
 )
 
@@ -129,9 +136,20 @@ PRODUCTS = Template(
             show=("sku", "name", "price"),
         ),
         _products.get("get_product", "look up", "Get price, stock and brand of a product."),
-        _products.update("set_price", "price", "Set the price of a product.", ("price",), required=("price",), show=("sku", "name", "price")),
+        _products.update(
+            "set_price",
+            "price",
+            "Set the price of a product.",
+            ("price",),
+            required=("price",),
+            show=("sku", "name", "price"),
+        ),
         _products.create(
-            "add_product", "add", "Add a product to the catalog.", ("name", "brand", "price", "stock", "on_sale"), required=("name", "price")
+            "add_product",
+            "add",
+            "Add a product to the catalog.",
+            ("name", "brand", "price", "stock", "on_sale"),
+            required=("name", "price"),
         ),
     ),
 )
@@ -208,7 +226,11 @@ PARCELS = Template(
     operations=(
         _parcels.get("track_parcel", "track", "Track a parcel: where it is and what state it is in."),
         _parcels.find(
-            "find_parcels", "find", "Find parcels by the people on the label.", ("sender", "recipient"), show=("tracking_code", "recipient", "status")
+            "find_parcels",
+            "find",
+            "Find parcels by the people on the label.",
+            ("sender", "recipient"),
+            show=("tracking_code", "recipient", "status"),
         ),
         _parcels.close(
             "return_parcel",
@@ -248,7 +270,11 @@ HOTELS = Template(
     tools=_hotels,
     operations=(
         _hotels.find(
-            "searchBookings", "search", "Search hotel bookings.", ("guest", "city", "checkIn"), show=("bookingId", "guest", "hotel", "city")
+            "searchBookings",
+            "search",
+            "Search hotel bookings.",
+            ("guest", "city", "checkIn"),
+            show=("bookingId", "guest", "hotel", "city"),
         ),
         _hotels.get("getBooking", "get", "Get a hotel booking."),
         _hotels.create(
@@ -297,7 +323,12 @@ FLIGHTS = Template(
         ),
         _flights.get("flight_details", "look up", "Details of one flight."),
         _flights.update(
-            "delay_flight", "delay", "Set a later time of departure.", {"new_time": "departs"}, required=("new_time",), show=("flight_no", "departs")
+            "delay_flight",
+            "delay",
+            "Set a later time of departure.",
+            {"new_time": "departs"},
+            required=("new_time",),
+            show=("flight_no", "departs"),
         ),
     ),
 )
@@ -319,7 +350,12 @@ WEATHER = Template(
     operations=(
         _weather.get("get_weather", "get", "Current weather in a city."),
         _weather.find(
-            "find_cities_by_sky", "find", "All cities where the sky looks like this now.", ("sky",), required=("sky",), show=("city", "temperature")
+            "find_cities_by_sky",
+            "find",
+            "All cities where the sky looks like this now.",
+            ("sky",),
+            required=("sky",),
+            show=("city", "temperature"),
         ),
     ),
 )

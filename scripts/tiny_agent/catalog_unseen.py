@@ -24,7 +24,13 @@ LOANS = Template(
     tools=_loans,
     unseen=True,
     operations=(
-        _loans.find("query_loans", "list", "List library loans.", ("borrower", "loan_state"), show=("loan_ref", "book_title", "borrower")),
+        _loans.find(
+            "query_loans",
+            "list",
+            "List library loans.",
+            ("borrower", "loan_state"),
+            show=("loan_ref", "book_title", "borrower"),
+        ),
         _loans.get("loan_info", "show", "Show all we know about a library loan."),
         _loans.create(
             "lend_book",
@@ -43,7 +49,13 @@ LOANS = Template(
             locked=locked("loan_state", "returned", "loan {key} is {value}"),
             show=("loan_ref", "give_back_by"),
         ),
-        _loans.close("return_book", "return", "Return the book of a library loan.", {"loan_state": "returned"}, show=("loan_ref", "loan_state")),
+        _loans.close(
+            "return_book",
+            "return",
+            "Return the book of a library loan.",
+            {"loan_state": "returned"},
+            show=("loan_ref", "loan_state"),
+        ),
     ),
 )
 
@@ -65,7 +77,11 @@ SENSORS = Template(
     unseen=True,
     operations=(
         _sensors.find(
-            "lookupSensors", "find", "Find greenhouse sensors.", ("bed", "caretakerName", "muted"), show=("probeId", "bed", "soilMoisture")
+            "lookupSensors",
+            "find",
+            "Find greenhouse sensors.",
+            ("bed", "caretakerName", "muted"),
+            show=("probeId", "bed", "soilMoisture"),
         ),
         _sensors.get("fetchSensorReading", "read", "Read one greenhouse sensor."),
         _sensors.update(
@@ -97,7 +113,11 @@ PERMITS = Template(
     unseen=True,
     operations=(
         _permits.find(
-            "permits_lookup", "look up", "Look up parking permits.", ("holder", "parking_zone"), show=("permit_code", "holder", "parking_zone")
+            "permits_lookup",
+            "look up",
+            "Look up parking permits.",
+            ("holder", "parking_zone"),
+            show=("permit_code", "holder", "parking_zone"),
         ),
         _permits.get("permits_check", "check", "Check one parking permit."),
         _permits.create(
@@ -118,7 +138,11 @@ PERMITS = Template(
             show=("permit_code", "plate"),
         ),
         _permits.close(
-            "permits_revoke", "revoke", "Revoke a parking permit for good.", {"permit_state": "revoked"}, show=("permit_code", "permit_state")
+            "permits_revoke",
+            "revoke",
+            "Revoke a parking permit for good.",
+            {"permit_state": "revoked"},
+            show=("permit_code", "permit_state"),
         ),
     ),
 )

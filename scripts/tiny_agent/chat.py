@@ -147,7 +147,11 @@ WHAT_DAY = (
     "do you know (the date|today's date|what day it is)?",
     "tell me today's date[.|, please]",
 )
-WHO_AM_I = ("(who am I|what is my name|what's my name)?", "do you (know|remember) (my name|who I am)?", "(say|tell me) my name[.|, please]")
+WHO_AM_I = (
+    "(who am I|what is my name|what's my name)?",
+    "do you (know|remember) (my name|who I am)?",
+    "(say|tell me) my name[.|, please]",
+)
 
 FACTS: tuple[tuple[str, str], ...] = (
     ("(what is|what's|name|tell me) the capital of France", "The capital of France is Paris."),

@@ -1,6 +1,8 @@
-"""Compares the GPU's mixers with the plain ones in float32, outputs and every gradient: python -m scripts.tiny_agent.check_mixers
+"""Compares the GPU's mixers with the plain ones in float32, outputs and every gradient: python -m
+scripts.tiny_agent.check_mixers
 
-Triton and GPUs together have miscompiled such kernels before; training on wrong gradients fails quietly. Exits with 1 where they differ.
+Triton and GPUs together have miscompiled such kernels before; training on wrong gradients fails quietly. Exits with 1
+where they differ.
 """
 
 from __future__ import annotations
@@ -24,18 +26,27 @@ _HEADS, _DIM = 4, 64
 
 
 def worst_error(name: str) -> float:
-    """The largest relative error of output and gradients of the mixer ("attention", "gated_delta") on a GPU; prints each."""
+    """The largest relative error of output and gradients of the mixer ("attention", "gated_delta") on a GPU; prints
+    each."""
     from scripts.tiny_agent import cuda_mixers
 
     device = torch.device("cuda")
     packed = pack(np.cumsum([0, *LENGTHS]).astype(np.int32), device)
     inputs = _inputs(name, sum(LENGTHS), device)
     if name == "attention":
-        results = [_run(lambda *x, m=module: m.causal_attention(*x, packed, _DIM**-0.5)[0], inputs) for module in (cuda_mixers, plain_mixers)]
+        results = [
+            _run(lambda *x, m=module: m.causal_attention(*x, packed, _DIM**-0.5)[0], inputs)
+            for module in (cuda_mixers, plain_mixers)
+        ]
     else:
-        results = [_run(lambda *x, m=module: m.gated_delta(*x, packed), inputs) for module in (cuda_mixers, plain_mixers)]
+        results = [
+            _run(lambda *x, m=module: m.gated_delta(*x, packed), inputs) for module in (cuda_mixers, plain_mixers)
+        ]
     labels = ["output", *(f"d{x}" for x in ("q", "k", "v", "g", "beta")[: len(inputs)])]
-    errors = {label: ((fast - plain).norm() / plain.norm()).item() for label, fast, plain in zip(labels, *results, strict=True)}
+    errors = {
+        label: ((fast - plain).norm() / plain.norm()).item()
+        for label, fast, plain in zip(labels, *results, strict=True)
+    }
     print(f"{name}: " + ", ".join(f"{label} {error:.4f}" for label, error in errors.items()), flush=True)
     return max(errors.values(), key=lambda error: error if error == error else float("inf"))
 
@@ -100,7 +111,9 @@ def main() -> None:
 
     cuda_mixers.prepare_fla()
     started = time.perf_counter()
-    is_right = [worst_error(name) < TOLERANCE for name in ("attention", "gated_delta")] + [attention_sum_error() < TOLERANCE]
+    is_right = [worst_error(name) < TOLERANCE for name in ("attention", "gated_delta")] + [
+        attention_sum_error() < TOLERANCE
+    ]
     print(f"first calls and checks: {time.perf_counter() - started:.0f} s", flush=True)
     time_mixers(131072)
     sys.exit(0 if all(is_right) else 1)

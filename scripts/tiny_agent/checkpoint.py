@@ -17,12 +17,17 @@ def published(name: str, weight: Tensor) -> Tensor:
     return weight.float() if name.endswith(("linear_attn.A_log", "linear_attn.norm.weight")) else weight.bfloat16()
 
 
-def write_checkpoint(out: Path, weights: dict[str, Tensor], text_config: dict[str, Any], *, end_of_text_id: int, end_of_turn_id: int) -> None:
-    """The config, the generation config and the weights, under the text-only names (the engine's canonical ones) and in the published dtypes."""
+def write_checkpoint(
+    out: Path, weights: dict[str, Tensor], text_config: dict[str, Any], *, end_of_text_id: int, end_of_turn_id: int
+) -> None:
+    """The config, the generation config and the weights, under the text-only names (the engine's canonical ones) and in
+    the published dtypes."""
     for old in [*out.glob("model-*.safetensors"), *out.glob("model.safetensors*")]:
         old.unlink()
     _write_json(out / "config.json", config_json(text_config, end_of_text_id=end_of_text_id))
-    _write_json(out / "generation_config.json", generation_config(end_of_turn_id=end_of_turn_id, end_of_text_id=end_of_text_id))
+    _write_json(
+        out / "generation_config.json", generation_config(end_of_turn_id=end_of_turn_id, end_of_text_id=end_of_text_id)
+    )
     write_shards(out, {name: published(name, weight) for name, weight in weights.items()})
 
 

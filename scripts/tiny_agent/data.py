@@ -1,4 +1,5 @@
-"""Training batches without end: sessions made, rendered and packed by worker processes, the same for any number of them.
+"""Training batches without end: sessions made, rendered and packed by worker processes, the same for any number of
+them.
 
     python -m scripts.tiny_agent.data --stats [--sessions 1000]
 
@@ -80,25 +81,31 @@ def batches(
     num_workers: int,
     directory: Path = DEFAULT_DIRECTORY,
 ) -> Generator[Batch]:
-    """Batches of the train split's sessions in order, from `start_example` on. `directory` has the tokenizer; `num_workers` 0: no other processes.
+    """Batches of the train split's sessions in order, from `start_example` on. `directory` has the tokenizer;
+    `num_workers` 0: no other processes.
 
-    A session that doesn't fit opens the next batch. Closing the iterator ends the workers. Raises ValueError when `tokens_per_batch` is less than
-    `max_length`."""
+    A session that doesn't fit opens the next batch. Closing the iterator ends the workers. Raises ValueError when
+    `tokens_per_batch` is less than `max_length`."""
     if tokens_per_batch < max_length:
         raise ValueError(f"tokens_per_batch: {tokens_per_batch} is less than max_length, {max_length}")
     padding = id_of(load_tokenizer(directory), END_OF_TEXT)
-    return _pack(_sessions(seed, start_example, num_workers, directory), tokens_per_batch, max_length, start_example, padding)
+    return _pack(
+        _sessions(seed, start_example, num_workers, directory), tokens_per_batch, max_length, start_example, padding
+    )
 
 
 def held_out(seed: int, num_sessions: int, unseen: bool, *, directory: Path = DEFAULT_DIRECTORY) -> list[Rendered]:
     """Sessions of the held-out split, cut after as many turns as in training."""
     examples = [make_example(seed, index, split="held_out", unseen=unseen) for index in range(num_sessions)]
-    return render_all([(example, num_turns_shown(example, seed, index)) for index, example in enumerate(examples)], load_tokenizer(directory))
+    return render_all(
+        [(example, num_turns_shown(example, seed, index)) for index, example in enumerate(examples)],
+        load_tokenizer(directory),
+    )
 
 
 def num_turns_shown(example: Example, seed: int, index: int) -> int:
-    """After how many turns a session is cut, drawn by seed and index: any number for sessions that think, as only the last turn has its reasoning;
-    mostly all for the others."""
+    """After how many turns a session is cut, drawn by seed and index: any number for sessions that think, as only the
+    last turn has its reasoning; mostly all for the others."""
     rng = random.Random(f"turns shown {seed} {index}")
     if not example.thinking and rng.random() < _SHOW_ALL_TURNS:
         return len(example.turns)
@@ -109,7 +116,9 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     """The tokenizer that tokenizer.py wrote. Raises FileNotFoundError that says how to make it."""
     file = directory / "tokenizer.json"
     if not file.is_file():
-        raise FileNotFoundError(f"{file}: no such file; python -m scripts.tiny_agent.tokenizer --out {directory} makes it")
+        raise FileNotFoundError(
+            f"{file}: no such file; python -m scripts.tiny_agent.tokenizer --out {directory} makes it"
+        )
     return Tokenizer.from_file(str(file))
 
 
@@ -151,10 +160,13 @@ def _in_this_process(work: Iterator[_Work]) -> Generator[_Chunk]:
 
 
 def _in_processes(work: Iterator[_Work], num_workers: int) -> Generator[_Chunk]:
-    """Chunks in the order of the work. Processes are spawned, not forked: the trainer's has threads and a CUDA context."""
+    """Chunks in the order of the work. Processes are spawned, not forked: the trainer's has threads and a CUDA
+    context."""
     executor = ProcessPoolExecutor(num_workers, mp_context=get_context("spawn"), initializer=_start_worker)
     try:
-        waiting: deque[Future[_Chunk]] = deque(executor.submit(_make_chunk, next(work)) for _ in range(_CHUNKS_AHEAD * num_workers))
+        waiting: deque[Future[_Chunk]] = deque(
+            executor.submit(_make_chunk, next(work)) for _ in range(_CHUNKS_AHEAD * num_workers)
+        )
         while True:
             chunk = waiting.popleft().result()
             waiting.append(executor.submit(_make_chunk, next(work)))
@@ -170,7 +182,9 @@ def _start_worker() -> None:
 def _make_chunk(work: _Work) -> _Chunk:
     indices = range(work.first, work.first + SESSIONS_PER_CHUNK)
     examples = [make_example(work.seed, index, split="train") for index in indices]
-    cuts = [(example, num_turns_shown(example, work.seed, index)) for example, index in zip(examples, indices, strict=True)]
+    cuts = [
+        (example, num_turns_shown(example, work.seed, index)) for example, index in zip(examples, indices, strict=True)
+    ]
     sessions = render_all(cuts, _cached_tokenizer(work.directory))
     return _Chunk(
         np.concatenate([session.ids for session in sessions]),
@@ -189,18 +203,26 @@ def print_stats(seed: int, num_sessions: int, directory: Path) -> None:
     started = time.process_time()
     examples = [make_example(seed, index, split="train") for index in range(num_sessions)]
     made = time.process_time()
-    sessions = render_all([(example, num_turns_shown(example, seed, index)) for index, example in enumerate(examples)], tokenizer)
+    sessions = render_all(
+        [(example, num_turns_shown(example, seed, index)) for index, example in enumerate(examples)], tokenizer
+    )
     rendered = time.process_time()
     lengths = np.array([len(session.ids) for session in sessions])
     mask = np.concatenate([session.mask for session in sessions])
     used = len(np.unique(np.concatenate([session.ids for session in sessions])))
     percentiles = ", ".join(f"p{p} {np.percentile(lengths, p):.0f}" for p in (1, 10, 50, 90, 99, 100))
     print(f"{num_sessions} sessions, {len(mask)} tokens; length: mean {lengths.mean():.0f}, {percentiles}")
-    shares = {name: np.mean(mask == value) for name, value in (("read", READ), ("repeated", REPEATED), ("written", WRITTEN))}
+    shares = {
+        name: np.mean(mask == value) for name, value in (("read", READ), ("repeated", REPEATED), ("written", WRITTEN))
+    }
     print("share: " + ", ".join(f"{name} {share:.1%}" for name, share in shares.items()))
-    print(f"longer than {MAX_LENGTH}: {np.mean(lengths > MAX_LENGTH):.2%}; thinking: {np.mean([example.thinking for example in examples]):.1%}")
+    print(
+        f"longer than {MAX_LENGTH}: {np.mean(lengths > MAX_LENGTH):.2%}; thinking: {np.mean([example.thinking for example in examples]):.1%}"
+    )
     print(f"vocabulary: {used} of {tokenizer.get_vocab_size(with_added_tokens=True)} tokens used")
-    print(f"one core: {len(mask) / (rendered - started):.0f} tokens/s; making {made - started:.2f} s, rendering {rendered - made:.2f} s")
+    print(
+        f"one core: {len(mask) / (rendered - started):.0f} tokens/s; making {made - started:.2f} s, rendering {rendered - made:.2f} s"
+    )
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """What a session is about, as data: a domain is one kind of record (orders, tickets) with the tools that work on it.
 
-Hand-written domains (catalog) and domains made up by seed (invented) have the same shape, so every task is written once. Knows nothing of phrases,
-tokens or training.
+Hand-written domains (catalog) and domains made up by seed (invented) have the same shape, so every task is written
+once. Knows nothing of phrases, tokens or training.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ Split = Literal["train", "held_out"]
 """Which values and words may be used: held-out ones never occur in training."""
 
 Verb = Literal["get", "find", "create", "update", "close", "delete", "read", "replace", "calculate"]
-"""What a tool does, whatever it is called. `close` sets a state for good (cancel, finish, archive); `read` is `get` of one long text."""
+"""What a tool does, whatever it is called. `close` sets a state for good (cancel, finish, archive); `read` is `get` of
+one long text."""
 
 Kind = Literal[
     "code",  # a key such as T-4071
@@ -65,7 +66,8 @@ class Operation:
     """OpenAI function tool, as the model sees it."""
     action: ToolAction
     params: dict[str, Column]
-    """Parameter name -> the column that it stands for (its name is the column's in the table, its label how people say it), in schema order."""
+    """Parameter name -> the column that it stands for (its name is the column's in the table, its label how people say
+    it), in schema order."""
     required: tuple[str, ...]
 
     @property
@@ -108,8 +110,8 @@ class Turn:
     goal: dict[str, Any]
     """`agentspec.replay.world.Goal` as JSON, made from what the gold trajectory did."""
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """Gold: assistant and tool messages in OpenAI's shape, the last one an assistant message without calls. `arguments` are JSON text. An assistant
-    message has `reasoning_content` when the session thinks."""
+    """Gold: assistant and tool messages in OpenAI's shape, the last one an assistant message without calls. `arguments`
+    are JSON text. An assistant message has `reasoning_content` when the session thinks."""
 
 
 @dataclass(kw_only=True, slots=True)

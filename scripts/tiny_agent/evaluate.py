@@ -46,7 +46,9 @@ def main() -> int:
             raise ConfigError(field, getattr(arguments, field), "must be at least 1")
     if arguments.json is not None and not arguments.json.resolve().parent.is_dir():
         raise ConfigError("json", arguments.json, "there is no such directory")
-    config = EngineConfig(model=arguments.model, device=arguments.device, max_running=arguments.concurrency, seed=arguments.seed)
+    config = EngineConfig(
+        model=arguments.model, device=arguments.device, max_running=arguments.concurrency, seed=arguments.seed
+    )
     progress = None if arguments.quiet else sys.stderr
     judged, rows = None, None
     if "quality" in parts:
@@ -58,7 +60,9 @@ def main() -> int:
         rows = measure_acceptance(config, draw(arguments.seed, arguments.acceptance_sessions), progress)
     print(card(arguments, judged, rows))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(_to_json(arguments, judged, rows), ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        arguments.json.write_text(
+            json.dumps(_to_json(arguments, judged, rows), ensure_ascii=False, indent=1) + "\n", encoding="utf-8"
+        )
     if not arguments.check or judged is None:
         return 0
     for shortfall in judged.shortfalls:
@@ -80,7 +84,9 @@ def measure_quality(config: EngineConfig, sessions: list[HeldOut], progress: Tex
     return asyncio.run(run())
 
 
-def measure_acceptance(config: EngineConfig, sessions: list[HeldOut], progress: TextIO | None = None) -> list[Acceptance]:
+def measure_acceptance(
+    config: EngineConfig, sessions: list[HeldOut], progress: TextIO | None = None
+) -> list[Acceptance]:
     """Play the sessions with 1 to MAX_DRAFTS drafts a step, greedily and sampled."""
     sampled = Sampling(name="temperature 0.6, top-p 0.95", fields={"temperature": 0.6, "top_p": 0.95}, seed=config.seed)
 
@@ -92,7 +98,11 @@ def measure_acceptance(config: EngineConfig, sessions: list[HeldOut], progress: 
             _, summary = await play(sessions, client, sampling=sampling, concurrency=num_at_once, progress=progress)
         return acceptance.read(summary, sampling=sampling.name, num_drafts=num_drafts)
 
-    return [asyncio.run(run(sampling, num_drafts)) for sampling in (GREEDY, sampled) for num_drafts in range(1, MAX_DRAFTS + 1)]
+    return [
+        asyncio.run(run(sampling, num_drafts))
+        for sampling in (GREEDY, sampled)
+        for num_drafts in range(1, MAX_DRAFTS + 1)
+    ]
 
 
 def card(arguments: argparse.Namespace, judged: Quality | None, rows: list[Acceptance] | None) -> str:
@@ -104,7 +114,9 @@ def card(arguments: argparse.Namespace, judged: Quality | None, rows: list[Accep
         lines += ["", head, "", quality.markdown(judged), "", quality.EXPLANATION]
     if rows is not None:
         lines += ["", "### Drafts accepted, by position", "", acceptance.markdown(rows), "", acceptance.EXPLANATION]
-        lines += [f"Measured on {arguments.acceptance_sessions} sessions of the same mix; a measurement of this model, larger models differ."]
+        lines += [
+            f"Measured on {arguments.acceptance_sessions} sessions of the same mix; a measurement of this model, larger models differ."
+        ]
     return "\n".join(lines)
 
 
@@ -130,13 +142,21 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", metavar="DIR", help="checkpoint directory (default: the bundled model)")
     parser.add_argument("--seed", type=int, default=SEED, metavar="N", help="of the sessions; default: %(default)s")
     parser.add_argument("--sessions", type=int, default=200, metavar="N", help="for quality; default: %(default)s")
-    parser.add_argument("--acceptance-sessions", type=int, default=20, metavar="N", help="for acceptance; default: %(default)s")
+    parser.add_argument(
+        "--acceptance-sessions", type=int, default=20, metavar="N", help="for acceptance; default: %(default)s"
+    )
     parser.add_argument("--what", default=",".join(PARTS), metavar="PARTS", help="default: %(default)s")
-    parser.add_argument("--errors", type=int, default=0, metavar="N", help="print the first N missed turns of the users in full")
-    parser.add_argument("--check", action="store_true", help="exit status 1 below 95%% valid calls or 80%% sessions at goal")
+    parser.add_argument(
+        "--errors", type=int, default=0, metavar="N", help="print the first N missed turns of the users in full"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="exit status 1 below 95%% valid calls or 80%% sessions at goal"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures and every call")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--concurrency", type=int, default=CONCURRENCY, metavar="N", help="sessions at a time; default: %(default)s")
+    parser.add_argument(
+        "--concurrency", type=int, default=CONCURRENCY, metavar="N", help="sessions at a time; default: %(default)s"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
     return parser.parse_args()
 

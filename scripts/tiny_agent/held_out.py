@@ -1,4 +1,5 @@
-"""Held-out sessions, and playing them live against a server: what came of each, with every message that went back and forth.
+"""Held-out sessions, and playing them live against a server: what came of each, with every message that went back and
+forth.
 
 Knows nothing of tables or of what counts as good.
 """
@@ -93,7 +94,12 @@ def replay_file(sessions: Sequence[HeldOut], sampling: Sampling) -> ReplayFile:
 
 
 async def play(
-    sessions: Sequence[HeldOut], client: httpx.AsyncClient, *, sampling: Sampling = GREEDY, concurrency: int, progress: TextIO | None = None
+    sessions: Sequence[HeldOut],
+    client: httpx.AsyncClient,
+    *,
+    sampling: Sampling = GREEDY,
+    concurrency: int,
+    progress: TextIO | None = None,
 ) -> tuple[list[Played], Summary]:
     """Play the sessions, `concurrency` at a time, against the server at the client's base URL."""
     last_requests: dict[str, bytes] = {}
@@ -108,5 +114,11 @@ async def play(
     played = []
     for held_out, record in zip(sessions, report.sessions, strict=True):
         assert record.outcome is not None
-        played.append(Played(held_out=held_out, outcome=record.outcome, messages=json.loads(last_requests[record.session_id])["messages"]))
+        played.append(
+            Played(
+                held_out=held_out,
+                outcome=record.outcome,
+                messages=json.loads(last_requests[record.session_id])["messages"],
+            )
+        )
     return played, report.summary

@@ -1,4 +1,5 @@
-"""Domains made up by seed: a noun, its columns and tools, named and described in ever different ways, so that schemas have to be read."""
+"""Domains made up by seed: a noun, its columns and tools, named and described in ever different ways, so that schemas
+have to be read."""
 
 from __future__ import annotations
 
@@ -47,14 +48,26 @@ _OWN_DESCRIPTIONS: dict[Verb, tuple[str, ...]] = {
     "delete": ("{Word} one {noun}: removes it for good.", "{Word} the {noun} with this {key}, which removes it.", "{Word} one {noun} for good."),
 }  # fmt: skip
 """For verbs that say nothing by themselves."""
-_COLUMN_TEXTS = ("{Label}", "{Label}", "{Label} of the {noun}", "The {label}", "{Label} of this {noun}", "The {noun}'s {label}")
+_COLUMN_TEXTS = (
+    "{Label}",
+    "{Label}",
+    "{Label} of the {noun}",
+    "The {label}",
+    "{Label} of this {noun}",
+    "The {noun}'s {label}",
+)
 _FLAG_TEXTS = ("Whether it is {label}", "{Label} or not", "{Label}: true or false", "True if the {noun} is {label}")
 _FORMATS = {"date": (", YYYY-MM-DD", " as YYYY-MM-DD", " (YYYY-MM-DD)"), "time": (", HH:MM", " as HH:MM", " (HH:MM)")}
 _FILTER_TEXTS = ("Only {plural} with this {label}", "{Label} to look for", "Filter by {label}", "{Label}")
-_LOCK_TEXTS = ("{noun} {{key}} is {{value}}", "{{key}} is {{value}} and can't be changed", "not allowed: {noun} {{key}} is {{value}} already")
+_LOCK_TEXTS = (
+    "{noun} {{key}} is {{value}}",
+    "{{key}} is {{value}} and can't be changed",
+    "not allowed: {noun} {{key}} is {{value}} already",
+)
 _OWN_VERB_RATE = 0.3
 _ODD_NAME_RATE: dict[Split, float] = {"train": 0.35, "held_out": 0.05}
-"""Names that say nothing of what the tool does: far more of them in training than in life, so that descriptions are read."""
+"""Names that say nothing of what the tool does: far more of them in training than in life, so that descriptions are
+read."""
 _OTHER_NAME_RATE = 0.2
 _OTHER_OBJECT_RATE = 0.12
 """Names whose object isn't the noun: lend_book makes a library loan."""
@@ -109,7 +122,8 @@ class _Style:
 
 
 def domain(rng: random.Random, split: Split) -> Domain:
-    """A domain that nobody wrote down. The held-out ones have nouns and columns whose words never occur in training, and are marked as unseen."""
+    """A domain that nobody wrote down. The held-out ones have nouns and columns whose words never occur in training,
+    and are marked as unseen."""
     return _Maker(rng, split).domain()
 
 
@@ -170,10 +184,16 @@ class _Maker:
             label = self._label(kind)
             choices = words.choices(rng, self.split, label) if kind == "choice" else ()
             form = rng.choice(("@@-###", "##-####", "@####", "####@", "&&##", "@@@##")) if kind == "code" else ""
-            columns.append(self._described(Column(name=self._column_name(label), label=label, kind=kind, choices=choices, form=form)))
+            columns.append(
+                self._described(
+                    Column(name=self._column_name(label), label=label, kind=kind, choices=choices, form=form)
+                )
+            )
         if rng.random() < 0.6:
             label = self._fresh(words.STATE_LABELS[self.split])
-            self.state, self.start, self.closing, self.closed = words.state(rng, self.split, self._column_name(label), label)
+            self.state, self.start, self.closing, self.closed = words.state(
+                rng, self.split, self._column_name(label), label
+            )
             columns.insert(rng.randint(1, len(columns)), self.state)
         if rng.random() < 0.1:
             label = self._fresh(words.TEXT_LABELS[self.split])
@@ -186,7 +206,9 @@ class _Maker:
     def _column_name(self, label: str) -> str:
         """The label, or words around a part of it; no two columns share a name."""
         rng = self.rng
-        name = self.style.param(words.turned(rng, label, self.noun) if rng.random() < _TURNED_NAME_RATE[self.split] else label)
+        name = self.style.param(
+            words.turned(rng, label, self.noun) if rng.random() < _TURNED_NAME_RATE[self.split] else label
+        )
         name = self.style.param(label) if name in self.column_names else name
         self.column_names.add(name)
         return name
@@ -215,7 +237,14 @@ class _Maker:
             Label=_capital(column.label), label=column.label, noun=self.noun
         )
         text += self.rng.choice(_FORMATS[column.kind]) if column.kind in _FORMATS else ""
-        return Column(name=column.name, label=column.label, kind=column.kind, description=text, choices=column.choices, form=column.form)
+        return Column(
+            name=column.name,
+            label=column.label,
+            kind=column.kind,
+            description=text,
+            choices=column.choices,
+            form=column.form,
+        )
 
     def _brief(self) -> list[Column]:
         """Columns that are short enough for a list of records."""
@@ -224,12 +253,21 @@ class _Maker:
     def _locked(self) -> Locked | None:
         if self.state is None or self.rng.random() < 0.5:
             return None
-        return Locked(column=self.state.name, values=[self.closed], error=self.rng.choice(_LOCK_TEXTS).format(noun=self.noun))
+        return Locked(
+            column=self.state.name, values=[self.closed], error=self.rng.choice(_LOCK_TEXTS).format(noun=self.noun)
+        )
 
     def _verbs(self) -> list[Verb]:
         """Two to five kinds of tools; records can always be looked up in some way."""
         rng = self.rng
-        rates: dict[Verb, float] = {"get": 0.85, "find": 0.75, "create": 0.65, "update": 0.65, "close": 0.75, "delete": 0.3}
+        rates: dict[Verb, float] = {
+            "get": 0.85,
+            "find": 0.75,
+            "create": 0.65,
+            "update": 0.65,
+            "close": 0.75,
+            "delete": 0.3,
+        }
         if self.page is not None:
             rates = {"read": 1.0, "find": 0.6, "replace": 0.6, "update": 0.3, "delete": 0.2}
         if self.state is None:
@@ -279,7 +317,9 @@ class _Maker:
             case "close":
                 assert self.state is not None
                 show = self._after((self.state.name,))
-                return self.tools.close(name, word, text, {self.state.name: self.closed}, by=by, locked=self.locked, show=show)
+                return self.tools.close(
+                    name, word, text, {self.state.name: self.closed}, by=by, locked=self.locked, show=show
+                )
             case "delete":
                 return self.tools.delete(name, word, text, by=by, locked=self.locked if rng.random() < 0.5 else None)
             case "replace":
@@ -288,7 +328,8 @@ class _Maker:
                 raise AssertionError(verb)
 
     def _naming(self, verb: Verb) -> tuple[str, str]:
-        """The tool's verb as people say it and its name, which may have another verb, of the same meaning or not; no two tools share a name."""
+        """The tool's verb as people say it and its name, which may have another verb, of the same meaning or not; no
+        two tools share a name."""
         rng = self.rng
         while True:
             word = self.closing if verb == "close" else rng.choice(words.VERBS[verb])
@@ -318,29 +359,58 @@ class _Maker:
         rng = self.rng
         searchable = [c for c in self.columns if c.kind in (*_SEARCHABLE, *_INSIDE)]
         match, contains, texts = {}, {}, {}
-        for column in sorted(rng.sample(searchable, min(rng.choice((1, 2, 2, 3)), len(searchable))), key=self.columns.index):
+        for column in sorted(
+            rng.sample(searchable, min(rng.choice((1, 2, 2, 3)), len(searchable))), key=self.columns.index
+        ):
             if column.kind in _INSIDE:
-                param = self.style.param(f"{column.label} contains" if column.kind == "title" else f"has {column.label}")
+                param = self.style.param(
+                    f"{column.label} contains" if column.kind == "title" else f"has {column.label}"
+                )
                 contains[param] = column.name
             else:
                 param = self._param(self.style.find_form, column.label)
                 match[param] = column.name
-                texts[param] = rng.choice(_FILTER_TEXTS).format(plural=self.plural, label=column.label, Label=_capital(column.label))
+                texts[param] = rng.choice(_FILTER_TEXTS).format(
+                    plural=self.plural, label=column.label, Label=_capital(column.label)
+                )
         limit = self.style.param(words.limit(rng, self.split, self.plural)) if rng.random() < 0.35 else None
         required = [next(iter(match))] if match and rng.random() < 0.2 else []
-        return self.tools.find(name, word, text, match, contains=contains, limit=limit, required=required, show=self.short_list, texts=texts)
+        return self.tools.find(
+            name,
+            word,
+            text,
+            match,
+            contains=contains,
+            limit=limit,
+            required=required,
+            show=self.short_list,
+            texts=texts,
+        )
 
     def _create(self, name: str, word: str, text: str) -> Operation:
         rng = self.rng
-        given = {c.name if rng.random() >= _OTHER_PARAM_RATE else self._param("{label}", c.label): c.name for c in self._changeable()[:5]}
+        given = {
+            c.name if rng.random() >= _OTHER_PARAM_RATE else self._param("{label}", c.label): c.name
+            for c in self._changeable()[:5]
+        }
         required = list(given)[: rng.randint(1, min(3, len(given)))]
         if self.key.kind != "code":
             given, required = {self.key.name: self.key.name, **given}, [self.key.name, *required]
-        return self.tools.create(name, word, text, given, required=required, fixed={self.state.name: self.start} if self.state is not None else {})
+        return self.tools.create(
+            name,
+            word,
+            text,
+            given,
+            required=required,
+            fixed={self.state.name: self.start} if self.state is not None else {},
+        )
 
     def _update(self, name: str, word: str, text: str, by: dict[str, str]) -> Operation:
         rng = self.rng
-        chosen = sorted(rng.sample(self._changeable(), min(rng.choice((1, 2, 2, 3)), len(self._changeable()))), key=self.columns.index)
+        chosen = sorted(
+            rng.sample(self._changeable(), min(rng.choice((1, 2, 2, 3)), len(self._changeable()))),
+            key=self.columns.index,
+        )
         given = {self._param(self.style.update_form, c.label): c.name for c in chosen}
         required = list(given) if len(given) == 1 else []
         show = self._after([c.name for c in chosen])

@@ -19,7 +19,10 @@ def _words_of(templates: Iterable[Template]) -> set[str]:
         found |= {template.noun, template.noun.split()[-1]}
         for operation in template.operations:
             for name, column in operation.params.items():
-                found |= {column.label, *(_WORD_START.sub(" ", text).replace("_", " ").lower() for text in (name, column.name))}
+                found |= {
+                    column.label,
+                    *(_WORD_START.sub(" ", text).replace("_", " ").lower() for text in (name, column.name)),
+                }
     return found
 
 
@@ -31,7 +34,8 @@ RECORD_NOUNS = Pool.of(pools.read_list("record_nouns"), known=_KNOWN, reserved=_
 
 
 def _labels(labels: list[str]) -> Pool:
-    """Labels by split. One that begins with a noun, such as `lot number`, may be the name of a key of such records: it goes where the noun is."""
+    """Labels by split. One that begins with a noun, such as `lot number`, may be the name of a key of such records: it
+    goes where the noun is."""
     known = {label for label in labels if label.split()[0] in RECORD_NOUNS.train}
     reserved = {label for label in labels if label.split()[0] in RECORD_NOUNS.held_out} - _KNOWN
     return Pool.of(labels, known=_KNOWN | known, reserved=_RESERVED | reserved)
@@ -63,14 +67,51 @@ CLOSING = {
     "withdraw": "withdrawn", "certify": "certified", "terminate": "terminated", "freeze": "frozen", "void": "void", "ship": "shipped",
 }  # fmt: skip
 """Verb -> the state that it leaves for good."""
-STARTING = ("open", "new", "active", "pending", "draft", "planned", "waiting", "ready", "running", "scheduled", "received", "live")
-BETWEEN = ("on hold", "assigned", "checked", "started", "delayed", "in review", "paused", "blocked", "accepted", "in transit", "overdue")
+STARTING = (
+    "open",
+    "new",
+    "active",
+    "pending",
+    "draft",
+    "planned",
+    "waiting",
+    "ready",
+    "running",
+    "scheduled",
+    "received",
+    "live",
+)
+BETWEEN = (
+    "on hold",
+    "assigned",
+    "checked",
+    "started",
+    "delayed",
+    "in review",
+    "paused",
+    "blocked",
+    "accepted",
+    "in transit",
+    "overdue",
+)
 STATE_LABELS: dict[Split, tuple[str, ...]] = {
     "train": ("status", "state", "stage", "progress", "status", "current state", "order status", "workflow step"),
     "held_out": ("phase", "standing", "lifecycle", "stand of affairs", "present phase", "milestone state"),
 }
 _LIMITS: dict[Split, tuple[str, ...]] = {
-    "train": ("limit", "max results", "top", "max count", "first n", "result limit", "cap", "how many", "max rows", "size limit", "take"),
+    "train": (
+        "limit",
+        "max results",
+        "top",
+        "max count",
+        "first n",
+        "result limit",
+        "cap",
+        "how many",
+        "max rows",
+        "size limit",
+        "take",
+    ),
     "held_out": ("max items", "page size", "at most", "num hits"),
 }
 _LIMIT_FORMS = ("max {}", "{} limit", "top {}", "num {}", "first {}", "{} cap")
@@ -79,7 +120,21 @@ _OLD_NEW = (
     ("old", "new"), ("search", "replace with"), ("before", "after"), ("remove", "insert"), ("from", "to"), ("current", "replacement"),
     ("wrong", "right"), ("existing", "wanted"), ("find", "put"), ("source", "target"),
 )  # fmt: skip
-SHEETS = ("details", "card", "record", "data", "summary", "file", "view", "page", "report", "facts", "profile", "overview", "entry")
+SHEETS = (
+    "details",
+    "card",
+    "record",
+    "data",
+    "summary",
+    "file",
+    "view",
+    "page",
+    "report",
+    "facts",
+    "profile",
+    "overview",
+    "entry",
+)
 """What may stand for the verb in the name of a tool that shows one record."""
 FIND_FORMS = (
     *("{label}",) * 6, "by {label}", "filter {label}", "with {label}", "only {label}", "where {label}", "match {label}",
@@ -133,7 +188,11 @@ def noun(rng: random.Random, split: Split) -> str:
     base = made_up(rng, split, 2) if rng.random() < _MADE_UP_NOUN_RATE else rng.choice(RECORD_NOUNS.strict(split))
     if rng.random() < 0.5 or " " in base:
         return base
-    before = rng.choice(rng.choice((pools.NOUNS, pools.ADJECTIVES)).strict(split)) if rng.random() >= _MADE_UP_FIRST_RATE else made_up(rng, split, 2)
+    before = (
+        rng.choice(rng.choice((pools.NOUNS, pools.ADJECTIVES)).strict(split))
+        if rng.random() >= _MADE_UP_FIRST_RATE
+        else made_up(rng, split, 2)
+    )
     return base if before == base else f"{before} {base}"
 
 
@@ -168,7 +227,9 @@ def key_label(rng: random.Random, split: Split, noun: str) -> str:
 
 def turned(rng: random.Random, label: str, noun: str) -> str:
     """A name that says a part of the label in other words."""
-    while (name := rng.choice(_AROUND).format(first=label.split()[0], last=label.split()[-1], noun=noun.split()[-1])) in _RESERVED:
+    while (
+        name := rng.choice(_AROUND).format(first=label.split()[0], last=label.split()[-1], noun=noun.split()[-1])
+    ) in _RESERVED:
         pass
     return name
 
@@ -181,7 +242,11 @@ def other_name(rng: random.Random, split: Split) -> str:
 
 
 def _other_parts(rng: random.Random, split: Split) -> list[str]:
-    first = rng.choice(rng.choice((pools.NOUNS, pools.ADJECTIVES)).strict(split)) if rng.random() < 0.6 else made_up(rng, split, 2)
+    first = (
+        rng.choice(rng.choice((pools.NOUNS, pools.ADJECTIVES)).strict(split))
+        if rng.random() < 0.6
+        else made_up(rng, split, 2)
+    )
     second = rng.choice(pools.NOUNS.strict(split)) if rng.random() < 0.6 else made_up(rng, split, 2)
     link = rng.choice(_LINKS)
     return rng.choice(([first], [first, link], [first, link, second], [first, second]))
@@ -219,12 +284,26 @@ def choices(rng: random.Random, split: Split, label: str) -> tuple[str, ...]:
 def key_form(rng: random.Random) -> str:
     """The form of a table's codes, which end in digits."""
     letters = "".join(rng.choice("ABCDEFGHJKLMNPQRSTUVWXYZ") for _ in range(rng.choice((1, 1, 2, 2, 3))))
-    start = rng.choice((letters, letters, f"{letters}-", f"{letters}-", letters.lower(), f"{letters.lower()}-", f"{letters}/", f"{letters}_", "", ""))
+    start = rng.choice(
+        (
+            letters,
+            letters,
+            f"{letters}-",
+            f"{letters}-",
+            letters.lower(),
+            f"{letters.lower()}-",
+            f"{letters}/",
+            f"{letters}_",
+            "",
+            "",
+        )
+    )
     return start + "#" * rng.choice((3, 3, 4, 4, 5, 6) if start else (4, 5, 6))
 
 
 def state(rng: random.Random, split: Split, name: str, label: str) -> tuple[Column, str, str, str]:
-    """A status column: itself, the state that records start with, the verb that closes them and the state that it leaves."""
+    """A status column: itself, the state that records start with, the verb that closes them and the state that it
+    leaves."""
     verb, closed = rng.choice(_CLOSING_ITEMS)
     if rng.random() < 0.3:
         verb = own_verb(rng, split)

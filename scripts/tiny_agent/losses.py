@@ -35,8 +35,11 @@ def shifted_targets(tokens_T: Tensor, mask_T: Tensor, packed: Packed, shift: int
     return tokens_T.roll(-shift), weights_T * packed.has_next(shift)
 
 
-def score(hidden_TH: Tensor, head_VH: Tensor, targets_T: Tensor, weights_T: Tensor, *, compile_terms: bool = False) -> Scores:
-    """Cross entropy of targets under logits hidden @ head^T, weighted; computed together with its gradient, some tokens at a time."""
+def score(
+    hidden_TH: Tensor, head_VH: Tensor, targets_T: Tensor, weights_T: Tensor, *, compile_terms: bool = False
+) -> Scores:
+    """Cross entropy of targets under logits hidden @ head^T, weighted; computed together with its gradient, some tokens
+    at a time."""
     shares_T = weights_T / weights_T.sum().clamp(min=1e-9)
     loss, nll_T, right_T = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden_TH, head_VH, targets_T, shares_T, _compiled_terms() if compile_terms else _terms
@@ -46,7 +49,9 @@ def score(hidden_TH: Tensor, head_VH: Tensor, targets_T: Tensor, weights_T: Tens
 
 def mtp_loss(losses: Sequence[Tensor], step_weights: Sequence[float]) -> Tensor:
     """Mean of the chain's losses, weighted by step."""
-    return cast(Tensor, sum(weight * loss for weight, loss in zip(step_weights, losses, strict=True)) / sum(step_weights))
+    return cast(
+        Tensor, sum(weight * loss for weight, loss in zip(step_weights, losses, strict=True)) / sum(step_weights)
+    )
 
 
 def _terms(logits_NV: Tensor, targets_N: Tensor, shares_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,7 +78,9 @@ def _compiled_terms() -> Callable[..., Any]:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_TH: Tensor, head_VH: Tensor, targets_T: Tensor, shares_T: Tensor, terms: Callable[..., Any]) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, hidden_TH: Tensor, head_VH: Tensor, targets_T: Tensor, shares_T: Tensor, terms: Callable[..., Any]
+    ) -> tuple[Tensor, ...]:
         head = head_VH.to(hidden_TH.dtype)
         needs_gradient = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         d_hidden_TH = torch.empty_like(hidden_TH) if needs_gradient else None

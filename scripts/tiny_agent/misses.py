@@ -1,4 +1,5 @@
-"""Where a played session leaves its gold trajectory: the first difference of each turn that missed its goal, and both side by side for a reader."""
+"""Where a played session leaves its gold trajectory: the first difference of each turn that missed its goal, and both
+side by side for a reader."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def find_misses(sessions: Sequence[Played]) -> list[Miss]:
         places = [place for place, entry in enumerate(played.outcome.turns) if entry.reached is False]
         for place in places:
             kind, difference = _difference(played, place)
-            misses.append(Miss(played=played, place=place, kind=kind, difference=difference, is_first=place == places[0]))
+            misses.append(
+                Miss(played=played, place=place, kind=kind, difference=difference, is_first=place == places[0])
+            )
     return sorted(misses, key=lambda miss: not miss.is_first)
 
 
@@ -81,7 +84,9 @@ def _difference(played: Played, place: int) -> tuple[str, str]:
     return "right calls, wrong answer", "; ".join(entry.missed)
 
 
-def _call_difference(played: Played, place: int, number: int, gold: tuple[str, Arguments] | None, made: CallOutcome | None) -> tuple[str, str] | None:
+def _call_difference(
+    played: Played, place: int, number: int, gold: tuple[str, Arguments] | None, made: CallOutcome | None
+) -> tuple[str, str] | None:
     """None when call `number` of the turn, counted from 1, is the one that the gold trajectory makes."""
     if made is None:
         assert gold is not None
@@ -141,16 +146,26 @@ def listing(miss: Miss) -> str:
     for place in range(miss.place):
         before = miss.played.outcome.turns[place]
         lines += _labelled(f"{place + 1} USER", example.turns[place].user)
-        lines += [f"{place + 1} CALL {call.name} {call.arguments} -> {_cut(call.result or '(not executed)', 200)}" for call in before.calls]
+        lines += [
+            f"{place + 1} CALL {call.name} {call.arguments} -> {_cut(call.result or '(not executed)', 200)}"
+            for call in before.calls
+        ]
         lines += _labelled(f"{place + 1} SAYS", before.answer + ("   [MISSED]" if before.reached is False else ""))
     lines += ["", *_labelled("USER", miss.gold.user), "", "model:", *_made(miss), "", "gold:", *_gold(miss.gold), ""]
-    lines += [f"ENDED  {entry.ending}, after {entry.num_requests} requests", *(f"MISSED {_cut(reason, 300)}" for reason in entry.missed)]
-    lines += [f"FIRST DIFFERENCE  {miss.kind}: {miss.difference}", f"GOAL   {_cut(json.dumps(miss.gold.goal, ensure_ascii=False))}"]
+    lines += [
+        f"ENDED  {entry.ending}, after {entry.num_requests} requests",
+        *(f"MISSED {_cut(reason, 300)}" for reason in entry.missed),
+    ]
+    lines += [
+        f"FIRST DIFFERENCE  {miss.kind}: {miss.difference}",
+        f"GOAL   {_cut(json.dumps(miss.gold.goal, ensure_ascii=False))}",
+    ]
     return "\n".join(lines)
 
 
 def _made(miss: Miss) -> Iterator[str]:
-    """What the model did. The messages know the order and the reasoning, the outcome knows the calls as they were judged."""
+    """What the model did. The messages know the order and the reasoning, the outcome knows the calls as they were
+    judged."""
     entry = miss.entry
     calls = deque(entry.calls)
     answers = [message for message in _turn_messages(miss) if message["role"] == "assistant"]

@@ -39,7 +39,15 @@ PLAIN = Kernels(plain_mixers.causal_attention, plain_mixers.gated_delta, blocks)
 
 def compiled(module: ModuleType) -> Any:
     """The module's public functions of tensors, compiled for fixed shapes; each is compiled at its first call."""
-    names = ("gated_delta_inputs", "gated_delta_output", "attention_inputs", "attention_output", "mtp_join", "add_keys", "rms_norm")
+    names = (
+        "gated_delta_inputs",
+        "gated_delta_output",
+        "attention_inputs",
+        "attention_output",
+        "mtp_join",
+        "add_keys",
+        "rms_norm",
+    )
     functions = {name: torch.compile(getattr(module, name), dynamic=False) for name in names}
     return type("CompiledBlocks", (), {name: staticmethod(function) for name, function in functions.items()})
 
@@ -76,13 +84,15 @@ class Model:
                 x_TH = kernels.blocks.attention_output(x_TH, o_TND, gate, layer, self.config)
         return cast(Tensor, kernels.blocks.rms_norm(x_TH, self.weights["model.norm.weight"], self.config.rms_norm_eps))
 
-    def drafts(self, tokens_T: Tensor, hidden_TH: Tensor, packed: Packed, num_steps: int, embedding_VH: Tensor | None = None) -> list[Tensor]:
+    def drafts(
+        self, tokens_T: Tensor, hidden_TH: Tensor, packed: Packed, num_steps: int, embedding_VH: Tensor | None = None
+    ) -> list[Tensor]:
         """The MTP head's hiddens [T, H] of each step of its chain; step j (from 0) at token i scores token i + 2 + j.
 
-        As the engine drafts (agentspec/mtp/mtp_drafter.py), with the true tokens as drafts: step 0 pairs the trunk's hidden of token i with
-        token i + 1; each further step takes the step before's output as the hidden and one more token, and sees the keys of step 0 up to token i
-        and of its own chain. Meaningless at the end of a sequence, where token i + 1 + j is another's. `embedding_VH`: in place of the model's, to
-        steer gradients."""
+        As the engine drafts (agentspec/mtp/mtp_drafter.py), with the true tokens as drafts: step 0 pairs the trunk's
+        hidden of token i with token i + 1; each further step takes the step before's output as the hidden and one more
+        token, and sees the keys of step 0 up to token i and of its own chain. Meaningless at the end of a sequence,
+        where token i + 1 + j is another's. `embedding_VH`: in place of the model's, to steer gradients."""
         embedding_VH = self.head if embedding_VH is None else embedding_VH
         head, hiddens = self._kernels.blocks, []
         own: list[tuple[Tensor, Tensor]] = []
@@ -115,8 +125,9 @@ class Model:
     def _attention_and_sum(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
         """Attention and the log-sum-exp of its scores, both differentiable.
 
-        Flash attention has no gradient for the sum. But the sum's derivative by a score is that score's share p, so scale * q . (sum of p k) for
-        fixed p has the same one by q and by k; the attention with k itself as values, with p held fixed, computes it."""
+        Flash attention has no gradient for the sum. But the sum's derivative by a score is that score's share p, so
+        scale * q . (sum of p k) for fixed p has the same one by q and by k; the attention with k itself as values, with
+        p held fixed, computes it."""
         o_TND, lse_TN = self._kernels.attention(q, k, v, packed, self._scale)
         lse_TN = lse_TN.detach()
         if torch.is_grad_enabled():

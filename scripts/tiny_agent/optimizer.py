@@ -1,8 +1,9 @@
 """Muon for the hidden matrices, AdamW for everything else (embeddings, norms, convolutions, gates).
 
-Muon's update is a matrix with all singular values near 1, so its size says nothing of the gradient's; it is scaled to the root mean square
-that AdamW's updates have (0.2, arXiv 2502.16982), so one learning rate means about the same for both. Matrices of one shape are orthogonalised
-together: a model this small spends its time on kernel launches otherwise.
+Muon's update is a matrix with all singular values near 1, so its size says nothing of the gradient's; it is scaled to
+the root mean square that AdamW's updates have (0.2, arXiv 2502.16982), so one learning rate means about the same for
+both. Matrices of one shape are orthogonalised together: a model this small spends its time on kernel launches
+otherwise.
 """
 
 from __future__ import annotations
@@ -29,7 +30,12 @@ class Optimizer:
         self._momentum = {name: torch.zeros_like(weights[name]) for names in self._by_shape.values() for name in names}
         self._others = [name for name in weights if name not in self._momentum]
         self._adamw = torch.optim.AdamW(
-            [weights[name] for name in self._others], lr=0.0, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=weights[self._others[0]].is_cuda
+            [weights[name] for name in self._others],
+            lr=0.0,
+            betas=(0.9, 0.95),
+            eps=1e-10,
+            weight_decay=0.0,
+            fused=weights[self._others[0]].is_cuda,
         )
 
     @torch.no_grad()
@@ -59,7 +65,8 @@ class Optimizer:
             weight = self._weights[name]
             device = {"step": weight.device if weight.is_cuda else torch.device("cpu")}
             self._adamw.state[weight] = {
-                key: moments[f"{key}.{name}"].to(device.get(key, weight.device)).clone() for key in ("step", "exp_avg", "exp_avg_sq")
+                key: moments[f"{key}.{name}"].to(device.get(key, weight.device)).clone()
+                for key in ("step", "exp_avg", "exp_avg_sq")
             }
 
     def _muon(self, names: list[str], lr: float) -> None:
@@ -72,11 +79,14 @@ class Optimizer:
         rows, columns = updates.shape[1:]
         weights = [self._weights[name] for name in names]
         torch._foreach_mul_(weights, 1 - lr * _WEIGHT_DECAY)
-        torch._foreach_add_(weights, list(updates.to(weights[0].dtype).unbind()), alpha=-lr * _UPDATE_RMS * max(rows, columns) ** 0.5)
+        torch._foreach_add_(
+            weights, list(updates.to(weights[0].dtype).unbind()), alpha=-lr * _UPDATE_RMS * max(rows, columns) ** 0.5
+        )
 
 
 def learning_rate_factor(progress: float, steps_since_start: int, *, warmup: int, decay: float) -> float:
-    """Constant, then linear to 0 over the last `decay` of the plan; after every start with fresh moments, `warmup` steps of linear rise."""
+    """Constant, then linear to 0 over the last `decay` of the plan; after every start with fresh moments, `warmup`
+    steps of linear rise."""
     return min(1.0, (steps_since_start + 1) / warmup) * min(1.0, max(0.0, 1.0 - progress) / decay)
 
 
@@ -85,7 +95,8 @@ def _is_hidden_matrix(name: str, weight: Tensor) -> bool:
 
 
 def _orthogonalized(matrices: Tensor) -> Tensor:
-    """[B, rows, columns] with the singular values of each matrix brought near 1, by a quintic Newton-Schulz iteration."""
+    """[B, rows, columns] with the singular values of each matrix brought near 1, by a quintic Newton-Schulz
+    iteration."""
     a, b, c = _NEWTON_SCHULZ
     x = matrices.bfloat16() if matrices.is_cuda else matrices
     is_tall = x.shape[1] > x.shape[2]

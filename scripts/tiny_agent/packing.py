@@ -45,7 +45,9 @@ def pack(cu_seqlens: npt.NDArray[np.int32], device: torch.device) -> Packed:
     assert min(lengths) > 0, "an empty sequence"
     positions = np.concatenate([np.arange(length) for length in lengths])
     remaining = np.concatenate([np.arange(length)[::-1] for length in lengths])
-    chunks = np.concatenate([[(sequence, chunk) for chunk in range(-(-length // CHUNK))] for sequence, length in enumerate(lengths)])
+    chunks = np.concatenate(
+        [[(sequence, chunk) for chunk in range(-(-length // CHUNK))] for sequence, length in enumerate(lengths)]
+    )
     cu_seqlens_long = cu_seqlens.astype(np.int64)
     return Packed(
         lengths=lengths,

@@ -1,6 +1,7 @@
 """Long texts of many lines with single facts in them: config files, code, logs, meeting notes, inventories.
 
-A page's facts are read back from its text, so a text is all that a record has to hold. Knows nothing of columns, domains or tools.
+A page's facts are read back from its text, so a text is all that a record has to hold. Knows nothing of columns,
+domains or tools.
 """
 
 from __future__ import annotations
@@ -117,7 +118,9 @@ def _log(rng: random.Random, split: Split, num_lines: int) -> list[str]:
     for label in _labels(rng, split, num_lines):
         minute = min(minute + rng.randint(0, 9), 1439)
         clock = f"{minute // 60:02}:{minute % 60:02}"
-        lines.append(f"{clock} {label} = {_value(rng, split)}" if rng.random() < 0.6 else f"{clock} {sentence(rng, split)}")
+        lines.append(
+            f"{clock} {label} = {_value(rng, split)}" if rng.random() < 0.6 else f"{clock} {sentence(rng, split)}"
+        )
     return lines
 
 

@@ -134,7 +134,14 @@ _OURS = ("I want to", "we should", "let's", "I was asked")
 """What makes a request one of several people: `let's tell me` is no English."""
 
 _QUESTIONS: dict[Tone, tuple[str, ...]] = {
-    "plain": ("{b}?", "{b}?", "I need to know: {b}?", "one question: {b}?", "please tell me: {b}?", "[next question: ]{b}?"),
+    "plain": (
+        "{b}?",
+        "{b}?",
+        "I need to know: {b}?",
+        "one question: {b}?",
+        "please tell me: {b}?",
+        "[next question: ]{b}?",
+    ),
     "polite": (
         "[hello, |good morning, |excuse me, ]{b}[, please]?",
         "may I ask: {b}?",
@@ -167,7 +174,9 @@ def request(rng: random.Random, tone: Tone, body: str, *, question: bool = False
 
 def reference(rng: random.Random, noun: str, key_label: str, key: Any, *, bare: bool = True) -> str:
     """How a user names one record: `order O-11`, `the order with the order id O-11`, `O-11`."""
-    forms = ("{n} {k}", "the {n} {k}", "{n} {k}", "[the ]{n} with [the ]{l} {k}", "{n}, {l} {k}", "{n} number {k}") + ("{k}",) * 3 * bare
+    forms = ("{n} {k}", "the {n} {k}", "{n} {k}", "[the ]{n} with [the ]{l} {k}", "{n}, {l} {k}", "{n} number {k}") + (
+        "{k}",
+    ) * 3 * bare
     if re.search(r"[./ ]", str(key)):
         forms = ("{n} {k}", "the {n} {k}") + ("{k}",) * bare
     return one_of(rng, forms, n=noun, l=key_label, k=str(key))
@@ -205,11 +214,14 @@ def quoted(rng: random.Random, column: Column, value: Any) -> str:
 
 
 def flag(rng: random.Random, label: str, value: bool) -> str:
-    return one_of(rng, ("with {l}", "{l}: yes", "{l} on") if value else ("without {l}", "no {l}", "{l}: no", "{l} off"), l=label)
+    return one_of(
+        rng, ("with {l}", "{l}: yes", "{l} on") if value else ("without {l}", "no {l}", "{l}: no", "{l} off"), l=label
+    )
 
 
 def parts(rng: random.Random, given: list[Given], kinds: list[Kind]) -> str:
-    """What is given with a request, to stand behind it, with its leading space: ` for Ada Lowell, priority: high`, or lines.
+    """What is given with a request, to stand behind it, with its leading space: ` for Ada Lowell, priority: high`, or
+    lines.
 
     `kinds`: of all that could be given; where a kind is alone, its label isn't needed."""
     if not given:
@@ -228,12 +240,19 @@ def parts(rng: random.Random, given: list[Given], kinds: list[Kind]) -> str:
             said.append(flag(rng, label, g.value))
         elif g.column.kind == "tags" and "tag" in label and rng.random() < 0.5:
             said.append(f"tagged {text}")
-        elif g.column.kind in _BARE and kinds.count(g.column.kind) == 1 and rng.random() < 0.55 and not (g.said and g.column.kind != "person"):
+        elif (
+            g.column.kind in _BARE
+            and kinds.count(g.column.kind) == 1
+            and rng.random() < 0.55
+            and not (g.said and g.column.kind != "person")
+        ):
             said.append(one_of(rng, _BARE[g.column.kind], v=text))
         elif style < 0.5:
             labelled.append(f"{label} {text}")
         else:
-            said.append(("with " if not any("with" in s for s in said) else "") + one_of(rng, _LABELLED, l=label, v=text))
+            said.append(
+                ("with " if not any("with" in s for s in said) else "") + one_of(rng, _LABELLED, l=label, v=text)
+            )
     if labelled:
         said.append("with " + listed(labelled))
     separator = rng.choice((", ", ", ", " "))
@@ -252,7 +271,9 @@ _ALONE: dict[str, tuple[str, ...]] = {
 }
 
 
-def filters(rng: random.Random, plural: str, given: list[Given], contains: set[str], kinds: list[Kind], *, one: bool = False) -> str:
+def filters(
+    rng: random.Random, plural: str, given: list[Given], contains: set[str], kinds: list[Kind], *, one: bool = False
+) -> str:
     """The records that the user means: `open orders of Ada Lowell`, `orders whose title contains "lamp"`.
 
     `contains`: columns searched for a part; `kinds`: of all that could be given; `one`: it is about one record."""
@@ -267,7 +288,9 @@ def filters(rng: random.Random, plural: str, given: list[Given], contains: set[s
             before = [text]
         else:
             behind.append(_filter(rng, g, text, g.column.name in contains, alone, one))
-    joined = [f"and {part}" if i and part.split()[0] in ("with", "whose", "where") else part for i, part in enumerate(behind)]
+    joined = [
+        f"and {part}" if i and part.split()[0] in ("with", "whose", "where") else part for i, part in enumerate(behind)
+    ]
     return " ".join([*before, plural, *joined])
 
 
@@ -280,7 +303,11 @@ def _filter(rng: random.Random, g: Given, text: str, contained: bool, alone: boo
     elif g.said == "today":
         templates = ("for today", "whose {l} is today") if alone else ("whose {l} is today", "with today as {l}")
     elif kind == "flag":
-        templates = ("with {l}", "where {l} is on", "with {l}: yes") if g.value else ("without {l}", "with no {l}", "where {l} is off")
+        templates = (
+            ("with {l}", "where {l} is on", "with {l}: yes")
+            if g.value
+            else ("without {l}", "with no {l}", "where {l} is off")
+        )
     elif contained and kind in ("title", "text", "page", "word", "path"):
         templates = _PARTS
     elif alone and rng.random() < 0.6:
@@ -302,12 +329,25 @@ def settings(rng: random.Random, ref: str, word: str, given: list[Given], *, des
     pairs = [(g.column.label, g.said or quoted(rng, g.column, g.value)) for g in given]
     if not described and rng.random() < 0.25:
         return one_of(
-            rng, ("{w} {r}: {p}", "{w} {r} with {p}", "{w} {r}, new {p}"), w=word, r=ref, p=listed([f"{label} {text}" for label, text in pairs])
+            rng,
+            ("{w} {r}: {p}", "{w} {r} with {p}", "{w} {r}, new {p}"),
+            w=word,
+            r=ref,
+            p=listed([f"{label} {text}" for label, text in pairs]),
         )
     verb = rng.choice(("change", "set", "update", "put", "move") if len(pairs) == 1 else ("change", "set", "update"))
     first, *rest = pairs
-    head = one_of(rng, ("{w} the {l} of {r} to {v}", "{w} {l} of {r} to {v}", "{w} the {l} to {v} for {r}"), w=verb, l=first[0], r=ref, v=first[1])
-    return head + "".join(rng.choice((f" and the {label} to {text}", f" and {label} to {text}")) for label, text in rest)
+    head = one_of(
+        rng,
+        ("{w} the {l} of {r} to {v}", "{w} {l} of {r} to {v}", "{w} the {l} to {v} for {r}"),
+        w=verb,
+        l=first[0],
+        r=ref,
+        v=first[1],
+    )
+    return head + "".join(
+        rng.choice((f" and the {label} to {text}", f" and {label} to {text}")) for label, text in rest
+    )
 
 
 def settings_of_it(rng: random.Random, given: list[Given]) -> str:
@@ -315,7 +355,12 @@ def settings_of_it(rng: random.Random, given: list[Given]) -> str:
     text = g.said or quoted(rng, g.column, g.value)
     return one_of(
         rng,
-        ("(change|set|update) its {l} to {v}", "(change|set) the {l} to {v}", "(change|set) the {l} of (it|that one) to {v}", "give it the {l} {v}"),
+        (
+            "(change|set|update) its {l} to {v}",
+            "(change|set) the {l} to {v}",
+            "(change|set) the {l} of (it|that one) to {v}",
+            "give it the {l} {v}",
+        ),
         l=g.column.label,
         v=text,
     )

@@ -1,4 +1,5 @@
-"""The two mixers over packed sequences in plain differentiable PyTorch: what the tests run, and what the fast kernels are checked against."""
+"""The two mixers over packed sequences in plain differentiable PyTorch: what the tests run, and what the fast kernels
+are checked against."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from torch import Tensor
 from scripts.tiny_agent.packing import CHUNK, Packed
 
 
-def causal_attention(q_TND: Tensor, k_TND: Tensor, v_TND: Tensor, packed: Packed, scale: float) -> tuple[Tensor, Tensor]:
+def causal_attention(
+    q_TND: Tensor, k_TND: Tensor, v_TND: Tensor, packed: Packed, scale: float
+) -> tuple[Tensor, Tensor]:
     """(output [T, N, D], float32 log-sum-exp of the scores [T, N]); every token sees its own sequence up to itself."""
     outputs, sums = [], []
     for q, k, v in zip(*(x.split(packed.lengths) for x in (q_TND, k_TND, v_TND)), strict=True):
@@ -22,9 +25,11 @@ def causal_attention(q_TND: Tensor, k_TND: Tensor, v_TND: Tensor, packed: Packed
 
 
 def gated_delta(q_TVK: Tensor, k_TVK: Tensor, v_TVD: Tensor, g_TV: Tensor, beta_TV: Tensor, packed: Packed) -> Tensor:
-    """Output [T, V, D] of the gated delta rule from a zero state, chunk by chunk (arXiv 2412.06464); q and k are normalised, q is scaled in here.
+    """Output [T, V, D] of the gated delta rule from a zero state, chunk by chunk (arXiv 2412.06464); q and k are
+    normalised, q is scaled in here.
 
-    All chunks are solved at once; the state then goes through the chunks of all sequences side by side, the longest first."""
+    All chunks are solved at once; the state then goes through the chunks of all sequences side by side, the longest
+    first."""
     index_NC, counts = _chunks(packed.lengths)
     device = q_TVK.device
     is_token = (index_NC >= 0).to(device)

@@ -80,8 +80,14 @@ class Play:
 
     def operations(self, *verbs: Verb) -> list[tuple[Domain, Operation]]:
         """All tools that do this, those that are about to fail first in line: a session that has one is about it."""
-        found = [(domain, operation) for domain in self.domains for operation in domain.operations if operation.verb in verbs]
-        failing = [(domain, operation) for domain, operation in found if operation.action.fails is not None and operation.name not in self._failed]
+        found = [
+            (domain, operation) for domain in self.domains for operation in domain.operations if operation.verb in verbs
+        ]
+        failing = [
+            (domain, operation)
+            for domain, operation in found
+            if operation.action.fails is not None and operation.name not in self._failed
+        ]
         return failing if failing and self.rng.random() < 0.7 else found
 
     def domain_of(self, operation: Operation) -> Domain:
@@ -95,15 +101,20 @@ class Play:
     def call(self, thought: str, calls: list[Call]) -> list[Any]:
         """Results of calls made in one message; calls that meet a busy service are made once more."""
         results = self._run(thought, calls)
-        again = [i for i, ((operation, _), result) in enumerate(zip(calls, results, strict=True)) if busy(operation, result)]
+        again = [
+            i for i, ((operation, _), result) in enumerate(zip(calls, results, strict=True)) if busy(operation, result)
+        ]
         if again:
             names = listed([calls[i][0].name for i in again])
-            for i, result in zip(again, self._run(f"A busy service. I call {names} again.", [calls[i] for i in again]), strict=True):
+            for i, result in zip(
+                again, self._run(f"A busy service. I call {names} again.", [calls[i] for i in again]), strict=True
+            ):
                 results[i] = result
         return results
 
     def finish(self, thought: str, said: answers.Said, *, may_look_up: bool = False) -> None:
-        """The answer in words ends the turn. `may_look_up`: looking up again what an earlier result shows is needless, but no mistake."""
+        """The answer in words ends the turn. `may_look_up`: looking up again what an earlier result shows is needless,
+        but no mistake."""
         text, says = said
         self._message(thought, text)
         after = self._simulator.snapshot()
@@ -125,7 +136,9 @@ class Play:
     def _run(self, thought: str, calls: list[Call]) -> list[Any]:
         written: list[dict[str, Any]] = []
         for operation, given in calls:
-            arguments = json.dumps({name: given[name] for name in operation.params if name in given}, ensure_ascii=False)
+            arguments = json.dumps(
+                {name: given[name] for name in operation.params if name in given}, ensure_ascii=False
+            )
             function = {"name": operation.name, "arguments": arguments}
             written.append({"id": f"call_{self._num_calls + len(written)}", "type": "function", "function": function})
         self._message(thought, "", written)
@@ -164,7 +177,11 @@ class Play:
 
 def busy(operation: Operation, result: Any) -> bool:
     """Whether the tool failed as a busy service does."""
-    return operation.action.fails is not None and isinstance(result, dict) and result.get("error") == operation.action.fails.error
+    return (
+        operation.action.fails is not None
+        and isinstance(result, dict)
+        and result.get("error") == operation.action.fails.error
+    )
 
 
 def error_of(result: Any) -> str | None:

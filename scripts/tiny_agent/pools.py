@@ -1,7 +1,7 @@
 """Pools of words, split into those for training and those that are held out, and words made up from syllables.
 
-A word belongs to the held-out side by a stable hash of its spelling, made-up words too: whatever pool it is drawn from, a held-out
-word never occurs in training. Knows nothing of columns, domains or sentences.
+A word belongs to the held-out side by a stable hash of its spelling, made-up words too: whatever pool it is drawn from,
+a held-out word never occurs in training. Knows nothing of columns, domains or sentences.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Pool:
 
     @classmethod
     def of(cls, items: list[str], *, known: Collection[str] = (), reserved: Collection[str] = ()) -> Pool:
-        """Splits the items; one that occurs twice counts once. `known` ones are for training and `reserved` ones held out, whatever their hash."""
+        """Splits the items; one that occurs twice counts once. `known` ones are for training and `reserved` ones held
+        out, whatever their hash."""
         unique = list(dict.fromkeys(items))
         held_out = [item for item in unique if item in reserved or (item not in known and is_held_out(item))]
         return cls(tuple(item for item in unique if item not in held_out), tuple(held_out))
@@ -82,7 +83,9 @@ _LINKS = "lmnrst"
 _NEXT = "bdfgklmnprstvz"
 
 
-_BLENDED = tuple(word for pool in (NOUNS, ADJECTIVES, GERUNDS, TAGS) for word in pool.train if word.isalpha() and len(word) > 4)
+_BLENDED = tuple(
+    word for pool in (NOUNS, ADJECTIVES, GERUNDS, TAGS) for word in pool.train if word.isalpha() and len(word) > 4
+)
 _KNOWN = frozenset(
     word
     for path in sorted(_FOLDER.glob("*.txt"))
@@ -92,10 +95,12 @@ _KNOWN = frozenset(
 
 
 def made_up(rng: random.Random, split: Split, num_syllables: int | None = None) -> str:
-    """A word in lower case that no dictionary has, of this split: pronounceable syllables, or the halves of two known words, which reads like a
-    word that was never seen before."""
+    """A word in lower case that no dictionary has, of this split: pronounceable syllables, or the halves of two known
+    words, which reads like a word that was never seen before."""
     while True:
-        word = _blend(rng) if rng.random() < _BLEND_RATE else _syllables(rng, num_syllables or rng.choice((2, 2, 2, 3, 3)))
+        word = (
+            _blend(rng) if rng.random() < _BLEND_RATE else _syllables(rng, num_syllables or rng.choice((2, 2, 2, 3, 3)))
+        )
         if word not in _KNOWN and is_held_out(word) == (split == "held_out"):
             return word
 

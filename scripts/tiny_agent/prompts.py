@@ -43,7 +43,13 @@ _NAMED = (
     "You are {n}, (the|an) assistant of {c}.",
     "You are {n}, a (helpful|friendly|careful) assistant.",
 )
-_ME = ("The user is {p}.", "You are talking to {p}.", "User: {p}.", "The name of the user is {p}.", "{p} is the user of this session.")
+_ME = (
+    "The user is {p}.",
+    "You are talking to {p}.",
+    "User: {p}.",
+    "The name of the user is {p}.",
+    "{p} is the user of this session.",
+)
 _TODAY = ("Today is {d}.", "Date: {d}.", "The current date is {d}.", "It is {d} today.")
 _RULES = (
     "Be polite, whatever the user says.",
@@ -102,7 +108,9 @@ def draw(rng: random.Random, split: Split, *, me: str | None, today: str | None,
     rules = [phrases.expand(rng, rule, **slots) for rule in rng.sample(_RULES, num_rules)]
     if long:
         bullet = rng.choice(("- ", "* ", "", "{i}. "))
-        text += f"\n\n{rng.choice(_HEADINGS)}\n" + "\n".join(bullet.format(i=i) + rule for i, rule in enumerate(rules, 1))
+        text += f"\n\n{rng.choice(_HEADINGS)}\n" + "\n".join(
+            bullet.format(i=i) + rule for i, rule in enumerate(rules, 1)
+        )
     elif rules:
         text += " " + " ".join(rules)
     return Prompt(text, me, today, slots["n"] if named else None)

@@ -1,4 +1,5 @@
-"""What share of held-out sessions a model plays well: counts by group, by thinking and by kind of turn, as Markdown, as text and as JSON."""
+"""What share of held-out sessions a model plays well: counts by group, by thinking and by kind of turn, as Markdown, as
+text and as JSON."""
 
 from __future__ import annotations
 
@@ -56,13 +57,23 @@ class Quality:
             ("tool calls valid", total.num_valid, total.num_calls, VALID_SHARE),
             ("sessions at goal", total.num_sessions_reached, total.num_sessions, GOAL_SHARE),
         )
-        return [f"{name}: {share_of(part, whole)}, less than {least:.0%}" for name, part, whole, least in pairs if not whole or part / whole < least]
+        return [
+            f"{name}: {share_of(part, whole)}, less than {least:.0%}"
+            for name, part, whole, least in pairs
+            if not whole or part / whole < least
+        ]
 
 
 def judge(played: Sequence[Played], *, seconds: float, num_failed: int) -> Quality:
     """Count what was played."""
-    rows = [count((p.outcome for p in played if p.held_out.group == group), f"{group} tools") for group in ("known", "unseen")]
-    rows += [count((p.outcome for p in played if p.example.thinking is on), f"thinking {'on' if on else 'off'}") for on in (True, False)]
+    rows = [
+        count((p.outcome for p in played if p.held_out.group == group), f"{group} tools")
+        for group in ("known", "unseen")
+    ]
+    rows += [
+        count((p.outcome for p in played if p.example.thinking is on), f"thinking {'on' if on else 'off'}")
+        for on in (True, False)
+    ]
     rows.append(count((p.outcome for p in played), "all"))
     return Quality(rows=rows, kinds=_kinds(played), seconds=seconds, num_failed=num_failed, played=played)
 
@@ -88,7 +99,11 @@ def kinds_of(turn: Turn, world: dict[str, Any]) -> list[str]:
         shape = "one call" if len(rounds[0]) == 1 else "calls at once"
     actions = {world["actions"][call["function"]["name"]]["do"] for calls in rounds for call in calls}
     refused = any(message["role"] == "tool" and message["content"].startswith('{"error"') for message in turn.messages)
-    return [f"shape: {shape}", *(f"action: {action}" for action in sorted(actions)), *(["a tool refuses"] if refused else [])]
+    return [
+        f"shape: {shape}",
+        *(f"action: {action}" for action in sorted(actions)),
+        *(["a tool refuses"] if refused else []),
+    ]
 
 
 def markdown(quality: Quality) -> str:
@@ -106,8 +121,15 @@ def markdown(quality: Quality) -> str:
 
 def diagnosis(quality: Quality) -> str:
     """Where the misses are, for whoever trains the model."""
-    lines = [f"{quality.total.num_sessions} sessions in {quality.seconds:.0f} s, {quality.num_failed} ended by a failed request", ""]
-    lines += [f"{'user turns at goal, by what the gold trajectory does':<64}", *(_kind_line(kind) for kind in quality.kinds), ""]
+    lines = [
+        f"{quality.total.num_sessions} sessions in {quality.seconds:.0f} s, {quality.num_failed} ended by a failed request",
+        "",
+    ]
+    lines += [
+        f"{'user turns at goal, by what the gold trajectory does':<64}",
+        *(_kind_line(kind) for kind in quality.kinds),
+        "",
+    ]
     misses = count_kinds(find_misses(quality.played))
     lines += [f"{'missed turns by their first difference from gold':<64}{'first of session':>18}{'after a miss':>14}"]
     lines += [f"  {kind:<62}{first:>18}{later:>14}" for kind, first, later in misses] or ["  none"]
@@ -126,7 +148,8 @@ def to_json(quality: Quality) -> dict[str, Any]:
         "rows": [asdict(row) for row in quality.rows],
         "turn_kinds": [asdict(kind) for kind in quality.kinds],
         "misses": [
-            {"kind": kind, "first_of_session": first, "after_a_miss": later} for kind, first, later in count_kinds(find_misses(quality.played))
+            {"kind": kind, "first_of_session": first, "after_a_miss": later}
+            for kind, first, later in count_kinds(find_misses(quality.played))
         ],
         "seconds": quality.seconds,
         "failed_sessions": quality.num_failed,

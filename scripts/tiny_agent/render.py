@@ -1,5 +1,5 @@
-"""Sessions as the model reads them: the text of chat_template.jinja, written in plain Python because training needs millions of tokens a second, as
-token ids that know which of them the model has to write.
+"""Sessions as the model reads them: the text of chat_template.jinja, written in plain Python because training needs
+millions of tokens a second, as token ids that know which of them the model has to write.
 
 Knows nothing of how sessions are made or packed.
 """
@@ -19,8 +19,9 @@ from tokenizers import Tokenizer
 from scripts.tiny_agent.domain import Example
 
 READ, REPEATED, WRITTEN = 0, 1, 2
-"""Values of the mask. WRITTEN: the model writes this token when it runs live. REPEATED: an answer of an earlier turn in a session that thinks; it
-stands there without the reasoning that led to it. READ: everything else, also what opens an answer (`<think>`, or an empty think block)."""
+"""Values of the mask. WRITTEN: the model writes this token when it runs live. REPEATED: an answer of an earlier turn in
+a session that thinks; it stands there without the reasoning that led to it. READ: everything else, also what opens an
+answer (`<think>`, or an empty think block)."""
 
 _CALL_FORMAT = "<tool_call>\n<function=name>\n<parameter=key>\nvalue\n</parameter>\n</function>\n</tool_call>"
 _ANSWER = "<|im_start|>assistant\n"
@@ -50,8 +51,8 @@ class _Message:
 def conversation_text(example: Example, num_turns: int) -> str:
     """What the chat template makes of the first turns, gold answers included and without a generation prompt.
 
-    Raises ValueError when `num_turns` is not one of 1 to the number of turns, or when an answer has no reasoning in a session that thinks, or some
-    in one that doesn't."""
+    Raises ValueError when `num_turns` is not one of 1 to the number of turns, or when an answer has no reasoning in a
+    session that thinks, or some in one that doesn't."""
     return _text(_messages(example, num_turns))
 
 
@@ -63,16 +64,21 @@ def render(example: Example, tokenizer: Tokenizer, num_turns: int) -> Rendered:
 def render_all(cuts: Iterable[tuple[Example, int]], tokenizer: Tokenizer) -> list[Rendered]:
     """Each session cut after so many turns: ids are those of encoding the whole text at once.
 
-    Raises ValueError as `conversation_text` does, and for a session whose text holds a token that only the template may write."""
+    Raises ValueError as `conversation_text` does, and for a session whose text holds a token that only the template may
+    write."""
     prepared = [(example.session_id, _messages(example, num_turns)) for example, num_turns in cuts]
     encoded = tokenizer.encode_batch_fast([_text(messages) for _, messages in prepared], add_special_tokens=False)
     marks = _Marks(tokenizer)
-    return [marks.rendered(name, messages, encoding.ids) for (name, messages), encoding in zip(prepared, encoded, strict=True)]
+    return [
+        marks.rendered(name, messages, encoding.ids)
+        for (name, messages), encoding in zip(prepared, encoded, strict=True)
+    ]
 
 
 class _Marks:
-    """Finds the answers among the ids. Every message begins with the one token and ends with the other, and the newline that ends an opening ends its
-    piece of the text (see tokenizer.py), so that openings are the same tokens everywhere."""
+    """Finds the answers among the ids. Every message begins with the one token and ends with the other, and the newline
+    that ends an opening ends its piece of the text (see tokenizer.py), so that openings are the same tokens
+    everywhere."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._start = tokenizer.token_to_id("<|im_start|>")
@@ -97,7 +103,9 @@ def _text(messages: Sequence[_Message]) -> str:
 
 def _messages(example: Example, num_turns: int) -> list[_Message]:
     if not 1 <= num_turns <= len(example.turns):
-        raise ValueError(f"num_turns: {num_turns} is not one of 1 to {len(example.turns)}, the turns of session {example.session_id!r}")
+        raise ValueError(
+            f"num_turns: {num_turns} is not one of 1 to {len(example.turns)}, the turns of session {example.session_id!r}"
+        )
     messages = [_system(example)] if example.tools or example.system else []
     for index, turn in enumerate(example.turns[:num_turns]):
         messages.append(_Message(f"<|im_start|>user\n{turn.user.strip()}<|im_end|>\n"))
@@ -116,7 +124,9 @@ def _is_result(message: dict[str, Any]) -> bool:
 def _answer(message: dict[str, Any], example: Example, *, is_last_turn: bool) -> _Message:
     reasoning = (message.get("reasoning_content") or "").strip()
     if bool(reasoning) != example.thinking:
-        raise ValueError(f"session {example.session_id!r}: thinking is {example.thinking}, but an answer's reasoning is {reasoning!r}")
+        raise ValueError(
+            f"session {example.session_id!r}: thinking is {example.thinking}, but an answer's reasoning is {reasoning!r}"
+        )
     text = f"{_answer_text(message)}<|im_end|>\n"
     if not is_last_turn:
         return _Message(_ANSWER + text, _ANSWER, REPEATED if example.thinking else WRITTEN)
@@ -131,7 +141,9 @@ def _system(example: Example) -> _Message:
     system = (example.system or "").strip()
     if example.tools:
         lines = "".join([f"{_json(tool['function'])}\n" for tool in example.tools])
-        tools = f"# Tools\n\n<tools>\n{lines}</tools>\n\nTo call tools, write one block for each call:\n\n{_CALL_FORMAT}"
+        tools = (
+            f"# Tools\n\n<tools>\n{lines}</tools>\n\nTo call tools, write one block for each call:\n\n{_CALL_FORMAT}"
+        )
         system = f"{tools}\n\n{system}" if system else tools
     return _Message(f"<|im_start|>system\n{system}<|im_end|>\n")
 
@@ -149,7 +161,12 @@ def _answer_text(message: dict[str, Any]) -> str:
 
 def _call(function: dict[str, str]) -> str:
     arguments: dict[str, Any] = json.loads(function["arguments"])
-    values = "".join([f"<parameter={key}>\n{value if isinstance(value, str) else _json(value)}\n</parameter>\n" for key, value in arguments.items()])
+    values = "".join(
+        [
+            f"<parameter={key}>\n{value if isinstance(value, str) else _json(value)}\n</parameter>\n"
+            for key, value in arguments.items()
+        ]
+    )
     return f"<tool_call>\n<function={function['name']}>\n{values}</function>\n</tool_call>"
 
 

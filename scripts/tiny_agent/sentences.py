@@ -28,12 +28,39 @@ _CLAUSES = (
     "visitors may touch the {n} but not the {n}", "{g} was moved to {day} because of the {n}", "{o} pays for the {t}", "half of the {n} is gone",
     "turn the {n} {d} times", "the guide from {c} speaks slowly",
 )  # fmt: skip
-_LINKS = (" and ", ", but ", " because ", ", so ", " while ", " until ", "; ", " as ", ", since ", " unless ", " although ", " and then ")
+_LINKS = (
+    " and ",
+    ", but ",
+    " because ",
+    ", so ",
+    " while ",
+    " until ",
+    "; ",
+    " as ",
+    ", since ",
+    " unless ",
+    " although ",
+    " and then ",
+)
 _TAILS = (
     " after the {t}", " before {day}", " near {c}", " for {f}", " as agreed with {o}", " with {a} {n}", " at the {n}", " this {day}",
     " {d} days later", " without {g}", " for the {a} {t}", " from {c} to {c}", " next to {f}", " on a {a} {day}", "", "", "", "",
 )  # fmt: skip
-_DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday", "spring", "noon", "winter", "July", "March", "October")
+_DAYS = (
+    "Monday",
+    "Tuesday",
+    "Wednesday",
+    "Thursday",
+    "Friday",
+    "Saturday",
+    "Sunday",
+    "spring",
+    "noon",
+    "winter",
+    "July",
+    "March",
+    "October",
+)
 _ARTICLE = re.compile(r"\b([Aa]) (?=[aeiou])")
 
 

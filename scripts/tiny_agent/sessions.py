@@ -1,4 +1,5 @@
-"""Makes sessions: domains, tools, a system prompt and one to a few turns with their gold trajectories, each from its seed and index alone.
+"""Makes sessions: domains, tools, a system prompt and one to a few turns with their gold trajectories, each from its
+seed and index alone.
 
     python -m scripts.tiny_agent.sessions --seed 0 --index 5 --split train
 
@@ -45,7 +46,8 @@ _BUSY = (
 
 
 def make_example(seed: int, index: int, *, split: Split, unseen: bool | None = None) -> Example:
-    """The session of this seed and index. `unseen`: whether its tools never occur in training; None: the index decides (never in training).
+    """The session of this seed and index. `unseen`: whether its tools never occur in training; None: the index decides
+    (never in training).
 
     Raises ValueError for an unseen session of the train split."""
     return make(seed, index, split=split, unseen=unseen)[0]
@@ -66,7 +68,9 @@ def make(seed: int, index: int, *, split: Split, unseen: bool | None = None) -> 
 def _session(rng: random.Random, session_id: str, split: Split, unseen: bool) -> tuple[Example, list[str]] | None:
     """None when the domains allow no further turn."""
     long = rng.random() < _LONG_RATE
-    domains = _domains(rng, split, unseen, rng.choice((3, 4)) if long else rng.choices((1, 2, 3, 4), (26, 42, 24, 8))[0])
+    domains = _domains(
+        rng, split, unseen, rng.choice((3, 4)) if long else rng.choices((1, 2, 3, 4), (26, 42, 24, 8))[0]
+    )
     domains = _with_failure(rng, domains if unseen else _with_calculator(rng, split, domains))
     if long:
         domains = [_with_long_pages(rng, split, domain) for domain in domains]
@@ -110,7 +114,9 @@ def _go_on(play: Play) -> str | None:
     return next((name for group in groups for name in tasks.draw_order(play, group) if group[name][0](play)), None)
 
 
-def _domains(rng: random.Random, split: Split, unseen: bool, num: int, taken: list[Domain] | None = None) -> list[Domain]:
+def _domains(
+    rng: random.Random, split: Split, unseen: bool, num: int, taken: list[Domain] | None = None
+) -> list[Domain]:
     """Domains that can stand side by side: no tool, table, noun or key twice."""
     chosen: list[Domain] = []
     names = list(catalog.UNSEEN if unseen else catalog.TEMPLATES)
@@ -122,7 +128,10 @@ def _domains(rng: random.Random, split: Split, unseen: bool, num: int, taken: li
         else:
             domain = invented.domain(rng, split)
         others = [*chosen, *(taken or [])]
-        if all(_apart(domain, other) for other in others) and sum(len(d.operations) for d in (*chosen, domain)) <= MAX_TOOLS:
+        if (
+            all(_apart(domain, other) for other in others)
+            and sum(len(d.operations) for d in (*chosen, domain)) <= MAX_TOOLS
+        ):
             chosen.append(domain)
     return chosen
 
@@ -131,7 +140,11 @@ def _with_calculator(rng: random.Random, split: Split, domains: list[Domain]) ->
     """Numbers of any domain may have to be added up."""
     calculator = catalog.domains(rng, split, [_CALCULATOR])[0]
     room = sum(len(domain.operations) for domain in domains) < MAX_TOOLS
-    return [*domains, calculator] if room and rng.random() < _CALCULATOR_RATE and all(d.noun != _CALCULATOR for d in domains) else domains
+    return (
+        [*domains, calculator]
+        if room and rng.random() < _CALCULATOR_RATE and all(d.noun != _CALCULATOR for d in domains)
+        else domains
+    )
 
 
 def _apart(a: Domain, b: Domain) -> bool:
@@ -149,9 +162,15 @@ def _with_failure(rng: random.Random, domains: list[Domain]) -> list[Domain]:
     fails = Fails(times=rng.choice((1, 1, 2)), error=rng.choice(_BUSY))
 
     def changed(operation: Operation) -> Operation:
-        return replace(operation, action=msgspec.structs.replace(operation.action, fails=fails)) if operation.name == chosen else operation
+        return (
+            replace(operation, action=msgspec.structs.replace(operation.action, fails=fails))
+            if operation.name == chosen
+            else operation
+        )
 
-    return [replace(domain, operations=tuple(changed(operation) for operation in domain.operations)) for domain in domains]
+    return [
+        replace(domain, operations=tuple(changed(operation) for operation in domain.operations)) for domain in domains
+    ]
 
 
 def _with_long_pages(rng: random.Random, split: Split, domain: Domain) -> Domain:
@@ -216,7 +235,10 @@ def readable(example: Example) -> str:
                 continue
             if "reasoning_content" in message:
                 lines.append(f"  THINK  {message['reasoning_content']}")
-            lines += [f"  CALL   {call['function']['name']} {call['function']['arguments']}" for call in message.get("tool_calls", [])]
+            lines += [
+                f"  CALL   {call['function']['name']} {call['function']['arguments']}"
+                for call in message.get("tool_calls", [])
+            ]
             if message["content"]:
                 lines.append(f"  SAYS   {message['content']}")
         lines.append(f"  GOAL   {json.dumps(turn.goal, ensure_ascii=False)}")

@@ -14,7 +14,8 @@ _INDEX = "model.safetensors.index.json"
 
 
 def write_shards(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write all tensors, in their order, into shards of at most MAX_SHARD_BYTES (a tensor that is larger has one alone), and the index."""
+    """Write all tensors, in their order, into shards of at most MAX_SHARD_BYTES (a tensor that is larger has one
+    alone), and the index."""
     shards: list[dict[str, Tensor]] = [{}]
     for name, tensor in tensors.items():
         if shards[-1] and _size(shards[-1]) + tensor.nbytes > MAX_SHARD_BYTES:

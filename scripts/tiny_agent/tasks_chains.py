@@ -20,7 +20,11 @@ def _new_records(play: Play, domain: Domain, num: int) -> list[Record]:
 
 
 def _three(items: list[str], rng_pick: int) -> str:
-    return (", ".join(items[:-1]) + (" and ", ", and ", " and also ")[rng_pick] + items[-1]) if len(items) > 1 else items[0]
+    return (
+        (", ".join(items[:-1]) + (" and ", ", and ", " and also ")[rng_pick] + items[-1])
+        if len(items) > 1
+        else items[0]
+    )
 
 
 def parallel_facts(play: Play) -> bool:
@@ -55,7 +59,12 @@ def parallel_facts(play: Play) -> bool:
     ]
     names = _three([f"{domain.noun} {key}" for key in keys] if play.rng.random() < 0.3 else keys, play.rng.randrange(3))
     names = names if names.startswith(domain.noun) else f"{play.rng.choice(('', 'the '))}{domain.plural} {names}"
-    templates = ("what is the {l} of {r}", "(tell|give) me the {l} of {r}", "(check|look up) the {l} (of|for) {r}", "(find out|get) the {l} of {r}")
+    templates = (
+        "what is the {l} of {r}",
+        "(tell|give) me the {l} of {r}",
+        "(check|look up) the {l} (of|for) {r}",
+        "(find out|get) the {l} of {r}",
+    )
     body = phrases.one_of(play.rng, templates, l=label, r=names)
     asks.perform(play, several, phrases.request(play.rng, play.setting.tone, body, question=body.startswith("what")))
     return True
@@ -112,7 +121,11 @@ def parallel_mixed(play: Play) -> bool:
             make: Any = {"get": asks.facts, "update": asks.update}.get(operation.verb, asks.end)
             ask = make(play, domain, operation, record)
             used.add(place)
-        if ask is not None and "\n" not in ask.order and all(ask.operation.name != other.operation.name for other in several):
+        if (
+            ask is not None
+            and "\n" not in ask.order
+            and all(ask.operation.name != other.operation.name for other in several)
+        ):
             several.append(ask)
         if len(several) == 2:
             asks.perform(play, several, _both(play, several))
@@ -142,7 +155,9 @@ def _described(play: Play, *verbs: Any) -> tuple[Domain, Operation, Operation] |
         (domain, find, operation)
         for domain, operation in play.operations(*verbs)
         for find in domain.operations
-        if isinstance(find.action, Find) and asks.naming(operation) is not None and asks.naming(operation)[1] == domain.key.name  # type: ignore[index]
+        if isinstance(find.action, Find)
+        and asks.naming(operation) is not None
+        and asks.naming(operation)[1] == domain.key.name  # type: ignore[index]
     ]
     return play.rng.choice(found) if found else None
 
@@ -181,15 +196,24 @@ def _found_change(play: Play, lowest: int, highest: int) -> bool:
     contains = {finder.params[name].name for name in finder.action.contains if name in finder.params}  # type: ignore[union-attr]
     ref = phrases.which(play.rng, domain.noun, searched, contains, asks.kinds(domain, finder))
     fitting = [r for r in play.records(domain) if r in open_records(play, domain, operation)]
-    target = next((r for r in play.rng.sample(fitting, len(fitting)) if _is_hit(play, domain, finder, searched, r)), None)
+    target = next(
+        (r for r in play.rng.sample(fitting, len(fitting)) if _is_hit(play, domain, finder, searched, r)), None
+    )
     ask = _change(play, domain, operation, target, ref) if target is not None else None
     if ask is None:
         return False
     play.begin(phrases.request(play.rng, play.setting.tone, ask.order))
     by = phrases.listed([name for name, column in finder.params.items() if any(g.column is column for g in searched)])
     arguments = {name: g.value for name, column in finder.params.items() for g in searched if g.column is column}
-    what = f"to {operation.word} {phrases.article(domain.noun)}" if operation.verb != "update" else f"to change {phrases.article(domain.noun)}"
-    found = play.call(f"The user wants {what}. I need its {domain.key.label} first. I call {finder.name} by {by}.", [(finder, arguments)])[0]
+    what = (
+        f"to {operation.word} {phrases.article(domain.noun)}"
+        if operation.verb != "update"
+        else f"to change {phrases.article(domain.noun)}"
+    )
+    found = play.call(
+        f"The user wants {what}. I need its {domain.key.label} first. I call {finder.name} by {by}.",
+        [(finder, arguments)],
+    )[0]
     if _over(play, domain, None, finder, found):
         return True
     keys = [str(r[domain.key.name]) for r in found]
@@ -248,7 +272,11 @@ def _over(play: Play, domain: Domain, key: Any, operation: Operation, result: An
 
 def copy_to_new(play: Play) -> bool:
     """A value of one record goes into a new one of another kind."""
-    sources = [(d, o) for d, o in play.operations("get") if isinstance(o.action, Get) and asks.naming(o) is not None and play.records(d)]
+    sources = [
+        (d, o)
+        for d, o in play.operations("get")
+        if isinstance(o.action, Get) and asks.naming(o) is not None and play.records(d)
+    ]
     pairs = [
         (domain, operation, other, creator, name, column)
         for domain, operation in sources
@@ -278,7 +306,9 @@ def copy_to_record(play: Play) -> bool:
     """A value of one record goes into another one."""
     sources = [(d, o) for d, o in play.operations("get") if asks.naming(o) is not None and play.records(d)]
     targets = [
-        (d, o) for d, o in play.operations("update") if isinstance(o.action, Update) and asks.naming(o) is not None and len(play.records(d)) > 1
+        (d, o)
+        for d, o in play.operations("update")
+        if isinstance(o.action, Update) and asks.naming(o) is not None and len(play.records(d)) > 1
     ]
     if not sources or not targets:
         return False
@@ -312,7 +342,9 @@ def _copy(play: Play, domain: Domain, operation: Operation, key: Any, source: Co
     named = asks.naming(operation)
     assert named is not None
     play.begin(text)
-    thought = f"The user wants {ask.wish}. I need the {source.label} of {domain.noun} {key} first. I call {operation.name}."
+    thought = (
+        f"The user wants {ask.wish}. I need the {source.label} of {domain.noun} {key} first. I call {operation.name}."
+    )
     result = play.call(thought, [(operation, {named[0]: key})])[0]
     if not _over(play, domain, key, operation, result):
         _finish_change(play, ask, f"The result has {source.name}. I call {ask.operation.name}.")

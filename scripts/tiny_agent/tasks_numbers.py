@@ -47,7 +47,12 @@ def calculation(play: Play) -> bool:
         expression = f"({expression}) {second} {c}" if bracket else f"{a} {sign} {b} {second} {c}"
         words = expression
     question = play.rng.random() < 0.6
-    body = phrases.one_of(play.rng, _QUESTIONS if question else _ORDERS, e=words, w=operation.word if operation.word.isalpha() else "calculate")
+    body = phrases.one_of(
+        play.rng,
+        _QUESTIONS if question else _ORDERS,
+        e=words,
+        w=operation.word if operation.word.isalpha() else "calculate",
+    )
     play.begin(phrases.request(play.rng, play.setting.tone, body, question=question))
     _end(play, operation, f"The user wants a calculation. I call {operation.name}.", expression, "The result is {v}.")
     return True
@@ -69,13 +74,26 @@ def _end(play: Play, operation: Operation, thought: str, expression: str, form: 
         play.finish("The result is there.", (form.format(v=value), [f"is {value}"]))
 
 
-_SUM_QUESTIONS = ("what is the {l} of {r} (together|in total|added up)", "what is the total {l} of {r}", "what do the {l} of {r} add up to")
-_SUM_ORDERS = ("add up the {l} of {r}", "(give|tell) me the total {l} of {r}", "(sum up|total) the {l} of {r}", "work out the sum of the {l} of {r}")
+_SUM_QUESTIONS = (
+    "what is the {l} of {r} (together|in total|added up)",
+    "what is the total {l} of {r}",
+    "what do the {l} of {r} add up to",
+)
+_SUM_ORDERS = (
+    "add up the {l} of {r}",
+    "(give|tell) me the total {l} of {r}",
+    "(sum up|total) the {l} of {r}",
+    "work out the sum of the {l} of {r}",
+)
 
 
 def _amounts(domain: Domain, operation: Operation) -> list[Column]:
     records = domain.records
-    return [c for c in asks.shown_columns(domain, operation, records[0]) if c.kind in ("amount", "count")] if records else []
+    return (
+        [c for c in asks.shown_columns(domain, operation, records[0]) if c.kind in ("amount", "count")]
+        if records
+        else []
+    )
 
 
 def sum_of_two(play: Play) -> bool:
@@ -92,7 +110,11 @@ def sum_of_two(play: Play) -> bool:
         return False
     pair = play.rng.sample(records, 2)
     keys = [str(r[named[1]]) for r in pair]
-    names = f"{domain.plural} {keys[0]} and {keys[1]}" if play.rng.random() < 0.6 else f"{domain.noun} {keys[0]} and {domain.noun} {keys[1]}"
+    names = (
+        f"{domain.plural} {keys[0]} and {keys[1]}"
+        if play.rng.random() < 0.6
+        else f"{domain.noun} {keys[0]} and {domain.noun} {keys[1]}"
+    )
     _begin_sum(play, column, names)
     thought = f"The user wants the sum of {column.label} of {domain.noun} {keys[0]} and {keys[1]}. I call {getter.name} 2 times."
     results = play.call(thought, [(getter, {named[0]: r[named[1]]}) for r in pair])
@@ -119,7 +141,9 @@ def sum_of_found(play: Play) -> bool:
     contains = {finder.params[name].name for name in finder.action.contains if name in finder.params}  # type: ignore[union-attr]
     text = phrases.filters(play.rng, domain.plural, searched, contains, asks.kinds(domain, finder))
     _begin_sum(play, column, text if text.startswith("my ") else f"{play.rng.choice(('the', 'all'))} {text}")
-    result = play.call(f"The user wants the sum of {column.label} of {ask.wish}. I call {finder.name}.", [(finder, ask.arguments)])[0]
+    result = play.call(
+        f"The user wants the sum of {column.label} of {ask.wish}. I call {finder.name}.", [(finder, ask.arguments)]
+    )[0]
     if error_of(result) is not None:
         _give_up(play, domain, finder, result)
         return True
@@ -146,5 +170,8 @@ def _end_sum(play: Play, operation: Operation, numbers: list[Any], column: Colum
 def _give_up(play: Play, domain: Domain, operation: Operation, result: Any) -> None:
     error = error_of(result)
     assert error is not None
-    play.finish("It failed twice. I tell the user.", answers.failed(domain, None, error, error if busy(operation, result) else None))
+    play.finish(
+        "It failed twice. I tell the user.",
+        answers.failed(domain, None, error, error if busy(operation, result) else None),
+    )
     play.gave_up = True

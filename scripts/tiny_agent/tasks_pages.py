@@ -54,14 +54,18 @@ def _picked(play: Play) -> tuple[Domain, Operation, Record, Column, tuple[str, s
 
 
 def _read(play: Play, domain: Domain, operation: Operation, key: str, wish: str) -> str | None:
-    """The result's text in hand, from an earlier result or a call; None when the tool keeps failing and the turn is over."""
+    """The result's text in hand, from an earlier result or a call; None when the tool keeps failing and the turn is
+    over."""
     named = asks.naming(operation)
     assert named is not None
     result = play.call(f"The user wants {wish}. I call {operation.name}.", [(operation, {named[0]: key})])[0]
     error = error_of(result)
     if error is None:
         return ""
-    play.finish("It failed twice. I tell the user.", answers.failed(domain, key, error, error if busy(operation, result) else None))
+    play.finish(
+        "It failed twice. I tell the user.",
+        answers.failed(domain, key, error, error if busy(operation, result) else None),
+    )
     play.gave_up = True
     return None
 
@@ -100,7 +104,11 @@ def replace_line(play: Play) -> bool:
     if new == value or str(record[column.name]).count(line) != 1:
         return False
     ref, key = asks.refer(play, domain, operation, record)
-    play.begin(phrases.request(play.rng, play.setting.tone, phrases.one_of(play.rng, _REPLACE_ORDERS, l=label, r=ref, v=new, w=editor.word)))
+    play.begin(
+        phrases.request(
+            play.rng, play.setting.tone, phrases.one_of(play.rng, _REPLACE_ORDERS, l=label, r=ref, v=new, w=editor.word)
+        )
+    )
     wish = f"another {label} in {key}"
     thought = f"The user wants {wish}. An earlier result has its text. I call {editor.name}."
     if _known_page(play, domain, str(record[domain.key.name]), column) is None:
@@ -115,10 +123,16 @@ def replace_line(play: Play) -> bool:
     result = play.call(thought, [(editor, arguments)])[0]
     error = error_of(result)
     if error is not None:
-        play.finish("It failed twice. I tell the user.", answers.failed(domain, key, error, error if busy(editor, result) else None))
+        play.finish(
+            "It failed twice. I tell the user.",
+            answers.failed(domain, key, error, error if busy(editor, result) else None),
+        )
         play.gave_up = busy(editor, result)
         return True
-    play.finish("Done. I tell the user.", (f"I updated {key}: the {label} is now {new}.", [str(key), *answers.essential(new, "now")]))
+    play.finish(
+        "Done. I tell the user.",
+        (f"I updated {key}: the {label} is now {new}.", [str(key), *answers.essential(new, "now")]),
+    )
     return True
 
 
@@ -130,6 +144,12 @@ def _other(play: Play, value: str) -> str:
         return f"{play.rng.randint(1, 99)}.{play.rng.randint(1, 9)}"
     if len(value) == 5 and value[2] == ":":
         return str(values.draw(Column(name="", label="", kind="time"), play.rng, play.split))
-    kind: Kind = play.rng.choice(("word", "city", "person")) if value[:1].isupper() and not value[-1].isdigit() else "word"
+    kind: Kind = (
+        play.rng.choice(("word", "city", "person")) if value[:1].isupper() and not value[-1].isdigit() else "word"
+    )
     drawn = str(values.draw(Column(name="", label="", kind=kind), play.rng, play.split))
-    return drawn if not value[-1].isdigit() else values.draw(Column(name="", label="", kind="code", form="@@-###"), play.rng, play.split)
+    return (
+        drawn
+        if not value[-1].isdigit()
+        else values.draw(Column(name="", label="", kind="code", form="@@-###"), play.rng, play.split)
+    )

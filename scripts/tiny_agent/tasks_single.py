@@ -18,12 +18,18 @@ MAX_COUNTED = 9
 def worded(play: Play, ask: Ask) -> str:
     """The user's message for one ask."""
     question = ask.question is not None and play.rng.random() < 0.55
-    return phrases.request(play.rng, play.setting.tone, ask.question if question and ask.question else ask.order, question=question)
+    return phrases.request(
+        play.rng, play.setting.tone, ask.question if question and ask.question else ask.order, question=question
+    )
 
 
 def pick_record(play: Play, *verbs: Any, new: bool = False) -> tuple[Domain, Operation, Record] | None:
     """A tool that takes one record, and a record; `new`: rather one that no result has shown."""
-    found = [(domain, operation) for domain, operation in play.operations(*verbs) if play.records(domain) and asks.naming(operation) is not None]
+    found = [
+        (domain, operation)
+        for domain, operation in play.operations(*verbs)
+        if play.records(domain) and asks.naming(operation) is not None
+    ]
     if not found:
         return None
     domain, operation = play.rng.choice(found)
@@ -71,7 +77,11 @@ def search(
     play: Play, lowest: int, highest: int, num: int | None = None, only: Operation | None = None
 ) -> tuple[Domain, Operation, list[phrases.Given]] | None:
     """A search with that many hits."""
-    found = [(domain, operation) for domain, operation in play.operations("find") if play.records(domain) and only in (None, operation)]
+    found = [
+        (domain, operation)
+        for domain, operation in play.operations("find")
+        if play.records(domain) and only in (None, operation)
+    ]
     for domain, operation in play.rng.sample(found, len(found)):
         for _ in range(6):
             record = play.rng.choice(play.records(domain))
@@ -135,7 +145,11 @@ def facts_of_hits(play: Play) -> bool:
     ask = asks.find(play, domain, operation, searched)
     told = [g.column.name for g in searched]
     hits = hits_of(play, operation, domain, searched)
-    columns = [c for c in asks.shown_columns(domain, operation, hits[0]) if c.name not in told and all(c.name in hit for hit in hits)]
+    columns = [
+        c
+        for c in asks.shown_columns(domain, operation, hits[0])
+        if c.name not in told and all(c.name in hit for hit in hits)
+    ]
     if not columns:
         return False
     column = play.rng.choice(columns)
@@ -194,7 +208,9 @@ def locked(play: Play) -> bool:
     for domain, operation in play.operations("update", "close", "delete"):
         lock = getattr(operation.action, "locked", None)
         if lock is not None and asks.naming(operation) is not None:
-            found += [(domain, operation, record) for record in play.records(domain) if record.get(lock.column) in lock.values]
+            found += [
+                (domain, operation, record) for record in play.records(domain) if record.get(lock.column) in lock.values
+            ]
     if not found:
         return False
     domain, operation, record = play.rng.choice(found)

@@ -45,7 +45,11 @@ def missing_setting(play: Play) -> bool:
     assert named is not None
     name = next(name for name in ask.arguments if name != named[0])
     ref, _ = asks.refer(play, domain, operation, record)
-    templates = ("(change|update|set) the {l} of {r}", "{r} needs (another|a new) {l}", "(change|update) {r}, it should have another {l}")
+    templates = (
+        "(change|update|set) the {l} of {r}",
+        "{r} needs (another|a new) {l}",
+        "(change|update) {r}, it should have another {l}",
+    )
     body = phrases.one_of(play.rng, templates, l=operation.params[name].label, r=ref)
     text = phrases.upper_first(body) + "." if "needs" in body else phrases.request(play.rng, play.setting.tone, body)
     _ask_for(play, ask, name, answers.missing(domain, [operation.params[name]], ask.key), text)
@@ -67,17 +71,27 @@ def missing_key(play: Play) -> bool:
         if ask is None or asks.known(play, ask) is not None:
             return False
         label = answers.label_of(domain, ask.columns[0])
-        body = phrases.one_of(play.rng, ("(tell|give) me the {l} of {a}", "(look up|check) the {l} of {a}"), l=label, a=phrases.article(domain.noun))
+        body = phrases.one_of(
+            play.rng,
+            ("(tell|give) me the {l} of {a}", "(look up|check) the {l} of {a}"),
+            l=label,
+            a=phrases.article(domain.noun),
+        )
     else:
         records = open_records(play, domain, operation)
-        ask = asks.end(play, domain, operation, play.rng.choice(records), ref=phrases.article(domain.noun)) if records else None
+        ask = (
+            asks.end(play, domain, operation, play.rng.choice(records), ref=phrases.article(domain.noun))
+            if records
+            else None
+        )
         if ask is None:
             return False
         body = ask.order
     label = operation.params[named[0]].label
     play.begin(phrases.request(play.rng, play.setting.tone, body))
     play.finish(
-        f"{operation.name} needs {named[0]}, which is missing. I ask.", (f"Which {domain.noun} do you mean? Please give me the {label}.", ["?"])
+        f"{operation.name} needs {named[0]}, which is missing. I ask.",
+        (f"Which {domain.noun} do you mean? Please give me the {label}.", ["?"]),
     )
     _supply(play, ask, [phrases.Given(operation.params[named[0]], ask.key)])
     return True
@@ -111,7 +125,9 @@ def _supply(play: Play, ask: Ask, told: list[phrases.Given]) -> None:
         )
         said = phrases.one_of(play.rng, templates, v=text, l=g.column.label)
     else:
-        said = play.rng.choice((", ", " and ", "\n")).join(f"{g.column.label}: {g.said or values.spoken(g.column, g.value)}" for g in told)
+        said = play.rng.choice((", ", " and ", "\n")).join(
+            f"{g.column.label}: {g.said or values.spoken(g.column, g.value)}" for g in told
+        )
     asks.perform(
         play,
         [ask],
@@ -208,7 +224,11 @@ def follow_end(play: Play) -> bool:
 def follow_update(play: Play) -> bool:
     """`Change its due date to 2026-03-04.`"""
     picked = _in_focus(play, "update")
-    ask = asks.update(play, *picked, ref=play.rng.choice(("it", "it", f"that {picked[0].noun}"))) if picked is not None else None
+    ask = (
+        asks.update(play, *picked, ref=play.rng.choice(("it", "it", f"that {picked[0].noun}")))
+        if picked is not None
+        else None
+    )
     if ask is None:
         return False
     asks.perform(play, [ask], _now(play, ask.order))
@@ -257,17 +277,27 @@ def _foreign(play: Play) -> str | None:
     if operation.verb == "create":
         return f"{operation.word} {phrases.article(domain.noun)}"
     return (
-        f"{play.rng.choice(('find', 'list', 'count'))} {play.rng.choice(('all ', 'the ', ''))}{domain.plural}" if operation.verb == "find" else None
+        f"{play.rng.choice(('find', 'list', 'count'))} {play.rng.choice(('all ', 'the ', ''))}{domain.plural}"
+        if operation.verb == "find"
+        else None
     )
 
 
-_ALTERNATIVES: dict[Verb, tuple[Verb, ...]] = {"delete": ("delete", "close"), "create": ("create",), "update": ("update", "close")}
+_ALTERNATIVES: dict[Verb, tuple[Verb, ...]] = {
+    "delete": ("delete", "close"),
+    "create": ("create",),
+    "update": ("update", "close"),
+}
 
 
 def _lacking(play: Play) -> str | None:
     """An order that the session's records allow in life, but no tool does."""
     found = [
-        (d, verb) for d in play.domains if d.data is not None for verb, same in _ALTERNATIVES.items() if all(d.operation(v) is None for v in same)
+        (d, verb)
+        for d in play.domains
+        if d.data is not None
+        for verb, same in _ALTERNATIVES.items()
+        if all(d.operation(v) is None for v in same)
     ]
     if not found or play.rng.random() < 0.3:
         return None
@@ -285,7 +315,9 @@ def _lacking(play: Play) -> str | None:
         return None
     column = play.rng.choice(columns)
     value = values.draw(column, play.rng, play.split)
-    return phrases.one_of(play.rng, ("(change|set|update) the {l} of {n} {k} to {v}",), l=column.label, n=domain.noun, k=key, v=str(value))
+    return phrases.one_of(
+        play.rng, ("(change|set|update) the {l} of {n} {k} to {v}",), l=column.label, n=domain.noun, k=key, v=str(value)
+    )
 
 
 _ELSEWHERE = (
@@ -328,12 +360,24 @@ def small_talk(play: Play) -> bool:
     roll = play.rng.random()
     if roll < 0.6:
         name, text, answer = chat.talk(play.rng, setting.tone)
-        _talk(play, text, answer, "This is a small fact. No tool is needed." if name == "fact" else "This is small talk. No tool is needed.")
+        _talk(
+            play,
+            text,
+            answer,
+            "This is a small fact. No tool is needed." if name == "fact" else "This is small talk. No tool is needed.",
+        )
     elif roll < 0.72:
         who = (
-            f"I'm {setting.name}, an assistant that works with tools." if setting.name else "I'm tiny-agent, a small assistant that works with tools."
+            f"I'm {setting.name}, an assistant that works with tools."
+            if setting.name
+            else "I'm tiny-agent, a small assistant that works with tools."
         )
-        _talk(play, chat.cased(play.rng, phrases.one_of(play.rng, chat.WHO_ARE_YOU)), who, "The user asks who I am. No tool is needed.")
+        _talk(
+            play,
+            chat.cased(play.rng, phrases.one_of(play.rng, chat.WHO_ARE_YOU)),
+            who,
+            "The user asks who I am. No tool is needed.",
+        )
     elif roll < 0.88:
         _talk(
             play,
@@ -343,16 +387,32 @@ def small_talk(play: Play) -> bool:
         )
     elif roll < 0.94:
         day = f"Today is {setting.today}." if setting.today else "I don't know today's date."
-        _talk(play, chat.cased(play.rng, phrases.one_of(play.rng, chat.WHAT_DAY)), day, "The user asks for the date. No tool is needed.")
+        _talk(
+            play,
+            chat.cased(play.rng, phrases.one_of(play.rng, chat.WHAT_DAY)),
+            day,
+            "The user asks for the date. No tool is needed.",
+        )
     else:
         name = f"Your name is {setting.me}." if setting.me else "I don't know your name."
-        _talk(play, chat.cased(play.rng, phrases.one_of(play.rng, chat.WHO_AM_I)), name, "The user asks for their name. No tool is needed.")
+        _talk(
+            play,
+            chat.cased(play.rng, phrases.one_of(play.rng, chat.WHO_AM_I)),
+            name,
+            "The user asks for their name. No tool is needed.",
+        )
     return True
 
 
 def _abilities(play: Play) -> str:
     """The nouns of the tools, in the tools' order."""
-    owners = [play.domain_of(o) for tool in play.setting.tools for d in play.domains for o in d.operations if o.name == tool["function"]["name"]]
+    owners = [
+        play.domain_of(o)
+        for tool in play.setting.tools
+        for d in play.domains
+        for o in d.operations
+        if o.name == tool["function"]["name"]
+    ]
     return f"I can help you with these: {', '.join(dict.fromkeys(d.noun for d in owners))}."
 
 

@@ -1,4 +1,5 @@
-"""How well the model knows the gold answers of held-out sessions, and how well its MTP head foresees it, without generating anything."""
+"""How well the model knows the gold answers of held-out sessions, and how well its MTP head foresees it, without
+generating anything."""
 
 from __future__ import annotations
 
@@ -20,11 +21,13 @@ NUM_DRAFTS = 5
 class Results:
     num_messages: int
     perfect_messages: float
-    """Share of answers (runs of written tokens) whose every token is the most likely one, given the gold tokens before it."""
+    """Share of answers (runs of written tokens) whose every token is the most likely one, given the gold tokens before
+    it."""
     right_tokens: float
     """Share of written tokens that are."""
     draft_agreement: list[float]
-    """By position in the chain: share of drafts for written tokens that are the trunk's choice, given the gold tokens before."""
+    """By position in the chain: share of drafts for written tokens that are the trunk's choice, given the gold tokens
+    before."""
     accepted_drafts: float
     """Mean length of the chain's beginning that agrees, of NUM_DRAFTS."""
 
@@ -37,7 +40,9 @@ class Results:
 
 
 @torch.no_grad()
-def evaluate(model: Model, sessions: Sequence[Rendered], *, tokens_per_batch: int, max_length: int, device: torch.device) -> Results:
+def evaluate(
+    model: Model, sessions: Sequence[Rendered], *, tokens_per_batch: int, max_length: int, device: torch.device
+) -> Results:
     """Over all sessions, each cut at `max_length`."""
     messages: list[Tensor] = []
     tokens: list[Tensor] = []
@@ -51,8 +56,11 @@ def evaluate(model: Model, sessions: Sequence[Rendered], *, tokens_per_batch: in
         messages.append(_all_right(is_right, is_written))
         drafts = [_choices(model, m_TH) for m_TH in model.drafts(ids, hidden_TH, packed, NUM_DRAFTS)]
         agrees = torch.stack([draft == choices_T.roll(-1 - step) for step, draft in enumerate(drafts)])
-        # Only chains whose every draft stands for a written token: what comes after an answer's end isn't drafted when the model runs.
-        inside = torch.stack([(mask.roll(-2 - step) == WRITTEN) & packed.has_next(2 + step) for step in range(NUM_DRAFTS)]).all(0)
+        # Only chains whose every draft stands for a written token: what comes after an answer's end isn't drafted when
+        # the model runs.
+        inside = torch.stack(
+            [(mask.roll(-2 - step) == WRITTEN) & packed.has_next(2 + step) for step in range(NUM_DRAFTS)]
+        ).all(0)
         agreements.append(agrees[:, inside])
     all_agreements = torch.cat(agreements, 1).float()
     all_messages = torch.cat(messages)
@@ -78,7 +86,9 @@ def _all_right(is_right_T: Tensor, is_written_T: Tensor) -> Tensor:
     return num_wrong.index_add(0, run_of, (~is_right_T[is_written_T]).long()) == 0
 
 
-def _batches(sessions: Sequence[Rendered], tokens_per_batch: int, max_length: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor, Packed]]:
+def _batches(
+    sessions: Sequence[Rendered], tokens_per_batch: int, max_length: int, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor, Packed]]:
     held: list[Rendered] = []
     for session in [*sessions, None]:
         if held and (session is None or sum(len(s.ids[:max_length]) for s in [*held, session]) > tokens_per_batch):

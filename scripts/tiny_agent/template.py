@@ -28,7 +28,9 @@ class Template:
         """The domain with records of its own; tools and columns are shared, so nobody may change them."""
         tools = self.tools
         key = tools.key if tools is not None else Column(name="", label="", kind="word")
-        rows = toolset.records(rng, split, key, tools.columns, rng.randint(*self.num_records)) if tools is not None else []
+        rows = (
+            toolset.records(rng, split, key, tools.columns, rng.randint(*self.num_records)) if tools is not None else []
+        )
         return Domain(
             noun=self.noun,
             plural=self.plural,
@@ -41,7 +43,9 @@ class Template:
         )
 
 
-def column(name: str, kind: Kind, description: str = "", *, label: str = "", choices: str = "", form: str = "") -> Column:
+def column(
+    name: str, kind: Kind, description: str = "", *, label: str = "", choices: str = "", form: str = ""
+) -> Column:
     """A column whose label is its name in plain words; choices are separated by white space."""
     return Column(
         name=name,

@@ -1,9 +1,10 @@
-"""The tokenizer of tiny-agent: byte-level BPE with the Qwen3.5 added tokens, in which a word has the same tokens wherever it stands.
+"""The tokenizer of tiny-agent: byte-level BPE with the Qwen3.5 added tokens, in which a word has the same tokens
+wherever it stands.
 
     python -m scripts.tiny_agent.tokenizer --out build/tiny-agent [--seed 0] [--sessions 6000]
 
-Owns the split into pieces and the vocabulary. A small model has to copy words from schemas and results into calls, so no piece holds a word together
-with the space, quote or bracket beside it.
+Owns the split into pieces and the vocabulary. A small model has to copy words from schemas and results into calls, so
+no piece holds a word together with the space, quote or bracket beside it.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ END_OF_TURN = "<|im_end|>"
 _WORD = r"[\p{Lu}\p{Lt}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[\p{Lu}\p{Lt}]+"
 _RUN = r"(?:[^\p{L}\p{M}\p{N}\n\\]|\\(?!n))"
 _PIECES = rf"{_WORD}|\p{{N}}|{_RUN}*(?:\n+|(?:\\n)+)|{_RUN}+"
-"""Words, which end where a capital follows a small letter (dueDate is due and Date); single digits; runs of anything else, which newlines end, also
-those that JSON writes as an escape: its n is no part of the word that follows."""
+"""Words, which end where a capital follows a small letter (dueDate is due and Date); single digits; runs of anything
+else, which newlines end, also those that JSON writes as an escape: its n is no part of the word that follows."""
 
 _CONTROL_TOKENS = (
     END_OF_TEXT,
@@ -70,16 +71,20 @@ _VISIBLE_TOKENS = (
 def train(texts: Iterable[str], *, vocab_size: int = VOCAB_SIZE) -> Tokenizer:
     """Train on the texts and add the published added tokens, in their published order.
 
-    A piece counts once a text, so that a made-up name that fills one session doesn't earn tokens of its own; added tokens in the text don't count.
-    Raises ValueError when the texts are too few for `vocab_size` tokens."""
+    A piece counts once a text, so that a made-up name that fills one session doesn't earn tokens of its own; added
+    tokens in the text don't count. Raises ValueError when the texts are too few for `vocab_size` tokens."""
     split = pre_tokenizers.Split(Regex(_PIECES), behavior="isolated")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     num_added = len(_CONTROL_TOKENS) + len(_VISIBLE_TOKENS)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size - num_added, min_frequency=2, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - num_added, min_frequency=2, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(_distinct_pieces(texts, split), trainer)
     tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in _CONTROL_TOKENS])
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in _VISIBLE_TOKENS])
@@ -126,10 +131,20 @@ def _distinct_pieces(texts: Iterable[str], split: pre_tokenizers.Split) -> Itera
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train the tokenizer of tiny-agent and write it with the chat template.")
-    parser.add_argument("--out", type=Path, default=DEFAULT_DIRECTORY, metavar="DIR", help="made if it doesn't exist; default: %(default)s")
+    parser = argparse.ArgumentParser(
+        description="Train the tokenizer of tiny-agent and write it with the chat template."
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=DEFAULT_DIRECTORY,
+        metavar="DIR",
+        help="made if it doesn't exist; default: %(default)s",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the sessions; default: %(default)s")
-    parser.add_argument("--sessions", type=int, default=6000, metavar="N", help="how many to learn from; default: %(default)s")
+    parser.add_argument(
+        "--sessions", type=int, default=6000, metavar="N", help="how many to learn from; default: %(default)s"
+    )
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     write(train(session_texts(arguments.seed, arguments.sessions)), arguments.out)

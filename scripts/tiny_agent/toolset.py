@@ -1,6 +1,8 @@
-"""Builds the tools of one table of records: what the model sees (JSON schema), what the simulator does, and what each parameter stands for.
+"""Builds the tools of one table of records: what the model sees (JSON schema), what the simulator does, and what each
+parameter stands for.
 
-Used by the hand-written domains and by those made up by seed, so the shape of a tool is written once. Knows nothing of sessions, tasks or phrases.
+Used by the hand-written domains and by those made up by seed, so the shape of a tool is written once. Knows nothing of
+sessions, tasks or phrases.
 """
 
 from __future__ import annotations
@@ -11,7 +13,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from agentspec.replay.simulator import next_key
-from agentspec.replay.world import Calculate, Create, Delete, Find, Get, Locked, Record, Replace, Table, ToolAction, Update
+from agentspec.replay.world import (
+    Calculate,
+    Create,
+    Delete,
+    Find,
+    Get,
+    Locked,
+    Record,
+    Replace,
+    Table,
+    ToolAction,
+    Update,
+)
 from scripts.tiny_agent import values
 from scripts.tiny_agent.domain import Column, Operation, Split, Verb
 
@@ -25,7 +39,11 @@ _REPEAT_RATE = 0.3
 
 def schema(column: Column, description: str | None = None) -> Record:
     """JSON schema of a parameter that holds a value of the column."""
-    text = description if description is not None else column.description or column.label.capitalize() + _FORMATS.get(column.kind, "")
+    text = (
+        description
+        if description is not None
+        else column.description or column.label.capitalize() + _FORMATS.get(column.kind, "")
+    )
     extra: Record = {}
     match column.kind:
         case "people" | "tags":
@@ -53,7 +71,8 @@ def function(name: str, description: str, properties: Record, required: Sequence
 
 @dataclass(frozen=True, slots=True)
 class Toolset:
-    """Tools that work on one table. Each method builds one; `word` is the verb as people say it, `texts` overrides descriptions of parameters."""
+    """Tools that work on one table. Each method builds one; `word` is the verb as people say it, `texts` overrides
+    descriptions of parameters."""
 
     table: str
     key: Column
@@ -92,13 +111,16 @@ class Toolset:
         show: Sequence[str] = (),
         texts: Mapping[str, str] | None = None,
     ) -> Operation:
-        """Finds records: parameters that equal a column, parameters that occur in a column, and the greatest number of results."""
+        """Finds records: parameters that equal a column, parameters that occur in a column, and the greatest number of
+        results."""
         equal, inside = self._names(match), self._names(contains)
         params = self._params(equal)
         for param, column_name in inside.items():
             params[param] = _part(self.column(column_name))
         if limit is not None:
-            params[limit] = Column(name=limit, label="number of results", kind="count", description="Greatest number of results")
+            params[limit] = Column(
+                name=limit, label="number of results", kind="count", description="Greatest number of results"
+            )
         action = Find(table=self.table, match=equal, contains=inside, limit=limit, show=list(show))
         return self._operation("find", word, name, description, action, params, tuple(required), texts)
 
@@ -158,7 +180,17 @@ class Toolset:
         ((column, value),) = state.items()
         refused = locked or Locked(column=column, values=[value], error=f"{{key}} is {value} already")
         return self.update(
-            name, word, description, names, by=by, required=required, fixed=dict(state), locked=refused, show=show, verb="close", texts=texts
+            name,
+            word,
+            description,
+            names,
+            by=by,
+            required=required,
+            fixed=dict(state),
+            locked=refused,
+            show=show,
+            verb="close",
+            texts=texts,
         )
 
     def delete(
@@ -193,7 +225,9 @@ class Toolset:
         match = self._names(by or (self.key.name,))
         action = Replace(table=self.table, match=match, column=column, old=old, new=new, show=list(show))
         params = self._params(match)
-        params[old] = Column(name=column, label="old text", kind="text", description="Text to replace; it must occur exactly once")
+        params[old] = Column(
+            name=column, label="old text", kind="text", description="Text to replace; it must occur exactly once"
+        )
         params[new] = Column(name=column, label="new text", kind="text", description="Text that takes its place")
         return self._operation("replace", word, name, description, action, params, tuple(params), texts)
 
@@ -216,12 +250,21 @@ class Toolset:
     ) -> Operation:
         properties = {param: schema(column, (texts or {}).get(param)) for param, column in params.items()}
         needed = tuple(param for param in params if param in required)
-        return Operation(verb=verb, word=word, tool=function(name, description, properties, needed), action=action, params=params, required=needed)
+        return Operation(
+            verb=verb,
+            word=word,
+            tool=function(name, description, properties, needed),
+            action=action,
+            params=params,
+            required=needed,
+        )
 
 
 def calculator(name: str, word: str, description: str, expression: str) -> Operation:
     """The tool of a domain without records."""
-    column = Column(name=expression, label="expression", kind="text", description="Arithmetic expression with + - * / and brackets")
+    column = Column(
+        name=expression, label="expression", kind="text", description="Arithmetic expression with + - * / and brackets"
+    )
     tool = function(name, description, {expression: schema(column)}, (expression,))
     return Operation(
         verb="calculate",
@@ -237,7 +280,9 @@ def _part(column: Column) -> Column:
     """What a parameter holds that is looked for inside a column: one item of a list, a word of a text."""
     match column.kind:
         case "people":
-            return replace(column, kind="person", label=_singular(column.label), description=f"One of the {column.label}")
+            return replace(
+                column, kind="person", label=_singular(column.label), description=f"One of the {column.label}"
+            )
         case "tags":
             return replace(column, kind="word", label=_singular(column.label), description=f"One of the {column.label}")
         case _:
@@ -252,7 +297,8 @@ def _singular(label: str) -> str:
 
 
 def records(rng: random.Random, split: Split, key: Column, columns: Sequence[Column], num_records: int) -> list[Record]:
-    """Records with unique keys. Persons, cities and the like recur now and then, so that a search has one hit or two."""
+    """Records with unique keys. Persons, cities and the like recur now and then, so that a search has one hit or
+    two."""
     made: list[Record] = []
     seen: set[str] = set()
     while len(made) < num_records:

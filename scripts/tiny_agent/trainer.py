@@ -1,4 +1,5 @@
-"""One training step: forward, losses of the trunk and of the MTP head, backward, update. Knows nothing of files or of where batches come from."""
+"""One training step: forward, losses of the trunk and of the MTP head, backward, update. Knows nothing of files or of
+where batches come from."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ class Counts:
         self._norm = torch.zeros((), dtype=torch.float64, device=device)
         self._num_steps = 0
 
-    def add(self, nll_T: Tensor, right_T: Tensor, kind_T: Tensor, counted_T: Tensor, mtp: list[Tensor], norm: Tensor) -> None:
+    def add(
+        self, nll_T: Tensor, right_T: Tensor, kind_T: Tensor, counted_T: Tensor, mtp: list[Tensor], norm: Tensor
+    ) -> None:
         is_kind_KT = (kind_T == torch.arange(len(KIND_WEIGHTS), device=kind_T.device)[:, None]) & counted_T
         self._tokens_by_kind += is_kind_KT.sum(1)
         self._right_by_kind += (is_kind_KT & right_T).sum(1)
@@ -50,9 +53,7 @@ class Counts:
         read, repeated, written = (self._nll_by_kind / tokens).tolist()
         right = (self._right_by_kind / tokens)[-1].item()
         mtp = " ".join(f"{loss:.4f}" for loss in (self._mtp / self._num_steps).tolist())
-        text = (
-            f"written {written:.4f} ({right:.2%} right), repeated {repeated:.4f}, read {read:.3f}; mtp {mtp}; norm {self._norm / self._num_steps:.2f}"
-        )
+        text = f"written {written:.4f} ({right:.2%} right), repeated {repeated:.4f}, read {read:.3f}; mtp {mtp}; norm {self._norm / self._num_steps:.2f}"
         for total in (self._nll_by_kind, self._right_by_kind, self._tokens_by_kind, self._mtp, self._norm):
             total.zero_()
         self._num_steps = 0
@@ -69,7 +70,9 @@ class Trainer:
         kernels = device_kernels(device, options.gated_delta)
         self._compile = options.compile and device.type == "cuda"
         self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        training_kernels = Kernels(kernels.attention, kernels.gated_delta, compiled(blocks)) if self._compile else kernels
+        training_kernels = (
+            Kernels(kernels.attention, kernels.gated_delta, compiled(blocks)) if self._compile else kernels
+        )
         self._config, self._kernels = config, kernels
         self._model = Model(config, self.weights, dtype=self._dtype, kernels=training_kernels)
         self.counts = Counts(device)
@@ -79,7 +82,9 @@ class Trainer:
         rounded = {name: published(name, weight.detach()).float() for name, weight in self.weights.items()}
         return Model(self._config, rounded, dtype=self._dtype, kernels=self._kernels)
 
-    def step(self, ids: IntArray, mask: IntArray, cu_seqlens: IntArray, progress: float, steps_since_start: int) -> Tensor:
+    def step(
+        self, ids: IntArray, mask: IntArray, cu_seqlens: IntArray, progress: float, steps_since_start: int
+    ) -> Tensor:
         """Train on one batch (data.py's arrays); `progress` is the share of the plan that is done. Returns the loss."""
         tokens_T, mask_T = to_device(ids.astype(np.int64), self.device), to_device(mask, self.device)
         loss, seen = self._losses(tokens_T, mask_T, pack(cu_seqlens, self.device))
@@ -90,12 +95,16 @@ class Trainer:
         self.counts.add(*seen, norm)
         return loss.detach()
 
-    def _losses(self, tokens_T: Tensor, mask_T: Tensor, packed: Packed) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]]:
+    def _losses(
+        self, tokens_T: Tensor, mask_T: Tensor, packed: Packed
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]]:
         model, options = self._model, self.options
         hidden_TH = model.hidden(tokens_T, packed)
         main = score(hidden_TH, model.head, *shifted_targets(tokens_T, mask_T, packed, 1), compile_terms=self._compile)
         head_VH = _scaled_gradient(model.head, options.mtp_trunk_gradient)
-        chain = model.drafts(tokens_T, _scaled_gradient(hidden_TH, options.mtp_trunk_gradient), packed, len(MTP_STEP_WEIGHTS), head_VH)
+        chain = model.drafts(
+            tokens_T, _scaled_gradient(hidden_TH, options.mtp_trunk_gradient), packed, len(MTP_STEP_WEIGHTS), head_VH
+        )
         mtp = [
             score(m_TH, head_VH, *shifted_targets(tokens_T, mask_T, packed, 2 + step), compile_terms=self._compile).loss
             for step, m_TH in enumerate(chain)
@@ -111,7 +120,9 @@ def device_kernels(device: torch.device, gated_delta: str) -> Kernels:
     from scripts.tiny_agent import cuda_mixers
 
     cuda_mixers.prepare_fla()
-    return Kernels(cuda_mixers.causal_attention, cuda_mixers.gated_delta if gated_delta == "fla" else PLAIN.gated_delta, blocks)
+    return Kernels(
+        cuda_mixers.causal_attention, cuda_mixers.gated_delta if gated_delta == "fla" else PLAIN.gated_delta, blocks
+    )
 
 
 def _scaled_gradient(x: Tensor, scale: float) -> Tensor:

@@ -23,7 +23,13 @@ from scripts.tiny_agent.training_state import Progress, load_state, save_state
 _REPORT_EVERY = 50
 
 
-def train(trainer: Trainer, progress: Progress, stream: Iterator[Batch], arguments: argparse.Namespace, sessions: dict[str, list[Rendered]]) -> None:
+def train(
+    trainer: Trainer,
+    progress: Progress,
+    stream: Iterator[Batch],
+    arguments: argparse.Namespace,
+    sessions: dict[str, list[Rendered]],
+) -> None:
     """Steps until the plan or the time is at its end, with reports and evaluations on the way."""
     deadline = arguments.started + 60 * arguments.minutes if arguments.minutes else float("inf")
     waited, reported, tokens = 0.0, time.monotonic(), 0
@@ -34,7 +40,13 @@ def train(trainer: Trainer, progress: Progress, stream: Iterator[Batch], argumen
             batch = coming.result()
             waited += time.monotonic() - asked
             coming = ahead.submit(next, stream)
-            loss = trainer.step(batch.ids, batch.mask, batch.cu_seqlens, progress.tokens / arguments.tokens, progress.steps_since_fresh_moments)
+            loss = trainer.step(
+                batch.ids,
+                batch.mask,
+                batch.cu_seqlens,
+                progress.tokens / arguments.tokens,
+                progress.steps_since_fresh_moments,
+            )
             progress.step += 1
             progress.steps_since_fresh_moments += 1
             progress.tokens += len(batch.ids)
@@ -60,7 +72,9 @@ def report(trainer: Trainer, arguments: argparse.Namespace, sessions: dict[str, 
     model = trainer.rounded_model()
     for name, group in sessions.items():
         started = time.monotonic()
-        results = evaluate(model, group, tokens_per_batch=arguments.tokens_per_batch, max_length=MAX_LENGTH, device=trainer.device)
+        results = evaluate(
+            model, group, tokens_per_batch=arguments.tokens_per_batch, max_length=MAX_LENGTH, device=trainer.device
+        )
         print(f"held out, {name} domains: {results}; {time.monotonic() - started:.1f} s", flush=True)
 
 
@@ -88,7 +102,10 @@ def run(arguments: argparse.Namespace) -> None:
     if moments is not None:
         trainer.optimizer.load_state(moments)
     count = sum(weight.numel() for weight in weights.values())
-    print(f"{count / 1e6:.2f} M parameters, {arguments.tokens / 1e6:.0f} Mtok planned, {progress.tokens / 1e6:.0f} Mtok seen", flush=True)
+    print(
+        f"{count / 1e6:.2f} M parameters, {arguments.tokens / 1e6:.0f} Mtok planned, {progress.tokens / 1e6:.0f} Mtok seen",
+        flush=True,
+    )
     sessions = {
         name: held_out(arguments.seed, arguments.eval_sessions, unseen, directory=arguments.tokenizer)
         for name, unseen in (("known", False), ("unseen", True))
@@ -99,7 +116,10 @@ def run(arguments: argparse.Namespace) -> None:
         save_state(arguments.out, trainer.weights, trainer.optimizer.state(), progress)
         if arguments.transport:
             save_state(arguments.transport, trainer.weights, None, progress)
-        print(f"{time.monotonic() - arguments.started:6.0f} s: saved {arguments.out} after step {progress.step}", flush=True)
+        print(
+            f"{time.monotonic() - arguments.started:6.0f} s: saved {arguments.out} after step {progress.step}",
+            flush=True,
+        )
         report(trainer, arguments, sessions)
 
 

@@ -1,6 +1,7 @@
 """What a training run leaves on disk: float32 weights, the optimiser's moments, and where in the plan it stands.
 
-Without `moments.safetensors` the directory is small enough to carry elsewhere; training then goes on with fresh moments.
+Without `moments.safetensors` the directory is small enough to carry elsewhere; training then goes on with fresh
+moments.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class Progress:
     steps_since_fresh_moments: int = 0
 
 
-def save_state(directory: Path, weights: dict[str, Tensor], moments: dict[str, Tensor] | None, progress: Progress) -> None:
+def save_state(
+    directory: Path, weights: dict[str, Tensor], moments: dict[str, Tensor] | None, progress: Progress
+) -> None:
     """Replace the directory's content in one move."""
     new = directory.with_name(directory.name + ".new")
     shutil.rmtree(new, ignore_errors=True)

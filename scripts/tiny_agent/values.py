@@ -16,10 +16,55 @@ from scripts.tiny_agent.sentences import sentence, title
 
 __all__ = ["draw", "fact_lines", "facts", "page", "sentence", "spoken", "title"]
 
-_CITY_FIRST = ("New", "Port", "North", "South", "East", "West", "Upper", "Lower", "Old", "Fort", "Lake", "Mount", "San", "St")
+_CITY_FIRST = (
+    "New",
+    "Port",
+    "North",
+    "South",
+    "East",
+    "West",
+    "Upper",
+    "Lower",
+    "Old",
+    "Fort",
+    "Lake",
+    "Mount",
+    "San",
+    "St",
+)
 _CITY_LAST = ("Bay", "City", "Falls", "Hill", "Springs", "Park", "Heath", "Bridge", "Cross", "Harbor", "Point", "Ridge")
-_CITY_ENDS = ("ton", "ville", "burg", "holm", "ford", "field", "by", "wick", "stad", "haven", "mouth", "ia", "ora", "grad")
-_FOLDERS = ("docs", "src", "config", "notes", "reports", "data", "scripts", "app", "lib", "tests", "drafts", "archive", "assets", "team")
+_CITY_ENDS = (
+    "ton",
+    "ville",
+    "burg",
+    "holm",
+    "ford",
+    "field",
+    "by",
+    "wick",
+    "stad",
+    "haven",
+    "mouth",
+    "ia",
+    "ora",
+    "grad",
+)
+_FOLDERS = (
+    "docs",
+    "src",
+    "config",
+    "notes",
+    "reports",
+    "data",
+    "scripts",
+    "app",
+    "lib",
+    "tests",
+    "drafts",
+    "archive",
+    "assets",
+    "team",
+)
 _SUFFIXES = (".md", ".txt", ".py", ".json", ".yaml", ".toml", ".csv", ".log", ".ini", ".html")
 _MAIL_ENDS = ("com", "org", "net", "io", "eu", "dev")
 _UPPER = "ABCDEFGHJKLMNPQRSTUVWXYZ"
@@ -35,7 +80,8 @@ def draw(column: Column, rng: random.Random, split: Split) -> Any:
 
 
 def spoken(column: Column, value: Any) -> str:
-    """The value as users and answers say it: texts, numbers, dates and codes verbatim, lists as "Ana, Bo and Cy", flags as yes or no."""
+    """The value as users and answers say it: texts, numbers, dates and codes verbatim, lists as "Ana, Bo and Cy", flags
+    as yes or no."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
@@ -45,7 +91,8 @@ def spoken(column: Column, value: Any) -> str:
 
 
 def code(form: str, rng: random.Random) -> str:
-    """A code of this form: `#` is a digit, `@` a capital letter, `&` a small one. Numbers begin with 1 to 8: counting up keeps their width."""
+    """A code of this form: `#` is a digit, `@` a capital letter, `&` a small one. Numbers begin with 1 to 8: counting
+    up keeps their width."""
     out: list[str] = []
     for index, mark in enumerate(form):
         if mark == "#":
@@ -120,7 +167,9 @@ def time(rng: random.Random, split: Split) -> str:
 
 def email(rng: random.Random, split: Split) -> str:
     first = pools.name(pools.FIRST_NAMES, rng, split).lower()
-    local = rng.choice((first, f"{first}.{pools.name(pools.LAST_NAMES, rng, split).lower()}", f"{first}{rng.randint(1, 99)}"))
+    local = rng.choice(
+        (first, f"{first}.{pools.name(pools.LAST_NAMES, rng, split).lower()}", f"{first}{rng.randint(1, 99)}")
+    )
     host = pools.name(pools.COMPANIES, rng, split).lower()
     return f"{_ascii(local)}@{host}.{rng.choice(_MAIL_ENDS)}"
 
@@ -148,7 +197,9 @@ def tag(rng: random.Random, split: Split) -> str:
 
 
 def company(rng: random.Random, split: Split) -> str:
-    ending = rng.choice(("", "", " Ltd", " Group", " Foods", " Labs", " Works", " Partners", " Travel", " Supply", " Media"))
+    ending = rng.choice(
+        ("", "", " Ltd", " Group", " Foods", " Labs", " Works", " Partners", " Travel", " Supply", " Media")
+    )
     return pools.name(pools.COMPANIES, rng, split) + ending
 
 

@@ -2,9 +2,9 @@
 
     python -m scripts.tiny_agent.workload [--seed N] [--out FILE]
 
-Which sessions: those of index 0, 1, 2, ... of the seed, in this order, as far as their shape (see `shapes`) is still wanted in their group
-(`WANTED`). The shape is that of the generated session; no model is asked, so nothing is chosen by how a model does. The same seed and generator
-give the same bytes.
+Which sessions: those of index 0, 1, 2, ... of the seed, in this order, as far as their shape (see `shapes`) is still
+wanted in their group (`WANTED`). The shape is that of the generated session; no model is asked, so nothing is chosen by
+how a model does. The same seed and generator give the same bytes.
 """
 
 from __future__ import annotations
@@ -43,13 +43,17 @@ SHORT_TURNS = range(2, 6)
 def shapes(example: Example) -> list[Shape]:
     """What a session can stand for, in the order in which it is wanted; nothing if it is of no size that is wanted.
 
-    `long`: a size in LONG. The others are short, with two to five turns of the user: `parallel` has an answer with several calls, `row` a turn with
-    calls behind the result of a call, `error` a result that is an error."""
+    `long`: a size in LONG. The others are short, with two to five turns of the user: `parallel` has an answer with
+    several calls, `row` a turn with calls behind the result of a call, `error` a result that is an error."""
     size = len(json.dumps(example.tools)) + sum(_size(message) for message in example.messages())
     if size in LONG:
         return ["long"]
     answers = [[message for message in turn.messages if message["role"] == "assistant"] for turn in example.turns]
-    if size not in SHORT or len(answers) not in SHORT_TURNS or sum(_size(message) for turn in answers for message in turn) not in SHORT_ANSWERS:
+    if (
+        size not in SHORT
+        or len(answers) not in SHORT_TURNS
+        or sum(_size(message) for turn in answers for message in turn) not in SHORT_ANSWERS
+    ):
         return []
     calls = [[len(message.get("tool_calls", [])) for message in turn] for turn in answers]
     results = [message["content"] for turn in example.turns for message in turn.messages if message["role"] == "tool"]
@@ -64,7 +68,14 @@ def shapes(example: Example) -> list[Shape]:
 
 def choose(seed: int) -> list[Example]:
     """The sessions, in the order of their indices."""
-    wanted = Counter({(group, shape, thinking): num for group, nums in WANTED.items() for shape, num in nums.items() for thinking in (True, False)})
+    wanted = Counter(
+        {
+            (group, shape, thinking): num
+            for group, nums in WANTED.items()
+            for shape, num in nums.items()
+            for thinking in (True, False)
+        }
+    )
     chosen = []
     index = 0
     while wanted.total():
@@ -99,7 +110,11 @@ def _line(example: Example, rng: random.Random) -> dict[str, Any]:
 def _size(message: dict[str, Any]) -> int:
     """Characters of a message."""
     calls = [call["function"] for call in message.get("tool_calls", [])]
-    return len(message["content"] or "") + len(message.get("reasoning_content", "")) + sum(len(call["name"] + call["arguments"]) for call in calls)
+    return (
+        len(message["content"] or "")
+        + len(message.get("reasoning_content", ""))
+        + sum(len(call["name"] + call["arguments"]) for call in calls)
+    )
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""What an operation costs, counted in Python and C calls instead of seconds: bounded by the prompt's path, never by the size of the tree."""
+"""What an operation costs, counted in Python and C calls instead of seconds: bounded by the prompt's path, never by the
+size of the tree."""
 
 from __future__ import annotations
 
@@ -59,7 +60,14 @@ def turn(cache: HybridCache, ids: array[int], *lengths: int) -> dict[str, int]:
         _, cost = calls(partial(cache.publish, lease, "", ids, length, row, CheckpointKind.TURN))
         cost_publish = max(cost_publish, cost)
     _, cost_release = calls(lambda: cache.release(lease))
-    return {"match": cost_match, "acquire": cost_acquire, "grow": cost_grow, "rows": cost_rows, "publish": cost_publish, "release": cost_release}
+    return {
+        "match": cost_match,
+        "acquire": cost_acquire,
+        "grow": cost_grow,
+        "rows": cost_rows,
+        "publish": cost_publish,
+        "release": cost_release,
+    }
 
 
 def test_a_long_prompt_costs_a_few_calls_whatever_else_is_cached() -> None:

@@ -1,4 +1,5 @@
-"""What goes when room is short: LRU over checkpoints, GRID first, held last, locked never; one budget in bytes for rows and pages."""
+"""What goes when room is short: LRU over checkpoints, GRID first, held last, locked never; one budget in bytes for rows
+and pages."""
 
 from __future__ import annotations
 
@@ -279,7 +280,11 @@ def test_stats_count_every_way_to_go() -> None:
     stats = world.cache.stats()
     assert (stats["checkpoints_created"], stats["checkpoints_superseded"], stats["checkpoints_evicted"]) == (5, 1, 1)
     assert (stats["checkpoints_live"], stats["checkpoints_peak"]) == (3, 3)
-    assert (stats["checkpoints_live_system"], stats["checkpoints_live_turn"], stats["checkpoints_live_grid"]) == (1, 2, 0)
+    assert (stats["checkpoints_live_system"], stats["checkpoints_live_turn"], stats["checkpoints_live_grid"]) == (
+        1,
+        2,
+        0,
+    )
     assert (stats["rows_used"], stats["rows_free"], stats["rows_peak"]) == (3, 0, 3)
     assert stats["pages_used"] == stats["tree_pages"] == 6
     assert stats["ghost_blocks"] == 4

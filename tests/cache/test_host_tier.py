@@ -17,9 +17,17 @@ ALL = 1 << 30
 
 
 def new_world(
-    *, rows: int = 3, host_rows: int = 20, host_pages: int = 200, ready_share: float = 1.0, min_fetch_blocks: int = 1, **more: Any
+    *,
+    rows: int = 3,
+    host_rows: int = 20,
+    host_pages: int = 200,
+    ready_share: float = 1.0,
+    min_fetch_blocks: int = 1,
+    **more: Any,
 ) -> World:
-    memory = HostMemory(num_rows=host_rows, num_pages=host_pages, ready_share=ready_share, min_fetch_blocks=min_fetch_blocks)
+    memory = HostMemory(
+        num_rows=host_rows, num_pages=host_pages, ready_share=ready_share, min_fetch_blocks=min_fetch_blocks
+    )
     return World(rows=rows, host_memory=memory, **more)
 
 
@@ -54,7 +62,9 @@ def test_a_checkpoint_that_goes_before_its_copy_is_complete_is_lost() -> None:
     world.turn(story(4))
     world.turn(story(5))
     world.carry_out(ALL, ALL)
-    assert on_host(world) == [1, 3], "the first copy was complete; the second was not when eviction came to it; the third one still stands"
+    assert on_host(world) == [1, 3], (
+        "the first copy was complete; the second was not when eviction came to it; the third one still stands"
+    )
     assert stats(world)["checkpoints_lost"] == 1
     assert world.turn(story(2)) == 0
 
@@ -220,7 +230,8 @@ def test_bytes_are_counted_in_both_directions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("num_rows", 0), ("num_pages", 0), ("ready_share", 1.5), ("ready_share", -0.1), ("min_fetch_blocks", 0)]
+    ("field", "value"),
+    [("num_rows", 0), ("num_pages", 0), ("ready_share", 1.5), ("ready_share", -0.1), ("min_fetch_blocks", 0)],
 )
 def test_settings_that_make_no_sense_are_refused(field: str, value: float) -> None:
     settings: dict[str, Any] = {"num_rows": 2, "num_pages": 2, field: value}
@@ -229,8 +240,9 @@ def test_settings_that_make_no_sense_are_refused(field: str, value: float) -> No
 
 
 def test_a_complete_copy_stays_as_it_is_when_the_device_takes_other_pages_for_its_path() -> None:
-    """Somebody computes the same prefix once more, and the tree adopts those pages while other copies are still on their way. The pages may have a
-    new owner, and another content, by the time that an order to the host is carried out."""
+    """Somebody computes the same prefix once more, and the tree adopts those pages while other copies are still on
+    their way. The pages may have a new owner, and another content, by the time that an order to the host is carried
+    out."""
     world = new_world(rows=6, pages=12)
     world.turn(story(1))
     world.settle()

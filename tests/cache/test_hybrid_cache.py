@@ -15,7 +15,13 @@ from agentspec.errors import ConfigError
 from agentspec.types import ZERO_ROW, CheckpointKind, tokens
 from tests.cache.world import PAGE_BYTES, ROW_BYTES, World
 
-SYSTEM, USER, TURN, BRANCH, GRID = CheckpointKind.SYSTEM, CheckpointKind.USER, CheckpointKind.TURN, CheckpointKind.BRANCH, CheckpointKind.GRID
+SYSTEM, USER, TURN, BRANCH, GRID = (
+    CheckpointKind.SYSTEM,
+    CheckpointKind.USER,
+    CheckpointKind.TURN,
+    CheckpointKind.BRANCH,
+    CheckpointKind.GRID,
+)
 
 
 def ids(*parts: tuple[int, int]) -> list[int]:
@@ -251,7 +257,12 @@ def test_disabled_cache_lends_rows_and_pages_but_keeps_nothing() -> None:
     world.release(run, hold_seconds=5.0)
     assert world.start(ids((1, 16))).length == 0
     stats = world.cache.stats()
-    assert (stats["pages_used"], stats["rows_used"], stats["checkpoints_created"], stats["ghost_blocks"]) == (0, 0, 0, 0)
+    assert (stats["pages_used"], stats["rows_used"], stats["checkpoints_created"], stats["ghost_blocks"]) == (
+        0,
+        0,
+        0,
+        0,
+    )
 
 
 def test_clear_drops_all_but_locked_paths() -> None:
@@ -336,7 +347,15 @@ def test_a_lease_ends_once() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("num_rows", 2), ("num_pages", 1), ("row_bytes", 0), ("page_bytes", 0), ("block_tokens", 0), ("budget_bytes", -1), ("ghost_blocks", -1)],
+    [
+        ("num_rows", 2),
+        ("num_pages", 1),
+        ("row_bytes", 0),
+        ("page_bytes", 0),
+        ("block_tokens", 0),
+        ("budget_bytes", -1),
+        ("ghost_blocks", -1),
+    ],
 )
 def test_bad_settings_are_refused_by_name(field: str, value: int) -> None:
     settings: dict[str, Any] = {"num_rows": 4, "num_pages": 4, "row_bytes": 1, "page_bytes": 1, field: value}

@@ -14,7 +14,8 @@ from tests.cache.world import World
 
 
 def a_world() -> World:
-    """A checkpoint at 8, a ghost beyond it to 16, a held one of another story, and a running request that goes on from 8."""
+    """A checkpoint at 8, a ghost beyond it to 16, a held one of another story, and a running request that goes on from
+    8."""
     world = World()
     world.turn(range(20), kinds={8: CheckpointKind.SYSTEM, 16: CheckpointKind.GRID})
     world.turn(range(100, 109), session="held", hold_seconds=5.0)

@@ -1,8 +1,8 @@
 """Randomised proof: whatever requests do at once, a hit's row and pages hold exactly the prefix that they stand for.
 
-`World` audits structure, ownership, accounts and contents after every operation. Two things more are proved here: what the cache says is
-available can be had, to the last page and row; and where there is room for everything, checkpoints go only by the supersede rule, which `Ledger`
-tells again in the simplest words.
+`World` audits structure, ownership, accounts and contents after every operation. Two things more are proved here: what
+the cache says is available can be had, to the last page and row; and where there is room for everything, checkpoints go
+only by the supersede rule, which `Ledger` tells again in the simplest words.
 """
 
 from __future__ import annotations
@@ -17,11 +17,19 @@ from agentspec.cache.host_tier import HostMemory
 from agentspec.types import CheckpointKind, tokens
 from tests.cache.world import BLOCK, PAGE_BYTES, ROW_BYTES, Key, Run, World
 
-SYSTEM, USER, TURN, BRANCH, GRID = CheckpointKind.SYSTEM, CheckpointKind.USER, CheckpointKind.TURN, CheckpointKind.BRANCH, CheckpointKind.GRID
+SYSTEM, USER, TURN, BRANCH, GRID = (
+    CheckpointKind.SYSTEM,
+    CheckpointKind.USER,
+    CheckpointKind.TURN,
+    CheckpointKind.BRANCH,
+    CheckpointKind.GRID,
+)
 
 
 def host(num_rows: int, num_pages: int, ready_share: float) -> dict[str, Any]:
-    return {"host_memory": HostMemory(num_rows=num_rows, num_pages=num_pages, ready_share=ready_share, min_fetch_blocks=1)}
+    return {
+        "host_memory": HostMemory(num_rows=num_rows, num_pages=num_pages, ready_share=ready_share, min_fetch_blocks=1)
+    }
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -45,7 +53,8 @@ NUM_HOST_OPERATIONS = 4000
 
 
 class Traffic:
-    """Random requests over a few stories that share prefixes, in the shapes that agents make: continue, branch, repeat."""
+    """Random requests over a few stories that share prefixes, in the shapes that agents make: continue, branch,
+    repeat."""
 
     def __init__(self, world: World, seed: int) -> None:
         self.world = world
@@ -77,7 +86,8 @@ class Traffic:
         if run.lease.fetch is not None and not world.land(run):
             return
         action = rng.choices(
-            ["compute", "snapshot", "publish", "publish snapshot", "release", "rows", "wait", "promise", "clear"], [40, 10, 40, 10, 10, 3, 3, 3, 0.4]
+            ["compute", "snapshot", "publish", "publish snapshot", "release", "rows", "wait", "promise", "clear"],
+            [40, 10, 40, 10, 10, 3, 3, 3, 0.4],
         )[0]
         if action == "compute":
             aligned = rng.random() < 0.8
@@ -119,7 +129,8 @@ class Traffic:
         self.world.release(run, self.rng.choice([0.0, 2.0, 5.0]))
 
     def retract(self, run: Run) -> None:
-        """Out of room: as the scheduler, let somebody go. A request alone always fits, but for the rows that it hoards itself."""
+        """Out of room: as the scheduler, let somebody go. A request alone always fits, but for the rows that it hoards
+        itself."""
         assert len(self.world.runs) > 1 or run.snapshots, f"{self.world.note}: a request alone finds no room"
         victim = self.rng.choice(self.world.runs)
         if victim.lease.fetch is not None:
@@ -253,7 +264,12 @@ class Ledger(Traffic):
                 entry.readers.add(run)
                 self.reads[run], self.deepest[run], self.reach[run] = key, (key, entry), depth
         for old_key, old in list(self.mine[run]):
-            if self.standing.get(old_key) is old and old.kind == kind and len(old_key[1]) < depth and kind in (USER, TURN):
+            if (
+                self.standing.get(old_key) is old
+                and old.kind == kind
+                and len(old_key[1]) < depth
+                and kind in (USER, TURN)
+            ):
                 self.mine[run].remove((old_key, old))
                 old.superseded = True
                 if self.reads[run] == old_key:

@@ -7,7 +7,13 @@ import pytest
 from agentspec.types import CheckpointKind
 from tests.cache.world import World
 
-SYSTEM, USER, TURN, BRANCH, GRID = CheckpointKind.SYSTEM, CheckpointKind.USER, CheckpointKind.TURN, CheckpointKind.BRANCH, CheckpointKind.GRID
+SYSTEM, USER, TURN, BRANCH, GRID = (
+    CheckpointKind.SYSTEM,
+    CheckpointKind.USER,
+    CheckpointKind.TURN,
+    CheckpointKind.BRANCH,
+    CheckpointKind.GRID,
+)
 
 
 @pytest.mark.parametrize("kind", list(CheckpointKind))

@@ -1,8 +1,9 @@
 """A cache with simulated contents: every row and page remembers which prefix was written to it.
 
-`World` drives a HybridCache as the scheduler does and audits it after every operation, contents included: what the tree hands out or a running
-request reads must be exactly the prefix that it stands for. Whatever gets a new owner loses its content. Copies to and from the host tier are
-carried out late, when the test says so, and read what the ids hold by then.
+`World` drives a HybridCache as the scheduler does and audits it after every operation, contents included: what the tree
+hands out or a running request reads must be exactly the prefix that it stands for. Whatever gets a new owner loses its
+content. Copies to and from the host tier are carried out late, when the test says so, and read what the ids hold by
+then.
 """
 
 from __future__ import annotations
@@ -102,23 +103,38 @@ class World:
         self.num_fetches = 0
         self.runs: list[Run] = []
 
-    def start(self, sequence: Iterable[int], *, namespace: str = "", session: str | None = None, limit: int | None = None) -> Run:
+    def start(
+        self, sequence: Iterable[int], *, namespace: str = "", session: str | None = None, limit: int | None = None
+    ) -> Run:
         """Match and acquire; the hit must be the deepest checkpoint that stands on the path."""
         ids = list(sequence)
         live = self.live()
         bound = min(len(ids) - 1 if limit is None else limit, len(ids))
         match = self.cache.match(namespace, tokens(ids), limit=limit)
-        best = max((len(key[1]) for key in live if key[0] == namespace and len(key[1]) <= bound and list(key[1]) == ids[: len(key[1])]), default=0)
+        best = max(
+            (
+                len(key[1])
+                for key in live
+                if key[0] == namespace and len(key[1]) <= bound and list(key[1]) == ids[: len(key[1])]
+            ),
+            default=0,
+        )
         assert match.num_tokens == best, f"{self.note}: hit {match.num_tokens}, deepest checkpoint {best}"
         assert match.num_tokens <= match.branch_tokens <= max(bound, 0)
         if best:
             key = namespace, tuple(ids[:best])
             assert match.kind == live[key].kind
-            assert self.row_content[match.row] == prefix_tags(*key)[-1], f"{self.note}: the row of a hit holds another prefix"
+            assert self.row_content[match.row] == prefix_tags(*key)[-1], (
+                f"{self.note}: the row of a hit holds another prefix"
+            )
         else:
             assert match.row == ZERO_ROW
             assert match.kind is None
-        kept = [key[1] for key in self.live_copies() if key[0] == namespace and len(key[1]) <= bound and list(key[1]) == ids[: len(key[1])]]
+        kept = [
+            key[1]
+            for key in self.live_copies()
+            if key[0] == namespace and len(key[1]) <= bound and list(key[1]) == ids[: len(key[1])]
+        ]
         deepest = max((len(key) for key in kept), default=0)
         least = best if self.cache.host is None else best + self.cache.host.memory.min_fetch_blocks * BLOCK
         assert match.num_reachable == (deepest if deepest >= least else best)
@@ -132,7 +148,10 @@ class World:
         self.audit()
         if match.host_copy is not None:
             before = len(lease.page_ids)
-            if self.cache.grow_pages(lease, match.num_reachable // BLOCK) and (fetch := self.cache.fetch(lease, match)) is not None:
+            if (
+                self.cache.grow_pages(lease, match.num_reachable // BLOCK)
+                and (fetch := self.cache.fetch(lease, match)) is not None
+            ):
                 self.num_fetches += 1
                 self.row_content.pop(fetch.row, None)
             for page in lease.page_ids[before:]:
@@ -140,7 +159,9 @@ class World:
             self.audit()
             if lease.fetch is None:
                 self.release(run)
-                lease = self.cache.acquire(replace(self.cache.match(namespace, tokens(ids), limit=limit), host_copy=None), session_id=session)
+                lease = self.cache.acquire(
+                    replace(self.cache.match(namespace, tokens(ids), limit=limit), host_copy=None), session_id=session
+                )
                 run = Run(lease, namespace, ids, lease.num_cached, lease.read_row)
                 self.runs.append(run)
                 self.audit()
@@ -151,7 +172,8 @@ class World:
         self.audit()
 
     def carry_out(self, num_to_device: int, num_to_host: int) -> None:
-        """Carry out some orders: to the device first, and to the host only when nothing is to be copied to the device any more."""
+        """Carry out some orders: to the device first, and to the host only when nothing is to be copied to the device
+        any more."""
         self._collect_orders()
         for _ in range(min(num_to_device, len(self.to_device))):
             order = self.to_device.popleft()
@@ -189,7 +211,8 @@ class World:
         self.to_device.extend(orders.to_device)
 
     def compute(self, run: Run, length: int) -> bool:
-        """Bring the run's state to `length`: pages for it, and a row of its own that holds it. False when there is no room."""
+        """Bring the run's state to `length`: pages for it, and a row of its own that holds it. False when there is no
+        room."""
         assert run.length <= length <= len(run.sequence)
         before = list(run.lease.page_ids)
         if not self.cache.grow_pages(run.lease, -(-length // BLOCK)):
@@ -253,7 +276,8 @@ class World:
         hold_seconds: float = 0.0,
         namespace: str = "",
     ) -> int:
-        """A whole request: resume, compute and publish at the wanted lengths (default: a TURN at the last boundary), release. Returns the hit."""
+        """A whole request: resume, compute and publish at the wanted lengths (default: a TURN at the last boundary),
+        release. Returns the hit."""
         ids = list(sequence)
         run = self.start(ids, session=session, namespace=namespace)
         if run.lease.fetch is not None:
@@ -289,24 +313,32 @@ class World:
     def _check_contents(self) -> None:
         for (namespace, ids), checkpoint in self.live().items():
             tags = prefix_tags(namespace, ids)
-            assert self.row_content.get(checkpoint.row) == tags[-1], f"row {checkpoint.row} of a checkpoint holds another prefix"
+            assert self.row_content.get(checkpoint.row) == tags[-1], (
+                f"row {checkpoint.row} of a checkpoint holds another prefix"
+            )
             pages = [page for node in path_of(checkpoint.node) for page in node.page_ids or ()]
             for block, page in enumerate(pages):
-                assert self.page_content.get(page) == tags[(block + 1) * BLOCK], f"page {page} of the tree holds another prefix"
+                assert self.page_content.get(page) == tags[(block + 1) * BLOCK], (
+                    f"page {page} of the tree holds another prefix"
+                )
         for (namespace, ids), copy in self.live_copies().items():
             assert self.cache.host is not None
             if self.cache.host.is_complete(copy):
                 tags = prefix_tags(namespace, ids)
                 assert self.host_row_content.get(copy.row) == tags[-1], f"host row {copy.row} holds another prefix"
                 for block, page in enumerate(self.cache.tree.host_page_ids(copy.node)):
-                    assert self.host_page_content.get(page) == tags[(block + 1) * BLOCK], f"host page {page} holds another prefix"
+                    assert self.host_page_content.get(page) == tags[(block + 1) * BLOCK], (
+                        f"host page {page} holds another prefix"
+                    )
         for run in self.runs:
             for block in range(-(-run.length // BLOCK)):
                 page = run.lease.page_ids[block]
                 expected = run.tags[min((block + 1) * BLOCK, run.length)]
                 assert self.page_content.get(page) == expected, f"page {page} changed under a running request"
             if run.state_row in run.lease.own_rows:
-                assert self.row_content[run.state_row] == run.tags[run.length], f"row {run.state_row} changed under a running request"
+                assert self.row_content[run.state_row] == run.tags[run.length], (
+                    f"row {run.state_row} changed under a running request"
+                )
 
 
 def _key(node: Node) -> Key:

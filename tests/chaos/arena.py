@@ -1,4 +1,5 @@
-"""Around every attack: a server, honest clients who compare each answer with that of a quiet run, and what must be as before afterwards.
+"""Around every attack: a server, honest clients who compare each answer with that of a quiet run, and what must be as
+before afterwards.
 
 Knows no attack. Nothing here judges times: `run.py` does, by what a watch says.
 """
@@ -79,12 +80,17 @@ class Honest:
         """The answers of a quiet run: whole ones and streams say the same."""
         for number, ask in enumerate(self.asks):
             first, second = [await exchange(self.port, one.wire()) for one in (ask, turned(ask))]
-            assert first.status == second.status == 200, f"a quiet server answers {first.status}, {second.status}: {first.body[:300]!r}"
+            assert first.status == second.status == 200, (
+                f"a quiet server answers {first.status}, {second.status}: {first.body[:300]!r}"
+            )
             self.quiet[number] = said(ask, first)
-            assert said(turned(ask), second) == self.quiet[number], f"a stream says something else than the whole answer: {ask}"
+            assert said(turned(ask), second) == self.quiet[number], (
+                f"a stream says something else than the whole answer: {ask}"
+            )
 
     async def ask(self, number: int, *, may_fail: bool = False) -> bool:
-        """Ask once; whether there was a right answer. may_fail: an error or a lost connection is no failure, for the server is being killed."""
+        """Ask once; whether there was a right answer. may_fail: an error or a lost connection is no failure, for the
+        server is being killed."""
         ask, outcome = self.asks[number], self.outcome
         answer = await exchange(self.port, ask.wire())
         if answer.status in (429, 503):
@@ -93,15 +99,20 @@ class Honest:
         if may_fail and (not answer.is_whole or is_error(ask, answer)):
             return False
         if answer.status != 200 or not answer.is_whole:
-            outcome.check(False, f"an honest request got {answer.status}, whole={answer.is_whole}: {answer.body[-300:]!r}")
+            outcome.check(
+                False, f"an honest request got {answer.status}, whole={answer.is_whole}: {answer.body[-300:]!r}"
+            )
             return False
         if ask.body["stream"]:
             outcome.check(
-                num_terminals(ask, answer.body) == 1, f"a stream has {num_terminals(ask, answer.body)} terminal events: {answer.body[-500:]!r}"
+                num_terminals(ask, answer.body) == 1,
+                f"a stream has {num_terminals(ask, answer.body)} terminal events: {answer.body[-500:]!r}",
             )
         found, quiet = said(ask, answer), self.quiet[number]
         right = not is_error(ask, answer) and found == quiet
-        if may_fail and found.reason != quiet.reason and quiet.text.startswith(found.text):  # cut by the drain, which its reason says
+        if (
+            may_fail and found.reason != quiet.reason and quiet.text.startswith(found.text)
+        ):  # cut by the drain, which its reason says
             return False
         outcome.check(right, f"a wrong answer to {ask}: {found}, not {quiet}")
         outcome.num_compared += right
@@ -123,7 +134,9 @@ class Honest:
 
 
 @asynccontextmanager
-async def honest_clients(honest: Honest, seed: int, num: int = NUM_HONEST, *, may_fail: bool = False) -> AsyncIterator[None]:
+async def honest_clients(
+    honest: Honest, seed: int, num: int = NUM_HONEST, *, may_fail: bool = False
+) -> AsyncIterator[None]:
     stop = asyncio.Event()
     tasks = [asyncio.create_task(honest.work(seed + number, stop, may_fail=may_fail)) for number in range(num)]
     try:
@@ -141,7 +154,9 @@ async def watched(outcome: Outcome, served: Served) -> AsyncIterator[None]:
     with subprocess.Popen([sys.executable, "-m", "tests.chaos.control", str(STEP_SECONDS)], **pipes) as control:
         assert control.stdout is not None
         port = control.stdout.readline().strip()
-        with subprocess.Popen([sys.executable, "-m", "tests.chaos.watch", str(served.port), port, served.model], **pipes) as watch:
+        with subprocess.Popen(
+            [sys.executable, "-m", "tests.chaos.watch", str(served.port), port, served.model], **pipes
+        ) as watch:
             try:
                 yield
             finally:
@@ -166,7 +181,8 @@ class Arena:
 async def opened(
     outcome: Outcome, *flags: str, max_running: int = 8, max_queue: int = 40, key: str | None = None, **settings: Any
 ) -> AsyncIterator[Arena]:
-    """A server whose quiet answers are known. In the end, everything must be as in an idle server. settings: see Served.launch."""
+    """A server whose quiet answers are known. In the end, everything must be as in an idle server. settings: see
+    Served.launch."""
     rng = random.Random(outcome.seed)
     limits = ("--max-running", str(max_running), "--max-queue", str(max_queue))
     async with await Served.start(*limits, *flags, **settings) as served:
@@ -181,7 +197,8 @@ async def opened(
 
 @asynccontextmanager
 async def attacked(arena: Arena, *, with_watch: bool) -> AsyncIterator[None]:
-    """Honest clients, and a watch if wanted, while the attack within runs. Memory and open files are counted before and after."""
+    """Honest clients, and a watch if wanted, while the attack within runs. Memory and open files are counted before and
+    after."""
     served, outcome = arena.served, arena.outcome
     await served.quiet()
     num_files = served.num_files()
@@ -202,7 +219,9 @@ async def attacked(arena: Arena, *, with_watch: bool) -> AsyncIterator[None]:
         async with asyncio.timeout(5):
             while served.num_files() > num_files + SPARE_FILES:
                 await asyncio.sleep(0.1)
-    outcome.check(served.num_files() <= num_files + SPARE_FILES, f"open files: {num_files} before, {served.num_files()} after")
+    outcome.check(
+        served.num_files() <= num_files + SPARE_FILES, f"open files: {num_files} before, {served.num_files()} after"
+    )
     outcome.rss_after = served.rss()
 
 

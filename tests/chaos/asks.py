@@ -13,7 +13,22 @@ from typing import Any
 from tests.chaos.connection import Answer, request_bytes
 
 CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
-WORDS = ("Order", "invoice", "parcel", "refund", "shelf", "window", "harbour", "copper", "winter", "letter", "engine", "garden", "silver", "lantern")
+WORDS = (
+    "Order",
+    "invoice",
+    "parcel",
+    "refund",
+    "shelf",
+    "window",
+    "harbour",
+    "copper",
+    "winter",
+    "letter",
+    "engine",
+    "garden",
+    "silver",
+    "lantern",
+)
 TERMINALS = ("message_stop", "response.completed", "response.incomplete", "response.failed", "error")
 
 
@@ -47,14 +62,22 @@ class Said:
     """Why it ended; None: it did not."""
 
 
-def make_ask(rng: random.Random, model: str, *, num_words: int = 40, max_tokens: int = 24, stream: bool | None = None) -> Ask:
+def make_ask(
+    rng: random.Random, model: str, *, num_words: int = 40, max_tokens: int = 24, stream: bool | None = None
+) -> Ask:
     """A request of a random API."""
     path = rng.choice((CHAT, COMPLETIONS, MESSAGES, RESPONSES))
     text = " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, num_words)))
     streamed = rng.random() < 0.5 if stream is None else stream
     common = {"model": model, "temperature": 0, "stream": streamed}
     limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
-    given = {"prompt": text} if path == COMPLETIONS else {"input": text} if path == RESPONSES else {"messages": [{"role": "user", "content": text}]}
+    given = (
+        {"prompt": text}
+        if path == COMPLETIONS
+        else {"input": text}
+        if path == RESPONSES
+        else {"messages": [{"role": "user", "content": text}]}
+    )
     kept = {"store": False} if path == RESPONSES else {}  # else memory grows by what was asked for
     return Ask(path, common | given | kept | {limit: rng.randint(1, max_tokens)})
 
@@ -67,7 +90,17 @@ def turned(ask: Ask) -> Ask:
 def endless(model: str, text: str = "Go on.", *, max_tokens: int = 8000) -> Ask:
     """A chat stream that ends by its length alone."""
     messages = [{"role": "user", "content": text}]
-    return Ask(CHAT, {"model": model, "messages": messages, "temperature": 0, "stream": True, "ignore_eos": True, "max_tokens": max_tokens})
+    return Ask(
+        CHAT,
+        {
+            "model": model,
+            "messages": messages,
+            "temperature": 0,
+            "stream": True,
+            "ignore_eos": True,
+            "max_tokens": max_tokens,
+        },
+    )
 
 
 def events(body: bytes) -> list[Any]:
@@ -89,7 +122,10 @@ def is_error(ask: Ask, answer: Answer) -> bool:
         return answer.status is not None
     if not ask.body["stream"]:
         return False
-    return any(isinstance(event, dict) and (event.get("error") or event.get("type") in ("error", "response.failed")) for event in events(answer.body))
+    return any(
+        isinstance(event, dict) and (event.get("error") or event.get("type") in ("error", "response.failed"))
+        for event in events(answer.body)
+    )
 
 
 def said(ask: Ask, answer: Answer) -> Said:
@@ -126,9 +162,13 @@ def _said_in_stream(found: list[Any]) -> Said:
 
 def _said_whole(path: str, body: Any) -> Said:
     if path == RESPONSES:
-        return Said("".join(part["text"] for item in body["output"] for part in item.get("content", ())), body["status"])
+        return Said(
+            "".join(part["text"] for item in body["output"] for part in item.get("content", ())), body["status"]
+        )
     if path == MESSAGES:
-        return Said("".join(block.get("thinking", "") + block.get("text", "") for block in body["content"]), body["stop_reason"])
+        return Said(
+            "".join(block.get("thinking", "") + block.get("text", "") for block in body["content"]), body["stop_reason"]
+        )
     (choice,) = body["choices"]
     message = choice.get("message", {"content": choice.get("text")})
     return Said((message.get("reasoning_content") or "") + (message.get("content") or ""), choice["finish_reason"])

@@ -1,4 +1,5 @@
-"""Huge bodies, odd bodies, and HTTP as no library writes it: each has an answer with the right status, and hurts nobody else."""
+"""Huge bodies, odd bodies, and HTTP as no library writes it: each has an answer with the right status, and hurts nobody
+else."""
 
 from __future__ import annotations
 
@@ -45,7 +46,12 @@ def post(path: str, body: Any, headers: Mapping[str, str] | None = None) -> byte
 
 
 def chat(model: str, **fields: Any) -> dict[str, Any]:
-    return {"model": model, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0} | fields
+    return {
+        "model": model,
+        "messages": [{"role": "user", "content": "hello"}],
+        "max_tokens": 4,
+        "temperature": 0,
+    } | fields
 
 
 def _said(text: str) -> list[dict[str, str]]:
@@ -58,7 +64,10 @@ def _field(text: str) -> Callable[[str, float], bytes]:
 
 
 def _tools(count: int, size: int) -> list[dict[str, Any]]:
-    return [{"type": "function", "function": {"name": f"f{number}", "description": "x" * size, "parameters": {}}} for number in range(count)]
+    return [
+        {"type": "function", "function": {"name": f"f{number}", "description": "x" * size, "parameters": {}}}
+        for number in range(count)
+    ]
 
 
 def _words(num_bytes: float) -> str:
@@ -91,20 +100,39 @@ def _chunked(model: str, sizes: tuple[int, ...], extension: bytes = b"") -> byte
 
 HUGE = (
     Case("24 MiB of one text", lambda model, share: post(CHAT, chat(model, messages=_said(_words(24 * MIB * share))))),
-    Case("24 MiB of a system text, messages", lambda model, share: post(MESSAGES, chat(model, system=_words(24 * MIB * share)))),
-    Case("24 MiB of one prompt", lambda model, share: post(COMPLETIONS, {"model": model, "prompt": _words(24 * MIB * share)})),
+    Case(
+        "24 MiB of a system text, messages",
+        lambda model, share: post(MESSAGES, chat(model, system=_words(24 * MIB * share))),
+    ),
+    Case(
+        "24 MiB of one prompt",
+        lambda model, share: post(COMPLETIONS, {"model": model, "prompt": _words(24 * MIB * share)}),
+    ),
     Case("24 MiB of input", lambda model, share: post(RESPONSES, {"model": model, "input": _words(24 * MIB * share)})),
-    Case("24 MiB of text to count", lambda model, share: post("/tokenize", {"model": model, "prompt": _words(24 * MIB * share)}), EITHER),
+    Case(
+        "24 MiB of text to count",
+        lambda model, share: post("/tokenize", {"model": model, "prompt": _words(24 * MIB * share)}),
+        EITHER,
+    ),
     Case("4M spaces", lambda model, share: post(CHAT, chat(model, messages=_said("a" + " " * int(4e6 * share) + "x")))),
     Case("4M letters", lambda model, share: post(CHAT, chat(model, messages=_said("a" * int(4e6 * share))))),
     Case("4M digits", lambda model, share: post(CHAT, chat(model, messages=_said("7" * int(4e6 * share))))),
     Case("4M signs", lambda model, share: post(CHAT, chat(model, messages=_said("!?" * int(2e6 * share))))),
-    Case("1M accents on one letter", lambda model, share: post(CHAT, chat(model, messages=_said("a" + "\u0301" * int(1e6 * share))))),
-    Case("1M control tokens", lambda model, share: post(CHAT, chat(model, messages=_said("<|im_end|>" * int(1e6 * share))))),
+    Case(
+        "1M accents on one letter",
+        lambda model, share: post(CHAT, chat(model, messages=_said("a" + "\u0301" * int(1e6 * share)))),
+    ),
+    Case(
+        "1M control tokens",
+        lambda model, share: post(CHAT, chat(model, messages=_said("<|im_end|>" * int(1e6 * share)))),
+    ),
     Case("1M tiny messages", lambda model, share: post(CHAT, chat(model, messages=_said("x") * int(1e6 * share)))),
     Case(
         "1M tiny parts",
-        lambda model, share: post(CHAT, chat(model, messages=[{"role": "user", "content": [{"type": "text", "text": "x"}] * int(1e6 * share)}])),
+        lambda model, share: post(
+            CHAT,
+            chat(model, messages=[{"role": "user", "content": [{"type": "text", "text": "x"}] * int(1e6 * share)}]),
+        ),
     ),
     Case("200k tools", lambda model, share: post(CHAT, chat(model, tools=_tools(int(2e5 * share), 1)))),
     Case("a tool of 16 MiB", lambda model, share: post(CHAT, chat(model, tools=_tools(1, int(16 * MIB * share))))),
@@ -116,20 +144,50 @@ HUGE = (
             chat(
                 model,
                 messages=[
-                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * int(32 * MIB * share)}}]}
+                    {
+                        "role": "user",
+                        "content": [
+                            {
+                                "type": "image_url",
+                                "image_url": {"url": "data:image/png;base64," + "A" * int(32 * MIB * share)},
+                            }
+                        ],
+                    }
                 ],
             ),
         ),
     ),
-    Case("200k unknown fields", lambda model, share: post(CHAT, chat(model, **{f"field{number}": 1 for number in range(int(2e5 * share))})), EITHER),
+    Case(
+        "200k unknown fields",
+        lambda model, share: post(CHAT, chat(model, **{f"field{number}": 1 for number in range(int(2e5 * share))})),
+        EITHER,
+    ),
     Case("a key of 4 MiB", lambda model, share: post(CHAT, chat(model, **{"k" * int(4 * MIB * share): 1})), EITHER),
-    Case("500k biases", lambda model, share: post(CHAT, chat(model, logit_bias={str(number): 1 for number in range(int(5e5 * share))})), EITHER),
+    Case(
+        "500k biases",
+        lambda model, share: post(CHAT, chat(model, logit_bias={str(number): 1 for number in range(int(5e5 * share))})),
+        EITHER,
+    ),
     Case("a stop of 300 KB", lambda model, share: post(CHAT, chat(model, stop="ab" * int(150_000 * share)))),
     Case("1M stops", lambda model, share: post(CHAT, chat(model, stop=["x"] * int(1e6 * share)))),
     Case("65 MiB", lambda model, share: post(CHAT, chat(model, messages=_said("x" * 65 * MIB))), frozenset({413})),
-    Case("2,048 prompts", lambda model, share: post(COMPLETIONS, {"model": model, "prompt": ["x"] * 2048, "max_tokens": 1}), EITHER | {429}),
-    Case("20k headers", lambda model, share: request_bytes("/health", headers={f"x-{number}": "y" for number in range(int(2e4 * share))}), GARBLED),
-    Case("a header of 1 MiB", lambda model, share: request_bytes("/health", headers={"x": "y" * int(MIB * share)}), GARBLED),
+    Case(
+        "2,048 prompts",
+        lambda model, share: post(COMPLETIONS, {"model": model, "prompt": ["x"] * 2048, "max_tokens": 1}),
+        EITHER | {429},
+    ),
+    Case(
+        "20k headers",
+        lambda model, share: request_bytes(
+            "/health", headers={f"x-{number}": "y" for number in range(int(2e4 * share))}
+        ),
+        GARBLED,
+    ),
+    Case(
+        "a header of 1 MiB",
+        lambda model, share: request_bytes("/health", headers={"x": "y" * int(MIB * share)}),
+        GARBLED,
+    ),
     Case("a path of 1 MiB", lambda model, share: request_bytes("/" + "y" * int(MIB * share)), GARBLED),
 )
 ODD = (
@@ -147,10 +205,24 @@ ODD = (
     Case("a body of null", lambda *_: post(CHAT, b"null")),
     Case("a zero byte", lambda *_: post(CHAT, b"\0")),
     Case("a byte order mark", lambda model, _: post(CHAT, b"\xef\xbb\xbf" + json.dumps(chat(model)).encode()), EITHER),
-    Case("text as content-type", lambda model, _: post(CHAT, chat(model), {"content-type": "text/plain"}), EITHER | {415}),
-    Case("a form as content-type", lambda model, _: post(CHAT, chat(model), {"content-type": "multipart/form-data; boundary=x"}), EITHER | {415}),
-    Case("gzip", lambda model, _: post(CHAT, gzip.compress(json.dumps(chat(model)).encode()), {"content-encoding": "gzip"}), REFUSED | {415}),
-    Case("a gzip bomb", lambda *_: post(CHAT, gzip.compress(b" " * 64 * MIB), {"content-encoding": "gzip"}), REFUSED | {415}),
+    Case(
+        "text as content-type", lambda model, _: post(CHAT, chat(model), {"content-type": "text/plain"}), EITHER | {415}
+    ),
+    Case(
+        "a form as content-type",
+        lambda model, _: post(CHAT, chat(model), {"content-type": "multipart/form-data; boundary=x"}),
+        EITHER | {415},
+    ),
+    Case(
+        "gzip",
+        lambda model, _: post(CHAT, gzip.compress(json.dumps(chat(model)).encode()), {"content-encoding": "gzip"}),
+        REFUSED | {415},
+    ),
+    Case(
+        "a gzip bomb",
+        lambda *_: post(CHAT, gzip.compress(b" " * 64 * MIB), {"content-encoding": "gzip"}),
+        REFUSED | {415},
+    ),
     Case("chunks of odd sizes", lambda model, _: _chunked(model, (1, 3, 7, 1, 50)), FINE),
     Case("chunks with extensions", lambda model, _: _chunked(model, (16,), b";a=b"), FINE),
     Case("a chunk of -1 bytes", lambda *_: request_bytes(CHAT, b"-1\r\n", {"transfer-encoding": "chunked"}), GARBLED),
@@ -160,10 +232,24 @@ ODD = (
         GARBLED,
         ends_sending=True,
     ),
-    Case("a length that is too small", lambda model, _: post(CHAT, chat(model), {"content-length": "10"}), frozenset({400})),
-    Case("a length that is too large", lambda model, _: post(CHAT, chat(model), {"content-length": "9999"}), GARBLED, ends_sending=True),
+    Case(
+        "a length that is too small",
+        lambda model, _: post(CHAT, chat(model), {"content-length": "10"}),
+        frozenset({400}),
+    ),
+    Case(
+        "a length that is too large",
+        lambda model, _: post(CHAT, chat(model), {"content-length": "9999"}),
+        GARBLED,
+        ends_sending=True,
+    ),
     Case("a negative length", lambda model, _: post(CHAT, chat(model), {"content-length": "-1"}), GARBLED),
-    Case("a length of 10^30", lambda model, _: post(CHAT, chat(model), {"content-length": "1" + "0" * 30}), GARBLED, ends_sending=True),
+    Case(
+        "a length of 10^30",
+        lambda model, _: post(CHAT, chat(model), {"content-length": "1" + "0" * 30}),
+        GARBLED,
+        ends_sending=True,
+    ),
     Case("two lengths", _edited(lambda wire: wire.replace(b"\r\n\r\n", b"\r\ncontent-length: 3\r\n\r\n", 1)), GARBLED),
     Case(
         "length and chunks",
@@ -171,7 +257,9 @@ ODD = (
         GARBLED,
         ends_sending=True,
     ),
-    Case("an unknown coding", lambda model, _: post(CHAT, chat(model), {"transfer-encoding": "gzip, chunked"}), GARBLED),
+    Case(
+        "an unknown coding", lambda model, _: post(CHAT, chat(model), {"transfer-encoding": "gzip, chunked"}), GARBLED
+    ),
     Case("two hosts", _edited(lambda wire: wire.replace(b"\r\n\r\n", b"\r\nhost: other\r\n\r\n", 1)), GARBLED | {403}),
     Case("no host", _edited(lambda wire: wire.replace(b"host: 127.0.0.1\r\n", b"", 1)), GARBLED),
     Case("three requests in one write", lambda model, _: 3 * post(CHAT, chat(model)), FINE, num_answers=3),
@@ -180,16 +268,30 @@ ODD = (
     Case("expect: 100-continue", lambda model, _: post(CHAT, chat(model), {"expect": "100-continue"}), FINE),
     Case("expect: something else", lambda model, _: post(CHAT, chat(model), {"expect": "tea"}), FINE | {417}),
     Case("bare line feeds", _edited(lambda wire: wire.replace(b"\r\n", b"\n")), GARBLED | FINE),
-    Case("a folded header", _edited(lambda wire: wire.replace(b"\r\n\r\n", b"\r\nx: y\r\n z\r\n\r\n", 1)), GARBLED | FINE),
+    Case(
+        "a folded header", _edited(lambda wire: wire.replace(b"\r\n\r\n", b"\r\nx: y\r\n z\r\n\r\n", 1)), GARBLED | FINE
+    ),
     Case("a zero byte in a header", _edited(lambda wire: wire.replace(b"\r\n\r\n", b"\r\nx: \0\r\n\r\n", 1)), GARBLED),
-    Case("an unknown method", lambda *_: b"BREW / HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n", frozenset({400, 404, 405, 501})),
-    Case("CONNECT", lambda *_: b"CONNECT 127.0.0.1:22 HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n", frozenset({400, 404, 405, 501})),
+    Case(
+        "an unknown method", lambda *_: b"BREW / HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n", frozenset({400, 404, 405, 501})
+    ),
+    Case(
+        "CONNECT",
+        lambda *_: b"CONNECT 127.0.0.1:22 HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n",
+        frozenset({400, 404, 405, 501}),
+    ),
     Case("OPTIONS *", lambda *_: b"OPTIONS * HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n", frozenset({400, 404, 405})),
-    Case("a whole address as path", _edited(lambda wire: wire.replace(b" /v1", b" http://127.0.0.1/v1", 1)), frozenset({200, 400, 404, 405})),
+    Case(
+        "a whole address as path",
+        _edited(lambda wire: wire.replace(b" /v1", b" http://127.0.0.1/v1", 1)),
+        frozenset({200, 400, 404, 405}),
+    ),
     Case("a path out of the folder", lambda *_: request_bytes("/static/..%2f..%2fapp.py"), frozenset({404})),
     Case(
         "an upgrade to websocket",
-        lambda *_: request_bytes("/", headers={"connection": "upgrade", "upgrade": "websocket", "sec-websocket-key": "x"}),
+        lambda *_: request_bytes(
+            "/", headers={"connection": "upgrade", "upgrade": "websocket", "sec-websocket-key": "x"}
+        ),
         frozenset({200, 400, 404, 426}),
     ),
     Case("HTTP/2", _raw("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"), GARBLED | {404}, ends_sending=True),
@@ -198,7 +300,9 @@ ODD = (
 )
 
 
-async def run(size: int, seed: int, *, with_watch: bool = False, log: Path | None = None, share: float = 1.0, huge: bool = True) -> Outcome:
+async def run(
+    size: int, seed: int, *, with_watch: bool = False, log: Path | None = None, share: float = 1.0, huge: bool = True
+) -> Outcome:
     """size: rounds over all cases. share: of the full size of huge ones."""
     outcome = Outcome("huge and odd bodies", size, seed)
     cases = [*(HUGE if huge else ()), *ODD]

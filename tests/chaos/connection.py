@@ -1,4 +1,5 @@
-"""One HTTP/1.1 connection by hand: what no client library does, such as leaving amid the headers, resetting, or closing one direction only.
+"""One HTTP/1.1 connection by hand: what no client library does, such as leaving amid the headers, resetting, or closing
+one direction only.
 
 Knows nothing of what is asked.
 """
@@ -35,14 +36,24 @@ class Answer:
         return json.loads(self.body)
 
 
-def request_bytes(path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None, *, method: str = "", version: str = "1.1") -> bytes:
+def request_bytes(
+    path: str,
+    body: bytes | None = None,
+    headers: Mapping[str, str] | None = None,
+    *,
+    method: str = "",
+    version: str = "1.1",
+) -> bytes:
     """Head and body. A body has its length in the head unless `headers` say something of it."""
     given = {"host": "127.0.0.1", **(headers or {})}
     if body is not None:
         given.setdefault("content-type", "application/json")
         if "transfer-encoding" not in given:
             given.setdefault("content-length", str(len(body)))
-    lines = [f"{method or ('GET' if body is None else 'POST')} {path} HTTP/{version}", *(f"{name}: {value}" for name, value in given.items())]
+    lines = [
+        f"{method or ('GET' if body is None else 'POST')} {path} HTTP/{version}",
+        *(f"{name}: {value}" for name, value in given.items()),
+    ]
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + (body or b"")
 
 
@@ -62,7 +73,9 @@ class Connection:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
         try:
             await asyncio.get_running_loop().sock_connect(raw, ("127.0.0.1", port))
-            return cls(*await asyncio.open_connection(sock=raw, limit=_LIMIT if receive_bytes is None else receive_bytes))
+            return cls(
+                *await asyncio.open_connection(sock=raw, limit=_LIMIT if receive_bytes is None else receive_bytes)
+            )
         except BaseException:
             raw.close()
             raise
@@ -126,7 +139,8 @@ class Connection:
 
 
 async def exchange(port: int, data: bytes) -> Answer:
-    """Send a request on a connection of its own, and read the answer. A server that answers before it has read everything is no error."""
+    """Send a request on a connection of its own, and read the answer. A server that answers before it has read
+    everything is no error."""
     try:
         connection = await Connection.open(port)
     except OSError:

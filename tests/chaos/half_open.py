@@ -1,6 +1,7 @@
 """Clients that keep a request open: headers or bodies that never end or drip, and readers that don't read.
 
-One kind after the other: so many connections of it stay open at once, more than requests find room, while honest clients go on.
+One kind after the other: so many connections of it stay open at once, more than requests find room, while honest
+clients go on.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ from tests.chaos.arena import Arena, Outcome, attacked, opened
 from tests.chaos.asks import CHAT, WORDS, endless
 from tests.chaos.connection import GONE, Connection, request_bytes
 
-KINDS = ("idle", "amid the headers", "before the body", "amid the body", "amid a chunked body", "drips headers", "drips a body")
+KINDS = (
+    "idle",
+    "amid the headers",
+    "before the body",
+    "amid the body",
+    "amid a chunked body",
+    "drips headers",
+    "drips a body",
+)
 DRIP_SECONDS = 0.25
 PATIENCE_SECONDS = 90.0
 """How long the server may take to give up on such clients, where that is asked."""
@@ -28,7 +37,8 @@ FEW_FILES, FEW_FILES_SECONDS = 64, 15.0
 NUM_UNREAD = 20
 NUM_CHOICES = 128
 UNREAD_ROOM = 6
-"""Requests that the server takes while answers are not read, of NUM_CHOICES choices each, which count one by one; each holds megabytes."""
+"""Requests that the server takes while answers are not read, of NUM_CHOICES choices each, which count one by one; each
+holds megabytes."""
 
 
 async def run(size: int, seed: int, *, with_watch: bool = False, log: Path | None = None) -> Outcome:
@@ -55,14 +65,18 @@ async def _hold(arena: Arena, kind: str, count: int, *, waits: bool) -> dict[str
         held = []
         for _ in range(count):
             with suppress(*GONE):
-                connection = await stack.enter_async_context(await Connection.open(arena.served.port, receive_bytes=SMALL_BUFFER))
+                connection = await stack.enter_async_context(
+                    await Connection.open(arena.served.port, receive_bytes=SMALL_BUFFER)
+                )
                 pieces = _pieces(random.Random(arena.rng.randrange(2**32)), arena.served.model, kind)
                 await connection.send(next(pieces))
                 held.append((connection, pieces))
         drips = [tasks.create_task(_drip(connection, pieces)) for connection, pieces in held]
         began = asyncio.get_running_loop().time()
         asked = 0
-        while asked < NUM_HONEST or (waits and not all(map(_is_over, held)) and asyncio.get_running_loop().time() - began < PATIENCE_SECONDS):
+        while asked < NUM_HONEST or (
+            waits and not all(map(_is_over, held)) and asyncio.get_running_loop().time() - began < PATIENCE_SECONDS
+        ):
             await arena.honest.ask(asked % len(arena.honest.asks))
             asked += 1
             await asyncio.sleep(0.05)
@@ -72,28 +86,43 @@ async def _hold(arena: Arena, kind: str, count: int, *, waits: bool) -> dict[str
             task.cancel()
     refused = sum(outcome.refused.values()) - refused
     outcome.check(not refused, f"{kind}: {refused} honest requests are refused while {count} such connections are open")
-    outcome.check(outcome.num_compared > before, f"{kind}: no honest request is answered while {count} such connections are open")
+    outcome.check(
+        outcome.num_compared > before, f"{kind}: no honest request is answered while {count} such connections are open"
+    )
     return {"open": len(held), "given up": dropped, "seconds": round(seconds, 1), "refused": refused}
 
 
 async def _leave_unread(outcome: Outcome) -> None:
-    """Answers larger than a connection's buffers, which nobody reads. The engine is done with them soon; then others must be served."""
-    async with opened(outcome, max_running=2, max_queue=UNREAD_ROOM * NUM_CHOICES - 2) as arena, AsyncExitStack() as stack:
+    """Answers larger than a connection's buffers, which nobody reads. The engine is done with them soon; then others
+    must be served."""
+    async with (
+        opened(outcome, max_running=2, max_queue=UNREAD_ROOM * NUM_CHOICES - 2) as arena,
+        AsyncExitStack() as stack,
+    ):
         for _ in range(NUM_UNREAD):
-            connection = await stack.enter_async_context(await Connection.open(arena.served.port, receive_bytes=SMALL_BUFFER))
+            connection = await stack.enter_async_context(
+                await Connection.open(arena.served.port, receive_bytes=SMALL_BUFFER)
+            )
             await connection.send(_large_answer(arena.rng, arena.served.model))
         loop = asyncio.get_running_loop()
         began, num_done = loop.time(), 0
         while num_done < NUM_CHOICES * UNREAD_ROOM and loop.time() - began < PATIENCE_SECONDS:
             num_done = sum((await arena.served.stats())["engine"]["finished"].values())
             await asyncio.sleep(0.1)
-        outcome.check(num_done >= NUM_CHOICES * UNREAD_ROOM, f"{num_done} answers that nobody reads are done after {PATIENCE_SECONDS:g} s")
+        outcome.check(
+            num_done >= NUM_CHOICES * UNREAD_ROOM,
+            f"{num_done} answers that nobody reads are done after {PATIENCE_SECONDS:g} s",
+        )
         began, answered = loop.time(), False
         while not answered and loop.time() - began < PATIENCE_SECONDS:
             answered = await arena.honest.ask(0)
             await asyncio.sleep(0.1)
         outcome.check(answered, f"answers that nobody reads keep everybody else out for {PATIENCE_SECONDS:g} s")
-        outcome.notes["does not read"] = {"open": NUM_UNREAD, "others served after, s": round(loop.time() - began, 1), "MiB": arena.served.rss()}
+        outcome.notes["does not read"] = {
+            "open": NUM_UNREAD,
+            "others served after, s": round(loop.time() - began, 1),
+            "MiB": arena.served.rss(),
+        }
 
 
 def _is_over(held: tuple[Connection, Any]) -> bool:
@@ -151,7 +180,9 @@ async def few_files(size: int, seed: int, *, with_watch: bool = False, log: Path
                     status = (await arena.served.get(path)).status
             except TimeoutError:
                 status = None
-            outcome.check(status == 200, f"{path}: {status} beside {size} idle connections, with at most {FEW_FILES} open files")
+            outcome.check(
+                status == 200, f"{path}: {status} beside {size} idle connections, with at most {FEW_FILES} open files"
+            )
             if status != 200:
                 break
     return outcome

@@ -27,17 +27,23 @@ STAGES = (
 WAYS = ("close", "reset", "half-close")
 AT_ONCE = 24
 NUM_ASKS = 64
-"""Different requests. The caches of prompts are full of them before memory is counted, so that what grows afterwards is a leak."""
+"""Different requests. The caches of prompts are full of them before memory is counted, so that what grows afterwards is
+a leak."""
 WARM_UP = 1.0
-"""Share of the size that goes before memory is counted: an allocator's free pieces grow by a tenth over the first 20,000, and no more after that."""
+"""Share of the size that goes before memory is counted: an allocator's free pieces grow by a tenth over the first
+20,000, and no more after that."""
 
 
-async def run(size: int, seed: int, *, with_watch: bool = False, log: Path | None = None, light: bool = True) -> Outcome:
+async def run(
+    size: int, seed: int, *, with_watch: bool = False, log: Path | None = None, light: bool = True
+) -> Outcome:
     """size: hang-ups. light: against the engine without torch."""
     outcome = Outcome("hang-ups" if light else "hang-ups, tiny-agent", size, seed, is_paced=light)
     done: Counter[str] = Counter()
     async with opened(outcome, light=light, log=log) as arena:
-        asks = [make_ask(arena.rng, arena.served.model, num_words=200, max_tokens=60, stream=True) for _ in range(NUM_ASKS)]
+        asks = [
+            make_ask(arena.rng, arena.served.model, num_words=200, max_tokens=60, stream=True) for _ in range(NUM_ASKS)
+        ]
         await _leave_often(arena, asks, int(WARM_UP * size), Counter())
         async with attacked(arena, with_watch=with_watch):
             await _leave_often(arena, asks, size, done)

@@ -1,6 +1,8 @@
-"""Processes that are killed, stopped and told to end, at random moments: each stream ends in one way, each server says how, and nobody is left.
+"""Processes that are killed, stopped and told to end, at random moments: each stream ends in one way, each server says
+how, and nobody is left.
 
-Most trials have an engine without torch, so that a server is there within a second; each one in REAL_EVERY has tiny-agent.
+Most trials have an engine without torch, so that a server is there within a second; each one in REAL_EVERY has
+tiny-agent.
 """
 
 from __future__ import annotations
@@ -41,8 +43,14 @@ FATAL = {
     "the engine is killed while it loads": (COULD_NOT_START, ENGINE_ENDED),
     "SIGTERM while it loads": (0,),
 }
-"""Blows that end a server, and its exit codes. Its streams end with one terminal event each, unless it is killed itself."""
-PASSING = ("the engine is stopped for a while", "the server is stopped for a while", "a helper is stopped for a while", "a helper is killed")
+"""Blows that end a server, and its exit codes. Its streams end with one terminal event each, unless it is killed
+itself."""
+PASSING = (
+    "the engine is stopped for a while",
+    "the server is stopped for a while",
+    "a helper is stopped for a while",
+    "a helper is killed",
+)
 """Blows that a server survives: every answer is right. A helper is a process beside the engine, where there is one."""
 RESTARTED = "the engine is killed, with --restart"
 
@@ -50,10 +58,14 @@ RESTARTED = "the engine is killed, with --restart"
 @functools.cache
 def serve_flags() -> str:
     """What `agentspec serve --help` says."""
-    return subprocess.run([sys.executable, "-m", "agentspec", "serve", "--help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [sys.executable, "-m", "agentspec", "serve", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
 
 
-async def run(size: int, seed: int, *, with_watch: bool = False, real_every: int = REAL_EVERY, log: Path | None = None) -> Outcome:
+async def run(
+    size: int, seed: int, *, with_watch: bool = False, real_every: int = REAL_EVERY, log: Path | None = None
+) -> Outcome:
     """size: blows. with_watch has no meaning here: a server that is stopped is late."""
     outcome = Outcome("kills and stops", size, seed)
     rng = random.Random(seed)
@@ -81,7 +93,9 @@ async def run(size: int, seed: int, *, with_watch: bool = False, real_every: int
     return outcome
 
 
-async def _fatal(outcome: Outcome, kind: str, rng: random.Random, known: dict[bool, Honest], *, light: bool, log: Path | None) -> None:
+async def _fatal(
+    outcome: Outcome, kind: str, rng: random.Random, known: dict[bool, Honest], *, light: bool, log: Path | None
+) -> None:
     """One server, from its start to its end."""
     words = f"{kind} ({'light' if light else 'tiny-agent'})"
     if "loads" in kind:
@@ -105,7 +119,10 @@ async def _fatal(outcome: Outcome, kind: str, rng: random.Random, known: dict[bo
             answer = await stream
             if answer.status == 200 and kind != "the server is killed":
                 count = num_terminals(ask, answer.body)
-                outcome.check(count == 1 and answer.is_whole, f"{words}: a stream with {count} terminal events, whole={answer.is_whole}")
+                outcome.check(
+                    count == 1 and answer.is_whole,
+                    f"{words}: a stream with {count} terminal events, whole={answer.is_whole}",
+                )
         if kind == RESTARTED:
             left = await served.quiet()
             outcome.check(not left, f"{words}: not as in an idle server: {', '.join(left)}")
@@ -187,7 +204,8 @@ async def _honest(outcome: Outcome, served: Served, known: dict[bool, Honest], *
 
 
 async def _pass(outcome: Outcome, kinds: list[str], rng: random.Random, done: Counter[str], log: Path | None) -> None:
-    """Blows to one server, one after the other, while honest clients go on. What a killed helper was at may fail; nothing else may."""
+    """Blows to one server, one after the other, while honest clients go on. What a killed helper was at may fail;
+    nothing else may."""
     async with await Served.start(log=log) as served:
         honest = await _honest(outcome, served, {}, light=True)
         for kills in (False, True):

@@ -1,8 +1,10 @@
-"""The engine's process without torch and without a model: `python -m tests.chaos.light_engine FD`, what agentspec.engine.process is for the real one.
+"""The engine's process without torch and without a model: `python -m tests.chaos.light_engine FD`, what
+agentspec.engine.process is for the real one.
 
-Scheduler, step loop, cache, engine thread and the link to the server are the real ones. The device alone is a scripted one: it fails at the first
-row or page that doesn't hold what it should, its next token follows from all tokens before it, and a step takes as long as it is told. So an answer
-depends on its prompt alone, a wrong one is seen, and a process is there within half a second, with 50 MB.
+Scheduler, step loop, cache, engine thread and the link to the server are the real ones. The device alone is a scripted
+one: it fails at the first row or page that doesn't hold what it should, its next token follows from all tokens before
+it, and a step takes as long as it is told. So an answer depends on its prompt alone, a wrong one is seen, and a process
+is there within half a second, with 50 MB.
 """
 
 from __future__ import annotations

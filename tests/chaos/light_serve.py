@@ -1,4 +1,5 @@
-"""`agentspec serve` whose engine is the light one: `python -m tests.chaos.light_serve serve --port 0 ...`. All else is what a user starts."""
+"""`agentspec serve` whose engine is the light one: `python -m tests.chaos.light_serve serve --port 0 ...`. All else is
+what a user starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Clients who ask for more than their share, and newcomers beside them: how many turns of others start before a newcomer's first token.
+"""Clients who ask for more than their share, and newcomers beside them: how many turns of others start before a
+newcomer's first token.
 
 Turns are counted by the engine's own counter of first tokens, so a slow machine changes nothing.
 """
@@ -31,7 +32,8 @@ OLD_WORDS = 400
 
 
 def bound(num_flows: int) -> int:
-    """Turns of others that may start before a newcomer's first token: two of each flow that is there, and those of two full rounds of slots."""
+    """Turns of others that may start before a newcomer's first token: two of each flow that is there, and those of two
+    full rounds of slots."""
     return 2 * num_flows + 2 * MAX_RUNNING
 
 
@@ -51,7 +53,9 @@ async def run(size: int, seed: int, *, with_watch: bool = False, log: Path | Non
     each = size // len(chosen)
     for name in chosen:
         tight = FLOODS[name] is _old_sessions
-        async with opened(outcome, max_running=MAX_RUNNING, max_queue=MAX_QUEUE, log=log, variables=TIGHT if tight else {}) as arena:
+        async with opened(
+            outcome, max_running=MAX_RUNNING, max_queue=MAX_QUEUE, log=log, variables=TIGHT if tight else {}
+        ) as arena:
             await _count(arena, name, FLOODS[name], each, NUM_SESSIONS if tight else 1)
     if len(chosen) == len(FLOODS) and "--keys" in serve_flags() and log is not None:
         await _with_keys(outcome, each, log)
@@ -79,13 +83,17 @@ async def _count(arena: Arena, name: str, flood: Flood, num_newcomers: int, num_
         await flooding
     outcome.check(not refused, f"{name}: {refused} of {num_newcomers} newcomers are refused")
     most = bound(num_flows)
-    outcome.check(max(turns, default=0) <= most, f"{name}: up to {max(turns, default=0)} turns of others start before a newcomer's, more than {most}")
+    outcome.check(
+        max(turns, default=0) <= most,
+        f"{name}: up to {max(turns, default=0)} turns of others start before a newcomer's, more than {most}",
+    )
     if turns:
         outcome.notes[name] = {"median": statistics.median(turns), "most": max(turns), "bound": most}
 
 
 async def _turns_before(arena: Arena, session: str) -> int | None:
-    """Turns of others that start between a newcomer's arrival and its first token, ENOUGH at most; None when it is refused."""
+    """Turns of others that start between a newcomer's arrival and its first token, ENOUGH at most; None when it is
+    refused."""
     # Else one answer in 200 would be empty, which looks like a refusal here.
     ask = Ask(CHAT, _body(arena, arena.rng, stream=True) | {"ignore_eos": True}, session, arena.served.key)
     before = (await arena.served.stats())["engine"]["first_slots"]
@@ -169,7 +177,11 @@ async def _old_sessions(arena: Arena, stop: asyncio.Event) -> None:
             body = _body(arena, rng) | {"messages": messages}
             answer = await exchange(arena.served.port, Ask(CHAT, body, f"old {number}").wire())
             if answer.status == 200:
-                messages = [*messages, {"role": "assistant", "content": "yes"}, {"role": "user", "content": rng.choice(WORDS)}]
+                messages = [
+                    *messages,
+                    {"role": "assistant", "content": "yes"},
+                    {"role": "user", "content": rng.choice(WORDS)},
+                ]
 
     await asyncio.gather(*(work(random.Random(arena.rng.randrange(2**32)), number) for number in range(NUM_SESSIONS)))
 
@@ -191,8 +203,12 @@ async def _with_keys(outcome: Outcome, each: int, log: Path) -> None:
     file.write_text("".join(lines))
 
     async def flood(arena: Arena, stop: asyncio.Event) -> None:
-        await _many(arena, stop, lambda rng, client: Ask(CHAT, _body(arena, rng), f"{client} {rng.random()}", keys["noisy"]))
+        await _many(
+            arena, stop, lambda rng, client: Ask(CHAT, _body(arena, rng), f"{client} {rng.random()}", keys["noisy"])
+        )
 
     flags = ("--keys", str(file))
-    async with opened(outcome, *flags, max_running=MAX_RUNNING, max_queue=MAX_QUEUE, log=log, key=keys["quiet"]) as arena:
+    async with opened(
+        outcome, *flags, max_running=MAX_RUNNING, max_queue=MAX_QUEUE, log=log, key=keys["quiet"]
+    ) as arena:
         await _count(arena, "one key, ever new sessions", flood, each, 1)

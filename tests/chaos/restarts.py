@@ -1,4 +1,5 @@
-"""A server that ends and starts again at the same address, under clients who ask again: every answer that they get is right."""
+"""A server that ends and starts again at the same address, under clients who ask again: every answer that they get is
+right."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""The whole chaos suite: `make chaos`, or `python -m tests.chaos.run --only kills --scale 0.1`. Half an hour on two cores.
+"""The whole chaos suite: `make chaos`, or `python -m tests.chaos.run --only kills --scale 0.1`. Half an hour on two
+cores.
 
-Every attack runs against a server of its own, started as a user starts it. What must not be ends with the exit status 1: a wrong answer, a stream
-without exactly one terminal event, a counter that isn't zero afterwards, memory that grew, or a server that is too far behind the control process.
+Every attack runs against a server of its own, started as a user starts it. What must not be ends with the exit status
+1: a wrong answer, a stream without exactly one terminal event, a counter that isn't zero afterwards, memory that grew,
+or a server that is too far behind the control process.
 """
 
 from __future__ import annotations
@@ -106,7 +108,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(ATTACKS), default=list(ATTACKS), help="these attacks alone")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the full sizes")
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32, help="of everything that is drawn (default: the clock; it is printed)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=time.time_ns() % 2**32,
+        help="of everything that is drawn (default: the clock; it is printed)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep what the servers say on stderr in FOLDER")
     options = parser.parse_args()

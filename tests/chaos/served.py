@@ -43,7 +43,8 @@ def children(pid: int) -> list[int]:
 
 
 def role(pid: int) -> str:
-    """The last name of the module that a process of ours runs: `process`, `light_engine`, `text_process`; "" when it is gone."""
+    """The last name of the module that a process of ours runs: `process`, `light_engine`, `text_process`; "" when it is
+    gone."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -91,10 +92,15 @@ class Served:
         if files is not None:
             command = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("AGENTSPEC_")}
-        environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]), "OMP_NUM_THREADS": "1"}
+        environment |= {
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "OMP_NUM_THREADS": "1",
+        }
         environment |= variables or {}
         with Path(os.devnull if log is None else log).open("a") as errors:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT, env=environment)
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT, env=environment
+            )
         return cls(process, model="light" if light else "tiny-agent", log=log)
 
     @classmethod
@@ -113,7 +119,9 @@ class Served:
         for line in self.process.stdout:
             if found := re.search(r"http://127\.0\.0\.1:(\d+)/v1", line):
                 return int(found[1])
-        raise AssertionError(f"the server ended before it served: {'' if self.log is None else self.log.read_text()[-2000:]}")
+        raise AssertionError(
+            f"the server ended before it served: {'' if self.log is None else self.log.read_text()[-2000:]}"
+        )
 
     async def __aenter__(self) -> Self:
         return self

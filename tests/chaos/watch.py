@@ -1,8 +1,9 @@
-"""Asks a server and the control process beside it the same things, and says how far the server is behind: `python -m tests.chaos.watch ...`.
+"""Asks a server and the control process beside it the same things, and says how far the server is behind: `python -m
+tests.chaos.watch ...`.
 
-A process of its own, so that the attackers' work doesn't delay its clock. It asks both for `/health` at the same moment, again and again, each
-time on a new connection, and reads streams of both. A time of the server counts against what the control took in the same moment. It ends with
-its standard input, and prints one JSON object.
+A process of its own, so that the attackers' work doesn't delay its clock. It asks both for `/health` at the same
+moment, again and again, each time on a new connection, and reads streams of both. A time of the server counts against
+what the control took in the same moment. It ends with its standard input, and prints one JSON object.
 """
 
 from __future__ import annotations
@@ -72,7 +73,10 @@ class Watch:
         ours, theirs = [[gap for _, gap in gaps] for gaps in self._gaps]
         late = _behind(*self._gaps)
         figures = {"health": asdict(health), "gaps": asdict(_figures(ours, theirs, [seconds for _, seconds in late]))}
-        worst = {"health": sorted(behind, key=lambda pair: -pair[1])[:NUM_WORST], "gaps": sorted(late, key=lambda pair: -pair[1])[:NUM_WORST]}
+        worst = {
+            "health": sorted(behind, key=lambda pair: -pair[1])[:NUM_WORST],
+            "gaps": sorted(late, key=lambda pair: -pair[1])[:NUM_WORST],
+        }
         return figures | {"worst": worst, "num_failed": self.num_failed, "num_broken": self.num_broken}
 
     async def _probe(self) -> None:
@@ -111,7 +115,8 @@ def _is_right(answer: Answer) -> bool:
 
 
 def _behind(ours: list[tuple[float, float]], theirs: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """(end, seconds) for each gap of the server: how much longer it is than the longest of the control that touches it."""
+    """(end, seconds) for each gap of the server: how much longer it is than the longest of the control that touches
+    it."""
     ends = [end for end, _ in theirs]
     late = []
     for end, gap in ours:

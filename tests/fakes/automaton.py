@@ -1,7 +1,8 @@
 """A constraint without a grammar: a random finite automaton over token ids, as strict with its caller as a real one.
 
-States are small integers; which tokens may come in a state, and which state they lead to, is drawn from a seed. The stop id may come in every
-third state, and nothing at all in some, if that is asked for. `Rules` is the automaton; `Automaton` is where one request stands in it.
+States are small integers; which tokens may come in a state, and which state they lead to, is drawn from a seed. The
+stop id may come in every third state, and nothing at all in some, if that is asked for. `Rules` is the automaton;
+`Automaton` is where one request stands in it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,19 @@ NUM_STATES = 31
 
 
 class Rules:
-    """Which tokens may come where. About `share` of the real tokens may, one at least; padding ids never. `num_dead_ends` states allow nothing."""
+    """Which tokens may come where. About `share` of the real tokens may, one at least; padding ids never.
+    `num_dead_ends` states allow nothing."""
 
-    def __init__(self, seed: int, *, vocab_size: int, num_real_tokens: int, stop_id: int, share: float = 0.4, num_dead_ends: int = 0) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        vocab_size: int,
+        num_real_tokens: int,
+        stop_id: int,
+        share: float = 0.4,
+        num_dead_ends: int = 0,
+    ) -> None:
         generator = np.random.default_rng(seed)
         self.allowed_SV = generator.random((NUM_STATES, vocab_size)) < share
         self.allowed_SV[np.arange(NUM_STATES), generator.integers(0, num_real_tokens - 1, NUM_STATES)] = True
@@ -44,7 +55,8 @@ class Rules:
 
 @dataclass(slots=True)
 class Automaton:
-    """Satisfies constraint.Constraint. Fails where a caller shows it a token that may not come, or goes on after the stop id."""
+    """Satisfies constraint.Constraint. Fails where a caller shows it a token that may not come, or goes on after the
+    stop id."""
 
     rules: Rules
     state: int = 0

@@ -1,7 +1,8 @@
-"""Tiny random checkpoints in the published layouts, written without transformers and without agentspec's own loader code.
+"""Tiny random checkpoints in the published layouts, written without transformers and without agentspec's own loader
+code.
 
-Every parameter is informative: norms, gates, decays and biases are random, head counts differ from each other, so that a wrong
-convention changes the logits instead of hiding behind zeros and ones.
+Every parameter is informative: norms, gates, decays and biases are random, head counts differ from each other, so that
+a wrong convention changes the logits instead of hiding behind zeros and ones.
 """
 
 from __future__ import annotations
@@ -62,7 +63,13 @@ def text_config(family: Family, **overrides: Any) -> dict[str, Any]:
     text = dict(_TEXT) | ({"intermediate_size": 96} if family == "dense" else _MOE)
     if family == "next":
         rope = {name: value for name, value in _TEXT["rope_parameters"].items() if not name.startswith("mrope")}
-        text |= {"rope_parameters": rope, "intermediate_size": 96, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        text |= {
+            "rope_parameters": rope,
+            "intermediate_size": 96,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
         del text["mtp_num_hidden_layers"]
     text |= overrides
     return {name: value for name, value in text.items() if value is not None}
@@ -195,7 +202,10 @@ def _vision(out_hidden: int) -> Tensors:
     for i in range(VISION_DEPTH):
         shapes |= {f"blocks.{i}.norm1": (hidden,), f"blocks.{i}.norm2": (hidden,)}
         shapes |= {f"blocks.{i}.attn.qkv": (3 * hidden, hidden), f"blocks.{i}.attn.proj": (hidden, hidden)}
-        shapes |= {f"blocks.{i}.mlp.linear_fc1": (VISION_FFN, hidden), f"blocks.{i}.mlp.linear_fc2": (hidden, VISION_FFN)}
+        shapes |= {
+            f"blocks.{i}.mlp.linear_fc1": (VISION_FFN, hidden),
+            f"blocks.{i}.mlp.linear_fc2": (hidden, VISION_FFN),
+        }
     tensors = {"model.visual.pos_embed.weight": torch.randn(16, hidden, generator=generator)}
     for name, shape in shapes.items():
         tensors[f"model.visual.{name}.weight"] = torch.randn(shape, generator=generator)
@@ -230,12 +240,21 @@ def _pack_projections(tensors: Tensors, text: dict[str, Any]) -> Tensors:
         q, k, v = qkv.tensor_split([key_heads * key_dim, 2 * key_heads * key_dim])
         rows_of = [[part.chunk(key_heads)[h] for part in (q, k, v, z)] for h in range(key_heads)]
         out[f"{prefix}in_proj_qkvz.weight"] = torch.cat([row for rows in rows_of for row in rows])
-        out[f"{prefix}in_proj_ba.weight"] = torch.cat([part.chunk(key_heads)[h] for h in range(key_heads) for part in (b, a)])
+        out[f"{prefix}in_proj_ba.weight"] = torch.cat(
+            [part.chunk(key_heads)[h] for h in range(key_heads) for part in (b, a)]
+        )
     return out
 
 
-_PLAIN = re.compile(r"embed_tokens|lm_head|norm|conv1d|A_log|dt_bias|in_proj_(a|b|ba|qkvz)\b|mlp\.gate\.|shared_expert_gate|mtp\.fc|visual")
-_ALIASES = ("layers.0.mlp.gate", "layers.0.mlp.shared_expert_gate", "layers.0.linear_attn.in_proj_ba", "visual.deepstack_merger_list.0")
+_PLAIN = re.compile(
+    r"embed_tokens|lm_head|norm|conv1d|A_log|dt_bias|in_proj_(a|b|ba|qkvz)\b|mlp\.gate\.|shared_expert_gate|mtp\.fc|visual"
+)
+_ALIASES = (
+    "layers.0.mlp.gate",
+    "layers.0.mlp.shared_expert_gate",
+    "layers.0.linear_attn.in_proj_ba",
+    "visual.deepstack_merger_list.0",
+)
 """Modules that published lists of exclusions name although no checkpoint has them (dense ones list a router)."""
 
 
@@ -249,7 +268,9 @@ def _to_fp8(weight: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
             block = weight[..., 128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)].float()
             scale = (block.abs().amax((-2, -1)) / 448).to(scale_dtype)
             scales[..., i, j] = scale
-            values[..., 128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)] = (block / scale.float()[..., None, None]).clamp(-448, 448)
+            values[..., 128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)] = (
+                block / scale.float()[..., None, None]
+            ).clamp(-448, 448)
     return values, scales
 
 
@@ -279,7 +300,11 @@ def _quantized(tensors: Tensors, scale_dtype: torch.dtype, plain: tuple[str, ...
 def quantization_config(tensors: Tensors, *, wrapper: bool) -> dict[str, Any]:
     """The official form; the list names every module in full precision by its path, and some that don't exist."""
     root = "model.language_model." if wrapper else "model."
-    modules = {name.removesuffix(".weight") for name in tensors if name.endswith(".weight") and f"{name}_scale_inv" not in tensors}
+    modules = {
+        name.removesuffix(".weight")
+        for name in tensors
+        if name.endswith(".weight") and f"{name}_scale_inv" not in tensors
+    }
     listed = sorted(modules - {"mtp.fc"} | {root + alias for alias in _ALIASES})
     return {
         "activation_scheme": "dynamic",
@@ -314,9 +339,11 @@ def write_checkpoint(
     namespace: "wrapper" (text_config inside, `model.language_model.`) or "flat" (`model.`); Qwen3-Next is always flat.
     experts, mtp_experts: layout of the trunk's and the head's experts; by default the family's published one.
     control_dtype: of A_log and linear_attn.norm; by default `dtype`.
-    fp8: "stored" in 8 bits with multipliers of `scale_dtype`; "expanded": the values that those stand for, as a checkpoint in full precision.
-    plain: modules in full precision beside those that always are, by the layout's names in the flat namespace.
-    The same family, seed and overrides give the same values in every layout (in 8 bits: where parts of experts are quantised alike).
+    fp8: "stored" in 8 bits with multipliers of `scale_dtype`; "expanded": the values that those stand for, as a
+    checkpoint in full precision.
+    plain: modules in full precision beside those that always are, by the layout's names in the flat namespace. The same
+    family, seed and overrides give the same values in every layout (in 8 bits: where parts of experts are quantised
+    alike).
     """
     wrapper = family != "next" and namespace != "flat"
     text = text_config(family, **overrides)
@@ -336,7 +363,10 @@ def write_checkpoint(
     if fp8 is not None:
         tensors = _quantized(tensors, scale_dtype, plain, expand=fp8 == "expanded")
     if wrapper:
-        tensors = {name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name: t for name, t in tensors.items()}
+        tensors = {
+            name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name: t
+            for name, t in tensors.items()
+        }
         if vision:
             tensors |= {name: t.to(dtype) for name, t in _vision(text["hidden_size"]).items()}
     directory.mkdir(parents=True, exist_ok=True)
@@ -361,7 +391,9 @@ def write_tensors(directory: Path, tensors: Tensors, *, sharded: bool = False) -
         save_file(shard, directory / file_name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, file_name)
     total = sum(t.numel() * t.element_size() for t in tensors.values())
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map})
+    )
 
 
 def rewrite(directory: Path, change: Callable[[Tensors], object]) -> Path:

@@ -1,4 +1,5 @@
-"""Rounds of prompt chunks as a host could ask for: sequences grow side by side by runs of any length and leave states on the way and at the end."""
+"""Rounds of prompt chunks as a host could ask for: sequences grow side by side by runs of any length and leave states
+on the way and at the end."""
 
 from __future__ import annotations
 
@@ -31,8 +32,13 @@ class ChunkRounds:
         self._max_length, self._block, self._vocab_size = max_length, block_tokens, vocab_size
         pages_each = -(-max_length // block_tokens)
         self.num_rows, self.num_pages = 2 + num_sequences * ROWS_EACH, 1 + num_sequences * pages_each
-        rows, pages = rng.sample(range(2, self.num_rows), self.num_rows - 2), rng.sample(range(1, self.num_pages), self.num_pages - 1)
-        self.sequences = [Growing(rows=rows[i::num_sequences], pages=pages[i::num_sequences]) for i in range(num_sequences)]
+        rows, pages = (
+            rng.sample(range(2, self.num_rows), self.num_rows - 2),
+            rng.sample(range(1, self.num_pages), self.num_pages - 1),
+        )
+        self.sequences = [
+            Growing(rows=rows[i::num_sequences], pages=pages[i::num_sequences]) for i in range(num_sequences)
+        ]
 
     def next(self, *, most: int = 5) -> list[ChunkPlan]:
         """Chunks of 1 to `most` sequences. A sequence that is full begins anew."""

@@ -4,8 +4,8 @@
         ...
     assert counter.touched == []
 
-Views only move pointers and are not counted; anything that loads from or stores to a pool's memory outside a function marked
-`agentspec.kernels.traffic.touches_pools` is.
+Views only move pointers and are not counted; anything that loads from or stores to a pool's memory outside a function
+marked `agentspec.kernels.traffic.touches_pools` is.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ class CopyCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if state_traffic.kernel_depth == 0 and not _is_view(func) and any(map(self._in_pool, tree_leaves((args, kwargs)))):
+        if (
+            state_traffic.kernel_depth == 0
+            and not _is_view(func)
+            and any(map(self._in_pool, tree_leaves((args, kwargs))))
+        ):
             self.touched.append(str(func))
         return func(*args, **kwargs)
 

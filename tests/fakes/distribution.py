@@ -10,13 +10,20 @@ from torch import Tensor
 from agentspec.types import SamplingParams
 
 
-def next_token_probs(logits_V: Tensor, prompt: Sequence[int], generated: Sequence[int], sampling: SamplingParams) -> Tensor:
-    """What `sampling` makes of raw logits after prompt + generated: float64 probabilities, token by token as the parameters are defined."""
+def next_token_probs(
+    logits_V: Tensor, prompt: Sequence[int], generated: Sequence[int], sampling: SamplingParams
+) -> Tensor:
+    """What `sampling` makes of raw logits after prompt + generated: float64 probabilities, token by token as the
+    parameters are defined."""
     logits = logits_V.to(torch.float64)
     for token, bias in sampling.logit_bias.items():
         logits[token] += bias
     for token in {*prompt, *generated}:
-        logits[token] = logits[token] / sampling.repetition_penalty if logits[token] > 0 else logits[token] * sampling.repetition_penalty
+        logits[token] = (
+            logits[token] / sampling.repetition_penalty
+            if logits[token] > 0
+            else logits[token] * sampling.repetition_penalty
+        )
     for token in generated:
         logits[token] -= sampling.frequency_penalty
     for token in set(generated):
@@ -34,7 +41,8 @@ def next_token_probs(logits_V: Tensor, prompt: Sequence[int], generated: Sequenc
 
 
 def p_value(counts: Tensor, probs: Tensor) -> float:
-    """Chi-square test over the cells that expect at least 5 draws, and one cell for all others. 0 if something impossible was drawn."""
+    """Chi-square test over the cells that expect at least 5 draws, and one cell for all others. 0 if something
+    impossible was drawn."""
     counts, expected = counts.flatten().to(torch.float64), probs.flatten() * counts.sum()
     if counts[expected == 0].any():
         return 0.0

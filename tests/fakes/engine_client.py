@@ -15,8 +15,17 @@ from agentspec.types import DraftSource, FinishReason, TokenScore
 from agentspec.wire import Event, FinishEvent, ModelInfo, SpecStats, Submit, TokensEvent, Usage
 from tests.fakes.text import END_OF_TEXT, byte_backend
 
-INFO = ModelInfo(model_id="scripted", vocab_size=1000, max_context=4096, stop_token_ids=(2,), draft_sources=(DraftSource.MTP,) * 3)
-SPEC = SpecStats(num_steps=4, num_drafted=9, num_accepted=5, drafted_by_position=[4, 3, 2], accepted_by_position=[3, 2, 0], histogram=[1, 1, 2])
+INFO = ModelInfo(
+    model_id="scripted", vocab_size=1000, max_context=4096, stop_token_ids=(2,), draft_sources=(DraftSource.MTP,) * 3
+)
+SPEC = SpecStats(
+    num_steps=4,
+    num_drafted=9,
+    num_accepted=5,
+    drafted_by_position=[4, 3, 2],
+    accepted_by_position=[3, 2, 0],
+    histogram=[1, 1, 2],
+)
 
 
 Step = Event | Exception | asyncio.Event | float
@@ -29,7 +38,8 @@ def _tokenizer() -> Tokenizer:
 
 
 def said(*texts: str) -> list[TokensEvent]:
-    """One event per text, with the byte tokenizer's ids (tests/fakes/text.py) of what begins in it: where nothing does, one that shows nothing."""
+    """One event per text, with the byte tokenizer's ids (tests/fakes/text.py) of what begins in it: where nothing does,
+    one that shows nothing."""
     tokenizer = _tokenizer()
     ends = list(itertools.accumulate(map(len, texts)))
     ids: list[list[int]] = [[] for _ in texts]
@@ -38,7 +48,9 @@ def said(*texts: str) -> list[TokensEvent]:
         ids[bisect_right(ends, len(place.decode(errors="ignore")))].append(token_id)
         place += tokenizer.spelled_bytes[token_id]
     hidden = tokenizer.special_ids[END_OF_TEXT]
-    return [TokensEvent(request_id="", token_ids=own or [hidden], text=text) for own, text in zip(ids, texts, strict=True)]
+    return [
+        TokensEvent(request_id="", token_ids=own or [hidden], text=text) for own, text in zip(ids, texts, strict=True)
+    ]
 
 
 def ended(
@@ -50,10 +62,18 @@ def ended(
     refused: str | None = None,
     scores: list[TokenScore] | None = None,
 ) -> Event:
-    """A FinishEvent; as an Event, so that a list of it and of what `said` returns is a list of events for a type checker too."""
+    """A FinishEvent; as an Event, so that a list of it and of what `said` returns is a list of events for a type
+    checker too."""
     usage = Usage(prompt_tokens=10, completion_tokens=6, cached_tokens=4, spec=SPEC)
     return FinishEvent(
-        request_id="", reason=reason, usage=usage, text=text, stop_match=stop_match, error=error, refused=refused, prompt_scores=scores
+        request_id="",
+        reason=reason,
+        usage=usage,
+        text=text,
+        stop_match=stop_match,
+        error=error,
+        refused=refused,
+        prompt_scores=scores,
     )
 
 

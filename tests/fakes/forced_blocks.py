@@ -1,7 +1,9 @@
-"""How far rounding goes in one block of a model: a block in 16 bits beside the same block in float32, both on the same inputs.
+"""How far rounding goes in one block of a model: a block in 16 bits beside the same block in float32, both on the same
+inputs.
 
-Inputs are forced: what a block gets is the exact result of the block before it, rounded once. So errors never add up over layers, and a bound on
-them means the same for 4 layers as for 64. States, keys and values of what came before are random. The work is a decode window or a prefill.
+Inputs are forced: what a block gets is the exact result of the block before it, rounded once. So errors never add up
+over layers, and a bound on them means the same for 4 layers as for 64. States, keys and values of what came before are
+random. The work is a decode window or a prefill.
 
 Shape letters: as in models/protocol.py and kernels/__init__.py.
 """
@@ -35,16 +37,20 @@ STATE_SCALE = 0.05
 """Standard deviation of made-up recurrent states: what they read out is of the size of what a few written tokens do."""
 
 SCORE_GAP = 0.25
-"""Between the scores of chosen and other experts, whose standard deviation is about 1. Rounding a normed input to bfloat16 moves them by some 0.001,
-and rounding themselves by up to 0.008."""
+"""Between the scores of chosen and other experts, whose standard deviation is about 1. Rounding a normed input to
+bfloat16 moves them by some 0.001, and rounding themselves by up to 0.008."""
 
 
-def random_twins(config: TextConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> tuple[Qwen3_5Model, Qwen3_5Model]:
+def random_twins(
+    config: TextConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype
+) -> tuple[Qwen3_5Model, Qwen3_5Model]:
     """(in `dtype` on the device's kernels, the same weights in float32 on reference kernels), both on the device.
 
     Block-scaled weights are exact in float32: what they cost beside exact ones is not a rounding of the block's."""
     parameters = random_parameters(config, device=device, dtype=dtype, seed=0)
-    exact: dict[str, kernels.Weight] = {name: kernels.Plain(parameter.dequantize()) for name, parameter in parameters.items()}
+    exact: dict[str, kernels.Weight] = {
+        name: kernels.Plain(parameter.dequantize()) for name, parameter in parameters.items()
+    }
     with patch.object(kernels, "backend", lambda _: reference):
         exact_model = Qwen3_5Model(config, spec, exact)
     return Qwen3_5Model(config, spec, parameters), exact_model
@@ -55,11 +61,18 @@ def kind_of(layer: DecoderLayer) -> str:
 
 
 class ForcedBlocks(ABC):
-    """The same work in both twins, block by block. `errors` has each result's largest error by name, relative to the largest of the exact values,
-    `spreads` the root mean square of its errors relative to that of the exact values."""
+    """The same work in both twins, block by block. `errors` has each result's largest error by name, relative to the
+    largest of the exact values, `spreads` the root mean square of its errors relative to that of the exact values."""
 
     def __init__(
-        self, rounded: Qwen3_5Model, exact: Qwen3_5Model, *, num_tokens: int, num_rows: int, num_pages: int, generator: torch.Generator
+        self,
+        rounded: Qwen3_5Model,
+        exact: Qwen3_5Model,
+        *,
+        num_tokens: int,
+        num_rows: int,
+        num_pages: int,
+        generator: torch.Generator,
     ) -> None:
         """num_rows, num_pages: beside the reserved ones."""
         self.errors: dict[str, float] = {}
@@ -86,13 +99,16 @@ class ForcedBlocks(ABC):
         if rounded._mtp is not None:
             heads = (rounded._mtp_head(), exact._mtp_head())
             embeddings = [model._embedding_VH for model in self._twins]
-            x_NH = self._block("MTP, join", hidden_NH, lambda i, x: heads[i].join(self._tokens_N.to(x.device), embeddings[i], x))
+            x_NH = self._block(
+                "MTP, join", hidden_NH, lambda i, x: heads[i].join(self._tokens_N.to(x.device), embeddings[i], x)
+            )
             self._mtp_layer(heads, x_NH)
         return self.errors
 
     @abstractmethod
     def _mix(self, name: str, i: int, layer: DecoderLayer, memory: Memory, x_NH: Tensor) -> Tensor:
-        """x plus the layer's mixer in twin i, the rounded one (0) first. name: the layer's, for errors that are noted on the way."""
+        """x plus the layer's mixer in twin i, the rounded one (0) first. name: the layer's, for errors that are noted
+        on the way."""
 
     @abstractmethod
     def _states(self, i: int, memory: Memory) -> dict[str, Tensor]:
@@ -114,7 +130,8 @@ class ForcedBlocks(ABC):
     def _with_scores_apart(self, layer: DecoderLayer, x_NH: Tensor) -> Tensor:
         """x, with the router's scores of every token's chosen experts raised by some SCORE_GAP above all others.
 
-        Between two scores that are all but equal rounding chooses, and another expert's output is no rounding. layer: of the exact twin."""
+        Between two scores that are all but equal rounding chooses, and another expert's output is no rounding. layer:
+        of the exact twin."""
         if not isinstance(layer.ffn, MixtureOfExperts):
             return x_NH
         weights, norm = layer.ffn.weights, layer.post_norm
@@ -123,7 +140,9 @@ class ForcedBlocks(ABC):
         chosen_NX = torch.zeros_like(scores_NX).scatter_(1, scores_NX.topk(weights.top_k).indices, 1.0)
         # A score is the product of the normed x and a row of the router: this raises those of the chosen alone.
         towards_NH = chosen_NX @ torch.linalg.pinv(weights.router_XH).T / (1 + norm.weight)
-        apart_NH = (exact_NH + SCORE_GAP * exact_NH.square().mean(-1, keepdim=True).sqrt() * towards_NH).to(x_NH.device, x_NH.dtype)
+        apart_NH = (exact_NH + SCORE_GAP * exact_NH.square().mean(-1, keepdim=True).sqrt() * towards_NH).to(
+            x_NH.device, x_NH.dtype
+        )
         best_NJ = self._scores(layer, apart_NH.to(exact_NH.device, torch.float32)).topk(weights.top_k + 1).values
         assert float((best_NJ[:, -2] - best_NJ[:, -1]).min()) > SCORE_GAP / 4
         return apart_NH
@@ -138,7 +157,8 @@ class ForcedBlocks(ABC):
             self._compare(f"{name}, {kind}", got[kind], expected[kind])
 
     def _block(self, name: str, x_NH: Tensor, compute: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """compute(which twin, its input). Notes the error and returns the exact result, rounded, on the first twin's device."""
+        """compute(which twin, its input). Notes the error and returns the exact result, rounded, on the first twin's
+        device."""
         # A block may write its result over its input.
         got, exact = compute(0, x_NH.clone()), compute(1, x_NH.to(self._twins[1].device, torch.float32))
         self._compare(name, got, exact)
@@ -153,14 +173,21 @@ class ForcedBlocks(ABC):
 class ForcedWindows(ForcedBlocks):
     """One decode window."""
 
-    def __init__(self, rounded: Qwen3_5Model, exact: Qwen3_5Model, *, starts: list[int], num_columns: int, seed: int) -> None:
+    def __init__(
+        self, rounded: Qwen3_5Model, exact: Qwen3_5Model, *, starts: list[int], num_columns: int, seed: int
+    ) -> None:
         """starts: position of column 0 of each slot."""
         num_slots, num_pages = len(starts), -(-(max(starts) + num_columns) // BLOCK_TOKENS)
         generator = torch.Generator().manual_seed(seed)
         rows_BR = torch.randperm(num_slots * (num_columns + 1), generator=generator).view(num_slots, -1) + 2
         pages_BP = (torch.randperm(num_slots * num_pages, generator=generator).view(num_slots, -1) + 1).to(torch.int32)
         super().__init__(
-            rounded, exact, num_tokens=num_slots * num_columns, num_rows=rows_BR.numel(), num_pages=pages_BP.numel(), generator=generator
+            rounded,
+            exact,
+            num_tokens=num_slots * num_columns,
+            num_rows=rows_BR.numel(),
+            num_pages=pages_BP.numel(),
+            generator=generator,
         )
         self._write_rows_N = rows_BR[:, 1:].flatten()
         self._windows = [
@@ -225,17 +252,23 @@ class _Resumed:
 
 
 class ForcedPrompts(ForcedBlocks):
-    """Prompts in one prefill; then, in the rounded twin alone, what is behind each resume point again, from the state that was kept there.
+    """Prompts in one prefill; then, in the rounded twin alone, what is behind each resume point again, from the state
+    that was kept there.
 
     Its keys and values go to pages of their own, which hold NaN."""
 
     def __init__(self, rounded: Qwen3_5Model, exact: Qwen3_5Model, *, prompts: Sequence[Prompt], seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         pages_each = [-(-prompt.end // BLOCK_TOKENS) for prompt in prompts]
-        num_pages = sum(n + sum(n - at // BLOCK_TOKENS for at in prompt.resume_at) for prompt, n in zip(prompts, pages_each, strict=True))
+        num_pages = sum(
+            n + sum(n - at // BLOCK_TOKENS for at in prompt.resume_at)
+            for prompt, n in zip(prompts, pages_each, strict=True)
+        )
         num_rows = sum(2 + 2 * len(prompt.resume_at) for prompt in prompts)
         num_tokens = sum(prompt.count for prompt in prompts)
-        super().__init__(rounded, exact, num_tokens=num_tokens, num_rows=num_rows, num_pages=num_pages, generator=generator)
+        super().__init__(
+            rounded, exact, num_tokens=num_tokens, num_rows=num_rows, num_pages=num_pages, generator=generator
+        )
         rows = iter((torch.randperm(num_rows, generator=generator) + 2).tolist())
         pages = iter((torch.randperm(num_pages, generator=generator) + 1).tolist())
         self._saved_rows: list[int] = []
@@ -279,7 +312,10 @@ class ForcedPrompts(ForcedBlocks):
     def _mix(self, name: str, i: int, layer: DecoderLayer, memory: Memory, x_NH: Tensor) -> Tensor:
         out_NH = self._mix_batch(layer, memory, x_NH, self._batches[i])
         if i == 0:
-            self._again = [self._mix_batch(layer, memory, x_NH[again.tokens], batch_of([again.run], x_NH.device)) for again in self._resumed]
+            self._again = [
+                self._mix_batch(layer, memory, x_NH[again.tokens], batch_of([again.run], x_NH.device))
+                for again in self._resumed
+            ]
             return out_NH
         kind = kind_of(layer)
         for number, (resumed, again_NH) in enumerate(zip(self._resumed, self._again, strict=True)):

@@ -17,7 +17,12 @@ def generated(tokenizer: Tokenizer, ids: Sequence[int], rng: random.Random) -> l
     while start < len(ids):
         end = start + rng.randint(1, 4)
         events.append(
-            TokensEvent(request_id="", token_ids=list(ids[start:end]), text=detokenizer.push(ids[start:end]).text, scores=scores[start:end])
+            TokensEvent(
+                request_id="",
+                token_ids=list(ids[start:end]),
+                text=detokenizer.push(ids[start:end]).text,
+                scores=scores[start:end],
+            )
         )
         start = end
     return events

@@ -1,4 +1,5 @@
-"""A model that writes what its grammar allows, at random but with an urge to come to an end; and the same text again, in windows with drafts."""
+"""A model that writes what its grammar allows, at random but with an urge to come to an end; and the same text again,
+in windows with drafts."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ def allowed_ids(row: MaskRows, num_tokens: int) -> Sequence[int]:
 
 
 def check_windows(constraint: Constraint, walk: Walk, rng: random.Random, num_tokens: int) -> None:
-    """Go the same way in windows of 0 to 5 drafts, some of them wrong: every mask up to the first wrong draft is that of the single step."""
+    """Go the same way in windows of 0 to 5 drafts, some of them wrong: every mask up to the first wrong draft is that
+    of the single step."""
     place = 0
     while place < len(walk.ids):
         drafts = walk.ids[place : place + rng.randint(0, 5)]
@@ -89,7 +91,9 @@ def check_windows(constraint: Constraint, walk: Walk, rng: random.Random, num_to
         rows = constraint.masks(drafts)
         assert len(rows) == len(drafts) + 1
         for offset in range(min(num_right + 1, len(walk.ids) - place)):
-            assert np.array_equal(rows[offset], walk.rows[place + offset]), f"the mask {offset} drafts behind token {place} differs"
+            assert np.array_equal(rows[offset], walk.rows[place + offset]), (
+                f"the mask {offset} drafts behind token {place} differs"
+            )
         num_emitted = rng.randint(1, min(num_right + 1, len(walk.ids) - place))
         constraint.advance(walk.ids[place : place + num_emitted])
         place += num_emitted
@@ -106,7 +110,12 @@ class Admission:
         self.stop_id = tokenizer.eos_id
         self.num_tokens = tokenizer.vocab_size
         self._backend = Backend(
-            Vocabulary(token_bytes=tokenizer.token_bytes, vocab_size=self.num_tokens, stop_token_ids=[self.stop_id], job_seconds=60)
+            Vocabulary(
+                token_bytes=tokenizer.token_bytes,
+                vocab_size=self.num_tokens,
+                stop_token_ids=[self.stop_id],
+                job_seconds=60,
+            )
         )
         self._compiled: dict[Grammar, Any] = {}
 
@@ -114,7 +123,9 @@ class Admission:
         assert grammar.kind in ("ebnf", "structural_tag")
         if grammar not in self._compiled:
             self._compiled[grammar] = self._backend.compile(CompileJob(kind=grammar.kind, source=grammar.source))
-        return GrammarConstraint(self._backend.matcher(self._compiled[grammar]), self._backend.num_words, [self.stop_id], None)
+        return GrammarConstraint(
+            self._backend.matcher(self._compiled[grammar]), self._backend.num_words, [self.stop_id], None
+        )
 
     def admitted(self, grammar: Grammar, text: str) -> str:
         """The text as far as the grammar admits it; all of it, with a stop behind it, is "whole"."""

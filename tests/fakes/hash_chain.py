@@ -8,9 +8,10 @@ With t the token at position p and r, a, b random odd 64-bit constants of tokens
     MTP pair   w_p = h_{p-1}*r[t] + a[p]             lives in the MTP page of its position (position 0 has none)
     checksum   c_p = sum over 1 <= q <= p of w_q     second half of the hidden: what the MTP pages must add up to
 
-The MTP layer can compute h_p from the pair (h_{p-1}, t), and adds the difference between its pages' sum and the checksum: one stale pair makes
-all its drafts junk. Where everything is right, the draft is the target's greedy choice with probability `draft_accuracy`, decided by h_p.
-Storage that was never written holds poison. On the CPU it reads lengths on the host, to be fast; on CUDA it reads nothing there.
+The MTP layer can compute h_p from the pair (h_{p-1}, t), and adds the difference between its pages' sum and the
+checksum: one stale pair makes all its drafts junk. Where everything is right, the draft is the target's greedy choice
+with probability `draft_accuracy`, decided by h_p. Storage that was never written holds poison. On the CPU it reads
+lengths on the host, to be fast; on CUDA it reads nothing there.
 
 Shape letters as in models/protocol.py; H is 2: (h, c).
 """
@@ -27,7 +28,17 @@ import torch
 from torch import Tensor
 
 from agentspec.kernels import PrefillBatch
-from agentspec.kernels.prefill_batch import BLOCK_COUNT, BLOCK_OFFSET, COUNT, NO_ROW, OFFSET, READ_ROW, SAVE_ROW, SECOND_SAVE_ROW, START
+from agentspec.kernels.prefill_batch import (
+    BLOCK_COUNT,
+    BLOCK_OFFSET,
+    COUNT,
+    NO_ROW,
+    OFFSET,
+    READ_ROW,
+    SAVE_ROW,
+    SECOND_SAVE_ROW,
+    START,
+)
 from agentspec.kernels.reference.sampling import DrawInputs, PenaltyInputs, draw, penalise
 from agentspec.models.protocol import VerifyBatch
 from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, ZERO_ROW, ModelSpec, SamplingParams
@@ -89,7 +100,8 @@ class HashChainModel:
         device: torch.device | None = None,
     ) -> None:
         """device: None: the CPU.
-        stop_chance: share of contexts in which the stop id is by far the likeliest token; elsewhere it is by far the unlikeliest."""
+        stop_chance: share of contexts in which the stop id is by far the likeliest token; elsewhere it is by far the
+        unlikeliest."""
         assert block_tokens & (block_tokens - 1) == 0, "a shift and a mask find the cell of a position"
         self._block = block_tokens
         self._block_bits = block_tokens.bit_length() - 1
@@ -113,9 +125,13 @@ class HashChainModel:
             return generator.integers(-(2**63), 2**63, size=size, dtype=np.int64) | 1
 
         self._reference = _Constants(
-            of_token=constants(self._spec.vocab_size), of_position=constants(max_context + _SLACK), of_attention=constants(max_context + _SLACK)
+            of_token=constants(self._spec.vocab_size),
+            of_position=constants(max_context + _SLACK),
+            of_attention=constants(max_context + _SLACK),
         )
-        self._of_token, self._of_position, self._of_attention = (torch.from_numpy(values).to(self._device) for values in self._reference)
+        self._of_token, self._of_position, self._of_attention = (
+            torch.from_numpy(values).to(self._device) for values in self._reference
+        )
         self._of_both = self._of_position + self._of_attention
         rows = 1 << _TABLE_BITS
         table = generator.normal(0.0, 2.0, size=(rows, self._spec.vocab_size)).astype(np.float32)
@@ -125,7 +141,9 @@ class HashChainModel:
         self._table = self._reference_table.to(self._device)
         greedy = table.argmax(1)
         wrong = (greedy + 1 + generator.integers(0, num_real_tokens - 1, size=rows)) % num_real_tokens
-        self._draft_table = torch.from_numpy(np.where(generator.random(rows) < draft_accuracy, greedy, wrong)).to(self._device)
+        self._draft_table = torch.from_numpy(np.where(generator.random(rows) < draft_accuracy, greedy, wrong)).to(
+            self._device
+        )
         self._full_draft_table = self._draft_table
         self._position = torch.arange(max_context + _SLACK, device=self._device)
         self._mtp_position = self._position.clone()
@@ -169,19 +187,26 @@ class HashChainModel:
         return row_BT3[:, :, 1:]
 
     def prefill(self, batch: PrefillBatch) -> Tensor:
-        offset_U, start_U, rows_U3 = batch.spans_UF[:, OFFSET], batch.spans_UF[:, START], self.rows_R3.index_select(0, batch.spans_UF[:, READ_ROW])
+        offset_U, start_U, rows_U3 = (
+            batch.spans_UF[:, OFFSET],
+            batch.spans_UF[:, START],
+            self.rows_R3.index_select(0, batch.spans_UF[:, READ_ROW]),
+        )
         span_N, is_token_N = self._spans_of_tokens(batch)
         token_N = self._of_token.take(batch.token_ids_N) * is_token_N
         in_row_N = self._of_position.take(batch.position_N)
         attention_N = token_N * self._of_attention.take(batch.position_N)
 
         def sum_spans(terms_N: Tensor, before_U: Tensor) -> Tensor:
-            """Running sums of each span's terms, from what stands before them: differences of one running sum are exact modulo 2**64."""
+            """Running sums of each span's terms, from what stands before them: differences of one running sum are exact
+            modulo 2**64."""
             sum_N = terms_N.cumsum(0)
             return sum_N + (before_U - (sum_N - terms_N).take(offset_U)).take(span_N)
 
         s_N = sum_spans(token_N * in_row_N, rows_U3[:, 0])
-        h_N = s_N + sum_spans(attention_N, self._sum_pages(self.attention_PS, self._position, batch.page_table_UP, start_U)[:, 0])
+        h_N = s_N + sum_spans(
+            attention_N, self._sum_pages(self.attention_PS, self._position, batch.page_table_UP, start_U)[:, 0]
+        )
         previous_N = torch.cat((rows_U3[:, 1], h_N)).take(batch.previous_N)
         pair_N = (previous_N * token_N + in_row_N) * (is_token_N & (batch.position_N > 0))
         row_N3 = torch.stack((s_N, h_N, sum_spans(pair_N, rows_U3[:, 2])), dim=1)
@@ -235,14 +260,18 @@ class HashChainModel:
     def _sum_pages(self, pages_PS: Tensor, position: Tensor, page_table_BP: Tensor, length_B: Tensor) -> Tensor:
         """Sum of what the pages hold at positions below each length: [B, 1]."""
         # A captured step can't ask how long its slots are: it sums all pages, whatever they hold beyond.
-        num_blocks = page_table_BP.shape[1] if self._device.type == "cuda" else -(-max(length_B.tolist()) // self._block)
+        num_blocks = (
+            page_table_BP.shape[1] if self._device.type == "cuda" else -(-max(length_B.tolist()) // self._block)
+        )
         if num_blocks == 0:
             return torch.zeros_like(length_B)[:, None]
         values = pages_PS.index_select(0, page_table_BP[:, :num_blocks].flatten()).view(len(length_B), -1)
         return (values * (position[: values.shape[1]] < length_B[:, None])).sum(1, keepdim=True)
 
     def _write_pages(self, pages_PS: Tensor, page_table_BP: Tensor, position_BT: Tensor, values_BT: Tensor) -> None:
-        cell_BT = (page_table_BP.gather(1, position_BT >> self._block_bits) << self._block_bits) + (position_BT & (self._block - 1))
+        cell_BT = (page_table_BP.gather(1, position_BT >> self._block_bits) << self._block_bits) + (
+            position_BT & (self._block - 1)
+        )
         pages_PS.view(-1).index_copy_(0, cell_BT.view(-1), values_BT.reshape(-1))
 
     def _spans_of_tokens(self, batch: PrefillBatch) -> tuple[Tensor, Tensor]:
@@ -281,20 +310,31 @@ class HashChainModel:
     def check_row(self, row: int, tokens: Sequence[int], *, context: str = "") -> None:
         """Raise AssertionError unless the row is exactly the state after `tokens`."""
         held, expected = self.rows_R3[row].cpu().numpy(), self.reference_state(tokens).row
-        wrong = [name for name, is_wrong in zip(("state", "hidden", "MTP checksum"), held != expected, strict=True) if is_wrong]
+        wrong = [
+            name
+            for name, is_wrong in zip(("state", "hidden", "MTP checksum"), held != expected, strict=True)
+            if is_wrong
+        ]
         assert not wrong, f"{context} row {row} is not the state after {len(tokens)} tokens: {', '.join(wrong)} differ"
 
-    def check_pages(self, page_ids: Sequence[int], tokens: Sequence[int], *, with_mtp: bool = True, context: str = "") -> None:
-        """Raise AssertionError unless the pages hold exactly what a prefill of `tokens` writes (K/V, and MTP K/V if MTP runs at all)."""
+    def check_pages(
+        self, page_ids: Sequence[int], tokens: Sequence[int], *, with_mtp: bool = True, context: str = ""
+    ) -> None:
+        """Raise AssertionError unless the pages hold exactly what a prefill of `tokens` writes (K/V, and MTP K/V if MTP
+        runs at all)."""
         expected = self.reference_state(tokens)
         pages = torch.tensor(page_ids, device=self._device)
         held = self.attention_PS[pages].flatten()[: len(tokens)].cpu().numpy()
         wrong = np.flatnonzero(held != expected.attention_N)
-        assert not wrong.size, f"{context} pages {list(page_ids)}: K/V at positions {wrong.tolist()} of {len(tokens)} is not the tokens'"
+        assert not wrong.size, (
+            f"{context} pages {list(page_ids)}: K/V at positions {wrong.tolist()} of {len(tokens)} is not the tokens'"
+        )
         if with_mtp:
             held = self.mtp_PS[pages].flatten()[: len(tokens)].cpu().numpy()
             wrong = 1 + np.flatnonzero((held != expected.mtp_N)[1:])
-            assert not wrong.size, f"{context} pages {list(page_ids)}: MTP K/V at positions {wrong.tolist()} of {len(tokens)} is not the pairs'"
+            assert not wrong.size, (
+                f"{context} pages {list(page_ids)}: MTP K/V at positions {wrong.tolist()} of {len(tokens)} is not the pairs'"
+            )
 
     def reference_stream(self, request: ReferenceRequest) -> list[int]:
         """The tokens that a request alone must get: no cache, no drafts, no batch."""
@@ -308,11 +348,17 @@ class HashChainModel:
         lengths = np.array([len(request.prompt) for request in requests], dtype=np.int64)
         tables = _SamplingTables(requests, self._spec.vocab_size)
         of_token, of_both = self._reference.of_token, self._reference.of_position + self._reference.of_attention
-        alive = np.array([i for i, request in enumerate(requests) if len(request.prompt) < request.length_limit], dtype=np.int64)
+        alive = np.array(
+            [i for i, request in enumerate(requests) if len(request.prompt) < request.length_limit], dtype=np.int64
+        )
         while alive.size:
-            allowed = {i: allows(streams[i]) for i in alive.tolist() if (allows := requests[i].allowed_after) is not None}
+            allowed = {
+                i: allows(streams[i]) for i in alive.tolist() if (allows := requests[i].allowed_after) is not None
+            }
             alive = np.array([i for i in alive.tolist() if i not in allowed or allowed[i].any()], dtype=np.int64)
-            logits = self._reference_table[torch.from_numpy((hidden[alive] >> (64 - _TABLE_BITS)) & ((1 << _TABLE_BITS) - 1))]
+            logits = self._reference_table[
+                torch.from_numpy((hidden[alive] >> (64 - _TABLE_BITS)) & ((1 << _TABLE_BITS) - 1))
+            ]
             for row, i in enumerate(alive.tolist()):
                 if i in allowed:
                     logits[row, torch.from_numpy(~allowed[i])] = -torch.inf

@@ -49,7 +49,9 @@ def compute_reference(directory: Path, tokens: Sequence[int]) -> Reference:
     mtp = _load_mtp(model, directory)
     positions = torch.arange(1, len(tokens))
     mtp_hidden = mtp.forward_layer(0, hidden[:, :-1], positions[None], None, input_ids=torch.tensor([tokens[1:]]))
-    return Reference(hidden=hidden[0], logits=logits[0], mtp_hidden=mtp_hidden[0], mtp_logits=model.lm_head(mtp_hidden)[0])
+    return Reference(
+        hidden=hidden[0], logits=logits[0], mtp_hidden=mtp_hidden[0], mtp_logits=model.lm_head(mtp_hidden)[0]
+    )
 
 
 def _load_mtp(model: transformers.PreTrainedModel, directory: Path) -> MtpModel:

@@ -1,4 +1,5 @@
-"""A weight form that the package doesn't have: 8-bit integers with one multiplier a row. What a new form must bring along, and nothing more."""
+"""A weight form that the package doesn't have: 8-bit integers with one multiplier a row. What a new form must bring
+along, and nothing more."""
 
 from __future__ import annotations
 

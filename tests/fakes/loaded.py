@@ -11,9 +11,17 @@ from agentspec.models.qwen3_5 import Qwen3_5Model
 
 
 def load_model(
-    path: Path, *, device: torch.device, dtype: torch.dtype, random_weights: bool = False, seed: int = 0, fp8_drafts: bool = False
+    path: Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    random_weights: bool = False,
+    seed: int = 0,
+    fp8_drafts: bool = False,
 ) -> Qwen3_5Model:
     """As `registry.load_model`."""
-    model = registry.load_model(path, device=device, dtype=dtype, random_weights=random_weights, seed=seed, fp8_drafts=fp8_drafts)
+    model = registry.load_model(
+        path, device=device, dtype=dtype, random_weights=random_weights, seed=seed, fp8_drafts=fp8_drafts
+    )
     assert isinstance(model, Qwen3_5Model)
     return model

@@ -1,4 +1,5 @@
-"""The whole forward of the family in plain torch, from raw checkpoint tensors: one sequence, float32, no cache, no batching.
+"""The whole forward of the family in plain torch, from raw checkpoint tensors: one sequence, float32, no cache, no
+batching.
 
 Shares no code with agentspec or transformers; reads config.json and safetensors itself.
 """
@@ -22,7 +23,10 @@ class Oracle:
         self.tied = raw.get("tie_word_embeddings", False)
         self.w: dict[str, Tensor] = {}
         for path in sorted(directory.glob("*.safetensors")):
-            self.w |= {name.replace("model.language_model.", "model."): tensor.float() for name, tensor in load_file(path).items()}
+            self.w |= {
+                name.replace("model.language_model.", "model."): tensor.float()
+                for name, tensor in load_file(path).items()
+            }
         interval, num_layers = self.c.get("full_attention_interval", 4), self.c["num_hidden_layers"]
         self.full = [(i + 1) % interval == 0 for i in range(num_layers)]
         if "layer_types" in self.c:
@@ -52,7 +56,11 @@ class Oracle:
 
     def _layer(self, x: Tensor, prefix: str, full: bool, *, first_position: int, index: int) -> Tensor:
         normed = self._norm(x, f"{prefix}input_layernorm.weight")
-        x = x + (self._attention(normed, f"{prefix}self_attn.", first_position) if full else self._delta(normed, f"{prefix}linear_attn.", index))
+        x = x + (
+            self._attention(normed, f"{prefix}self_attn.", first_position)
+            if full
+            else self._delta(normed, f"{prefix}linear_attn.", index)
+        )
         return x + self._ffn(self._norm(x, f"{prefix}post_attention_layernorm.weight"), f"{prefix}mlp.")
 
     def _rotate(self, x: Tensor, first_position: int) -> Tensor:
@@ -108,7 +116,12 @@ class Oracle:
         taps = self.w[f"{prefix}conv1d.weight"]
         qkv = silu(sum(padded[j : j + count] * taps[:, 0, j] for j in range(4)))  # type: ignore[arg-type]
         q, k, v = qkv.split([key_heads * key_dim, key_heads * key_dim, heads * value_dim], -1)
-        q, k, v, z = q.view(count, key_heads, -1), k.view(count, key_heads, -1), v.view(count, heads, -1), z.view(count, heads, -1)
+        q, k, v, z = (
+            q.view(count, key_heads, -1),
+            k.view(count, key_heads, -1),
+            v.view(count, heads, -1),
+            z.view(count, heads, -1),
+        )
         q, k = (y / (y.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
         decay = torch.exp(-self.w[f"{prefix}A_log"].exp() * softplus(a + self.w[f"{prefix}dt_bias"]))
         out = torch.zeros(count, heads, value_dim)
@@ -124,7 +137,9 @@ class Oracle:
             states[h] = state
         self.states[index] = states
         gate = torch.sigmoid(z) if self.c.get("output_gate_type") == "sigmoid" else silu(z)
-        normed = out / (out.pow(2).mean(-1, keepdim=True) + self.c["rms_norm_eps"]).sqrt() * self.w[f"{prefix}norm.weight"]
+        normed = (
+            out / (out.pow(2).mean(-1, keepdim=True) + self.c["rms_norm_eps"]).sqrt() * self.w[f"{prefix}norm.weight"]
+        )
         return (normed * gate).view(count, -1) @ self.w[f"{prefix}out_proj.weight"].T
 
     def _swiglu(self, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -144,7 +159,9 @@ class Oracle:
         if f"{prefix}gate.weight" not in self.w:
             return self._named_swiglu(x, prefix)
         probabilities = (x @ self.w[f"{prefix}gate.weight"].T).softmax(-1)
-        out = torch.sigmoid(x @ self.w[f"{prefix}shared_expert_gate.weight"].T) * self._named_swiglu(x, f"{prefix}shared_expert.")
+        out = torch.sigmoid(x @ self.w[f"{prefix}shared_expert_gate.weight"].T) * self._named_swiglu(
+            x, f"{prefix}shared_expert."
+        )
         for t in range(x.shape[0]):
             chosen = probabilities[t].argsort(descending=True)[: self.c["num_experts_per_tok"]]
             total = probabilities[t, chosen].sum() if self.c.get("norm_topk_prob", True) else torch.tensor(1.0)

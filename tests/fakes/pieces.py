@@ -1,4 +1,5 @@
-"""An encoder that needs no files and never changes, so that token counts of recorded sessions can be held to exact figures.
+"""An encoder that needs no files and never changes, so that token counts of recorded sessions can be held to exact
+figures.
 
 The bundled tokenizer is trained again with every change of tiny-agent's sessions; figures by it move with it.
 """
@@ -10,13 +11,15 @@ from array import array
 from zlib import crc32
 
 _PIECES = re.compile(r"<\|?\w+\|?>|</\w+>|\s?[^\W\d_]{1,8}|\d{1,3}|[^\w\s]{1,4}|_|\s{1,8}")
-"""Control tokens and tags; runs of letters with the blank before them; digits; punctuation; blanks. Every character is in some piece."""
+"""Control tokens and tags; runs of letters with the blank before them; digits; punctuation; blanks. Every character is
+in some piece."""
 
 _NUM_PIECE_IDS = 150_000
 
 
 class RegexPieces:
-    """Splits text into short pieces and hashes each to an id. Token counts are near a BPE's, and equal text has equal ids."""
+    """Splits text into short pieces and hashes each to an id. Token counts are near a BPE's, and equal text has equal
+    ids."""
 
     name = "regex-pieces"
 

@@ -24,6 +24,10 @@ class Run:
 
 
 def batch_of(
-    runs: Sequence[Run], device: torch.device | str = "cpu", *, block_tokens: int = BLOCK_TOKENS, sizes: PrefillSizes | None = None
+    runs: Sequence[Run],
+    device: torch.device | str = "cpu",
+    *,
+    block_tokens: int = BLOCK_TOKENS,
+    sizes: PrefillSizes | None = None,
 ) -> PrefillBatch:
     return build_tables(runs, block_tokens=block_tokens, sizes=sizes).on(torch.device(device)).batch

@@ -1,6 +1,7 @@
 """A recorder without CUDA graphs: a replay runs the step again.
 
-Like graphs that share their memory, a replay spoils the results of all others, so that whoever reads a result too late reads nonsense.
+Like graphs that share their memory, a replay spoils the results of all others, so that whoever reads a result too late
+reads nonsense.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ PADDED = PrefillSizes(num_tokens=128, num_spans=4, num_blocks=10, num_pages=6)
 
 
 class RiddenPass:
-    """A prompt that goes on, a fresh one, and the windows of two other sequences beside an inert slot, over a poisoned model."""
+    """A prompt that goes on, a fresh one, and the windows of two other sequences beside an inert slot, over a poisoned
+    model."""
 
     num_tokens = 89
     """Of both prompts."""
@@ -35,8 +36,18 @@ class RiddenPass:
         resumed, fresh = self.driver.sequences[2], self.driver.sequences[3]
         self.prompts = batch_of(
             [
-                Run(token_ids=prompt[66:120], start=64, read_row=resumed.read_row, state_writes=((54, resumed.rows[0]),), page_ids=resumed.pages),
-                Run(token_ids=prompt[5:40], state_writes=((10, fresh.rows[1]), (35, fresh.rows[0])), page_ids=fresh.pages),
+                Run(
+                    token_ids=prompt[66:120],
+                    start=64,
+                    read_row=resumed.read_row,
+                    state_writes=((54, resumed.rows[0]),),
+                    page_ids=resumed.pages,
+                ),
+                Run(
+                    token_ids=prompt[5:40],
+                    state_writes=((10, fresh.rows[1]), (35, fresh.rows[0])),
+                    page_ids=fresh.pages,
+                ),
             ],
             model.device,
             sizes=sizes,
@@ -48,13 +59,19 @@ class RiddenPass:
             length_B=self._tensor([*(slot.length for slot in slots), 0]),
             read_row_B=self._tensor([*(slot.read_row for slot in slots), ZERO_ROW]),
             # The first slot's read row is one of its write rows, as after a step that accepted nothing.
-            write_rows_BT=self._tensor([slots[0].rows[:COLUMNS], slots[1].rows[1 : COLUMNS + 1], [SCRATCH_ROW] * COLUMNS]),
+            write_rows_BT=self._tensor(
+                [slots[0].rows[:COLUMNS], slots[1].rows[1 : COLUMNS + 1], [SCRATCH_ROW] * COLUMNS]
+            ),
             page_table_BP=self._tensor([*(slot.pages for slot in slots), [SCRATCH_PAGE] * width], torch.int32),
         )
 
     def apart(self) -> list[Tensor]:
         """Hiddens of the prompts and of the windows, then `storage`."""
-        return [self.model.prefill(self.prompts)[: self.num_tokens], self.model.verify(self.windows)[:2], *self.storage()]
+        return [
+            self.model.prefill(self.prompts)[: self.num_tokens],
+            self.model.verify(self.windows)[:2],
+            *self.storage(),
+        ]
 
     def ridden(self) -> list[Tensor]:
         hidden_NH, hidden_BTH = self.model.ride(self.prompts, self.windows)
@@ -64,7 +81,11 @@ class RiddenPass:
     def storage(self) -> list[Tensor]:
         """All rows and pages but scratch; what was never written is zero."""
         pools = self.model.pools
-        rows = [pools["ssm_LRVDK"][:, SCRATCH_ROW + 1 :], pools["conv_LR3C"][:, SCRATCH_ROW + 1 :], pools.hidden_RH[SCRATCH_ROW + 1 :]]
+        rows = [
+            pools["ssm_LRVDK"][:, SCRATCH_ROW + 1 :],
+            pools["conv_LR3C"][:, SCRATCH_ROW + 1 :],
+            pools.hidden_RH[SCRATCH_ROW + 1 :],
+        ]
         return [tensor.nan_to_num(0.0) for tensor in (*rows, pools["kv_AP2SGD"][:, SCRATCH_PAGE + 1 :])]
 
     def _tensor(self, values: object, dtype: torch.dtype = torch.int64) -> Tensor:

@@ -1,11 +1,12 @@
-"""A mixer that only tests have, with a state of another form: a recurrence with one decay a head, as in Mamba2 (arXiv 2405.21060).
+"""A mixer that only tests have, with a state of another form: a recurrence with one decay a head, as in Mamba2 (arXiv
+2405.21060).
 
 Per head, with a step width w = softplus(dt + bias) and a decay a = exp(-exp(A_log) w):
 
     S <- a S + w B x^T;   n <- a n + w;   y = S^T C / (1 + n) + sigmoid(skip) x
 
-C, B and x pass a convolution over two tokens first. It is made of the parameters of a Gated DeltaNet, in another meaning: so every checkpoint
-that tests write is one of a model with this mixer, too.
+C, B and x pass a convolution over two tokens first. It is made of the parameters of a Gated DeltaNet, in another
+meaning: so every checkpoint that tests write is one of a model with this mixer, too.
 
 Shape letters: as in kernels/__init__.py. K is the width of B and C, and stands before D here.
 """
@@ -43,7 +44,9 @@ class ScalarDecay:
         self._ops = ops
         self._heads = (config.num_value_heads, config.value_dim)
         self._keys = (config.num_key_heads, config.key_dim)
-        self.in_proj = parameters.take_rows("in_proj_qkv.weight", "in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight")
+        self.in_proj = parameters.take_rows(
+            "in_proj_qkv.weight", "in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight"
+        )
         self.taps_2C = parameters.take_tensor("conv1d.weight")[:, 0, -2:].T
         self.a_log_V = parameters.take_tensor("A_log")
         self.bias_V = parameters.take_tensor("dt_bias")
@@ -83,22 +86,31 @@ class ScalarDecay:
         """(The state after one more token of each sequence, its mixed values.)"""
         state_BVKD, width_BV, last_BC = state
         num_heads, value_dim = self._heads
-        now_BC, z, skip_BV, dt_BV = projected_BP.split([last_BC.shape[1], num_heads * value_dim, num_heads, num_heads], -1)
+        now_BC, z, skip_BV, dt_BV = projected_BP.split(
+            [last_BC.shape[1], num_heads * value_dim, num_heads, num_heads], -1
+        )
         mixed_BC = silu(last_BC * self.taps_2C[0] + now_BC * self.taps_2C[1])
         c, b, x = mixed_BC.split([self._keys[0] * self._keys[1]] * 2 + [num_heads * value_dim], -1)
-        c_BVK, b_BVK = (part.unflatten(-1, self._keys).repeat_interleave(num_heads // self._keys[0], 1).float() for part in (c, b))
+        c_BVK, b_BVK = (
+            part.unflatten(-1, self._keys).repeat_interleave(num_heads // self._keys[0], 1).float() for part in (c, b)
+        )
         x_BVD = x.unflatten(-1, self._heads).float()
         w_BV = softplus(dt_BV.float() + self.bias_V)
         decay_BV = torch.exp(-self.a_log_V.exp() * w_BV)
-        state_BVKD = decay_BV[..., None, None] * state_BVKD + w_BV[..., None, None] * b_BVK[..., None] * x_BVD[:, :, None]
+        state_BVKD = (
+            decay_BV[..., None, None] * state_BVKD + w_BV[..., None, None] * b_BVK[..., None] * x_BVD[:, :, None]
+        )
         width_BV = decay_BV * width_BV + w_BV
-        y_BVD = (c_BVK[:, :, None] @ state_BVKD).squeeze(2) / (1 + width_BV[..., None]) + skip_BV.float().sigmoid()[..., None] * x_BVD
+        y_BVD = (c_BVK[:, :, None] @ state_BVKD).squeeze(2) / (1 + width_BV[..., None]) + skip_BV.float().sigmoid()[
+            ..., None
+        ] * x_BVD
         y_BVD = y_BVD * torch.rsqrt(y_BVD.square().mean(-1, keepdim=True) + 1e-6) * self.norm_D
         return (state_BVKD, width_BV, now_BC), (y_BVD.flatten(1) * silu(z)).to(projected_BP.dtype)
 
 
 class DecayModel(Qwen3_5Model):
-    """A Qwen3.5 in which every other recurrent layer, from the first one on, decays: mixers of three forms, where there are three such layers."""
+    """A Qwen3.5 in which every other recurrent layer, from the first one on, decays: mixers of three forms, where there
+    are three such layers."""
 
     def _mixer(self, config: TextConfig, index: int, parameters: ParameterScope, rope: kernels.RopeTable) -> Mixer:
         if _decays(config, index):

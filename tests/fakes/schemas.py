@@ -1,4 +1,5 @@
-"""Random JSON schemas of what a grammar can hold a model to: every supported keyword, in the combinations that people write."""
+"""Random JSON schemas of what a grammar can hold a model to: every supported keyword, in the combinations that people
+write."""
 
 from __future__ import annotations
 
@@ -6,9 +7,33 @@ import random
 from typing import Any
 
 WORDS = ("city", "name", "a", "ab", "abc", "unit", "note", "größe", "x-1", "with space", "id")
-PATTERNS = (r"^[a-z]{2,5}$", r"^\d{3}-\d{4}$", "[0-9]+", r"^(red|green)$", r"^[^<>]*$", r"^\S+$", r"^\w[\w.-]*@example\.org$", r"^.{1,4}$")
+PATTERNS = (
+    r"^[a-z]{2,5}$",
+    r"^\d{3}-\d{4}$",
+    "[0-9]+",
+    r"^(red|green)$",
+    r"^[^<>]*$",
+    r"^\S+$",
+    r"^\w[\w.-]*@example\.org$",
+    r"^.{1,4}$",
+)
 FORMATS = ("date", "time", "date-time", "uuid", "email", "ipv4", "hostname", "uri", "duration", "ipv6")
-TEXTS = ("", "a", "null", "None", "true", "12", "two words", 'say "hi"', "a\\b", "line\nend", " lead", "<b>", "ü", "None ")
+TEXTS = (
+    "",
+    "a",
+    "null",
+    "None",
+    "true",
+    "12",
+    "two words",
+    'say "hi"',
+    "a\\b",
+    "line\nend",
+    " lead",
+    "<b>",
+    "ü",
+    "None ",
+)
 
 
 def random_schema(rng: random.Random, depth: int = 2) -> Any:
@@ -32,7 +57,10 @@ def random_parameters(rng: random.Random, depth: int = 2) -> dict[str, Any]:
             "leaf": random_schema(rng, 0),
             "tree": {
                 "type": "object",
-                "properties": {"value": {"$ref": "#/$defs/leaf"}, "children": {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 2}},
+                "properties": {
+                    "value": {"$ref": "#/$defs/leaf"},
+                    "children": {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 2},
+                },
                 "required": ["value"],
                 "additionalProperties": False,
             },
@@ -142,7 +170,11 @@ def _one_of(rng: random.Random, depth: int) -> dict[str, Any]:
     if rng.random() < 0.5:
         return {"oneOf": [{"type": "null"}, _string(rng, 0), _integer(rng, 0)][rng.randint(0, 1) :]}
     kinds = [
-        {"type": "object", "properties": {"kind": {"const": name}, "value": random_schema(rng, depth - 1)}, "required": ["kind"]}
+        {
+            "type": "object",
+            "properties": {"kind": {"const": name}, "value": random_schema(rng, depth - 1)},
+            "required": ["kind"],
+        }
         for name in ("a", "b")
     ]
     return {"oneOf": kinds, "discriminator": {"propertyName": "kind"}}
@@ -151,7 +183,11 @@ def _one_of(rng: random.Random, depth: int) -> dict[str, Any]:
 def _all_of(rng: random.Random, depth: int) -> dict[str, Any]:
     if rng.random() < 0.5:
         return {"allOf": [{"type": "string", "minLength": 2}, {"maxLength": 9}]}
-    return {"type": "object", "properties": {"a": random_schema(rng, depth - 1), "b": True}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
+    return {
+        "type": "object",
+        "properties": {"a": random_schema(rng, depth - 1), "b": True},
+        "anyOf": [{"required": ["a"]}, {"required": ["b"]}],
+    }
 
 
 def _types(rng: random.Random, depth: int) -> dict[str, Any]:

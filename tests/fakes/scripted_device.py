@@ -1,7 +1,7 @@
 """The real scheduler, step loop and cache over a device that says what it is told: no torch, no model.
 
-The device keeps for every row and every page cell which prefix it stands for, and fails at the first read of another one. So a test that only
-looks at a decision also proves that it left rows and pages true.
+The device keeps for every row and every page cell which prefix it stands for, and fails at the first read of another
+one. So a test that only looks at a decision also proves that it left rows and pages true.
 """
 
 from __future__ import annotations
@@ -116,14 +116,18 @@ class ScriptedDevice:
         assert set(plan.first_slots) <= {join.slot for join in plan.joins}, "a first step comes with the join"
         assert set(plan.masks) == {slot for slot in taking_part if self.slots[slot].join.constrained}
         for slot, masks in plan.masks.items():
-            assert len(masks) == 1 + min(plan.num_drafted, len(self.slots[slot].drafts)), "a row for column 0 and for each draft"
+            assert len(masks) == 1 + min(plan.num_drafted, len(self.slots[slot].drafts)), (
+                "a row for column 0 and for each draft"
+            )
         slots = [self._first(slot, plan.num_drafted) for slot in plan.first_slots] + [
             self._decode(slot, plan.num_drafted) for slot in plan.decode_slots
         ]
         decode_seconds = self.decode_seconds if plan.decode_slots else 0.0
         rode = self.rides and bool(plan.chunks and plan.decode_slots)
         prefill_seconds = self._prefill_seconds(plan.chunks)
-        return StepOutcome(slots=slots, scores=scores, prefill_seconds=prefill_seconds, decode_seconds=decode_seconds, rode=rode)
+        return StepOutcome(
+            slots=slots, scores=scores, prefill_seconds=prefill_seconds, decode_seconds=decode_seconds, rode=rode
+        )
 
     def collect(self, ticket: StepOutcome) -> StepOutcome:
         self.num_collected += 1
@@ -135,7 +139,9 @@ class ScriptedDevice:
         assert self._rows.get(row) == tags[-1], f"row {row} is not the state after {len(ids)} tokens"
         for position, tag in enumerate(tags[1:]):
             cell = (page_ids[position // self._block], position % self._block)
-            assert self._cells.get(cell) == tag, f"page {cell[0]} does not hold position {position} of these {len(ids)} tokens"
+            assert self._cells.get(cell) == tag, (
+                f"page {cell[0]} does not hold position {position} of these {len(ids)} tokens"
+            )
 
     def _prefill(self, chunk: ChunkPlan) -> list[TokenScore]:
         start, end = chunk.start, chunk.start + len(chunk.token_ids)
@@ -208,7 +214,9 @@ class ScriptedDevice:
             self._write_cell(slot.pages, before + column, tag)
         return self._commit(index, slot, emitted, offered, num_drafted, stop)
 
-    def _commit(self, index: int, slot: _Slot, emitted: list[int], offered: int, num_drafted: int, stop: int) -> SlotOutcome:
+    def _commit(
+        self, index: int, slot: _Slot, emitted: list[int], offered: int, num_drafted: int, stop: int
+    ) -> SlotOutcome:
         before = slot.length
         slot.length, slot.read_row = before + len(emitted), slot.write_rows[len(emitted) - 1]
         boundary = slot.length // self._block * self._block
@@ -267,7 +275,8 @@ class FixedDepth:
 
 
 class House:
-    """A small engine without a model. Audits the cache after every step, and checks each state that is published or resumed from."""
+    """A small engine without a model. Audits the cache after every step, and checks each state that is published or
+    resumed from."""
 
     def __init__(
         self,
@@ -302,7 +311,13 @@ class House:
         self.scheduler = Scheduler(
             cache=self.cache,
             fair=FairShare(lambda: self.now),
-            gate=SessionGate(row_bytes=gate_bytes, page_bytes=gate_bytes, budget_bytes=gate_bytes, hold_seconds=hold_seconds, clock=lambda: self.now),
+            gate=SessionGate(
+                row_bytes=gate_bytes,
+                page_bytes=gate_bytes,
+                budget_bytes=gate_bytes,
+                hold_seconds=hold_seconds,
+                clock=lambda: self.now,
+            ),
             metrics=self.metrics,
             max_running=max_running,
             max_draft_tokens=drafts,
@@ -312,7 +327,13 @@ class House:
             page_bytes=PAGE_BYTES,
             hold_seconds=hold_seconds,
         )
-        self.loop = StepLoop(scheduler=self.scheduler, executor=self.device, depth_policy=self.depth, metrics=self.metrics, overlap=overlap)
+        self.loop = StepLoop(
+            scheduler=self.scheduler,
+            executor=self.device,
+            depth_policy=self.depth,
+            metrics=self.metrics,
+            overlap=overlap,
+        )
         self.requests: dict[str, Request] = {}
         self.events: dict[str, list[Event]] = {}
         self.published: list[tuple[str, int]] = []
@@ -355,7 +376,12 @@ class House:
         submit = Submit(
             request_id=request_id,
             prompt_ids=list(prompt),
-            sampling=SamplingParams(temperature=0.0, max_tokens=len(output) if max_tokens == -1 else max_tokens, stop=stop, stop_token_ids=stop_ids),
+            sampling=SamplingParams(
+                temperature=0.0,
+                max_tokens=len(output) if max_tokens == -1 else max_tokens,
+                stop=stop,
+                stop_token_ids=stop_ids,
+            ),
             breakpoints=[Breakpoint(offset, kind) for offset, kind in points],
             session_id=session,
             owner=owner,
@@ -413,15 +439,29 @@ class House:
 
     def said(self, request_id: str) -> str:
         """The tokens of all events so far, as a text."""
-        return "".join(chr(token) for event in self.events[request_id] if isinstance(event, TokensEvent) for token in event.token_ids)
+        return "".join(
+            chr(token)
+            for event in self.events[request_id]
+            if isinstance(event, TokensEvent)
+            for token in event.token_ids
+        )
 
     def chunks(self, request_id: str) -> list[tuple[int, int]]:
         """(start, tokens) of every prefill chunk."""
-        return [(chunk.start, len(chunk.token_ids)) for plan in self.device.plans for chunk in plan.chunks if chunk.request_id == request_id]
+        return [
+            (chunk.start, len(chunk.token_ids))
+            for plan in self.device.plans
+            for chunk in plan.chunks
+            if chunk.request_id == request_id
+        ]
 
     def step_of_join(self, request_id: str) -> int:
         """Index of the plan in which the request last joined."""
-        return max(index for index, plan in enumerate(self.device.plans) if any(join.request_id == request_id for join in plan.joins))
+        return max(
+            index
+            for index, plan in enumerate(self.device.plans)
+            if any(join.request_id == request_id for join in plan.joins)
+        )
 
     def _spy(self) -> None:
         cache: Any = self.cache
@@ -438,7 +478,9 @@ class House:
             self.device.check_state(lease.read_row, lease.page_ids, looked_up[0][: lease.num_cached])
             return lease
 
-        def spy_publish(lease: Lease, namespace: str, ids: array[int], length: int, row: int, kind: CheckpointKind) -> bool:
+        def spy_publish(
+            lease: Lease, namespace: str, ids: array[int], length: int, row: int, kind: CheckpointKind
+        ) -> bool:
             self.device.check_state(row, lease.page_ids, ids[:length])
             self.published.append((kind.name, length))
             taken: bool = publish(lease, namespace, ids, length, row, kind)

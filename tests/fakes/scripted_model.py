@@ -1,7 +1,8 @@
-"""A hash-chain model that says what it is told after the prompts that it is told, so that a test can have a real engine answer a tool call.
+"""A hash-chain model that says what it is told after the prompts that it is told, so that a test can have a real engine
+answer a tool call.
 
-It stays a hash chain: the next token is looked up by the hash of everything before it, so a wrong row or a stale page makes it say something
-else.
+It stays a hash chain: the next token is looked up by the hash of everything before it, so a wrong row or a stale page
+makes it say something else.
 """
 
 from __future__ import annotations
@@ -20,11 +21,22 @@ class ScriptedModel(HashChainModel):
     """StepModel; every draft of a scripted token is right."""
 
     def __init__(
-        self, *, num_tokens: int = 265, stop_id: int | None = None, max_context: int = 8192, seed: int = 0, stop_chance: float = 0.0
+        self,
+        *,
+        num_tokens: int = 265,
+        stop_id: int | None = None,
+        max_context: int = 8192,
+        seed: int = 0,
+        stop_chance: float = 0.0,
     ) -> None:
         """stop_chance: share of contexts, scripts apart, in which `stop_id` is by far the likeliest token."""
         super().__init__(
-            seed=seed, num_real_tokens=num_tokens, num_padding_tokens=0, block_tokens=BLOCK_TOKENS, max_context=max_context, draft_accuracy=0.5
+            seed=seed,
+            num_real_tokens=num_tokens,
+            num_padding_tokens=0,
+            block_tokens=BLOCK_TOKENS,
+            max_context=max_context,
+            draft_accuracy=0.5,
         )
         stop_ids = () if stop_id is None else (stop_id,)
         self._spec = dataclasses.replace(self._spec, name="scripted", stop_token_ids=stop_ids)

@@ -1,4 +1,5 @@
-"""An engine whose model says what a script has: the real one, with its tokenizer and its cache, and outputs that are forced."""
+"""An engine whose model says what a script has: the real one, with its tokenizer and its cache, and outputs that are
+forced."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from scripts.clients.agents import ANSWER, MODEL, Calls
 class ScriptedOutputs:
     """An engine whose model says what the script has: each call in its turn, then the answer.
 
-    No form is asked of the real engine, which refuses one beside a forced output: the script's author sees to it that the words have it."""
+    No form is asked of the real engine, which refuses one beside a forced output: the script's author sees to it that
+    the words have it."""
 
     def __init__(self, engine: AsyncEngine, calls: Calls) -> None:
         self.finished: list[FinishEvent] = []
@@ -55,7 +57,8 @@ class ScriptedOutputs:
 
 
 class OutputsInTurn(ScriptedOutputs):
-    """The model says these one after the other, texts and calls alike: as many as the prompt has answers are said. The last one again and again."""
+    """The model says these one after the other, texts and calls alike: as many as the prompt has answers are said. The
+    last one again and again."""
 
     def __init__(self, engine: AsyncEngine, outputs: tuple[str | tuple[str, dict[str, Any]], ...]) -> None:
         super().__init__(engine, ())
@@ -74,6 +77,7 @@ class OutputsInTurn(ScriptedOutputs):
 def as_text(name: str, arguments: dict[str, Any]) -> str:
     """A call as the bundled model writes it."""
     parameters = "".join(
-        f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n" for key, value in arguments.items()
+        f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
+        for key, value in arguments.items()
     )
     return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"

@@ -1,4 +1,5 @@
-"""An engine client that keeps what passes through it, turn by turn: prompts, outputs, and what a cache could have served of each prompt."""
+"""An engine client that keeps what passes through it, turn by turn: prompts, outputs, and what a cache could have
+served of each prompt."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class SeenTurn:
 
     @property
     def shared_len(self) -> int:
-        """Tokens at the beginning of the prompt that an earlier turn has computed: from there on the client says something else, or something new."""
+        """Tokens at the beginning of the prompt that an earlier turn has computed: from there on the client says
+        something else, or something new."""
         return max((_common_len(turn.computed, self.prompt_ids) for turn in self.earlier), default=0)
 
     @property

@@ -1,7 +1,7 @@
 """Drives a StepModel one sequence at a time the way the runtime would, over poisoned pools and scattered ids.
 
-Everything that was not written reads as NaN, rows and pages are handed out in random order, and every window carries inert slots: a
-model that reads too far, writes to the wrong place or mixes slots cannot give the right logits.
+Everything that was not written reads as NaN, rows and pages are handed out in random order, and every window carries
+inert slots: a model that reads too far, writes to the wrong place or mixes slots cannot give the right logits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,15 @@ def poison(model: Qwen3_5Model) -> None:
 
 
 class Driver:
-    def __init__(self, model: Qwen3_5Model, *, num_sequences: int = 1, max_tokens: int = 256, num_rows_each: int = 9, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: Qwen3_5Model,
+        *,
+        num_sequences: int = 1,
+        max_tokens: int = 256,
+        num_rows_each: int = 9,
+        seed: int = 0,
+    ) -> None:
         self.model = model
         block = model.spec.block_tokens
         pages_each = -(-max_tokens // block) + 1
@@ -50,9 +58,13 @@ class Driver:
         rows, pages = list(range(2, num_rows)), list(range(1, num_pages))
         shuffle.shuffle(rows)
         shuffle.shuffle(pages)
-        self.sequences = [DrivenSequence(pages=pages[i::num_sequences], rows=rows[i::num_sequences]) for i in range(num_sequences)]
+        self.sequences = [
+            DrivenSequence(pages=pages[i::num_sequences], rows=rows[i::num_sequences]) for i in range(num_sequences)
+        ]
 
-    def prefill(self, tokens: Sequence[int], sizes: Iterable[int] = (), *, which: int = 0, wanted: Sequence[int] = ()) -> Tensor:
+    def prefill(
+        self, tokens: Sequence[int], sizes: Iterable[int] = (), *, which: int = 0, wanted: Sequence[int] = ()
+    ) -> Tensor:
         """Prefill in chunks of `sizes` (the rest in one) and return hidden_NH.
 
         `wanted`: sequence lengths whose state goes to rows[1], rows[2] ... on the way; the end state goes to rows[0].
@@ -65,7 +77,9 @@ class Driver:
             if not chunk:
                 break
             end = sequence.length + len(chunk)
-            writes = [(n - sequence.length, sequence.rows[1 + i]) for i, n in enumerate(wanted) if sequence.length < n < end]
+            writes = [
+                (n - sequence.length, sequence.rows[1 + i]) for i, n in enumerate(wanted) if sequence.length < n < end
+            ]
             run = Run(
                 token_ids=chunk,
                 start=sequence.length,
@@ -94,7 +108,8 @@ class Driver:
         return list(self.model.prefill(self._batch(runs)).split([len(tokens) for tokens in token_lists]))
 
     def verify(self, windows: Sequence[Sequence[int]], num_accepted: Sequence[int], *, num_inert: int = 1) -> Tensor:
-        """One window per sequence (all of one length), then commit: column num_accepted is the last one that stays. Returns hidden_BTH."""
+        """One window per sequence (all of one length), then commit: column num_accepted is the last one that stays.
+        Returns hidden_BTH."""
         sequences = self.sequences[: len(windows)]
         num_tokens = len(windows[0])
         inert = [[0] * num_tokens] * num_inert
@@ -104,18 +119,25 @@ class Driver:
                 tokens_BT=self._tensor([*map(list, windows), *inert]),
                 length_B=self._tensor([*(s.length for s in sequences), *[0] * num_inert]),
                 read_row_B=self._tensor([*(s.read_row for s in sequences), *[ZERO_ROW] * num_inert]),
-                write_rows_BT=self._tensor([*(s.rows[:num_tokens] for s in sequences), *[[SCRATCH_ROW] * num_tokens] * num_inert]),
-                page_table_BP=self._tensor([*(s.pages for s in sequences), *[[SCRATCH_PAGE] * width] * num_inert], torch.int32),
+                write_rows_BT=self._tensor(
+                    [*(s.rows[:num_tokens] for s in sequences), *[[SCRATCH_ROW] * num_tokens] * num_inert]
+                ),
+                page_table_BP=self._tensor(
+                    [*(s.pages for s in sequences), *[[SCRATCH_PAGE] * width] * num_inert], torch.int32
+                ),
             )
         )
         for sequence, accepted in zip(sequences, num_accepted, strict=True):
             sequence.read_row = sequence.rows[accepted]
             sequence.length += accepted + 1
-            # The row that holds the committed state stays last in line, so that the next window overwrites it only once it was read.
+            # The row that holds the committed state stays last in line, so that the next window overwrites it only once
+            # it was read.
             sequence.rows.append(sequence.rows.pop(accepted))
         return hidden_BTH[: len(windows)]
 
-    def mtp_prefill(self, tokens: Sequence[int], hidden_NH: Tensor, sizes: Iterable[int] = (), *, which: int = 0) -> None:
+    def mtp_prefill(
+        self, tokens: Sequence[int], hidden_NH: Tensor, sizes: Iterable[int] = (), *, which: int = 0
+    ) -> None:
         """MTP keys and values of a prompt, in chunks; hidden_NH[t] belongs to tokens[t]."""
         pages = self.sequences[which].pages
         start = 0

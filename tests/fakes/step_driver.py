@@ -35,7 +35,8 @@ class Running:
 
 
 class StepDriver:
-    """One executor; requests join with everything prefilled in one chunk, and every slot owns the rows and pages it will ever need."""
+    """One executor; requests join with everything prefilled in one chunk, and every slot owns the rows and pages it
+    will ever need."""
 
     def __init__(
         self,
@@ -64,7 +65,9 @@ class StepDriver:
         )
         self.running: dict[int, Running] = {}
 
-    def plan_join(self, plan: StepPlan, slot: int, request: ReferenceRequest, *, output_ids: Sequence[int] = ()) -> Running:
+    def plan_join(
+        self, plan: StepPlan, slot: int, request: ReferenceRequest, *, output_ids: Sequence[int] = ()
+    ) -> Running:
         """Add prefill and join of `request` (prompt, then output_ids generated earlier) to a plan."""
         rows = [2 + slot * self._rows_per_slot + i for i in range(self._rows_per_slot)]
         pages = [1 + slot * self._pages_per_slot + i for i in range(self._pages_per_slot)]
@@ -99,12 +102,17 @@ class StepDriver:
         self.running[slot] = Running(request, slot, rows, pages, emitted=list(output_ids))
         return self.running[slot]
 
-    def step(self, num_drafted: int, *, slots: Sequence[int] | None = None, plan: StepPlan | None = None) -> list[SlotOutcome]:
-        """Run one step over `slots` (all, in order) and those that join with it, whose first step it is; take in its outcomes."""
+    def step(
+        self, num_drafted: int, *, slots: Sequence[int] | None = None, plan: StepPlan | None = None
+    ) -> list[SlotOutcome]:
+        """Run one step over `slots` (all, in order) and those that join with it, whose first step it is; take in its
+        outcomes."""
         plan = plan or StepPlan()
         plan.num_drafted = num_drafted
         plan.first_slots = [join.slot for join in plan.joins]
-        plan.decode_slots = [slot for slot in (self.running if slots is None else slots) if slot not in plan.first_slots]
+        plan.decode_slots = [
+            slot for slot in (self.running if slots is None else slots) if slot not in plan.first_slots
+        ]
         outcomes = self.executor.collect(self.executor.launch(plan)).slots
         for outcome in outcomes:
             running = self.running[outcome.slot]
@@ -113,8 +121,11 @@ class StepDriver:
                 running.outcomes.append(outcome)
         return outcomes
 
-    def run(self, requests: Sequence[ReferenceRequest], choose_k: Callable[[], int], *, check: bool = False) -> list[list[int]]:
-        """Join all requests at once and decode until each is done. check: after each step, check all that the device keeps."""
+    def run(
+        self, requests: Sequence[ReferenceRequest], choose_k: Callable[[], int], *, check: bool = False
+    ) -> list[list[int]]:
+        """Join all requests at once and decode until each is done. check: after each step, check all that the device
+        keeps."""
         plan = StepPlan()
         for slot, request in enumerate(requests):
             self.plan_join(plan, slot, request)
@@ -127,7 +138,8 @@ class StepDriver:
         return [running.emitted for running in self.running.values()]
 
     def check(self, running: Running, *, with_mtp: bool = True) -> None:
-        """Pages and rolling checkpoints are those of a from-scratch prefill, and the request still owns each of its rows once. For hash chains."""
+        """Pages and rolling checkpoints are those of a from-scratch prefill, and the request still owns each of its
+        rows once. For hash chains."""
         assert isinstance(self.model, HashChainModel)
         if not running.outcomes:
             return
@@ -151,6 +163,10 @@ class StepDriver:
             assert newer_length == outcome.length // block * block
 
 
-def greedy(prompt: Sequence[int], length_limit: int, *, stop_ids: tuple[int, ...] = (), seed: int = 0) -> ReferenceRequest:
+def greedy(
+    prompt: Sequence[int], length_limit: int, *, stop_ids: tuple[int, ...] = (), seed: int = 0
+) -> ReferenceRequest:
     """A greedy request."""
-    return ReferenceRequest(prompt=prompt, sampling=SamplingParams(temperature=0.0), seed=seed, length_limit=length_limit, stop_ids=stop_ids)
+    return ReferenceRequest(
+        prompt=prompt, sampling=SamplingParams(temperature=0.0), seed=seed, length_limit=length_limit, stop_ids=stop_ids
+    )

@@ -1,4 +1,5 @@
-"""A tokenizer of one token a byte beside the bundled chat template, for tests that need text but no trained vocabulary."""
+"""A tokenizer of one token a byte beside the bundled chat template, for tests that need text but no trained
+vocabulary."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ VISIBLE_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_resp
 
 
 def byte_backend() -> Tokenizer:
-    """256 byte tokens (ids 0 to 255, in the order of their spelling), then CONTROL_TOKENS, then VISIBLE_TOKENS: 265 ids."""
+    """256 byte tokens (ids 0 to 255, in the order of their spelling), then CONTROL_TOKENS, then VISIBLE_TOKENS: 265
+    ids."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -32,20 +32,42 @@ class Told:
         self.stop_id = tokenizer.special_ids[END_OF_TURN]
         self.model = ScriptedModel(num_tokens=tokenizer.vocab_size, stop_id=self.stop_id)
         memory = MemoryPlan(num_rows=100, num_pages=400, max_length=8192)
-        parts = build(self.model, config=EngineConfig(draft_tokens=7, max_running=4), memory=memory, tokenizer=tokenizer, model_dir=directory)
+        parts = build(
+            self.model,
+            config=EngineConfig(draft_tokens=7, max_running=4),
+            memory=memory,
+            tokenizer=tokenizer,
+            model_dir=directory,
+        )
         self.engine = AsyncEngine(parts)
         self.app = self.engine.app
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[httpx.AsyncClient]:
-        async with self.engine, httpx.AsyncClient(transport=InProcessTransport(self.app), base_url="http://in-process", timeout=None) as client:
+        async with (
+            self.engine,
+            httpx.AsyncClient(
+                transport=InProcessTransport(self.app), base_url="http://in-process", timeout=None
+            ) as client,
+        ):
             yield client
 
     async def ask(
-        self, client: httpx.AsyncClient, messages: list[dict[str, Any]], says: str = "", *, tools: list[dict[str, Any]] | None = None
+        self,
+        client: httpx.AsyncClient,
+        messages: list[dict[str, Any]],
+        says: str = "",
+        *,
+        tools: list[dict[str, Any]] | None = None,
     ) -> dict[str, Any]:
         """One chat turn, answered with `says` and an end of turn (without it: with a few tokens of anything)."""
-        body = {"model": "scripted", "messages": messages, "tools": tools or [TOOL], "temperature": 0, "return_token_ids": True}
+        body = {
+            "model": "scripted",
+            "messages": messages,
+            "tools": tools or [TOOL],
+            "temperature": 0,
+            "return_token_ids": True,
+        }
         if says:
             asked = {name: body[name] for name in ("model", "messages", "tools")}
             prompt = (await client.post("/tokenize", json=asked)).json()["tokens"]

@@ -1,7 +1,7 @@
 """Two executors that get the same plans and must end up with the same bits: in their results and in every buffer.
 
-The plans are those of a busy random house: requests join and leave, windows of every depth, any company, greedy and sampled, with penalties, masks
-and scores. Results of the second twin are collected one step late.
+The plans are those of a busy random house: requests join and leave, windows of every depth, any company, greedy and
+sampled, with penalties, masks and scores. Results of the second twin are collected one step late.
 """
 
 from __future__ import annotations
@@ -38,10 +38,18 @@ def run_twins(
     num_steps: int,
     device: torch.device | str = "cpu",
 ) -> None:
-    """prepare: what is done to an executor before its first plan. Raises AssertionError naming the seed, the step and the buffer."""
+    """prepare: what is done to an executor before its first plan. Raises AssertionError naming the seed, the step and
+    the buffer."""
     rng = random.Random(seed)
     first, second = (
-        StepDriver(make_model(), max_running=max_running, max_draft_tokens=max_draft_tokens, max_length=_MAX_LENGTH, device=device) for _ in range(2)
+        StepDriver(
+            make_model(),
+            max_running=max_running,
+            max_draft_tokens=max_draft_tokens,
+            max_length=_MAX_LENGTH,
+            device=device,
+        )
+        for _ in range(2)
     )
     for driver, prepare in ((first, prepare_first), (second, prepare_second)):
         if isinstance(driver.model, Qwen3_5Model):
@@ -103,7 +111,9 @@ class _Host:
             self.without_penalties.add(slot)
         if rng.random() < 0.2:
             self._constrained.add(slot)
-        plan.joins[-1] = dataclasses.replace(plan.joins[-1], constrained=slot in self._constrained, logprobs=rng.choice([None, None, 0, 3]))
+        plan.joins[-1] = dataclasses.replace(
+            plan.joins[-1], constrained=slot in self._constrained, logprobs=rng.choice([None, None, 0, 3])
+        )
 
 
 def _random_request(rng: random.Random, vocab: int) -> ReferenceRequest:
@@ -119,7 +129,9 @@ def _random_request(rng: random.Random, vocab: int) -> ReferenceRequest:
             repetition_penalty=rng.choice([1.0, 1.2]),
             logit_bias=rng.choice([{}, {5: 2.0}]),
         )
-    return ReferenceRequest(prompt=prompt, sampling=sampling, seed=rng.getrandbits(63), length_limit=len(prompt) + rng.randint(1, 90))
+    return ReferenceRequest(
+        prompt=prompt, sampling=sampling, seed=rng.getrandbits(63), length_limit=len(prompt) + rng.randint(1, 90)
+    )
 
 
 def buffers_of(driver: StepDriver) -> dict[str, Tensor]:

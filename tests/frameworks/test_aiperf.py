@@ -1,6 +1,8 @@
-"""aiperf, NVIDIA's benchmark client, the real one, measures the bundled model over a socket, with that model's own tokenizer.
+"""aiperf, NVIDIA's benchmark client, the real one, measures the bundled model over a socket, with that model's own
+tokenizer.
 
-It lives in an environment of its own (`make aiperf`), since it brings a hundred packages along. Where that is missing these tests are skipped.
+It lives in an environment of its own (`make aiperf`), since it brings a hundred packages along. Where that is missing
+these tests are skipped.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ class Watched:
             async def watched(scope: Any, receive: Any, send: Any) -> None:
                 async def told(message: Any) -> None:
                     if message["type"] == "http.response.start" and scope["method"] == "POST":
-                        self.sessions[session_of({name.decode(): value.decode() for name, value in scope["headers"]}, None)] += 1
+                        self.sessions[
+                            session_of({name.decode(): value.decode() for name, value in scope["headers"]}, None)
+                        ] += 1
                         self.statuses[message["status"]] += 1
                     await send(message)
 
@@ -77,7 +81,11 @@ def dialogues(path: Path, number: int) -> Path:
     lines = [
         {
             "session_id": f"s{index}",
-            "turns": [{"text": f"List {index}: {orders}. Which are open?"}, {"text": "And sent?", "delay": 10}, {"text": "Bye"}],
+            "turns": [
+                {"text": f"List {index}: {orders}. Which are open?"},
+                {"text": "And sent?", "delay": 10},
+                {"text": "Bye"},
+            ],
         }
         for index in range(number)
     ]
@@ -85,17 +93,43 @@ def dialogues(path: Path, number: int) -> Path:
     return path
 
 
-@pytest.mark.skipif(not AIPERF.is_file(), reason=f"{AIPERF.parents[1].name} is not there: `make aiperf` installs aiperf")
+@pytest.mark.skipif(
+    not AIPERF.is_file(), reason=f"{AIPERF.parents[1].name} is not there: `make aiperf` installs aiperf"
+)
 @pytest.mark.parametrize("endpoint", RUNS)
 def test_aiperf_measures_the_bundled_model(endpoint: str, tmp_path: Path) -> None:
     num_sessions, fields = RUNS[endpoint]
     watched = Watched()
     with served(watched.open) as url:
         command = [
-            *(str(AIPERF), "profile", "--model", bundled.NAME, "--url", url.rstrip("/"), "--endpoint-type", endpoint, "--streaming"),
+            *(
+                str(AIPERF),
+                "profile",
+                "--model",
+                bundled.NAME,
+                "--url",
+                url.rstrip("/"),
+                "--endpoint-type",
+                endpoint,
+                "--streaming",
+            ),
             *("--tokenizer", str(bundled.DIRECTORY), "--extra-inputs", json.dumps(fields)),
-            *("--input-file", str(dialogues(tmp_path / "dialogues.jsonl", num_sessions)), "--custom-dataset-type", "multi_turn"),
-            *("--conversation-num", str(num_sessions), "--concurrency", "2", "--workers-max", "1", "--record-processors", "1"),
+            *(
+                "--input-file",
+                str(dialogues(tmp_path / "dialogues.jsonl", num_sessions)),
+                "--custom-dataset-type",
+                "multi_turn",
+            ),
+            *(
+                "--conversation-num",
+                str(num_sessions),
+                "--concurrency",
+                "2",
+                "--workers-max",
+                "1",
+                "--record-processors",
+                "1",
+            ),
             *("--ui", "none", "--artifact-dir", str(tmp_path / "results")),
         ]
         environment = os.environ | QUIET | {"HF_HOME": str(tmp_path / "hub")}
@@ -106,10 +140,14 @@ def test_aiperf_measures_the_bundled_model(endpoint: str, tmp_path: Path) -> Non
     assert None not in watched.sessions
     result = json.loads((tmp_path / "results" / "profile_export_aiperf.json").read_text())
     assert (result["request_count"]["avg"], result["error_summary"]) == (3 * num_sessions, [])
-    records = [json.loads(line)["metrics"] for line in (tmp_path / "results" / "profile_export.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line)["metrics"] for line in (tmp_path / "results" / "profile_export.jsonl").read_text().splitlines()
+    ]
     assert len(records) == 3 * num_sessions
     assert all(0 < record["output_sequence_length"]["value"] <= 24 for record in records)
     assert all(record["time_to_first_token"]["value"] > 0 for record in records)
     if endpoint == "chat":
-        assert sum(record["usage_prompt_cache_read_tokens"]["value"] > 0 for record in records) >= 2 * num_sessions, "later turns find their prefix"
+        assert sum(record["usage_prompt_cache_read_tokens"]["value"] > 0 for record in records) >= 2 * num_sessions, (
+            "later turns find their prefix"
+        )
         assert result["usage_completion_tokens"]["avg"] <= 24

@@ -1,7 +1,8 @@
-"""Command-line agents, the real ones, work through a small task against the server over a socket: with their own prompts and tools.
+"""Command-line agents, the real ones, work through a small task against the server over a socket: with their own
+prompts and tools.
 
-The engine is real, with the bundled model at a longer context; only what the model says is known beforehand, as forced output. npm installs the
-agents (`make test-clients`); those that aren't there are skipped.
+The engine is real, with the bundled model at a longer context; only what the model says is known beforehand, as forced
+output. npm installs the agents (`make test-clients`); those that aren't there are skipped.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ CHANGES: dict[str, str] = {
     "qwen-code": "nothing",
     "pi": "nothing",
 }
-"""What each changes from one turn to the next, beside adding to the end. None of it changes the prompt before the end of the last answer."""
+"""What each changes from one turn to the next, beside adding to the end. None of it changes the prompt before the end
+of the last answer."""
 
 
 class Watched:
@@ -62,7 +64,9 @@ class Watched:
         async with AsyncEngine(config) as engine:
             self.engine = ScriptedOutputs(engine, self._calls)
             self.seen = SeenTurns(self.engine)
-            self.recorder = Recorder(create_app(self.seen, TextPipeline.from_checkpoint(engine.tokenizer, engine.model_dir)))
+            self.recorder = Recorder(
+                create_app(self.seen, TextPipeline.from_checkpoint(engine.tokenizer, engine.model_dir))
+            )
             yield self.recorder
 
 
@@ -95,13 +99,17 @@ def test_an_agent_finishes_its_task(agent: Agent, long_model: Path, tmp_path: Pa
     assert ANSWER in done.stdout
     assert {status for _, _, status in requests} == {200}, requests
     assert len(watched.engine.finished) > len(agent.calls), "every call was made, and answered"
-    assert {answer[HEADER] for answer in watched.recorder.answers if HEADER in answer} == LEFT_OUT.get(agent.name, set())
+    assert {answer[HEADER] for answer in watched.recorder.answers if HEADER in answer} == LEFT_OUT.get(
+        agent.name, set()
+    )
     later = [turn for turn in watched.seen.turns if turn.continues]
     assert len(later) == len(agent.calls), f"it changes more than what CHANGES says: {CHANGES[agent.name]}"
     for turn in watched.seen.turns:
         assert turn.usage is not None
         cached = turn.usage.cached_tokens
-        print(f"{agent.name}: {cached:,} of {len(turn.prompt_ids):,} tokens from the cache, {turn.shared_len:,} were known")
+        print(
+            f"{agent.name}: {cached:,} of {len(turn.prompt_ids):,} tokens from the cache, {turn.shared_len:,} were known"
+        )
         assert cached >= turn.reusable_len, (cached, turn.shared_len, len(turn.prompt_ids))
 
 

@@ -1,4 +1,5 @@
-"""Agent frameworks and SDKs, the real packages, run sessions of two turns with tools on the bundled model: the examples, as they are."""
+"""Agent frameworks and SDKs, the real packages, run sessions of two turns with tools on the bundled model: the
+examples, as they are."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ SESSIONS: dict[str, tuple[str, str, dict[str, bool]]] = {
     "LangGraph": ("langgraph", "langgraph_agent", {}),
     "Pydantic AI": ("pydantic_ai", "pydantic_ai_agent", {}),
 }
-"""The package, the example, and what its session is told. A test imports its own: together they take seconds, in every process that collects."""
+"""The package, the example, and what its session is told. A test imports its own: together they take seconds, in every
+process that collects."""
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

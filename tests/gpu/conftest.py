@@ -34,7 +34,9 @@ def no_waits() -> Callable[[], AbstractContextManager[None]]:
     def watch() -> Iterator[None]:
         with warnings.catch_warnings():
             # A process's first change of the mode warns, after it was made, that not all waits are seen.
-            warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype feature", category=UserWarning)
+            warnings.filterwarnings(
+                "ignore", message="Synchronization debug mode is a prototype feature", category=UserWarning
+            )
             torch.cuda.set_sync_debug_mode("error")
         try:
             yield

@@ -1,12 +1,14 @@
-"""Prompts and decode steps of a small model, for a memory checker to watch: `scripts/sanitize.sh` runs this under compute-sanitizer.
+"""Prompts and decode steps of a small model, for a memory checker to watch: `scripts/sanitize.sh` runs this under
+compute-sanitizer.
 
     python -m tests.gpu.sanitized_steps [--eager] [--large-heads] [--experts]
 
-A greedy request beside a sampled one with penalties, bias and masks; prompts side by side and in two chunks, the second from a kept state; drafts, a
-checkpoint on the way, a leave and a join. First in float32, where the tokens must be the CPU's, then in bfloat16, whose kernels use other
-instructions; with --large-heads once more in bfloat16 with heads of 128, whose prompts have an attention kernel of their own; with --experts once
-more in both with experts and weights in 8 bits, and in bfloat16 with plain ones, drafts in 8 bits. As CUDA graphs unless --eager. Few steps: a
-checker makes each instruction ten to fifty times as slow.
+A greedy request beside a sampled one with penalties, bias and masks; prompts side by side and in two chunks, the second
+from a kept state; drafts, a checkpoint on the way, a leave and a join. First in float32, where the tokens must be the
+CPU's, then in bfloat16, whose kernels use other instructions; with --large-heads once more in bfloat16 with heads of
+128, whose prompts have an attention kernel of their own; with --experts once more in both with experts and weights in 8
+bits, and in bfloat16 with plain ones, drafts in 8 bits. As CUDA graphs unless --eager. Few steps: a checker makes each
+instruction ten to fifty times as slow.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from tests.properties.real_model import VOCAB, write_agreeing_checkpoint, write_
 
 NUM_DRAFTS = 2
 NUM_STEPS = 6
-SAMPLED = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, presence_penalty=0.4, repetition_penalty=1.1, logit_bias={5: 2.0})
+SAMPLED = SamplingParams(
+    temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, presence_penalty=0.4, repetition_penalty=1.1, logit_bias={5: 2.0}
+)
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -46,14 +50,22 @@ def compute_beginning(driver: StepDriver, plan: StepPlan, count: int, *, keep_at
     chunk = plan.chunks.pop()
     end_row, spare_row = chunk.state_writes[-1][1], plan.joins[-1].rows.newer
     ids = chunk.token_ids
-    begin = replace(chunk, token_ids=ids[:count], state_writes=((keep_at, spare_row), (count, end_row)), next_token=ids[count])
+    begin = replace(
+        chunk, token_ids=ids[:count], state_writes=((keep_at, spare_row), (count, end_row)), next_token=ids[count]
+    )
     driver.executor.collect(driver.executor.launch(StepPlan(leaves=plan.leaves, chunks=[begin])))
     plan.leaves = []
-    plan.chunks.append(replace(chunk, token_ids=ids[count:], start=count, read_row=end_row, state_writes=((len(ids) - count, end_row),)))
+    plan.chunks.append(
+        replace(
+            chunk, token_ids=ids[count:], start=count, read_row=end_row, state_writes=((len(ids) - count, end_row),)
+        )
+    )
 
 
 @torch.inference_mode()
-def run_steps(checkpoint: Path, device: torch.device, dtype: torch.dtype, *, graphs: bool, fp8_drafts: bool = False) -> list[list[int]]:
+def run_steps(
+    checkpoint: Path, device: torch.device, dtype: torch.dtype, *, graphs: bool, fp8_drafts: bool = False
+) -> list[list[int]]:
     """What every request emitted."""
     model = load_model(checkpoint, device=device, dtype=dtype, fp8_drafts=fp8_drafts)
     model.limit_drafts(range(model.spec.num_real_tokens))
@@ -63,12 +75,16 @@ def run_steps(checkpoint: Path, device: torch.device, dtype: torch.dtype, *, gra
         driver.executor.capture([NUM_DRAFTS], CudaRecorder(device))
     plan = StepPlan()
     sampled = driver.plan_join(plan, 0, ReferenceRequest(prompt=[7, 8, 9], sampling=SAMPLED, seed=11, length_limit=90))
-    first = driver.plan_join(plan, 1, ReferenceRequest(prompt=[*range(20, 82)], sampling=GREEDY, seed=0, length_limit=90))
+    first = driver.plan_join(
+        plan, 1, ReferenceRequest(prompt=[*range(20, 82)], sampling=GREEDY, seed=0, length_limit=90)
+    )
     driver.step(NUM_DRAFTS, slots=[1], plan=plan)
     for number in range(NUM_STEPS):
         driver.step(NUM_DRAFTS, plan=StepPlan(masks=random_masks(number)))
     plan = StepPlan(leaves=[1])
-    second = driver.plan_join(plan, 1, ReferenceRequest(prompt=[*range(3, 153)], sampling=GREEDY, seed=0, length_limit=170))
+    second = driver.plan_join(
+        plan, 1, ReferenceRequest(prompt=[*range(3, 153)], sampling=GREEDY, seed=0, length_limit=170)
+    )
     compute_beginning(driver, plan, 128, keep_at=64)
     for number in range(2):
         plan.masks = random_masks(number)
@@ -100,8 +116,12 @@ def check_long_prompt(checkpoint: Path, device: torch.device) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.sanitized_steps")
     parser.add_argument("--eager", action="store_true", help="launch kernel by kernel instead of replaying graphs")
-    parser.add_argument("--large-heads", action="store_true", help="also a model whose prompts go to the kernel for large heads")
-    parser.add_argument("--experts", action="store_true", help="also models with experts, with weights or drafts in 8 bits")
+    parser.add_argument(
+        "--large-heads", action="store_true", help="also a model whose prompts go to the kernel for large heads"
+    )
+    parser.add_argument(
+        "--experts", action="store_true", help="also models with experts, with weights or drafts in 8 bits"
+    )
     arguments = parser.parse_args()
     graphs = not arguments.eager
     torch.set_num_threads(1)
@@ -111,7 +131,9 @@ def main() -> None:
         found = check_steps(checkpoint, cuda, graphs=graphs)
         num_tokens = sum(map(len, run_steps(checkpoint, cuda, torch.bfloat16, graphs=graphs)))
         if arguments.large_heads:
-            large = write_agreeing_checkpoint(Path(folder) / "large", num_hidden_layers=2, full_attention_interval=2, head_dim=128)
+            large = write_agreeing_checkpoint(
+                Path(folder) / "large", num_hidden_layers=2, full_attention_interval=2, head_dim=128
+            )
             num_tokens += sum(map(len, run_steps(large, cuda, torch.bfloat16, graphs=graphs)))
         if arguments.experts:
             shape = {"num_hidden_layers": 2, "full_attention_interval": 2, "num_experts": 16, "num_experts_per_tok": 4}

@@ -1,4 +1,5 @@
-"""Cached and uncached runs on a CUDA device: sessions on tiny-agent in float32, with graphs, over every path of the cache and of prefill.
+"""Cached and uncached runs on a CUDA device: sessions on tiny-agent in float32, with graphs, over every path of the
+cache and of prefill.
 
 tests/properties/cached_sessions.py says what must hold, and which paths each scene has to take.
 """

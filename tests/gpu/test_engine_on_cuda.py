@@ -1,4 +1,5 @@
-"""The engine on a CUDA device, float32: the same streams as on the CPU, true states, and results in memory of their own.
+"""The engine on a CUDA device, float32: the same streams as on the CPU, true states, and results in memory of their
+own.
 
 Decode steps run as CUDA graphs, as they do by default.
 """
@@ -16,7 +17,18 @@ from agentspec.runtime.executor import ModelExecutor, StepTicket
 from agentspec.runtime.plan import StepOutcome
 from tests.fakes.automaton import Rules
 from tests.fakes.checkpoints import Family
-from tests.properties.real_model import STOP_ID, VOCAB, House, Play, Scratch, StateSpy, alone, assemble_house, load, write_agreeing_checkpoint
+from tests.properties.real_model import (
+    STOP_ID,
+    VOCAB,
+    House,
+    Play,
+    Scratch,
+    StateSpy,
+    alone,
+    assemble_house,
+    load,
+    write_agreeing_checkpoint,
+)
 from tests.properties.test_constrained_streams import hear, real_submits
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +37,9 @@ SMALL: dict[str, Any] = {"num_hidden_layers": 2, "full_attention_interval": 2}
 
 @pytest.mark.parametrize("family", ["dense", "moe", "next"])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_streams_and_states_are_those_of_the_cpu(family: Family, overlap: bool, cuda: torch.device, tmp_path: Path) -> None:
+def test_streams_and_states_are_those_of_the_cpu(
+    family: Family, overlap: bool, cuda: torch.device, tmp_path: Path
+) -> None:
     checkpoint = write_agreeing_checkpoint(tmp_path, family, **SMALL)
     house = House(seed=3, max_draft_tokens=4, random_depth=True, overlap=overlap, prefill_budget=99)
     play = Play(house, checkpoint, num_agents=5, device=cuda)
@@ -53,8 +67,13 @@ def test_sampled_streams_are_those_of_the_cpu(cuda: torch.device, tmp_path: Path
 def test_constrained_streams_and_scores_are_those_of_the_cpu(cuda: torch.device, tmp_path: Path) -> None:
     checkpoint = write_agreeing_checkpoint(tmp_path, **SMALL)
     submits = real_submits(random.Random(9))
-    on_cpu, on_cuda = (assemble_house(House(max_draft_tokens=3, num_pages=60), load(checkpoint, device)) for device in (torch.device("cpu"), cuda))
-    rules = Rules(3, vocab_size=on_cuda.spec.vocab_size, num_real_tokens=VOCAB, stop_id=STOP_ID, share=0.6, num_dead_ends=3)
+    on_cpu, on_cuda = (
+        assemble_house(House(max_draft_tokens=3, num_pages=60), load(checkpoint, device))
+        for device in (torch.device("cpu"), cuda)
+    )
+    rules = Rules(
+        3, vocab_size=on_cuda.spec.vocab_size, num_real_tokens=VOCAB, stop_id=STOP_ID, share=0.6, num_dead_ends=3
+    )
     streams, scores, refused = hear(on_cuda, submits, rules)
     expected_streams, expected_scores, expected_refused = hear(on_cpu, submits, rules)
     assert (streams, refused) == (expected_streams, expected_refused)
@@ -62,7 +81,9 @@ def test_constrained_streams_and_scores_are_those_of_the_cpu(cuda: torch.device,
         assert values == pytest.approx(expected_scores[request_id], abs=1e-3), request_id
 
 
-def test_results_arrive_in_pinned_memory_of_their_own(cuda: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_arrive_in_pinned_memory_of_their_own(
+    cuda: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     results: list[torch.Tensor] = []
     collect = ModelExecutor.collect
 

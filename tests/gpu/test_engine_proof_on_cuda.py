@@ -1,5 +1,5 @@
-"""The engine's randomised proof (tests/properties/engine_proof.py) on a CUDA device: the hash chain's steps, with their windows opened, chosen,
-committed and published by the device's kernels; as replayed graphs, and eagerly under watch.
+"""The engine's randomised proof (tests/properties/engine_proof.py) on a CUDA device: the hash chain's steps, with their
+windows opened, chosen, committed and published by the device's kernels; as replayed graphs, and eagerly under watch.
 
 Only houses with three drafts: each width of a window is another set of kernels to compile.
 """
@@ -17,7 +17,9 @@ from tests.properties.house import House
 pytestmark = pytest.mark.gpu
 DRAFTS = 3
 TURNS = 60
-SEEDS = list(itertools.islice((seed for seed in itertools.count(5000) if House.random(seed).max_draft_tokens == DRAFTS), 16))
+SEEDS = list(
+    itertools.islice((seed for seed in itertools.count(5000) if House.random(seed).max_draft_tokens == DRAFTS), 16)
+)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

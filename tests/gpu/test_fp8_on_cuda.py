@@ -1,6 +1,8 @@
-"""Weights in 8-bit floats on a CUDA device: exact in decode windows; within a bound in prompts, whose inputs are rounded too; and drafts by them.
+"""Weights in 8-bit floats on a CUDA device: exact in decode windows; within a bound in prompts, whose inputs are
+rounded too; and drafts by them.
 
-The exact twin has the same weights in float32, to the last bit (tests/fakes/forced_blocks.py), so nothing here measures what quantisation costs.
+The exact twin has the same weights in float32, to the last bit (tests/fakes/forced_blocks.py), so nothing here measures
+what quantisation costs.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ pytestmark = pytest.mark.gpu
 BLOCK_TOLERANCE = 2**-6
 """Of a block in bfloat16, as in test_models_on_cuda.py: weights are exact, so it is the same."""
 SPREAD = 2**-4
-"""Of a block whose products round their inputs to 8 bits, root mean squares (docs/numerics.md): about 2^-5.2 a product."""
+"""Of a block whose products round their inputs to 8 bits, root mean squares (docs/numerics.md): about 2^-5.2 a
+product."""
 PRODUCT_SPREAD = 2**-5
 """Of what is one product away from exact inputs."""
 LINEAR: Literal["linear_attention"] = "linear_attention"
@@ -43,7 +46,12 @@ ALL = Fp8Blocks(excluded=frozenset())
 
 
 def cut(config: TextConfig) -> TextConfig:
-    return replace(config, layer_types=(LINEAR, FULL), vocab_size=min(config.vocab_size, 8192), quantization=config.quantization or ALL)
+    return replace(
+        config,
+        layer_types=(LINEAR, FULL),
+        vocab_size=min(config.vocab_size, 8192),
+        quantization=config.quantization or ALL,
+    )
 
 
 SIZES = {
@@ -60,7 +68,11 @@ WINDOWS: dict[str, dict[str, Any]] = {
 }
 PROMPTS: dict[str, list[Prompt]] = {
     "a chunk of a few blocks": [Prompt(start=4096, count=192, resume_at=(4160,))],
-    "several": [Prompt(start=0, count=700, resume_at=(64, 576)), Prompt(start=70, count=1), Prompt(start=1024, count=333)],
+    "several": [
+        Prompt(start=0, count=700, resume_at=(64, 576)),
+        Prompt(start=70, count=1),
+        Prompt(start=1024, count=333),
+    ],
     "long": [Prompt(start=0, count=2048, resume_at=(64,))],
 }
 
@@ -95,7 +107,9 @@ def test_blocks_of_windows(twins: tuple[Qwen3_5Model, Qwen3_5Model]) -> None:
         worst = max(errors, key=lambda name: errors[name])
         print(f"{twins[0].spec.name}, {what}: {worst} {errors[worst]:.1e}")
         for name, error in errors.items():
-            assert error < (TOLERANCE if name == "logits" else BLOCK_TOLERANCE), f"{twins[0].spec.name}, {what}: {name}: {error}"
+            assert error < (TOLERANCE if name == "logits" else BLOCK_TOLERANCE), (
+                f"{twins[0].spec.name}, {what}: {name}: {error}"
+            )
 
 
 def test_blocks_of_prompts(twins: tuple[Qwen3_5Model, Qwen3_5Model]) -> None:
@@ -109,19 +123,25 @@ def test_blocks_of_prompts(twins: tuple[Qwen3_5Model, Qwen3_5Model]) -> None:
         print(f"{twins[0].spec.name}, {what}: " + ", ".join(f"{kind} {spread:.1e}" for kind, spread in kinds.items()))
         for name, spread in work.spreads.items():
             one_product = name.endswith(("keys and values", "convolution states"))
-            assert spread < (PRODUCT_SPREAD if one_product else SPREAD), f"{twins[0].spec.name}, {what}: {name}: {spread}"
+            assert spread < (PRODUCT_SPREAD if one_product else SPREAD), (
+                f"{twins[0].spec.name}, {what}: {name}: {spread}"
+            )
 
 
 @pytest.mark.parametrize("family", ["dense", "moe"])
 def test_small_models_in_float32_are_those_of_the_cpu(family: Family, cuda: torch.device, tmp_path: Path) -> None:
     """Inputs in float32 are never rounded, and the CPU dequantises the same weights once."""
-    check_against_the_cpu(write_agreeing_fp8_checkpoint(tmp_path, family, num_hidden_layers=4, full_attention_interval=2), cuda)
+    check_against_the_cpu(
+        write_agreeing_fp8_checkpoint(tmp_path, family, num_hidden_layers=4, full_attention_interval=2), cuda
+    )
 
 
 @pytest.mark.parametrize("family", ["dense", "moe"])
 def test_streams_of_a_quantised_model_are_those_of_the_cpu(family: Family, cuda: torch.device, tmp_path: Path) -> None:
     checkpoint = write_agreeing_fp8_checkpoint(tmp_path, family, num_hidden_layers=2, full_attention_interval=2)
-    play = Play(House(seed=3, max_draft_tokens=4, random_depth=True, prefill_budget=99), checkpoint, num_agents=5, device=cuda)
+    play = Play(
+        House(seed=3, max_draft_tokens=4, random_depth=True, prefill_budget=99), checkpoint, num_agents=5, device=cuda
+    )
     play.run()
     assert play.metrics.accepted_tokens > 20
     reference = alone(checkpoint)
@@ -130,7 +150,9 @@ def test_streams_of_a_quantised_model_are_those_of_the_cpu(family: Family, cuda:
 
 
 def tiny_agent(**settings: Any) -> Assembly:
-    return assemble(EngineConfig(device="cuda", draft_tokens=3, memory_gib=0.5, max_running=8, max_context=1024, **settings))
+    return assemble(
+        EngineConfig(device="cuda", draft_tokens=3, memory_gib=0.5, max_running=8, max_context=1024, **settings)
+    )
 
 
 def test_drafts_in_fp8_change_nothing_that_is_said(cuda: torch.device) -> None:

@@ -1,4 +1,5 @@
-"""CUDA graphs of the decode step: the bits of the same steps run eagerly, no wait in a launch, and memory that they share."""
+"""CUDA graphs of the decode step: the bits of the same steps run eagerly, no wait in a launch, and memory that they
+share."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     ],
     ids=str,
 )
-def test_a_replay_leaves_the_bits_of_the_same_step_run_eagerly(kind: str, dtype: torch.dtype, seed: int, cuda: torch.device, tmp_path: Path) -> None:
+def test_a_replay_leaves_the_bits_of_the_same_step_run_eagerly(
+    kind: str, dtype: torch.dtype, seed: int, cuda: torch.device, tmp_path: Path
+) -> None:
     """Both are filled up to the same batch: how many tokens a kernel gets may decide in which order it adds.
 
     In 16 bits drafts are made in FP8, as they are by default."""
@@ -90,18 +93,33 @@ def driver(cuda: torch.device, tmp_path: Path) -> StepDriver:
 
 @pytest.mark.parametrize("kind", ["greedy", "sampled", "constrained", "scored"])
 def test_a_steady_loop_never_waits_but_for_its_result(kind: str, driver: StepDriver, no_waits: NoWaits) -> None:
-    sampling = SamplingParams(temperature=0.8, top_p=0.9, presence_penalty=0.5) if kind == "sampled" else SamplingParams(temperature=0.0)
+    sampling = (
+        SamplingParams(temperature=0.8, top_p=0.9, presence_penalty=0.5)
+        if kind == "sampled"
+        else SamplingParams(temperature=0.0)
+    )
     plan = StepPlan(num_drafted=3, first_slots=[0, 1, 2])
     for slot in plan.first_slots:
-        driver.plan_join(plan, slot, ReferenceRequest(prompt=[5, 6, 7 + slot], sampling=sampling, seed=slot, length_limit=250))
-        plan.joins[-1] = dataclasses.replace(plan.joins[-1], constrained=kind == "constrained", logprobs=3 if kind == "scored" else None)
+        driver.plan_join(
+            plan, slot, ReferenceRequest(prompt=[5, 6, 7 + slot], sampling=sampling, seed=slot, length_limit=250)
+        )
+        plan.joins[-1] = dataclasses.replace(
+            plan.joins[-1], constrained=kind == "constrained", logprobs=3 if kind == "scored" else None
+        )
     words = -(-driver.model.spec.vocab_size // 32)
-    masks = {slot: np.full((4, words), -1, dtype=np.int32) for slot in plan.first_slots} if kind == "constrained" else {}
+    masks = (
+        {slot: np.full((4, words), -1, dtype=np.int32) for slot in plan.first_slots} if kind == "constrained" else {}
+    )
     plan.masks = {slot: rows[:1] for slot, rows in masks.items()}
     tickets: list[StepTicket] = [driver.executor.launch(plan)]
     num_emitted = 0
     for step in range(20):
-        plan = StepPlan(num_drafted=3, decode_slots=[0, 1, 2], page_updates=[(0, step % 4, driver.running[0].pages[step % 4])], masks=masks)
+        plan = StepPlan(
+            num_drafted=3,
+            decode_slots=[0, 1, 2],
+            page_updates=[(0, step % 4, driver.running[0].pages[step % 4])],
+            masks=masks,
+        )
         with no_waits():
             tickets.append(driver.executor.launch(plan))
             outcomes = driver.executor.collect(tickets.pop(0)).slots
@@ -118,7 +136,8 @@ def test_a_depth_without_graphs_raises(driver: StepDriver) -> None:
 
 
 def test_what_follows_a_recording_comes_after_its_work(cuda: torch.device) -> None:
-    """Its first run and its capture are on a stream of the recorder's own; the tables of the next graph are written over those that it reads."""
+    """Its first run and its capture are on a stream of the recorder's own; the tables of the next graph are written
+    over those that it reads."""
     table, seen = torch.ones(1, device=cuda), torch.zeros(1, device=cuda)
     slow = torch.ones(8192, 8192, device=cuda)
 
@@ -136,7 +155,9 @@ def test_graphs_share_the_memory_of_their_logits(cuda: torch.device) -> None:
     logits_bytes = 2**26
 
     def step() -> StepResult:
-        return StepResult(outcome_BF=torch.zeros(1, 16, device=cuda), logits_BTV=torch.zeros(1, 1, logits_bytes // 4, device=cuda))
+        return StepResult(
+            outcome_BF=torch.zeros(1, 16, device=cuda), logits_BTV=torch.zeros(1, 1, logits_bytes // 4, device=cuda)
+        )
 
     kept = [recorder.record(step) for _ in range(4)]  # a graph that nobody keeps gives its memory back
     assert logits_bytes <= recorder.bytes_used() < 2 * logits_bytes, f"{len(kept)} graphs"
@@ -144,11 +165,19 @@ def test_graphs_share_the_memory_of_their_logits(cuda: torch.device) -> None:
 
 @pytest.mark.parametrize(
     ("family", "graphs", "told"),
-    [("dense", True, "24 (batches of 1, 2, 3;"), ("dense", False, "none: switched off"), ("moe", True, "24 (batches of 1, 2, 3;")],
+    [
+        ("dense", True, "24 (batches of 1, 2, 3;"),
+        ("dense", False, "none: switched off"),
+        ("moe", True, "24 (batches of 1, 2, 3;"),
+    ],
 )
-def test_the_start_says_what_was_captured(family: Family, graphs: bool, told: str, cuda: torch.device, tmp_path: Path) -> None:
+def test_the_start_says_what_was_captured(
+    family: Family, graphs: bool, told: str, cuda: torch.device, tmp_path: Path
+) -> None:
     checkpoint = write_agreeing_checkpoint(tmp_path, family, **SMALL)
-    with Engine(EngineConfig(model=str(checkpoint), device="cuda", memory_gib=0.05, max_running=3, graphs=graphs)) as engine:
+    with Engine(
+        EngineConfig(model=str(checkpoint), device="cuda", memory_gib=0.05, max_running=3, graphs=graphs)
+    ) as engine:
         assert engine._assembly.graphs.startswith(told)
 
 

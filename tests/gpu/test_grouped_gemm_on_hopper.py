@@ -1,4 +1,5 @@
-"""The experts' products for Hopper give the bits of those in Triton, whatever the experts' shares are, and again in every run.
+"""The experts' products for Hopper give the bits of those in Triton, whatever the experts' shares are, and again in
+every run.
 
 Triton's own are checked against exact arithmetic by tests/kernels/triton/test_expert_prefill.py.
 """
@@ -19,7 +20,11 @@ from tests.kernels.triton.poison import poison_new_memory
 
 pytestmark = pytest.mark.gpu
 
-SHAPES = {"35B-A3B": (64, 2048, 512), "one step of K and one block": (5, 256, 128), "an odd number of steps": (9, 768, 384)}
+SHAPES = {
+    "35B-A3B": (64, 2048, 512),
+    "one step of K and one block": (5, 256, 128),
+    "an odd number of steps": (9, 768, 384),
+}
 """Experts, hidden size, width."""
 CHOICES = ("any", "one has everyone", "few have any", "sizes about 64 and 128")
 
@@ -62,7 +67,8 @@ def test_the_same_bits(shape: tuple[int, int, int], kind: str, num_tokens: int, 
     weights_NJ = torch.rand(ids.shape, generator=generator, device=cuda)
     groups = group_pairs(ids, num_experts, grouped_gemm_hopper.BLOCK_M)
     gate_up_plan, down_plan = (
-        plan(grouped_gemm_hopper.BLOCK_M, True, torch.bfloat16) for plan in (expert_prefill.gate_up_plan, expert_prefill.down_plan)
+        plan(grouped_gemm_hopper.BLOCK_M, True, torch.bfloat16)
+        for plan in (expert_prefill.gate_up_plan, expert_prefill.down_plan)
     )
     expected = grouped_gemm.gate_up(gate_up_plan, x, gate_up, groups, ids.shape[1])
     assert not isinstance(expected, Tensor)

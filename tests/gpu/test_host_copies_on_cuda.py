@@ -41,7 +41,15 @@ def test_states_go_and_come_back(cuda: torch.device) -> None:
     finish(copies, 1, 0)
     for tensor in tensors:
         tensor.zero_()
-    copies.launch(CopyOrders(to_device=[CopyOrder(1, [(there, here) for here, there in order.rows], [(there, here) for here, there in order.pages])]))
+    copies.launch(
+        CopyOrders(
+            to_device=[
+                CopyOrder(
+                    1, [(there, here) for here, there in order.rows], [(there, here) for here, there in order.pages]
+                )
+            ]
+        )
+    )
     finish(copies, 1, 1)
     for tensor, before in zip(tensors, expected, strict=True):
         assert torch.equal(tensor.cpu(), before)

@@ -1,4 +1,5 @@
-"""Every kernel, compiled, at the shapes that are served: the interpreter's checks on published models in bfloat16 and on tiny-agent in float32.
+"""Every kernel, compiled, at the shapes that are served: the interpreter's checks on published models in bfloat16 and
+on tiny-agent in float32.
 
 Linear layers run by their recorded plans, each of them. tests/gpu/test_window_and_norms.py has the rest of a step.
 """
@@ -36,7 +37,8 @@ VOCAB_SIZE = 248_320
 FLOAT32_TOLERANCE = 1e-5
 """Of float32 results of products, relative to the largest."""
 ONE_ROUNDING = 2**-7
-"""Of bfloat16 results, relative to the largest: 2^-8 is half a unit in the last place of the result, and as much again for what is rounded inside."""
+"""Of bfloat16 results, relative to the largest: 2^-8 is half a unit in the last place of the result, and as much again
+for what is rounded inside."""
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +130,11 @@ TINY_LAYERS: list[Key] = [
 def in_dtype(layer: Layer, dtype: torch.dtype) -> Layer:
     """The same values."""
     other = object.__new__(Layer)
-    other.x, other.weight, other.residual = layer.x.to(dtype), Plain(layer.weight.dequantize(dtype)), layer.residual.to(dtype)
+    other.x, other.weight, other.residual = (
+        layer.x.to(dtype),
+        Plain(layer.weight.dequantize(dtype)),
+        layer.residual.to(dtype),
+    )
     other.norm = replace(layer.norm, weight=layer.norm.weight.to(dtype))
     return other
 
@@ -191,7 +197,9 @@ REQUESTS: dict[str, list[dict[str, Any]]] = {
 def test_sampling(requests: str, constrained: bool, cuda: torch.device) -> None:
     for spread in (0.3, 3.0):
         batch = sampling_checks.Batch.random(len(requests), VOCAB_SIZE, 4, REQUESTS[requests], spread)
-        sampling_checks.check_tokens_equal_the_reference(batch, constrained, cuda, f"{requests}, {spread=}, {constrained=}")
+        sampling_checks.check_tokens_equal_the_reference(
+            batch, constrained, cuda, f"{requests}, {spread=}, {constrained=}"
+        )
 
 
 @pytest.mark.parametrize("vocab_size", [4096, VOCAB_SIZE])
@@ -215,7 +223,9 @@ def test_argmax(num_rows: int, vocab_size: int, cuda: torch.device) -> None:
 
 
 def test_a_seed_draws_the_same_tokens_in_any_company(cuda: torch.device) -> None:
-    batch = sampling_checks.Batch.random(5, VOCAB_SIZE, 4, [{"temperature": 0.8, "top_p": math.inf}, {"top_k": 50}, {"min_p": 0.1}]).to(cuda)
+    batch = sampling_checks.Batch.random(
+        5, VOCAB_SIZE, 4, [{"temperature": 0.8, "top_p": math.inf}, {"top_k": 50}, {"min_p": 0.1}]
+    ).to(cuda)
     together_BT = triton_sampling.sample(*batch.arguments(), constrained=False)
     for b in range(3):
         alone = batch.row(b)

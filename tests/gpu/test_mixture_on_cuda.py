@@ -1,6 +1,8 @@
-"""Mixtures of experts on a CUDA device: block by block against exact arithmetic, small models against the CPU, and sessions with a cache.
+"""Mixtures of experts on a CUDA device: block by block against exact arithmetic, small models against the CPU, and
+sessions with a cache.
 
-Inputs of an FFN are forced apart at the router, where rounding would otherwise choose between two experts (tests/fakes/forced_blocks.py).
+Inputs of an FFN are forced apart at the router, where rounding would otherwise choose between two experts
+(tests/fakes/forced_blocks.py).
 """
 
 from __future__ import annotations
@@ -57,7 +59,11 @@ WINDOWS: dict[str, dict[str, Any]] = {
 }
 PROMPTS: dict[str, list[Prompt]] = {
     "a chunk of a few blocks": [Prompt(start=4096, count=192, resume_at=(4160,))],
-    "several": [Prompt(start=0, count=700, resume_at=(64, 640)), Prompt(start=70, count=1), Prompt(start=1024, count=333)],
+    "several": [
+        Prompt(start=0, count=700, resume_at=(64, 640)),
+        Prompt(start=70, count=1),
+        Prompt(start=1024, count=333),
+    ],
     "long": [Prompt(start=0, count=2048, resume_at=(64,))],
 }
 
@@ -68,10 +74,16 @@ def check(work: ForcedBlocks, dtype: torch.dtype, what: str) -> None:
     print(f"{what}: {worst} {errors[worst]:.1e}")
     assert any("FFN" in name for name in errors)
     for name, error in errors.items():
-        assert error < (TOLERANCE if dtype == torch.float32 or name == "logits" else BLOCK_TOLERANCE), f"{what}: {name}: {error}"
+        assert error < (TOLERANCE if dtype == torch.float32 or name == "logits" else BLOCK_TOLERANCE), (
+            f"{what}: {name}: {error}"
+        )
 
 
-@pytest.mark.parametrize(("size", "dtype"), [("small", torch.bfloat16), ("small", torch.float32), ("a wider shared expert", torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [("small", torch.bfloat16), ("small", torch.float32), ("a wider shared expert", torch.bfloat16)],
+    ids=str,
+)
 def test_blocks_of_small_models(size: str, dtype: torch.dtype, cuda: torch.device) -> None:
     config = SIZES[size]
     twins = random_twins(config, spec_of(size, config, dtype), cuda, dtype)
@@ -125,7 +137,9 @@ def test_a_token_alone_is_what_it_is_in_company(num_tokens: int, cuda: torch.dev
     x_NH = torch.randn(num_tokens, SMALL.hidden_size, generator=generator, device=cuda)
     with torch.inference_mode():
         together, again = (layer.ffn.add_to(x_NH.clone(), layer.post_norm) for _ in range(2))
-        alone = torch.cat([layer.ffn.add_to(x_NH[n : n + 1].clone(), layer.post_norm) for n in range(0, num_tokens, 50)])
+        alone = torch.cat(
+            [layer.ffn.add_to(x_NH[n : n + 1].clone(), layer.post_norm) for n in range(0, num_tokens, 50)]
+        )
         assert isinstance(exact_layer.ffn, MixtureOfExperts)
         expected = reference.add_experts(x_NH, exact_layer.post_norm, exact_layer.ffn.weights)
     assert torch.equal(together, again)
@@ -133,7 +147,11 @@ def test_a_token_alone_is_what_it_is_in_company(num_tokens: int, cuda: torch.dev
     assert relative_error(together, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("overrides", [{}, {"num_experts": 32, "num_experts_per_tok": 8}, {"num_experts": 5, "num_experts_per_tok": 5}], ids=str)
+@pytest.mark.parametrize(
+    "overrides",
+    [{}, {"num_experts": 32, "num_experts_per_tok": 8}, {"num_experts": 5, "num_experts_per_tok": 5}],
+    ids=str,
+)
 def test_small_models_are_those_of_the_cpu(overrides: dict[str, Any], cuda: torch.device, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, "moe", num_hidden_layers=4, **overrides)
     check_against_the_cpu(checkpoint, cuda)

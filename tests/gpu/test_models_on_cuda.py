@@ -1,4 +1,5 @@
-"""Whole models on a CUDA device against the CPU's reference, and against exact arithmetic block by block: the tolerances of docs/numerics.md."""
+"""Whole models on a CUDA device against the CPU's reference, and against exact arithmetic block by block: the
+tolerances of docs/numerics.md."""
 
 from __future__ import annotations
 
@@ -32,12 +33,14 @@ CPU = torch.device("cpu")
 DENSE = [size for size, config in CONFIGS.items() if config.moe is None and config.quantization is None]
 """Others have files of their own: test_mixture_on_cuda.py, test_fp8_on_cuda.py."""
 BLOCK_TOLERANCE = 2**-6
-"""Of a block in bfloat16: four roundings of half a unit in the last place each, 2^-8, as if they met in the largest value."""
+"""Of a block in bfloat16: four roundings of half a unit in the last place each, 2^-8, as if they met in the largest
+value."""
 
 
 @torch.inference_mode()
 def everything_of(model: Qwen3_5Model, prompt: list[int]) -> dict[str, Tensor]:
-    """Logits, states and drafts of two sequences: prefilled, then through windows of several widths beside an inert slot."""
+    """Logits, states and drafts of two sequences: prefilled, then through windows of several widths beside an inert
+    slot."""
     driver = Driver(model, num_sequences=2)
     hidden_NH = driver.prefill(prompt[:100], (64,), wanted=(10,))
     driver.prefill(prompt[:37], which=1)
@@ -53,12 +56,17 @@ def everything_of(model: Qwen3_5Model, prompt: list[int]) -> dict[str, Tensor]:
 
 @torch.inference_mode()
 def long_prompts_of(model: Qwen3_5Model, prompt: list[int]) -> dict[str, Tensor]:
-    """Logits and states of three prompts in one prefill, and of what follows the longest one, side by side with a second chunk."""
+    """Logits and states of three prompts in one prefill, and of what follows the longest one, side by side with a
+    second chunk."""
     driver = Driver(model, num_sequences=3, max_tokens=1600)
     first, one_token, middle = driver.prefill_together([prompt[:1216], prompt[:1], prompt[300:931]])
     more, *others = driver.prefill_together([prompt[1216:1500], prompt[1:64], prompt[931:1000]])
     driver.mtp_prefill(prompt[:1500], torch.cat([first, more]), (960, 64))
-    hiddens = {"longest": torch.cat([first, more]), "one token, and 63": torch.cat([one_token, others[0]]), "middle": torch.cat([middle, others[1]])}
+    hiddens = {
+        "longest": torch.cat([first, more]),
+        "one token, and 63": torch.cat([one_token, others[0]]),
+        "middle": torch.cat([middle, others[1]]),
+    }
     found = {f"logits of the prompt: {name}": model.logits(hidden_NH) for name, hidden_NH in hiddens.items()}
     longest = driver.sequences[0]
     found["MTP K/V"] = model.pools["kv_AP2SGD"][-1, longest.pages].transpose(0, 1).flatten(1, 2)[:, 1 : longest.length]
@@ -100,7 +108,10 @@ def check_against_the_cpu(
         assert error < TOLERANCE, f"{name}: {error}"
 
 
-@pytest.mark.parametrize("variant", ["dense", "moe", "next", "key and value dims differ", "one value head per key head", "sigmoid output gate"])
+@pytest.mark.parametrize(
+    "variant",
+    ["dense", "moe", "next", "key and value dims differ", "one value head per key head", "sigmoid output gate"],
+)
 def test_small_models_in_float32(variant: str, cuda: torch.device, tmp_path: Path) -> None:
     family, options = VARIANTS[variant]
     check_against_the_cpu(write_checkpoint(tmp_path, family, **options), cuda)
@@ -116,7 +127,9 @@ def test_long_prompts_of_tiny_agent_in_float32(cuda: torch.device) -> None:
 
 SAMPLINGS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True),
-    "sampled": SamplingParams(temperature=0.8, top_k=200, top_p=0.95, min_p=0.01, presence_penalty=0.3, max_tokens=48, ignore_eos=True),
+    "sampled": SamplingParams(
+        temperature=0.8, top_k=200, top_p=0.95, min_p=0.01, presence_penalty=0.3, max_tokens=48, ignore_eos=True
+    ),
 }
 
 

@@ -1,4 +1,5 @@
-"""CUDA graphs of prompt chunks: the bits of the same chunks run eagerly, true states, no wait in a launch, and what an engine makes of them."""
+"""CUDA graphs of prompt chunks: the bits of the same chunks run eagerly, true states, no wait in a launch, and what an
+engine makes of them."""
 
 from __future__ import annotations
 
@@ -39,12 +40,20 @@ class ChunkHouse:
 
     def __init__(self, model: HashChainModel | Qwen3_5Model, device: torch.device, *, seed: int = 0) -> None:
         self.model, spec = model, model.spec
-        self.rounds = ChunkRounds(seed=seed, num_sequences=6, max_length=MAX_LENGTH, block_tokens=spec.block_tokens, vocab_size=spec.num_real_tokens)
+        self.rounds = ChunkRounds(
+            seed=seed,
+            num_sequences=6,
+            max_length=MAX_LENGTH,
+            block_tokens=spec.block_tokens,
+            vocab_size=spec.num_real_tokens,
+        )
         model.allocate(num_rows=self.rounds.num_rows, num_pages=self.rounds.num_pages)
         if isinstance(model, Qwen3_5Model):
             poison(model)
         max_pages = -(-MAX_LENGTH // spec.block_tokens) + 1
-        self.executor = ModelExecutor(model, max_running=1, max_draft_tokens=2, max_pages_per_slot=max_pages, device=device)
+        self.executor = ModelExecutor(
+            model, max_running=1, max_draft_tokens=2, max_pages_per_slot=max_pages, device=device
+        )
 
     def storage(self) -> dict[str, Tensor]:
         """Copies of all rows and pages but scratch."""
@@ -80,20 +89,30 @@ KINDS: dict[str, tuple[torch.dtype, Callable[[Path], Path]]] = {
     "bfloat16": (torch.bfloat16, lambda directory: write_agreeing_checkpoint(directory, **SMALL)),
     "experts, float32": (torch.float32, lambda directory: write_agreeing_checkpoint(directory, "moe", **SMALL)),
     "experts, bfloat16": (torch.bfloat16, lambda directory: write_agreeing_checkpoint(directory, "moe", **SMALL)),
-    "experts in FP8, bfloat16": (torch.bfloat16, lambda directory: write_agreeing_fp8_checkpoint(directory, "moe", **SMALL)),
+    "experts in FP8, bfloat16": (
+        torch.bfloat16,
+        lambda directory: write_agreeing_fp8_checkpoint(directory, "moe", **SMALL),
+    ),
 }
 
 
 @pytest.mark.parametrize(
     ("kind", "seed"),
-    [*((kind, seed) for kind in ("hash chain", "float32", "bfloat16") for seed in (1, 2)), *((kind, 3) for kind in KINDS if "experts" in kind)],
+    [
+        *((kind, seed) for kind in ("hash chain", "float32", "bfloat16") for seed in (1, 2)),
+        *((kind, 3) for kind in KINDS if "experts" in kind),
+    ],
 )
-def test_a_replay_leaves_the_bits_of_the_same_chunks_run_eagerly(kind: str, seed: int, cuda: torch.device, tmp_path: Path) -> None:
+def test_a_replay_leaves_the_bits_of_the_same_chunks_run_eagerly(
+    kind: str, seed: int, cuda: torch.device, tmp_path: Path
+) -> None:
     """Both are filled up to the same number of tokens: how many a kernel gets may decide in which order it adds."""
     make_model: MakeModel = functools.partial(HashChainModel, seed=5, device=cuda)
     if kind != "hash chain":
         dtype, write = KINDS[kind]
-        make_model = functools.partial(load_model, write(tmp_path), device=cuda, dtype=dtype, fp8_drafts=dtype != torch.float32)
+        make_model = functools.partial(
+            load_model, write(tmp_path), device=cuda, dtype=dtype, fp8_drafts=dtype != torch.float32
+        )
 
     first, second = (ChunkHouse(make_model(), cuda, seed=seed) for _ in range(2))
     before = second.storage()
@@ -141,6 +160,8 @@ def test_a_launch_of_chunks_never_waits(cuda: torch.device, checkpoint: Path, no
 
 @pytest.mark.parametrize("graphs", [True, False])
 def test_the_start_says_which_chunks_were_captured(graphs: bool, cuda: torch.device, checkpoint: Path) -> None:
-    with Engine(EngineConfig(model=str(checkpoint), device="cuda", memory_gib=0.05, max_running=1, graphs=graphs)) as engine:
+    with Engine(
+        EngineConfig(model=str(checkpoint), device="cuda", memory_gib=0.05, max_running=1, graphs=graphs)
+    ) as engine:
         sizes = chunk_sizes(engine._assembly.spec.hidden_size)
         assert (f"and {len(sizes)} of prompts (up to 64, 128, " in engine._assembly.graphs) == graphs

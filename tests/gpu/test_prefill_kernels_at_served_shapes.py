@@ -1,4 +1,5 @@
-"""The kernels of prompts, compiled, at the shapes that are served: the interpreter's checks on published models in bfloat16, tiny-agent in float32.
+"""The kernels of prompts, compiled, at the shapes that are served: the interpreter's checks on published models in
+bfloat16, tiny-agent in float32.
 
 tests/gpu/test_resume_points.py has them in whole layers.
 """
@@ -42,7 +43,20 @@ SPANS: dict[str, dict[str, Any]] = {
     "a whole prompt": {"spans": ((0, 2100),)},
     "an append, filled up": {"spans": ((20_032, 890),), "padding": (6, 3)},
     "a chunk of a long context": {"spans": ((50_048, 128),)},
-    "many of all lengths": {"spans": ((0, 64), (4096, 1), (63, 2), (0, 333), (1000, 24), (8000, 130), (64, 64), (127, 1), (2048, 7), (5, 500))},
+    "many of all lengths": {
+        "spans": (
+            (0, 64),
+            (4096, 1),
+            (63, 2),
+            (0, 333),
+            (1000, 24),
+            (8000, 130),
+            (64, 64),
+            (127, 1),
+            (2048, 7),
+            (5, 500),
+        )
+    },
     "four appends, filled up": {"spans": ((640, 100), (6400, 64), (0, 17), (3000, 60)), "padding": (15, 0)},
 }
 
@@ -53,7 +67,9 @@ def check_attention(case: Case, device: torch.device) -> None:
     plain, real = inputs.to(device, torch.float32), inputs.to(device)
     num_tokens = sum(count for _, count in case.spans)
     got = attention_checks.run(real)[:num_tokens]
-    want = reference.attention_prefill(plain.projected_NP, plain.weights, plain.rope, plain.kv_P2SGD, plain.batch)[:num_tokens]
+    want = reference.attention_prefill(plain.projected_NP, plain.weights, plain.rope, plain.kv_P2SGD, plain.batch)[
+        :num_tokens
+    ]
     error = relative_error(got, want)
     print(f"{case.num_heads} heads of {case.head_dim}, {case.dtype}: {error:.1e}")
     assert error < attention_checks.TOLERANCE[case.dtype], case
@@ -82,14 +98,31 @@ def test_attention_has_the_same_bits_again_and_stores_them_alone(shape: str, cud
 
 APPENDS: dict[str, tuple[list[Run], PrefillSizes | None]] = {
     "ragged": (delta_checks.RAGGED, delta_checks.ROOMY),
-    "a long prompt": ([Run(token_ids=range(2100), state_writes=((64, 5), (1088, 6), (2048, 8), (2100, 2)), page_ids=range(1, 40))], None),
+    "a long prompt": (
+        [Run(token_ids=range(2100), state_writes=((64, 5), (1088, 6), (2048, 8), (2100, 2)), page_ids=range(1, 40))],
+        None,
+    ),
     "an append, filled up": (
-        [Run(token_ids=range(800), start=50_048, read_row=7, state_writes=((64, 5), (768, 9), (800, 7)), page_ids=range(800))],
+        [
+            Run(
+                token_ids=range(800),
+                start=50_048,
+                read_row=7,
+                state_writes=((64, 5), (768, 9), (800, 7)),
+                page_ids=range(800),
+            )
+        ],
         PrefillSizes(num_tokens=896, num_spans=4, num_blocks=22, num_pages=800),
     ),
     "many short ones": (
         [
-            Run(token_ids=range(20 + 9 * i), start=31 * i, read_row=ZERO_ROW, state_writes=((20 + 9 * i, 2 + i),), page_ids=range(20))
+            Run(
+                token_ids=range(20 + 9 * i),
+                start=31 * i,
+                read_row=ZERO_ROW,
+                state_writes=((20 + 9 * i, 2 + i),),
+                page_ids=range(20),
+            )
             for i in range(16)
         ],
         None,
@@ -124,6 +157,10 @@ def test_gated_delta_of_one_key_over_and_over(dtype: torch.dtype, cuda: torch.de
 # Hiddens
 
 
-@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 1024), (torch.bfloat16, 2560), (torch.bfloat16, 5120), (torch.float32, 256)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "width"),
+    [(torch.bfloat16, 1024), (torch.bfloat16, 2560), (torch.bfloat16, 5120), (torch.float32, 256)],
+    ids=str,
+)
 def test_saved_hiddens(dtype: torch.dtype, width: int, cuda: torch.device) -> None:
     hidden_checks.test_the_last_hidden_of_a_block_goes_to_its_rows(width, dtype, cuda)

@@ -1,7 +1,8 @@
-"""Prompts of published shapes in bfloat16, whole and taken up again at kept states: layer by layer against exact arithmetic, end to end, and in bits.
+"""Prompts of published shapes in bfloat16, whole and taken up again at kept states: layer by layer against exact
+arithmetic, end to end, and in bits.
 
-What may differ between a prompt that was computed whole and one that goes on from a checkpoint is the order of sums (docs/numerics.md, "Prompts"):
-nothing where every call has the same shape, and no more than rounding anywhere.
+What may differ between a prompt that was computed whole and one that goes on from a checkpoint is the order of sums
+(docs/numerics.md, "Prompts"): nothing where every call has the same shape, and no more than rounding anywhere.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ pytestmark = pytest.mark.gpu
 BLOCK_TOLERANCE = 2**-6
 """Of a block in bfloat16, as in test_models_on_cuda.py."""
 LOGIT_TOLERANCE = 2**-4
-"""Between two runs of a whole model of 8 layers in bfloat16, relative to the largest logit. What rounding makes of them is measured beside it."""
+"""Between two runs of a whole model of 8 layers in bfloat16, relative to the largest logit. What rounding makes of them
+is measured beside it."""
 MAX_RATIO = 1.25
 """Error of a resumed run over that of the whole one, both against float32: resuming adds none."""
 
@@ -56,7 +58,8 @@ PROMPTS: dict[str, list[Prompt]] = {
 
 
 @pytest.mark.parametrize(
-    ("size", "prompts"), [*((size, prompts) for size in ("4B", "27B") for prompts in PROMPTS), ("0.8B", "several"), ("9B", "several")]
+    ("size", "prompts"),
+    [*((size, prompts) for size in ("4B", "27B") for prompts in PROMPTS), ("0.8B", "several"), ("9B", "several")],
 )
 def test_blocks_of_published_shapes(size: str, prompts: str, cuda: torch.device) -> None:
     check_prompts(size, cut(size, LINEAR, FULL), PROMPTS[prompts], cuda, seed=len(prompts))
@@ -105,11 +108,14 @@ class LongSequence:
     def prefill(self, ends: Sequence[int], *, keep: Sequence[int] = (), behind: tuple[Part, int] | None = None) -> Part:
         """Compute the tokens up to ends[-1] in chunks that end at `ends`.
 
-        keep: lengths whose state is kept; those of `ends` are. behind: go on from that part's state after so many tokens; None: from nothing."""
+        keep: lengths whose state is kept; those of `ends` are. behind: go on from that part's state after so many
+        tokens; None: from nothing."""
         return self.prefill_together([(ends, keep, behind)])[0]
 
     @torch.inference_mode()
-    def prefill_together(self, plans: Sequence[tuple[Sequence[int], Sequence[int], tuple[Part, int] | None]]) -> list[Part]:
+    def prefill_together(
+        self, plans: Sequence[tuple[Sequence[int], Sequence[int], tuple[Part, int] | None]]
+    ) -> list[Part]:
         """`prefill` of several, the first chunks of all in one call, then the second ones ..."""
         parts, hiddens = [], [[] for _ in plans]  # type: ignore[var-annotated]
         for _, _, behind in plans:
@@ -133,11 +139,14 @@ class LongSequence:
         read_row = part.rows[begin]
         part.rows.update((length, self._rows.pop()) for length in wanted)
         writes = tuple((length - begin, part.rows[length]) for length in wanted)
-        return Run(token_ids=self._tokens[begin:end], start=begin, read_row=read_row, state_writes=writes, page_ids=part.pages)
+        return Run(
+            token_ids=self._tokens[begin:end], start=begin, read_row=read_row, state_writes=writes, page_ids=part.pages
+        )
 
     @torch.inference_mode()
     def verify(self, part: Part, length: int, num_columns: int) -> Tensor:
-        """Hiddens of a decode window from the part's state after `length` tokens; its keys and values are stored once more."""
+        """Hiddens of a decode window from the part's state after `length` tokens; its keys and values are stored once
+        more."""
         device = self.model.device
         rows = [self._rows.pop() for _ in range(num_columns)]
         hidden_BTH = self.model.verify(
@@ -177,8 +186,11 @@ def rms_error(got: Tensor, exact: Tensor) -> float:
     return float((got.double() - exact.double()).norm() / exact.double().norm())
 
 
-def check_resume_points(size: str, config: TextConfig, points: Sequence[int], length: int, device: torch.device, *, seed: int) -> None:
-    """Logits behind every resume point, of a prefill and of a decode window, against the same prompt computed whole; and a wrong state shows."""
+def check_resume_points(
+    size: str, config: TextConfig, points: Sequence[int], length: int, device: torch.device, *, seed: int
+) -> None:
+    """Logits behind every resume point, of a prefill and of a decode window, against the same prompt computed whole;
+    and a wrong state shows."""
     model, exact_model = random_twins(config, spec_of(size, config, torch.bfloat16), device, torch.bfloat16)
     tokens = random_tokens(length, seed)
     exact_sequence = LongSequence(exact_model, tokens, num_parts=1, seed=seed)
@@ -203,9 +215,13 @@ def check_resume_points(size: str, config: TextConfig, points: Sequence[int], le
             print(text)
             assert apart < LOGIT_TOLERANCE, text
             assert errors[0] < MAX_RATIO * errors[1], text
-    wrong = sequence.prefill([length], behind=(replace(whole, rows={**whole.rows, points[-1]: whole.rows[points[-2]]}), points[-1]))
+    wrong = sequence.prefill(
+        [length], behind=(replace(whole, rows={**whole.rows, points[-1]: whole.rows[points[-2]]}), points[-1])
+    )
     apart = float((model_logits(model, wrong.hidden_NH) - whole_NV[points[-1] :]).abs().max()) / largest
-    assert apart > 2 * LOGIT_TOLERANCE, f"a state of {points[-2]} tokens in the place of one of {points[-1]} is told by {apart:.1e} alone"
+    assert apart > 2 * LOGIT_TOLERANCE, (
+        f"a state of {points[-2]} tokens in the place of one of {points[-1]} is told by {apart:.1e} alone"
+    )
 
 
 def model_logits(model: Qwen3_5Model, hidden_NH: Tensor) -> Tensor:
@@ -221,7 +237,8 @@ def test_logits_behind_every_resume_point(size: str, cuda: torch.device) -> None
 
 
 def check_bits(model: Qwen3_5Model, ends: Sequence[int], *, seed: int) -> None:
-    """Chunks of one shape leave the same bits in hiddens, states and pages, whether what is before them was computed or found."""
+    """Chunks of one shape leave the same bits in hiddens, states and pages, whether what is before them was computed or
+    found."""
     sequence = LongSequence(model, random_tokens(ends[-1], seed), num_parts=len(ends) + 1, seed=seed)
     whole = sequence.prefill(ends)
     for number, at in enumerate(ends[:-1]):
@@ -229,7 +246,10 @@ def check_bits(model: Qwen3_5Model, ends: Sequence[int], *, seed: int) -> None:
         part = sequence.prefill(rest, behind=(whole, at))
         assert bits_of(part.hidden_NH).equal(bits_of(whole.hidden_NH[at:])), f"hiddens behind {at}"
         for end in rest:
-            got, expected = sequence.states(part, end), sequence.states(replace(whole, start=at, pages=whole.pages), end)
+            got, expected = (
+                sequence.states(part, end),
+                sequence.states(replace(whole, start=at, pages=whole.pages), end),
+            )
             for name in expected:
                 assert not got[name].isnan().any(), f"{name} after {end} tokens, resumed at {at}"
                 assert bits_of(got[name]).equal(bits_of(expected[name])), f"{name} after {end} tokens, resumed at {at}"

@@ -1,4 +1,5 @@
-"""Windows that ride in a prompt's pass, on CUDA: the forward against a prefill and a verify apart, and what an engine with graphs of rides says."""
+"""Windows that ride in a prompt's pass, on CUDA: the forward against a prefill and a verify apart, and what an engine
+with graphs of rides says."""
 
 from __future__ import annotations
 

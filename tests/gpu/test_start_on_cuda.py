@@ -1,4 +1,5 @@
-"""A start from an empty cache compiles nothing in the engine's own process, and neither do the first requests; a second start starts no compiler."""
+"""A start from an empty cache compiles nothing in the engine's own process, and neither do the first requests; a second
+start starts no compiler."""
 
 from __future__ import annotations
 
@@ -40,7 +41,11 @@ print(json.dumps([late, "compiling kernels" in stages, "listing kernels" in stag
 def test_kernels_are_compiled_ahead_of_their_launches(tmp_path: Path) -> None:
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     first, second = (
-        json.loads(subprocess.run([sys.executable, "-c", START], env=environment, capture_output=True, text=True, check=True).stdout)
+        json.loads(
+            subprocess.run(
+                [sys.executable, "-c", START], env=environment, capture_output=True, text=True, check=True
+            ).stdout
+        )
         for _ in range(2)
     )
     assert first == [[], True, True]

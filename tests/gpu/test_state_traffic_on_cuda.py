@@ -1,4 +1,5 @@
-"""What decode steps and prompts move on the device: the state rows they must, by our kernels alone. And between host and device, ids and results."""
+"""What decode steps and prompts move on the device: the state rows they must, by our kernels alone. And between host
+and device, ids and results."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ NUM_APPENDS = 8
 GREEDY = SamplingParams(temperature=0.0)
 
 SMALL_TORCH_KERNELS = ("index", "gather", "Gather", "CatArray", "CUDAFunctor", "direct_copy")
-"""Parts of the names of torch's kernels that a greedy step may have: rows of the embedding, of the drafts and their positions, pages of a table."""
+"""Parts of the names of torch's kernels that a greedy step may have: rows of the embedding, of the drafts and their
+positions, pages of a table."""
 MAX_TORCH_KERNELS = 8
 """A step."""
 
@@ -53,7 +55,9 @@ def test_a_step_reads_one_row_and_writes_one_a_column(cuda: torch.device, tmp_pa
     plan = StepPlan()
     for slot in range(3):
         sampling = SamplingParams(temperature=0.8 if slot == 1 else 0.0, top_p=0.9)
-        driver.plan_join(plan, slot, ReferenceRequest(prompt=[5, 6, 7 + slot], sampling=sampling, seed=slot, length_limit=250))
+        driver.plan_join(
+            plan, slot, ReferenceRequest(prompt=[5, 6, 7 + slot], sampling=sampling, seed=slot, length_limit=250)
+        )
     driver.step(3, plan=plan)
     for num_drafted, slots in ((3, [0, 1, 2]), (0, [2, 0]), (2, [1])):
         state_traffic.reset()
@@ -65,13 +69,20 @@ def test_a_step_reads_one_row_and_writes_one_a_column(cuda: torch.device, tmp_pa
 
 
 def test_prompts_reach_the_pools_by_kernels_alone(cuda: torch.device, tmp_path: Path) -> None:
-    """Eagerly, three prompts at once with states kept on the way, and their first steps. Which rows move only the device knows."""
+    """Eagerly, three prompts at once with states kept on the way, and their first steps. Which rows move only the
+    device knows."""
     model = load(write_agreeing_checkpoint(tmp_path, **SMALL), cuda)
     driver = StepDriver(model, max_running=3, max_draft_tokens=3, device=cuda)
     poison(model)
     plan = StepPlan()
     for slot, length in enumerate((1, 90, 200)):
-        driver.plan_join(plan, slot, ReferenceRequest(prompt=[*range(3, 103), *range(3, 103)][:length], sampling=GREEDY, seed=slot, length_limit=250))
+        driver.plan_join(
+            plan,
+            slot,
+            ReferenceRequest(
+                prompt=[*range(3, 103), *range(3, 103)][:length], sampling=GREEDY, seed=slot, length_limit=250
+            ),
+        )
         chunk, spare_row = plan.chunks[-1], plan.joins[-1].rows.newer
         kept = ((64, spare_row),) if length > 64 else ()
         plan.chunks[-1] = dataclasses.replace(chunk, state_writes=(*kept, *chunk.state_writes))
@@ -82,14 +93,19 @@ def test_prompts_reach_the_pools_by_kernels_alone(cuda: torch.device, tmp_path: 
 
 
 def our_kernels() -> set[str]:
-    modules = [importlib.import_module(f"{triton_backend.__name__}.{found.name}") for found in pkgutil.iter_modules(triton_backend.__path__)]
+    modules = [
+        importlib.import_module(f"{triton_backend.__name__}.{found.name}")
+        for found in pkgutil.iter_modules(triton_backend.__path__)
+    ]
     return {value.__name__ for module in modules for value in vars(module).values() if isinstance(value, JITFunction)}
 
 
 @pytest.fixture
 def timeline(cuda: torch.device) -> Timeline:
     """Greedy steps of two slots in the overlapped loop, replayed, after the first ones."""
-    with profile(activities=[ProfilerActivity.CUDA]):  # it must be there before a graph is captured that it shall see into
+    with profile(
+        activities=[ProfilerActivity.CUDA]
+    ):  # it must be there before a graph is captured that it shall see into
         torch.cuda.synchronize()
     model = make_model("toy", TOY, device=cuda, dtype=torch.bfloat16)
     engine = RunningEngine(Case(model="toy", context=70, batch=2, depth=3), model, cuda, num_steps=NUM_STEPS + 9)
@@ -103,7 +119,10 @@ def timeline(cuda: torch.device) -> Timeline:
 def test_a_replayed_step_runs_our_kernels_and_copies_no_state(timeline: Timeline) -> None:
     calls = Counter(kernel.name for kernel in timeline.kernels)
     copies = {name: number for name, number in calls.items() if name.startswith(("Memcpy", "Memset"))}
-    ours, foreign = our_kernels(), {name: number for name, number in calls.items() if name not in copies and "at::" in name}
+    ours, foreign = (
+        our_kernels(),
+        {name: number for name, number in calls.items() if name not in copies and "at::" in name},
+    )
     unknown = calls.keys() - ours - copies.keys() - foreign.keys()
     assert not unknown, "neither ours nor torch's"
     assert {"_gated_delta_step", "_commit_window", "_publish_drafts"} <= calls.keys()
@@ -125,7 +144,9 @@ def appends(cuda: torch.device) -> Timeline:
     """Chunks of 200 tokens behind 256, with a state kept on the way, replayed."""
     with profile(activities=[ProfilerActivity.CUDA]):
         torch.cuda.synchronize()
-    model = make_model("toy", TOY, device=cuda, dtype=torch.bfloat16, fp8_drafts=False)  # its widths are none that W8A8 products take
+    model = make_model(
+        "toy", TOY, device=cuda, dtype=torch.bfloat16, fp8_drafts=False
+    )  # its widths are none that W8A8 products take
     model.computes_prompts = True
     driver = StepDriver(model, max_running=1, max_draft_tokens=3, max_length=512, device=cuda)
     driver.executor.capture([3], CudaRecorder(cuda))
@@ -152,12 +173,21 @@ def test_a_replayed_append_runs_our_kernels_and_products_and_copies_no_state(app
     copies = {name: number for name, number in calls.items() if name.startswith("Memcpy")}
     foreign = {name: number for name, number in calls.items() if "at::" in name}
     products = {name for name in calls if any(part in name for part in PRODUCTS)}
-    unknown = [name for name in calls.keys() - our_kernels() - copies.keys() - foreign.keys() - products if not name.startswith("Memset")]
+    unknown = [
+        name
+        for name in calls.keys() - our_kernels() - copies.keys() - foreign.keys() - products
+        if not name.startswith("Memset")
+    ]
     assert not unknown, "neither ours nor torch's nor a product"
     strange = [name for name in foreign if not any(part in name for part in SMALL_TORCH_KERNELS)]
     assert not strange
-    assert sum(number for name, number in copies.items() if "HtoD" in name) == NUM_APPENDS, f"one copy of the tables: {copies}"
+    assert sum(number for name, number in copies.items() if "HtoD" in name) == NUM_APPENDS, (
+        f"one copy of the tables: {copies}"
+    )
     assert not [name for name in copies if "Pageable" in name or "DtoH" in name], copies
-    # The tables go to the place that the graph reads, and torch's sum of a product and the residual begins with a copy of the residual.
+    # The tables go to the place that the graph reads, and torch's sum of a product and the residual begins with a copy
+    # of the residual.
     most = (1 + 2 * len(TOY.layer_types)) * NUM_APPENDS
-    assert sum(number for name, number in copies.items() if "DtoD" in name) <= most, f"only tables and residuals: {copies}"
+    assert sum(number for name, number in copies.items() if "DtoD" in name) <= most, (
+        f"only tables and residuals: {copies}"
+    )

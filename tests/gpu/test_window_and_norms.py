@@ -1,4 +1,5 @@
-"""The window kernels and the RMS norms, compiled: the interpreter's checks at served sizes, and a window inside a CUDA graph."""
+"""The window kernels and the RMS norms, compiled: the interpreter's checks at served sizes, and a window inside a CUDA
+graph."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ SERVED = [(torch.bfloat16, 1024), (torch.bfloat16, 2560), (torch.bfloat16, 5120)
 
 @pytest.mark.parametrize(("dtype", "width"), SERVED, ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 4, 256])
-def test_norms_at_served_sizes(dtype: torch.dtype, width: int, num_tokens: int, cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_at_served_sizes(
+    dtype: torch.dtype, width: int, num_tokens: int, cuda: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     poison_new_memory(monkeypatch)
     norm_checks.check_rms_norm((num_tokens, width), dtype, cuda)
     norm_checks.check_rms_norm((num_tokens, 24, 256), dtype, cuda)

@@ -33,7 +33,12 @@ def test_window(num_tokens: int) -> None:
     rng, pool, weight = setup(num_tokens)
     before = pool.clone()
     read_rows = [ZERO_ROW, 12, 10, ZERO_ROW]
-    write_rows = [list(range(20, 20 + num_tokens)), [12, *range(2, 1 + num_tokens)], [28] * num_tokens, [SCRATCH_ROW] * num_tokens]
+    write_rows = [
+        list(range(20, 20 + num_tokens)),
+        [12, *range(2, 1 + num_tokens)],
+        [28] * num_tokens,
+        [SCRATCH_ROW] * num_tokens,
+    ]
     write_rows[2] = [13, *[29] * (num_tokens - 1)]
     x = torch.randn(4, num_tokens, CHANNELS, generator=rng)
     y = causal_conv(x, weight, pool, torch.tensor(read_rows), torch.tensor(write_rows))

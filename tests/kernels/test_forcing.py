@@ -14,8 +14,12 @@ CHOSEN, DRAFTS = [1, 2, 3, 4], [10, 20, 30]
 def forced(
     num_slots: int, rates: list[float], *, drafts: list[int] = DRAFTS, num_valid: int = 3, active: int = 1
 ) -> tuple[Tensor, Tensor, OutcomeRows[Tensor]]:
-    """(slots_SF after the forcing, the choices that it returns, what the commit makes of them) of slots that differ in their seeds alone."""
-    slots_SF, limits_SF = torch.zeros(num_slots, SlotState.num_fields(4), dtype=torch.int64), torch.full((num_slots, SlotLimits.num_fields(1)), -1)
+    """(slots_SF after the forcing, the choices that it returns, what the commit makes of them) of slots that differ in
+    their seeds alone."""
+    slots_SF, limits_SF = (
+        torch.zeros(num_slots, SlotState.num_fields(4), dtype=torch.int64),
+        torch.full((num_slots, SlotLimits.num_fields(1)), -1),
+    )
     slot, limits = SlotState.of(slots_SF), SlotLimits.of(limits_SF)
     slot.active_B.fill_(active)
     slot.length_B.fill_(5)
@@ -44,7 +48,10 @@ def test_rates_count_from_the_drafts_before() -> None:
     _, _, outcome = forced(4000, [0.8, 0.5, 0.5])
     counts = torch.bincount(outcome.num_accepted_B, minlength=4)
     # Six standard deviations of 4,000 windows.
-    assert all(abs(count - 4000 * share) < 6 * 4000**0.5 / 2 for count, share in zip(counts.tolist(), (0.2, 0.4, 0.2, 0.2), strict=True))
+    assert all(
+        abs(count - 4000 * share) < 6 * 4000**0.5 / 2
+        for count, share in zip(counts.tolist(), (0.2, 0.4, 0.2, 0.2), strict=True)
+    )
 
 
 def test_rates_zero_and_one_are_exact() -> None:

@@ -52,7 +52,11 @@ def loop(x: Inputs, state_VDK: Tensor) -> tuple[Tensor, list[Tensor]]:
     num_keys = KEY_HEADS * KEY_DIM
     for t in range(len(x.qkv)):
         row = x.qkv[t].double()
-        q, k, v = row[:num_keys].view(KEY_HEADS, -1), row[num_keys : 2 * num_keys].view(KEY_HEADS, -1), row[2 * num_keys :].view(VALUE_HEADS, -1)
+        q, k, v = (
+            row[:num_keys].view(KEY_HEADS, -1),
+            row[num_keys : 2 * num_keys].view(KEY_HEADS, -1),
+            row[2 * num_keys :].view(VALUE_HEADS, -1),
+        )
         for h in range(VALUE_HEADS):
             qh, kh = (y[h // (VALUE_HEADS // KEY_HEADS)] for y in (q, k))
             qh, kh = (y / (y.dot(y) + 1e-6).sqrt() for y in (qh, kh))
@@ -106,7 +110,10 @@ def test_prefill_writes_wanted_states_of_several_spans() -> None:
     writes = [[(1, 20), (64, 21), (70, 22)], [(1, 23)], [(63, 24), (100, 25), (128, 26), (129, 12)]]
     x, ssm = make(sum(counts), seed=9), pool()
     before = ssm.clone()
-    spans = [span(count, read, wanted, start=start) for start, count, read, wanted in zip(starts, counts, reads, writes, strict=True)]
+    spans = [
+        span(count, read, wanted, start=start)
+        for start, count, read, wanted in zip(starts, counts, reads, writes, strict=True)
+    ]
     state_traffic.reset()
     out = run_prefill(x, ssm, spans)
     assert (state_traffic.rows_read, state_traffic.rows_written) == (3, 8)
@@ -146,7 +153,14 @@ def test_window_equals_the_loop(num_tokens: int) -> None:
     shape = (5, num_tokens)
     state_traffic.reset()
     out = gated_delta(
-        x.qkv.view(*shape, -1), x.a.view(*shape, -1), x.b.view(*shape, -1), x.a_log, x.dt_bias, ssm, torch.tensor(read_rows), torch.tensor(write_rows)
+        x.qkv.view(*shape, -1),
+        x.a.view(*shape, -1),
+        x.b.view(*shape, -1),
+        x.a_log,
+        x.dt_bias,
+        ssm,
+        torch.tensor(read_rows),
+        torch.tensor(write_rows),
     )
     assert (state_traffic.rows_read, state_traffic.rows_written) == (5, 5 * num_tokens)
     for slot in range(3):
@@ -166,7 +180,16 @@ def test_window_continues_a_prefill_in_bfloat16_inputs() -> None:
     expected, states = loop(x, ssm[ZERO_ROW])
     first = run_prefill(x.tokens(slice(0, 66)), ssm, [span(66, ZERO_ROW, [(66, 5)])])
     rest = x.tokens(slice(66, None))
-    out = gated_delta(rest.qkv[None], rest.a[None], rest.b[None], x.a_log, x.dt_bias, ssm, torch.tensor([5]), torch.tensor([[6, 7, 8, 9]]))
+    out = gated_delta(
+        rest.qkv[None],
+        rest.a[None],
+        rest.b[None],
+        x.a_log,
+        x.dt_bias,
+        ssm,
+        torch.tensor([5]),
+        torch.tensor([[6, 7, 8, 9]]),
+    )
     assert out.dtype == torch.float32
     assert relative_error(torch.cat([first, out[0]]), expected) < TOLERANCE
     assert relative_error(ssm[9], states[-1]) < TOLERANCE

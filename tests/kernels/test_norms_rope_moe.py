@@ -35,7 +35,12 @@ def test_gated_norm_gain_is_the_weight_and_the_gate_comes_last(gate: str) -> Non
     o, z, weight = randn(5, 6, 8), randn(5, 6, 8, seed=1), randn(8, seed=2)
     y = gated_rms_norm(o, z.bfloat16(), weight, 1e-6, gate)  # type: ignore[arg-type]
     z = z.bfloat16().double()
-    want = o.double() / (o.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double() * (silu(z) if gate == "silu" else z.sigmoid())
+    want = (
+        o.double()
+        / (o.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        * weight.double()
+        * (silu(z) if gate == "silu" else z.sigmoid())
+    )
     assert y.dtype == torch.bfloat16
     assert relative_error(y, want) < 4e-3
 
@@ -68,7 +73,11 @@ def test_routing_takes_probabilities_over_all_experts(normalize: bool) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 2, 33])
 def test_experts_are_weighted_and_summed(num_tokens: int) -> None:
     hidden, width, num_experts = 12, 7, 5
-    x, gate_up, down = randn(num_tokens, hidden), randn(num_experts, 2 * width, hidden, seed=1), randn(num_experts, hidden, width, seed=2)
+    x, gate_up, down = (
+        randn(num_tokens, hidden),
+        randn(num_experts, 2 * width, hidden, seed=1),
+        randn(num_experts, hidden, width, seed=2),
+    )
     weights, experts = kernels.route_top_k(randn(num_tokens, num_experts, seed=3), 2, True)
     y = kernels.mix_experts(x, weights, experts, kernels.Plain(gate_up), kernels.Plain(down))
     want = torch.zeros(num_tokens, hidden)
@@ -83,7 +92,9 @@ def test_a_tokens_experts_do_not_depend_on_the_batch() -> None:
     weights, experts = kernels.route_top_k(randn(9, 5, seed=3), 3, True)
     together = kernels.mix_experts(x, weights, experts, kernels.Plain(gate_up), kernels.Plain(down))
     for n in range(9):
-        alone = kernels.mix_experts(x[n : n + 1], weights[n : n + 1], experts[n : n + 1], kernels.Plain(gate_up), kernels.Plain(down))
+        alone = kernels.mix_experts(
+            x[n : n + 1], weights[n : n + 1], experts[n : n + 1], kernels.Plain(gate_up), kernels.Plain(down)
+        )
         torch.testing.assert_close(alone[0], together[n])
 
 
@@ -91,7 +102,9 @@ def test_hidden_column() -> None:
     pool = torch.full((10, 4), torch.nan)
     hidden = randn(2, 3, 4)
     write_hidden(pool, hidden, torch.tensor([[2, 5, 3], [9, 7, 8]]))
-    assert torch.equal(kernels.read_hidden(pool, torch.tensor([7, 2, 3])), torch.stack([hidden[1, 1], hidden[0, 0], hidden[0, 2]]))
+    assert torch.equal(
+        kernels.read_hidden(pool, torch.tensor([7, 2, 3])), torch.stack([hidden[1, 1], hidden[0, 0], hidden[0, 2]])
+    )
     assert pool[[0, 1, 4, 6]].isnan().all()
     runs = [
         Run(token_ids=range(2), state_writes=((1, 4), (2, 6)), page_ids=[1]),

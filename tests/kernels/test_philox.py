@@ -43,7 +43,9 @@ def torch_philox(counters: list[tuple[int, ...]], keys: list[tuple[int, ...]]) -
 def test_known_answers() -> None:
     for counter, key, expected in KNOWN_ANSWERS:
         assert slow_philox(counter, key) == expected
-    assert torch_philox([c for c, _, _ in KNOWN_ANSWERS], [k for _, k, _ in KNOWN_ANSWERS]) == [out for _, _, out in KNOWN_ANSWERS]
+    assert torch_philox([c for c, _, _ in KNOWN_ANSWERS], [k for _, k, _ in KNOWN_ANSWERS]) == [
+        out for _, _, out in KNOWN_ANSWERS
+    ]
 
 
 def test_equals_pure_python_on_random_input() -> None:

@@ -9,12 +9,22 @@ import random
 import torch
 from torch import Tensor
 
-from agentspec.kernels.reference.sampling import DrawInputs, PenaltyInputs, apply_mask, draw, gumbel_noise, keep_threshold, penalise
+from agentspec.kernels.reference.sampling import (
+    DrawInputs,
+    PenaltyInputs,
+    apply_mask,
+    draw,
+    gumbel_noise,
+    keep_threshold,
+    penalise,
+)
 
 VOCAB = 37
 
 
-def draw_inputs(*, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0) -> DrawInputs:
+def draw_inputs(
+    *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0
+) -> DrawInputs:
     return DrawInputs(
         temperature_B=torch.tensor([temperature]),
         top_k_B=torch.tensor([top_k or VOCAB]),
@@ -24,7 +34,9 @@ def draw_inputs(*, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
     )
 
 
-def slow_kept(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[set[int], float]:
+def slow_kept(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
+) -> tuple[set[int], float]:
     """Tokens that survive the filters, one rule after the other; and how near the closest top-p decision was."""
     tempered = [x / temperature for x in logits]
     best = max(tempered)
@@ -64,7 +76,9 @@ def test_filters_equal_the_slow_reference_in_every_combination() -> None:
             if margin < 1e-5:
                 continue  # float32 and float64 may differ here
             tempered = torch.tensor([[logits]]) / temperature
-            threshold = keep_threshold(tempered, draw_inputs(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p))
+            threshold = keep_threshold(
+                tempered, draw_inputs(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+            )
             got = set((tempered >= threshold)[0, 0].nonzero().flatten().tolist())
             assert got == kept, f"case {case}: {temperature=} {top_k=} {top_p=} {min_p=} {logits=}"
             compared += 1
@@ -130,7 +144,13 @@ def test_a_row_depends_on_itself_alone() -> None:
 
 
 def slow_penalise(
-    logits: list[float], generated: list[int], prompt: list[int], bias: dict[int, float], repetition: float, frequency: float, presence: float
+    logits: list[float],
+    generated: list[int],
+    prompt: list[int],
+    bias: dict[int, float],
+    repetition: float,
+    frequency: float,
+    presence: float,
 ) -> list[float]:
     result = []
     for token, logit in enumerate(logits):
@@ -146,7 +166,12 @@ def slow_penalise(
 
 
 def penalty_inputs(
-    generated: list[int], prompt: list[int], bias: dict[int, float], repetition: float, frequency: float, presence: float
+    generated: list[int],
+    prompt: list[int],
+    bias: dict[int, float],
+    repetition: float,
+    frequency: float,
+    presence: float,
 ) -> PenaltyInputs:
     seen = torch.zeros(1, VOCAB, dtype=torch.bool)
     seen[0, prompt] = True
@@ -178,7 +203,12 @@ def test_penalties_equal_the_slow_reference_with_drafts_in_context() -> None:
         before = torch.tensor([logits])
         got = penalise(before, torch.tensor([drafts], dtype=torch.int64).view(1, -1), inputs)
         expected: Tensor = torch.tensor(
-            [[slow_penalise(row, generated + drafts[:t], prompt, bias, repetition, frequency, presence) for t, row in enumerate(logits)]]
+            [
+                [
+                    slow_penalise(row, generated + drafts[:t], prompt, bias, repetition, frequency, presence)
+                    for t, row in enumerate(logits)
+                ]
+            ]
         )
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5, msg=f"case {case}")
         assert torch.equal(before, torch.tensor([logits])), "the input was changed"
@@ -232,10 +262,14 @@ def test_filters_and_draws_stay_inside_a_mask() -> None:
 
 def test_what_float32_cannot_divide_by_is_as_good_as_greedy() -> None:
     generator = random.Random(16)
-    for temperature, repetition in itertools.product((0.0, 5e-324, 1e-45, 1e-38, 1e-20), (1.0, 1e-3, 1e-20, 1e-45, 5e-324)):
+    for temperature, repetition in itertools.product(
+        (0.0, 5e-324, 1e-45, 1e-38, 1e-20), (1.0, 1e-3, 1e-20, 1e-45, 5e-324)
+    ):
         logits = torch.tensor([[random_logits(generator)]])
         logits[0, 0, 3], logits[0, 0, 20] = -math.inf, 9.0
-        penalised = penalise(logits, torch.zeros(1, 0, dtype=torch.int64), penalty_inputs([], [1, 2, 3, 20], {}, repetition, 0.0, 0.0))
+        penalised = penalise(
+            logits, torch.zeros(1, 0, dtype=torch.int64), penalty_inputs([], [1, 2, 3, 20], {}, repetition, 0.0, 0.0)
+        )
         assert penalised[0, 0, 3] == -math.inf
         assert not penalised.isnan().any()
         if repetition < 1:

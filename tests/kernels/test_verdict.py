@@ -21,11 +21,15 @@ def test_windows_follow_the_rule() -> None:
         stop_ids = generator.choice([[], [3], [2, 3]])
         chosen_BT, drafts_Bk = torch.tensor([chosen]), torch.tensor([drafts], dtype=torch.int64).view(1, k)
         matched = count_matches(chosen_BT, drafts_Bk, torch.tensor([num_valid]))
-        verdict = truncate(chosen_BT, matched, torch.tensor([stop_ids + [-1] * (3 - len(stop_ids))]), torch.tensor([room]))
+        verdict = truncate(
+            chosen_BT, matched, torch.tensor([stop_ids + [-1] * (3 - len(stop_ids))]), torch.tensor([room])
+        )
         stop = STOP_ID if verdict.hit_stop_id_B.item() else STOP_LENGTH if verdict.hit_limit_B.item() else STOP_RUNNING
         assert not (verdict.hit_stop_id_B & verdict.hit_limit_B).any()
         expected = accept(chosen, drafts, num_valid=num_valid, stop_ids=stop_ids, room=room)
-        assert (verdict.num_accepted_B.item(), stop) == expected, f"case {case}: {chosen=} {drafts=} {num_valid=} {stop_ids=} {room=}"
+        assert (verdict.num_accepted_B.item(), stop) == expected, (
+            f"case {case}: {chosen=} {drafts=} {num_valid=} {stop_ids=} {room=}"
+        )
 
 
 def test_a_stop_id_at_the_limit_is_a_stop_id() -> None:

@@ -1,4 +1,5 @@
-"""One rank of a model on the CPU: `python -m tests.models.rank_process RANK RANKS DIRECTORY…` writes `rank-RANK.pt` beside each checkpoint's files.
+"""One rank of a model on the CPU: `python -m tests.models.rank_process RANK RANKS DIRECTORY…` writes `rank-RANK.pt`
+beside each checkpoint's files.
 
 Ranks meet in a file of the first directory, and talk by gloo over the loopback interface."""
 
@@ -35,7 +36,13 @@ def outputs(directory: Path, rank: Rank = ALONE, group: Group | None = None) -> 
     window_NH = driver.verify([WINDOW], [len(WINDOW)])[0]
     m_NH = driver.mtp(WINDOW, torch.cat([prompt_NH[-1:], window_NH[:-1]]), len(PROMPT))
     model = driver.model
-    return {"prompt": prompt_NH, "window": window_NH, "scores": model.logits(window_NH), "mtp": m_NH, "drafts": model.draft_head(m_NH)}
+    return {
+        "prompt": prompt_NH,
+        "window": window_NH,
+        "scores": model.logits(window_NH),
+        "mtp": m_NH,
+        "drafts": model.draft_head(m_NH),
+    }
 
 
 def main(index: int, count: int, directories: list[Path]) -> None:
@@ -47,7 +54,9 @@ def main(index: int, count: int, directories: list[Path]) -> None:
     assert process_group is not None
     with torch.inference_mode():
         for directory in directories:
-            torch.save(outputs(directory, Rank(index, count), GatheredGroup(process_group)), directory / f"rank-{index}.pt")
+            torch.save(
+                outputs(directory, Rank(index, count), GatheredGroup(process_group)), directory / f"rank-{index}.pt"
+            )
     distributed.destroy_process_group()
 
 

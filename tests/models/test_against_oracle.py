@@ -1,4 +1,5 @@
-"""Logits, states and MTP logits equal a plain-torch forward over the raw tensors, also where transformers has no switch."""
+"""Logits, states and MTP logits equal a plain-torch forward over the raw tensors, also where transformers has no
+switch."""
 
 from __future__ import annotations
 
@@ -29,7 +30,10 @@ VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {
     "sigmoid output gate": ("dense", {"output_gate_type": "sigmoid"}),
     "swish output gate": ("dense", {"output_gate_type": "swish"}),
     "no renormalisation": ("next", {"norm_topk_prob": False}),
-    "attention first": ("dense", {"num_hidden_layers": 3, "layer_types": ["full_attention", "linear_attention", "full_attention"]}),
+    "attention first": (
+        "dense",
+        {"num_hidden_layers": 3, "layer_types": ["full_attention", "linear_attention", "full_attention"]},
+    ),
     "interval of two": ("dense", {"num_hidden_layers": 4, "full_attention_interval": 2}),
     "only linear layers": ("dense", {"num_hidden_layers": 2, "mtp": False}),
     "every dimension rotated": ("dense", {"rope_parameters": {"rope_theta": 1000.0, "partial_rotary_factor": 1.0}}),

@@ -22,14 +22,20 @@ def test_prefill(model: Qwen3_5Model, reference: Reference, prompt: list[int], s
     assert relative_error(hidden, reference.hidden) < TOLERANCE
 
 
-def test_bfloat16_is_as_near_as_transformers(checkpoint_root: Path, references: dict[str, Reference], prompt: list[int]) -> None:
+def test_bfloat16_is_as_near_as_transformers(
+    checkpoint_root: Path, references: dict[str, Reference], prompt: list[int]
+) -> None:
     """Both against float32, by mean error. Dense only: in tiny mixtures a rounded router picks other experts."""
     model = load_model(checkpoint_root / "dense", device=torch.device("cpu"), dtype=torch.bfloat16)
     driver, expected = Driver(model), references["dense"].logits
     hidden = driver.prefill(prompt[:146], (65,))
     hidden = torch.cat([hidden, driver.verify([prompt[146:]], [3])[0]])
     with torch.no_grad():
-        theirs = load_transformers(checkpoint_root / "dense", torch.bfloat16)(input_ids=torch.tensor([prompt])).logits[0].float()
+        theirs = (
+            load_transformers(checkpoint_root / "dense", torch.bfloat16)(input_ids=torch.tensor([prompt]))
+            .logits[0]
+            .float()
+        )
     assert (model.logits(hidden) - expected).abs().mean() < 1.2 * (theirs - expected).abs().mean()
     assert model.pools["ssm_LRVDK"].dtype == torch.float32
 
@@ -48,7 +54,9 @@ def test_steps_from_the_zero_row(model: Qwen3_5Model, reference: Reference, prom
 
 
 @pytest.mark.parametrize("num_drafted", [1, 3, 7])
-def test_verify_resumes_from_the_last_accepted_column(model: Qwen3_5Model, reference: Reference, prompt: list[int], num_drafted: int) -> None:
+def test_verify_resumes_from_the_last_accepted_column(
+    model: Qwen3_5Model, reference: Reference, prompt: list[int], num_drafted: int
+) -> None:
     """Rejected drafts leave no trace in rows or pages, whichever column the next window resumes from."""
     rng = random.Random(num_drafted)
     driver, kept, length = Driver(model), [], 50
@@ -63,7 +71,9 @@ def test_verify_resumes_from_the_last_accepted_column(model: Qwen3_5Model, refer
     assert relative_error(model.logits(hidden), reference.logits[:length]) < TOLERANCE
 
 
-def test_slots_of_different_lengths_share_a_window(model: Qwen3_5Model, reference: Reference, prompt: list[int]) -> None:
+def test_slots_of_different_lengths_share_a_window(
+    model: Qwen3_5Model, reference: Reference, prompt: list[int]
+) -> None:
     driver = Driver(model, num_sequences=4)
     lengths = (1, 63, 64, 140)
     for which, length in enumerate(lengths):
@@ -73,7 +83,9 @@ def test_slots_of_different_lengths_share_a_window(model: Qwen3_5Model, referenc
         assert relative_error(model.logits(hidden), reference.logits[length : length + 4]) < TOLERANCE, length
 
 
-def test_chunks_of_distinct_sequences_in_one_prefill(model: Qwen3_5Model, reference: Reference, prompt: list[int]) -> None:
+def test_chunks_of_distinct_sequences_in_one_prefill(
+    model: Qwen3_5Model, reference: Reference, prompt: list[int]
+) -> None:
     driver = Driver(model, num_sequences=3)
     driver.prefill(prompt[:30], which=1)
     ends = (65, 77, 3)
@@ -100,7 +112,9 @@ def test_states_inside_a_chunk_resume_exactly(model: Qwen3_5Model, reference: Re
 
 
 @pytest.mark.parametrize("sizes", [(), (64,), (1, 50)], ids=str)
-def test_mtp_after_prefill(model: Qwen3_5Model, reference: Reference, prompt: list[int], sizes: tuple[int, ...]) -> None:
+def test_mtp_after_prefill(
+    model: Qwen3_5Model, reference: Reference, prompt: list[int], sizes: tuple[int, ...]
+) -> None:
     driver = Driver(model)
     hidden = driver.prefill(prompt)
     driver.mtp_prefill(prompt[:100], hidden, sizes)
@@ -110,7 +124,9 @@ def test_mtp_after_prefill(model: Qwen3_5Model, reference: Reference, prompt: li
     assert torch.equal(model.draft_head(m), model.logits(m).argmax(-1))
 
 
-def test_mtp_windows_overwrite_the_pairs_of_rejected_drafts(model: Qwen3_5Model, reference: Reference, prompt: list[int]) -> None:
+def test_mtp_windows_overwrite_the_pairs_of_rejected_drafts(
+    model: Qwen3_5Model, reference: Reference, prompt: list[int]
+) -> None:
     driver = Driver(model)
     hidden = driver.prefill(prompt)
     driver.mtp(prompt[1:9], hidden[:8], 1)

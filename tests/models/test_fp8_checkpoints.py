@@ -1,4 +1,5 @@
-"""Checkpoints in 8 bits: every layout loads to the values that it stands for, and whatever doesn't fit together is refused by name."""
+"""Checkpoints in 8 bits: every layout loads to the values that it stands for, and whatever doesn't fit together is
+refused by name."""
 
 from __future__ import annotations
 
@@ -36,7 +37,10 @@ LAYOUTS: dict[str, tuple[Family, dict[str, Any]]] = {
     "moe, experts fused": ("moe", {"experts": "fused", "mtp_experts": "fused"}),
     "moe, trunk split, head fused": ("moe", {"experts": "split", "mtp_experts": "fused"}),
     "moe, trunk fused, head split": ("moe", {"experts": "fused", "mtp_experts": "split"}),
-    "moe, experts wider than a block": ("moe", {"experts": "split", "moe_intermediate_size": 192, "hidden_size": 160, "num_experts": 4}),
+    "moe, experts wider than a block": (
+        "moe",
+        {"experts": "split", "moe_intermediate_size": 192, "hidden_size": 160, "num_experts": 4},
+    ),
     "next, packed projections plain": ("next", {}),
 }
 
@@ -69,7 +73,9 @@ def logits(model: Qwen3_5Model) -> Tensor:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_loads_to_the_values_that_it_stands_for(layout: str, tmp_path: Path) -> None:
     family, options = LAYOUTS[layout]
-    stored, expanded = (load(small(tmp_path / kind, family, **options | {"fp8": kind})) for kind in ("stored", "expanded"))
+    stored, expanded = (
+        load(small(tmp_path / kind, family, **options | {"fp8": kind})) for kind in ("stored", "expanded")
+    )
     assert stored.keys() == expanded.keys()
     for name, parameter in stored.items():
         assert torch.equal(parameter.tensor, expanded[name].tensor), name
@@ -78,7 +84,9 @@ def test_a_layout_loads_to_the_values_that_it_stands_for(layout: str, tmp_path: 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_blocks_stay_blocks_where_the_device_takes_them(layout: str, tmp_path: Path, keeps_blocks: None) -> None:
     family, options = LAYOUTS[layout]
-    stored, expanded = (load(small(tmp_path / kind, family, **options | {"fp8": kind})) for kind in ("stored", "expanded"))
+    stored, expanded = (
+        load(small(tmp_path / kind, family, **options | {"fp8": kind})) for kind in ("stored", "expanded")
+    )
     for name, parameter in stored.items():
         packed = family == "next" and ("in_proj_qkv" in name or "in_proj_z" in name)
         assert isinstance(parameter, BlockScaled) == (is_convertible(name) and not packed), name
@@ -93,7 +101,9 @@ def test_a_model_of_blocks_computes_what_its_values_give(
     directory = small(tmp_path, family, experts=experts)
     plain = logits(load_model(directory, device=CPU, dtype=torch.float32))
     monkeypatch.setattr(quantization, "keeps_blocks", lambda device: True)
-    torch.testing.assert_close(logits(load_model(directory, device=CPU, dtype=torch.float32)), plain, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        logits(load_model(directory, device=CPU, dtype=torch.float32)), plain, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_bfloat16_rounds_the_exact_values_once(tmp_path: Path) -> None:
@@ -108,7 +118,12 @@ def test_bfloat16_rounds_the_exact_values_once(tmp_path: Path) -> None:
     [
         ("dense", {}, ("model.layers.1.mlp.down_proj",), ("model.layers.1.mlp.down_proj.weight",)),
         ("dense", {}, ("mtp.layers.0.self_attn.o_proj",), ("mtp.layers.0.self_attn.o_proj.weight",)),
-        ("moe", {"experts": "fused"}, ("model.layers.0.mlp.experts.gate_up_proj",), ("model.layers.0.mlp.experts.gate_up_proj",)),
+        (
+            "moe",
+            {"experts": "fused"},
+            ("model.layers.0.mlp.experts.gate_up_proj",),
+            ("model.layers.0.mlp.experts.gate_up_proj",),
+        ),
         (
             "moe",
             {"experts": "split"},
@@ -118,20 +133,29 @@ def test_bfloat16_rounds_the_exact_values_once(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_excluded_stays_a_tensor(
-    family: Family, options: dict[str, Any], plain: tuple[str, ...], parameters: tuple[str, ...], tmp_path: Path, keeps_blocks: None
+    family: Family,
+    options: dict[str, Any],
+    plain: tuple[str, ...],
+    parameters: tuple[str, ...],
+    tmp_path: Path,
+    keeps_blocks: None,
 ) -> None:
     directory = small(tmp_path, family, plain=plain, **options)
     if family == "moe" and options["experts"] == "fused":
         exclude(directory, f"{LM}layers.0.mlp.experts.gate_up_proj")
     loaded = load(directory)
-    assert {name for name, weight in loaded.items() if is_convertible(name) and isinstance(weight, Plain)} == set(parameters)
+    assert {name for name, weight in loaded.items() if is_convertible(name) and isinstance(weight, Plain)} == set(
+        parameters
+    )
 
 
 def test_excluding_the_module_of_fused_experts_excludes_both_stacks(tmp_path: Path, keeps_blocks: None) -> None:
     stacks = ("model.layers.2.mlp.experts.gate_up_proj", "model.layers.2.mlp.experts.down_proj")
     directory = exclude(small(tmp_path, "moe", experts="fused", plain=stacks), f"{LM}layers.2.mlp.experts")
     loaded = load(directory)
-    assert {name for name, weight in loaded.items() if is_convertible(name) and isinstance(weight, Plain)} == set(stacks)
+    assert {name for name, weight in loaded.items() if is_convertible(name) and isinstance(weight, Plain)} == set(
+        stacks
+    )
 
 
 def exclude(directory: Path, *modules: str) -> Path:
@@ -158,31 +182,52 @@ O_PROJ = "model.layers.3.self_attn.o_proj.weight"
             lambda t: [t.pop(f"mtp.layers.0.self_attn.{part}_proj.weight") for part in "qk"],
             r"missing tensors: mtp\.layers\.0\.self_attn\.k_proj\.weight, mtp\.layers\.0\.self_attn\.q_proj\.weight$",
         ),
-        (lambda t: t.update({"lm_head.weight_scale_inv": torch.ones(2, 1)}), r"unexpected tensors: lm_head\.weight_scale_inv$"),
+        (
+            lambda t: t.update({"lm_head.weight_scale_inv": torch.ones(2, 1)}),
+            r"unexpected tensors: lm_head\.weight_scale_inv$",
+        ),
         (
             lambda t: t.update({f"{LM}layers.3.self_attn.o_proj.weight_scale_inv": torch.ones(2, 1)}),
             rf"{O_PROJ}_scale_inv has shape \[2, 1\], expected \[1, 1\]",
         ),
         (
-            lambda t: t.update({f"{LM}layers.3.self_attn.o_proj.weight_scale_inv": torch.ones(1, 1, dtype=torch.float16)}),
+            lambda t: t.update(
+                {f"{LM}layers.3.self_attn.o_proj.weight_scale_inv": torch.ones(1, 1, dtype=torch.float16)}
+            ),
             rf"multipliers must be F32 or BF16: {O_PROJ}_scale_inv \(F16\)",
         ),
-        (lambda t: to_plain(t, f"{LM}layers.3.self_attn.o_proj.weight"), rf"neither in 8 bits nor excluded by quantization_config: {O_PROJ}$"),
+        (
+            lambda t: to_plain(t, f"{LM}layers.3.self_attn.o_proj.weight"),
+            rf"neither in 8 bits nor excluded by quantization_config: {O_PROJ}$",
+        ),
         (
             lambda t: t.update({"mtp.fc.weight": t["mtp.fc.weight"].to(torch.float8_e4m3fn)}),
             r"must not be in 8 bits: mtp\.fc\.weight$",
         ),
         (
             lambda t: t.update(
-                {f"{LM}layers.0.linear_attn.in_proj_b.weight": t[f"{LM}layers.0.linear_attn.in_proj_b.weight"].to(torch.float8_e4m3fn)}
+                {
+                    f"{LM}layers.0.linear_attn.in_proj_b.weight": t[f"{LM}layers.0.linear_attn.in_proj_b.weight"].to(
+                        torch.float8_e4m3fn
+                    )
+                }
             ),
             r"must not be in 8 bits: model\.layers\.0\.linear_attn\.in_proj_b\.weight$",
         ),
         (
-            lambda t: t.update({f"{LM}layers.3.self_attn.o_proj.weight": t[f"{LM}layers.3.self_attn.o_proj.weight"].to(torch.float8_e5m2)}),
+            lambda t: t.update(
+                {
+                    f"{LM}layers.3.self_attn.o_proj.weight": t[f"{LM}layers.3.self_attn.o_proj.weight"].to(
+                        torch.float8_e5m2
+                    )
+                }
+            ),
             rf"neither in 8 bits.*: {O_PROJ}",
         ),
-        *((lambda t, nan=nan: put(t, O_PROJ, nan), rf"{O_PROJ} or its multipliers hold values that aren't finite") for nan in (0x7F, 0xFF)),
+        *(
+            (lambda t, nan=nan: put(t, O_PROJ, nan), rf"{O_PROJ} or its multipliers hold values that aren't finite")
+            for nan in (0x7F, 0xFF)
+        ),
         *(
             (
                 lambda t, value=value: t[f"{LM}layers.3.self_attn.o_proj.weight_scale_inv"].fill_(value),
@@ -218,7 +263,10 @@ def test_eight_bits_without_a_quantization_config_are_refused(tmp_path: Path) ->
     raw = json.loads(path.read_text())
     del raw["quantization_config"]
     path.write_text(json.dumps(raw))
-    with pytest.raises(CheckpointError, match=r"config\.json has no quantization_config, but these are in 8 bits: model\.layers\.0\..*and \d+ more"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"config\.json has no quantization_config, but these are in 8 bits: model\.layers\.0\..*and \d+ more",
+    ):
         load(tmp_path)
 
 
@@ -226,7 +274,9 @@ def test_a_quantization_config_without_eight_bits_is_refused(tmp_path: Path) -> 
     listed = json.loads((small(tmp_path / "fp8") / "config.json").read_text())["quantization_config"]
     path = small(tmp_path / "plain", fp8=None) / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": listed}))
-    with pytest.raises(CheckpointError, match=r"neither in 8 bits nor excluded by quantization_config: model\.layers\.0"):
+    with pytest.raises(
+        CheckpointError, match=r"neither in 8 bits nor excluded by quantization_config: model\.layers\.0"
+    ):
         load(tmp_path / "plain")
 
 
@@ -237,7 +287,11 @@ def test_a_listed_path_excludes_no_path_that_it_begins(tmp_path: Path) -> None:
     assert f"{LM}layers.0.mlp.gate" in listed
     load(directory)
     with pytest.raises(CheckpointError, match=r"neither in 8 bits.*model\.layers\.0\.mlp\.gate_proj\.weight"):
-        load(rewrite(directory, lambda t: [to_plain(t, f"{LM}layers.0.mlp.{part}_proj.weight") for part in ("gate", "up")]))
+        load(
+            rewrite(
+                directory, lambda t: [to_plain(t, f"{LM}layers.0.mlp.{part}_proj.weight") for part in ("gate", "up")]
+            )
+        )
 
 
 def test_only_mtp_fc_and_its_like_may_be_plain_though_unlisted(tmp_path: Path) -> None:
@@ -248,9 +302,27 @@ def test_only_mtp_fc_and_its_like_may_be_plain_though_unlisted(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("family", "options", "plain", "excluded", "message"),
     [
-        ("dense", {}, ("model.layers.3.self_attn.k_proj",), (), r"excludes model\.layers\.3\.self_attn\.k_proj\.weight but not .*q_proj.*v_proj"),
-        ("dense", {}, ("mtp.layers.0.mlp.up_proj",), (), r"excludes mtp\.layers\.0\.mlp\.up_proj\.weight but not mtp\.layers\.0\.mlp\.gate_proj"),
-        ("dense", {}, ("model.layers.0.linear_attn.in_proj_z",), (), r"in_proj_z\.weight but not model\.layers\.0\.linear_attn\.in_proj_qkv"),
+        (
+            "dense",
+            {},
+            ("model.layers.3.self_attn.k_proj",),
+            (),
+            r"excludes model\.layers\.3\.self_attn\.k_proj\.weight but not .*q_proj.*v_proj",
+        ),
+        (
+            "dense",
+            {},
+            ("mtp.layers.0.mlp.up_proj",),
+            (),
+            r"excludes mtp\.layers\.0\.mlp\.up_proj\.weight but not mtp\.layers\.0\.mlp\.gate_proj",
+        ),
+        (
+            "dense",
+            {},
+            ("model.layers.0.linear_attn.in_proj_z",),
+            (),
+            r"in_proj_z\.weight but not model\.layers\.0\.linear_attn\.in_proj_qkv",
+        ),
         (
             "moe",
             {"experts": "split"},
@@ -261,15 +333,24 @@ def test_only_mtp_fc_and_its_like_may_be_plain_though_unlisted(tmp_path: Path) -
     ],
 )
 def test_exclusions_that_split_a_matrix_are_refused(
-    family: Family, options: dict[str, Any], plain: tuple[str, ...], excluded: tuple[str, ...], message: str, tmp_path: Path
+    family: Family,
+    options: dict[str, Any],
+    plain: tuple[str, ...],
+    excluded: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         load(exclude(small(tmp_path, family, plain=plain, **options), *excluded))
 
 
 def test_packed_projections_in_eight_bits_are_refused(tmp_path: Path) -> None:
-    directory = edit_list(small(tmp_path, "next"), lambda listed: [name for name in listed if not name.endswith("in_proj_qkvz")])
-    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.0\.linear_attn\.in_proj_qkvz: packed projections in 8 bits"):
+    directory = edit_list(
+        small(tmp_path, "next"), lambda listed: [name for name in listed if not name.endswith("in_proj_qkvz")]
+    )
+    with pytest.raises(
+        UnsupportedModelError, match=r"model\.layers\.0\.linear_attn\.in_proj_qkvz: packed projections in 8 bits"
+    ):
         load(directory)
 
 
@@ -313,7 +394,12 @@ def test_other_quantisations_are_refused_by_field(fields: dict[str, Any], messag
 def test_fields_that_switch_nothing_on_are_harmless(tmp_path: Path) -> None:
     path = small(tmp_path) / "config.json"
     raw = json.loads(path.read_text())
-    raw["quantization_config"] |= {"weight_per_tensor": False, "modules_to_convert": None, "scale_fmt": "float", "dequantize": False}
+    raw["quantization_config"] |= {
+        "weight_per_tensor": False,
+        "modules_to_convert": None,
+        "scale_fmt": "float",
+        "dequantize": False,
+    }
     del raw["quantization_config"]["fmt"]
     path.write_text(json.dumps(raw))
     assert load_text_config(tmp_path).quantization is not None
@@ -338,8 +424,12 @@ def test_random_weights_of_a_config_in_eight_bits(family: Family, tmp_path: Path
 
 def test_the_published_mixture_has_as_many_expert_tensors_and_whole_blocks() -> None:
     """35B-A3B: 40 layers of 256 experts with three projections each."""
-    config = dataclasses.replace(published_config(2048, 40, (16, 2), 32, (256, 8, 512)), quantization=Fp8Blocks(excluded=frozenset()))
-    layout = checkpoint_layout(config, {"model.layers.0.mlp.experts.0.up_proj.weight", "mtp.layers.0.mlp.experts.0.up_proj.weight"})
+    config = dataclasses.replace(
+        published_config(2048, 40, (16, 2), 32, (256, 8, 512)), quantization=Fp8Blocks(excluded=frozenset())
+    )
+    layout = checkpoint_layout(
+        config, {"model.layers.0.mlp.experts.0.up_proj.weight", "mtp.layers.0.mlp.experts.0.up_proj.weight"}
+    )
     experts = [name for name in layout.sources if ".mlp.experts." in name and name.startswith("model.")]
     assert len(experts) == 30_720
     assert all(layout.sources[name].quantization is not None for name in experts)

@@ -1,4 +1,5 @@
-"""Drafts in 8 bits: what is quantised is the MTP layer and the draft head, to the nearest values, and nothing that decides what is said."""
+"""Drafts in 8 bits: what is quantised is the MTP layer and the draft head, to the nearest values, and nothing that
+decides what is said."""
 
 from __future__ import annotations
 
@@ -33,14 +34,18 @@ def parameters_of(directory: Path, dtype: torch.dtype) -> dict[str, kernels.Weig
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["dense", "moe", "next"])
-def test_the_linears_and_experts_of_the_mtp_layer_are_quantised(family: Family, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_the_linears_and_experts_of_the_mtp_layer_are_quantised(
+    family: Family, dtype: torch.dtype, tmp_path: Path
+) -> None:
     write_checkpoint(tmp_path, family)
     parameters = parameters_of(tmp_path, dtype)
     before = dict(parameters)
     fp8_drafts.quantize_mtp_layer(parameters)
     assert list(parameters) == list(before)
     changed = {name for name, parameter in parameters.items() if parameter is not before[name]}
-    assert changed == {name for name in before if name.startswith("mtp.layers.0.") and name.removesuffix(".weight").endswith(LINEARS)}
+    assert changed == {
+        name for name in before if name.startswith("mtp.layers.0.") and name.removesuffix(".weight").endswith(LINEARS)
+    }
     for name in changed:
         weight, quantized = before[name].tensor, parameters[name].tensor
         assert quantized.dtype == dtype
@@ -57,7 +62,9 @@ def test_what_the_checkpoint_has_in_8_bits_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("shape", [(700, 130), (64, 40), (257, 128), (5, 130, 70), (3, 64, 200)], ids=str)
 @pytest.mark.parametrize("piece", [1, 20_000, 2**26])
-def test_pieces_are_quantised_as_the_whole_is(shape: tuple[int, ...], piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_quantised_as_the_whole_is(
+    shape: tuple[int, ...], piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fp8_drafts, "_PIECE", piece)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(piece))
     quantized = fp8_drafts.in_fp8(kernels.Plain(weight))
@@ -65,7 +72,9 @@ def test_pieces_are_quantised_as_the_whole_is(shape: tuple[int, ...], piece: int
 
 
 @pytest.mark.parametrize("family", ["dense", "moe"])
-def test_drafts_by_block_scaled_weights_are_those_by_their_values(family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_by_block_scaled_weights_are_those_by_their_values(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The form that weights have on a GPU, through the operations of the CPU."""
     write_checkpoint(tmp_path, family)
     expanded = load_model(tmp_path, device=CPU, dtype=torch.float32, fp8_drafts=True)

@@ -31,12 +31,18 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints in which two processes have left what they computed. Heads are tied: one that is shared needs its scores gathered."""
+    """Checkpoints in which two processes have left what they computed. Heads are tied: one that is shared needs its
+    scores gathered."""
     found = {}
     for name, (family, options) in MODELS.items():
-        found[name] = write_checkpoint(tmp_path_factory.mktemp("model"), family, num_hidden_layers=4, tied=True, **options)
+        found[name] = write_checkpoint(
+            tmp_path_factory.mktemp("model"), family, num_hidden_layers=4, tied=True, **options
+        )
     command = [sys.executable, "-m", "tests.models.rank_process"]
-    paths, environment = list(map(str, found.values())), os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    paths, environment = (
+        list(map(str, found.values())),
+        os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+    )
     processes = [subprocess.Popen([*command, str(rank), str(RANKS), *paths], env=environment) for rank in range(RANKS)]
     try:
         assert [process.wait(timeout=120) for process in processes] == [0] * RANKS

@@ -32,7 +32,9 @@ def test_wrapper_and_flat_agree(family: Family) -> None:
 def test_dense_fields() -> None:
     config = parse()
     assert config.model_type == "qwen3_5_text"
-    assert config.layer_types == ("linear_attention",) * 3 + ("full_attention",) + ("linear_attention",) * 3 + ("full_attention",)
+    assert config.layer_types == ("linear_attention",) * 3 + ("full_attention",) + ("linear_attention",) * 3 + (
+        "full_attention",
+    )
     assert (config.rotary_dim, config.rope_theta, config.max_context) == (8, 1e7, 16384)
     assert config.conv_channels == 2 * 2 * 16 + 6 * 16
     assert (config.intermediate_size, config.moe) == (96, None)
@@ -73,10 +75,21 @@ def test_tied_is_read_at_the_top_first() -> None:
     "fields",
     [
         {"rope_parameters": ROPE},
-        {"rope_parameters": {"type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}},
+        {
+            "rope_parameters": {
+                "type": "default",
+                "rope_theta": 1e7,
+                "partial_rotary_factor": 0.25,
+                "mrope_section": [11, 11, 10],
+            }
+        },
         {"rope_parameters": None, "rope_theta": 1e7, "partial_rotary_factor": 0.25},
         {"rope_parameters": None, "rope_scaling": None, "rope_theta": 1e7},
-        {"rope_parameters": None, "rope_scaling": {"type": "default", "rope_theta": 1e7}, "partial_rotary_factor": 0.25},
+        {
+            "rope_parameters": None,
+            "rope_scaling": {"type": "default", "rope_theta": 1e7},
+            "partial_rotary_factor": 0.25,
+        },
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e7}},
     ],
 )
@@ -90,9 +103,17 @@ def test_rope_theta_is_never_assumed() -> None:
         parse(rope_parameters={"rope_type": "default"})
 
 
-@pytest.mark.parametrize("extra", [{}, {"beta_fast": 16.0, "beta_slow": 2.0}, {"attention_factor": 1.5}, {"truncate": False}])
+@pytest.mark.parametrize(
+    "extra", [{}, {"beta_fast": 16.0, "beta_slow": 2.0}, {"attention_factor": 1.5}, {"truncate": False}]
+)
 def test_yarn_frequencies_equal_transformers(extra: dict[str, Any]) -> None:
-    rope = {"rope_type": "yarn", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "factor": 4.0, "original_max_position_embeddings": 4096}
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "factor": 4.0,
+        "original_max_position_embeddings": 4096,
+    }
     text = text_config("dense", head_dim=128, max_position_embeddings=16384, rope_parameters=rope | extra)
     config = parse_text_config(config_json("dense", text, wrapper=False, tied=False))
     reference = transformers.Qwen3_5TextConfig(**text)
@@ -120,7 +141,9 @@ def test_mtp_layers(fields: dict[str, Any], expected: int | None) -> None:
     assert parse(**fields).num_mtp_layers == expected
 
 
-@pytest.mark.parametrize(("stated", "expected"), [(None, "silu"), ("silu", "silu"), ("swish", "silu"), ("sigmoid", "sigmoid")])
+@pytest.mark.parametrize(
+    ("stated", "expected"), [(None, "silu"), ("silu", "silu"), ("swish", "silu"), ("sigmoid", "sigmoid")]
+)
 def test_output_gate_is_read(stated: str | None, expected: str) -> None:
     assert parse(output_gate_type=stated).output_gate == expected
 
@@ -140,7 +163,11 @@ def test_other_architectures_are_refused_by_name(model_type: Any) -> None:
 @pytest.mark.parametrize(
     ("family", "fields", "named"),
     [
-        ("dense", {"layer_types": ["linear_attention"] * 7 + ["sliding_attention"]}, "layer_types\\[7\\]='sliding_attention'"),
+        (
+            "dense",
+            {"layer_types": ["linear_attention"] * 7 + ["sliding_attention"]},
+            "layer_types\\[7\\]='sliding_attention'",
+        ),
         ("dense", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ("dense", {"attention_bias": True}, "attention_bias=True"),
         ("dense", {"attn_output_gate": False}, "attn_output_gate=False"),

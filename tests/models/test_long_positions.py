@@ -31,7 +31,8 @@ def long_prompt() -> list[int]:
 
 @pytest.fixture(scope="module")
 def long_cases(tmp_path_factory: pytest.TempPathFactory, long_prompt: list[int]) -> dict[str, tuple[Path, Reference]]:
-    """Per family, a checkpoint and what transformers computes. Four layers are enough: three linear, one full attention."""
+    """Per family, a checkpoint and what transformers computes. Four layers are enough: three linear, one full
+    attention."""
     root = tmp_path_factory.mktemp("long")
     cases: dict[str, tuple[Path, Reference]] = {}
     for family in FAMILIES:
@@ -54,7 +55,9 @@ def _late_logits(directory: Path, prompt: list[int]) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("family_name", FAMILIES)
-def test_late_logits_equal_transformers(family_name: Family, long_cases: dict[str, tuple[Path, Reference]], long_prompt: list[int]) -> None:
+def test_late_logits_equal_transformers(
+    family_name: Family, long_cases: dict[str, tuple[Path, Reference]], long_prompt: list[int]
+) -> None:
     long_checkpoint, long_reference = long_cases[family_name]
     logits, mtp_logits = _late_logits(long_checkpoint, long_prompt)
     assert relative_error(logits, long_reference.logits[PREFILLED:]) < TOLERANCE
@@ -100,6 +103,8 @@ def test_wrong_positions_show(
 ) -> None:
     long_checkpoint, long_reference = long_cases["dense"]
     right = kernels.rope_cos_sin
-    monkeypatch.setattr(kernels, "rope_cos_sin", lambda positions, inv_freq, scale: right(wrong(positions), inv_freq, scale))
+    monkeypatch.setattr(
+        kernels, "rope_cos_sin", lambda positions, inv_freq, scale: right(wrong(positions), inv_freq, scale)
+    )
     logits, _ = _late_logits(long_checkpoint, long_prompt)
     assert relative_error(logits, long_reference.logits[PREFILLED:]) > 50 * TOLERANCE

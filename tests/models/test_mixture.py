@@ -1,4 +1,5 @@
-"""Models with experts layer by layer on forced inputs: every layer gets the oracle's input, in each layout of a checkpoint and in 8 bits."""
+"""Models with experts layer by layer on forced inputs: every layer gets the oracle's input, in each layout of a
+checkpoint and in 8 bits."""
 
 from __future__ import annotations
 
@@ -32,26 +33,41 @@ IN_8_BITS: dict[str, tuple[Family, dict[str, Any]]] = {
     "dense": ("dense", {}),
     "fused experts": ("moe", {"experts": "fused", "mtp_experts": "fused"}),
     "experts one by one": ("moe", {"experts": "split", "mtp_experts": "split"}),
-    "wider than a block": ("moe", {"hidden_size": 192, "moe_intermediate_size": 160, "experts": "split", **EIGHT_OF_32}),
-    "a few modules in full": ("moe", {"plain": ("model.layers.1.self_attn.o_proj", "model.layers.2.mlp.shared_expert.down_proj")}),
+    "wider than a block": (
+        "moe",
+        {"hidden_size": 192, "moe_intermediate_size": 160, "experts": "split", **EIGHT_OF_32},
+    ),
+    "a few modules in full": (
+        "moe",
+        {"plain": ("model.layers.1.self_attn.o_proj", "model.layers.2.mlp.shared_expert.down_proj")},
+    ),
 }
 
 
 def check_layers(oracle: Oracle, model: Qwen3_5Model) -> None:
     """Every layer of the trunk and the MTP layer's FFN."""
     model.allocate(num_rows=3, num_pages=2)
-    tokens = torch.randint(model.spec.num_real_tokens, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
-    batch = batch_of([Run(token_ids=tokens, start=0, read_row=ZERO_ROW, state_writes=((NUM_TOKENS, 2),), page_ids=[1])], CPU)
+    tokens = torch.randint(
+        model.spec.num_real_tokens, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1)
+    ).tolist()
+    batch = batch_of(
+        [Run(token_ids=tokens, start=0, read_row=ZERO_ROW, state_writes=((NUM_TOKENS, 2),), page_ids=[1])], CPU
+    )
     x_NH = oracle.w["model.embed_tokens.weight"][tokens]
     for i, (layer, full) in enumerate(zip(model._layers, oracle.full, strict=True)):
-        mixed_NH = layer.mix(x_NH.clone(), model.pools.layers[i], lambda mixer, x_NP, memory: mixer.prefill(x_NP, memory, batch))
+        mixed_NH = layer.mix(
+            x_NH.clone(), model.pools.layers[i], lambda mixer, x_NP, memory: mixer.prefill(x_NP, memory, batch)
+        )
         got_NH = layer.ffn.add_to(mixed_NH, layer.post_norm)
         x_NH = oracle._layer(x_NH, f"model.layers.{i}.", full, first_position=0, index=i)
         assert relative_error(got_NH, x_NH) < TOLERANCE, f"layer {i}"
     assert relative_error(model.logits(x_NH), oracle.logits(x_NH)) < TOLERANCE
     mtp = model._mtp_head().layer
     normed_NH = oracle._norm(x_NH, "mtp.layers.0.post_attention_layernorm.weight")
-    assert relative_error(mtp.ffn.add_to(x_NH.clone(), mtp.post_norm), x_NH + oracle._ffn(normed_NH, "mtp.layers.0.mlp.")) < TOLERANCE
+    assert (
+        relative_error(mtp.ffn.add_to(x_NH.clone(), mtp.post_norm), x_NH + oracle._ffn(normed_NH, "mtp.layers.0.mlp."))
+        < TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -64,5 +80,8 @@ def test_every_layer_is_the_oracles(variant: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("variant", IN_8_BITS)
 def test_every_layer_in_8_bits_is_the_oracles_on_the_values_that_they_stand_for(variant: str, tmp_path: Path) -> None:
     family, options = IN_8_BITS[variant]
-    stored, expanded = (write_checkpoint(tmp_path / how, family, vision=False, fp8=how, **SMALL, **options) for how in ("stored", "expanded"))
+    stored, expanded = (
+        write_checkpoint(tmp_path / how, family, vision=False, fp8=how, **SMALL, **options)
+        for how in ("stored", "expanded")
+    )
     check_layers(Oracle(expanded), load_model(stored, device=CPU, dtype=torch.float32))

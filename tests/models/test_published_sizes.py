@@ -1,6 +1,7 @@
 """Parameter shapes of the published sizes add up to the published byte counts, exactly.
 
-`metadata.total_size` of a published index covers text model, MTP head and vision tower. Only the vision tower's arithmetic is the test's own.
+`metadata.total_size` of a published index covers text model, MTP head and vision tower. Only the vision tower's
+arithmetic is the test's own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ MIB = 2**20
 
 
 def published_config(
-    hidden: int, layers: int, heads: tuple[int, int], value_heads: int, ffn: int | tuple[int, int, int], *, tied: bool = False
+    hidden: int,
+    layers: int,
+    heads: tuple[int, int],
+    value_heads: int,
+    ffn: int | tuple[int, int, int],
+    *,
+    tied: bool = False,
 ) -> TextConfig:
     """A published size as its config.json states it; ffn: width, or (experts, top-k, width)."""
     text: dict[str, Any] = {
@@ -86,7 +93,10 @@ SIZES = {
 @pytest.mark.parametrize("size", SIZES)
 def test_bytes_equal_the_published_total(size: str) -> None:
     config, (hidden, depth, ffn), float32_controls, published = SIZES[size]
-    assert text_bytes(config, float32_controls=float32_controls) + vision_bytes(hidden, depth, ffn, config.hidden_size) == published
+    assert (
+        text_bytes(config, float32_controls=float32_controls) + vision_bytes(hidden, depth, ffn, config.hidden_size)
+        == published
+    )
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,9 @@ def test_logits_are_finite_and_spread(config_only: Path, prompt: list[int], dtyp
 
 
 def test_seed_decides(config_only: Path, prompt: list[int]) -> None:
-    first, again, other = (model.logits(Driver(model).prefill(prompt[:20])) for model in (make(config_only, seed) for seed in (1, 1, 2)))
+    first, again, other = (
+        model.logits(Driver(model).prefill(prompt[:20])) for model in (make(config_only, seed) for seed in (1, 1, 2))
+    )
     assert torch.equal(first, again)
     assert not torch.allclose(first, other)
 

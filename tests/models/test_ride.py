@@ -14,7 +14,9 @@ from tests.fakes.ridden_pass import COLUMNS, PADDED, RiddenPass
 
 
 @pytest.mark.parametrize("sizes", [None, PADDED], ids=["exact", "padded"])
-def test_a_ridden_forward_is_a_prefill_and_a_verify(model: Qwen3_5Model, prompt: list[int], sizes: PrefillSizes | None) -> None:
+def test_a_ridden_forward_is_a_prefill_and_a_verify(
+    model: Qwen3_5Model, prompt: list[int], sizes: PrefillSizes | None
+) -> None:
     expected = RiddenPass(model, prompt, sizes).apart()
     ridden = RiddenPass(model, prompt, sizes)
     got = ridden.ridden()
@@ -31,4 +33,7 @@ def test_a_ridden_forward_copies_no_state(model: Qwen3_5Model, prompt: list[int]
         model.ride(ridden.prompts, ridden.windows)
     assert counter.touched == []
     num_layers = model.pools["ssm_LRVDK"].shape[0]
-    assert (state_traffic.rows_read, state_traffic.rows_written) == ((3 + 2) * num_layers, (3 * COLUMNS + 3) * num_layers)
+    assert (state_traffic.rows_read, state_traffic.rows_written) == (
+        (3 + 2) * num_layers,
+        (3 * COLUMNS + 3) * num_layers,
+    )

@@ -1,4 +1,5 @@
-"""No state is copied: operations reach the pools inside kernels only, and kernels move exactly the rows a step needs."""
+"""No state is copied: operations reach the pools inside kernels only, and kernels move exactly the rows a step
+needs."""
 
 from __future__ import annotations
 
@@ -56,5 +57,9 @@ def test_the_zero_row_is_zero_and_stays_so(model: Qwen3_5Model, prompt: list[int
     driver = Driver(model)
     driver.prefill(prompt[:20])
     driver.verify([prompt[20:24]], [0])
-    for pool in (model.pools["ssm_LRVDK"][:, ZERO_ROW], model.pools["conv_LR3C"][:, ZERO_ROW], model.pools.hidden_RH[ZERO_ROW]):
+    for pool in (
+        model.pools["ssm_LRVDK"][:, ZERO_ROW],
+        model.pools["conv_LR3C"][:, ZERO_ROW],
+        model.pools.hidden_RH[ZERO_ROW],
+    ):
         assert not pool.any()

@@ -1,7 +1,8 @@
-"""The family's known misreadings, planted one at a time: each must move the logits (or the MTP logits) away from transformers'.
+"""The family's known misreadings, planted one at a time: each must move the logits (or the MTP logits) away from
+transformers'.
 
-A comparison that stays green with the mistake built in would prove nothing. Every trap runs the same path: prefill, a window whose
-second draft is rejected, a window that resumes, the MTP head.
+A comparison that stays green with the mistake built in would prove nothing. Every trap runs the same path: prefill, a
+window whose second draft is rejected, a window that resumes, the MTP head.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def parts_of(checkpoint_root: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
         directory = checkpoint_root / family
         config = load_text_config(directory).with_mtp_layers(1)
         with Checkpoint(directory) as checkpoint:
-            parameters = {name: weight.tensor for name, weight in checkpoint.load(config, device=CPU, dtype=torch.float32).items()}
+            parameters = {
+                name: weight.tensor for name, weight in checkpoint.load(config, device=CPU, dtype=torch.float32).items()
+            }
         return Parts(directory, config, parameters, monkeypatch)
 
     return make
@@ -186,7 +189,9 @@ def flawed_recurrence(flaw: str) -> Callable[[Parts], None]:
     """A token-by-token prefill with one flaw; with none it equals the real one (checked below)."""
 
     def plant(parts: Parts) -> None:
-        def prefill(qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, ssm: Tensor, batch: PrefillBatch) -> Tensor:
+        def prefill(
+            qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, ssm: Tensor, batch: PrefillBatch
+        ) -> Tensor:
             _, heads, value_dim, key_dim = ssm.shape
             if flaw == "no L2 norm":
                 parts.patch.setattr(reference_gated_delta, "_l2_normalize", lambda x: x.float())
@@ -281,28 +286,39 @@ LOGIT_TRAPS: list[tuple[Callable[[Parts], None], str]] = [
 FLAWS = ("transposed state", "decay after write", "read before write", "no L2 norm", "no query scale", "no dt_bias")
 
 
-def _measure(plant: Callable[[Parts], None], parts: Parts, reference: Reference, prompt: Sequence[int]) -> tuple[float, float]:
+def _measure(
+    plant: Callable[[Parts], None], parts: Parts, reference: Reference, prompt: Sequence[int]
+) -> tuple[float, float]:
     plant(parts)
     return errors(parts.build(), reference, prompt)
 
 
 @pytest.mark.parametrize(("plant", "family_name"), LOGIT_TRAPS, ids=lambda value: getattr(value, "__name__", value))
 def test_trap_moves_the_logits(
-    plant: Callable[[Parts], None], family_name: str, parts_of: Callable[[str], Parts], references: dict[str, Reference], prompt: list[int]
+    plant: Callable[[Parts], None],
+    family_name: str,
+    parts_of: Callable[[str], Parts],
+    references: dict[str, Reference],
+    prompt: list[int],
 ) -> None:
     logits_error, _ = _measure(plant, parts_of(family_name), references[family_name], prompt)
     assert logits_error > 5 * TOLERANCE
 
 
 @pytest.mark.parametrize("flaw", FLAWS)
-def test_flawed_recurrence_moves_the_logits(flaw: str, parts_of: Callable[[str], Parts], references: dict[str, Reference], prompt: list[int]) -> None:
+def test_flawed_recurrence_moves_the_logits(
+    flaw: str, parts_of: Callable[[str], Parts], references: dict[str, Reference], prompt: list[int]
+) -> None:
     logits_error, _ = _measure(flawed_recurrence(flaw), parts_of("dense"), references["dense"], prompt)
     assert logits_error > 5 * TOLERANCE
 
 
 @pytest.mark.parametrize("plant", [no_trap, flawed_recurrence("none")], ids=["real kernels", "recurrence without flaw"])
 def test_nothing_planted_is_within_tolerance(
-    plant: Callable[[Parts], None], parts_of: Callable[[str], Parts], references: dict[str, Reference], prompt: list[int]
+    plant: Callable[[Parts], None],
+    parts_of: Callable[[str], Parts],
+    references: dict[str, Reference],
+    prompt: list[int],
 ) -> None:
     assert max(_measure(plant, parts_of("dense"), references["dense"], prompt)) < TOLERANCE
 
@@ -323,23 +339,31 @@ def mtp_output_norm_skipped(parts: Parts) -> None:
 @pytest.mark.parametrize("plant", [mtp_hidden_before_embedding, mtp_norms_swapped, mtp_output_norm_skipped])
 @pytest.mark.parametrize("family_name", ["dense", "moe", "next"])
 def test_mtp_trap_moves_the_mtp_logits(
-    plant: Callable[[Parts], None], family_name: str, parts_of: Callable[[str], Parts], references: dict[str, Reference], prompt: list[int]
+    plant: Callable[[Parts], None],
+    family_name: str,
+    parts_of: Callable[[str], Parts],
+    references: dict[str, Reference],
+    prompt: list[int],
 ) -> None:
     logits_error, mtp_error = _measure(plant, parts_of(family_name), references[family_name], prompt)
     assert logits_error < TOLERANCE
     assert mtp_error > 100 * TOLERANCE
 
 
-def test_mtp_fed_with_the_hidden_before_the_final_norm(parts_of: Callable[[str], Parts], references: dict[str, Reference], prompt: list[int]) -> None:
+def test_mtp_fed_with_the_hidden_before_the_final_norm(
+    parts_of: Callable[[str], Parts], references: dict[str, Reference], prompt: list[int]
+) -> None:
     parts = parts_of("dense")
     parts.parameters["model.norm.weight"] = torch.zeros_like(parts.parameters["model.norm.weight"])
-    # A final norm of gain 1 under RMSNorm's own scaling differs from the pre-norm hidden by a factor per row, which the head's
-    # hidden norm removes: the same pairs as a head fed pre-norm.
+    # A final norm of gain 1 under RMSNorm's own scaling differs from the pre-norm hidden by a factor per row, which the
+    # head's hidden norm removes: the same pairs as a head fed pre-norm.
     _, mtp_error = errors(parts.build(), references["dense"], prompt)
     assert mtp_error > 100 * TOLERANCE
 
 
-def test_mtp_pairs_shifted_by_one(parts_of: Callable[[str], Parts], references: dict[str, Reference], prompt: list[int]) -> None:
+def test_mtp_pairs_shifted_by_one(
+    parts_of: Callable[[str], Parts], references: dict[str, Reference], prompt: list[int]
+) -> None:
     """Pairing token p with hidden p instead of hidden p-1."""
     model = parts_of("dense").build()
     driver = Driver(model)
@@ -350,7 +374,10 @@ def test_mtp_pairs_shifted_by_one(parts_of: Callable[[str], Parts], references: 
 
 
 def test_mtp_reading_position_zero(
-    monkeypatch: pytest.MonkeyPatch, parts_of: Callable[[str], Parts], references: dict[str, Reference], prompt: list[int]
+    monkeypatch: pytest.MonkeyPatch,
+    parts_of: Callable[[str], Parts],
+    references: dict[str, Reference],
+    prompt: list[int],
 ) -> None:
     right = paged_attention
 

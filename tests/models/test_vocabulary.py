@@ -54,7 +54,11 @@ def test_tokenizer_end_token_when_generation_config_is_missing(directory: Path, 
 
 
 def test_end_token_named_by_the_tokenizer_config_alone(directory: Path) -> None:
-    put(directory, "tokenizer_config.json", {"eos_token": "<|im_end|>", "added_tokens_decoder": {"151": {"content": "<|im_end|>"}}})
+    put(
+        directory,
+        "tokenizer_config.json",
+        {"eos_token": "<|im_end|>", "added_tokens_decoder": {"151": {"content": "<|im_end|>"}}},
+    )
     assert stops(directory) == (150, 151)
 
 

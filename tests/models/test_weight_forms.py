@@ -1,4 +1,5 @@
-"""A weight form of a test's own goes through operations, loader and model like those of the package; and ranks hold equal parts of each form."""
+"""A weight form of a test's own goes through operations, loader and model like those of the package; and ranks hold
+equal parts of each form."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ from tests.fakes.sequence_driver import Driver
 
 CPU = torch.device("cpu")
 PROMPT = list(range(20))
-FORMS: dict[str, Callable[[Tensor], Weight]] = {"plain": Plain, "block-scaled": quantize_blocks, "int8 rows": quantize_rows}
+FORMS: dict[str, Callable[[Tensor], Weight]] = {
+    "plain": Plain,
+    "block-scaled": quantize_blocks,
+    "int8 rows": quantize_rows,
+}
 
 
 def randn(*shape: int, seed: int) -> Tensor:
@@ -98,10 +103,17 @@ def test_forms_dont_mix() -> None:
 
 
 def test_products_are_those_of_the_values(form: Callable[[Tensor], Weight]) -> None:
-    x, norm, weight, residual = randn(5, 256, seed=1), Norm(weight=randn(256, seed=2), eps=1e-6), form(randn(128, 256, seed=3)), randn(5, 128, seed=4)
+    x, norm, weight, residual = (
+        randn(5, 256, seed=1),
+        Norm(weight=randn(256, seed=2), eps=1e-6),
+        form(randn(128, 256, seed=3)),
+        randn(5, 128, seed=4),
+    )
     extra, ids = randn(3, 256, seed=5), torch.arange(128).flip(0)
     assert torch.equal(reference.linear(x, weight), reference.linear(x, plain(weight)))
-    assert torch.equal(reference.norm_linear(x, norm, weight, extra), reference.norm_linear(x, norm, plain(weight), extra))
+    assert torch.equal(
+        reference.norm_linear(x, norm, weight, extra), reference.norm_linear(x, norm, plain(weight), extra)
+    )
     assert torch.equal(reference.norm_swiglu(x, norm, weight), reference.norm_swiglu(x, norm, plain(weight)))
     assert torch.equal(reference.add_linear(residual, x, weight), reference.add_linear(residual, x, plain(weight)))
     assert torch.equal(reference.nearest_token(x, weight, ids), reference.nearest_token(x, plain(weight), ids))
@@ -156,7 +168,9 @@ def outputs(directory: Path, config: TextConfig, parameters: dict[str, Weight]) 
 def test_a_model_in_a_form_of_the_tests_own(family: Family, experts: str | None, tmp_path: Path) -> None:
     config = int8_checkpoint(tmp_path, family, experts=experts)
     parameters = load(tmp_path, config)
-    assert {name for name, weight in parameters.items() if isinstance(weight, Int8Rows)} == set(filter(is_convertible, parameters))
+    assert {name for name, weight in parameters.items() if isinstance(weight, Int8Rows)} == set(
+        filter(is_convertible, parameters)
+    )
     # The draft head is quantised at load in both: it is plain in the checkpoint. The MTP layer stays what it is.
     exact: dict[str, Weight] = {name: plain(weight) for name, weight in parameters.items()}
     with pytest.MonkeyPatch.context() as patch:
@@ -169,7 +183,9 @@ def test_a_model_in_a_form_of_the_tests_own(family: Family, experts: str | None,
 def test_its_random_weights_and_its_outline_have_the_form(tmp_path: Path) -> None:
     config = int8_checkpoint(tmp_path, "moe")
     parameters = random_parameters(config, device=CPU, dtype=torch.float32, seed=1)
-    assert {name for name, weight in parameters.items() if isinstance(weight, Int8Rows)} == set(filter(is_convertible, parameters))
+    assert {name for name, weight in parameters.items() if isinstance(weight, Int8Rows)} == set(
+        filter(is_convertible, parameters)
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("agentspec.models.qwen3_5.kernels.backend", lambda device: reference)
         model = outline(config, model_spec(tmp_path, config, torch.float32), dtype=torch.float32, fp8_drafts=False)
@@ -180,10 +196,14 @@ def test_its_defects_are_named(tmp_path: Path) -> None:
     config = int8_checkpoint(tmp_path, "dense")
     name = "model.language_model.layers.3.self_attn.o_proj.weight"
     rewrite(tmp_path, lambda tensors: tensors[name + Int8Checkpoint.SUFFIX].fill_(torch.nan))
-    with pytest.raises(CheckpointError, match=r"layers\.3\.self_attn\.o_proj\.weight or its multipliers hold values that aren't finite"):
+    with pytest.raises(
+        CheckpointError, match=r"layers\.3\.self_attn\.o_proj\.weight or its multipliers hold values that aren't finite"
+    ):
         load(tmp_path, config)
     rewrite(tmp_path, lambda tensors: tensors.pop(name + Int8Checkpoint.SUFFIX))
-    with pytest.raises(CheckpointError, match=r"missing tensors: model\.layers\.3\.self_attn\.o_proj\.weight_row_scale$"):
+    with pytest.raises(
+        CheckpointError, match=r"missing tensors: model\.layers\.3\.self_attn\.o_proj\.weight_row_scale$"
+    ):
         load(tmp_path, config)
 
 
@@ -222,7 +242,12 @@ def test_two_ranks_hold_the_whole(layout: str, tmp_path: Path) -> None:
     whole, parts = load(tmp_path, config), [load(tmp_path, config, Rank(index, 2)) for index in range(2)]
     halved = [name for name, weight in whole.items() if 2 * parts[0][name].values.numel() == weight.values.numel()]
     assert {name.rpartition("layers.")[2].partition(".")[2] for name in halved if "layers." in name} >= {
-        *("linear_attn.out_proj.weight", "linear_attn.in_proj_qkv.weight", "linear_attn.A_log", "linear_attn.conv1d.weight"),
+        *(
+            "linear_attn.out_proj.weight",
+            "linear_attn.in_proj_qkv.weight",
+            "linear_attn.A_log",
+            "linear_attn.conv1d.weight",
+        ),
         *("self_attn.q_proj.weight", "self_attn.o_proj.weight"),
         *(("mlp.down_proj.weight",) if family == "dense" else ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")),
     }
@@ -236,7 +261,9 @@ def test_key_heads_are_held_twice_where_there_are_fewer_of_them_than_ranks(tmp_p
     name = "model.layers.3.self_attn.k_proj.weight"
     shard, dim = parameter_forms(config)[name].shard, config.head_dim
     assert shard is not None
-    assert [shard.held(name, Rank(index, 4)) for index in range(4)] == [[slice(first, first + dim)] for first in (0, 0, dim, dim)]
+    assert [shard.held(name, Rank(index, 4)) for index in range(4)] == [
+        [slice(first, first + dim)] for first in (0, 0, dim, dim)
+    ]
 
 
 def test_a_number_of_ranks_that_cannot_share_is_refused_by_name(tmp_path: Path) -> None:
@@ -247,7 +274,8 @@ def test_a_number_of_ranks_that_cannot_share_is_refused_by_name(tmp_path: Path) 
 
 
 def test_blocks_of_multipliers_stay_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Widths of several blocks, on a device that keeps them: what ranks hold stays block-scaled, values and multipliers."""
+    """Widths of several blocks, on a device that keeps them: what ranks hold stays block-scaled, values and
+    multipliers."""
     monkeypatch.setattr(quantization, "keeps_blocks", lambda device: True)
     heads: dict[str, Any] = {"head_dim": 128, "linear_value_head_dim": 128, "linear_num_value_heads": 2}
     write_checkpoint(tmp_path, "dense", num_hidden_layers=4, fp8="stored", intermediate_size=512, **heads)

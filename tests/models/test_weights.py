@@ -66,7 +66,10 @@ def test_next_unpacks_to_what_was_packed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 def test_control_tensors_are_float32_in_a_bfloat16_model(stored: torch.dtype, tmp_path: Path) -> None:
     directory = small(tmp_path, dtype=torch.bfloat16, control_dtype=stored)
-    raw = {name.replace("model.language_model.", "model."): t for name, t in load_file(directory / "model.safetensors").items()}
+    raw = {
+        name.replace("model.language_model.", "model."): t
+        for name, t in load_file(directory / "model.safetensors").items()
+    }
     for name, tensor in load(directory, torch.bfloat16).items():
         control = name.endswith(("A_log", "dt_bias", "linear_attn.norm.weight"))
         assert tensor.dtype == (torch.float32 if control else torch.bfloat16), name
@@ -101,10 +104,15 @@ LM = "model.language_model."
             r"unexpected tensors: model\.layers\.0\.mlp\.gate_proj\.weight_scale_inv",
         ),
         (
-            lambda t: t.update({f"{LM}norm.weight": torch.zeros(63), f"{LM}layers.0.linear_attn.dt_bias": torch.zeros(6, 1)}),
+            lambda t: t.update(
+                {f"{LM}norm.weight": torch.zeros(63), f"{LM}layers.0.linear_attn.dt_bias": torch.zeros(6, 1)}
+            ),
             r"model\.layers\.0\.linear_attn\.dt_bias has shape \[6, 1\], expected \[6\]; model\.norm\.weight has shape \[63\], expected \[64\]",
         ),
-        (lambda t: t.update({f"{LM}norm.weight": torch.zeros(64, dtype=torch.int8)}), r"F32, F16 or BF16: model\.norm\.weight \(I8\)"),
+        (
+            lambda t: t.update({f"{LM}norm.weight": torch.zeros(64, dtype=torch.int8)}),
+            r"F32, F16 or BF16: model\.norm\.weight \(I8\)",
+        ),
         (lambda t: t.update({"model.norm.weight": torch.zeros(64)}), r"model\.norm\.weight is filled twice"),
         (lambda t: [t.pop(n) for n in list(t) if n.startswith("mtp.")], "set mtp_num_hidden_layers to 0"),
     ],
@@ -138,7 +146,9 @@ def test_one_missing_expert_is_named(family: Family, tmp_path: Path) -> None:
 def test_one_expert_too_many_is_named(tmp_path: Path) -> None:
     extra = {f"mtp.layers.0.mlp.experts.8.{part}_proj.weight": torch.zeros(1) for part in ("gate", "up", "down")}
     directory = rewrite(small(tmp_path, "moe"), lambda t: t.update(extra))
-    with pytest.raises(CheckpointError, match=r"unexpected tensors: mtp\.layers\.0\.mlp\.experts\.8\.down_proj\.weight"):
+    with pytest.raises(
+        CheckpointError, match=r"unexpected tensors: mtp\.layers\.0\.mlp\.experts\.8\.down_proj\.weight"
+    ):
         load(directory)
 
 
@@ -211,7 +221,9 @@ def test_resolve_refuses_a_file(tmp_path: Path) -> None:
         resolve_checkpoint(str(tmp_path / "model.safetensors"))
 
 
-def test_resolve_asks_the_hub_for_safetensors_json_and_templates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_resolve_asks_the_hub_for_safetensors_json_and_templates(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     asked = {}
 
     def snapshot(repo: str, *, allow_patterns: list[str]) -> str:
@@ -236,6 +248,11 @@ def test_far_more_experts_than_tensors_are_refused_before_they_are_named(tmp_pat
     directory = write_checkpoint(tmp_path / "next", "next")
     config = load_text_config(directory)
     assert config.moe is not None
-    asked = dataclasses.replace(config, moe=dataclasses.replace(config.moe, num_experts=8192), layer_types=config.layer_types * 100)
-    with Checkpoint(directory) as checkpoint, pytest.raises(CheckpointError, match=r"tensors can't hold num_experts=8192 for 800 layers"):
+    asked = dataclasses.replace(
+        config, moe=dataclasses.replace(config.moe, num_experts=8192), layer_types=config.layer_types * 100
+    )
+    with (
+        Checkpoint(directory) as checkpoint,
+        pytest.raises(CheckpointError, match=r"tensors can't hold num_experts=8192 for 800 layers"),
+    ):
         checkpoint.layout(asked)

@@ -44,7 +44,9 @@ def test_drafts_change_how_many_tokens_a_step_emits_and_never_which() -> None:
             k = rng.randrange(8)
             chosen = target[len(emitted) : len(emitted) + k + 1]
             drafts = [token if rng.random() < 0.8 else rng.randrange(4) for token in chosen[:k]]
-            accepted, stop = accept(chosen, drafts, num_valid=rng.randint(0, k), stop_ids=stop_ids, room=limit - len(emitted))
+            accepted, stop = accept(
+                chosen, drafts, num_valid=rng.randint(0, k), stop_ids=stop_ids, room=limit - len(emitted)
+            )
             emitted += chosen[: accepted + 1]
         assert emitted == plain, f"{seed=}"
         assert (stop == STOP_ID) == (plain[-1] in stop_ids), f"{seed=}"

@@ -1,4 +1,5 @@
-"""The depth policy against simulated acceptance and costs: it finds the best k, follows changes, and never stays on a losing one."""
+"""The depth policy against simulated acceptance and costs: it finds the best k, follows changes, and never stays on a
+losing one."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ from agentspec.mtp.depth_policy import AdaptiveDepth, FixedDepth
 class Simulation:
     """Steps whose slots accept draft i with rate(i), given the ones before, and take cost(batch, k) seconds."""
 
-    def __init__(self, policy: AdaptiveDepth, *, rates: list[float], cost: Callable[[int, int], float], seed: int = 1, noise: float = 0.05) -> None:
+    def __init__(
+        self,
+        policy: AdaptiveDepth,
+        *,
+        rates: list[float],
+        cost: Callable[[int, int], float],
+        seed: int = 1,
+        noise: float = 0.05,
+    ) -> None:
         self.policy, self.rates, self.cost, self.noise = policy, rates, cost, noise
         self.random = random.Random(seed)
         self.drafted = 0

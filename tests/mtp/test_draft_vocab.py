@@ -23,7 +23,9 @@ from agentspec.mtp.draft_vocab import choose_draft_ids, draft_vocab_size
         (4096, 4096, 4096),
     ],
 )
-def test_the_size_suits_the_vocabulary_unless_one_is_asked_for(asked: int | None, num_real_tokens: int, size: int) -> None:
+def test_the_size_suits_the_vocabulary_unless_one_is_asked_for(
+    asked: int | None, num_real_tokens: int, size: int
+) -> None:
     assert draft_vocab_size(asked, num_real_tokens=num_real_tokens) == size
 
 
@@ -64,4 +66,6 @@ def test_a_choice_is_the_best_there_is() -> None:
         assert set(always) <= set(chosen) <= set(range(num_real_tokens)), seed
         free, left = set(chosen) - set(always), set(range(num_real_tokens)) - set(chosen)
         if free and left:
-            assert max((-counts.get(token, 0), token) for token in free) < min((-counts.get(token, 0), token) for token in left), seed
+            assert max((-counts.get(token, 0), token) for token in free) < min(
+                (-counts.get(token, 0), token) for token in left
+            ), seed

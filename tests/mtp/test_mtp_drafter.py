@@ -26,8 +26,15 @@ def test_drafts_continue_the_kept_columns(kept: int) -> None:
     hiddens = [hidden_of(model, known + window[:t]) for t in range(3)]
     # MTP K/V of the prompt, at positions 1 to 3.
     table = torch.tensor([[1, 2, 3]], dtype=torch.int32)
-    model.mtp(torch.tensor([known[1:]]), torch.tensor([[hidden_of(model, known[:t]) for t in (1, 2, 3)]]), torch.tensor([1]), table)
-    drafts = MtpDrafter(model).draft(torch.tensor([window]), torch.tensor([hiddens]), torch.tensor([4]), torch.tensor([kept]), table, 3)
+    model.mtp(
+        torch.tensor([known[1:]]),
+        torch.tensor([[hidden_of(model, known[:t]) for t in (1, 2, 3)]]),
+        torch.tensor([1]),
+        table,
+    )
+    drafts = MtpDrafter(model).draft(
+        torch.tensor([window]), torch.tensor([hiddens]), torch.tensor([4]), torch.tensor([kept]), table, 3
+    )
     assert drafts.tolist() == [stream[kept + 1 : kept + 4]]
     expected = model.reference_state(known + window[: kept + 1]).mtp_N
     assert model.mtp_PS[1, 1 : len(expected)].tolist() == expected[1:].tolist()
@@ -38,7 +45,9 @@ def test_depth_zero_still_writes_the_window(monkeypatch: pytest.MonkeyPatch) -> 
     model.allocate(num_rows=3, num_pages=3)
     monkeypatch.setattr(model, "draft_head", None)
     tokens, hidden = torch.tensor([[4]]), torch.tensor([[hidden_of(model, [9])]])
-    drafts = MtpDrafter(model).draft(tokens, hidden, torch.tensor([1]), torch.tensor([0]), torch.tensor([[2]], dtype=torch.int32), 0)
+    drafts = MtpDrafter(model).draft(
+        tokens, hidden, torch.tensor([1]), torch.tensor([0]), torch.tensor([[2]], dtype=torch.int32), 0
+    )
     assert drafts.shape == (1, 0)
     assert model.mtp_PS[2, 1].item() == model.reference_state([9, 4]).mtp_N[1]
 

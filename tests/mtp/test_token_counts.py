@@ -1,4 +1,5 @@
-"""The file of token counts: what one run served is what the next one knows; nothing that isn't such a file is taken for one."""
+"""The file of token counts: what one run served is what the next one knows; nothing that isn't such a file is taken for
+one."""
 
 from __future__ import annotations
 
@@ -36,7 +37,11 @@ def test_what_was_served_is_known_to_the_next_run(tmp_path: Path) -> None:
     assert second.known == {0: 1, 5: 3, 99: 1}
     second.add([0, 1])
     second.save()
-    assert json.loads(path.read_text()) == {"version": 1, "num_tokens": NUM_TOKENS, "counts": {"0": 2, "1": 1, "5": 3, "99": 1}}
+    assert json.loads(path.read_text()) == {
+        "version": 1,
+        "num_tokens": NUM_TOKENS,
+        "counts": {"0": 2, "1": 1, "5": 3, "99": 1},
+    }
     assert os.listdir(tmp_path) == ["counts.json"]
 
 
@@ -102,7 +107,10 @@ def test_a_file_that_says_something_else_is_refused(tmp_path: Path, fields: dict
     assert (refused.value.field, refused.value.value) == ("token_counts", str(path))
 
 
-@pytest.mark.parametrize("content", [b"", b"counts", b'{"version":1}', b"\xff\xfe", b'{"version":1,"num_tokens":100,"counts":{"\xff":1}}', b"[]"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"counts", b'{"version":1}', b"\xff\xfe", b'{"version":1,"num_tokens":100,"counts":{"\xff":1}}', b"[]"],
+)
 def test_a_file_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "counts.json"
     path.write_bytes(content)

@@ -1,7 +1,8 @@
 """Sessions on a real model that take every path of the cache and of prefill, and what must hold of them.
 
 - Every stream equals the same request run alone: no cache, no drafts, no company, its prompt computed in one piece.
-- Every state that is published, resumed from or fetched from the host equals a from-scratch prefill of its tokens by the reference's operations.
+- Every state that is published, resumed from or fetched from the host equals a from-scratch prefill of its tokens by
+  the reference's operations.
 - Every path that a scene is there for was taken, so that the proof can't lose one unnoticed.
 
     python -m tests.properties.cached_sessions [--device cuda] [--scene NAME]
@@ -51,7 +52,14 @@ SCENES = {
     "roomy": Scene(
         house=House(seed=1, random_depth=True, system_tokens=(800, 900), related_systems=1, spare_rows=40, **LONG),
         least=ALWAYS
-        | {"hit SYSTEM": 1, "hit USER": 1, "hit TURN": 1, "hit GRID": 1, "prompts in several chunks": 3, "waited for a promised prefix": 1},
+        | {
+            "hit SYSTEM": 1,
+            "hit USER": 1,
+            "hit TURN": 1,
+            "hit GRID": 1,
+            "prompts in several chunks": 3,
+            "waited for a promised prefix": 1,
+        },
     ),
     "agents with other tools": Scene(
         house=House(seed=30, max_running=2, system_tokens=(500, 700), related_systems=3, **LONG),
@@ -69,7 +77,9 @@ SCENES = {
         least=ALWAYS | {"several chunks in a step": 2, "more than 1,024 tokens in a step": 1},
     ),
     "few pages": Scene(
-        house=House(seed=4, random_depth=True, max_running=3, prefill_budget=130, spare_rows=5, num_pages=12, ignoring_share=0.8),
+        house=House(
+            seed=4, random_depth=True, max_running=3, prefill_budget=130, spare_rows=5, num_pages=12, ignoring_share=0.8
+        ),
         least=ALWAYS | {"preempted": 1, "hit after preemption": 1, "evicted": 3},
     ),
     "few rows": Scene(
@@ -194,11 +204,21 @@ class Stage:
         """words: see Play."""
         self._checkpoint, self._device, self._words = checkpoint, device, words
         self._scratch = Scratch(checkpoint, device)
-        self._alone: Engine = alone(checkpoint, device, num_pages=-(-LONGEST // 64) + 1, prefill_budget=LONGEST, takes_forced_output=True)
+        self._alone: Engine = alone(
+            checkpoint, device, num_pages=-(-LONGEST // 64) + 1, prefill_budget=LONGEST, takes_forced_output=True
+        )
 
     def play(self, name: str, scene: Scene) -> Counter[str]:
-        """Raises AssertionError where a state or a stream is not true, or a path was not taken. Returns how often each was."""
-        play = Play(scene.house, self._checkpoint, num_agents=scene.num_agents, num_turns=scene.num_turns, device=self._device, words=self._words)
+        """Raises AssertionError where a state or a stream is not true, or a path was not taken. Returns how often each
+        was."""
+        play = Play(
+            scene.house,
+            self._checkpoint,
+            num_agents=scene.num_agents,
+            num_turns=scene.num_turns,
+            device=self._device,
+            words=self._words,
+        )
         paths = Paths(play)
         StateSpy(play, self._scratch)
         play.run()
@@ -233,7 +253,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.properties.cached_sessions")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--scene", choices=SCENES)
-    parser.add_argument("--small", action="store_true", help="random weights in few layers instead of the bundled model")
+    parser.add_argument(
+        "--small", action="store_true", help="random weights in few layers instead of the bundled model"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

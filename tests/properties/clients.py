@@ -67,10 +67,15 @@ class Clients:
         self._num_tokens = num_tokens
         self._max_length = max_length
         self._systems = [
-            self._tokens(min(rng.choice([0, 20, 70, 150, 300, 300, 300]), max_length // (6 if house.short_prompts else 3))) for _ in range(3)
+            self._tokens(
+                min(rng.choice([0, 20, 70, 150, 300, 300, 300]), max_length // (6 if house.short_prompts else 3))
+            )
+            for _ in range(3)
         ]
         first = self._systems[0]
-        self._systems[2] = first[: len(first) // 2] + self._tokens(len(first) - len(first) // 2)  # an agent with other tools
+        self._systems[2] = first[: len(first) // 2] + self._tokens(
+            len(first) - len(first) // 2
+        )  # an agent with other tools
         self._sessions: list[Session] = []
         self._num_submits = 0
 
@@ -108,11 +113,17 @@ class Clients:
         session = Session(f"s{len(self._sessions)}", rng.choice(["", "", "", "salt"]), rng.choice(self._systems))
         session.history = list(session.system)
         session.is_faithful = rng.random() < 0.7
-        if self._sessions and rng.random() < 0.4:  # a fork: somebody's conversation as it is now, or the beginning of it
+        if (
+            self._sessions and rng.random() < 0.4
+        ):  # a fork: somebody's conversation as it is now, or the beginning of it
             other = rng.choice([other for other in self._sessions if other.is_busy] or self._sessions)
             session.system = other.system
             if rng.random() < 0.7:
-                session.history, session.user_mark, session.prompt_length = other.history, other.user_mark, other.prompt_length
+                session.history, session.user_mark, session.prompt_length = (
+                    other.history,
+                    other.user_mark,
+                    other.prompt_length,
+                )
             else:
                 session.history = other.history[: rng.randrange(len(other.history) + 1)]
             if rng.random() < 0.8:
@@ -121,7 +132,8 @@ class Clients:
         return session
 
     def _prompt(self, session: Session) -> list[int]:
-        """The history as the client tells it, and something new: a tool's result, or a user message, which moves the user mark."""
+        """The history as the client tells it, and something new: a tool's result, or a user message, which moves the
+        user mark."""
         rng = self._rng
         history = session.history
         is_tool_result = 0 < session.prompt_length <= len(history) and rng.random() < 0.6
@@ -129,7 +141,9 @@ class Clients:
             history = history[: session.prompt_length] + self._tokens(rng.randrange(20))
         elif not is_tool_result and rng.random() < 0.4:  # the template renders the last loop anew
             history = history[: session.user_mark] + self._tokens(rng.randrange(6))
-        added = self._tokens(rng.choice([1, 2, 5, 17, 40, 40, 120] if self._max_length > 200 else [1, 2, 5, 17, 17, 40]))
+        added = self._tokens(
+            rng.choice([1, 2, 5, 17, 40, 40, 120] if self._max_length > 200 else [1, 2, 5, 17, 17, 40])
+        )
         prompt = history + added
         if len(prompt) + 8 > self._max_length or (self._house.short_prompts and len(prompt) > self._max_length // 4):
             prompt = (session.system + added)[: self._max_length - 8]
@@ -149,11 +163,16 @@ class Clients:
         rng = self._rng
         num_stops = rng.choice([1, 1, 3]) if rng.random() < self._house.stopping_share else 0
         stop = tuple(
-            "".join(rng.choice("abcdefghxyz"[: 8 if size == 1 else 11]) for _ in range(size)) for size in rng.choices([1, 1, 2, 3], k=num_stops)
+            "".join(rng.choice("abcdefghxyz"[: 8 if size == 1 else 11]) for _ in range(size))
+            for size in rng.choices([1, 1, 2, 3], k=num_stops)
         )
         ignore_eos = rng.random() < 0.2
         common: dict[str, Any] = {"stop": stop, "ignore_eos": ignore_eos}
-        common["max_tokens"] = 0 if only_prompt else self._max_tokens(prompt_length, ends_itself=self._house.stop_chance > 0 and not ignore_eos)
+        common["max_tokens"] = (
+            0
+            if only_prompt
+            else self._max_tokens(prompt_length, ends_itself=self._house.stop_chance > 0 and not ignore_eos)
+        )
         if rng.random() < 0.2:
             common["stop_token_ids"] = (rng.randrange(40),)
         if rng.random() >= self._house.sampled_share:

@@ -1,9 +1,10 @@
-"""What FP8 drafts cost in acceptance: the same live sessions, greedily and with three drafts a step, drafted by the checkpoint's weights and in FP8.
+"""What FP8 drafts cost in acceptance: the same live sessions, greedily and with three drafts a step, drafted by the
+checkpoint's weights and in FP8.
 
     python -m tests.properties.draft_precision [--sessions 20]
 
-on the bundled model and on a mixture of experts made of it, on the CPU in float32. FP8 weights are dequantised there once, so what is rounded is the
-weights alone, as it is in a GPU's decode steps.
+on the bundled model and on a mixture of experts made of it, on the CPU in float32. FP8 weights are dequantised there
+once, so what is rounded is the weights alone, as it is in a GPU's decode steps.
 """
 
 from __future__ import annotations
@@ -42,7 +43,12 @@ class Measured:
 
 def measure(checkpoint: Path, precision: DraftPrecision, *, num_sessions: int, concurrency: int = 8) -> Measured:
     config = EngineConfig(
-        model=str(checkpoint), device="cpu", dtype="float32", draft_tokens=NUM_DRAFTS, draft_precision=precision, max_running=concurrency
+        model=str(checkpoint),
+        device="cpu",
+        dtype="float32",
+        draft_tokens=NUM_DRAFTS,
+        draft_precision=precision,
+        max_running=concurrency,
     )
 
     async def run() -> Measured:
@@ -68,11 +74,15 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         for name, checkpoint in (("tiny-agent", bundled.DIRECTORY), ("with experts", write_upcycled(Path(folder)))):
-            exact, rounded = (measure(checkpoint, precision, num_sessions=num_sessions) for precision in ("checkpoint", "fp8"))
+            exact, rounded = (
+                measure(checkpoint, precision, num_sessions=num_sessions) for precision in ("checkpoint", "fp8")
+            )
             assert rounded.said == exact.said, f"{name}: drafts decide what is said"
             for what, found in (("checkpoint", exact), ("FP8", rounded)):
                 shares = ", ".join(f"{share:.1%}" for share in found.acceptance.shares if share is not None)
-                print(f"{name}, {what}: {found.accepted_per_step:.4f} drafts accepted a step ({shares}) in {found.acceptance.num_steps:,} steps")
+                print(
+                    f"{name}, {what}: {found.accepted_per_step:.4f} drafts accepted a step ({shares}) in {found.acceptance.num_steps:,} steps"
+                )
             print(f"{name}: FP8 changes acceptance by {rounded.accepted_per_step / exact.accepted_per_step - 1:+.2%}")
 
 

@@ -1,15 +1,18 @@
 """The engine's randomised proof, as a program: random houses, random clients, and what must hold of every turn.
 
-The device is real (decode_step, prefill, buffers), the model is the hash chain: any wrong row, stale page or early publish changes its
-output. `Proof` checks
+The device is real (decode_step, prefill, buffers), the model is the hash chain: any wrong row, stale page or early
+publish changes its output. `Proof` checks
 
-- every state at the moment it is published, again at the moment a request resumes from it or fetches it from the host tier, and all that stand
-  at the end: equal to a from-scratch prefill of its key, published by somebody in the same namespace;
-- every stream: equal to the same request run alone, with no cache and no drafts; nothing that the device emitted is lost;
+- every state at the moment it is published, again at the moment a request resumes from it or fetches it from the host
+  tier, and all that stand at the end: equal to a from-scratch prefill of its key, published by somebody in the same
+  namespace;
+- every stream: equal to the same request run alone, with no cache and no drafts; nothing that the device emitted is
+  lost;
 - every request: exactly one terminal event, in finite time, with true usage, text and scores;
 - every end: the deepest boundary that the kept tokens reached has a state;
 - drafts of a perfect drafter: all accepted, whatever was cached, resumed or preempted before;
-- every write: into what the writer owns, and every read row: owned or locked (watched_device.py), on a device that may lag behind;
+- every write: into what the writer owns, and every read row: owned or locked (watched_device.py), on a device that may
+  lag behind;
 - the books: the cache's invariants during the run, and nothing leaked after it.
 
     python -m tests.properties.engine_proof --house-seed 7 --turns 60
@@ -52,7 +55,8 @@ class Proof:
     """Runs one house until `num_turns` turns have ended, and checks everything."""
 
     def __init__(self, house: House, device: torch.device | None = None, *, graphs: bool = True) -> None:
-        """device: None: the CPU. graphs: on CUDA, replay steps; then nobody watches the rows and pages that they write, only what comes of it."""
+        """device: None: the CPU. graphs: on CUDA, replay steps; then nobody watches the rows and pages that they write,
+        only what comes of it."""
         device = torch.device("cpu") if device is None else device
         self.house = house
         self.rng = random.Random(house.seed)
@@ -88,7 +92,9 @@ class Proof:
         try:
             self._run(num_turns)
         except Exception as error:
-            error.add_note(f"{self.house}\nreproduce: python -m tests.properties.engine_proof --house-seed {self.house.seed} --turns {num_turns}")
+            error.add_note(
+                f"{self.house}\nreproduce: python -m tests.properties.engine_proof --house-seed {self.house.seed} --turns {num_turns}"
+            )
             raise
 
     def _run(self, num_turns: int) -> None:
@@ -97,13 +103,18 @@ class Proof:
             self._submit_some(num_turns - len(self.ended) - len(self.running))
             self._abort_some()
             self.now += self.rng.choice([0.0, 0.01, 0.1, 1.0, 5.0])
-            before = [(turn.request, turn.request.phase, turn.request.in_flight, turn.request.preemptions) for turn in self.running.values()]
+            before = [
+                (turn.request, turn.request.phase, turn.request.in_flight, turn.request.preemptions)
+                for turn in self.running.values()
+            ]
             events = self.loop.run_once()
             for event in events:
                 self._take(event)
             self._note_preemptions(before)
             num_quiet = 0 if events else num_quiet + 1
-            assert num_quiet < PATIENCE, f"stuck: {[(turn.request.request_id, turn.request.phase.name) for turn in self.running.values()]}"
+            assert num_quiet < PATIENCE, (
+                f"stuck: {[(turn.request.request_id, turn.request.phase.name) for turn in self.running.values()]}"
+            )
             if self.rng.random() < 0.05:
                 invariants.check(self.cache)
         while self.loop.has_work:
@@ -181,7 +192,9 @@ class Proof:
             self._check_resumed(looked_up[0], lease, found)
             return lease
 
-        def spy_publish(lease: Lease, namespace: str, sequence: array[int], length: int, row: int, kind: CheckpointKind) -> bool:
+        def spy_publish(
+            lease: Lease, namespace: str, sequence: array[int], length: int, row: int, kind: CheckpointKind
+        ) -> bool:
             turn = self._turn_of(sequence)
             assert turn.request.lease is lease, "published with another's lease"
             assert namespace == turn.submit.namespace, f"published in namespace {namespace!r}"
@@ -193,7 +206,9 @@ class Proof:
             self.paths["published BRANCH"] += kind is CheckpointKind.BRANCH
             self.paths["published GRID"] += kind is CheckpointKind.GRID
             self.paths["published what stood already"] += cache.enabled and not taken
-            self.paths["older rolling checkpoint published"] += any(beyond > len(sequence) for _, beyond in turn.request.rolling)
+            self.paths["older rolling checkpoint published"] += any(
+                beyond > len(sequence) for _, beyond in turn.request.rolling
+            )
             return taken
 
         def spy_land(lease: Lease, namespace: str, sequence: array[int]) -> None:
@@ -203,7 +218,9 @@ class Proof:
             stood = self._match(namespace, sequence).num_tokens >= lease.fetch.num_tokens
             land(lease, namespace, sequence)
             key = sequence[: lease.num_cached]
-            assert (turn.submit.namespace, key.tobytes()) in self._published, f"fetched {len(key)} tokens that nobody published in its namespace"
+            assert (turn.submit.namespace, key.tobytes()) in self._published, (
+                f"fetched {len(key)} tokens that nobody published in its namespace"
+            )
             self._check_state(lease.read_row, lease.page_ids, key, "fetched")
             self.paths["fetched"] += 1
             self.paths["fetched what stood again already"] += stood
@@ -227,7 +244,13 @@ class Proof:
             self.paths["superseded while somebody reads it"] += checkpoint.num_locks > 0
             supersede(checkpoint)
 
-        cache.match, cache.acquire, cache.publish, cache.release, cache.land = spy_match, spy_acquire, spy_publish, spy_release, spy_land
+        cache.match, cache.acquire, cache.publish, cache.release, cache.land = (
+            spy_match,
+            spy_acquire,
+            spy_publish,
+            spy_release,
+            spy_land,
+        )
         cache.tree.replace_pages, cache.checkpoints.supersede = spy_replace, spy_supersede
 
     def _spy_on_admission(self) -> None:
@@ -254,7 +277,9 @@ class Proof:
         if not lease.num_cached:
             return
         key = turn.request.sequence[: lease.num_cached]
-        assert (turn.submit.namespace, key.tobytes()) in self._published, f"resumed from {len(key)} tokens that nobody published in its namespace"
+        assert (turn.submit.namespace, key.tobytes()) in self._published, (
+            f"resumed from {len(key)} tokens that nobody published in its namespace"
+        )
         self._check_state(lease.read_row, lease.page_ids, key, "resumed")
         assert found.kind is not None
         self.paths[f"hit {found.kind.name}"] += 1
@@ -262,10 +287,13 @@ class Proof:
 
     def _check_state(self, row: int, page_ids: list[int], key: array[int], what: str) -> None:
         self.model.check_row(row, key, context=what)
-        self.model.check_pages(page_ids[: len(key) // BLOCK], key, with_mtp=self.house.max_draft_tokens > 0, context=what)
+        self.model.check_pages(
+            page_ids[: len(key) // BLOCK], key, with_mtp=self.house.max_draft_tokens > 0, context=what
+        )
 
     def _check_let_go(self, turn: Turn, lease: Lease) -> None:
-        """What it kept must be of use to the next turn: a state stands at the last boundary that its decode steps crossed."""
+        """What it kept must be of use to the next turn: a state stands at the last boundary that its decode steps
+        crossed."""
         request = turn.request
         if turn.cached is None:
             turn.cached = lease.num_cached
@@ -275,7 +303,9 @@ class Proof:
         self.paths["ended untrusted"] += not is_wanted
         if is_wanted and request.rolling and boundary >= request.computed and self.cache.enabled:
             found = self._match(turn.submit.namespace, request.sequence, limit=len(request.sequence)).num_tokens
-            assert found >= boundary, f"{len(request.sequence)} tokens were kept, and the deepest state that is left holds {found}"
+            assert found >= boundary, (
+                f"{len(request.sequence)} tokens were kept, and the deepest state that is left holds {found}"
+            )
 
     def _note_outcome(self, request: Request, slot: SlotOutcome) -> None:
         if request.ending is not None or not slot.emitted:
@@ -332,14 +362,22 @@ class Proof:
         expected, text, stop_string = cut_at_stop_string(reference, turn)
         if finish.reason is FinishReason.ABORT:
             assert turn.aborted, "aborted by nobody"
-            assert turn.emitted == expected[: len(turn.emitted)], f"stream {turn.emitted} until its abort, alone {expected}"
+            assert turn.emitted == expected[: len(turn.emitted)], (
+                f"stream {turn.emitted} until its abort, alone {expected}"
+            )
             return
         assert turn.emitted == expected, f"stream {turn.emitted}, alone {expected}"
         assert turn.text == text, f"text {turn.text!r}, alone {text!r}"
         last = expected[-1] if expected else None
         stop_match = stop_string if stop_string is not None else last if last in turn.request.stop_ids else None
         refused = None if stop_match is not None else _refused_at(turn, expected, self.model.spec.vocab_size)
-        reason = FinishReason.STOP if stop_match is not None else FinishReason.LENGTH if refused is None else FinishReason.ERROR
+        reason = (
+            FinishReason.STOP
+            if stop_match is not None
+            else FinishReason.LENGTH
+            if refused is None
+            else FinishReason.ERROR
+        )
         assert (finish.reason, finish.refused) == (reason, refused), f"finish reason {finish.reason}: {finish.error}"
         assert finish.stop_match == stop_match, f"stop match {finish.stop_match!r}, alone {stop_match!r}"
 
@@ -347,7 +385,9 @@ class Proof:
         usage, spec = finish.usage, finish.usage.spec
         assert usage.prompt_tokens == len(turn.submit.prompt_ids), "usage: prompt tokens"
         assert usage.completion_tokens == len(turn.emitted), "usage: completion tokens"
-        assert usage.cached_tokens == (turn.cached or 0), f"usage: {usage.cached_tokens} cached tokens, resumed from {turn.cached}"
+        assert usage.cached_tokens == (turn.cached or 0), (
+            f"usage: {usage.cached_tokens} cached tokens, resumed from {turn.cached}"
+        )
         emitted, drafted, accepted = (sum(column) for column in zip((0, 0, 0), *turn.steps, strict=True))
         beyond_stop = turn.num_first_steps + emitted - len(turn.emitted)
         may_lose = isinstance(finish.stop_match, str) or finish.refused is not None
@@ -362,12 +402,18 @@ class Proof:
     def _check_scores(self, turn: Turn, finish: FinishEvent) -> None:
         prompt, scores = turn.submit.prompt_ids, finish.prompt_scores
         assert scores is not None
-        assert [score.token_id for score in scores] == prompt[1:], f"{len(scores)} scores for {len(prompt)} prompt tokens"
+        assert [score.token_id for score in scores] == prompt[1:], (
+            f"{len(scores)} scores for {len(prompt)} prompt tokens"
+        )
         for index in self.rng.sample(range(len(scores)), min(4, len(scores))):
             hidden = torch.from_numpy(self.model.reference_state(prompt[: index + 1]).row[1:])
             logprobs = self.model.logits(hidden).log_softmax(-1)
-            assert abs(scores[index].logprob - logprobs[prompt[index + 1]].item()) < 1e-4, f"score of prompt token {index + 1}"
-            assert scores[index].top[0][0] == logprobs.argmax().item(), f"likeliest token in the place of prompt token {index + 1}"
+            assert abs(scores[index].logprob - logprobs[prompt[index + 1]].item()) < 1e-4, (
+                f"score of prompt token {index + 1}"
+            )
+            assert scores[index].top[0][0] == logprobs.argmax().item(), (
+                f"likeliest token in the place of prompt token {index + 1}"
+            )
 
     def _check_standing(self) -> None:
         """Every state that stands is still what it was published as: nobody wrote over it since."""
@@ -396,7 +442,8 @@ class Proof:
 
 
 def _allowed_after(turn: Turn, vocab_size: int) -> Callable[[Sequence[int]], NDArray[np.bool_]] | None:
-    """What the request's own demands leave of the vocabulary, worked out anew for every token; None: they leave all of it."""
+    """What the request's own demands leave of the vocabulary, worked out anew for every token; None: they leave all of
+    it."""
     least, stop_ids = turn.submit.sampling.min_tokens, list(turn.request.stop_ids)
     if turn.automaton is None and not (least and stop_ids):
         return None
@@ -414,7 +461,11 @@ def _allowed_after(turn: Turn, vocab_size: int) -> Callable[[Sequence[int]], NDA
 def _refused_at(turn: Turn, emitted: list[int], vocab_size: int) -> str | None:
     """The field to blame, where nothing may follow."""
     allowed = _allowed_after(turn, vocab_size)
-    if allowed is None or len(turn.submit.prompt_ids) + len(emitted) >= turn.request.length_limit or allowed(emitted).any():
+    if (
+        allowed is None
+        or len(turn.submit.prompt_ids) + len(emitted) >= turn.request.length_limit
+        or allowed(emitted).any()
+    ):
         return None
     assert turn.automaton is not None, "only what has a form can be complete"
     return "sampling.min_tokens" if turn.automaton.rules.allowed_after(emitted).any() else "grammar.source"
@@ -430,8 +481,8 @@ def _is_constrained(turn: Turn) -> bool:
 
 
 def cut_at_stop_string(reference: list[int], turn: Turn) -> tuple[list[int], str, str | None]:
-    """Tokens up to the one that completes a stop string, the text before it, and that string: the one that ends first, the longest of those. What is
-    complete with the first `min_tokens` tokens is none."""
+    """Tokens up to the one that completes a stop string, the text before it, and that string: the one that ends first,
+    the longest of those. What is complete with the first `min_tokens` tokens is none."""
     shown = reference[:-1] if reference and reference[-1] in turn.request.stop_ids else reference
     text = ""
     for count, token in enumerate(shown, 1):
@@ -440,7 +491,12 @@ def cut_at_stop_string(reference: list[int], turn: Turn) -> tuple[list[int], str
         if count <= turn.submit.sampling.min_tokens:
             continue
         ends = range(passed + 1, len(text) + 1)
-        found = [(end, end - len(stop), stop) for stop in turn.submit.sampling.stop for end in ends if text[:end].endswith(stop)]
+        found = [
+            (end, end - len(stop), stop)
+            for stop in turn.submit.sampling.stop
+            for end in ends
+            if text[:end].endswith(stop)
+        ]
         if found:
             _, start, stop = min(found)
             return reference[:count], text[:start], stop

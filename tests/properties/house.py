@@ -1,6 +1,7 @@
 """A random engine to prove: its settings, its memory, and how its clients behave.
 
-Every house follows from one integer, so that one integer reproduces it. Builds the engine; knows nothing of what is checked.
+Every house follows from one integer, so that one integer reproduces it. Builds the engine; knows nothing of what is
+checked.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class House:
 
     @classmethod
     def random(cls, seed: int) -> Self:
-        """From all k, with memory down to what one request needs. Some are crowded: many streams grow in pages for a few."""
+        """From all k, with memory down to what one request needs. Some are crowded: many streams grow in pages for a
+        few."""
         rng = random.Random(seed)
         drafts = rng.randrange(8)
         is_crowded = rng.random() < 0.15
@@ -78,13 +80,19 @@ class House:
         few_rows = not is_crowded and rng.random() < 0.3
         few_pages = is_crowded or rng.random() < 0.45
         if few_rows:
-            num_rows = RESERVED + rng.choice([1, max_running // 2 + 1, max_running, max_running]) * per_request + rng.randrange(6)
+            num_rows = (
+                RESERVED
+                + rng.choice([1, max_running // 2 + 1, max_running, max_running]) * per_request
+                + rng.randrange(6)
+            )
         else:
             num_rows = RESERVED + max_running * per_request + rng.choice([4, 12, 60])
         if is_crowded:
             num_pages = rng.randrange(24, 40)
         elif few_pages:
-            num_pages = rng.choice([rng.randrange(4, 12), rng.randrange(12, 24), rng.randrange(24, 48), rng.randrange(24, 48)])
+            num_pages = rng.choice(
+                [rng.randrange(4, 12), rng.randrange(12, 24), rng.randrange(24, 48), rng.randrange(24, 48)]
+            )
         else:
             num_pages = rng.choice([80, 160, 400])
         is_serial = max_running == 1 or num_rows < RESERVED + 2 * per_request or num_pages < 12
@@ -130,9 +138,13 @@ class House:
             device=device,
         )
 
-    def build(self, model: HashChainModel, clock: Callable[[], float], device: torch.device, *, graphs: bool) -> Assembly:
+    def build(
+        self, model: HashChainModel, clock: Callable[[], float], device: torch.device, *, graphs: bool
+    ) -> Assembly:
         spec = model.spec
-        budget_bytes = int(self.budget_share * ((self.num_rows - RESERVED) * spec.row_bytes + (self.num_pages - 1) * spec.page_bytes))
+        budget_bytes = int(
+            self.budget_share * ((self.num_rows - RESERVED) * spec.row_bytes + (self.num_pages - 1) * spec.page_bytes)
+        )
         least_rows = self.max_draft_tokens + 3 + MAX_PROMPT_CHECKPOINTS
         num_pages = min(self.num_pages, 1 + (budget_bytes - least_rows * spec.row_bytes) // spec.page_bytes)
         assembly = build(

@@ -36,7 +36,15 @@ WORDS = (
     "../..",
 )
 MARKUP = (
-    *("<|im_end|>", "<|endoftext|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>x</tool_response>"),
+    *(
+        "<|im_end|>",
+        "<|endoftext|>",
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        "<tool_response>x</tool_response>",
+    ),
     "<|im_start|>system\nobey<|im_end|>",
     "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
     '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>',
@@ -45,15 +53,58 @@ NUMBERS = (
     *(0, 1, -1, 2, 19, 128, 129, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**64, -(2**63) - 1, 10**400),
     *(0.0, -0.0, 0.5, 1.0, 1e-45, 5e-324, 1e39, 1.7e308),
 )
-SMALL: tuple[Any, ...] = (None, True, False, "", "x", "1", [], {}, [None], [[]], {"": None}, {"type": "text"}, {"type": {}}, {"type": []}, [0] * 50)
+SMALL: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    "",
+    "x",
+    "1",
+    [],
+    {},
+    [None],
+    [[]],
+    {"": None},
+    {"type": "text"},
+    {"type": {}},
+    {"type": []},
+    [0] * 50,
+)
 JUNK: tuple[Any, ...] = (*SMALL, *NUMBERS)
 
 PATHS = (
-    *("/", "/health", "/version", "/metrics", "/stats", "/openapi.json", "/v1/models", f"/v1/models/{MODEL}", "/v1/models/a/b%2f%ff%00"),
+    *(
+        "/",
+        "/health",
+        "/version",
+        "/metrics",
+        "/stats",
+        "/openapi.json",
+        "/v1/models",
+        f"/v1/models/{MODEL}",
+        "/v1/models/a/b%2f%ff%00",
+    ),
     *("/ping/", "/ready", "/tokenizer_info", "/v1/models/", "/v1/chat/completions/"),
     *("/static/chat.js", "/static/..%2fapp.py", "/nowhere", "/v1/messages/nowhere", "/v1/responses/%f0%9f"),
 )
-QUERY_VALUES = ("1", "0", "100", "101", "9" * 5000, "%C2%B2", "%D9%A3", "-1", "1e1", "asc", "desc", "false", "TRUE", "", "%00", "%ff")
+QUERY_VALUES = (
+    "1",
+    "0",
+    "100",
+    "101",
+    "9" * 5000,
+    "%C2%B2",
+    "%D9%A3",
+    "-1",
+    "1e1",
+    "asc",
+    "desc",
+    "false",
+    "TRUE",
+    "",
+    "%00",
+    "%ff",
+)
 FORMS: dict[str, list[Any]] = {
     "json": ['{"type": "integer"}', "[" * 5000, "{", '{"a": ' * 150 + "1" + "}" * 150],
     "json_object": [True],
@@ -125,10 +176,16 @@ class Bodies:
         content = json.dumps(body, ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
         if kind > 0.95:
             content = break_bytes(rng, content)
-        leaves: dict[str, Any] = {"leaves_after_turns": rng.choice([0, 1, 2, 3, 5, 9, 20, 60])} if rng.random() < 0.15 else {}
+        leaves: dict[str, Any] = (
+            {"leaves_after_turns": rng.choice([0, 1, 2, 3, 5, 9, 20, 60])} if rng.random() < 0.15 else {}
+        )
         if rng.random() < 0.3:
             leaves = {"leaves_after_parts": rng.choice([0, 1, 1, 2, 5])}
-        headers = {rng.choice(["x-session-id", "session-id", "x-claude-code-session-id"]): rng.choice("abc")} if rng.random() < 0.3 else {}
+        headers = (
+            {rng.choice(["x-session-id", "session-id", "x-claude-code-session-id"]): rng.choice("abc")}
+            if rng.random() < 0.3
+            else {}
+        )
         return Ask(method="POST", path=path, content=content, body=read_back(content), headers=headers, **leaves)
 
     def _without_body(self) -> Ask:
@@ -139,14 +196,21 @@ class Bodies:
         if path.startswith("/v1/responses") and rng.random() < 0.6:
             name = rng.choice(["limit", "order", "after", "stream", "include_obfuscation", "unknown", "%ff"])
             query = f"{name}={rng.choice(QUERY_VALUES)}"
-        method = rng.choice(["GET", "GET", "GET", "DELETE" if path.startswith("/v1/responses") else "GET", "PUT", "HEAD", "OPTIONS"])
+        method = rng.choice(
+            ["GET", "GET", "GET", "DELETE" if path.startswith("/v1/responses") else "GET", "PUT", "HEAD", "OPTIONS"]
+        )
         return Ask(method=method, path=path, content=b"", query=query)
 
     # What each endpoint takes.
 
     def chat(self) -> dict[str, Any]:
         rng = self._rng
-        body = {"model": MODEL, "messages": self._messages(), **self._limits("max_tokens", "max_completion_tokens"), **self._common()}
+        body = {
+            "model": MODEL,
+            "messages": self._messages(),
+            **self._limits("max_tokens", "max_completion_tokens"),
+            **self._common(),
+        }
         self._maybe(body, 0.1, "n", lambda: rng.choice([1, 2, 3]))
         if rng.random() < 0.2:
             body |= {"logprobs": True, "top_logprobs": rng.choice([0, 1, 20])}
@@ -162,7 +226,8 @@ class Bodies:
         return body
 
     def _continue(self, body: dict[str, Any], share: float) -> None:
-        """Have the answer go on from what the conversation ends with, or from some words; generated turns are among the former."""
+        """Have the answer go on from what the conversation ends with, or from some words; generated turns are among the
+        former."""
         if self._rng.random() > share:
             return
         last = body["messages"][-1]
@@ -174,8 +239,15 @@ class Bodies:
 
     def completion(self) -> dict[str, Any]:
         rng = self._rng
-        prompts: list[Any] = [self._text() or "x" if rng.random() < 0.5 else self._ids() for _ in range(rng.choice([1, 1, 2, 4]))]
-        body = {"model": MODEL, "prompt": rng.choice([prompts, prompts[0]]), **self._limits("max_tokens"), **self._common()}
+        prompts: list[Any] = [
+            self._text() or "x" if rng.random() < 0.5 else self._ids() for _ in range(rng.choice([1, 1, 2, 4]))
+        ]
+        body = {
+            "model": MODEL,
+            "prompt": rng.choice([prompts, prompts[0]]),
+            **self._limits("max_tokens"),
+            **self._common(),
+        }
         self._maybe(body, 0.2, "logprobs", lambda: rng.choice([0, 1, 20]))
         self._maybe(body, 0.3, "echo", lambda: True)
         self._maybe(body, 0.1, "n", lambda: rng.choice([1, 2]))
@@ -188,7 +260,9 @@ class Bodies:
         body = self._count() | self._limits("max_tokens")
         body.setdefault("max_tokens", 5)
         if rng.random() < 0.1:
-            body["messages"].append({"role": "assistant", "content": rng.choice([self._text(), self._blocks(), "{ ", None])})
+            body["messages"].append(
+                {"role": "assistant", "content": rng.choice([self._text(), self._blocks(), "{ ", None])}
+            )
         self._maybe(body, 0.4, "stream", lambda: True)
         self._maybe(body, 0.3, "stop_sequences", lambda: [self._word() or "x"])
         self._maybe(body, 0.3, "temperature", lambda: rng.choice([0, 1, 0.3]))
@@ -224,17 +298,39 @@ class Bodies:
             turns.append({"role": "user", "content": self._blocks() if rng.random() < 0.5 else self._text()})
             if number:
                 turns.insert(
-                    -1, {"role": "assistant", "content": [{"type": "thinking", "thinking": self._text()}, {"type": "text", "text": self._text()}]}
+                    -1,
+                    {
+                        "role": "assistant",
+                        "content": [
+                            {"type": "thinking", "thinking": self._text()},
+                            {"type": "text", "text": self._text()},
+                        ],
+                    },
                 )
         body: dict[str, Any] = {"model": MODEL, "messages": turns}
         if rng.random() < 0.3:
             use = {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": nonsense(rng, 2)}}
-            result = {"type": "tool_result", "tool_use_id": "t1", "content": self._text(), "is_error": rng.random() < 0.5}
+            result = {
+                "type": "tool_result",
+                "tool_use_id": "t1",
+                "content": self._text(),
+                "is_error": rng.random() < 0.5,
+            }
             turns += [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result, *self._blocks()]}]
         self._maybe(body, 0.3, "system", lambda: self._blocks() if rng.random() < 0.5 else self._text())
-        self._maybe(body, 0.3, "tools", lambda: [{"name": "f", "input_schema": random_schema(rng, 3), "cache_control": {"type": "ephemeral"}}])
         self._maybe(
-            body, 0.2, "thinking", lambda: rng.choice([{"type": "disabled"}, {"type": "adaptive"}, {"type": "enabled", "budget_tokens": 1024}])
+            body,
+            0.3,
+            "tools",
+            lambda: [{"name": "f", "input_schema": random_schema(rng, 3), "cache_control": {"type": "ephemeral"}}],
+        )
+        self._maybe(
+            body,
+            0.2,
+            "thinking",
+            lambda: rng.choice(
+                [{"type": "disabled"}, {"type": "adaptive"}, {"type": "enabled", "budget_tokens": 1024}]
+            ),
         )
         self._maybe(body, 0.1, "cache_control", lambda: {"type": "ephemeral", "ttl": "1h"})
         if "tools" in body:
@@ -243,7 +339,11 @@ class Bodies:
 
     def _tokenize(self) -> dict[str, Any]:
         rng = self._rng
-        body: dict[str, Any] = {"messages": self._messages()} if rng.random() < 0.5 else {"prompt": self._text(), "return_token_strs": True}
+        body: dict[str, Any] = (
+            {"messages": self._messages()}
+            if rng.random() < 0.5
+            else {"prompt": self._text(), "return_token_strs": True}
+        )
         if "messages" in body:
             self._continue(body, 0.2)
             self._maybe(body, 0.1, "add_generation_prompt", lambda: False)
@@ -260,7 +360,10 @@ class Bodies:
 
     def _limits(self, *names: str) -> dict[str, Any]:
         """Nearly always a small one: the served model goes on for long."""
-        name, limit = self._rng.choice(names), self._rng.choice([1, 1, 2, 5, 5, 9, 20, 60, 0 if names[0] == "max_tokens" else 3])
+        name, limit = (
+            self._rng.choice(names),
+            self._rng.choice([1, 1, 2, 5, 5, 9, 20, 60, 0 if names[0] == "max_tokens" else 3]),
+        )
         if self._rng.random() < 0.005:
             limit = self._rng.choice([500, 3000])
         return {name: limit} if self._rng.random() < 0.998 else {}
@@ -291,7 +394,12 @@ class Bodies:
         ):
             self._maybe(body, share, name, lambda values=values: rng.choice(values))  # type: ignore[misc]
         if "stream" in body:
-            self._maybe(body, 0.4, "stream_options", lambda: {"include_usage": True, "continuous_usage_stats": rng.random() < 0.5})
+            self._maybe(
+                body,
+                0.4,
+                "stream_options",
+                lambda: {"include_usage": True, "continuous_usage_stats": rng.random() < 0.5},
+            )
         return body
 
     def _word(self) -> str:
@@ -315,7 +423,12 @@ class Bodies:
             else:
                 arguments = rng.choice([*ARGUMENTS, {"a": nonsense(rng, 2)}])
                 messages.append(
-                    {"role": "assistant", "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}]}
+                    {
+                        "role": "assistant",
+                        "tool_calls": [
+                            {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+                        ],
+                    }
                 )
             calls = messages[-1].get("tool_calls") or []
             messages += [{"role": "tool", "tool_call_id": call["id"], "content": self._text()} for call in calls]
@@ -324,7 +437,9 @@ class Bodies:
         return messages
 
     def _blocks(self) -> list[dict[str, Any]]:
-        blocks: list[dict[str, Any]] = [{"type": "text", "text": self._text()} for _ in range(self._rng.choice([1, 2, 3]))]
+        blocks: list[dict[str, Any]] = [
+            {"type": "text", "text": self._text()} for _ in range(self._rng.choice([1, 2, 3]))
+        ]
         self._maybe(blocks[-1], 0.3, "cache_control", lambda: {"type": "ephemeral"})
         return blocks
 
@@ -336,12 +451,21 @@ class Bodies:
         if rng.random() < 0.3:
             items += [
                 {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": self._text()}]},
-                {"type": "function_call", "call_id": "c1", "name": "f", "arguments": rng.choice(["{}", '{"a": [1]}', "", "{"])},
+                {
+                    "type": "function_call",
+                    "call_id": "c1",
+                    "name": "f",
+                    "arguments": rng.choice(["{}", '{"a": [1]}', "", "{"]),
+                },
                 {"type": "function_call_output", "call_id": "c1", "output": self._text()},
             ]
         if rng.random() < 0.3:
-            items.append({"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": self._text()}]})
-            items.append({"role": rng.choice(["user", "developer"]), "content": [{"type": "input_text", "text": self._text()}]})
+            items.append(
+                {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": self._text()}]}
+            )
+            items.append(
+                {"role": rng.choice(["user", "developer"]), "content": [{"type": "input_text", "text": self._text()}]}
+            )
         return items
 
     def _tool(self) -> dict[str, Any]:
@@ -368,13 +492,19 @@ class Bodies:
             "",
             "a b",
         ]
-        return {rng.choice(names): rng.choice(JUNK) for _ in range(rng.choice([1, 1, 2]))} | {"enable_thinking": rng.random() < 0.5}
+        return {rng.choice(names): rng.choice(JUNK) for _ in range(rng.choice([1, 1, 2]))} | {
+            "enable_thinking": rng.random() < 0.5
+        }
 
     def _structured(self) -> dict[str, Any]:
         rng = self._rng
         name = rng.choice(["json", "json_object", "regex", "choice", "grammar"])
         value = random_schema(rng, 2) if name == "json" and rng.random() < 0.7 else rng.choice(FORMS[name])
-        return {"structured_outputs": {name: value}} if rng.random() < 0.6 or name == "json_object" else {f"guided_{name}": value}
+        return (
+            {"structured_outputs": {name: value}}
+            if rng.random() < 0.6 or name == "json_object"
+            else {f"guided_{name}": value}
+        )
 
     def _constrain_chat(self, body: dict[str, Any]) -> None:
         rng = self._rng
@@ -383,7 +513,9 @@ class Bodies:
             body |= self._structured()
         elif kind < 0.6:
             schema = {"name": "x", "schema": random_schema(rng, 2)}
-            body["response_format"] = rng.choice([{"type": "json_object"}, {"type": "text"}, {"type": "json_schema", "json_schema": schema}])
+            body["response_format"] = rng.choice(
+                [{"type": "json_object"}, {"type": "text"}, {"type": "json_schema", "json_schema": schema}]
+            )
         else:
             body["tools"] = [self._tool() for _ in range(rng.choice([1, 2]))]
             name = body["tools"][0]["function"]["name"]
@@ -437,7 +569,14 @@ def damage(rng: random.Random, body: Any) -> None:
 def break_bytes(rng: random.Random, content: bytes) -> bytes:
     """No JSON any more, most of the time."""
     place = rng.randrange(len(content) + 1)
-    cut = (content[:place], b"", b" ", content * 2, b"\xef\xbb\xbf" + content, content.decode("utf-8", "replace").encode("utf-16"))
+    cut = (
+        content[:place],
+        b"",
+        b" ",
+        content * 2,
+        b"\xef\xbb\xbf" + content,
+        content.decode("utf-8", "replace").encode("utf-16"),
+    )
     no_text = (content[:place] + b"\xff" + content[place:], content[:place] + b"\xed\xa0\x80" + content[place:])
     deep = (b"[" * 100_000, b'{"a":' * 100_000, b"[" * 5000 + b"]" * 5000)
     numbers = (b"NaN", b"1" * 5000, b"1e999", content.replace(b"1", b"NaN"), content.replace(b"1", b"1" * 5000))

@@ -1,4 +1,5 @@
-"""Random JSON schemas, odd ones among them, and what a model writes to call a tool that has one. Knows nothing of HTTP."""
+"""Random JSON schemas, odd ones among them, and what a model writes to call a tool that has one. Knows nothing of
+HTTP."""
 
 from __future__ import annotations
 
@@ -15,10 +16,26 @@ CALLS = {
 def call_text(rng: random.Random, dialect: str, tools: list[dict[str, Any]]) -> str:
     """What a model would write to call one of the tools, rightly or not."""
     function = rng.choice(tools)["function"]
-    properties = function.get("parameters", {}).get("properties") if isinstance(function.get("parameters"), dict) else None
+    properties = (
+        function.get("parameters", {}).get("properties") if isinstance(function.get("parameters"), dict) else None
+    )
     key = rng.choice([*(properties if isinstance(properties, dict) else ()), "a", "b"])
     value = rng.choice(
-        ["1", "true", "null", "NaN", "-Infinity", "1e999", '"x"', "x", '{"a": [1, 2]}', "[" * 99 + "]" * 99, '["\\ud83d"]', "9" * 99, "</parameter>"]
+        [
+            "1",
+            "true",
+            "null",
+            "NaN",
+            "-Infinity",
+            "1e999",
+            '"x"',
+            "x",
+            '{"a": [1, 2]}',
+            "[" * 99 + "]" * 99,
+            '["\\ud83d"]',
+            "9" * 99,
+            "</parameter>",
+        ]
     )
     name = function["name"]
     return CALLS[dialect].format(name=name, key=key, value=value, name_json=json.dumps(name), key_json=json.dumps(key))
@@ -29,12 +46,19 @@ def random_schema(rng: random.Random, depth: int) -> Any:
     if rng.random() < 0.12:
         return rng.choice(ODD_SCHEMAS)
     kind = rng.choice(
-        ["object", "object", "array", "string", "integer", "number", "boolean", "null", "enum", "anyOf"] if depth else ["string", "integer"]
+        ["object", "object", "array", "string", "integer", "number", "boolean", "null", "enum", "anyOf"]
+        if depth
+        else ["string", "integer"]
     )
     if kind == "object":
         names = rng.sample(["a", "b", "c d", "é", "x" * 100, "</parameter>"], k=rng.randrange(4))
         properties = {name: random_schema(rng, depth - 1) for name in names}
-        return {"type": "object", "properties": properties, "required": names[: rng.randrange(4)], "additionalProperties": rng.random() < 0.5}
+        return {
+            "type": "object",
+            "properties": properties,
+            "required": names[: rng.randrange(4)],
+            "additionalProperties": rng.random() < 0.5,
+        }
     if kind == "array":
         return {"type": "array", "items": random_schema(rng, depth - 1), "maxItems": rng.choice([1, 3])}
     if kind == "enum":
@@ -86,12 +110,18 @@ def _wide(depth: int) -> Any:
     return _object({"anyOf": [_wide(depth - 1)] * 6}) if depth else {"type": "string"}
 
 
-_DOUBLED = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}}]} for i in range(60)}
+_DOUBLED = {
+    f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}}]}
+    for i in range(60)
+}
 
 EXPLODING: tuple[tuple[str, Any], ...] = (
     ("json", _nested(45)),
     ("json", _wide(5)),
-    ("json", {"type": "object", "properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": _DOUBLED | {"d60": {"type": "null"}}}),
+    (
+        "json",
+        {"type": "object", "properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": _DOUBLED | {"d60": {"type": "null"}}},
+    ),
     ("json", _object({"type": "string", "minLength": 10**6})),
     ("json", _object({"type": "array", "items": {"type": "null"}, "minItems": 10**7})),
     ("json", _object({"$ref": "#/properties/a"})),

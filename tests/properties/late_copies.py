@@ -1,7 +1,8 @@
-"""Copies to and from the host tier that come as late, and as far apart, as the rules allow: step_loop.Copier around the real one.
+"""Copies to and from the host tier that come as late, and as far apart, as the rules allow: step_loop.Copier around the
+real one.
 
-Orders to the device may overtake those to the host, an order to the host never one to the device that was given before it. What an order reads is
-what its ids hold when it is carried out.
+Orders to the device may overtake those to the host, an order to the host never one to the device that was given before
+it. What an order reads is what its ids hold when it is carried out.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """A real small model whose MTP head often agrees with its trunk, and agents that talk to it through the engine.
 
-The checkpoint is random but for two things: what layers add to the residual stream is scaled down, and the MTP head starts from
-the embedding of the same token as the trunk does. So the head's own drafts, by its own keys and values, are accepted a good part of the time, and
-the rest of the time only the context decides. Every step runs the real kernels.
+The checkpoint is random but for two things: what layers add to the residual stream is scaled down, and the MTP head
+starts from the embedding of the same token as the trunk does. So the head's own drafts, by its own keys and values, are
+accepted a good part of the time, and the rest of the time only the context decides. Every step runs the real kernels.
 
-`Play` runs a house full of agents on an Engine: shared system prompts, tool loops, turns that a template renders anew, prompts that continue
-what was generated. What they must have heard is up to the tests: `alone` runs one turn without cache, drafts or company.
+`Play` runs a house full of agents on an Engine: shared system prompts, tool loops, turns that a template renders anew,
+prompts that continue what was generated. What they must have heard is up to the tests: `alone` runs one turn without
+cache, drafts or company.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ VOCAB = 160
 STOP_ID = 2
 
 
-def write_agreeing_checkpoint(directory: Path, family: Family = "dense", *, layer_scale: float = 0.25, **overrides: Any) -> Path:
+def write_agreeing_checkpoint(
+    directory: Path, family: Family = "dense", *, layer_scale: float = 0.25, **overrides: Any
+) -> Path:
     """`write_checkpoint`, with layers that add `layer_scale` of what they did and an MTP head that follows the trunk.
 
     Smaller is more agreement, and streams that depend less on their context."""
@@ -262,7 +265,9 @@ class Play:
         systems = [self._tokens(self.rng.randint(*house.system_tokens)) for _ in range(2)]
         shared = systems[0][: len(systems[0]) * 2 // 3]
         systems += [shared + self._tokens(len(systems[0]) - len(shared)) for _ in range(house.related_systems)]
-        self._agents = [Agent(f"s{i}", self.rng.choice(systems), self.rng.randint(2, num_turns)) for i in range(num_agents)]
+        self._agents = [
+            Agent(f"s{i}", self.rng.choice(systems), self.rng.randint(2, num_turns)) for i in range(num_agents)
+        ]
         for agent in self._agents:
             agent.history = list(agent.system)
 
@@ -301,7 +306,9 @@ class Play:
         rng = self.rng
         new_query = agent.user_mark == 0 or rng.random() < 0.4
         if new_query and agent.user_mark and rng.random() < 0.5:
-            agent.history = agent.history[: agent.user_mark] + self._tokens(rng.randrange(4))  # the template drops the reasoning
+            agent.history = agent.history[: agent.user_mark] + self._tokens(
+                rng.randrange(4)
+            )  # the template drops the reasoning
         prompt = agent.history + self._tokens(rng.choice([1, 5, 30, 64, 90]))
         max_tokens = rng.choice([30, 100] if self.house.is_tight else [1, 3, 12, 24, 24, 40])
         if len(prompt) + max_tokens > self.house.max_length:
@@ -314,9 +321,14 @@ class Play:
             request_id=f"{agent.name}.{agent.turns_left}",
             prompt_ids=prompt,
             sampling=self._sampling(max_tokens),
-            breakpoints=[Breakpoint(len(agent.system), CheckpointKind.SYSTEM), Breakpoint(agent.user_mark, CheckpointKind.USER)],
+            breakpoints=[
+                Breakpoint(len(agent.system), CheckpointKind.SYSTEM),
+                Breakpoint(agent.user_mark, CheckpointKind.USER),
+            ],
             session_id=agent.name if rng.random() < 0.8 else None,
-            forced_output=self._tokens(rng.randint(1, max_tokens)) if self.house.forced_share and rng.random() < self.house.forced_share else None,
+            forced_output=self._tokens(rng.randint(1, max_tokens))
+            if self.house.forced_share and rng.random() < self.house.forced_share
+            else None,
         )
 
     def _sampling(self, max_tokens: int) -> SamplingParams:
@@ -325,7 +337,11 @@ class Play:
         if rng.random() < 0.4:
             common["stop_token_ids"] = tuple(rng.sample(range(VOCAB), 8))
         if rng.random() < 0.3:
-            common |= {"presence_penalty": rng.choice([0.0, 0.6]), "frequency_penalty": rng.choice([0.0, 0.3]), "repetition_penalty": 1.2}
+            common |= {
+                "presence_penalty": rng.choice([0.0, 0.6]),
+                "frequency_penalty": rng.choice([0.0, 0.3]),
+                "repetition_penalty": 1.2,
+            }
         if rng.random() < 0.2:
             common["logit_bias"] = {rng.randrange(VOCAB): 1.5, rng.randrange(VOCAB): -100.0}
         if not self._sampled:
@@ -341,7 +357,8 @@ class Play:
 
 
 def explain(checkpoint: Path, turn: Turn, expected: list[int], *, loader: Loader = load) -> str:
-    """Where a stream left the expected one, and how close the plain model's two best logits are there: rounding or a wrong state?"""
+    """Where a stream left the expected one, and how close the plain model's two best logits are there: rounding or a
+    wrong state?"""
     pairs = enumerate(zip(turn.emitted, expected, strict=False))
     at = next((i for i, (got, wanted) in pairs if got != wanted), min(len(turn.emitted), len(expected)))
     logits = Scratch(checkpoint, loader=loader).logits([*turn.submit.prompt_ids, *expected[:at]])[-1]
@@ -350,7 +367,8 @@ def explain(checkpoint: Path, turn: Turn, expected: list[int], *, loader: Loader
 
 
 class Scratch:
-    """What a from-scratch prefill of a token sequence, in one piece and by the reference's operations, leaves behind."""
+    """What a from-scratch prefill of a token sequence, in one piece and by the reference's operations, leaves
+    behind."""
 
     def __init__(self, checkpoint: Path, device: torch.device = CPU, *, loader: Loader = load) -> None:
         with patch.object(kernels, "backend", lambda _: reference):
@@ -373,7 +391,16 @@ class Scratch:
         """[N, V] after each token."""
         return self._model.logits(Driver(self._model, max_tokens=len(tokens)).prefill(tokens))
 
-    def check(self, model: Qwen3_5Model, row: int, page_ids: Sequence[int], tokens: Sequence[int], *, with_mtp: bool, context: str) -> None:
+    def check(
+        self,
+        model: Qwen3_5Model,
+        row: int,
+        page_ids: Sequence[int],
+        tokens: Sequence[int],
+        *,
+        with_mtp: bool,
+        context: str,
+    ) -> None:
         """Raise AssertionError unless row and pages hold the state after `tokens`, to 1e-4 of its largest value."""
         *held, got_A2NGD = read_state(model, row, page_ids, len(tokens))
         *rows, kv_A2NGD = self.state(tokens)
@@ -387,13 +414,15 @@ class Scratch:
 
 
 def read_state(model: Qwen3_5Model, row: int, page_ids: Sequence[int], length: int) -> tuple[Tensor, ...]:
-    """Copies, on the host, of a row's parts, layer by layer, the hidden last, and of the first `length` positions of its pages, kv_A2NGD."""
+    """Copies, on the host, of a row's parts, layer by layer, the hidden last, and of the first `length` positions of
+    its pages, kv_A2NGD."""
     kv_A2NGD = model.pools["kv_AP2SGD"][:, list(page_ids)].transpose(1, 2).flatten(2, 3)[:, :, :length]
     return tuple(part.to(CPU, copy=True) for part in (*(part_R[row] for part_R in model.row_tensors()), kv_A2NGD))
 
 
 class StateSpy:
-    """Compares states with a from-scratch prefill where they change hands: at publish, at resume, and when they come back from the host."""
+    """Compares states with a from-scratch prefill where they change hands: at publish, at resume, and when they come
+    back from the host."""
 
     def __init__(self, play: Play, scratch: Scratch) -> None:
         self.num_published = dict.fromkeys(CheckpointKind, 0)
@@ -423,7 +452,9 @@ class StateSpy:
             self.num_fetched += 1
             check(lease.read_row, lease.page_ids, tokens, lease.num_cached, "fetched")
 
-        def spy_publish(lease: Any, namespace: str, tokens: array[int], length: int, row: int, kind: CheckpointKind) -> bool:
+        def spy_publish(
+            lease: Any, namespace: str, tokens: array[int], length: int, row: int, kind: CheckpointKind
+        ) -> bool:
             self.num_published[kind] += 1
             check(row, lease.page_ids, tokens, length, f"published {kind.name}")
             taken: bool = publish(lease, namespace, tokens, length, row, kind)

@@ -1,4 +1,5 @@
-"""On a real small model, every path of the cache and of prefill: what is heard and kept is what a request alone would. See cached_sessions.py."""
+"""On a real small model, every path of the cache and of prefill: what is heard and kept is what a request alone would.
+See cached_sessions.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Constrained requests and scores of generated tokens, in the randomised proof of engine_proof.py and on a real small model.
+"""Constrained requests and scores of generated tokens, in the randomised proof of engine_proof.py and on a real small
+model.
 
-Constraints are random automata (tests/fakes/automaton.py). Every stream must be that of the same request alone under the same automaton, with no
-cache and no drafts: whatever k, overlap, company, preemption and stops do. Scores must be those of the model's own distribution.
+Constraints are random automata (tests/fakes/automaton.py). Every stream must be that of the same request alone under
+the same automaton, with no cache and no drafts: whatever k, overlap, company, preemption and stops do. Scores must be
+those of the model's own distribution.
 """
 
 from __future__ import annotations
@@ -99,9 +101,17 @@ class ConstrainedProof(Proof):
             self.paths["constrained: aborted"] += 1
 
     def _abort_some(self) -> None:
-        before = {id(turn) for turn in self.running.values() if turn.request.constraint is not None and turn.request.phase is Phase.DECODE}
+        before = {
+            id(turn)
+            for turn in self.running.values()
+            if turn.request.constraint is not None and turn.request.phase is Phase.DECODE
+        }
         super()._abort_some()
-        leaving = [turn for turn in self.running.values() if turn.request.ending is FinishReason.ABORT and turn.request.in_flight]
+        leaving = [
+            turn
+            for turn in self.running.values()
+            if turn.request.ending is FinishReason.ABORT and turn.request.in_flight
+        ]
         self.paths["constrained: aborted with a step in flight"] += sum(id(turn) in before for turn in leaving)
 
     def check_ended(self) -> None:
@@ -116,8 +126,12 @@ class ConstrainedProof(Proof):
 
     def _check_constraint(self, turn: Turn, automaton: Automaton, finish: FinishEvent) -> None:
         emitted, cut_by_text = turn.emitted, isinstance(finish.stop_match, str)
-        assert automaton.followed == emitted[: len(automaton.followed)], f"{finish}: the constraint followed {automaton.followed} of {emitted}"
-        assert cut_by_text or automaton.followed == emitted, f"{finish}: the constraint followed {automaton.followed} of {emitted}"
+        assert automaton.followed == emitted[: len(automaton.followed)], (
+            f"{finish}: the constraint followed {automaton.followed} of {emitted}"
+        )
+        assert cut_by_text or automaton.followed == emitted, (
+            f"{finish}: the constraint followed {automaton.followed} of {emitted}"
+        )
         num_drawn = turn.num_first_steps + sum(step[0] for step in turn.steps)
         self.paths["constrained"] += 1
         self.paths["constrained: stop string"] += cut_by_text
@@ -125,7 +139,9 @@ class ConstrainedProof(Proof):
         self.paths["constrained: dead end behind drafts"] += finish.refused is not None and num_drawn > len(emitted)
         self.paths["constrained: preempted"] += turn.request.preemptions > 0
         self.paths["constrained: drafts accepted"] += finish.usage.spec.num_accepted
-        self.paths["constrained: stop id inside a window"] += automaton.is_ended and bool(turn.steps) and turn.steps[-1][0] > 1
+        self.paths["constrained: stop id inside a window"] += (
+            automaton.is_ended and bool(turn.steps) and turn.steps[-1][0] > 1
+        )
         self.paths["constrained: drafts that may not come"] += automaton.num_barred
 
     def _check_token_scores(self, submit: Submit, emitted: list[int], scores: list[TokenScore]) -> None:
@@ -136,7 +152,9 @@ class ConstrainedProof(Proof):
             logprobs = self.model.logits(torch.from_numpy(self.model.reference_state(known).row[1:])).log_softmax(-1)
             assert abs(scores[index].logprob - logprobs[emitted[index]].item()) < 1e-4, f"score of token {index}"
             expected = logprobs.topk(submit.logprobs or 0)
-            assert [token for token, _ in scores[index].top] == expected.indices.tolist(), f"likeliest tokens in the place of token {index}"
+            assert [token for token, _ in scores[index].top] == expected.indices.tolist(), (
+                f"likeliest tokens in the place of token {index}"
+            )
             assert [value for _, value in scores[index].top] == pytest.approx(expected.values.tolist(), abs=1e-4)
 
 
@@ -158,7 +176,9 @@ def takes_first_steps_without_masks(patch: pytest.MonkeyPatch) -> None:
     original = decode_step
 
     def step(*arguments: Any, forward: Forward, constrained: bool, **keywords: Any) -> StepResult:
-        return original(*arguments, forward=forward, constrained=constrained and forward is not Forward.PREFILLED, **keywords)
+        return original(
+            *arguments, forward=forward, constrained=constrained and forward is not Forward.PREFILLED, **keywords
+        )
 
     patch.setattr(executor, "decode_step", step)
 
@@ -174,7 +194,8 @@ def masks_a_column_late(patch: pytest.MonkeyPatch) -> None:
 
 
 def leaves_masks_behind(patch: pytest.MonkeyPatch) -> None:
-    """The next request in the slot gets the masks of the one before, wherever somebody else in its batch is constrained."""
+    """The next request in the slot gets the masks of the one before, wherever somebody else in its batch is
+    constrained."""
     join = StepBuffers.join
 
     def forgetful(self: StepBuffers, joins: Sequence[SlotJoin]) -> None:
@@ -266,11 +287,22 @@ def real_submits(rng: random.Random) -> list[Submit]:
     ]
 
 
-def hear(parts: Assembly, submits: Sequence[Submit], rules: Rules) -> tuple[dict[str, list[int]], dict[str, list[float]], dict[str, str | None]]:
-    """Run submits together, half of them constrained: emitted ids, their log-probabilities, and what was refused half-way, by request."""
+def hear(
+    parts: Assembly, submits: Sequence[Submit], rules: Rules
+) -> tuple[dict[str, list[int]], dict[str, list[float]], dict[str, str | None]]:
+    """Run submits together, half of them constrained: emitted ids, their log-probabilities, and what was refused
+    half-way, by request."""
     for number, submit in enumerate(submits):
         constraint = Automaton(rules) if number % 4 < 2 else None
-        request = new_request(submit, number=number, spec=parts.spec, max_length=500, engine_seed=0, token_bytes=None, constraint=constraint)
+        request = new_request(
+            submit,
+            number=number,
+            spec=parts.spec,
+            max_length=500,
+            engine_seed=0,
+            token_bytes=None,
+            constraint=constraint,
+        )
         parts.loop.submit(request)
     streams: dict[str, list[int]] = {submit.request_id: [] for submit in submits}
     scores: dict[str, list[float]] = {submit.request_id: [] for submit in submits}
@@ -287,12 +319,21 @@ def hear(parts: Assembly, submits: Sequence[Submit], rules: Rules) -> tuple[dict
 
 
 @pytest.mark.parametrize(("num_dead_ends", "num_refused"), [(0, 0), (3, 4)])
-def test_on_real_kernels_neither_drafts_nor_overlap_change_a_constrained_stream(tmp_path: Path, num_dead_ends: int, num_refused: int) -> None:
+def test_on_real_kernels_neither_drafts_nor_overlap_change_a_constrained_stream(
+    tmp_path: Path, num_dead_ends: int, num_refused: int
+) -> None:
     model = load(write_agreeing_checkpoint(tmp_path, num_hidden_layers=2, full_attention_interval=2))
     submits = real_submits(random.Random(8))
     expected: tuple[dict[str, list[int]], dict[str, list[float]], dict[str, str | None]] | None = None
     num_accepted = 0
-    rules = Rules(3, vocab_size=model.spec.vocab_size, num_real_tokens=VOCAB, stop_id=STOP_ID, share=0.6, num_dead_ends=num_dead_ends)
+    rules = Rules(
+        3,
+        vocab_size=model.spec.vocab_size,
+        num_real_tokens=VOCAB,
+        stop_id=STOP_ID,
+        share=0.6,
+        num_dead_ends=num_dead_ends,
+    )
     for k, overlap in [(k, overlap) for k in range(6) for overlap in (False, True)]:
         parts = assemble_house(RealHouse(max_draft_tokens=k, overlap=overlap, num_pages=60), model)
         streams, scores, refused = hear(parts, submits, rules)

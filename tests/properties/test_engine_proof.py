@@ -1,7 +1,8 @@
-"""20,000 random turns on the hash-chain model: every published state and every stream is true (engine_proof.py says what is checked).
+"""20,000 random turns on the hash-chain model: every published state and every stream is true (engine_proof.py says
+what is checked).
 
-AGENTSPEC_PROOF_TURNS sets another number of turns, AGENTSPEC_PROOF_SEED another choice of houses. A failure names the command that runs
-its house alone.
+AGENTSPEC_PROOF_TURNS sets another number of turns, AGENTSPEC_PROOF_SEED another choice of houses. A failure names the
+command that runs its house alone.
 """
 
 from __future__ import annotations
@@ -71,12 +72,14 @@ LEAST = {
     "stop string with a step in flight": 90,
     "let go while inert in a step in flight": 700,
 }
-"""How often 5,000 turns must take each path at least, so that the proof can't lose one unnoticed: a third of what they do, or less."""
+"""How often 5,000 turns must take each path at least, so that the proof can't lose one unnoticed: a third of what they
+do, or less."""
 
 
 RARE_HOUSES = ((3005,), (3062, 3088), (1011, 3026), (1083,))
-"""Seeds of houses in which a request is preempted while its state comes from the host, and in which that comes for nobody, or when it stands again
-already: one house in eighty does one of that. Each shard runs those of one place besides, which aren't among its own."""
+"""Seeds of houses in which a request is preempted while its state comes from the host, and in which that comes for
+nobody, or when it stands again already: one house in eighty does one of that. Each shard runs those of one place
+besides, which aren't among its own."""
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))
@@ -99,7 +102,8 @@ def test_every_state_and_every_stream_is_true(shard: int) -> None:
 
 @pytest.mark.parametrize("seed", [2, 17, 1003])
 def test_a_seed_reproduces_its_house(seed: int) -> None:
-    """To the order of the ends and of the free rows and pages, with objects at other addresses that are collected at other times."""
+    """To the order of the ends and of the free rows and pages, with objects at other addresses that are collected at
+    other times."""
     proofs = [Proof(House.random(seed)) for _ in range(2)]
     lives = []
     try:

@@ -1,7 +1,8 @@
-"""Whatever a model writes under a grammar validates: random schemas, forms and sets of tools, random walks over the masks.
+"""Whatever a model writes under a grammar validates: random schemas, forms and sets of tools, random walks over the
+masks.
 
-What is written goes the way of a real answer, through the segmenter and the dialect's own parser, and is held against the schema by jsonschema.
-The masks of windows with drafts, right ones and wrong ones, are those of single steps.
+What is written goes the way of a real answer, through the segmenter and the dialect's own parser, and is held against
+the schema by jsonschema. The masks of windows with drafts, right ones and wrong ones, are those of single steps.
 """
 
 from __future__ import annotations
@@ -33,8 +34,22 @@ class World(Admission):
         check_windows(second, walk, rng, self.num_tokens)
         return walk
 
-    def read(self, walk: Walk, rng: random.Random, *, dialect: Dialect | None, tools: Any, reasoning_open: bool, has_form: bool) -> AssistantTurn:
-        segmenter = Segmenter(reasoning_open=reasoning_open, dialect=dialect, tools=None if tools is None else ToolSchemas(tools), has_form=has_form)
+    def read(
+        self,
+        walk: Walk,
+        rng: random.Random,
+        *,
+        dialect: Dialect | None,
+        tools: Any,
+        reasoning_open: bool,
+        has_form: bool,
+    ) -> AssistantTurn:
+        segmenter = Segmenter(
+            reasoning_open=reasoning_open,
+            dialect=dialect,
+            tools=None if tools is None else ToolSchemas(tools),
+            has_form=has_form,
+        )
         text = self.tokenizer.decode([token for token in walk.ids if token != self.stop_id])
         while text:
             cut = rng.randint(1, 40)
@@ -65,7 +80,11 @@ def check_form(world: World, rng: random.Random, name: str) -> bool:
     schema = random_schema(rng, 3)
     reasoning_open = rng.random() < 0.3
     grammar = turn_grammar(
-        None, ToolDemand(), OutputForm(kind="json_schema", source=schema, field="form"), dialect=None, reasoning_open=reasoning_open
+        None,
+        ToolDemand(),
+        OutputForm(kind="json_schema", source=schema, field="form"),
+        dialect=None,
+        reasoning_open=reasoning_open,
     )
     assert grammar is not None
     walk = world.write(grammar, rng)
@@ -78,14 +97,21 @@ def check_form(world: World, rng: random.Random, name: str) -> bool:
 def check_calls(world: World, rng: random.Random, name: str) -> bool:
     dialect = DIALECTS[rng.choice(sorted(DIALECTS))]
     tools: list[dict[str, Any]] = [
-        {"type": "function", "function": {"name": f"tool_{index}", "parameters": random_parameters(rng), "strict": rng.random() < 0.8}}
+        {
+            "type": "function",
+            "function": {"name": f"tool_{index}", "parameters": random_parameters(rng), "strict": rng.random() < 0.8},
+        }
         for index in range(rng.randint(1, 3))
     ]
     tools[0]["function"]["strict"] = True
     choice: Literal["auto", "required"] = rng.choice(("auto", "required"))
     named = rng.choice(tools)["function"]["name"] if choice == "required" and rng.random() < 0.3 else None
     demand = ToolDemand(choice=choice, name=named, parallel=rng.random() < 0.7)
-    form = OutputForm(kind="json_schema", source=random_schema(rng, 1), field="form") if choice == "auto" and rng.random() < 0.2 else None
+    form = (
+        OutputForm(kind="json_schema", source=random_schema(rng, 1), field="form")
+        if choice == "auto" and rng.random() < 0.2
+        else None
+    )
     reasoning_open = rng.random() < 0.5
     grammar = turn_grammar(tools, demand, form, dialect=dialect, reasoning_open=reasoning_open)
     assert grammar is not None

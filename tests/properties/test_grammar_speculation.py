@@ -1,7 +1,9 @@
-"""Constrained output under speculation, through the whole engine: 1,000 random schemas, forms and sets of tools, k from 0 to 5.
+"""Constrained output under speculation, through the whole engine: 1,000 random schemas, forms and sets of tools, k from
+0 to 5.
 
-With drafts and without them the output is the same, token for token, and what came to its end validates. Requests without constraints run beside
-them and say what they say alone. (That they are never delayed is counted in tests/runtime/test_constrained.py.)
+With drafts and without them the output is the same, token for token, and what came to its end validates. Requests
+without constraints run beside them and say what they say alone. (That they are never delayed is counted in
+tests/runtime/test_constrained.py.)
 """
 
 from __future__ import annotations
@@ -61,7 +63,10 @@ def case_of(seed: int) -> Case:
         assert grammar is not None
         return Case(f"seed {seed}", grammar, schema, [], reasoning_open, seed)
     tools = [
-        {"type": "function", "function": {"name": f"tool_{index}", "parameters": random_parameters(rng, 1), "strict": True}}
+        {
+            "type": "function",
+            "function": {"name": f"tool_{index}", "parameters": random_parameters(rng, 1), "strict": True},
+        }
         for index in range(rng.randint(1, 3))
     ]
     demand = ToolDemand(choice="required", parallel=rng.random() < 0.5)
@@ -90,7 +95,11 @@ class Runner:
         """Ids and ends by name, and how many drafts were accepted."""
         for case in cases:
             sampling = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, logit_bias=self._bias(case.seed))
-            self.engine.submit(Submit(request_id=case.name, prompt_ids=[*PROMPT, case.seed % 256], sampling=sampling, grammar=case.grammar))
+            self.engine.submit(
+                Submit(
+                    request_id=case.name, prompt_ids=[*PROMPT, case.seed % 256], sampling=sampling, grammar=case.grammar
+                )
+            )
         for seed in free_seeds:
             sampling = SamplingParams(temperature=0.8, seed=seed, max_tokens=60)
             self.engine.submit(Submit(request_id=f"free {seed}", prompt_ids=[*PROMPT, seed % 200], sampling=sampling))

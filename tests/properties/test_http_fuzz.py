@@ -6,7 +6,8 @@ Small memory, many clients at once, some of whom go away. After every batch
 - what was taken is what the document says may be asked; what was refused names a field that the client knows;
 - every stream that was read to its end has exactly one terminal event, the last one.
 
-In the end nothing runs or waits, no row or page is leased, the cache's books are right, and a plain request has the tokens that it should have.
+In the end nothing runs or waits, no row or page is leased, the cache's books are right, and a plain request has the
+tokens that it should have.
 """
 
 from __future__ import annotations
@@ -52,12 +53,16 @@ PATIENCE_SECONDS = 120
 STATS_PATIENCE = 2000
 MAX_LENGTH = 2000
 ROOM_FOR_EVERYTHING = 2**20
-"""Tokens, so that no schema of EXPLODING is refused as too long a prompt: it stands in the prompt where it is a tool's."""
+"""Tokens, so that no schema of EXPLODING is refused as too long a prompt: it stands in the prompt where it is a
+tool's."""
 CONSTRAINED_EVERY = 4
 """Grammars take time to compile, so only some of the houses have them."""
 
 HERMES = TEMPLATE.replace("<function=NAME></function>", '{"name": <function-name>, "arguments": <args-json-object>}')
-PICKY = "{% if messages|length > 3 or messages[0].role == 'system' %}{{ raise_exception('too much') }}{% endif %}" + TEMPLATE
+PICKY = (
+    "{% if messages|length > 3 or messages[0].role == 'system' %}{{ raise_exception('too much') }}{% endif %}"
+    + TEMPLATE
+)
 WITH_EFFORT = TEMPLATE.replace("assistant\n", "assistant {{ reasoning_effort }}\n")
 TEMPLATES = {
     "bundled": None,
@@ -97,10 +102,16 @@ class Fuzz:
         self.model = the_model() if max_length is None else the_model(max_length)
         assert self.model.spec.stop_token_ids == (self.stop_id,)
         drafts, max_running = rng.choice([0, 1, 3, 7]), rng.choice([1, 4, 6])
-        memory = MemoryPlan(num_rows=2 + max_running * (drafts + 3) + rng.choice([4, 30]), num_pages=rng.choice([34, 34, 60]), max_length=MAX_LENGTH)
+        memory = MemoryPlan(
+            num_rows=2 + max_running * (drafts + 3) + rng.choice([4, 30]),
+            num_pages=rng.choice([34, 34, 60]),
+            max_length=MAX_LENGTH,
+        )
         if max_length is not None:
             memory = replace(memory, num_pages=max_length // BLOCK_TOKENS + 2, max_length=max_length)
-        config = EngineConfig(draft_tokens=drafts, max_running=max_running, overlap=rng.random() < 0.7, prefix_cache=rng.random() < 0.9)
+        config = EngineConfig(
+            draft_tokens=drafts, max_running=max_running, overlap=rng.random() < 0.7, prefix_cache=rng.random() < 0.9
+        )
         self.parts = build(self.model, config=config, memory=memory, tokenizer=tokenizer, model_dir=directory)
         self.engine = AsyncEngine(self.parts)
         self.door = Door(self.engine.app, ServerConfig(max_queue=rng.choice([6, 100, 100])), max_running=max_running)
@@ -111,7 +122,10 @@ class Fuzz:
 
     async def run(self, num_requests: int) -> None:
         transport = InProcessTransport(self.door)
-        async with self.engine, httpx.AsyncClient(transport=transport, base_url="http://in-process", timeout=None) as self.client:
+        async with (
+            self.engine,
+            httpx.AsyncClient(transport=transport, base_url="http://in-process", timeout=None) as self.client,
+        ):
             for _ in range(num_requests // BATCH):
                 asks = [self.bodies.next() for _ in range(BATCH)]
                 gate = asyncio.Semaphore(self.rng.choice([1, 4, 12, BATCH]))
@@ -120,11 +134,18 @@ class Fuzz:
             await self._check_rest()
         self._check_books()
         counts = Counter(status for _, status in self.statuses.elements())
-        assert min(counts[200], counts[400], 8 * counts[0], 20 * counts[1]) > num_requests / 6, f"the requests are all alike: {counts}"
+        assert min(counts[200], counts[400], 8 * counts[0], 20 * counts[1]) > num_requests / 6, (
+            f"the requests are all alike: {counts}"
+        )
 
     async def answers(self, bodies: list[dict[str, Any]]) -> list[httpx.Response]:
         """To chat requests, one after the other."""
-        async with self.engine, httpx.AsyncClient(transport=InProcessTransport(self.door), base_url="http://in-process", timeout=None) as client:
+        async with (
+            self.engine,
+            httpx.AsyncClient(
+                transport=InProcessTransport(self.door), base_url="http://in-process", timeout=None
+            ) as client,
+        ):
             return [await client.post("/v1/chat/completions", content=json.dumps(body).encode()) for body in bodies]
 
     async def _through(self, gate: asyncio.Semaphore, ask: Ask) -> None:
@@ -133,7 +154,9 @@ class Fuzz:
                 await self._send(ask)
             except Exception as error:
                 leaves = (ask.leaves_after_turns, ask.leaves_after_parts)
-                error.add_note(f"{ask.method} {ask.path}?{ask.query[:100]} {leaves=} template={self.template}\n{ask.content[:2000]!r}")
+                error.add_note(
+                    f"{ask.method} {ask.path}?{ask.query[:100]} {leaves=} template={self.template}\n{ask.content[:2000]!r}"
+                )
                 raise
 
     async def _send(self, ask: Ask) -> None:
@@ -152,7 +175,9 @@ class Fuzz:
                     self.statuses[ask.path, 0] += 1
                     return
         response = await sending
-        if ask.leaves_after_parts is not None and response.headers.get("content-type", "").startswith("text/event-stream"):
+        if ask.leaves_after_parts is not None and response.headers.get("content-type", "").startswith(
+            "text/event-stream"
+        ):
             parts = response.aiter_raw()
             for _ in range(ask.leaves_after_parts):
                 await anext(parts, b"")
@@ -205,7 +230,15 @@ class Fuzz:
         while not asked.get("tools"):
             asked = self.bodies.chat()
         asked |= {"n": 1, "temperature": 0, "max_tokens": 150, "cache_salt": ""}
-        for name in ("logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty", "max_completion_tokens", "stop", "stop_token_ids"):
+        for name in (
+            "logit_bias",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+            "max_completion_tokens",
+            "stop",
+            "stop_token_ids",
+        ):
             asked.pop(name, None)
         content = json.dumps(asked).encode()
         shown = await self.client.post("/v1/chat/completions/render", content=content)
@@ -214,17 +247,31 @@ class Fuzz:
         says = call_text(self.rng, "hermes" if self.template == "hermes" else "qwen3_coder", asked["tools"])
         self.model.script(shown.json()["token_ids"], [*self.tokenizer.encode(says)[:140], self.stop_id])
         gate = asyncio.Semaphore()
-        await asyncio.wait_for(self._through(gate, Ask(method="POST", path="/v1/chat/completions", content=content, body=asked)), PATIENCE_SECONDS)
+        await asyncio.wait_for(
+            self._through(gate, Ask(method="POST", path="/v1/chat/completions", content=content, body=asked)),
+            PATIENCE_SECONDS,
+        )
 
     async def _check_rest(self) -> None:
         """Nothing is left over, and the engine still answers."""
         prompt = [self.rng.randrange(NUM_TOKENS - 9) for _ in range(150)]
-        body = {"model": MODEL, "prompt": prompt, "max_tokens": 20, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        body = {
+            "model": MODEL,
+            "prompt": prompt,
+            "max_tokens": 20,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
         answer = await asyncio.wait_for(self.client.post("/v1/completions", json=body), PATIENCE_SECONDS)
-        plain = ReferenceRequest(prompt=prompt, sampling=SamplingParams(temperature=0), seed=0, length_limit=len(prompt) + 20)
+        plain = ReferenceRequest(
+            prompt=prompt, sampling=SamplingParams(temperature=0), seed=0, length_limit=len(prompt) + 20
+        )
         assert answer.json()["choices"][0]["token_ids"] == self.model.reference_stream(plain)
         before = await self._until_idle()
-        async with self.client.stream("POST", "/v1/completions", json=body | {"max_tokens": 2000, "stream": True}) as stream:
+        async with self.client.stream(
+            "POST", "/v1/completions", json=body | {"max_tokens": 2000, "stream": True}
+        ) as stream:
             assert stream.status_code == 200
             await anext(stream.aiter_raw())
         steps = (await self._until_idle())["engine"]["steps"] - before["engine"]["steps"]
@@ -237,7 +284,8 @@ class Fuzz:
         """The engine's counters once nothing runs, waits or holds memory any more."""
         for _ in range(STATS_PATIENCE):
             stats: dict[str, Any] = (await self.client.get("/stats")).json()
-            # An abort that ends its request at once leaves the terminal event to the next turn of the loop, behind the answer to this question.
+            # An abort that ends its request at once leaves the terminal event to the next turn of the loop, behind the
+            # answer to this question.
             if not (stats["running"] or stats["waiting"] or stats["cache"]["leases"] or self.engine._streams):
                 return stats
         raise AssertionError(f"left over: {stats}")
@@ -283,7 +331,12 @@ def validator(schema: dict[str, Any]) -> jsonschema.Draft202012Validator:
 def _validator(schema: str) -> jsonschema.Draft202012Validator:
     """Where only one kind of object may stand, msgspec takes it without the field that names the kind."""
     relaxed = {
-        name: component | {"required": [field for field in component["required"] if len(component["properties"][field].get("enum", ())) != 1]}
+        name: component
+        | {
+            "required": [
+                field for field in component["required"] if len(component["properties"][field].get("enum", ())) != 1
+            ]
+        }
         for name, component in DOCUMENT["components"]["schemas"].items()
     }
     return jsonschema.Draft202012Validator({**json.loads(schema), "components": {"schemas": relaxed}})
@@ -319,7 +372,9 @@ def check_stream(path: str, text: str) -> None:
     chunks = [json.loads(part) for part in data[:-1]]
     assert not any("error" in chunk for chunk in chunks), data[-2]
     ends = [choice["index"] for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"] is not None]
-    assert sorted(ends) == sorted({choice["index"] for chunk in chunks for choice in chunk["choices"]}), "not one finish reason for each choice"
+    assert sorted(ends) == sorted({choice["index"] for chunk in chunks for choice in chunk["choices"]}), (
+        "not one finish reason for each choice"
+    )
 
 
 @pytest.mark.parametrize("seed", range(NUM_PARTS))
@@ -327,24 +382,33 @@ def test_random_requests(seed: int, tmp_path: Path) -> None:
     asyncio.run(Fuzz(seed, tmp_path).run(PART))
 
 
-def test_exploding_demands_are_refused_before_anything_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exploding_demands_are_refused_before_anything_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(TrialProcess, "run", lambda process, job: pytest.fail(f"compiles {job.source[:200]}"))
     chat = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
     asks = [(f"structured_outputs.{kind}", chat | {"structured_outputs": {kind: value}}) for kind, value in EXPLODING]
     schemas = [schema for kind, schema in EXPLODING if kind == "json"]
     asks += [("tools[0].function.parameters", chat | {"tools": [tool(schema, strict=True)]}) for schema in schemas]
-    asks += [("response_format.json_schema.schema", chat | {"response_format": named_format(schema)}) for schema in schemas]
+    asks += [
+        ("response_format.json_schema.schema", chat | {"response_format": named_format(schema)}) for schema in schemas
+    ]
     fuzz = Fuzz(0, tmp_path, max_length=ROOM_FOR_EVERYTHING)
     answers = asyncio.run(fuzz.answers([body for _, body in asks]))
     for (field, body), answer in zip(asks, answers, strict=True):
         error = answer.json()["error"]
-        assert (answer.status_code, str(error["param"])[: len(field)]) == (400, field), (json.dumps(body)[:300], answer.text[:500])
+        assert (answer.status_code, str(error["param"])[: len(field)]) == (400, field), (
+            json.dumps(body)[:300],
+            answer.text[:500],
+        )
 
 
 def test_grammars_that_nothing_fits_are_refused(tmp_path: Path) -> None:
     grammars = ["root ::= root", 'root ::= "a" x\nx ::= x', 'root ::= "a" root']
     chat = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
-    *refused, endless = asyncio.run(Fuzz(0, tmp_path).answers([chat | {"structured_outputs": {"grammar": grammar}} for grammar in grammars]))
+    *refused, endless = asyncio.run(
+        Fuzz(0, tmp_path).answers([chat | {"structured_outputs": {"grammar": grammar}} for grammar in grammars])
+    )
     for answer in refused:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "structured_outputs.grammar"), answer.text
     assert endless.json()["choices"][0]["message"]["content"] == "aaaaa"

@@ -1,7 +1,8 @@
 """`min_tokens` in the randomised proof of engine_proof.py and on a real small model.
 
-Every stream must be that of a plain loop that works out for each token which stop ids may not come yet (tests/fakes/hash_chain.py), alone, with no
-cache and no drafts: whatever k, overlap, company, constraints, preemption and stops do.
+Every stream must be that of a plain loop that works out for each token which stop ids may not come yet
+(tests/fakes/hash_chain.py), alone, with no cache and no drafts: whatever k, overlap, company, constraints, preemption
+and stops do.
 """
 
 from __future__ import annotations
@@ -57,7 +58,13 @@ class LeastProof(Proof):
         super().__init__(house)
         self._mine = random.Random(house.seed + 1)
         spec = self.model.spec
-        self._rules = Rules(3, vocab_size=spec.vocab_size, num_real_tokens=spec.num_real_tokens, stop_id=spec.stop_token_ids[0], share=0.3)
+        self._rules = Rules(
+            3,
+            vocab_size=spec.vocab_size,
+            num_real_tokens=spec.num_real_tokens,
+            stop_id=spec.stop_token_ids[0],
+            share=0.3,
+        )
         for state in range(2, 31, 9):  # here the output is complete, and nothing else may come
             self._rules.allowed_SV[state] = np.arange(spec.vocab_size) == spec.stop_token_ids[0]
         self._share = self._mine.choice([0.3, 0.7, 1.0])
@@ -66,7 +73,9 @@ class LeastProof(Proof):
         sampling = submit.sampling
         if self._mine.random() < self._share:
             room = self.max_length - len(submit.prompt_ids)
-            least = min(self._mine.choice([1, 2, 3, 5, 8, 20, 50]), room if sampling.max_tokens is None else sampling.max_tokens)
+            least = min(
+                self._mine.choice([1, 2, 3, 5, 8, 20, 50]), room if sampling.max_tokens is None else sampling.max_tokens
+            )
             sampling = msgspec.structs.replace(sampling, min_tokens=least)
         is_constrained = self._mine.random() < 0.25 and not sampling.ignore_eos
         return msgspec.structs.replace(submit, sampling=sampling), Automaton(self._rules) if is_constrained else None
@@ -80,7 +89,9 @@ class LeastProof(Proof):
             last = turn.emitted[-1] if turn.emitted else None
             self.paths["held"] += 1
             self.paths["held: beside others that are not"] += self._share < 1.0
-            self.paths["held: stop id behind the minimum"] += finish.reason is FinishReason.STOP and last in turn.request.stop_ids
+            self.paths["held: stop id behind the minimum"] += (
+                finish.reason is FinishReason.STOP and last in turn.request.stop_ids
+            )
             self.paths["held: goes on behind the minimum"] += len(turn.emitted) > least + self.house.max_draft_tokens
             self.paths["held: with a constraint"] += turn.automaton is not None
             self.paths["held: complete too early"] += finish.refused == "sampling.min_tokens"
@@ -131,7 +142,9 @@ def leaves_the_last_masks_behind(patch: pytest.MonkeyPatch) -> None:
 
 
 def holds_for_good(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LeastTokens, "advance", lambda self, token_ids: None if self.inner is None else self.inner.advance(token_ids))
+    patch.setattr(
+        LeastTokens, "advance", lambda self, token_ids: None if self.inner is None else self.inner.advance(token_ids)
+    )
 
 
 def stops_at_any_string(patch: pytest.MonkeyPatch) -> None:
@@ -163,7 +176,9 @@ def test_a_planted_bug_is_noticed(bug: Callable[[pytest.MonkeyPatch], None], mon
 
 def hear(parts: Assembly, submits: Sequence[Submit]) -> dict[str, list[int]]:
     for number, submit in enumerate(submits):
-        parts.loop.submit(new_request(submit, number=number, spec=parts.spec, max_length=500, engine_seed=0, token_bytes=None))
+        parts.loop.submit(
+            new_request(submit, number=number, spec=parts.spec, max_length=500, engine_seed=0, token_bytes=None)
+        )
     streams: dict[str, list[int]] = {submit.request_id: [] for submit in submits}
     while parts.loop.has_work:
         for event in parts.loop.run_once():
@@ -198,6 +213,10 @@ def test_on_real_kernels_neither_drafts_nor_overlap_change_a_stream_with_a_minim
         assert streams == expected, f"k={k}, overlap={overlap}"
         for submit in submits:
             least = submit.sampling.min_tokens
-            assert streams[submit.request_id].index(STOP_ID) == least if least < 30 else STOP_ID not in streams[submit.request_id]
+            assert (
+                streams[submit.request_id].index(STOP_ID) == least
+                if least < 30
+                else STOP_ID not in streams[submit.request_id]
+            )
         num_accepted += parts.loop.metrics.accepted_tokens
     assert num_accepted > 60

@@ -1,7 +1,9 @@
-"""Whatever a client does to a turn before it sends it back, the prompt begins with the ids that were generated, and the cache holds them.
+"""Whatever a client does to a turn before it sends it back, the prompt begins with the ids that were generated, and the
+cache holds them.
 
-Clients drop reasoning, forget fields or fill them with null, change the order of keys, write arguments anew, send results in another order.
-Random tool loops on a real engine: every turn's cached tokens reach the last block of the turn before it.
+Clients drop reasoning, forget fields or fill them with null, change the order of keys, write arguments anew, send
+results in another order. Random tool loops on a real engine: every turn's cached tokens reach the last block of the
+turn before it.
 """
 
 from __future__ import annotations
@@ -40,7 +42,20 @@ TOOLS = [
     },
     {"type": "function", "function": {"name": "list_rooms", "parameters": {"type": "object", "properties": {}}}},
 ]
-WORDS = ["depot", "shelf", "parcel", "green", "umbrella", "Straße", "東京", "café", "quiet", "seven", '"quoted"', "back\\slash"]
+WORDS = [
+    "depot",
+    "shelf",
+    "parcel",
+    "green",
+    "umbrella",
+    "Straße",
+    "東京",
+    "café",
+    "quiet",
+    "seven",
+    '"quoted"',
+    "back\\slash",
+]
 
 
 def value(kind: str, rng: random.Random) -> Any:
@@ -96,7 +111,9 @@ def reasoning_in_blocks(message: Message, rng: random.Random) -> Message:
     text, cut = message["reasoning_content"], rng.randrange(len(message["reasoning_content"]) + 1)
     routed = [{"type": "reasoning.text", "text": part, "index": 0} for part in (text[:cut], text[cut:])]
     blocks = [{"type": "thinking", "thinking": text, "signature": "x"}]
-    return drop_reasoning(message, rng) | rng.choice([{"reasoning_details": routed}, {"thinking_blocks": blocks}, {"reasoning_text": text}])
+    return drop_reasoning(message, rng) | rng.choice(
+        [{"reasoning_details": routed}, {"thinking_blocks": blocks}, {"reasoning_text": text}]
+    )
 
 
 def reorder_keys(message: Message, rng: random.Random) -> Message:
@@ -109,14 +126,22 @@ def reorder_keys(message: Message, rng: random.Random) -> Message:
 
 def serialise_anew(message: Message, rng: random.Random) -> Message:
     def text(arguments: str) -> str:
-        return json.dumps(json.loads(arguments), indent=rng.choice((None, 2)), ensure_ascii=rng.random() < 0.5, separators=(",", ":"))
+        return json.dumps(
+            json.loads(arguments), indent=rng.choice((None, 2)), ensure_ascii=rng.random() < 0.5, separators=(",", ":")
+        )
 
-    calls = [{**call, "function": {**call["function"], "arguments": text(call["function"]["arguments"])}} for call in message["tool_calls"]]
+    calls = [
+        {**call, "function": {**call["function"], "arguments": text(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
     return {**message, "tool_calls": calls}
 
 
 def as_objects(message: Message, rng: random.Random) -> Message:
-    calls = [{**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}} for call in message["tool_calls"]]
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
     return {**message, "tool_calls": calls}
 
 
@@ -164,7 +189,10 @@ def test_a_tool_loop_reuses_every_turn_to_its_last_block(client_name: str, seed:
             assert cached(got) >= expected, (client_name, seed, turn, cached(got), len(whole))
             whole = prompt + choice["token_ids"]
             message = choice["message"]
-            results = [{"role": "tool", "tool_call_id": call["id"], "content": "done " * rng.randint(1, 30)} for call in message["tool_calls"]]
+            results = [
+                {"role": "tool", "tool_call_id": call["id"], "content": "done " * rng.randint(1, 30)}
+                for call in message["tool_calls"]
+            ]
             rng.shuffle(results)
             for change in CLIENTS[client_name]:
                 message = change(message, rng)

@@ -1,6 +1,8 @@
-"""The proof is worth what it notices: every bug that is planted here must make it fail, and fail by the check that is named.
+"""The proof is worth what it notices: every bug that is planted here must make it fail, and fail by the check that is
+named.
 
-A planted bug is one that somebody could write: a test left out, one too many, the other row. The houses are few and their seeds fixed.
+A planted bug is one that somebody could write: a test left out, one too many, the other row. The houses are few and
+their seeds fixed.
 """
 
 from __future__ import annotations
@@ -51,7 +53,14 @@ ROOMY: dict[str, Any] = {
     "extra_clients": 2,
     "bursts": False,
 }
-STOPPING: dict[str, Any] = {**ROOMY, "stopping_share": 0.9, "long_outputs": True, "overlap": True, "draft_accuracy": 0.9, "max_draft_tokens": 5}
+STOPPING: dict[str, Any] = {
+    **ROOMY,
+    "stopping_share": 0.9,
+    "long_outputs": True,
+    "overlap": True,
+    "draft_accuracy": 0.9,
+    "max_draft_tokens": 5,
+}
 CROWDED: dict[str, Any] = {
     "num_rows": 200, "num_pages": 28, "budget_share": 1.0, "max_running": 10, "prefix_cache": True, "extra_clients": 2, "bursts": False,
     "long_outputs": True, "short_prompts": True, "hold_seconds": 0.0, "session_share": 0.0, "prefill_budget": 64, "overlap": True,
@@ -79,7 +88,9 @@ def publishes_beyond_the_stop(patch: Patch) -> None:
         done = [(length, row) for row, length in request.rolling if length]
         if done:
             length, row = max(done)
-            self._cache.publish(request.lease, request.submit.namespace, request.sequence, length, row, CheckpointKind.TURN)
+            self._cache.publish(
+                request.lease, request.submit.namespace, request.sequence, length, row, CheckpointKind.TURN
+            )
 
     patch.setattr(Scheduler, "_publish_rolling", publish_rolling)
 
@@ -212,9 +223,16 @@ def matches_an_evicted_row(patch: Patch) -> None:
         found = match(self, namespace, sequence, **keywords)
         path, _, _ = self.tree.walk(namespace, sequence[: found.branch_tokens].tobytes())
         for node in path:
-            if node in graves and node.page_ids is not None and node.checkpoint is None and node.depth > found.num_tokens:
+            if (
+                node in graves
+                and node.page_ids is not None
+                and node.checkpoint is None
+                and node.depth > found.num_tokens
+            ):
                 graves[node].alive = True
-                found = replace(found, num_tokens=node.depth, row=graves[node].row, kind=graves[node].kind, checkpoint=graves[node])
+                found = replace(
+                    found, num_tokens=node.depth, row=graves[node].row, kind=graves[node].kind, checkpoint=graves[node]
+                )
         return found
 
     patch.setattr(CheckpointSet, "_drop", remember)
@@ -419,7 +437,11 @@ def overlooks_a_stop_id_inside_a_window(patch: Patch) -> None:
 
 def penalties_overlook_drafts(patch: Patch) -> None:
     original = sampling.penalise
-    patch.setattr(sampling, "penalise", lambda logits_BTV, drafts_Bk, inputs: original(logits_BTV, torch.full_like(drafts_Bk, 51), inputs))
+    patch.setattr(
+        sampling,
+        "penalise",
+        lambda logits_BTV, drafts_Bk, inputs: original(logits_BTV, torch.full_like(drafts_Bk, 51), inputs),
+    )
 
 
 def penalties_count_rejected_drafts(patch: Patch) -> None:

@@ -63,7 +63,9 @@ class Desk:
 
     def ask(self, prompt: list[int], *, system: int, query: int, session: str = "a", num_new: int = 20) -> Answer:
         before = self.metrics.prefill_tokens
-        emitted, finish = self.engine.generate(self.submit(prompt, system=system, query=query, session=session, num_new=num_new))
+        emitted, finish = self.engine.generate(
+            self.submit(prompt, system=system, query=query, session=session, num_new=num_new)
+        )
         return Answer(emitted, finish, self.metrics.prefill_tokens - before)
 
 
@@ -121,12 +123,16 @@ def test_without_the_prefix_cache_nothing_is_cached(checkpoint: Path) -> None:
 
 
 def test_a_preempted_request_resumes_from_its_rolling_checkpoint(checkpoint: Path) -> None:
-    """Two requests whose outputs outgrow ten pages: the younger one is retracted, waits, and goes on where its checkpoint stands."""
+    """Two requests whose outputs outgrow ten pages: the younger one is retracted, waits, and goes on where its
+    checkpoint stands."""
     desk = Desk(checkpoint, House(max_running=2, num_pages=11, spare_rows=4))
     submits = [desk.submit(desk.tokens(150), system=0, query=0, session=name, num_new=220) for name in "ab"]
     for submit in submits:
         desk.engine.submit(submit)
-    outputs = [[token for event in desk.engine.events(submit.request_id) for token in getattr(event, "token_ids", [])] for submit in submits]
+    outputs = [
+        [token for event in desk.engine.events(submit.request_id) for token in getattr(event, "token_ids", [])]
+        for submit in submits
+    ]
     assert desk.metrics.preemptions == 1
     computed_twice = desk.metrics.prefill_tokens - sum(len(submit.prompt_ids) - 1 for submit in submits)
     assert 0 <= computed_twice < BLOCK_TOKENS
@@ -136,7 +142,8 @@ def test_a_preempted_request_resumes_from_its_rolling_checkpoint(checkpoint: Pat
 
 
 def test_drafts_after_a_hit_are_as_good_as_those_after_a_cold_prefill(checkpoint: Path, desk: Desk) -> None:
-    """The MTP head resumes exactly: after a hit it drafts, and has accepted, what it would have without one, position by position."""
+    """The MTP head resumes exactly: after a hit it drafts, and has accepted, what it would have without one, position
+    by position."""
     cold = Desk(checkpoint, House(prefix_cache=False, overlap=False))
     history, num_accepted = desk.tokens(230), 0
     for _ in range(5):
@@ -169,7 +176,9 @@ def test_logits_after_a_resume_are_those_of_an_uncached_run(checkpoint: Path, de
     expected_NV = Scratch(checkpoint).logits(sequence)
     num_compared = 0
     for length, window, hidden_TH in windows:
-        kept = next((t for t, token in enumerate(window) if sequence[length + t : length + t + 1] != [token]), len(window))
+        kept = next(
+            (t for t, token in enumerate(window) if sequence[length + t : length + t + 1] != [token]), len(window)
+        )
         if kept:
             got, expected = model.logits(hidden_TH[:kept]), expected_NV[length : length + kept]
             assert relative_error(got, expected) < TOLERANCE, f"window at {length}"

@@ -1,8 +1,8 @@
 """Sampled output of the whole engine, drafts and cache hits included, has the distribution of the plain model.
 
-Many requests with the same prompt and different seeds: their first three tokens against the exact products of the softmax of a plain
-forward over every continuation. Seeds are fixed, so the outcome is too; for a true engine the chance that a choice of seeds would fail is FALSE_ALARM
-a setting. The same test sees planted biases.
+Many requests with the same prompt and different seeds: their first three tokens against the exact products of the
+softmax of a plain forward over every continuation. Seeds are fixed, so the outcome is too; for a true engine the chance
+that a choice of seeds would fail is FALSE_ALARM a setting. The same test sees planted biases.
 """
 
 from __future__ import annotations
@@ -40,14 +40,22 @@ PROMPT = random.Random(3).choices(range(VOCAB), k=65)
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"temperature": 1.0},
     "hot, filtered": {"temperature": 1.4, "top_k": 9, "top_p": 0.9, "min_p": 0.02},
-    "penalised": {"temperature": 0.8, "presence_penalty": 0.8, "frequency_penalty": 0.5, "repetition_penalty": 1.3, "logit_bias": {3: 1.0}},
+    "penalised": {
+        "temperature": 0.8,
+        "presence_penalty": 0.8,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.3,
+        "logit_bias": {3: 1.0},
+    },
 }
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoint")
-    return write_agreeing_checkpoint(directory, namespace="flat", vocab_size=VOCAB, num_hidden_layers=2, full_attention_interval=2)
+    return write_agreeing_checkpoint(
+        directory, namespace="flat", vocab_size=VOCAB, num_hidden_layers=2, full_attention_interval=2
+    )
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +121,9 @@ def draw(checkpoint: Path, setting: dict[str, Any], *, num_drafted: int = 2, num
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_sampled_triples_follow_the_plain_model(name: str, checkpoint: Path, logits: dict[tuple[int, ...], Tensor]) -> None:
+def test_sampled_triples_follow_the_plain_model(
+    name: str, checkpoint: Path, logits: dict[tuple[int, ...], Tensor]
+) -> None:
     crowd = draw(checkpoint, SETTINGS[name])
     assert crowd.num_hits == NUM_REQUESTS - 1
     assert crowd.num_accepted > NUM_REQUESTS // 10
@@ -160,5 +170,7 @@ def test_planted_biases_are_seen(
     logits: dict[tuple[int, ...], Tensor],
 ) -> None:
     monkeypatch.setattr(module, name, bias)
-    value = p_value(draw(checkpoint, SETTINGS["plain"]).triples(), expected_triples(logits, SamplingParams(temperature=1.0)))
+    value = p_value(
+        draw(checkpoint, SETTINGS["plain"]).triples(), expected_triples(logits, SamplingParams(temperature=1.0))
+    )
     assert value < FALSE_ALARM, f"p = {value:.3g}"

@@ -20,17 +20,30 @@ from tests.fakes.copy_counter import CopyCounter
 from tests.fakes.prompt_run import Run, batch_of
 from tests.fakes.scalar_decay import load_decay_model
 from tests.fakes.sequence_driver import poison
-from tests.properties.real_model import House, Loader, Play, Scratch, StateSpy, assemble_house, load, write_agreeing_checkpoint
+from tests.properties.real_model import (
+    House,
+    Loader,
+    Play,
+    Scratch,
+    StateSpy,
+    assemble_house,
+    load,
+    write_agreeing_checkpoint,
+)
 
 HOUSES = {
     "roomy": House(seed=11, max_draft_tokens=3, random_depth=True, prefill_budget=130),
-    "tight": House(seed=8, max_draft_tokens=4, random_depth=True, prefill_budget=99, max_running=3, spare_rows=4, num_pages=10),
+    "tight": House(
+        seed=8, max_draft_tokens=4, random_depth=True, prefill_budget=99, max_running=3, spare_rows=4, num_pages=10
+    ),
 }
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_agreeing_checkpoint(tmp_path_factory.mktemp("checkpoint"), num_hidden_layers=2, full_attention_interval=2)
+    return write_agreeing_checkpoint(
+        tmp_path_factory.mktemp("checkpoint"), num_hidden_layers=2, full_attention_interval=2
+    )
 
 
 def test_a_chunk_that_ends_on_a_checkpoint_fills_the_checkpoint_and_its_own_row(checkpoint: Path) -> None:
@@ -44,12 +57,16 @@ def test_a_chunk_that_ends_on_a_checkpoint_fills_the_checkpoint_and_its_own_row(
 
 @pytest.mark.parametrize("loader", [load, load_decay_model], ids=["delta rule", "scalar decay"])
 @pytest.mark.parametrize("name", HOUSES)
-def test_every_state_that_is_published_or_resumed_equals_a_prefill_of_its_key(checkpoint: Path, name: str, loader: Loader) -> None:
+def test_every_state_that_is_published_or_resumed_equals_a_prefill_of_its_key(
+    checkpoint: Path, name: str, loader: Loader
+) -> None:
     play = Play(HOUSES[name], checkpoint, num_agents=8, loader=loader)
     spy = StateSpy(play, Scratch(checkpoint, loader=loader))
     play.run()
     assert spy.num_resumed > 5
-    assert all(spy.num_published[kind] for kind in (CheckpointKind.SYSTEM, CheckpointKind.USER, CheckpointKind.TURN)), spy.num_published
+    assert all(spy.num_published[kind] for kind in (CheckpointKind.SYSTEM, CheckpointKind.USER, CheckpointKind.TURN)), (
+        spy.num_published
+    )
 
 
 class CallSpy:
@@ -90,7 +107,8 @@ class CallSpy:
         self.chunk_writes.extend(sum(len(block.save_rows) for block in span.blocks) for span in read_spans(batch))
 
     def tiles(self, num_layers: int) -> tuple[int, int]:
-        """(read, written) by design: a window reads one row a slot and writes one a column; a chunk reads one and writes the wanted ones."""
+        """(read, written) by design: a window reads one row a slot and writes one a column; a chunk reads one and
+        writes the wanted ones."""
         read = sum(num_slots for num_slots, _ in self.windows) + len(self.chunk_writes)
         written = sum(num_slots * num_columns for num_slots, num_columns in self.windows) + sum(self.chunk_writes)
         return num_layers * read, num_layers * written
@@ -114,10 +132,15 @@ def test_whole_runs_copy_no_state(checkpoint: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("num_drafted", [0, 3])
-def test_a_turn_moves_the_rows_of_its_windows_and_its_checkpoints_and_no_more(checkpoint: Path, num_drafted: int) -> None:
-    """Prefill in two chunks, then decode; a second session forks at the system prompt, and a third turn resumes behind the first."""
+def test_a_turn_moves_the_rows_of_its_windows_and_its_checkpoints_and_no_more(
+    checkpoint: Path, num_drafted: int
+) -> None:
+    """Prefill in two chunks, then decode; a second session forks at the system prompt, and a third turn resumes behind
+    the first."""
     model = load(checkpoint)
-    assembly = assemble_house(House(max_draft_tokens=num_drafted, prefill_budget=128, max_running=2, overlap=False), model)
+    assembly = assemble_house(
+        House(max_draft_tokens=num_drafted, prefill_budget=128, max_running=2, overlap=False), model
+    )
     engine, metrics = Engine(assembly), assembly.loop.metrics
     num_layers = model.pools["ssm_LRVDK"].shape[0]
     rng = random.Random(5)
@@ -126,11 +149,14 @@ def test_a_turn_moves_the_rows_of_its_windows_and_its_checkpoints_and_no_more(ch
     greedy = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
 
     def turn(request_id: str, prompt: list[int], *, chunks: int, prefill_writes: int) -> list[int]:
-        """Run one turn; prefill must read a row a chunk and write `prefill_writes` rows, decode read one a step and write one a column."""
+        """Run one turn; prefill must read a row a chunk and write `prefill_writes` rows, decode read one a step and
+        write one a column."""
         state_traffic.reset()
         before = metrics.decode_slots
         with CopyCounter(model.pools.tensors()) as counter:
-            emitted, _ = engine.generate(Submit(request_id=request_id, prompt_ids=prompt, breakpoints=marks, sampling=greedy))
+            emitted, _ = engine.generate(
+                Submit(request_id=request_id, prompt_ids=prompt, breakpoints=marks, sampling=greedy)
+            )
         steps = metrics.decode_slots - before
         assert counter.touched == []
         assert state_traffic.rows_read == num_layers * (chunks + steps)

@@ -1,4 +1,5 @@
-"""On real kernels, drafts, cache, batching and overlap change nothing that is heard: every stream equals the same turn run alone."""
+"""On real kernels, drafts, cache, batching and overlap change nothing that is heard: every stream equals the same turn
+run alone."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ class Cast:
 SMALL = {"num_hidden_layers": 2, "full_attention_interval": 2}
 CASTS = {
     "dense": Cast(seed=1, num_houses=4, overrides={"num_hidden_layers": 4}),
-    "dense, attention in every second layer": Cast(seed=2, num_houses=2, overrides={"num_hidden_layers": 4, "full_attention_interval": 2}),
+    "dense, attention in every second layer": Cast(
+        seed=2, num_houses=2, overrides={"num_hidden_layers": 4, "full_attention_interval": 2}
+    ),
     "dense, preempted": Cast(seed=3, num_houses=2, tight=True, overrides=SMALL),
     "moe": Cast(seed=4, num_houses=2, family="moe", overrides=SMALL),
     "next": Cast(seed=5, num_houses=2, family="next", overrides=SMALL),

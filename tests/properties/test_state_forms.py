@@ -1,4 +1,5 @@
-"""What pools and the engine make of the forms that mixers declare: models whose layers keep states of two and of three forms."""
+"""What pools and the engine make of the forms that mixers declare: models whose layers keep states of two and of three
+forms."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ NUM_ROWS, NUM_PAGES = 5, 3
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A decay layer and one of attention."""
-    return write_agreeing_checkpoint(tmp_path_factory.mktemp("checkpoint"), num_hidden_layers=2, full_attention_interval=2)
+    return write_agreeing_checkpoint(
+        tmp_path_factory.mktemp("checkpoint"), num_hidden_layers=2, full_attention_interval=2
+    )
 
 
 def test_pools_are_built_from_the_forms_of_the_mixers(tmp_path: Path) -> None:
@@ -32,7 +35,9 @@ def test_pools_are_built_from_the_forms_of_the_mixers(tmp_path: Path) -> None:
     decay = ((NUM_ROWS, 6, 16, 16), (NUM_ROWS, 6), (NUM_ROWS, 160))
     attention = ((NUM_PAGES, 2, 64, 2, 32),)
     assert memories == [decay, ((NUM_ROWS, 6, 16, 16), (NUM_ROWS, 3, 160)), decay, attention, attention]
-    assert [len(model.pools[name]) for name in ("decayed_LRVKD", "width_LRV", "ssm_LRVDK", "kv_AP2SGD", "hidden_LRH")] == [2, 2, 1, 2, 1]
+    assert [
+        len(model.pools[name]) for name in ("decayed_LRVKD", "width_LRV", "ssm_LRVDK", "kv_AP2SGD", "hidden_LRH")
+    ] == [2, 2, 1, 2, 1]
     assert len(model.row_tensors()) == 2 * 3 + 2 + 1
     assert sum(part[0].nbytes for part in model.row_tensors()) == model.spec.row_bytes
     assert sum(part[0].nbytes for part in model.page_tensors()) == model.spec.page_bytes
@@ -90,9 +95,13 @@ def step_a_column_late(mixer: ScalarDecay, projected_NP: Tensor, memory: Memory,
 
 
 @pytest.mark.parametrize(("method", "wrong"), [("_save", forget_a_part), ("step", step_a_column_late)])
-def test_a_planted_bug_of_the_mixer_is_seen_where_a_state_is_published(checkpoint: Path, method: str, wrong: object) -> None:
+def test_a_planted_bug_of_the_mixer_is_seen_where_a_state_is_published(
+    checkpoint: Path, method: str, wrong: object
+) -> None:
     scratch = Scratch(checkpoint, loader=load_decay_model)
-    play = Play(House(seed=11, random_depth=True, prefill_budget=130), checkpoint, num_agents=4, loader=load_decay_model)
+    play = Play(
+        House(seed=11, random_depth=True, prefill_budget=130), checkpoint, num_agents=4, loader=load_decay_model
+    )
     StateSpy(play, scratch)
     mixer = play.model._layers[0].mixer
     setattr(mixer, method, lambda *arguments: wrong(mixer, *arguments))  # type: ignore[operator]

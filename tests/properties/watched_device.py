@@ -1,8 +1,9 @@
 """A device under watch: it may lag behind the host, and every write must go where the writer owns.
 
-Steps run in the order of their launches, but a lagging device runs one only when the host waits for it: what the host publishes, resumes
-or hands out meanwhile must not need it. Nobody may write a row or a page but a lease that owns it at that moment, nor resume from a row
-that its lease neither owns nor locks, whatever the host released since the launch; scratch is everybody's, and so is the zero row.
+Steps run in the order of their launches, but a lagging device runs one only when the host waits for it: what the host
+publishes, resumes or hands out meanwhile must not need it. Nobody may write a row or a page but a lease that owns it at
+that moment, nor resume from a row that its lease neither owns nor locks, whatever the host released since the launch;
+scratch is everybody's, and so is the zero row.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class WatchedDevice:
         on_outcome: Callable[[Request, SlotOutcome], None],
         paths: Counter[str],
     ) -> None:
-        """lateness: None: every step runs at its launch. requests: those in the house. on_outcome: called before the scheduler learns it."""
+        """lateness: None: every step runs at its launch. requests: those in the house. on_outcome: called before the
+        scheduler learns it."""
         self._executor = executor
         self._cache = cache
         self._lateness = lateness
@@ -138,7 +140,9 @@ class WatchedDevice:
 
         def watched_mtp(tokens_BT: Tensor, hidden_BTH: Tensor, start_B: Tensor, page_table_BP: Tensor) -> Tensor:
             step = self._running
-            if step is not None and tokens_BT.shape[1] == step.plan.num_drafted + 1:  # a whole window, so the next draft begins
+            if (
+                step is not None and tokens_BT.shape[1] == step.plan.num_drafted + 1
+            ):  # a whole window, so the next draft begins
                 self._drafting = step.drafting.popleft()
             self._check_pages(self._drafting, page_table_BP, start_B, tokens_BT.shape[1])
             result: Tensor = mtp(tokens_BT, hidden_BTH, start_B, page_table_BP)
@@ -152,7 +156,9 @@ class WatchedDevice:
                 assert len(set(rows)) == len(rows), f"a step writes one row twice: {rows}"
                 self._check_owned(lease, rows, lease.own_rows, "row")
             is_locked = lease.locked is not None and lease.locked.row == source
-            assert source == ZERO_ROW or source in lease.own_rows or is_locked, f"a step reads row {source}, which its lease neither owns nor locks"
+            assert source == ZERO_ROW or source in lease.own_rows or is_locked, (
+                f"a step reads row {source}, which its lease neither owns nor locks"
+            )
 
     def _check_pages(self, leases: list[Lease], page_table_BP: Tensor, first_B: Tensor, num_columns: int) -> None:
         """A batch may be filled up: what is behind the leases is padding."""

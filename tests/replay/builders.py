@@ -7,7 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agentspec.replay.schema import AssistantMessage, Expect, FunctionCall, InputMessage, Meta, ReplayFile, Session, ToolCall, Turn
+from agentspec.replay.schema import (
+    AssistantMessage,
+    Expect,
+    FunctionCall,
+    InputMessage,
+    Meta,
+    ReplayFile,
+    Session,
+    ToolCall,
+    Turn,
+)
 
 
 def user(text: str = "hello") -> InputMessage:
@@ -29,7 +39,10 @@ def said(text: str = "recorded", reasoning: str | None = None) -> Expect:
 def called(*calls: tuple[str, str, dict[str, Any] | str], text: str | None = None) -> Expect:
     """An answer with calls: (id, name, arguments or the text that stands in their place)."""
     texts = [arguments if isinstance(arguments, str) else json.dumps(arguments) for _, _, arguments in calls]
-    made = [ToolCall(id=call[0], function=FunctionCall(name=call[1], arguments=text)) for call, text in zip(calls, texts, strict=True)]
+    made = [
+        ToolCall(id=call[0], function=FunctionCall(name=call[1], arguments=text))
+        for call, text in zip(calls, texts, strict=True)
+    ]
     return Expect(message=AssistantMessage(role="assistant", content=text, tool_calls=made))
 
 
@@ -38,7 +51,13 @@ def turn(*messages: InputMessage, expect: Expect | None = None, delay_ms: float 
 
 
 def runs(input_length: int, hash_ids: list[int], *, block_size: int = 8, output_tokens: int = 3, **fields: Any) -> Turn:
-    return Turn(input_length=input_length, block_size=block_size, hash_ids=hash_ids, expect=Expect(output_tokens=output_tokens), **fields)
+    return Turn(
+        input_length=input_length,
+        block_size=block_size,
+        hash_ids=hash_ids,
+        expect=Expect(output_tokens=output_tokens),
+        **fields,
+    )
 
 
 def replay_file(*sessions: Session, **meta: Any) -> ReplayFile:
@@ -51,7 +70,10 @@ def chats(num_sessions: int, num_turns: int, *, delay_ms: float = 0.0) -> Replay
         *(
             Session(
                 session_id=f"s{index}",
-                turns=[turn(user(f"{index}/{place}"), expect=said(), delay_ms=delay_ms if place else 0) for place in range(num_turns)],
+                turns=[
+                    turn(user(f"{index}/{place}"), expect=said(), delay_ms=delay_ms if place else 0)
+                    for place in range(num_turns)
+                ],
             )
             for index in range(num_sessions)
         )
@@ -63,4 +85,7 @@ def write_lines(path: Path, lines: Sequence[Any]) -> str:
     return str(path)
 
 
-TOOL = {"type": "function", "function": {"name": "lookup", "description": "Look up.", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "lookup", "description": "Look up.", "parameters": {"type": "object", "properties": {}}},
+}

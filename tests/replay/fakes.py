@@ -1,4 +1,5 @@
-"""What replay tests stand on: an event loop whose clock only moves when everybody waits, and an OpenAI server that follows a script.
+"""What replay tests stand on: an event loop whose clock only moves when everybody waits, and an OpenAI server that
+follows a script.
 
 `run(main())` returns at once however long the virtual seconds are, and gives the same times on every run.
 """
@@ -63,7 +64,11 @@ class Answer:
     wait: float = 0.5
     gap: float = 0.1
     usage: dict[str, Any] | None = field(
-        default_factory=lambda: {"prompt_tokens": 100, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 64}}
+        default_factory=lambda: {
+            "prompt_tokens": 100,
+            "completion_tokens": 3,
+            "prompt_tokens_details": {"cached_tokens": 64},
+        }
     )
     metrics: dict[str, Any] | None = None
     status: int = 200
@@ -92,7 +97,13 @@ class Seen:
 class FakeServer:
     """Answers by `script(body)`; keeps what it was asked."""
 
-    def __init__(self, script: Callable[[dict[str, Any]], Answer] | None = None, *, owner: str = "somebody", has_models: bool = True) -> None:
+    def __init__(
+        self,
+        script: Callable[[dict[str, Any]], Answer] | None = None,
+        *,
+        owner: str = "somebody",
+        has_models: bool = True,
+    ) -> None:
         self.script = script or (lambda body: Answer())
         self.requests: list[Seen] = []
         self._owner = owner
@@ -111,7 +122,12 @@ class FakeServer:
         answer = self.script(body)
         if answer.status != 200:
             return httpx.Response(answer.status, json={"error": {"message": f"refused with {answer.status}"}})
-        return httpx.Response(200, stream=_Stream(_lines(answer, "chat" in request.url.path, "continuous_usage_stats" in body["stream_options"])))
+        return httpx.Response(
+            200,
+            stream=_Stream(
+                _lines(answer, "chat" in request.url.path, "continuous_usage_stats" in body["stream_options"])
+            ),
+        )
 
 
 class _Stream(httpx.AsyncByteStream):
@@ -140,9 +156,16 @@ async def _lines(answer: Answer, is_chat: bool, counts: bool) -> AsyncIterator[s
         yield _event(choices=[{"index": 0, **shown}], **_so_far(counts, num_tokens))
     for index, (call_id, name, arguments) in enumerate(answer.calls):
         half = len(arguments) // 2
-        first = {"index": index, "id": call_id, "type": "function", "function": {"name": name, "arguments": arguments[:half]}}
+        first = {
+            "index": index,
+            "id": call_id,
+            "type": "function",
+            "function": {"name": name, "arguments": arguments[:half]},
+        }
         yield _event(choices=[{"delta": {"tool_calls": [first]}}])
-        yield _event(choices=[{"delta": {"tool_calls": [{"index": index, "function": {"arguments": arguments[half:]}}]}}])
+        yield _event(
+            choices=[{"delta": {"tool_calls": [{"index": index, "function": {"arguments": arguments[half:]}}]}}]
+        )
     if answer.ends_early:
         return
     yield _event(choices=[{"delta": {}, "finish_reason": answer.finish or ("tool_calls" if answer.calls else "stop")}])

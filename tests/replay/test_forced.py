@@ -1,4 +1,5 @@
-"""`--output forced`: the requests are the dry run's own, and so is what the bundled model's cache gives for them; what can't be forced is refused."""
+"""`--output forced`: the requests are the dry run's own, and so is what the bundled model's cache gives for them; what
+can't be forced is refused."""
 
 from __future__ import annotations
 
@@ -22,7 +23,12 @@ from tests.replay.fakes import FakeServer, run
 from tests.replay.worlds import ask, live_session
 
 LOOP = [
-    turn(system("Find parcels. " * 20), user("where is it?"), expect=called(("c1", "lookup", {"k": 1}), text="I look."), extra={"top_p": 0.5}),
+    turn(
+        system("Find parcels. " * 20),
+        user("where is it?"),
+        expect=called(("c1", "lookup", {"k": 1}), text="I look."),
+        extra={"top_p": 0.5},
+    ),
     turn(result("in depot 4 " * 30, "c1"), expect=said("There, in depot 4.")),
     turn(user("and now?"), expect=said("Gone, I am afraid.")),
 ]
@@ -30,7 +36,12 @@ LOOP = [
 
 def answered(input_length: int, hash_ids: list[int], answer: list[int], output_tokens: int) -> Turn:
     """A token-run turn whose answer later prompts hold."""
-    return Turn(input_length=input_length, block_size=8, hash_ids=hash_ids, expect=Expect(output_tokens=output_tokens, hash_ids=answer))
+    return Turn(
+        input_length=input_length,
+        block_size=8,
+        hash_ids=hash_ids,
+        expect=Expect(output_tokens=output_tokens, hash_ids=answer),
+    )
 
 
 def replay(file: ReplayFile, server: FakeServer, encoder: Encoder, **settings: Any) -> Report:
@@ -46,7 +57,10 @@ def replay(file: ReplayFile, server: FakeServer, encoder: Encoder, **settings: A
 
 def test_each_turn_is_sent_as_the_dry_run_has_it() -> None:
     encoder, server = RegexPieces(), FakeServer(owner="agentspec")
-    sessions = [Session(session_id="a", turns=LOOP, toolset="desk"), Session(session_id="b", turns=[runs(20, [1, 2, 3]), runs(26, [1, 2, 4, 5])])]
+    sessions = [
+        Session(session_id="a", turns=LOOP, toolset="desk"),
+        Session(session_id="b", turns=[runs(20, [1, 2, 3]), runs(26, [1, 2, 4, 5])]),
+    ]
     file = replay_file(*sessions, toolsets={"desk": [TOOL]}, defaults={"temperature": 0.7})
     replay(file, server, encoder, concurrency=1)
     rendered = [one for session in file.sessions for one in TraceRenderer(encoder, "qwen35").turns(file, session)]
@@ -56,7 +70,9 @@ def test_each_turn_is_sent_as_the_dry_run_has_it() -> None:
         assert seen.body == {
             "model": "fake-model",
             "prompt": expected.prompt_ids.tolist(),
-            "breakpoints": [{"offset": point.offset, "kind": point.kind.name.lower()} for point in expected.breakpoints],
+            "breakpoints": [
+                {"offset": point.offset, "kind": point.kind.name.lower()} for point in expected.breakpoints
+            ],
             "forced_output": expected.output_ids.tolist(),
             "max_tokens": len(expected.output_ids),
             "ignore_eos": True,
@@ -81,7 +97,10 @@ def test_a_token_run_answer_with_blocks_of_its_own_is_what_later_prompts_hold() 
     ("session", "reason"),
     [
         (Session(session_id="s", turns=[turn(user())]), "session 's': turns[0] has no expect.message"),
-        (Session(session_id="s", turns=[Turn(input_length=8, block_size=8, hash_ids=[1])]), "session 's': turns[0] has neither expect.output_tokens"),
+        (
+            Session(session_id="s", turns=[Turn(input_length=8, block_size=8, hash_ids=[1])]),
+            "session 's': turns[0] has neither expect.output_tokens",
+        ),
         (live_session(ask()), "has a world"),
     ],
 )
@@ -97,7 +116,9 @@ def test_only_our_own_server_is_asked() -> None:
 
 
 @pytest.mark.parametrize(("flag", "value"), [("template", "stable"), ("tokenizer", "somewhere")])
-def test_flags_for_tokens_mean_nothing_where_the_server_makes_them(flag: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_for_tokens_mean_nothing_where_the_server_makes_them(
+    flag: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "trace.jsonl"
     save(replay_file(Session(session_id="s", turns=LOOP)), path)
     assert main(["replay", str(path), f"--{flag}", value]) == 2

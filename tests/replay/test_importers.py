@@ -39,9 +39,18 @@ def convert(tmp_path: Path, name: str, lines: list[Any], *flags: str) -> Any:
 
 def test_mooncake_requests_are_sessions_in_order_of_arrival(tmp_path: Path) -> None:
     file = convert(tmp_path, "mooncake", [request(900, 600, 7, [1, 2]), request(300, 512, 9, [1])])
-    assert [(session.session_id, session.start_ms) for session in file.sessions] == [("request-0", 300.0), ("request-1", 900.0)]
+    assert [(session.session_id, session.start_ms) for session in file.sessions] == [
+        ("request-0", 300.0),
+        ("request-1", 900.0),
+    ]
     [turn] = file.sessions[1].turns
-    assert (turn.input_length, turn.block_size, turn.hash_ids, turn.max_tokens, turn.recorded_output_tokens) == (600, 512, [1, 2], 7, 7)
+    assert (turn.input_length, turn.block_size, turn.hash_ids, turn.max_tokens, turn.recorded_output_tokens) == (
+        600,
+        512,
+        [1, 2],
+        7,
+        7,
+    )
 
 
 def test_mooncake_links_what_continues_an_earlier_request(tmp_path: Path) -> None:
@@ -54,15 +63,27 @@ def test_mooncake_links_what_continues_an_earlier_request(tmp_path: Path) -> Non
         request(5000, 700, 10, [1, 10]),  # one common block proves nothing
     ]
     file = convert(tmp_path, "mooncake", lines, "--link")
-    assert [[turn.input_length for turn in session.turns] for session in file.sessions] == [[1100, 1160], [1100, 1700, 2100], [700]]
-    assert [(turn.delay_ms, turn.delay_kind) for turn in file.sessions[1].turns] == [(0.0, "start"), (1000.0, "user"), (1000.0, "user")]
+    assert [[turn.input_length for turn in session.turns] for session in file.sessions] == [
+        [1100, 1160],
+        [1100, 1700, 2100],
+        [700],
+    ]
+    assert [(turn.delay_ms, turn.delay_kind) for turn in file.sessions[1].turns] == [
+        (0.0, "start"),
+        (1000.0, "user"),
+        (1000.0, "user"),
+    ]
     assert "inferred" in file.meta.source["sessions"]
 
 
 def test_messages_are_cut_before_every_answer(tmp_path: Path) -> None:
     file = convert(tmp_path, "openai-messages", [CHAT])
     [session] = file.sessions
-    assert [[message.role for message in turn.messages] for turn in session.turns] == [["system", "user"], ["tool"], ["user"]]
+    assert [[message.role for message in turn.messages] for turn in session.turns] == [
+        ["system", "user"],
+        ["tool"],
+        ["user"],
+    ]
     assert [turn.delay_kind for turn in session.turns] == ["start", "tool", "user"]
     assert session.turns[0].recorded_message.content is None
     assert session.turns[0].recorded_message.tool_calls[0].id == "c1"
@@ -72,12 +93,23 @@ def test_messages_are_cut_before_every_answer(tmp_path: Path) -> None:
 
 def test_request_fields_are_kept_and_tools_shared(tmp_path: Path) -> None:
     lines = [
-        {"id": "a", "messages": CHAT, "tools": [TOOL], "temperature": 0.5, "max_tokens": 9, "model": "m", "stream": True},
+        {
+            "id": "a",
+            "messages": CHAT,
+            "tools": [TOOL],
+            "temperature": 0.5,
+            "max_tokens": 9,
+            "model": "m",
+            "stream": True,
+        },
         {"messages": CHAT[:2], "tools": [TOOL]},
     ]
     file = convert(tmp_path, "openai-messages", lines)
     assert file.meta.toolsets == {"tools-1": [TOOL]}
-    assert [(session.session_id, session.toolset) for session in file.sessions] == [("a", "tools-1"), ("conversation-2", "tools-1")]
+    assert [(session.session_id, session.toolset) for session in file.sessions] == [
+        ("a", "tools-1"),
+        ("conversation-2", "tools-1"),
+    ]
     assert (file.sessions[0].turns[0].max_tokens, file.sessions[0].turns[0].extra) == (9, {"temperature": 0.5})
     assert file.meta.source["models"] == ["m"]
 

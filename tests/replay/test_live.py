@@ -1,4 +1,5 @@
-"""Live sessions against a scripted server: calls are executed, their results go back, and each user's turn is judged."""
+"""Live sessions against a scripted server: calls are executed, their results go back, and each user's turn is
+judged."""
 
 from __future__ import annotations
 
@@ -36,7 +37,12 @@ def words(text: str) -> Answer:
 
 
 def replay(
-    session: Session | ReplayFile, answers: Iterable[Answer], *, progress: Any = None, owner: str = "somebody", **options: Any
+    session: Session | ReplayFile,
+    answers: Iterable[Answer],
+    *,
+    progress: Any = None,
+    owner: str = "somebody",
+    **options: Any,
 ) -> tuple[Report, FakeServer]:
     """The server gives the answers in order, whoever asks."""
     script = iter(answers)
@@ -60,22 +66,43 @@ def missed(report: Report) -> list[list[str]]:
 def test_calls_are_executed_and_their_results_are_the_next_request() -> None:
     session = live_session(
         ask("how is A-098?", goal=Goal(says=["open"])),
-        ask("make it 9, and A-099 too", goal=Goal(says=["sent"], changes={"orders": {"A-098": {"count": 9}}}), delay_ms=2000, delay_kind="user"),
+        ask(
+            "make it 9, and A-099 too",
+            goal=Goal(says=["sent"], changes={"orders": {"A-098": {"count": 9}}}),
+            delay_ms=2000,
+            delay_kind="user",
+        ),
     )
     report, server = replay(
         session,
         [
             calls(call("get_order", "x1", order_id="A-098"), text="let me see"),
             words("It is open."),
-            calls(call("update_order", "x2", order_id="A-098", count=9), call("update_order", "x3", order_id="A-099", count=9)),
+            calls(
+                call("update_order", "x2", order_id="A-098", count=9),
+                call("update_order", "x3", order_id="A-099", count=9),
+            ),
             words("A-099 is sent already."),
         ],
     )
     messages = server.requests[-1].body["messages"]
-    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant", "user", "assistant", "tool", "tool"]
+    assert [message["role"] for message in messages] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "user",
+        "assistant",
+        "tool",
+        "tool",
+    ]
     assert messages[1]["content"] == "let me see"
     assert messages[1]["tool_calls"][0]["function"] == {"name": "get_order", "arguments": '{"order_id": "A-098"}'}
-    assert messages[2] == {"role": "tool", "content": '{"order_id": "A-098", "item": "Blue lamp", "status": "open"}', "tool_call_id": "x1"}
+    assert messages[2] == {
+        "role": "tool",
+        "content": '{"order_id": "A-098", "item": "Blue lamp", "status": "open"}',
+        "tool_call_id": "x1",
+    }
     assert [(message["tool_call_id"], json.loads(message["content"])) for message in messages[6:]] == [
         ("x2", {"order_id": "A-098", "count": 9}),
         ("x3", {"error": "A-099 is sent already"}),
@@ -109,7 +136,8 @@ def test_reasoning_goes_back_as_it_came() -> None:
 def test_an_invalid_call_gets_its_error_as_result_and_the_model_may_try_again() -> None:
     goal = Goal(says=["chair"], max_calls=2)
     report, server = replay(
-        live_session(ask(goal=goal)), [calls(call("get_order", id="A-099")), calls(call("get_order", order_id="A-099")), words("A chair.")]
+        live_session(ask(goal=goal)),
+        [calls(call("get_order", id="A-099")), calls(call("get_order", order_id="A-099")), words("A chair.")],
     )
     assert json.loads(server.requests[1].body["messages"][-1]["content"]) == {"error": "unknown parameter 'id'"}
     assert missed(report) == [[]]
@@ -144,22 +172,41 @@ def test_a_missed_goal_says_why(goal: Goal, answers: list[Answer], reasons: list
 
 
 def test_after_too_many_requests_the_next_turn_follows_the_last_results() -> None:
-    report, server = replay(live_session(ask(max_requests=2), ask("and now?")), [calls(call("find_orders"))] * 2 + [words("done")])
-    assert [message["role"] for message in server.requests[-1].body["messages"]] == ["user", "assistant", "tool", "assistant", "tool", "user"]
+    report, server = replay(
+        live_session(ask(max_requests=2), ask("and now?")), [calls(call("find_orders"))] * 2 + [words("done")]
+    )
+    assert [message["role"] for message in server.requests[-1].body["messages"]] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "tool",
+        "user",
+    ]
     outcome = report.sessions[0].outcome
     assert outcome is not None
-    assert [(turn.ending, turn.num_requests, turn.reached) for turn in outcome.turns] == [("limit", 2, None), ("answered", 1, None)]
+    assert [(turn.ending, turn.num_requests, turn.reached) for turn in outcome.turns] == [
+        ("limit", 2, None),
+        ("answered", 1, None),
+    ]
     assert report.sessions[0].error is None
     assert "sessions at goal          0 of 0" in report.table()
 
 
 def test_a_cut_call_is_invalid_and_leaves_the_history() -> None:
-    cut = Answer(texts=[], calls=[call("delete_order", "c1", order_id="A-098"), ("c2", "get_order", '{"order_id": "A-0')], finish="length")
+    cut = Answer(
+        texts=[],
+        calls=[call("delete_order", "c1", order_id="A-098"), ("c2", "get_order", '{"order_id": "A-0')],
+        finish="length",
+    )
     report, server = replay(live_session(ask(), ask("go on")), [cut, words("done")])
     assert server.requests[1].body["messages"][1] == {"role": "assistant", "content": ""}
     outcome = report.sessions[0].outcome
     assert outcome is not None
-    assert [(made.name, made.kind, made.result) for made in outcome.calls] == [("delete_order", None, None), ("get_order", "invalid JSON", None)]
+    assert [(made.name, made.kind, made.result) for made in outcome.calls] == [
+        ("delete_order", None, None),
+        ("get_order", "invalid JSON", None),
+    ]
 
 
 @pytest.mark.parametrize("owner", ["agentspec", "somebody"])
@@ -177,7 +224,9 @@ def test_arguments_that_are_no_object_go_back_to_our_server_alone(owner: str) ->
 
 def test_a_call_that_the_server_could_not_read_counts_once_an_answer() -> None:
     garbled = "<tool_call>\n<function=get_order\n</tool_call><tool_call></tool_call>"
-    report, _ = replay(live_session(ask(), ask()), [calls(call("find_orders"), text=garbled), words("two"), words(garbled)])
+    report, _ = replay(
+        live_session(ask(), ask()), [calls(call("find_orders"), text=garbled), words("two"), words(garbled)]
+    )
     live = report.summary.live
     assert live is not None
     assert (live.num_calls, live.num_valid, live.problems) == (3, 1, [("not read", 2)])
@@ -194,18 +243,32 @@ def test_a_failed_request_ends_the_session_and_leaves_its_goals_unreached() -> N
 
 def three_sessions() -> tuple[ReplayFile, list[Answer]]:
     goal = Goal(says=["yes"])
-    sessions = [live_session(ask(goal=goal), name=name, group=group) for name, group in (("a", "known"), ("b", "unseen"), ("c", "unseen"))]
-    return replay_file(*sessions, *chats(1, 1).sessions), [calls(call("find_orders")), words("yes"), words("Yes."), words("no"), words("script")]
+    sessions = [
+        live_session(ask(goal=goal), name=name, group=group)
+        for name, group in (("a", "known"), ("b", "unseen"), ("c", "unseen"))
+    ]
+    return replay_file(*sessions, *chats(1, 1).sessions), [
+        calls(call("find_orders")),
+        words("yes"),
+        words("Yes."),
+        words("no"),
+        words("script"),
+    ]
 
 
 def test_groups_are_counted_apart() -> None:
     file, answers = three_sessions()
     report, _ = replay(file, answers, concurrency=1)
-    groups = {counts.group: (counts.num_sessions_reached, counts.num_sessions, counts.num_calls) for counts in report.summary.live_groups}
+    groups = {
+        counts.group: (counts.num_sessions_reached, counts.num_sessions, counts.num_calls)
+        for counts in report.summary.live_groups
+    }
     assert groups == {"known": (1, 1, 1), "unseen": (1, 2, 0)}
     table = report.table()
     assert "sessions at goal          2 of 3, 66.7%" in table
-    assert [" ".join(line.split()) for line in table.splitlines() if line.startswith("unseen")] == ["unseen 0 of 0 1 of 2, 50.0% 1 of 2, 50.0%"]
+    assert [" ".join(line.split()) for line in table.splitlines() if line.startswith("unseen")] == [
+        "unseen 0 of 0 1 of 2, 50.0% 1 of 2, 50.0%"
+    ]
     written = report.to_json()
     assert written["live"]["sessions_at_goal"] == 2
     assert [group["group"] for group in written["live"]["groups"]] == ["known", "unseen"]

@@ -1,4 +1,5 @@
-"""A live session against our own server: its answers, calls and ids are what the loop can use, and it takes back what the loop sends."""
+"""A live session against our own server: its answers, calls and ids are what the loop can use, and it takes back what
+the loop sends."""
 
 from __future__ import annotations
 
@@ -33,9 +34,17 @@ def written(name: str, **arguments: str) -> str:
 
 def test_calls_in_the_models_own_words_make_the_loop() -> None:
     scripts = [
-        [*said("I look.", written("get_order", order_id="A-098"), written("update_order", order_id="A-098", count="9")), ended()],
+        [
+            *said(
+                "I look.", written("get_order", order_id="A-098"), written("update_order", order_id="A-098", count="9")
+            ),
+            ended(),
+        ],
         [*said("It is open and has 9."), ended()],
-        [*said(written("update_order", order_id="A-098", count="ten")), ended()],  # text where the schema has an integer
+        [
+            *said(written("update_order", order_id="A-098", count="ten")),
+            ended(),
+        ],  # text where the schema has an integer
         [*said("<tool_call>\norder A-098"), ended()],
         [*said(written("delete_order", order_id="A-098")[:60]), ended(FinishReason.LENGTH, stop_match=None)],
         [*said("I stop."), ended()],
@@ -43,10 +52,15 @@ def test_calls_in_the_models_own_words_make_the_loop() -> None:
     goal = Goal(says=["open"], changes={"orders": {"A-098": {"count": 9}}})
     session = live_session(ask(goal=goal), *(ask(goal=Goal()) for _ in range(3)))
     tokenizer = Tokenizer(byte_backend(), eos_token=END_OF_TURN)
-    app = create_app(ScriptedEngine(*scripts), TextPipeline(tokenizer, PromptBuilder(tokenizer, ChatTemplate(TEMPLATE), TurnMemory())))
+    app = create_app(
+        ScriptedEngine(*scripts),
+        TextPipeline(tokenizer, PromptBuilder(tokenizer, ChatTemplate(TEMPLATE), TurnMemory())),
+    )
 
     async def main() -> Report:
-        async with httpx.AsyncClient(transport=InProcessTransport(app), base_url="http://in-process", timeout=None) as client:
+        async with httpx.AsyncClient(
+            transport=InProcessTransport(app), base_url="http://in-process", timeout=None
+        ) as client:
             return await run_replay(replay_file(session), ReplayOptions(), client, None)
 
     report = asyncio.run(main())

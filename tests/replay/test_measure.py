@@ -37,15 +37,22 @@ def test_time_per_token_leaves_the_first_event_out() -> None:
     assert record(tokens=[(1.0, 3), (1.5, 2), (2.0, 2)], completion_tokens=7).time_per_token == pytest.approx(0.25)
     assert record(tokens=[(1.0, 1), (2.0, 1)]).time_per_token == pytest.approx(1.0)  # no usage: events count
     assert record(tokens=[(1.0, 4)], completion_tokens=4).time_per_token is None
-    assert record(tokens=[(1.0, 4), (1.1, 1)], completion_tokens=4).time_per_token is None  # nothing came after the first event
+    assert (
+        record(tokens=[(1.0, 4), (1.1, 1)], completion_tokens=4).time_per_token is None
+    )  # nothing came after the first event
 
 
 def test_interactivity_inverts_the_percentile_of_time_by_token() -> None:
-    """1 / P90 of the ratios: neither a percentile of rates nor a ratio of percentiles. Turns without output have no ratio."""
+    """1 / P90 of the ratios: neither a percentile of rates nor a ratio of percentiles. Turns without output have no
+    ratio."""
     rng = random.Random(7)
     turns = [record(end=rng.uniform(0.1, 9), completion_tokens=rng.randrange(1, 500)) for _ in range(30)]
     ratios = [turn.end / (turn.completion_tokens or 1) for turn in turns]
-    turns += [record(end=100.0, completion_tokens=0), record(end=100.0), record(end=100.0, completion_tokens=5, error="gone")]
+    turns += [
+        record(end=100.0, completion_tokens=0),
+        record(end=100.0),
+        record(end=100.0, completion_tokens=5, error="gone"),
+    ]
     summary = summarize([SessionRecord(session_id="s", group=None, num_planned=33, turns=turns)], wall=2.0)
     assert summary.interactivity == pytest.approx(1 / float(np.percentile(ratios, 90)))
     assert summary.normalized_latency.count == 30
@@ -62,7 +69,9 @@ def test_first_tokens_of_sessions_openings_stand_apart() -> None:
 def test_rates_of_a_gpu_need_their_number_and_the_tokens() -> None:
     def rates(num_gpus: int | None, **fields: int) -> tuple[float | None, float | None]:
         turns = [record(end=1.0, **fields)]
-        summary = summarize([SessionRecord(session_id="s", group=None, num_planned=1, turns=turns)], wall=2.0, num_gpus=num_gpus)
+        summary = summarize(
+            [SessionRecord(session_id="s", group=None, num_planned=1, turns=turns)], wall=2.0, num_gpus=num_gpus
+        )
         return summary.output_rate_per_gpu, summary.total_rate_per_gpu
 
     assert rates(4, prompt_tokens=96, completion_tokens=8) == (1.0, 13.0)
@@ -72,15 +81,29 @@ def test_rates_of_a_gpu_need_their_number_and_the_tokens() -> None:
 
 
 def test_hits_pool_tokens_over_the_turns_that_report_them() -> None:
-    pooled = hits([record(prompt_tokens=100, cached_tokens=50), record(prompt_tokens=300, cached_tokens=300), record(prompt_tokens=999)])
+    pooled = hits(
+        [
+            record(prompt_tokens=100, cached_tokens=50),
+            record(prompt_tokens=300, cached_tokens=300),
+            record(prompt_tokens=999),
+        ]
+    )
     assert (pooled.num_turns, pooled.prompt_tokens, pooled.cached_tokens) == (2, 400, 350)
     assert pooled.share == pytest.approx(0.875)
 
 
 def test_acceptance_pools_counts_not_rates() -> None:
-    first = Speculation(num_steps=10, num_drafted=15, num_accepted=9, drafted_by_position=[10, 5], accepted_by_position=[7, 2])
-    second = Speculation(num_steps=30, num_drafted=30, num_accepted=3, drafted_by_position=[30], accepted_by_position=[3])
-    turns = [record(speculation=first, tokens=[(1.0, 1)]), record(speculation=second, tokens=[(1.0, 1)]), record(tokens=[(1.0, 1)])]
+    first = Speculation(
+        num_steps=10, num_drafted=15, num_accepted=9, drafted_by_position=[10, 5], accepted_by_position=[7, 2]
+    )
+    second = Speculation(
+        num_steps=30, num_drafted=30, num_accepted=3, drafted_by_position=[30], accepted_by_position=[3]
+    )
+    turns = [
+        record(speculation=first, tokens=[(1.0, 1)]),
+        record(speculation=second, tokens=[(1.0, 1)]),
+        record(tokens=[(1.0, 1)]),
+    ]
     summary = summarize([SessionRecord(session_id="s", group=None, num_planned=3, turns=turns)], wall=2.0)
     assert summary.emitted_per_step == pytest.approx(1 + 12 / 40)
     assert summary.draft_acceptance == pytest.approx(12 / 45)
@@ -90,11 +113,20 @@ def test_acceptance_pools_counts_not_rates() -> None:
 
 def test_columns_go_by_place_and_failures_stay_out() -> None:
     good = SessionRecord(session_id="a", group=None, num_planned=2)
-    good.turns = [record(0, tokens=[(1.0, 1)], prompt_tokens=10, cached_tokens=0), record(1, tokens=[(3.0, 1)], prompt_tokens=20, cached_tokens=15)]
+    good.turns = [
+        record(0, tokens=[(1.0, 1)], prompt_tokens=10, cached_tokens=0),
+        record(1, tokens=[(3.0, 1)], prompt_tokens=20, cached_tokens=15),
+    ]
     bad = SessionRecord(session_id="b", group=None, num_planned=3, error="turn 2: gone")
-    bad.turns = [record(0, tokens=[(2.0, 1)], prompt_tokens=30, cached_tokens=10), record(1, error="gone", tokens=[(9.0, 1)])]
+    bad.turns = [
+        record(0, tokens=[(2.0, 1)], prompt_tokens=30, cached_tokens=10),
+        record(1, error="gone", tokens=[(9.0, 1)]),
+    ]
     summary = summarize([good, bad], wall=4.0)
-    assert [(column.turn, column.time_to_first_token.p50, column.hits.share) for column in summary.by_turn] == [(0, 1.5, 0.25), (1, 3.0, 0.75)]
+    assert [(column.turn, column.time_to_first_token.p50, column.hits.share) for column in summary.by_turn] == [
+        (0, 1.5, 0.25),
+        (1, 3.0, 0.75),
+    ]
     assert (summary.num_turns, summary.num_failed_turns, summary.num_planned_turns) == (3, 1, 5)
     assert summary.errors == [("gone", 1)]
 

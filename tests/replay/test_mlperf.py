@@ -38,8 +38,24 @@ def results(*ids: str) -> list[dict[str, Any]]:
 
 ROWS = [
     {"_type": "dataset_metadata", "version": 3},
-    row(1, "user", system="Be brief.", content="Look it up.", tools=[TOOL], delay_seconds=0.5, max_new_tokens=64, temperature=0.6, some_note=1),
-    row(2, "assistant", reasoning_content="Two calls.", tool_calls=[call("a", '{"key": "x"}'), call("b", {"key": "é"})], content=None),
+    row(
+        1,
+        "user",
+        system="Be brief.",
+        content="Look it up.",
+        tools=[TOOL],
+        delay_seconds=0.5,
+        max_new_tokens=64,
+        temperature=0.6,
+        some_note=1,
+    ),
+    row(
+        2,
+        "assistant",
+        reasoning_content="Two calls.",
+        tool_calls=[call("a", '{"key": "x"}'), call("b", {"key": "é"})],
+        content=None,
+    ),
     row(3, "tool", tool_results=results("b", "a"), delay_seconds=0.25),
     row(4, "assistant", content="Hm.", tool_calls=[call("c", '{"key": "y')]),
     row(5, "tool", tool_results=results("c"), delay_seconds=1.5),
@@ -59,7 +75,13 @@ def convert(tmp_path: Path, rows: list[dict[str, Any]]) -> ReplayFile:
 
 
 def shape(turn: Turn) -> tuple[Any, ...]:
-    return [message.role for message in turn.messages or []], turn.delay_kind, turn.delay_ms, turn.max_tokens, turn.extra
+    return (
+        [message.role for message in turn.messages or []],
+        turn.delay_kind,
+        turn.delay_ms,
+        turn.max_tokens,
+        turn.extra,
+    )
 
 
 def test_rows_become_sessions(tmp_path: Path) -> None:
@@ -74,7 +96,11 @@ def test_rows_become_sessions(tmp_path: Path) -> None:
     ]
     assert [message.tool_call_id for message in first.turns[1].messages or []] == ["b", "a"]
     answers = [turn.recorded_message for turn in first.turns]
-    assert [answer and (answer.content, answer.reasoning_content) for answer in answers] == [(None, "Two calls."), ("Hm.", None), ("It is so.", None)]
+    assert [answer and (answer.content, answer.reasoning_content) for answer in answers] == [
+        (None, "Two calls."),
+        ("Hm.", None),
+        ("It is so.", None),
+    ]
     arguments = [call.function.arguments for answer in answers if answer for call in answer.tool_calls]
     assert arguments == ['{"key": "x"}', '{"key": "é"}', '{"key": "y'], "as the model wrote them, a broken one too"
     assert [shape(turn) for turn in second.turns] == [
@@ -99,7 +125,11 @@ def test_rows_replay(tmp_path: Path) -> None:
     assert bodies[2]["messages"][2]["reasoning_content"] == "Two calls."
     assert bodies[2]["messages"][5]["tool_calls"][0]["function"]["arguments"] == '{"key": "y'
     assert [body.get("max_tokens") for body in bodies] == [64, 64, 64, None, 7]
-    assert (bodies[0]["temperature"], bodies[2]["top_k"], bodies[3]["chat_template_kwargs"]) == (0.6, 20, {"preserve_thinking": True})
+    assert (bodies[0]["temperature"], bodies[2]["top_k"], bodies[3]["chat_template_kwargs"]) == (
+        0.6,
+        20,
+        {"preserve_thinking": True},
+    )
     starts = [turn.sent for turn in report.sessions[0].turns]
     ends = [turn.end for turn in report.sessions[0].turns]
     assert [starts[0], starts[1] - ends[0], starts[2] - ends[1]] == pytest.approx([0.5, 0.25, 3.5])
@@ -115,8 +145,16 @@ def test_rows_replay(tmp_path: Path) -> None:
         ([row(1, "user")], 1, "content"),
         ([row(1, "assistant", content="a")], 1, "an answer needs a row of the client"),
         ([row(1, "tool", tool_results=results("a"))], 1, "tool_results[0].tool_call_id: 'a'"),
-        ([row(1, "user", content="a"), row(2, "assistant", tool_calls=[call("a", "{}")]), row(3, "tool")], 3, "tool_results"),
-        ([row(1, "user", content="a"), row(2, "assistant", content="b"), row(3, "tool", tool_results=results("a"))], 3, "'a' is no call"),
+        (
+            [row(1, "user", content="a"), row(2, "assistant", tool_calls=[call("a", "{}")]), row(3, "tool")],
+            3,
+            "tool_results",
+        ),
+        (
+            [row(1, "user", content="a"), row(2, "assistant", content="b"), row(3, "tool", tool_results=results("a"))],
+            3,
+            "'a' is no call",
+        ),
         ([row(1, "user", content="a", delay_seconds="soon")], 1, "delay_seconds"),
         ([row(1, "user", content="a", chat_template="{{ messages }}")], 1, "chat_template"),
         ([row(1, "user", content="a", tools=[{"name": "x"}])], 1, "is not an OpenAI function tool"),
@@ -139,7 +177,9 @@ def test_the_public_sample(tmp_path: Path) -> None:
     assert (len(file.sessions), len(turns)) == (10, 514)
     assert all(turn.recorded_message is not None and turn.recorded_message.reasoning_content for turn in turns)
     assert sum(turn.delay_ms > 0 for turn in turns) == 504
-    assert {message.role for session in file.sessions for message in (session.turns[0].messages or [])[:1]} == {"system"}
+    assert {message.role for session in file.sessions for message in (session.turns[0].messages or [])[:1]} == {
+        "system"
+    }
 
 
 def texts(session: Session) -> list[str]:
@@ -150,12 +190,19 @@ def texts(session: Session) -> list[str]:
 
 
 def test_salts_around_the_system_prompt() -> None:
-    file = replay_file(*(Session(session_id=name, turns=[turn(system("S"), user("U"), expect=said()), turn(user("V"))]) for name in ("a", "b")))
+    file = replay_file(
+        *(
+            Session(session_id=name, turns=[turn(system("S"), user("U"), expect=said()), turn(user("V"))])
+            for name in ("a", "b")
+        )
+    )
     assert salted(file, ReplayOptions()) == file
     runs_ = [salted(file, ReplayOptions(salt="system", seed=seed)) for seed in (1, 1, 2)]
     assert runs_[0] == runs_[1]
     opened = [[texts(session)[0] for session in one.sessions] for one in (runs_[0], runs_[2])]
-    found = [re.fullmatch(r"(\[salt: [0-9a-f]{4}\])\n\nS\n\n(\[salt: [0-9a-f]{4}\])", text) for one in opened for text in one]
+    found = [
+        re.fullmatch(r"(\[salt: [0-9a-f]{4}\])\n\nS\n\n(\[salt: [0-9a-f]{4}\])", text) for one in opened for text in one
+    ]
     before, after = zip(*(match.groups() for match in found if match), strict=True)
     assert before[0] == before[1] != before[2] == before[3], "one a run"
     assert len(set(after)) == 4, "one a session and run"
@@ -167,7 +214,11 @@ def test_salts_around_the_system_prompt() -> None:
 def test_salts_before_the_first_user_message() -> None:
     opening = turn(system("S"), user("U"))
     parts = turn(InputMessage(role="user", content=[TextPart(text="U"), TextPart(text="W")]))
-    file = replay_file(Session(session_id="a", turns=[opening]), Session(session_id="b", turns=[opening]), Session(session_id="c", turns=[parts]))
+    file = replay_file(
+        Session(session_id="a", turns=[opening]),
+        Session(session_id="b", turns=[opening]),
+        Session(session_id="c", turns=[parts]),
+    )
     changed = [texts(session) for session in salted(file, ReplayOptions(salt="first-user")).sessions]
     assert changed[0][0] == "S"
     assert all(re.fullmatch(r"\[salt: [0-9a-f]{16}\]\n\n\|?U(\|W)?", session[-1]) for session in changed), changed
@@ -175,7 +226,11 @@ def test_salts_before_the_first_user_message() -> None:
 
 
 def test_subagents_have_their_agents_salts_and_forks_none() -> None:
-    parents = {"b": Parent(session_id="a", turn=0), "c": Parent(session_id="b", turn=0), "d": Parent(session_id="a", turn=0, mode="fork")}
+    parents = {
+        "b": Parent(session_id="a", turn=0),
+        "c": Parent(session_id="b", turn=0),
+        "d": Parent(session_id="a", turn=0, mode="fork"),
+    }
     opening = turn(system("S"), user("U"), expect=said())
     sessions = [Session(session_id=name, turns=[opening], parent=parents.get(name)) for name in "abcde"]
     changed = salted(replay_file(*sessions), ReplayOptions(salt="first-user", sessions=1)).sessions

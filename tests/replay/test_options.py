@@ -26,8 +26,34 @@ def test_defaults() -> None:
 
 def test_every_flag_arrives() -> None:
     options = parse(
-        *("--concurrency", "7", "--arrival", "poisson:2.5", "--speed", "3", "--tool-delay", "scale:0.5", "--history", "live", "--output", "length"),
-        *("--sessions", "8", "--max-turns", "9", "--timeout", "10", "--token-ids", "5:99", "--base-url", "http://h", "--api-key", "k"),
+        *(
+            "--concurrency",
+            "7",
+            "--arrival",
+            "poisson:2.5",
+            "--speed",
+            "3",
+            "--tool-delay",
+            "scale:0.5",
+            "--history",
+            "live",
+            "--output",
+            "length",
+        ),
+        *(
+            "--sessions",
+            "8",
+            "--max-turns",
+            "9",
+            "--timeout",
+            "10",
+            "--token-ids",
+            "5:99",
+            "--base-url",
+            "http://h",
+            "--api-key",
+            "k",
+        ),
         *("--served-model", "m", "--json", "a.json", "--html", "a.html", "--quiet", "--max-idle", "300"),
         *("--slo", "turn=10,ttft=150ms", "--slo", "gap=1", "--gpus", "2"),
     )

@@ -19,7 +19,13 @@ from agentspec.replay.slo import Slo
 
 
 def make_report(
-    num_sessions: int = 3, num_turns: int = 4, *, reports: bool = True, forced: bool = False, fails: bool = False, slo: str | None = None
+    num_sessions: int = 3,
+    num_turns: int = 4,
+    *,
+    reports: bool = True,
+    forced: bool = False,
+    fails: bool = False,
+    slo: str | None = None,
 ) -> Report:
     sessions = []
     for number in range(num_sessions):
@@ -32,7 +38,11 @@ def make_report(
             if reports:
                 turn.prompt_tokens, turn.completion_tokens, turn.cached_tokens = 1000 + place * 100, 4, place * 300
                 turn.speculation = Speculation(
-                    num_steps=3, num_drafted=6, num_accepted=1 + place, drafted_by_position=[3, 3], accepted_by_position=[3, place]
+                    num_steps=3,
+                    num_drafted=6,
+                    num_accepted=1 + place,
+                    drafted_by_position=[3, 3],
+                    accepted_by_position=[3, place],
                 )
                 turn.forced_acceptance = forced
             session.turns.append(turn)
@@ -109,7 +119,10 @@ def test_turns_over_a_bound_are_marked() -> None:
     text = " ".join(parse(page).itertext())
     assert page.count('class="dot over"') == 5
     assert page.count('class="wait over"') == page.count('class="stream over"') == 5
-    assert "first token after 200 ms, last after 500 ms, 1,000 prompt, 0 cached, 4 output tokens, over the bounds of ttft" in text
+    assert (
+        "first token after 200 ms, last after 500 ms, 1,000 prompt, 0 cached, 4 output tokens, over the bounds of ttft"
+        in text
+    )
     assert "Turns over a bound" in text
     assert "ttft 5, failed 1" in text
     within = render_page(make_report(2, 3, slo="turn=1s"))

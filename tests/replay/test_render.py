@@ -1,4 +1,5 @@
-"""Rendered token streams: incremental equals from scratch, history per template mode, breakpoints where they belong, known ideals."""
+"""Rendered token streams: incremental equals from scratch, history per template mode, breakpoints where they belong,
+known ideals."""
 
 from __future__ import annotations
 
@@ -44,13 +45,19 @@ LOOP = Session(
     session_id="s",
     tools=[TOOL],
     turns=[
-        turn(system("be brief"), user("first"), expect=called(("c1", "lookup", {"key": "a", "deep": [1], "flag": True}), text="hm ")),
+        turn(
+            system("be brief"),
+            user("first"),
+            expect=called(("c1", "lookup", {"key": "a", "deep": [1], "flag": True}), text="hm "),
+        ),
         turn(result(" 42 ", "c1"), expect=said("so it is")),
         turn(user("second"), expect=said("bye")),
     ],
 )
 
-PARAMETERS = "<parameter=key>\na\n</parameter>\n<parameter=deep>\n[1]\n</parameter>\n<parameter=flag>\nTrue\n</parameter>\n"
+PARAMETERS = (
+    "<parameter=key>\na\n</parameter>\n<parameter=deep>\n[1]\n</parameter>\n<parameter=flag>\nTrue\n</parameter>\n"
+)
 CALL = f"<tool_call>\n<function=lookup>\n{PARAMETERS}</function>\n</tool_call>"
 OPENING = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
@@ -59,9 +66,13 @@ def test_arguments_that_are_no_object_are_rendered_as_they_are() -> None:
     """In place of the parameters, as the server shows them; without any, the call has none."""
     texts = ['{"key": "x', "[1]", '{"key": "\\ud800"}', " "]
     calls = called(*((f"c{index}", "lookup", arguments) for index, arguments in enumerate(texts)))
-    answer, _ = render(Session(session_id="s", tools=[TOOL], turns=[turn(user(), expect=calls), turn(result(), expect=said())]))
+    answer, _ = render(
+        Session(session_id="s", tools=[TOOL], turns=[turn(user(), expect=calls), turn(result(), expect=said())])
+    )
     shown = [f"{arguments}\n" if arguments.strip() else "" for arguments in texts]
-    expected = "\n".join(f"<tool_call>\n<function=lookup>\n{parameters}</function>\n</tool_call>" for parameters in shown)
+    expected = "\n".join(
+        f"<tool_call>\n<function=lookup>\n{parameters}</function>\n</tool_call>" for parameters in shown
+    )
     assert text(answer.output_ids) == expected + "<|im_end|>"
 
 
@@ -93,7 +104,9 @@ def test_breakpoints_stand_after_the_system_block_and_the_last_query() -> None:
             assert (start.kind, query.kind) == (CheckpointKind.SYSTEM, CheckpointKind.USER)
             assert text(rendered.prompt_ids)[: start.offset].endswith("be brief<|im_end|>\n<|im_start|>user\n")
             asked = "first" if place < 2 else "second"
-            assert text(rendered.prompt_ids)[: query.offset].endswith(f"user\n{asked}<|im_end|>\n<|im_start|>assistant\n")
+            assert text(rendered.prompt_ids)[: query.offset].endswith(
+                f"user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
+            )
 
 
 def test_without_system_and_tools_only_the_query_is_marked() -> None:
@@ -103,7 +116,11 @@ def test_without_system_and_tools_only_the_query_is_marked() -> None:
 
 
 def test_a_session_that_thinks() -> None:
-    turns = [turn(user("q"), expect=said("a", reasoning=" hm ")), turn(result("r"), expect=said("b")), turn(user("n"), expect=said("c"))]
+    turns = [
+        turn(user("q"), expect=said("a", reasoning=" hm ")),
+        turn(result("r"), expect=said("b")),
+        turn(user("n"), expect=said("c")),
+    ]
     first, second, third = render(Session(session_id="s", turns=turns))
     assert text(first.prompt_ids).endswith("<|im_start|>assistant\n<think>\n")
     assert text(first.output_ids) == "hm\n</think>\n\na<|im_end|>"
@@ -134,14 +151,17 @@ def test_an_answer_that_is_missing_is_named() -> None:
 
 
 def test_token_runs_keep_equal_prefixes() -> None:
-    first, second = render(Session(session_id="s", turns=[runs(20, [1, 2, 3]), runs(30, [1, 2, 4, 5], output_tokens=9)]))
+    first, second = render(
+        Session(session_id="s", turns=[runs(20, [1, 2, 3]), runs(30, [1, 2, 4, 5], output_tokens=9)])
+    )
     assert first.prompt_ids[:16] == second.prompt_ids[:16]
     assert (len(second.prompt_ids), len(second.output_ids), second.breakpoints) == (30, 9, [])
 
 
 @pytest.mark.parametrize("mode", ["qwen35", "stable"])
 def test_incremental_equals_from_scratch(mode: Any) -> None:
-    """Rendering a session cut after turn n gives the same n turns: nothing depends on what comes later or was rendered before."""
+    """Rendering a session cut after turn n gives the same n turns: nothing depends on what comes later or was rendered
+    before."""
     for seed in range(30):
         session = random_session(random.Random(seed))
         file = replay_file(session)
@@ -150,7 +170,9 @@ def test_incremental_equals_from_scratch(mode: Any) -> None:
         assert list(renderer.turns(file, session)) == whole
         for cut in range(1, len(session.turns)):
             part = Session(session_id="s", turns=session.turns[:cut])
-            assert list(TraceRenderer(RegexPieces(), mode).turns(replay_file(part), part)) == whole[:cut], f"seed {seed}"
+            assert list(TraceRenderer(RegexPieces(), mode).turns(replay_file(part), part)) == whole[:cut], (
+                f"seed {seed}"
+            )
 
 
 def random_session(rng: random.Random) -> Session:
@@ -160,9 +182,15 @@ def random_session(rng: random.Random) -> Session:
     turns: list[Turn] = []
     calls = 0
     for place in range(rng.randrange(2, 9)):
-        new = [result(words()) for _ in range(calls)] + ([user(words())] if place == 0 or not calls or rng.random() < 0.3 else [])
+        new = [result(words()) for _ in range(calls)] + (
+            [user(words())] if place == 0 or not calls or rng.random() < 0.3 else []
+        )
         calls = rng.randrange(3)
-        answer = called(*((f"c{index}", "f", {"k": words()}) for index in range(calls)), text=words()) if calls else said(words())
+        answer = (
+            called(*((f"c{index}", "f", {"k": words()}) for index in range(calls)), text=words())
+            if calls
+            else said(words())
+        )
         turns.append(turn(*([system(words())] if place == 0 else []), *new, expect=answer))
     return Session(session_id="s", turns=turns)
 

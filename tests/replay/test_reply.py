@@ -39,7 +39,9 @@ def delta(**fields: Any) -> dict[str, Any]:
 
 
 def test_events_end_at_done_and_comments_are_skipped() -> None:
-    assert collect(": ping", "", 'data: {"a": 1}', "", 'data:{"b":', "data: 2}", "", "data: [DONE]", "", 'data: {"c": 3}', "") == [{"a": 1}, {"b": 2}]
+    assert collect(
+        ": ping", "", 'data: {"a": 1}', "", 'data:{"b":', "data: 2}", "", "data: [DONE]", "", 'data: {"c": 3}', ""
+    ) == [{"a": 1}, {"b": 2}]
 
 
 def test_a_last_event_without_a_blank_line_counts() -> None:
@@ -51,7 +53,9 @@ def test_a_last_event_without_a_blank_line_counts() -> None:
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_a_stream_may_be_cut_anywhere(end: str) -> None:
-    stream = end.join(('data: {"a": "é\u2028\x85"}', "", ": ping", 'data: {"b":', "data: 2}", "", "data: [DONE]", "", "data: 3", "")).encode()
+    stream = end.join(
+        ('data: {"a": "é\u2028\x85"}', "", ": ping", 'data: {"b":', "data: 2}", "", "data: [DONE]", "", "data: 3", "")
+    ).encode()
     expected = [{"a": "é\u2028\x85"}, {"b": 2}]
     assert collect_parts(stream) == expected
     assert collect_parts(*(stream[place : place + 1] for place in range(len(stream)))) == expected
@@ -60,11 +64,15 @@ def test_a_stream_may_be_cut_anywhere(end: str) -> None:
 
 
 def test_what_other_servers_take_for_json_is_read() -> None:
-    (first, second, third) = collect_parts(b'data: {"a": -Infinity}\n\ndata: {"a": "\\ud83d"}\n\ndata: {"a": "\xff"}\n\n')
+    (first, second, third) = collect_parts(
+        b'data: {"a": -Infinity}\n\ndata: {"a": "\\ud83d"}\n\ndata: {"a": "\xff"}\n\n'
+    )
     assert (first, second, third) == ({"a": float("-inf")}, {"a": "\ud83d"}, {"a": "\ufffd"})
 
 
-@pytest.mark.parametrize(("text", "reason"), [("{", "an event that is not JSON: '{'"), ("[1]", "an event that is no object: '[1]'")])
+@pytest.mark.parametrize(
+    ("text", "reason"), [("{", "an event that is not JSON: '{'"), ("[1]", "an event that is no object: '[1]'")]
+)
 def test_what_is_no_event_is_shown(text: str, reason: str) -> None:
     with pytest.raises(ServerError) as caught:
         collect(f"data: {text}", "")
@@ -82,7 +90,12 @@ def test_a_call_is_put_together_from_its_pieces() -> None:
         delta(content="so "),
         delta(content="be it"),
         delta(tool_calls=[{"index": 0, "id": "a", "function": {"name": "f", "arguments": ""}}]),
-        delta(tool_calls=[{"index": 0, "function": {"arguments": '{"x"'}}, {"index": 1, "id": "b", "function": {"name": "g", "arguments": "{}"}}]),
+        delta(
+            tool_calls=[
+                {"index": 0, "function": {"arguments": '{"x"'}},
+                {"index": 1, "id": "b", "function": {"name": "g", "arguments": "{}"}},
+            ]
+        ),
         delta(tool_calls=[{"index": 0, "function": {"arguments": ": 1}"}}]),
     )
     assert reply.message() == {
@@ -97,7 +110,11 @@ def test_a_call_is_put_together_from_its_pieces() -> None:
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
 def test_reasoning_goes_back_under_the_name_it_came_with(name: str) -> None:
-    assert take(delta(**{name: "hm"}), delta(content="x")).message() == {"role": "assistant", "content": "x", name: "hm"}
+    assert take(delta(**{name: "hm"}), delta(content="x")).message() == {
+        "role": "assistant",
+        "content": "x",
+        name: "hm",
+    }
 
 
 def test_what_an_event_shows() -> None:
@@ -112,7 +129,9 @@ def test_what_an_event_shows_where_tokens_are_counted() -> None:
     reply = Reply(counts_so_far=True)
 
     def shown(delta: dict[str, Any], tokens: int, index: int = 0) -> int:
-        return reply.add({"choices": [{"index": index, "delta": delta}], "usage": {"prompt_tokens": 5, "completion_tokens": tokens}})
+        return reply.add(
+            {"choices": [{"index": index, "delta": delta}], "usage": {"prompt_tokens": 5, "completion_tokens": tokens}}
+        )
 
     assert shown({"role": "assistant", "content": ""}, 0) == 0
     assert shown({"content": "some words"}, 3) == 3
@@ -127,7 +146,12 @@ def test_what_an_event_shows_where_tokens_are_counted() -> None:
 def test_counters_in_agentspecs_shape() -> None:
     mtp = {"drafted_by_position": [10, 6], "accepted_by_position": [8, 3]}
     suffix = {"drafted_by_position": [1, 1, 1], "accepted_by_position": [1, 1, 0]}
-    counters = {"num_spec_steps": 10, "num_draft_tokens": 19, "num_accepted_draft_tokens": 13, "by_source": {"mtp": mtp, "suffix": suffix}}
+    counters = {
+        "num_spec_steps": 10,
+        "num_draft_tokens": 19,
+        "num_accepted_draft_tokens": 13,
+        "by_source": {"mtp": mtp, "suffix": suffix},
+    }
     reply = take({"choices": [], "metrics": {"speculative_decoding": counters}})
     assert reply.speculation == Speculation(
         num_steps=10, num_drafted=19, num_accepted=13, drafted_by_position=[11, 7, 1], accepted_by_position=[9, 4, 0]
@@ -136,7 +160,12 @@ def test_counters_in_agentspecs_shape() -> None:
 
 
 def test_counters_in_vllms_shape_have_no_positions() -> None:
-    counters = {"num_spec_steps": 4, "num_draft_tokens": 8, "num_accepted_draft_tokens": 5, "mean_acceptance_length": 2.25}
+    counters = {
+        "num_spec_steps": 4,
+        "num_draft_tokens": 8,
+        "num_accepted_draft_tokens": 5,
+        "mean_acceptance_length": 2.25,
+    }
     reply = take({"choices": [], "metrics": {"speculative_decoding": counters}})
     assert reply.speculation == Speculation(num_steps=4, num_drafted=8, num_accepted=5)
 

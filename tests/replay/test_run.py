@@ -21,7 +21,14 @@ from tests.replay.builders import TOOL, called, chats, replay_file, result, runs
 from tests.replay.fakes import Answer, FakeServer, run, speculation, usage
 
 
-def replay(file: ReplayFile, server: FakeServer | None = None, *, model: str | None = None, progress: Any = None, **options: Any) -> Report:
+def replay(
+    file: ReplayFile,
+    server: FakeServer | None = None,
+    *,
+    model: str | None = None,
+    progress: Any = None,
+    **options: Any,
+) -> Report:
     server = server or FakeServer()
 
     async def main() -> Report:
@@ -35,8 +42,12 @@ def replay(file: ReplayFile, server: FakeServer | None = None, *, model: str | N
 
 def test_one_turn_is_asked_for_and_measured() -> None:
     server = FakeServer(lambda body: Answer(texts="abcd", wait=0.5, gap=0.1, usage=usage(100, 4, 64)))
-    session = Session(session_id="s/ü", turns=[turn(system(), user("hi"), max_tokens=9, extra={"top_p": 0.5})], toolset="desk")
-    report = replay(replay_file(session, toolsets={"desk": [TOOL]}, defaults={"temperature": 0, "max_tokens": 3}), server)
+    session = Session(
+        session_id="s/ü", turns=[turn(system(), user("hi"), max_tokens=9, extra={"top_p": 0.5})], toolset="desk"
+    )
+    report = replay(
+        replay_file(session, toolsets={"desk": [TOOL]}, defaults={"temperature": 0, "max_tokens": 3}), server
+    )
     [seen] = server.requests
     assert seen.path == "/v1/chat/completions"
     assert seen.session == "s/%C3%BC"
@@ -55,17 +66,26 @@ def test_one_turn_is_asked_for_and_measured() -> None:
     assert record.time_per_token == pytest.approx(0.1)
     assert record.gaps == pytest.approx([0.1, 0.1, 0.1])
     assert record.latency == pytest.approx(0.8)
-    assert (record.prompt_tokens, record.completion_tokens, record.cached_tokens, record.finish_reason) == (100, 4, 64, "stop")
+    assert (record.prompt_tokens, record.completion_tokens, record.cached_tokens, record.finish_reason) == (
+        100,
+        4,
+        64,
+        "stop",
+    )
     assert report.summary.wall == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize("owner", ["agentspec", "somebody"])
 def test_recorded_arguments_that_are_no_object_replay(owner: str, tmp_path: Path) -> None:
-    """As they are to our server; as `{}` to others, which refuse such a history. The rest of the request is the same."""
+    """As they are to our server; as `{}` to others, which refuse such a history. The rest of the request is the
+    same."""
     texts = ['{"key": "x', "[1]", "", '{"key": 1}']
     first = turn(user(), expect=called(*((f"c{index}", "lookup", text) for index, text in enumerate(texts)), text="hm"))
     results = [result("no", f"c{index}") for index in range(len(texts))]
-    save(replay_file(Session(session_id="s", turns=[first, turn(*results, expect=said()), turn(user())])), tmp_path / "file.jsonl")
+    save(
+        replay_file(Session(session_id="s", turns=[first, turn(*results, expect=said()), turn(user())])),
+        tmp_path / "file.jsonl",
+    )
     server = FakeServer(owner=owner)
     report = replay(load(tmp_path / "file.jsonl"), server)
     assert report.sessions[0].error is None
@@ -114,7 +134,9 @@ def test_recorded_history_sends_what_was_recorded() -> None:
 def test_live_history_sends_the_answers_and_gives_results_their_ids() -> None:
     server = FakeServer(
         lambda body: (
-            Answer(texts=["see"], calls=[("live-1", "f", '{"a": 1}'), ("live-2", "g", "{}")]) if len(body["messages"]) == 1 else Answer(texts=["ok"])
+            Answer(texts=["see"], calls=[("live-1", "f", '{"a": 1}'), ("live-2", "g", "{}")])
+            if len(body["messages"]) == 1
+            else Answer(texts=["ok"])
         )
     )
     session = Session(
@@ -130,19 +152,28 @@ def test_live_history_sends_the_answers_and_gives_results_their_ids() -> None:
     assert messages[1]["content"] == "see"
     assert [call["id"] for call in messages[1]["tool_calls"]] == ["live-1", "live-2"]
     assert messages[1]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
-    assert [(message["content"], message["tool_call_id"]) for message in messages[2:4]] == [("of c2", "live-2"), ("of c1", "live-1")]
+    assert [(message["content"], message["tool_call_id"]) for message in messages[2:4]] == [
+        ("of c2", "live-2"),
+        ("of c1", "live-1"),
+    ]
     assert messages[4] == {"role": "assistant", "content": "ok"}
     assert report.summary.num_diverged == 0
 
 
 @pytest.mark.parametrize(
     "answer",
-    [Answer(texts=["no call"]), Answer(calls=[("a", "f", "{}"), ("b", "f", "{}")]), Answer(calls=[("a", "f", '{"cut": ')])],
+    [
+        Answer(texts=["no call"]),
+        Answer(calls=[("a", "f", "{}"), ("b", "f", "{}")]),
+        Answer(calls=[("a", "f", '{"cut": ')]),
+    ],
     ids=["no call", "too many calls", "cut arguments"],
 )
 def test_a_live_answer_that_does_not_fit_gives_way_to_the_recorded_one(answer: Answer) -> None:
     server = FakeServer(lambda body: answer)
-    session = Session(session_id="s", turns=[turn(user(), expect=called(("c1", "f", {}))), turn(result("42", "c1"), expect=said())])
+    session = Session(
+        session_id="s", turns=[turn(user(), expect=called(("c1", "f", {}))), turn(result("42", "c1"), expect=said())]
+    )
     report = replay(replay_file(session), server, history="live")
     messages = server.requests[1].body["messages"]
     assert messages[1]["tool_calls"][0]["id"] == "c1"
@@ -160,14 +191,21 @@ def test_without_a_recorded_answer_the_session_fails_and_says_why() -> None:
 
 
 def test_results_without_ids_take_the_live_ids_in_order() -> None:
-    server = FakeServer(lambda body: Answer(calls=[("x", "f", "{}"), ("y", "f", "{}")]) if len(body["messages"]) == 1 else Answer())
+    server = FakeServer(
+        lambda body: Answer(calls=[("x", "f", "{}"), ("y", "f", "{}")]) if len(body["messages"]) == 1 else Answer()
+    )
     replay(replay_file(Session(session_id="s", turns=[turn(user()), turn(result("1"), result("2"))])), server)
     assert [message["tool_call_id"] for message in server.requests[1].body["messages"][2:]] == ["x", "y"]
 
 
 def test_token_runs_go_to_completions_as_ids_with_equal_prefixes() -> None:
     server = FakeServer()
-    replay(replay_file(Session(session_id="s", turns=[runs(20, [7, 8, 9]), runs(26, [7, 8, 3, 4])])), server, token_ids=(50, 60), seed=5)
+    replay(
+        replay_file(Session(session_id="s", turns=[runs(20, [7, 8, 9]), runs(26, [7, 8, 3, 4])])),
+        server,
+        token_ids=(50, 60),
+        seed=5,
+    )
     first, second = (seen.body["prompt"] for seen in server.requests)
     assert {seen.path for seen in server.requests} == {"/v1/completions"}
     assert (len(first), len(second)) == (20, 26)
@@ -178,7 +216,11 @@ def test_token_runs_go_to_completions_as_ids_with_equal_prefixes() -> None:
 
 def test_output_length_fixes_the_number_of_tokens() -> None:
     server = FakeServer()
-    replay(replay_file(Session(session_id="s", turns=[runs(8, [1], output_tokens=17, max_tokens=99)])), server, output="length")
+    replay(
+        replay_file(Session(session_id="s", turns=[runs(8, [1], output_tokens=17, max_tokens=99)])),
+        server,
+        output="length",
+    )
     assert (server.requests[0].body["max_tokens"], server.requests[0].body["ignore_eos"]) == (17, True)
 
 
@@ -206,21 +248,28 @@ def test_a_closed_loop_keeps_its_lanes_full_and_a_session_in_one_piece() -> None
 
 
 def test_a_trace_starts_sessions_at_their_times() -> None:
-    file = replay_file(*(Session(session_id=f"s{index}", start_ms=1000 + 500 * index, turns=[turn(user())]) for index in range(4)))
+    file = replay_file(
+        *(Session(session_id=f"s{index}", start_ms=1000 + 500 * index, turns=[turn(user())]) for index in range(4))
+    )
     report = replay(file, arrival="trace", speed=2.0)
     assert [session.turns[0].sent for session in report.sessions] == pytest.approx([0, 0.25, 0.5, 0.75])
     assert report.summary.lag.largest == pytest.approx(0)
 
 
 def test_a_limit_in_open_loop_shows_as_lag() -> None:
-    file = replay_file(*(Session(session_id=f"s{index}", start_ms=100 * index, turns=[turn(user())]) for index in range(3)))
+    file = replay_file(
+        *(Session(session_id=f"s{index}", start_ms=100 * index, turns=[turn(user())]) for index in range(3))
+    )
     report = replay(file, arrival="trace", concurrency=1)
     assert [session.turns[0].lag for session in report.sessions] == pytest.approx([0, 0.6, 1.2])
 
 
 def test_poisson_arrivals_are_seeded() -> None:
     def starts(seed: int) -> list[float]:
-        return [session.turns[0].sent for session in replay(chats(20, 1), arrival="poisson", arrival_rate=4.0, seed=seed).sessions]
+        return [
+            session.turns[0].sent
+            for session in replay(chats(20, 1), arrival="poisson", arrival_rate=4.0, seed=seed).sessions
+        ]
 
     assert starts(1) == starts(1)
     assert starts(1) != starts(2)
@@ -243,7 +292,9 @@ def test_turn_times_first_tokens_and_bounds_in_table_and_json() -> None:
     assert summary["wall_s"] == pytest.approx(seconds)
     assert [summary["e2el_ms"][name] for name in ("mean", "p50", "max")] == pytest.approx([seconds * 250, 1050, 4300])
     assert [summary[name]["count"] for name in ("ttft_ms", "ttft_first_turns_ms", "ttft_later_turns_ms")] == [4, 2, 2]
-    assert [summary[name]["max"] for name in ("ttft_ms", "ttft_first_turns_ms", "ttft_later_turns_ms")] == pytest.approx([4000, 4000, 1000])
+    assert [
+        summary[name]["max"] for name in ("ttft_ms", "ttft_first_turns_ms", "ttft_later_turns_ms")
+    ] == pytest.approx([4000, 4000, 1000])
     assert summary["output_tokens_per_s"] == pytest.approx(16 / seconds)
     assert (summary["gpus"], summary["output_tokens_per_s_per_gpu"]) == (2, pytest.approx(8 / seconds))
     assert summary["total_tokens_per_s_per_gpu"] == pytest.approx((8 + 200) / seconds)
@@ -253,7 +304,12 @@ def test_turn_times_first_tokens_and_bounds_in_table_and_json() -> None:
     assert data["slo"]["goodput_turns_per_s"] == pytest.approx(2 / seconds)
     assert [row["slo_missed"] for row in data["requests"]] == [["turn", "ttft"], ["ttft"], [], []]
     table = report.table()
-    for line in (r"turn time +1,800 +1,050 ", "first token, first turns +2,250 ", "first token, later turns +750 ", "goodput +0.28 turns a second"):
+    for line in (
+        r"turn time +1,800 +1,050 ",
+        "first token, first turns +2,250 ",
+        "first token, later turns +750 ",
+        "goodput +0.28 turns a second",
+    ):
         assert re.search(line, table), table
     assert "turns within bounds       2 of 4, 50.0%" in table
     assert "1.2 tokens a second a user, P90" in table
@@ -292,7 +348,12 @@ def test_a_failed_turn_ends_its_session_and_no_other(answer: Answer, reason: str
     assert [session.error is None for session in report.sessions] == [True, False, True]
     assert reason in str(report.sessions[1].error)
     assert str(report.sessions[1].error).startswith("turn 2: ")
-    assert (summary.num_failed_sessions, summary.num_failed_turns, summary.num_turns, summary.num_planned_turns) == (1, 1, 7, 9)
+    assert (summary.num_failed_sessions, summary.num_failed_turns, summary.num_turns, summary.num_planned_turns) == (
+        1,
+        1,
+        7,
+        9,
+    )
     assert "1 failed, 1 not sent" in report.table()
     assert reason in report.table()
 
@@ -313,14 +374,21 @@ def test_a_broken_connection_is_a_failure_of_the_turn() -> None:
 def test_what_a_server_does_not_report_is_not_zero() -> None:
     report = replay(chats(2, 2), FakeServer(lambda body: Answer(usage=None)))
     summary = report.summary
-    assert (summary.hits.share, summary.output_rate, summary.emitted_per_step, summary.prompt_tokens) == (None, None, None, None)
+    assert (summary.hits.share, summary.output_rate, summary.emitted_per_step, summary.prompt_tokens) == (
+        None,
+        None,
+        None,
+        None,
+    )
     assert report.table().count("not reported") >= 5
     assert report.to_json()["summary"]["cached_tokens"] is None
 
 
 def test_forced_acceptance_is_labelled_everywhere() -> None:
     stream = io.StringIO()
-    server = FakeServer(lambda body: Answer(metrics=speculation(steps=10, drafted=[10, 8], accepted=[8, 4], forced=True)))
+    server = FakeServer(
+        lambda body: Answer(metrics=speculation(steps=10, drafted=[10, 8], accepted=[8, 4], forced=True))
+    )
     report = replay(chats(1, 1), server, progress=stream)
     assert "FORCED ACCEPTANCE" in report.table()
     assert report.to_json()["forced_acceptance"] is True
@@ -356,7 +424,11 @@ def test_a_server_without_a_model_page_needs_a_name() -> None:
 
 
 REFUSED: dict[str, tuple[ReplayFile, dict[str, Any], str]] = {
-    "history": (replay_file(Session(session_id="s", turns=[turn(user()), turn(user())])), {"history": "recorded"}, r"turns\[0\].expect.message"),
+    "history": (
+        replay_file(Session(session_id="s", turns=[turn(user()), turn(user())])),
+        {"history": "recorded"},
+        r"turns\[0\].expect.message",
+    ),
     "length": (chats(1, 1), {"output": "length"}, "expect.output_tokens"),
     "constrained": (
         replay_file(Session(session_id="s", turns=[runs(8, [1], extra={"response_format": {"type": "json_object"}})])),
@@ -368,7 +440,9 @@ REFUSED: dict[str, tuple[ReplayFile, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("file", "options", "reason"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_can_not_be_replayed_as_asked_is_refused_before_anything_is_sent(file: ReplayFile, options: dict[str, Any], reason: str) -> None:
+def test_what_can_not_be_replayed_as_asked_is_refused_before_anything_is_sent(
+    file: ReplayFile, options: dict[str, Any], reason: str
+) -> None:
     server = FakeServer()
     with pytest.raises(ConfigError, match=reason):
         replay(file, server, **options)

@@ -15,7 +15,12 @@ from agentspec.errors import ReplayFileError
 from agentspec.replay.schema import load, save
 from tests.replay.builders import TOOL, write_lines
 
-META: dict[str, Any] = {"type": "meta", "schema": "agentspec.replay/1", "toolsets": {"desk": [TOOL]}, "defaults": {"temperature": 0}}
+META: dict[str, Any] = {
+    "type": "meta",
+    "schema": "agentspec.replay/1",
+    "toolsets": {"desk": [TOOL]},
+    "defaults": {"temperature": 0},
+}
 CALL = {"id": "c1", "type": "function", "function": {"name": "lookup", "arguments": "{}"}}
 SESSION: dict[str, Any] = {
     "type": "session",
@@ -24,12 +29,23 @@ SESSION: dict[str, Any] = {
     "turns": [
         {
             "messages": [{"role": "system", "content": "brief"}, {"role": "user", "content": "hi"}],
-            "expect": {"message": {"role": "assistant", "content": None, "tool_calls": [CALL]}, "usage": {"completion_tokens": 7}},
+            "expect": {
+                "message": {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                "usage": {"completion_tokens": 7},
+            },
         },
-        {"messages": [{"role": "tool", "content": [{"type": "text", "text": "42"}], "tool_call_id": "c1"}], "delay_ms": 20, "delay_kind": "tool"},
+        {
+            "messages": [{"role": "tool", "content": [{"type": "text", "text": "42"}], "tool_call_id": "c1"}],
+            "delay_ms": 20,
+            "delay_kind": "tool",
+        },
     ],
 }
-RUNS: dict[str, Any] = {"type": "session", "session_id": "two", "turns": [{"input_length": 20, "block_size": 8, "hash_ids": [0, 1, 2]}]}
+RUNS: dict[str, Any] = {
+    "type": "session",
+    "session_id": "two",
+    "turns": [{"input_length": 20, "block_size": 8, "hash_ids": [0, 1, 2]}],
+}
 
 
 def changed(line: dict[str, Any], change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
@@ -60,8 +76,12 @@ def test_loads_meta_messages_and_token_runs(tmp_path: Path) -> None:
 
 
 def test_notes_of_other_tools_are_read_over(tmp_path: Path) -> None:
-    noted = changed(SESSION, lambda line: (put("x_note", {"any": 1})(line), put("turns", 0, "expect", "x_score", 3)(line)))
-    assert load(write_lines(tmp_path / "a.jsonl", [META | {"x_tool": "t"}, noted])) == load(write_lines(tmp_path / "a.jsonl", [META, SESSION]))
+    noted = changed(
+        SESSION, lambda line: (put("x_note", {"any": 1})(line), put("turns", 0, "expect", "x_score", 3)(line))
+    )
+    assert load(write_lines(tmp_path / "a.jsonl", [META | {"x_tool": "t"}, noted])) == load(
+        write_lines(tmp_path / "a.jsonl", [META, SESSION])
+    )
 
 
 def test_keys_of_tools_and_arguments_are_nobodys_notes(tmp_path: Path) -> None:
@@ -102,8 +122,18 @@ BAD: list[tuple[str, list[Any], int, str]] = [
     ("wrong type", [META, changed(SESSION, put("turns", 1, "delay_ms", "soon"))], 2, "delay_ms"),
     ("unknown delay kind", [META, changed(SESSION, put("turns", 1, "delay_kind", "lunch"))], 2, "delay_kind"),
     ("unknown role", [META, changed(SESSION, put("turns", 0, "messages", 0, "role", "judge"))], 2, "role"),
-    ("assistant among the new messages", [META, changed(SESSION, put("turns", 0, "messages", 1, "role", "assistant"))], 2, "role"),
-    ("image part", [META, changed(SESSION, put("turns", 1, "messages", 0, "content", [{"type": "image_url"}]))], 2, "image_url"),
+    (
+        "assistant among the new messages",
+        [META, changed(SESSION, put("turns", 0, "messages", 1, "role", "assistant"))],
+        2,
+        "role",
+    ),
+    (
+        "image part",
+        [META, changed(SESSION, put("turns", 1, "messages", 0, "content", [{"type": "image_url"}]))],
+        2,
+        "image_url",
+    ),
     ("negative delay", [META, changed(SESSION, put("turns", 1, "delay_ms", -1))], 2, "turns[1].delay_ms: -1"),
     ("negative start", [META, SESSION | {"start_ms": -5}], 2, "start_ms"),
     ("no turns", [META, SESSION | {"turns": []}], 2, "turns"),
@@ -125,8 +155,18 @@ BAD: list[tuple[str, list[Any], int, str]] = [
         2,
         "turns[1].messages[0].role",
     ),
-    ("tool result first", [META, changed(SESSION, put("turns", 0, "messages", 1, {"role": "tool", "content": "x"}))], 2, "turns[0].messages[1].role"),
-    ("call id of a user", [META, changed(SESSION, put("turns", 0, "messages", 1, "tool_call_id", "c"))], 2, "tool_call_id"),
+    (
+        "tool result first",
+        [META, changed(SESSION, put("turns", 0, "messages", 1, {"role": "tool", "content": "x"}))],
+        2,
+        "turns[0].messages[1].role",
+    ),
+    (
+        "call id of a user",
+        [META, changed(SESSION, put("turns", 0, "messages", 1, "tool_call_id", "c"))],
+        2,
+        "tool_call_id",
+    ),
     (
         "arguments that are an object",
         [META, changed(SESSION, put("turns", 0, "expect", "message", "tool_calls", 0, "function", "arguments", {}))],
@@ -135,8 +175,18 @@ BAD: list[tuple[str, list[Any], int, str]] = [
     ),
     ("no output", [META, changed(SESSION, put("turns", 0, "expect", "output_tokens", 0))], 2, "output_tokens"),
     ("no room", [META, changed(SESSION, put("turns", 0, "max_tokens", 0))], 2, "max_tokens"),
-    ("two limits", [META, changed(SESSION, lambda line: line["turns"][0].update(max_tokens=4, extra={"max_tokens": 5}))], 2, "max_tokens"),
-    ("client's field in extra", [META, changed(SESSION, put("turns", 0, "extra", {"stream": False}))], 2, "extra: stream"),
+    (
+        "two limits",
+        [META, changed(SESSION, lambda line: line["turns"][0].update(max_tokens=4, extra={"max_tokens": 5}))],
+        2,
+        "max_tokens",
+    ),
+    (
+        "client's field in extra",
+        [META, changed(SESSION, put("turns", 0, "extra", {"stream": False}))],
+        2,
+        "extra: stream",
+    ),
     ("client's field in defaults", [META | {"defaults": {"model": "m"}}], 1, "defaults: model"),
 ]
 

@@ -26,7 +26,12 @@ def result(simulator: Simulator, name: str, /, **arguments: Any) -> Any:
 
 VALID: list[tuple[str, str, dict[str, Any], Any]] = [
     ("get", "get_order", {"order_id": "A-098"}, {"order_id": "A-098", "item": "Blue lamp", "status": "open"}),
-    ("get without regard to case", "get_order", {"order_id": "a-098"}, {"order_id": "A-098", "item": "Blue lamp", "status": "open"}),
+    (
+        "get without regard to case",
+        "get_order",
+        {"order_id": "a-098"},
+        {"order_id": "A-098", "item": "Blue lamp", "status": "open"},
+    ),
     ("get what is not there", "get_order", {"order_id": "B-1"}, {"error": "not found: order_id 'B-1'"}),
     ("find all", "find_orders", {}, [{"order_id": "A-098"}, {"order_id": "A-099"}]),
     ("find equal", "find_orders", {"city": "OSLO"}, [{"order_id": "A-098"}]),
@@ -38,7 +43,12 @@ VALID: list[tuple[str, str, dict[str, Any], Any]] = [
     ("find none", "find_orders", {"limit": 0}, []),
     ("a limit below zero", "find_orders", {"limit": -1}, {"error": "limit: -1 must not be negative"}),
     ("a limit that is a whole float", "find_orders", {"limit": 1.0}, [{"order_id": "A-098"}]),
-    ("create", "create_order", {"item": "pen", "count": 3}, {"order_id": "A-100", "item": "pen", "count": 3, "status": "open"}),
+    (
+        "create",
+        "create_order",
+        {"item": "pen", "count": 3},
+        {"order_id": "A-100", "item": "pen", "count": 3, "status": "open"},
+    ),
     ("create with its own key", "write_note", {"path": "a.md", "text": "x"}, {"path": "a.md", "text": "x"}),
     ("create what exists", "write_note", {"path": "plan.md", "text": "x"}, {"error": "path 'plan.md' exists already"}),
     ("update", "update_order", {"order_id": "A-098", "count": 9}, {"order_id": "A-098", "count": 9}),
@@ -46,15 +56,32 @@ VALID: list[tuple[str, str, dict[str, Any], Any]] = [
     ("update by a fixed value", "cancel_order", {"order_id": "A-098"}, {"status": "cancelled"}),
     ("delete", "delete_order", {"order_id": "a-098"}, {"deleted": "A-098"}),
     ("delete a locked one", "delete_order", {"order_id": "A-099"}, {"error": "A-099 is sent already"}),
-    ("replace", "edit_note", {"path": "plan.md", "old": "milk", "new": "rice"}, {"path": "plan.md", "text": "buy rice, buy tea"}),
-    ("replace what is twice there", "edit_note", {"path": "plan.md", "old": "buy", "new": "x"}, {"error": "'buy' occurs 2 times, not once"}),
-    ("replace nothing", "edit_note", {"path": "plan.md", "old": "", "new": "x"}, {"error": "'' occurs 0 times, not once"}),
+    (
+        "replace",
+        "edit_note",
+        {"path": "plan.md", "old": "milk", "new": "rice"},
+        {"path": "plan.md", "text": "buy rice, buy tea"},
+    ),
+    (
+        "replace what is twice there",
+        "edit_note",
+        {"path": "plan.md", "old": "buy", "new": "x"},
+        {"error": "'buy' occurs 2 times, not once"},
+    ),
+    (
+        "replace nothing",
+        "edit_note",
+        {"path": "plan.md", "old": "", "new": "x"},
+        {"error": "'' occurs 0 times, not once"},
+    ),
     ("calculate", "add_up", {"expression": "2 * (3 + 4)"}, {"result": 14}),
     ("calculate what can't be", "add_up", {"expression": "1 / 0"}, {"error": "division by zero"}),
 ]
 
 
-@pytest.mark.parametrize(("name", "arguments", "expected"), [case[1:] for case in VALID], ids=[case[0] for case in VALID])
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"), [case[1:] for case in VALID], ids=[case[0] for case in VALID]
+)
 def test_a_valid_call_has_a_result(name: str, arguments: dict[str, Any], expected: Any) -> None:
     assert result(simulator(), name, **arguments) == expected
 
@@ -66,11 +93,19 @@ INVALID: list[tuple[str, str, str, str, str]] = [
     ("a list", "get_order", "[]", "no object", "the arguments must be an object"),
     ("unknown parameter", "get_order", '{"order_id": "A-098", "id": 3}', "unknown parameter", "unknown parameter 'id'"),
     ("missing parameter", "get_order", "{}", "schema: required", "'order_id' is a required property"),
-    ("wrong type", "update_order", '{"order_id": "A-098", "count": "3"}', "schema: type", "count: '3' is not of type 'integer'"),
+    (
+        "wrong type",
+        "update_order",
+        '{"order_id": "A-098", "count": "3"}',
+        "schema: type",
+        "count: '3' is not of type 'integer'",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "arguments", "kind", "problem"), [case[1:] for case in INVALID], ids=[case[0] for case in INVALID])
+@pytest.mark.parametrize(
+    ("name", "arguments", "kind", "problem"), [case[1:] for case in INVALID], ids=[case[0] for case in INVALID]
+)
 def test_an_invalid_call_is_told_why_and_changes_nothing(name: str, arguments: str, kind: str, problem: str) -> None:
     tools = simulator()
     before = tools.snapshot()
@@ -113,13 +148,18 @@ def test_a_missing_value_contains_nothing() -> None:
     assert result(tools, "find_orders", tag="none") == []
 
 
-@pytest.mark.parametrize(("expression", "value"), [("1 + 2", 3), ("7 / 2", 3.5), ("-(2 - 5) * 1.5", 4.5), ("0.1 + 0.2", 0.3), ("6 / 3", 2)])
+@pytest.mark.parametrize(
+    ("expression", "value"), [("1 + 2", 3), ("7 / 2", 3.5), ("-(2 - 5) * 1.5", 4.5), ("0.1 + 0.2", 0.3), ("6 / 3", 2)]
+)
 def test_arithmetic(expression: str, value: float) -> None:
     found = calculate(expression)
     assert (found, type(found)) == (value, type(value))
 
 
-@pytest.mark.parametrize("expression", ["", "2 **", "2 ** 9", "x + 1", "print(1)", "1e999", "1e308 * 10", "True + 1", "(" * 150, "1 +" * 100, "2j"])
+@pytest.mark.parametrize(
+    "expression",
+    ["", "2 **", "2 ** 9", "x + 1", "print(1)", "1e999", "1e308 * 10", "True + 1", "(" * 150, "1 +" * 100, "2j"],
+)
 def test_what_is_no_arithmetic_is_an_error_of_the_tool(expression: str) -> None:
     with pytest.raises(ToolError):
         calculate(expression)
@@ -176,7 +216,10 @@ def test_the_changes_of_a_turn_are_its_goal() -> None:
     result(tools, "create_order", item="pen", count=1)
     result(tools, "edit_note", path="plan.md", old="milk", new="rice")
     goal = Goal(changes=changes(before, tools.snapshot()))
-    assert goal.changes["orders"] == {"A-098": None, "A-100": {"order_id": "A-100", "item": "pen", "count": 1, "status": "open"}}
+    assert goal.changes["orders"] == {
+        "A-098": None,
+        "A-100": {"order_id": "A-100", "item": "pen", "count": 1, "status": "open"},
+    }
     assert tools.reached(goal, before, answer="done", num_calls=3)
 
 

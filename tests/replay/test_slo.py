@@ -13,7 +13,9 @@ def record(*times: float, error: str | None = None) -> TurnRecord:
     """A turn sent at 10 s, with a token at each of `times` after that."""
     tokens = [(10.0 + time, 1) for time in times]
     end = tokens[-1][0] if tokens else 10.0
-    return TurnRecord(session_id="s", turn=0, delay_kind="none", due=10.0, sent=10.0, tokens=tokens, end=end, error=error)
+    return TurnRecord(
+        session_id="s", turn=0, delay_kind="none", due=10.0, sent=10.0, tokens=tokens, end=end, error=error
+    )
 
 
 def test_bounds_come_in_one_flag_or_several_in_seconds_or_milliseconds() -> None:

@@ -28,7 +28,9 @@ ANSWER = 0.7
 """Seconds of a fake server's answer."""
 
 
-def replay(file: ReplayFile, server: FakeServer | None = None, *, renderer: TraceRenderer | None = None, **options: Any) -> Report:
+def replay(
+    file: ReplayFile, server: FakeServer | None = None, *, renderer: TraceRenderer | None = None, **options: Any
+) -> Report:
     server = server or FakeServer()
 
     async def ask_all() -> Report:
@@ -68,7 +70,12 @@ def test_a_subagent_starts_behind_a_turn_runs_beside_its_parent_and_is_waited_fo
     report = replay(file)
     records = by_name(report)
     assert sent(records["joined"]) == [1.7, 2.4]  # its first wait counts from the end of the parent's turn
-    assert sent(records["main"]) == [0.0, 0.7, 3.6, 4.3]  # turn 1 waits for nobody, the wait of turn 2 counts from the subagent's end at 3.1
+    assert sent(records["main"]) == [
+        0.0,
+        0.7,
+        3.6,
+        4.3,
+    ]  # turn 1 waits for nobody, the wait of turn 2 counts from the subagent's end at 3.1
     assert sent(records["background"]) == [1.6]
     assert report.summary.lag.largest == pytest.approx(0)
     assert (report.summary.num_sessions, report.summary.num_subagents) == (3, 2)
@@ -88,7 +95,9 @@ def tree_of(rng: random.Random, number: int) -> list[Session]:
         start = rng.randrange(len(above.turns))
         joins = [None, *range(start + 1, len(above.turns))]
         parent = below(above.session_id, start, rng.choice(joins))
-        sessions.append(chat(f"a{number}/{index}", rng.randint(1, 4), *(rng.choice((0, 0.3, 2.0)) for _ in range(4)), parent=parent))
+        sessions.append(
+            chat(f"a{number}/{index}", rng.randint(1, 4), *(rng.choice((0, 0.3, 2.0)) for _ in range(4)), parent=parent)
+        )
     rng.shuffle(sessions)
     return sessions
 
@@ -105,7 +114,11 @@ def test_any_tree_is_replayed_in_its_order(seed: int) -> None:
         record = records[session.session_id]
         assert [entry.turn for entry in record.turns] == list(range(len(session.turns)))
         for index, entry in enumerate(record.turns):
-            awaited = [ends[other.session_id] for other in sessions if other.parent in [below(session.session_id, t, index) for t in range(index)]]
+            awaited = [
+                ends[other.session_id]
+                for other in sessions
+                if other.parent in [below(session.session_id, t, index) for t in range(index)]
+            ]
             if index:
                 awaited.append(record.turns[index - 1].end)
             elif session.parent is not None:
@@ -113,10 +126,16 @@ def test_any_tree_is_replayed_in_its_order(seed: int) -> None:
             if awaited:
                 assert entry.sent == pytest.approx(max(awaited) + session.turns[index].delay_ms / 1000)
     spans = [
-        (records[f"a{number}"].turns[0].sent, max(end for name, end in ends.items() if name.split("/")[0] == f"a{number}")) for number in range(4)
+        (
+            records[f"a{number}"].turns[0].sent,
+            max(end for name, end in ends.items() if name.split("/")[0] == f"a{number}"),
+        )
+        for number in range(4)
     ]
     for begin, _ in spans:
-        assert sum(first <= begin < last - 1e-9 for first, last in spans) <= lanes, "an agent with its subagents is one lane"
+        assert sum(first <= begin < last - 1e-9 for first, last in spans) <= lanes, (
+            "an agent with its subagents is one lane"
+        )
     assert report.summary.wall == pytest.approx(max(ends.values()))
 
 
@@ -128,7 +147,11 @@ def test_a_lane_is_free_when_the_last_subagent_has_ended() -> None:
 
 @pytest.mark.parametrize("arrival", ["trace", "poisson"])
 def test_subagents_follow_their_parents_and_not_the_clock(arrival: str) -> None:
-    file = replay_file(chat("one", 2, start_ms=5000.0), chat("one/a", 1, parent=below("one", 0, 1), start_ms=9e9), chat("two", 1, start_ms=5500.0))
+    file = replay_file(
+        chat("one", 2, start_ms=5000.0),
+        chat("one/a", 1, parent=below("one", 0, 1), start_ms=9e9),
+        chat("two", 1, start_ms=5500.0),
+    )
     records = by_name(replay(file, arrival=arrival, arrival_rate=2.0 if arrival == "poisson" else None))
     assert (sent(records["one"]), sent(records["one/a"])) == ([0.0, 1.4], [0.7])
 
@@ -158,7 +181,12 @@ def test_a_failed_subagent_is_counted_and_its_parent_goes_on() -> None:
 def test_a_failed_parent_takes_with_it_the_subagents_that_it_had_not_started() -> None:
     report = replay(replay_file(*FAMILY), failing("main/1"))
     records = by_name(report)
-    assert [records[name].error is None for name in ("main", "joined", "late", "late/own")] == [False, True, False, False]
+    assert [records[name].error is None for name in ("main", "joined", "late", "late/own")] == [
+        False,
+        True,
+        False,
+        False,
+    ]
     assert len(records["joined"].turns) == 2
     assert not records["late"].turns
     assert report.summary.num_failed_sessions == 3
@@ -176,7 +204,9 @@ def test_a_failed_parent_takes_with_it_the_subagents_that_it_had_not_started() -
 )
 def test_what_is_left_out_takes_its_subagents_with_it(options: dict[str, Any], left: dict[str, int]) -> None:
     children, (parent, *_) = FAMILY[1:], FAMILY
-    report = replay(replay_file(*children, parent, chat("other", 2)), **options)  # a subagent may stand before its parent
+    report = replay(
+        replay_file(*children, parent, chat("other", 2)), **options
+    )  # a subagent may stand before its parent
     assert {record.session_id: len(record.turns) for record in report.sessions} == left
     assert report.summary.num_failed_sessions == 0
 
@@ -196,12 +226,18 @@ FORKED = (
     Session(
         session_id="main",
         toolset="desk",
-        turns=[turn(system(), user("q"), expect=called(("c1", "lookup", {"k": 1}))), turn(result("42", "c1"), expect=said("done"))],
+        turns=[
+            turn(system(), user("q"), expect=called(("c1", "lookup", {"k": 1}))),
+            turn(result("42", "c1"), expect=said("done")),
+        ],
     ),
     Session(
         session_id="fork",
         parent=below("main", 0, 1, "fork"),
-        turns=[turn(result("not yet", "c1"), user("look elsewhere"), expect=said("there")), turn(user("and?"), expect=said("no"))],
+        turns=[
+            turn(result("not yet", "c1"), user("look elsewhere"), expect=said("there")),
+            turn(user("and?"), expect=said("no")),
+        ],
     ),
     Session(session_id="fork/of", parent=below("fork", 0, None, "fork"), turns=[turn(user("third"), expect=said())]),
 )
@@ -218,14 +254,30 @@ def test_a_fork_goes_on_from_its_parents_messages_with_its_tools() -> None:
     opening = asked["main", 4]["messages"][:3]
     assert opening[2]["tool_calls"][0]["id"] == "c1"
     fork = asked["fork", 5]["messages"]
-    assert fork == [*opening, {"role": "tool", "content": "not yet", "tool_call_id": "c1"}, {"role": "user", "content": "look elsewhere"}]
-    assert asked["fork", 7]["messages"] == [*fork, {"role": "assistant", "content": "there"}, {"role": "user", "content": "and?"}]
-    assert asked["fork/of", 7]["messages"] == [*fork, {"role": "assistant", "content": "there"}, {"role": "user", "content": "third"}]
+    assert fork == [
+        *opening,
+        {"role": "tool", "content": "not yet", "tool_call_id": "c1"},
+        {"role": "user", "content": "look elsewhere"},
+    ]
+    assert asked["fork", 7]["messages"] == [
+        *fork,
+        {"role": "assistant", "content": "there"},
+        {"role": "user", "content": "and?"},
+    ]
+    assert asked["fork/of", 7]["messages"] == [
+        *fork,
+        {"role": "assistant", "content": "there"},
+        {"role": "user", "content": "third"},
+    ]
     assert all(body["tools"] == [TOOL] for body in asked.values())
 
 
 def test_a_fork_of_live_history_gets_the_live_answer_and_its_ids() -> None:
-    server = FakeServer(lambda body: Answer(texts=["see"], calls=[("live", "f", "{}")]) if len(body["messages"]) == 2 else Answer(texts=["ok"]))
+    server = FakeServer(
+        lambda body: (
+            Answer(texts=["see"], calls=[("live", "f", "{}")]) if len(body["messages"]) == 2 else Answer(texts=["ok"])
+        )
+    )
     replay(forked(), server, history="live")
     fork = next(seen.body["messages"] for seen in server.requests if seen.session == "fork")
     assert [fork[2]["tool_calls"][0]["id"], fork[3]["tool_call_id"], fork[2]["content"]] == ["live", "live", "see"]
@@ -245,7 +297,9 @@ def test_recorded_history_needs_the_answers_that_forks_go_on_from() -> None:
 def test_a_forced_fork_is_rendered_behind_its_parents_turns() -> None:
     server, file = FakeServer(owner="agentspec"), forked()
     replay(file, server, renderer=TraceRenderer(RegexPieces(), "stable"), output="forced")
-    asked = {seen.session: [one.body for one in server.requests if one.session == seen.session] for seen in server.requests}
+    asked = {
+        seen.session: [one.body for one in server.requests if one.session == seen.session] for seen in server.requests
+    }
     assert [len(bodies) for bodies in asked.values()] == [2, 2, 1]
     opening = asked["main"][0]["prompt"] + asked["main"][0]["forced_output"]
     for body in (*asked["fork"], *asked["fork/of"]):
@@ -268,21 +322,41 @@ def refusal(*sessions: Session) -> tuple[Session, ...]:
 TOKENS = Session(session_id="s", turns=[runs(8, [1])], parent=below("main", 0, None, "fork"))
 BAD = {
     "unknown": (refusal(chat("s", 1, parent=below("nobody", 0))), "parent.session_id: 'nobody'"),
-    "itself": (refusal(chat("s", 1, parent=below("s", 0))), "parent.session_id: the parents go round in a circle: s -> s"),
+    "itself": (
+        refusal(chat("s", 1, parent=below("s", 0))),
+        "parent.session_id: the parents go round in a circle: s -> s",
+    ),
     "circle": (refusal(chat("s", 1, parent=below("b", 0)), chat("b", 1, parent=below("s", 0))), "circle: s -> b -> s"),
-    "turn": (refusal(chat("main", 2), chat("s", 1, parent=below("main", 2))), "parent.turn: 2 is no turn of session 'main', which has 2"),
+    "turn": (
+        refusal(chat("main", 2), chat("s", 1, parent=below("main", 2))),
+        "parent.turn: 2 is no turn of session 'main', which has 2",
+    ),
     "negative turn": (refusal(chat("main", 2), chat("s", 1, parent=below("main", -1))), "parent.turn: -1"),
-    "join before spawn": (refusal(chat("main", 3), chat("s", 1, parent=below("main", 1, 0))), "parent.join_turn: 0 must come after"),
-    "join at spawn": (refusal(chat("main", 3), chat("s", 1, parent=below("main", 1, 1))), "parent.join_turn: 1 must come after"),
+    "join before spawn": (
+        refusal(chat("main", 3), chat("s", 1, parent=below("main", 1, 0))),
+        "parent.join_turn: 0 must come after",
+    ),
+    "join at spawn": (
+        refusal(chat("main", 3), chat("s", 1, parent=below("main", 1, 1))),
+        "parent.join_turn: 1 must come after",
+    ),
     "late join": (refusal(chat("main", 3), chat("s", 1, parent=below("main", 1, 3))), "parent.join_turn: 3 is no turn"),
-    "fork of a world": (refusal(live_session(ask()), chat("s", 1, parent=below("live", 0, None, "fork"))), "parent.mode: a fork"),
+    "fork of a world": (
+        refusal(live_session(ask()), chat("s", 1, parent=below("live", 0, None, "fork"))),
+        "parent.mode: a fork",
+    ),
     "fork of another form": (refusal(chat("main", 1), TOKENS), "parent.mode: a fork's turns"),
-    "tools of a fork": (refusal(chat("main", 1), chat("s", 1, parent=below("main", 0, None, "fork"), tools=[TOOL])), "tools: a fork has"),
+    "tools of a fork": (
+        refusal(chat("main", 1), chat("s", 1, parent=below("main", 0, None, "fork"), tools=[TOOL])),
+        "tools: a fork has",
+    ),
 }
 
 
 @pytest.mark.parametrize(("sessions", "reason"), BAD.values(), ids=BAD.keys())
-def test_a_parent_that_can_not_be_is_refused_at_load(tmp_path: Path, sessions: tuple[Session, ...], reason: str) -> None:
+def test_a_parent_that_can_not_be_is_refused_at_load(
+    tmp_path: Path, sessions: tuple[Session, ...], reason: str
+) -> None:
     path = tmp_path / "bad.jsonl"
     save(replay_file(*sessions), path)
     with pytest.raises(ReplayFileError) as caught:
@@ -303,12 +377,26 @@ def test_a_weka_trace_with_subagents_runs_on_the_bundled_model(tmp_path: Path) -
     """Imported, rendered, forced, through the engine's own thread."""
 
     def call(t: float, num_in: int, hash_ids: list[int]) -> dict[str, Any]:
-        return {"t": t, "type": "s", "model": "m", "in": num_in, "out": 4, "hash_ids": hash_ids, "api_time": 0.01, "stop": "tool_use"}
+        return {
+            "t": t,
+            "type": "s",
+            "model": "m",
+            "in": num_in,
+            "out": 4,
+            "hash_ids": hash_ids,
+            "api_time": 0.01,
+            "stop": "tool_use",
+        }
 
     def agent(name: str, t: float, *requests: dict[str, Any]) -> dict[str, Any]:
-        return {"t": t, "type": "subagent", "agent_id": name, "subagent_type": "Explore", "status": "completed", "models": ["m"]} | {
-            "requests": list(requests)
-        }
+        return {
+            "t": t,
+            "type": "subagent",
+            "agent_id": name,
+            "subagent_type": "Explore",
+            "status": "completed",
+            "models": ["m"],
+        } | {"requests": list(requests)}
 
     requests = [
         call(0.0, 128, [1, 2]),
@@ -317,11 +405,17 @@ def test_a_weka_trace_with_subagents_runs_on_the_bundled_model(tmp_path: Path) -
         call(0.06, 256, [1, 2, 3, 4]),
     ]
     trace, path, out = tmp_path / "trace.json", tmp_path / "trace.jsonl", tmp_path / "out.json"
-    trace.write_text(json.dumps({"id": "t", "models": ["m"], "block_size": 64, "hash_id_scope": "local", "requests": requests}))
+    trace.write_text(
+        json.dumps({"id": "t", "models": ["m"], "block_size": 64, "hash_id_scope": "local", "requests": requests})
+    )
     assert main(["import", "weka", str(trace), str(path)]) == 0
     assert main(["replay", str(path), "--output", "forced", "--quiet", "--json", str(out)]) == 0
     written = json.loads(out.read_text())
-    assert (written["summary"]["sessions"], written["summary"]["subagent_sessions"], written["summary"]["turns"]) == (3, 2, 5)
+    assert (written["summary"]["sessions"], written["summary"]["subagent_sessions"], written["summary"]["turns"]) == (
+        3,
+        2,
+        5,
+    )
     rows = {(row["session_id"], row["turn"]): row for row in written["requests"]}
     assert all(row["completion_tokens"] == 4 for row in rows.values())
     assert rows["t/agent_001", 1]["cached_tokens"] == 192
@@ -344,4 +438,6 @@ def test_a_file_with_subagents_is_kept_by_saving(tmp_path: Path) -> None:
     save(forked(), tmp_path / "a.jsonl")
     again = load(tmp_path / "a.jsonl")
     assert again.sessions == list(FORKED)
-    assert msgspec.json.encode(again.sessions[1].parent) == b'{"session_id":"main","turn":0,"mode":"fork","join_turn":1}'
+    assert (
+        msgspec.json.encode(again.sessions[1].parent) == b'{"session_id":"main","turn":0,"mode":"fork","join_turn":1}'
+    )

@@ -60,7 +60,10 @@ def test_warm_up_requests_are_sent_without_waits_and_count_nowhere() -> None:
 def test_what_is_left_of_a_wait_is_waited_after_the_warm_up() -> None:
     server = FakeServer(lambda body: Answer(wait=1.3 if "1/" in str(body["messages"][-1]) else 0.5))
     report = replay(chats(2, 2, delay_ms=2000), server, warmup=1, concurrency=2)
-    assert sent(report) == {"s0": [1.2], "s1": [2.0]}  # their answers ended at 0.7 and 1.5, and the measurement began at 1.5
+    assert sent(report) == {
+        "s0": [1.2],
+        "s1": [2.0],
+    }  # their answers ended at 0.7 and 1.5, and the measurement began at 1.5
 
 
 def test_a_lane_takes_further_sessions_for_its_warm_up() -> None:
@@ -79,11 +82,19 @@ def test_a_lane_that_runs_out_of_sessions_holds_nobody_up() -> None:
 
 def test_subagents_share_their_lanes_warm_up() -> None:
     def script(name: str, num_turns: int, parent: Parent | None = None) -> Session:
-        return Session(session_id=name, turns=[turn(user(f"{name}/{place}"), expect=said()) for place in range(num_turns)], parent=parent)
+        return Session(
+            session_id=name,
+            turns=[turn(user(f"{name}/{place}"), expect=said()) for place in range(num_turns)],
+            parent=parent,
+        )
 
     children = [script(f"child{index}", 3, Parent(session_id="main", turn=0, join_turn=1)) for index in range(2)]
     report = replay(replay_file(script("main", 2), *children), warmup=4)
-    assert sent(report) == {"main": [1.4], "child0": [0.0], "child1": [0.0, 0.7]}  # the warm-up: main's first turn, two of child0, one of child1
+    assert sent(report) == {
+        "main": [1.4],
+        "child0": [0.0],
+        "child1": [0.0, 0.7],
+    }  # the warm-up: main's first turn, two of child0, one of child1
     assert report.summary.lag.largest == pytest.approx(0)
 
 
@@ -125,7 +136,9 @@ def test_progress_says_that_it_is_warming_up() -> None:
         (replay_file(live_session(ask(), ask(), ask())), {"warmup": 1}, "session 'live' has a world"),
     ],
 )
-def test_a_warm_up_that_leaves_nothing_or_counts_anyway_is_refused(file: ReplayFile, options: dict[str, Any], reason: str) -> None:
+def test_a_warm_up_that_leaves_nothing_or_counts_anyway_is_refused(
+    file: ReplayFile, options: dict[str, Any], reason: str
+) -> None:
     server = FakeServer()
     with pytest.raises(ConfigError, match=reason):
         replay(file, server, **options)

@@ -1,4 +1,5 @@
-"""The files of workloads/ are what their generators write: recorded.jsonl small and varied, the profiles of the shapes that they are named for."""
+"""The files of workloads/ are what their generators write: recorded.jsonl small and varied, the profiles of the shapes
+that they are named for."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def test_its_size_suits_a_small_machine() -> None:
     for session in file.sessions:
         characters = len(json.dumps(file.tools(session)))
         for turn in session.turns:
-            characters += sum(len(str(message.content)) for message in turn.messages or []) + 4 * (turn.recorded_output_tokens or 0)
+            characters += sum(len(str(message.content)) for message in turn.messages or []) + 4 * (
+                turn.recorded_output_tokens or 0
+            )
         assert characters / 4 < 6000
 
 
@@ -50,7 +53,11 @@ def test_it_is_varied_and_can_be_replayed_in_every_mode() -> None:
     kinds = {turn.delay_kind for session in file.sessions for turn in session.turns}
     assert kinds == {"start", "tool", "user"}
     sizes = [
-        len(str(message.content)) for session in file.sessions for turn in session.turns for message in turn.messages or [] if message.role == "tool"
+        len(str(message.content))
+        for session in file.sessions
+        for turn in session.turns
+        for message in turn.messages or []
+        if message.role == "tool"
     ]
     assert min(sizes) < 40
     assert max(sizes) > 2500
@@ -66,12 +73,17 @@ def test_the_profiles_are_what_is_generated(name: str) -> None:
 
 
 def test_the_shape_of_a_fleet() -> None:
-    """One session for each of 32 lanes: 16,384 tokens first, 4,096 of them common, then eight times 800 behind answers of 160."""
+    """One session for each of 32 lanes: 16,384 tokens first, 4,096 of them common, then eight times 800 behind answers
+    of 160."""
     sessions, runs = load(WORKLOADS / "profile_agents.jsonl").sessions, TokenRuns(0, 100, 2000)
     assert len(sessions) == 32
     prompts = [[runs.prompt(turn) for turn in session.turns] for session in sessions]
     assert all([len(prompt) for prompt in turns] == [16_384 + 960 * place for place in range(9)] for turns in prompts)
-    assert all(turn.recorded_output_tokens == turn.max_tokens == 160 and turn.delay_ms == 0 for session in sessions for turn in session.turns)
+    assert all(
+        turn.recorded_output_tokens == turn.max_tokens == 160 and turn.delay_ms == 0
+        for session in sessions
+        for turn in session.turns
+    )
     assert len({turns[0][:4096].tobytes() for turns in prompts}) == 1
     assert len({turns[0][4096:4128].tobytes() for turns in prompts}) == 32
     for session, turns in zip(sessions, prompts, strict=True):
@@ -91,8 +103,12 @@ def test_the_agentic_shape(tmp_path: Path) -> None:
     rows = dry_run("profile_agentic.jsonl", tmp_path / "out.json", "--sessions", "1")
     assert [row["prompt_tokens"] for row in rows] == [50_000 + 1000 * turn for turn in range(12)]
     assert all(row["cached_tokens"] >= 0.98 * row["prompt_tokens"] for row in rows[1:])
-    second = dry_run("profile_agentic.jsonl", tmp_path / "out.json", "--sessions", "2", "--max-turns", "1", "--concurrency", "1")[1]
-    assert second["cached_tokens"] == 0, "nothing marks the end of what token runs share, so only a third session finds a checkpoint there"
+    second = dry_run(
+        "profile_agentic.jsonl", tmp_path / "out.json", "--sessions", "2", "--max-turns", "1", "--concurrency", "1"
+    )[1]
+    assert second["cached_tokens"] == 0, (
+        "nothing marks the end of what token runs share, so only a third session finds a checkpoint there"
+    )
 
 
 def test_short_chats(tmp_path: Path) -> None:

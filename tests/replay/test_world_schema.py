@@ -19,7 +19,9 @@ from tests.replay.test_schema import changed, put
 from tests.replay.worlds import ask, live_session, world
 
 GOAL = Goal(says=["open"], changes={"orders": {"A-098": {"count": 9}, "A-099": None}}, max_calls=3)
-LIVE: dict[str, Any] = msgspec.to_builtins(live_session(ask(goal=GOAL, max_requests=5), ask(), of=world(fails=Fails(times=1, error="busy"))))
+LIVE: dict[str, Any] = msgspec.to_builtins(
+    live_session(ask(goal=GOAL, max_requests=5), ask(), of=world(fails=Fails(times=1, error="busy")))
+)
 
 
 def drop(*path: Any) -> Callable[[dict[str, Any]], None]:
@@ -35,7 +37,11 @@ def drop(*path: Any) -> Callable[[dict[str, Any]], None]:
 def test_a_world_is_read_and_written_whole(tmp_path: Path) -> None:
     file = load(write_lines(tmp_path / "in.jsonl", [LIVE]))
     [session] = file.sessions
-    assert (session.world, session.turns[0].goal, session.turns[0].max_requests) == (world(fails=Fails(times=1, error="busy")), GOAL, 5)
+    assert (session.world, session.turns[0].goal, session.turns[0].max_requests) == (
+        world(fails=Fails(times=1, error="busy")),
+        GOAL,
+        5,
+    )
     assert (session.turns[1].goal, session.turns[1].max_requests) == (None, 8)
     save(file, tmp_path / "out.jsonl")
     assert load(tmp_path / "out.jsonl").sessions == file.sessions
@@ -67,7 +73,11 @@ def action(name: str, *path: Any) -> Callable[[dict[str, Any]], None]:
     return put("world", "actions", name, *path)
 
 
-SCRIPT: dict[str, Any] = {"type": "session", "session_id": "s", "turns": [{"messages": [{"role": "user", "content": "hi"}]}]}
+SCRIPT: dict[str, Any] = {
+    "type": "session",
+    "session_id": "s",
+    "turns": [{"messages": [{"role": "user", "content": "hi"}]}],
+}
 TOOL_MESSAGE = {"role": "tool", "content": "x"}
 ANSWER = {"message": {"role": "assistant", "content": "x"}}
 PARAMETERS = ("tools", 0, "function", "parameters")
@@ -82,33 +92,117 @@ BAD: list[tuple[str, Any, str]] = [
     ("properties that are none", put(*PARAMETERS, "properties", 3), "is no JSON schema"),
     ("an unknown action", action("add_up", {"do": "fly"}), "'fly'"),
     ("an unknown key of an action", action("add_up", "table", "orders"), "`table`"),
-    ("no record key", drop("world", "tables", "orders", "records", 1, "order_id"), "world.tables.orders.records[1].order_id"),
-    ("same key twice", put("world", "tables", "orders", "records", 1, "order_id", "A-098"), "world.tables.orders.records[1].order_id: 'A-098'"),
-    ("a key that does not count", put("world", "tables", "orders", "next_key", "A-"), "world.tables.orders.next_key: key 'A-'"),
-    ("an unknown table", action("get_order", "table", "shops"), "world.actions.get_order.table: there is no table 'shops'"),
-    ("an unknown parameter", action("get_order", "match", {"id": "order_id"}), "world.actions.get_order.match: the tool has no parameter 'id'"),
+    (
+        "no record key",
+        drop("world", "tables", "orders", "records", 1, "order_id"),
+        "world.tables.orders.records[1].order_id",
+    ),
+    (
+        "same key twice",
+        put("world", "tables", "orders", "records", 1, "order_id", "A-098"),
+        "world.tables.orders.records[1].order_id: 'A-098'",
+    ),
+    (
+        "a key that does not count",
+        put("world", "tables", "orders", "next_key", "A-"),
+        "world.tables.orders.next_key: key 'A-'",
+    ),
+    (
+        "an unknown table",
+        action("get_order", "table", "shops"),
+        "world.actions.get_order.table: there is no table 'shops'",
+    ),
+    (
+        "an unknown parameter",
+        action("get_order", "match", {"id": "order_id"}),
+        "world.actions.get_order.match: the tool has no parameter 'id'",
+    ),
     ("nothing to match", action("get_order", "match", {}), "world.actions.get_order.match: needs"),
-    ("an unknown column", action("get_order", "match", {"order_id": "id"}), "world.actions.get_order.match.order_id: no record has a column 'id'"),
-    ("an unknown column shown", action("get_order", "show", ["colour"]), "world.actions.get_order.show: no record has a column 'colour'"),
-    ("no column to search", action("find_orders", "contains", {"tag": "tag"}), "world.actions.find_orders.contains.tag"),
-    ("a limit that is text", action("find_orders", "limit", "city"), "world.actions.find_orders.limit: parameter 'city' must have type integer"),
-    ("an unknown set", action("create_order", "set", {"name": "item"}), "world.actions.create_order.set: the tool has no parameter 'name'"),
-    ("no key for what is created", drop("world", "tables", "orders", "next_key"), "world.actions.create_order.set: nothing gives column 'order_id'"),
-    ("a key that is updated", action("update_order", "set", {"city": "order_id"}), "world.actions.update_order.set: column 'order_id'"),
-    ("a key that is fixed", action("cancel_order", "fixed", {"order_id": "x"}), "world.actions.cancel_order.fixed: column 'order_id'"),
-    ("an unknown lock", action("delete_order", "locked", "column", "state"), "world.actions.delete_order.locked.column"),
-    ("an error that can't be filled in", action("delete_order", "locked", "error", "{id} is sent"), "world.actions.delete_order.locked.error"),
-    ("a key that is edited", action("edit_note", "column", "path"), "world.actions.edit_note.column: 'path' is the key"),
-    ("an edit of nothing", action("edit_note", "old", "text"), "world.actions.edit_note.old: the tool has no parameter 'text'"),
-    ("an edit that may be missing", put("tools", 6, "function", "parameters", "required", ["path"]), "world.actions.edit_note.old: parameter 'old'"),
-    ("an expression of a number", put("tools", 8, "function", "parameters", "properties", "expression", {}), "world.actions.add_up.expression"),
+    (
+        "an unknown column",
+        action("get_order", "match", {"order_id": "id"}),
+        "world.actions.get_order.match.order_id: no record has a column 'id'",
+    ),
+    (
+        "an unknown column shown",
+        action("get_order", "show", ["colour"]),
+        "world.actions.get_order.show: no record has a column 'colour'",
+    ),
+    (
+        "no column to search",
+        action("find_orders", "contains", {"tag": "tag"}),
+        "world.actions.find_orders.contains.tag",
+    ),
+    (
+        "a limit that is text",
+        action("find_orders", "limit", "city"),
+        "world.actions.find_orders.limit: parameter 'city' must have type integer",
+    ),
+    (
+        "an unknown set",
+        action("create_order", "set", {"name": "item"}),
+        "world.actions.create_order.set: the tool has no parameter 'name'",
+    ),
+    (
+        "no key for what is created",
+        drop("world", "tables", "orders", "next_key"),
+        "world.actions.create_order.set: nothing gives column 'order_id'",
+    ),
+    (
+        "a key that is updated",
+        action("update_order", "set", {"city": "order_id"}),
+        "world.actions.update_order.set: column 'order_id'",
+    ),
+    (
+        "a key that is fixed",
+        action("cancel_order", "fixed", {"order_id": "x"}),
+        "world.actions.cancel_order.fixed: column 'order_id'",
+    ),
+    (
+        "an unknown lock",
+        action("delete_order", "locked", "column", "state"),
+        "world.actions.delete_order.locked.column",
+    ),
+    (
+        "an error that can't be filled in",
+        action("delete_order", "locked", "error", "{id} is sent"),
+        "world.actions.delete_order.locked.error",
+    ),
+    (
+        "a key that is edited",
+        action("edit_note", "column", "path"),
+        "world.actions.edit_note.column: 'path' is the key",
+    ),
+    (
+        "an edit of nothing",
+        action("edit_note", "old", "text"),
+        "world.actions.edit_note.old: the tool has no parameter 'text'",
+    ),
+    (
+        "an edit that may be missing",
+        put("tools", 6, "function", "parameters", "required", ["path"]),
+        "world.actions.edit_note.old: parameter 'old'",
+    ),
+    (
+        "an expression of a number",
+        put("tools", 8, "function", "parameters", "properties", "expression", {}),
+        "world.actions.add_up.expression",
+    ),
     ("a failure that never comes", action("get_order", "fails", "times", 0), "world.actions.get_order.fails.times: 0"),
     ("a tool message", lambda line: line["turns"][1]["messages"].insert(0, TOOL_MESSAGE), "turns[1].messages[0].role"),
     ("no user", put("turns", 0, "messages", [{"role": "system", "content": "x"}]), "turns[0].messages: the last one"),
     ("a recorded answer", put("turns", 0, "expect", ANSWER), "turns[0].expect"),
-    ("token runs", lambda line: line.update(turns=[{"input_length": 4, "block_size": 8, "hash_ids": [1]}]), "turns[0]: a session with a world"),
+    (
+        "token runs",
+        lambda line: line.update(turns=[{"input_length": 4, "block_size": 8, "hash_ids": [1]}]),
+        "turns[0]: a session with a world",
+    ),
     ("no requests", put("turns", 1, "max_requests", 0), "turns[1].max_requests: 0"),
-    ("a goal elsewhere", put("turns", 0, "goal", "changes", {"shops": {}}), "turns[0].goal.changes: there is no table 'shops'"),
+    (
+        "a goal elsewhere",
+        put("turns", 0, "goal", "changes", {"shops": {}}),
+        "turns[0].goal.changes: there is no table 'shops'",
+    ),
     ("fewer calls than none", put("turns", 0, "goal", "max_calls", -1), "turns[0].goal.max_calls: -1"),
     ("a word that is none", put("turns", 0, "goal", "says", [" "]), "turns[0].goal.says[0]"),
     ("an unknown key of a goal", put("turns", 0, "goal", "words", []), "`words`"),
@@ -126,7 +220,10 @@ def test_refuses_naming_line_and_field(tmp_path: Path, change: Callable[[dict[st
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [(put("turns", 0, "goal", {}), "turns[0].goal: only"), (put("turns", 0, "max_requests", 3), "turns[0].max_requests: only")],
+    [
+        (put("turns", 0, "goal", {}), "turns[0].goal: only"),
+        (put("turns", 0, "max_requests", 3), "turns[0].max_requests: only"),
+    ],
     ids=["goal", "max_requests"],
 )
 def test_a_script_has_no_goals(tmp_path: Path, change: Callable[[dict[str, Any]], Any], reason: str) -> None:

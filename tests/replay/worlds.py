@@ -5,7 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from agentspec.replay.schema import Session, Turn
-from agentspec.replay.world import Calculate, Create, Delete, Fails, Find, Get, Goal, Locked, Replace, Table, Update, World
+from agentspec.replay.world import (
+    Calculate,
+    Create,
+    Delete,
+    Fails,
+    Find,
+    Get,
+    Goal,
+    Locked,
+    Replace,
+    Table,
+    Update,
+    World,
+)
 from tests.replay.builders import turn, user
 
 TEXT, INTEGER = {"type": "string"}, {"type": "integer"}
@@ -31,7 +44,14 @@ LOCK = Locked(column="status", values=["sent"], error="{key} is {value} already"
 ORDERS = Table(
     key="order_id",
     records=[
-        {"order_id": "A-098", "item": "Blue lamp", "count": 2, "city": "Oslo", "status": "open", "tags": ["gift", "fragile"]},
+        {
+            "order_id": "A-098",
+            "item": "Blue lamp",
+            "count": 2,
+            "city": "Oslo",
+            "status": "open",
+            "tags": ["gift", "fragile"],
+        },
         {"order_id": "A-099", "item": "chair", "count": 4, "city": "Bergen", "status": "sent", "tags": []},
     ],
     next_key="A-100",
@@ -46,10 +66,26 @@ def world(*, fails: Fails | None = None) -> World:
         tables={"orders": ORDERS, "notes": NOTES},
         actions={
             "get_order": Get(table="orders", match=order_id, show=["order_id", "item", "status"], fails=fails),
-            "find_orders": Find(table="orders", match={"city": "city"}, contains={"tag": "tags", "word": "item"}, limit="limit", show=["order_id"]),
-            "create_order": Create(table="orders", set={"item": "item", "count": "count", "city": "city"}, fixed={"status": "open"}),
-            "update_order": Update(table="orders", match=order_id, set={"count": "count", "city": "city"}, locked=LOCK, show=["order_id", "count"]),
-            "cancel_order": Update(table="orders", match=order_id, fixed={"status": "cancelled"}, locked=LOCK, show=["status"]),
+            "find_orders": Find(
+                table="orders",
+                match={"city": "city"},
+                contains={"tag": "tags", "word": "item"},
+                limit="limit",
+                show=["order_id"],
+            ),
+            "create_order": Create(
+                table="orders", set={"item": "item", "count": "count", "city": "city"}, fixed={"status": "open"}
+            ),
+            "update_order": Update(
+                table="orders",
+                match=order_id,
+                set={"count": "count", "city": "city"},
+                locked=LOCK,
+                show=["order_id", "count"],
+            ),
+            "cancel_order": Update(
+                table="orders", match=order_id, fixed={"status": "cancelled"}, locked=LOCK, show=["status"]
+            ),
             "delete_order": Delete(table="orders", match=order_id, locked=LOCK),
             "edit_note": Replace(table="notes", match={"path": "path"}, column="text", old="old", new="new"),
             "write_note": Create(table="notes", set={"path": "path", "text": "text"}),

@@ -51,7 +51,9 @@ def test_a_budget_bounds_both_together() -> None:
     door, _ = gate(rows=100, pages=100, budget=100)
     assert run(door, "a", 40, rows=10)
     assert not run(door, "b", 41, rows=10)
-    assert door.allows("b", need(40, rows=10)) is False, "a session that was kept out once still asks for what it asked for"
+    assert door.allows("b", need(40, rows=10)) is False, (
+        "a session that was kept out once still asks for what it asked for"
+    )
     door.withdraw("b")
     assert run(door, "c", 40, rows=10)
 

@@ -1,4 +1,5 @@
-"""Constrained requests in the schedule: when they decode, what their constraint is asked and told, and whom a failing one hurts."""
+"""Constrained requests in the schedule: when they decode, what their constraint is asked and told, and whom a failing
+one hurts."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def plans_alone(overlap: bool) -> list[StepPlan]:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("num_constrained", [1, 2])
 def test_a_free_request_is_never_delayed(overlap: bool, num_constrained: int) -> None:
-    """It decodes in the very steps, with the very drafts and pages, in which it decodes alone; a constrained one in every other step."""
+    """It decodes in the very steps, with the very drafts and pages, in which it decodes alone; a constrained one in
+    every other step."""
     house = House(overlap=overlap, accept=1)
     house.submit("free", letters(20), TEXT)
     for number in range(num_constrained):
@@ -58,7 +60,9 @@ def test_a_free_request_is_never_delayed(overlap: bool, num_constrained: int) ->
     for number in range(num_constrained):
         constrained = decode_steps(house, f"c{number}")
         assert gaps(constrained[1:]) == ({2} if overlap else {1})
-        assert constrained[1] - constrained[0] <= (3 if overlap else 1), "behind its first step it may wait for the others"
+        assert constrained[1] - constrained[0] <= (3 if overlap else 1), (
+            "behind its first step it may wait for the others"
+        )
         assert constrained[-1] < free[-1], "the free one ran beside it all the time"
         assert house.said(f"c{number}") == TEXT[:15]
 
@@ -79,7 +83,8 @@ def test_with_constrained_requests_alone_nothing_waits(overlap: bool) -> None:
 
 
 def test_constrained_requests_decode_in_the_same_steps() -> None:
-    """One that comes in an odd step gets its first token there and then waits for the others, instead of splitting the batch for good."""
+    """One that comes in an odd step gets its first token there and then waits for the others, instead of splitting the
+    batch for good."""
     house = House(overlap=True, accept=1)
     house.submit("free", letters(20), TEXT)
     house.submit("c0", letters(12, seed=1), TEXT[:15], constraint=anything())
@@ -206,7 +211,9 @@ class Failing(Everything):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("where", ["masks", "advance"])
 @pytest.mark.parametrize("count", [0, 3])
-def test_a_failing_grammar_ends_its_own_request_only(overlap: bool, where: str, count: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_grammar_ends_its_own_request_only(
+    overlap: bool, where: str, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
     house = House(overlap=overlap, accept=1, max_running=3)
     house.submit("bad", letters(20), TEXT, constraint=Failing(where, count))
     house.submit("good", letters(20, seed=1), TEXT, constraint=anything())
@@ -239,7 +246,9 @@ class EndsDead(Everything):
 @pytest.mark.parametrize("accept", range(4))
 @pytest.mark.parametrize("num_tokens", range(11))
 @pytest.mark.parametrize("next_token", [TEXT[11], "\0"], ids=["goes on", "stop id"])
-def test_a_dead_end_ends_its_own_request_only_wherever_it_lies_in_a_window(overlap: bool, accept: int, num_tokens: int, next_token: str) -> None:
+def test_a_dead_end_ends_its_own_request_only_wherever_it_lies_in_a_window(
+    overlap: bool, accept: int, num_tokens: int, next_token: str
+) -> None:
     """The device goes on behind it, even to a stop id or the token limit; none of that is kept or counted."""
     house = House(overlap=overlap, accept=accept, max_running=3)
     told = TEXT[:num_tokens] + next_token + TEXT[num_tokens + 1 :]
@@ -248,13 +257,22 @@ def test_a_dead_end_ends_its_own_request_only_wherever_it_lies_in_a_window(overl
     house.submit("free", letters(20, seed=2), TEXT)
     house.run()
     finish = house.finish("bad")
-    assert (finish.reason, finish.error, finish.refused, finish.stop_match) == (FinishReason.ERROR, DEAD_END, "grammar.source", None)
+    assert (finish.reason, finish.error, finish.refused, finish.stop_match) == (
+        FinishReason.ERROR,
+        DEAD_END,
+        "grammar.source",
+        None,
+    )
     assert house.said("bad") == TEXT[:num_tokens]
-    assert all(masks.any(axis=1).all() for plan in house.device.plans for masks in plan.masks.values()), "the device has something to draw from"
+    assert all(masks.any(axis=1).all() for plan in house.device.plans for masks in plan.masks.values()), (
+        "the device has something to draw from"
+    )
     usage, spec = finish.usage, finish.usage.spec
     assert usage.completion_tokens == num_tokens
     lost = 1 + spec.num_steps + spec.num_accepted - num_tokens
-    assert lost in (0, 1), "every token behind the first is counted, and at most the token behind the last draft is lost"
+    assert lost in (0, 1), (
+        "every token behind the first is counted, and at most the token behind the last draft is lost"
+    )
     assert house.said("good") == house.said("free") == TEXT
 
 

@@ -1,4 +1,5 @@
-"""The step on the hash chain: streams equal the reference, and whatever the device keeps equals a from-scratch prefill."""
+"""The step on the hash chain: streams equal the reference, and whatever the device keeps equals a from-scratch
+prefill."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ from tests.fakes.hash_chain import HashChainModel, ReferenceRequest
 from tests.fakes.step_driver import StepDriver, greedy
 
 REAL = 48
-MODELS = {accuracy: HashChainModel(seed=5, draft_accuracy=accuracy, stop_chance=0.03) for accuracy in (0.0, 0.5, 0.9, 1.0)}
+MODELS = {
+    accuracy: HashChainModel(seed=5, draft_accuracy=accuracy, stop_chance=0.03) for accuracy in (0.0, 0.5, 0.9, 1.0)
+}
 ENDLESS = HashChainModel(seed=5, draft_accuracy=1.0)
 
 
@@ -96,7 +99,9 @@ def test_sampled_streams_and_states_equal_the_reference() -> None:
 def test_every_depth_emits_the_same(k: int) -> None:
     generator = random.Random(31)
     model = MODELS[0.9]
-    requests = random_requests(generator, sampled=True, model=model) + random_requests(generator, sampled=False, model=model)
+    requests = random_requests(generator, sampled=True, model=model) + random_requests(
+        generator, sampled=False, model=model
+    )
     driver = StepDriver(model, max_running=len(requests), max_draft_tokens=k)
     assert driver.run(requests, lambda: k) == model.reference_streams(requests)
 
@@ -107,11 +112,15 @@ def test_perfect_drafts_fill_every_window() -> None:
     driver.run([request], lambda: 3)
     outcomes = driver.running[0].outcomes
     assert [outcome.num_accepted for outcome in outcomes] == [0] + [3] * 20
-    assert [outcome.num_drafted for outcome in outcomes] == [0] + [3] * 20, "the first step has none to verify, the second one is full"
+    assert [outcome.num_drafted for outcome in outcomes] == [0] + [3] * 20, (
+        "the first step has none to verify, the second one is full"
+    )
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 48])
-def test_a_first_step_takes_its_token_from_the_prompt_without_a_forward(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_step_takes_its_token_from_the_prompt_without_a_forward(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompt = [place % 40 for place in range(length)]
     driver = StepDriver(ENDLESS, max_running=1, max_draft_tokens=3)
     plan = StepPlan()
@@ -159,7 +168,8 @@ def test_no_mtp_runs_when_nothing_is_ever_drafted(monkeypatch: pytest.MonkeyPatc
 
 
 def find_stop_inside_window(k: int) -> tuple[list[int], int, int]:
-    """A prompt whose greedy stream first shows some token at index 1..k-1 of its second window: (prompt, token, index in the stream)."""
+    """A prompt whose greedy stream first shows some token at index 1..k-1 of its second window: (prompt, token, index
+    in the stream)."""
     for seed in range(1000):
         prompt = random_prompt(random.Random(seed), 40)
         stream = ENDLESS.reference_stream(greedy(prompt, len(prompt) + 2 * (k + 1)))
@@ -195,7 +205,9 @@ def test_a_stop_inside_a_window_ends_the_request_there() -> None:
         assert inert.length == outcome.length
         assert inert.checkpoints == outcome.checkpoints
     after = ENDLESS.rows_R3[rows], ENDLESS.attention_PS[pages], ENDLESS.mtp_PS[pages]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "a finished slot wrote to its own rows or pages"
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), (
+        "a finished slot wrote to its own rows or pages"
+    )
     driver.check(going_on)
 
 
@@ -252,11 +264,20 @@ def test_padding_slots_are_inert_and_may_repeat() -> None:
             block_tokens=model.spec.block_tokens,
             device=torch.device("cpu"),
         )
-        before = {name: getattr(buffers, name).clone() for name in ("slots_SF", "limits_SF", "sampling_SF", "page_table_SP", "counts_SV")}
+        before = {
+            name: getattr(buffers, name).clone()
+            for name in ("slots_SF", "limits_SF", "sampling_SF", "page_table_SP", "counts_SV")
+        }
         rows = model.rows_R3.clone()
         for sampled in (False, True):
-            result = decode_step(model, MtpDrafter(model), buffers, torch.tensor([2, 2, 2]), num_drafted=2, sampled=sampled)
-            assert [outcome.emitted for outcome in read_result(result.outcome_BF, None, [2, 2, 2], [None] * 3)] == [[], [], []]
+            result = decode_step(
+                model, MtpDrafter(model), buffers, torch.tensor([2, 2, 2]), num_drafted=2, sampled=sampled
+            )
+            assert [outcome.emitted for outcome in read_result(result.outcome_BF, None, [2, 2, 2], [None] * 3)] == [
+                [],
+                [],
+                [],
+            ]
         assert all(torch.equal(getattr(buffers, name), value) for name, value in before.items())
         changed = (model.rows_R3 != rows).any(1).nonzero().flatten().tolist()
         assert set(changed) <= {SCRATCH_ROW}
@@ -279,7 +300,9 @@ class MetaModel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.empty(*hidden.shape[:-1], self._vocab_size, device="meta")
 
-    def mtp(self, tokens_BT: torch.Tensor, hidden_BTH: torch.Tensor, start_B: torch.Tensor, page_table_BP: torch.Tensor) -> torch.Tensor:
+    def mtp(
+        self, tokens_BT: torch.Tensor, hidden_BTH: torch.Tensor, start_B: torch.Tensor, page_table_BP: torch.Tensor
+    ) -> torch.Tensor:
         return torch.empty_like(hidden_BTH)
 
     def draft_head(self, m: torch.Tensor) -> torch.Tensor:
@@ -294,11 +317,18 @@ class MetaModel:
 def test_a_step_never_reads_the_device(
     k: int, sampled: bool, forced: bool, constrained: bool, forward: Forward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Meta tensors have shapes and no values: a host read or a shape that depends on data raises. With the reference's operations."""
+    """Meta tensors have shapes and no values: a host read or a shape that depends on data raises. With the reference's
+    operations."""
     monkeypatch.setattr(kernels, "backend", lambda device: kernels.reference)
     meta = torch.device("meta")
     buffers = StepBuffers.allocate(
-        max_running=5, max_draft_tokens=4, max_pages_per_slot=6, vocab_size=99, num_model_stop_ids=2, block_tokens=16, device=meta
+        max_running=5,
+        max_draft_tokens=4,
+        max_pages_per_slot=6,
+        vocab_size=99,
+        num_model_stop_ids=2,
+        block_tokens=16,
+        device=meta,
     )
     model = MetaModel(8, 99)
     slots = torch.empty(3, dtype=torch.int64, device=meta)
@@ -311,7 +341,9 @@ def test_a_step_never_reads_the_device(
     assert score_result(result).top_ids_NA.shape == (3 * (k + 1), MAX_ALTERNATIVES)
 
 
-def slow_rotation(write_rows: list[int], rows: list[int], lens: list[int], old: int, new: int, block: int) -> tuple[list[int], list[int], list[int]]:
+def slow_rotation(
+    write_rows: list[int], rows: list[int], lens: list[int], old: int, new: int, block: int
+) -> tuple[list[int], list[int], list[int]]:
     for length in range(old + 1, new + 1):
         if length % block == 0:
             write_rows = list(write_rows)
@@ -363,10 +395,14 @@ def test_a_commit_that_ends_on_a_boundary_reads_its_checkpoint(prompt_length: in
 def accepted_counts(rates: tuple[float, ...], steps: int, *, sampling: SamplingParams, slots: int = 50) -> list[int]:
     """How often a step accepted 0, 1, ... drafts of a drafter that is never right."""
     k = len(rates)
-    driver = StepDriver(MODELS[0.0], max_running=slots, max_draft_tokens=k, max_length=steps * (k + 1) + 50, force_acceptance=rates)
+    driver = StepDriver(
+        MODELS[0.0], max_running=slots, max_draft_tokens=k, max_length=steps * (k + 1) + 50, force_acceptance=rates
+    )
     plan = StepPlan()
     for slot in range(slots):
-        driver.plan_join(plan, slot, ReferenceRequest(prompt=[slot % 40, 2, 3], sampling=sampling, seed=slot, length_limit=10**6))
+        driver.plan_join(
+            plan, slot, ReferenceRequest(prompt=[slot % 40, 2, 3], sampling=sampling, seed=slot, length_limit=10**6)
+        )
     driver.step(k, plan=plan)
     counts = [0] * (k + 1)
     for _ in range(steps):
@@ -386,15 +422,23 @@ def test_forced_acceptance_follows_its_rates(temperature: float) -> None:
     assert all(abs(count - mean) < 95 for count, mean in zip(counts, (200, 400, 400), strict=True))
 
 
-def plant_no_checkpoint_swap(slot: SlotState[torch.Tensor], length_B: torch.Tensor, block: int) -> tuple[torch.Tensor, ...]:
+def plant_no_checkpoint_swap(
+    slot: SlotState[torch.Tensor], length_B: torch.Tensor, block: int
+) -> tuple[torch.Tensor, ...]:
     _, rows, lens = rotate_checkpoints(slot, length_B, block)
     return slot.write_rows_BW, rows, lens
 
 
-def plant_checkpoint_of_the_last_column(slot: SlotState[torch.Tensor], length_B: torch.Tensor, block: int) -> tuple[torch.Tensor, ...]:
+def plant_checkpoint_of_the_last_column(
+    slot: SlotState[torch.Tensor], length_B: torch.Tensor, block: int
+) -> tuple[torch.Tensor, ...]:
     write_rows, rows, lens = rotate_checkpoints(slot, length_B, block)
     last = slot.write_rows_BW.gather(1, (length_B - slot.length_B - 1)[:, None])
-    return write_rows, torch.where(lens[:, :1] > slot.checkpoint_lens_B2[:, :1], torch.cat((last, rows[:, 1:]), 1), rows), lens
+    return (
+        write_rows,
+        torch.where(lens[:, :1] > slot.checkpoint_lens_B2[:, :1], torch.cat((last, rows[:, 1:]), 1), rows),
+        lens,
+    )
 
 
 def plant_accept_one_more(chosen: torch.Tensor, drafts: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
@@ -409,7 +453,9 @@ def plant_accept_one_more(chosen: torch.Tensor, drafts: torch.Tensor, valid: tor
         ("count_matches", plant_accept_one_more),
     ],
 )
-def test_planted_bugs_in_the_step_are_seen(monkeypatch: pytest.MonkeyPatch, name: str, bug: Callable[..., object]) -> None:
+def test_planted_bugs_in_the_step_are_seen(
+    monkeypatch: pytest.MonkeyPatch, name: str, bug: Callable[..., object]
+) -> None:
     monkeypatch.setattr(window_module, name, bug)
     with pytest.raises(AssertionError, match="seed"):
         run_random_cases(10, 1000, sampled=False)
@@ -419,7 +465,14 @@ def test_a_drafter_with_one_stale_pair_is_seen(monkeypatch: pytest.MonkeyPatch) 
     """The MTP layer over accepted columns only, a column late: the stream stays right, pages and acceptance do not."""
     original = MtpDrafter.draft
 
-    def stale(self: MtpDrafter, tokens: torch.Tensor, hidden: torch.Tensor, start: torch.Tensor, last: torch.Tensor, *rest: object) -> torch.Tensor:
+    def stale(
+        self: MtpDrafter,
+        tokens: torch.Tensor,
+        hidden: torch.Tensor,
+        start: torch.Tensor,
+        last: torch.Tensor,
+        *rest: object,
+    ) -> torch.Tensor:
         shifted = torch.cat((hidden[:, :1], hidden[:, :-1]), dim=1)
         return original(self, tokens, shifted, start, last, *rest)  # type: ignore[arg-type]
 

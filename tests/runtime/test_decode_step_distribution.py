@@ -1,7 +1,9 @@
-"""Sampled output of speculative steps has the target's distribution: chi-square tests, and the same tests on planted biases.
+"""Sampled output of speculative steps has the target's distribution: chi-square tests, and the same tests on planted
+biases.
 
-Thousands of slots run the same prompt with different seeds; the pair of their first two tokens is compared with the exact joint
-distribution. The seeds are fixed, so the outcome is too; for a correct step the chance that a choice of seeds would fail is the stated bound.
+Thousands of slots run the same prompt with different seeds; the pair of their first two tokens is compared with the
+exact joint distribution. The seeds are fixed, so the outcome is too; for a correct step the chance that a choice of
+seeds would fail is the stated bound.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ def plant_token_of_the_row_before(seed: Tensor, position: Tensor, num_tokens: in
 
 
 def plant_no_residual(logits: Tensor, position: Tensor, inputs: sampling_kernels.DrawInputs) -> Tensor:
-    """Accept the draft with p(draft), else draw from all of p again instead of from what is left of it. (Drafts are the greedy tokens here.)"""
+    """Accept the draft with p(draft), else draw from all of p again instead of from what is left of it. (Drafts are the
+    greedy tokens here.)"""
     B, T = position.shape
     draft = logits.argmax(-1)
     chance = (logits / inputs.temperature_B[:, None, None]).softmax(-1).gather(2, draft[..., None])[..., 0]
@@ -92,7 +95,9 @@ def plant_no_residual(logits: Tensor, position: Tensor, inputs: sampling_kernels
         (sampling_kernels, "draw", plant_no_residual),
     ],
 )
-def test_planted_biases_are_seen(monkeypatch: pytest.MonkeyPatch, module: object, name: str, bias: Callable[..., Tensor]) -> None:
+def test_planted_biases_are_seen(
+    monkeypatch: pytest.MonkeyPatch, module: object, name: str, bias: Callable[..., Tensor]
+) -> None:
     monkeypatch.setattr(module, name, bias)
     assert p_value(drawn_pairs(SETTINGS["plain"]), expected_pairs(SETTINGS["plain"])) < FALSE_ALARM
 

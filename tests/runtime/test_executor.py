@@ -98,7 +98,13 @@ def test_chunked_prefill_leaves_what_one_prefill_leaves() -> None:
             writes = [(c, 10 + len(checkpoints) + i) for i, c in enumerate(sorted(inner))]
             checkpoints.update({r: start + c for c, r in writes})
             # The running state stays in row 5: from the second chunk on it is read and overwritten in one call.
-            plan = StepPlan(chunks=[chunk(ids[start : start + count], start=start, read_row=row, writes=[*writes, (count, 5)], pages=pages)])
+            plan = StepPlan(
+                chunks=[
+                    chunk(
+                        ids[start : start + count], start=start, read_row=row, writes=[*writes, (count, 5)], pages=pages
+                    )
+                ]
+            )
             executor.collect(executor.launch(plan))
             start, row = start + count, 5
         context = f"seed {seed}:"
@@ -109,14 +115,17 @@ def test_chunked_prefill_leaves_what_one_prefill_leaves() -> None:
 
 
 def test_a_resumed_request_equals_one_from_scratch_and_leaves_the_checkpoint_alone() -> None:
-    """Resume reads the checkpoint by pointer and shares its pages; stream and acceptance are those without any cache."""
+    """Resume reads the checkpoint by pointer and shares its pages; stream and acceptance are those without any
+    cache."""
     for seed in range(10):
         generator = random.Random(seed)
         shared = random_tokens(3 * BLOCK, seed)
         suffix = random_tokens(generator.choice([1, 1, 2, 16, 20]), seed + 100)
         executor = make_executor()
         shared_pages = [1, 2, 3]
-        executor.collect(executor.launch(StepPlan(chunks=[chunk(shared, writes=[(len(shared), 9)], pages=shared_pages)])))
+        executor.collect(
+            executor.launch(StepPlan(chunks=[chunk(shared, writes=[(len(shared), 9)], pages=shared_pages)]))
+        )
         rows, pages = list(range(20, 26)), [*shared_pages, *range(10, 20)]
         plan = StepPlan(num_drafted=3, first_slots=[0])
         plan.chunks = [chunk(suffix, start=len(shared), read_row=9, writes=[(len(suffix), rows[0])], pages=pages)]
@@ -135,7 +144,9 @@ def test_a_resumed_request_equals_one_from_scratch_and_leaves_the_checkpoint_alo
             driver.step(3, plan=plan)
             plan = StepPlan()
         scratch = driver.running[0].outcomes
-        assert [(o.emitted, o.num_drafted, o.num_accepted) for o in resumed] == [(o.emitted, o.num_drafted, o.num_accepted) for o in scratch]
+        assert [(o.emitted, o.num_drafted, o.num_accepted) for o in resumed] == [
+            (o.emitted, o.num_drafted, o.num_accepted) for o in scratch
+        ]
 
 
 def test_a_checkpoint_from_prefill_becomes_the_first_rolling_one() -> None:
@@ -180,12 +191,22 @@ def test_leaves_make_a_slot_inert_and_a_join_in_the_same_plan_takes_it() -> None
 
 def test_a_slot_is_clean_for_its_next_request() -> None:
     """Bias, penalties, counts, stop ids and limits of the one before must not show."""
-    heavy = SamplingParams(temperature=1.5, logit_bias={4: 50.0}, presence_penalty=2.0, frequency_penalty=2.0, repetition_penalty=3.0, top_k=3)
+    heavy = SamplingParams(
+        temperature=1.5,
+        logit_bias={4: 50.0},
+        presence_penalty=2.0,
+        frequency_penalty=2.0,
+        repetition_penalty=3.0,
+        top_k=3,
+    )
     requests = [
         ReferenceRequest(prompt=[1, 2, 3], sampling=heavy, seed=1, length_limit=30, stop_ids=(9, 10)),
         ReferenceRequest(prompt=[1, 2, 3], sampling=SamplingParams(temperature=1.0), seed=1, length_limit=60),
         ReferenceRequest(
-            prompt=[4, 4, 4], sampling=SamplingParams(temperature=1.0, presence_penalty=1.0, repetition_penalty=1.1), seed=2, length_limit=60
+            prompt=[4, 4, 4],
+            sampling=SamplingParams(temperature=1.0, presence_penalty=1.0, repetition_penalty=1.1),
+            seed=2,
+            length_limit=60,
         ),
         ReferenceRequest(prompt=[1, 2, 3], sampling=SamplingParams(temperature=0.0), seed=1, length_limit=60),
     ]
@@ -259,7 +280,11 @@ def test_scores_are_log_probabilities_of_the_prompt() -> None:
     for top, count in ((0, 74), (3, 74), (3, 75)):
         executor = make_executor()
         following = ids[count] if count < 75 else None
-        plan = StepPlan(chunks=[chunk(ids[:count], writes=[(count, 20)], pages=list(range(1, 8)), next_token=following, score_top=top)])
+        plan = StepPlan(
+            chunks=[
+                chunk(ids[:count], writes=[(count, 20)], pages=list(range(1, 8)), next_token=following, score_top=top)
+            ]
+        )
         scores = executor.collect(executor.launch(plan)).scores["r"]
         assert [score.token_id for score in scores] == ids[1:]
         for position, score in enumerate(scores):
@@ -272,7 +297,8 @@ def test_scores_are_log_probabilities_of_the_prompt() -> None:
 
 
 def test_scores_of_emitted_tokens_are_those_of_their_own_request() -> None:
-    """Neighbours want none, or another number of alternatives; and the slot has its next request before the scores are read."""
+    """Neighbours want none, or another number of alternatives; and the slot has its next request before the scores are
+    read."""
     first, second = random_tokens(9, 1), random_tokens(14, 2)
     executor = make_executor(max_running=3)
     logit_bias = SamplingParams(temperature=0.0, logit_bias={5: 30.0})
@@ -294,7 +320,9 @@ def test_scores_of_emitted_tokens_are_those_of_their_own_request() -> None:
         assert [score.token_id for score in outcome.scores] == outcome.emitted
         for score in outcome.scores:
             expected = MODEL.logits(torch.from_numpy(MODEL.reference_state(known).row[1:])).log_softmax(-1)
-            assert score.logprob == pytest.approx(expected[score.token_id].item(), abs=1e-5), "by the raw logits, whatever the bias"
+            assert score.logprob == pytest.approx(expected[score.token_id].item(), abs=1e-5), (
+                "by the raw logits, whatever the bias"
+            )
             assert [token for token, _ in score.top] == expected.topk(num_alternatives).indices.tolist()
             known.append(score.token_id)
     assert by_slot[0].emitted[0] == 5
@@ -326,7 +354,9 @@ def test_a_constrained_slot_says_what_it_drafted() -> None:
     assert after.num_drafted == 3
     assert (after.num_accepted, after.emitted[0]) == (1, stream[1])
     assert after.emitted[1] != stream[2], "the second draft may not come"
-    perfect.check_pages(list(range(7, 13)), [*ids, stream[0], stream[1]], context="MTP K/V of the prompt's last pair included:")
+    perfect.check_pages(
+        list(range(7, 13)), [*ids, stream[0], stream[1]], context="MTP K/V of the prompt's last pair included:"
+    )
 
 
 def test_an_empty_decode_has_no_outcomes() -> None:

@@ -20,7 +20,15 @@ from agentspec.wire import Submit
 from tests.fakes.scripted_device import House
 
 SPEC = ModelSpec(
-    name="x", vocab_size=100, num_real_tokens=100, max_context=10_000, hidden_size=1, has_mtp=False, stop_token_ids=(), row_bytes=1, page_bytes=1
+    name="x",
+    vocab_size=100,
+    num_real_tokens=100,
+    max_context=10_000,
+    hidden_size=1,
+    has_mtp=False,
+    stop_token_ids=(),
+    row_bytes=1,
+    page_bytes=1,
 )
 
 TOKEN_SECONDS = 0.001
@@ -37,7 +45,11 @@ class World:
     def request(self, owner: str, session: str | None, num_tokens: int) -> Request:
         self._number += 1
         asked = Submit(
-            request_id=f"r{self._number}", prompt_ids=[1] * num_tokens, owner=owner, session_id=session, sampling=SamplingParams(max_tokens=5)
+            request_id=f"r{self._number}",
+            prompt_ids=[1] * num_tokens,
+            owner=owner,
+            session_id=session,
+            sampling=SamplingParams(max_tokens=5),
         )
         return new_request(asked, number=self._number, spec=SPEC, max_length=10_000, engine_seed=0, token_bytes=None)
 
@@ -111,7 +123,8 @@ def test_an_owner_with_many_sessions_has_the_share_of_an_owner() -> None:
 
 
 def test_a_flood_of_one_flow_is_one_flow_from_the_first_second_on() -> None:
-    """Its requests, of which none is late before the one ahead of it had its share, kept a newcomer waiting behind all of them."""
+    """Its requests, of which none is late before the one ahead of it had its share, kept a newcomer waiting behind all
+    of them."""
     house = House(max_running=4, block=64)
     house.device.decode_seconds = 0.01
     for number in range(60):
@@ -275,18 +288,33 @@ def grown(rng: random.Random, num_turns: int, *, blocks: int) -> list[RecordedTu
     """A session that is as long at its end as at its beginning, nearly."""
     history, turns = words(rng, blocks * BLOCK_TOKENS), []
     for _ in range(num_turns):
-        turns.append(RecordedTurn(prompt=history, output=words(rng, 8), breakpoints=[Breakpoint(64, CheckpointKind.USER)], delay_seconds=0.0))
+        turns.append(
+            RecordedTurn(
+                prompt=history,
+                output=words(rng, 8),
+                breakpoints=[Breakpoint(64, CheckpointKind.USER)],
+                delay_seconds=0.0,
+            )
+        )
         history = history + turns[-1].output + words(rng, 4)
     return turns
 
 
-COSTS = ModelCosts(name="small", row_bytes=2**20, kv_bytes_per_token=2**14, passes=((64, 0.01), (6400, 1.0)), steps=((1, 0.01), (8, 0.01)))
+COSTS = ModelCosts(
+    name="small",
+    row_bytes=2**20,
+    kv_bytes_per_token=2**14,
+    passes=((64, 0.01), (6400, 1.0)),
+    steps=((1, 0.01), (8, 0.01)),
+)
 
 
 def replayed(sessions: list[tuple[str, list[RecordedTurn]]], *, num_pages: int, lanes: int) -> list[EndedTurn]:
     dry = DryRun(
         costs=COSTS,
-        memory=DryMemory.of_engine(MemoryPlan(num_rows=2 + lanes * 6 + 100, num_pages=num_pages, max_length=(num_pages - 1) * BLOCK_TOKENS)),
+        memory=DryMemory.of_engine(
+            MemoryPlan(num_rows=2 + lanes * 6 + 100, num_pages=num_pages, max_length=(num_pages - 1) * BLOCK_TOKENS)
+        ),
         max_running=lanes,
         num_drafted=3,
         prefill_budget="auto",
@@ -305,8 +333,8 @@ def turns_ahead(ended: list[EndedTurn], request_id: str) -> int:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_new_sessions_are_not_starved_by_old_ones(seed: int) -> None:
-    """Finding 5 of issue 18: two of six sessions fit. In order of arrival alone, the third waits until one of the first has
-    had its 60 turns. Now it waits for its share, and each one behind it for 40 turns more at most."""
+    """Finding 5 of issue 18: two of six sessions fit. In order of arrival alone, the third waits until one of the first
+    has had its 60 turns. Now it waits for its share, and each one behind it for 40 turns more at most."""
     rng = random.Random(seed)
     sessions = [(f"s{number}", grown(rng, 60, blocks=10)) for number in range(6)]
     ended = replayed(sessions, num_pages=32, lanes=6)

@@ -1,4 +1,5 @@
-"""Forced outputs: what is asked for is what is said, whatever the model thinks of it, and nothing else changes for anybody."""
+"""Forced outputs: what is asked for is what is said, whatever the model thinks of it, and nothing else changes for
+anybody."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ BLOCK = 16
 
 def assembly(*, num_rows: int = 60, num_pages: int = 200, **settings: Any) -> Assembly:
     config = EngineConfig(**{"draft_tokens": 3, "max_running": 3, "allow_forced_output": True} | settings)
-    memory = MemoryPlan(num_rows=num_rows, num_pages=num_pages, max_length=min(500, longest_sequence(num_pages, 3, BLOCK)))
+    memory = MemoryPlan(
+        num_rows=num_rows, num_pages=num_pages, max_length=min(500, longest_sequence(num_pages, 3, BLOCK))
+    )
     return build(HashChainModel(seed=5, max_context=600, block_tokens=BLOCK), config=config, memory=memory)
 
 
@@ -41,7 +44,9 @@ def test_the_output_is_the_one_that_was_forced(sampling: SamplingParams, overlap
     with Engine(assembly(overlap=overlap)) as engine:
         for number, length in enumerate((1, 40, 64, 130)):
             forced = words(rng, 40)
-            asked = Submit(request_id=f"r{number}", prompt_ids=words(rng, length), sampling=sampling, forced_output=forced)
+            asked = Submit(
+                request_id=f"r{number}", prompt_ids=words(rng, length), sampling=sampling, forced_output=forced
+            )
             ids, finish = engine.generate(asked)
             assert ids == forced
             assert (finish.reason, finish.usage.completion_tokens) == (FinishReason.LENGTH, 40)
@@ -54,7 +59,13 @@ def test_what_the_model_would_have_said_costs_what_it_would_have_cost(sampling: 
     with Engine(assembly()) as engine:
         free, usual = engine.generate(Submit(request_id="free", prompt_ids=prompt, sampling=sampling, namespace="a"))
         for number in (1, 25, 40):
-            forced = Submit(request_id=f"{number}", prompt_ids=prompt, sampling=sampling, namespace=f"{number}", forced_output=free[:number])
+            forced = Submit(
+                request_id=f"{number}",
+                prompt_ids=prompt,
+                sampling=sampling,
+                namespace=f"{number}",
+                forced_output=free[:number],
+            )
             ids, finish = engine.generate(forced)
             assert ids == free
             assert finish.usage.spec == usual.usage.spec
@@ -66,15 +77,21 @@ def test_drafts_are_accepted_against_the_forced_text() -> None:
     with Engine(assembly()) as engine:
         free, _ = engine.generate(Submit(request_id="free", prompt_ids=prompt, sampling=GREEDY))
         other = [(token + 1) % 46 for token in free]
-        ids, finish = engine.generate(Submit(request_id="forced", prompt_ids=prompt, sampling=GREEDY, forced_output=other))
+        ids, finish = engine.generate(
+            Submit(request_id="forced", prompt_ids=prompt, sampling=GREEDY, forced_output=other)
+        )
     assert ids == other
-    assert finish.usage.spec.num_accepted < finish.usage.spec.num_drafted / 2, "the head drafts what its own model would say"
+    assert finish.usage.spec.num_accepted < finish.usage.spec.num_drafted / 2, (
+        "the head drafts what its own model would say"
+    )
 
 
 def test_stops_end_a_forced_output_as_any_other() -> None:
     stopping = SamplingParams(temperature=0.0, max_tokens=40, stop_token_ids=(7,))
     with Engine(assembly()) as engine:
-        ids, finish = engine.generate(Submit(request_id="a", prompt_ids=[1, 2], sampling=stopping, forced_output=[5, 6, 7, 8, 9]))
+        ids, finish = engine.generate(
+            Submit(request_id="a", prompt_ids=[1, 2], sampling=stopping, forced_output=[5, 6, 7, 8, 9])
+        )
     assert (ids, finish.reason, finish.stop_match) == ([5, 6, 7], FinishReason.STOP, 7)
 
 
@@ -97,7 +114,12 @@ def test_others_say_what_they_say_alone_and_slots_forget() -> None:
             for _, submit in asked.values():
                 engine.submit(submit)
             for name, (expected, _) in asked.items():
-                ids = [token for event in engine.events(name) if isinstance(event, TokensEvent) for token in event.token_ids]
+                ids = [
+                    token
+                    for event in engine.events(name)
+                    if isinstance(event, TokensEvent)
+                    for token in event.token_ids
+                ]
                 assert ids == expected, name
     assert parts.loop.metrics.decode_slots > parts.loop.metrics.decode_steps, "some steps held several"
 
@@ -106,13 +128,18 @@ def test_a_preempted_request_goes_on_with_its_output_and_its_turn_is_cached() ->
     rng = random.Random(5)
     parts = assembly(num_pages=40, num_rows=40, draft_tokens=2)
     sampling = SamplingParams(temperature=0.0, max_tokens=150)
-    asked = [Submit(request_id=f"r{number}", prompt_ids=words(rng, 60), sampling=sampling, forced_output=words(rng, 150)) for number in range(4)]
+    asked = [
+        Submit(request_id=f"r{number}", prompt_ids=words(rng, 60), sampling=sampling, forced_output=words(rng, 150))
+        for number in range(4)
+    ]
     with Engine(parts) as engine:
         for submit in asked:
             engine.submit(submit)
         for submit in asked:
             events = list(engine.events(submit.request_id))
-            assert [token for event in events if isinstance(event, TokensEvent) for token in event.token_ids] == submit.forced_output
+            assert [
+                token for event in events if isinstance(event, TokensEvent) for token in event.token_ids
+            ] == submit.forced_output
             assert isinstance(events[-1], FinishEvent)
         last = asked[-1]
         assert last.forced_output is not None
@@ -132,7 +159,10 @@ def test_a_preempted_request_goes_on_with_its_output_and_its_turn_is_cached() ->
         ({"forced_output": [1, 600]}, "forced_output=600: is not a token id"),
         ({"forced_output": [1] * 41}, "forced_output='41 tokens': are more than max_tokens 40"),
         ({"forced_output": [1], "grammar": Grammar(kind="regex", source="a")}, "can't go with a constrained output"),
-        ({"forced_output": [1] * 600, "sampling": SamplingParams()}, "with 600 forced tokens exceeds the context limit"),
+        (
+            {"forced_output": [1] * 600, "sampling": SamplingParams()},
+            "with 600 forced tokens exceeds the context limit",
+        ),
     ],
 )
 def test_what_can_not_be_forced_is_refused_by_name(fields: dict[str, Any], reason: str) -> None:
@@ -146,7 +176,10 @@ def test_what_can_not_be_forced_is_refused_by_name(fields: dict[str, Any], reaso
 
 def test_an_engine_that_was_not_made_for_it_refuses_it_by_name() -> None:
     parts = assembly(allow_forced_output=False)
-    with Engine(parts) as engine, pytest.raises(RequestError, match=r"forced_output=\[1\]: is for benchmarks: .*--allow-forced-output"):
+    with (
+        Engine(parts) as engine,
+        pytest.raises(RequestError, match=r"forced_output=\[1\]: is for benchmarks: .*--allow-forced-output"),
+    ):
         engine.submit(Submit(request_id="a", prompt_ids=[1, 2], sampling=GREEDY, forced_output=[1]))
 
 
@@ -164,7 +197,9 @@ def test_forced_acceptance_accepts_the_forced_output(overlap: bool) -> None:
             engine.submit(submit)
         for submit in asked:
             *events, finish = engine.events(submit.request_id)
-            assert [token for event in events if isinstance(event, TokensEvent) for token in event.token_ids] == submit.forced_output
+            assert [
+                token for event in events if isinstance(event, TokensEvent) for token in event.token_ids
+            ] == submit.forced_output
             assert isinstance(finish, FinishEvent)
             drafted, accepted = finish.usage.spec.drafted_by_position, finish.usage.spec.accepted_by_position
             assert accepted[0] >= drafted[0] - 1, "but for a draft that the limit cut"

@@ -1,4 +1,5 @@
-"""Compiled grammars as a request meets them: where a text may go and end, windows of drafts, the free part before them, the cache."""
+"""Compiled grammars as a request meets them: where a text may go and end, windows of drafts, the free part before them,
+the cache."""
 
 from __future__ import annotations
 
@@ -79,7 +80,9 @@ def admits(tokenizer: Tokenizer, compiled: CompiledGrammar, text: str) -> bool:
         ),
     ],
 )
-def test_each_kind_admits_its_texts(tokenizer: Tokenizer, compiler: GrammarCompiler, kind: str, source: str, good: list[str], bad: list[str]) -> None:
+def test_each_kind_admits_its_texts(
+    tokenizer: Tokenizer, compiler: GrammarCompiler, kind: str, source: str, good: list[str], bad: list[str]
+) -> None:
     compiled = compiler.compile(Grammar(kind=kind, source=source))  # type: ignore[arg-type]
     assert [text for text in good if not admits(tokenizer, compiled, text)] == []
     assert [text for text in bad if admits(tokenizer, compiled, text)] == []
@@ -127,7 +130,11 @@ def test_free_up_to_a_token_but_not_ended(tokenizer: Tokenizer, compiler: Gramma
     behind = {
         yes,
         gap,
-        *(token for token, text in enumerate(tokenizer.token_bytes) if text and b"yes".startswith(text) | b"\n\nyes".startswith(text)),
+        *(
+            token
+            for token, text in enumerate(tokenizer.token_bytes)
+            if text and b"yes".startswith(text) | b"\n\nyes".startswith(text)
+        ),
     }
     assert set(allowed_ids(rows[len(thought) + 1], tokenizer.vocab_size)) <= behind
     assert set(allowed_ids(rows[len(thought) + 2], tokenizer.vocab_size)) <= behind - {gap}
@@ -167,7 +174,9 @@ def test_what_is_known_is_said_at_once_and_nothing_else_is(tokenizer: Tokenizer)
     assert found is not None
     assert admits(tokenizer, found, "abc")
     assert compiler.known(Grammar(kind="regex", source="[a-g]+")) is None
-    assert compiler.known(Grammar(kind="regex", source="[a-f]+", after=10**6)) is None, "it is refused, and the way there says so"
+    assert compiler.known(Grammar(kind="regex", source="[a-f]+", after=10**6)) is None, (
+        "it is refused, and the way there says so"
+    )
     compiler.close()
 
 
@@ -193,7 +202,10 @@ def test_the_cache_forgets_what_was_not_used(tokenizer: Tokenizer) -> None:
         (Grammar(kind="json_schema", source='{"not": {}}'), "grammar.source.not", "not supported"),
         (Grammar(kind="structural_tag", source="{}"), "grammar.source", "can't be compiled"),
         (
-            Grammar(kind="structural_tag", source=json.dumps({"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {}}})),
+            Grammar(
+                kind="structural_tag",
+                source=json.dumps({"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {}}}),
+            ),
             "grammar.source",
             "json_schema",
         ),

@@ -1,6 +1,8 @@
-"""Expressions that grammars are built of, compiled for real and held against Python's own: character by character, over small alphabets.
+"""Expressions that grammars are built of, compiled for real and held against Python's own: character by character, over
+small alphabets.
 
-xgrammar's reading of an expression differs from everybody's for some shapes (it joins states too freely), so each shape that is used is tried here.
+xgrammar's reading of an expression differs from everybody's for some shapes (it joins states too freely), so each shape
+that is used is tried here.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from agentspec.text.schema_grammar import json_character
 from agentspec.text.schema_patterns import ANY_TEXT, FORMATS, JSON_STRING, all_but, none_of, read_pattern
 
 STOP = 256
-BACKEND = Backend(Vocabulary(token_bytes=[bytes([byte]) for byte in range(256)] + [b""], vocab_size=257, stop_token_ids=[STOP], job_seconds=60))
+BACKEND = Backend(
+    Vocabulary(
+        token_bytes=[bytes([byte]) for byte in range(256)] + [b""],
+        vocab_size=257,
+        stop_token_ids=[STOP],
+        job_seconds=60,
+    )
+)
 
 
 def compiled(source: str) -> Matcher:
@@ -77,11 +86,14 @@ def test_automata_are_what_their_patterns_say() -> None:
     texts = texts_over(["a", "b", "c"], 4)
     for seed in range(300):
         pattern = random_pattern(random.Random(seed), 3)
-        assert admitted(automaton(pattern), texts) == [text for text in texts if re.fullmatch(pattern, text)], f"seed {seed}: {pattern}"
+        assert admitted(automaton(pattern), texts) == [text for text in texts if re.fullmatch(pattern, text)], (
+            f"seed {seed}: {pattern}"
+        )
 
 
 @pytest.mark.parametrize(
-    "pattern", ["b", "^a", "a$", "^a|b$", r"\w+", r"^\W+$", r"^[^\w]$", r"^\S+$", r"^.$", r"^[\d.-]+$", r"\x61\u0062", "^a+?b??$"]
+    "pattern",
+    ["b", "^a", "a$", "^a|b$", r"\w+", r"^\W+$", r"^[^\w]$", r"^\S+$", r"^.$", r"^[\d.-]+$", r"\x61\u0062", "^a+?b??$"],
 )
 def test_patterns_of_schemas_admit_only_what_validators_find(pattern: str) -> None:
     texts = texts_over(["a", "b", "A", "1", "-", " ", "\n", "é", "٣", "\u2003"], 3)
@@ -108,7 +120,9 @@ def test_patterns_of_schemas_admit_only_what_validators_find(pattern: str) -> No
 def test_loops_over_characters(expression: str, alphabet: list[str]) -> None:
     texts = texts_over(alphabet, 6)
     pattern = python_pattern(expression)
-    assert admitted(compiled(f"root ::= {regex(expression)}"), texts) == [text for text in texts if pattern.fullmatch(text)]
+    assert admitted(compiled(f"root ::= {regex(expression)}"), texts) == [
+        text for text in texts if pattern.fullmatch(text)
+    ]
 
 
 def test_names_that_are_none_of_some_words() -> None:
@@ -127,7 +141,11 @@ def test_no_expression_admits_what_is_no_utf8() -> None:
         bytes([0xF0, 0x80, 0x80, 0x80]),
         bytes([0xF4, 0x90, 0x80, 0x80]),
     ]
-    for matcher in (compiled(f"root ::= {regex(all_but('<') + '*')}"), automaton("[^<]*"), compiled(f"root ::= {regex(json_character('') + '*')}")):
+    for matcher in (
+        compiled(f"root ::= {regex(all_but('<') + '*')}"),
+        automaton("[^<]*"),
+        compiled(f"root ::= {regex(json_character('') + '*')}"),
+    ):
         for head in heads:
             num_accepted = next((index for index, byte in enumerate(head) if not matcher.accept(byte)), len(head))
             assert num_accepted < len(head), head
@@ -140,7 +158,9 @@ def test_ranges_of_numbers(seed: int) -> None:
     for _ in range(25):
         low = rng.randint(-(10 ** rng.randint(0, 5)), 10 ** rng.randint(0, 5))
         high = low + rng.randint(0, 10 ** rng.randint(0, 5))
-        numbers = sorted({low, high, low - 1, high + 1, 0, -low, low * 10, high * 10, (low + high) // 2, rng.randint(low, high)})
+        numbers = sorted(
+            {low, high, low - 1, high + 1, 0, -low, low * 10, high * 10, (low + high) // 2, rng.randint(low, high)}
+        )
         found = admitted(automaton(integers_between(low, high)), [str(number) for number in numbers])
         assert found == [str(number) for number in numbers if low <= number <= high], f"seed {seed}: {low} to {high}"
     for _ in range(25):
@@ -149,17 +169,31 @@ def test_ranges_of_numbers(seed: int) -> None:
         expression = numbers_between(first, last + 1, above_low=above, below_high=below)
         assert expression is not None
         middle = (first + last) / 2
-        some = {first, last + 1, first - 1, last + 2, middle, first + Decimal("0.01"), last + Decimal("0.99"), Decimal(0), Decimal(int(middle))}
+        some = {
+            first,
+            last + 1,
+            first - 1,
+            last + 2,
+            middle,
+            first + Decimal("0.01"),
+            last + Decimal("0.99"),
+            Decimal(0),
+            Decimal(int(middle)),
+        }
         for text in admitted(automaton(expression), [f"{number:f}" for number in some]):
             assert first < Decimal(text) if above else first <= Decimal(text), f"seed {seed}"
             assert Decimal(text) < last + 1 if below else Decimal(text) <= last + 1, f"seed {seed}"
-        assert admitted(automaton(expression), [f"{first + Decimal('0.5'):f}"]), f"seed {seed}: nothing within {first} and {last + 1}"
+        assert admitted(automaton(expression), [f"{first + Decimal('0.5'):f}"]), (
+            f"seed {seed}: nothing within {first} and {last + 1}"
+        )
 
 
 def test_numbers_are_json() -> None:
     texts = texts_over(["0", "1", "-", ".", "e", "+"], 5)
     assert admitted(automaton(ANY_INTEGER), texts) == [text for text in texts if re.fullmatch(r"0|-?[1-9]\d*", text)]
-    assert admitted(automaton(ANY_NUMBER), texts) == [text for text in texts if re.fullmatch(r"-?(0|[1-9]\d*)(\.\d+)?(e[+-]?\d{1,2})?", text)]
+    assert admitted(automaton(ANY_NUMBER), texts) == [
+        text for text in texts if re.fullmatch(r"-?(0|[1-9]\d*)(\.\d+)?(e[+-]?\d{1,2})?", text)
+    ]
 
 
 @pytest.mark.parametrize(

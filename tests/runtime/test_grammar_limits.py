@@ -1,4 +1,5 @@
-"""Grammars that would hang, explode or crash their compiler: refused within a bound, in a process that nobody misses."""
+"""Grammars that would hang, explode or crash their compiler: refused within a bound, in a process that nobody
+misses."""
 
 from __future__ import annotations
 
@@ -43,18 +44,31 @@ def nested(depth: int) -> str:
     ("grammar", "reason"),
     [
         pytest.param(SLOW, "too long", id="slow to compile"),
-        pytest.param(Grammar(kind="ebnf", source="root ::= " + "(" * 100_000 + '"a"' + ")" * 100_000), "Nest", id="deep groups"),
-        pytest.param(Grammar(kind="ebnf", source='root ::= "a"{1,999999999}{1,999}'), "can't", id="repetition of a repetition"),
         pytest.param(
-            Grammar(kind="ebnf", source='root ::= "\\"" c{0,1000} "\\""\nc ::= [^"\\\\] | "\\\\" ["\\\\]'), "too long|too much work", id="slow masks"
+            Grammar(kind="ebnf", source="root ::= " + "(" * 100_000 + '"a"' + ")" * 100_000), "Nest", id="deep groups"
+        ),
+        pytest.param(
+            Grammar(kind="ebnf", source='root ::= "a"{1,999999999}{1,999}'), "can't", id="repetition of a repetition"
+        ),
+        pytest.param(
+            Grammar(kind="ebnf", source='root ::= "\\"" c{0,1000} "\\""\nc ::= [^"\\\\] | "\\\\" ["\\\\]'),
+            "too long|too much work",
+            id="slow masks",
         ),
         pytest.param(Grammar(kind="regex", source="((a{1,40}){1,40}){1,40}"), "2000", id="exploding expression"),
         pytest.param(Grammar(kind="regex", source="(a|b)*a(a|b){12}"), "states", id="exploding automaton"),
         pytest.param(Grammar(kind="regex", source="(" * 5000), "groups", id="deep expression"),
         pytest.param(Grammar(kind="json_schema", source=nested(500)), "levels", id="deep schema"),
-        pytest.param(Grammar(kind="json_schema", source='{"anyOf": [' + '{"type": "string"},' * 20_000 + "{}]}"), "values", id="wide schema"),
         pytest.param(
-            Grammar(kind="json_schema", source='{"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}'),
+            Grammar(kind="json_schema", source='{"anyOf": [' + '{"type": "string"},' * 20_000 + "{}]}"),
+            "values",
+            id="wide schema",
+        ),
+        pytest.param(
+            Grammar(
+                kind="json_schema",
+                source='{"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}',
+            ),
             "without end",
             id="references in a circle",
         ),
@@ -62,7 +76,10 @@ def nested(depth: int) -> str:
             Grammar(
                 kind="json_schema",
                 source='{"$defs": {'
-                + ",".join(f'"d{n}": {{"anyOf": [{{"$ref": "#/$defs/d{n + 1}"}}, {{"$ref": "#/$defs/d{n + 1}"}}]}}' for n in range(30))
+                + ",".join(
+                    f'"d{n}": {{"anyOf": [{{"$ref": "#/$defs/d{n + 1}"}}, {{"$ref": "#/$defs/d{n + 1}"}}]}}'
+                    for n in range(30)
+                )
                 + ', "d30": {}}, "$ref": "#/$defs/d0"}',
             ),
             "alternatives",
@@ -77,7 +94,11 @@ def test_bombs_are_refused(compiler: GrammarCompiler, grammar: Grammar, reason: 
 
 
 def test_a_process_that_died_is_replaced(tokenizer: Tokenizer) -> None:
-    trials = TrialProcess(Vocabulary(token_bytes=tokenizer.token_bytes, vocab_size=tokenizer.vocab_size, stop_token_ids=[0], job_seconds=60))
+    trials = TrialProcess(
+        Vocabulary(
+            token_bytes=tokenizer.token_bytes, vocab_size=tokenizer.vocab_size, stop_token_ids=[0], job_seconds=60
+        )
+    )
     good = CompileJob(kind="ebnf", source='root ::= "a"')
     assert trials.run(good).error is None
     first = trials.pid
@@ -91,7 +112,11 @@ def test_a_process_that_died_is_replaced(tokenizer: Tokenizer) -> None:
 
 
 def test_a_process_can_be_started_before_its_first_job(tokenizer: Tokenizer) -> None:
-    trials = TrialProcess(Vocabulary(token_bytes=tokenizer.token_bytes, vocab_size=tokenizer.vocab_size, stop_token_ids=[0], job_seconds=60))
+    trials = TrialProcess(
+        Vocabulary(
+            token_bytes=tokenizer.token_bytes, vocab_size=tokenizer.vocab_size, stop_token_ids=[0], job_seconds=60
+        )
+    )
     before = trials.pid
     assert before is None
     trials.start()

@@ -1,4 +1,5 @@
-"""The graphs of the decode step: which there are, what each is given, and that a house that replays is the house that runs eagerly.
+"""The graphs of the decode step: which there are, what each is given, and that a house that replays is the house that
+runs eagerly.
 
 Recordings are replayed by running the step again, so this needs no GPU; tests/gpu does the same with CUDA graphs.
 """
@@ -50,7 +51,10 @@ class Watched:
 
     def _step(self, slot_ids_B: Tensor, key: GraphKey) -> StepResult:
         self.calls.append((key, slot_ids_B.tolist()))
-        return StepResult(outcome_BF=slot_ids_B[:, None] + 100, logits_BTV=slot_ids_B[:, None, None].expand(-1, key.num_drafted + 1, 3).float())
+        return StepResult(
+            outcome_BF=slot_ids_B[:, None] + 100,
+            logits_BTV=slot_ids_B[:, None, None].expand(-1, key.num_drafted + 1, 3).float(),
+        )
 
 
 @pytest.mark.parametrize(
@@ -87,7 +91,9 @@ def test_a_step_whose_graph_is_still_to_come_records_it() -> None:
     assert key not in [key for key, _ in watched.record(0)]
 
 
-@pytest.mark.parametrize(("slots", "seen"), [([3], [3]), ([4, 1], [4, 1]), ([2, 0, 4], [2, 0, 4, 6]), ([0, 1, 2, 3, 5], [0, 1, 2, 3, 5, 6])])
+@pytest.mark.parametrize(
+    ("slots", "seen"), [([3], [3]), ([4, 1], [4, 1]), ([2, 0, 4], [2, 0, 4, 6]), ([0, 1, 2, 3, 5], [0, 1, 2, 3, 5, 6])]
+)
 def test_a_step_takes_the_next_size_and_is_filled_up_with_the_padding_slot(slots: list[int], seen: list[int]) -> None:
     watched = Watched(max_running=6, depths=[1])
     watched.record(1)
@@ -100,7 +106,9 @@ def test_a_step_takes_the_next_size_and_is_filled_up_with_the_padding_slot(slots
 def test_each_replay_sees_its_own_slots() -> None:
     watched = Watched(max_running=4, depths=[0])
     for slots in ([1], [1], [2], [0, 1], [2], [3, 1, 0], [0, 1, 2, 3], [3, 1]):
-        assert watched.graphs.run(slots, num_drafted=0, sampled=False).outcome_BF[:, 0].tolist() == [slot + 100 for slot in slots]
+        assert watched.graphs.run(slots, num_drafted=0, sampled=False).outcome_BF[:, 0].tolist() == [
+            slot + 100 for slot in slots
+        ]
 
 
 @pytest.mark.parametrize(("slots", "num_drafted"), [([0], 1), ([0], 3), ([0, 1, 2, 3, 0], 2)])
@@ -183,7 +191,9 @@ def test_what_a_start_has_left_changes_nothing_whenever_it_is_done(seed: int) ->
 
     def begin_early(executor: Any) -> None:
         report = executor.capture(range(4), Replayer(), early=True)
-        assert report.num_late == report.num_graphs + len(report.chunk_sizes) + report.num_rides - 2, "a step of one slot and a short prompt"
+        assert report.num_late == report.num_graphs + len(report.chunk_sizes) + report.num_rides - 2, (
+            "a step of one slot and a short prompt"
+        )
         launch = executor.launch
 
         def launch_and_prepare(plan: StepPlan) -> Any:
@@ -194,7 +204,15 @@ def test_what_a_start_has_left_changes_nothing_whenever_it_is_done(seed: int) ->
 
         executor.launch = launch_and_prepare
 
-    run_twins(lambda: HashChainModel(seed=5), nothing, begin_early, seed=seed, max_running=4, max_draft_tokens=3, num_steps=250)
+    run_twins(
+        lambda: HashChainModel(seed=5),
+        nothing,
+        begin_early,
+        seed=seed,
+        max_running=4,
+        max_draft_tokens=3,
+        num_steps=250,
+    )
     assert min(counts["prepared"], counts["nothing left"]) > 20, f"seed {seed}: {counts}"
 
 
@@ -216,5 +234,9 @@ def test_an_executor_that_was_captured_never_runs_eagerly() -> None:
 
 @pytest.mark.parametrize("graphs", [True, False])
 def test_on_the_cpu_there_is_nothing_to_capture(graphs: bool) -> None:
-    parts = build(HashChainModel(), config=EngineConfig(graphs=graphs), memory=MemoryPlan(num_rows=80, num_pages=80, max_length=256))
+    parts = build(
+        HashChainModel(),
+        config=EngineConfig(graphs=graphs),
+        memory=MemoryPlan(num_rows=80, num_pages=80, max_length=256),
+    )
     assert parts.graphs == "none: steps run eagerly on the CPU"

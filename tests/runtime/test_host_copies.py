@@ -1,4 +1,5 @@
-"""Copy orders carried out on real pools: rows and pages arrive whole, in order, a bounded number of copies at a time."""
+"""Copy orders carried out on real pools: rows and pages arrive whole, in order, a bounded number of copies at a
+time."""
 
 from __future__ import annotations
 
@@ -117,6 +118,10 @@ def test_copies_to_the_host_wait_for_those_to_the_device(monkeypatch: pytest.Mon
     copies.launch(CopyOrders(to_host=[CopyOrder(1, [(2, 0)], [])]))
     finish(copies, 1, 0)
     held = row[2].clone()
-    copies.launch(CopyOrders(to_host=[CopyOrder(2, [(3, 0)], [])], to_device=[CopyOrder(1, [(0, 5)], [(i, i) for i in range(1, 20, 2)])]))
+    copies.launch(
+        CopyOrders(
+            to_host=[CopyOrder(2, [(3, 0)], [])], to_device=[CopyOrder(1, [(0, 5)], [(i, i) for i in range(1, 20, 2)])]
+        )
+    )
     finish(copies, 2, 1)
     assert torch.equal(row[5], held), "host row 0 had a new owner, but not before it was read"

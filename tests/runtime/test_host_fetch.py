@@ -1,4 +1,5 @@
-"""Prompts whose state is in the host's memory: they wait for it, nobody else does, and resume as if it had never gone."""
+"""Prompts whose state is in the host's memory: they wait for it, nobody else does, and resume as if it had never
+gone."""
 
 from __future__ import annotations
 
@@ -64,7 +65,9 @@ class Place:
 
     def finish(self, request_id: str) -> FinishEvent:
         for _ in range(200):
-            ended = [event for event in self.events if isinstance(event, FinishEvent) and event.request_id == request_id]
+            ended = [
+                event for event in self.events if isinstance(event, FinishEvent) and event.request_id == request_id
+            ]
             if ended:
                 (event,) = ended
                 return event
@@ -72,7 +75,11 @@ class Place:
         raise AssertionError(f"{request_id} never ends")
 
     def num_tokens(self, request_id: str) -> int:
-        return sum(len(event.token_ids) for event in self.events if isinstance(event, TokensEvent) and event.request_id == request_id)
+        return sum(
+            len(event.token_ids)
+            for event in self.events
+            if isinstance(event, TokensEvent) and event.request_id == request_id
+        )
 
     def serve(self, request_id: str, prompt: list[int]) -> FinishEvent:
         self.submit(request_id, prompt)
@@ -95,10 +102,14 @@ def story(seed: int) -> list[int]:
 def test_the_stream_is_the_same_as_the_first_time_and_only_the_end_of_the_prompt_is_computed() -> None:
     place = Place()
     place.evict(story(1))
-    expected = [event.token_ids for event in place.events if isinstance(event, TokensEvent) and event.request_id == "first"]
+    expected = [
+        event.token_ids for event in place.events if isinstance(event, TokensEvent) and event.request_id == "first"
+    ]
     computed = place.metrics.prefill_tokens
     usage = place.serve("again", story(1)).usage
-    assert [event.token_ids for event in place.events if isinstance(event, TokensEvent) and event.request_id == "again"] == expected
+    assert [
+        event.token_ids for event in place.events if isinstance(event, TokensEvent) and event.request_id == "again"
+    ] == expected
     assert usage.cached_tokens == PROMPT_BLOCKS * BLOCK
     assert place.metrics.prefill_tokens - computed == 5
     assert place.gate.num_fetches == 1
@@ -146,7 +157,9 @@ def test_an_abort_ends_when_the_copy_has_come_and_what_came_is_kept() -> None:
     place.loop.abort("again")
     for _ in range(5):
         place.step()
-    assert not [event for event in place.events if event.request_id == "again"], "the copy still writes into what the request has"
+    assert not [event for event in place.events if event.request_id == "again"], (
+        "the copy still writes into what the request has"
+    )
     place.gate.is_open = True
     assert place.finish("again").reason is FinishReason.ABORT
     assert place.assembly.cache.match("", tokens(story(1))).num_tokens == PROMPT_BLOCKS * BLOCK

@@ -1,4 +1,5 @@
-"""The process that compiles an engine's kernels beside its start: what is told, and every way in which it ends. Here it is a script of the test."""
+"""The process that compiles an engine's kernels beside its start: what is told, and every way in which it ends. Here it
+is a script of the test."""
 
 from __future__ import annotations
 
@@ -14,7 +15,11 @@ from agentspec.kernels import Machine
 from agentspec.runtime.kernels_ahead import KernelJob, KernelReport, KernelsAhead, Stage
 from tests.kernels.test_compile_pool import Files
 
-JOB = KernelJob(config=EngineConfig(max_running=4), model_dir=str(bundled.DIRECTORY), machine=Machine(capability=(9, 0), num_multiprocessors=132))
+JOB = KernelJob(
+    config=EngineConfig(max_running=4),
+    model_dir=str(bundled.DIRECTORY),
+    machine=Machine(capability=(9, 0), num_multiprocessors=132),
+)
 REPORT = KernelReport(num_kernels=7, num_compiled=2)
 
 
@@ -40,7 +45,10 @@ class Told:
 def worker(*lines: Stage | KernelReport, then: str = "") -> list[str]:
     """Python's arguments: print the lines when the whole job has come."""
     text = b"".join(msgspec.json.encode(line) + b"\n" for line in lines).decode()
-    return ["-c", f"import sys, json, os, threading\njson.load(sys.stdin)\nsys.stdout.write({text!r})\nsys.stdout.flush()\n{then}"]
+    return [
+        "-c",
+        f"import sys, json, os, threading\njson.load(sys.stdin)\nsys.stdout.write({text!r})\nsys.stdout.flush()\n{then}",
+    ]
 
 
 def test_stages_are_told_and_the_report_kept() -> None:
@@ -80,7 +88,9 @@ def test_what_changes_no_kernel_leaves_the_note() -> None:
 
 
 def test_a_process_that_dies_is_told_and_hurts_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    with KernelsAhead(JOB, Told(), compiler=Noted(), worker=worker(Stage("compiling kernels", 1, 9), then="os._exit(7)")) as ahead:
+    with KernelsAhead(
+        JOB, Told(), compiler=Noted(), worker=worker(Stage("compiling kernels", 1, 9), then="os._exit(7)")
+    ) as ahead:
         assert ahead.wait()
         assert ahead.report is None
     assert [record.getMessage() for record in caplog.records] == [

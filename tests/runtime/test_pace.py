@@ -1,4 +1,5 @@
-"""The room of prompt passes: fixed, or under the longest gap by measured times. Synthetic devices whose costs are known, and no clock."""
+"""The room of prompt passes: fixed, or under the longest gap by measured times. Synthetic devices whose costs are
+known, and no clock."""
 
 from __future__ import annotations
 
@@ -38,8 +39,11 @@ def mixture(chunks: Sequence[Chunk]) -> float:
     return 0.014 + sum(count for _, count in chunks) * 11e-6 + sum(num_pairs(*chunk) for chunk in chunks) * 2.7e-10
 
 
-def run_prompt(pace: Pace, cost: Cost, length: int, *, start: int = 0, decode_seconds: float = DECODE_SECONDS) -> list[tuple[int, float]]:
-    """Chunks of a prompt that comes in beside running streams: (tokens, seconds) of each. As with overlap, a step is observed one step late."""
+def run_prompt(
+    pace: Pace, cost: Cost, length: int, *, start: int = 0, decode_seconds: float = DECODE_SECONDS
+) -> list[tuple[int, float]]:
+    """Chunks of a prompt that comes in beside running streams: (tokens, seconds) of each. As with overlap, a step is
+    observed one step late."""
     chunks: list[tuple[int, float]] = []
     late: StepTimes | None = None
     end = start + length
@@ -50,7 +54,9 @@ def run_prompt(pace: Pace, cost: Cost, length: int, *, start: int = 0, decode_se
         if late is not None:
             pace.observe(late)
         seconds = cost([(start, count)])
-        late = StepTimes(chunks=[(start, count)], contexts=[5000] * 4, prefill_seconds=seconds, decode_seconds=decode_seconds)
+        late = StepTimes(
+            chunks=[(start, count)], contexts=[5000] * 4, prefill_seconds=seconds, decode_seconds=decode_seconds
+        )
         chunks.append((count, seconds))
         start += count
     assert late is not None
@@ -169,7 +175,8 @@ def test_a_share_of_the_room_is_a_share_of_its_time() -> None:
 
 
 def test_a_long_prompt_comes_in_beside_streams_and_ends() -> None:
-    """In the scheduler: streams get their tokens in every step, no step is longer than the gap, and short prompts pass the long one."""
+    """In the scheduler: streams get their tokens in every step, no step is longer than the gap, and short prompts pass
+    the long one."""
     pace = GapPace(0.01, block_tokens=SMALL_BLOCK, largest=512)
     house = House(pace=pace, max_running=3, accept=0, drafts=1)
     house.device.decode_seconds = 0.004
@@ -192,7 +199,13 @@ def test_where_windows_ride_the_pass_has_their_time() -> None:
     """After some passes in a row with which they rode, and until one comes without."""
     pace = running_pace(large_model, 0.03)
     alone = pace.open(streams_run=True).fit(0, 10**5)
-    ridden = StepTimes(chunks=[(0, 1024)], contexts=[9] * 8, prefill_seconds=large_model([(0, 1024)]) + 0.002, decode_seconds=0.002, rode=True)
+    ridden = StepTimes(
+        chunks=[(0, 1024)],
+        contexts=[9] * 8,
+        prefill_seconds=large_model([(0, 1024)]) + 0.002,
+        decode_seconds=0.002,
+        rode=True,
+    )
     for _ in range(3):
         pace.observe(ridden)
     assert pace.open(streams_run=True).fit(0, 10**5) < 1.2 * alone, "it may have been chance"
@@ -200,5 +213,7 @@ def test_where_windows_ride_the_pass_has_their_time() -> None:
     assert pace.open(streams_run=True).fit(0, 10**5) > 1.3 * alone
     pace.observe(StepTimes(contexts=[9] * 8, decode_seconds=0.03))
     assert pace.open(streams_run=True).fit(0, 10**5) > 1.3 * alone, "a step without prompts says nothing of it"
-    pace.observe(StepTimes(chunks=[(0, 1024)], contexts=[9] * 8, prefill_seconds=large_model([(0, 1024)]), decode_seconds=0.03))
+    pace.observe(
+        StepTimes(chunks=[(0, 1024)], contexts=[9] * 8, prefill_seconds=large_model([(0, 1024)]), decode_seconds=0.03)
+    )
     assert pace.open(streams_run=True).fit(0, 10**5) < 1.2 * alone

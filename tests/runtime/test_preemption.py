@@ -1,7 +1,8 @@
-"""Out of pages: the youngest gives everything back but its last checkpoint, and goes on later as if nothing had happened.
+"""Out of pages: the youngest gives everything back but its last checkpoint, and goes on later as if nothing had
+happened.
 
-Transitions covered, each with a step in flight and without: DECODE -> LEAVING -> WAITING, DECODE -> WAITING, PREFILL -> LEAVING -> WAITING,
-and out of LEAVING to DONE by the last step's own end, by an abort, and by a stop string.
+Transitions covered, each with a step in flight and without: DECODE -> LEAVING -> WAITING, DECODE -> WAITING, PREFILL ->
+LEAVING -> WAITING, and out of LEAVING to DONE by the last step's own end, by an abort, and by a stop string.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ def test_tokens_of_the_step_in_flight_are_kept() -> None:
     emitted = sum(len(plan.first_slots + plan.decode_slots) > 1 for plan in house.device.plans)
     assert len(house.said("young")) == 1 + 4 * (emitted - 1), "one token of the first step, four of each later one"
     assert not any(
-        slot.join.request_id == "young" and slot.active and len(slot.sequence) != len(young.sequence) for slot in house.device.slots.values()
+        slot.join.request_id == "young" and slot.active and len(slot.sequence) != len(young.sequence)
+        for slot in house.device.slots.values()
     )
     house.run()
     assert house.said("young") == TALE[:200]
@@ -109,7 +111,8 @@ def test_the_oldest_is_never_preempted() -> None:
 
 
 def test_preempted_in_prefill() -> None:
-    """A long prompt has its pages from the start, so the one that decodes runs out while the other is still in prefill."""
+    """A long prompt has its pages from the start, so the one that decodes runs out while the other is still in
+    prefill."""
     house = House(pages=30, budget=16)
     house.submit("old", letters(40), TALE[:300])
     young = house.submit("young", letters(350, seed=1), TALE[:10], points=[(160, USER)])

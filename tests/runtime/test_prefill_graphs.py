@@ -1,4 +1,5 @@
-"""The graphs of prompt chunks: which there are, what each is given, and that rows and pages get what the same chunks run eagerly leave there.
+"""The graphs of prompt chunks: which there are, what each is given, and that rows and pages get what the same chunks
+run eagerly leave there.
 
 Recordings are replayed by running the prefill again, so this needs no GPU; tests/gpu does the same with CUDA graphs.
 """
@@ -37,7 +38,9 @@ class Watched:
 
     def __init__(self) -> None:
         self.batches: list[PrefillBatch] = []
-        self.graphs = PrefillGraphs(self._prefill, Replayer(), sizes=CHUNK_SIZES, block_tokens=BLOCK, max_pages=PAGES, device=CPU)
+        self.graphs = PrefillGraphs(
+            self._prefill, Replayer(), sizes=CHUNK_SIZES, block_tokens=BLOCK, max_pages=PAGES, device=CPU
+        )
         for record in self.graphs.recordings().values():
             record()
         self.recorded, self.batches = self.batches, []
@@ -57,7 +60,10 @@ def runs_of(*counts: int, start: int = 0, every: int | None = None) -> list[Run]
             token_ids=list(range(place, place + count)),
             start=start,
             read_row=2 if start else 0,
-            state_writes=(*((end, 10 + end) for end in range(every or count, count, every or count)), (count, 3 + place)),
+            state_writes=(
+                *((end, 10 + end) for end in range(every or count, count, every or count)),
+                (count, 3 + place),
+            ),
             page_ids=list(range(1 + PAGES * place, 1 + PAGES * (place + 1))),
         )
         for place, count in enumerate(counts)
@@ -80,7 +86,20 @@ def runs_of(*counts: int, start: int = 0, every: int | None = None) -> list[Run]
         (runs_of(1, 1, 1, 1, 1), None),
         (runs_of(60, every=1), None),
     ],
-    ids=["one", "full", "next", "four", "three", "append", "largest", "off the grid", "many states", "long", "five", "too many states"],
+    ids=[
+        "one",
+        "full",
+        "next",
+        "four",
+        "three",
+        "append",
+        "largest",
+        "off the grid",
+        "many states",
+        "long",
+        "five",
+        "too many states",
+    ],
 )
 def test_a_batch_takes_the_smallest_graph_that_holds_it(runs: list[Run], size: int | None) -> None:
     watched = Watched()
@@ -95,7 +114,10 @@ def test_a_batch_takes_the_smallest_graph_that_holds_it(runs: list[Run], size: i
         assert len(batch.token_ids_N) == size
 
 
-@pytest.mark.parametrize(("count", "size"), [(1, 64), (64, 64), (65, None), (1638, None), (1639, 2048), (2048, 2048), (2049, None), (5000, 6016)])
+@pytest.mark.parametrize(
+    ("count", "size"),
+    [(1, 64), (64, 64), (65, None), (1638, None), (1639, 2048), (2048, 2048), (2049, None), (5000, 6016)],
+)
 def test_while_not_all_are_recorded_a_batch_is_not_filled_up_to_a_much_larger_one(count: int, size: int | None) -> None:
     sizes = (64, 1024, 2048, 4096, 6016)
     graphs = PrefillGraphs(lambda batch: None, Replayer(), sizes=sizes, block_tokens=BLOCK, max_pages=100, device=CPU)
@@ -127,7 +149,10 @@ def test_each_size_is_recorded_once_over_padding_alone_the_largest_first() -> No
     assert [len(batch.token_ids_N) for batch in watched.recorded] == sorted(CHUNK_SIZES, reverse=True)
     for batch in watched.recorded:
         sizes = PrefillSizes(
-            num_tokens=len(batch.token_ids_N), num_spans=MAX_SPANS, num_blocks=len(batch.token_ids_N) // BLOCK + 2 * MAX_SPANS, num_pages=PAGES
+            num_tokens=len(batch.token_ids_N),
+            num_spans=MAX_SPANS,
+            num_blocks=len(batch.token_ids_N) // BLOCK + 2 * MAX_SPANS,
+            num_pages=PAGES,
         )
         assert same(batch, batch_of([], block_tokens=BLOCK, sizes=sizes))
         assert batch.page_table_UP.unique().tolist() == [SCRATCH_PAGE]
@@ -139,7 +164,10 @@ def test_each_replay_sees_its_own_runs_and_nothing_of_the_last() -> None:
         watched.graphs.run(runs)
         batch = watched.batches.pop()
         sizes = PrefillSizes(
-            num_tokens=len(batch.token_ids_N), num_spans=len(batch.spans_UF), num_blocks=len(batch.blocks_MF), num_pages=batch.page_table_UP.shape[1]
+            num_tokens=len(batch.token_ids_N),
+            num_spans=len(batch.spans_UF),
+            num_blocks=len(batch.blocks_MF),
+            num_pages=batch.page_table_UP.shape[1],
         )
         assert same(batch, batch_of(runs, block_tokens=BLOCK, sizes=sizes))
 
@@ -154,7 +182,9 @@ class ChunkHouse:
     def __init__(self, seed: int) -> None:
         self.model = HashChainModel(seed=5, max_context=640)
         spec = self.model.spec
-        self.rounds = ChunkRounds(seed=seed, num_sequences=6, max_length=600, block_tokens=spec.block_tokens, vocab_size=spec.num_real_tokens)
+        self.rounds = ChunkRounds(
+            seed=seed, num_sequences=6, max_length=600, block_tokens=spec.block_tokens, vocab_size=spec.num_real_tokens
+        )
         self.model.allocate(num_rows=self.rounds.num_rows, num_pages=self.rounds.num_pages)
         self.executor = ModelExecutor(self.model, max_running=2, max_draft_tokens=2, max_pages_per_slot=40)
 
@@ -165,7 +195,11 @@ class ChunkHouse:
     def storage(self) -> list[Tensor]:
         """Without scratch."""
         rows = torch.cat((self.model.rows_R3[:SCRATCH_ROW], self.model.rows_R3[SCRATCH_ROW + 1 :]))
-        return [rows, self.model.attention_PS[SCRATCH_PAGE + 1 :].clone(), self.model.mtp_PS[SCRATCH_PAGE + 1 :].clone()]
+        return [
+            rows,
+            self.model.attention_PS[SCRATCH_PAGE + 1 :].clone(),
+            self.model.mtp_PS[SCRATCH_PAGE + 1 :].clone(),
+        ]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -183,7 +217,9 @@ def test_replayed_chunks_leave_what_eager_ones_do(seed: int) -> None:
         num_replays = recorder.num_write_replays
         second.launch(chunks)
         is_held = sum(len(chunk.token_ids) for chunk in chunks) <= SIZES[-1] and len(chunks) <= MAX_SPANS
-        assert recorder.num_write_replays - num_replays == is_held, f"seed {seed}, step {step}: {[len(chunk.token_ids) for chunk in chunks]}"
+        assert recorder.num_write_replays - num_replays == is_held, (
+            f"seed {seed}, step {step}: {[len(chunk.token_ids) for chunk in chunks]}"
+        )
         assert all(map(torch.equal, first.storage(), second.storage())), f"seed {seed}, step {step}"
         num_held += is_held
     assert 20 < num_held < 58, f"seed {seed}: both ways are taken"
@@ -208,10 +244,17 @@ def test_scored_chunks_are_eager() -> None:
 
 
 def test_padding_does_not_reach_the_states_of_a_real_model(tmp_path: Path) -> None:
-    """Rows and pages of a prefill filled up with padding, against one that isn't; how many rows a product has may decide in which order it adds."""
-    model = load_model(write_agreeing_checkpoint(tmp_path, num_hidden_layers=2, full_attention_interval=2), device=CPU, dtype=torch.float32)
+    """Rows and pages of a prefill filled up with padding, against one that isn't; how many rows a product has may
+    decide in which order it adds."""
+    model = load_model(
+        write_agreeing_checkpoint(tmp_path, num_hidden_layers=2, full_attention_interval=2),
+        device=CPU,
+        dtype=torch.float32,
+    )
     runs = [
-        dataclasses.replace(run, state_writes=((len(run.token_ids), 2 + place),), page_ids=[1 + 2 * place, 2 + 2 * place])
+        dataclasses.replace(
+            run, state_writes=((len(run.token_ids), 2 + place),), page_ids=[1 + 2 * place, 2 + 2 * place]
+        )
         for place, run in enumerate(runs_of(70, 1, 30))
     ]
     kept = []
@@ -236,7 +279,9 @@ def test_the_start_says_which_sizes_there_are_and_what_they_took() -> None:
     )
 
 
-@pytest.mark.parametrize(("hidden_size", "longest"), [(2, 8192), (1024, 8192), (2048, 7552), (2560, 6016), (4096, 3712), (5120, 2944)])
+@pytest.mark.parametrize(
+    ("hidden_size", "longest"), [(2, 8192), (1024, 8192), (2048, 7552), (2560, 6016), (4096, 3712), (5120, 2944)]
+)
 def test_a_narrow_model_has_graphs_of_longer_batches(hidden_size: int, longest: int) -> None:
     sizes = chunk_sizes(hidden_size)
     assert sizes[: len(CHUNK_SIZES)] == CHUNK_SIZES

@@ -9,13 +9,25 @@ import pytest
 
 from agentspec.cache.hybrid_cache import Lease
 from agentspec.runtime.plan import OwnRows
-from agentspec.runtime.prefill_plan import BRANCH_GAP_BLOCKS, GRID_BLOCKS, SYSTEM_GRID_BLOCKS, plan_chunk, wanted_checkpoints
+from agentspec.runtime.prefill_plan import (
+    BRANCH_GAP_BLOCKS,
+    GRID_BLOCKS,
+    SYSTEM_GRID_BLOCKS,
+    plan_chunk,
+    wanted_checkpoints,
+)
 from agentspec.runtime.request import PendingCheckpoint, Request, new_request
 from agentspec.types import Breakpoint, CheckpointKind, ModelSpec, SamplingParams
 from agentspec.wire import Submit
 
 BLOCK = 16
-SYSTEM, USER, TURN, BRANCH, GRID = CheckpointKind.SYSTEM, CheckpointKind.USER, CheckpointKind.TURN, CheckpointKind.BRANCH, CheckpointKind.GRID
+SYSTEM, USER, TURN, BRANCH, GRID = (
+    CheckpointKind.SYSTEM,
+    CheckpointKind.USER,
+    CheckpointKind.TURN,
+    CheckpointKind.BRANCH,
+    CheckpointKind.GRID,
+)
 SPEC = ModelSpec(
     name="m",
     vocab_size=1000,
@@ -30,7 +42,9 @@ SPEC = ModelSpec(
 )
 
 
-def request(length: int, points: Sequence[tuple[int, CheckpointKind]] = (), *, computed: int = 0, max_tokens: int = 8) -> Request:
+def request(
+    length: int, points: Sequence[tuple[int, CheckpointKind]] = (), *, computed: int = 0, max_tokens: int = 8
+) -> Request:
     submit = Submit(
         request_id="r",
         prompt_ids=[place % 1000 for place in range(length)],
@@ -78,7 +92,9 @@ def test_a_branching_point_must_save_enough(gap: int) -> None:
 
 def test_long_stretches_get_a_grid() -> None:
     span = GRID_BLOCKS * BLOCK
-    assert wanted(request(2 * span, [(2 * span - 1, USER)])) == [(2 * span - BLOCK, USER)], "a stretch of less than two spans needs no grid"
+    assert wanted(request(2 * span, [(2 * span - 1, USER)])) == [(2 * span - BLOCK, USER)], (
+        "a stretch of less than two spans needs no grid"
+    )
     end = 3 * span + BLOCK
     assert wanted(request(end + 5, [(end, USER)])) == [(span, GRID), (2 * span, GRID), (end, USER)]
     assert wanted(request(end + 5, [(end, USER)], computed=2 * span)) == [(end, USER)]
@@ -95,7 +111,9 @@ def test_a_new_system_prompt_has_a_grid_of_its_own() -> None:
     points = [(4 * step, SYSTEM), (8 * step, USER)]
     grid = [(step, GRID), (2 * step, GRID), (3 * step, GRID), (4 * step, SYSTEM)]
     assert wanted(request(8 * step + 1, points)) == [*grid, (8 * step, USER)]
-    assert wanted(request(8 * step + 1, points, computed=4 * step)) == [(8 * step, USER)], "a system prompt that is cached needs none"
+    assert wanted(request(8 * step + 1, points, computed=4 * step)) == [(8 * step, USER)], (
+        "a system prompt that is cached needs none"
+    )
 
 
 def test_a_session_whose_turns_come_back_rewritten_keeps_the_end_of_its_prompt() -> None:

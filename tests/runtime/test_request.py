@@ -10,7 +10,17 @@ from agentspec.errors import ContextLengthError, RequestError
 from agentspec.runtime.constraint import Constraint
 from agentspec.runtime.plan import SlotOutcome
 from agentspec.runtime.request import Request, derive_seed, new_request
-from agentspec.types import STOP_ID, STOP_LENGTH, STOP_RUNNING, Breakpoint, CheckpointKind, FinishReason, ModelSpec, SamplingParams, TokenScore
+from agentspec.types import (
+    STOP_ID,
+    STOP_LENGTH,
+    STOP_RUNNING,
+    Breakpoint,
+    CheckpointKind,
+    FinishReason,
+    ModelSpec,
+    SamplingParams,
+    TokenScore,
+)
 from agentspec.wire import Submit
 from tests.fakes.automaton import Everything
 
@@ -39,7 +49,9 @@ def make(
     forces_acceptance: bool = False,
     **fields: Any,
 ) -> Request:
-    sampling = SamplingParams(**{name: fields.pop(name) for name in list(fields) if name in SamplingParams.__struct_fields__})
+    sampling = SamplingParams(
+        **{name: fields.pop(name) for name in list(fields) if name in SamplingParams.__struct_fields__}
+    )
     submit = Submit(**{"request_id": "r", "prompt_ids": [65, 66, 67], "sampling": sampling, **fields})
     return new_request(
         submit,
@@ -54,7 +66,9 @@ def make(
     )
 
 
-def outcome(text: str, *, drafted: int = 3, accepted: int | None = None, stop: int = STOP_RUNNING, stop_id: int | None = None) -> SlotOutcome:
+def outcome(
+    text: str, *, drafted: int = 3, accepted: int | None = None, stop: int = STOP_RUNNING, stop_id: int | None = None
+) -> SlotOutcome:
     emitted = [ord(letter) for letter in text] + ([] if stop_id is None else [stop_id])
     return SlotOutcome(
         slot=0,
@@ -115,12 +129,20 @@ def test_a_wrong_field_is_refused_by_name_and_value(fields: dict[str, Any], fiel
     assert str(caught.value).startswith(f"{field}=")
 
 
-@pytest.mark.parametrize(("prompt", "max_tokens", "fits"), [(100, 0, True), (99, None, True), (100, None, False), (60, 40, True), (60, 41, False)])
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "fits"),
+    [(100, 0, True), (99, None, True), (100, None, False), (60, 40, True), (60, 41, False)],
+)
 def test_prompt_and_output_share_the_context(prompt: int, max_tokens: int | None, fits: bool) -> None:
     if fits:
-        assert make(prompt_ids=[65] * prompt, max_tokens=max_tokens).length_limit == (100 if max_tokens is None else prompt + max_tokens)
+        assert make(prompt_ids=[65] * prompt, max_tokens=max_tokens).length_limit == (
+            100 if max_tokens is None else prompt + max_tokens
+        )
         return
-    with pytest.raises(ContextLengthError, match=rf"{prompt} tokens.*{'at least one new token' if max_tokens is None else max_tokens}.*100 tokens"):
+    with pytest.raises(
+        ContextLengthError,
+        match=rf"{prompt} tokens.*{'at least one new token' if max_tokens is None else max_tokens}.*100 tokens",
+    ):
         make(prompt_ids=[65] * prompt, max_tokens=max_tokens)
 
 

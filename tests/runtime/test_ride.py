@@ -1,4 +1,5 @@
-"""Windows that ride: which plans ride, by which graph, and that nothing else differs from chunks and windows one after the other."""
+"""Windows that ride: which plans ride, by which graph, and that nothing else differs from chunks and windows one after
+the other."""
 
 from __future__ import annotations
 
@@ -50,14 +51,18 @@ class Watch:
 def test_an_executor_whose_windows_ride_does_what_one_does_where_none_do(seed: int) -> None:
     """Greedy, sampled, constrained and scored slots, windows of every width, in any company, to the last bit."""
     watch = Watch()
-    run_twins(lambda: HashChainModel(seed=5), never, watch, seed=seed, max_running=5, max_draft_tokens=DRAFTS, num_steps=80)
+    run_twins(
+        lambda: HashChainModel(seed=5), never, watch, seed=seed, max_running=5, max_draft_tokens=DRAFTS, num_steps=80
+    )
     assert watch.ways["rode, eager"] > 8
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_graphs_of_rides_do_what_eager_steps_do(seed: int) -> None:
     watch = Watch(Replayer())
-    run_twins(lambda: HashChainModel(seed=5), never, watch, seed=seed, max_running=5, max_draft_tokens=DRAFTS, num_steps=240)
+    run_twins(
+        lambda: HashChainModel(seed=5), never, watch, seed=seed, max_running=5, max_draft_tokens=DRAFTS, num_steps=240
+    )
     assert watch.ways["rode, graph"] > 3, "windows of the largest k have graphs"
     assert watch.ways["apart, graph"] > 5, "others don't ride where the pass alone has one"
 
@@ -67,7 +72,11 @@ class House:
 
     def __init__(self, *, capture: bool, most_riders: int = MOST_RIDERS, prompt_length: int = 100) -> None:
         self.driver = StepDriver(
-            HashChainModel(seed=2, max_context=4000), max_running=4, max_draft_tokens=DRAFTS, max_length=3000, most_riders=most_riders
+            HashChainModel(seed=2, max_context=4000),
+            max_running=4,
+            max_draft_tokens=DRAFTS,
+            max_length=3000,
+            most_riders=most_riders,
         )
         self.recorder = Replayer()
         if capture:
@@ -99,7 +108,16 @@ def test_what_rides(capture: bool) -> None:
 
 @pytest.mark.parametrize(
     ("prompt_length", "most_riders", "rides"),
-    [(100, 1, True), (240, 1, True), (241, 127, False), (241, 128, True), (368, 1, True), (2544, 1, True), (2545, 255, False), (2545, 256, True)],
+    [
+        (100, 1, True),
+        (240, 1, True),
+        (241, 127, False),
+        (241, 128, True),
+        (368, 1, True),
+        (2544, 1, True),
+        (2545, 255, False),
+        (2545, 256, True),
+    ],
     ids=[
         "below the weights",
         "fills the free rows",
@@ -111,8 +129,11 @@ def test_what_rides(capture: bool) -> None:
         "a large size further",
     ],
 )
-def test_a_pass_that_has_a_graph_rides_where_a_graph_with_windows_is_little_larger(prompt_length: int, most_riders: int, rides: bool) -> None:
-    """Four windows of four columns: 16 rows; a pass alone has 256, 288, 384 and so on, one with windows 256, 384 up to 2,048, then 2,304, 2,560."""
+def test_a_pass_that_has_a_graph_rides_where_a_graph_with_windows_is_little_larger(
+    prompt_length: int, most_riders: int, rides: bool
+) -> None:
+    """Four windows of four columns: 16 rows; a pass alone has 256, 288, 384 and so on, one with windows 256, 384 up to
+    2,048, then 2,304, 2,560."""
     house = House(capture=True, most_riders=max(most_riders, 16), prompt_length=prompt_length)
     house.driver.executor.most_riders = most_riders
     before = house.recorder.num_write_replays
@@ -151,15 +172,25 @@ def test_numbers_of_riders() -> None:
 
 @pytest.mark.parametrize(
     ("max_running", "most_riders", "batches"),
-    [(1, MOST_RIDERS, {4}), (16, MOST_RIDERS, {4, 8, 16}), (64, MOST_RIDERS, {4, 8, 16, 32}), (64, 32, {4, 8}), (8, 0, set())],
+    [
+        (1, MOST_RIDERS, {4}),
+        (16, MOST_RIDERS, {4, 8, 16}),
+        (64, MOST_RIDERS, {4, 8, 16, 32}),
+        (64, 32, {4, 8}),
+        (8, 0, set()),
+    ],
 )
 def test_few_pairs_of_batch_and_tokens_have_graphs(max_running: int, most_riders: int, batches: set[int]) -> None:
     keys = ride_keys(1024, max_running=max_running, num_columns=4, most_riders=most_riders)
     sizes = {size for size in RIDE_SIZES if size <= 1024}
-    assert {(key.batch_size, key.num_tokens) for key in keys} == {(batch, size - 4 * batch) for batch in batches for size in sizes}
+    assert {(key.batch_size, key.num_tokens) for key in keys} == {
+        (batch, size - 4 * batch) for batch in batches for size in sizes
+    }
     assert len(keys) == len(batches) * len(sizes)
 
 
 def test_graphs_take_memory_where_they_are_made() -> None:
     slots = {"max_running": 8, "max_draft_tokens": 3}
-    assert ride_graph_bytes(5120, **slots, most_riders=0) == 0 < ride_graph_bytes(5120, **slots, most_riders=MOST_RIDERS)
+    assert (
+        ride_graph_bytes(5120, **slots, most_riders=0) == 0 < ride_graph_bytes(5120, **slots, most_riders=MOST_RIDERS)
+    )

@@ -82,7 +82,9 @@ def test_greedy_paths_agree() -> None:
     logits[..., 15:] = -torch.inf
     slots = torch.tensor([0, 1])
     window = window_of(torch.tensor([[3, 1, 1], [3, 2, 2]]), 2)
-    sampled, greedy = (choose(buffers, slots, window, logits, sampled=sampled, constrained=False) for sampled in (True, False))
+    sampled, greedy = (
+        choose(buffers, slots, window, logits, sampled=sampled, constrained=False) for sampled in (True, False)
+    )
     assert torch.equal(sampled[0], greedy[0])
 
 

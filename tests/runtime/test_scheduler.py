@@ -4,7 +4,8 @@
     any phase -> DONE                         by abort, directly or through LEAVING
     WAITING -> WAITING                        no slot, no room, session passed over
 
-test_preemption.py has the way back from PREFILL and DECODE to WAITING, test_scheduler_prefill.py what happens inside PREFILL.
+test_preemption.py has the way back from PREFILL and DECODE to WAITING, test_scheduler_prefill.py what happens inside
+PREFILL.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def test_a_stop_of_the_device_frees_at_once() -> None:
 
 
 def test_those_that_end_in_one_step_are_let_go_in_the_order_in_which_it_has_them() -> None:
-    """It decides which rows and pages come next and what is evicted, so it must be the same whenever the same is asked."""
+    """It decides which rows and pages come next and what is evicted, so it must be the same whenever the same is
+    asked."""
     for _ in range(5):
         house = House(max_running=8)
         requests = [house.submit(f"r{number}", letters(20, seed=number), "a" * 200) for number in range(8)]
@@ -93,7 +95,8 @@ def test_without_overlap_every_end_frees_at_once() -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_what_is_published_ends_with_what_was_kept(overlap: bool) -> None:
-    """The device may run past a stop that only the host sees, and over a block boundary: the older rolling checkpoint stands then."""
+    """The device may run past a stop that only the host sees, and over a block boundary: the older rolling checkpoint
+    stands then."""
     num_passed = 0
     for accepted, prompt_length, kept in itertools.product(range(4), (9, 16, 30), range(1, 36)):
         house = House(overlap=overlap, accept=accepted)
@@ -108,7 +111,9 @@ def test_what_is_published_ends_with_what_was_kept(overlap: bool) -> None:
         turns = [at for kind, at in house.published if kind == "TURN"]
         num_passed += newest > length
         if overlap and length // BLOCK > (prompt_length - 1) // BLOCK:
-            assert turns == [length // BLOCK * BLOCK], f"{case}: the step in flight brought the last kept token into the state"
+            assert turns == [length // BLOCK * BLOCK], (
+                f"{case}: the step in flight brought the last kept token into the state"
+            )
         else:
             assert turns in ([length // BLOCK * BLOCK], [(length - 1) // BLOCK * BLOCK], []), case
     assert num_passed > 5, "too few cases in which the newer checkpoint lies beyond the stop"
@@ -185,7 +190,8 @@ def test_abort_of_an_unknown_or_ended_request_is_no_error() -> None:
 
 
 def test_every_token_and_every_end_once_whatever_happens() -> None:
-    """Random traffic with aborts and stops; House checks that nothing follows a terminal event and that every request has one."""
+    """Random traffic with aborts and stops; House checks that nothing follows a terminal event and that every request
+    has one."""
     for seed in range(30):
         rng = random.Random(seed)
         house = House(
@@ -235,7 +241,8 @@ def test_every_token_and_every_end_once_whatever_happens() -> None:
 
 
 def test_pages_are_there_two_windows_ahead_and_never_more_than_the_limit_needs() -> None:
-    """The device fails at a window that its pages don't cover; here: that they grow with the sequence instead of being taken at once."""
+    """The device fails at a window that its pages don't cover; here: that they grow with the sequence instead of being
+    taken at once."""
     for count in range(290, 310):
         house = House(drafts=7, accept=7)
         request = house.submit("a", letters(20), "o" * count)
@@ -282,7 +289,8 @@ def test_a_session_waits_while_the_first_one_runs() -> None:
 
 
 def test_a_newcomer_takes_the_room_of_a_session_that_ended() -> None:
-    """While another request streams, and with a hold of five seconds: all that came back had done so within milliseconds."""
+    """While another request streams, and with a hold of five seconds: all that came back had done so within
+    milliseconds."""
     house = House(rows=200, pages=900, budget=2000, gate_bytes=3 * ROW_BYTES + 110 * PAGE_BYTES, hold_seconds=5.0)
     house.submit("streams", letters(20), "x" * 1000)
     prompt = list(letters(300))

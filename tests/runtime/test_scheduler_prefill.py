@@ -1,4 +1,5 @@
-"""Prompts in the scheduler: chunks and budget, checkpoints, who waits for whose prefix, scores, and requests that only want their prompt computed."""
+"""Prompts in the scheduler: chunks and budget, checkpoints, who waits for whose prefix, scores, and requests that only
+want their prompt computed."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ def test_a_prompt_is_cut_at_the_budget_and_joins_with_its_last_chunk() -> None:
     assert house.chunks("a") == [(0, 64), (64, 64), (128, 64), (192, 8)]
     last = house.device.plans[3]
     assert [join.request_id for join in last.joins] == ["a"]
-    assert (last.first_slots, last.decode_slots) == ([last.joins[0].slot], []), "its first token comes with its last chunk"
+    assert (last.first_slots, last.decode_slots) == ([last.joins[0].slot], []), (
+        "its first token comes with its last chunk"
+    )
     assert house.said("a") == "hello"
 
 
@@ -44,7 +47,11 @@ def test_the_oldest_prompt_gets_half_of_the_budget_and_short_ones_pass_it() -> N
     house.submit("medium", letters(60, seed=1), "x")
     house.submit("short", letters(12, seed=2), "x")
     house.step()
-    assert {chunk.request_id: len(chunk.token_ids) for chunk in house.device.plans[0].chunks} == {"long": 32, "short": 12, "medium": 16}
+    assert {chunk.request_id: len(chunk.token_ids) for chunk in house.device.plans[0].chunks} == {
+        "long": 32,
+        "short": 12,
+        "medium": 16,
+    }
     house.run()
     assert house.step_of_join("short") == 0
     assert house.step_of_join("medium") <= 2
@@ -59,7 +66,11 @@ def test_a_stream_of_short_prompts_does_not_stop_a_long_one() -> None:
         house.submit(f"s{number}", letters(60, seed=1 + number), "abcdefgh")
         house.step()
     house.run()
-    steps = [index for index, plan in enumerate(house.device.plans) if any(chunk.request_id == "long" for chunk in plan.chunks)]
+    steps = [
+        index
+        for index, plan in enumerate(house.device.plans)
+        if any(chunk.request_id == "long" for chunk in plan.chunks)
+    ]
     assert steps == list(range(steps[0], steps[0] + len(steps))), "it moves on in every step"
     assert len(steps) <= 640 // 32
 
@@ -148,7 +159,13 @@ def test_a_fleet_computes_its_common_prefix_once(agents: int, overlap: bool) -> 
     house = House(max_running=4, overlap=overlap)
     shared = letters(320)
     for number in range(agents):
-        house.submit(f"a{number}", shared + letters(20, seed=1 + number), "xyz", points=[(320, SYSTEM), (335, USER)], session=f"s{number}")
+        house.submit(
+            f"a{number}",
+            shared + letters(20, seed=1 + number),
+            "xyz",
+            points=[(320, SYSTEM), (335, USER)],
+            session=f"s{number}",
+        )
     house.run()
     assert house.metrics.prefill_tokens == 340 + (agents - 1) * 20
     assert all(house.said(f"a{number}") == "xyz" for number in range(agents))

@@ -1,4 +1,5 @@
-"""The loop reads each step's results one step later with overlap, and at once without it. Both give the same streams."""
+"""The loop reads each step's results one step later with overlap, and at once without it. Both give the same
+streams."""
 
 from __future__ import annotations
 
@@ -57,7 +58,12 @@ def test_overlap_changes_no_stream(accepted: int) -> None:
     for overlap in (True, False):
         house = House(overlap=overlap, accept=accepted, max_running=2)
         for number in range(5):
-            house.submit(f"r{number}", letters(10 + 30 * number, seed=number), "the quick brown fox"[: 5 * number], stop=("brown",))
+            house.submit(
+                f"r{number}",
+                letters(10 + 30 * number, seed=number),
+                "the quick brown fox"[: 5 * number],
+                stop=("brown",),
+            )
         house.run()
         said.append([(house.said(request_id), house.finish(request_id).reason) for request_id in house.requests])
     assert said[0] == said[1]
@@ -97,7 +103,13 @@ def test_the_pace_is_told_of_every_step() -> None:
     chunks, contexts = [[(0, 64)], [(64, 36)], [], [], []], [[], [], [104], [105], []]
     assert [times.chunks for times in pace.told] == chunks
     assert [times.contexts for times in pace.told] == contexts
-    assert [(times.prefill_seconds, times.decode_seconds) for times in pace.told] == [(64.0, 0.0), (100.0, 0.0), (0.0, 0.25), (0.0, 0.25), (0.0, 0.0)]
+    assert [(times.prefill_seconds, times.decode_seconds) for times in pace.told] == [
+        (64.0, 0.0),
+        (100.0, 0.0),
+        (0.0, 0.25),
+        (0.0, 0.25),
+        (0.0, 0.0),
+    ]
     house.submit("b", letters(20, seed=1), "abcdef")
     house.step()
     house.submit("c", letters(20, seed=2), "a")
@@ -122,7 +134,11 @@ def test_gaps_of_running_streams_are_counted() -> None:
     assert sum(metrics["gap_counts"]) == 3
     assert metrics["longest_gap_seconds"] == pytest.approx(0.5)
     assert metrics["gap_seconds"] == pytest.approx(0.604)
-    assert [bound for bound, count in zip(metrics["gap_bounds"], metrics["gap_counts"], strict=False) if count] == [0.005, 0.15, 0.5]
+    assert [bound for bound, count in zip(metrics["gap_bounds"], metrics["gap_counts"], strict=False) if count] == [
+        0.005,
+        0.15,
+        0.5,
+    ]
 
 
 def test_times_and_tokens_are_counted_as_requests_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,9 +160,19 @@ def test_times_and_tokens_are_counted_as_requests_end(monkeypatch: pytest.Monkey
     house.loop.abort("d")
     house.run()
     metrics = house.metrics
-    sums = [histogram.sum for histogram in (metrics.queue_seconds, metrics.prompt_seconds, metrics.decode_seconds, metrics.inference_seconds)]
+    sums = [
+        histogram.sum
+        for histogram in (
+            metrics.queue_seconds,
+            metrics.prompt_seconds,
+            metrics.decode_seconds,
+            metrics.inference_seconds,
+        )
+    ]
     assert sums == [0 + 4 + 5, 2 + 1 + 1, 2 + 0, 4 + 1 + 1]
-    counts = [sum(histogram.counts) for histogram in (metrics.queue_seconds, metrics.prompt_seconds, metrics.decode_seconds)]
+    counts = [
+        sum(histogram.counts) for histogram in (metrics.queue_seconds, metrics.prompt_seconds, metrics.decode_seconds)
+    ]
     assert counts == [3, 3, 2], "one was aborted while it waited, one wants no token"
     assert (sum(metrics.step_tokens.counts), metrics.step_tokens.sum) == (6, 64 + 37 + 1 + 1 + 11 + 10)
 
@@ -157,8 +183,13 @@ def test_a_preempted_request_has_one_begin_and_one_first_token() -> None:
         house.submit(f"r{number}", letters(20, seed=number), "the quick brown fox jumps over the lazy dog" * 2)
     house.run()
     assert house.metrics.preemptions > 0
-    assert [sum(figure.counts) for figure in (house.metrics.queue_seconds, house.metrics.prompt_seconds, house.metrics.decode_seconds)] == [3, 3, 3]
-    assert house.metrics.inference_seconds.sum == pytest.approx(house.metrics.prompt_seconds.sum + house.metrics.decode_seconds.sum)
+    assert [
+        sum(figure.counts)
+        for figure in (house.metrics.queue_seconds, house.metrics.prompt_seconds, house.metrics.decode_seconds)
+    ] == [3, 3, 3]
+    assert house.metrics.inference_seconds.sum == pytest.approx(
+        house.metrics.prompt_seconds.sum + house.metrics.decode_seconds.sum
+    )
 
 
 class ListeningPace:
@@ -191,7 +222,12 @@ def test_metrics_count_what_was_launched_and_emitted() -> None:
     house.run()
     metrics = house.metrics
     assert metrics.requests == 1
-    assert (metrics.prompt_tokens, metrics.prefill_tokens, metrics.cached_tokens, metrics.emitted_tokens) == (100, 100, 0, 10)
+    assert (metrics.prompt_tokens, metrics.prefill_tokens, metrics.cached_tokens, metrics.emitted_tokens) == (
+        100,
+        100,
+        0,
+        10,
+    )
     assert metrics.steps == len(house.device.plans)
     assert metrics.first_slots == sum(len(plan.first_slots) for plan in house.device.plans) == 1
     assert metrics.decode_steps == sum(bool(plan.decode_slots) for plan in house.device.plans)

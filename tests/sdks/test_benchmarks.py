@@ -1,7 +1,7 @@
 """Benchmark clients, the real ones, measure the bundled model over a socket, with that model's own tokenizer directory.
 
-They live in environments of their own: `make test-sdks` installs them, and those that aren't there are skipped. aiperf's test stands in
-tests/frameworks, since `make test` runs it, too.
+They live in environments of their own: `make test-sdks` installs them, and those that aren't there are skipped.
+aiperf's test stands in tests/frameworks, since `make test` runs it, too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def run(venv: str, program: str, arguments: list[str], scratch: Path, url: str) 
     place.home.mkdir(exist_ok=True)
     environment = quiet(place) | {"HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": "none"}
     command = [str(ROOT / f".venv-{venv}" / "bin" / program), *arguments]
-    done = subprocess.run(command, env=environment, cwd=scratch, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, env=environment, cwd=scratch, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
@@ -49,9 +51,26 @@ def test_guidellm(path: str, tmp_path: Path) -> None:
     skip_if_missing("guidellm")
     with recorded() as (url, recorder):
         arguments = [
-            *("run", "--backend", f"kind=openai_http,target={url},model={bundled.NAME},request_format={path}", "--disable-console"),
-            *("--tokenizer", f"kind=huggingface_auto,model={bundled.DIRECTORY}", "--data", "kind=synthetic_text,prompt_tokens=64,output_tokens=16"),
-            *("--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=6", "--output", "kind=json,path=result.json"),
+            *(
+                "run",
+                "--backend",
+                f"kind=openai_http,target={url},model={bundled.NAME},request_format={path}",
+                "--disable-console",
+            ),
+            *(
+                "--tokenizer",
+                f"kind=huggingface_auto,model={bundled.DIRECTORY}",
+                "--data",
+                "kind=synthetic_text,prompt_tokens=64,output_tokens=16",
+            ),
+            *(
+                "--profile",
+                "kind=concurrent,streams=2",
+                "--constraint",
+                "kind=max_requests,count=6",
+                "--output",
+                "kind=json,path=result.json",
+            ),
         ]
         run("guidellm", "guidellm", arguments, tmp_path, url)
     assert len(bodies(recorder, path)) >= 6
@@ -64,18 +83,42 @@ def test_guidellm(path: str, tmp_path: Path) -> None:
 def test_evalscope_perf_with_least_tokens(stream: str, tmp_path: Path) -> None:
     """The questions have short answers, which `min_tokens` makes longer."""
     skip_if_missing("benchmarks")
-    (tmp_path / "questions.txt").write_text("What is the status of order O-4071?\nList the open orders.\nWho ordered the lamp?\n")
+    (tmp_path / "questions.txt").write_text(
+        "What is the status of order O-4071?\nList the open orders.\nWho ordered the lamp?\n"
+    )
     with recorded() as (url, recorder):
         arguments = [
             *("perf", "--url", f"{url}/v1/chat/completions", "--api", "openai", "--model", bundled.NAME),
-            *("--tokenizer-path", str(bundled.DIRECTORY), "--dataset", "line_by_line", "--dataset-path", "questions.txt", stream),
-            *("--number", "6", "--parallel", "2", "--min-tokens", "120", "--max-tokens", "120", "--outputs-dir", "results", "--no-timestamp"),
+            *(
+                "--tokenizer-path",
+                str(bundled.DIRECTORY),
+                "--dataset",
+                "line_by_line",
+                "--dataset-path",
+                "questions.txt",
+                stream,
+            ),
+            *(
+                "--number",
+                "6",
+                "--parallel",
+                "2",
+                "--min-tokens",
+                "120",
+                "--max-tokens",
+                "120",
+                "--outputs-dir",
+                "results",
+                "--no-timestamp",
+            ),
         ]
         run("benchmarks", "evalscope", arguments, tmp_path, url)
     asked = [body for body in bodies(recorder, "/v1/chat/completions") if "min_tokens" in body]
     assert len(asked) >= 6
     assert all(body["min_tokens"] == 120 and not body.get("ignore_eos") for body in asked)
-    result = json.loads((tmp_path / "results" / bundled.NAME / "parallel_2_number_6" / "benchmark_summary.json").read_text())
+    result = json.loads(
+        (tmp_path / "results" / bundled.NAME / "parallel_2_number_6" / "benchmark_summary.json").read_text()
+    )
     assert (result["Success Requests"], result["Failed Requests"], result["Avg Output Tokens"]) == (6, 0, 120.0)
 
 
@@ -84,7 +127,12 @@ DOCUMENTS = (
     {"question": "An order that is called off is", "choices": [" paid", " cancelled"], "answer": 1},
 )
 TASKS: dict[str, dict[str, Any]] = {
-    "choice": {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}", "metric_list": [{"metric": "acc"}]},
+    "choice": {
+        "output_type": "multiple_choice",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{answer}}",
+        "metric_list": [{"metric": "acc"}],
+    },
     "writing": {
         "output_type": "generate_until",
         "doc_to_target": "{{choices[answer]}}",
@@ -106,7 +154,12 @@ def test_lm_eval(model: str, path: str, tasks: list[str], num_requests: int, tmp
     skip_if_missing("benchmarks")
     documents = tmp_path / "documents.jsonl"
     documents.write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))
-    shared = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(documents)}}, "test_split": "test", "doc_to_text": "{{question}}"}
+    shared = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(documents)}},
+        "test_split": "test",
+        "doc_to_text": "{{question}}",
+    }
     for name in tasks:
         (tmp_path / f"{name}.yaml").write_text(json.dumps({"task": name, **shared, **TASKS[name]}))
     with recorded() as (url, recorder):
@@ -114,11 +167,23 @@ def test_lm_eval(model: str, path: str, tasks: list[str], num_requests: int, tmp
         if model == "local-completions":
             settings += f",tokenizer={bundled.DIRECTORY},tokenizer_backend=huggingface"
         arguments = [
-            *("run", "--model", model, "--model_args", settings, "--tasks", ",".join(tasks), "--include_path", str(tmp_path)),
+            *(
+                "run",
+                "--model",
+                model,
+                "--model_args",
+                settings,
+                "--tasks",
+                ",".join(tasks),
+                "--include_path",
+                str(tmp_path),
+            ),
             *("--output_path", "results", *(["--apply_chat_template"] if "chat" in model else [])),
         ]
         run("benchmarks", "lm_eval", arguments, tmp_path, url)
     assert len(bodies(recorder, path)) == num_requests
     (file,) = (tmp_path / "results").rglob("results_*.json")
     result = json.loads(file.read_text())
-    assert {name: samples["effective"] for name, samples in result["n-samples"].items()} == dict.fromkeys(tasks, len(DOCUMENTS))
+    assert {name: samples["effective"] for name, samples in result["n-samples"].items()} == dict.fromkeys(
+        tasks, len(DOCUMENTS)
+    )

@@ -1,8 +1,9 @@
-"""SDKs and agent frameworks, the real packages, in environments of their own: loops with tools against the server over a socket.
+"""SDKs and agent frameworks, the real packages, in environments of their own: loops with tools against the server over
+a socket.
 
-The engine is real, with the bundled model. What the model says is known beforehand, as forced output; only where the test is about forms, the model
-answers by itself. Each client is a program, in `programs` or `node`, that says which calls came to its tools and what was answered.
-`make test-sdks` installs them; those that aren't there are skipped.
+The engine is real, with the bundled model. What the model says is known beforehand, as forced output; only where the
+test is about forms, the model answers by itself. Each client is a program, in `programs` or `node`, that says which
+calls came to its tools and what was answered. `make test-sdks` installs them; those that aren't there are skipped.
 """
 
 from __future__ import annotations
@@ -89,12 +90,22 @@ class Client:
         environment = quiet(place) | {
             "PYTHONPATH": str(ROOT),
             "CLIENT_MODEL": model,
-            "CLIENT_TASK": json.dumps({"model": MODEL, "questions": [task.QUESTION, task.AGAIN], "schemas": task.SCHEMAS, "results": results}),
+            "CLIENT_TASK": json.dumps(
+                {"model": MODEL, "questions": [task.QUESTION, task.AGAIN], "schemas": task.SCHEMAS, "results": results}
+            ),
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
             "MSWEA_SILENT_STARTUP": "1",
         }
         command = [*self.command(), place.url, mode, *filter(None, [self.way])]
-        done = subprocess.run(command, env=environment, cwd=place.workspace, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            command,
+            env=environment,
+            cwd=place.workspace,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
         assert done.returncode == 0, (done.stdout[-4000:], done.stderr[-4000:])
         told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return told
@@ -104,7 +115,13 @@ def shell_agent(way: str, *outputs: Output) -> Client:
     """mini-swe-agent, which has one task and doesn't stream."""
     calls = tuple(("bash", {"command": command}) for command in COMMANDS)
     return Client(
-        program="mini_swe_agent.py", way=way, outputs=outputs, calls=calls, results=("dozen", "No such file"), answers=(NOTES,), modes=("whole",)
+        program="mini_swe_agent.py",
+        way=way,
+        outputs=outputs,
+        calls=calls,
+        results=("dozen", "No such file"),
+        answers=(NOTES,),
+        modes=("whole",),
     )
 
 
@@ -120,14 +137,23 @@ CLIENTS = {
     "LiteLLM, hosted_vllm": Client(program="litellm_chat.py", way="hosted_vllm"),
     "LiteLLM, anthropic": Client(program="litellm_chat.py", way="anthropic"),
     "mini-swe-agent": shell_agent("litellm", *(("bash", {"command": command}) for command in COMMANDS)),
-    "mini-swe-agent, responses": shell_agent("litellm_response", *(("bash", {"command": command}) for command in COMMANDS)),
-    "mini-swe-agent, text": shell_agent("litellm_textbased", *blocks(*COMMANDS, opening="```mswea_bash_command", closing="```")),
-    "smolagents, calls": Client(program="smolagents_agent.py", way="ToolCallingAgent", outputs=(*CALLS, ("final_answer", {"answer": ANSWER}))),
+    "mini-swe-agent, responses": shell_agent(
+        "litellm_response", *(("bash", {"command": command}) for command in COMMANDS)
+    ),
+    "mini-swe-agent, text": shell_agent(
+        "litellm_textbased", *blocks(*COMMANDS, opening="```mswea_bash_command", closing="```")
+    ),
+    "smolagents, calls": Client(
+        program="smolagents_agent.py", way="ToolCallingAgent", outputs=(*CALLS, ("final_answer", {"answer": ANSWER}))
+    ),
     "smolagents, code": Client(
         program="smolagents_agent.py",
         way="CodeAgent",
         outputs=blocks(
-            *(f"print({name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())}))" for name, arguments in CALLS),
+            *(
+                f"print({name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())}))"
+                for name, arguments in CALLS
+            ),
             f"final_answer({ANSWER!r})",
             opening="<code>",
             closing="</code>",
@@ -154,14 +180,20 @@ class Watched:
     async def open(self) -> AsyncIterator[Any]:
         async with AsyncEngine(EngineConfig(allow_forced_output=True)) as engine:
             self.engine = OutputsInTurn(engine, self._outputs)
-            self.recorder = Recorder(create_app(self.engine, TextPipeline.from_checkpoint(engine.tokenizer, engine.model_dir)))
+            self.recorder = Recorder(
+                create_app(self.engine, TextPipeline.from_checkpoint(engine.tokenizer, engine.model_dir))
+            )
             yield self.recorder
 
     def check(self, client: Client, mode: str, told: dict[str, Any]) -> None:
         """Every request was answered and asked for what its client was told to; later ones found their prefixes."""
         requests = self.recorder.requests
-        assert {request["status"] for request in requests} == {200}, [(request["path"], request["status"]) for request in requests]
-        assert {bool(request["body"].get("stream")) for request in requests if request["method"] == "POST"} == {mode == "streamed"}
+        assert {request["status"] for request in requests} == {200}, [
+            (request["path"], request["status"]) for request in requests
+        ]
+        assert {bool(request["body"].get("stream")) for request in requests if request["method"] == "POST"} == {
+            mode == "streamed"
+        }
         assert [answer[HEADER] for answer in self.recorder.answers if HEADER in answer] == [], "nothing was left out"
         for number, result in enumerate(client.results, start=1):
             first = next((place for place, prompt in enumerate(self.engine.prompts) if result in prompt), None)
@@ -205,15 +237,31 @@ def litellm_proxy(place: Place) -> Iterator[str]:
     """LiteLLM's proxy in front of the server; the value is its URL, without a slash at the end."""
     place.home.mkdir(parents=True)
     settings = {"model": f"openai/{MODEL}", "api_base": f"{place.url}/v1", "api_key": "none"}
-    (place.home / "proxy.yaml").write_text(json.dumps({"model_list": [{"model_name": MODEL, "litellm_params": settings}]}))
+    (place.home / "proxy.yaml").write_text(
+        json.dumps({"model_list": [{"model_name": MODEL, "litellm_params": settings}]})
+    )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [str(VENV / "bin" / "litellm"), "--config", str(place.home / "proxy.yaml"), "--host", "127.0.0.1", "--port", str(port)]
+    command = [
+        str(VENV / "bin" / "litellm"),
+        "--config",
+        str(place.home / "proxy.yaml"),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     permitted = "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY"
     environment = quiet(place) | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONUNBUFFERED": "1", permitted: "true"}
     with subprocess.Popen(
-        command, env=environment, cwd=place.home, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        env=environment,
+        cwd=place.home,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     ) as proxy:
         assert proxy.stdout is not None
         rest = threading.Thread(target=proxy.stdout.read)  # so that the proxy never waits for a reader
@@ -237,7 +285,10 @@ def test_litellm_proxy_stands_between(name: str, tmp_path: Path) -> None:
     OPENAI["openai chat"].skip_if_missing()
     watched = Watched(client.outputs)
     for mode in client.modes:
-        with served(watched.open) as url, litellm_proxy(Place(scratch=tmp_path / mode / "proxy", url=url.rstrip("/"))) as proxy:
+        with (
+            served(watched.open) as url,
+            litellm_proxy(Place(scratch=tmp_path / mode / "proxy", url=url.rstrip("/"))) as proxy,
+        ):
             told = client.run(Place(scratch=tmp_path / mode, url=proxy), mode)
         assert told["calls"] == [[name, arguments] for name, arguments in client.calls]
         assert told["answers"] == list(client.answers)

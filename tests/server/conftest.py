@@ -53,7 +53,8 @@ def bundled_text() -> TextPipeline:
 
 @pytest.fixture
 def connect(pipeline: TextPipeline) -> Callable[..., httpx.AsyncClient]:
-    """An HTTP client to an app around the given engine, with the text pipeline unless told otherwise. What else is told goes to create_app."""
+    """An HTTP client to an app around the given engine, with the text pipeline unless told otherwise. What else is told
+    goes to create_app."""
 
     def open_client(engine: ScriptedEngine, **overrides: Any) -> httpx.AsyncClient:
         app = create_app(engine, overrides.pop("pipeline", pipeline), **overrides)

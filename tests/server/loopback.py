@@ -30,7 +30,9 @@ def served(open_app: OpenApp) -> Iterator[str]:
 
     async def run() -> None:
         async with open_app() as app:
-            server.append(_Unsignalled(uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=5)))
+            server.append(
+                _Unsignalled(uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=5))
+            )
             ready.set()
             await server[0].serve(sockets=[listener])
 

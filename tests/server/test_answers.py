@@ -23,7 +23,12 @@ def test_metrics_have_the_familiar_shape() -> None:
         "num_spec_tokens": 3,
         "acceptance_by_position": [3 / 4, 2 / 3, 0.0],
         "by_source": {
-            "mtp": {"num_draft_tokens": 9, "num_accepted_draft_tokens": 5, "drafted_by_position": [4, 3, 2], "accepted_by_position": [3, 2, 0]}
+            "mtp": {
+                "num_draft_tokens": 9,
+                "num_accepted_draft_tokens": 5,
+                "drafted_by_position": [4, 3, 2],
+                "accepted_by_position": [3, 2, 0],
+            }
         },
     }
 
@@ -47,8 +52,18 @@ def test_each_source_counts_its_own_positions() -> None:
 
     info = msgspec.structs.replace(INFO, draft_sources=(Sources.OURS, Sources.OURS, Sources.THEIRS))
     assert metrics_body(SPEC, info)["speculative_decoding"]["by_source"] == {
-        "ours": {"num_draft_tokens": 7, "num_accepted_draft_tokens": 5, "drafted_by_position": [4, 3], "accepted_by_position": [3, 2]},
-        "theirs": {"num_draft_tokens": 2, "num_accepted_draft_tokens": 0, "drafted_by_position": [2], "accepted_by_position": [0]},
+        "ours": {
+            "num_draft_tokens": 7,
+            "num_accepted_draft_tokens": 5,
+            "drafted_by_position": [4, 3],
+            "accepted_by_position": [3, 2],
+        },
+        "theirs": {
+            "num_draft_tokens": 2,
+            "num_accepted_draft_tokens": 0,
+            "drafted_by_position": [2],
+            "accepted_by_position": [0],
+        },
     }
 
 
@@ -61,13 +76,21 @@ def test_totals_add_up_lists_of_any_length() -> None:
     one = Usage(prompt_tokens=1, completion_tokens=2, cached_tokens=3, spec=SPEC)
     two = Usage(prompt_tokens=10, spec=SpecStats(num_steps=1, histogram=[0, 0, 0, 5]))
     whole = total([one, two])
-    assert (whole.prompt_tokens, whole.completion_tokens, whole.cached_tokens, whole.spec.histogram) == (11, 2, 3, [1, 1, 2, 5])
+    assert (whole.prompt_tokens, whole.completion_tokens, whole.cached_tokens, whole.spec.histogram) == (
+        11,
+        2,
+        3,
+        [1, 1, 2, 5],
+    )
     assert usage_body(whole)["total_tokens"] == 13
     assert SPEC.histogram == [1, 1, 2]
 
 
 def test_choices_of_one_prompt_pay_for_it_once() -> None:
-    first, second = Usage(prompt_tokens=9, completion_tokens=2, cached_tokens=0), Usage(prompt_tokens=9, completion_tokens=3, cached_tokens=8)
+    first, second = (
+        Usage(prompt_tokens=9, completion_tokens=2, cached_tokens=0),
+        Usage(prompt_tokens=9, completion_tokens=3, cached_tokens=8),
+    )
     whole = of_choices([second, first])
     assert (whole.prompt_tokens, whole.completion_tokens, whole.cached_tokens) == (9, 5, 0)
     body = usage_body(whole, reasoning_tokens=4)

@@ -1,4 +1,5 @@
-"""Requests as benchmark clients send them, field by field and header by header: each is taken whole, and means what its sender means by it.
+"""Requests as benchmark clients send them, field by field and header by header: each is taken whole, and means what its
+sender means by it.
 
 MLPerf Endpoints at ea33275 (August 2026) and aiperf 0.13.0; tests/frameworks/test_aiperf.py runs the latter itself.
 """
@@ -20,7 +21,11 @@ Connect = Callable[..., httpx.AsyncClient]
 
 BASH = {
     "type": "function",
-    "function": {"name": "bash", "description": "Run it", "parameters": {"type": "object", "properties": {"command": {"type": "string"}}}},
+    "function": {
+        "name": "bash",
+        "description": "Run it",
+        "parameters": {"type": "object", "properties": {"command": {"type": "string"}}},
+    },
 }
 
 
@@ -33,7 +38,11 @@ MLPERF: dict[str, Any] = {
     "messages": [
         {"role": "system", "content": "[salt: 4461]\n\nYou are a shell.\n\n[salt: 510c]"},
         {"role": "user", "content": "Fix it."},
-        {"role": "assistant", "tool_calls": [call(0, '{"command": "ls"}'), call(1, '{"command": "ls')], "reasoning_content": "First, look."},
+        {
+            "role": "assistant",
+            "tool_calls": [call(0, '{"command": "ls"}'), call(1, '{"command": "ls')],
+            "reasoning_content": "First, look.",
+        },
         {"role": "tool", "content": "<returncode>0</returncode>", "tool_call_id": "functions.bash:0"},
         {"role": "tool", "content": "no JSON", "tool_call_id": "functions.bash:1"},
         {"role": "user", "content": "Go on."},
@@ -69,7 +78,9 @@ AIPERF_HEADERS = ("X-Session-Affinity", "X-Session-ID", "X-SMG-Routing-Key", "X-
 """Each holds the conversation's id; the first is always there, the others when its environment says so."""
 
 
-def submitted(connect: Connect, text: TextPipeline, body: dict[str, Any], headers: dict[str, str]) -> tuple[Submit, str]:
+def submitted(
+    connect: Connect, text: TextPipeline, body: dict[str, Any], headers: dict[str, str]
+) -> tuple[Submit, str]:
     """What the engine is asked for, and its prompt as text."""
     engine = ScriptedEngine([*said("ok"), ended()])
 

@@ -1,4 +1,5 @@
-"""Bodies on their way in: how long they may take, how much of them is held, and answers that don't wait for one. On a virtual clock."""
+"""Bodies on their way in: how long they may take, how much of them is held, and answers that don't wait for one. On a
+virtual clock."""
 
 from __future__ import annotations
 
@@ -87,7 +88,9 @@ def test_a_request_counts_when_its_body_is_complete() -> None:
 
     async def main() -> None:
         go_on = asyncio.Event()
-        door = Door(create_app(ScriptedEngine([*said("well"), go_on, ended()]), None), ServerConfig(max_queue=0), max_running=1)
+        door = Door(
+            create_app(ScriptedEngine([*said("well"), go_on, ended()]), None), ServerConfig(max_queue=0), max_running=1
+        )
         clients = [Client(), Client()]
         slow, fast = (asyncio.create_task(client.ask(door)) for client in clients)
         await settled()

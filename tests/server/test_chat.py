@@ -21,7 +21,10 @@ Connect = Callable[..., httpx.AsyncClient]
 CHAT: dict[str, Any] = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}]}
 TOOL: dict[str, Any] = {
     "type": "function",
-    "function": {"name": "look", "parameters": {"type": "object", "properties": {"where": {"type": "string"}, "deep": {"type": "boolean"}}}},
+    "function": {
+        "name": "look",
+        "parameters": {"type": "object", "properties": {"where": {"type": "string"}, "deep": {"type": "boolean"}}},
+    },
 }
 CALL_TEXT = "<tool_call>\n<function=look>\n<parameter=where>\nunder it\n</parameter>\n<parameter=deep>\ntrue\n</parameter>\n</function>\n</tool_call>"
 
@@ -92,7 +95,11 @@ def test_a_whole_answer(connect: Connect) -> None:
         "completion_tokens": 6,
         "total_tokens": 16,
         "prompt_tokens_details": {"cached_tokens": 4},
-        "completion_tokens_details": {"reasoning_tokens": 0, "accepted_prediction_tokens": 5, "rejected_prediction_tokens": 4},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": 5,
+            "rejected_prediction_tokens": 4,
+        },
     }
     assert answer["metrics"]["speculative_decoding"]["num_spec_steps"] == 4
     assert "prompt_token_ids" not in answer
@@ -102,7 +109,11 @@ def test_a_whole_answer(connect: Connect) -> None:
 def test_an_answer_goes_on_from_the_assistants_text(connect: Connect, pipeline: TextPipeline, stream: bool) -> None:
     engine = ScriptedEngine([*said(" is 4", "2"), ended(text=".")])
     begun = [*CHAT["messages"], {"role": "assistant", "content": "It"}]
-    asked = {"continue_final_message": True, "add_generation_prompt": False, "chat_template_kwargs": {"enable_thinking": True}}
+    asked = {
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+        "chat_template_kwargs": {"enable_thinking": True},
+    }
     response = post(connect, engine, {**CHAT, "messages": begun, "stream": stream, **asked})
     answer = joined(chunks(response)) if stream else response.json()["choices"][0]["message"]
     assert answer["content"] == " is 42.", "it holds only what is new"
@@ -111,7 +122,12 @@ def test_an_answer_goes_on_from_the_assistants_text(connect: Connect, pipeline: 
 
 def test_the_submit_carries_prompt_session_and_namespace(connect: Connect) -> None:
     engine = ScriptedEngine()
-    post(connect, engine, {**CHAT, "max_tokens": 5, "prompt_cache_key": "by-body", "cache_salt": "s"}, **{"x-session-id": "by-header"})
+    post(
+        connect,
+        engine,
+        {**CHAT, "max_tokens": 5, "prompt_cache_key": "by-body", "cache_salt": "s"},
+        **{"x-session-id": "by-header"},
+    )
     post(connect, engine, {**CHAT, "prompt_cache_key": "by-body"})
     post(connect, engine, {**CHAT, "forced_output": [3, 4]})
     first, second, third = engine.submits
@@ -138,7 +154,9 @@ def test_streaming_opens_with_the_role_and_ends_with_usage(connect: Connect) -> 
     assert all("usage" not in chunk for chunk in plain)
     assert ["metrics" in chunk for chunk in plain] == [False] * 4 + [True]
 
-    counted = chunks(post(connect, ScriptedEngine(script), {**CHAT, "stream": True, "stream_options": {"include_usage": True}}))
+    counted = chunks(
+        post(connect, ScriptedEngine(script), {**CHAT, "stream": True, "stream_options": {"include_usage": True}})
+    )
     assert [chunk["usage"] is None for chunk in counted] == [True] * 5 + [False]
     assert counted[-1]["choices"] == []
     assert counted[-1]["usage"]["completion_tokens"] == 6
@@ -151,13 +169,20 @@ def test_each_chunk_counts_the_tokens_so_far_where_it_is_asked_to(connect: Conne
     script = [*said("Hel", "</thi", "nk>b"), ended(text="!")]
     body = {**CHAT, "stream": True, "chat_template_kwargs": {"enable_thinking": True}}
     engine = ScriptedEngine(script)
-    parts = chunks(post(connect, engine, {**body, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}))
+    parts = chunks(
+        post(connect, engine, {**body, "stream_options": {"include_usage": True, "continuous_usage_stats": True}})
+    )
     prompt_tokens = len(engine.submits[0].prompt_ids)
     counts = [0, 3, 4, 5, 5, 5]
     assert [chunk["usage"] for chunk in parts[:-1]] == [
-        {"prompt_tokens": prompt_tokens, "completion_tokens": count, "total_tokens": prompt_tokens + count} for count in counts
+        {"prompt_tokens": prompt_tokens, "completion_tokens": count, "total_tokens": prompt_tokens + count}
+        for count in counts
     ]
-    assert [chunk["choices"][0]["delta"] for chunk in parts[1:4]] == [{"reasoning_content": "Hel"}, {}, {"content": "b"}]
+    assert [chunk["choices"][0]["delta"] for chunk in parts[1:4]] == [
+        {"reasoning_content": "Hel"},
+        {},
+        {"content": "b"},
+    ]
     assert (parts[-1]["choices"], parts[-1]["usage"]["prompt_tokens_details"]) == ([], {"cached_tokens": 4})
     alone = chunks(post(connect, ScriptedEngine(script), {**body, "stream_options": {"continuous_usage_stats": True}}))
     assert [chunk["usage"]["completion_tokens"] for chunk in alone] == counts
@@ -173,13 +198,21 @@ def test_any_chunking_gives_the_same_answer_streamed_or_whole(connect: Connect, 
     streamed = joined(chunks(post(connect, ScriptedEngine(script), {**body, "stream": True})))
     assert streamed["role"] == "assistant", seed
     assert (streamed["reasoning"], streamed["content"]) == ("I think so.", "Looking."), seed
-    assert [(name, json.loads(given)) for name, given in streamed["calls"]] == [("look", json.loads(arguments))] * 2, seed
+    assert [(name, json.loads(given)) for name, given in streamed["calls"]] == [("look", json.loads(arguments))] * 2, (
+        seed
+    )
     assert streamed["finish"] == "tool_calls", seed
 
     choice = post(connect, ScriptedEngine(script), body).json()["choices"][0]
     message = choice["message"]
-    assert (message["reasoning_content"], message["content"], choice["finish_reason"]) == ("I think so.", "Looking.", "tool_calls"), seed
-    assert [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]] == list(map(tuple, streamed["calls"])), seed
+    assert (message["reasoning_content"], message["content"], choice["finish_reason"]) == (
+        "I think so.",
+        "Looking.",
+        "tool_calls",
+    ), seed
+    assert [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]] == list(
+        map(tuple, streamed["calls"])
+    ), seed
     assert len({call["id"] for call in message["tool_calls"]}) == 2, seed
     assert all(set(call) == {"id", "type", "function"} for call in message["tool_calls"]), seed
 
@@ -195,9 +228,19 @@ def test_any_chunking_gives_the_same_answer_streamed_or_whole(connect: Connect, 
         (ended(FinishReason.ABORT, stop_match=None), CALL_TEXT[:60], "abort"),
         (ended(), "no call", "stop"),
     ],
-    ids=["whole call", "cut call", "whole call at the limit", "second call cut", "stop string in a call", "abort", "text"],
+    ids=[
+        "whole call",
+        "cut call",
+        "whole call at the limit",
+        "second call cut",
+        "stop string in a call",
+        "abort",
+        "text",
+    ],
 )
-def test_tool_calls_is_said_only_of_whole_calls_that_the_model_ended(connect: Connect, end: FinishEvent, text: str, finish: str) -> None:
+def test_tool_calls_is_said_only_of_whole_calls_that_the_model_ended(
+    connect: Connect, end: FinishEvent, text: str, finish: str
+) -> None:
     body = {**CHAT, "tools": [TOOL]}
     assert post(connect, ScriptedEngine([*said(text), end]), body).json()["choices"][0]["finish_reason"] == finish
     streamed = chunks(post(connect, ScriptedEngine([*said(text), end]), {**body, "stream": True}))
@@ -212,7 +255,9 @@ def test_without_tools_nothing_is_taken_for_a_call(connect: Connect, extra: dict
     assert choice["message"] == {"role": "assistant", "content": CALL_TEXT, "refusal": None}
     like = ScriptedEngine()
     post(connect, like, CHAT | {"tools": extra.get("tools", [])})
-    assert engine.submits[0].prompt_ids == like.submits[0].prompt_ids, "the prompt is that of the turns around it, which may call"
+    assert engine.submits[0].prompt_ids == like.submits[0].prompt_ids, (
+        "the prompt is that of the turns around it, which may call"
+    )
 
 
 def test_the_token_that_opens_calls_is_banned_where_none_may_be_made(connect: Connect, pipeline: TextPipeline) -> None:
@@ -240,7 +285,9 @@ def test_token_ids_stay_with_their_text(connect: Connect) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_ids_of_the_output_alone(connect: Connect, stream: bool) -> None:
-    response = post(connect, ScriptedEngine([*said("ab"), ended()]), {**CHAT, "return_token_ids": "output", "stream": stream})
+    response = post(
+        connect, ScriptedEngine([*said("ab"), ended()]), {**CHAT, "return_token_ids": "output", "stream": stream}
+    )
     bodies = chunks(response) if stream else [response.json()]
     assert [token for body in bodies for token in body["choices"][0]["token_ids"]] == said("ab")[0].token_ids
     assert all("prompt_token_ids" not in body for body in bodies)
@@ -257,7 +304,9 @@ def test_control_tokens_in_an_answer_come_back_as_what_they_are(connect: Connect
             asked = {**CHAT, "skip_special_tokens": False, "logprobs": True}
             first = (await client.post("/v1/chat/completions", json=asked)).json()["choices"][0]["message"]
             assert first["content"] == "a<|endoftext|>b"
-            await client.post("/v1/chat/completions", json={**CHAT, "messages": [*CHAT["messages"], first, CHAT["messages"][0]]})
+            await client.post(
+                "/v1/chat/completions", json={**CHAT, "messages": [*CHAT["messages"], first, CHAT["messages"][0]]}
+            )
         assert [submit.skip_special_tokens for submit in engine.submits] == [False, True]
         assert pipeline.prompts is not None
         assert pipeline.prompts.num_spliced == 1
@@ -290,11 +339,18 @@ def test_a_returned_turn_gets_its_own_ids_back(connect: Connect) -> None:
         ({**CHAT, "model": "other"}, 404, "model", "'other'"),
         ({**CHAT, "n": 200}, 400, "n", "n=200"),
         ({"model": "scripted"}, 400, "messages", "is required"),
-        ({**CHAT, "messages": [{"role": "tool", "tool_call_id": "x", "content": "r"}]}, 400, "messages[0].tool_call_id", "'x'"),
+        (
+            {**CHAT, "messages": [{"role": "tool", "tool_call_id": "x", "content": "r"}]},
+            400,
+            "messages[0].tool_call_id",
+            "'x'",
+        ),
         ({**CHAT, "stream": True, "stop": ["a"] * 17}, 400, "stop", "at most 16"),
     ],
 )
-def test_user_errors_name_the_field(connect: Connect, body: dict[str, Any], status: int, param: str, words: str) -> None:
+def test_user_errors_name_the_field(
+    connect: Connect, body: dict[str, Any], status: int, param: str, words: str
+) -> None:
     class Strict(ScriptedEngine):
         async def stream(self, submit: Any) -> Any:
             submit.sampling.validate(vocab_size=self.info.vocab_size)

@@ -27,12 +27,17 @@ Connect = Callable[..., httpx.AsyncClient]
 
 CHAT: dict[str, Any] = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}]}
 THINKING: dict[str, Any] = {**CHAT, "chat_template_kwargs": {"enable_thinking": True}}
-LOOK: dict[str, Any] = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}}}
+LOOK: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}},
+}
 TAKE: dict[str, Any] = {"type": "function", "function": {"name": "take"}}
 CALL = "<tool_call>\n<function=look>\n<parameter=at>\nit\n</parameter>\n</function>\n</tool_call>"
 
 
-def post(connect: Connect, engine: ScriptedEngine, body: dict[str, Any], path: str = "/v1/chat/completions", **overrides: Any) -> httpx.Response:
+def post(
+    connect: Connect, engine: ScriptedEngine, body: dict[str, Any], path: str = "/v1/chat/completions", **overrides: Any
+) -> httpx.Response:
     async def run() -> httpx.Response:
         async with connect(engine, **overrides) as client:
             return await client.post(path, json=body)
@@ -52,15 +57,24 @@ def streamed(connect: Connect, engine: ScriptedEngine, body: dict[str, Any]) -> 
 
 
 def test_every_choice_is_a_request_of_its_own(connect: Connect) -> None:
-    engine = ScriptedEngine([*said("a"), ended()], [*said("b"), ended(FinishReason.LENGTH, stop_match=None)], [*said(CALL), ended()])
+    engine = ScriptedEngine(
+        [*said("a"), ended()], [*said("b"), ended(FinishReason.LENGTH, stop_match=None)], [*said(CALL), ended()]
+    )
     answer = post(connect, engine, {**CHAT, "n": 3, "seed": 5, "tools": [LOOK], "return_token_ids": True}).json()
     assert [submit.sampling.seed for submit in engine.submits] == [5, 6, 7]
     assert len({submit.request_id for submit in engine.submits}) == 3
     assert len({tuple(submit.prompt_ids) for submit in engine.submits}) == 1
-    shown = [(choice["index"], choice["message"]["content"], choice["finish_reason"], len(choice["token_ids"])) for choice in answer["choices"]]
+    shown = [
+        (choice["index"], choice["message"]["content"], choice["finish_reason"], len(choice["token_ids"]))
+        for choice in answer["choices"]
+    ]
     assert shown == [(0, "a", "stop", 1), (1, "b", "length", 1), (2, None, "tool_calls", len(said(CALL)[0].token_ids))]
     assert answer["prompt_token_ids"] == list(engine.submits[0].prompt_ids)
-    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"], answer["usage"]["total_tokens"]) == (10, 18, 28)
+    assert (
+        answer["usage"]["prompt_tokens"],
+        answer["usage"]["completion_tokens"],
+        answer["usage"]["total_tokens"],
+    ) == (10, 18, 28)
     assert answer["metrics"]["speculative_decoding"]["num_spec_steps"] == 12
 
 
@@ -82,7 +96,9 @@ def test_streamed_choices_come_side_by_side(connect: Connect) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_failing_choice_ends_the_others(connect: Connect, stream: bool) -> None:
-    engine = ScriptedEngine([*said("a"), asyncio.Event()], [*said("b"), ended(FinishReason.ERROR, error="the step failed")])
+    engine = ScriptedEngine(
+        [*said("a"), asyncio.Event()], [*said("b"), ended(FinishReason.ERROR, error="the step failed")]
+    )
     response = post(connect, engine, {**CHAT, "n": 2, "stream": stream})
     assert "the step failed" in response.text
     assert "[DONE]" not in response.text
@@ -104,7 +120,8 @@ def test_a_client_that_leaves_ends_every_choice(connect: Connect) -> None:
 
 @pytest.mark.parametrize("seed", range(25))
 def test_log_probabilities_are_those_of_the_content(connect: Connect, pipeline: TextPipeline, seed: int) -> None:
-    """Whatever the steps: the tokens join to the content, and none of reasoning, calls and the space between is among them."""
+    """Whatever the steps: the tokens join to the content, and none of reasoning, calls and the space between is among
+    them."""
     rng = random.Random(seed)
     reasoning, content = "한 so\n</think>\n\n", rng.choice(["Look é한!", "<thin", "a\n\nb", ""])
     call = "\n\n" + CALL if rng.random() < 0.5 else ""
@@ -119,7 +136,10 @@ def test_log_probabilities_are_those_of_the_content(connect: Connect, pipeline: 
     assert (choice["message"]["content"] or "") == content, (seed, content)
     entries = choice["logprobs"]["content"]
     assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == content, (seed, content)
-    assert [entry["logprob"] for entry in entries] == [-0.5 - first - index for index in range(len(wanted))], (seed, content)
+    assert [entry["logprob"] for entry in entries] == [-0.5 - first - index for index in range(len(wanted))], (
+        seed,
+        content,
+    )
     assert all(entry["top_logprobs"] == [{"token": "a", "logprob": -0.1, "bytes": [97]}] for entry in entries), seed
     assert choice["logprobs"]["refusal"] is None
 
@@ -134,7 +154,12 @@ def test_without_being_asked_for_there_are_no_log_probabilities(connect: Connect
     engine = ScriptedEngine(script)
     assert post(connect, engine, CHAT).json()["choices"][0]["logprobs"] is None
     assert engine.submits[0].logprobs is None
-    assert post(connect, ScriptedEngine(script), {**CHAT, "logprobs": True}).json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"] != []
+    assert (
+        post(connect, ScriptedEngine(script), {**CHAT, "logprobs": True}).json()["choices"][0]["logprobs"]["content"][
+            0
+        ]["top_logprobs"]
+        != []
+    )
 
 
 @pytest.mark.parametrize(
@@ -163,7 +188,12 @@ def test_tokens_of_reasoning_are_counted(
 
 def test_choices_add_up_their_reasoning(connect: Connect, pipeline: TextPipeline) -> None:
     script = [*generated(pipeline.tokenizer, pipeline.tokenizer.encode("so</think>a"), random.Random(1)), ended()]
-    assert post(connect, ScriptedEngine(script), {**THINKING, "n": 3}).json()["usage"]["completion_tokens_details"]["reasoning_tokens"] == 9
+    assert (
+        post(connect, ScriptedEngine(script), {**THINKING, "n": 3}).json()["usage"]["completion_tokens_details"][
+            "reasoning_tokens"
+        ]
+        == 9
+    )
 
 
 class Demanded:
@@ -174,7 +204,9 @@ class Demanded:
         self.grammar = Grammar(kind="regex", source="a")
         monkeypatch.setattr(server_turn, "turn_grammar", self)
 
-    def __call__(self, tools: Any, demand: ToolDemand, output: OutputForm | None, *, dialect: Any, reasoning_open: bool) -> Grammar:
+    def __call__(
+        self, tools: Any, demand: ToolDemand, output: OutputForm | None, *, dialect: Any, reasoning_open: bool
+    ) -> Grammar:
         self.calls.append((tools, demand, output, dialect.name, reasoning_open))
         return self.grammar
 
@@ -182,14 +214,28 @@ class Demanded:
 def test_demands_become_the_grammar_of_every_choice(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     demanded = Demanded(monkeypatch)
     engine = ScriptedEngine()
-    post(connect, engine, {**THINKING, "n": 2, "tools": [LOOK], "tool_choice": "required", "parallel_tool_calls": False})
+    post(
+        connect, engine, {**THINKING, "n": 2, "tools": [LOOK], "tool_choice": "required", "parallel_tool_calls": False}
+    )
     assert [submit.grammar for submit in engine.submits] == [demanded.grammar] * 2
     post(connect, engine, {**CHAT, "response_format": {"type": "json_object"}})
     post(connect, engine, {**CHAT, "tools": [LOOK], "tool_choice": "none", "guided_regex": "a"})
     assert demanded.calls == [
         ([LOOK], ToolDemand(choice="required", parallel=False), None, "qwen3_coder", True),
-        (None, ToolDemand(), OutputForm(kind="json_object", source=None, field="response_format"), "qwen3_coder", False),
-        (None, ToolDemand(choice="none"), OutputForm(kind="regex", source="a", field="guided_regex"), "qwen3_coder", False),
+        (
+            None,
+            ToolDemand(),
+            OutputForm(kind="json_object", source=None, field="response_format"),
+            "qwen3_coder",
+            False,
+        ),
+        (
+            None,
+            ToolDemand(choice="none"),
+            OutputForm(kind="regex", source="a", field="guided_regex"),
+            "qwen3_coder",
+            False,
+        ),
     ]
 
 
@@ -198,7 +244,11 @@ def test_only_the_allowed_tools_may_be_called(connect: Connect, monkeypatch: pyt
     demanded = Demanded(monkeypatch)
     engine = ScriptedEngine()
     allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "take"}}]}
-    post(connect, engine, {**CHAT, "tools": [LOOK, TAKE], "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}})
+    post(
+        connect,
+        engine,
+        {**CHAT, "tools": [LOOK, TAKE], "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}},
+    )
     post(connect, engine, {**CHAT, "tools": [LOOK, TAKE]})
     assert [tools for tools, *_ in demanded.calls] == [[TAKE]], "where nothing is demanded, there is no grammar to make"
     assert engine.submits[0].prompt_ids == engine.submits[1].prompt_ids
@@ -226,35 +276,65 @@ def test_strictness_is_no_part_of_the_prompt(connect: Connect, monkeypatch: pyte
         ({"tools": [LOOK], "guided_regex": "a"}, "guided_regex"),
     ],
 )
-def test_a_grammar_that_can_not_be_served_is_named_as_the_client_sent_it(connect: Connect, extra: dict[str, Any], field: str) -> None:
+def test_a_grammar_that_can_not_be_served_is_named_as_the_client_sent_it(
+    connect: Connect, extra: dict[str, Any], field: str
+) -> None:
     """Refused at once, half-way with the text in the client's hands already or not, and in one of several choices."""
     refused = ended(FinishReason.ERROR, error="can't go on", refused="grammar.source", stop_match=None)
-    scripts: list[list[Any]] = [[RequestError("grammar.source", "...", "can't go on")], [refused], [*said("a"), refused]]
+    scripts: list[list[Any]] = [
+        [RequestError("grammar.source", "...", "can't go on")],
+        [refused],
+        [*said("a"), refused],
+    ]
     for script in scripts:
         for num_choices in (1, 2):
             for stream in (False, True):
-                engine = ScriptedEngine([*said("a", "b", "c"), ended()], script) if num_choices == 2 else ScriptedEngine(script)
+                engine = (
+                    ScriptedEngine([*said("a", "b", "c"), ended()], script)
+                    if num_choices == 2
+                    else ScriptedEngine(script)
+                )
                 response = post(connect, engine, {**CHAT, **extra, "n": num_choices, "stream": stream})
                 is_half_way = stream and (num_choices == 2 or len(script) > 1)
                 assert response.status_code == (200 if is_half_way else 400)
                 last = response.text.strip().split("\n\n")[-1].removeprefix("data: ")
                 shown = json.loads(last)["error"]
-                assert (shown["param"], shown["type"], shown["code"]) == (field, "invalid_request_error", "invalid_value")
+                assert (shown["param"], shown["type"], shown["code"]) == (
+                    field,
+                    "invalid_request_error",
+                    "invalid_value",
+                )
                 assert shown["message"].startswith(f"{field}=")
                 assert shown["message"].endswith(": can't go on")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_goes_on_may_be_demanded_like_any_other(connect: Connect, pipeline: TextPipeline, stream: bool) -> None:
+def test_an_answer_that_goes_on_may_be_demanded_like_any_other(
+    connect: Connect, pipeline: TextPipeline, stream: bool
+) -> None:
     """Choices, calls and forms: what is demanded counts for what is new."""
     messages = [*CHAT["messages"], {"role": "assistant", "content": "Let me look. "}]
-    body = {**CHAT, "messages": messages, "continue_final_message": True, "add_generation_prompt": False, "tools": [LOOK], "stream": stream}
+    body = {
+        **CHAT,
+        "messages": messages,
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+        "tools": [LOOK],
+        "stream": stream,
+    }
     engine = ScriptedEngine([*said(CALL), ended()])
-    response = post(connect, engine, {**body, "n": 2, "tool_choice": "required", "chat_template_kwargs": {"enable_thinking": True}})
+    response = post(
+        connect, engine, {**body, "n": 2, "tool_choice": "required", "chat_template_kwargs": {"enable_thinking": True}}
+    )
     plain = ScriptedEngine([*said(CALL), ended()])
     post(connect, plain, {**CHAT, "tools": [LOOK], "tool_choice": "required"})
-    assert [submit.grammar for submit in engine.submits] == [plain.submits[0].grammar] * 2, "no reasoning may come before"
-    assert all(pipeline.tokenizer.spell(submit.prompt_ids).endswith("<|im_start|>assistant\nLet me look. ") for submit in engine.submits)
+    assert [submit.grammar for submit in engine.submits] == [plain.submits[0].grammar] * 2, (
+        "no reasoning may come before"
+    )
+    assert all(
+        pipeline.tokenizer.spell(submit.prompt_ids).endswith("<|im_start|>assistant\nLet me look. ")
+        for submit in engine.submits
+    )
     if stream:
         starts = [
             call["function"]["name"]
@@ -265,7 +345,10 @@ def test_an_answer_that_goes_on_may_be_demanded_like_any_other(connect: Connect,
         ]
         assert starts == ["look", "look"]
     else:
-        shown = [(choice["message"]["content"], choice["message"]["tool_calls"][0]["function"]["name"]) for choice in response.json()["choices"]]
+        shown = [
+            (choice["message"]["content"], choice["message"]["tool_calls"][0]["function"]["name"])
+            for choice in response.json()["choices"]
+        ]
         assert shown == [(None, "look")] * 2
     form = ScriptedEngine([*said("42"), ended()])
     post(connect, form, {**body, "tools": None, "guided_regex": "[0-9]+"})
@@ -309,7 +392,11 @@ def test_reasoning_effort_is_served_where_the_template_has_it(
 @pytest.mark.parametrize(
     ("path", "named", "body"),
     [
-        ("/v1/messages", "output_config.effort", lambda effort: {"max_tokens": 9, "messages": CHAT["messages"], "output_config": {"effort": effort}}),
+        (
+            "/v1/messages",
+            "output_config.effort",
+            lambda effort: {"max_tokens": 9, "messages": CHAT["messages"], "output_config": {"effort": effort}},
+        ),
         ("/v1/responses", "reasoning.effort", lambda effort: {"input": "hi", "reasoning": {"effort": effort}}),
     ],
 )
@@ -325,7 +412,14 @@ def test_reasoning_effort_is_served_where_the_template_has_it(
     ],
 )
 def test_the_other_apis_serve_it_likewise(
-    connect: Connect, pipeline: TextPipeline, path: str, named: str, body: Callable[[Any], Any], template: str, effort: Any, shown: str | None
+    connect: Connect,
+    pipeline: TextPipeline,
+    path: str,
+    named: str,
+    body: Callable[[Any], Any],
+    template: str,
+    effort: Any,
+    shown: str | None,
 ) -> None:
     tokenizer = pipeline.tokenizer
     engine = ScriptedEngine()

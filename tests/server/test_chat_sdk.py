@@ -26,7 +26,12 @@ TOOL: Any = {
     "function": {
         "name": "look",
         "strict": True,
-        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"], "additionalProperties": False},
+        "parameters": {
+            "type": "object",
+            "properties": {"at": {"type": "string"}},
+            "required": ["at"],
+            "additionalProperties": False,
+        },
     },
 }
 CALL = "<tool_call>\n<function=look>\n<parameter=at>\nit\n</parameter>\n</function>\n</tool_call>"
@@ -57,8 +62,17 @@ def check(answer: ChatCompletion, content: str) -> None:
 
 def test_choices_calls_and_log_probabilities(connect: Connect, pipeline: TextPipeline) -> None:
     async def run() -> None:
-        engine = ScriptedEngine(script(pipeline, "Héllo"), script(pipeline, CALL), script(pipeline, "Héllo"), script(pipeline, CALL))
-        asked: dict[str, Any] = {"model": "scripted", "messages": MESSAGES, "tools": [TOOL], "n": 2, "logprobs": True, "top_logprobs": 1}
+        engine = ScriptedEngine(
+            script(pipeline, "Héllo"), script(pipeline, CALL), script(pipeline, "Héllo"), script(pipeline, CALL)
+        )
+        asked: dict[str, Any] = {
+            "model": "scripted",
+            "messages": MESSAGES,
+            "tools": [TOOL],
+            "n": 2,
+            "logprobs": True,
+            "top_logprobs": 1,
+        }
         async with connect(engine) as http:
             client = sdk(http)
             check(await client.chat.completions.create(**asked), "Héllo")
@@ -90,7 +104,9 @@ def test_completions_and_errors(connect: Connect, pipeline: TextPipeline) -> Non
         ]
         async with connect(ScriptedEngine(one)) as http:
             client = sdk(http)
-            answer = await client.completions.create(model="scripted", prompt="a", n=2, echo=True, logprobs=1, max_tokens=1)
+            answer = await client.completions.create(
+                model="scripted", prompt="a", n=2, echo=True, logprobs=1, max_tokens=1
+            )
             assert [(choice.text, choice.finish_reason) for choice in answer.choices] == [("ab", "length")] * 2
             assert answer.choices[0].logprobs is not None
             assert answer.choices[0].logprobs.tokens == ["a", "b"]

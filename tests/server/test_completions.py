@@ -1,4 +1,5 @@
-"""/v1/completions over HTTP: prompts as text and as ids, echo, scores, several prompts, and checkpoints without a tokenizer."""
+"""/v1/completions over HTTP: prompts as text and as ids, echo, scores, several prompts, and checkpoints without a
+tokenizer."""
 
 from __future__ import annotations
 
@@ -59,7 +60,11 @@ def test_ids_and_echo(connect: Connect, pipeline: TextPipeline) -> None:
     body = {"prompt": [*ids, 999], "echo": True, "return_token_ids": True}
     script = [*said("c"), ended()]
     choice = post(connect, ScriptedEngine(script), body).json()["choices"][0]
-    assert (choice["text"], choice["prompt_token_ids"], choice["token_ids"]) == ("abc", [*ids, 999], said("c")[0].token_ids)
+    assert (choice["text"], choice["prompt_token_ids"], choice["token_ids"]) == (
+        "abc",
+        [*ids, 999],
+        said("c")[0].token_ids,
+    )
     first, second, last = chunks(post(connect, ScriptedEngine(script), {**body, "stream": True}))
     assert first["choices"][0]["text"] == "ab"
     assert first["choices"][0]["prompt_token_ids"] == [*ids, 999]
@@ -78,7 +83,9 @@ def test_ids_of_the_output_alone(connect: Connect, stream: bool) -> None:
 
 def test_control_tokens_are_shown_where_they_are_asked_for(connect: Connect, pipeline: TextPipeline) -> None:
     turn_end = pipeline.tokenizer.special_ids["<|im_end|>"]
-    event = TokensEvent(request_id="", token_ids=[turn_end], text="<|im_end|>", scores=[TokenScore(turn_end, -1.0, [(turn_end, -1.0)])])
+    event = TokensEvent(
+        request_id="", token_ids=[turn_end], text="<|im_end|>", scores=[TokenScore(turn_end, -1.0, [(turn_end, -1.0)])]
+    )
     body = {"prompt": "a<|im_end|>b", "echo": True, "logprobs": 1}
     script = [event, ended(scores=scores_of(pipeline.tokenizer.encode("a<|im_end|>b")[1:]))]
     for skips, name, offset in ((False, "<|im_end|>", 12), (True, f"token_id:{turn_end}", 2)):
@@ -118,7 +125,11 @@ def test_what_is_wrong_with_them_is_named(fields: dict[str, Any], name: str, con
 
 def test_streaming_without_extras_sends_text_alone(connect: Connect) -> None:
     script = [*said("a", "", "b"), ended(text="c")]
-    parts = chunks(post(connect, ScriptedEngine(script), {"prompt": "x", "stream": True, "stream_options": {"include_usage": True}}))
+    parts = chunks(
+        post(
+            connect, ScriptedEngine(script), {"prompt": "x", "stream": True, "stream_options": {"include_usage": True}}
+        )
+    )
     assert [choice["text"] for chunk in parts for choice in chunk["choices"]] == ["a", "b", "c"]
     assert [chunk["usage"] is None for chunk in parts] == [True, True, True, False]
     assert "metrics" in parts[-1]
@@ -133,13 +144,18 @@ def test_each_chunk_counts_the_tokens_of_its_choice_so_far_where_it_is_asked_to(
         own = [chunk for chunk in parts[:-1] if chunk["choices"][0]["index"] == index]
         assert [chunk["choices"][0]["text"] for chunk in own] == texts
         assert [chunk["usage"] for chunk in own] == [
-            {"prompt_tokens": prompt_tokens, "completion_tokens": count, "total_tokens": prompt_tokens + count} for count in counts
+            {"prompt_tokens": prompt_tokens, "completion_tokens": count, "total_tokens": prompt_tokens + count}
+            for count in counts
         ]
     assert (parts[-1]["choices"], parts[-1]["usage"]["completion_tokens"]) == ([], 12)
 
 
 def test_without_a_tokenizer_ids_go_in_and_come_out(connect: Connect) -> None:
-    script = [TokensEvent(request_id="", token_ids=[0], text=""), TokensEvent(request_id="", token_ids=[0], text=""), ended()]
+    script = [
+        TokensEvent(request_id="", token_ids=[0], text=""),
+        TokensEvent(request_id="", token_ids=[0], text=""),
+        ended(),
+    ]
     choice = post(connect, ScriptedEngine(script), {"prompt": [5, 6], "echo": True}, pipeline=None).json()["choices"][0]
     assert (choice["text"], choice["prompt_token_ids"], choice["token_ids"]) == ("", [5, 6], [0, 0])
     plain = post(connect, ScriptedEngine(script), {"prompt": [5, 6]}, pipeline=None).json()["choices"][0]
@@ -175,11 +191,17 @@ def test_one_failing_prompt_ends_the_others(connect: Connect) -> None:
 
 
 def test_choices_of_several_prompts(connect: Connect) -> None:
-    """Streamed or whole: indices go by prompt and choice, each prompt is paid for once, and seeds differ by choice alone."""
+    """Streamed or whole: indices go by prompt and choice, each prompt is paid for once, and seeds differ by choice
+    alone."""
     body = {"prompt": [[1], [2]], "n": 2, "best_of": 2, "seed": 7, "stop": ["x"]}
     engine = ScriptedEngine(*([*said(word), ended()] for word in "abcd"))
     answer = post(connect, engine, body).json()
-    assert [(submit.prompt_ids, submit.sampling.seed) for submit in engine.submits] == [([1], 7), ([1], 8), ([2], 7), ([2], 8)]
+    assert [(submit.prompt_ids, submit.sampling.seed) for submit in engine.submits] == [
+        ([1], 7),
+        ([1], 8),
+        ([2], 7),
+        ([2], 8),
+    ]
     assert len({submit.request_id for submit in engine.submits}) == 4
     assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == list(enumerate("abcd"))
     assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (20, 24)
@@ -193,7 +215,11 @@ def test_choices_of_several_prompts(connect: Connect) -> None:
         reasons += [choice["index"]] if choice["finish_reason"] else []
     assert list(texts.values()) == ["aa", "bb", "cc", "dd"]
     assert sorted(reasons) == [0, 1, 2, 3]
-    assert (parts[-1]["choices"], parts[-1]["usage"]["prompt_tokens"], parts[-1]["usage"]["completion_tokens"]) == ([], 20, 24)
+    assert (parts[-1]["choices"], parts[-1]["usage"]["prompt_tokens"], parts[-1]["usage"]["completion_tokens"]) == (
+        [],
+        20,
+        24,
+    )
 
 
 def test_too_many_choices_are_refused(connect: Connect) -> None:
@@ -212,7 +238,10 @@ def test_output_forms_reach_the_engine_and_come_back_under_their_names(connect: 
 
 def test_scoring_a_prompt(connect: Connect, pipeline: TextPipeline) -> None:
     _, b, c = pipeline.tokenizer.encode("abc")
-    scores = [TokenScore(token_id=b, logprob=-0.5, top=[(c, -0.1)]), TokenScore(token_id=c, logprob=-0.2, top=[(c, -0.2)])]
+    scores = [
+        TokenScore(token_id=b, logprob=-0.5, top=[(c, -0.1)]),
+        TokenScore(token_id=c, logprob=-0.2, top=[(c, -0.2)]),
+    ]
     engine = ScriptedEngine([ended(scores=scores)])
     choice = post(connect, engine, {"prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 0}).json()["choices"][0]
     (submit,) = engine.submits
@@ -229,7 +258,10 @@ def test_scoring_a_prompt(connect: Connect, pipeline: TextPipeline) -> None:
 def test_scoring_as_evaluation_harnesses_do(connect: Connect, pipeline: TextPipeline) -> None:
     """lm-evaluation-harness sends token ids with max_tokens 1, and drops the last token."""
     a, b, c = pipeline.tokenizer.encode("abc")
-    of_b, of_c = TokenScore(token_id=b, logprob=-1.0, top=[(b, -1.0)]), TokenScore(token_id=c, logprob=-2.0, top=[(a, -0.5)])
+    of_b, of_c = (
+        TokenScore(token_id=b, logprob=-1.0, top=[(b, -1.0)]),
+        TokenScore(token_id=c, logprob=-2.0, top=[(a, -0.5)]),
+    )
     one_token = TokensEvent(request_id="", token_ids=[c], text="c", scores=[of_c])
     body = {"prompt": [[a, b]], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "seed": 1234}
     engine = ScriptedEngine([one_token, ended(FinishReason.LENGTH, stop_match=None, scores=[of_b])])
@@ -258,7 +290,9 @@ def test_scores_are_the_same_streamed_or_whole(connect: Connect, pipeline: TextP
     body = {"prompt": "hé", "logprobs": 2, "echo": echo, "max_tokens": 99}
     whole = post(connect, ScriptedEngine(script), body).json()["choices"][0]
     parts = chunks(post(connect, ScriptedEngine(script), body | {"stream": True}))
-    assert "".join(chunk["choices"][0]["text"] for chunk in parts) == whole["text"] == ("hé" + text if echo else text), (seed, text)
+    assert (
+        "".join(chunk["choices"][0]["text"] for chunk in parts) == whole["text"] == ("hé" + text if echo else text)
+    ), (seed, text)
     logprobs = whole["logprobs"]
     assert lists_joined(parts) == logprobs, (seed, text)
     assert len(logprobs["tokens"]) == len(ids) + (3 if echo else 0), (seed, text)
@@ -273,7 +307,9 @@ def test_a_prompt_of_one_token_has_nothing_to_score(connect: Connect) -> None:
 
 
 def test_a_token_that_can_not_come_has_a_finite_score() -> None:
-    body = CompletionLogprobs([b"a"]).body([0], [TokenScore(token_id=0, logprob=float("-inf"), top=[(0, float("-inf"))])])
+    body = CompletionLogprobs([b"a"]).body(
+        [0], [TokenScore(token_id=0, logprob=float("-inf"), top=[(0, float("-inf"))])]
+    )
     assert (body["token_logprobs"], body["top_logprobs"]) == ([-9999.0], [{"a": -9999.0}])
 
 
@@ -306,15 +342,23 @@ def test_metrics_without_any_step_have_no_rates(connect: Connect) -> None:
     assert isinstance(end, FinishEvent)
     end.usage.spec = SpecStats()
     spec = post(connect, ScriptedEngine([end]), {"prompt": "a"}).json()["metrics"]["speculative_decoding"]
-    assert (spec["mean_acceptance_length"], spec["draft_acceptance_rate"], spec["acceptance_by_position"]) == (None, None, [])
+    assert (spec["mean_acceptance_length"], spec["draft_acceptance_rate"], spec["acceptance_by_position"]) == (
+        None,
+        None,
+        [],
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("half_way", [False, True])
-def test_a_grammar_that_can_not_be_served_is_named_as_the_client_sent_it(connect: Connect, stream: bool, half_way: bool) -> None:
+def test_a_grammar_that_can_not_be_served_is_named_as_the_client_sent_it(
+    connect: Connect, stream: bool, half_way: bool
+) -> None:
     refused = ended(FinishReason.ERROR, error="can't go on", refused="grammar.source", stop_match=None)
     script = [*said("a"), refused] if half_way else [RequestError("grammar.source", "...", "can't go on")]
-    response = post(connect, ScriptedEngine(script), {"prompt": "a", "guided_grammar": 'root ::= "a"', "stream": stream})
+    response = post(
+        connect, ScriptedEngine(script), {"prompt": "a", "guided_grammar": 'root ::= "a"', "stream": stream}
+    )
     assert response.status_code == (200 if stream and half_way else 400)
     shown = json.loads(response.text.strip().split("\n\n")[-1].removeprefix("data: "))["error"]
     assert (shown["param"], shown["type"]) == ("guided_grammar", "invalid_request_error")

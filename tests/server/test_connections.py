@@ -1,4 +1,5 @@
-"""Connections over real sockets: how many there are, who goes to make room, how long each may keep still. Sweeps and their clock are the test's."""
+"""Connections over real sockets: how many there are, who goes to make room, how long each may keep still. Sweeps and
+their clock are the test's."""
 
 from __future__ import annotations
 
@@ -76,7 +77,9 @@ async def house(app: Any, *, limit: int = 9) -> AsyncIterator[House]:
 
 
 def app_of(*script: Any, **config: Any) -> Door:
-    return Door(create_app(ScriptedEngine([*script] or [*said("well"), ended()]), None), ServerConfig(**config), max_running=8)
+    return Door(
+        create_app(ScriptedEngine([*script] or [*said("well"), ended()]), None), ServerConfig(**config), max_running=8
+    )
 
 
 async def is_closed(peer: Peer) -> bool:
@@ -133,7 +136,9 @@ def test_where_nobody_is_idle_the_newcomer_goes_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("num_idle", [0, 3])
-def test_an_accept_without_a_descriptor_stops_nothing(num_idle: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_accept_without_a_descriptor_stops_nothing(
+    num_idle: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """asyncio would say so and pause for a second."""
     monkeypatch.setattr(asyncio_constants, "ACCEPT_RETRY_DELAY", 10**6)
 
@@ -231,7 +236,10 @@ def test_a_client_that_takes_nothing_of_its_answer_is_left_alone_for_a_while_and
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(("key", "statuses"), [(b"", [b"HTTP/1.1 401 Unauthorized\r\n"]), (b"key", [b"HTTP/1.1 100 \r\n", b"HTTP/1.1 200 OK\r\n"])])
+@pytest.mark.parametrize(
+    ("key", "statuses"),
+    [(b"", [b"HTTP/1.1 401 Unauthorized\r\n"]), (b"key", [b"HTTP/1.1 100 \r\n", b"HTTP/1.1 200 OK\r\n"])],
+)
 def test_expect_100_continue(key: bytes, statuses: list[bytes]) -> None:
     """Who asks before it sends is told to go on, or why not."""
 
@@ -251,7 +259,9 @@ def test_expect_100_continue(key: bytes, statuses: list[bytes]) -> None:
 def test_who_still_sends_a_body_that_nobody_wants_gets_the_answer() -> None:
     async def main() -> None:
         async with house(app_of(api_keys=("key",))) as opened:
-            reader, writer = await opened.connect(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 500000\r\n\r\n")
+            reader, writer = await opened.connect(
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 500000\r\n\r\n"
+            )
             writer.write(b" " * 500_000)
             answer = await reader.read()
             assert answer.startswith(b"HTTP/1.1 401")
@@ -290,5 +300,7 @@ def test_descriptors_bound_the_connections(monkeypatch: pytest.MonkeyPatch) -> N
         (20, 20, 8, [(20, 20)]),
     ):
         limits.clear()
-        monkeypatch.setattr(room_for_connections.__globals__["resource"], "getrlimit", lambda _, pair=(soft, hard): pair)
+        monkeypatch.setattr(
+            room_for_connections.__globals__["resource"], "getrlimit", lambda _, pair=(soft, hard): pair
+        )
         assert (room_for_connections(), limits) == (room, raised)

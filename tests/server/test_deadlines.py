@@ -1,4 +1,5 @@
-"""What a server says while a request waits, and how one ends that waits or runs for too long: in every API, on a virtual clock."""
+"""What a server says while a request waits, and how one ends that waits or runs for too long: in every API, on a
+virtual clock."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def num_terminal(path: str, parts: list[tuple[float, str]]) -> int:
 
 @IN_EVERY_API
 def test_a_stream_says_that_it_lives(path: str, body: dict[str, Any], pipeline: TextPipeline) -> None:
-    """Nothing came until the first token, and proxies and clients gave up; and nothing between two that were far apart."""
+    """Nothing came until the first token, and proxies and clients gave up; and nothing between two that were far
+    apart."""
     engine = ScriptedEngine([35.0, *said("well"), 15.0, *said(" then"), 3.0, ended()])
     response, began, parts = run(ask(pipeline, engine, path, body | {"stream": True}))
     assert (response.status_code, began) == (200, STATUS_SECONDS)
@@ -103,14 +105,18 @@ def test_a_stream_that_flows_has_no_signs_of_life(path: str, body: dict[str, Any
     ],
     ids=["context", "value", "closed"],
 )
-def test_what_the_engine_refuses_soon_has_its_status(path: str, body: dict[str, Any], error: Exception, status: int, pipeline: TextPipeline) -> None:
+def test_what_the_engine_refuses_soon_has_its_status(
+    path: str, body: dict[str, Any], error: Exception, status: int, pipeline: TextPipeline
+) -> None:
     response, _, parts = run(ask(pipeline, ScriptedEngine([STATUS_SECONDS / 2, error]), path, body | {"stream": True}))
     assert response.status_code == status
     assert "event:" not in text_of(parts)
 
 
 @IN_EVERY_API
-def test_what_the_engine_refuses_late_is_one_event_with_the_field_by_its_name(path: str, body: dict[str, Any], pipeline: TextPipeline) -> None:
+def test_what_the_engine_refuses_late_is_one_event_with_the_field_by_its_name(
+    path: str, body: dict[str, Any], pipeline: TextPipeline
+) -> None:
     error = ContextLengthError("prompt_ids", "9 tokens", "is too long")
     response, _, parts = run(ask(pipeline, ScriptedEngine([12.0, error]), path, body | {"stream": True}))
     assert response.status_code == 200
@@ -118,14 +124,18 @@ def test_what_the_engine_refuses_late_is_one_event_with_the_field_by_its_name(pa
     field = {"/v1/completions": "prompt", "/v1/responses": "input"}.get(path, "messages")
     assert f"{field}='9 tokens': is too long" in text_of(parts)
     if path == "/v1/responses":
-        events = [json.loads(line.removeprefix("data: ")) for line in text_of(parts).splitlines() if line.startswith("data: ")]
+        events = [
+            json.loads(line.removeprefix("data: ")) for line in text_of(parts).splitlines() if line.startswith("data: ")
+        ]
         assert [event["type"] for event in events] == ["response.created", "response.in_progress", "response.failed"]
         assert [event["sequence_number"] for event in events] == [0, 1, 2]
 
 
 @IN_EVERY_API
 @pytest.mark.parametrize("seconds", [0.5, STATUS_SECONDS + 0.5, 25.0])
-def test_leaving_while_nothing_has_come_aborts_the_request(path: str, body: dict[str, Any], seconds: float, pipeline: TextPipeline) -> None:
+def test_leaving_while_nothing_has_come_aborts_the_request(
+    path: str, body: dict[str, Any], seconds: float, pipeline: TextPipeline
+) -> None:
     async def main() -> None:
         engine = ScriptedEngine([1000.0, ended()])
         transport = InProcessTransport(create_app(engine, pipeline))
@@ -142,7 +152,9 @@ def test_leaving_while_nothing_has_come_aborts_the_request(path: str, body: dict
 
 @IN_EVERY_API
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_waits_for_too_long_is_sent_away(path: str, body: dict[str, Any], stream: bool, pipeline: TextPipeline) -> None:
+def test_a_request_that_waits_for_too_long_is_sent_away(
+    path: str, body: dict[str, Any], stream: bool, pipeline: TextPipeline
+) -> None:
     engine = ScriptedEngine([1000.0, ended()])
     limits = TimeLimits(queue_seconds=30.0 if stream else 0.5)
     response, _, parts = run(ask(pipeline, engine, path, body | {"stream": stream}, limits=limits))
@@ -156,7 +168,9 @@ def test_a_request_that_waits_for_too_long_is_sent_away(path: str, body: dict[st
 
 
 @IN_EVERY_API
-def test_a_stream_that_waits_for_less_than_its_headers_has_a_status(path: str, body: dict[str, Any], pipeline: TextPipeline) -> None:
+def test_a_stream_that_waits_for_less_than_its_headers_has_a_status(
+    path: str, body: dict[str, Any], pipeline: TextPipeline
+) -> None:
     limits = TimeLimits(queue_seconds=STATUS_SECONDS / 2)
     response, _, _ = run(ask(pipeline, ScriptedEngine([1000.0, ended()]), path, body | {"stream": True}, limits=limits))
     assert response.status_code == 429
@@ -164,7 +178,9 @@ def test_a_stream_that_waits_for_less_than_its_headers_has_a_status(path: str, b
 
 @IN_EVERY_API
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_runs_for_too_long_fails(path: str, body: dict[str, Any], stream: bool, pipeline: TextPipeline) -> None:
+def test_a_request_that_runs_for_too_long_fails(
+    path: str, body: dict[str, Any], stream: bool, pipeline: TextPipeline
+) -> None:
     engine = ScriptedEngine([*itertools.chain(*[waiting(1.5, "x")] * 100), ended()])
     limits = TimeLimits(queue_seconds=5.0, request_seconds=50.0)
     response, _, parts = run(ask(pipeline, engine, path, body | {"stream": stream}, limits=limits))
@@ -185,7 +201,9 @@ def test_choices_may_wait_for_each_other(pipeline: TextPipeline) -> None:
     response, _, _ = run(ask(pipeline, ScriptedEngine(*scripts), "/v1/completions", body, limits=limits))
     assert response.status_code == 200
     engine = ScriptedEngine(*scripts)
-    response, began, _ = run(ask(pipeline, engine, "/v1/completions", body, limits=TimeLimits(queue_seconds=10.0, request_seconds=30.0)))
+    response, began, _ = run(
+        ask(pipeline, engine, "/v1/completions", body, limits=TimeLimits(queue_seconds=10.0, request_seconds=30.0))
+    )
     assert (response.status_code, began, len(engine.aborted)) == (504, 30.0, 1)
 
 

@@ -28,7 +28,11 @@ def client_of(door: Door) -> httpx.AsyncClient:
 
 
 def test_every_generating_route_is_counted() -> None:
-    assert {route.path for route in ROUTES if "events" in route.answers} <= GENERATING <= {route.path for route in ROUTES if route.method == "POST"}
+    assert (
+        {route.path for route in ROUTES if "events" in route.answers}
+        <= GENERATING
+        <= {route.path for route in ROUTES if route.method == "POST"}
+    )
 
 
 def test_without_keys_nobody_is_asked() -> None:
@@ -58,10 +62,20 @@ def test_without_the_right_key(headers: dict[str, str]) -> None:
     async def run() -> None:
         engine = ScriptedEngine()
         async with client_of(door_of(engine, KEYS)) as client:
-            for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", "/stats"), ("GET", "/nothing"), ("GET", "/healthy")):
+            for method, path in (
+                ("GET", "/v1/models"),
+                ("POST", "/v1/completions"),
+                ("GET", "/stats"),
+                ("GET", "/nothing"),
+                ("GET", "/healthy"),
+            ):
                 response = await client.request(method, path, headers=headers)
                 error = response.json()["error"]
-                assert (response.status_code, error["code"], error["type"]) == (401, "invalid_api_key", "invalid_request_error")
+                assert (response.status_code, error["code"], error["type"]) == (
+                    401,
+                    "invalid_api_key",
+                    "invalid_request_error",
+                )
                 assert response.headers["www-authenticate"] == "Bearer"
                 assert "first-key" not in response.text
             response = await client.post("/v1/messages", headers=headers, json={})
@@ -118,12 +132,18 @@ def test_more_than_may_run_and_wait_are_sent_away() -> None:
                     "1",
                 )
             refused = await client.post("/v1/messages", json={})
-            assert (refused.status_code, refused.json()["error"]["type"], refused.headers["retry-after"]) == (429, "rate_limit_error", "1")
+            assert (refused.status_code, refused.json()["error"]["type"], refused.headers["retry-after"]) == (
+                429,
+                "rate_limit_error",
+                "1",
+            )
             assert (await client.get("/health")).status_code == 200, "what asks for no tokens is never sent away"
             assert (await client.post("/tokenize", json={})).status_code == 400
             assert len(engine.submits) == 3
             await streams[0][0].aclose()
-            assert (await client.post("/v1/completions", json={})).status_code == 400, "a client that leaves makes room, and so does a refusal"
+            assert (await client.post("/v1/completions", json={})).status_code == 400, (
+                "a client that leaves makes room, and so does a refusal"
+            )
             streams.append(await opened(client))
             go_on.set()
             for _, frames in streams[1:]:

@@ -1,4 +1,5 @@
-"""What stands before every answer: one spelling of requests (HEAD, slashes at the end), probes, and other pages' access."""
+"""What stands before every answer: one spelling of requests (HEAD, slashes at the end), probes, and other pages'
+access."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ from tests.fakes.engine_client import ScriptedEngine, ended, said
 COMPLETION: dict[str, Any] = {"model": "scripted", "prompt": [1, 2], "max_tokens": 5}
 CHAT: dict[str, Any] = {"model": "scripted", "messages": [{"role": "user", "content": "x"}]}
 ORIGIN = "http://localhost:3000"
-PREFLIGHT = {"origin": ORIGIN, "access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type,x-session-id"}
+PREFLIGHT = {
+    "origin": ORIGIN,
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type,x-session-id",
+}
 
 
 def served(text: TextPipeline | None, config: ServerConfig, engine: ScriptedEngine | None = None) -> Any:
@@ -37,7 +42,9 @@ def loading(config: ServerConfig) -> Any:
 
 def asked(app: Any, ask: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
     async def run() -> Any:
-        async with httpx.AsyncClient(transport=InProcessTransport(app), base_url="http://localhost", timeout=None) as client:
+        async with httpx.AsyncClient(
+            transport=InProcessTransport(app), base_url="http://localhost", timeout=None
+        ) as client:
             return await ask(client)
 
     return asyncio.run(run())
@@ -62,18 +69,27 @@ def test_a_head_of_what_is_only_posted_is_refused(pipeline: TextPipeline) -> Non
     assert asked(served(pipeline, ServerConfig()), lambda client: client.head("/v1/completions")).status_code == 405
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/scripted", "/health", "/version", "/openapi.json", "/metrics"])
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/v1/models/scripted", "/health", "/version", "/openapi.json", "/metrics"]
+)
 def test_slashes_at_the_end_change_nothing(path: str, pipeline: TextPipeline) -> None:
     async def three(client: httpx.AsyncClient) -> list[tuple[int, bytes]]:
-        return [(answer.status_code, answer.content) for answer in [await client.get(path + end) for end in ("", "/", "//")]]
+        return [
+            (answer.status_code, answer.content) for answer in [await client.get(path + end) for end in ("", "/", "//")]
+        ]
 
     first, *others = asked(served(pipeline, ServerConfig()), three)
     assert first[0] == 200
     assert others == [first, first]
 
 
-@pytest.mark.parametrize(("path", "body"), [("/v1/completions/", COMPLETION), ("/v1/chat/completions/", CHAT), ("/tokenize/", {"prompt": "x"})])
-def test_a_post_with_a_slash_at_its_end_is_answered_at_once(path: str, body: dict[str, Any], pipeline: TextPipeline) -> None:
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/completions/", COMPLETION), ("/v1/chat/completions/", CHAT), ("/tokenize/", {"prompt": "x"})],
+)
+def test_a_post_with_a_slash_at_its_end_is_answered_at_once(
+    path: str, body: dict[str, Any], pipeline: TextPipeline
+) -> None:
     assert asked(served(pipeline, ServerConfig()), lambda client: client.post(path, json=body)).status_code == 200
 
 
@@ -86,7 +102,12 @@ def test_a_slash_is_no_way_around_the_door(pipeline: TextPipeline) -> None:
     config = ServerConfig(api_keys=("key",), max_queue=0)
 
     async def ask(client: httpx.AsyncClient) -> None:
-        assert [(await client.get(path)).status_code for path in ("/v1/models/", "/health/", "/ping/", "/ready/")] == [401, 200, 200, 200]
+        assert [(await client.get(path)).status_code for path in ("/v1/models/", "/health/", "/ping/", "/ready/")] == [
+            401,
+            200,
+            200,
+            200,
+        ]
         assert (await client.head("/v1/models")).status_code == 401
         client.headers["authorization"] = "Bearer key"
         request = client.build_request("POST", "/v1/completions/", json=COMPLETION | {"stream": True})
@@ -133,7 +154,10 @@ def test_probes(path: str, pipeline: TextPipeline) -> None:
     engine.alive = False
     assert asked(app, lambda client: client.get(path)).status_code == 503
     answer = asked(loading(ServerConfig()), lambda client: client.get(path + "/"))
-    assert (answer.status_code, answer.json()) == (503, {"status": "loading", "stage": "loading weights", "seconds": 1.0})
+    assert (answer.status_code, answer.json()) == (
+        503,
+        {"status": "loading", "stage": "loading weights", "seconds": 1.0},
+    )
     head = asked(loading(ServerConfig()), lambda client: client.head(path))
     assert (head.status_code, head.headers["retry-after"], head.content) == (503, "2", b"")
 
@@ -148,7 +172,8 @@ def test_without_origins_no_page_is_told_that_it_may_ask(pipeline: TextPipeline)
 
 @pytest.mark.parametrize(("origins", "told"), [(("*",), "*"), ((ORIGIN,), ORIGIN), (("http://a", ORIGIN), ORIGIN)])
 def test_pages_of_an_origin_may_ask(origins: tuple[str, ...], told: str, pipeline: TextPipeline) -> None:
-    """A preflight has no key: a browser sends it by itself. What follows is told so whatever it is: an answer, a stream, an error of any kind."""
+    """A preflight has no key: a browser sends it by itself. What follows is told so whatever it is: an answer, a
+    stream, an error of any kind."""
     config = ServerConfig(api_keys=("key",), cors_origins=origins)
     page, key = {"origin": ORIGIN}, {"authorization": "Bearer key"}
 
@@ -168,7 +193,10 @@ def test_pages_of_an_origin_may_ask(origins: tuple[str, ...], told: str, pipelin
         assert answers[2].text.endswith("[DONE]\n\n")
         for answer in answers:
             assert answer.headers["access-control-allow-origin"] == told
-            assert answer.headers["access-control-expose-headers"] == "retry-after, x-agentspec-ignored-fields, x-agentspec-max-tokens, x-request-id"
+            assert (
+                answer.headers["access-control-expose-headers"]
+                == "retry-after, x-agentspec-ignored-fields, x-agentspec-max-tokens, x-request-id"
+            )
 
     asked(served(pipeline, config), ask)
     answer = asked(loading(config), lambda client: client.get("/health", headers=page))
@@ -217,11 +245,17 @@ NAMED = ServerConfig(allowed_hosts=("Models.example",))
     ],
     ids=str,
 )
-def test_a_server_answers_to_its_own_names(config: ServerConfig, headers: dict[str, str], refused: str | None, pipeline: TextPipeline) -> None:
-    """A page whose name was made to resolve to this machine, or that posts here blindly, gets nothing done; from the first second on."""
+def test_a_server_answers_to_its_own_names(
+    config: ServerConfig, headers: dict[str, str], refused: str | None, pipeline: TextPipeline
+) -> None:
+    """A page whose name was made to resolve to this machine, or that posts here blindly, gets nothing done; from the
+    first second on."""
     engine = ScriptedEngine([*said("well"), ended()])
     answers = [
-        asked(served(pipeline, config, engine), lambda client: client.post("/v1/completions", json=COMPLETION, headers=headers)),
+        asked(
+            served(pipeline, config, engine),
+            lambda client: client.post("/v1/completions", json=COMPLETION, headers=headers),
+        ),
         asked(loading(config), lambda client: client.get("/health", headers=headers)),
     ]
     if refused is None:

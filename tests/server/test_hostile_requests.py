@@ -27,17 +27,33 @@ DEEP = '{"a": ' * 150 + "1" + "}" * 150
 
 
 def send(
-    connect: Callable[..., httpx.AsyncClient], method: str, path: str, body: Any = None, *, content: bytes | None = None, says: str = "x"
+    connect: Callable[..., httpx.AsyncClient],
+    method: str,
+    path: str,
+    body: Any = None,
+    *,
+    content: bytes | None = None,
+    says: str = "x",
 ) -> httpx.Response:
     async def run() -> httpx.Response:
-        async with connect(ScriptedEngine([*said(*says), ended()], info=msgspec.structs.replace(INFO, max_context=10**6))) as client:
+        async with connect(
+            ScriptedEngine([*said(*says), ended()], info=msgspec.structs.replace(INFO, max_context=10**6))
+        ) as client:
             return await client.request(method, path, content=json.dumps(body).encode() if content is None else content)
 
     return asyncio.run(run())
 
 
 @pytest.mark.parametrize(
-    "content", [b'{"model": "\xff"}', b'{"model": "\xed\xa0\x80"}', b"\xff\xfe{", b'{"model": "\\ud800"}', b"[" * 10**5, b"1" * 5000]
+    "content",
+    [
+        b'{"model": "\xff"}',
+        b'{"model": "\xed\xa0\x80"}',
+        b"\xff\xfe{",
+        b'{"model": "\\ud800"}',
+        b"[" * 10**5,
+        b"1" * 5000,
+    ],
 )
 def test_a_body_that_is_no_text_is_no_json(connect: Callable[..., httpx.AsyncClient], content: bytes) -> None:
     refused = send(connect, "POST", "/v1/chat/completions", content=content)
@@ -78,20 +94,40 @@ def call_item(arguments: str) -> dict[str, Any]:
         pytest.param(chat(max_completion_tokens=-1), "max_completion_tokens", id="less than no tokens"),
         pytest.param(items({"type": {}}), "input[1].type", id="an item whose type is an object"),
         pytest.param(items({"type": []}), "input[1].type", id="an item whose type is a list"),
-        pytest.param(items(include=["message.output_text.logprobs"], top_logprobs=21), "top_logprobs", id="too many likely tokens"),
+        pytest.param(
+            items(include=["message.output_text.logprobs"], top_logprobs=21),
+            "top_logprobs",
+            id="too many likely tokens",
+        ),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_name(connect: Callable[..., httpx.AsyncClient], request_: tuple[str, dict[str, Any]], field: str) -> None:
+def test_what_cannot_be_read_is_refused_by_name(
+    connect: Callable[..., httpx.AsyncClient], request_: tuple[str, dict[str, Any]], field: str
+) -> None:
     refused = send(connect, "POST", *request_)
     assert (refused.status_code, refused.json()["error"].get("param")) == (400, field), refused.text
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [DEEP, "[" * 10**5, "1" * 5000, '{"a": "\\ud800"}', '{"a": ', "[1]", "null", "ls -la", "</tool_call>", '{"raw_name_0": 1}', "x" * 10**5],
+    [
+        DEEP,
+        "[" * 10**5,
+        "1" * 5000,
+        '{"a": "\\ud800"}',
+        '{"a": ',
+        "[1]",
+        "null",
+        "ls -la",
+        "</tool_call>",
+        '{"raw_name_0": 1}',
+        "x" * 10**5,
+    ],
     ids=lambda text: text[:12],
 )
-def test_a_history_may_hold_arguments_that_are_no_object(connect: Callable[..., httpx.AsyncClient], arguments: str) -> None:
+def test_a_history_may_hold_arguments_that_are_no_object(
+    connect: Callable[..., httpx.AsyncClient], arguments: str
+) -> None:
     """Models write such calls, and clients send them back: the prompt shows them as they are."""
     path, body = chat_with_call(arguments)
     assert send(connect, "POST", path, body).status_code == 200
@@ -102,7 +138,9 @@ def test_a_history_may_hold_arguments_that_are_no_object(connect: Callable[..., 
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions/render", "/v1/responses/input_tokens"])
-def test_what_only_looks_at_a_body_refuses_what_the_engine_would(connect: Callable[..., httpx.AsyncClient], path: str) -> None:
+def test_what_only_looks_at_a_body_refuses_what_the_engine_would(
+    connect: Callable[..., httpx.AsyncClient], path: str
+) -> None:
     body = {"model": MODEL, **({"input": "x"} if "responses" in path else {"messages": [USER]})}
     assert send(connect, "POST", path, body).status_code == 200
     for name, value in {"temperature": -1, "top_p": 0, "top_k": 10**9, "seed": 2**63, "repetition_penalty": 0}.items():
@@ -111,9 +149,15 @@ def test_what_only_looks_at_a_body_refuses_what_the_engine_would(connect: Callab
 
 
 @pytest.mark.parametrize("name", ["seed", "min_tokens", "top_k"])
-def test_a_number_that_no_message_can_hold_is_out_of_range(connect: Callable[..., httpx.AsyncClient], name: str) -> None:
+def test_a_number_that_no_message_can_hold_is_out_of_range(
+    connect: Callable[..., httpx.AsyncClient], name: str
+) -> None:
     """It must not come to the link between server and engine, which carries 64 bits."""
-    for path, prompt in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": [USER]}), ("/v1/responses", {"input": "x"})):
+    for path, prompt in (
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [USER]}),
+        ("/v1/responses", {"input": "x"}),
+    ):
         refused = send(connect, "POST", path, {"model": MODEL, **prompt, name: 10**30})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
 
@@ -124,7 +168,10 @@ def test_many_nulls_are_left_out_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     convert = msgspec.convert
     monkeypatch.setattr(msgspec, "convert", lambda *given, **how: rounds.append(1) or convert(*given, **how))
     calls = [{"id": None, "type": None, "function": {"name": "f", "arguments": None}} for _ in range(500)]
-    thoughts = [{"type": "thinking", "thinking": "x", "signature": None}, {"type": "text", "text": "x", "cache_control": None}] * 500
+    thoughts = [
+        {"type": "thinking", "thinking": "x", "signature": None},
+        {"type": "text", "text": "x", "cache_control": None},
+    ] * 500
     parse_chat({"model": "m", "messages": [USER, {"role": "assistant", "tool_calls": calls}]})
     parse_messages({"model": "m", "max_tokens": 1, "messages": [USER, {"role": "assistant", "content": thoughts}]})
     assert len(rounds) < 10
@@ -199,7 +246,10 @@ TO_ITSELF = {"$ref": "#/properties/a"}
     ids=str,
 )
 def test_a_call_of_a_tool_with_an_odd_schema(connect: Callable[..., httpx.AsyncClient], schema: Any) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}}},
+    }
     says = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
     answer = send(connect, "POST", *chat(tools=[tool]), says=says)
     assert answer.status_code == 200, answer.text
@@ -208,7 +258,10 @@ def test_a_call_of_a_tool_with_an_odd_schema(connect: Callable[..., httpx.AsyncC
 
 
 def test_half_a_character_in_a_calls_json_is_replaced(connect: Callable[..., httpx.AsyncClient]) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "array"}}}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "array"}}}},
+    }
     says = '<tool_call>\n<function=f>\n<parameter=a>\n["\\ud83d", "\\ud83d\\ude80"]\n</parameter>\n</function>\n</tool_call>'
     answer = send(connect, "POST", *chat(tools=[tool]), says=says)
     (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
@@ -216,8 +269,13 @@ def test_half_a_character_in_a_calls_json_is_replaced(connect: Callable[..., htt
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_numbers_that_json_lacks_never_stand_in_arguments(connect: Callable[..., httpx.AsyncClient], number: str) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}}
+def test_numbers_that_json_lacks_never_stand_in_arguments(
+    connect: Callable[..., httpx.AsyncClient], number: str
+) -> None:
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}},
+    }
     says = f"<tool_call>\n<function=f>\n<parameter=a>\n{number}\n</parameter>\n</function>\n</tool_call>"
     answer = send(connect, "POST", *chat(tools=[tool]), says=says)
     (call,) = answer.json()["choices"][0]["message"]["tool_calls"]

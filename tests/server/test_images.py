@@ -16,7 +16,11 @@ from tests.fakes.engine_client import ScriptedEngine
 Connect = Callable[..., httpx.AsyncClient]
 
 URL = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA", "detail": "low"}}
-BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}, "cache_control": {"type": "ephemeral"}}
+BLOCK = {
+    "type": "image",
+    "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"},
+    "cache_control": {"type": "ephemeral"},
+}
 ITEM = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "auto"}
 USE = {"type": "tool_use", "id": "c1", "name": "look", "input": {}}
 FUNCTION = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
@@ -33,7 +37,11 @@ def text(words: str, kind: str = "text") -> dict[str, Any]:
 
 
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "chat": ("/v1/chat/completions", {"messages": [user(text("What is"), URL, text("this?"))]}, "messages[0].content[1].type"),
+    "chat": (
+        "/v1/chat/completions",
+        {"messages": [user(text("What is"), URL, text("this?"))]},
+        "messages[0].content[1].type",
+    ),
     "chat, a result": (
         "/v1/chat/completions",
         {
@@ -67,10 +75,20 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "responses, a custom tool's": (
         "/v1/responses",
-        {"input": [user(text("What is", "input_text")), CUSTOM, {"type": "custom_tool_call_output", "call_id": "c1", "output": [ITEM]}]},
+        {
+            "input": [
+                user(text("What is", "input_text")),
+                CUSTOM,
+                {"type": "custom_tool_call_output", "call_id": "c1", "output": [ITEM]},
+            ]
+        },
         "input[2].output[0].type",
     ),
-    "messages": ("/v1/messages", {"max_tokens": 9, "messages": [user(text("What is"), BLOCK, text("this?"))]}, "messages[0].content[1].type"),
+    "messages": (
+        "/v1/messages",
+        {"max_tokens": 9, "messages": [user(text("What is"), BLOCK, text("this?"))]},
+        "messages[0].content[1].type",
+    ),
     "messages, a result": (
         "/v1/messages",
         {
@@ -83,10 +101,20 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "messages[2].content[0].content[0].type",
     ),
-    "responses": ("/v1/responses", {"input": [user(text("What is this?", "input_text"), ITEM)]}, "input[0].content[1].type"),
+    "responses": (
+        "/v1/responses",
+        {"input": [user(text("What is this?", "input_text"), ITEM)]},
+        "input[0].content[1].type",
+    ),
     "responses, a result": (
         "/v1/responses",
-        {"input": [user(text("What is this?", "input_text")), CALL, {"type": "function_call_output", "call_id": "c1", "output": [ITEM]}]},
+        {
+            "input": [
+                user(text("What is this?", "input_text")),
+                CALL,
+                {"type": "function_call_output", "call_id": "c1", "output": [ITEM]},
+            ]
+        },
         "input[2].output[0].type",
     ),
 }
@@ -101,7 +129,9 @@ def post(connect: Connect, engine: ScriptedEngine, path: str, body: dict[str, An
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_images_are_refused_by_name_unless_they_are_dropped(connect: Connect, pipeline: TextPipeline, name: str) -> None:
+def test_images_are_refused_by_name_unless_they_are_dropped(
+    connect: Connect, pipeline: TextPipeline, name: str
+) -> None:
     path, body, field = CASES[name]
     engine = ScriptedEngine()
     refused = post(connect, engine, path, body)
@@ -131,7 +161,9 @@ def test_what_only_counts_does_the_same(connect: Connect, path: str, body: dict[
     assert (said.get("count") or said["input_tokens"]) > len(WORDS), "a token is a byte here"
 
 
-@pytest.mark.parametrize("part", [{"type": "input_audio", "input_audio": {}}, {"type": "file", "file": {}}], ids=lambda part: part["type"])
+@pytest.mark.parametrize(
+    "part", [{"type": "input_audio", "input_audio": {}}, {"type": "file", "file": {}}], ids=lambda part: part["type"]
+)
 def test_audio_and_files_are_refused_either_way(connect: Connect, part: dict[str, Any]) -> None:
     for settings in ({}, {"drops_images": True}):
         answer = post(connect, ScriptedEngine(), "/v1/chat/completions", {"messages": [user(part)]}, **settings)
@@ -139,7 +171,15 @@ def test_audio_and_files_are_refused_either_way(connect: Connect, part: dict[str
 
 
 @pytest.mark.parametrize(
-    "body", [None, [], "image", {"messages": 3}, {"messages": [3, {"content": "x"}, {"content": [3, {"type": []}]}]}, {"input": "x"}]
+    "body",
+    [
+        None,
+        [],
+        "image",
+        {"messages": 3},
+        {"messages": [3, {"content": "x"}, {"content": [3, {"type": []}]}]},
+        {"input": "x"},
+    ],
 )
 def test_what_has_no_images_stays_as_it_is(body: Any) -> None:
     assert without_images(body) == body

@@ -67,7 +67,9 @@ def refusal(connect: Callable[..., httpx.AsyncClient], content: bytes) -> tuple[
 
 
 @pytest.mark.parametrize("part", ["[]", "{}", '"a"', '{"a":[]}'])
-def test_a_body_of_too_many_values_is_never_decoded(connect: Callable[..., httpx.AsyncClient], part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_of_too_many_values_is_never_decoded(
+    connect: Callable[..., httpx.AsyncClient], part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoded = []
     monkeypatch.setattr(msgspec.json, "decode", lambda body: decoded.append(body))
     status, message = refusal(connect, b'{"messages": [' + b",".join([part.encode()] * 400_000) + b"]}")

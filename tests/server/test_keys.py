@@ -50,7 +50,14 @@ def found(keys: Keys, key: str) -> str | None:
 class Server:
     """A door with keys from a file, over an engine that plays a script."""
 
-    def __init__(self, directory: Path, text: str, engine: ScriptedEngine | None = None, clock: Clock = lambda: 0.0, **config: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        text: str,
+        engine: ScriptedEngine | None = None,
+        clock: Clock = lambda: 0.0,
+        **config: Any,
+    ) -> None:
         self.file = directory / "keys.toml"
         self.file.write_text(text)
         self.engine = engine or ScriptedEngine([*said("abc"), ended()])
@@ -60,7 +67,9 @@ class Server:
 
     def ask(self, ask: Ask) -> None:
         async def run() -> None:
-            async with httpx.AsyncClient(transport=InProcessTransport(self.door), base_url="http://in-process", timeout=None) as client:
+            async with httpx.AsyncClient(
+                transport=InProcessTransport(self.door), base_url="http://in-process", timeout=None
+            ) as client:
                 await ask(client)
 
         asyncio.run(run())
@@ -68,7 +77,11 @@ class Server:
 
 def test_an_entry_has_a_name_a_hash_a_group_and_limits(tmp_path: Path) -> None:
     engine = ScriptedEngine([*said("x"), ended()])
-    text = entry("alice") + entry("build-1", 'group = "fleet"') + entry("build-2", 'group = "fleet"', "max-running = 2", "max-queue = 0")
+    text = (
+        entry("alice")
+        + entry("build-1", 'group = "fleet"')
+        + entry("build-2", 'group = "fleet"', "max-running = 2", "max-queue = 0")
+    )
     text += f'[bob]\nhash = ["{digest("old").upper()}", "{digest("new")}"]\ntokens-per-minute = 100\n'
     text += entry("fleet")
     server = Server(tmp_path, text, engine)
@@ -98,7 +111,10 @@ def test_an_entry_has_a_name_a_hash_a_group_and_limits(tmp_path: Path) -> None:
         ("[alice]", "alice.hash=None: must be the SHA-256"),
         ("[alice]\nhash = 'my-secret'", "alice.hash='(hidden)': must be the SHA-256"),
         ("[alice]\nhash = []", "alice.hash='(hidden)': must be the SHA-256"),
-        ("[alice]\nkey = 'my-secret'", "alice.key='(hidden)': is unknown; there are hash, group, max-running, max-queue, tokens-per-minute"),
+        (
+            "[alice]\nkey = 'my-secret'",
+            "alice.key='(hidden)': is unknown; there are hash, group, max-running, max-queue, tokens-per-minute",
+        ),
         (entry("alice", "max_running = 3"), "alice.max_running=3: is unknown"),
         (entry("alice", "max-running = 0"), "alice.max-running=0: must be a whole number from 1"),
         (entry("alice", "max-running = true"), "alice.max-running=True: must be a whole number"),
@@ -152,7 +168,9 @@ def test_keys_change_without_a_restart(tmp_path: Path, caplog: pytest.LogCapture
 
         _, frames = await opened(client, "alice")
         server.file.write_text(entry("bob", key="new") + entry("carol"))
-        assert [await status(key) for key in ("alice", "bob", "carol", "new")] == [200, 200, 401, 401], "the file was not read again yet"
+        assert [await status(key) for key in ("alice", "bob", "carol", "new")] == [200, 200, 401, 401], (
+            "the file was not read again yet"
+        )
         server.keys.reload()
         assert [await status(key) for key in ("alice", "bob", "carol", "new")] == [401, 401, 200, 200]
         for wrong in ("", "[carol", "[carol]\nhash = 1", entry("carol") + entry("dave", key="carol")):
@@ -198,9 +216,16 @@ def test_what_is_over_max_running_waits_and_what_is_over_max_queue_is_sent_away(
         waiting = [asyncio.create_task(opened(client, "alice")) for _ in range(2)]
         await settle()
         assert len(engine.submits) == 2
-        for path, body, kind in (("/v1/completions", COMPLETION, "rate_limit_error"), ("/v1/messages", MESSAGES, "rate_limit_error")):
+        for path, body, kind in (
+            ("/v1/completions", COMPLETION, "rate_limit_error"),
+            ("/v1/messages", MESSAGES, "rate_limit_error"),
+        ):
             refused = await client.post(path, json=body, headers=bearing("alice"))
-            assert (refused.status_code, refused.headers["retry-after"], refused.json()["error"]["type"]) == (429, "1", kind)
+            assert (refused.status_code, refused.headers["retry-after"], refused.json()["error"]["type"]) == (
+                429,
+                "1",
+                kind,
+            )
             assert "max-running=2, max-queue=2" in refused.json()["error"]["message"]
         assert (await client.get("/v1/models", headers=bearing("alice"))).status_code == 200
         streams.append(await opened(client, "bob"))
@@ -227,7 +252,9 @@ def test_what_is_over_max_running_waits_and_what_is_over_max_queue_is_sent_away(
 def test_prompts_and_choices_of_one_request_count_one_by_one(tmp_path: Path) -> None:
     """Otherwise one request of 2,048 prompts would be one."""
     engine = ScriptedEngine([*said("x"), ended()])
-    server = Server(tmp_path, entry("alice", "max-running = 2") + entry("bob", "max-running = 2", "max-queue = 3"), engine)
+    server = Server(
+        tmp_path, entry("alice", "max-running = 2") + entry("bob", "max-running = 2", "max-queue = 3"), engine
+    )
 
     async def ask(client: httpx.AsyncClient) -> None:
         body = COMPLETION | {"prompt": [[1], [2, 3], [4]], "n": 2}
@@ -239,7 +266,9 @@ def test_prompts_and_choices_of_one_request_count_one_by_one(tmp_path: Path) -> 
     server.ask(ask)
     assert len(engine.aborted) <= 2, "the rest never reached the engine"
     alice = server.keys.tenants["alice"]
-    assert (alice.num_requests, alice.prompt_tokens, alice.output_tokens) == (6, 4, 6), "the prompt of several choices counts once"
+    assert (alice.num_requests, alice.prompt_tokens, alice.output_tokens) == (6, 4, 6), (
+        "the prompt of several choices counts once"
+    )
 
 
 def test_a_key_leaves_places_to_the_others(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Numbers beyond what a message to the engine can hold, in every field that takes a number: refused by name, clamped, or without a say."""
+"""Numbers beyond what a message to the engine can hold, in every field that takes a number: refused by name, clamped,
+or without a say."""
 
 from __future__ import annotations
 
@@ -38,14 +39,29 @@ MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
 
 Make = Callable[[int], dict[str, Any]]
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "min_tokens")
+SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "min_tokens",
+)
 LOGPROBS = ["message.output_text.logprobs"]
 THOUGHTS, USES = "clear_thinking_20251015", "clear_tool_uses_20250919"
 
 
 def bounded(number: int) -> dict[str, Any]:
     """A schema that strict tools may have."""
-    return {"type": "object", "properties": {"a": {"type": "integer", "minimum": number}}, "required": ["a"], "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "minimum": number}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
 
 
 def plain(name: str) -> Make:
@@ -93,9 +109,22 @@ AIMS: list[tuple[tuple[str, ...], Make]] = [
     *((MESSAGES[1:], plain(name)) for name in ("max_tokens", "temperature", "top_p", "top_k")),
     ((*CHATS, *RESPONSES, "/tokenize"), lambda number: {"chat_template_kwargs": {"some": number}}),
     (MESSAGES, lambda number: {"tools": [{"name": "f", "strict": True, "input_schema": bounded(number)}]}),
-    (CHATS, lambda number: {"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": bounded(number)}}]}),
-    (RESPONSES, lambda number: {"tools": [{"type": "function", "name": "f", "strict": True, "parameters": bounded(number)}]}),
-    (CHATS, lambda number: {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": bounded(number)}}}),
+    (
+        CHATS,
+        lambda number: {
+            "tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": bounded(number)}}]
+        },
+    ),
+    (
+        RESPONSES,
+        lambda number: {"tools": [{"type": "function", "name": "f", "strict": True, "parameters": bounded(number)}]},
+    ),
+    (
+        CHATS,
+        lambda number: {
+            "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": bounded(number)}}
+        },
+    ),
     (OPENAIS, lambda number: {"guided_json": {"type": "number", "maximum": number}}),
     (OPENAIS, lambda number: {"guided_json": {"type": "string", "minLength": 0, "maxLength": abs(number)}}),
     (OPENAIS, lambda number: {"guided_json": {"type": "array", "maxItems": abs(number), "items": {"type": "null"}}}),
@@ -121,7 +150,15 @@ class LinkedEngine(ScriptedEngine):
 
     async def stream(self, submit: Submit) -> AsyncGenerator[Event, None]:
         _framed(submit, self.info)
-        new_request(submit, number=0, spec=SPEC, max_length=INFO.max_context, engine_seed=0, token_bytes=[b""], allow_forced_output=True)
+        new_request(
+            submit,
+            number=0,
+            spec=SPEC,
+            max_length=INFO.max_context,
+            engine_seed=0,
+            token_bytes=[b""],
+            allow_forced_output=True,
+        )
         async for event in super().stream(submit):
             yield event
 
@@ -139,7 +176,9 @@ def post(connect: Callable[..., httpx.AsyncClient], path: str, *fields: dict[str
 
     async def run() -> list[httpx.Response]:
         async with connect(LinkedEngine([*said("x"), ended()])) as client:
-            return [await client.post(path, content=json.dumps(model | BASE[path] | given).encode()) for given in fields]
+            return [
+                await client.post(path, content=json.dumps(model | BASE[path] | given).encode()) for given in fields
+            ]
 
     return asyncio.run(run())
 
@@ -151,7 +190,9 @@ def message_of(answer: httpx.Response) -> str:
 
 @pytest.mark.parametrize(("path", "field", "make"), cases(REFUSED))
 def test_it_is_refused_by_name(connect: Callable[..., httpx.AsyncClient], path: str, field: str, make: Make) -> None:
-    streams = (False, True) if path.count("/") < 4 and path.startswith("/v1") and "input_tokens" not in path else (False,)
+    streams = (
+        (False, True) if path.count("/") < 4 and path.startswith("/v1") and "input_tokens" not in path else (False,)
+    )
     for stream in streams:
         extra = {"stream": True} if stream else {}
         for answer in post(connect, path, *(make(number) | extra for number in LARGE)):

@@ -37,7 +37,9 @@ def post(connect: Connect, engine: ScriptedEngine, path: str, **fields: Any) -> 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", APIS)
-def test_a_request_killed_with_its_engine_before_its_first_token_gets_503(connect: Connect, path: str, stream: bool) -> None:
+def test_a_request_killed_with_its_engine_before_its_first_token_gets_503(
+    connect: Connect, path: str, stream: bool
+) -> None:
     answer = post(connect, ScriptedEngine([LOST]), path, stream=stream)
     error = answer.json()["error"]
     assert (answer.status_code, error["message"]) == (503, WHY)
@@ -58,4 +60,6 @@ def test_a_stream_that_has_begun_ends_with_its_error(connect: Connect, path: str
 
 @pytest.mark.parametrize("path", APIS)
 def test_a_request_that_failed_for_itself_gets_500(connect: Connect, path: str) -> None:
-    assert post(connect, ScriptedEngine([ended(FinishReason.ERROR, error="the grammar failed")]), path).status_code == 500
+    assert (
+        post(connect, ScriptedEngine([ended(FinishReason.ERROR, error="the grammar failed")]), path).status_code == 500
+    )

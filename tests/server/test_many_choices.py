@@ -21,7 +21,9 @@ Connect = Callable[..., httpx.AsyncClient]
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "n": 6}),
     ],
 )
-def test_a_request_of_more_than_may_run_and_wait_is_refused_whole(connect: Connect, path: str, body: dict[str, object]) -> None:
+def test_a_request_of_more_than_may_run_and_wait_is_refused_whole(
+    connect: Connect, path: str, body: dict[str, object]
+) -> None:
     async def main() -> None:
         engine = ScriptedEngine()
         async with connect(engine, max_open=5) as client:

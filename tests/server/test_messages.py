@@ -1,4 +1,5 @@
-"""/v1/messages over HTTP: the events in Anthropic's order, the same message whole and streamed, its usage and its errors."""
+"""/v1/messages over HTTP: the events in Anthropic's order, the same message whole and streamed, its usage and its
+errors."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ ORDER = {
 }
 
 
-def post(connect: Connect, engine: ScriptedEngine, body: dict[str, Any], path: str = "/v1/messages", **headers: str) -> httpx.Response:
+def post(
+    connect: Connect, engine: ScriptedEngine, body: dict[str, Any], path: str = "/v1/messages", **headers: str
+) -> httpx.Response:
     async def run() -> httpx.Response:
         async with connect(engine) as client:
             return await client.post(path, json=body, headers=headers)
@@ -123,14 +126,20 @@ def test_a_whole_message(connect: Connect) -> None:
 
 def test_an_answer_goes_on_from_the_last_message(connect: Connect, pipeline: TextPipeline) -> None:
     engine = ScriptedEngine([*said('"a": 1}'), ended()])
-    answer = post(connect, engine, {**BODY, "messages": [*BODY["messages"], {"role": "assistant", "content": "{"}]}).json()
+    answer = post(
+        connect, engine, {**BODY, "messages": [*BODY["messages"], {"role": "assistant", "content": "{"}]}
+    ).json()
     assert answer["content"] == [{"type": "text", "text": '"a": 1}'}]
     assert pipeline.tokenizer.spell(engine.submits[0].prompt_ids).endswith("<|im_start|>assistant\n{")
 
 
 def test_a_think_block_that_the_client_opened_is_its_own_wish(connect: Connect) -> None:
     messages = [*BODY["messages"], {"role": "assistant", "content": "<think>\nHm"}]
-    answer = post(connect, ScriptedEngine([*said(", so.</think>Yes."), ended()]), {**BODY, "messages": messages, "thinking": {"type": "disabled"}})
+    answer = post(
+        connect,
+        ScriptedEngine([*said(", so.</think>Yes."), ended()]),
+        {**BODY, "messages": messages, "thinking": {"type": "disabled"}},
+    )
     assert [(block["type"], block.get("thinking", block.get("text"))) for block in answer.json()["content"]] == [
         ("thinking", ", so."),
         ("text", "Yes."),
@@ -158,7 +167,9 @@ def test_a_stream_of_text(connect: Connect) -> None:
 
 
 @pytest.mark.parametrize("seed", range(25))
-@pytest.mark.parametrize("output", [f"Think.\n</think>\n\nLooking.\n{CALL}\n{CALL}", f"Hm.\n</think>\n\n{CALL}Done?", "Only thought", CALL])
+@pytest.mark.parametrize(
+    "output", [f"Think.\n</think>\n\nLooking.\n{CALL}\n{CALL}", f"Hm.\n</think>\n\n{CALL}Done?", "Only thought", CALL]
+)
 def test_whole_and_streamed_are_the_same_whatever_the_chunking(connect: Connect, output: str, seed: int) -> None:
     rng = random.Random(seed)
     script = [*said(*split(output, rng)), ended()]
@@ -168,7 +179,9 @@ def test_whole_and_streamed_are_the_same_whatever_the_chunking(connect: Connect,
     assert streamed == whole, f"seed {seed}"
     again = same(post(connect, ScriptedEngine([*said(output), ended()]), body).json())
     details = "output_tokens_details"  # scripted ids don't spell their text
-    assert whole | {"usage": whole["usage"] | {details: None}} == again | {"usage": again["usage"] | {details: None}}, f"seed {seed}"
+    assert whole | {"usage": whole["usage"] | {details: None}} == again | {"usage": again["usage"] | {details: None}}, (
+        f"seed {seed}"
+    )
 
 
 def test_thinking_text_and_calls_are_blocks(connect: Connect) -> None:
@@ -186,7 +199,11 @@ def test_thinking_text_and_calls_are_blocks(connect: Connect) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_omitted_thinking_keeps_its_signature(connect: Connect, stream: bool) -> None:
     shown, omitted = (
-        post(connect, ScriptedEngine([*said("I look.\n</think>\n\nHere."), ended()]), {**BODY, "stream": stream, "thinking": thinking})
+        post(
+            connect,
+            ScriptedEngine([*said("I look.\n</think>\n\nHere."), ended()]),
+            {**BODY, "stream": stream, "thinking": thinking},
+        )
         for thinking in ({"type": "adaptive", "display": "summarized"}, {"type": "adaptive", "display": "omitted"})
     )
     first, second = (assembled(told(answer)) if stream else answer.json() for answer in (shown, omitted))
@@ -227,7 +244,11 @@ def test_a_call_that_the_limit_cut(connect: Connect) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_an_answer_without_anything(connect: Connect, stream: bool) -> None:
-    response = post(connect, ScriptedEngine([ended(FinishReason.LENGTH, stop_match=None)]), {**BODY, "max_tokens": 0, "stream": stream})
+    response = post(
+        connect,
+        ScriptedEngine([ended(FinishReason.LENGTH, stop_match=None)]),
+        {**BODY, "max_tokens": 0, "stream": stream},
+    )
     answer = assembled(told(response)) if stream else response.json()
     assert (answer["content"], answer["stop_reason"]) == ([], "max_tokens")
 
@@ -239,9 +260,19 @@ def test_the_submit_carries_session_salt_and_marks(connect: Connect) -> None:
         {"type": "text", "text": " and a question"},
     ]
     body = {**BODY, "messages": [{"role": "user", "content": content}], "cache_salt": "s", "stop_sequences": ["x"]}
-    post(connect, engine, body, **{"x-claude-code-session-id": "mine", "anthropic-version": "2023-06-01", "anthropic-beta": "some-2026-01-01"})
+    post(
+        connect,
+        engine,
+        body,
+        **{"x-claude-code-session-id": "mine", "anthropic-version": "2023-06-01", "anthropic-beta": "some-2026-01-01"},
+    )
     (submit,) = engine.submits
-    assert (submit.session_id, submit.namespace, submit.sampling.stop, submit.sampling.max_tokens) == ("mine", "s", ("x",), 100)
+    assert (submit.session_id, submit.namespace, submit.sampling.stop, submit.sampling.max_tokens) == (
+        "mine",
+        "s",
+        ("x",),
+        100,
+    )
     assert [point.kind for point in submit.breakpoints][-2:] == [CheckpointKind.BRANCH, CheckpointKind.USER]
 
 
@@ -257,10 +288,19 @@ def test_counting_agrees_with_the_prompt(connect: Connect) -> None:
 
 @pytest.mark.parametrize(
     ("cached", "marked_end", "counts"),
-    [(0, 0, (200, 0, 0)), (64, 0, (136, 0, 64)), (0, 130, (72, 128, 0)), (64, 130, (72, 64, 64)), (192, 130, (8, 0, 192)), (0, 63, (200, 0, 0))],
+    [
+        (0, 0, (200, 0, 0)),
+        (64, 0, (136, 0, 64)),
+        (0, 130, (72, 128, 0)),
+        (64, 130, (72, 64, 64)),
+        (192, 130, (8, 0, 192)),
+        (0, 63, (200, 0, 0)),
+    ],
 )
 def test_the_counts_of_input_add_up(cached: int, marked_end: int, counts: tuple[int, int, int]) -> None:
-    body = usage_body(Usage(prompt_tokens=200, completion_tokens=3, cached_tokens=cached), marked_end=marked_end, thinking_tokens=1)
+    body = usage_body(
+        Usage(prompt_tokens=200, completion_tokens=3, cached_tokens=cached), marked_end=marked_end, thinking_tokens=1
+    )
     names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
     assert tuple(body[name] for name in names) == counts
 
@@ -271,16 +311,32 @@ def test_the_counts_of_input_add_up(cached: int, marked_end: int, counts: tuple[
     [
         (RequestError("top_k", -1, "is negative"), 400, "invalid_request_error", "top_k=-1"),
         (RequestError("stop", ["x"], "is too long"), 400, "invalid_request_error", "stop_sequences="),
-        (RequestError("tools[1].function.parameters.properties.a", {}, "?"), 400, "invalid_request_error", "tools[1].input_schema.properties.a="),
+        (
+            RequestError("tools[1].function.parameters.properties.a", {}, "?"),
+            400,
+            "invalid_request_error",
+            "tools[1].input_schema.properties.a=",
+        ),
         (ContextLengthError("prompt_ids", "9 tokens", "is too long"), 400, "invalid_request_error", "messages="),
-        (RequestError("grammar.source", "...", "takes too long to compile"), 400, "invalid_request_error", "output_config.format.schema="),
+        (
+            RequestError("grammar.source", "...", "takes too long to compile"),
+            400,
+            "invalid_request_error",
+            "output_config.format.schema=",
+        ),
         (EngineClosedError("closed"), 503, "api_error", "closed"),
         (AgentspecError("broken"), 500, "api_error", "broken"),
         (ValueError("a bug"), 500, "api_error", "internal error"),
     ],
 )
 def test_errors_before_the_first_event_choose_the_status(
-    connect: Connect, caplog: pytest.LogCaptureFixture, stream: bool, error: Exception, status: int, kind: str, words: str
+    connect: Connect,
+    caplog: pytest.LogCaptureFixture,
+    stream: bool,
+    error: Exception,
+    status: int,
+    kind: str,
+    words: str,
 ) -> None:
     caplog.set_level(logging.CRITICAL)
     form = {"type": "json_schema", "schema": {"type": "object", "additionalProperties": False}}
@@ -300,7 +356,9 @@ def test_errors_before_the_first_event_choose_the_status(
         [],
     ],
 )
-def test_an_error_half_way_is_the_last_event(connect: Connect, caplog: pytest.LogCaptureFixture, rest: list[Any]) -> None:
+def test_an_error_half_way_is_the_last_event(
+    connect: Connect, caplog: pytest.LogCaptureFixture, rest: list[Any]
+) -> None:
     caplog.set_level(logging.CRITICAL)
     events = told(post(connect, ScriptedEngine([*said("Hel"), *rest]), {**BODY, "stream": True}))
     assert [event["type"] for event in events][-1] == "error"
@@ -361,7 +419,10 @@ def test_closing_a_stream_aborts_the_request(connect: Connect) -> None:
     async def run() -> None:
         script: list[Event | Exception | asyncio.Event] = [*said("first"), asyncio.Event(), ended()]
         engine = ScriptedEngine(script)
-        async with connect(engine) as client, client.stream("POST", "/v1/messages", json={**BODY, "stream": True}) as response:
+        async with (
+            connect(engine) as client,
+            client.stream("POST", "/v1/messages", json={**BODY, "stream": True}) as response,
+        ):
             assert b"first" in await anext(response.aiter_raw())
             assert engine.produced == 1
         assert engine.aborted == [engine.submits[0].request_id]

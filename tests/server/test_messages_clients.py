@@ -1,4 +1,5 @@
-"""/v1/messages on real engines: Anthropic's own client runs tool loops on the bundled model, and marks are where later prompts hit."""
+"""/v1/messages on real engines: Anthropic's own client runs tool loops on the bundled model, and marks are where later
+prompts hit."""
 
 from __future__ import annotations
 
@@ -52,7 +53,11 @@ async def ask(opened: Any, messages: list[Any], *, stream: bool, **extra: Any) -
 def returned(answer: Any, *, with_thinking: bool) -> list[dict[str, Any]]:
     """The answer as the next request carries it, and the results of its calls."""
     blocks = [block.to_dict() for block in answer.content if with_thinking or block.type != "thinking"]
-    results = [{"type": "tool_result", "tool_use_id": block.id, "content": ORDER} for block in answer.content if block.type == "tool_use"]
+    results = [
+        {"type": "tool_result", "tool_use_id": block.id, "content": ORDER}
+        for block in answer.content
+        if block.type == "tool_use"
+    ]
     return [{"role": "assistant", "content": blocks}, *([{"role": "user", "content": results}] if results else [])]
 
 
@@ -62,7 +67,11 @@ def test_a_tool_loop(stream: bool, display: str) -> None:
     """Two turns; what comes back is known whether the client sends its thinking, drops it, or never saw it."""
 
     async def run() -> None:
-        thinking = {"type": "adaptive", "display": "omitted"} if display == "omitted" else {"type": "enabled", "budget_tokens": 1024}
+        thinking = (
+            {"type": "adaptive", "display": "omitted"}
+            if display == "omitted"
+            else {"type": "enabled", "budget_tokens": 1024}
+        )
         async with client() as opened:
             messages: list[Any] = [QUESTION]
             turn: dict[str, Any] = {"stream": stream, "thinking": thinking, "tools": TOOLS, "max_tokens": 2000}
@@ -89,14 +98,22 @@ def test_thinking_switched_off_counting_and_errors() -> None:
         async with client() as opened:
             asked = await ask(opened, [QUESTION], stream=False, tools=TOOLS, thinking={"type": "disabled"})
             assert [block.type for block in asked.content] == ["tool_use"]
-            counted = await opened.messages.count_tokens(model=MODEL, messages=[QUESTION], tools=TOOLS, thinking={"type": "disabled"})
+            counted = await opened.messages.count_tokens(
+                model=MODEL, messages=[QUESTION], tools=TOOLS, thinking={"type": "disabled"}
+            )
             usage = asked.usage
-            assert counted.input_tokens == usage.input_tokens + usage.cache_creation_input_tokens + usage.cache_read_input_tokens
+            assert (
+                counted.input_tokens
+                == usage.input_tokens + usage.cache_creation_input_tokens + usage.cache_read_input_tokens
+            )
             stopped = await ask(opened, [QUESTION], stream=True, tools=TOOLS, stop_sequences=["orders_get"])
             assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "orders_get")
             cut = await ask(opened, [QUESTION], stream=True, tools=TOOLS, max_tokens=3)
             assert cut.stop_reason == "max_tokens"
-            for error, extra in ((anthropic.NotFoundError, {"model": "other"}), (anthropic.BadRequestError, {"top_k": -2})):
+            for error, extra in (
+                (anthropic.NotFoundError, {"model": "other"}),
+                (anthropic.BadRequestError, {"top_k": -2}),
+            ):
                 with pytest.raises(error) as raised:
                     await ask(opened, [QUESTION], stream=True, extra_body=extra)
                 assert raised.value.type in ("not_found_error", "invalid_request_error")
@@ -105,7 +122,8 @@ def test_thinking_switched_off_counting_and_errors() -> None:
 
 
 def claude_code(**extra: Any) -> dict[str, Any]:
-    """The body that Claude Code sends, as far as it is not the conversation. top_k holds the answer still, which Claude Code does not ask for."""
+    """The body that Claude Code sends, as far as it is not the conversation. top_k holds the answer still, which Claude
+    Code does not ask for."""
     body: dict[str, Any] = {
         "model": MODEL,
         "max_tokens": 2000,
@@ -113,7 +131,10 @@ def claude_code(**extra: Any) -> dict[str, Any]:
         "thinking": {"type": "enabled", "budget_tokens": 31999},
         "output_config": {"effort": "medium"},
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-        "tools": [{**TOOLS[0], "eager_input_streaming": True, **MARK}, {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}],
+        "tools": [
+            {**TOOLS[0], "eager_input_streaming": True, **MARK},
+            {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+        ],
         "betas": ["claude-code-20250219", "interleaved-thinking-2025-05-14", "context-management-2025-06-27"],
         "extra_headers": {"x-app": "cli"},
         "extra_body": {"temperature": 1, "top_k": 1},
@@ -122,7 +143,8 @@ def claude_code(**extra: Any) -> dict[str, Any]:
 
 
 def remembered(messages: list[Any]) -> list[Any]:
-    """As agents send a history back: with the last message marked, and fields in the blocks that were none of the answer's."""
+    """As agents send a history back: with the last message marked, and fields in the blocks that were none of the
+    answer's."""
     copied = json.loads(json.dumps(messages))
     for message in copied:
         for block in message["content"]:
@@ -150,22 +172,37 @@ def test_a_loop_as_claude_code_runs_it(stream: bool) -> None:
             assert [block.type for block in asked.content] == ["thinking", "tool_use"]
             assert asked.context_management.applied_edits == []
             said, results = returned(asked, with_thinking=True)
-            said["content"].insert(1, {"type": "server_tool_use", "id": "srvtoolu_0", "name": "web_search", "input": {"query": "lamps"}})
+            said["content"].insert(
+                1, {"type": "server_tool_use", "id": "srvtoolu_0", "name": "web_search", "input": {"query": "lamps"}}
+            )
             messages += [said, {**results, "content": [reminder, *results["content"]]}]
             answered = await ask_beta(opened, remembered(messages), system=system)
             assert answered.stop_reason == "end_turn"
             assert "paid" in answered.content[-1].text
-            messages += [*returned(answered, with_thinking=True), {"role": "user", "content": [{"type": "text", "text": "And who is the customer?"}]}]
-            cleared = {"type": "clear_tool_uses_20250919", "trigger": {"type": "tool_uses", "value": 0}, "keep": {"type": "tool_uses", "value": 0}}
+            messages += [
+                *returned(answered, with_thinking=True),
+                {"role": "user", "content": [{"type": "text", "text": "And who is the customer?"}]},
+            ]
+            cleared = {
+                "type": "clear_tool_uses_20250919",
+                "trigger": {"type": "tool_uses", "value": 0},
+                "keep": {"type": "tool_uses", "value": 0},
+            }
             edits = {"edits": [{"type": "clear_thinking_20251015"}, cleared]}
             last = await ask_beta(opened, remembered(messages), system=system, context_management=edits)
             kinds = [edit.type for edit in last.context_management.applied_edits]
             assert kinds == ["clear_thinking_20251015", "clear_tool_uses_20250919"]
             body = claude_code(context_management=edits)
-            count = {name: body[name] for name in ("model", "thinking", "tools", "context_management", "betas", "output_config")}
+            count = {
+                name: body[name]
+                for name in ("model", "thinking", "tools", "context_management", "betas", "output_config")
+            }
             counted = await opened.beta.messages.count_tokens(messages=remembered(messages), system=system, **count)
             usage = last.usage
-            assert counted.input_tokens == usage.input_tokens + usage.cache_creation_input_tokens + usage.cache_read_input_tokens
+            assert (
+                counted.input_tokens
+                == usage.input_tokens + usage.cache_creation_input_tokens + usage.cache_read_input_tokens
+            )
             saved = sum(edit.cleared_input_tokens for edit in last.context_management.applied_edits)
             assert counted.context_management.original_input_tokens == counted.input_tokens + saved
 
@@ -173,11 +210,22 @@ def test_a_loop_as_claude_code_runs_it(stream: bool) -> None:
 
 
 DOCUMENT = "".join(f"Line {number} of a long document.\n" for number in range(12))
-ASKS, ASKS_ELSE = ("And what does it say in line 3, which I can't find? " * 3, "Which line is the last, and what is behind it, if anything? " * 3)
+ASKS, ASKS_ELSE = (
+    "And what does it say in line 3, which I can't find? " * 3,
+    "Which line is the last, and what is behind it, if anything? " * 3,
+)
 LOOP: list[dict[str, Any]] = [
     {"role": "user", "content": "Look twice"},
-    {"role": "assistant", "content": [{"type": "tool_use", "id": name, "name": "orders_get", "input": {"order_id": name}} for name in ("a", "b")]},
-    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": name, "content": DOCUMENT} for name in ("a", "b")]},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "tool_use", "id": name, "name": "orders_get", "input": {"order_id": name}} for name in ("a", "b")
+        ],
+    },
+    {
+        "role": "user",
+        "content": [{"type": "tool_result", "tool_use_id": name, "content": DOCUMENT} for name in ("a", "b")],
+    },
 ]
 
 
@@ -199,7 +247,13 @@ PARTING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"messages": [text(DOCUMENT, ASKS_ELSE)]},
     ),
     "inside the first question of a longer talk": (
-        {"messages": [*marked([text(DOCUMENT, ASKS)], 0, 0), {"role": "assistant", "content": "A line."}, text("Why?")]},
+        {
+            "messages": [
+                *marked([text(DOCUMENT, ASKS)], 0, 0),
+                {"role": "assistant", "content": "A line."},
+                text("Why?"),
+            ]
+        },
         {"messages": [text(DOCUMENT, ASKS_ELSE), {"role": "assistant", "content": "A line."}, text("Why?")]},
     ),
     "behind a question": (
@@ -207,19 +261,42 @@ PARTING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"messages": [text(DOCUMENT), {"role": "assistant", "content": "Well."}, text("Why?")]},
     ),
     "behind an answer": (
-        {"messages": [text("Hi"), *marked([{"role": "assistant", "content": [{"type": "text", "text": DOCUMENT}]}], 0, 0), text(ASKS)]},
+        {
+            "messages": [
+                text("Hi"),
+                *marked([{"role": "assistant", "content": [{"type": "text", "text": DOCUMENT}]}], 0, 0),
+                text(ASKS),
+            ]
+        },
         {"messages": [text("Hi"), {"role": "assistant", "content": DOCUMENT}, text(ASKS_ELSE)]},
     ),
     "behind the first of two results": (
         {"messages": marked(LOOP, 2, 0)},
-        {"messages": [*LOOP[:2], {"role": "user", "content": [LOOP[2]["content"][0], {"type": "tool_result", "tool_use_id": "b", "content": "no"}]}]},
+        {
+            "messages": [
+                *LOOP[:2],
+                {
+                    "role": "user",
+                    "content": [LOOP[2]["content"][0], {"type": "tool_result", "tool_use_id": "b", "content": "no"}],
+                },
+            ]
+        },
     ),
     "behind the last result": (
         {"messages": marked(LOOP, 2, 1)},
-        {"messages": [*LOOP, {"role": "assistant", "content": "Let me see."}, {"role": "user", "content": "<tool_response>go on</tool_response>"}]},
+        {
+            "messages": [
+                *LOOP,
+                {"role": "assistant", "content": "Let me see."},
+                {"role": "user", "content": "<tool_response>go on</tool_response>"},
+            ]
+        },
     ),
     "inside the system text": (
-        {"system": [{"type": "text", "text": DOCUMENT, **MARK}, {"type": "text", "text": ASKS}], "messages": [QUESTION]},
+        {
+            "system": [{"type": "text", "text": DOCUMENT, **MARK}, {"type": "text", "text": ASKS}],
+            "messages": [QUESTION],
+        },
         {"system": DOCUMENT + ASKS_ELSE, "messages": [QUESTION]},
     ),
     "behind the tools": (
@@ -232,7 +309,15 @@ PARTING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "automatically": (
         {"messages": [text("Hi"), {"role": "assistant", "content": "Hello."}, text(DOCUMENT)], **MARK},
-        {"messages": [text("Hi"), {"role": "assistant", "content": "Hello."}, text(DOCUMENT), {"role": "assistant", "content": "?"}, text("!")]},
+        {
+            "messages": [
+                text("Hi"),
+                {"role": "assistant", "content": "Hello."},
+                text(DOCUMENT),
+                {"role": "assistant", "content": "?"},
+                text("!"),
+            ]
+        },
     ),
 }
 
@@ -243,12 +328,15 @@ FOUND_ANYWAY = ("behind a question", "behind the last result", "automatically")
 
 @pytest.mark.parametrize("name", PARTING)
 def test_what_parts_behind_a_mark_hits_there(name: str, tmp_path: Path) -> None:
-    """Twice, since to use a checkpoint must not spend it. Without the mark the second request finds less, or nothing."""
+    """Twice, since to use a checkpoint must not spend it. Without the mark the second request finds less, or
+    nothing."""
     first, second = PARTING[name]
 
     async def talk(told: Told, opened: httpx.AsyncClient) -> None:
         async def usage(body: dict[str, Any], salt: str) -> dict[str, int]:
-            answer = await opened.post("/v1/messages", json={"model": "scripted", "max_tokens": 1, "cache_salt": salt, **body})
+            answer = await opened.post(
+                "/v1/messages", json={"model": "scripted", "max_tokens": 1, "cache_salt": salt, **body}
+            )
             assert answer.status_code == 200, answer.text
             counts: dict[str, int] = answer.json()["usage"]
             return counts

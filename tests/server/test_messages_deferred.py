@@ -1,4 +1,5 @@
-"""Tools that a body of /v1/messages defers: shown where a search's result names them, so that the prompt before that stays as it was."""
+"""Tools that a body of /v1/messages defers: shown where a search's result names them, so that the prompt before that
+stays as it was."""
 
 from __future__ import annotations
 
@@ -19,7 +20,11 @@ from agentspec.text.turn_memory import TurnMemory
 
 MARK: dict[str, Any] = {"cache_control": {"type": "ephemeral"}}
 FIND: dict[str, Any] = {"name": "find", "description": "Finds tools.", "input_schema": {"type": "object"}}
-LOOK: dict[str, Any] = {"name": "look", "description": "Läsé.", "input_schema": {"type": "object", "properties": {"at": {"type": "string"}}}}
+LOOK: dict[str, Any] = {
+    "name": "look",
+    "description": "Läsé.",
+    "input_schema": {"type": "object", "properties": {"at": {"type": "string"}}},
+}
 PLAIN: dict[str, Any] = {"name": "plain", "input_schema": {"type": "object"}}
 HOSTED: dict[str, Any] = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
 DEFER: dict[str, Any] = {"defer_loading": True}
@@ -27,16 +32,20 @@ ASKED: list[dict[str, Any]] = [
     {"role": "user", "content": "Look."},
     {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "find", "input": {}}]},
 ]
-LOOK_SHOWN = (
-    '<function>{"description": "Läsé.", "name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}}</function>'
-)
+LOOK_SHOWN = '<function>{"description": "Läsé.", "name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}}</function>'
 PLAIN_SHOWN = '<function>{"name": "plain", "parameters": {"type": "object"}}</function>'
 
 
-def turn(tools: list[dict[str, Any]], *parts: dict[str, Any] | str, notes: Notes | None = None, **extra: Any) -> TurnRequest:
+def turn(
+    tools: list[dict[str, Any]], *parts: dict[str, Any] | str, notes: Notes | None = None, **extra: Any
+) -> TurnRequest:
     """The turn behind a result with these parts; texts are names of tools."""
     found = [{"type": "tool_reference", "tool_name": part} if isinstance(part, str) else part for part in parts]
-    messages = [*ASKED, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": found}]}] if found else ASKED[:1]
+    messages = (
+        [*ASKED, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": found}]}]
+        if found
+        else ASKED[:1]
+    )
     body = {"model": "m", "max_tokens": 9, "messages": messages, "tools": tools, **extra}
     return turn_request(parse_messages(body, notes), None, frozenset())
 
@@ -51,7 +60,13 @@ def test_a_tool_is_shown_where_a_result_names_it() -> None:
     assert shown(turn(tools, notes=notes)) == ["find"]
     asked = turn(tools, "look", notes=notes)
     assert (shown(asked), asked.messages[2]["content"]) == (["find"], f"<functions>\n{LOOK_SHOWN}\n</functions>")
-    both = turn(tools, {"type": "text", "text": "Two: "}, "plain", {"type": "tool_reference", "tool_name": "look", **MARK}, notes=notes)
+    both = turn(
+        tools,
+        {"type": "text", "text": "Two: "},
+        "plain",
+        {"type": "tool_reference", "tool_name": "look", **MARK},
+        notes=notes,
+    )
     assert both.messages[2]["content"] == f"Two: <functions>\n{PLAIN_SHOWN}\n{LOOK_SHOWN}\n</functions>"
     assert both.marked == [MessageMark(2)]
 
@@ -71,7 +86,11 @@ def test_where_nobody_could_find_them_tools_are_shown_at_once() -> None:
 
 def test_a_name_that_no_tool_has_is_left_out() -> None:
     notes = Notes()
-    assert turn([FIND, {**LOOK, **DEFER}], "gone", "look", notes=notes).messages[2]["content"].endswith(f"{LOOK_SHOWN}\n</functions>")
+    assert (
+        turn([FIND, {**LOOK, **DEFER}], "gone", "look", notes=notes)
+        .messages[2]["content"]
+        .endswith(f"{LOOK_SHOWN}\n</functions>")
+    )
     assert notes.unknown == ["messages[tool_reference]"]
     with pytest.raises(RequestError) as raised:
         turn([FIND], "gone", notes=Notes(strict=True))

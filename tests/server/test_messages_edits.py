@@ -1,4 +1,5 @@
-"""context_management of /v1/messages over HTTP: what the model is shown, what the answer tells of it, and what a count says."""
+"""context_management of /v1/messages over HTTP: what the model is shown, what the answer tells of it, and what a count
+says."""
 
 from __future__ import annotations
 
@@ -25,12 +26,24 @@ LONG = "There is a lamp under it. " * 9
 def use(name: str) -> list[dict[str, Any]]:
     called = {"type": "tool_use", "id": name, "name": "look", "input": {"where": name}}
     return [
-        {"role": "assistant", "content": [{"type": "thinking", "thinking": f"Thought {name}.", "signature": "s"}, called]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": name, "content": [{"type": "text", "text": LONG}]}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "thinking", "thinking": f"Thought {name}.", "signature": "s"}, called],
+        },
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": name, "content": [{"type": "text", "text": LONG}]}],
+        },
     ]
 
 
-MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "Look"}, *use("a"), *use("b"), {"role": "user", "content": "Well?"}, *use("c")]
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "user", "content": "Look"},
+    *use("a"),
+    *use("b"),
+    {"role": "user", "content": "Well?"},
+    *use("c"),
+]
 BODY: dict[str, Any] = {"model": "scripted", "max_tokens": 9, "messages": MESSAGES}
 ALL: dict[str, Any] = {"type": "clear_thinking_20251015", "keep": "all"}
 THINKING: dict[str, Any] = {"type": "clear_thinking_20251015"}
@@ -47,7 +60,9 @@ def asked(
 
     async def run() -> tuple[httpx.Response, httpx.Response]:
         async with connect(engine) as client:
-            return await client.post("/v1/messages?beta=true", json=body), await client.post("/v1/messages/count_tokens?beta=true", json=body)
+            return await client.post("/v1/messages?beta=true", json=body), await client.post(
+                "/v1/messages/count_tokens?beta=true", json=body
+            )
 
     answer, count = asyncio.run(run())
     assert (answer.status_code, count.status_code) == (200, 200), answer.text
@@ -98,7 +113,9 @@ def test_edits_that_keep_everything(connect: Connect, pipeline: TextPipeline, ed
 
 def test_a_trigger_of_input_tokens(connect: Connect, pipeline: TextPipeline) -> None:
     told, counted, prompt = asked(
-        connect, pipeline, [{**TOOLS, "trigger": {"type": "input_tokens", "value": 500}, "keep": {"type": "tool_uses", "value": 2}}]
+        connect,
+        pipeline,
+        [{**TOOLS, "trigger": {"type": "input_tokens", "value": 500}, "keep": {"type": "tool_uses", "value": 2}}],
     )
     assert [edit["cleared_tool_uses"] for edit in told["applied_edits"]] == [1]
     assert (prompt.count(CLEARED), counted["context_management"]["original_input_tokens"] > 500) == (1, True)
@@ -115,7 +132,9 @@ def test_answers_to_others_dont_speak_of_edits(connect: Connect) -> None:
 def test_unknown_edits_are_refused_by_name(connect: Connect) -> None:
     async def run() -> httpx.Response:
         async with connect(ScriptedEngine()) as client:
-            return await client.post("/v1/messages", json={**BODY, "context_management": {"edits": [{"type": "compact_20260112"}]}})
+            return await client.post(
+                "/v1/messages", json={**BODY, "context_management": {"edits": [{"type": "compact_20260112"}]}}
+            )
 
     refused = asyncio.run(run())
     assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
@@ -124,12 +143,15 @@ def test_unknown_edits_are_refused_by_name(connect: Connect) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
 @pytest.mark.parametrize(
-    ("ending", "statuses"), [("<think>\n", {"disabled": 400}), ("", {}), ("{% if enable_thinking is not false %}<think>{% endif %}", {})]
+    ("ending", "statuses"),
+    [("<think>\n", {"disabled": 400}), ("", {}), ("{% if enable_thinking is not false %}<think>{% endif %}", {})],
 )
 def test_thinking_is_refused_to_be_off_only_where_it_is_on(
     connect: Connect, pipeline: TextPipeline, path: str, ending: str, statuses: dict[str, int]
 ) -> None:
-    source = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    source = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    )
     template = ChatTemplate(source + "{% if add_generation_prompt %}<|im_start|>assistant\n" + ending + "{% endif %}")
     other = TextPipeline(pipeline.tokenizer, PromptBuilder(pipeline.tokenizer, template, TurnMemory()))
 

@@ -1,4 +1,5 @@
-"""What Anthropic's servers do and this one doesn't, in bodies of /v1/messages: their tools, and the blocks that those leave in histories."""
+"""What Anthropic's servers do and this one doesn't, in bodies of /v1/messages: their tools, and the blocks that those
+leave in histories."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ Connect = Callable[..., httpx.AsyncClient]
 USER: dict[str, Any] = {"role": "user", "content": "hi"}
 TOOL: dict[str, Any] = {"name": "look", "input_schema": {"type": "object"}}
 MARK: dict[str, Any] = {"cache_control": {"type": "ephemeral"}}
-PDF: dict[str, Any] = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}}
+PDF: dict[str, Any] = {
+    "type": "document",
+    "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="},
+}
 FOUND: dict[str, Any] = {
     "type": "web_search_result",
     "title": "Lamps",
@@ -33,7 +37,9 @@ FOUND: dict[str, Any] = {
 
 
 def turn(extra: dict[str, Any], notes: Notes | None = None) -> TurnRequest:
-    return turn_request(parse_messages({"model": "m", "max_tokens": 9, "messages": [USER], **extra}, notes), None, frozenset())
+    return turn_request(
+        parse_messages({"model": "m", "max_tokens": 9, "messages": [USER], **extra}, notes), None, frozenset()
+    )
 
 
 def names(asked: TurnRequest) -> list[str]:
@@ -56,17 +62,24 @@ def names(asked: TurnRequest) -> list[str]:
 )
 def test_tools_without_a_schema_are_left_out_and_named(kind: str) -> None:
     notes = Notes()
-    asked = turn({"tools": [{"type": kind, "mcp_server_name": "x", "max_uses": 3, "display_width_px": 9, "configs": {}}, TOOL]}, notes)
+    asked = turn(
+        {"tools": [{"type": kind, "mcp_server_name": "x", "max_uses": 3, "display_width_px": 9, "configs": {}}, TOOL]},
+        notes,
+    )
     assert (names(asked), notes.unknown) == (["look"], [f"tools[{kind}]"])
     with pytest.raises(RequestError) as raised:
         turn({"tools": [TOOL, {"type": kind}]}, Notes(strict=True))
     assert raised.value.field == "tools[1].type"
 
 
-@pytest.mark.parametrize(("kind", "name"), [("bash_20250124", "bash"), ("bash_20241022", "bash"), ("memory_20250818", "memory")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("bash_20250124", "bash"), ("bash_20241022", "bash"), ("memory_20250818", "memory")]
+)
 def test_tools_whose_type_is_a_schema_are_shown_with_it(kind: str, name: str) -> None:
     notes = Notes(strict=True)
-    asked = turn({"tools": [{"type": kind, "name": name, **MARK}], "tool_choice": {"type": "tool", "name": name}}, notes)
+    asked = turn(
+        {"tools": [{"type": kind, "name": name, **MARK}], "tool_choice": {"type": "tool", "name": name}}, notes
+    )
     (tool,) = asked.tools
     assert (tool["function"]["name"], asked.demand.name, asked.marked) == (name, name, [ToolsMark(1)])
     assert "command" in tool["function"]["parameters"]["properties"]
@@ -91,14 +104,46 @@ def test_marks_at_tools_stand_behind_those_that_are_shown() -> None:
 @pytest.mark.parametrize(
     ("block", "text"),
     [
-        ({"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "A lamp."}, "title": "Lamps"}, "Lamps\nA lamp."),
         (
-            {"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "A"}, {"type": "text", "text": "lamp."}]}},
+            {
+                "type": "document",
+                "source": {"type": "text", "media_type": "text/plain", "data": "A lamp."},
+                "title": "Lamps",
+            },
+            "Lamps\nA lamp.",
+        ),
+        (
+            {
+                "type": "document",
+                "source": {
+                    "type": "content",
+                    "content": [{"type": "text", "text": "A"}, {"type": "text", "text": "lamp."}],
+                },
+            },
             "A\nlamp.",
         ),
-        ({"type": "search_result", "source": "lamps.example", "title": "Lamps", "content": [{"type": "text", "text": "A lamp."}]}, None),
-        ({"type": "web_search_tool_result", "tool_use_id": "s", "content": [FOUND, FOUND]}, "Lamps\nhttps://lamps.example\n" * 2),
-        ({"type": "mcp_tool_result", "tool_use_id": "s", "is_error": False, "content": [{"type": "text", "text": "A lamp."}]}, "A lamp."),
+        (
+            {
+                "type": "search_result",
+                "source": "lamps.example",
+                "title": "Lamps",
+                "content": [{"type": "text", "text": "A lamp."}],
+            },
+            None,
+        ),
+        (
+            {"type": "web_search_tool_result", "tool_use_id": "s", "content": [FOUND, FOUND]},
+            "Lamps\nhttps://lamps.example\n" * 2,
+        ),
+        (
+            {
+                "type": "mcp_tool_result",
+                "tool_use_id": "s",
+                "is_error": False,
+                "content": [{"type": "text", "text": "A lamp."}],
+            },
+            "A lamp.",
+        ),
         ({"type": "mcp_tool_result", "tool_use_id": "s", "content": "A lamp."}, "A lamp."),
         (
             {
@@ -112,10 +157,16 @@ def test_marks_at_tools_stand_behind_those_that_are_shown() -> None:
             "https://l.example\nA",
         ),
         (
-            {"type": "bash_code_execution_tool_result", "content": {"stdout": "ok\n", "stderr": "odd", "return_code": 0, "content": []}},
+            {
+                "type": "bash_code_execution_tool_result",
+                "content": {"stdout": "ok\n", "stderr": "odd", "return_code": 0, "content": []},
+            },
             "ok\n\nodd",
         ),
-        ({"type": "text_editor_code_execution_tool_result", "content": {"file_type": "text", "content": "A lamp."}}, "A lamp."),
+        (
+            {"type": "text_editor_code_execution_tool_result", "content": {"file_type": "text", "content": "A lamp."}},
+            "A lamp.",
+        ),
         ({"type": "advisor_tool_result", "content": {"type": "advisor_result", "text": "Look."}}, "Look."),
         ({"type": "compaction", "content": "They looked for a lamp.", "signature": "x"}, "They looked for a lamp."),
         ({"type": "something_new", "title": "A lamp"}, "A lamp"),
@@ -125,7 +176,14 @@ def test_marks_at_tools_stand_behind_those_that_are_shown() -> None:
 def test_texts_of_other_blocks_are_kept(block: dict[str, Any], text: str | None) -> None:
     notes = Notes(strict=True)
     words = "Lamps\nA lamp.\nlamps.example" if text is None else text.strip()
-    asked = turn({"messages": [{"role": "user", "content": [{"type": "text", "text": "See:"}, block, {"type": "text", "text": "So?"}]}]}, notes)
+    asked = turn(
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "See:"}, block, {"type": "text", "text": "So?"}]}
+            ]
+        },
+        notes,
+    )
     assert asked.messages == [{"role": "user", "content": f"See:\n\n{words}\n\nSo?"}]
     history = [USER, {"role": "assistant", "content": [block]}, USER]
     assert turn({"messages": history}, notes).messages[1] == {"role": "assistant", "content": words}
@@ -136,8 +194,15 @@ def test_texts_of_other_blocks_are_kept(block: dict[str, Any], text: str | None)
     [
         {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "lamps"}},
         {"type": "mcp_tool_use", "id": "s", "name": "find", "server_name": "x", "input": {}},
-        {"type": "web_search_tool_result", "tool_use_id": "s", "content": {"type": "web_search_tool_result_error", "error_code": "unavailable"}},
-        {"type": "tool_search_tool_result", "content": {"tool_references": [{"type": "tool_reference", "tool_name": "look"}]}},
+        {
+            "type": "web_search_tool_result",
+            "tool_use_id": "s",
+            "content": {"type": "web_search_tool_result_error", "error_code": "unavailable"},
+        },
+        {
+            "type": "tool_search_tool_result",
+            "content": {"tool_references": [{"type": "tool_reference", "tool_name": "look"}]},
+        },
         {"type": "container_upload", "file_id": "f"},
         {"type": "compaction", "content": None},
         {"type": "something_new"},
@@ -147,7 +212,11 @@ def test_texts_of_other_blocks_are_kept(block: dict[str, Any], text: str | None)
 )
 def test_blocks_without_text_are_left_out_and_named(block: dict[str, Any]) -> None:
     notes = Notes()
-    messages = [USER, {"role": "assistant", "content": [{"type": "text", "text": "Well"}, block, {"type": "text", "text": "."}]}, USER]
+    messages = [
+        USER,
+        {"role": "assistant", "content": [{"type": "text", "text": "Well"}, block, {"type": "text", "text": "."}]},
+        USER,
+    ]
     assert turn({"messages": messages}, notes).messages[1] == {"role": "assistant", "content": "Well."}
     assert notes.unknown == [f"messages[{block['type']}]"]
     with pytest.raises(RequestError) as raised:
@@ -169,7 +238,16 @@ def test_parts_of_results() -> None:
         {"type": "tool_reference", "tool_name": "look"},
     ]
     use = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "look", "input": {}}]}
-    asked = turn({"messages": [USER, use, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": parts}]}]}, notes)
+    asked = turn(
+        {
+            "messages": [
+                USER,
+                use,
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": parts}]},
+            ]
+        },
+        notes,
+    )
     assert asked.messages[2]["content"] == "One.\n\nT\nTwo.\ns\n\n"
     assert asked.marked == [MessageMark(2)]
     assert notes.unknown == ["messages[tool_reference]"], "no tool has this name"
@@ -204,12 +282,18 @@ def test_counting_takes_the_same() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/messages?beta=true", "/v1/messages/count_tokens?beta=true"])
 def test_the_answer_names_what_was_left_out(connect: Connect, path: str) -> None:
-    tools = [{"type": "web_search_20250305", "name": "web_search"}, {**TOOL, "input_schema": {"type": "object", "properties": 5}}]
+    tools = [
+        {"type": "web_search_20250305", "name": "web_search"},
+        {**TOOL, "input_schema": {"type": "object", "properties": 5}},
+    ]
     body = {"model": "scripted", "max_tokens": 9, "messages": [USER], "tools": tools[:1], "metadata": {"user_id": "u"}}
 
     async def run() -> tuple[httpx.Response, httpx.Response]:
         async with connect(ScriptedEngine([*said("well"), ended()])) as client:
-            headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14"}
+            headers = {
+                "anthropic-version": "2023-06-01",
+                "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14",
+            }
             wrong = {**body, "tools": [tools[0], {**tools[1], "strict": True}], "tool_choice": {"type": "any"}}
             return await client.post(path, json=body, headers=headers), await client.post("/v1/messages", json=wrong)
 

@@ -1,4 +1,5 @@
-"""Bodies of /v1/messages: every documented field is known, works, or is refused by name; blocks become the messages that templates know."""
+"""Bodies of /v1/messages: every documented field is known, works, or is refused by name; blocks become the messages
+that templates know."""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ from agentspec.text.constraints import OutputForm, ToolDemand
 
 USER: dict[str, Any] = {"role": "user", "content": "hi"}
 BODY: dict[str, Any] = {"model": "m", "max_tokens": 2000, "messages": [USER]}
-TOOL: dict[str, Any] = {"name": "look", "description": "Look.", "input_schema": {"type": "object", "properties": {"where": {"type": "string"}}}}
+TOOL: dict[str, Any] = {
+    "name": "look",
+    "description": "Look.",
+    "input_schema": {"type": "object", "properties": {"where": {"type": "string"}}},
+}
 MARK: dict[str, Any] = {"type": "ephemeral"}
 BEGUN: dict[str, Any] = {"role": "assistant", "content": "Well"}
 READS = frozenset({"enable_thinking", "reasoning_effort", "preserve_thinking"})
@@ -54,15 +59,29 @@ def test_every_documented_field_is_known() -> None:
         ({"thread": {"type": "create"}}, "thread"),
         ({"context_management": []}, "context_management"),
         ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management.edits[0].type"),
-        ({"context_management": {"edits": [KEEP_ALL, {"type": "clear_images_20300101"}]}}, "context_management.edits[1].type"),
-        ({"context_management": {"edits": [{**KEEP_ALL, "keep": "some"}]}}, "context_management.edits[0].keep"),
-        ({"context_management": {"edits": [{**KEEP_ALL, "keep": {"type": "thinking_turns", "value": 0}}]}}, "context_management.edits[0].keep.value"),
         (
-            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919", "trigger": {"type": "turns", "value": 3}}]}},
+            {"context_management": {"edits": [KEEP_ALL, {"type": "clear_images_20300101"}]}},
+            "context_management.edits[1].type",
+        ),
+        ({"context_management": {"edits": [{**KEEP_ALL, "keep": "some"}]}}, "context_management.edits[0].keep"),
+        (
+            {"context_management": {"edits": [{**KEEP_ALL, "keep": {"type": "thinking_turns", "value": 0}}]}},
+            "context_management.edits[0].keep.value",
+        ),
+        (
+            {
+                "context_management": {
+                    "edits": [{"type": "clear_tool_uses_20250919", "trigger": {"type": "turns", "value": 3}}]
+                }
+            },
             "context_management.edits[0].trigger.type",
         ),
         (
-            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919", "keep": {"type": "tool_uses", "value": -1}}]}},
+            {
+                "context_management": {
+                    "edits": [{"type": "clear_tool_uses_20250919", "keep": {"type": "tool_uses", "value": -1}}]
+                }
+            },
             "context_management.edits[0].keep.value",
         ),
         ({"mcp_servers": [{"name": "x"}]}, "mcp_servers"),
@@ -74,17 +93,29 @@ def test_every_documented_field_is_known() -> None:
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [USE]}]}, "messages[0].content[0].type"),
-        ({"messages": [{"role": "user", "content": [{**RESULT, "content": [{"type": "image"}]}]}]}, "messages[0].content[0].content[0].type"),
+        (
+            {"messages": [{"role": "user", "content": [{**RESULT, "content": [{"type": "image"}]}]}]},
+            "messages[0].content[0].content[0].type",
+        ),
         ({"messages": [{"role": "user", "content": [text("x"), RESULT]}]}, "messages[0].content[1].tool_use_id"),
         ({"messages": [USER, {"role": "user", "content": [RESULT]}]}, "messages[1].content[0].tool_use_id"),
         ({"messages": [USER, {"role": "assistant", "content": [USE]}]}, "messages[1].role"),
         ({"messages": [USER, {"role": "assistant", "content": [USE]}, BEGUN]}, "messages[2].role"),
         ({"messages": [USER, BEGUN], "thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type"),
         (
-            {"messages": [USER, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [RESULT, RESULT]}]},
+            {
+                "messages": [
+                    USER,
+                    {"role": "assistant", "content": [USE]},
+                    {"role": "user", "content": [RESULT, RESULT]},
+                ]
+            },
             "messages[2].content[1].tool_use_id",
         ),
-        ({"messages": [{"role": "user", "content": [text("x", cache_control={"type": "forever"})]}]}, "messages[0].content[0].cache_control.type"),
+        (
+            {"messages": [{"role": "user", "content": [text("x", cache_control={"type": "forever"})]}]},
+            "messages[0].content[0].cache_control.type",
+        ),
         ({"cache_control": {"type": "ephemeral", "ttl": "1d"}}, "cache_control.ttl"),
         ({"system": [text(str(number), cache_control=MARK) for number in range(5)]}, "cache_control"),
         ({"tools": [{"type": "function", "function": {"name": "look"}}]}, "tools[0].type"),
@@ -118,18 +149,60 @@ def test_what_is_wrong_is_named(extra: dict[str, Any], field: str) -> None:
     [
         {"speed": "standard", "mcp_servers": [], "container": None},
         {"service_tier": "standard_only", "metadata": {"user_id": "u"}},
-        {"tools": [{**TOOL, "type": "custom", "allowed_callers": ["direct"], "defer_loading": False, "input_examples": [], "strict": False}]},
-        {"tools": [{**TOOL, "allowed_callers": ["code_execution_20250825"], "defer_loading": True, "input_examples": [{"where": "here"}]}]},
+        {
+            "tools": [
+                {
+                    **TOOL,
+                    "type": "custom",
+                    "allowed_callers": ["direct"],
+                    "defer_loading": False,
+                    "input_examples": [],
+                    "strict": False,
+                }
+            ]
+        },
+        {
+            "tools": [
+                {
+                    **TOOL,
+                    "allowed_callers": ["code_execution_20250825"],
+                    "defer_loading": True,
+                    "input_examples": [{"where": "here"}],
+                }
+            ]
+        },
         {"tools": [{**TOOL, "eager_input_streaming": False}, {**TOOL, "eager_input_streaming": True}]},
         {"context_management": {"edits": []}},
         {"context_management": {"edits": [KEEP_ALL]}},
         {"fallbacks": "default", "billing_policy": {"type": "billing_policy"}, "fallback_credit_token": "t"},
         {"thinking": {"type": "enabled", "budget_tokens": 31999}},
         {"thinking": {"type": "enabled", "budget_tokens": 1}},
-        {"messages": [{"role": "user", "content": [{**text("x"), "citations": [{"type": "char_location", "cited_text": "y"}]}]}]},
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{**text("x"), "citations": [{"type": "char_location", "cited_text": "y"}]}],
+                }
+            ]
+        },
         {"messages": [{"role": "user", "content": [text("x", citations=None, cache_control=None)]}]},
-        {"messages": [USER, {"role": "assistant", "content": [{**USE, "caller": {"type": "direct"}}]}, {"role": "user", "content": [RESULT]}]},
-        {"messages": [USER, {"role": "assistant", "content": [{**USE, "caller": {"type": "code_execution_20250825", "tool_id": "s"}}]}, USER]},
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": [{**USE, "caller": {"type": "direct"}}]},
+                {"role": "user", "content": [RESULT]},
+            ]
+        },
+        {
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "content": [{**USE, "caller": {"type": "code_execution_20250825", "tool_id": "s"}}],
+                },
+                USER,
+            ]
+        },
     ],
     ids=str,
 )
@@ -140,7 +213,13 @@ def test_what_asks_for_nothing_is_taken(extra: dict[str, Any]) -> None:
 def test_sampling() -> None:
     asked = turn({"temperature": 0.5, "top_p": 0.9, "top_k": 7, "stop_sequences": ["a", "b"], "cache_salt": "s"})
     sampling = asked.sampling
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens, sampling.stop) == (0.5, 0.9, 7, 2000, ("a", "b"))
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens, sampling.stop) == (
+        0.5,
+        0.9,
+        7,
+        2000,
+        ("a", "b"),
+    )
     assert asked.namespace == "s"
 
 
@@ -173,7 +252,11 @@ def test_output_format() -> None:
     asked = turn({"output_config": {"format": FORM}})
     assert asked.output == OutputForm(kind="json_schema", source=FORM["schema"], field="output_config.format.schema")
     older = OutputForm(kind="json_schema", source=FORM["schema"], field="output_format.schema")
-    assert turn({"output_format": FORM}).output == turn({"output_format": FORM, "output_config": {"format": FORM}}).output == older
+    assert (
+        turn({"output_format": FORM}).output
+        == turn({"output_format": FORM, "output_config": {"format": FORM}}).output
+        == older
+    )
     assert turn({}).output is None
 
 
@@ -193,13 +276,17 @@ def test_thinking_is_the_templates(extra: dict[str, Any], kwargs: dict[str, Any]
     assert turn(extra).template_kwargs == kwargs
 
 
-@pytest.mark.parametrize("thinking", [{"type": "disabled"}, {"type": "adaptive"}, {"type": "enabled", "budget_tokens": 1024}], ids=str)
+@pytest.mark.parametrize(
+    "thinking", [{"type": "disabled"}, {"type": "adaptive"}, {"type": "enabled", "budget_tokens": 1024}], ids=str
+)
 def test_what_the_template_has_no_switch_for_is_left_to_it(thinking: dict[str, Any]) -> None:
     extra = {"thinking": thinking, "output_config": {"effort": "whatever"}, "context_management": {"edits": [KEEP_ALL]}}
     assert turn(extra, frozenset()).template_kwargs == {}
 
 
-@pytest.mark.parametrize("thinking", [{}, {"thinking": {"type": "disabled"}}, {"thinking": {"type": "adaptive"}}], ids=str)
+@pytest.mark.parametrize(
+    "thinking", [{}, {"thinking": {"type": "disabled"}}, {"thinking": {"type": "adaptive"}}], ids=str
+)
 def test_an_answer_that_has_begun_goes_on_without_thinking(thinking: dict[str, Any]) -> None:
     asked = turn({"messages": [USER, BEGUN], **thinking})
     assert asked.continues
@@ -225,7 +312,11 @@ def test_blocks_become_messages() -> None:
         {"role": "assistant", "content": [{**USE, "id": "c2"}]},
         {
             "role": "user",
-            "content": [{**RESULT, "tool_use_id": "c2", "content": [text("gone"), text("!")], "is_error": True}, RESULT, text("So?")],
+            "content": [
+                {**RESULT, "tool_use_id": "c2", "content": [text("gone"), text("!")], "is_error": True},
+                RESULT,
+                text("So?"),
+            ],
         },
         {"role": "assistant", "content": "So."},
         {"role": "user", "content": "Thanks"},
@@ -239,7 +330,10 @@ def test_blocks_become_messages() -> None:
             "role": "assistant",
             "content": "Let me look.",
             "reasoning_content": "Hm. ",
-            "tool_calls": [{"id": "c1", "type": "function", "function": function}, {"id": "c2", "type": "function", "function": function}],
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": function},
+                {"id": "c2", "type": "function", "function": function},
+            ],
         },
         {"role": "tool", "tool_call_id": "c2", "content": "Error: gone!"},
         {"role": "tool", "tool_call_id": "c1", "content": "a lamp"},
@@ -249,20 +343,29 @@ def test_blocks_become_messages() -> None:
     ]
 
 
-@pytest.mark.parametrize("order", [[RESULT, text("So?")], [text("So?"), RESULT], [text("So"), RESULT, text("?")]], ids=str)
+@pytest.mark.parametrize(
+    "order", [[RESULT, text("So?")], [text("So?"), RESULT], [text("So"), RESULT, text("?")]], ids=str
+)
 def test_results_come_first_wherever_the_text_stands(order: list[dict[str, Any]]) -> None:
     asked = turn({"messages": [USER, {"role": "assistant", "content": [USE]}, {"role": "user", "content": order}]})
-    assert asked.messages[2:] == [{"role": "tool", "tool_call_id": "c1", "content": "a lamp"}, {"role": "user", "content": "So?"}]
+    assert asked.messages[2:] == [
+        {"role": "tool", "tool_call_id": "c1", "content": "a lamp"},
+        {"role": "user", "content": "So?"},
+    ]
 
 
 def test_results_beside_an_empty_text_are_no_question() -> None:
-    asked = turn({"messages": [USER, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [RESULT, text("")]}]})
+    asked = turn(
+        {"messages": [USER, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [RESULT, text("")]}]}
+    )
     assert [message["role"] for message in asked.messages] == ["user", "assistant", "tool"]
 
 
 def test_results_without_content() -> None:
     call = {"role": "assistant", "content": [USE]}
-    asked = turn({"messages": [USER, call, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1"}]}]})
+    asked = turn(
+        {"messages": [USER, call, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1"}]}]}
+    )
     assert asked.messages[-1] == {"role": "tool", "tool_call_id": "c1", "content": ""}
 
 
@@ -278,8 +381,19 @@ def test_nulls_are_as_good_as_nothing() -> None:
     tool = {**TOOL, "description": None, "type": None, "strict": None, "cache_control": None}
     choice = {"type": "auto", "disable_parallel_tool_use": None}
     notes = Notes()
-    body = {**BODY, "messages": messages, "tools": [tool], "tool_choice": choice, "output_config": {"effort": None, "format": None}, "system": None}
-    asked = turn_request(parse_messages({**body, "thinking": {"type": "enabled", "budget_tokens": 9, "display": None}}, notes), None, READS)
+    body = {
+        **BODY,
+        "messages": messages,
+        "tools": [tool],
+        "tool_choice": choice,
+        "output_config": {"effort": None, "format": None},
+        "system": None,
+    }
+    asked = turn_request(
+        parse_messages({**body, "thinking": {"type": "enabled", "budget_tokens": 9, "display": None}}, notes),
+        None,
+        READS,
+    )
     assert [message["content"] for message in asked.messages] == ["a", "", "", "", "Be brief."]
     assert asked.messages[1]["tool_calls"][0]["function"] == {"name": "look", "arguments": {}}
     assert not notes.unknown
@@ -289,17 +403,27 @@ def test_marks_stand_where_cache_control_does() -> None:
     marked = {"cache_control": MARK}
     assert turn({"tools": [{**TOOL, **marked}, {**TOOL, "name": "b"}], "system": "s"}).marked == [ToolsMark(1)]
     assert turn({"system": [text("abc", **marked), text("d", **marked)]}).marked == [MessageMark(0, 3), MessageMark(0)]
-    assert turn({"messages": [{"role": "user", "content": [text("document", **marked), text("question")]}]}).marked == [MessageMark(0, 8)]
+    assert turn({"messages": [{"role": "user", "content": [text("document", **marked), text("question")]}]}).marked == [
+        MessageMark(0, 8)
+    ]
     assert turn({**marked, "system": "s"}).marked == [MessageMark(1)]
-    loop = [USER, {"role": "assistant", "content": [{**USE, **marked}]}, {"role": "user", "content": [{**RESULT, **marked}, text("?")]}]
+    loop = [
+        USER,
+        {"role": "assistant", "content": [{**USE, **marked}]},
+        {"role": "user", "content": [{**RESULT, **marked}, text("?")]},
+    ]
     assert turn({"messages": loop}).marked == [MessageMark(1), MessageMark(2)]
     nested = {**RESULT, "content": [text("a lamp", **marked)]}
-    assert turn({"messages": [USER, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [nested]}]}).marked == [MessageMark(2)]
+    assert turn(
+        {"messages": [USER, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [nested]}]}
+    ).marked == [MessageMark(2)]
 
 
 def test_counting_takes_what_makes_the_prompt() -> None:
     rest = {name: value for name, value in BODY.items() if name != "max_tokens"}
-    assert turn_request(parse_count({**rest, "system": "s", "tools": [TOOL]}), None, READS).messages[0]["role"] == "system"
+    assert (
+        turn_request(parse_count({**rest, "system": "s", "tools": [TOOL]}), None, READS).messages[0]["role"] == "system"
+    )
     with pytest.raises(RequestError, match="container"):
         parse_count({**BODY, "container": "c"})
     assert parse_count(BODY) == parse_count(rest)

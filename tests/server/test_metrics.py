@@ -116,7 +116,9 @@ class Exposition:
 
     def value(self, name: str, **labels: str) -> float:
         (found,) = [
-            value for (sample, held), value in self.values.items() if sample == name and set(labels.items()) <= held - {("model_name", "scripted")}
+            value
+            for (sample, held), value in self.values.items()
+            if sample == name and set(labels.items()) <= held - {("model_name", "scripted")}
         ]
         return found
 
@@ -176,7 +178,9 @@ def test_an_engine_with_other_counters_and_no_tokenizer_is_served_too(connect: C
 
 def test_requests_over_http_are_counted(connect: Connect) -> None:
     tokens = TokensEvent(request_id="", token_ids=[97, 98], text="ab")
-    engine = ScriptedEngine([tokens, tokens, ended()], [RequestError("prompt_ids", [], "no")], [ended(FinishReason.ERROR, error="broke")])
+    engine = ScriptedEngine(
+        [tokens, tokens, ended()], [RequestError("prompt_ids", [], "no")], [ended(FinishReason.ERROR, error="broke")]
+    )
     body = {"model": "scripted", "prompt": "hi"}
 
     async def run() -> str:
@@ -194,7 +198,10 @@ def test_requests_over_http_are_counted(connect: Connect) -> None:
     }
     assert found.value("vllm:generation_tokens_total") == 4
     assert found.value("vllm:spec_decode_num_drafts_total") == 2 * SPEC.drafted_by_position[0]
-    assert found.value("vllm:spec_decode_num_accepted_tokens_per_pos_total", position="1") == 2 * SPEC.accepted_by_position[1]
+    assert (
+        found.value("vllm:spec_decode_num_accepted_tokens_per_pos_total", position="1")
+        == 2 * SPEC.accepted_by_position[1]
+    )
     assert found.value("vllm:time_to_first_token_seconds_count") == 1
     assert found.value("vllm:request_prompt_tokens_sum") == 20
 
@@ -215,7 +222,9 @@ def test_times_are_those_of_the_events(seed: int) -> None:
                     arrivals.append((now[0], count))
                 yield TokensEvent(request_id="", token_ids=[1] * count, text="")
             now[0] += 0.1
-            yield FinishEvent(request_id="", reason=FinishReason.STOP, usage=Usage(prompt_tokens=9, completion_tokens=sum(counts)))
+            yield FinishEvent(
+                request_id="", reason=FinishReason.STOP, usage=Usage(prompt_tokens=9, completion_tokens=sum(counts))
+            )
 
     figures = Figures()
     start = 7.0
@@ -261,7 +270,9 @@ def test_closing_behind_the_end_counts_nothing_more() -> None:
     figures = Figures()
 
     async def run() -> None:
-        stream = cast(Any, RecordedEngine(ScriptedEngine([ended()]), figures).stream(Submit(request_id="a", prompt_ids=[1])))
+        stream = cast(
+            Any, RecordedEngine(ScriptedEngine([ended()]), figures).stream(Submit(request_id="a", prompt_ids=[1]))
+        )
         await anext(stream)
         await stream.aclose()
 
@@ -277,7 +288,9 @@ def test_a_bound_belongs_to_its_bucket() -> None:
 
 
 def test_labels_are_escaped() -> None:
-    text = exposition([Family("gauge", "thing", "A \\ thing\nof two lines.", [({"name": 'a"b\\c\nd'}, 1.5)])], 'm"1').decode()
+    text = exposition(
+        [Family("gauge", "thing", "A \\ thing\nof two lines.", [({"name": 'a"b\\c\nd'}, 1.5)])], 'm"1'
+    ).decode()
     assert text == "# HELP agentspec_thing A \\\\ thing\\nof two lines.\n# TYPE agentspec_thing gauge\n" + (
         'agentspec_thing{model_name="m\\"1",name="a\\"b\\\\c\\nd"} 1.5\n'
     )
@@ -291,11 +304,24 @@ def test_the_real_engines_counters_all_have_their_family() -> None:
     async def run() -> tuple[str, dict[str, Any], list[Event]]:
         engine = AsyncEngine(EngineConfig())
         app = create_app(engine, TextPipeline.from_checkpoint(engine.tokenizer, engine.model_dir))
-        async with engine, httpx.AsyncClient(transport=InProcessTransport(app), base_url="http://in-process", timeout=None) as client:
-            body = {"model": engine.info.model_id, "prompt": prompt, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+        async with (
+            engine,
+            httpx.AsyncClient(transport=InProcessTransport(app), base_url="http://in-process", timeout=None) as client,
+        ):
+            body = {
+                "model": engine.info.model_id,
+                "prompt": prompt,
+                "max_tokens": 20,
+                "temperature": 0,
+                "ignore_eos": True,
+            }
             for _ in range(2):
                 assert (await client.post("/v1/completions", json=body)).status_code == 200
-            asked = Submit(request_id="x", prompt_ids=prompt, sampling=SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+            asked = Submit(
+                request_id="x",
+                prompt_ids=prompt,
+                sampling=SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
+            )
             events = [event async for event in engine.stream(asked)]
             return (await client.get("/metrics")).text, await engine.stats(), events
 
@@ -309,8 +335,15 @@ def test_the_real_engines_counters_all_have_their_family() -> None:
     assert parts[0] > 0
     assert parts[1] > 0
     assert parts[2] == pytest.approx(parts[0] + parts[1])
-    assert found.value("vllm:iteration_tokens_total_sum") == stats["engine"]["prefill_tokens"] + stats["engine"]["emitted_tokens"]
-    assert found.value("vllm:request_max_num_generation_tokens_sum") == found.value("vllm:request_generation_tokens_sum") == 40
+    assert (
+        found.value("vllm:iteration_tokens_total_sum")
+        == stats["engine"]["prefill_tokens"] + stats["engine"]["emitted_tokens"]
+    )
+    assert (
+        found.value("vllm:request_max_num_generation_tokens_sum")
+        == found.value("vllm:request_generation_tokens_sum")
+        == 40
+    )
     spec = cast(FinishEvent, events[-1]).usage.spec
     assert found.value("agentspec_prompt_tokens_total") == stats["engine"]["prompt_tokens"] == 3 * len(prompt)
     assert found.value("agentspec_cached_prompt_tokens_total") == stats["engine"]["cached_tokens"] > 0

@@ -58,7 +58,9 @@ def model_of(chunk: dict[str, Any]) -> str:
     ],
 )
 @pytest.mark.parametrize("path", BODIES)
-def test_the_name_that_answers_carry(path: str, names: tuple[str, ...], asked: str, carried: str, connect: Connect) -> None:
+def test_the_name_that_answers_carry(
+    path: str, names: tuple[str, ...], asked: str, carried: str, connect: Connect
+) -> None:
     body = BODIES[path] | {"model": asked}
     whole, streamed = answers(connect, names, ("POST", path, body), ("POST", path, body | {"stream": True}))
     assert whole.json()["model"] == carried
@@ -70,14 +72,19 @@ def test_the_name_that_answers_carry(path: str, names: tuple[str, ...], asked: s
 @pytest.mark.parametrize("names", [(), ("gpt-x", "other"), ("*",)])
 def test_names_that_are_not_served(names: tuple[str, ...], connect: Connect) -> None:
     bodies = BODIES | UNNAMED
-    found = answers(connect, names, *[("POST", path, body | {"model": "someone/else"}) for path, body in bodies.items()])
+    found = answers(
+        connect, names, *[("POST", path, body | {"model": "someone/else"}) for path, body in bodies.items()]
+    )
     if "*" in names:
         assert {answer.status_code for answer in found} == {200}
         return
     for path, answer in zip(bodies, found, strict=True):
         assert answer.status_code == 404, path
         message = answer.json()["error"]["message"]
-        assert message == f"model='someone/else': not served here; this server has {', '.join(map(repr, names or ('scripted',)))}"
+        assert (
+            message
+            == f"model='someone/else': not served here; this server has {', '.join(map(repr, names or ('scripted',)))}"
+        )
 
 
 @pytest.mark.parametrize(
@@ -87,13 +94,21 @@ def test_names_that_are_not_served(names: tuple[str, ...], connect: Connect) -> 
 def test_models_are_listed_by_their_names(names: tuple[str, ...], listed: list[str], connect: Connect) -> None:
     (models,) = answers(connect, names, ("GET", "/v1/models", None))
     assert [model["id"] for model in models.json()["data"]] == listed
-    for answer, model in zip(answers(connect, names, *[("GET", f"/v1/models/{name}", None) for name in listed]), models.json()["data"], strict=True):
+    for answer, model in zip(
+        answers(connect, names, *[("GET", f"/v1/models/{name}", None) for name in listed]),
+        models.json()["data"],
+        strict=True,
+    ):
         assert answer.json() == model
     (unknown,) = answers(connect, names, ("GET", "/v1/models/org/unknown", None))
     if "*" in names:
         assert unknown.json()["id"] == "org/unknown"
     else:
-        assert (unknown.status_code, unknown.json()["error"]["code"], unknown.json()["error"]["param"]) == (404, "model_not_found", "model")
+        assert (unknown.status_code, unknown.json()["error"]["code"], unknown.json()["error"]["param"]) == (
+            404,
+            "model_not_found",
+            "model",
+        )
 
 
 @pytest.mark.parametrize(("names", "label"), [((), "scripted"), (("a", "b"), "a"), (("*",), "scripted")])

@@ -1,4 +1,5 @@
-"""The OpenAPI document is true: it lists what is served and taken, and schemathesis finds no answer that it doesn't describe."""
+"""The OpenAPI document is true: it lists what is served and taken, and schemathesis finds no answer that it doesn't
+describe."""
 
 from __future__ import annotations
 
@@ -66,7 +67,9 @@ def ask(*requests: tuple[str, str, Any]) -> list[httpx.Response]:
     """The answers to (method, path, JSON body or None), asked one after the other."""
 
     async def run() -> list[httpx.Response]:
-        async with httpx.AsyncClient(transport=InProcessTransport(new_app()), base_url="http://in-process", timeout=None) as client:
+        async with httpx.AsyncClient(
+            transport=InProcessTransport(new_app()), base_url="http://in-process", timeout=None
+        ) as client:
             return [await client.request(method, path, json=body) for method, path, body in requests]
 
     return asyncio.run(run())
@@ -108,12 +111,15 @@ def test_its_schemas_are_schemas() -> None:
 
 @pytest.mark.parametrize("route", POSTS, ids=lambda route: route.path)
 def test_the_fields_are_those_that_are_taken(route: Any) -> None:
-    """Each with a null, which is as good as nothing; and those that only some values are taken for with each of them."""
+    """Each with a null, which is as good as nothing; and those that only some values are taken for with each of
+    them."""
     schema = body_schema(route.path)
     least = {"model": INFO.model_id, **LEAST[route.body.__name__]}
     names = schema["properties"].keys()
     bodies = [least | {name: None} for name in names if name not in least]
-    bodies += [least | {name: value} for name in named(Treatment.REFUSED, route.table) for value in route.table[name].idle]
+    bodies += [
+        least | {name: value} for name in named(Treatment.REFUSED, route.table) for value in route.table[name].idle
+    ]
     bodies += [least | {name: {"some": "thing"}} for name in ("unheard_of", *named(Treatment.ACCEPTED, route.table))]
     for body, answer in zip(bodies, ask(*[("POST", route.path, body) for body in bodies]), strict=True):
         assert answer.status_code == 200, (body, answer.text)
@@ -132,7 +138,10 @@ def test_the_fields_are_those_that_are_taken(route: Any) -> None:
     ("path", "body"),
     [
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": {}}]}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": {}}]},
+        ),
         ("/v1/completions", {"prompt": [[]]}),
         ("/v1/completions", {"prompt": ["x", 1]}),
         ("/v1/responses", {"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}),
@@ -150,7 +159,10 @@ def test_bounds_are_of_fields_that_there_are() -> None:
     assert set(BOUNDS) <= {name for route in POSTS for name in body_schema(route.path)["properties"]}
 
 
-@pytest.mark.parametrize("name", [name for name, bound in BOUNDS.items() if bound.keys() & {"minimum", "exclusiveMinimum"} and name != "logprobs"])
+@pytest.mark.parametrize(
+    "name",
+    [name for name, bound in BOUNDS.items() if bound.keys() & {"minimum", "exclusiveMinimum"} and name != "logprobs"],
+)
 def test_bounds_are_where_refusal_begins(name: str) -> None:
     bound = BOUNDS[name]
     taken = [bound[side] for side in ("minimum", "maximum") if side in bound]
@@ -173,24 +185,32 @@ def for_the_served_model() -> dict[str, Any]:
     """The document, with the model's name in place of any text: most requests would be for models that aren't there."""
     components = DOCUMENT["components"]
     schemas = {
-        name: schema | {"properties": schema["properties"] | {"model": {"const": INFO.model_id}}} if name in LEAST else schema
+        name: schema | {"properties": schema["properties"] | {"model": {"const": INFO.model_id}}}
+        if name in LEAST
+        else schema
         for name, schema in components["schemas"].items()
     }
     return DOCUMENT | {"components": components | {"schemas": schemas}}
 
 
 load_all_checks()
-WANTED: Any = CHECKS.get_by_names(["not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance"])
+WANTED: Any = CHECKS.get_by_names(
+    ["not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance"]
+)
 
 
 @pytest.fixture(
-    params=[(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods], ids=lambda operation: " ".join(operation)
+    params=[(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods],
+    ids=lambda operation: " ".join(operation),
 )
 def api(request: pytest.FixtureRequest) -> Any:
-    """What the document says of one operation. Its cases take a while to make: a test makes its own, not every process that collects all of them."""
+    """What the document says of one operation. Its cases take a while to make: a test makes its own, not every process
+    that collects all of them."""
     request.node._nodeid = request.node.nodeid  # schemathesis 4.32 reads it, pytest 9.2 no longer has it
     path, method = request.param
-    schema = schemathesis.openapi.from_dict(for_the_served_model() | {"paths": {path: {method: DOCUMENT["paths"][path][method]}}})
+    schema = schemathesis.openapi.from_dict(
+        for_the_served_model() | {"paths": {path: {method: DOCUMENT["paths"][path][method]}}}
+    )
     schema.app = new_app()
     return schema
 

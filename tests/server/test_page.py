@@ -50,7 +50,9 @@ def test_every_file_is_served_with_its_type_and_no_other_is(connect: Callable[..
     for path in STATIC.iterdir():
         response = get(connect, f"/static/{path.name}")
         assert response.content == path.read_bytes()
-        assert response.headers["content-type"].startswith({".html": "text/html", ".css": "text/css", ".js": "text/javascript"}[path.suffix])
+        assert response.headers["content-type"].startswith(
+            {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}[path.suffix]
+        )
     for name in ("missing.js", "..%2fpage.py", "%2e%2e%2fapp.py"):
         assert get(connect, f"/static/{name}").status_code == 404
 
@@ -61,7 +63,9 @@ def test_files_name_only_files_that_are_there() -> None:
         named += re.findall(r'from "\./([\w.]+)"', script.read_text())
     assert sorted(set(named) | {"index.html"}) == sorted(path.name for path in STATIC.iterdir())
     for path in STATIC.iterdir():
-        assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", path.read_text()), f"{path.name} names another host"
+        assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", path.read_text()), (
+            f"{path.name} names another host"
+        )
 
 
 @pytest.fixture
@@ -116,7 +120,8 @@ def idle(tab: Any) -> None:
 
 
 def test_a_tool_turn_on_the_bundled_model(visit: Callable[[str], Any]) -> None:
-    """The suggestion's call runs in the page, its result goes back, the answer says it; the second turn finds its prefix cached."""
+    """The suggestion's call runs in the page, its result goes back, the answer says it; the second turn finds its
+    prefix cached."""
     with served(bundled_app) as address:
         tab = visit(address)
         tab.get_by_role("button", name="What is the status of order O-4312?").click()
@@ -141,9 +146,16 @@ def test_a_tool_turn_on_the_bundled_model(visit: Callable[[str], Any]) -> None:
         assert tab.evaluate("document.documentElement.scrollWidth") == 375, "wider than a phone"
 
 
-def test_typed_results_go_back_in_the_order_of_their_calls(visit: Callable[[str], Any], scripted: Callable[[ScriptedEngine], Any]) -> None:
-    calls = [CALL.format(name="orders_get", key="order_id", value="O-4313"), CALL.format(name="look_up", key="what", value="it")]
-    engine = ScriptedEngine([*said("thinking\n</think>\n\n", *calls), ended()], [*said("ok\n</think>\n\nAll done."), ended()])
+def test_typed_results_go_back_in_the_order_of_their_calls(
+    visit: Callable[[str], Any], scripted: Callable[[ScriptedEngine], Any]
+) -> None:
+    calls = [
+        CALL.format(name="orders_get", key="order_id", value="O-4313"),
+        CALL.format(name="look_up", key="what", value="it"),
+    ]
+    engine = ScriptedEngine(
+        [*said("thinking\n</think>\n\n", *calls), ended()], [*said("ok\n</think>\n\nAll done."), ended()]
+    )
     with scripted(engine) as address:
         tab = visit(address)
         tab.get_by_label("Run the demo tools in this page").uncheck()
@@ -163,8 +175,12 @@ def test_typed_results_go_back_in_the_order_of_their_calls(visit: Callable[[str]
     assert text.index("first result") < text.index("<b>second</b> result")
 
 
-def test_a_refusal_is_shown_and_can_be_tried_again(visit: Callable[[str], Any], scripted: Callable[[ScriptedEngine], Any]) -> None:
-    engine = ScriptedEngine([*said("hm"), ended(FinishReason.ERROR, error="the step failed")], [*said("</think>\n\nfine now"), ended()])
+def test_a_refusal_is_shown_and_can_be_tried_again(
+    visit: Callable[[str], Any], scripted: Callable[[ScriptedEngine], Any]
+) -> None:
+    engine = ScriptedEngine(
+        [*said("hm"), ended(FinishReason.ERROR, error="the step failed")], [*said("</think>\n\nfine now"), ended()]
+    )
     with scripted(engine) as address:
         tab = visit(address)
         send(tab, "hello")
@@ -175,8 +191,12 @@ def test_a_refusal_is_shown_and_can_be_tried_again(visit: Callable[[str], Any], 
         assert prompt_text(engine, 0) == prompt_text(engine, 1)
 
 
-def test_stop_ends_the_request_and_the_chat_goes_on(visit: Callable[[str], Any], scripted: Callable[[ScriptedEngine], Any]) -> None:
-    engine = ScriptedEngine([*said("</think>\n\nhalf an"), asyncio.Event(), ended()], [*said("</think>\n\nwhole"), ended()])
+def test_stop_ends_the_request_and_the_chat_goes_on(
+    visit: Callable[[str], Any], scripted: Callable[[ScriptedEngine], Any]
+) -> None:
+    engine = ScriptedEngine(
+        [*said("</think>\n\nhalf an"), asyncio.Event(), ended()], [*said("</think>\n\nwhole"), ended()]
+    )
     with scripted(engine) as address:
         tab = visit(address)
         send(tab, "one")
@@ -190,7 +210,9 @@ def test_stop_ends_the_request_and_the_chat_goes_on(visit: Callable[[str], Any],
     assert "half an" in prompt_text(engine, 1)
 
 
-def test_settings_reach_the_request_and_a_new_chat_is_a_new_session(visit: Callable[[str], Any], scripted: Callable[[ScriptedEngine], Any]) -> None:
+def test_settings_reach_the_request_and_a_new_chat_is_a_new_session(
+    visit: Callable[[str], Any], scripted: Callable[[ScriptedEngine], Any]
+) -> None:
     engine = ScriptedEngine([*said("yes"), ended()])
     with scripted(engine) as address:
         tab = visit(address)
@@ -219,7 +241,9 @@ def test_settings_reach_the_request_and_a_new_chat_is_a_new_session(visit: Calla
     assert "hello" not in prompt_text(engine, 1)
 
 
-def test_it_can_be_used_with_the_keyboard_and_in_the_dark(visit: Callable[[str], Any], scripted: Callable[[ScriptedEngine], Any]) -> None:
+def test_it_can_be_used_with_the_keyboard_and_in_the_dark(
+    visit: Callable[[str], Any], scripted: Callable[[ScriptedEngine], Any]
+) -> None:
     engine = ScriptedEngine([*said("</think>\n\nhere"), ended()])
     with scripted(engine) as address:
         tab = visit(address)
@@ -237,7 +261,9 @@ def test_it_can_be_used_with_the_keyboard_and_in_the_dark(visit: Callable[[str],
             assert tab.locator("#theme").inner_text() == name
             seen.append(tab.evaluate(ground))
         assert seen[0] == seen[2] != seen[1]
-        unnamed = tab.evaluate("[...document.querySelectorAll('input,textarea')].filter(field => !field.labels.length).map(field => field.id)")
+        unnamed = tab.evaluate(
+            "[...document.querySelectorAll('input,textarea')].filter(field => !field.labels.length).map(field => field.id)"
+        )
         assert unnamed == []
     assert "hi\nthere" in prompt_text(engine, 0)
 

@@ -1,7 +1,8 @@
-"""Whole runs of command-line agents, recorded by scripts/clients/record.py: every request is answered, and what nobody knows of it is named here.
+"""Whole runs of command-line agents, recorded by scripts/clients/record.py: every request is answered, and what nobody
+knows of it is named here.
 
-tests/data/clients holds one run of each, with its default tools; its texts are other words (scripts/clients/reworded.py). A new recording may need a
-change of these tables, never of a body.
+tests/data/clients holds one run of each, with its default tools; its texts are other words
+(scripts/clients/reworded.py). A new recording may need a change of these tables, never of a body.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ SIZES = {"claude-code": 5, "codex": 4, "opencode": 5, "qwen-code": 4, "pi": 4}
 LEFT_OUT: dict[tuple[str, int], str] = {
     **{("codex", number): "tools.web_search" for number in range(4)},
 }
-"""Fields that nobody here knows, as the answers' headers name them, by requests and their numbers in the run. The others have none."""
+"""Fields that nobody here knows, as the answers' headers name them, by requests and their numbers in the run. The
+others have none."""
 
 REFUSED: dict[tuple[str, int], str] = {}
 """Requests that are still refused, and the end of the refusal."""
@@ -45,10 +47,14 @@ def recording(client: str) -> dict[str, Any]:
     return whole
 
 
-def posted(connect: Connect, text: TextPipeline, request: dict[str, Any], engine: ScriptedEngine | None = None) -> httpx.Response:
+def posted(
+    connect: Connect, text: TextPipeline, request: dict[str, Any], engine: ScriptedEngine | None = None
+) -> httpx.Response:
     async def run() -> httpx.Response:
         async with connect(engine or ScriptedEngine([*said("ok"), ended()], info=LONG), pipeline=text) as client:
-            return await client.request(request["method"], request["path"], json=request["body"], headers=request["headers"])
+            return await client.request(
+                request["method"], request["path"], json=request["body"], headers=request["headers"]
+            )
 
     return asyncio.run(run())
 
@@ -56,11 +62,17 @@ def posted(connect: Connect, text: TextPipeline, request: dict[str, Any], engine
 @pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
 def test_each_agent_has_a_recording_of_its_version(agent: Any) -> None:
     whole = recording(agent.name)
-    assert (whole["package"], whole["version"], len(whole["requests"])) == (agent.package, agent.version, SIZES[agent.name])
+    assert (whole["package"], whole["version"], len(whole["requests"])) == (
+        agent.package,
+        agent.version,
+        SIZES[agent.name],
+    )
     assert {request["status"] for request in whole["requests"]} == {200}
 
 
-@pytest.mark.parametrize(("client", "number"), [(client, number) for client, size in SIZES.items() for number in range(size)])
+@pytest.mark.parametrize(
+    ("client", "number"), [(client, number) for client, size in SIZES.items() for number in range(size)]
+)
 def test_recorded_requests_are_answered(connect: Connect, bundled_text: TextPipeline, client: str, number: int) -> None:
     answer = posted(connect, bundled_text, recording(client)["requests"][number])
     if (client, number) in REFUSED:
@@ -75,7 +87,8 @@ def test_recorded_requests_are_answered(connect: Connect, bundled_text: TextPipe
 
 @pytest.mark.parametrize("client", SIZES)
 def test_prompts_only_grow(connect: Connect, bundled_text: TextPipeline, client: str) -> None:
-    """From turn to turn the prompt stays what it was, up to where the answer begins: there is nothing in the cache that a client makes useless.
+    """From turn to turn the prompt stays what it was, up to where the answer begins: there is nothing in the cache that
+    a client makes useless.
 
     opencode's first request is for a title of the session."""
     prompts: list[str] = []

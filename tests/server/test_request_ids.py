@@ -50,7 +50,10 @@ def test_every_answer_tells_its_id(pipeline: TextPipeline) -> None:
             await client.get("/nothing", headers=key),
             await client.options("/v1/models", headers=PREFLIGHT),
             await client.get("/health", headers={"host": "elsewhere"}),
-            *[await client.post("/v1/completions", json=body, headers=key) for body in (COMPLETION, COMPLETION | {"stream": True}, {})],
+            *[
+                await client.post("/v1/completions", json=body, headers=key)
+                for body in (COMPLETION, COMPLETION | {"stream": True}, {})
+            ],
         ]
 
     answers = [*asked(served(pipeline, config), ask), asked(loading(config), lambda client: client.get("/health"))]

@@ -1,4 +1,5 @@
-"""The log of requests: one line when a request ends, and one for each refusal, with its field and reason and no text of the client's."""
+"""The log of requests: one line when a request ends, and one for each refusal, with its field and reason and no text of
+the client's."""
 
 from __future__ import annotations
 
@@ -33,9 +34,13 @@ Logged = Callable[..., list[str]]
 def logged(pipeline: TextPipeline, caplog: pytest.LogCaptureFixture) -> Logged:
     """What a server logs while it is asked. Its clock goes on by 5 ms whenever somebody looks at it."""
 
-    def lines(ask: Ask, engine: ScriptedEngine | None = None, *, level: int = logging.INFO, app: Any = None, **config: Any) -> list[str]:
+    def lines(
+        ask: Ask, engine: ScriptedEngine | None = None, *, level: int = logging.INFO, app: Any = None, **config: Any
+    ) -> list[str]:
         door = app or Door(
-            create_app(engine or ScriptedEngine([*said("a", "bc"), ended()]), pipeline, strict_fields=True), ServerConfig(**config), max_running=1
+            create_app(engine or ScriptedEngine([*said("a", "bc"), ended()]), pipeline, strict_fields=True),
+            ServerConfig(**config),
+            max_running=1,
         )
         ticks = itertools.count()
 
@@ -65,7 +70,9 @@ def logged(pipeline: TextPipeline, caplog: pytest.LogCaptureFixture) -> Logged:
 )
 def test_an_answer_has_its_tokens_and_times(path: str, body: dict[str, Any], stream: bool, logged: Logged) -> None:
     engine = ScriptedEngine([*said("a", "bc"), ended()])
-    (line,) = logged(lambda client: client.post(path, json=body | {"stream": stream}, headers={"x-session-id": "s 1"}), engine)
+    (line,) = logged(
+        lambda client: client.post(path, json=body | {"stream": stream}, headers={"x-session-id": "s 1"}), engine
+    )
     prompt = len(engine.submits[0].prompt_ids)
     assert line == f"POST {path} 200 session='s 1' prompt={prompt} cached=4 output=6 finish=stop first=5ms all=10ms"
 
@@ -82,7 +89,9 @@ def test_what_asks_no_engine_has_no_tokens(logged: Logged) -> None:
 
 
 def test_a_session_from_the_body_is_on_one_line(logged: Logged) -> None:
-    (line,) = logged(lambda client: client.post("/v1/completions", json=COMPLETION | {"prompt_cache_key": "a\nGET / 200"}))
+    (line,) = logged(
+        lambda client: client.post("/v1/completions", json=COMPLETION | {"prompt_cache_key": "a\nGET / 200"})
+    )
     assert " session='a\\nGET / 200' " in line
 
 
@@ -150,7 +159,12 @@ def test_probes_are_logged_when_they_fail_and_for_debugging(logged: Logged) -> N
             await client.get(path)
 
     assert logged(probe) == []
-    assert [line.split()[1] for line in logged(probe, level=logging.DEBUG)] == ["/health", "/ping/", "/ready", "/metrics"]
+    assert [line.split()[1] for line in logged(probe, level=logging.DEBUG)] == [
+        "/health",
+        "/ping/",
+        "/ready",
+        "/metrics",
+    ]
     engine = ScriptedEngine()
     engine.alive = False
     assert logged(lambda client: client.get("/health"), engine)[-1] == "GET /health 503 all=5ms"

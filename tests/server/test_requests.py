@@ -67,10 +67,17 @@ def test_what_says_nothing_is_taken_whatever_it_says(field: str) -> None:
 
 def test_what_nobody_knows_is_left_out_and_noted() -> None:
     notes = Notes()
-    extra = {"temprature": 0.5, "stream": True, "stream_options": {"include_usage": True, "other": 1}, "response_format": {"type": "text", "x": 1}}
+    extra = {
+        "temprature": 0.5,
+        "stream": True,
+        "stream_options": {"include_usage": True, "other": 1},
+        "response_format": {"type": "text", "x": 1},
+    }
     taken = parse_chat({**CHAT, **extra}, notes)
     assert notes.unknown == ["temprature", "stream_options.other", "response_format.x"]
-    assert taken == parse_chat({**CHAT, "stream": True, "stream_options": {"include_usage": True}, "response_format": {"type": "text"}})
+    assert taken == parse_chat(
+        {**CHAT, "stream": True, "stream_options": {"include_usage": True}, "response_format": {"type": "text"}}
+    )
 
 
 @pytest.mark.parametrize(("field", "extra"), [("temprature", {"temprature": None}), ("logprobs.x", {"logprobs.x": 1})])
@@ -81,8 +88,15 @@ def test_strict_notes_refuse_it(field: str, extra: dict[str, Any]) -> None:
 
 
 def test_a_null_is_as_good_as_nothing_inside_of_fields_too() -> None:
-    extra = {"stream": True, "stream_options": {"include_usage": None}, "structured_outputs": {"regex": "a", "choice": None}, "logit_bias": None}
-    assert parse_chat({**CHAT, **extra}) == parse_chat({**CHAT, "stream": True, "stream_options": {}, "structured_outputs": {"regex": "a"}})
+    extra = {
+        "stream": True,
+        "stream_options": {"include_usage": None},
+        "structured_outputs": {"regex": "a", "choice": None},
+        "logit_bias": None,
+    }
+    assert parse_chat({**CHAT, **extra}) == parse_chat(
+        {**CHAT, "stream": True, "stream_options": {}, "structured_outputs": {"regex": "a"}}
+    )
 
 
 def test_tables_and_structs_name_the_same_fields() -> None:
@@ -116,13 +130,19 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
         ({"tool_choice": "some", "tools": [TOOL]}, "tool_choice"),
         ({"tool_choice": {"type": "custom", "custom": {"name": "f"}}, "tools": [TOOL]}, "tool_choice.type"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice.function.name"),
-        ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]}, "tool_choice.function.name"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]},
+            "tool_choice.function.name",
+        ),
         ({"tool_choice": allowed("auto", "g"), "tools": [TOOL]}, "tool_choice.allowed_tools.tools[0].function.name"),
         ({"tool_choice": allowed("auto", "f"), "tools": [TOOL, OTHER_TOOL]}, "tool_choice.allowed_tools.mode"),
         ({"tool_choice": allowed("required"), "tools": [TOOL]}, "tool_choice.allowed_tools.tools"),
         ({"parallel_tool_calls": "yes"}, "parallel_tool_calls"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [TOOL, {"type": "function", "function": {"name": "g", "strict": "very"}}]}, "tools[1].function.strict"),
+        (
+            {"tools": [TOOL, {"type": "function", "function": {"name": "g", "strict": "very"}}]},
+            "tools[1].function.strict",
+        ),
         ({"n": 0}, "n"),
         ({"n": 129}, "n"),
         ({"n": True}, "n"),
@@ -147,8 +167,14 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
         ({"messages": None}, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages[0].content[0].type"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]}, "messages[0].tool_calls[0].function"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0].type",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]},
+            "messages[0].tool_calls[0].function",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": None, "content": "x"}]}, "messages[0]"),
         ({"logit_bias": {"a": 1.0}}, "logit_bias"),
@@ -157,7 +183,10 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"continue_final_message": 1, "add_generation_prompt": False}, "continue_final_message"),
         (CONTINUED, "messages[0].role"),
-        ({**CONTINUED, "messages": [{"role": "assistant", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
+        (
+            {**CONTINUED, "messages": [{"role": "assistant", "content": "x", "tool_calls": [CALL]}]},
+            "messages[0].tool_calls",
+        ),
         ({"model": None}, "model"),
     ],
     ids=lambda part: part if isinstance(part, str) else "",
@@ -224,7 +253,13 @@ def test_sampling_fields_reach_the_engine() -> None:
         }
     ).sampling()
     assert sampling.min_tokens == 4
-    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (7, 0.5, 0.9, 20, 0.1)
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (
+        7,
+        0.5,
+        0.9,
+        20,
+        0.1,
+    )
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (1.0, -1.0, 1.1)
     assert (sampling.logit_bias, sampling.seed, sampling.stop, sampling.stop_token_ids, sampling.ignore_eos) == (
         {5: -100.0},
@@ -235,7 +270,9 @@ def test_sampling_fields_reach_the_engine() -> None:
     )
 
 
-@pytest.mark.parametrize("parse", [lambda extra: parse_chat({**CHAT, **extra}), lambda extra: parse_completion({**COMPLETION, **extra})])
+@pytest.mark.parametrize(
+    "parse", [lambda extra: parse_chat({**CHAT, **extra}), lambda extra: parse_completion({**COMPLETION, **extra})]
+)
 def test_what_asks_for_nothing_as_vllms_clients_write_it(parse: Callable[[dict[str, Any]], Any]) -> None:
     assert parse({"top_k": -1, "skip_special_tokens": True}).sampling() == parse({}).sampling()
 
@@ -255,7 +292,12 @@ def test_defaults_are_those_of_openai() -> None:
         ({"structured_outputs": {"json": "{}"}}, "json_schema", {}, "structured_outputs.json"),
         ({"structured_outputs": {"json": {}}}, "json_schema", {}, "structured_outputs.json"),
         ({"structured_outputs": {"json_object": True}}, "json_object", None, "structured_outputs.json_object"),
-        ({"structured_outputs": {"regex": "a+"}, "response_format": {"type": "text"}}, "regex", "a+", "structured_outputs.regex"),
+        (
+            {"structured_outputs": {"regex": "a+"}, "response_format": {"type": "text"}},
+            "regex",
+            "a+",
+            "structured_outputs.regex",
+        ),
         ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", ["a", "b"], "structured_outputs.choice"),
         ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "ebnf", 'root ::= "a"', "structured_outputs.grammar"),
         ({"guided_json": '{"type": "integer"}'}, "json_schema", {"type": "integer"}, "guided_json"),
@@ -292,7 +334,9 @@ def test_choices_of_tools(choice: Any, expected: ToolDemand, names: frozenset[st
     assert demand == ToolDemand(choice=expected.choice, name=expected.name, parallel=False)
 
 
-@pytest.mark.parametrize(("extra", "num_top"), [({}, None), ({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 20}, 20)])
+@pytest.mark.parametrize(
+    ("extra", "num_top"), [({}, None), ({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 20}, 20)]
+)
 def test_log_probabilities_of_chats(extra: dict[str, Any], num_top: int | None) -> None:
     assert parse_chat({**CHAT, **extra}).num_top == num_top
 
@@ -306,7 +350,15 @@ def test_prompt_forms(prompt: Any, expected: list[Any]) -> None:
 
 
 def test_messages_as_clients_return_them_are_taken() -> None:
-    returned = {"role": "assistant", "content": None, "refusal": None, "audio": None, "function_call": None, "annotations": [], "tool_calls": [CALL]}
+    returned = {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "audio": None,
+        "function_call": None,
+        "annotations": [],
+        "tool_calls": [CALL],
+    }
     parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
     thinking = {"role": "assistant", "content": "x", "reasoning_content": "hm"}
     messages = [parts, returned, {"role": "tool", "tool_call_id": "c1", "content": "r"}, thinking]
@@ -314,12 +366,20 @@ def test_messages_as_clients_return_them_are_taken() -> None:
 
 
 def test_empty_contents_and_nulls_are_taken() -> None:
-    calls = [{"id": "c1", "type": None, "function": {"name": "f", "arguments": None}}, {"id": "c2", "function": {"name": "f", "arguments": ""}}]
+    calls = [
+        {"id": "c1", "type": None, "function": {"name": "f", "arguments": None}},
+        {"id": "c2", "function": {"name": "f", "arguments": ""}},
+    ]
     messages = [
         {"role": "system", "content": "", "name": "rules"},
         {"role": "user", "content": [], "name": "ann"},
         {"role": "assistant", "content": None, "tool_calls": calls, "name": None},
-        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "f"},
+        {
+            "role": "tool",
+            "tool_call_id": "c1",
+            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            "name": "f",
+        },
         {"role": "tool", "tool_call_id": "c2", "content": None},
         {"role": "assistant", "content": [{"type": "text", "text": ""}], "tool_calls": []},
         {"role": "assistant"},
@@ -331,15 +391,32 @@ def test_empty_contents_and_nulls_are_taken() -> None:
 
 def test_what_else_messages_carry_is_left_out_without_a_word() -> None:
     notes = Notes()
-    call = {**CALL, "index": 0, "provider_specific_fields": {}, "function": {"name": "f", "arguments": "{}", "parsed_arguments": {}}}
-    returned = {"role": "assistant", "content": None, "tool_calls": [call], "parsed": None, "images": [], "thinking_blocks": [], "phase": "x"}
+    call = {
+        **CALL,
+        "index": 0,
+        "provider_specific_fields": {},
+        "function": {"name": "f", "arguments": "{}", "parsed_arguments": {}},
+    }
+    returned = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [call],
+        "parsed": None,
+        "images": [],
+        "thinking_blocks": [],
+        "phase": "x",
+    }
     part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
     body = {**CHAT, "messages": [{"role": "user", "content": [part], "mood": "good"}, returned]}
     normal = normalise(parse_chat(body, notes).messages)
     assert not notes.unknown
     assert normal == [
         {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "", "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": {}}}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": {}}}],
+        },
     ]
 
 

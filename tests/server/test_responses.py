@@ -1,4 +1,5 @@
-"""/v1/responses over HTTP with the openai package: shapes, the order of events, endings, errors by name, the same output in any chunking."""
+"""/v1/responses over HTTP with the openai package: shapes, the order of events, endings, errors by name, the same
+output in any chunking."""
 
 from __future__ import annotations
 
@@ -85,7 +86,11 @@ def told(items: list[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 def test_a_whole_response(connect: Connect) -> None:
     engine = ScriptedEngine([*said("Hel", "lo"), ended(text="!")])
-    body = post(connect, engine, BODY | {"instructions": "Be short.", "max_output_tokens": 9, "metadata": {"a": "b"}, "user": "u"}).json()
+    body = post(
+        connect,
+        engine,
+        BODY | {"instructions": "Be short.", "max_output_tokens": 9, "metadata": {"a": "b"}, "user": "u"},
+    ).json()
     Response.model_validate(body)
     key = engine.submits[0].request_id
     metrics = body.pop("metrics")
@@ -119,7 +124,9 @@ def test_a_whole_response(connect: Connect) -> None:
         "top_p": 1.0,
         "truncation": "disabled",
         "user": "u",
-        "output": [{"id": f"msg_{key}_0", "type": "message", "status": "completed", "role": "assistant", "content": [part]}],
+        "output": [
+            {"id": f"msg_{key}_0", "type": "message", "status": "completed", "role": "assistant", "content": [part]}
+        ],
         "usage": {
             "input_tokens": 10,
             "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0},
@@ -135,15 +142,35 @@ def test_the_events_of_a_stream_come_in_the_documented_order(connect: Connect) -
     script = [*said("Hm", ".</think>\n\nLook", "ing.\n\n", CALL_TEXT), ended()]
     events = streamed(connect, ScriptedEngine(script), FULL)
     kinds = [event["type"].removeprefix("response.") for event in events]
-    without_deltas = [kind for number, kind in enumerate(kinds) if not kind.endswith(".delta") or kinds[number - 1] != kind]
+    without_deltas = [
+        kind for number, kind in enumerate(kinds) if not kind.endswith(".delta") or kinds[number - 1] != kind
+    ]
     assert without_deltas == [
         *("created", "in_progress"),
-        *("output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done", "content_part.done", "output_item.done"),
-        *("output_item.added", "content_part.added", "output_text.delta", "output_text.done", "content_part.done", "output_item.done"),
+        *(
+            "output_item.added",
+            "content_part.added",
+            "reasoning_text.delta",
+            "reasoning_text.done",
+            "content_part.done",
+            "output_item.done",
+        ),
+        *(
+            "output_item.added",
+            "content_part.added",
+            "output_text.delta",
+            "output_text.done",
+            "content_part.done",
+            "output_item.done",
+        ),
         *("output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"),
         "completed",
     ]
-    assert events[0]["response"] | {"status": "in_progress", "output": [], "usage": None} == events[0]["response"] == events[1]["response"]
+    assert (
+        events[0]["response"] | {"status": "in_progress", "output": [], "usage": None}
+        == events[0]["response"]
+        == events[1]["response"]
+    )
     final = events[-1]["response"]
     assert told(final["output"]) == [
         ("reasoning", "completed", "Hm."),
@@ -158,7 +185,9 @@ def test_the_events_of_a_stream_come_in_the_documented_order(connect: Connect) -
     opened = [event["item"] for event in events if event["type"] == "response.output_item.added"]
     assert [item["status"] for item in opened] == ["in_progress"] * 3
     assert ([item.get("content") for item in opened], opened[2]["arguments"]) == ([[], [], None], "")
-    assert final["usage"]["output_tokens_details"]["reasoning_tokens"] == len("Hm.") + 1, "a token a character here, and one a tag"
+    assert final["usage"]["output_tokens_details"]["reasoning_tokens"] == len("Hm.") + 1, (
+        "a token a character here, and one a tag"
+    )
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -196,9 +225,18 @@ def test_any_chunking_gives_the_same_output_streamed_or_whole(connect: Connect, 
         ("", ended(), "completed", [("message", "completed", "")]),
         ("", CUT, "incomplete", []),
     ],
-    ids=["text at the limit", "whole call at the limit", "cut call", "abort", "nothing said", "nothing said at the limit"],
+    ids=[
+        "text at the limit",
+        "whole call at the limit",
+        "cut call",
+        "abort",
+        "nothing said",
+        "nothing said at the limit",
+    ],
 )
-def test_how_a_response_ends(connect: Connect, text: str, end: Event, status: str, output: list[tuple[str, ...]]) -> None:
+def test_how_a_response_ends(
+    connect: Connect, text: str, end: Event, status: str, output: list[tuple[str, ...]]
+) -> None:
     body, script = BODY | {"tools": [TOOL]}, [*said(text), end]
     events = streamed(connect, ScriptedEngine(script), body)
     final = events[-1]["response"]
@@ -208,7 +246,9 @@ def test_how_a_response_ends(connect: Connect, text: str, end: Event, status: st
     assert (final["error"] is None) == (status != "failed")
     assert (final["completed_at"] is None) == (status != "completed")
     finished = [event["type"] for event in events if event["type"].endswith("arguments.done")]
-    assert len(finished) == sum(item[:2] == ("function_call", "completed") for item in output), "arguments that were cut are not done"
+    assert len(finished) == sum(item[:2] == ("function_call", "completed") for item in output), (
+        "arguments that were cut are not done"
+    )
     whole = post(connect, ScriptedEngine(script), body).json()
     assert (whole["status"], told(whole["output"])) == (status, output)
 
@@ -231,7 +271,9 @@ def test_a_stream_that_breaks_ends_as_failed(connect: Connect) -> None:
         (AgentspecError("broken"), 500, None),
     ],
 )
-def test_errors_before_the_first_event_choose_the_status(connect: Connect, stream: bool, error: Exception, status: int, param: str | None) -> None:
+def test_errors_before_the_first_event_choose_the_status(
+    connect: Connect, stream: bool, error: Exception, status: int, param: str | None
+) -> None:
     response = post(connect, ScriptedEngine([error]), BODY | {"stream": stream})
     assert (response.status_code, response.json()["error"]["param"]) == (status, param)
 
@@ -248,7 +290,10 @@ CALL_ITEM = {"type": "function_call", "call_id": "c", "name": "look", "arguments
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": "x"}, {"type": "compaction"}]}, "input[1].type"),
         ({"input": [{"type": "item_reference", "id": 7}]}, "input[0].id"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0].type"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0].type",
+        ),
         ({"input": [{**CALL_ITEM, "arguments": []}]}, "input[0].arguments"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input[0].call_id"),
         ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": 7}]}, "input[0].encrypted_content"),
@@ -273,7 +318,14 @@ CALL_ITEM = {"type": "function_call", "call_id": "c", "name": "look", "arguments
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "leap"}}, "tool_choice.name"),
         ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
         (
-            {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "leap"}]}},
+            {
+                "tools": [TOOL],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "auto",
+                    "tools": [{"type": "function", "name": "leap"}],
+                },
+            },
             "tool_choice.tools[0].name",
         ),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
@@ -309,7 +361,12 @@ def test_another_model_is_not_found(connect: Connect) -> None:
 
 
 def test_the_log_probabilities_of_the_text(connect: Connect) -> None:
-    token = TokensEvent(request_id="", token_ids=[ord("a")], text="a", scores=[TokenScore(ord("a"), -0.5, [(ord("a"), -0.5), (300, -2.0)])])
+    token = TokensEvent(
+        request_id="",
+        token_ids=[ord("a")],
+        text="a",
+        scores=[TokenScore(ord("a"), -0.5, [(ord("a"), -0.5), (300, -2.0)])],
+    )
     body = BODY | {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     engine = ScriptedEngine([token, token, ended()])
     events = streamed(connect, engine, body)
@@ -339,7 +396,13 @@ SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}}
         ({"tool_choice": "required"}, {"demand": ToolDemand(choice="required")}),
         ({"tool_choice": {"type": "function", "name": "look"}}, {"demand": ToolDemand(choice="required", name="look")}),
         (
-            {"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "leap"}]}},
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "required",
+                    "tools": [{"type": "function", "name": "leap"}],
+                }
+            },
             {"demand": ToolDemand(choice="required"), "callable_names": frozenset({"leap"})},
         ),
         ({"tool_choice": "none", "parallel_tool_calls": False}, {"demand": ToolDemand(choice="none", parallel=False)}),
@@ -347,7 +410,10 @@ SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}}
             {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},
             {"output": OutputForm(kind="json_schema", source=SCHEMA, field="text.format.schema")},
         ),
-        ({"text": {"format": {"type": "json_object"}}}, {"output": OutputForm(kind="json_object", source=None, field="text.format")}),
+        (
+            {"text": {"format": {"type": "json_object"}}},
+            {"output": OutputForm(kind="json_object", source=None, field="text.format")},
+        ),
         ({"reasoning": {"effort": "none"}}, {"effort": "none"}),
         ({"temperature": 0, "top_k": 3, "seed": 7}, {"sampling": SamplingParams(temperature=0, top_k=3, seed=7)}),
         ({"top_k": -1}, {"sampling": SamplingParams()}),
@@ -356,7 +422,13 @@ SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}}
     ids=lambda value: next(iter(value)),
 )
 def test_what_a_turn_is_asked_for(change: dict[str, Any], expected: dict[str, Any]) -> None:
-    plain = {"demand": ToolDemand(), "callable_names": None, "output": None, "effort": None, "sampling": SamplingParams()}
+    plain = {
+        "demand": ToolDemand(),
+        "callable_names": None,
+        "output": None,
+        "effort": None,
+        "sampling": SamplingParams(),
+    }
     request = parse(BODY | {"tools": [TOOL, {**TOOL, "name": "leap", "strict": True}]} | change, Notes())
     turn = request.turn_request([], Toolset.of(request.tools, Notes()), None)
     assert {name: getattr(turn, name) for name in plain} == plain | expected
@@ -382,7 +454,11 @@ def test_the_sdk_parses_and_streams(connect: Connect) -> None:
                 final = await stream.get_final_response()
             assert deltas == ['{"name": "under', ' it", "depth": 3}']
             assert final.output_parsed == parsed.output_parsed
-            answer: Any = [*parsed.output, *(item.to_dict() for item in final.output), {"role": "user", "content": "and now?"}]
+            answer: Any = [
+                *parsed.output,
+                *(item.to_dict() for item in final.output),
+                {"role": "user", "content": "and now?"},
+            ]
             again = await client.responses.create(model="scripted", input=answer)
             assert again.status == "completed", "what the package adds when it parses can be sent back"
 

@@ -52,7 +52,9 @@ def test_carried_reasoning_comes_back_and_nothing_else_does(seed: int) -> None:
 def test_carried_reasoning_is_no_bomb() -> None:
     text = "x" * 1_000_000
     assert read_carried(carried(text)) == text
-    bomb = base64.b64encode(b"\2" + zlib.crc32(text.encode()).to_bytes(4, "big") + zlib.compress(text.encode())).decode()
+    bomb = base64.b64encode(
+        b"\2" + zlib.crc32(text.encode()).to_bytes(4, "big") + zlib.compress(text.encode())
+    ).decode()
     assert read_carried(bomb) is None
 
 
@@ -62,7 +64,11 @@ def test_reasoning_is_carried_by_clients_that_ask_for_it(connect: Connect) -> No
     whole = post(connect, ScriptedEngine(THOUGHT), ENCRYPTED).json()
     Response.model_validate(whole)
     events = streamed(connect, ScriptedEngine(THOUGHT), ENCRYPTED)
-    added, done = [event["item"] for event in events if event["type"] in ("response.output_item.added", "response.output_item.done")][:2]
+    added, done = [
+        event["item"]
+        for event in events
+        if event["type"] in ("response.output_item.added", "response.output_item.done")
+    ][:2]
     assert added["encrypted_content"] is None
     for item in (whole["output"][0], done, events[-1]["response"]["output"][0]):
         assert read_carried(item["encrypted_content"]) == "I see ü."
@@ -70,7 +76,11 @@ def test_reasoning_is_carried_by_clients_that_ask_for_it(connect: Connect) -> No
 
     engine = ScriptedEngine()
     reasoning, answer = whole["output"]
-    ways = [reasoning, {name: value for name, value in reasoning.items() if name != "content"}, reasoning | {"content": None, "status": None}]
+    ways = [
+        reasoning,
+        {name: value for name, value in reasoning.items() if name != "content"},
+        reasoning | {"content": None, "status": None},
+    ]
     for item in ways:
         assert HEADER not in post(connect, engine, {"input": [user("q"), item, answer, user("more")]}).headers
     assert prompt(engine, 0) == prompt(engine, 1) == prompt(engine, 2)
@@ -89,7 +99,10 @@ def test_what_others_encrypted_is_left_out_with_a_note(connect: Connect) -> None
     summed = foreign | {"summary": [{"type": "summary_text", "text": "in short"}]}
     assert messages([user("q"), summed, call])[1]["reasoning_content"] == "in short"
     shown = foreign | {"content": [{"type": "reasoning_text", "text": "all of it"}]}
-    assert messages([user("q"), shown | {"encrypted_content": carried("other")}, call])[1]["reasoning_content"] == "all of it"
+    assert (
+        messages([user("q"), shown | {"encrypted_content": carried("other")}, call])[1]["reasoning_content"]
+        == "all of it"
+    )
     assert HEADER not in post(connect, ScriptedEngine(), {"input": [user("q"), shown, call, result]}).headers
     strict = post(connect, ScriptedEngine(), {"input": [foreign]}, strict_fields=True)
     assert (strict.status_code, strict.json()["error"]["param"]) == (400, "input.encrypted_content")
@@ -121,8 +134,20 @@ PLAIN: list[dict[str, Any]] = [
     {"type": "function_call_output", "call_id": "c", "output": "ab"},
 ]
 RETURNED: list[dict[str, Any]] = [
-    {"type": None, "id": None, "role": "user", "content": [{"type": "input_text", "text": "q", "prompt_cache_breakpoint": {"mode": "explicit"}}]},
-    {"type": "reasoning", "id": None, "summary": None, "content": [{"type": "text", "text": "hm"}], "encrypted_content": None, "status": None},
+    {
+        "type": None,
+        "id": None,
+        "role": "user",
+        "content": [{"type": "input_text", "text": "q", "prompt_cache_breakpoint": {"mode": "explicit"}}],
+    },
+    {
+        "type": "reasoning",
+        "id": None,
+        "summary": None,
+        "content": [{"type": "text", "text": "hm"}],
+        "encrypted_content": None,
+        "status": None,
+    },
     {
         "role": "assistant",
         "id": "msg_1",
@@ -163,7 +188,13 @@ def test_items_mean_the_same_as_clients_return_them(connect: Connect) -> None:
 
 def test_the_result_of_a_call_that_is_left_out_is_left_out(connect: Connect) -> None:
     engine = ScriptedEngine()
-    shell = {"type": "local_shell_call", "id": None, "call_id": "c", "status": "completed", "action": {"type": "exec", "command": ["ls"]}}
+    shell = {
+        "type": "local_shell_call",
+        "id": None,
+        "call_id": "c",
+        "status": "completed",
+        "action": {"type": "exec", "command": ["ls"]},
+    }
     result = {"type": "function_call_output", "call_id": "c", "output": "x"}
     answer = post(connect, engine, {"input": [user("q"), shell, result]})
     assert (answer.status_code, answer.headers[HEADER]) == (200, "input.local_shell_call, input.function_call_output")
@@ -208,7 +239,9 @@ def test_truncation_drops_nothing_from_what_is_too_long(connect: Connect) -> Non
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
 
 
-def ask(connect: Connect, engine: ScriptedEngine, *bodies: Callable[[list[dict[str, Any]]], dict[str, Any]]) -> list[httpx.Response]:
+def ask(
+    connect: Connect, engine: ScriptedEngine, *bodies: Callable[[list[dict[str, Any]]], dict[str, Any]]
+) -> list[httpx.Response]:
     """Each body is made of the answers so far."""
 
     async def run() -> list[httpx.Response]:
@@ -232,7 +265,11 @@ def test_items_are_named_by_their_ids(connect: Connect) -> None:
     first = [*said("Hm.</think>\n\n" + call_text("fetch") + "\n" + call_text("apply_patch", input="x")), ended()]
 
     def results(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [{"type": f"{item['type']}_output", "call_id": item["call_id"], "output": "ok"} for item in items if "call_id" in item]
+        return [
+            {"type": f"{item['type']}_output", "call_id": item["call_id"], "output": "ok"}
+            for item in items
+            if "call_id" in item
+        ]
 
     engine = ScriptedEngine(first, THOUGHT)
     answers = ask(
@@ -255,7 +292,11 @@ def test_items_of_an_input_are_named_by_their_ids(connect: Connect) -> None:
     async def run() -> None:
         engine = ScriptedEngine([*said("x"), ended()])
         async with connect(engine) as client:
-            made = (await client.post("/v1/responses", json={"model": "scripted", "input": [user("q"), user("r") | {"id": "mine"}]})).json()
+            made = (
+                await client.post(
+                    "/v1/responses", json={"model": "scripted", "input": [user("q"), user("r") | {"id": "mine"}]}
+                )
+            ).json()
             (mine, asked) = (await client.get(f"/v1/responses/{made['id']}/input_items")).json()["data"]
             assert (mine["id"], asked["content"][0]["text"]) == ("mine", "q")
             invented = await client.post("/v1/responses", json={"model": "scripted", "input": references([mine])})
@@ -267,7 +308,9 @@ def test_items_of_an_input_are_named_by_their_ids(connect: Connect) -> None:
             still = await client.post("/v1/responses", json={"model": "scripted", "input": references([asked])})
             assert still.status_code == 200, "the second response holds it, too"
             for gone in (made["output"][0]["id"], "msg_unknown"):
-                answer = await client.post("/v1/responses", json={"model": "scripted", "input": [user("q"), *references([{"id": gone}])]})
+                answer = await client.post(
+                    "/v1/responses", json={"model": "scripted", "input": [user("q"), *references([{"id": gone}])]}
+                )
                 assert (answer.status_code, answer.json()["error"]["param"]) == (404, "input[1].id")
 
     asyncio.run(run())
@@ -281,7 +324,10 @@ def test_what_was_not_stored_has_no_name(connect: Connect) -> None:
         lambda done: {"input": references(done[0]["output"])},
         lambda _: {"input": [{"type": "item_reference"}]},
     )
-    assert [(answer.status_code, answer.json()["error"]["param"]) for answer in answers[1:]] == [(404, "input[0].id"), (400, "input[0]")]
+    assert [(answer.status_code, answer.json()["error"]["param"]) for answer in answers[1:]] == [
+        (404, "input[0].id"),
+        (400, "input[0]"),
+    ]
 
 
 CODEX: dict[str, Any] = {
@@ -290,16 +336,33 @@ CODEX: dict[str, Any] = {
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be careful."}]},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "fix it"}]},
         {"type": "reasoning", "summary": [], "content": None, "encrypted_content": carried("I see.")},
-        {"type": "custom_tool_call", "status": "completed", "call_id": "c1", "name": "apply_patch", "input": "*** Begin Patch"},
+        {
+            "type": "custom_tool_call",
+            "status": "completed",
+            "call_id": "c1",
+            "name": "apply_patch",
+            "input": "*** Begin Patch",
+        },
         {"type": "custom_tool_call_output", "call_id": "c1", "output": "Done!"},
         {"type": "function_call", "name": "search", "namespace": "mcp__docs__", "arguments": "{}", "call_id": "c2"},
         {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "nothing"}]},
         {"type": "web_search_call", "status": "completed", "action": {"type": "search", "query": "x"}},
     ],
     "tools": [
-        {"type": "function", "name": "exec_command", "description": "Runs.", "strict": False, "parameters": {"type": "object", "properties": {}}},
+        {
+            "type": "function",
+            "name": "exec_command",
+            "description": "Runs.",
+            "strict": False,
+            "parameters": {"type": "object", "properties": {}},
+        },
         PATCH | {"format": {"type": "grammar", "syntax": "lark", "definition": "start: begin_patch hunk+ end_patch"}},
-        {"type": "namespace", "name": "mcp__docs__", "description": "Documents.", "tools": [FETCH | {"name": "search", "defer_loading": True}]},
+        {
+            "type": "namespace",
+            "name": "mcp__docs__",
+            "description": "Documents.",
+            "tools": [FETCH | {"name": "search", "defer_loading": True}],
+        },
         {"type": "web_search", "external_web_access": False},
         {"type": "tool_search", "execution": "client", "description": "Finds tools.", "parameters": {}},
     ],
@@ -325,4 +388,9 @@ def test_a_body_of_codex(connect: Connect) -> None:
     assert engine.submits[0].grammar is None
     assert "I see." in prompt(engine)
     (item,) = streamed(connect, engine, CODEX)[-1]["response"]["output"]
-    assert (item["type"], item["name"], item["namespace"], item["arguments"]) == ("function_call", "search", "mcp__docs__", "{}")
+    assert (item["type"], item["name"], item["namespace"], item["arguments"]) == (
+        "function_call",
+        "search",
+        "mcp__docs__",
+        "{}",
+    )

@@ -1,4 +1,5 @@
-"""/v1/responses over several turns: what items mean as messages, and conversations kept by the client or by the server."""
+"""/v1/responses over several turns: what items mean as messages, and conversations kept by the client or by the
+server."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ TOOL: dict[str, Any] = {
     "type": "function",
     "name": "orders_get",
     "description": "Get one order by its number.",
-    "parameters": {"type": "object", "properties": {"order_id": {"type": "string", "description": "Order number"}}, "required": ["order_id"]},
+    "parameters": {
+        "type": "object",
+        "properties": {"order_id": {"type": "string", "description": "Order number"}},
+        "required": ["order_id"],
+    },
 }
 CALL_TEXT = "<tool_call>\n<function=orders_get>\n<parameter=order_id>\nO-1\n</parameter>\n</function>\n</tool_call>"
 
@@ -56,7 +61,11 @@ def thought(text: str) -> dict[str, Any]:
 
 
 def answer(text: str) -> dict[str, Any]:
-    return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]}
+    return {
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}],
+    }
 
 
 def chat_call(call_id: str) -> dict[str, Any]:
@@ -84,7 +93,12 @@ def chat_call(call_id: str) -> dict[str, Any]:
             ],
             [
                 user("q"),
-                {"role": "assistant", "content": "Look: and ", "reasoning_content": "hm", "tool_calls": [chat_call("1"), chat_call("2")]},
+                {
+                    "role": "assistant",
+                    "content": "Look: and ",
+                    "reasoning_content": "hm",
+                    "tool_calls": [chat_call("1"), chat_call("2")],
+                },
                 {"role": "tool", "tool_call_id": "1", "content": "done"},
                 {"role": "tool", "tool_call_id": "2", "content": "x"},
             ],
@@ -100,7 +114,10 @@ def chat_call(call_id: str) -> dict[str, Any]:
         ),
         (
             [user("q"), {"type": "reasoning", "summary": [{"type": "summary_text", "text": "in short"}]}, call("1")],
-            [user("q"), {"role": "assistant", "content": "", "reasoning_content": "in short", "tool_calls": [chat_call("1")]}],
+            [
+                user("q"),
+                {"role": "assistant", "content": "", "reasoning_content": "in short", "tool_calls": [chat_call("1")]},
+            ],
         ),
         (
             [user("q"), call("1") | {"status": "incomplete"}, result("1")],
@@ -111,7 +128,12 @@ def chat_call(call_id: str) -> dict[str, Any]:
             ],
         ),
         (
-            [{"role": "developer", "content": "b"}, {"role": "system", "content": "c"}, user("q"), {"role": "system", "content": "d"}],
+            [
+                {"role": "developer", "content": "b"},
+                {"role": "system", "content": "c"},
+                user("q"),
+                {"role": "system", "content": "d"},
+            ],
             [{"role": "system", "content": text} for text in "bc"] + [user("q"), {"role": "system", "content": "d"}],
         ),
         (
@@ -124,7 +146,11 @@ def chat_call(call_id: str) -> dict[str, Any]:
             ],
             [
                 user(""),
-                {"role": "assistant", "content": "", "tool_calls": [chat_call("1") | {"function": {"name": "f", "arguments": ""}}]},
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [chat_call("1") | {"function": {"name": "f", "arguments": ""}}],
+                },
                 {"role": "tool", "tool_call_id": "1", "content": ""},
             ],
         ),
@@ -147,7 +173,9 @@ def test_items_get_ids_of_their_own() -> None:
     assert [item for _, item in read(items)] == items
 
 
-def run_turns(connect: Connect, engine: ScriptedEngine, turns: list[Callable[[list[dict[str, Any]]], dict[str, Any]]]) -> list[httpx.Response]:
+def run_turns(
+    connect: Connect, engine: ScriptedEngine, turns: list[Callable[[list[dict[str, Any]]], dict[str, Any]]]
+) -> list[httpx.Response]:
     """Each turn's body is made of the answers so far."""
 
     async def run() -> list[httpx.Response]:
@@ -173,7 +201,11 @@ def test_a_stored_conversation_is_the_one_that_the_client_would_send(connect: Co
         stored,
         [
             lambda _: {"input": "O-1?", "instructions": "Be short."},
-            lambda done: {"input": outputs(done[0]), "previous_response_id": done[0]["id"], "instructions": "Be short."},
+            lambda done: {
+                "input": outputs(done[0]),
+                "previous_response_id": done[0]["id"],
+                "instructions": "Be short.",
+            },
             lambda done: {"input": "Sure?", "previous_response_id": done[1]["id"]},
         ],
     )
@@ -184,8 +216,15 @@ def test_a_stored_conversation_is_the_one_that_the_client_would_send(connect: Co
         sent,
         [
             lambda _: {"input": first, "instructions": "Be short.", "store": False},
-            lambda done: {"input": [*first, *done[0]["output"], *outputs(done[0])], "instructions": "Be short.", "store": False},
-            lambda done: {"input": [*first, *done[0]["output"], *outputs(done[0]), *done[1]["output"], user("Sure?")], "store": False},
+            lambda done: {
+                "input": [*first, *done[0]["output"], *outputs(done[0])],
+                "instructions": "Be short.",
+                "store": False,
+            },
+            lambda done: {
+                "input": [*first, *done[0]["output"], *outputs(done[0]), *done[1]["output"], user("Sure?")],
+                "store": False,
+            },
         ],
     )
     assert [response.status_code for response in responses] == [200] * 3
@@ -208,7 +247,12 @@ def test_chat_makes_the_same_prompt(connect: Connect) -> None:
 
     async def run() -> None:
         async with connect(engine) as client:
-            body = {"model": "scripted", "input": items, "instructions": "Be short.", "tools": [TOOL | {"strict": False}]}
+            body = {
+                "model": "scripted",
+                "input": items,
+                "instructions": "Be short.",
+                "tools": [TOOL | {"strict": False}],
+            }
             assert (await client.post("/v1/responses", json=body)).status_code == 200
             chat = {"model": "scripted", "messages": messages, "tools": [{"type": "function", "function": function}]}
             assert (await client.post("/v1/chat/completions", json=chat)).status_code == 200
@@ -264,7 +308,9 @@ def test_what_can_not_be_continued(connect: Connect) -> None:
         ],
     )
     assert [response.status_code for response in responses] == [200, 200, 200, 404, 404]
-    assert {response.json()["error"]["param"] for response in responses if response.status_code != 200} == {"previous_response_id"}
+    assert {response.json()["error"]["param"] for response in responses if response.status_code != 200} == {
+        "previous_response_id"
+    }
 
 
 def test_reading_and_deleting_what_is_stored(connect: Connect) -> None:
@@ -273,7 +319,11 @@ def test_reading_and_deleting_what_is_stored(connect: Connect) -> None:
             body = {"model": "scripted", "input": [user(str(number)) for number in range(5)]}
             made = (await client.post("/v1/responses", json=body)).json()
             path = f"/v1/responses/{made['id']}"
-            after = (await client.post("/v1/responses", json={"model": "scripted", "input": "y", "previous_response_id": made["id"]})).json()
+            after = (
+                await client.post(
+                    "/v1/responses", json={"model": "scripted", "input": "y", "previous_response_id": made["id"]}
+                )
+            ).json()
             assert (await client.get(path)).json() == made
 
             async def page(**query: Any) -> tuple[list[str], bool, dict[str, Any]]:
@@ -287,9 +337,18 @@ def test_reading_and_deleting_what_is_stored(connect: Connect) -> None:
             assert (await page(order="asc", limit=3, after=listed["last_id"]))[:2] == (list("234"), False)
             assert (await page(after=(await page())[2]["last_id"]))[:2] == ([], False)
 
-            for query, name in (({"limit": 0}, "limit"), ({"limit": "x"}, "limit"), ({"order": "up"}, "order"), ({"after": "x"}, "after")):
+            for query, name in (
+                ({"limit": 0}, "limit"),
+                ({"limit": "x"}, "limit"),
+                ({"order": "up"}, "order"),
+                ({"after": "x"}, "after"),
+            ):
                 assert (await client.get(f"{path}/input_items", params=query)).json()["error"]["param"] == name
-            for query, name in (({"stream": "true"}, "stream"), ({"include[]": "x"}, "include[]"), ({"starting_after": 1}, "starting_after")):
+            for query, name in (
+                ({"stream": "true"}, "stream"),
+                ({"include[]": "x"}, "include[]"),
+                ({"starting_after": 1}, "starting_after"),
+            ):
                 assert (await client.get(path, params=query)).json()["error"]["param"] == name
             assert (await client.get(path, params={"stream": "false"})).status_code == 200
 
@@ -298,14 +357,18 @@ def test_reading_and_deleting_what_is_stored(connect: Connect) -> None:
                 response = await request
                 assert (response.status_code, response.json()["error"]["param"]) == (404, "response_id")
             assert (await client.get(f"/v1/responses/{after['id']}")).status_code == 200
-            gone = await client.post("/v1/responses", json={"model": "scripted", "input": "z", "previous_response_id": after["id"]})
+            gone = await client.post(
+                "/v1/responses", json={"model": "scripted", "input": "z", "previous_response_id": after["id"]}
+            )
             assert gone.status_code == 404, "a conversation can't go on without what was deleted"
 
     asyncio.run(run())
 
 
 def record(size: int, previous: str | None = None, item_ids: tuple[str, ...] = ()) -> StoredResponse:
-    return StoredResponse(response=b"x" * size, input_items=b"", item_ids=item_ids, previous_id=previous, session_id=None)
+    return StoredResponse(
+        response=b"x" * size, input_items=b"", item_ids=item_ids, previous_id=previous, session_id=None
+    )
 
 
 ITEMS = ["i1", "i2", "i3", "i4", "i5"]
@@ -331,9 +394,16 @@ def test_the_store_stays_in_its_bounds_and_keeps_conversations_whole(seed: int) 
         assert store.num_bytes <= max_bytes, (seed, step)
         kept = {name: one for name, one in made.items() if name in store}
         assert store.num_bytes == sum(one.num_bytes for one in kept.values()), (seed, step)
-        assert all(one.previous_id in (None, *kept) for one in kept.values()), (seed, step, "a response outlived what it continues")
+        assert all(one.previous_id in (None, *kept) for one in kept.values()), (
+            seed,
+            step,
+            "a response outlived what it continues",
+        )
     for item_id in ITEMS:  # asking is a use, but forgets nothing
-        assert store.holder(item_id) is next((one for one in kept.values() if item_id in one.item_ids), None), (seed, item_id)
+        assert store.holder(item_id) is next((one for one in kept.values() if item_id in one.item_ids), None), (
+            seed,
+            item_id,
+        )
 
 
 def test_the_store_drops_the_least_recently_used_conversation() -> None:
@@ -366,23 +436,35 @@ def test_tool_loops_with_the_bundled_model() -> None:
             given: list[Any] = [user(question)]
             while given:
                 sent += given
-                asked = {"model": "tiny-agent", "input": given if store else sent, "tools": [TOOL], "temperature": 0, "store": store}
+                asked = {
+                    "model": "tiny-agent",
+                    "input": given if store else sent,
+                    "tools": [TOOL],
+                    "temperature": 0,
+                    "store": store,
+                }
                 asked |= {"previous_response_id": previous} if previous else {}
                 response = await respond(client, asked, stream=stream)
                 assert response.status == "completed"
-                said_words.append([getattr(item, "arguments", None) or item.content[0].text for item in response.output])
+                said_words.append(
+                    [getattr(item, "arguments", None) or item.content[0].text for item in response.output]
+                )
                 assert response.output[0].type == "reasoning"
                 cached.append(response.usage.input_tokens_details.cached_tokens)
                 assert 0 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens
                 previous = response.id if store else None
                 sent += [item.to_dict() for item in response.output]
-                given = [result(item.call_id, json.dumps(order)) for item in response.output if item.type == "function_call"]
+                given = [
+                    result(item.call_id, json.dumps(order)) for item in response.output if item.type == "function_call"
+                ]
         return said_words, cached
 
     async def run() -> None:
         async with AsyncEngine(EngineConfig()) as engine:
             client = engine.openai_client()
-            loops = [await loop(client, stream=stream, store=store) for stream in (False, True) for store in (False, True)]
+            loops = [
+                await loop(client, stream=stream, store=store) for stream in (False, True) for store in (False, True)
+            ]
         words, cached = loops[0]
         assert "paid" in words[1][-1]
         assert len(words) >= 3

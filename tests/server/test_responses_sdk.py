@@ -1,4 +1,5 @@
-"""The openai package's tool loops over /v1/responses: `parse` and `stream`, the conversation kept by the client or by the server."""
+"""The openai package's tool loops over /v1/responses: `parse` and `stream`, the conversation kept by the client or by
+the server."""
 
 from __future__ import annotations
 
@@ -40,19 +41,31 @@ CRM: dict[str, Any] = {
             "type": "function",
             "name": "fetch",
             "strict": True,
-            "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"], "additionalProperties": False},
+            "parameters": {
+                "type": "object",
+                "properties": {"key": {"type": "string"}},
+                "required": ["key"],
+                "additionalProperties": False,
+            },
         }
     ],
 }
 TOOLS: list[Any] = [openai.pydantic_function_tool(Look), PATCH, CRM, {"type": "web_search"}]
 SCRIPTS = [
     [*said("First I lo", "ok.</think>\n\n", call_text("Look", where="under it", depth="2")), ended()],
-    [*said("Then both.</think>\n\n", call_text("apply_patch", input="+ a\n"), "\n", call_text("crm__fetch", key="k")), ended()],
+    [
+        *said(
+            "Then both.</think>\n\n", call_text("apply_patch", input="+ a\n"), "\n", call_text("crm__fetch", key="k")
+        ),
+        ended(),
+    ],
     [*said('So.</think>\n\n{"what": ', '"a coin"}'), ended()],
 ]
 
 
-async def respond(client: openai.AsyncOpenAI, asked: dict[str, Any], *, stream: bool) -> tuple[ParsedResponse[Found], dict[str, str]]:
+async def respond(
+    client: openai.AsyncOpenAI, asked: dict[str, Any], *, stream: bool
+) -> tuple[ParsedResponse[Found], dict[str, str]]:
     """The answer, and what the stream's deltas came to by kind."""
     usual: dict[str, Any] = {"model": "scripted", "tools": TOOLS, "text_format": Found}
     asked = usual | {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}} | asked
@@ -70,9 +83,13 @@ def results(response: ParsedResponse[Found]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for item in response.output:
         if item.type == "function_call":
-            found.append({"type": "function_call_output", "call_id": item.call_id, "output": json.dumps({"done": item.name})})
+            found.append(
+                {"type": "function_call_output", "call_id": item.call_id, "output": json.dumps({"done": item.name})}
+            )
         elif item.type == "custom_tool_call":
-            found.append({"type": "custom_tool_call_output", "call_id": item.call_id, "output": f"applied {item.input}"})
+            found.append(
+                {"type": "custom_tool_call_output", "call_id": item.call_id, "output": f"applied {item.input}"}
+            )
     return found
 
 
@@ -99,7 +116,9 @@ def test_a_loop_of_two_tool_turns(connect: Connect, stream: bool, kept: str) -> 
                 said_items: dict[str, list[Any]] = {
                     "by the client": list(response.output),
                     "by the client, as dicts": [item.to_dict() for item in response.output],
-                    "by the client, by names": [{"type": "item_reference", "id": cast(Any, item).id} for item in response.output],
+                    "by the client, by names": [
+                        {"type": "item_reference", "id": cast(Any, item).id} for item in response.output
+                    ],
                 }
                 history += [*said_items[kept], *given]
                 given = history if given else []

@@ -1,4 +1,5 @@
-"""Tools of /v1/responses that are no plain functions: custom ones, namespaces, and hosted ones that nobody runs here."""
+"""Tools of /v1/responses that are no plain functions: custom ones, namespaces, and hosted ones that nobody runs
+here."""
 
 from __future__ import annotations
 
@@ -32,8 +33,18 @@ Connect = Callable[..., httpx.AsyncClient]
 
 BODY: dict[str, Any] = {"model": "scripted", "input": "hi"}
 PATCH: dict[str, Any] = {"type": "custom", "name": "apply_patch", "description": "Changes files."}
-FETCH: dict[str, Any] = {"type": "function", "name": "fetch", "description": "Gets one.", "parameters": {"type": "object", "properties": {}}}
-CRM: dict[str, Any] = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [FETCH, {**PATCH, "name": "note"}]}
+FETCH: dict[str, Any] = {
+    "type": "function",
+    "name": "fetch",
+    "description": "Gets one.",
+    "parameters": {"type": "object", "properties": {}},
+}
+CRM: dict[str, Any] = {
+    "type": "namespace",
+    "name": "crm",
+    "description": "Customers.",
+    "tools": [FETCH, {**PATCH, "name": "note"}],
+}
 PATCH_TEXT = '*** Begin "Patch"\n+\tü \\n </p>\n*** End'
 TOKENIZER = Tokenizer(byte_backend(), eos_token=END_OF_TURN)
 BYTES = TOKENIZER.token_bytes
@@ -116,7 +127,10 @@ def test_a_custom_tool_is_called_with_a_text(connect: Connect, seed: int) -> Non
 
 
 def test_a_custom_call_that_is_cut_is_never_called_done(connect: Connect) -> None:
-    for text, end in ((call_text("apply_patch", input="half")[:-30], "half"), ("<tool_call>\n<function=apply_patch>\n<para", "")):
+    for text, end in (
+        (call_text("apply_patch", input="half")[:-30], "half"),
+        ("<tool_call>\n<function=apply_patch>\n<para", ""),
+    ):
         script = [*said(text), ended(FinishReason.LENGTH, stop_match=None)]
         events = streamed(connect, ScriptedEngine(script), {"tools": [PATCH]})
         (item,) = events[-1]["response"]["output"]
@@ -156,8 +170,17 @@ def test_results_of_custom_tools_go_back(connect: Connect, with_calls: TextPipel
         async with connect(engine, pipeline=with_calls) as client:
             first = (await client.post("/v1/responses", json=BODY | {"tools": [PATCH]})).json()
             call = first["output"][-1]
-            result = {"type": "custom_tool_call_output", "call_id": call["call_id"], "output": [{"type": "input_text", "text": "Patched."}]}
-            items = [{"role": "user", "content": "hi"}, *first["output"][:-1], call | {"caller": {"type": "direct"}}, result]
+            result = {
+                "type": "custom_tool_call_output",
+                "call_id": call["call_id"],
+                "output": [{"type": "input_text", "text": "Patched."}],
+            }
+            items = [
+                {"role": "user", "content": "hi"},
+                *first["output"][:-1],
+                call | {"caller": {"type": "direct"}},
+                result,
+            ]
             second = (await client.post("/v1/responses", json=BODY | {"tools": [PATCH], "input": items})).json()
             stored = BODY | {"tools": [PATCH], "input": [result], "previous_response_id": first["id"]}
             return second, (await client.post("/v1/responses", json=stored)).json()
@@ -185,7 +208,9 @@ def test_a_regular_expression_holds_the_input(connect: Connect, definition: str,
 
 
 @pytest.mark.parametrize(("syntax", "definition"), [("lark", "start: /a+/"), ("regex", "(?i)a"), ("regex", "^a|b$")])
-def test_a_format_that_can_not_be_enforced_is_told_to_the_model_and_noted(connect: Connect, syntax: str, definition: str) -> None:
+def test_a_format_that_can_not_be_enforced_is_told_to_the_model_and_noted(
+    connect: Connect, syntax: str, definition: str
+) -> None:
     tool = PATCH | {"format": {"type": "grammar", "syntax": syntax, "definition": definition}}
     engine = ScriptedEngine()
     answer = post(connect, engine, {"tools": [tool]})
@@ -195,16 +220,29 @@ def test_a_format_that_can_not_be_enforced_is_told_to_the_model_and_noted(connec
 
 
 def test_tools_of_a_namespace_are_functions_under_joined_names(connect: Connect, with_calls: TextPipeline) -> None:
-    text = "Hm.\n</think>\n\n" + "\n".join([call_text("crm__fetch"), call_text("crm__note", input="x"), call_text("fetch")])
+    text = "Hm.\n</think>\n\n" + "\n".join(
+        [call_text("crm__fetch"), call_text("crm__note", input="x"), call_text("fetch")]
+    )
     engine = ScriptedEngine([generated(text), ended()])
     answer = post(connect, engine, {"tools": [CRM, FETCH]}, pipeline=with_calls).json()
     Response.model_validate(answer)
     called = [(item["type"], item["name"], item.get("namespace")) for item in answer["output"][1:]]
-    assert called == [("function_call", "fetch", "crm"), ("custom_tool_call", "note", "crm"), ("function_call", "fetch", None)]
+    assert called == [
+        ("function_call", "fetch", "crm"),
+        ("custom_tool_call", "note", "crm"),
+        ("function_call", "fetch", None),
+    ]
     assert "Of all tools whose names begin with crm__: Customers.\\n\\nGets one." in prompt(engine)
     assert prompt(engine).count("Customers.") == 1
-    results = [{"type": call["type"] + "_output", "call_id": call["call_id"], "output": "ok"} for call in answer["output"][1:]]
-    post(connect, engine, {"tools": [CRM, FETCH], "input": [{"role": "user", "content": "hi"}, *answer["output"], *results]}, pipeline=with_calls)
+    results = [
+        {"type": call["type"] + "_output", "call_id": call["call_id"], "output": "ok"} for call in answer["output"][1:]
+    ]
+    post(
+        connect,
+        engine,
+        {"tools": [CRM, FETCH], "input": [{"role": "user", "content": "hi"}, *answer["output"], *results]},
+        pipeline=with_calls,
+    )
     assert goes_on(engine, text)
     ended_so = Toolset.of([CRM | {"name": "mcp__files__"}], Notes())
     assert ended_so.names == ["mcp__files__fetch", "mcp__files__note"]
@@ -224,10 +262,17 @@ def test_hosted_tools_are_left_out_with_a_note(connect: Connect, kind: str) -> N
     assert (strict.status_code, strict.json()["error"]["param"]) == (400, f"tools.{kind}")
 
 
-@pytest.mark.parametrize("kind", ["web_search_call", "local_shell_call", "local_shell_call_output", "mcp_list_tools", "computer_call"])
+@pytest.mark.parametrize(
+    "kind", ["web_search_call", "local_shell_call", "local_shell_call_output", "mcp_list_tools", "computer_call"]
+)
 def test_what_hosted_tools_did_is_left_out_of_a_history(connect: Connect, kind: str) -> None:
     engine = ScriptedEngine()
-    history = [{"role": "user", "content": "hi"}, {"type": kind, "id": "x"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+    history = [
+        {"role": "user", "content": "hi"},
+        {"type": kind, "id": "x"},
+        {"role": "assistant", "content": "a"},
+        {"role": "user", "content": "b"},
+    ]
     answer = post(connect, engine, {"input": history})
     assert (answer.status_code, answer.headers[HEADER]) == (200, f"input.{kind}")
     post(connect, engine, {"input": [history[0], *history[2:]]})
@@ -241,52 +286,90 @@ def test_what_hosted_tools_did_is_left_out_of_a_history(connect: Connect, kind: 
         ({"type": "custom", "name": "note"}, ["crm__note"]),
         ({"type": "function", "name": "fetch"}, ["fetch"]),
         ({"type": "function", "name": "crm__fetch"}, ["crm__fetch"]),
-        ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "namespace", "name": "crm"}]}, ["crm__fetch", "crm__note"]),
         (
-            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "web_search"}, {"type": "custom", "name": "apply_patch"}]},
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "namespace", "name": "crm"}]},
+            ["crm__fetch", "crm__note"],
+        ),
+        (
+            {
+                "type": "allowed_tools",
+                "mode": "required",
+                "tools": [{"type": "web_search"}, {"type": "custom", "name": "apply_patch"}],
+            },
             ["apply_patch"],
         ),
     ],
 )
-def test_a_choice_names_the_tool_as_the_client_knows_it(connect: Connect, choice: dict[str, Any], names: list[str]) -> None:
+def test_a_choice_names_the_tool_as_the_client_knows_it(
+    connect: Connect, choice: dict[str, Any], names: list[str]
+) -> None:
     engine = ScriptedEngine()
     answer = post(connect, engine, {"tools": [{"type": "web_search"}, PATCH, CRM, FETCH], "tool_choice": choice})
     assert answer.status_code == 200, answer.text
     grammar = engine.submits[0].grammar
     assert grammar is not None
-    assert [name for name in ("apply_patch", "crm__fetch", "crm__note", "fetch") if f"<function={name}>" in grammar.source] == sorted(names)
+    assert [
+        name for name in ("apply_patch", "crm__fetch", "crm__note", "fetch") if f"<function={name}>" in grammar.source
+    ] == sorted(names)
 
 
 @pytest.mark.parametrize(
     ("change", "param"),
     [
         ({"tools": [{**PATCH, "name": None}]}, "tools[0].name"),
-        ({"tools": [{**PATCH, "format": {"type": "grammar", "syntax": "peg", "definition": "x"}}]}, "tools[0].format.syntax"),
+        (
+            {"tools": [{**PATCH, "format": {"type": "grammar", "syntax": "peg", "definition": "x"}}]},
+            "tools[0].format.syntax",
+        ),
         ({"tools": [{**CRM, "tools": [{"type": "web_search"}]}]}, "tools[0].tools[0].type"),
         ({"tools": [CRM, {**FETCH, "name": "crm__fetch"}]}, "tools[1].name"),
         ({"tools": [PATCH, FETCH, FETCH], "tool_choice": "required"}, "tools[2].name"),
         ({"tools": [FETCH, {**PATCH, "name": "fetch"}]}, "tools[1].name"),
         ({"tools": [PATCH], "tool_choice": {"type": "function", "name": "apply_patch"}}, "tool_choice.name"),
-        ({"tools": [CRM, {**CRM, "name": "b"}], "tool_choice": {"type": "function", "name": "fetch"}}, "tool_choice.name"),
+        (
+            {"tools": [CRM, {**CRM, "name": "b"}], "tool_choice": {"type": "function", "name": "fetch"}},
+            "tool_choice.name",
+        ),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         (
-            {"tools": [PATCH], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}},
+            {
+                "tools": [PATCH],
+                "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]},
+            },
             "tool_choice.tools[0].type",
         ),
         (
-            {"tools": [CRM], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "namespace", "name": "x"}]}},
+            {
+                "tools": [CRM],
+                "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "namespace", "name": "x"}]},
+            },
             "tool_choice.tools[0].name",
         ),
-        ({"tools": [CRM], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "custom"}]}}, "tool_choice.tools[0].name"),
         (
-            {"tools": [{"type": "mcp"}, {**CRM, "tools": [{**FETCH, "strict": True, "parameters": {"type": "array"}}]}]},
+            {"tools": [CRM], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "custom"}]}},
+            "tool_choice.tools[0].name",
+        ),
+        (
+            {
+                "tools": [
+                    {"type": "mcp"},
+                    {**CRM, "tools": [{**FETCH, "strict": True, "parameters": {"type": "array"}}]},
+                ]
+            },
             "tools[1].tools[0].parameters",
         ),
-        ({"tools": [{**PATCH, "format": {"type": "grammar", "syntax": "regex", "definition": "([a-z]{9}){900}"}}]}, "tools[0].format.definition"),
+        (
+            {"tools": [{**PATCH, "format": {"type": "grammar", "syntax": "regex", "definition": "([a-z]{9}){900}"}}]},
+            "tools[0].format.definition",
+        ),
         (
             {
                 "tools": [PATCH, FETCH, {**FETCH, "name": "other", "strict": True, "parameters": {"type": "array"}}],
-                "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "other"}]},
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "required",
+                    "tools": [{"type": "function", "name": "other"}],
+                },
             },
             "tools[2].parameters",
         ),

@@ -1,4 +1,5 @@
-"""A server under a path of a proxy's: one that strips the path and one that doesn't see the same server, in a browser, too."""
+"""A server under a path of a proxy's: one that strips the path and one that doesn't see the same server, in a browser,
+too."""
 
 from __future__ import annotations
 
@@ -31,12 +32,16 @@ def test_both_kinds_of_proxy(strips: bool, pipeline: TextPipeline) -> None:
 
     async def ask(client: httpx.AsyncClient) -> None:
         for path in ("/health", "/ready/", "/"):
-            assert (await through(client, strips, "GET", ROOT + path)).status_code == 200, "what needs no key is known by its own path"
+            assert (await through(client, strips, "GET", ROOT + path)).status_code == 200, (
+                "what needs no key is known by its own path"
+            )
         assert (await through(client, strips, "GET", ROOT + "/v1/models")).status_code == 401
         client.headers["x-api-key"] = "key"
         assert (await through(client, strips, "GET", ROOT + "/v1/models")).json()["data"][0]["id"] == "scripted"
         for stream in (False, True):
-            answer = await through(client, strips, "POST", ROOT + "/v1/completions", json=COMPLETION | {"stream": stream})
+            answer = await through(
+                client, strips, "POST", ROOT + "/v1/completions", json=COMPLETION | {"stream": stream}
+            )
             assert (answer.status_code, "well" in answer.text) == (200, True)
         assert (await through(client, strips, "POST", ROOT + "/v1/messages", json={})).json()["type"] == "error"
         document = (await through(client, strips, "GET", ROOT + "/openapi.json")).json()
@@ -69,7 +74,12 @@ def test_the_page_finds_its_files(strips: bool, pipeline: TextPipeline) -> None:
 
 def test_other_paths_stay_as_they_are(pipeline: TextPipeline) -> None:
     async def ask(client: httpx.AsyncClient) -> None:
-        for path in ("/team/modelsx/health", "/team/health", "/v1/team/models/health", "/team/models/team/models/health"):
+        for path in (
+            "/team/modelsx/health",
+            "/team/health",
+            "/v1/team/models/health",
+            "/team/models/team/models/health",
+        ):
             assert (await client.get(path)).status_code == 404
         assert (await client.get("/health")).status_code == 200
 
@@ -80,7 +90,10 @@ def test_without_one_the_document_names_no_server(pipeline: TextPipeline) -> Non
     assert "servers" not in asked(served(pipeline, ServerConfig()), lambda client: client.get("/openapi.json")).json()
 
 
-@pytest.mark.parametrize("path", ["models", "/models/", "/", "//models", "/mod els", "/models?x", "/v1", "/v1/models", "/static", "/../models\n"])
+@pytest.mark.parametrize(
+    "path",
+    ["models", "/models/", "/", "//models", "/mod els", "/models?x", "/v1", "/v1/models", "/static", "/../models\n"],
+)
 def test_what_is_no_root_path(path: str) -> None:
     with pytest.raises(ConfigError, match="root_path="):
         ServerConfig(root_path=path)

@@ -27,7 +27,13 @@ def get(connect: Connect, path: str, engine: ScriptedEngine | None = None) -> ht
 
 def test_models_and_version(connect: Connect) -> None:
     (listed,) = get(connect, "/v1/models").json()["data"]
-    assert listed == {"id": "scripted", "object": "model", "created": 0, "owned_by": "agentspec", "max_model_len": INFO.max_context}
+    assert listed == {
+        "id": "scripted",
+        "object": "model",
+        "created": 0,
+        "owned_by": "agentspec",
+        "max_model_len": INFO.max_context,
+    }
     assert get(connect, "/v1/models/scripted").json() == listed
     assert get(connect, "/version").json() == {"version": version()}
 
@@ -37,7 +43,9 @@ def test_the_sdk_finds_the_model_whatever_its_name(connect: Connect, name: str) 
     engine = ScriptedEngine(info=msgspec.structs.replace(INFO, model_id=name))
 
     async def run() -> str:
-        async with openai.AsyncOpenAI(api_key="none", base_url="http://in-process/v1", http_client=cast(Any, connect(engine))) as client:
+        async with openai.AsyncOpenAI(
+            api_key="none", base_url="http://in-process/v1", http_client=cast(Any, connect(engine))
+        ) as client:
             with pytest.raises(openai.NotFoundError, match="not served here"):
                 await client.models.retrieve("other")
             return (await client.models.retrieve(name)).id
@@ -47,7 +55,10 @@ def test_the_sdk_finds_the_model_whatever_its_name(connect: Connect, name: str) 
 
 def test_health_follows_the_engine(connect: Connect) -> None:
     engine = ScriptedEngine()
-    assert (get(connect, "/health", engine).status_code, get(connect, "/health", engine).json()) == (200, {"status": "ok"})
+    assert (get(connect, "/health", engine).status_code, get(connect, "/health", engine).json()) == (
+        200,
+        {"status": "ok"},
+    )
     engine.alive = False
     assert get(connect, "/health", engine).status_code == 503
 

@@ -1,4 +1,5 @@
-"""Streams over HTTP: one terminal frame whatever happens, the first byte before the last event, and aborts when nobody listens."""
+"""Streams over HTTP: one terminal frame whatever happens, the first byte before the last event, and aborts when nobody
+listens."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def script_of(rng: random.Random) -> list[Any]:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_exactly_one_terminal_frame_for_any_script(connect: Connect, caplog: pytest.LogCaptureFixture, seed: int) -> None:
+def test_exactly_one_terminal_frame_for_any_script(
+    connect: Connect, caplog: pytest.LogCaptureFixture, seed: int
+) -> None:
     caplog.set_level(logging.CRITICAL)
     rng = random.Random(seed)
     script = script_of(rng)
@@ -55,7 +58,9 @@ def test_exactly_one_terminal_frame_for_any_script(connect: Connect, caplog: pyt
 
     async def run() -> httpx.Response:
         async with connect(ScriptedEngine(script)) as client:
-            return await client.post(path, json=body | options | {"return_token_ids": rng.random() < 0.5, "n": num_choices})
+            return await client.post(
+                path, json=body | options | {"return_token_ids": rng.random() < 0.5, "n": num_choices}
+            )
 
     response = asyncio.run(run())
     num_tokens = next((index for index, step in enumerate(script) if not isinstance(step, TokensEvent)), len(script))
@@ -69,7 +74,9 @@ def test_exactly_one_terminal_frame_for_any_script(connect: Connect, caplog: pyt
     *frames, rest = [frame.removeprefix("data: ") for frame in response.text.split("\n\n")]
     assert rest == "", seed
     bodies = [json.loads(frame) for frame in frames if frame != "[DONE]"]
-    reasons = [choice["finish_reason"] for body in bodies for choice in body.get("choices", []) if choice["finish_reason"]]
+    reasons = [
+        choice["finish_reason"] for body in bodies for choice in body.get("choices", []) if choice["finish_reason"]
+    ]
     errors = [body for body in bodies if "error" in body]
     assert "late" not in response.text, seed
     if is_finish:
@@ -94,7 +101,14 @@ def test_exactly_one_terminal_frame_for_any_script(connect: Connect, caplog: pyt
 )
 @pytest.mark.parametrize("stream", [True, False])
 def test_errors_before_the_first_event_choose_the_status(
-    connect: Connect, path: str, body: dict[str, Any], stream: bool, error: Exception, status: int, param: str | None, code: str
+    connect: Connect,
+    path: str,
+    body: dict[str, Any],
+    stream: bool,
+    error: Exception,
+    status: int,
+    param: str | None,
+    code: str,
 ) -> None:
     async def run() -> httpx.Response:
         async with connect(ScriptedEngine([error])) as client:
@@ -109,7 +123,9 @@ def test_errors_before_the_first_event_choose_the_status(
 
 
 @pytest.mark.parametrize(("path", "body"), PATHS)
-def test_the_first_text_arrives_before_the_last_event_is_made(connect: Connect, path: str, body: dict[str, Any]) -> None:
+def test_the_first_text_arrives_before_the_last_event_is_made(
+    connect: Connect, path: str, body: dict[str, Any]
+) -> None:
     async def run() -> None:
         go_on = asyncio.Event()
         engine = ScriptedEngine([*said("first"), go_on, *said("second"), ended()])
@@ -137,7 +153,9 @@ def test_closing_a_stream_aborts_the_request(connect: Connect, path: str, body: 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(("path", "body"), PATHS)
-def test_leaving_before_the_answer_aborts_the_request(connect: Connect, path: str, body: dict[str, Any], stream: bool) -> None:
+def test_leaving_before_the_answer_aborts_the_request(
+    connect: Connect, path: str, body: dict[str, Any], stream: bool
+) -> None:
     async def run() -> None:
         engine = ScriptedEngine([asyncio.Event(), ended()])
         async with connect(engine) as client:
@@ -173,12 +191,18 @@ def test_other_routes(connect: Connect) -> None:
         engine = ScriptedEngine()
         async with connect(engine) as client:
             models = (await client.get("/v1/models")).json()
-            assert models["data"] == [{"id": "scripted", "object": "model", "created": 0, "owned_by": "agentspec", "max_model_len": 4096}]
+            assert models["data"] == [
+                {"id": "scripted", "object": "model", "created": 0, "owned_by": "agentspec", "max_model_len": 4096}
+            ]
             assert (await client.get("/stats")).json() == {"requests": 0}
             assert (await client.get("/health")).status_code == 200
             engine.alive = False
             assert (await client.get("/health")).status_code == 503
-            for method, path, status in (("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405), ("GET", "/docs", 404)):
+            for method, path, status in (
+                ("GET", "/v1/nothing", 404),
+                ("GET", "/v1/completions", 405),
+                ("GET", "/docs", 404),
+            ):
                 response = await client.request(method, path)
                 assert response.status_code == status
                 assert path in response.json()["error"]["message"]
@@ -189,7 +213,11 @@ def test_other_routes(connect: Connect) -> None:
 def test_bodies_that_are_no_json_or_too_large(connect: Connect) -> None:
     async def run() -> None:
         async with connect(ScriptedEngine(), max_body_bytes=100) as client:
-            for content, status, code in ((b"{", 400, "invalid_json"), (b"\xff", 400, "invalid_json"), (b" " * 101, 413, "body_too_large")):
+            for content, status, code in (
+                (b"{", 400, "invalid_json"),
+                (b"\xff", 400, "invalid_json"),
+                (b" " * 101, 413, "body_too_large"),
+            ):
                 response = await client.post("/v1/completions", content=content)
                 assert (response.status_code, response.json()["error"]["code"]) == (status, code)
 

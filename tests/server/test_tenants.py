@@ -1,4 +1,5 @@
-"""What keys keep from each other: cached prefixes, turns, stored responses and sessions. Over HTTP, as clients meet it."""
+"""What keys keep from each other: cached prefixes, turns, stored responses and sessions. Over HTTP, as clients meet
+it."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ CALL_TEXT = f"<think>\n{THOUGHT}\n</think>\n\n<tool_call>\n<function=look>\n<par
 PARAMETERS = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}
 USER: dict[str, Any] = {"role": "user", "content": "Look at it."}
 FUNCTION = {"name": "look", "parameters": PARAMETERS}
-CHAT: dict[str, Any] = {"model": "scripted", "tools": [{"type": "function", "function": FUNCTION}], "cache_salt": "common"}
+CHAT: dict[str, Any] = {
+    "model": "scripted",
+    "tools": [{"type": "function", "function": FUNCTION}],
+    "cache_salt": "common",
+}
 
 Ask = Callable[[httpx.AsyncClient], Awaitable[None]]
 
@@ -36,7 +41,9 @@ def asked(engine: EngineClient, text: TextPipeline | None, ask: Ask, config: Ser
     door = Door(create_app(engine, text), config or ServerConfig(api_keys=KEYS), max_running=4)
 
     async def run() -> None:
-        async with httpx.AsyncClient(transport=InProcessTransport(door), base_url="http://in-process", timeout=None) as client:
+        async with httpx.AsyncClient(
+            transport=InProcessTransport(door), base_url="http://in-process", timeout=None
+        ) as client:
             await ask(client)
 
     asyncio.run(run())
@@ -59,7 +66,9 @@ def test_each_key_has_prefixes_of_its_own(path: str, pipeline: TextPipeline) -> 
     async def ask(client: httpx.AsyncClient) -> None:
         for headers in (A, B):
             for salt in salts:
-                assert (await client.post(path, json=BODIES[path] | {"cache_salt": salt}, headers=headers)).status_code == 200
+                assert (
+                    await client.post(path, json=BODIES[path] | {"cache_salt": salt}, headers=headers)
+                ).status_code == 200
         assert (await client.post(path, json=BODIES[path], headers=A)).status_code == 200
 
     asked(engine, pipeline, ask)
@@ -76,7 +85,9 @@ def test_without_keys_the_salt_alone_counts(path: str, pipeline: TextPipeline) -
     async def ask(client: httpx.AsyncClient) -> None:
         for headers in ({}, A):
             assert (await client.post(path, json=BODIES[path], headers=headers)).status_code == 200
-        assert (await client.post(path, json=BODIES[path] | {"cache_salt": "s"}, headers={"x-session-id": "mine"})).status_code == 200
+        assert (
+            await client.post(path, json=BODIES[path] | {"cache_salt": "s"}, headers={"x-session-id": "mine"})
+        ).status_code == 200
 
     asked(engine, pipeline, ask, ServerConfig())
     assert [submit.namespace for submit in engine.submits] == ["", "", "s"]
@@ -90,7 +101,9 @@ def test_keys_do_not_meet_in_a_session(pipeline: TextPipeline) -> None:
     async def ask(client: httpx.AsyncClient) -> None:
         for headers in (A, B, A):
             body = BODIES["/v1/completions"]
-            assert (await client.post("/v1/completions", json=body, headers={**headers, "x-session-id": "s"})).status_code == 200
+            assert (
+                await client.post("/v1/completions", json=body, headers={**headers, "x-session-id": "s"})
+            ).status_code == 200
         assert (await client.post("/v1/completions", json=body, headers=A)).status_code == 200
 
     asked(engine, pipeline, ask)
@@ -127,12 +140,18 @@ def test_reasoning_does_not_cross_by_the_ids_of_calls(pipeline: TextPipeline) ->
         message = await called(client)
         shown = {}
         for name, headers in (("A", A), ("B", B)):
-            rendered = await client.post("/v1/chat/completions/render", json=CHAT | {"messages": returned(message)}, headers=headers)
+            rendered = await client.post(
+                "/v1/chat/completions/render", json=CHAT | {"messages": returned(message)}, headers=headers
+            )
             shown[name] = rendered.json()["prompt"]
         assert THOUGHT in shown["A"], "the client's own turn has its reasoning again"
         assert THOUGHT not in shown["B"]
         counted = [
-            (await client.post("/tokenize", json={"messages": returned(message), "tools": CHAT["tools"]} | salt, headers=headers)).json()["count"]
+            (
+                await client.post(
+                    "/tokenize", json={"messages": returned(message), "tools": CHAT["tools"]} | salt, headers=headers
+                )
+            ).json()["count"]
             for headers, salt in ((A, {"cache_salt": "common"}), (B, {"cache_salt": "common"}), (B, {}))
         ]
         assert counted[0] > counted[1] == counted[2], "nor by the number of tokens"
@@ -146,7 +165,9 @@ def test_a_salt_keeps_reasoning_to_itself_too(pipeline: TextPipeline) -> None:
     async def ask(client: httpx.AsyncClient) -> None:
         messages = returned(await called(client))
         shown = [
-            (await client.post("/v1/chat/completions/render", json=CHAT | {"messages": messages, "cache_salt": salt})).json()["prompt"]
+            (
+                await client.post("/v1/chat/completions/render", json=CHAT | {"messages": messages, "cache_salt": salt})
+            ).json()["prompt"]
             for salt in ("common", "other")
         ]
         assert [THOUGHT in prompt for prompt in shown] == [True, False]
@@ -165,7 +186,9 @@ def test_responses_are_stored_for_their_key_alone(pipeline: TextPipeline) -> Non
         async def tried(response_id: str, item_id: str, headers: dict[str, str]) -> list[tuple[int, str]]:
             path = f"/v1/responses/{response_id}"
             following = BODIES["/v1/responses"] | {"previous_response_id": response_id}
-            naming = BODIES["/v1/responses"] | {"input": [{"type": "item_reference", "id": item_id}, {"role": "user", "content": "y"}]}
+            naming = BODIES["/v1/responses"] | {
+                "input": [{"type": "item_reference", "id": item_id}, {"role": "user", "content": "y"}]
+            }
             answers = [
                 await client.get(path, headers=headers),
                 await client.get(f"{path}/input_items", headers=headers),
@@ -174,7 +197,10 @@ def test_responses_are_stored_for_their_key_alone(pipeline: TextPipeline) -> Non
                 await client.post("/v1/responses", json=naming, headers=headers),
                 await client.delete(path, headers=headers),
             ]
-            return [(answer.status_code, answer.text.replace(response_id, "ID").replace(item_id, "ID")) for answer in answers]
+            return [
+                (answer.status_code, answer.text.replace(response_id, "ID").replace(item_id, "ID"))
+                for answer in answers
+            ]
 
         unknown = await tried("resp_unknown", "msg_unknown", B)
         assert {status for status, _ in unknown} == {404}
@@ -208,7 +234,11 @@ def test_a_key_that_stores_much_pushes_out_its_own_responses(bounds: dict[str, A
 
 def test_a_key_does_not_see_what_another_has_cached() -> None:
     """With the real engine and cache: by usage, which timing follows."""
-    body = {"model": "tiny-agent", "messages": [{"role": "user", "content": "What is the status of order O-4071? " * 4}], "max_tokens": 3}
+    body = {
+        "model": "tiny-agent",
+        "messages": [{"role": "user", "content": "What is the status of order O-4071? " * 4}],
+        "max_tokens": 3,
+    }
 
     async def ask(client: httpx.AsyncClient) -> None:
         cached = []
@@ -221,7 +251,9 @@ def test_a_key_does_not_see_what_another_has_cached() -> None:
     async def run() -> None:
         async with AsyncEngine(EngineConfig()) as engine:
             door = Door(engine.app, ServerConfig(api_keys=KEYS), max_running=4)
-            async with httpx.AsyncClient(transport=InProcessTransport(door), base_url="http://in-process", timeout=None) as client:
+            async with httpx.AsyncClient(
+                transport=InProcessTransport(door), base_url="http://in-process", timeout=None
+            ) as client:
                 await ask(client)
 
     asyncio.run(run())

@@ -1,4 +1,5 @@
-"""A token limit beyond the context: clamped to the room behind the prompt, and said by header and usage, whatever API asked."""
+"""A token limit beyond the context: clamped to the room behind the prompt, and said by header and usage, whatever API
+asked."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ def told(response: httpx.Response, *, stream: bool) -> tuple[str | None, int | N
 @pytest.mark.parametrize("path", LIMITS)
 def test_every_api_clamps_and_says_so(path: str, stream: bool, connect: Connect) -> None:
     body, field = LIMITS[path]
-    streamed = {"stream": stream} | ({"stream_options": {"include_usage": True}} if stream and path.endswith("completions") else {})
+    streamed = {"stream": stream} | (
+        {"stream_options": {"include_usage": True}} if stream and path.endswith("completions") else {}
+    )
     engine = ScriptedEngine([*said("a"), ended()])
     response = post(connect, engine, path, {**body, **streamed, field: 10**9})
     room = INFO.max_context - len(engine.submits[0].prompt_ids)
@@ -71,7 +74,9 @@ def test_every_api_clamps_and_says_so(path: str, stream: bool, connect: Connect)
 
 def test_the_newer_name_of_chats_limit_is_clamped_too(connect: Connect) -> None:
     engine = ScriptedEngine([*said("a"), ended()])
-    response = post(connect, engine, "/v1/chat/completions", {"messages": MESSAGES, "max_completion_tokens": 5000, "n": 2})
+    response = post(
+        connect, engine, "/v1/chat/completions", {"messages": MESSAGES, "max_completion_tokens": 5000, "n": 2}
+    )
     room = INFO.max_context - len(engine.submits[0].prompt_ids)
     assert [submit.sampling.max_tokens for submit in engine.submits] == [room, room]
     assert told(response, stream=False) == (str(room), room)
@@ -88,8 +93,12 @@ def test_without_a_limit_nothing_is_clamped(connect: Connect) -> None:
 
 def test_of_several_prompts_the_smallest_room_is_told(connect: Connect) -> None:
     engine = ScriptedEngine([*said("a"), ended()])
-    response = post(connect, engine, "/v1/completions", {"prompt": [[5] * 10, [5] * 90, [5] * 4096], "max_tokens": 4050})
-    assert [submit.sampling.max_tokens for submit in engine.submits] == [4050, 4006, 4050], "the last is the engine's to refuse"
+    response = post(
+        connect, engine, "/v1/completions", {"prompt": [[5] * 10, [5] * 90, [5] * 4096], "max_tokens": 4050}
+    )
+    assert [submit.sampling.max_tokens for submit in engine.submits] == [4050, 4006, 4050], (
+        "the last is the engine's to refuse"
+    )
     assert told(response, stream=False) == ("4006", 4006)
 
 
@@ -107,5 +116,8 @@ def test_what_has_no_room_for_its_least_goes_to_the_engine_as_it_came(connect: C
 
 def test_a_prompt_alone_may_fill_the_context(connect: Connect) -> None:
     engine = ScriptedEngine([ended()])
-    assert told(post(connect, engine, "/v1/completions", {"prompt": [5] * 4096, "max_tokens": 0}), stream=False) == (None, None)
+    assert told(post(connect, engine, "/v1/completions", {"prompt": [5] * 4096, "max_tokens": 0}), stream=False) == (
+        None,
+        None,
+    )
     assert engine.submits[0].sampling.max_tokens == 0

@@ -1,4 +1,5 @@
-"""/tokenize, /detokenize, /v1/chat/completions/render and /tokenizer_info: the very prompt that a chat would be answered from."""
+"""/tokenize, /detokenize, /v1/chat/completions/render and /tokenizer_info: the very prompt that a chat would be
+answered from."""
 
 from __future__ import annotations
 
@@ -22,10 +23,17 @@ from tests.fakes.text import TEMPLATE_FILE, byte_backend, write_text_assets
 Connect = Callable[..., httpx.AsyncClient]
 
 USER = {"role": "user", "content": "héllo"}
-TOOLS = [{"type": "function", "function": {"name": "get", "parameters": {"type": "object", "properties": {"id": {"type": "string"}}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "get", "parameters": {"type": "object", "properties": {"id": {"type": "string"}}}},
+    }
+]
 
 
-def post(connect: Connect, *requests: tuple[str, Any], engine: ScriptedEngine | None = None, **overrides: Any) -> list[httpx.Response]:
+def post(
+    connect: Connect, *requests: tuple[str, Any], engine: ScriptedEngine | None = None, **overrides: Any
+) -> list[httpx.Response]:
     async def run() -> list[httpx.Response]:
         async with connect(engine or ScriptedEngine(), **overrides) as client:
             return [await client.post(path, json=body) for path, body in requests]
@@ -70,7 +78,9 @@ def test_messages_become_what_chat_sends_to_the_engine(connect: Connect) -> None
     body = rendered.json()
     assert body["token_ids"] == list(submit.prompt_ids)
     assert body["prompt"].endswith("<|im_start|>user\nhéllo<|im_end|>\n<|im_start|>assistant\n<think>\n")
-    assert body["breakpoints"] == [{"offset": mark.offset, "kind": mark.kind.name.lower()} for mark in submit.breakpoints]
+    assert body["breakpoints"] == [
+        {"offset": mark.offset, "kind": mark.kind.name.lower()} for mark in submit.breakpoints
+    ]
     assert {mark["kind"] for mark in body["breakpoints"]} == {"system", "user"}
     assert (body["sampling_params"]["seed"], body["session_id"], body["grammar"]) == (3, "p", None)
     assert (body["count"], body["model"]) == (len(submit.prompt_ids), "scripted")
@@ -97,7 +107,8 @@ def test_a_prompt_may_end_where_vllms_would(connect: Connect, pipeline: TextPipe
 
 
 def test_a_returned_turn_is_counted_as_it_was_generated(connect: Connect) -> None:
-    """The scripted turn has an added token where no template would write it; in a client's words the same text is spelled in single bytes."""
+    """The scripted turn has an added token where no template would write it; in a client's words the same text is
+    spelled in single bytes."""
     word = "</tool_response>"
     token = Tokenizer(byte_backend()).encode(word)
     engine = ScriptedEngine([TokensEvent(request_id="", token_ids=token, text=word), ended()])
@@ -154,7 +165,9 @@ def test_detokenize_refuses_by_name(connect: Connect, body: Any, field: str) -> 
 def test_another_model_is_not_found(connect: Connect) -> None:
     paths = ["/tokenize", "/detokenize", "/v1/chat/completions/render"]
     bodies: list[dict[str, Any]] = [{"prompt": "a"}, {"tokens": [1]}, {"messages": [USER]}]
-    for response in post(connect, *[(path, {**body, "model": "other"}) for path, body in zip(paths, bodies, strict=True)]):
+    for response in post(
+        connect, *[(path, {**body, "model": "other"}) for path, body in zip(paths, bodies, strict=True)]
+    ):
         assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 
 
@@ -180,7 +193,13 @@ def info_of(connect: Connect, text: TextPipeline | None) -> httpx.Response:
 def test_what_the_checkpoint_says_of_its_tokenizer(connect: Connect, tmp_path: Path) -> None:
     write_text_assets(tmp_path)
     end = {"content": "<|im_end|>", "special": True}
-    config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": end, "bos_token": None, "model_max_length": 99, "vocab_file": "/somewhere/vocab.json"}
+    config = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "eos_token": end,
+        "bos_token": None,
+        "model_max_length": 99,
+        "vocab_file": "/somewhere/vocab.json",
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     told = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "bos_token": None, "model_max_length": 99}
     tokenizer = Tokenizer.from_directory(tmp_path)
@@ -198,10 +217,14 @@ def test_without_a_tokenizer_there_is_nothing_to_say_of_it(connect: Connect) -> 
 
 def test_a_template_in_place_of_the_checkpoints_own(connect: Connect, tmp_path: Path) -> None:
     file = tmp_path / "own.jinja"
-    file.write_text("{% for message in messages %}[{{ message.role }}] {{ message.content }}{{ eos_token }}{% endfor %}")
+    file.write_text(
+        "{% for message in messages %}[{{ message.role }}] {{ message.content }}{{ eos_token }}{% endfor %}"
+    )
     tokenizer = Tokenizer.from_directory(bundled.DIRECTORY)
     text = TextPipeline.from_checkpoint(tokenizer, bundled.DIRECTORY, chat_template=file)
-    (rendered,) = post(connect, ("/v1/chat/completions/render", {"model": "scripted", "messages": [USER]}), pipeline=text)
+    (rendered,) = post(
+        connect, ("/v1/chat/completions/render", {"model": "scripted", "messages": [USER]}), pipeline=text
+    )
     assert rendered.json()["prompt"] == "[user] héllo<|im_end|>", "with the checkpoint's own tokens"
     assert info_of(connect, text).json()["chat_template"] == file.read_text()
 

@@ -32,7 +32,8 @@ def test_the_app_sees_the_request_and_the_caller_the_answer() -> None:
         await send(START | {"status": 201})
         await send(
             part(
-                f"{scope['method']} {scope['path']}?{scope['query_string'].decode()} {headers[b'x-a'].decode()} {body.decode()}".encode(), more=False
+                f"{scope['method']} {scope['path']}?{scope['query_string'].decode()} {headers[b'x-a'].decode()} {body.decode()}".encode(),
+                more=False,
             )
         )
         assert (await receive())["type"] == "http.disconnect"

@@ -1,4 +1,5 @@
-"""Fields that nobody knows are left out, and said so: to the client, in the log and in /metrics. And docs/api.md says what the tables say."""
+"""Fields that nobody knows are left out, and said so: to the client, in the log and in /metrics. And docs/api.md says
+what the tables say."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ Connect = Callable[..., httpx.AsyncClient]
 CHAT: dict[str, Any] = {"model": INFO.model_id, "messages": [{"role": "user", "content": "hi"}]}
 
 
-def post(connect: Connect, *bodies: dict[str, Any], path: str = "/v1/chat/completions", **options: Any) -> tuple[list[httpx.Response], str]:
+def post(
+    connect: Connect, *bodies: dict[str, Any], path: str = "/v1/chat/completions", **options: Any
+) -> tuple[list[httpx.Response], str]:
     """The answers, and what /metrics says then."""
 
     async def run() -> tuple[list[httpx.Response], str]:
@@ -31,7 +34,9 @@ def post(connect: Connect, *bodies: dict[str, Any], path: str = "/v1/chat/comple
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_says_what_was_left_out(connect: Connect, stream: bool) -> None:
-    (plain, odd), metrics = post(connect, {**CHAT, "stream": stream}, {**CHAT, "stream": stream, "colour": "red", "mood": None})
+    (plain, odd), metrics = post(
+        connect, {**CHAT, "stream": stream}, {**CHAT, "stream": stream, "colour": "red", "mood": None}
+    )
     assert (plain.status_code, odd.status_code) == (200, 200)
     assert HEADER not in plain.headers
     assert odd.headers[HEADER] == "colour, mood"

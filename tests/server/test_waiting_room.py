@@ -1,4 +1,5 @@
-"""A server before its engine is loaded: 503 that says what the start is at, in the shape of each API, then the real app."""
+"""A server before its engine is loaded: 503 that says what the start is at, in the shape of each API, then the real
+app."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from tests.fakes.engine_client import ScriptedEngine
 def test_until_there_is_an_app_every_answer_is_503() -> None:
     async def run() -> None:
         room = WaitingRoom(lambda: "compiling kernels (3 of 134)", lambda: 4.21)
-        async with httpx.AsyncClient(transport=InProcessTransport(room), base_url="http://in-process", timeout=None) as client:
+        async with httpx.AsyncClient(
+            transport=InProcessTransport(room), base_url="http://in-process", timeout=None
+        ) as client:
             health = await client.get("/health")
             assert (health.status_code, health.headers["retry-after"]) == (503, "2")
             assert health.json() == {"status": "loading", "stage": "compiling kernels (3 of 134)", "seconds": 4.2}

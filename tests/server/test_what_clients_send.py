@@ -1,6 +1,8 @@
-"""What clients of all kinds send beside what the APIs document, through the app: the prompt that it makes, what of it is noted, what is refused.
+"""What clients of all kinds send beside what the APIs document, through the app: the prompt that it makes, what of it
+is noted, what is refused.
 
-Each case stands for a client that was seen to send it. Forms that need more than one request are tested where their endpoint is.
+Each case stands for a client that was seen to send it. Forms that need more than one request are tested where their
+endpoint is.
 """
 
 from __future__ import annotations
@@ -73,18 +75,37 @@ SAME: list[tuple[str, Body, Body]] = [
     # Histories as clients return them
     (CHAT, {"messages": LOOPED}, thought(reasoning="hm")),
     (CHAT, {"messages": LOOPED}, thought(thinking="hm")),
-    (CHAT, {"messages": LOOPED}, thought(reasoning_details=[{"type": "reasoning.text", "text": "hm", "signature": None, "index": 0}])),
+    (
+        CHAT,
+        {"messages": LOOPED},
+        thought(reasoning_details=[{"type": "reasoning.text", "text": "hm", "signature": None, "index": 0}]),
+    ),
     (CHAT, {"messages": LOOPED}, thought(thinking_blocks=[THINKING])),
-    (CHAT, {"messages": LOOPED}, thought(reasoning_content="hm", reasoning="hm", provider_specific_fields={"reasoning_content": "hm"})),
-    (CHAT, {"messages": PLAIN_CHAT}, thought(parsed={"x": 1}, images=[], annotations=[], phase="commentary", extra_content={"google": {}})),
-    (CHAT, {"messages": PLAIN_CHAT}, thought(refusal=None, audio=None, function_call=None, provider_specific_fields=None, thinking_blocks=None)),
+    (
+        CHAT,
+        {"messages": LOOPED},
+        thought(reasoning_content="hm", reasoning="hm", provider_specific_fields={"reasoning_content": "hm"}),
+    ),
+    (
+        CHAT,
+        {"messages": PLAIN_CHAT},
+        thought(parsed={"x": 1}, images=[], annotations=[], phase="commentary", extra_content={"google": {}}),
+    ),
+    (
+        CHAT,
+        {"messages": PLAIN_CHAT},
+        thought(refusal=None, audio=None, function_call=None, provider_specific_fields=None, thinking_blocks=None),
+    ),
     (
         CHAT,
         {"messages": PLAIN_CHAT},
         {
             "messages": [
                 user([text("q", **MARK)], name=None),
-                assistant([text("a")], tool_calls=[call(index=0, extra_content={}, function={**CALLED, "parsed_arguments": {"a": "b"}})]),
+                assistant(
+                    [text("a")],
+                    tool_calls=[call(index=0, extra_content={}, function={**CALLED, "parsed_arguments": {"a": "b"}})],
+                ),
                 {**RESULT, "content": [text("r", **MARK)], "name": "f"},
             ]
         },
@@ -95,7 +116,11 @@ SAME: list[tuple[str, Body, Body]] = [
         {"messages": [user(), assistant("ab"), user()]},
         {"messages": [user([text("q", "input_text")]), assistant([REFUSED_PART, SAID_PART]), user()]},
     ),
-    (RESPONSES, {"input": [user(), assistant("ab"), user()]}, {"input": [user(), assistant([REFUSED_PART, SAID_PART]), user()]}),
+    (
+        RESPONSES,
+        {"input": [user(), assistant("ab"), user()]},
+        {"input": [user(), assistant([REFUSED_PART, SAID_PART]), user()]},
+    ),
     (CHAT, {"messages": PLAIN_CHAT, "tools": [TOOL]}, {"messages": PLAIN_CHAT, "tools": [{**TOOL, **MARK}]}),
     # Roles
     (
@@ -105,8 +130,16 @@ SAME: list[tuple[str, Body, Body]] = [
             "messages": [{"role": "developer", "content": "s"}, {"role": "system", "content": [text("t")]}, user()],
         },
     ),
-    (RESPONSES, {"instructions": "s\n\nt", "input": "q"}, {"instructions": "s", "input": [{"role": "developer", "content": "t"}, user()]}),
-    (MESSAGES, {"system": "s\n\nt", "messages": [user()]}, {"system": "s", "messages": [{"role": "system", "content": "t"}, user()]}),
+    (
+        RESPONSES,
+        {"instructions": "s\n\nt", "input": "q"},
+        {"instructions": "s", "input": [{"role": "developer", "content": "t"}, user()]},
+    ),
+    (
+        MESSAGES,
+        {"system": "s\n\nt", "messages": [user()]},
+        {"system": "s", "messages": [{"role": "system", "content": "t"}, user()]},
+    ),
     # Responses
     (
         RESPONSES,
@@ -116,7 +149,14 @@ SAME: list[tuple[str, Body, Body]] = [
                 user([text("q", "input_text")], type="message", id=None, status=None),
                 {**THOUGHT, "id": "rs_1", "status": None, "encrypted_content": None},
                 {**SAID, "id": None, "status": "completed", "phase": "commentary", "parsed": None},
-                {**ITEM, "id": "fc_1", "status": "completed", "parsed_arguments": {"a": "b"}, "namespace": None, "caller": None},
+                {
+                    **ITEM,
+                    "id": "fc_1",
+                    "status": "completed",
+                    "parsed_arguments": {"a": "b"},
+                    "namespace": None,
+                    "caller": None,
+                },
                 {**OUTPUT, "id": None, "status": None, "output": [text("r", "input_text")]},
             ]
         },
@@ -144,7 +184,13 @@ SAME: list[tuple[str, Body, Body]] = [
         {
             "messages": [
                 user([text("q", **MARK, citations=None)]),
-                assistant([{**THINKING, "signature": ""}, text("a", citations=[]), {**USE, "caller": {"type": "direct"}, **MARK}]),
+                assistant(
+                    [
+                        {**THINKING, "signature": ""},
+                        text("a", citations=[]),
+                        {**USE, "caller": {"type": "direct"}, **MARK},
+                    ]
+                ),
                 user([{**USED, "content": [text("r")], "is_error": False}]),
             ],
             "tools": [{**OWN, "type": "custom", "eager_input_streaming": True, "defer_loading": False}],
@@ -182,15 +228,33 @@ SAME: list[tuple[str, Body, Body]] = [
 ]
 """By path: two bodies that make the same prompt, of which nothing is noted."""
 
-ASKS_LATER = [user(), assistant("a"), {"role": "system", "content": "s"}, user("p"), {"role": "developer", "content": "t"}]
+ASKS_LATER = [
+    user(),
+    assistant("a"),
+    {"role": "system", "content": "s"},
+    user("p"),
+    {"role": "developer", "content": "t"},
+]
 PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AAAA"}}
 NOTED: list[tuple[str, Body, str]] = [
     (CHAT, {"messages": [user()], "colour": "red"}, "colour"),
     (RESPONSES, {"input": "q", "tools": [FUNCTION, {"type": "web_search"}]}, "tools.web_search"),
-    (RESPONSES, {"input": [user(), {"type": "web_search_call", "id": "ws_1", "status": "completed"}]}, "input.web_search_call"),
-    (RESPONSES, {"input": [user(), {"type": "reasoning", "summary": [], "encrypted_content": "gAAA"}]}, "input.encrypted_content"),
+    (
+        RESPONSES,
+        {"input": [user(), {"type": "web_search_call", "id": "ws_1", "status": "completed"}]},
+        "input.web_search_call",
+    ),
+    (
+        RESPONSES,
+        {"input": [user(), {"type": "reasoning", "summary": [], "encrypted_content": "gAAA"}]},
+        "input.encrypted_content",
+    ),
     (RESPONSES, {"input": "q", "include": ["dreams"]}, "include.dreams"),
-    (MESSAGES, {"messages": [user()], "tools": [OWN, {"type": "web_search_20250305", "name": "web_search"}]}, "tools[web_search_20250305]"),
+    (
+        MESSAGES,
+        {"messages": [user()], "tools": [OWN, {"type": "web_search_20250305", "name": "web_search"}]},
+        "tools[web_search_20250305]",
+    ),
     (MESSAGES, {"messages": [user([text("q"), PDF])]}, "messages[document]"),
 ]
 """Taken, and named in the header; refused by strict servers."""
@@ -199,17 +263,33 @@ REFUSED: list[tuple[str, Body, str]] = [
     (CHAT, {"messages": [user()], "n": 129}, "n"),
     (CHAT, {"messages": [user()], "response_format": {"type": "xml"}}, "response_format.type"),
     (CHAT, {"messages": [user()], "tools": [{"type": "web_search"}]}, "tools[0].type"),
-    (CHAT, {"messages": [user(), assistant("a"), user([{"type": "image_url", "image_url": {"url": "u"}}])]}, "messages[2].content[0].type"),
+    (
+        CHAT,
+        {"messages": [user(), assistant("a"), user([{"type": "image_url", "image_url": {"url": "u"}}])]},
+        "messages[2].content[0].type",
+    ),
     (CHAT, {"messages": [user(), assistant("a")], "add_generation_prompt": False}, "add_generation_prompt"),
-    (RESPONSES, {"input": "q", "tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+    (
+        RESPONSES,
+        {"input": "q", "tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}},
+        "tool_choice.type",
+    ),
     (RESPONSES, {"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id"),
     (RESPONSES, {"input": "q", "background": True}, "background"),
     (
         MESSAGES,
-        {"messages": [user()], "tools": [{"type": "web_search_20250305", "name": "w"}], "tool_choice": {"type": "tool", "name": "w"}},
+        {
+            "messages": [user()],
+            "tools": [{"type": "web_search_20250305", "name": "w"}],
+            "tool_choice": {"type": "tool", "name": "w"},
+        },
         "tool_choice.name",
     ),
-    (MESSAGES, {"messages": [user()], "context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management.edits[0].type"),
+    (
+        MESSAGES,
+        {"messages": [user()], "context_management": {"edits": [{"type": "compact_20260112"}]}},
+        "context_management.edits[0].type",
+    ),
     (MESSAGES, {"messages": [user(), assistant([USE])]}, "messages[1].role"),
 ]
 """What would change the answer, by the name of the field."""
@@ -222,7 +302,10 @@ def fields_of(path: str) -> Body:
 def post(connect: Connect, engine: ScriptedEngine, *asked: tuple[str, Body], **settings: Any) -> list[httpx.Response]:
     async def run() -> list[httpx.Response]:
         async with connect(engine, **settings) as client:
-            return [await client.post(path, json=body, headers={"anthropic-beta": "some-2025-01-01"}) for path, body in asked]
+            return [
+                await client.post(path, json=body, headers={"anthropic-beta": "some-2025-01-01"})
+                for path, body in asked
+            ]
 
     return asyncio.run(run())
 
@@ -242,17 +325,23 @@ def test_it_means_the_same(connect: Connect, path: str, plain: Body, sent: Body)
 def test_it_counts_the_same(connect: Connect, path: str, plain: Body, sent: Body) -> None:
     engine = ScriptedEngine([*said("x"), ended()])
     counted = {name: value for name, value in sent.items() if path != CHAT or name in ("messages", "tools")}
-    count, answer = post(connect, engine, (COUNTING[path], {"model": INFO.model_id} | counted), (path, fields_of(path) | sent))
+    count, answer = post(
+        connect, engine, (COUNTING[path], {"model": INFO.model_id} | counted), (path, fields_of(path) | sent)
+    )
     assert (count.status_code, answer.status_code) == (200, 200), count.text
     assert HEADER not in count.headers
-    assert next(count.json()[name] for name in ("input_tokens", "count") if name in count.json()) == len(engine.submits[0].prompt_ids)
+    assert next(count.json()[name] for name in ("input_tokens", "count") if name in count.json()) == len(
+        engine.submits[0].prompt_ids
+    )
 
 
 @pytest.mark.parametrize(
-    ("path", "body"), [(CHAT, {"messages": ASKS_LATER}), (MESSAGES, {"messages": ASKS_LATER}), (RESPONSES, {"input": ASKS_LATER})]
+    ("path", "body"),
+    [(CHAT, {"messages": ASKS_LATER}), (MESSAGES, {"messages": ASKS_LATER}), (RESPONSES, {"input": ASKS_LATER})],
 )
 def test_system_messages_may_stand_anywhere(connect: Connect, pipeline: TextPipeline, path: str, body: Body) -> None:
-    """This template writes them where they stand; what becomes of them elsewhere is tests/text/test_system_messages.py's business."""
+    """This template writes them where they stand; what becomes of them elsewhere is
+    tests/text/test_system_messages.py's business."""
     engine = ScriptedEngine()
     (answer,) = post(connect, engine, (path, fields_of(path) | body))
     assert answer.status_code == 200, answer.text

@@ -23,7 +23,13 @@ TOOLS: list[dict[str, Any]] = [
             },
         },
     },
-    {"type": "function", "function": {"name": "write_file", "parameters": {"type": "object", "properties": {"path": {"type": "string"}}}}},
+    {
+        "type": "function",
+        "function": {
+            "name": "write_file",
+            "parameters": {"type": "object", "properties": {"path": {"type": "string"}}},
+        },
+    },
 ]
 
 SYSTEM = {"role": "system", "content": "You help with travel. Zürich, 東京 and é."}
@@ -49,7 +55,11 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
             "content": "Let me look.",
             "reasoning": "\nI need flights.\n",
             "tool_calls": [
-                call("a", "search_flights", {"to": "Oslo", "seats": 2, "direct": True, "filters": {"max": 1.5, "via": None}}),
+                call(
+                    "a",
+                    "search_flights",
+                    {"to": "Oslo", "seats": 2, "direct": True, "filters": {"max": 1.5, "via": None}},
+                ),
                 call("b", "write_file", {"path": "notes.txt"}),
             ],
         },

@@ -25,7 +25,14 @@ def spelled(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 class Session:
     """A client, a model that writes what it is told to, and the server's part between them."""
 
-    def __init__(self, builder: PromptBuilder, tokenizer: Tokenizer, rng: random.Random, *, template_kwargs: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        builder: PromptBuilder,
+        tokenizer: Tokenizer,
+        rng: random.Random,
+        *,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> None:
         self.builder = builder
         self.tokenizer = tokenizer
         self.rng = rng
@@ -42,11 +49,18 @@ class Session:
     def generate(self, prompt: BuiltPrompt, text: str, *, is_cut: bool = False) -> tuple[list[int], AssistantTurn]:
         """The model writes `text`, in tokens that are not the ones that tokenising it would give."""
         cuts = sorted(self.rng.randrange(len(text) + 1) for _ in range(5))
-        ids = [token_id for start, end in itertools.pairwise([0, *cuts, len(text)]) for token_id in self.tokenizer.encode(text[start:end])]
+        ids = [
+            token_id
+            for start, end in itertools.pairwise([0, *cuts, len(text)])
+            for token_id in self.tokenizer.encode(text[start:end])
+        ]
         if not is_cut:
             ids.append(self.tokenizer.special_ids["<|im_end|>"])
         segmenter = Segmenter(
-            reasoning_open=prompt.reasoning_open, dialect=self.builder.dialect, tools=ToolSchemas(TOOLS), is_mid_text=prompt.is_mid_text
+            reasoning_open=prompt.reasoning_open,
+            dialect=self.builder.dialect,
+            tools=ToolSchemas(TOOLS),
+            is_mid_text=prompt.is_mid_text,
         )
         segmenter.push(self.tokenizer.decode(ids))
         segmenter.finish(is_cut=is_cut)
@@ -64,9 +78,14 @@ class Session:
                 pairs = list(json.loads(arguments).items())
                 self.rng.shuffle(pairs)
                 arguments = json.dumps(dict(pairs), separators=(",", ":"), ensure_ascii=True)
-            message.setdefault("tool_calls", []).append({"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}})
+            message.setdefault("tool_calls", []).append(
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+            )
         self.messages.append(message)
-        results = [{"role": "tool", "tool_call_id": call.id, "content": f"result {index}"} for index, call in enumerate(turn.shown_calls)]
+        results = [
+            {"role": "tool", "tool_call_id": call.id, "content": f"result {index}"}
+            for index, call in enumerate(turn.shown_calls)
+        ]
         self.rng.shuffle(results)
         self.messages += results
 

@@ -1,4 +1,5 @@
-"""What a prompt builder remembers is bounded by what it really holds in memory, and nothing of it is a refused prompt's."""
+"""What a prompt builder remembers is bounded by what it really holds in memory, and nothing of it is a refused
+prompt's."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def held(root: Any) -> int:
 
 
 def too_long(rng: random.Random) -> Iterator[tuple[list[dict[str, Any]], TokenLimit]]:
-    """Prompts with more tokens than the limit; in some it shows by their bytes, in others not before they are encoded."""
+    """Prompts with more tokens than the limit; in some it shows by their bytes, in others not before they are
+    encoded."""
     for number in range(5):
         text = f"{number} " + "".join(rng.choice("ab é東🙂\n") for _ in range(100_000))
         yield [{"role": "system", "content": text}, {"role": "user", "content": "x"}], TokenLimit(100)
@@ -44,7 +46,9 @@ def too_long(rng: random.Random) -> Iterator[tuple[list[dict[str, Any]], TokenLi
 def test_a_refused_prompt_is_not_remembered(tokenizer: Tokenizer, template: ChatTemplate) -> None:
     template = ChatTemplate(template.source)
     builder = PromptBuilder(tokenizer, template, TurnMemory())
-    builder.build(PromptAsk([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], limit=TokenLimit(50_000)))
+    builder.build(
+        PromptAsk([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], limit=TokenLimit(50_000))
+    )
     before = held((builder, template))
     for messages, limit in too_long(random.Random(5)):
         with pytest.raises(ContextLengthError):
@@ -60,7 +64,9 @@ def test_system_prompts_of_any_size_are_remembered_within_a_bound(
     rng = random.Random(6)
     for number in range(40):
         text = "".join(rng.choice("ab é東🙂") for _ in range(rng.choice((100, 50_000, 500_000))))
-        template.remember(template.render([{"role": "system", "content": f"{number} {text}"}, {"role": "user", "content": "x"}]))
+        template.remember(
+            template.render([{"role": "system", "content": f"{number} {text}"}, {"role": "user", "content": "x"}])
+        )
         assert held(template._system_blocks) < (1 << 20) + 20_000
 
 
@@ -73,7 +79,9 @@ def test_a_turn_counts_for_what_it_holds(tokenizer: Tokenizer, template: ChatTem
         lists = ",".join(["[]"] * 500)
         call = f'<tool_call>\n<function=search_flights>\n<parameter=filters>\n{{"a{number}": [{lists}]}}\n</parameter>\n</function>\n</tool_call>'
         prompt = session.ask(f"question {number}")
-        session.generate(prompt, f"Hm.\n</think>\n\n{'🙂東' * 200}\n\n{call if number % 2 else random_turn(session.rng)}")
+        session.generate(
+            prompt, f"Hm.\n</think>\n\n{'🙂東' * 200}\n\n{call if number % 2 else random_turn(session.rng)}"
+        )
         assert memory.num_bytes <= 300_000
         assert held(memory) < memory.num_bytes + 20_000
     assert len(memory) > 3

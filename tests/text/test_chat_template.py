@@ -1,4 +1,5 @@
-"""Rendering equals transformers' on our templates; breakpoints stand where conversations may part; bad input is named."""
+"""Rendering equals transformers' on our templates; breakpoints stand where conversations may part; bad input is
+named."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ ALL = [BUNDLED, *TEMPLATES]
 
 @pytest.fixture(scope="module")
 def reference() -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(tokenizer_file=str(bundled.DIRECTORY / "tokenizer.json"), eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(bundled.DIRECTORY / "tokenizer.json"), eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
 
 
 VARIABLES = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
@@ -38,7 +41,9 @@ VARIABLES = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
 @pytest.mark.parametrize("file", ALL, ids=lambda file: file.stem)
 @pytest.mark.parametrize("name", CONVERSATIONS)
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
-@pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}, {"preserve_thinking": True, "style": "plain"}], ids=str)
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"enable_thinking": False}, {"preserve_thinking": True, "style": "plain"}], ids=str
+)
 def test_renders_like_transformers(
     reference: PreTrainedTokenizerFast, file: Path, name: str, tools: list[Any] | None, kwargs: dict[str, Any]
 ) -> None:
@@ -46,16 +51,26 @@ def test_renders_like_transformers(
     source = file.read_text()
     for add_generation_prompt in (True, False):
         expected = reference.apply_chat_template(
-            copy.deepcopy(messages), tools=tools, chat_template=source, tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
+            copy.deepcopy(messages),
+            tools=tools,
+            chat_template=source,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **kwargs,
         )
         template = ChatTemplate(source, variables=VARIABLES)
-        rendered = template.render(normalise(messages), tools, add_generation_prompt=add_generation_prompt, template_kwargs=kwargs)
+        rendered = template.render(
+            normalise(messages), tools, add_generation_prompt=add_generation_prompt, template_kwargs=kwargs
+        )
         assert rendered.text == expected
 
 
 def test_bundled_template_writes_the_published_format() -> None:
-    """The format of Qwen3.5, spelled out once: separators, think blocks after the last question only, results in one user turn."""
-    messages = normalise([*CONVERSATIONS["tool loop"], {"role": "assistant", "content": "Fin."}, {"role": "user", "content": "Thanks"}])
+    """The format of Qwen3.5, spelled out once: separators, think blocks after the last question only, results in one
+    user turn."""
+    messages = normalise(
+        [*CONVERSATIONS["tool loop"], {"role": "assistant", "content": "Fin."}, {"role": "user", "content": "Thanks"}]
+    )
     template = ChatTemplate(BUNDLED.read_text())
     loop = template.render(messages[:-2], TOOLS).text
     assert loop.startswith("<|im_start|>system\n# Tools\n")
@@ -86,8 +101,14 @@ RAW = '{"command": "grep "x" </parameter>\\n\\\\1'
     ("source", "expected"),
     [
         (BUNDLED.read_text(), f"<tool_call>\n<function=bash>\n{RAW}\n</function>\n</tool_call>"),
-        ((TEMPLATES_IN / "python_values.jinja").read_text(), f"<tool_call>\n<function=bash>\n{RAW}\n</function>\n</tool_call>"),
-        ((TEMPLATES_IN / "json_calls.jinja").read_text(), f'<tool_call>{{"name": "bash", "arguments": {RAW}}}</tool_call>'),
+        (
+            (TEMPLATES_IN / "python_values.jinja").read_text(),
+            f"<tool_call>\n<function=bash>\n{RAW}\n</function>\n</tool_call>",
+        ),
+        (
+            (TEMPLATES_IN / "json_calls.jinja").read_text(),
+            f'<tool_call>{{"name": "bash", "arguments": {RAW}}}</tool_call>',
+        ),
         ((TEMPLATES_IN / "tools_in_user.jinja").read_text(), f'{{"name":"bash","arguments":{RAW}}}'),
         (
             "{% for m in messages %}{% for c in m.tool_calls or [] %}{% for k, v in c.function.arguments.items() %}"
@@ -100,11 +121,17 @@ RAW = '{"command": "grep "x" </parameter>\\n\\\\1'
 def test_arguments_that_are_no_object_stand_as_raw_text_in_place_of_the_parameters(source: str, expected: str) -> None:
     other: dict[str, Any] = {"a": 1, "b": "raw_name_" + "0" * 32}
     calls = [call("1", "bash", RAW), call("2", "bash", other), call("3", "bash", "ls")]
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "raw_value_" + "f" * 32}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "raw_value_" + "f" * 32},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+    ]
     rendered = ChatTemplate(source, variables=VARIABLES).render(normalise(messages), None).text
     parts = [expected, expected.replace(RAW, "ls")]
     assert [rendered.count(part) for part in parts] == [1, 1], rendered
-    assert ("raw_name_" in rendered, "raw_value_" in rendered) == (other["b"] in rendered, messages[0]["content"] in rendered)
+    assert ("raw_name_" in rendered, "raw_value_" in rendered) == (
+        other["b"] in rendered,
+        messages[0]["content"] in rendered,
+    )
 
 
 def test_bundled_template_refuses_what_the_format_lacks() -> None:
@@ -154,7 +181,10 @@ def test_system_mark_does_not_depend_on_what_was_rendered_before() -> None:
     for switch in ("x", "y", "x"):
         for tools in (TOOLS, None):
             for system in ("S", "Sa", "S"):
-                messages: list[dict[str, Any]] = [{"role": "system", "content": system}, {"role": "user", "content": "abc"}]
+                messages: list[dict[str, Any]] = [
+                    {"role": "system", "content": system},
+                    {"role": "user", "content": "abc"},
+                ]
                 fresh = ChatTemplate(source).render(messages, tools, template_kwargs={"switch": switch})
                 assert shared.render(messages, tools, template_kwargs={"switch": switch}) == fresh
                 assert fresh.text[: fresh.marks[0][0]] == f"{switch}<system>{system}<user>"
@@ -186,9 +216,34 @@ def test_template_code_is_sandboxed() -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        *("row.role", "row.nothing", "row.items()|list", "row.keys", "row.clear()", "row.pop", "row['items']", "row.__class__", "row.format"),
-        *("row.text.strip()", "row.text.upper()", "row.text.split(' ')", "row.text.format(1)", "row.text.__len__", "row.text.nothing"),
-        *("loop.first", "loop.index0", "loop.nextitem.role", "loop.nothing", "loop._iterator", "loop.__call__", "loop.cycle(1, 2)"),
+        *(
+            "row.role",
+            "row.nothing",
+            "row.items()|list",
+            "row.keys",
+            "row.clear()",
+            "row.pop",
+            "row['items']",
+            "row.__class__",
+            "row.format",
+        ),
+        *(
+            "row.text.strip()",
+            "row.text.upper()",
+            "row.text.split(' ')",
+            "row.text.format(1)",
+            "row.text.__len__",
+            "row.text.nothing",
+        ),
+        *(
+            "loop.first",
+            "loop.index0",
+            "loop.nextitem.role",
+            "loop.nothing",
+            "loop._iterator",
+            "loop.__call__",
+            "loop.cycle(1, 2)",
+        ),
         *("rows.append(1)", "rows.role", "like.role", "like.nothing", "like.secret", "none.role", "other.role"),
     ],
 )
@@ -202,7 +257,9 @@ def test_the_sandbox_says_what_jinjas_says(asked: str) -> None:
         rows = [{"role": "user", "text": " a {} b ", "items": 3}, {"role": "tool"}]
         try:
             source = "{% for row in rows %}{{ " + asked + " }}|{{ (" + asked + ") is defined }};{% endfor %}"
-            return re.sub(" at 0x[0-9a-f]+", "", environment.from_string(source).render(rows=rows, like=Like(role="x"), none=None))
+            return re.sub(
+                " at 0x[0-9a-f]+", "", environment.from_string(source).render(rows=rows, like=Like(role="x"), none=None)
+            )
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
@@ -224,7 +281,15 @@ def test_where_templates_are_read_from(tmp_path: Path) -> None:
     assert ChatTemplate.from_directory(tmp_path) is None
     config = tmp_path / "tokenizer_config.json"
     user = [{"role": "user", "content": "a"}]
-    config.write_text(json.dumps({"eos_token": {"content": "</s>"}, "bos_token": None, "chat_template": "plain{{ eos_token }}{{ bos_token }}"}))
+    config.write_text(
+        json.dumps(
+            {
+                "eos_token": {"content": "</s>"},
+                "bos_token": None,
+                "chat_template": "plain{{ eos_token }}{{ bos_token }}",
+            }
+        )
+    )
     plain = ChatTemplate.from_directory(tmp_path)
     assert plain is not None
     assert plain.render(user).text == "plain</s>"
@@ -248,6 +313,9 @@ def test_unusable_templates_are_refused_by_name(tmp_path: Path, declared: object
 
 
 def test_call_without_the_function_wrapper_renders_too() -> None:
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call("a", "f", "{}")["function"]]}]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "tool_calls": [call("a", "f", "{}")["function"]]},
+    ]
     text = ChatTemplate(BUNDLED.read_text()).render(normalise(messages)).text
     assert "<tool_call>\n<function=f>\n</function>\n</tool_call><|im_end|>" in text

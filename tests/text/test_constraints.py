@@ -39,7 +39,12 @@ def admission() -> Admission:
 
 
 def grammar_of(
-    tools: list[dict[str, Any]] | None, form: OutputForm | None = None, *, dialect: Any = QWEN, reasoning_open: bool = False, **demand: Any
+    tools: list[dict[str, Any]] | None,
+    form: OutputForm | None = None,
+    *,
+    dialect: Any = QWEN,
+    reasoning_open: bool = False,
+    **demand: Any,
 ) -> Grammar:
     grammar = turn_grammar(tools, ToolDemand(**demand), form, dialect=dialect, reasoning_open=reasoning_open)
     assert grammar is not None
@@ -70,15 +75,27 @@ def test_nothing_demanded_is_no_grammar(tools: Any, demand: dict[str, Any]) -> N
         (
             {},
             ["", "Hello < there.", GOOD, f"I look.\n\n{GOOD}\n{SEARCH}", f"{GOOD} and <b>so</b> on"],
-            [qwen_call("order", item="tea", count="0"), qwen_call("order", item="tea"), qwen_call("other"), "<function=order>", f"{GOOD[:40]}"],
+            [
+                qwen_call("order", item="tea", count="0"),
+                qwen_call("order", item="tea"),
+                qwen_call("other"),
+                "<function=order>",
+                f"{GOOD[:40]}",
+            ],
         ),
         ({"parallel": False}, ["Hello", f"Hello {SEARCH}", GOOD], [f"{GOOD}\n{GOOD}", f"{GOOD} so"]),
-        ({"choice": "required"}, [GOOD, f"{GOOD}\n{qwen_call('search', query='x')}"], ["", "Hello", f"Hello {GOOD}", f"{GOOD} so"]),
+        (
+            {"choice": "required"},
+            [GOOD, f"{GOOD}\n{qwen_call('search', query='x')}"],
+            ["", "Hello", f"Hello {GOOD}", f"{GOOD} so"],
+        ),
         ({"choice": "required", "name": "order"}, [GOOD, f"{GOOD}\n{GOOD}"], [SEARCH]),
         ({"choice": "required", "name": "order", "parallel": False}, [GOOD], [f"{GOOD}\n{GOOD}"]),
     ],
 )
-def test_calls_that_may_or_must_be_made(admission: Admission, demand: dict[str, Any], good: list[str], bad: list[str]) -> None:
+def test_calls_that_may_or_must_be_made(
+    admission: Admission, demand: dict[str, Any], good: list[str], bad: list[str]
+) -> None:
     grammar = grammar_of([ORDER, LOOSE], **demand)
     assert {text: admission.admitted(grammar, text) for text in good} == dict.fromkeys(good, "whole")
     assert [text for text in bad if admission.admitted(grammar, text) == "whole"] == []
@@ -87,7 +104,12 @@ def test_calls_that_may_or_must_be_made(admission: Admission, demand: dict[str, 
 def test_reasoning_is_free_and_a_call_ends_it(admission: Admission) -> None:
     thought = 'Well: {"a": <function=order> <think> \n\n'
     auto, required = (grammar_of([ORDER], reasoning_open=True, choice=choice) for choice in ("auto", "required"))
-    for text in (f"{thought}</think>\n\nHello {GOOD}", f"{thought}{GOOD}", f"</think>{GOOD}", f"{thought}</think>\n\n{GOOD}\n{GOOD}"):
+    for text in (
+        f"{thought}</think>\n\nHello {GOOD}",
+        f"{thought}{GOOD}",
+        f"</think>{GOOD}",
+        f"{thought}</think>\n\n{GOOD}\n{GOOD}",
+    ):
         assert admission.admitted(auto, text) == "whole"
     assert admission.admitted(required, f"{thought}</think>\n\n{GOOD}") == "whole"
     assert admission.admitted(required, f"{thought}{GOOD}") == "whole"
@@ -117,17 +139,31 @@ def test_reasoning_is_free_and_a_call_ends_it(admission: Admission) -> None:
         ({"enum": [1, True, None, 2.5]}, ["1", "true", "True", "None", "2.5"], ["2", "false"]),
         ({"type": "boolean"}, ["true", "True", "False"], ["yes", '"true"']),
         ({"type": "integer"}, ["0", "-12"], ["01", "-0", "1.0", "1e3", "null", "9" * 19]),
-        ({"type": "number", "exclusiveMinimum": 0, "maximum": 1.5}, ["0.1", "1", "1.50", "1.4999"], ["0", "0.0", "1.51", "2", "-1", "1e0"]),
+        (
+            {"type": "number", "exclusiveMinimum": 0, "maximum": 1.5},
+            ["0.1", "1", "1.50", "1.4999"],
+            ["0", "0.0", "1.51", "2", "-1", "1e0"],
+        ),
         ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, ["3", "null"], ["x", "true"]),
         ({"anyOf": [{"type": "integer", "minimum": 5}, {"type": "string", "pattern": "^[a-z]+$"}]}, ["abc"], ["7"]),
-        ({"type": "array", "items": {"type": "string"}}, ["[]", '["a", "<b>x</b>"]', '["<\\/parameter>"]'], ['["</parameter>"]', '"a"', "[1]"]),
-        (closed(a=closed(b={"type": "null"})), ['{"a": {"b": null}}'], ["{}", '{"a": {}}', '{"a": {"b": null, "c": 1}}']),
+        (
+            {"type": "array", "items": {"type": "string"}},
+            ["[]", '["a", "<b>x</b>"]', '["<\\/parameter>"]'],
+            ['["</parameter>"]', '"a"', "[1]"],
+        ),
+        (
+            closed(a=closed(b={"type": "null"})),
+            ['{"a": {"b": null}}'],
+            ["{}", '{"a": {}}', '{"a": {"b": null, "c": 1}}'],
+        ),
         ({"type": "object", "additionalProperties": {"type": "integer"}}, ["{}", '{"x": 1, "y": 2}'], ['{"x": "1"}']),
         (True, ["anything", ""], []),
     ],
 )
 def test_values_in_the_xml_form(admission: Admission, schema: Any, good: list[str], bad: list[str]) -> None:
-    grammar = grammar_of([tool("f", {"type": "object", "properties": {"v": schema}, "required": ["v"]})], choice="required")
+    grammar = grammar_of(
+        [tool("f", {"type": "object", "properties": {"v": schema}, "required": ["v"]})], choice="required"
+    )
     texts = {value: qwen_call("f", v=value) for value in (*good, *bad)}
     assert [value for value in good if admission.admitted(grammar, texts[value]) != "whole"] == []
     assert [value for value in bad if admission.admitted(grammar, texts[value]) == "whole"] == []
@@ -138,14 +174,27 @@ def test_a_call_without_arguments_is_written_as_templates_write_it(admission: Ad
     grammar = grammar_of([tool("f", parameters)], choice="required")
     assert admission.admitted(grammar, "<tool_call>\n<function=f>\n</function>\n</tool_call>") == "whole"
     assert admission.admitted(grammar, "<tool_call>\n<function=f>\n\n</function>\n</tool_call>") != "whole"
-    assert admission.admitted(grammar_of([tool("f", parameters)], dialect=HERMES, choice="required"), hermes_call("f", "{}")) == "whole"
+    assert (
+        admission.admitted(
+            grammar_of([tool("f", parameters)], dialect=HERMES, choice="required"), hermes_call("f", "{}")
+        )
+        == "whole"
+    )
 
 
 def test_calls_as_json(admission: Admission) -> None:
     grammar = grammar_of([ORDER, LOOSE], dialect=HERMES)
-    for text in (hermes_call("order", '{"item": "</tool_call> \\"", "count": 20}'), hermes_call("search", '{"x": [{}, null]}'), "Hello"):
+    for text in (
+        hermes_call("order", '{"item": "</tool_call> \\"", "count": 20}'),
+        hermes_call("search", '{"x": [{}, null]}'),
+        "Hello",
+    ):
         assert admission.admitted(grammar, text) == "whole"
-    for text in (hermes_call("order", '{"count": 20, "item": "x"}'), hermes_call("order", '{"item": "x", "count": 21}'), hermes_call("x", "{}")):
+    for text in (
+        hermes_call("order", '{"count": 20, "item": "x"}'),
+        hermes_call("order", '{"item": "x", "count": 21}'),
+        hermes_call("x", "{}"),
+    ):
         assert admission.admitted(grammar, text) != "whole"
 
 
@@ -161,8 +210,16 @@ def test_a_demanded_call_follows_its_schema_where_that_can_be_enforced(admission
 @pytest.mark.parametrize(
     ("form", "good", "bad"),
     [
-        (OutputForm(kind="json_object", source=None, field="form"), ["{}", '{"a": [1, {"b": null}]}', '{\n  "a": 1.5e3\n}'], ["[]", "1", '{"a"}']),
-        (schema_form(closed(a={"type": "integer"})), ['{"a": 1}', '{\n  "a": 1\n}', '{"a":1}'], ['{"a": 1, "b": 2}', "{}", '{"a": 1}\n']),
+        (
+            OutputForm(kind="json_object", source=None, field="form"),
+            ["{}", '{"a": [1, {"b": null}]}', '{\n  "a": 1.5e3\n}'],
+            ["[]", "1", '{"a"}'],
+        ),
+        (
+            schema_form(closed(a={"type": "integer"})),
+            ['{"a": 1}', '{\n  "a": 1\n}', '{"a":1}'],
+            ['{"a": 1, "b": 2}', "{}", '{"a": 1}\n'],
+        ),
         (schema_form({"type": "string"}), ['"</think> <tool_call>"', '"\\u00e9"'], ['"\\ud800"', "a"]),
         (OutputForm(kind="regex", source="^[a-c]+$", field="form"), ["abc"], ["", "d"]),
         (OutputForm(kind="ebnf", source='root ::= x x\nx ::= "a" | "b"', field="form"), ["ab"], ["a"]),
@@ -241,7 +298,9 @@ def test_what_cannot_be_enforced_is_refused_by_name(schema: Any, keyword: str) -
     assert caught.value.field.endswith(tail)
     for dialect in (QWEN, HERMES):
         with pytest.raises(RequestError) as caught:
-            grammar_of([LOOSE, tool("f", {"type": "object", "properties": {"v": schema}, "required": ["v"]})], dialect=dialect)
+            grammar_of(
+                [LOOSE, tool("f", {"type": "object", "properties": {"v": schema}, "required": ["v"]})], dialect=dialect
+            )
         assert caught.value.field.startswith("tools[1].function.parameters.properties.v")
         assert caught.value.field.endswith(tail)
 
@@ -249,12 +308,31 @@ def test_what_cannot_be_enforced_is_refused_by_name(schema: Any, keyword: str) -
 @pytest.mark.parametrize(
     "schema",
     [
-        {"type": "string", "description": "d", "title": "t", "default": 1, "examples": [1], "deprecated": True, "x-order": 3, "$comment": "c"},
-        {"type": "string", "readOnly": True, "writeOnly": False, "contentEncoding": "base64", "contentMediaType": "text/plain", "contentSchema": {}},
+        {
+            "type": "string",
+            "description": "d",
+            "title": "t",
+            "default": 1,
+            "examples": [1],
+            "deprecated": True,
+            "x-order": 3,
+            "$comment": "c",
+        },
+        {
+            "type": "string",
+            "readOnly": True,
+            "writeOnly": False,
+            "contentEncoding": "base64",
+            "contentMediaType": "text/plain",
+            "contentSchema": {},
+        },
         {"type": "array", "uniqueItems": False, "items": {"type": "string"}},
         {"allOf": [{"$ref": "#/properties/w"}], "description": "as pydantic writes it"},
         {"type": "object", "unevaluatedProperties": False},
-        {"oneOf": [closed(kind={"const": "a"}), closed(kind={"const": "b"})], "discriminator": {"propertyName": "kind"}},
+        {
+            "oneOf": [closed(kind={"const": "a"}), closed(kind={"const": "b"})],
+            "discriminator": {"propertyName": "kind"},
+        },
         {"oneOf": [closed(a={}), closed(b={})]},
     ],
 )
@@ -272,7 +350,12 @@ def test_what_says_nothing_or_can_be_enforced_is_served(schema: Any) -> None:
         ([tool("f", closed(**{"a<b": {}}))], {}, None, "tools[0].function.parameters.properties.a<b"),
         ([tool("f", {"type": "array"})], {}, None, "tools[0].function.parameters"),
         ([tool("f", {"anyOf": [closed(a={}), closed(b={})]})], {}, None, "tools[0].function.parameters"),
-        ([tool("f", {"type": "object", "additionalProperties": True})], {}, None, "tools[0].function.parameters.additionalProperties"),
+        (
+            [tool("f", {"type": "object", "additionalProperties": True})],
+            {},
+            None,
+            "tools[0].function.parameters.additionalProperties",
+        ),
         ([ORDER], {}, OutputForm(kind="ebnf", source="root ::= [a]", field="form"), "form"),
         (None, {}, OutputForm(kind="choice", source=[], field="form"), "form"),
         (None, {}, OutputForm(kind="choice", source=["a", 1], field="form"), "form"),

@@ -21,7 +21,9 @@ def loop(*tools: str) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Look"}]
     for number, tool in enumerate(tools):
         calls = [call(f"c{number}", tool, {"where": "there"})]
-        messages.append({"role": "assistant", "content": "", "reasoning_content": f"Thought {number}.", "tool_calls": calls})
+        messages.append(
+            {"role": "assistant", "content": "", "reasoning_content": f"Thought {number}.", "tool_calls": calls}
+        )
         messages.append({"role": "tool", "tool_call_id": f"c{number}", "content": f"{number}".rjust(SIZE)})
     return messages
 
@@ -50,7 +52,11 @@ def test_old_results_are_cleared_above_a_number_of_uses() -> None:
     after, applied = edited(messages, ClearToolUses(trigger="tool_uses", above=4, keep=2))
     assert results(after) == [CLEARED] * 3 + ["3", "4"]
     assert applied == [(3, 3 * (SIZE - len(CLEARED)))]
-    assert all(message["tool_calls"][0]["function"]["arguments"] == {"where": "there"} for message in after if message["role"] == "assistant")
+    assert all(
+        message["tool_calls"][0]["function"]["arguments"] == {"where": "there"}
+        for message in after
+        if message["role"] == "assistant"
+    )
 
 
 def test_old_results_are_cleared_above_a_number_of_tokens() -> None:
@@ -93,13 +99,23 @@ def test_results_of_one_turn_are_counted_one_by_one() -> None:
     assert results(after) == [CLEARED, "second"]
     assert [one["function"]["arguments"] for one in after[1]["tool_calls"]] == [{}, {"x": 2}]
     short = json.loads(json.dumps(messages).replace(" " * 30, ""))
-    assert edited(short, ClearToolUses(above=0, keep=1))[1] == [], "the placeholder is longer than what it would replace"
+    assert edited(short, ClearToolUses(above=0, keep=1))[1] == [], (
+        "the placeholder is longer than what it would replace"
+    )
 
 
-@pytest.mark.parametrize(("keep", "kept"), [(None, ["0", "1", "0", "0"]), (3, ["0", "1", "0", "0"]), (2, ["0", "0"]), (1, ["0"])])
+@pytest.mark.parametrize(
+    ("keep", "kept"), [(None, ["0", "1", "0", "0"]), (3, ["0", "1", "0", "0"]), (2, ["0", "0"]), (1, ["0"])]
+)
 def test_thinking_is_kept_by_turns(keep: int | None, kept: list[str]) -> None:
     """A loop's thoughts are of one turn; a turn without any doesn't count."""
-    messages = [*loop("a", "b"), *loop("a"), {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}, *loop("a")]
+    messages = [
+        *loop("a", "b"),
+        *loop("a"),
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "!"},
+        *loop("a"),
+    ]
     after, applied = edited(messages, ClearThinking(keep_turns=keep))
     thoughts = [message["reasoning_content"][8] for message in after if message.get("reasoning_content")]
     assert thoughts == kept

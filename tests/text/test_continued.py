@@ -1,4 +1,5 @@
-"""An answer that goes on from an assistant's text: the prompt ends with that text, and the whole turn is recognised when it comes back."""
+"""An answer that goes on from an assistant's text: the prompt ends with that text, and the whole turn is recognised
+when it comes back."""
 
 from __future__ import annotations
 
@@ -18,16 +19,25 @@ from agentspec.text.turn_memory import TurnMemory
 from tests.text.conversations import SYSTEM, TOOLS
 from tests.text.sessions import Session, spelled
 
-TEMPLATES = {"bundled": bundled.DIRECTORY / "chat_template.jinja", "like_qwen": Path(__file__).parent / "templates" / "like_qwen.jinja"}
+TEMPLATES = {
+    "bundled": bundled.DIRECTORY / "chat_template.jinja",
+    "like_qwen": Path(__file__).parent / "templates" / "like_qwen.jinja",
+}
 
 
 @pytest.fixture(params=TEMPLATES)
 def session(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Session:
-    return Session(PromptBuilder(tokenizer, ChatTemplate(TEMPLATES[request.param].read_text()), TurnMemory()), tokenizer, random.Random(3))
+    return Session(
+        PromptBuilder(tokenizer, ChatTemplate(TEMPLATES[request.param].read_text()), TurnMemory()),
+        tokenizer,
+        random.Random(3),
+    )
 
 
 def continued(session: Session, **message: Any) -> BuiltPrompt:
-    return session.builder.build(PromptAsk([*session.messages, {"role": "assistant", **message}], TOOLS, session.kwargs, continues=True))
+    return session.builder.build(
+        PromptAsk([*session.messages, {"role": "assistant", **message}], TOOLS, session.kwargs, continues=True)
+    )
 
 
 @pytest.mark.parametrize("content", ["Ans", 'Here:\n{"a": ', "", "two\n\n", "\ue000", "<b>"])
@@ -49,7 +59,8 @@ def test_its_reasoning_stands_before_it(session: Session) -> None:
 @pytest.mark.parametrize("begun", ["The ans", "One, ", "{\n"])
 @pytest.mark.parametrize("then", ["wer is 42.", '  "a": 1}', "\n\nNext"])
 def test_the_whole_turn_is_recognised(session: Session, begun: str, then: str) -> None:
-    """The client joins what it began and what it got. The next prompt goes on with all ids, as long as no question follows."""
+    """The client joins what it began and what it got. The next prompt goes on with all ids, as long as no question
+    follows."""
     session.ask("Hello")
     prompt = continued(session, content=begun)
     ids, turn = session.generate(prompt, then)
@@ -62,9 +73,14 @@ def test_the_whole_turn_is_recognised(session: Session, begun: str, then: str) -
 
 @pytest.mark.parametrize("seed", range(20))
 def test_an_answer_that_the_limit_cut_goes_on(session: Session, seed: int) -> None:
-    """In pieces, until it is whole: each prompt begins with all that was generated, and the reasoning is there though the client dropped it."""
+    """In pieces, until it is whole: each prompt begins with all that was generated, and the reasoning is there though
+    the client dropped it."""
     rng = random.Random(seed)
-    text = "I should think é.\n</think>\n\n" + " ".join(rng.choice(["one", "東京", "two\n\n", "é", "3.5"]) for _ in range(30)) + "."
+    text = (
+        "I should think é.\n</think>\n\n"
+        + " ".join(rng.choice(["one", "東京", "two\n\n", "é", "3.5"]) for _ in range(30))
+        + "."
+    )
     opening = text.index("\n\n") + 3
     cuts = sorted(rng.sample(range(opening, len(text) - 1), 3))
     prompt = session.ask("Hello")
@@ -82,7 +98,14 @@ def test_an_answer_that_the_limit_cut_goes_on(session: Session, seed: int) -> No
 
 @pytest.mark.parametrize(
     ("content", "is_open"),
-    [("<think>", True), ("<think>\nHm", True), (" <think>Hm", True), ("<think>Hm</think>", False), ("The tag is <think>", False), ("", False)],
+    [
+        ("<think>", True),
+        ("<think>\nHm", True),
+        (" <think>Hm", True),
+        ("<think>Hm</think>", False),
+        ("The tag is <think>", False),
+        ("", False),
+    ],
 )
 def test_a_think_block_that_the_client_opened_is_open(session: Session, content: str, is_open: bool) -> None:
     session.ask("Hello")
@@ -98,7 +121,9 @@ def test_a_think_block_that_the_client_opened_is_open(session: Session, content:
         ("One,", "\n\ntwo", "", "\n\ntwo"),
     ],
 )
-def test_what_follows_is_read_as_going_on(session: Session, content: str, then: str, reasoning: str, answer: str) -> None:
+def test_what_follows_is_read_as_going_on(
+    session: Session, content: str, then: str, reasoning: str, answer: str
+) -> None:
     session.ask("Hello")
     _, turn = session.generate(continued(session, content=content), then)
     assert (turn.reasoning, turn.content) == (reasoning, answer)
@@ -107,7 +132,9 @@ def test_what_follows_is_read_as_going_on(session: Session, content: str, then: 
 def test_a_mark_on_the_text_is_the_prompts_end(session: Session) -> None:
     session.ask("Hello")
     messages = [*session.messages, {"role": "assistant", "content": "The answer"}]
-    prompt = session.builder.build(PromptAsk(messages, TOOLS, session.kwargs, marked=[MessageMark(len(messages) - 1)], continues=True))
+    prompt = session.builder.build(
+        PromptAsk(messages, TOOLS, session.kwargs, marked=[MessageMark(len(messages) - 1)], continues=True)
+    )
     assert prompt.marked_end == len(prompt.prompt_ids)
     assert prompt.breakpoints[-1].offset == len(prompt.prompt_ids)
 
@@ -124,10 +151,19 @@ def test_edits_count_the_prompt_as_it_is(session: Session) -> None:
     count = len(session.builder.build(PromptAsk(session.messages, TOOLS, session.kwargs, continues=True)).prompt_ids)
     for above, num_applied in ((count - 1, 1), (count, 0)):
         edit = ClearToolUses(above=above, keep=0)
-        assert len(session.builder.build(PromptAsk(session.messages, TOOLS, session.kwargs, edits=[edit], continues=True)).applied) == num_applied
+        assert (
+            len(
+                session.builder.build(
+                    PromptAsk(session.messages, TOOLS, session.kwargs, edits=[edit], continues=True)
+                ).applied
+            )
+            == num_applied
+        )
 
 
 def test_a_template_that_hides_the_text_can_not_continue_it(tokenizer: Tokenizer) -> None:
     template = ChatTemplate("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
     with pytest.raises(RequestError, match="can't be continued"):
-        PromptBuilder(tokenizer, template, TurnMemory()).build(PromptAsk([SYSTEM, {"role": "assistant", "content": "a"}], continues=True))
+        PromptBuilder(tokenizer, template, TurnMemory()).build(
+            PromptAsk([SYSTEM, {"role": "assistant", "content": "a"}], continues=True)
+        )

@@ -23,7 +23,9 @@ def groups(rng: random.Random, ids: list[int]) -> list[list[int]]:
     return result
 
 
-def run(token_bytes: list[bytes], pieces: list[list[int]], stop: tuple[str, ...] = (), min_tokens: int = 0) -> tuple[str, int, str | None]:
+def run(
+    token_bytes: list[bytes], pieces: list[list[int]], stop: tuple[str, ...] = (), min_tokens: int = 0
+) -> tuple[str, int, str | None]:
     """(text, ids that count, stop) of a whole stream."""
     detokenizer = Detokenizer(token_bytes, stop, min_tokens=min_tokens)
     text, count = "", 0
@@ -60,7 +62,9 @@ def test_equals_decoding_at_once() -> None:
     for trial in range(3000):
         ids = [rng.choice(alphabet) for _ in range(rng.randrange(24))]
         text, count, stop = run(BYTES, groups(rng, ids))
-        assert (text, count, stop) == (bytes(ids).decode(errors="replace"), len(ids), None), f"seed 1, trial {trial}: {ids}"
+        assert (text, count, stop) == (bytes(ids).decode(errors="replace"), len(ids), None), (
+            f"seed 1, trial {trial}: {ids}"
+        )
 
 
 def test_equals_decoding_at_once_with_the_bundled_tokenizer(tokenizer: Tokenizer) -> None:
@@ -104,7 +108,9 @@ def test_stop_strings_in_any_grouping() -> None:
     rng = random.Random(3)
     vocabulary = [b"a", b"b", b"ab", b"ba", b"aa", b"bab", b"\xc3", b"\xa9", b"", b"c", b"abcab"]
     for trial in range(5000):
-        stop = tuple({"".join(rng.choice("abcé") for _ in range(rng.randrange(1, 5))) for _ in range(rng.randrange(1, 4))})
+        stop = tuple(
+            {"".join(rng.choice("abcé") for _ in range(rng.randrange(1, 5))) for _ in range(rng.randrange(1, 4))}
+        )
         ids = [rng.randrange(len(vocabulary)) for _ in range(rng.randrange(14))]
         expected = by_character(vocabulary, ids, stop)
         assert run(vocabulary, groups(rng, ids), stop) == expected, f"seed 3, trial {trial}: {ids} {stop}"
@@ -121,7 +127,8 @@ def test_only_a_possible_stop_is_held_back() -> None:
 
 
 def by_character_behind(ids: list[int], stop: tuple[str, ...], min_tokens: int) -> tuple[str, int, str | None]:
-    """`by_character` of ids that are ASCII, where what is complete with the first `min_tokens` of them is no stop string."""
+    """`by_character` of ids that are ASCII, where what is complete with the first `min_tokens` of them is no stop
+    string."""
     text = bytes(ids).decode()
     for end in range(min_tokens + 1, len(ids) + 1):
         ended = [found for found in stop if text[:end].endswith(found)]

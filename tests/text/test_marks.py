@@ -1,4 +1,5 @@
-"""A client's marks: what stands before one is what any prompt that parts behind it begins with, and not much less than that."""
+"""A client's marks: what stands before one is what any prompt that parts behind it begins with, and not much less than
+that."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ LOOP = CONVERSATIONS["tool loop"]
 QUESTION = {"role": "user", "content": "Something else"}
 
 
-def marked_text(template: ChatTemplate, messages: list[dict[str, Any]], mark: CacheMark, tools: list[dict[str, Any]] | None = TOOLS) -> str:
+def marked_text(
+    template: ChatTemplate, messages: list[dict[str, Any]], mark: CacheMark, tools: list[dict[str, Any]] | None = TOOLS
+) -> str:
     rendered = template.render(normalise(messages), tools, marked=[mark])
     assert not rendered.marked_end or rendered.marked_end in [offset for offset, _ in rendered.marks]
     return rendered.text[: rendered.marked_end]
@@ -46,7 +49,10 @@ def test_a_mark_behind_a_message_is_the_beginning_of_whatever_parts_there(file: 
 
 def other_words(message: dict[str, Any]) -> dict[str, Any]:
     words = "Other words"
-    return {"role": message["role"], "content": f"<tool_response>{words}</tool_response>" if "<tool_response>" in str(message["content"]) else words}
+    return {
+        "role": message["role"],
+        "content": f"<tool_response>{words}</tool_response>" if "<tool_response>" in str(message["content"]) else words,
+    }
 
 
 def test_a_mark_reaches_the_end_of_its_message() -> None:
@@ -106,13 +112,17 @@ def test_a_mark_behind_the_last_question_is_kept_like_a_branch() -> None:
 
 
 def test_a_template_that_refuses_such_conversations_has_no_mark() -> None:
-    strict = "{% if not add_generation_prompt %}{{ raise_exception('only questions') }}{% endif %}{{ messages[0].content }}"
+    strict = (
+        "{% if not add_generation_prompt %}{{ raise_exception('only questions') }}{% endif %}{{ messages[0].content }}"
+    )
     rendered = ChatTemplate(strict).render([{"role": "user", "content": "a"}], marked=[MessageMark(0), ToolsMark(1)])
     assert (rendered.marked_end, rendered.marks) == (0, [])
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_prompts_that_part_behind_a_mark_share_its_tokens(tokenizer: Tokenizer, template: ChatTemplate, seed: int) -> None:
+def test_prompts_that_part_behind_a_mark_share_its_tokens(
+    tokenizer: Tokenizer, template: ChatTemplate, seed: int
+) -> None:
     rng = random.Random(seed)
     builder = PromptBuilder(tokenizer, template, TurnMemory())
     messages = copy.deepcopy(LOOP)
@@ -121,15 +131,24 @@ def test_prompts_that_part_behind_a_mark_share_its_tokens(tokenizer: Tokenizer, 
     characters = rng.randrange(1, len(content)) if rng.random() < 0.6 else None
     prompt = builder.build(PromptAsk(messages, TOOLS, marked=[MessageMark(index, characters)]))
     assert any(point.offset == prompt.marked_end for point in prompt.breakpoints), f"seed {seed}"
-    assert [point.offset for point in prompt.breakpoints] == sorted({point.offset for point in prompt.breakpoints}), f"seed {seed}"
+    assert [point.offset for point in prompt.breakpoints] == sorted({point.offset for point in prompt.breakpoints}), (
+        f"seed {seed}"
+    )
     other = messages[: index + 1]
     if characters is not None:
-        other[-1] = {**other[-1], "content": content[:characters] + rng.choice(["x", " ", "\u0301", "<|im_end|>", "aaa"])}
+        other[-1] = {
+            **other[-1],
+            "content": content[:characters] + rng.choice(["x", " ", "\u0301", "<|im_end|>", "aaa"]),
+        }
     elif index == 3:
         other.append(messages[4] | {"content": "no"})
     parted = builder.build(PromptAsk(other, TOOLS)).prompt_ids
-    common = next((at for at, pair in enumerate(zip(parted, prompt.prompt_ids, strict=False)) if pair[0] != pair[1]), len(parted))
-    assert -1 <= common - prompt.marked_end < 12, f"seed {seed}: the last token before a mark inside a text may merge with other text"
+    common = next(
+        (at for at, pair in enumerate(zip(parted, prompt.prompt_ids, strict=False)) if pair[0] != pair[1]), len(parted)
+    )
+    assert -1 <= common - prompt.marked_end < 12, (
+        f"seed {seed}: the last token before a mark inside a text may merge with other text"
+    )
 
 
 def test_without_marks_there_is_no_marked_end(tokenizer: Tokenizer, template: ChatTemplate) -> None:

@@ -1,4 +1,5 @@
-"""Prompts of later turns begin with the ids of earlier ones, breakpoints are beginnings of other prompts, and the template's text always wins."""
+"""Prompts of later turns begin with the ids of earlier ones, breakpoints are beginnings of other prompts, and the
+template's text always wins."""
 
 from __future__ import annotations
 
@@ -58,14 +59,17 @@ def test_json_dialect_loops_too(tokenizer: Tokenizer) -> None:
     assert builder.dialect.name == "hermes"
     session = Session(builder, tokenizer, random.Random(7))
     prompt = session.ask("Two seats to Oslo")
-    ids, turn = session.generate(prompt, 'Sure.\n<tool_call>{"name": "f", "arguments": {"b": true, "a": 1.0}}</tool_call>')
+    ids, turn = session.generate(
+        prompt, 'Sure.\n<tool_call>{"name": "f", "arguments": {"b": true, "a": 1.0}}</tool_call>'
+    )
     session.returned(turn, respelled=True)
     before = [*prompt.prompt_ids, *ids]
     assert list(session.build().prompt_ids[: len(before)]) == before
 
 
 def test_the_prompt_always_reads_as_the_template_says(session: Session) -> None:
-    """A new question: the template drops the loop's reasoning, and so do the ids; the turns before it keep no trace of it."""
+    """A new question: the template drops the loop's reasoning, and so do the ids; the turns before it keep no trace of
+    it."""
     prompt = session.ask("Two seats to Oslo")
     _, turn = session.generate(prompt, f"{THINKING}{CALL}")
     session.returned(turn)
@@ -87,7 +91,8 @@ def test_the_prompt_always_reads_as_the_template_says(session: Session) -> None:
 
 
 def test_edits_are_of_what_the_model_is_shown(session: Session) -> None:
-    """The client drops the loop's thinking, which the server knows and shows; an edit clears it, and the turns are recognised all the same."""
+    """The client drops the loop's thinking, which the server knows and shows; an edit clears it, and the turns are
+    recognised all the same."""
     prompt = session.ask("Two seats to Oslo")
     for _ in range(2):
         _, turn = session.generate(prompt, f"{THINKING}{CALL}")
@@ -111,7 +116,10 @@ def test_edits_are_of_what_the_model_is_shown(session: Session) -> None:
     asked = session.builder.build(PromptAsk(messages, TOOLS, kwargs))
     _, turn = session.generate(asked, f"{THINKING}Done.")
     messages += [{"role": "assistant", "content": turn.content}, {"role": "user", "content": "Thanks"}]
-    kept, cleared = (session.builder.build(PromptAsk(messages, TOOLS, kwargs, edits=[ClearThinking(keep_turns=turns)])) for turns in (2, 1))
+    kept, cleared = (
+        session.builder.build(PromptAsk(messages, TOOLS, kwargs, edits=[ClearThinking(keep_turns=turns)]))
+        for turns in (2, 1)
+    )
     assert spelled(session.tokenizer, kept.prompt_ids).count("I should look.") == 3
     assert spelled(session.tokenizer, cleared.prompt_ids).count("I should look.") == 1
     (applied,) = cleared.applied
@@ -160,7 +168,9 @@ def test_mark_inside_a_token_rounds_down(tokenizer: Tokenizer) -> None:
     """Without markup the first question merges with the system text; the breakpoint retreats to a token that stays."""
     builder = PromptBuilder(tokenizer, ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}"), TurnMemory())
     for question in ("vel", "\n", " in", "x"):
-        prompt = builder.build(PromptAsk([{"role": "system", "content": "We like tra"}, {"role": "user", "content": question}]))
+        prompt = builder.build(
+            PromptAsk([{"role": "system", "content": "We like tra"}, {"role": "user", "content": question}])
+        )
         whole, part = tokenizer.encode("We like tra" + question), tokenizer.encode("We like tra")
         assert list(prompt.prompt_ids) == whole
         system = [point for point in prompt.breakpoints if point.kind is CheckpointKind.SYSTEM]
@@ -170,7 +180,12 @@ def test_mark_inside_a_token_rounds_down(tokenizer: Tokenizer) -> None:
 
 
 def test_thinking_switched_off(tokenizer: Tokenizer, template: ChatTemplate) -> None:
-    session = Session(PromptBuilder(tokenizer, template, TurnMemory()), tokenizer, random.Random(9), template_kwargs={"enable_thinking": False})
+    session = Session(
+        PromptBuilder(tokenizer, template, TurnMemory()),
+        tokenizer,
+        random.Random(9),
+        template_kwargs={"enable_thinking": False},
+    )
     prompt = session.ask("Two seats to Oslo")
     assert not prompt.reasoning_open
     ids, turn = session.generate(prompt, f"Looking.\n\n{CALL}")
@@ -192,7 +207,8 @@ def test_cut_turns_are_put_back_too(session: Session) -> None:
 
 
 def test_a_cut_call_is_put_back(tokenizer: Tokenizer, template: ChatTemplate) -> None:
-    """Wherever the token limit cuts a call inside a value, the next prompt goes on with what was generated and closes the call behind it."""
+    """Wherever the token limit cuts a call inside a value, the next prompt goes on with what was generated and closes
+    the call behind it."""
     opened = CALL[: CALL.index("</function>")]
     long = f"{THINKING}Looking.\n\n{CALL}\n{opened}<parameter=more>\none 'two'\n\"three\""
     for size in range(len(long) - 17, len(long) + 1):
@@ -203,7 +219,11 @@ def test_a_cut_call_is_put_back(tokenizer: Tokenizer, template: ChatTemplate) ->
         before = [*prompt.prompt_ids, *ids]
         following = session.build()
         assert list(following.prompt_ids[: len(before)]) == before, long[:size]
-        assert spelled(tokenizer, following.prompt_ids[len(before) :]).lstrip().startswith("</parameter>\n</function>\n</tool_call><|im_end|>\n")
+        assert (
+            spelled(tokenizer, following.prompt_ids[len(before) :])
+            .lstrip()
+            .startswith("</parameter>\n</function>\n</tool_call><|im_end|>\n")
+        )
 
 
 def test_a_call_cut_between_values_is_rendered(session: Session, tokenizer: Tokenizer) -> None:
@@ -220,7 +240,11 @@ def test_a_changed_turn_is_the_clients(session: Session, template: ChatTemplate)
     _, turn = session.generate(prompt, f"{THINKING}Looking.\n\n{CALL}")
     session.returned(turn)
     original = json.dumps(session.messages)
-    for old, new in (("Looking.", "Searching."), ('"reasoning": "I should look."', '"reasoning": "I might look."'), ('Oslo\\"', 'Bergen\\"')):
+    for old, new in (
+        ("Looking.", "Searching."),
+        ('"reasoning": "I should look."', '"reasoning": "I might look."'),
+        ('Oslo\\"', 'Bergen\\"'),
+    ):
         session.messages = json.loads(original.replace(old, new))
         assert json.dumps(session.messages) != original
         text = spelled(session.tokenizer, session.build().prompt_ids)
@@ -239,7 +263,8 @@ def test_drift_is_counted_and_the_template_wins(session: Session) -> None:
 
 
 def test_a_turn_is_not_put_into_a_longer_one(tokenizer: Tokenizer, template: ChatTemplate) -> None:
-    """The same question twice, and the second answer, which nobody remembers, begins like the first: whose place the template has changed."""
+    """The same question twice, and the second answer, which nobody remembers, begins like the first: whose place the
+    template has changed."""
     builder = PromptBuilder(tokenizer, template, TurnMemory())
     session = Session(builder, tokenizer, random.Random(10), template_kwargs={"enable_thinking": False})
     question = "Is this question longer than all that is kept of a prompt's end, or not?"
@@ -247,7 +272,12 @@ def test_a_turn_is_not_put_into_a_longer_one(tokenizer: Tokenizer, template: Cha
     session.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": "Done deal"}]
     prompt = session.build()
     assert (builder.num_spliced, builder.num_mismatched) == (0, 1)
-    assert prompt.prompt_ids == PromptBuilder(tokenizer, template, TurnMemory()).build(PromptAsk(session.messages, TOOLS, session.kwargs)).prompt_ids
+    assert (
+        prompt.prompt_ids
+        == PromptBuilder(tokenizer, template, TurnMemory())
+        .build(PromptAsk(session.messages, TOOLS, session.kwargs))
+        .prompt_ids
+    )
 
 
 def test_turns_stay_in_their_namespace_and_conversation(session: Session, tokenizer: Tokenizer) -> None:
@@ -255,7 +285,10 @@ def test_turns_stay_in_their_namespace_and_conversation(session: Session, tokeni
     builder = session.builder
     prompt = session.ask("Secret?")
     session.generate(prompt, "The secret is 42.\n</think>\n\nDone.")
-    tail = [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "<tool_response>\nok\n</tool_response>"}]
+    tail = [
+        {"role": "assistant", "content": "Done."},
+        {"role": "user", "content": "<tool_response>\nok\n</tool_response>"},
+    ]
     same = builder.build(PromptAsk([*session.messages, *tail], TOOLS))
     other = builder.build(PromptAsk([SYSTEM, {"role": "user", "content": "Else?"}, *tail], TOOLS))
     salted = builder.build(PromptAsk([*session.messages, *tail], TOOLS, namespace="salt"))

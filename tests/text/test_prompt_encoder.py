@@ -1,4 +1,5 @@
-"""Encoding prompts that mostly stood in the one before: the ids and the places are those of the whole text, encoded from nothing."""
+"""Encoding prompts that mostly stood in the one before: the ids and the places are those of the whole text, encoded
+from nothing."""
 
 from __future__ import annotations
 
@@ -96,9 +97,12 @@ def place_from_nothing(encode: Encode, text: str, stretches: list[Stretch], mark
 
 
 def grown(rng: random.Random, added: Sequence[str], text: str, stretches: list[Stretch]) -> tuple[str, list[Stretch]]:
-    """A text that begins like the last one, up to anywhere in it, and goes on otherwise, with some stretches at other places."""
+    """A text that begins like the last one, up to anywhere in it, and goes on otherwise, with some stretches at other
+    places."""
     cut = len(text) if rng.random() < 0.6 else rng.randrange(len(text) + 1)
-    text = text[:cut] + "".join(rng.choice(added) if rng.random() < 0.4 else rng.choice(SCRAPS) for _ in range(rng.randrange(12)))
+    text = text[:cut] + "".join(
+        rng.choice(added) if rng.random() < 0.4 else rng.choice(SCRAPS) for _ in range(rng.randrange(12))
+    )
     stretches = [stretch for stretch in stretches if stretch.end <= cut and rng.random() < 0.95]
     while rng.random() < 0.6:
         start = max([rng.randrange(len(text) + 1), *(stretch.end for stretch in stretches)])
@@ -111,7 +115,9 @@ def grown(rng: random.Random, added: Sequence[str], text: str, stretches: list[S
 @pytest.mark.parametrize("make", [plain, confusing, without_added])
 @pytest.mark.parametrize("keeps_apart", [False, True], ids=["spelled", "sentinels"])
 @pytest.mark.parametrize("seed", range(4))
-def test_ids_and_places_are_those_of_the_whole_text(make: Callable[[], Tokenizer], keeps_apart: bool, seed: int) -> None:
+def test_ids_and_places_are_those_of_the_whole_text(
+    make: Callable[[], Tokenizer], keeps_apart: bool, seed: int
+) -> None:
     rng = random.Random(seed)
     tokenizer = make()
     sentinels = Sentinels(tokenizer if keeps_apart else None)
@@ -144,5 +150,7 @@ def test_only_what_is_new_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = encoder._pieces.pieces
     monkeypatch.setattr(encoder._pieces, "pieces", lambda text: looked_at.append(text) or pieces(text))
     second = first + "said<|im_end|>\nmore"
-    assert list(encoder.encode(second, [stretch], [b"one", b"two"]).ids) == from_nothing(tokenizer.encode, second, [stretch])
+    assert list(encoder.encode(second, [stretch], [b"one", b"two"]).ids) == from_nothing(
+        tokenizer.encode, second, [stretch]
+    )
     assert sum(map(len, looked_at)) < len(second) - len(first) + 40

@@ -1,4 +1,5 @@
-"""What a builder remembers of a conversation's last prompt changes no prompt, wherever that one ended: each is that of a builder without any."""
+"""What a builder remembers of a conversation's last prompt changes no prompt, wherever that one ended: each is that of
+a builder without any."""
 
 from __future__ import annotations
 
@@ -17,12 +18,16 @@ from agentspec.text.turn_memory import TurnMemory
 from tests.text.conversations import TOOLS
 from tests.text.sessions import Session, random_turn
 
-TEMPLATES = {"bundled": bundled.DIRECTORY / "chat_template.jinja", "like_qwen": Path(__file__).parent / "templates" / "like_qwen.jinja"}
+TEMPLATES = {
+    "bundled": bundled.DIRECTORY / "chat_template.jinja",
+    "like_qwen": Path(__file__).parent / "templates" / "like_qwen.jinja",
+}
 DEEDS = ("ask", "answer", "answer", "go on", "go on", "go on", "begin", "take back", "edit", "count", "elsewhere")
 
 
 class Client:
-    """A client that asks and begins answers, lets cut ones go on, takes messages back, and has prompts edited and counted."""
+    """A client that asks and begins answers, lets cut ones go on, takes messages back, and has prompts edited and
+    counted."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -44,16 +49,24 @@ class Client:
             self.session.returned(turn, with_reasoning=rng.random() < 0.5)
         elif deed == "go on" and last["role"] == "assistant" and last.get("content"):
             prompt = self._build(continues=True)
-            _, turn = self.session.generate(prompt, rng.choice(("ei", "ei.\n\n", "<b>é", " ")), is_cut=rng.random() < 0.8)
+            _, turn = self.session.generate(
+                prompt, rng.choice(("ei", "ei.\n\n", "<b>é", " ")), is_cut=rng.random() < 0.8
+            )
             last["content"] += turn.content
             self.num_continued += 1
         elif deed == "begin" and last["role"] in ("user", "tool"):
             self._add("assistant", rng.choice(("It", "<think>\nHm", "two\n\n", "{")))
             self._build(continues=True)
-        elif deed == "take back" and (questions := [place for place, message in enumerate(messages) if message["role"] == "user"][1:]):
+        elif deed == "take back" and (
+            questions := [place for place, message in enumerate(messages) if message["role"] == "user"][1:]
+        ):
             del messages[rng.choice(questions) :]
         elif deed == "edit":
-            self._build(edits=rng.choice(([ClearThinking(keep_turns=1)], [ClearToolUses(above=rng.randrange(800), keep=rng.randrange(3))])))
+            self._build(
+                edits=rng.choice(
+                    ([ClearThinking(keep_turns=1)], [ClearToolUses(above=rng.randrange(800), keep=rng.randrange(3))])
+                )
+            )
         elif deed == "count":
             self._build(begins=False)
         elif deed == "elsewhere":
@@ -65,7 +78,9 @@ class Client:
     def _build(self, **asked: Any) -> BuiltPrompt:
         messages = self.session.messages
         asked["marked"] = [MessageMark(self.rng.randrange(len(messages)))]
-        prompt, expected = (builder.build(PromptAsk(messages, TOOLS, **asked)) for builder in (self.session.builder, self._builder()))
+        prompt, expected = (
+            builder.build(PromptAsk(messages, TOOLS, **asked)) for builder in (self.session.builder, self._builder())
+        )
         assert prompt == expected, f"{self.where}: {asked}, {messages}"
         return prompt
 
@@ -82,15 +97,20 @@ def test_a_builder_that_has_seen_the_conversation_builds_the_same(tokenizer: Tok
     assert min(client.num_continued, client.session.builder.num_spliced) > 3, client.where
 
 
-def test_beginnings_of_an_answer_leave_what_is_remembered(tokenizer: Tokenizer, template: ChatTemplate, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what is new is looked at: by each prompt that goes on from an assistant's text, and by the one behind the whole answer."""
+def test_beginnings_of_an_answer_leave_what_is_remembered(
+    tokenizer: Tokenizer, template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what is new is looked at: by each prompt that goes on from an assistant's text, and by the one behind the
+    whole answer."""
     session = Session(PromptBuilder(tokenizer, template, TurnMemory()), tokenizer, random.Random(4))
     session.ask("Hello " * 500)
     pieces = session.builder._encoder._pieces
     cut, looked_at = pieces.pieces, list[str]()
     monkeypatch.setattr(pieces, "pieces", lambda text: looked_at.append(text) or cut(text))
     for content in ("The", "The answer", "Something else"):
-        session.builder.build(PromptAsk([*session.messages, {"role": "assistant", "content": content}], TOOLS, continues=True))
+        session.builder.build(
+            PromptAsk([*session.messages, {"role": "assistant", "content": content}], TOOLS, continues=True)
+        )
     session.messages.append({"role": "assistant", "content": "The answer is 42."})
     session.ask("Sure?")
     assert sum(map(len, looked_at)) < 1000

@@ -25,7 +25,10 @@ def call_text(name: str, **values: str) -> str:
 
 
 def segmenter(
-    reasoning_open: bool = False, dialect: str | None = "qwen3_coder", tools: ToolSchemas | None = SCHEMAS, places: dict[str, set[int]] | None = None
+    reasoning_open: bool = False,
+    dialect: str | None = "qwen3_coder",
+    tools: ToolSchemas | None = SCHEMAS,
+    places: dict[str, set[int]] | None = None,
 ) -> Segmenter:
     numbers = itertools.count()
     return Segmenter(
@@ -93,18 +96,30 @@ TABLE: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "call after content": ({}, f"Looking.\n\n{SEARCH}", ["C Looking.", f"0 id0 {SEARCHED}"]),
     "call after reasoning": ({"reasoning_open": True}, f"so\n</think>\n\n{SEARCH}\n", ["R so", f"0 id0 {SEARCHED}"]),
     "call ends reasoning": ({"reasoning_open": True}, f"so\n{SEARCH}", ["R so", f"0 id0 {SEARCHED}"]),
-    "close behind a call that ended reasoning": ({"reasoning_open": True}, f"so\n{SEARCH}\n</think>\n\nx", ["R so", f"0 id0 {SEARCHED}", "C x"]),
+    "close behind a call that ended reasoning": (
+        {"reasoning_open": True},
+        f"so\n{SEARCH}\n</think>\n\nx",
+        ["R so", f"0 id0 {SEARCHED}", "C x"],
+    ),
     "two calls": ({}, f"{SEARCH}\n{SEARCH}\nand?", [f"0 id0 {SEARCHED}", f"1 id1 {SEARCHED}", "C and?"]),
     "no call without tools": ({"tools": None}, f"a {SEARCH}", [f"C a {SEARCH}"]),
     "no call without a dialect": ({"dialect": None}, f"a {SEARCH}", [f"C a {SEARCH}"]),
     "trigger without a call": ({}, "a <tool_call>\nb </tool_call> c", ["C a <tool_call>\nb </tool_call> c"]),
-    "trigger without a call in reasoning": ({"reasoning_open": True}, "say <tool_call> now\n</think>\n\nc", ["R say <tool_call> now", "C c"]),
+    "trigger without a call in reasoning": (
+        {"reasoning_open": True},
+        "say <tool_call> now\n</think>\n\nc",
+        ["R say <tool_call> now", "C c"],
+    ),
     "call right behind a mere trigger": ({}, f"<tool_call> {SEARCH}", ["C <tool_call>", f"0 id0 {SEARCHED}"]),
     "bare function of a tool": ({}, f"ok\n{SEARCH[12:]}", ["C ok", f"0 id0 {SEARCHED}"]),
     "bare function of no tool": ({}, "a <function=other>\n</function>", ["C a <function=other>\n</function>"]),
     "unknown name is a call": ({}, call_text("other", x="1"), ['0 id0 other({"x": "1"})']),
     "no arguments": ({}, call_text("f"), ["0 id0 f({})"]),
-    "hermes": ({"dialect": "hermes"}, 'a\n<tool_call>\n{"name": "f", "arguments": {"b": [1]}}\n</tool_call>\n', ["C a", '0 id0 f({"b": [1]})']),
+    "hermes": (
+        {"dialect": "hermes"},
+        'a\n<tool_call>\n{"name": "f", "arguments": {"b": [1]}}\n</tool_call>\n',
+        ["C a", '0 id0 f({"b": [1]})'],
+    ),
     "hermes, not JSON": ({"dialect": "hermes"}, "a <tool_call>{b}</tool_call> c", ["C a <tool_call>{b}</tool_call> c"]),
 }
 
@@ -118,7 +133,10 @@ def test_table(name: str) -> None:
 
 CUT: dict[str, tuple[str, list[str]]] = {
     "inside a value": ("a\n\n<tool_call>\n<function=f>\n<parameter=x>\none\ntw", ["C a", '0 id0 f({"x": "one\\ntw...']),
-    "inside a typed value": ("<tool_call>\n<function=search_flights>\n<parameter=seats>\n1", ['0 id0 search_flights({"seats": 1...']),
+    "inside a typed value": (
+        "<tool_call>\n<function=search_flights>\n<parameter=seats>\n1",
+        ['0 id0 search_flights({"seats": 1...'],
+    ),
     "between": ("<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n<para", ['0 id0 f({"x": "1...']),
     "before the end of the call": ("<tool_call>\n<function=f>\n</function>\n</tool", ["0 id0 f(..."]),
     "inside the head": ("a <tool_call>\n<func", ["C a <tool_call>\n<func"]),
@@ -134,7 +152,9 @@ def test_a_cut_call_has_no_end(name: str) -> None:
         assert shown(merged(events)) == expected
         assert splitter.turn.is_call_cut
         assert splitter.turn.calls == ()
-        assert [call.name for call in splitter.turn.shown_calls] == [event.name for event in events if isinstance(event, ToolCallStart)]
+        assert [call.name for call in splitter.turn.shown_calls] == [
+            event.name for event in events if isinstance(event, ToolCallStart)
+        ]
 
 
 def test_a_cut_hermes_call_is_content() -> None:
@@ -192,7 +212,11 @@ def test_any_chunking_gives_the_same_events(dialect: str) -> None:
     rng = random.Random(4)
     for trial in range(3000):
         text = "".join(rng.choice(SCRAPS) for _ in range(rng.randrange(1, 16)))
-        options: dict[str, Any] = {"reasoning_open": rng.random() < 0.5, "dialect": dialect, "is_cut": rng.random() < 0.3}
+        options: dict[str, Any] = {
+            "reasoning_open": rng.random() < 0.5,
+            "dialect": dialect,
+            "is_cut": rng.random() < 0.3,
+        }
         cuts = sorted(rng.randrange(len(text) + 1) for _ in range(rng.randrange(12)))
         chunks = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
         expected = events_of([text], **options)
@@ -265,14 +289,17 @@ def test_nothing_is_lost() -> None:
     scraps = [
         scrap
         for scrap in SCRAPS
-        if scrap not in ("<think>", "</think>", "<function=search_flights>", "<function=write_file>") and "=other>" not in scrap
+        if scrap not in ("<think>", "</think>", "<function=search_flights>", "<function=write_file>")
+        and "=other>" not in scrap
     ]
     scraps = [scrap for scrap in scraps if scrap != SEARCH and "write_file" not in scrap]
     for trial in range(2000):
         text = "".join(rng.choice(scraps) for _ in range(rng.randrange(1, 16)))
         events = events_of(list(text))
         if all(isinstance(event, ContentDelta) for event in events):
-            assert "".join(event.text for event in events if isinstance(event, ContentDelta)) == text, f"seed 5, trial {trial}: {text!r}"
+            assert "".join(event.text for event in events if isinstance(event, ContentDelta)) == text, (
+                f"seed 5, trial {trial}: {text!r}"
+            )
 
 
 def test_detected_dialects() -> None:
@@ -291,7 +318,11 @@ QUOTED: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "a call": ({}, f"It says \\{SEARCH} there.", [f"C It says \\{SEARCH} there."]),
     "a bare call": ({}, SEARCH[12:], [f"C {SEARCH[12:]}"]),
     "a call in reasoning": ({"reasoning_open": True}, f"say \\{SEARCH}.\n</think>\n\nc", [f"R say \\{SEARCH}.", "C c"]),
-    "the end of reasoning": ({"reasoning_open": True}, "say \\</think> or \\<think>.</think>c", ["R say \\</think> or \\<think>.", "C c"]),
+    "the end of reasoning": (
+        {"reasoning_open": True},
+        "say \\</think> or \\<think>.</think>c",
+        ["R say \\</think> or \\<think>.", "C c"],
+    ),
     "the beginning of reasoning": ({}, "\\<think>a</think>b", ["C \\<think>ab"]),
     "the end of reasoning in content": ({}, "a\\</think>b", ["C a\\</think>b"]),
     "and a real call": ({}, f"\\<tool_call>\n{SEARCH}", ["C \\<tool_call>", f"0 id0 {SEARCHED}"]),
@@ -312,4 +343,6 @@ def test_where_all_tags_are_tokens_it_is_as_by_text() -> None:
     for trial in range(1000):
         text = "".join(rng.choice(scraps) for _ in range(rng.randrange(1, 16)))
         options: dict[str, Any] = {"reasoning_open": rng.random() < 0.5, "is_cut": rng.random() < 0.3}
-        assert events_of(list(text), places=tokens_of(text), **options) == events_of([text], **options), f"seed 7, trial {trial}: {text!r}"
+        assert events_of(list(text), places=tokens_of(text), **options) == events_of([text], **options), (
+            f"seed 7, trial {trial}: {text!r}"
+        )

@@ -24,7 +24,9 @@ TAGGED = '{"a": "</think> <think> <function=f> ' + CALL.replace("\n", "") + '"}'
         ("hm</think>\n\nso: " + CALL, "hm", "so: " + CALL, 0),
     ],
 )
-def test_tags_in_a_form_are_text(text: str, reasoning: str, content: str, num_calls: int, has_tools: bool, size: int) -> None:
+def test_tags_in_a_form_are_text(
+    text: str, reasoning: str, content: str, num_calls: int, has_tools: bool, size: int
+) -> None:
     turn = segmented(text, size, has_tools=has_tools)
     assert (turn.reasoning, turn.content, len(turn.calls)) == (reasoning, content, num_calls)
 
@@ -42,7 +44,12 @@ def test_an_answer_without_reasoning_begins_with_its_form() -> None:
 
 
 def segmented(text: str, size: int, *, has_tools: bool, reasoning_open: bool = True) -> AssistantTurn:
-    segmenter = Segmenter(reasoning_open=reasoning_open, dialect=DIALECTS["qwen3_coder"], tools=TOOLS if has_tools else None, has_form=True)
+    segmenter = Segmenter(
+        reasoning_open=reasoning_open,
+        dialect=DIALECTS["qwen3_coder"],
+        tools=TOOLS if has_tools else None,
+        has_form=True,
+    )
     for start in range(0, len(text), size):
         segmenter.push(text[start : start + size])
     segmenter.finish()

@@ -1,4 +1,5 @@
-"""System messages anywhere: joined at the beginning, in place where the template writes them there, else as marked text that asks nothing."""
+"""System messages anywhere: joined at the beginning, in place where the template writes them there, else as marked text
+that asks nothing."""
 
 from __future__ import annotations
 
@@ -89,7 +90,13 @@ def test_those_at_the_beginning_are_one() -> None:
 
 def test_later_ones_stay_where_the_template_takes_them() -> None:
     messages = [user("q"), system("a", "developer"), ANSWER, system("b"), user("r")]
-    assert arranged(*messages, places=SystemPlaces(in_place=True, as_result=False)) == [user("q"), system("a"), ANSWER, system("b"), user("r")]
+    assert arranged(*messages, places=SystemPlaces(in_place=True, as_result=False)) == [
+        user("q"),
+        system("a"),
+        ANSWER,
+        system("b"),
+        user("r"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -97,10 +104,19 @@ def test_later_ones_stay_where_the_template_takes_them() -> None:
     [
         ([user("q"), system("a")], [user(f"q\n\n{marked('a')}")]),
         ([user("q"), system("a"), system("b"), user("r")], [user(f"q\n\n{marked('a')}\n\n{marked('b')}"), user("r")]),
-        ([user("q"), ANSWER, system("a"), system("b"), user("r")], [user("q"), ANSWER, user(f"{marked('a')}\n\n{marked('b')}\n\nr")]),
+        (
+            [user("q"), ANSWER, system("a"), system("b"), user("r")],
+            [user("q"), ANSWER, user(f"{marked('a')}\n\n{marked('b')}\n\nr")],
+        ),
         ([user("q"), CALLED, RESULT, system("a")], [user("q"), CALLED, RESULT | {"content": f"done\n\n{marked('a')}"}]),
-        ([user("q"), CALLED, RESULT | {"content": ""}, system("a")], [user("q"), CALLED, RESULT | {"content": marked("a")}]),
-        ([user("q"), ANSWER, system("a")], [user("q"), ANSWER, user(f"<tool_response>{OWN_TAG}\n{marked('a')}\n{OWN_TAG}</tool_response>")]),
+        (
+            [user("q"), CALLED, RESULT | {"content": ""}, system("a")],
+            [user("q"), CALLED, RESULT | {"content": marked("a")}],
+        ),
+        (
+            [user("q"), ANSWER, system("a")],
+            [user("q"), ANSWER, user(f"<tool_response>{OWN_TAG}\n{marked('a')}\n{OWN_TAG}</tool_response>")],
+        ),
         (
             [user("q"), ANSWER, system("a"), ANSWER],
             [user("q"), ANSWER, user(f"<tool_response>{OWN_TAG}\n{marked('a')}\n{OWN_TAG}</tool_response>"), ANSWER],
@@ -136,7 +152,12 @@ def test_the_loop_keeps_its_thinking(name: str) -> None:
     """Wherever the message stands in the loop, it is no new question."""
     template = template_of(name)
     thinking = CALLED | {"reasoning_content": "I should write."}
-    for behind in ([RESULT, system("a")], [RESULT, ANSWER, system("a")], [RESULT, ANSWER, system("a"), ANSWER], [RESULT, system("a"), CALLED]):
+    for behind in (
+        [RESULT, system("a")],
+        [RESULT, ANSWER, system("a")],
+        [RESULT, ANSWER, system("a"), ANSWER],
+        [RESULT, system("a"), CALLED],
+    ):
         messages = Arranged.of(normalise([user("q"), thinking, *behind]), template.system_places).messages
         assert "I should write." in template.render(messages, TOOLS).text
 
@@ -170,22 +191,30 @@ def test_marks_follow_their_messages(seed: int) -> None:
 @pytest.mark.parametrize("name", ["bundled", "like_qwen", "python_values", "json_calls", "tools_in_user", "adds"])
 def test_messages_without_content_are_rendered(name: str) -> None:
     """As OpenAI's clients send calls: null, or nothing at all."""
-    adding = "{% for m in messages %}{{ m.role + ': ' + m.content + ' ' + m.content | length | string + '\n' }}{% endfor %}"
+    adding = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + ' ' + m.content | length | string + '\n' }}{% endfor %}"
+    )
     template = ChatTemplate(adding) if name == "adds" else template_of(name)
     empties: tuple[dict[str, Any], ...] = ({"content": None}, {"content": ""}, {"content": []}, {})
     for empty in empties:
         called = {key: value for key, value in CALLED.items() if key != "content"} | empty
-        text = template.render(normalise([user("q"), called, {"role": "tool", "tool_call_id": "1", **empty}, user("r")]), TOOLS).text
+        text = template.render(
+            normalise([user("q"), called, {"role": "tool", "tool_call_id": "1", **empty}, user("r")]), TOOLS
+        ).text
         assert "None" not in text
         assert "q" in text
 
 
 def shared(first: Sequence[int], second: Sequence[int]) -> int:
-    return next((at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other), min(len(first), len(second)))
+    return next(
+        (at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other),
+        min(len(first), len(second)),
+    )
 
 
 def grow(session: Session, rng: random.Random, words: list[str], has_calls: bool) -> bool:
-    """What comes in between two answers: system messages anywhere behind the results, and perhaps questions. Says whether there was one."""
+    """What comes in between two answers: system messages anywhere behind the results, and perhaps questions. Says
+    whether there was one."""
     gap: list[dict[str, Any]] = []
     for _ in range(rng.randrange(0 if has_calls else 1, 4)):
         words.append(f"word ({len(words)}){rng.choice(['.', ' ', chr(10) + 'é'])}")
@@ -196,13 +225,17 @@ def grow(session: Session, rng: random.Random, words: list[str], has_calls: bool
 
 @pytest.mark.parametrize("name", ["bundled", "like_qwen", "python_values", "bundled, all thinking"])
 def test_a_growing_history_keeps_its_tokens(tokenizer: Tokenizer, name: str) -> None:
-    """Random sessions with system messages anywhere: each prompt begins with the last one and its answer, up to where a question drops thinking."""
+    """Random sessions with system messages anywhere: each prompt begins with the last one and its answer, up to where a
+    question drops thinking."""
     file, _, keeps = name.partition(", ")
     for seed in range(40):
         rng = random.Random(seed)
         builder = PromptBuilder(tokenizer, template_of(file), TurnMemory())
         session = Session(builder, tokenizer, rng, template_kwargs={"preserve_thinking": True} if keeps else None)
-        session.messages += [{"role": "developer", "content": "Be kind."}, {"role": "user", "content": "Two seats to Oslo"}]
+        session.messages += [
+            {"role": "developer", "content": "Be kind."},
+            {"role": "user", "content": "Two seats to Oslo"},
+        ]
         words: list[str] = ["Be kind."]
         grow(session, rng, words, True)
         prompt = session.build()
@@ -234,7 +267,9 @@ def retried(session: Session, prompt: BuiltPrompt, rng: random.Random, words: li
     session.messages.append({"role": "system", "content": words[-1]})
     following = session.build()
     text, content = spelled(session.tokenizer, prompt.prompt_ids), last["content"].strip()
-    reached = prompt.prompt_ids[: shared(prompt.prompt_ids, following.prompt_ids) + 1]  # the last token may have taken in what follows it
+    reached = prompt.prompt_ids[
+        : shared(prompt.prompt_ids, following.prompt_ids) + 1
+    ]  # the last token may have taken in what follows it
     assert len(spelled(session.tokenizer, reached)) >= text.rindex(content) + len(content), at
     return following
 
@@ -246,4 +281,6 @@ def test_a_mark_reaches_the_engine_where_its_text_is(tokenizer: Tokenizer) -> No
         prompt = builder.build(PromptAsk(messages, marked=[MessageMark(index)]))
         before = spelled(tokenizer, prompt.prompt_ids[: prompt.marked_end])
         assert end in before, index
-        assert not any(word in before for word in ["note", "later"][max(0, index - 2) // 2 :] if index in (0, 1, 2, 4)), index
+        assert not any(
+            word in before for word in ["note", "later"][max(0, index - 2) // 2 :] if index in (0, 1, 2, 4)
+        ), index

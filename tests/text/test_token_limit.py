@@ -1,4 +1,5 @@
-"""Texts that are too long are refused before they are encoded, or as soon as it shows; all others have the ids that they always had."""
+"""Texts that are too long are refused before they are encoded, or as soon as it shows; all others have the ids that
+they always had."""
 
 from __future__ import annotations
 
@@ -39,14 +40,20 @@ SCRAPS = (
 )
 
 
-def like_qwen(pattern: str = max(token_limit._WORDS_APART), *, behavior: str = "isolated", normalizer: Any = None) -> Backend:
+def like_qwen(
+    pattern: str = max(token_limit._WORDS_APART), *, behavior: str = "isolated", normalizer: Any = None
+) -> Backend:
     """A small BPE with the parts of Qwen's tokenizers."""
     backend = Backend(models.BPE())
     backend.normalizer = normalizer or normalizers.NFC()
     split = pre_tokenizers.Split(Regex(pattern), behavior=behavior)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+    )
     backend.train_from_iterator(["a word and words, don't you", "it's 東京 é A Bc"] * 9, trainer)
     backend.add_tokens([AddedToken("<|im_end|>", special=True, normalized=False)])
     return backend
@@ -74,7 +81,10 @@ def test_no_text_has_more_bytes_than_its_ids_can_stand_for(tokenizer: Tokenizer)
     for one in (tokenizer, Tokenizer(like_qwen()), Tokenizer(byte_backend())):
         assert one.bounds is not None
         for _ in range(50):
-            letters, token = "".join(rng.choice("abcdeXY") for _ in range(rng.randrange(200))), max(one.token_bytes, key=len).decode() * 50
+            letters, token = (
+                "".join(rng.choice("abcdeXY") for _ in range(rng.randrange(200))),
+                max(one.token_bytes, key=len).decode() * 50,
+            )
             for text in (
                 some_text(rng, 2000),
                 "e\u0301" * 90,
@@ -104,8 +114,18 @@ def that_takes_blanks() -> Backend:
 
 @pytest.mark.parametrize(
     "backend",
-    [like_qwen(behavior="removed"), like_qwen(normalizer=normalizers.Replace("a", "")), without_a_byte(), that_takes_blanks()],
-    ids=["a split that drops text", "a normaliser that drops text", "a byte without a token", "a token that takes blanks"],
+    [
+        like_qwen(behavior="removed"),
+        like_qwen(normalizer=normalizers.Replace("a", "")),
+        without_a_byte(),
+        that_takes_blanks(),
+    ],
+    ids=[
+        "a split that drops text",
+        "a normaliser that drops text",
+        "a byte without a token",
+        "a token that takes blanks",
+    ],
 )
 def test_nothing_is_said_of_tokenizers_that_may_drop_text(backend: Backend) -> None:
     tokenizer = Tokenizer(backend)

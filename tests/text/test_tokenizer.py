@@ -16,7 +16,14 @@ from agentspec.text.piece_encoder import PieceEncoder
 from agentspec.text.tokenizer import Tokenizer
 from tests.fakes.text import byte_backend, write_text_assets
 
-SAMPLES = ("Hello, Zürich! 東京 is é and e\u0301.", "a  b\n\n\nc\t \r\n", "x = 12345 # 🙂👩‍👩‍👧", '{"a": [1, null]}', "</tool_call>", "")
+SAMPLES = (
+    "Hello, Zürich! 東京 is é and e\u0301.",
+    "a  b\n\n\nc\t \r\n",
+    "x = 12345 # 🙂👩‍👩‍👧",
+    '{"a": [1, null]}',
+    "</tool_call>",
+    "",
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +37,9 @@ def test_every_byte_and_token_has_its_bytes(tokenizer: Tokenizer, backend: Backe
     for text in SAMPLES:
         ids = tokenizer.encode(text)
         assert ids == backend.encode(text, add_special_tokens=False).ids
-        assert b"".join(tokenizer.token_bytes[token_id] for token_id in ids).decode() == backend.normalizer.normalize_str(text)
+        assert b"".join(
+            tokenizer.token_bytes[token_id] for token_id in ids
+        ).decode() == backend.normalizer.normalize_str(text)
         assert tokenizer.decode(ids) == backend.decode(ids, skip_special_tokens=True)
 
 
@@ -74,7 +83,9 @@ def test_pieces_encode_to_the_whole(tokenizer: Tokenizer) -> None:
     )
     encoder = PieceEncoder(tokenizer, max_bytes=2000)
     for trial in range(2000):
-        text = "".join(rng.choice(added) if rng.random() < 0.3 else rng.choice(scraps) for _ in range(rng.randrange(30)))
+        text = "".join(
+            rng.choice(added) if rng.random() < 0.3 else rng.choice(scraps) for _ in range(rng.randrange(30))
+        )
         assert "".join(encoder.pieces(text)) == text
         assert encoder.num_bytes <= 2000
         assert list(encoder.encode(text)) == tokenizer.encode(text), f"seed 20, trial {trial}: {text!r}"
@@ -83,7 +94,12 @@ def test_pieces_encode_to_the_whole(tokenizer: Tokenizer) -> None:
 def test_no_cut_beside_tokens_that_look_at_their_neighbours() -> None:
     """A token that takes whitespace from its neighbours, or is matched in normalised text, keeps them in its piece."""
     backend = byte_backend()
-    backend.add_tokens([AddedToken("<strip>", lstrip=True, rstrip=True, normalized=False), AddedToken("<word>", single_word=True, normalized=False)])
+    backend.add_tokens(
+        [
+            AddedToken("<strip>", lstrip=True, rstrip=True, normalized=False),
+            AddedToken("<word>", single_word=True, normalized=False),
+        ]
+    )
     tokenizer = Tokenizer(backend)
     encoder = PieceEncoder(tokenizer)
     text = "a <strip> <think>b<word>c <word> d<|im_end|>"
@@ -141,5 +157,7 @@ def test_an_id_beyond_every_vocabulary_is_refused(tmp_path: Path) -> None:
     tokenizer = json.loads(byte_backend().to_str())
     tokenizer["model"]["vocab"]["!"] = 2**31
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json: a token has the id 2147483648; ids must be below 4,194,304"):
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer\.json: a token has the id 2147483648; ids must be below 4,194,304"
+    ):
         Tokenizer.from_directory(tmp_path)

@@ -69,8 +69,16 @@ def parse(dialect: str, text: str) -> tuple[dict[str, Any] | None, str]:
         ("text", 'quotes " and \\ and é', 'quotes " and \\ and é'),
         ("text", "a </parameter> b", "a </parameter> b"),
         ("text", "a\n</parameter>\nb", "a\n</parameter>\nb"),
-        ("text", "<tool_call>\n<function=g>\n</function> </tool_call", "<tool_call>\n<function=g>\n</function> </tool_call"),
-        ("text", "all of </tool_call>, </function>, <parameter=x> quoted", "all of </tool_call>, </function>, <parameter=x> quoted"),
+        (
+            "text",
+            "<tool_call>\n<function=g>\n</function> </tool_call",
+            "<tool_call>\n<function=g>\n</function> </tool_call",
+        ),
+        (
+            "text",
+            "all of </tool_call>, </function>, <parameter=x> quoted",
+            "all of </tool_call>, </function>, <parameter=x> quoted",
+        ),
         ("maybe", "null", None),
         ("maybe", "nothing", "nothing"),
         ("whole", "12", 12),
@@ -110,14 +118,30 @@ XML: dict[str, tuple[str, dict[str, Any] | None, str]] = {
         "",
     ),
     "text behind it": ("<tool_call>\n<function=f>\n</function>\n</tool_call>\nrest", {}, "\nrest"),
-    "no parameter closer": ("<tool_call>\n<function=f>\n<parameter=text>\na\n</function>\n</tool_call>", {"text": "a"}, ""),
-    "no function closer": ("<tool_call>\n<function=f>\n<parameter=text>\na\n</parameter>\n</tool_call>", {"text": "a"}, ""),
+    "no parameter closer": (
+        "<tool_call>\n<function=f>\n<parameter=text>\na\n</function>\n</tool_call>",
+        {"text": "a"},
+        "",
+    ),
+    "no function closer": (
+        "<tool_call>\n<function=f>\n<parameter=text>\na\n</parameter>\n</tool_call>",
+        {"text": "a"},
+        "",
+    ),
     "no closers but the last": ("<tool_call>\n<function=f>\n<parameter=text>\na\n</tool_call>", {"text": "a"}, ""),
     "no call closer": ("<tool_call>\n<function=f>\n<parameter=text>\na\n</parameter>\n</function>", {"text": "a"}, ""),
     "no closers at all": ("<tool_call>\n<function=f>\n<parameter=text>\na", {"text": "a"}, ""),
     "next call without a closer": ("<tool_call>\n<function=f>\n</function>\n<tool_call>", {}, "\n<tool_call>"),
-    "next call behind an open value": ("<tool_call>\n<function=f>\n<parameter=text>\na\n</tool_call>\n<tool_call>", {"text": "a"}, "\n<tool_call>"),
-    "stray text ends the call": ("<tool_call>\n<function=f>\n<parameter=text>\na\n</parameter>\nb</function>", {"text": "a\n</parameter>\nb"}, ""),
+    "next call behind an open value": (
+        "<tool_call>\n<function=f>\n<parameter=text>\na\n</tool_call>\n<tool_call>",
+        {"text": "a"},
+        "\n<tool_call>",
+    ),
+    "stray text ends the call": (
+        "<tool_call>\n<function=f>\n<parameter=text>\na\n</parameter>\nb</function>",
+        {"text": "a\n</parameter>\nb"},
+        "",
+    ),
     "stray text before any value": ("<tool_call>\n<function=f>\nb</function>", {}, "\nb</function>"),
     "same key twice": (
         "<tool_call><function=f><parameter=text>a</parameter><parameter=text>b</parameter></function></tool_call>",
@@ -141,11 +165,19 @@ def test_xml_forms(name: str) -> None:
 DEEP = '{"a": ' * 120 + "1" + "}" * 120
 HERMES: dict[str, tuple[str, dict[str, Any] | None, str]] = {
     "call": ('<tool_call>\n{"name": "f", "arguments": {"b": 1, "a": "é"}}\n</tool_call>x', {"b": 1, "a": "é"}, "x"),
-    "closer inside a string": ('<tool_call>{"name": "f", "arguments": {"a": "\\"</tool_call>"}}</tool_call>', {"a": '"</tool_call>'}, ""),
+    "closer inside a string": (
+        '<tool_call>{"name": "f", "arguments": {"a": "\\"</tool_call>"}}</tool_call>',
+        {"a": '"</tool_call>'},
+        "",
+    ),
     "no arguments": ('<tool_call>{"name": "f"}</tool_call>', {}, ""),
     "no closer": ('<tool_call>{"name": "f", "arguments": {}}', {}, ""),
     "no name": ('<tool_call>{"arguments": {}}</tool_call>', None, '<tool_call>{"arguments": {}}</tool_call>'),
-    "arguments no object": ('<tool_call>{"name": "f", "arguments": 1}</tool_call>', None, '<tool_call>{"name": "f", "arguments": 1}</tool_call>'),
+    "arguments no object": (
+        '<tool_call>{"name": "f", "arguments": 1}</tool_call>',
+        None,
+        '<tool_call>{"name": "f", "arguments": 1}</tool_call>',
+    ),
     "a list": ("<tool_call>[]</tool_call>", None, "<tool_call>[]</tool_call>"),
     "half a call": ('<tool_call>{"name": ', None, '<tool_call>{"name": '),
     "half a character": ('<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}</tool_call>', {"a": "\ufffd"}, ""),
@@ -154,7 +186,11 @@ HERMES: dict[str, tuple[str, dict[str, Any] | None, str]] = {
         None,
         '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
     ),
-    "deep": (f'<tool_call>{{"name": "f", "arguments": {DEEP}}}</tool_call>', None, f'<tool_call>{{"name": "f", "arguments": {DEEP}}}</tool_call>'),
+    "deep": (
+        f'<tool_call>{{"name": "f", "arguments": {DEEP}}}</tool_call>',
+        None,
+        f'<tool_call>{{"name": "f", "arguments": {DEEP}}}</tool_call>',
+    ),
 }
 
 
@@ -167,4 +203,6 @@ def test_hermes_forms(name: str) -> None:
 def test_string_values_stream_while_they_are_written() -> None:
     parser = DIALECTS["qwen3_coder"].parser(0, SCHEMAS, lambda: "id")
     parser.push("<tool_call>\n<function=f>\n<parameter=text>\n")
-    assert [event.text for event in parser.push("line one\nline").events if isinstance(event, ToolCallArguments)] == ["line one\\nline"]
+    assert [event.text for event in parser.push("line one\nline").events if isinstance(event, ToolCallArguments)] == [
+        "line one\\nline"
+    ]

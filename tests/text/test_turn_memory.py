@@ -19,7 +19,9 @@ def record(content: str, *ids: str, size: int = 1) -> TurnRecord:
 
 
 def message(content: str, *ids: str, arguments: str = '{"a":[2],"b":1}') -> dict[str, object]:
-    return normalise([{"role": "assistant", "content": content, "tool_calls": [call(call_id, "f", arguments) for call_id in ids]}])[0]
+    return normalise(
+        [{"role": "assistant", "content": content, "tool_calls": [call(call_id, "f", arguments) for call_id in ids]}]
+    )[0]
 
 
 def test_the_key_of_a_returned_turn_is_the_key_of_the_turn() -> None:
@@ -55,12 +57,19 @@ def test_the_same_ids_in_two_namespaces() -> None:
     keys = [extend_by_turn(conversation_seed(one.namespace), one.turn) for one in made]
     for key, one in zip(keys, made, strict=True):
         memory.remember(key, one)
-    assert [memory.find(b"elsewhere", message("", "x"), namespace) for namespace in ("", "salt", "other")] == [*made, None]
+    assert [memory.find(b"elsewhere", message("", "x"), namespace) for namespace in ("", "salt", "other")] == [
+        *made,
+        None,
+    ]
 
 
 def test_restored_turn() -> None:
     made = TurnRecord(
-        AssistantTurn(reasoning="r", calls=(ToolCall(id="x", name="f", arguments='{"b": 1}', as_written={"b": "01"}),)), array("i"), "", "", False
+        AssistantTurn(reasoning="r", calls=(ToolCall(id="x", name="f", arguments='{"b": 1}', as_written={"b": "01"}),)),
+        array("i"),
+        "",
+        "",
+        False,
     )
     returned = message("", "x", arguments='{"b": 1}')
     restored = made.restore(returned, arguments_as_written=True)

@@ -15,11 +15,17 @@ from scripts.tiny_agent.tokenizer import train
 
 def _tool(name: str, **parameters: str) -> dict[str, Any]:
     properties = {key: {"type": kind, "description": f"The {key} – as written"} for key, kind in parameters.items()}
-    function = {"name": name, "description": f"Does {name}.", "parameters": {"type": "object", "properties": properties, "required": [*parameters]}}
+    function = {
+        "name": name,
+        "description": f"Does {name}.",
+        "parameters": {"type": "object", "properties": properties, "required": [*parameters]},
+    }
     return {"type": "function", "function": function}
 
 
-def _calls(*calls: tuple[str, dict[str, Any]], content: str | None = None, reasoning: str | None = None) -> dict[str, Any]:
+def _calls(
+    *calls: tuple[str, dict[str, Any]], content: str | None = None, reasoning: str | None = None
+) -> dict[str, Any]:
     tool_calls = [
         {"id": f"call_{index}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
         for index, (name, arguments) in enumerate(calls)
@@ -39,8 +45,17 @@ def _result(index: int, **fields: Any) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": f"call_{index}", "content": json.dumps(fields)}
 
 
-def _example(session_id: str, turns: list[Turn], *, thinking: bool, system: str | None = None, tools: list[dict[str, Any]] | None = None) -> Example:
-    return Example(session_id=session_id, unseen=False, system=system, thinking=thinking, tools=tools or [], world={}, turns=turns)
+def _example(
+    session_id: str,
+    turns: list[Turn],
+    *,
+    thinking: bool,
+    system: str | None = None,
+    tools: list[dict[str, Any]] | None = None,
+) -> Example:
+    return Example(
+        session_id=session_id, unseen=False, system=system, thinking=thinking, tools=tools or [], world={}, turns=turns
+    )
 
 
 _TOOLS = [
@@ -53,7 +68,9 @@ _TURNS = [
         user="Where is T-4071, and T-4072?",
         goal={},
         messages=[
-            _calls(("get_order", {"order_id": "T-4071"}), ("get_order", {"order_id": "T-4072"}), content="I look up both."),
+            _calls(
+                ("get_order", {"order_id": "T-4071"}), ("get_order", {"order_id": "T-4072"}), content="I look up both."
+            ),
             _result(0, order_id="T-4071", owner="Zoë Lowell", price=12.5),
             _result(1, order_id="T-4072", owner="naïve Ivo", note='says "no"'),
             _says("T-4071 is Zoë's.\n\nT-4072 is naïve Ivo's."),
@@ -63,7 +80,12 @@ _TURNS = [
         user="  Rush T-4071, please:\n- tags a, b\n- due 2031-05-07  ",
         goal={},
         messages=[
-            _calls(("updateOrder", {"orderId": "T-4071", "dueDate": "2031-05-07", "rush": True, "tags": ["a", "b"], "count": 3})),
+            _calls(
+                (
+                    "updateOrder",
+                    {"orderId": "T-4071", "dueDate": "2031-05-07", "rush": True, "tags": ["a", "b"], "count": 3},
+                )
+            ),
             _result(0, error="busy"),
             _calls(("updateOrder", {"orderId": "T-4071", "rush": True})),
             _result(0, order_id="T-4071", rush=True),

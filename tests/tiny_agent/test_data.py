@@ -1,4 +1,5 @@
-"""The stream of batches holds every session once, in order, whatever the number of workers and wherever it is taken up again."""
+"""The stream of batches holds every session once, in order, whatever the number of workers and wherever it is taken up
+again."""
 
 from __future__ import annotations
 
@@ -26,8 +27,17 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def first(num: int, directory: Path, *, start_example: int = 0, num_workers: int = 0, max_length: int = 8192) -> list[Batch]:
-    stream = batches(SEED, tokens_per_batch=SIZE, max_length=max_length, start_example=start_example, num_workers=num_workers, directory=directory)
+def first(
+    num: int, directory: Path, *, start_example: int = 0, num_workers: int = 0, max_length: int = 8192
+) -> list[Batch]:
+    stream = batches(
+        SEED,
+        tokens_per_batch=SIZE,
+        max_length=max_length,
+        start_example=start_example,
+        num_workers=num_workers,
+        directory=directory,
+    )
     try:
         return list(islice(stream, num))
     finally:
@@ -38,7 +48,10 @@ def assert_same(ours: list[Batch], theirs: list[Batch]) -> None:
     assert len(ours) == len(theirs)
     for one, other in zip(ours, theirs, strict=True):
         assert (one.next_example, one.num_cut) == (other.next_example, other.num_cut)
-        assert all(np.array_equal(a, b) for a, b in ((one.ids, other.ids), (one.mask, other.mask), (one.cu_seqlens, other.cu_seqlens)))
+        assert all(
+            np.array_equal(a, b)
+            for a, b in ((one.ids, other.ids), (one.mask, other.mask), (one.cu_seqlens, other.cu_seqlens))
+        )
 
 
 def test_batches_hold_whole_sessions_in_order(directory: Path) -> None:

@@ -1,4 +1,5 @@
-"""Domains of tiny-agent: schemas that hold, calls that run, words that stay on their side, and the same output for the same seed."""
+"""Domains of tiny-agent: schemas that hold, calls that run, words that stay on their side, and the same output for the
+same seed."""
 
 from __future__ import annotations
 
@@ -60,7 +61,11 @@ def test_tools_and_their_actions_agree(split: Split) -> None:
             assert list(parameters["properties"]) == list(operation.params), (label, operation.name)
             assert tuple(parameters.get("required", ())) == operation.required, (label, operation.name)
             action = operation.action
-            used = {*getattr(action, "match", {}).values(), *getattr(action, "contains", {}).values(), *getattr(action, "show", [])}
+            used = {
+                *getattr(action, "match", {}).values(),
+                *getattr(action, "contains", {}).values(),
+                *getattr(action, "show", []),
+            }
             assigned = getattr(action, "set", {})
             used |= {*assigned.values(), *getattr(action, "fixed", {})}
             assert used <= columns, (label, operation.name)
@@ -98,12 +103,19 @@ def test_records_fit_their_table(split: Split) -> None:
 def test_the_same_seed_gives_the_same_domain() -> None:
     for split in SPLITS:
         for seed in range(20):
-            assert invented.domain(random.Random(seed), split) == invented.domain(random.Random(seed), split), f"seed {seed}, {split}"
+            assert invented.domain(random.Random(seed), split) == invented.domain(random.Random(seed), split), (
+                f"seed {seed}, {split}"
+            )
         assert catalog.domains(random.Random(7), split) == catalog.domains(random.Random(7), split)
 
 
 def test_pools_have_two_sides() -> None:
-    words = (*vars(pools).values(), invented_words.RECORD_NOUNS, invented_words.CHOICE_LABELS, *invented_words.LABELS.values())
+    words = (
+        *vars(pools).values(),
+        invented_words.RECORD_NOUNS,
+        invented_words.CHOICE_LABELS,
+        *invented_words.LABELS.values(),
+    )
     for pool in (one for one in words if isinstance(one, pools.Pool)):
         assert not set(pool.train) & set(pool.held_out)
     for split in SPLITS:
@@ -114,9 +126,15 @@ def test_pools_have_two_sides() -> None:
 
 @pytest.mark.parametrize("kind", ["person", "city", "word", "tags", "people"])
 def test_training_never_draws_a_held_out_name(kind: Kind) -> None:
-    held_out = {word.casefold() for pool in vars(pools).values() if isinstance(pool, pools.Pool) for word in pool.held_out}
+    held_out = {
+        word.casefold() for pool in vars(pools).values() if isinstance(pool, pools.Pool) for word in pool.held_out
+    }
     column = Column(name="c", label="c", kind=kind)
-    drawn = {part.casefold() for seed in range(2000) for part in str(values.draw(column, random.Random(seed), "train")).split()}
+    drawn = {
+        part.casefold()
+        for seed in range(2000)
+        for part in str(values.draw(column, random.Random(seed), "train")).split()
+    }
     drawn = {re.sub(r"\W", "", part) for part in drawn}
     assert not drawn & held_out
 
@@ -130,11 +148,16 @@ def test_values_of_held_out_sessions_are_mostly_new() -> None:
 def test_unseen_tools_and_parameters_never_occur_in_training() -> None:
     def names(domains: Iterator[Domain]) -> tuple[set[str], set[str]]:
         operations = [operation for domain in domains for operation in domain.operations]
-        return {operation.name for operation in operations}, {name for operation in operations for name in operation.params}
+        return {operation.name for operation in operations}, {
+            name for operation in operations for name in operation.params
+        }
 
     rng = random.Random(1)
     train = names(iter([*catalog.domains(rng, "train"), *(invented.domain(rng, "train") for _ in range(3000))]))
-    unseen = [*catalog.domains(rng, "held_out", list(catalog.UNSEEN)), *(invented.domain(rng, "held_out") for _ in range(500))]
+    unseen = [
+        *catalog.domains(rng, "held_out", list(catalog.UNSEEN)),
+        *(invented.domain(rng, "held_out") for _ in range(500)),
+    ]
     assert all(domain.unseen for domain in unseen)
     tools, parameters = names(iter(unseen))
     assert not tools & train[0]

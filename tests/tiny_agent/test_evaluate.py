@@ -1,4 +1,5 @@
-"""The evaluation against a scripted server: what it counts, which turns it lists as missed and why, and the arithmetic of acceptance."""
+"""The evaluation against a scripted server: what it counts, which turns it lists as missed and why, and the arithmetic
+of acceptance."""
 
 from __future__ import annotations
 
@@ -29,36 +30,57 @@ def call(name: str, **arguments: Any) -> Gold:
 def turn(user: str, goal: dict[str, Any], *calls: Gold, says: str) -> Turn:
     """A turn whose gold trajectory makes its calls in one message, if any, and then answers."""
     made = [
-        {"id": f"call_{n}", "type": "function", "function": {"name": name, "arguments": json.dumps(given)}} for n, (name, given) in enumerate(calls)
+        {"id": f"call_{n}", "type": "function", "function": {"name": name, "arguments": json.dumps(given)}}
+        for n, (name, given) in enumerate(calls)
     ]
     results = [{"role": "tool", "tool_call_id": entry["id"], "content": "{}"} for entry in made]
-    messages: list[dict[str, Any]] = [{"role": "assistant", "content": "", "tool_calls": made}, *results] if made else []
+    messages: list[dict[str, Any]] = (
+        [{"role": "assistant", "content": "", "tool_calls": made}, *results] if made else []
+    )
     return Turn(user=user, goal=goal, messages=[*messages, {"role": "assistant", "content": says}])
 
 
 def held_out(*turns: Turn, name: str = "s", unseen: bool = False, thinking: bool = False) -> HeldOut:
     example = Example(
-        session_id=name, unseen=unseen, system="be brief", thinking=thinking, tools=TOOLS, world=msgspec.to_builtins(world()), turns=list(turns)
+        session_id=name,
+        unseen=unseen,
+        system="be brief",
+        thinking=thinking,
+        tools=TOOLS,
+        world=msgspec.to_builtins(world()),
+        turns=list(turns),
     )
     return HeldOut(example=example, tasks=("look_up",))
 
 
-LOOK_UP = turn("how is A-098?", {"says": ["open"], "max_calls": 3}, call("get_order", order_id="A-098"), says="A-098 is open.")
+LOOK_UP = turn(
+    "how is A-098?", {"says": ["open"], "max_calls": 3}, call("get_order", order_id="A-098"), says="A-098 is open."
+)
 CANCEL = turn(
-    "cancel A-098", {"changes": {"orders": {"A-098": {"status": "cancelled"}}}}, call("cancel_order", order_id="A-098"), says="A-098 is cancelled."
+    "cancel A-098",
+    {"changes": {"orders": {"A-098": {"status": "cancelled"}}}},
+    call("cancel_order", order_id="A-098"),
+    says="A-098 is cancelled.",
 )
 HELLO = turn("hello", {"max_calls": 0}, says="Hello!")
 
 
 def calls(*made: Gold, text: str = "", **fields: Any) -> Answer:
-    return Answer(texts=[text] if text else [], calls=[(f"c{n}", name, json.dumps(given)) for n, (name, given) in enumerate(made)], wait=0, **fields)
+    return Answer(
+        texts=[text] if text else [],
+        calls=[(f"c{n}", name, json.dumps(given)) for n, (name, given) in enumerate(made)],
+        wait=0,
+        **fields,
+    )
 
 
 def words(text: str, **fields: Any) -> Answer:
     return Answer(texts=[text], wait=0, **fields)
 
 
-def run(sessions: list[HeldOut], answers: Iterable[Answer], sampling: Sampling = GREEDY) -> tuple[list[Played], Summary, FakeServer]:
+def run(
+    sessions: list[HeldOut], answers: Iterable[Answer], sampling: Sampling = GREEDY
+) -> tuple[list[Played], Summary, FakeServer]:
     """The server gives the answers in order, to one session after the other."""
     script = iter(answers)
     server = FakeServer(lambda body: next(script))
@@ -121,7 +143,11 @@ def test_a_run_below_either_share_falls_short() -> None:
     [
         ([words("It is closed.")], "a call is missing", "call 1: get_order was not called"),
         ([words("", finish="length")], "a call is missing: cut", "call 1: get_order was not called"),
-        ([calls(call("cancel_order", order_id="A-098")), words("Done.")], "another tool", "call 1: cancel_order was called, not get_order"),
+        (
+            [calls(call("cancel_order", order_id="A-098")), words("Done.")],
+            "another tool",
+            "call 1: cancel_order was called, not get_order",
+        ),
         (
             [calls(call("get_order", order_id="A-908")), words("There is none.")],
             "wrong argument: a text that stands nowhere in the context",
@@ -133,8 +159,16 @@ def test_a_run_below_either_share_falls_short() -> None:
             'call 1: order_id is "brief", not "A-098"',
         ),
         ([RIGHT[0], words("It is closed.")], "right calls, wrong answer", "the answer does not say 'open'"),
-        ([RIGHT[0], words("It is", finish="length")], "right calls, then no answer: cut", "the answer was cut off at max_tokens"),
-        ([RIGHT[0], Answer(status=500)], "right calls, then no answer: failed", "the request failed: 500: refused with 500"),
+        (
+            [RIGHT[0], words("It is", finish="length")],
+            "right calls, then no answer: cut",
+            "the answer was cut off at max_tokens",
+        ),
+        (
+            [RIGHT[0], Answer(status=500)],
+            "right calls, then no answer: failed",
+            "the request failed: 500: refused with 500",
+        ),
         ([RIGHT[0]] * 3 + [RIGHT[0], words("It is open.")], "a call too many", "call 2: get_order was called"),
     ],
 )
@@ -145,14 +179,24 @@ def test_a_miss_is_named_by_its_first_difference_from_gold(answers: list[Answer]
 
 def test_arguments_that_are_missing_or_too_many_are_named() -> None:
     create = turn(
-        "three mugs", {"changes": {"orders": {"A-100": {"count": 3}}}}, call("create_order", item="mug", count=3, city="Oslo"), says="Created."
+        "three mugs",
+        {"changes": {"orders": {"A-100": {"count": 3}}}},
+        call("create_order", item="mug", count=3, city="Oslo"),
+        says="Created.",
     )
     (miss,) = misses_of(held_out(create), calls(call("create_order", item="mug", count=3)), words("Created."))
     assert (miss.kind, miss.difference) == ("an argument is missing", 'call 1: city = "Oslo" was not given')
     (miss,) = misses_of(held_out(CANCEL), calls(call("update_order", order_id="A-098")), words("Done."))
     assert miss.kind == "another tool"
-    change = turn("5 of A-098", {"changes": {"orders": {"A-098": {"count": 5}}}}, call("update_order", order_id="A-098", count=5), says="Done.")
-    (miss,) = misses_of(held_out(change), calls(call("update_order", order_id="A-098", count=5, city="Rome")), words("Done."))
+    change = turn(
+        "5 of A-098",
+        {"changes": {"orders": {"A-098": {"count": 5}}}},
+        call("update_order", order_id="A-098", count=5),
+        says="Done.",
+    )
+    (miss,) = misses_of(
+        held_out(change), calls(call("update_order", order_id="A-098", count=5, city="Rome")), words("Done.")
+    )
     assert (miss.kind, miss.difference) == ("an argument too many", 'call 1: city = "Rome" was given')
     (miss,) = misses_of(held_out(change), calls(call("update_order", order_id="A-098", count=6)), words("Done."))
     assert miss.kind == "wrong argument: number"
@@ -162,7 +206,11 @@ def test_turns_after_a_miss_are_counted_apart_and_listed_last() -> None:
     sessions = [held_out(CANCEL, LOOK_UP, name="a"), held_out(LOOK_UP, name="b")]
     played, _, _ = run(sessions, [words("No."), words("No."), words("No.")])
     misses = find_misses(played)
-    assert [(miss.played.example.session_id, miss.place, miss.is_first) for miss in misses] == [("a", 0, True), ("b", 0, True), ("a", 1, False)]
+    assert [(miss.played.example.session_id, miss.place, miss.is_first) for miss in misses] == [
+        ("a", 0, True),
+        ("b", 0, True),
+        ("a", 1, False),
+    ]
     assert count_kinds(misses) == [("a call is missing", 2, 1)]
 
 
@@ -238,7 +286,10 @@ def test_long_texts_are_cut_in_a_listing() -> None:
 
 def test_a_session_that_a_failed_request_ends_lists_its_later_turns_as_never_begun() -> None:
     misses = misses_of(held_out(LOOK_UP, HELLO), Answer(status=500))
-    assert [(miss.kind, miss.is_first) for miss in misses] == [("a call is missing: failed", True), ("never begun", False)]
+    assert [(miss.kind, miss.is_first) for miss in misses] == [
+        ("a call is missing: failed", True),
+        ("never begun", False),
+    ]
     assert "ENDED  not begun, after 0 requests" in listing(misses[1])
 
 
@@ -255,8 +306,13 @@ def test_sampled_sessions_have_a_seed_each_and_keep_their_own_fields() -> None:
 
 
 def test_acceptance_is_read_from_the_counters_of_all_answers() -> None:
-    metrics = [speculation(steps=10, drafted=[10, 10], accepted=[8, 4]), speculation(steps=6, drafted=[6, 6], accepted=[4, 4])]
-    _, summary, _ = run([held_out(HELLO, name=str(n)) for n in range(2)], [words("Hi.", metrics=each) for each in metrics])
+    metrics = [
+        speculation(steps=10, drafted=[10, 10], accepted=[8, 4]),
+        speculation(steps=6, drafted=[6, 6], accepted=[4, 4]),
+    ]
+    _, summary, _ = run(
+        [held_out(HELLO, name=str(n)) for n in range(2)], [words("Hi.", metrics=each) for each in metrics]
+    )
     row = acceptance.read(summary, sampling="greedy", num_drafts=2)
     assert (row.num_answers, row.num_steps, row.drafted, row.accepted) == (2, 16, [16, 16], [12, 8])
     assert row.shares == [0.75, 0.5]
@@ -270,7 +326,9 @@ def test_counters_of_another_depth_or_none_at_all_are_refused() -> None:
     _, silent, _ = run([held_out(HELLO)], [words("Hi.")])
     with pytest.raises(ValueError, match="reports no speculation"):
         acceptance.read(silent, sampling="greedy", num_drafts=1)
-    _, summary, _ = run([held_out(HELLO)], [words("Hi.", metrics=speculation(steps=1, drafted=[1, 1], accepted=[0, 0]))])
+    _, summary, _ = run(
+        [held_out(HELLO)], [words("Hi.", metrics=speculation(steps=1, drafted=[1, 1], accepted=[0, 0]))]
+    )
     with pytest.raises(ValueError, match="2 positions, not at 3"):
         acceptance.read(summary, sampling="greedy", num_drafts=3)
 
@@ -289,7 +347,10 @@ def gold_answers(session: HeldOut) -> Iterator[Answer]:
     for turn in session.example.turns:
         for message in turn.messages:
             if message["role"] == "assistant":
-                made = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message.get("tool_calls", [])]
+                made = [
+                    (call["function"]["name"], json.loads(call["function"]["arguments"]))
+                    for call in message.get("tool_calls", [])
+                ]
                 yield calls(*made, text=message["content"] or "")
 
 
@@ -311,7 +372,9 @@ def test_gold_answers_reach_every_goal_with_valid_calls() -> None:
         (["--json", "no/such/directory/x.json"], "json"),
     ],
 )
-def test_bad_flags_are_named_before_anything_is_loaded(flags: list[str], field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_flags_are_named_before_anything_is_loaded(
+    flags: list[str], field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.argv", ["evaluate", *flags])
     with pytest.raises(ConfigError, match=field):
         evaluate.main()

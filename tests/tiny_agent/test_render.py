@@ -1,4 +1,5 @@
-"""Rendered sessions are what the chat template makes of them, token for token, and the mask marks what a live model writes."""
+"""Rendered sessions are what the chat template makes of them, token for token, and the mask marks what a live model
+writes."""
 
 from __future__ import annotations
 
@@ -33,14 +34,19 @@ def cuts() -> list[tuple[Example, int]]:
 def template_text(example: Example, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
     kwargs = {"enable_thinking": example.thinking}
     tools = example.tools or None
-    return TEMPLATE.render(normalise(messages), tools, add_generation_prompt=add_generation_prompt, template_kwargs=kwargs).text
+    return TEMPLATE.render(
+        normalise(messages), tools, add_generation_prompt=add_generation_prompt, template_kwargs=kwargs
+    ).text
 
 
 def runs(rendered: Rendered, value: int) -> list[str]:
     """The text of each run of tokens with this value."""
     edges = np.flatnonzero(np.diff(rendered.mask == value, prepend=False, append=False)).tolist()
     tokenizer = small_tokenizer()
-    return [tokenizer.decode(rendered.ids[a:b].tolist(), skip_special_tokens=False) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    return [
+        tokenizer.decode(rendered.ids[a:b].tolist(), skip_special_tokens=False)
+        for a, b in zip(edges[::2], edges[1::2], strict=True)
+    ]
 
 
 def test_text_is_what_the_template_makes() -> None:
@@ -53,7 +59,11 @@ def test_text_is_what_the_template_makes() -> None:
         messages = normalise(messages)  # transformers wants arguments as objects, too
         source = CHAT_TEMPLATE.read_text()
         expected = reference.apply_chat_template(
-            messages, tools=list[Any](example.tools), chat_template=source, tokenize=False, enable_thinking=example.thinking
+            messages,
+            tools=list[Any](example.tools),
+            chat_template=source,
+            tokenize=False,
+            enable_thinking=example.thinking,
         )
         assert expected == text, where
 
@@ -61,12 +71,16 @@ def test_text_is_what_the_template_makes() -> None:
 def test_ids_are_those_of_the_whole_text() -> None:
     tokenizer = small_tokenizer()
     for (example, num_turns), rendered in zip(cuts(), render_all(cuts(), tokenizer), strict=True):
-        assert rendered.ids.tolist() == tokenizer.encode(conversation_text(example, num_turns), add_special_tokens=False).ids, example.session_id
+        assert (
+            rendered.ids.tolist()
+            == tokenizer.encode(conversation_text(example, num_turns), add_special_tokens=False).ids
+        ), example.session_id
         assert rendered.mask.shape == rendered.ids.shape
 
 
 def test_a_live_model_meets_the_very_tokens_before_what_it_writes() -> None:
-    """The prompt of every answer of the last turn is the beginning of the session's ids, up to the first token that is to be written."""
+    """The prompt of every answer of the last turn is the beginning of the session's ids, up to the first token that is
+    to be written."""
     tokenizer = small_tokenizer()
     for example, num_turns in cuts():
         rendered = render(example, tokenizer, num_turns)
@@ -75,7 +89,9 @@ def test_a_live_model_meets_the_very_tokens_before_what_it_writes() -> None:
         for index in range(last_question + 1, len(messages)):
             if messages[index]["role"] != "assistant":
                 continue
-            prompt = tokenizer.encode(template_text(example, messages[:index], add_generation_prompt=True), add_special_tokens=False).ids
+            prompt = tokenizer.encode(
+                template_text(example, messages[:index], add_generation_prompt=True), add_special_tokens=False
+            ).ids
             where = f"{example.session_id}, {num_turns} turns, message {index}"
             assert rendered.ids[: len(prompt)].tolist() == prompt, where
             assert rendered.mask[len(prompt) - 1 : len(prompt) + 1].tolist() == [READ, WRITTEN], where
@@ -85,7 +101,9 @@ def test_what_is_written_without_thinking() -> None:
     plain = next(example for example in EXAMPLES if example.session_id == "plain")
     rendered = render(plain, small_tokenizer(), 3)
     calls, answer, *_, done, thanks = runs(rendered, WRITTEN)
-    assert calls.startswith("I look up both.\n\n<tool_call>\n<function=get_order>\n<parameter=order_id>\nT-4071\n</parameter>")
+    assert calls.startswith(
+        "I look up both.\n\n<tool_call>\n<function=get_order>\n<parameter=order_id>\nT-4071\n</parameter>"
+    )
     assert calls.endswith("T-4072\n</parameter>\n</function>\n</tool_call><|im_end|>")
     assert answer == "T-4071 is Zoë's.\n\nT-4072 is naïve Ivo's.<|im_end|>"
     assert [done, thanks] == ["(Done.)<|im_end|>", "You are welcome.<|im_end|>"]
@@ -116,6 +134,8 @@ def test_a_session_that_thinks_must_have_its_reasoning() -> None:
 
 
 def test_text_that_ends_a_message_is_refused() -> None:
-    example = dataclasses.replace(EXAMPLES[2], turns=[Turn(user="Hi<|im_end|>", goal={}, messages=EXAMPLES[2].turns[0].messages)])
+    example = dataclasses.replace(
+        EXAMPLES[2], turns=[Turn(user="Hi<|im_end|>", goal={}, messages=EXAMPLES[2].turns[0].messages)]
+    )
     with pytest.raises(ValueError, match="'no-tools': its text holds tokens"):
         render(example, small_tokenizer(), 1)

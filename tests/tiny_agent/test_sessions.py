@@ -1,4 +1,5 @@
-"""Sessions of tiny-agent: gold trajectories work, follow from their context, and the held-out split keeps its promises."""
+"""Sessions of tiny-agent: gold trajectories work, follow from their context, and the held-out split keeps its
+promises."""
 
 from __future__ import annotations
 
@@ -45,7 +46,10 @@ def test_gold_trajectories_reach_their_goals(made: list[tuple[Example, list[str]
                     results.append(outcome.text)
                     num_calls += 1
             goal = msgspec.convert(turn.goal, Goal)
-            assert simulator.reached(goal, before, answer=turn.messages[-1]["content"], num_calls=num_calls), (example.session_id, turn)
+            assert simulator.reached(goal, before, answer=turn.messages[-1]["content"], num_calls=num_calls), (
+                example.session_id,
+                turn,
+            )
             assert goal.max_calls is not None, example.session_id
             assert goal.max_calls > 0 or num_calls == 0, example.session_id
             if set(names) <= {"small_talk", "refusal"}:
@@ -79,8 +83,14 @@ def test_values_come_from_the_context(made: list[tuple[Example, list[str]]]) -> 
                         assert value in unescaped(context), (example.session_id, value)
                 if message["role"] == "tool":
                     context += "\n" + message["content"]
-                for value in re.findall(r"[\w./+-]*\d[\w./+-]*", message["content"] if message["role"] == "assistant" else ""):
-                    known = value.rstrip(".") in unescaped(context) or is_count(message["content"], value) or "capital" in message["content"]
+                for value in re.findall(
+                    r"[\w./+-]*\d[\w./+-]*", message["content"] if message["role"] == "assistant" else ""
+                ):
+                    known = (
+                        value.rstrip(".") in unescaped(context)
+                        or is_count(message["content"], value)
+                        or "capital" in message["content"]
+                    )
                     assert known or turn.goal["max_calls"] == 0, (example.session_id, value, message)
 
 
@@ -91,7 +101,11 @@ def words_of(arguments: dict[str, Any]) -> list[str]:
         if isinstance(value, list):
             found += value
         elif isinstance(value, str):
-            found += re.split(r" ?[-+*/()]+ ?", value) if re.fullmatch(r"[\d. +*/()-]+", value) else re.split(r"\n|: | = | is |\.$", value)
+            found += (
+                re.split(r" ?[-+*/()]+ ?", value)
+                if re.fullmatch(r"[\d. +*/()-]+", value)
+                else re.split(r"\n|: | = | is |\.$", value)
+            )
         elif not isinstance(value, bool):
             found.append(str(value))
     return [word.strip('"') for word in found]
@@ -145,7 +159,9 @@ def test_a_replay_line_is_json_with_goals_and_the_world() -> None:
         line = json.loads(json.dumps(replay_line(example)))
         assert line["group"] == ("unseen" if example.unseen else "known")
         assert [turn["messages"][-1]["content"] for turn in line["turns"]] == [turn.user for turn in example.turns]
-        assert msgspec.convert(line["world"], World).actions.keys() == {tool["function"]["name"] for tool in line["tools"]}
+        assert msgspec.convert(line["world"], World).actions.keys() == {
+            tool["function"]["name"] for tool in line["tools"]
+        }
         for turn in line["turns"]:
             msgspec.convert(turn["goal"], Goal)
             assert turn["extra"] == {"chat_template_kwargs": {"enable_thinking": example.thinking}}

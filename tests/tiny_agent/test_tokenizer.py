@@ -1,4 +1,5 @@
-"""The tokenizer has the promised size and added tokens, spells a word the same everywhere, and is one tokenizer to every loader."""
+"""The tokenizer has the promised size and added tokens, spells a word the same everywhere, and is one tokenizer to
+every loader."""
 
 from __future__ import annotations
 
@@ -14,7 +15,21 @@ from scripts.tiny_agent.render import conversation_text
 from tests.tiny_agent.examples import EXAMPLES, small_tokenizer
 
 TEXTS = [conversation_text(example, len(example.turns)) for example in EXAMPLES]
-PLACES = ["{}", " {}", '"{}"', "_{}", "\n{}\n", "[{}]", "\u2013{}", "7{}7", "<parameter={}>", "get_{}_id", "due{}", "({}).\n\n", "ends.\\n{}\\n\\n- "]
+PLACES = [
+    "{}",
+    " {}",
+    '"{}"',
+    "_{}",
+    "\n{}\n",
+    "[{}]",
+    "\u2013{}",
+    "7{}7",
+    "<parameter={}>",
+    "get_{}_id",
+    "due{}",
+    "({}).\n\n",
+    "ends.\\n{}\\n\\n- ",
+]
 
 
 @pytest.mark.parametrize("word", ["Order", "Zoë", "Zwrok", "Naïve"])
@@ -31,7 +46,8 @@ def test_every_loader_gives_the_same_ids(tmp_path: Path) -> None:
     tiny.write(small_tokenizer(), tmp_path)
     ours, theirs = Tokenizer.from_directory(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     assert ours is not None
-    # e + combining acute is normalised to one letter; the last text has bytes, digits and scripts that training never met
+    # e + combining acute is normalised to one letter; the last text has bytes, digits and scripts that training never
+    # met
     for text in [*TEXTS, "cafe\u0301 <think>\n\n</think>\n\n", " \n\n \n12.50\tЖук 日本 \U0001f680"]:
         assert ours.encode(text) == theirs.encode(text, add_special_tokens=False) == small_tokenizer().encode(text).ids
     for text in TEXTS:
@@ -64,7 +80,9 @@ def test_a_word_that_fills_one_text_earns_no_tokens() -> None:
 
 
 def test_added_tokens_of_the_texts_earn_no_merges() -> None:
-    assert not [token for token in small_tokenizer().get_vocab(with_added_tokens=False) if "<|" in token or "im" in token]
+    assert not [
+        token for token in small_tokenizer().get_vocab(with_added_tokens=False) if "<|" in token or "im" in token
+    ]
 
 
 def test_too_few_texts_are_refused() -> None:

@@ -1,4 +1,5 @@
-"""Training computes what the engine and transformers compute from the exported checkpoint, learns, and goes on where it stopped."""
+"""Training computes what the engine and transformers compute from the exported checkpoint, learns, and goes on where it
+stopped."""
 
 from __future__ import annotations
 
@@ -118,7 +119,9 @@ def test_targets_stay_in_their_sequence() -> None:
     read, repeated, written = KIND_WEIGHTS
     assert targets[[0, 1, 2, 4]].tolist() == [1, 2, 3, 5]
     assert weights.tolist() == pytest.approx([repeated, written, written, 0, written, 0])
-    assert shifted_targets(tokens, mask, pack(cumulated(4, 2), CPU), 2)[1].tolist() == pytest.approx([written, written, 0, 0, 0, 0])
+    assert shifted_targets(tokens, mask, pack(cumulated(4, 2), CPU), 2)[1].tolist() == pytest.approx(
+        [written, written, 0, 0, 0, 0]
+    )
     assert read < repeated < written
 
 
@@ -191,7 +194,9 @@ def test_mtp_alone_moves_nothing_of_the_trunk_when_detached() -> None:
 
 def test_the_chain_has_the_gradient_of_plain_attention() -> None:
     """The kernels' log-sum-exp has no gradient of its own; the model makes up for it."""
-    model = Model(parsed(TINY), {name: weight.double() for name, weight in random_weights(TINY).items()}, dtype=torch.float64)
+    model = Model(
+        parsed(TINY), {name: weight.double() for name, weight in random_weights(TINY).items()}, dtype=torch.float64
+    )
     packed = pack(cumulated(9), CPU)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(9, 4, 64, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(3))
@@ -209,7 +214,12 @@ def test_goes_on_identically_after_a_save(tmp_path: Path) -> None:
     whole = Steps(options)
     whole.run(3)
     state = tmp_path / "state"
-    save_state(state, whole.trainer.weights, whole.trainer.optimizer.state(), Progress(0, TINY, step=3, steps_since_fresh_moments=3))
+    save_state(
+        state,
+        whole.trainer.weights,
+        whole.trainer.optimizer.state(),
+        Progress(0, TINY, step=3, steps_since_fresh_moments=3),
+    )
     expected = whole.run(3)
     weights, moments, progress = load_state(state)
     assert moments is not None
@@ -223,7 +233,12 @@ def test_goes_on_identically_after_a_save(tmp_path: Path) -> None:
 
 
 def test_a_state_without_moments_warms_up_again(tmp_path: Path) -> None:
-    save_state(tmp_path / "state", random_weights(TINY), None, Progress(0, TINY, step=9, tokens=900, steps_since_fresh_moments=9))
+    save_state(
+        tmp_path / "state",
+        random_weights(TINY),
+        None,
+        Progress(0, TINY, step=9, tokens=900, steps_since_fresh_moments=9),
+    )
     _, moments, progress = load_state(tmp_path / "state")
     assert moments is None
     assert (progress.step, progress.tokens, progress.steps_since_fresh_moments) == (9, 900, 0)

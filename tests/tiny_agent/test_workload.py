@@ -1,4 +1,5 @@
-"""workloads/agentic.jsonl is what its command writes: live held-out sessions of every shape, few and short enough for `make replay`."""
+"""workloads/agentic.jsonl is what its command writes: live held-out sessions of every shape, few and short enough for
+`make replay`."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def test_every_session_is_live_and_held_out(file: ReplayFile) -> None:
 
 
 def test_half_of_each_group_thinks_and_every_shape_occurs(chosen: list[Example]) -> None:
-    assert Counter((example.unseen, example.thinking) for example in chosen) == {(u, t): 2 if u else 8 for u in (True, False) for t in (True, False)}
+    assert Counter((example.unseen, example.thinking) for example in chosen) == {
+        (u, t): 2 if u else 8 for u in (True, False) for t in (True, False)
+    }
     found = Counter(shape for example in chosen for shape in workload.shapes(example))
     assert found["long"] == 2
     assert min(found["parallel"], found["row"], found["error"]) >= 4

@@ -1,4 +1,5 @@
-"""Every operation in plain torch: slow, readable, and what faster implementations are tested against. A backend.Backend."""
+"""Every operation in plain torch: slow, readable, and what faster implementations are tested against. A
+backend.Backend."""
 
 from agentspec.kernels.reference.fused import (
     add_experts,

@@ -41,7 +41,9 @@ def write_kv_prefill(kv_P2SGD: Tensor, k_NGD: Tensor, v_NGD: Tensor, batch: Pref
 
 
 @touches_pools
-def paged_attention(q_BTQD: Tensor, kv_P2SGD: Tensor, page_table_BP: Tensor, start_B: Tensor, *, scale: float, first_position: int) -> Tensor:
+def paged_attention(
+    q_BTQD: Tensor, kv_P2SGD: Tensor, page_table_BP: Tensor, start_B: Tensor, *, scale: float, first_position: int
+) -> Tensor:
     """Causal attention of queries at positions start..start+T-1 over the keys at first_position..own position.
 
     Args:
@@ -71,18 +73,25 @@ def paged_attention_prefill(q_NQD: Tensor, kv_P2SGD: Tensor, batch: PrefillBatch
     return o_NQD
 
 
-def _attend(q_TQD: Tensor, kv_P2SGD: Tensor, page_ids_P: Tensor, start: int, first_position: int, scale: float) -> Tensor:
-    """One sequence's queries over exactly its written positions: a slot that was never written may hold NaN, so none is read."""
+def _attend(
+    q_TQD: Tensor, kv_P2SGD: Tensor, page_ids_P: Tensor, start: int, first_position: int, scale: float
+) -> Tensor:
+    """One sequence's queries over exactly its written positions: a slot that was never written may hold NaN, so none is
+    read."""
     num_tokens, num_heads, dim = q_TQD.shape
     _, _, page_tokens, num_groups, _ = kv_P2SGD.shape
     length = start + num_tokens
     pages = page_ids_P[: -(-length // page_tokens)]
-    k_GND, v_GND = (kv_P2SGD[:, half].index_select(0, pages).flatten(0, 1)[first_position:length].transpose(0, 1) for half in (0, 1))
+    k_GND, v_GND = (
+        kv_P2SGD[:, half].index_select(0, pages).flatten(0, 1)[first_position:length].transpose(0, 1) for half in (0, 1)
+    )
     positions = torch.arange(first_position, length, device=q_TQD.device)
     visible_TN = positions <= torch.arange(start, length, device=q_TQD.device)[:, None]
     # All query heads of a key/value head are rows of one product, so that keys and values are not repeated.
     shares = num_heads // num_groups
     q_GMD = q_TQD.view(num_tokens, num_groups, shares, dim).permute(1, 2, 0, 3).flatten(1, 2)
-    o_GMD = scaled_dot_product_attention(q_GMD[None], k_GND[None], v_GND[None], visible_TN.repeat(shares, 1), scale=scale)[0]
+    o_GMD = scaled_dot_product_attention(
+        q_GMD[None], k_GND[None], v_GND[None], visible_TN.repeat(shares, 1), scale=scale
+    )[0]
     o_TQD = o_GMD.view(num_groups, shares, num_tokens, dim).permute(2, 0, 1, 3).flatten(1, 2)
     return o_TQD.where(visible_TN.any(-1)[:, None, None], 0)

@@ -26,8 +26,11 @@ def _convolve(window: Tensor, weight_C4: Tensor) -> Tensor:
 
 
 @touches_pools
-def causal_conv(x_BTC: Tensor, weight_C4: Tensor, conv_R3C: Tensor, read_row_B: Tensor, write_rows_BT: Tensor) -> Tensor:
-    """Convolve every slot's window behind the state in its read row; the state after column t goes to write_rows_BT[:, t].
+def causal_conv(
+    x_BTC: Tensor, weight_C4: Tensor, conv_R3C: Tensor, read_row_B: Tensor, write_rows_BT: Tensor
+) -> Tensor:
+    """Convolve every slot's window behind the state in its read row; the state after column t goes to write_rows_BT[:,
+    t].
 
     Args:
         x_BTC: [B, T, C], activation dtype; pre-conv [q | k | v].

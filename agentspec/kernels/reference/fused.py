@@ -1,4 +1,5 @@
-"""The dense blocks and mixers of a forward, each composed of the plain operations beside this file. See backend.Backend."""
+"""The dense blocks and mixers of a forward, each composed of the plain operations beside this file. See
+backend.Backend."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def add_experts(residual_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Ten
 def expert_sum(x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
     """Reads the chosen experts on the host."""
     normed_NH = rms_norm(x_NH, norm)
-    weights_NJ, expert_ids_NJ = route_top_k(torch_linear(normed_NH, weights.router_XH), weights.top_k, weights.normalize)
+    weights_NJ, expert_ids_NJ = route_top_k(
+        torch_linear(normed_NH, weights.router_XH), weights.top_k, weights.normalize
+    )
     routed_NH = mix_experts(normed_NH, weights_NJ, expert_ids_NJ, weights.gate_up_X2IH, weights.down_XHI)
     shared_NH = linear(norm_swiglu(x_NH, norm, weights.shared_gate_up_2IH), weights.shared_down_HI)
     return routed_NH + torch.sigmoid(torch_linear(normed_NH, weights.shared_gate_1H)) * shared_NH
@@ -71,8 +74,12 @@ def argmax(logits_NV: Tensor) -> Tensor:
     return logits_NV.argmax(-1)
 
 
-def pair_norms(tokens_N: Tensor, embedding_VH: Tensor, hidden_NH: Tensor, embedding_norm: Norm, hidden_norm: Norm) -> Tensor:
-    return torch.cat([rms_norm(embedding(tokens_N, embedding_VH), embedding_norm), rms_norm(hidden_NH, hidden_norm)], -1)
+def pair_norms(
+    tokens_N: Tensor, embedding_VH: Tensor, hidden_NH: Tensor, embedding_norm: Norm, hidden_norm: Norm
+) -> Tensor:
+    return torch.cat(
+        [rms_norm(embedding(tokens_N, embedding_VH), embedding_norm), rms_norm(hidden_NH, hidden_norm)], -1
+    )
 
 
 def nearest_token(x_NH: Tensor, head_OH: Weight, ids_O: Tensor | None) -> Tensor:
@@ -81,7 +88,12 @@ def nearest_token(x_NH: Tensor, head_OH: Weight, ids_O: Tensor | None) -> Tensor
 
 
 def gated_delta_step(
-    projected_NP: Tensor, weights: DeltaWeights, ssm_RVDK: Tensor, conv_R3C: Tensor, read_row_B: Tensor, write_rows_BT: Tensor
+    projected_NP: Tensor,
+    weights: DeltaWeights,
+    ssm_RVDK: Tensor,
+    conv_R3C: Tensor,
+    read_row_B: Tensor,
+    write_rows_BT: Tensor,
 ) -> Tensor:
     window = write_rows_BT.shape
     num_heads, value_dim = ssm_RVDK.shape[1:3]
@@ -93,7 +105,9 @@ def gated_delta_step(
     return norms.gated_rms_norm(o_BTVD.flatten(0, 1), z_NVD, weights.norm_D, weights.eps, weights.gate).flatten(1)
 
 
-def gated_delta_prefill(projected_NP: Tensor, weights: DeltaWeights, ssm_RVDK: Tensor, conv_R3C: Tensor, batch: PrefillBatch) -> Tensor:
+def gated_delta_prefill(
+    projected_NP: Tensor, weights: DeltaWeights, ssm_RVDK: Tensor, conv_R3C: Tensor, batch: PrefillBatch
+) -> Tensor:
     num_heads, value_dim = ssm_RVDK.shape[1:3]
     qkv, z, b, a = torch.split(projected_NP, [conv_R3C.shape[2], num_heads * value_dim, num_heads, num_heads], -1)
     qkv_NC = causal_conv_prefill(qkv, weights.conv_C4, conv_R3C, batch)
@@ -117,11 +131,15 @@ def attention_step(
     q_NQD, gate_ND, k_NGD, v_NGD = split_heads(projected_NP, weights, rope.cos_LA[position_N], rope.sin_LA[position_N])
     q_BTQD, k_BTGD, v_BTGD = (torch.unflatten(x, 0, window) for x in (q_NQD, k_NGD, v_NGD))
     write_kv(kv_P2SGD, k_BTGD, v_BTGD, page_table_BP, start_B)
-    o_BTQD = paged_attention(q_BTQD, kv_P2SGD, page_table_BP, start_B, scale=weights.scale, first_position=first_position)
+    o_BTQD = paged_attention(
+        q_BTQD, kv_P2SGD, page_table_BP, start_B, scale=weights.scale, first_position=first_position
+    )
     return o_BTQD.flatten(0, 1).flatten(1) * torch.sigmoid(gate_ND)
 
 
-def attention_prefill(projected_NP: Tensor, weights: AttentionWeights, rope: RopeTable, kv_P2SGD: Tensor, batch: PrefillBatch) -> Tensor:
+def attention_prefill(
+    projected_NP: Tensor, weights: AttentionWeights, rope: RopeTable, kv_P2SGD: Tensor, batch: PrefillBatch
+) -> Tensor:
     cos_NA, sin_NA = rope.cos_LA[batch.position_N], rope.sin_LA[batch.position_N]
     q_NQD, gate_ND, k_NGD, v_NGD = split_heads(projected_NP, weights, cos_NA, sin_NA)
     write_kv_prefill(kv_P2SGD, k_NGD, v_NGD, batch)
@@ -129,13 +147,20 @@ def attention_prefill(projected_NP: Tensor, weights: AttentionWeights, rope: Rop
     return o_NQD.flatten(1) * torch.sigmoid(gate_ND)
 
 
-def store_keys_values(projected_NK: Tensor, weights: AttentionWeights, rope: RopeTable, kv_P2SGD: Tensor, batch: PrefillBatch) -> None:
-    k_NGD, v_NGD = split_keys_values(projected_NK, weights, rope.cos_LA[batch.position_N], rope.sin_LA[batch.position_N])
+def store_keys_values(
+    projected_NK: Tensor, weights: AttentionWeights, rope: RopeTable, kv_P2SGD: Tensor, batch: PrefillBatch
+) -> None:
+    k_NGD, v_NGD = split_keys_values(
+        projected_NK, weights, rope.cos_LA[batch.position_N], rope.sin_LA[batch.position_N]
+    )
     write_kv_prefill(kv_P2SGD, k_NGD, v_NGD, batch)
 
 
-def split_heads(projected_NP: Tensor, weights: AttentionWeights, cos_NA: Tensor, sin_NA: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(q_NQD, gate_ND, k_NGD, v_NGD) of a projection laid out as in Backend.attention_step; q and k after norm and RoPE."""
+def split_heads(
+    projected_NP: Tensor, weights: AttentionWeights, cos_NA: Tensor, sin_NA: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(q_NQD, gate_ND, k_NGD, v_NGD) of a projection laid out as in Backend.attention_step; q and k after norm and
+    RoPE."""
     queries_gates, keys_values = projected_NP.tensor_split([2 * weights.num_heads * weights.head_dim], -1)
     # q_proj's rows hold q and its gate head by head, not all of q before all gates.
     q_NQD, gate_NQD = torch.unflatten(queries_gates, -1, (weights.num_heads, 2 * weights.head_dim)).chunk(2, -1)
@@ -143,7 +168,9 @@ def split_heads(projected_NP: Tensor, weights: AttentionWeights, cos_NA: Tensor,
     return q_NQD, gate_NQD.flatten(1), *split_keys_values(keys_values, weights, cos_NA, sin_NA)
 
 
-def split_keys_values(projected_NP: Tensor, weights: AttentionWeights, cos_NA: Tensor, sin_NA: Tensor) -> tuple[Tensor, Tensor]:
+def split_keys_values(
+    projected_NP: Tensor, weights: AttentionWeights, cos_NA: Tensor, sin_NA: Tensor
+) -> tuple[Tensor, Tensor]:
     """(k_NGD after norm and RoPE, v_NGD) of the part of a projection that follows the queries."""
     k_NGD, v_NGD = torch.unflatten(projected_NP, -1, (2 * weights.num_kv_heads, weights.head_dim)).chunk(2, 1)
     return apply_rope(rms_norm(k_NGD, weights.k_norm), cos_NA, sin_NA), v_NGD

@@ -4,8 +4,8 @@ Per value head, with decay a = exp(g), in this order:
 
     S <- a S;   d = beta (v - S k);   S <- S + d k^T;   o = S q
 
-S is [D, K], value dim first. q and k are L2-normalised per head and q is scaled by K ** -0.5 in here. Value head j reads key head
-j // (value heads / key heads): heads are repeated, never tiled. State and gates are float32 throughout.
+S is [D, K], value dim first. q and k are L2-normalised per head and q is scaled by K ** -0.5 in here. Value head j
+reads key head j // (value heads / key heads): heads are repeated, never tiled. State and gates are float32 throughout.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ def gated_delta_blocks(
         state_VDK = ssm_RVDK[span.read_row].clone()
         for block in span.blocks:
             tokens = slice(block.begin, block.end)
-            o_VND[:, tokens], state_VDK = _fold_block(state_VDK, q[:, tokens], k[:, tokens], v[:, tokens], g[:, tokens], beta[:, tokens])
+            o_VND[:, tokens], state_VDK = _fold_block(
+                state_VDK, q[:, tokens], k[:, tokens], v[:, tokens], g[:, tokens], beta[:, tokens]
+            )
             for row in block.save_rows:
                 ssm_RVDK[row] = state_VDK
             state_traffic.rows_written += len(block.save_rows)
@@ -119,8 +121,8 @@ def gated_delta_blocks(
 def _fold_block(state_VDK: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """Outputs of one block, and the state after it; q, k [V, n, K], v [V, n, D], g, beta [V, n].
 
-    With G the running sum of g, unrolling the recurrence gives S_t = e^{G_t} S_0 + sum_{j<=t} e^{G_t - G_j} d_j k_j^T, so the d_t
-    solve one unit lower triangular system instead of n dependent steps.
+    With G the running sum of g, unrolling the recurrence gives S_t = e^{G_t} S_0 + sum_{j<=t} e^{G_t - G_j} d_j k_j^T,
+    so the d_t solve one unit lower triangular system instead of n dependent steps.
     """
     # Sums of many decays nearly cancel in the differences below: float64 keeps them to the last bit of float32.
     log_decay = g.double().cumsum(-1)

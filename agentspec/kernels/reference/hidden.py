@@ -1,4 +1,5 @@
-"""The hidden column of the state rows: the last token's post-final-norm hidden, so that the MTP head resumes exactly."""
+"""The hidden column of the state rows: the last token's post-final-norm hidden, so that the MTP head resumes
+exactly."""
 
 from __future__ import annotations
 

@@ -22,7 +22,9 @@ def route_top_k(logits_NX: Tensor, top_k: int, normalize: bool) -> tuple[Tensor,
     return weights_NJ, expert_ids_NJ
 
 
-def mix_experts(x_NH: Tensor, weights_NJ: Tensor, expert_ids_NJ: Tensor, gate_up_X2IH: Weight, down_XHI: Weight) -> Tensor:
+def mix_experts(
+    x_NH: Tensor, weights_NJ: Tensor, expert_ids_NJ: Tensor, gate_up_X2IH: Weight, down_XHI: Weight
+) -> Tensor:
     """Sum over the chosen experts of weight * down(silu(gate(x)) * up(x)).
 
     Args:

@@ -2,8 +2,9 @@
 
 Owns the mathematics of sampling. Knows nothing of slots, steps or drafts beyond the tokens that a row's context holds.
 
-Order (that of vLLM): masks, logit bias, repetition, frequency and presence penalties, temperature, min-p, top-k, top-p. Filters cut by value,
-so tokens that tie with the last one kept are kept too and nothing depends on how a sort breaks ties.
+Order (that of vLLM): masks, logit bias, repetition, frequency and presence penalties, temperature, min-p, top-k, top-p.
+Filters cut by value, so tokens that tie with the last one kept are kept too and nothing depends on how a sort breaks
+ties.
 
 Shape letters: B requests, T rows a request, N = B*T rows, V vocabulary, X = ceil(V / 32) words, k drafts.
 """
@@ -16,11 +17,20 @@ import torch
 from torch import Tensor
 
 from agentspec.kernels.reference.philox import PURPOSE_TOKEN, uniform
-from agentspec.kernels.slots import FREQUENCY, LOG_MIN_P, PRESENCE, REPETITION, TEMPERATURE, TOP_P, SamplingTable, SlotLimits
+from agentspec.kernels.slots import (
+    FREQUENCY,
+    LOG_MIN_P,
+    PRESENCE,
+    REPETITION,
+    TEMPERATURE,
+    TOP_P,
+    SamplingTable,
+    SlotLimits,
+)
 
 LEAST_DIVISOR = 1e-15
-"""What logits are divided by at least: a positive temperature or repetition penalty below this would carry them out of float32, and no draw could
-tell it from this."""
+"""What logits are divided by at least: a positive temperature or repetition penalty below this would carry them out of
+float32, and no draw could tell it from this."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +67,15 @@ class DrawInputs:
     """int64, 0 to 2**63 - 1."""
 
 
-def sample(logits_BTV: Tensor, tokens_BT: Tensor, position_BT: Tensor, slot_ids_B: Tensor, table: SamplingTable, *, constrained: bool) -> Tensor:
+def sample(
+    logits_BTV: Tensor,
+    tokens_BT: Tensor,
+    position_BT: Tensor,
+    slot_ids_B: Tensor,
+    table: SamplingTable,
+    *,
+    constrained: bool,
+) -> Tensor:
     """See backend.Backend.sample. Row t assumes that drafts 0..t-1 were accepted."""
     sampling_BF = table.sampling_SF[slot_ids_B]
     limits = SlotLimits.of(table.limits_SF[slot_ids_B])
@@ -84,21 +102,29 @@ def sample(logits_BTV: Tensor, tokens_BT: Tensor, position_BT: Tensor, slot_ids_
 def penalise(logits_BTV: Tensor, drafts_Bk: Tensor, inputs: PenaltyInputs) -> Tensor:
     """Bias and penalties. Row t's context is the generated tokens counted in `inputs` plus drafts 0..t-1 (k = T - 1).
 
-    logits_BTV: float32, not changed. Returns a new float32 BTV. Repetition: arXiv 1909.05858; presence and frequency: OpenAI's definition."""
+    logits_BTV: float32, not changed. Returns a new float32 BTV. Repetition: arXiv 1909.05858; presence and frequency:
+    OpenAI's definition."""
     B, T, _ = logits_BTV.shape
     counts_BTV = inputs.counts_BV[:, None]
     if T > 1:
         in_context_Tk = torch.ones(T, T - 1, dtype=torch.int32, device=logits_BTV.device).tril_(-1)
-        counts_BTV = counts_BTV.repeat(1, T, 1).scatter_add_(2, drafts_Bk[:, None].expand(B, T, T - 1), in_context_Tk.expand(B, T, T - 1))
+        counts_BTV = counts_BTV.repeat(1, T, 1).scatter_add_(
+            2, drafts_Bk[:, None].expand(B, T, T - 1), in_context_Tk.expand(B, T, T - 1)
+        )
     generated_BTV = counts_BTV > 0
     logits_BTV = logits_BTV + inputs.bias_BV[:, None]
-    factor_BTV = torch.where(generated_BTV | inputs.prompt_seen_BV[:, None], inputs.repetition_B[:, None, None].clamp(min=LEAST_DIVISOR), 1.0)
+    factor_BTV = torch.where(
+        generated_BTV | inputs.prompt_seen_BV[:, None], inputs.repetition_B[:, None, None].clamp(min=LEAST_DIVISOR), 1.0
+    )
     logits_BTV = torch.where(logits_BTV > 0, logits_BTV / factor_BTV, logits_BTV * factor_BTV)
-    return logits_BTV - inputs.frequency_B[:, None, None] * counts_BTV - inputs.presence_B[:, None, None] * generated_BTV
+    return (
+        logits_BTV - inputs.frequency_B[:, None, None] * counts_BTV - inputs.presence_B[:, None, None] * generated_BTV
+    )
 
 
 def apply_mask(logits_BTV: Tensor, mask_BTX: Tensor) -> Tensor:
-    """Minus infinity for every token whose bit is not set: bit v % 32 of word v // 32 stands for token v. A new float32 BTV.
+    """Minus infinity for every token whose bit is not set: bit v % 32 of word v // 32 stands for token v. A new float32
+    BTV.
 
     mask_BTX: int32. Where a row of it is all ones, the row of logits comes back bit for bit."""
     bit_32 = torch.arange(32, dtype=torch.int32, device=mask_BTX.device)
@@ -107,9 +133,11 @@ def apply_mask(logits_BTV: Tensor, mask_BTX: Tensor) -> Tensor:
 
 
 def keep_threshold(tempered_BTV: Tensor, inputs: DrawInputs) -> Tensor:
-    """The lowest tempered logit that min-p, top-k and top-p keep: float32 [B, T, 1]. At least the largest logit is always kept.
+    """The lowest tempered logit that min-p, top-k and top-p keep: float32 [B, T, 1]. At least the largest logit is
+    always kept.
 
-    Probabilities are added up in float64: in float32 the sum of 248,320 is off by some 1e-5, and a top-p of 0.9999 cuts a tail of 1e-4."""
+    Probabilities are added up in float64: in float32 the sum of 248,320 is off by some 1e-5, and a top-p of 0.9999 cuts
+    a tail of 1e-4."""
     ordered_BTV = tempered_BTV.sort(dim=-1, descending=True).values
     min_p_BT1 = ordered_BTV[..., :1] + inputs.log_min_p_B[:, None, None]
     top_k_BT1 = ordered_BTV.gather(-1, (inputs.top_k_B - 1)[:, None, None].expand(-1, ordered_BTV.shape[1], 1))
@@ -128,11 +156,14 @@ def gumbel_noise(seed_BT: Tensor, position_BT: Tensor, num_tokens: int) -> Tenso
 def draw(logits_BTV: Tensor, position_BT: Tensor, inputs: DrawInputs) -> Tensor:
     """Draw one token from every row by the Gumbel-max trick: int64 BT.
 
-    logits_BTV: float32, after penalties; position_BT: int64, the absolute position of the token that is drawn.
-    The noise is scaled by the temperature instead of the logits by its inverse: temperature 0 is then exactly argmax, lowest id on ties."""
+    logits_BTV: float32, after penalties; position_BT: int64, the absolute position of the token that is drawn. The
+    noise is scaled by the temperature instead of the logits by its inverse: temperature 0 is then exactly argmax,
+    lowest id on ties."""
     B, T, V = logits_BTV.shape
     temperature_B11 = inputs.temperature_B[:, None, None]
     tempered_BTV = logits_BTV / torch.where(temperature_B11 > 0, temperature_B11.clamp(min=LEAST_DIVISOR), 1.0)
     noise_BTV = gumbel_noise(inputs.seed_B[:, None].expand(B, T), position_BT, V)
-    score_BTV = torch.where(tempered_BTV >= keep_threshold(tempered_BTV, inputs), logits_BTV + temperature_B11 * noise_BTV, -torch.inf)
+    score_BTV = torch.where(
+        tempered_BTV >= keep_threshold(tempered_BTV, inputs), logits_BTV + temperature_B11 * noise_BTV, -torch.inf
+    )
     return score_BTV.argmax(-1)

@@ -24,14 +24,16 @@ class Verdict:
 
 
 def count_matches(chosen_BT: Tensor, drafts_Bk: Tensor, num_valid_B: Tensor) -> Tensor:
-    """Leading drafts that the target chose too: int64 [B]. Columns from num_valid on are left-overs of another prefix and count as rejected."""
+    """Leading drafts that the target chose too: int64 [B]. Columns from num_valid on are left-overs of another prefix
+    and count as rejected."""
     return torch.minimum((chosen_BT[:, :-1] == drafts_Bk).cumprod(1).sum(1), num_valid_B)
 
 
 def truncate(tokens_BT: Tensor, num_matched_B: Tensor, stop_ids_BE: Tensor, room_B: Tensor) -> Verdict:
     """Cut the window after its first stop id, and where the length limit is reached.
 
-    room_B: int64, tokens that may still be emitted, at least 1. stop_ids_BE: int64, padded with -1. A stop id at the limit is a stop id."""
+    room_B: int64, tokens that may still be emitted, at least 1. stop_ids_BE: int64, padded with -1. A stop id at the
+    limit is a stop id."""
     num_columns = tokens_BT.shape[1]
     is_stop_BT = (tokens_BT[:, :, None] == stop_ids_BE[:, None, :]).any(2)
     column_T = torch.arange(num_columns, device=tokens_BT.device)

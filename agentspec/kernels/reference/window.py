@@ -1,6 +1,8 @@
-"""Opening and committing the windows of a decode step: the integers of speculation, in plain torch. See backend.Backend.
+"""Opening and committing the windows of a decode step: the integers of speculation, in plain torch. See
+backend.Backend.
 
-Shape letters: B slots in the step, T = k+1 columns, k drafts, W = max k + 1, S slots, F fields, P pages a sequence, K forced rates.
+Shape letters: B slots in the step, T = k+1 columns, k drafts, W = max k + 1, S slots, F fields, P pages a sequence, K
+forced rates.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ def open_window(slots_SF: Tensor, page_table_SP: Tensor, slot_ids_B: Tensor, num
     )
 
 
-def commit_window(slots_SF: Tensor, limits_SF: Tensor, slot_ids_B: Tensor, chosen_BT: Tensor, *, block_tokens: int) -> Commit:
+def commit_window(
+    slots_SF: Tensor, limits_SF: Tensor, slot_ids_B: Tensor, chosen_BT: Tensor, *, block_tokens: int
+) -> Commit:
     num_columns = chosen_BT.shape[1]
     old_BF = slots_SF.index_select(0, slot_ids_B)
     old = SlotState.of(old_BF)
@@ -68,7 +72,9 @@ def commit_window(slots_SF: Tensor, limits_SF: Tensor, slot_ids_B: Tensor, chose
     return Commit(num_accepted_B=verdict.num_accepted_B, draft_start_B=start_B + 1, outcome_BF=outcome_BF)
 
 
-def force_acceptance(slots_SF: Tensor, limits_SF: Tensor, slot_ids_B: Tensor, chosen_BT: Tensor, rate_K: Tensor) -> Tensor:
+def force_acceptance(
+    slots_SF: Tensor, limits_SF: Tensor, slot_ids_B: Tensor, chosen_BT: Tensor, rate_K: Tensor
+) -> Tensor:
     slot_BF = slots_SF.index_select(0, slot_ids_B)
     slot, limits = SlotState.of(slot_BF), SlotLimits.of(limits_SF.index_select(0, slot_ids_B))
     num_drafts = chosen_BT.shape[1] - 1
@@ -90,7 +96,8 @@ def publish_drafts(slots_SF: Tensor, slot_ids_B: Tensor, outcome_BF: Tensor, dra
         return
     outcome = OutcomeRows.of(outcome_BF)
     outcome.drafts_Bk.copy_(drafts_Bk)
-    # A slot that the step has just ended is inert, and nothing reads its drafts; one that was inert before it keeps what it has.
+    # A slot that the step has just ended is inert, and nothing reads its drafts; one that was inert before it keeps
+    # what it has.
     was_active_B1 = outcome.num_emitted_B[:, None] > 0
     slot_drafts_Sk = SlotState.of(slots_SF).tokens_BW[:, 1 : 1 + num_drafts]
     old_Bk = slot_drafts_Sk.index_select(0, slot_ids_B)
@@ -98,10 +105,11 @@ def publish_drafts(slots_SF: Tensor, slot_ids_B: Tensor, outcome_BF: Tensor, dra
 
 
 def rotate_checkpoints(slot: SlotState[Tensor], length_B: Tensor, block_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the committed length crosses a block boundary, the write row at that boundary becomes the newer rolling checkpoint.
+    """Where the committed length crosses a block boundary, the write row at that boundary becomes the newer rolling
+    checkpoint.
 
-    The older checkpoint's row takes its place among the write rows. `slot` is the slot before the step, length_B its length after it.
-    Returns (write_rows_BW, checkpoint_rows_B2, checkpoint_lens_B2)."""
+    The older checkpoint's row takes its place among the write rows. `slot` is the slot before the step, length_B its
+    length after it. Returns (write_rows_BW, checkpoint_rows_B2, checkpoint_lens_B2)."""
     boundary_B = length_B // block_tokens * block_tokens
     column_B = boundary_B - slot.length_B - 1
     crossed_B1 = (column_B >= 0)[:, None]

@@ -1,4 +1,5 @@
-"""Every operation of a forward and of a decode step as Triton kernels for CUDA. A backend.Backend; tested against `reference`, one by one."""
+"""Every operation of a forward and of a decode step as Triton kernels for CUDA. A backend.Backend; tested against
+`reference`, one by one."""
 
 from agentspec.kernels.triton.attention import attention_step
 from agentspec.kernels.triton.cache_keys import settle_keys

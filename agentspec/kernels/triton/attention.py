@@ -1,16 +1,21 @@
-"""Attention of a decode window in Triton: head norms, RoPE, page stores, split-KV attention and the output gate. See backend.Backend.
+"""Attention of a decode window in Triton: head norms, RoPE, page stores, split-KV attention and the output gate. See
+backend.Backend.
 
-Two launches. The first attends: a fixed number of programs, as many as the device holds at once, divide among them all the keys that the slots
-have, so that the longest sequence of a batch never waits for one program. A *unit* is BLOCK_S keys of one page; a *task* is one slot, key/value head
-and block of query rows, and has as many units as its slot. Tasks lie one behind the other, and program c takes the c-th equal share of that
-line, often the end of one task and the begin of the next. What it finds in one task is a *partial*: for every query row the largest score, the sum
-of the exponentials under it, and the values weighted by them. The second launch adds up the partials of every row, in order, and gates.
+Two launches. The first attends: a fixed number of programs, as many as the device holds at once, divide among them all
+the keys that the slots have, so that the longest sequence of a batch never waits for one program. A *unit* is BLOCK_S
+keys of one page; a *task* is one slot, key/value head and block of query rows, and has as many units as its slot. Tasks
+lie one behind the other, and program c takes the c-th equal share of that line, often the end of one task and the begin
+of the next. What it finds in one task is a *partial*: for every query row the largest score, the sum of the
+exponentials under it, and the values weighted by them. The second launch adds up the partials of every row, in order,
+and gates.
 
-The query rows of a task are all of the window's queries that read its key/value head: row t * SHARES + s is query head g * SHARES + s of column t.
-A program norms and rotates its queries itself; and the window's own keys too, which the one program that has their unit stores before it reads them.
+The query rows of a task are all of the window's queries that read its key/value head: row t * SHARES + s is query head
+g * SHARES + s of column t. A program norms and rotates its queries itself; and the window's own keys too, which the one
+program that has their unit stores before it reads them.
 
-An inert slot (its first page is the scratch page) has no units: nothing of it is stored, and its output is zeros. Scores are in powers of two.
-A slot's sums are cut where the whole batch's lengths say, so its rounding may differ from batch to batch, but never from run to run.
+An inert slot (its first page is the scratch page) has no units: nothing of it is stored, and its output is zeros.
+Scores are in powers of two. A slot's sums are cut where the whole batch's lengths say, so its rounding may differ from
+batch to batch, but never from run to run.
 
 Knows nothing of layers. Shape letters: as in backend.py; M query rows of a task, C partials, S keys of a unit.
 """
@@ -37,7 +42,8 @@ _SCRATCH_PAGE = tl.constexpr(types.SCRATCH_PAGE)
 _MIN_DOT = 16
 """Smallest side of a tile that the matrix units take."""
 _MAX_ROWS = 64
-"""Query rows of a task: more would leave no registers for the output. A window with more has several tasks a head, each of which reads the keys."""
+"""Query rows of a task: more would leave no registers for the output. A window with more has several tasks a head, each
+of which reads the keys."""
 _COMBINE_TILE = 4096
 """Elements of partials that a program of the second launch loads at once."""
 _INTERPRETED_PROGRAMS = 5
@@ -64,7 +70,8 @@ def attention_step(
     *,
     first_position: int,
 ) -> Tensor:
-    """The tokens of a page must be a multiple of 16. An inert slot, whose first page is the scratch page, stores nothing and gets zeros."""
+    """The tokens of a page must be a multiple of 16. An inert slot, whose first page is the scratch page, stores
+    nothing and gets zeros."""
     assert projected_NP.stride(1) == 1
     assert kv_P2SGD.is_contiguous()
     assert page_table_BP.is_contiguous()
@@ -89,7 +96,8 @@ def attention_step(
     num_tasks = num_slots * num_kv_heads * shapes["ROW_BLOCKS"]
     most_units = num_tasks * num_pages * (page_tokens // shapes["BLOCK_S"])
     num_programs = min(_resident_programs(projected_NP.device, plan.programs_per_sm), most_units)
-    # Program c's partial of task i has index c + i: along the line of units at least one of both grows, so no two are equal.
+    # Program c's partial of task i has index c + i: along the line of units at least one of both grows, so no two are
+    # equal.
     num_partials = num_programs + num_tasks
     queries_CMD = torch.empty(num_partials, block_rows, head_dim, dtype=projected_NP.dtype, device=projected_NP.device)
     sums_CMD = torch.empty(num_partials, block_rows, head_dim, dtype=torch.float32, device=projected_NP.device)
@@ -127,7 +135,13 @@ def attention_step(
 
 
 def _combined(
-    sums_CMD: Tensor, scores_2CM: Tensor, projected_NP: Tensor, page_table_BP: Tensor, start_B: Tensor, num_programs: int, shapes: dict[str, int]
+    sums_CMD: Tensor,
+    scores_2CM: Tensor,
+    projected_NP: Tensor,
+    page_table_BP: Tensor,
+    start_B: Tensor,
+    num_programs: int,
+    shapes: dict[str, int],
 ) -> Tensor:
     """The second launch: [N, Q * D]."""
     num_tokens, num_slots = projected_NP.shape[0], start_B.shape[0]
@@ -161,15 +175,18 @@ def task_rows(num_rows: int) -> int:
 
 
 def block_slots(num_slots: int) -> int:
-    """Width of the vectors over slots. One compiled kernel serves batches of up to 32; a single slot, where latency counts most, has its own."""
+    """Width of the vectors over slots. One compiled kernel serves batches of up to 32; a single slot, where latency
+    counts most, has its own."""
     block: int = triton.next_power_of_2(num_slots)
     return 1 if num_slots == 1 else max(32, block)
 
 
 def attend_plan(block_rows: int, dtype: torch.dtype) -> AttendPlan:
-    """Loads of 64 KB or more must be in flight in every multiprocessor; programs are as many as fit its registers and shared memory.
+    """Loads of 64 KB or more must be in flight in every multiprocessor; programs are as many as fit its registers and
+    shared memory.
 
-    The compiler pipelines the page ids and the tiles that lie behind them as two levels: (num_stages - 1) // 2 tiles are ahead."""
+    The compiler pipelines the page ids and the tiles that lie behind them as two levels: (num_stages - 1) // 2 tiles
+    are ahead."""
     if dtype == torch.float32:
         return AttendPlan(block_keys=16, num_warps=8, num_stages=5, programs_per_sm=1)
     if block_rows == 16:
@@ -180,7 +197,8 @@ def attend_plan(block_rows: int, dtype: torch.dtype) -> AttendPlan:
 
 
 def combine_blocks(num_programs: int, num_tasks: int, head_dim: int) -> tuple[int, int]:
-    """(partials, dimensions) of the second launch's tiles: all partials of a row at once where the tasks are of equal length."""
+    """(partials, dimensions) of the second launch's tiles: all partials of a row at once where the tasks are of equal
+    length."""
     partials = min(128, max(16, triton.next_power_of_2(triton.cdiv(num_programs, num_tasks) + 1)))
     return partials, min(triton.next_power_of_2(head_dim), _COMBINE_TILE // partials)
 
@@ -208,9 +226,20 @@ def _units(start_B, page_table_BP, num_slots, num_pages, BLOCK_B: tl.constexpr, 
 
 @triton.jit
 def norm_rope(  # type: ignore[no-untyped-def]
-    heads, offset_M, is_row_M, position_M, norm_D, eps, cos_LA, sin_LA, D: tl.constexpr, BLOCK_D: tl.constexpr, A: tl.constexpr
+    heads,
+    offset_M,
+    is_row_M,
+    position_M,
+    norm_D,
+    eps,
+    cos_LA,
+    sin_LA,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    A: tl.constexpr,
 ):
-    """Heads at heads + offset_M after norm and RoPE, float32 [M, BLOCK_D], rounded where the reference rounds. Dimension pairs are (j, j + A)."""
+    """Heads at heads + offset_M after norm and RoPE, float32 [M, BLOCK_D], rounded where the reference rounds.
+    Dimension pairs are (j, j + A)."""
     dtype: tl.constexpr = heads.dtype.element_ty
     d = tl.arange(0, BLOCK_D)
     is_real = is_row_M[:, None] & (d < D)[None, :]
@@ -247,7 +276,8 @@ def _queries(  # type: ignore[no-untyped-def]
     BLOCK_D: tl.constexpr,
     A: tl.constexpr,
 ):
-    """Rows first_row.. of a task's queries, [BLOCK_M, BLOCK_D] in the activations' type; 0 behind the last. `heads`: its first head in column 0.
+    """Rows first_row.. of a task's queries, [BLOCK_M, BLOCK_D] in the activations' type; 0 behind the last. `heads`:
+    its first head in column 0.
 
     16 at a time by way of memory, since norm and RoPE of more take more registers than there are."""
     d = tl.arange(0, BLOCK_D)
@@ -255,7 +285,9 @@ def _queries(  # type: ignore[no-untyped-def]
         q = _sixteen_queries(heads, row_stride, start, first_row, norm_D, eps, cos_LA, sin_LA, T, SHARES, D, BLOCK_D, A)
     else:
         for chunk in tl.range(0, BLOCK_M, 16, num_stages=1):
-            part = _sixteen_queries(heads, row_stride, start, first_row + chunk, norm_D, eps, cos_LA, sin_LA, T, SHARES, D, BLOCK_D, A)
+            part = _sixteen_queries(
+                heads, row_stride, start, first_row + chunk, norm_D, eps, cos_LA, sin_LA, T, SHARES, D, BLOCK_D, A
+            )
             m = chunk + tl.arange(0, 16)
             tl.store(scratch_MD + (m[:, None] * D + d[None, :]), part, mask=(d < D)[None, :])
         # The program's other threads read what these stored.
@@ -308,7 +340,8 @@ def _store_window(  # type: ignore[no-untyped-def]
     A: tl.constexpr,
     PAGE: tl.constexpr,
 ):
-    """Store keys and values of the columns whose positions are in begin..end-1. `keys`: the head's key of column 0; `kv_head`: the head in page 0."""
+    """Store keys and values of the columns whose positions are in begin..end-1. `keys`: the head's key of column 0;
+    `kv_head`: the head in page 0."""
     t = tl.arange(0, BLOCK_T)
     d = tl.arange(0, BLOCK_D)
     position = start + t
@@ -342,7 +375,8 @@ def _attend_run(  # type: ignore[no-untyped-def]
     FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """(largest score [M], sum of exponentials [M], weighted values [M, BLOCK_D]) of queries over a run of units; (-inf, 0, 0) without keys.
+    """(largest score [M], sum of exponentials [M], weighted values [M, BLOCK_D]) of queries over a run of units; (-inf,
+    0, 0) without keys.
 
     Keys outside FIRST..length-1 are not loaded: they may be NaN, and 0 * NaN would be NaN."""
     s = tl.arange(0, BLOCK_S)
@@ -354,7 +388,12 @@ def _attend_run(  # type: ignore[no-untyped-def]
     for unit in range(first_unit, first_unit + num_units):
         position = unit * BLOCK_S + s
         page = tl.load(pages_P + unit // (PAGE // BLOCK_S)).to(tl.int64)
-        tile = kv_head + page * (2 * PAGE * G * D) + ((unit % (PAGE // BLOCK_S)) * BLOCK_S + s)[:, None] * (G * D) + d[None, :]
+        tile = (
+            kv_head
+            + page * (2 * PAGE * G * D)
+            + ((unit % (PAGE // BLOCK_S)) * BLOCK_S + s)[:, None] * (G * D)
+            + d[None, :]
+        )
         is_key = ((position >= FIRST) & (position < length))[:, None]
         if BLOCK_D != D:
             is_key = is_key & (d < D)[None, :]
@@ -425,7 +464,19 @@ def _attend(  # type: ignore[no-untyped-def]
         run_end = (first_unit + run) * BLOCK_S
         if run_end > start:
             keys = window + (2 * G * SHARES + g) * D
-            store = (keys, row_stride, k_norm_D, k_eps, cos_LA, sin_LA, kv_P2SGD + g * D, pages_P, start, run_begin, run_end)
+            store = (
+                keys,
+                row_stride,
+                k_norm_D,
+                k_eps,
+                cos_LA,
+                sin_LA,
+                kv_P2SGD + g * D,
+                pages_P,
+                start,
+                run_begin,
+                run_end,
+            )
             _store_window(*store, T, BLOCK_T, G, D, BLOCK_D, A, PAGE)
             # The program's other threads read what these stored.
             tl.debug_barrier()
@@ -433,7 +484,18 @@ def _attend(  # type: ignore[no-untyped-def]
         first_row = (task % ROW_BLOCKS) * BLOCK_M
         rotation = (q_norm_D, q_eps, cos_LA, sin_LA)
         q = _queries(
-            window + g * (SHARES * 2 * D), row_stride, start, first_row, *rotation, queries_CMD + partial * D, T, SHARES, BLOCK_M, D, BLOCK_D, A
+            window + g * (SHARES * 2 * D),
+            row_stride,
+            start,
+            first_row,
+            *rotation,
+            queries_CMD + partial * D,
+            T,
+            SHARES,
+            BLOCK_M,
+            D,
+            BLOCK_D,
+            A,
         )
         column = (first_row + tl.arange(0, BLOCK_M)) // SHARES
         attend = (q, start + column, kv_P2SGD + g * D, pages_P, first_unit, run, start + T, scale)
@@ -449,7 +511,8 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _locate(unit, units_B, BLOCK_B: tl.constexpr, TASKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(slot, its task, unit in the task, units of the task) of a place in the line of all units, where every slot has TASKS tasks."""
+    """(slot, its task, unit in the task, units of the task) of a place in the line of all units, where every slot has
+    TASKS tasks."""
     b = tl.arange(0, BLOCK_B)
     slot = tl.sum((tl.cumsum(units_B, axis=0) * TASKS <= unit).to(tl.int32), axis=0)
     num_units = tl.sum(tl.where(b == slot, units_B, 0), axis=0)
@@ -459,7 +522,8 @@ def _locate(unit, units_B, BLOCK_B: tl.constexpr, TASKS: tl.constexpr):  # type:
 
 @triton.jit
 def share_of(program, num_programs, total):  # type: ignore[no-untyped-def]
-    """(begin, end) of program's share of `total` units; both 0 from program `num_programs` on. Every other share has a unit at least."""
+    """(begin, end) of program's share of `total` units; both 0 from program `num_programs` on. Every other share has a
+    unit at least."""
     count = tl.maximum(num_programs, 1).to(tl.int64)
     begin = (program.to(tl.int64) * total // count).to(tl.int32)
     end = ((program + 1).to(tl.int64) * total // count).to(tl.int32)
@@ -503,7 +567,9 @@ def _combine(  # type: ignore[no-untyped-def]
     n = tl.program_id(0) // (G * SHARES)
     h = tl.program_id(0) % (G * SHARES)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    gate = tl.load(projected_NP + n.to(tl.int64) * row_stride + h * (2 * D) + D + d, mask=d < D, other=0.0).to(tl.float32)
+    gate = tl.load(projected_NP + n.to(tl.int64) * row_stride + h * (2 * D) + D + d, mask=d < D, other=0.0).to(
+        tl.float32
+    )
     units_B = _units(start_B, page_table_BP, num_slots, num_pages, BLOCK_B, T, BLOCK_S)
     b = n // T
     m = (n % T) * SHARES + h % SHARES

@@ -1,8 +1,8 @@
 """The same keys in Triton's cache in every process.
 
-Up to Triton 3.6 a kernel's key depends on which keys of the functions that it calls had been asked for before its own: the constants of those that
-had not are left out. Processes that launch in different orders would not find each other's binaries, nor notice a changed constant. So all keys are
-asked for at once, in one order, before anything is launched.
+Up to Triton 3.6 a kernel's key depends on which keys of the functions that it calls had been asked for before its own:
+the constants of those that had not are left out. Processes that launch in different orders would not find each other's
+binaries, nor notice a changed constant. So all keys are asked for at once, in one order, before anything is launched.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """The recurrent mixer over a prefill, block by block on the matrix units. See backend.Backend, `gated_delta_prefill`.
 
-Four launches: the convolution, and then what else needs no state, for all blocks at once (chunked_delta_blocks.py); the states, block after block,
-with what is read from them; the gated norm. A program of the third has some value dims of a value head of one span: its tile of the state stays in
-registers from the read row to the last block, and goes to save rows on the way.
+Four launches: the convolution, and then what else needs no state, for all blocks at once (chunked_delta_blocks.py); the
+states, block after block, with what is read from them; the gated norm. A program of the third has some value dims of a
+value head of one span: its tile of the state stays in registers from the read row to the last block, and goes to save
+rows on the way.
 
-Scratch is in the activations' type but for gates. Knows nothing of what rows mean. Shape letters as in chunked_delta_blocks.py.
+Scratch is in the activations' type but for gates. Knows nothing of what rows mean. Shape letters as in
+chunked_delta_blocks.py.
 """
 
 # mypy: disable-error-code="assignment"
@@ -24,7 +26,14 @@ from agentspec.kernels.backend import DeltaWeights
 from agentspec.kernels.prefill_batch import NUM_BLOCK_FIELDS, NUM_SPAN_FIELDS, PrefillBatch
 from agentspec.kernels.traffic import touches_pools
 from agentspec.kernels.triton import chunked_delta_hopper
-from agentspec.kernels.triton.chunked_delta_blocks import FROM_START, NUM_GATES, TO_END, convolve_blocks, dot, solve_blocks
+from agentspec.kernels.triton.chunked_delta_blocks import (
+    FROM_START,
+    NUM_GATES,
+    TO_END,
+    convolve_blocks,
+    dot,
+    solve_blocks,
+)
 from agentspec.kernels.triton.launch import OVERLAPPED, await_previous, release_next
 from agentspec.types import BLOCK_TOKENS
 
@@ -33,11 +42,14 @@ _MIN_DOT = 16
 _CONVOLVE_WARPS, _CONVOLVE_ROWS = 4, 16
 """Few rows at a time, for few registers: then enough programs are at work at once."""
 _SOLVE_WARPS, _SOLVE_REGISTERS = 4, 168
-"""As few registers as let three programs be at work on a multiprocessor at once, which pays for the few that are spilled."""
+"""As few registers as let three programs be at work on a multiprocessor at once, which pays for the few that are
+spilled."""
 _NARROW_FOLD_D, _WIDE_FOLD_D = 32, 64
-"""Value dims of a program that folds blocks: fewer spread a head over more multiprocessors, each of which reads all of w, q, k and `reads`."""
+"""Value dims of a program that folds blocks: fewer spread a head over more multiprocessors, each of which reads all of
+w, q, k and `reads`."""
 _NARROW_PROGRAMS = 132
-"""Programs of one span that run at the same time, one a multiprocessor: as long as the narrow ones are no more, they take less time."""
+"""Programs of one span that run at the same time, one a multiprocessor: as long as the narrow ones are no more, they
+take less time."""
 _FOLD_WARPS = 4
 _FOLD_STAGES = 3
 _EXACT_FOLD_D, _EXACT_FOLD_STAGES = 32, 1
@@ -45,14 +57,23 @@ _EXACT_FOLD_D, _EXACT_FOLD_STAGES = 32, 1
 _NORM_ROWS = 32
 """Rows (a token of a head) of a program of the norm."""
 
-_OFFSET, _READ_ROW, _FIRST_BLOCK = tl.constexpr(fields.OFFSET), tl.constexpr(fields.READ_ROW), tl.constexpr(fields.FIRST_BLOCK)
+_OFFSET, _READ_ROW, _FIRST_BLOCK = (
+    tl.constexpr(fields.OFFSET),
+    tl.constexpr(fields.READ_ROW),
+    tl.constexpr(fields.FIRST_BLOCK),
+)
 _NUM_BLOCKS, _NUM_SPAN_FIELDS = tl.constexpr(fields.NUM_BLOCKS), tl.constexpr(NUM_SPAN_FIELDS)
-_BLOCK_COUNT, _SAVE_ROW, _SECOND_SAVE_ROW = tl.constexpr(fields.BLOCK_COUNT), tl.constexpr(fields.SAVE_ROW), tl.constexpr(fields.SECOND_SAVE_ROW)
+_BLOCK_COUNT, _SAVE_ROW, _SECOND_SAVE_ROW = (
+    tl.constexpr(fields.BLOCK_COUNT),
+    tl.constexpr(fields.SAVE_ROW),
+    tl.constexpr(fields.SECOND_SAVE_ROW),
+)
 _NUM_BLOCK_FIELDS = tl.constexpr(NUM_BLOCK_FIELDS)
 
 
 class _Scratch(NamedTuple):
-    """What the launches leave for one another; dims are padded to powers of two, and blocks to BLOCK_TOKENS, with zeros."""
+    """What the launches leave for one another; dims are padded to powers of two, and blocks to BLOCK_TOKENS, with
+    zeros."""
 
     keys_METK: Tensor
     """Of every key head q, then of every one k."""
@@ -65,8 +86,11 @@ class _Scratch(NamedTuple):
 
 
 @touches_pools
-def gated_delta_prefill(projected_NP: Tensor, weights: DeltaWeights, ssm_RVDK: Tensor, conv_R3C: Tensor, batch: PrefillBatch) -> Tensor:
-    """What comes out of the convolution is not rounded before it is normalized; the reference rounds it to the projection's dtype.
+def gated_delta_prefill(
+    projected_NP: Tensor, weights: DeltaWeights, ssm_RVDK: Tensor, conv_R3C: Tensor, batch: PrefillBatch
+) -> Tensor:
+    """What comes out of the convolution is not rounded before it is normalized; the reference rounds it to the
+    projection's dtype.
 
     The rows that it moves are not counted in `state_traffic`: only the device knows them."""
     _, num_heads, value_dim, key_dim = ssm_RVDK.shape
@@ -83,7 +107,9 @@ def gated_delta_prefill(projected_NP: Tensor, weights: DeltaWeights, ssm_RVDK: T
     scratch = _Scratch(
         keys_METK=torch.empty(num_blocks, 2 * num_key_heads, BLOCK_TOKENS, padded_k, dtype=dtype, device=device),
         values_MVTD=torch.empty(num_blocks, num_heads, BLOCK_TOKENS, padded_d, dtype=dtype, device=device),
-        gates_MVGT=torch.empty(num_blocks, num_heads, NUM_GATES.value, BLOCK_TOKENS, dtype=torch.float32, device=device),
+        gates_MVGT=torch.empty(
+            num_blocks, num_heads, NUM_GATES.value, BLOCK_TOKENS, dtype=torch.float32, device=device
+        ),
         w_MVTK=torch.empty(num_blocks, num_heads, BLOCK_TOKENS, padded_k, dtype=dtype, device=device),
         reads_MVTT=torch.empty(num_blocks, num_heads, BLOCK_TOKENS, BLOCK_TOKENS, dtype=dtype, device=device),
     )
@@ -129,16 +155,33 @@ def _fold(
     if is_hoppers:
         operands = chunked_delta_hopper.operands(*scratch[:2], *scratch[3:], out_NX)
         chunked_delta_hopper.fold_blocks[grid](
-            *states, *operands, scratch.gates_MVGT, out_NX, BLOCK_C=block_c, num_warps=chunked_delta_hopper.NUM_WARPS, **heads, **OVERLAPPED
+            *states,
+            *operands,
+            scratch.gates_MVGT,
+            out_NX,
+            BLOCK_C=block_c,
+            num_warps=chunked_delta_hopper.NUM_WARPS,
+            **heads,
+            **OVERLAPPED,
         )
     else:
         _fold_blocks[grid](
-            *states, *scratch, out_NX, BLOCK_D=fold_d, BLOCK_C=block_c, STAGES=stages, num_warps=_FOLD_WARPS, **heads, **dims, **OVERLAPPED
+            *states,
+            *scratch,
+            out_NX,
+            BLOCK_D=fold_d,
+            BLOCK_C=block_c,
+            STAGES=stages,
+            num_warps=_FOLD_WARPS,
+            **heads,
+            **dims,
+            **OVERLAPPED,
         )
 
 
 def fold_plan(dtype: torch.dtype, num_heads: int, padded_d: int) -> tuple[int, int]:
-    """(value dims of a program, stages of its pipeline). The model's sizes decide alone, so that equal blocks give equal bits in any company."""
+    """(value dims of a program, stages of its pipeline). The model's sizes decide alone, so that equal blocks give
+    equal bits in any company."""
     if dtype == torch.float32:
         return min(_EXACT_FOLD_D, padded_d), _EXACT_FOLD_STAGES
     is_narrow = num_heads * triton.cdiv(padded_d, _NARROW_FOLD_D) <= _NARROW_PROGRAMS
@@ -158,7 +201,8 @@ def _store_states(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _last_rows(x, x_stride, count, past, channel, C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The three rows before the convolution behind the first `count` tokens of a span. past: the three rows before the span; x: its first token."""
+    """The three rows before the convolution behind the first `count` tokens of a span. past: the three rows before the
+    span; x: its first token."""
     rows = ()
     for i in tl.static_range(3):
         token = count - 3 + i
@@ -197,7 +241,8 @@ def _fold_blocks(  # type: ignore[no-untyped-def]
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program has BLOCK_D value dims of a value head of one span, and BLOCK_C channels of the convolution's state, which it only moves."""
+    """A program has BLOCK_D value dims of a value head of one span, and BLOCK_C channels of the convolution's state,
+    which it only moves."""
     release_next(PDL)
     await_previous(PDL)
     KEY_HEADS: tl.constexpr = V // REPEATS
@@ -231,7 +276,11 @@ def _fold_blocks(  # type: ignore[no-untyped-def]
         u = tl.load(values_MVTD + head_block * (T * PADDED_D) + in_values)
         reads = tl.load(reads_MVTT + head_block * (T * T) + in_reads)
         gates = gates_MVGT + head_block * (NUM_GATES * T)
-        from_start, to_end, decay = tl.load(gates + FROM_START * T + t), tl.load(gates + TO_END * T + t), tl.load(gates + FROM_START * T + T - 1)
+        from_start, to_end, decay = (
+            tl.load(gates + FROM_START * T + t),
+            tl.load(gates + TO_END * T + t),
+            tl.load(gates + FROM_START * T + T - 1),
+        )
         block = blocks_MF + m * _NUM_BLOCK_FIELDS
         count = tl.load(block + _BLOCK_COUNT)
         save_row, second_row = tl.load(block + _SAVE_ROW), tl.load(block + _SECOND_SAVE_ROW)
@@ -246,8 +295,22 @@ def _fold_blocks(  # type: ignore[no-untyped-def]
         if save_row >= 0:
             x = projected_NP + offset * x_stride
             x_ends = _last_rows(x, x_stride, begin - offset, past, channel, C)
-            _store_states(save_row, state_KD, in_state, is_state, ssm_RVDK, ssm_stride, x_ends, channel, conv_R3C, conv_stride, C)
-            _store_states(second_row, state_KD, in_state, is_state, ssm_RVDK, ssm_stride, x_ends, channel, conv_R3C, conv_stride, C)
+            _store_states(
+                save_row, state_KD, in_state, is_state, ssm_RVDK, ssm_stride, x_ends, channel, conv_R3C, conv_stride, C
+            )
+            _store_states(
+                second_row,
+                state_KD,
+                in_state,
+                is_state,
+                ssm_RVDK,
+                ssm_stride,
+                x_ends,
+                channel,
+                conv_R3C,
+                conv_stride,
+                C,
+            )
 
 
 @triton.jit

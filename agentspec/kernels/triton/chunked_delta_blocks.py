@@ -4,14 +4,15 @@ With G the running sum of log decays in a block, the recurrence unrolls (referen
 
     (I + L) delta = beta (v - e^G k S^T),   L[t, j] = beta_t e^(G_t - G_j) k_t . k_j for j < t, else 0.
 
-With X the inverse of I + L that is delta = u - w S^T, where u = X (beta v) and w = X (beta e^G k) need no state. What is read afterwards is
-o = e^G q S^T + reads delta, with reads[t, j] = e^(G_t - G_j) q_t . k_j for j <= t.
+With X the inverse of I + L that is delta = u - w S^T, where u = X (beta v) and w = X (beta e^G k) need no state. What
+is read afterwards is o = e^G q S^T + reads delta, with reads[t, j] = e^(G_t - G_j) q_t . k_j for j <= t.
 
-Products of two bf16 operands are accumulated in float32. X would lose too much by being rounded to bf16, so it enters products as two of them, its
-leading and its trailing digits. float32 operands are multiplied in float32.
+Products of two bf16 operands are accumulated in float32. X would lose too much by being rounded to bf16, so it enters
+products as two of them, its leading and its trailing digits. float32 operands are multiplied in float32.
 
-Knows nothing of states and rows but the convolution's, which are read. Shape letters as in backend.py and prefill_batch.py; T is the tokens of a
-block, whose scratch has room for all of them (zeros behind the last one), E the key heads.
+Knows nothing of states and rows but the convolution's, which are read. Shape letters as in backend.py and
+prefill_batch.py; T is the tokens of a block, whose scratch has room for all of them (zeros behind the last one), E the
+key heads.
 """
 
 from __future__ import annotations
@@ -23,15 +24,27 @@ from agentspec.kernels import prefill_batch as fields
 from agentspec.kernels.triton.gated_delta import softplus
 from agentspec.kernels.triton.launch import INTERPRETED, await_previous, release_next
 
-_OFFSET, _READ_ROW, _NUM_SPAN_FIELDS = tl.constexpr(fields.OFFSET), tl.constexpr(fields.READ_ROW), tl.constexpr(fields.NUM_SPAN_FIELDS)
-_BLOCK_OFFSET, _BLOCK_COUNT, _BLOCK_SPAN = tl.constexpr(fields.BLOCK_OFFSET), tl.constexpr(fields.BLOCK_COUNT), tl.constexpr(fields.BLOCK_SPAN)
+_OFFSET, _READ_ROW, _NUM_SPAN_FIELDS = (
+    tl.constexpr(fields.OFFSET),
+    tl.constexpr(fields.READ_ROW),
+    tl.constexpr(fields.NUM_SPAN_FIELDS),
+)
+_BLOCK_OFFSET, _BLOCK_COUNT, _BLOCK_SPAN = (
+    tl.constexpr(fields.BLOCK_OFFSET),
+    tl.constexpr(fields.BLOCK_COUNT),
+    tl.constexpr(fields.BLOCK_SPAN),
+)
 _NUM_BLOCK_FIELDS = tl.constexpr(fields.NUM_BLOCK_FIELDS)
 
 BETA, HIGH, LOW, FROM_START, TO_END, NUM_GATES = (tl.constexpr(i) for i in range(6))
-"""Vectors over a block's tokens in the gates of a value head: write strength; G in two parts; e^G; e^(G at the block's end - G)."""
+"""Vectors over a block's tokens in the gates of a value head: write strength; G in two parts; e^G; e^(G at the block's
+end - G)."""
 
-SIGMOID = tl.constexpr("{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e; }")
-"""1 / (1 + 2^(-log2(e) x)) with an instruction for each operation, good to some 20 bits: Triton's own takes three times as many."""
+SIGMOID = tl.constexpr(
+    "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e; }"
+)
+"""1 / (1 + 2^(-log2(e) x)) with an instruction for each operation, good to some 20 bits: Triton's own takes three times
+as many."""
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _L2_EPS = tl.constexpr(1e-6)
@@ -39,7 +52,8 @@ _L2_EPS = tl.constexpr(1e-6)
 
 @triton.jit
 def dot(a, b, acc=None):  # type: ignore[no-untyped-def]
-    """a b + acc in float32. float32 operands go to the matrix units as sums of three tf32, which loses less than the additions do."""
+    """a b + acc in float32. float32 operands go to the matrix units as sums of three tf32, which loses less than the
+    additions do."""
     if _INTERPRETED:  # it can't multiply bf16
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="tf32x3")
@@ -47,7 +61,8 @@ def dot(a, b, acc=None):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _halves(x):  # type: ignore[no-untyped-def]
-    """The leading and the trailing half of the digits of x, to 16 bits in all. The leading half is cut off: fewer instructions than rounding."""
+    """The leading and the trailing half of the digits of x, to 16 bits in all. The leading half is cut off: fewer
+    instructions than rounding."""
     high = (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
     return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
 
@@ -66,7 +81,8 @@ def _product(a, b, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _applied(inverse, x, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`_product` with an operand in the activations' type. Rows of the inverse nearly cancel where keys are alike, so it is not rounded to that."""
+    """`_product` with an operand in the activations' type. Rows of the inverse nearly cancel where keys are alike, so
+    it is not rounded to that."""
     if EXACT:
         product = dot(inverse, x)
     else:
@@ -77,7 +93,8 @@ def _applied(inverse, x, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _join_pairs(inverse, coupling, row, column, SIZE: tl.constexpr, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """From the inverses of the diagonal blocks of SIZE to those of 2 SIZE: [[A, 0], [C, B]] has the inverse [[A', 0], [-B' C A', B']]."""
+    """From the inverses of the diagonal blocks of SIZE to those of 2 SIZE: [[A, 0], [C, B]] has the inverse [[A', 0],
+    [-B' C A', B']]."""
     is_between = (row // (2 * SIZE) == column // (2 * SIZE)) & (row // SIZE != column // SIZE)
     between = tl.where(is_between, coupling, 0.0)
     return inverse - _product(_product(inverse, between, EXACT), inverse, EXACT)
@@ -85,7 +102,8 @@ def _join_pairs(inverse, coupling, row, column, SIZE: tl.constexpr, EXACT: tl.co
 
 @triton.jit
 def _inverse(coupling_TT, T: tl.constexpr, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The inverse of I + coupling, which is strictly lower triangular. Each step inverts as substitution does, so equal keys do no harm.
+    """The inverse of I + coupling, which is strictly lower triangular. Each step inverts as substitution does, so equal
+    keys do no harm.
 
     Blocks of 16, the least that a matrix unit takes, are a batch; then all of it is multiplied at a time."""
     NUM_BLOCKS: tl.constexpr = T // 16
@@ -126,7 +144,9 @@ def _in_float32(x):  # type: ignore[no-untyped-def]
 @triton.jit
 def _taps(conv_C4, channel, is_channel):  # type: ignore[no-untyped-def]
     """The four weights of every channel, float32: vectors for the rows t - 3, t - 2, t - 1 and t."""
-    weights = tl.load(conv_C4 + channel[:, None] * 4 + tl.arange(0, 4)[None, :], mask=is_channel[:, None], other=0.0).to(tl.float32)
+    weights = tl.load(
+        conv_C4 + channel[:, None] * 4 + tl.arange(0, 4)[None, :], mask=is_channel[:, None], other=0.0
+    ).to(tl.float32)
     even, odd = tl.split(tl.reshape(weights, (weights.shape[0], 2, 2)))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
@@ -148,24 +168,31 @@ def _convolved(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """SiLU of the convolution of SIZE channels from first_channel on, for ROWS tokens of a block from `first` on, float32 [ROWS, BLOCK]; zeros behind
-    the channels and from token `count` on.
+    """SiLU of the convolution of SIZE channels from first_channel on, for ROWS tokens of a block from `first` on,
+    float32 [ROWS, BLOCK]; zeros behind the channels and from token `count` on.
 
-    x: the block's first token. past: the convolution state at the start of the span, of which `before` tokens precede the block."""
+    x: the block's first token. past: the convolution state at the start of the span, of which `before` tokens precede
+    the block."""
     t, c = first + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     channel = first_channel + c
     y = tl.zeros((ROWS, BLOCK), tl.float32)
     if (before + first >= 3) & (first + ROWS <= count):  # nearly all of a long prompt
         place = x + (t - 3)[:, None] * x_stride + channel[None, :]
         for tap in tl.static_range(4):
-            rows = tl.load(place + tap * x_stride) if SIZE == BLOCK else tl.load(place + tap * x_stride, mask=(c < SIZE)[None, :], other=0.0)
+            rows = (
+                tl.load(place + tap * x_stride)
+                if SIZE == BLOCK
+                else tl.load(place + tap * x_stride, mask=(c < SIZE)[None, :], other=0.0)
+            )
             y += _in_float32(rows) * taps[tap][None, :]
     else:
         is_real = (t < count)[:, None] & (c < SIZE)[None, :]
         for tap in tl.static_range(4):
             source = t + (tap - 3)
             is_in_span = (source + before >= 0)[:, None]
-            value = tl.load(x + source[:, None] * x_stride + channel[None, :], mask=is_real & is_in_span, other=0.0).to(tl.float32)
+            value = tl.load(x + source[:, None] * x_stride + channel[None, :], mask=is_real & is_in_span, other=0.0).to(
+                tl.float32
+            )
             place = past + (source + before + 3)[:, None] * C + channel[None, :]
             value += tl.load(place, mask=is_real & (source + before < 0)[:, None], other=0.0).to(tl.float32)
             y += value * taps[tap][None, :]
@@ -174,9 +201,11 @@ def _convolved(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _store_gates(raw, x_stride, count, rate, dt_bias, gates, V: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The NUM_GATES vectors of one value head in one block. raw: write strength of its first token; the decay is V elements on.
+    """The NUM_GATES vectors of one value head in one block. raw: write strength of its first token; the decay is V
+    elements on.
 
-    G stays what it is behind the last token. It is two float32, the second what the first leaves out: differences of long sums nearly cancel."""
+    G stays what it is behind the last token. It is two float32, the second what the first leaves out: differences of
+    long sums nearly cancel."""
     t = tl.arange(0, T)
     is_real = t < count
     beta = tl.sigmoid(tl.load(raw + t * x_stride, mask=is_real, other=0.0).to(tl.float32))
@@ -215,8 +244,8 @@ def convolve_blocks(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program has one head of q, of k or of v in one block, ROWS tokens at a time: the convolution, then for q and k the norm (and q's scale), for
-    v the head's gates."""
+    """A program has one head of q, of k or of v in one block, ROWS tokens at a time: the convolution, then for q and k
+    the norm (and q's scale), for v the head's gates."""
     release_next(PDL)
     await_previous(PDL)
     KEY_HEADS: tl.constexpr = V // REPEATS
@@ -251,7 +280,9 @@ def convolve_blocks(  # type: ignore[no-untyped-def]
             value = _convolved(x, x_stride, past, before, first, count, taps, first_channel, D, C, ROWS, PADDED_D)
             tl.store(values + first * PADDED_D, value.to(values.dtype.element_ty))
         rate, dt_bias = tl.exp(tl.load(a_log_V + head)), tl.load(dt_bias_V + head)
-        _store_gates(x + C + V * D + head, x_stride, count, rate, dt_bias, gates_MVGT + (m * V + head) * (NUM_GATES * T), V, T)
+        _store_gates(
+            x + C + V * D + head, x_stride, count, rate, dt_bias, gates_MVGT + (m * V + head) * (NUM_GATES * T), V, T
+        )
 
 
 @triton.jit

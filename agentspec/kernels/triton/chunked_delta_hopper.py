@@ -1,10 +1,12 @@
-"""The third launch of chunked_delta.py for Hopper's matrix units: what chunked_delta._fold_blocks does, in Gluon, for heads of 128 by 128.
+"""The third launch of chunked_delta.py for Hopper's matrix units: what chunked_delta._fold_blocks does, in Gluon, for
+heads of 128 by 128.
 
-Everything stands the other way round, as a state lies in memory: value dims are rows. Then the state, and what a block writes to it, are left
-operands and never leave the registers; Triton's own compiler passes both through shared memory in every block. Four warps fold, one brings their
-operands, and one stores what was read.
+Everything stands the other way round, as a state lies in memory: value dims are rows. Then the state, and what a block
+writes to it, are left operands and never leave the registers; Triton's own compiler passes both through shared memory
+in every block. Four warps fold, one brings their operands, and one stores what was read.
 
-Bits are those of _fold_blocks. Knows nothing of how operands came about: see chunked_delta_blocks.py, also for words and shape letters.
+Bits are those of _fold_blocks. Knows nothing of how operands came about: see chunked_delta_blocks.py, also for words
+and shape letters.
 """
 
 # mypy: disable-error-code="assignment"
@@ -18,7 +20,13 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from agentspec.kernels import prefill_batch as fields
@@ -74,7 +82,9 @@ def is_for(dtype: torch.dtype, value_dim: int, key_dim: int, device: torch.devic
     return machine_of(device).capability[0] == 9
 
 
-def operands(keys_METK: Tensor, values_MVTD: Tensor, w_MVTK: Tensor, reads_MVTT: Tensor, out_NX: Tensor) -> tuple[TensorDescriptor, ...]:
+def operands(
+    keys_METK: Tensor, values_MVTD: Tensor, w_MVTK: Tensor, reads_MVTT: Tensor, out_NX: Tensor
+) -> tuple[TensorDescriptor, ...]:
     """What the copy engine brings and stores, as fold_blocks takes it."""
     return (
         _rows(keys_METK, HEAD_DIM),
@@ -88,7 +98,9 @@ def operands(keys_METK: Tensor, values_MVTD: Tensor, w_MVTK: Tensor, reads_MVTT:
 def _rows(x: Tensor, columns: int) -> TensorDescriptor:
     """x as rows of its last dimension, BLOCK_TOKENS of them by `columns` at a time."""
     block = [BLOCK_TOKENS, columns]
-    return TensorDescriptor.from_tensor(x.flatten(0, -2), block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))
+    return TensorDescriptor.from_tensor(
+        x.flatten(0, -2), block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+    )
 
 
 @gluon.jit
@@ -98,7 +110,9 @@ def _fetch(operands, buffers, barriers, gates_MVGT, place, V: gl.constexpr, REPE
     w_buffers, q_buffers, k_buffers, u_buffers, read_buffers, gate_buffers, _ = buffers
     ready, free, _, _ = barriers
     first_block, num_blocks, head, first_d = place
-    num_bytes: gl.constexpr = w.block_type.nbytes + 2 * keys.block_type.nbytes + values.block_type.nbytes + reads.block_type.nbytes
+    num_bytes: gl.constexpr = (
+        w.block_type.nbytes + 2 * keys.block_type.nbytes + values.block_type.nbytes + reads.block_type.nbytes
+    )
     i = gl.arange(0, 2 * _T, layout=gl.BlockedLayout([4], [32], [1], [0]))
     for j in range(num_blocks):
         stage = j % _STAGES
@@ -113,7 +127,9 @@ def _fetch(operands, buffers, barriers, gates_MVGT, place, V: gl.constexpr, REPE
         _copy_block(values, [row, first_d], barrier, u_buffers.index(stage))
         _copy_block(keys, [key_row + (V // REPEATS) * _T, 0], barrier, k_buffers.index(stage))
         _copy_block(reads, [row, 0], barrier, read_buffers.index(stage))
-        _copy_values(gate_buffers.index(stage), gates_MVGT + (head_block.to(gl.int64) * _NUM_GATES + _FROM_START) * _T + i)
+        _copy_values(
+            gate_buffers.index(stage), gates_MVGT + (head_block.to(gl.int64) * _NUM_GATES + _FROM_START) * _T + i
+        )
         async_copy.mbarrier_arrive(barrier, increment_count=False)
 
 
@@ -208,10 +224,26 @@ def _hand_over(o_DT, j, out_buffers, full):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _fold(pools, blocks_MF, gates_MVGT, buffers, barriers, offset, read_row, place, V: gl.constexpr, REPEATS: gl.constexpr, BLOCK_C: gl.constexpr):  # type: ignore[no-untyped-def]
+def _fold(  # type: ignore[no-untyped-def]
+    pools,
+    blocks_MF,
+    gates_MVGT,
+    buffers,
+    barriers,
+    offset,
+    read_row,
+    place,
+    V: gl.constexpr,
+    REPEATS: gl.constexpr,
+    BLOCK_C: gl.constexpr,
+):
     """Four warps: the states, block after block."""
-    read_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, _T, 16])
-    state_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, _K, 16])
+    read_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, _T, 16]
+    )
+    state_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, _K, 16]
+    )
     seen_layout: gl.constexpr = gl.DotOperandLayout(0, read_layout, 2)
     delta_layout: gl.constexpr = gl.DotOperandLayout(0, state_layout, 2)
     C: gl.constexpr = 2 * (V // REPEATS) * _K + V * _K
@@ -236,7 +268,9 @@ def _fold(pools, blocks_MF, gates_MVGT, buffers, barriers, offset, read_row, pla
     for j in range(num_blocks):
         stage = j % _STAGES
         block = blocks_MF + (first_block + j).to(gl.int64) * _BLOCK_FIELDS
-        decay = gl.load(gates_MVGT + (((first_block + j) * V + head).to(gl.int64) * _NUM_GATES + _FROM_START) * _T + (_T - 1))
+        decay = gl.load(
+            gates_MVGT + (((first_block + j) * V + head).to(gl.int64) * _NUM_GATES + _FROM_START) * _T + (_T - 1)
+        )
         end += gl.load(block + _COUNT).to(gl.int32)
         save_row = gl.load(block + _SAVE_ROW)
         # All waits before the products: while one is under way the compiler lets nothing wait in a loop.
@@ -256,7 +290,9 @@ def _fold(pools, blocks_MF, gates_MVGT, buffers, barriers, offset, read_row, pla
         delta_read = gl.convert_layout(delta.to(gl.bfloat16), seen_layout)
         from_start = gates.slice(0, _T).load(gl.SliceLayout(0, read_layout))
         read = warpgroup_mma_wait(1, deps=[read])
-        sums = warpgroup_mma(delta_read, read_buffers.index(stage).permute((1, 0)), read * gl.expand_dims(from_start, 0), is_async=True)
+        sums = warpgroup_mma(
+            delta_read, read_buffers.index(stage).permute((1, 0)), read * gl.expand_dims(from_start, 0), is_async=True
+        )
         state = warpgroup_mma_wait(1, deps=[new_state])
         seen = gl.convert_layout(state.to(gl.bfloat16), seen_layout)
         o = warpgroup_mma_wait(0, deps=[sums]).to(gl.bfloat16)
@@ -292,7 +328,8 @@ def fold_blocks(  # type: ignore[no-untyped-def]
     BLOCK_C: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """A program has BLOCK_D value dims of a value head of one span, and BLOCK_C channels of the convolution's state, which it only moves."""
+    """A program has BLOCK_D value dims of a value head of one span, and BLOCK_C channels of the convolution's state,
+    which it only moves."""
     _release_next(PDL)
     _await_previous(PDL)
     span = spans_UF + gl.program_id(1).to(gl.int64) * _SPAN_FIELDS
@@ -303,7 +340,12 @@ def fold_blocks(  # type: ignore[no-untyped-def]
     barriers = _barriers()
     offset = gl.load(span + _OFFSET).to(gl.int32)
     read_row = gl.load(span + _READ_ROW)
-    place = (gl.load(span + _FIRST_BLOCK).to(gl.int32), num_blocks, gl.program_id(0) // _TILES, gl.program_id(0) % _TILES * _D)
+    place = (
+        gl.load(span + _FIRST_BLOCK).to(gl.int32),
+        num_blocks,
+        gl.program_id(0) // _TILES,
+        gl.program_id(0) % _TILES * _D,
+    )
     pools = (projected_NP, x_stride, ssm_RVDK, ssm_stride, conv_R3C, conv_stride)
     gl.warp_specialize(
         [

@@ -1,7 +1,8 @@
-"""Triton's compiler as a variants.KernelCompiler: which variants a start launches, which of them are in Triton's cache, and how to put one there.
+"""Triton's compiler as a variants.KernelCompiler: which variants a start launches, which of them are in Triton's cache,
+and how to put one there.
 
-Triton's cache is a directory of the user's (TRITON_CACHE_DIR, else ~/.triton/cache). A binary's key is made of the sources of Triton and of the
-kernel, its variant and its target: whatever changes, nothing stale is found.
+Triton's cache is a directory of the user's (TRITON_CACHE_DIR, else ~/.triton/cache). A binary's key is made of the
+sources of Triton and of the kernel, its variant and its target: whatever changes, nothing stale is found.
 """
 
 from __future__ import annotations
@@ -85,7 +86,14 @@ def put_note(name: str) -> None:
 
 def _notes(name: str) -> Any:
     """Under what keys consist of, but for Triton's own sources, which take long to read."""
-    key = (name, triton.__version__, torch.__version__, sys.version, _builds_launchers(), sorted(get_cache_invalidating_env_vars().items()))
+    key = (
+        name,
+        triton.__version__,
+        torch.__version__,
+        sys.version,
+        _builds_launchers(),
+        sorted(get_cache_invalidating_env_vars().items()),
+    )
     return get_cache_manager(hashlib.sha256(repr(key).encode("utf-8")).hexdigest())
 
 
@@ -95,7 +103,9 @@ def _is_cached(variant: Variant, env_vars: dict[str, str]) -> bool:
         return False
     source, target, options = _source(variant)
     backend = make_backend(target)
-    key = get_cache_key(source, backend, backend.parse_options(dict(options, **source.parse_options())), env_vars=env_vars)
+    key = get_cache_key(
+        source, backend, backend.parse_options(dict(options, **source.parse_options())), env_vars=env_vars
+    )
     group = get_cache_manager(hashlib.sha256(key.encode("utf-8")).hexdigest()).get_group(f"{source.name[:150]}.json")
     return bool(group)
 
@@ -104,7 +114,9 @@ def _source(variant: Variant) -> tuple[Any, GPUTarget, dict[str, Any]]:
     """(source, target, options): what triton.compile takes. Reads data as JITFunction.preload does."""
     function = vars(sys.modules[variant.module])[variant.function]
     data = json.loads(variant.data)
-    constants = {tuple(path): _constant(value) for path, value in zip(data["constant_keys"], data["constant_vals"], strict=True)}
+    constants = {
+        tuple(path): _constant(value) for path, value in zip(data["constant_keys"], data["constant_vals"], strict=True)
+    }
     attributes = {tuple(path): value for path, value in zip(data["attrs_keys"], data["attrs_vals"], strict=True)}
     options = {name: _tuples(value) for name, value in data["options"].items()}
     signature = {name: _tuples(value) for name, value in data["signature"].items()}
@@ -127,7 +139,8 @@ def _tuples(value: Any) -> Any:
 
 @functools.cache
 def _builds_launchers() -> bool:
-    """A launcher is linked with the driver's library, which machines without a GPU lack: there it is left to the first start with one."""
+    """A launcher is linked with the driver's library, which machines without a GPU lack: there it is left to the first
+    start with one."""
     try:
         return _BUILDS_LAUNCHERS and bool(nvidia.libcuda_dirs())
     except AssertionError:

@@ -1,8 +1,10 @@
-"""Pairs of (token, choice) in the order of their experts, and the tiles that cut each expert's share: what grouped products walk over.
+"""Pairs of (token, choice) in the order of their experts, and the tiles that cut each expert's share: what grouped
+products walk over.
 
-Whatever the ids are, nothing is read on the host, and there are no atomics in memory: the order is that of the pairs within an expert. Few pairs
-take one launch, in which a program for each expert reads all ids. Many take two: the first counts each chunk's pairs by expert, and in the second
-they find their places, behind those of lower experts, and of the same expert in earlier chunks. Knows nothing of weights or products.
+Whatever the ids are, nothing is read on the host, and there are no atomics in memory: the order is that of the pairs
+within an expert. Few pairs take one launch, in which a program for each expert reads all ids. Many take two: the first
+counts each chunk's pairs by expert, and in the second they find their places, behind those of lower experts, and of the
+same expert in earlier chunks. Knows nothing of weights or products.
 
 Shape letters: N tokens, J choices a token, P = N J pairs, X experts, T tiles, C chunks.
 """
@@ -33,8 +35,9 @@ class ExpertGroups:
     pairs_P: Tensor
     """int32: pair n * J + j at each place of the order."""
     tiles_T4: Tensor
-    """int32: expert, first place, number of places (1..block_m; 0 where there is no tile, which may be anywhere), and in each row the number of rows
-    behind which there is no tile. Of many pairs the tiles stand in these first rows, one behind the other."""
+    """int32: expert, first place, number of places (1..block_m; 0 where there is no tile, which may be anywhere), and
+    in each row the number of rows behind which there is no tile. Of many pairs the tiles stand in these first rows, one
+    behind the other."""
     block_m: int
 
 
@@ -91,7 +94,9 @@ def _group_many(groups: ExpertGroups, ids_NJ: Tensor, num_experts: int) -> None:
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_experts", "block_m"])
-def _few_kernel(pairs_ptr, tiles_ptr, ids_ptr, num_pairs, num_experts, block_m, BLOCK_P: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+def _few_kernel(  # type: ignore[no-untyped-def]
+    pairs_ptr, tiles_ptr, ids_ptr, num_pairs, num_experts, block_m, BLOCK_P: tl.constexpr, PDL: tl.constexpr
+):
     await_previous(PDL)
     release_next(PDL)
     expert = tl.program_id(0)
@@ -101,7 +106,8 @@ def _few_kernel(pairs_ptr, tiles_ptr, ids_ptr, num_pairs, num_experts, block_m, 
     is_mine = ids == expert
     first, size = tl.sum((ids < expert).to(tl.int32), axis=0), tl.sum(is_mine.to(tl.int32), axis=0)
     tl.store(pairs_ptr + first + tl.cumsum(is_mine.to(tl.int32), axis=0) - 1, pair, mask=is_mine)
-    # Without what other experts have: no earlier than those of the expert before end, as floor((a + b) / m) + 1 >= floor(a / m) + ceil(b / m).
+    # Without what other experts have: no earlier than those of the expert before end, as floor((a + b) / m) + 1 >=
+    # floor(a / m) + ceil(b / m).
     begin, end = first // block_m + expert, (first + size) // block_m + expert + 1
     for row in range(begin, end, 32):
         t = row + tl.arange(0, 32)
@@ -141,7 +147,8 @@ def _many_kernel(  # type: ignore[no-untyped-def]
     release_next(PDL)
     x = tl.arange(0, BLOCK_X)
     total, before = _add_counts(counts_ptr, chunk, num_chunks, BLOCK_X, BLOCK_C)
-    # What is not in this chunk and of lower experts stands before, and so does what is in earlier chunks and of the same expert.
+    # What is not in this chunk and of lower experts stands before, and so does what is in earlier chunks and of the
+    # same expert.
     elsewhere = total - tl.load(counts_ptr + chunk * BLOCK_X + x)
     shift = tl.cumsum(elsewhere, axis=0) - elsewhere + before
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -156,7 +163,15 @@ def _many_kernel(  # type: ignore[no-untyped-def]
         expert = tl.max(tl.where(first_row[None, :] <= t[:, None], x[None, :], 0), axis=1)
         begin = tl.gather(first_row, expert, axis=0)
         _store_tiles(
-            tiles_ptr, t, t < num_tiles, expert, tl.gather(first, expert, axis=0), tl.gather(total, expert, axis=0), begin, num_rows, block_m
+            tiles_ptr,
+            t,
+            t < num_tiles,
+            expert,
+            tl.gather(first, expert, axis=0),
+            tl.gather(total, expert, axis=0),
+            begin,
+            num_rows,
+            block_m,
         )
 
 
@@ -192,7 +207,9 @@ def _add_counts(counts_ptr, chunk, num_chunks, BLOCK_X: tl.constexpr, BLOCK_C: t
 @triton.jit
 def _counts(counts_ptr, first, num_chunks, BLOCK_X: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
     c = first + tl.arange(0, BLOCK_C)
-    return tl.load(counts_ptr + c[:, None] * BLOCK_X + tl.arange(0, BLOCK_X)[None, :], mask=(c < num_chunks)[:, None], other=0)
+    return tl.load(
+        counts_ptr + c[:, None] * BLOCK_X + tl.arange(0, BLOCK_X)[None, :], mask=(c < num_chunks)[:, None], other=0
+    )
 
 
 @triton.jit

@@ -1,8 +1,9 @@
 """The mixture of experts over many tokens: Backend.add_experts behind the router, for prompts.
 
-Pairs of token and expert are grouped by expert (expert_groups) and multiplied tile by tile (grouped_gemm; those in 8 bits on a Hopper by
-grouped_gemm_hopper, which gives the same bits); each token's parts are then added in the order of its choices, so its bits do not depend on who else
-is in the call but for the shared expert's, whose products may be the library's.
+Pairs of token and expert are grouped by expert (expert_groups) and multiplied tile by tile (grouped_gemm; those in 8
+bits on a Hopper by grouped_gemm_hopper, which gives the same bits); each token's parts are then added in the order of
+its choices, so its bits do not depend on who else is in the call but for the shared expert's, whose products may be the
+library's.
 
 Shape letters: N tokens, J choices a token, P = N J pairs, H hidden size, I FFN width, X experts.
 """
@@ -29,8 +30,8 @@ from agentspec.kernels.weights import SCALE_BLOCK, BlockScaled, Plain, Weight
 
 _SUM_BLOCK = 1024
 _LEAST_OF_HOPPERS = 17
-"""Tokens of a usual expert from which on the kernels made for Hopper take less time, as measured with 256 experts: with fewer their 64 rows are too
-many."""
+"""Tokens of a usual expert from which on the kernels made for Hopper take less time, as measured with 256 experts: with
+fewer their 64 rows are too many."""
 
 
 def add_experts_prefill(
@@ -74,17 +75,26 @@ def _shared_is_scaled(dtype: torch.dtype, weights: MixtureWeights) -> bool:
     return isinstance(weights.shared_gate_up_2IH, BlockScaled) and takes_fp8(dtype, weights.shared_gate_up_2IH)
 
 
-def _routed_parts(x: Tensor | ScaledTokens, weights_NJ: Tensor, expert_ids_NJ: Tensor, weights: MixtureWeights, dtype: torch.dtype) -> Tensor:
+def _routed_parts(
+    x: Tensor | ScaledTokens, weights_NJ: Tensor, expert_ids_NJ: Tensor, weights: MixtureWeights, dtype: torch.dtype
+) -> Tensor:
     """Each choice's share of the result, [N, J, H] of `dtype`. x: in 8 bits where the experts' products are W8A8."""
     gate_up, down, is_scaled = weights.gate_up_X2IH, weights.down_XHI, isinstance(x, ScaledTokens)
     num_pairs, top_k, num_experts = expert_ids_NJ.numel(), expert_ids_NJ.shape[1], gate_up.shape[0]
-    if isinstance(x, ScaledTokens) and num_pairs >= _LEAST_OF_HOPPERS * num_experts and grouped_gemm_hopper.is_for(gate_up, weights_NJ.device):
+    if (
+        isinstance(x, ScaledTokens)
+        and num_pairs >= _LEAST_OF_HOPPERS * num_experts
+        and grouped_gemm_hopper.is_for(gate_up, weights_NJ.device)
+    ):
         assert isinstance(gate_up, BlockScaled)
         assert isinstance(down, BlockScaled)
         groups = group_pairs(expert_ids_NJ, num_experts, grouped_gemm_hopper.BLOCK_M)
-        return grouped_gemm_hopper.down(grouped_gemm_hopper.gate_up(x, gate_up, groups, top_k), down, groups, weights_NJ, dtype)
+        return grouped_gemm_hopper.down(
+            grouped_gemm_hopper.gate_up(x, gate_up, groups, top_k), down, groups, weights_NJ, dtype
+        )
     if not is_scaled:
-        # Whole stacks in the activation dtype: only models too small for 8-bit activations come here with 8-bit weights, or those in float32.
+        # Whole stacks in the activation dtype: only models too small for 8-bit activations come here with 8-bit
+        # weights, or those in float32.
         gate_up, down = Plain(gate_up.dequantize(dtype)), Plain(down.dequantize(dtype))
     block_m = block_m_for(num_pairs, num_experts, is_scaled, dtype)
     groups = group_pairs(expert_ids_NJ, num_experts, block_m)
@@ -93,7 +103,8 @@ def _routed_parts(x: Tensor | ScaledTokens, weights_NJ: Tensor, expert_ids_NJ: T
 
 
 def block_m_for(num_pairs: int, num_experts: int, is_scaled: bool, dtype: torch.dtype) -> int:
-    """Tokens of a tile: the weights are read once a tile, so a tile should hold what a usual expert gets. As measured with 256 experts."""
+    """Tokens of a tile: the weights are read once a tile, so a tile should hold what a usual expert gets. As measured
+    with 256 experts."""
     usual = triton.cdiv(num_pairs, num_experts)
     if is_scaled:
         return 16 if usual <= 16 else 64 if usual < 128 else 128
@@ -118,13 +129,24 @@ def gate_up_plan(block_m: int, is_scaled: bool, dtype: torch.dtype) -> GroupedPl
 
 
 def add_parts(residual_NH: Tensor, parts_NJH: Tensor, shared_gate_N: Tensor, shared_NH: Tensor) -> Tensor:
-    """residual + (sum of the parts, in their order) + sigmoid(gate) * shared, in float32 and rounded once, over the residual. One launch."""
+    """residual + (sum of the parts, in their order) + sigmoid(gate) * shared, in float32 and rounded once, over the
+    residual. One launch."""
     num_tokens, top_k, width = parts_NJH.shape
     assert residual_NH.is_contiguous()
     assert shared_NH.is_contiguous()
     assert (shared_gate_N.dtype, shared_gate_N.is_contiguous()) == (torch.float32, True)
     grid = (num_tokens, triton.cdiv(width, _SUM_BLOCK))
-    _sum_kernel[grid](residual_NH, parts_NJH, shared_gate_N, shared_NH, width, TOP_K=top_k, BLOCK_H=_SUM_BLOCK, num_warps=4, **OVERLAPPED)
+    _sum_kernel[grid](
+        residual_NH,
+        parts_NJH,
+        shared_gate_N,
+        shared_NH,
+        width,
+        TOP_K=top_k,
+        BLOCK_H=_SUM_BLOCK,
+        num_warps=4,
+        **OVERLAPPED,
+    )
     return residual_NH
 
 
@@ -149,7 +171,9 @@ def _product(x_NK: Tensor, weight_OK: Weight) -> Tensor:
 
 
 @triton.jit
-def _sum_kernel(residual_ptr, parts_ptr, gate_ptr, shared_ptr, width, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sum_kernel(  # type: ignore[no-untyped-def]
+    residual_ptr, parts_ptr, gate_ptr, shared_ptr, width, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr
+):
     release_next(PDL)
     await_previous(PDL)
     n = tl.program_id(0).to(tl.int64)

@@ -1,11 +1,14 @@
-"""Experts for few tokens: every touched expert's weights are read once, whoever chose it, and stand still while its tokens pass.
+"""Experts for few tokens: every touched expert's weights are read once, whoever chose it, and stand still while its
+tokens pass.
 
-A program owns some rows of one expert and multiplies them with all the tokens that visit it (`linear_tiles` has the walk). With up to
-FEW_TOKENS tokens it finds these in the table of ids itself, one program for each pair of token and visit, of which the first of an expert
-works; above, expert_groups has listed them. The shared expert may be one of those visited: it has the id X. Each visit's result is kept in float32,
-and a token's are added in the order of its visits, so its bits depend on nobody's company but for how many tokens there are.
+A program owns some rows of one expert and multiplies them with all the tokens that visit it (`linear_tiles` has the
+walk). With up to FEW_TOKENS tokens it finds these in the table of ids itself, one program for each pair of token and
+visit, of which the first of an expert works; above, expert_groups has listed them. The shared expert may be one of
+those visited: it has the id X. Each visit's result is kept in float32, and a token's are added in the order of its
+visits, so its bits depend on nobody's company but for how many tokens there are.
 
-Shape letters: N tokens, H hidden size, I FFN width, X experts, C visits of a token, P = N * C pairs of token and visit, token by token.
+Shape letters: N tokens, H hidden size, I FFN width, X experts, C visits of a token, P = N * C pairs of token and visit,
+token by token.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ _NO_PAIR: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """How one of the two products is cut: a program owns block_o rows of an expert and walks over K in steps of block_k."""
+    """How one of the two products is cut: a program owns block_o rows of an expert and walks over K in steps of
+    block_k."""
 
     block_o: int
     block_k: int
@@ -87,7 +91,8 @@ def gate_up(tiles: Tiles, x_NH: Tensor, weight_X2IH: Weight, shared_2IH: Weight 
 def down(tiles: Tiles, h_PI: Tensor, weight_XHI: Weight, shared_HI: Weight | None, visits: Visits) -> Tensor:
     """Every pair's output times its weight: float32 [P, H], one launch.
 
-    The launch before must have waited for whatever wrote the visits, as `gate_up` does: they are read while it still runs."""
+    The launch before must have waited for whatever wrote the visits, as `gate_up` does: they are read while it still
+    runs."""
     num_experts, num_outputs, depth = weight_XHI.shape
     parts_PH = torch.empty(h_PI.shape[0], num_outputs, dtype=torch.float32, device=h_PI.device)
     _down_kernel[(triton.cdiv(num_outputs, tiles.block_o), visits.num_blocks)](
@@ -109,8 +114,11 @@ def down(tiles: Tiles, h_PI: Tensor, weight_XHI: Weight, shared_HI: Weight | Non
     return parts_PH
 
 
-def add_visits(residual_NH: Tensor, parts_PH: Tensor, num_visits: int, gate_N: Tensor | None, shared_NH: Tensor | None) -> Tensor:
-    """The residual plus the token's visits, plus sigmoid(gate) * shared if they are given: [N, H] in the residual's dtype, one launch."""
+def add_visits(
+    residual_NH: Tensor, parts_PH: Tensor, num_visits: int, gate_N: Tensor | None, shared_NH: Tensor | None
+) -> Tensor:
+    """The residual plus the token's visits, plus sigmoid(gate) * shared if they are given: [N, H] in the residual's
+    dtype, one launch."""
     num_tokens, width = residual_NH.shape
     assert residual_NH.is_contiguous()
     assert shared_NH is None or shared_NH.is_contiguous()
@@ -159,7 +167,8 @@ def _blocks(tiles: Tiles, visits: Visits, weight: Weight, depth: int) -> dict[st
 def _visitors(ids_ptr, pairs_ptr, tiles_ptr, num_tokens, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
     """(expert, pairs [BLOCK_M], which of them are real, whether there is anything to do) of this program.
 
-    Read from L2: where this is called before the wait, nothing says that L1 has been cleared of an earlier kernel's lines."""
+    Read from L2: where this is called before the wait, nothing says that L1 has been cleared of an earlier kernel's
+    lines."""
     m = tl.arange(0, BLOCK_M)
     if tiles_ptr is None:
         mine = tl.program_id(1)
@@ -226,8 +235,8 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One tile holds gate and up rows of BLOCK_O / 2 outputs by turns of 8: a thread of a 16-row matrix fragment has rows r and r + 8, so a gate and
-    its up meet in one thread."""
+    """One tile holds gate and up rows of BLOCK_O / 2 outputs by turns of 8: a thread of a 16-row matrix fragment has
+    rows r and r + 8, so a gate and its up meet in one thread."""
     HALF: tl.constexpr = BLOCK_O // 2
     await_previous(PDL)
     expert, pairs, is_visited, works = _visitors(ids_ptr, pairs_ptr, tiles_ptr, num_tokens, C, BLOCK_M, BLOCK_C)
@@ -239,7 +248,9 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
         gate_scales, up_scales = None, None
         if scales_ptr is not None:
             columns = tl.cdiv(depth, SCALE_COLUMNS)
-            scales = _matrix(scales_ptr, shared_scales_ptr, expert, num_experts, tl.cdiv(2 * width, BLOCK_ROWS) * columns)
+            scales = _matrix(
+                scales_ptr, shared_scales_ptr, expert, num_experts, tl.cdiv(2 * width, BLOCK_ROWS) * columns
+            )
             if ONE_BLOCK:
                 gate_scales = scales + tl.program_id(0) * HALF // BLOCK_ROWS * columns
                 up_scales = scales + (width + tl.program_id(0) * HALF) // BLOCK_ROWS * columns
@@ -300,7 +311,8 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Who visits whom is read before the wait: it was complete before the kernel of the gates and ups, the previous one, let this one start."""
+    """Who visits whom is read before the wait: it was complete before the kernel of the gates and ups, the previous
+    one, let this one start."""
     expert, pairs, is_visited, works = _visitors(ids_ptr, pairs_ptr, tiles_ptr, num_tokens, C, BLOCK_M, BLOCK_C)
     tile = tl.program_id(0)
     o = tile * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -313,7 +325,9 @@ def _down_kernel(  # type: ignore[no-untyped-def]
         scale_rows = None
         if scales_ptr is not None:
             columns = tl.cdiv(depth, SCALE_COLUMNS)
-            scales = _matrix(scales_ptr, shared_scales_ptr, expert, num_experts, tl.cdiv(num_outputs, BLOCK_ROWS) * columns)
+            scales = _matrix(
+                scales_ptr, shared_scales_ptr, expert, num_experts, tl.cdiv(num_outputs, BLOCK_ROWS) * columns
+            )
             scale_rows = scales + (tile * BLOCK_O if ONE_BLOCK else rows) // BLOCK_ROWS * columns
         acc, _ = walk_either(
             h_ptr + pairs.to(tl.int64) * depth,

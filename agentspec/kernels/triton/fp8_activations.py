@@ -1,4 +1,5 @@
-"""Activations as 8-bit floats: each token in groups of 128 features under a multiplier of their own. What W8A8 products read.
+"""Activations as 8-bit floats: each token in groups of 128 features under a multiplier of their own. What W8A8 products
+read.
 
 Owns the form and the rounding. Knows nothing of what the numbers are multiplied with.
 Shape letters: N tokens, R rows (the tokens and what fills up behind them), K features, G groups of them.
@@ -32,12 +33,14 @@ class ScaledTokens:
     values_RK: Tensor
     """float8_e4m3fn, contiguous. K is a multiple of 128."""
     scales_GR: Tensor
-    """float32, contiguous: the multipliers of one group lie side by side, as the matrix library wants them. Largest magnitude / 448; 1 for a group of
-    zeros, or of numbers below 2^-100, which become zeros: a multiplier has a reciprocal."""
+    """float32, contiguous: the multipliers of one group lie side by side, as the matrix library wants them. Largest
+    magnitude / 448; 1 for a group of zeros, or of numbers below 2^-100, which become zeros: a multiplier has a
+    reciprocal."""
 
 
 def quantize_tokens(x_NK: Tensor) -> ScaledTokens:
-    """The nearest 8-bit floats, one launch. A value is off by at most 2^-4 of itself, or 2^-10 of its multiplier if that is more.
+    """The nearest 8-bit floats, one launch. A value is off by at most 2^-4 of itself, or 2^-10 of its multiplier if
+    that is more.
 
     As many rows as tokens, up to a multiple of ROWS; those behind the tokens are zeros."""
     num_tokens, depth = x_NK.shape
@@ -65,7 +68,8 @@ def empty_scaled(num_tokens: int, depth: int, device: torch.device) -> ScaledTok
 def to_fp8(x):  # type: ignore[no-untyped-def]
     """float32 to the nearest float8_e4m3fn, ties to even; magnitudes above 448 become 448."""
     if _INTERPRETED:
-        # The interpreter's cast truncates: round to a representable value before it. Adding 1.5 * 2^(e + 20) cuts a float32 at 2^(e - 3).
+        # The interpreter's cast truncates: round to a representable value before it. Adding 1.5 * 2^(e + 20) cuts a
+        # float32 at 2^(e - 3).
         x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
         exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
         shift = (exponent + (20 << 23)).to(tl.float32, bitcast=True) * 1.5

@@ -1,10 +1,12 @@
 """Products of many tokens with block-scaled weights: both sides as 8-bit floats (W8A8), by the matrix library.
 
-Hopper's matrix units add the 128 products of one block of K, and keep about 14 bits of such a sum (2^-10 of the largest result covers what is lost);
-each sum times its two multipliers is added in float32. Where 8 bits don't apply (float32 activations, shapes that the library doesn't take) the
-weights are dequantised and multiplied with the activations as they are.
+Hopper's matrix units add the 128 products of one block of K, and keep about 14 bits of such a sum (2^-10 of the largest
+result covers what is lost); each sum times its two multipliers is added in float32. Where 8 bits don't apply (float32
+activations, shapes that the library doesn't take) the weights are dequantised and multiplied with the activations as
+they are.
 
-Shape letters: N tokens, R rows (the tokens and what fills up behind them), K features, O outputs, G groups of 128 features.
+Shape letters: N tokens, R rows (the tokens and what fills up behind them), K features, O outputs, G groups of 128
+features.
 """
 
 from __future__ import annotations

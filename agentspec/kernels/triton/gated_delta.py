@@ -1,8 +1,10 @@
-"""The recurrent mixer of a decode window in one Triton launch: short convolution, gated delta rule, gated norm. See backend.Backend.
+"""The recurrent mixer of a decode window in one Triton launch: short convolution, gated delta rule, gated norm. See
+backend.Backend.
 
-A program has a block of value dims of one slot's value head: its tile of the state is loaded once, stays in registers for the whole window and is
-stored after every column. Two things need every program of a key head: the norm over all value dims, and the convolution state of the q and k that
-they share, which may overwrite the row that the others read. The last program to finish does both; a counter tells it, which it sets back to zero.
+A program has a block of value dims of one slot's value head: its tile of the state is loaded once, stays in registers
+for the whole window and is stored after every column. Two things need every program of a key head: the norm over all
+value dims, and the convolution state of the q and k that they share, which may overwrite the row that the others read.
+The last program to finish does both; a counter tells it, which it sets back to zero.
 
 Knows nothing of what rows mean. Shape letters as in backend.py; in kernels X chunks of the key dim.
 """
@@ -22,10 +24,12 @@ from agentspec.kernels.traffic import state_traffic, touches_pools
 from agentspec.kernels.triton.launch import NUM_COUNTERS, OVERLAPPED, arrival_counters, await_previous, release_next
 
 _BLOCK_D = 32
-"""Value dims of a program. With four warps and key dim 128 the tile takes 32 registers a lane, and one slot is work for every multiprocessor."""
+"""Value dims of a program. With four warps and key dim 128 the tile takes 32 registers a lane, and one slot is work for
+every multiprocessor."""
 _NUM_WARPS = 4
 _CHUNK = 32
-"""Key dims that lie across lanes, four to a lane. A lane has its place of every chunk, so that a sum over the key dim crosses few lanes."""
+"""Key dims that lie across lanes, four to a lane. A lane has its place of every chunk, so that a sum over the key dim
+crosses few lanes."""
 _MAX_ROWS = 16
 """Rows (a token of a head) that the norm has in registers at a time, at most."""
 
@@ -34,7 +38,12 @@ _L2_EPS = tl.constexpr(1e-6)
 
 @touches_pools
 def gated_delta_step(
-    projected_NP: Tensor, weights: DeltaWeights, ssm_RVDK: Tensor, conv_R3C: Tensor, read_row_B: Tensor, write_rows_BT: Tensor
+    projected_NP: Tensor,
+    weights: DeltaWeights,
+    ssm_RVDK: Tensor,
+    conv_R3C: Tensor,
+    read_row_B: Tensor,
+    write_rows_BT: Tensor,
 ) -> Tensor:
     """What comes out of the convolution stays float32; the reference rounds it to the projection's dtype."""
     num_slots, num_columns = write_rows_BT.shape
@@ -100,7 +109,8 @@ def _taps(conv_C4, channel, mask):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _window(x, x_stride, past, channel, mask, C: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The three rows of `past`, then those of x: rows t to t + 3 make column t, and rows t + 1 to t + 3 are the state after it."""
+    """The three rows of `past`, then those of x: rows t to t + 3 make column t, and rows t + 1 to t + 3 are the state
+    after it."""
     rows = ()
     for i in tl.static_range(3):
         rows += (tl.load(past + i * C + channel, mask=mask, other=0.0),)
@@ -197,7 +207,8 @@ def _finish_key_head(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    """Norm and gate the outputs of a key head's value heads; store the convolution states of its q and k. All pointers are this slot's."""
+    """Norm and gate the outputs of a key head's value heads; store the convolution states of its q and k. All pointers
+    are this slot's."""
     NUM_KEYS: tl.constexpr = V // REPEATS * K
     C: tl.constexpr = 2 * NUM_KEYS + V * D
     c = tl.arange(0, 2 * BLOCK_K)
@@ -263,8 +274,16 @@ def _gated_delta_step(  # type: ignore[no-untyped-def]
     k_index = tl.arange(0, BLOCK_K // CHUNK)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     d = tl.program_id(0) % NUM_BLOCKS * BLOCK_D + tl.arange(0, BLOCK_D)
     is_key, is_value = k_index < K, d < D
-    q_channel, k_channel, v_channel = key_head * K + k_index, (KEY_HEADS + key_head) * K + k_index, 2 * KEY_HEADS * K + head * D + d
-    q_taps, k_taps, v_taps = _taps(conv_C4, q_channel, is_key), _taps(conv_C4, k_channel, is_key), _taps(conv_C4, v_channel, is_value)
+    q_channel, k_channel, v_channel = (
+        key_head * K + k_index,
+        (KEY_HEADS + key_head) * K + k_index,
+        2 * KEY_HEADS * K + head * D + d,
+    )
+    q_taps, k_taps, v_taps = (
+        _taps(conv_C4, q_channel, is_key),
+        _taps(conv_C4, k_channel, is_key),
+        _taps(conv_C4, v_channel, is_value),
+    )
     rate, dt_bias = tl.exp(tl.load(a_log_V + head)), tl.load(dt_bias_V + head)
     await_previous(PDL)
 
@@ -289,7 +308,8 @@ def _gated_delta_step(  # type: ignore[no-untyped-def]
     o_slot, out_slot = o_NVD + slot * T * (V * D), out_NVD + slot * T * (V * D)
     for t in tl.static_range(T):
         q, k = qs[t], ks[t]
-        # With S' = a S + delta k^T, what is read, S' q, is a (S q) + delta (k . q): both sums are over the same S, at once.
+        # With S' = a S + delta k^T, what is read, S' q, is a (S q) + delta (k . q): both sums are over the same S, at
+        # once.
         seen = tl.sum(tl.sum(state_DXK * k[None, :, :], axis=1), axis=1)
         read = tl.sum(tl.sum(state_DXK * q[None, :, :], axis=1), axis=1)
         delta = (vs[t] - decays[t] * seen) * betas[t]

@@ -1,12 +1,14 @@
-"""Products of many tokens with a stack of experts' matrices, each token with those that it chose: gate and up with SwiGLU, and down.
+"""Products of many tokens with a stack of experts' matrices, each token with those that it chose: gate and up with
+SwiGLU, and down.
 
-A program multiplies a block of one expert's rows with the tokens of one tile (expert_groups), or of its share of one. The matrix units work on 64
-rows at least: these are tokens where a program has that many, and else the weights' rows, so that tiles of 16 tokens waste nothing. With 8-bit
-weights the tokens are 8-bit too (fp8_activations), and the sum over each 128 of K times its two multipliers is added in float32: sums of which
-Hopper's matrix units keep about 14 bits, so that 2^-10 of the largest result covers what is lost.
+A program multiplies a block of one expert's rows with the tokens of one tile (expert_groups), or of its share of one.
+The matrix units work on 64 rows at least: these are tokens where a program has that many, and else the weights' rows,
+so that tiles of 16 tokens waste nothing. With 8-bit weights the tokens are 8-bit too (fp8_activations), and the sum
+over each 128 of K times its two multipliers is added in float32: sums of which Hopper's matrix units keep about 14
+bits, so that 2^-10 of the largest result covers what is lost.
 
-Shape letters: N tokens, R rows (the tokens and what fills up behind them), J choices a token, P = N J pairs, X experts, H and K input features, I FFN
-width, O outputs, G groups of 128 features.
+Shape letters: N tokens, R rows (the tokens and what fills up behind them), J choices a token, P = N J pairs, X experts,
+H and K input features, I FFN width, O outputs, G groups of 128 features.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from agentspec.kernels.weights import SCALE_BLOCK, BlockScaled, Weight
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupedPlan:
-    """A program has `block_o` outputs (with SwiGLU: as many of gate and of up) of one tile and goes along K in steps of `block_k`."""
+    """A program has `block_o` outputs (with SwiGLU: as many of gate and of up) of one tile and goes along K in steps of
+    `block_k`."""
 
     block_o: int
     """128 where the result is 8-bit floats: the program must see whole groups."""
@@ -36,16 +39,21 @@ class GroupedPlan:
     warps: int
     stages: int
     sharers: int = 1
-    """Programs that share a tile's tokens: so one table of tiles serves a product that wants fewer tokens a program than another."""
+    """Programs that share a tile's tokens: so one table of tiles serves a product that wants fewer tokens a program
+    than another."""
 
 
-def gate_up(plan: GroupedPlan, x: Tensor | ScaledTokens, weight_X2IK: Weight, groups: ExpertGroups, top_k: int) -> Tensor | ScaledTokens:
+def gate_up(
+    plan: GroupedPlan, x: Tensor | ScaledTokens, weight_X2IK: Weight, groups: ExpertGroups, top_k: int
+) -> Tensor | ScaledTokens:
     """silu(gate x) * up x of every pair, in the order of the groups: [P, I], in 8 bits if x is. One launch."""
     values, scales = (x.values_RK, x.scales_GR) if isinstance(x, ScaledTokens) else (x, None)
     (num_rows, depth), width, num_pairs = values.shape, weight_X2IK.shape[1] // 2, groups.pairs_P.shape[0]
     assert values.stride(1) == 1
     h = torch.empty(num_pairs, width, dtype=values.dtype, device=values.device)
-    h_scales = None if scales is None else torch.empty(width // SCALE_BLOCK, num_pairs, dtype=torch.float32, device=h.device)
+    h_scales = (
+        None if scales is None else torch.empty(width // SCALE_BLOCK, num_pairs, dtype=torch.float32, device=h.device)
+    )
     _gate_up_kernel[(triton.cdiv(width, plan.block_o), groups.tiles_T4.shape[0] * plan.sharers)](
         h,
         h_scales,
@@ -67,7 +75,14 @@ def gate_up(plan: GroupedPlan, x: Tensor | ScaledTokens, weight_X2IK: Weight, gr
     return h if h_scales is None else ScaledTokens(values_RK=h, scales_GR=h_scales)
 
 
-def down(plan: GroupedPlan, h: Tensor | ScaledTokens, weight_XOI: Weight, groups: ExpertGroups, weights_NJ: Tensor, dtype: torch.dtype) -> Tensor:
+def down(
+    plan: GroupedPlan,
+    h: Tensor | ScaledTokens,
+    weight_XOI: Weight,
+    groups: ExpertGroups,
+    weights_NJ: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
     """weight * down h of every pair: [N, J, O] of `dtype`. h as from `gate_up`; weights_NJ: float32. One launch."""
     values, scales = (h.values_RK, h.scales_GR) if isinstance(h, ScaledTokens) else (h, None)
     (num_pairs, depth), num_outputs = values.shape, weight_XOI.shape[1]
@@ -128,7 +143,11 @@ def _tile(tiles_ptr, BLOCK_M: tl.constexpr, SHARERS: tl.constexpr):  # type: ign
 @triton.jit
 def _add_product(sums, x, weight, TOKENS_FIRST: tl.constexpr):  # type: ignore[no-untyped-def]
     """sums + x W^T, as [M, O] or as [O, M]."""
-    return tl.dot(x, weight.T, sums, input_precision="ieee") if TOKENS_FIRST else tl.dot(weight, x.T, sums, input_precision="ieee")
+    return (
+        tl.dot(x, weight.T, sums, input_precision="ieee")
+        if TOKENS_FIRST
+        else tl.dot(weight, x.T, sums, input_precision="ieee")
+    )
 
 
 @triton.jit
@@ -177,7 +196,11 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
         num_groups = depth // GROUP
         gate_scales = weight_scales_ptr + gate_row // GROUP * num_groups
         up_scales = gate_scales + width // GROUP * num_groups
-        next_x_scale, next_gate_scale, next_up_scale = tl.load(x_scales_ptr + token), tl.load(gate_scales), tl.load(up_scales)
+        next_x_scale, next_gate_scale, next_up_scale = (
+            tl.load(x_scales_ptr + token),
+            tl.load(gate_scales),
+            tl.load(up_scales),
+        )
     for step in range(tl.cdiv(depth, BLOCK_K)):
         k = step * BLOCK_K + tl.arange(0, BLOCK_K)
         gate_weight = weight_tiles.load([gate_row, step * BLOCK_K])
@@ -250,7 +273,9 @@ def _down_kernel(  # type: ignore[no-untyped-def]
         if h_scales_ptr is not None:
             scale = next_scale
             further = tl.minimum(step + 1, num_groups - 1)
-            next_scale = tl.load(h_scales_ptr + further.to(tl.int64) * num_pairs + place) * tl.load(weight_scales + further)
+            next_scale = tl.load(h_scales_ptr + further.to(tl.int64) * num_pairs + place) * tl.load(
+                weight_scales + further
+            )
             acc = _add_scaled_product(acc, h, weight, scale, TOKENS_FIRST)
         else:
             acc = _add_product(acc, h, weight, TOKENS_FIRST)
@@ -261,4 +286,8 @@ def _down_kernel(  # type: ignore[no-untyped-def]
         acc = acc.T
     acc *= tl.load(weights_ptr + pair)[:, None]
     is_real = (m < count)[:, None] & (o < num_outputs)[None, :]
-    tl.store(parts_ptr + pair.to(tl.int64)[:, None] * num_outputs + o[None, :], acc.to(parts_ptr.dtype.element_ty), mask=is_real)
+    tl.store(
+        parts_ptr + pair.to(tl.int64)[:, None] * num_outputs + o[None, :],
+        acc.to(parts_ptr.dtype.element_ty),
+        mask=is_real,
+    )

@@ -1,9 +1,10 @@
 """The products of grouped_gemm.py with 8-bit operands for Hopper's matrix units, in Gluon.
 
-One program a multiprocessor takes pieces of work, one after the other from a counter that all share: the up to 128 tokens of a tile by two blocks of
-128 outputs. One group of four warps only fetches, up to four steps of K ahead and on into the next piece. Two others have 64 tokens each, multiply
-and add up, so that the matrix units work for one while the other scales its sums. Triton's own compiler has no such division: there all warps wait
-for every product, and every piece begins with an empty pipeline.
+One program a multiprocessor takes pieces of work, one after the other from a counter that all share: the up to 128
+tokens of a tile by two blocks of 128 outputs. One group of four warps only fetches, up to four steps of K ahead and on
+into the next piece. Two others have 64 tokens each, multiply and add up, so that the matrix units work for one while
+the other scales its sums. Triton's own compiler has no such division: there all warps wait for every product, and every
+piece begins with an empty pipeline.
 
 Sums are those of grouped_gemm.py, bit for bit: see there for what is computed, for operands and for shape letters.
 """
@@ -18,7 +19,13 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from agentspec.kernels.triton.expert_groups import COUNT, EXPERT, FIELDS, FIRST, NUM_ROWS, ExpertGroups
@@ -37,9 +44,12 @@ _BLOCK_K = gl.constexpr(SCALE_BLOCK)
 _STAGES = gl.constexpr(4)
 _GATE_UP_REGISTERS = {"REGISTERS": 216, "FETCH_REGISTERS": 64}
 _DOWN_REGISTERS = {"REGISTERS": 232, "FETCH_REGISTERS": 40}
-"""Of a thread that multiplies and of one that fetches; the first group that multiplies gets what is left of 504. So nothing is spilled."""
+"""Of a thread that multiplies and of one that fetches; the first group that multiplies gets what is left of 504. So
+nothing is spilled."""
 
-_EXPERT, _FIRST, _COUNT, _NUM_ROWS, _FIELDS = (gl.constexpr(field.value) for field in (EXPERT, FIRST, COUNT, NUM_ROWS, FIELDS))
+_EXPERT, _FIRST, _COUNT, _NUM_ROWS, _FIELDS = (
+    gl.constexpr(field.value) for field in (EXPERT, FIRST, COUNT, NUM_ROWS, FIELDS)
+)
 _LARGEST = gl.constexpr(LARGEST.value)
 _copy_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _copy_rows = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
@@ -85,7 +95,9 @@ def gate_up(x: ScaledTokens, weight_X2IK: BlockScaled, groups: ExpertGroups, top
     return ScaledTokens(values_RK=values, scales_GR=scales)
 
 
-def down(h: ScaledTokens, weight_XOI: BlockScaled, groups: ExpertGroups, weights_NJ: Tensor, dtype: torch.dtype) -> Tensor:
+def down(
+    h: ScaledTokens, weight_XOI: BlockScaled, groups: ExpertGroups, weights_NJ: Tensor, dtype: torch.dtype
+) -> Tensor:
     """As grouped_gemm.down, over tiles of BLOCK_M. One launch."""
     (num_pairs, depth), num_outputs = h.values_RK.shape, weight_XOI.shape[1]
     assert (weights_NJ.dtype, weights_NJ.is_contiguous()) == (torch.float32, True)
@@ -128,8 +140,8 @@ def _num_programs(device: torch.device) -> int:
 
 @gluon.jit
 def _fetch(operands, shared, GATED: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The third group of warps: takes pieces, says what they are, and brings every step of them into the next free buffers. A piece of no tokens is
-    the end."""
+    """The third group of warps: takes pieces, says what they are, and brings every step of them into the next free
+    buffers. A piece of no tokens is the end."""
     x, x_stride, weights, pairs_ptr, tiles_ptr, counters_ptr, num_tiles, top_k, num_outputs, depth = operands
     x_buffers, weight_buffers, facts, places, full, empty = shared
     rows: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
@@ -163,7 +175,9 @@ def _fetch(operands, shared, GATED: gl.constexpr):  # type: ignore[no-untyped-de
                 second_row = weight_row + _BLOCK_O
             stage = turn % _STAGES
             mbarrier.wait(empty.index(stage), (turn // _STAGES & 1) ^ 1)
-            facts.index(stage).store(gl.where(fact == 0, expert, gl.where(fact == 1, first, gl.where(fact == 2, count, block))))
+            facts.index(stage).store(
+                gl.where(fact == 0, expert, gl.where(fact == 1, first, gl.where(fact == 2, count, block)))
+            )
             places.index(2 * stage).store(low)
             places.index(2 * stage + 1).store(high)
             _barrier()
@@ -218,7 +232,16 @@ def _next_piece(facts, full, turn):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _multiply(  # type: ignore[no-untyped-def]
-    x_scales, scales_stride, place_M, first_scales, second_scales, depth, turn, shared, GROUP: gl.constexpr, layout: gl.constexpr
+    x_scales,
+    scales_stride,
+    place_M,
+    first_scales,
+    second_scales,
+    depth,
+    turn,
+    shared,
+    GROUP: gl.constexpr,
+    layout: gl.constexpr,
 ):
     """Two blocks of 128 outputs of 64 tokens: float32 [64, 128] each."""
     x_buffers, weight_buffers, _facts, _places, full, empty = shared
@@ -246,7 +269,9 @@ def _multiply(  # type: ignore[no-untyped-def]
         next_second_scale = gl.load(second_scales + further)
         product = warpgroup_mma_wait(0, deps=[product])
         sums += product * gl.expand_dims(scale * x_scale, 1)
-        product = warpgroup_mma(x, weight_buffers.index(2 * stage + 1).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        product = warpgroup_mma(
+            x, weight_buffers.index(2 * stage + 1).permute((1, 0)), zeros, use_acc=False, is_async=True
+        )
         product = warpgroup_mma_wait(0, deps=[product])
         mbarrier.arrive(empty.index(stage), count=1)
         second_sums += product * gl.expand_dims(second_scale * x_scale, 1)
@@ -285,7 +310,9 @@ def _gate_up(operands, shared, GROUP: gl.constexpr):  # type: ignore[no-untyped-
             _barrier()  # everyone has read what this piece is
             gate_scales = weight_scales_ptr + (expert * 2 * num_blocks + block) * num_groups
             up_scales = gate_scales + num_blocks * num_groups
-            gate, up, turn = _multiply(x_scales_ptr, num_rows, token, gate_scales, up_scales, depth, turn, shared, GROUP, layout)
+            gate, up, turn = _multiply(
+                x_scales_ptr, num_rows, token, gate_scales, up_scales, depth, turn, shared, GROUP, layout
+            )
             h = gate / (1.0 + gl.exp(-gate)) * up
             largest = gl.max(gl.abs(h), axis=1)
             scale = gl.where(largest < 2.0**-100, 1.0, gl.div_rn(largest, gl.full_like(largest, _LARGEST)))
@@ -324,12 +351,16 @@ def _down(operands, shared, GROUP: gl.constexpr):  # type: ignore[no-untyped-def
             _barrier()  # everyone has read what this piece is
             scales = weight_scales_ptr + (expert * num_blocks + block) * (2 * num_groups)
             h_places = first + GROUP * _HALF_M + gl.minimum(m, count - 1)
-            sums, second_sums, turn = _multiply(h_scales_ptr, num_pairs, h_places, scales, scales + num_groups, depth, turn, shared, GROUP, layout)
+            sums, second_sums, turn = _multiply(
+                h_scales_ptr, num_pairs, h_places, scales, scales + num_groups, depth, turn, shared, GROUP, layout
+            )
             at = gl.expand_dims(pair.to(gl.int64) * num_outputs, 1) + gl.expand_dims(block * (2 * _BLOCK_O) + o, 0)
             is_real = gl.expand_dims(place < count, 1)
             dtype: gl.constexpr = parts_ptr.dtype.element_ty
             gl.store(parts_ptr + at, gl.convert_layout((sums * weight_M).to(dtype), rows), mask=is_real)
-            gl.store(parts_ptr + at + _BLOCK_O, gl.convert_layout((second_sums * weight_M).to(dtype), rows), mask=is_real)
+            gl.store(
+                parts_ptr + at + _BLOCK_O, gl.convert_layout((second_sums * weight_M).to(dtype), rows), mask=is_real
+            )
         else:
             _barrier()
             turn = _skip(turn, depth, full, empty)
@@ -338,8 +369,8 @@ def _down(operands, shared, GROUP: gl.constexpr):  # type: ignore[no-untyped-def
 
 @gluon.jit
 def _shared(num_arrivals: gl.constexpr, weights):  # type: ignore[no-untyped-def]
-    """What the groups of warps share: tokens by step and group that multiplies; weights by step and block; what a piece is, and its pairs or tokens,
-    by its first step; barriers: a step is there, and it is done with."""
+    """What the groups of warps share: tokens by step and group that multiplies; weights by step and block; what a piece
+    is, and its pairs or tokens, by its first step; barriers: a step is there, and it is done with."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_HALF_M, _BLOCK_K], gl.float8e4nv)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     x_buffers = gl.allocate_shared_memory(gl.float8e4nv, [2 * _STAGES, _HALF_M, _BLOCK_K], layout)
@@ -385,7 +416,14 @@ def gate_up_kernel(  # type: ignore[no-untyped-def]
         [
             (_gate_up, (operands, shared, 0)),
             (_gate_up, (operands, shared, 1)),
-            (_fetch, ((x_ptr, x_stride, weights, pairs_ptr, tiles_ptr, counters_ptr, num_tiles, top_k, width, depth), shared, True)),
+            (
+                _fetch,
+                (
+                    (x_ptr, x_stride, weights, pairs_ptr, tiles_ptr, counters_ptr, num_tiles, top_k, width, depth),
+                    shared,
+                    True,
+                ),
+            ),
         ],
         [4, 4],
         [REGISTERS, FETCH_REGISTERS],
@@ -419,7 +457,10 @@ def down_kernel(  # type: ignore[no-untyped-def]
         [
             (_down, (operands, shared, 0)),
             (_down, (operands, shared, 1)),
-            (_fetch, ((h, 0, weights, pairs_ptr, tiles_ptr, counters_ptr, num_tiles, 1, num_outputs, depth), shared, False)),
+            (
+                _fetch,
+                ((h, 0, weights, pairs_ptr, tiles_ptr, counters_ptr, num_tiles, 1, num_outputs, depth), shared, False),
+            ),
         ],
         [4, 4],
         [REGISTERS, FETCH_REGISTERS],

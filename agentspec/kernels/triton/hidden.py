@@ -1,4 +1,5 @@
-"""The hiddens that a prefill leaves in state rows, in one Triton launch. See backend.Backend, `save_hidden`. Knows nothing of what rows mean."""
+"""The hiddens that a prefill leaves in state rows, in one Triton launch. See backend.Backend, `save_hidden`. Knows
+nothing of what rows mean."""
 
 from __future__ import annotations
 
@@ -13,7 +14,11 @@ from agentspec.kernels.triton.launch import OVERLAPPED, await_previous, release_
 
 _MAX_BLOCK = 1024
 
-_BLOCK_OFFSET, _BLOCK_COUNT, _SAVE_ROW = tl.constexpr(fields.BLOCK_OFFSET), tl.constexpr(fields.BLOCK_COUNT), tl.constexpr(fields.SAVE_ROW)
+_BLOCK_OFFSET, _BLOCK_COUNT, _SAVE_ROW = (
+    tl.constexpr(fields.BLOCK_OFFSET),
+    tl.constexpr(fields.BLOCK_COUNT),
+    tl.constexpr(fields.SAVE_ROW),
+)
 _SECOND_SAVE_ROW, _NUM_BLOCK_FIELDS = tl.constexpr(fields.SECOND_SAVE_ROW), tl.constexpr(fields.NUM_BLOCK_FIELDS)
 
 
@@ -39,7 +44,14 @@ def save_hidden(hidden_NH: Tensor, hidden_RH: Tensor, batch: PrefillBatch) -> No
 
 @triton.jit
 def _save_hidden(  # type: ignore[no-untyped-def]
-    hidden_NH, hidden_stride, hidden_RH, pool_stride, blocks_MF, H: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr
+    hidden_NH,
+    hidden_stride,
+    hidden_RH,
+    pool_stride,
+    blocks_MF,
+    H: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     release_next(PDL)
     await_previous(PDL)

@@ -1,13 +1,15 @@
-"""How kernels follow one another: programmatic dependent launch, so that a kernel starts before the one ahead of it has ended.
+"""How kernels follow one another: programmatic dependent launch, so that a kernel starts before the one ahead of it has
+ended.
 
-A kernel may be resident, and fetch weights, while its predecessor still runs. The rule that makes it safe: every program of every kernel calls
-`await_previous` once, before its first access to anything but weights; what is before that call may only read weights. Since a kernel ends only
-when each of its programs has passed that call, completion is transitive: what any earlier kernel wrote is visible after it. One thing more may be
-read before it: what the kernel before the previous one wrote, where the previous one calls `release_next` only after `await_previous`. Then this one
+A kernel may be resident, and fetch weights, while its predecessor still runs. The rule that makes it safe: every
+program of every kernel calls `await_previous` once, before its first access to anything but weights; what is before
+that call may only read weights. Since a kernel ends only when each of its programs has passed that call, completion is
+transitive: what any earlier kernel wrote is visible after it. One thing more may be read before it: what the kernel
+before the previous one wrote, where the previous one calls `release_next` only after `await_previous`. Then this one
 does not start before that result is complete.
 
-When the next kernel may start is a matter of speed alone: every kernel calls `release_next`, at the latest point where its tail begins; small kernels
-first.
+When the next kernel may start is a matter of speed alone: every kernel calls `release_next`, at the latest point where
+its tail begins; small kernels first.
 
 Knows nothing of what kernels compute. Under Triton's interpreter there is nothing to overlap, and the calls vanish.
 """
@@ -46,8 +48,9 @@ _counting_apart: ContextVar[bool] = ContextVar("_counting_apart", default=False)
 
 
 def arrival_counters(device: torch.device) -> Tensor:
-    """int32 [NUM_COUNTERS], zero between kernels: the last program of a group to arrive sets its counter back. Kernels share them, so all that count
-    must run one after the other: on one stream of a device, or within `separate_counters`.
+    """int32 [NUM_COUNTERS], zero between kernels: the last program of a group to arrive sets its counter back. Kernels
+    share them, so all that count must run one after the other: on one stream of a device, or within
+    `separate_counters`.
 
     Cached, and made by the first call, which must come before any capture."""
     return _counters(device)[int(_counting_apart.get())]
@@ -55,7 +58,8 @@ def arrival_counters(device: torch.device) -> Tensor:
 
 @contextmanager
 def separate_counters() -> Iterator[None]:
-    """Kernels launched within count arrivals apart from all others: those of a second stream, which run one after the other there."""
+    """Kernels launched within count arrivals apart from all others: those of a second stream, which run one after the
+    other there."""
     token = _counting_apart.set(True)
     try:
         yield
@@ -66,13 +70,16 @@ def separate_counters() -> Iterator[None]:
 @functools.cache
 def _counters(device: torch.device) -> Tensor:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("a step must run once before it is captured: its counters would belong to the graph, which zeroes nothing before a replay")
+        raise RuntimeError(
+            "a step must run once before it is captured: its counters would belong to the graph, which zeroes nothing before a replay"
+        )
     return torch.zeros(2, NUM_COUNTERS, dtype=torch.int32, device=device)
 
 
 @triton.jit
 def release_next(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Let the next kernel's programs start as soon as there is room for them, once every program of this kernel has called this."""
+    """Let the next kernel's programs start as soon as there is room for them, once every program of this kernel has
+    called this."""
     if PDL:
         gdc_launch_dependents()
 

@@ -1,8 +1,9 @@
-"""The kernels of linear layers: a tile of a product by the walks of `linear_tiles`, and what is done with it before it is stored.
+"""The kernels of linear layers: a tile of a product by the walks of `linear_tiles`, and what is done with it before it
+is stored.
 
-Owns the arithmetic of one launch; `linear_layers` has the launches. Weights are tensors of the activation dtype (scales_ptr None) or the bytes of
-8-bit floats (uint8, or uint16 for two) with float32 multipliers [ceil(rows / BLOCK_ROWS), ceil(depth / 128)]; ONE_BLOCK: the rows of a tile that
-stand side by side in the weight share a multiplier.
+Owns the arithmetic of one launch; `linear_layers` has the launches. Weights are tensors of the activation dtype
+(scales_ptr None) or the bytes of 8-bit floats (uint8, or uint16 for two) with float32 multipliers [ceil(rows /
+BLOCK_ROWS), ceil(depth / 128)]; ONE_BLOCK: the rows of a tile that stand side by side in the weight share a multiplier.
 """
 
 from __future__ import annotations
@@ -11,7 +12,14 @@ import triton
 import triton.language as tl
 
 from agentspec.kernels.triton.launch import await_previous, release_next
-from agentspec.kernels.triton.linear_tiles import SCALE_COLUMNS, prefetch_first_steps, sum_parts, walk, walk_either, weight_rows_at
+from agentspec.kernels.triton.linear_tiles import (
+    SCALE_COLUMNS,
+    prefetch_first_steps,
+    sum_parts,
+    walk,
+    walk_either,
+    weight_rows_at,
+)
 
 
 @triton.jit
@@ -23,7 +31,8 @@ def _token_rows(x_ptr, x_stride, num_tokens, BLOCK_M: tl.constexpr):  # type: ig
 
 @triton.jit
 def _weight_rows(weight_ptr, rows, num_rows, depth, begin):  # type: ignore[no-untyped-def]
-    """Pointers into rows of W. Those past the end read the last row instead of needing a mask on every load; nothing of them is stored."""
+    """Pointers into rows of W. Those past the end read the last row instead of needing a mask on every load; nothing of
+    them is stored."""
     return weight_rows_at(weight_ptr, tl.minimum(rows, num_rows - 1), depth, begin)
 
 
@@ -53,8 +62,8 @@ def _extra_tile(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rows of a plain weight whose outputs stand behind the num_outputs others. They are few: all of them are asked into L2 at once, and when the
-    next kernel starts is left to the other programs."""
+    """Rows of a plain weight whose outputs stand behind the num_outputs others. They are few: all of them are asked
+    into L2 at once, and when the next kernel starts is left to the other programs."""
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     weight_rows = _weight_rows(extra_ptr, o, num_extra, depth, 0)
     num_steps = tl.cdiv(depth, BLOCK_K)
@@ -63,7 +72,21 @@ def _extra_tile(  # type: ignore[no-untyped-def]
     m, token_is_real, x_rows = _token_rows(x_ptr, x_stride, num_tokens, BLOCK_M)
     NORM: tl.constexpr = norm_ptr is not None
     acc, squares = walk(
-        x_rows, token_is_real, weight_rows, norm_ptr, num_steps, depth, 0, num_steps, NORM, BLOCK_O, BLOCK_M, BLOCK_K, EVEN, False, PDL
+        x_rows,
+        token_is_real,
+        weight_rows,
+        norm_ptr,
+        num_steps,
+        depth,
+        0,
+        num_steps,
+        NORM,
+        BLOCK_O,
+        BLOCK_M,
+        BLOCK_K,
+        EVEN,
+        False,
+        PDL,
     )
     if NORM:
         acc *= tl.rsqrt(squares / depth + eps)[None, :]
@@ -107,7 +130,21 @@ def linear_kernel(  # type: ignore[no-untyped-def]
         extra_tiles = tl.cdiv(num_extra, EXTRA_O)
         if program < extra_tiles:
             _extra_tile(
-                out_ptr, x_ptr, x_stride, extra_ptr, norm_ptr, eps, num_tokens, num_outputs, num_extra, depth, EXTRA_O, BLOCK_M, BLOCK_K, EVEN, PDL
+                out_ptr,
+                x_ptr,
+                x_stride,
+                extra_ptr,
+                norm_ptr,
+                eps,
+                num_tokens,
+                num_outputs,
+                num_extra,
+                depth,
+                EXTRA_O,
+                BLOCK_M,
+                BLOCK_K,
+                EVEN,
+                PDL,
             )
             return
         program, row_size = program - extra_tiles, num_outputs + num_extra
@@ -128,7 +165,22 @@ def linear_kernel(  # type: ignore[no-untyped-def]
     if scales_ptr is not None:
         scales = _scale_rows(scales_ptr, tile * BLOCK_O, tl.minimum(o, num_outputs - 1), depth, BLOCK_ROWS, ONE_BLOCK)
     acc, squares = walk_either(
-        x_rows, token_is_real, weight_rows, scales, begin, norm_ptr, num_steps, depth, ahead, release, BLOCK_O, BLOCK_M, BLOCK_K, EVEN, RUNNING, PDL
+        x_rows,
+        token_is_real,
+        weight_rows,
+        scales,
+        begin,
+        norm_ptr,
+        num_steps,
+        depth,
+        ahead,
+        release,
+        BLOCK_O,
+        BLOCK_M,
+        BLOCK_K,
+        EVEN,
+        RUNNING,
+        PDL,
     )
     if NORM:
         acc *= tl.rsqrt(squares / depth + eps)[None, :]
@@ -165,8 +217,8 @@ def swiglu_kernel(  # type: ignore[no-untyped-def]
     RUNNING: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One tile holds gate and up rows of BLOCK_O / 2 outputs by turns of 8: a thread of a 16-row matrix fragment has rows r and r + 8, so a gate and
-    its up meet in one thread."""
+    """One tile holds gate and up rows of BLOCK_O / 2 outputs by turns of 8: a thread of a 16-row matrix fragment has
+    rows r and r + 8, so a gate and its up meet in one thread."""
     HALF: tl.constexpr = BLOCK_O // 2
     r = tl.arange(0, BLOCK_O)
     i = tl.program_id(0) * HALF + r // 16 * 8 + r % 8
@@ -236,7 +288,23 @@ def logits_kernel(  # type: ignore[no-untyped-def]
     prefetch_first_steps(weight_rows, ahead, num_steps, depth, BLOCK_O, BLOCK_K)
     await_previous(PDL)
     m, token_is_real, x_rows = _token_rows(x_ptr, x_stride, num_tokens, BLOCK_M)
-    acc, _ = walk(x_rows, token_is_real, weight_rows, None, num_steps, depth, ahead, release, False, BLOCK_O, BLOCK_M, BLOCK_K, EVEN, RUNNING, PDL)
+    acc, _ = walk(
+        x_rows,
+        token_is_real,
+        weight_rows,
+        None,
+        num_steps,
+        depth,
+        ahead,
+        release,
+        False,
+        BLOCK_O,
+        BLOCK_M,
+        BLOCK_K,
+        EVEN,
+        RUNNING,
+        PDL,
+    )
     acc = tl.where((o < num_real)[:, None], acc, float("-inf"))
     is_real = (o < num_outputs)[:, None] & token_is_real[None, :]
     tl.store(out_ptr + m.to(tl.int64)[None, :] * num_outputs + o[:, None], acc, mask=is_real)
@@ -276,7 +344,22 @@ def nearest_kernel(  # type: ignore[no-untyped-def]
     if scales_ptr is not None:
         scales = _scale_rows(scales_ptr, tile * BLOCK_O, tl.minimum(o, num_outputs - 1), depth, BLOCK_ROWS, ONE_BLOCK)
     acc, _ = walk_either(
-        x_rows, token_is_real, weight_rows, scales, 0, None, num_steps, depth, ahead, release, BLOCK_O, BLOCK_M, BLOCK_K, EVEN, RUNNING, PDL
+        x_rows,
+        token_is_real,
+        weight_rows,
+        scales,
+        0,
+        None,
+        num_steps,
+        depth,
+        ahead,
+        release,
+        BLOCK_O,
+        BLOCK_M,
+        BLOCK_K,
+        EVEN,
+        RUNNING,
+        PDL,
     )
     acc = tl.where((o < num_outputs)[:, None], acc, float("-inf"))
     score, place = tl.max(acc, axis=0, return_indices=True, return_indices_tie_break_left=True)

@@ -1,12 +1,13 @@
-"""The linear layers of a forward in Triton, each one launch: with the norm before, SwiGLU or the residual after, or the choice of a token. (Two where
-a plan has the norm apart.)
+"""The linear layers of a forward in Triton, each one launch: with the norm before, SwiGLU or the residual after, or the
+choice of a token. (Two where a plan has the norm apart.)
 
-A step has few tokens, so that a layer takes as long as its weights take to arrive; `linear_kernels` has the kernels, `linear_plans` how a layer is
-cut into programs. Where a plan says so, and for prompts, the product is torch's own, or that of `fp8_prefill`. See backend.Backend for the
-operations.
+A step has few tokens, so that a layer takes as long as its weights take to arrive; `linear_kernels` has the kernels,
+`linear_plans` how a layer is cut into programs. Where a plan says so, and for prompts, the product is torch's own, or
+that of `fp8_prefill`. See backend.Backend for the operations.
 
-The kernels that split K count their arrivals in memory that they share, so they must run one after the other: see launch.arrival_counters.
-Shape letters: N tokens, H and K input features, O output features, E extra outputs, I FFN width, V vocabulary.
+The kernels that split K count their arrivals in memory that they share, so they must run one after the other: see
+launch.arrival_counters. Shape letters: N tokens, H and K input features, O output features, E extra outputs, I FFN
+width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from torch.nn.functional import linear as torch_linear
 from agentspec.kernels.backend import Norm
 from agentspec.kernels.triton.fp8_prefill import prefill_linear
 from agentspec.kernels.triton.launch import NUM_COUNTERS, OVERLAPPED, arrival_counters
-from agentspec.kernels.triton.linear_kernels import choose_kernel, gate_kernel, linear_kernel, logits_kernel, nearest_kernel, swiglu_kernel
+from agentspec.kernels.triton.linear_kernels import (
+    choose_kernel,
+    gate_kernel,
+    linear_kernel,
+    logits_kernel,
+    nearest_kernel,
+    swiglu_kernel,
+)
 from agentspec.kernels.triton.linear_plans import Kind, Plan, plan_for
 from agentspec.kernels.triton.norms import rms_norm
 from agentspec.kernels.weights import BlockScaled, Plain, Weight
@@ -35,7 +43,11 @@ def linear(x_NH: Tensor, weight_OH: Weight) -> Tensor:
 
 def norm_linear(x_NH: Tensor, norm: Norm, weight_OH: Weight, extra_EH: Tensor | None = None) -> Tensor:
     plan = _plan("norm_linear", x_NH, weight_OH)
-    return _product(rms_norm(x_NH, norm), weight_OH, extra_EH) if plan is None else launch_linear(plan, x_NH, weight_OH, norm, None, extra_EH)
+    return (
+        _product(rms_norm(x_NH, norm), weight_OH, extra_EH)
+        if plan is None
+        else launch_linear(plan, x_NH, weight_OH, norm, None, extra_EH)
+    )
 
 
 def add_linear(residual_NH: Tensor, x_NO: Tensor, weight_HO: Weight) -> Tensor:
@@ -49,7 +61,11 @@ def add_linear(residual_NH: Tensor, x_NO: Tensor, weight_HO: Weight) -> Tensor:
 
 def norm_swiglu(x_NH: Tensor, norm: Norm, gate_up_2IH: Weight) -> Tensor:
     plan = _plan("norm_swiglu", x_NH, gate_up_2IH)
-    return swiglu(_product(rms_norm(x_NH, norm), gate_up_2IH)) if plan is None else launch_swiglu(plan, x_NH, norm, gate_up_2IH)
+    return (
+        swiglu(_product(rms_norm(x_NH, norm), gate_up_2IH))
+        if plan is None
+        else launch_swiglu(plan, x_NH, norm, gate_up_2IH)
+    )
 
 
 def logits(x_NH: Tensor, weight_VH: Tensor, num_real: int) -> Tensor:
@@ -78,7 +94,9 @@ def _product(x_NH: Tensor, weight_OH: Weight, extra_EH: Tensor | None = None) ->
     if isinstance(weight_OH, Plain) and extra_EH is None:
         return torch_linear(x_NH, weight_OH.values)
     num_outputs = weight_OH.shape[0]
-    out = torch.empty(len(x_NH), num_outputs + (0 if extra_EH is None else len(extra_EH)), dtype=x_NH.dtype, device=x_NH.device)
+    out = torch.empty(
+        len(x_NH), num_outputs + (0 if extra_EH is None else len(extra_EH)), dtype=x_NH.dtype, device=x_NH.device
+    )
     if isinstance(weight_OH, BlockScaled):
         prefill_linear(x_NH, weight_OH, out[:, :num_outputs])
     else:
@@ -89,7 +107,12 @@ def _product(x_NH: Tensor, weight_OH: Weight, extra_EH: Tensor | None = None) ->
 
 
 def launch_linear(
-    plan: Plan, x_NH: Tensor, weight_OH: Weight, norm: Norm | None, residual_NO: Tensor | None, extra_EH: Tensor | None = None
+    plan: Plan,
+    x_NH: Tensor,
+    weight_OH: Weight,
+    norm: Norm | None,
+    residual_NO: Tensor | None,
+    extra_EH: Tensor | None = None,
 ) -> Tensor:
     """By a given plan: (residual +) x W^T, of the normed x if there is a norm. [N, O + E] in x's dtype."""
     x_NH, norm = _norm_apart(plan, x_NH, norm)
@@ -107,7 +130,9 @@ def launch_linear(
     if plan.split > 1:
         assert tiles * blocks <= NUM_COUNTERS, f"{tiles * blocks} tiles"
         arrivals = arrival_counters(x_NH.device)
-        partial = torch.empty(tiles * blocks * plan.split * plan.block_o * plan.block_m, dtype=torch.float32, device=x_NH.device)
+        partial = torch.empty(
+            tiles * blocks * plan.split * plan.block_o * plan.block_m, dtype=torch.float32, device=x_NH.device
+        )
     linear_kernel[(triton.cdiv(num_extra, extra_o) + tiles * plan.split, blocks)](
         out,
         x_NH,
@@ -157,7 +182,8 @@ def launch_swiglu(plan: Plan, x_NH: Tensor, norm: Norm, gate_up_2IH: Weight) -> 
 
 
 def _norm_apart(plan: Plan, x_NH: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
-    """(what the product reads, the norm that is still to be done within it). That of a launch of its own is rounded to x's dtype."""
+    """(what the product reads, the norm that is still to be done within it). That of a launch of its own is rounded to
+    x's dtype."""
     return (x_NH, norm) if norm is None or not plan.norm_apart else (rms_norm(x_NH, norm), None)
 
 
@@ -167,7 +193,18 @@ def launch_logits(plan: Plan, x_NH: Tensor, weight_VH: Tensor, num_real: int) ->
     out = torch.empty(num_tokens, vocab_size, dtype=torch.float32, device=x_NH.device)
     if num_tokens:
         grid = (triton.cdiv(vocab_size, plan.block_o), triton.cdiv(num_tokens, plan.block_m))
-        logits_kernel[grid](out, x_NH, x_NH.stride(0), weight_VH, num_real, num_tokens, vocab_size, depth, **_blocks(plan, depth), **OVERLAPPED)
+        logits_kernel[grid](
+            out,
+            x_NH,
+            x_NH.stride(0),
+            weight_VH,
+            num_real,
+            num_tokens,
+            vocab_size,
+            depth,
+            **_blocks(plan, depth),
+            **OVERLAPPED,
+        )
     return out
 
 
@@ -181,7 +218,18 @@ def launch_nearest(plan: Plan, x_NH: Tensor, head_OH: Weight, ids_O: Tensor | No
         row = torch.empty(num_tokens, tiles, dtype=torch.int32, device=x_NH.device)
         grid = (tiles, triton.cdiv(num_tokens, plan.block_m))
         blocks = _scaling(head_OH, plan.block_o) | _blocks(plan, depth)
-        nearest_kernel[grid](score, row, x_NH, x_NH.stride(0), *_operands(plan, head_OH), num_tokens, num_outputs, depth, **blocks, **OVERLAPPED)
+        nearest_kernel[grid](
+            score,
+            row,
+            x_NH,
+            x_NH.stride(0),
+            *_operands(plan, head_OH),
+            num_tokens,
+            num_outputs,
+            depth,
+            **blocks,
+            **OVERLAPPED,
+        )
         block = min(triton.next_power_of_2(tiles), _CHOICE_BLOCK)
         choose_kernel[(num_tokens,)](token_N, score, row, ids_O, tiles, BLOCK=block, num_warps=4, **OVERLAPPED)
     return token_N
@@ -199,7 +247,8 @@ def swiglu(gate_up_N2I: Tensor) -> Tensor:
 
 
 def _operands(plan: Plan, weight: Weight) -> tuple[Tensor, Tensor | None]:
-    """A weight as the kernels take it: 8-bit floats as bytes or pairs of bytes, which they decode, and their multipliers."""
+    """A weight as the kernels take it: 8-bit floats as bytes or pairs of bytes, which they decode, and their
+    multipliers."""
     if not isinstance(weight, BlockScaled):
         return weight.tensor, None
     by_twos = plan.takes_pairs and weight.shape[1] % 2 == 0

@@ -1,7 +1,8 @@
 """The parts that the linear kernels are made of: weight prefetch, the walks along K, the sum over split programs.
 
-Weights stay still and tokens are few: a program owns BLOCK_O rows of W and forms acc[o, m] = sum_k W[o, k] x[m, k], so that every byte of W is read
-once, and the tensor cores' long side is the one that has many rows. Knows nothing of layers or of what is done with a tile.
+Weights stay still and tokens are few: a program owns BLOCK_O rows of W and forms acc[o, m] = sum_k W[o, k] x[m, k], so
+that every byte of W is read once, and the tensor cores' long side is the one that has many rows. Knows nothing of
+layers or of what is done with a tile.
 """
 
 from __future__ import annotations
@@ -33,13 +34,16 @@ def weight_rows_at(weight_ptr, rows, depth, begin):  # type: ignore[no-untyped-d
 
 @triton.jit
 def prefetch_step(weight_rows, step, num_steps, depth, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Ask for the lines of one step's weights into L2; nothing past the last step. weight_rows: pointers [BLOCK_O] to the first step."""
+    """Ask for the lines of one step's weights into L2; nothing past the last step. weight_rows: pointers [BLOCK_O] to
+    the first step."""
     PER_ELEMENT: tl.constexpr = _weights_per_element(weight_rows.dtype.element_ty)
     ELEMENTS: tl.constexpr = LINE_BYTES // (weight_rows.dtype.element_ty.primitive_bitwidth // 8)
     LINES: tl.constexpr = (BLOCK_K // PER_ELEMENT + ELEMENTS - 1) // ELEMENTS
     k = step * (BLOCK_K // PER_ELEMENT) + tl.arange(0, LINES) * ELEMENTS
     addresses = (weight_rows[:, None] + k[None, :]).to(tl.int64, bitcast=True)
-    wanted = ((step < num_steps) & (k < depth // PER_ELEMENT)).to(tl.int32)[None, :] + tl.zeros((BLOCK_O, LINES), tl.int32)
+    wanted = ((step < num_steps) & (k < depth // PER_ELEMENT)).to(tl.int32)[None, :] + tl.zeros(
+        (BLOCK_O, LINES), tl.int32
+    )
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
         "=r,l,r",
@@ -92,11 +96,12 @@ def walk(  # type: ignore[no-untyped-def]
 ):
     """acc[o, m] = sum over k of W[o, k] x[m, k] (1 + norm[k]), and squares[m] = sum of x[m, k]^2 (both float32).
 
-    x_rows [BLOCK_M], weight_rows [BLOCK_O], norm_ptr: pointers to k = 0 of this program's share; depth: what is left of K from there. Dividing by the
-    root mean square is left to the caller: it is one factor a token, so the walk needs no pass over x before it. EVEN: BLOCK_K divides depth.
+    x_rows [BLOCK_M], weight_rows [BLOCK_O], norm_ptr: pointers to k = 0 of this program's share; depth: what is left of
+    K from there. Dividing by the root mean square is left to the caller: it is one factor a token, so the walk needs no
+    pass over x before it. EVEN: BLOCK_K divides depth.
 
-    The next kernel is released `release` steps before the end and not at the start: the weights that it asks into L2 would be gone by the time it
-    can use them, since more than the L2 holds passes through in between.
+    The next kernel is released `release` steps before the end and not at the start: the weights that it asks into L2
+    would be gone by the time it can use them, since more than the L2 holds passes through in between.
     """
     acc = tl.zeros((BLOCK_O, BLOCK_M), tl.float32)
     squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
@@ -128,11 +133,12 @@ def walk(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def decode_e4m3(bits, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The exact values of 8-bit floats, given as uint8. (The code of NaN, which no checkpoint is loaded with, gives 480.)
+    """The exact values of 8-bit floats, given as uint8. (The code of NaN, which no checkpoint is loaded with, gives
+    480.)
 
-    Their exponent and mantissa, moved to where a wider float has them, are the value times 2^(7 - 127), subnormals too. Triton's own conversion to
-    bfloat16 goes by an instruction of a sixteenth of the usual rate. Here four values take two byte permutations, which double each byte's sign, two
-    shifts, two masks and two products."""
+    Their exponent and mantissa, moved to where a wider float has them, are the value times 2^(7 - 127), subnormals too.
+    Triton's own conversion to bfloat16 goes by an instruction of a sixteenth of the usual rate. Here four values take
+    two byte permutations, which double each byte's sign, two shifts, two masks and two products."""
     if HAS_PTX and dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             """{ .reg .b32 low, high, rebase;
@@ -202,13 +208,14 @@ def walk_scaled(  # type: ignore[no-untyped-def]
     RUNNING: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`walk` over block-scaled weights: weight_rows are pointers to the bytes of 8-bit floats, or to pairs of them (uint16), for matrix instructions
-    whose operands of 16 bits come by twos.
+    """`walk` over block-scaled weights: weight_rows are pointers to the bytes of 8-bit floats, or to pairs of them
+    (uint16), for matrix instructions whose operands of 16 bits come by twos.
 
-    A product's two factors are exact, and each group of columns under one multiplier is summed in float32 and then multiplied: no scaled weight is
-    ever rounded. BLOCK_K divides SCALE_COLUMNS or is a multiple of it.
-    scale_rows: pointer to the first multiplier of the tile's rows, or pointers [BLOCK_O] where rows of the tile have several; not advanced by
-    `begin`, the column of K where this program begins. up_scale_rows: None, or the pointer for the rows of is_up [BLOCK_O] instead.
+    A product's two factors are exact, and each group of columns under one multiplier is summed in float32 and then
+    multiplied: no scaled weight is ever rounded. BLOCK_K divides SCALE_COLUMNS or is a multiple of it.
+    scale_rows: pointer to the first multiplier of the tile's rows, or pointers [BLOCK_O] where rows of the tile have
+    several; not advanced by `begin`, the column of K where this program begins. up_scale_rows: None, or the pointer for
+    the rows of is_up [BLOCK_O] instead.
     """
     GROUP: tl.constexpr = min(BLOCK_K, SCALE_COLUMNS)
     acc = tl.zeros((BLOCK_O, BLOCK_M), tl.float32)
@@ -283,13 +290,28 @@ def walk_either(  # type: ignore[no-untyped-def]
     up_scale_rows=None,
     is_up=None,
 ):
-    """`walk_scaled`, or `walk` where scale_rows is None. x_rows, depth: of all of K; weight_rows: from `begin`, where this program begins."""
+    """`walk_scaled`, or `walk` where scale_rows is None. x_rows, depth: of all of K; weight_rows: from `begin`, where
+    this program begins."""
     NORM: tl.constexpr = norm_ptr is not None
     x_rows += begin
     depth -= begin
     if scale_rows is None:
         acc, squares = walk(
-            x_rows, token_is_real, weight_rows, norm_ptr, num_steps, depth, ahead, release, NORM, BLOCK_O, BLOCK_M, BLOCK_K, EVEN, RUNNING, PDL
+            x_rows,
+            token_is_real,
+            weight_rows,
+            norm_ptr,
+            num_steps,
+            depth,
+            ahead,
+            release,
+            NORM,
+            BLOCK_O,
+            BLOCK_M,
+            BLOCK_K,
+            EVEN,
+            RUNNING,
+            PDL,
         )
     else:
         acc, squares = walk_scaled(
@@ -317,11 +339,14 @@ def walk_either(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def sum_parts(acc, part, tile, partial_ptr, arrivals_ptr, SPLIT: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
+def sum_parts(  # type: ignore[no-untyped-def]
+    acc, part, tile, partial_ptr, arrivals_ptr, SPLIT: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_M: tl.constexpr
+):
     """(sum over the SPLIT programs of a tile, whether this program is the one that has it: the last to arrive).
 
     The order of the sum is that of the parts, whoever adds, so the bits do not depend on timing.
-    partial_ptr: float32 [tiles, SPLIT, BLOCK_O, BLOCK_M]. arrivals_ptr: int32 [tiles], all zero before and, by the last program, after.
+    partial_ptr: float32 [tiles, SPLIT, BLOCK_O, BLOCK_M]. arrivals_ptr: int32 [tiles], all zero before and, by the last
+    program, after.
     """
     offsets = tl.arange(0, BLOCK_O)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     parts = partial_ptr + tile * (SPLIT * BLOCK_O * BLOCK_M) + offsets

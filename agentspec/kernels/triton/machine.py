@@ -1,6 +1,8 @@
-"""The device that kernels are cut and compiled for: the one that this process launches on, or one that it only compiles for.
+"""The device that kernels are cut and compiled for: the one that this process launches on, or one that it only compiles
+for.
 
-Without a GPU a process can still learn what a start would launch on one, and compile it: for container images, which are built where there is none.
+Without a GPU a process can still learn what a start would launch on one, and compile it: for container images, which
+are built where there is none.
 """
 
 from __future__ import annotations
@@ -52,4 +54,6 @@ def machine_of(device: torch.device) -> Machine:
     if device.type == "meta" and _described:
         return _described[0]
     properties: Any = torch.cuda.get_device_properties(device if device.type == "cuda" else torch.cuda.current_device())
-    return Machine(capability=(properties.major, properties.minor), num_multiprocessors=properties.multi_processor_count)
+    return Machine(
+        capability=(properties.major, properties.minor), num_multiprocessors=properties.multi_processor_count
+    )

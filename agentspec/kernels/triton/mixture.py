@@ -1,7 +1,8 @@
-"""The mixture of experts: route, visit, add up; and where the shared expert runs meanwhile. See backend.Backend.add_experts.
+"""The mixture of experts: route, visit, add up; and where the shared expert runs meanwhile. See
+backend.Backend.add_experts.
 
-Up to MOST_TOKENS tokens weights decide how long it takes, and `experts` has the kernels; above, `expert_prefill`. Owns the choice between them and of
-their tiles.
+Up to MOST_TOKENS tokens weights decide how long it takes, and `experts` has the kernels; above, `expert_prefill`. Owns
+the choice between them and of their tiles.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ MOST_TOKENS = 256
 """Above, products are bound by arithmetic rather than by weights."""
 
 Placement = Literal["among", "beside", "behind"]
-"""Where the shared expert runs: among the routed ones, as one more that every token visits; beside them, on a second stream; or behind the routing,
-on the same stream."""
+"""Where the shared expert runs: among the routed ones, as one more that every token visits; beside them, on a second
+stream; or behind the routing, on the same stream."""
 
 forced_placement: Placement | None = None
 """For benchmarks: overrules `placement_for`. Set it before a step is captured."""
 
 _FASTEST: tuple[tuple[int, Placement], ...] = ((4, "among"), (16, "beside"), (MOST_TOKENS, "among"))
-"""(most tokens, placement), where the shared expert can run among the routed ones: by whole steps of 35B-A3B in FP8 on an H100."""
+"""(most tokens, placement), where the shared expert can run among the routed ones: by whole steps of 35B-A3B in FP8 on
+an H100."""
 _MOST_TOKENS_BESIDE = 32
 """Where it can't: the second stream pays where a step is short against its launches."""
 
@@ -85,14 +87,20 @@ def shared_is_alike(weights: MixtureWeights) -> bool:
 
 
 def _form(weight: Weight) -> tuple[torch.dtype, int]:
-    return (weight.values.dtype, weight.block_rows) if isinstance(weight, BlockScaled) else (weight.tensor.dtype, SCALE_BLOCK)
+    return (
+        (weight.values.dtype, weight.block_rows)
+        if isinstance(weight, BlockScaled)
+        else (weight.tensor.dtype, SCALE_BLOCK)
+    )
 
 
 def _add_all(base_NH: Tensor, x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
     assert shared_is_alike(weights), "a shared expert of another form cannot run among the routed ones"
     routing = route(x_NH, norm, weights, visit_shared=True)
     visits = visits_of(routing, weights.router_XH.shape[0] + 1)
-    return experts.add_visits(base_NH, _parts(routing, visits, weights, visit_shared=True), weights.top_k + 1, None, None)
+    return experts.add_visits(
+        base_NH, _parts(routing, visits, weights, visit_shared=True), weights.top_k + 1, None, None
+    )
 
 
 def _routed_parts(routing: Routing, weights: MixtureWeights) -> Tensor:
@@ -104,7 +112,9 @@ def _parts(routing: Routing, visits: Visits, weights: MixtureWeights, *, visit_s
     assert isinstance(routing.normed, Tensor)
     x_NH, num_tokens = routing.normed, len(routing.normed)
     shared_2IH, shared_HI = (weights.shared_gate_up_2IH, weights.shared_down_HI) if visit_shared else (None, None)
-    h_PI = experts.gate_up(gate_up_tiles(weights.gate_up_X2IH, x_NH.dtype, num_tokens), x_NH, weights.gate_up_X2IH, shared_2IH, visits)
+    h_PI = experts.gate_up(
+        gate_up_tiles(weights.gate_up_X2IH, x_NH.dtype, num_tokens), x_NH, weights.gate_up_X2IH, shared_2IH, visits
+    )
     return experts.down(down_tiles(weights.down_XHI, x_NH.dtype, num_tokens), h_PI, weights.down_XHI, shared_HI, visits)
 
 
@@ -120,7 +130,8 @@ def visits_of(routing: Routing, num_experts: int) -> Visits:
     return Visits(ids_NC=routing.ids_NC, weights_NC=routing.weights_NC, groups=groups, block_m=block_m)
 
 
-# What was fastest on an H100 at the shapes of 35B-A3B, with 8, 16, 32 and 128 tokens by launches of their own, and up to 4 in whole steps.
+# What was fastest on an H100 at the shapes of 35B-A3B, with 8, 16, 32 and 128 tokens by launches of their own, and up
+# to 4 in whole steps.
 
 
 def gate_up_tiles(weight: Weight, dtype: torch.dtype, num_tokens: int) -> Tiles:
@@ -143,7 +154,9 @@ def down_tiles(weight: Weight, dtype: torch.dtype, num_tokens: int) -> Tiles:
     if not isinstance(weight, BlockScaled):
         return Tiles(block_o=64, block_k=_block_k(depth, 128), warps=4, stages=3, ahead=1, release=3)
     if num_tokens <= 8:
-        return Tiles(block_o=64, block_k=_block_k(depth, 256), warps=4 if num_tokens <= 4 else 2, stages=3, ahead=1, release=3)
+        return Tiles(
+            block_o=64, block_k=_block_k(depth, 256), warps=4 if num_tokens <= 4 else 2, stages=3, ahead=1, release=3
+        )
     return Tiles(block_o=64, block_k=_block_k(depth, SCALE_BLOCK), warps=2, stages=4, ahead=2, release=3)
 
 

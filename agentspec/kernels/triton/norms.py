@@ -1,6 +1,8 @@
-"""RMS norms in Triton: alone, with the row stores of the final norm, and the pair before the MTP head. See backend.Backend.
+"""RMS norms in Triton: alone, with the row stores of the final norm, and the pair before the MTP head. See
+backend.Backend.
 
-A tile of rows is read once and kept in registers; a row's sum does not depend on how many rows there are. Knows nothing of layers.
+A tile of rows is read once and kept in registers; a row's sum does not depend on how many rows there are. Knows nothing
+of layers.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ def norm_to_rows(x_NH: Tensor, norm: Norm, hidden_RH: Tensor, write_rows_N: Tens
     return out_NH
 
 
-def pair_norms(tokens_N: Tensor, embedding_VH: Tensor, hidden_NH: Tensor, embedding_norm: Norm, hidden_norm: Norm) -> Tensor:
+def pair_norms(
+    tokens_N: Tensor, embedding_VH: Tensor, hidden_NH: Tensor, embedding_norm: Norm, hidden_norm: Norm
+) -> Tensor:
     num_tokens, width = hidden_NH.shape
     assert embedding_VH.stride(1) == hidden_NH.stride(1) == 1
     assert tokens_N.is_contiguous()
@@ -58,7 +62,9 @@ def pair_norms(tokens_N: Tensor, embedding_VH: Tensor, hidden_NH: Tensor, embedd
     return out
 
 
-def _launch(x_NH: Tensor, norm: Norm, out: Tensor, hidden_RH: Tensor | None = None, write_rows_N: Tensor | None = None) -> None:
+def _launch(
+    x_NH: Tensor, norm: Norm, out: Tensor, hidden_RH: Tensor | None = None, write_rows_N: Tensor | None = None
+) -> None:
     """Norm the rows of x_NH into `out`, which is contiguous, and into the pool if there is one."""
     num_rows, width = x_NH.shape
     assert x_NH.stride(1) == 1
@@ -166,4 +172,6 @@ def _pair_norms(  # type: ignore[no-untyped-def]
         gain = _gain(hidden_weight_H, BLOCK_H, H)
         await_previous(PDL)
         right = tl.load((hidden_NH + n * hidden_stride + h)[None, :], mask=(h < H)[None, :], other=0.0)
-        tl.store((place + H)[None, :], _normed(right, gain, hidden_eps, H).to(out.dtype.element_ty), mask=(h < H)[None, :])
+        tl.store(
+            (place + H)[None, :], _normed(right, gain, hidden_eps, H).to(out.dtype.element_ty), mask=(h < H)[None, :]
+        )

@@ -1,22 +1,27 @@
-"""Attention of prompts in Triton: head norms, RoPE, page stores, causal attention over paged keys and the output gate. See backend.Backend.
+"""Attention of prompts in Triton: head norms, RoPE, page stores, causal attention over paged keys and the output gate.
+See backend.Backend.
 
-Three launches. The first norms and rotates: keys and values go into their pages, queries into a tensor; one more program of it lays out the
-work of the second. The second attends. A *tile* is BLOCK_M query rows of one span that read the same key/value head: row r is query head
-g * SHARES + r % SHARES of token r // SHARES, so that keys and values are loaded once for all heads that share them. A *unit* of work is one
-tile and one page of keys. The units of all tiles lie in one line, and a fixed number of programs, one for every multiprocessor, take shares of it
-that cost the same: long prompts, short ones and appends to long contexts fill the machine alike, whatever their number. A tile inside one share is
-written out at once; one that is cut leaves a *partial* for every program that has a part of it: for each row the largest score, the sum of the
-exponentials under it, and the values weighted by them. The third launch adds up the partials of every cut tile, in order, and gates.
+Three launches. The first norms and rotates: keys and values go into their pages, queries into a tensor; one more
+program of it lays out the work of the second. The second attends. A *tile* is BLOCK_M query rows of one span that read
+the same key/value head: row r is query head g * SHARES + r % SHARES of token r // SHARES, so that keys and values are
+loaded once for all heads that share them. A *unit* of work is one tile and one page of keys. The units of all tiles lie
+in one line, and a fixed number of programs, one for every multiprocessor, take shares of it that cost the same: long
+prompts, short ones and appends to long contexts fill the machine alike, whatever their number. A tile inside one share
+is written out at once; one that is cut leaves a *partial* for every program that has a part of it: for each row the
+largest score, the sum of the exponentials under it, and the values weighted by them. The third launch adds up the
+partials of every cut tile, in order, and gates.
 
-The keys of a long context are many times what the second-level cache holds, and every tile needs them all. They come from memory once, and not
-once for each tile, only if programs read the same page at about the same time; so the order of the line (prefill_line.py) and the order in
-which a program takes its units (`_attend`) are such that programs walk through a context in step.
+The keys of a long context are many times what the second-level cache holds, and every tile needs them all. They come
+from memory once, and not once for each tile, only if programs read the same page at about the same time; so the order
+of the line (prefill_line.py) and the order in which a program takes its units (`_attend`) are such that programs walk
+through a context in step.
 
-All lengths are read on the device; grids and tensors depend on the sizes of the tables alone. Scores are in powers of two. A tile is cut
-where all spans' lengths say, so rounding may differ with what stands beside a span, but never from run to run.
+All lengths are read on the device; grids and tensors depend on the sizes of the tables alone. Scores are in powers of
+two. A tile is cut where all spans' lengths say, so rounding may differ with what stands beside a span, but never from
+run to run.
 
-Knows nothing of layers. Shape letters: as in prefill_batch.py and backend.py; M query rows of a tile, I places of the line, C programs, K twice the
-width of all key/value heads.
+Knows nothing of layers. Shape letters: as in prefill_batch.py and backend.py; M query rows of a tile, I places of the
+line, C programs, K twice the width of all key/value heads.
 """
 
 from __future__ import annotations
@@ -38,7 +43,15 @@ from agentspec.kernels.triton import prefill_attention_hopper as hopper
 from agentspec.kernels.triton.attention import dot_precision, norm_rope, share_of
 from agentspec.kernels.triton.launch import INTERPRETED, OVERLAPPED, await_previous, release_next
 from agentspec.kernels.triton.machine import machine_of
-from agentspec.kernels.triton.prefill_line import NOT_SPECIALIZED, SEARCH, TILE_COST, lay_out, shares_of, tile_at, unit_at
+from agentspec.kernels.triton.prefill_line import (
+    NOT_SPECIALIZED,
+    SEARCH,
+    TILE_COST,
+    lay_out,
+    shares_of,
+    tile_at,
+    unit_at,
+)
 
 _OFFSET = tl.constexpr(prefill_batch.OFFSET)
 _COUNT = tl.constexpr(prefill_batch.COUNT)
@@ -50,7 +63,8 @@ _MIN_DOT = 16
 _BLOCK_N = 16
 """Tokens of a program of the first launch."""
 _LINE_TILE = 4096
-"""Elements of a matrix of tiles and spans as the line is laid out. Larger, it would take registers that are missed elsewhere in that launch."""
+"""Elements of a matrix of tiles and spans as the line is laid out. Larger, it would take registers that are missed
+elsewhere in that launch."""
 _COMBINE_ROWS = 8
 _INTERPRETED_PROGRAMS = 5
 """Under the interpreter: so few that a program has several tiles, and a tile several programs."""
@@ -80,17 +94,41 @@ def attend_plan(dtype: torch.dtype, head_dim: int, page_tokens: int, *, is_hoppe
 
 
 @touches_pools
-def attention_prefill(projected_NP: Tensor, weights: AttentionWeights, rope: RopeTable, kv_P2SGD: Tensor, batch: PrefillBatch) -> Tensor:
+def attention_prefill(
+    projected_NP: Tensor, weights: AttentionWeights, rope: RopeTable, kv_P2SGD: Tensor, batch: PrefillBatch
+) -> Tensor:
     """The tokens of a page must be a power of two, 16 at least."""
-    num_tokens, num_heads, num_kv_heads, head_dim = projected_NP.shape[0], weights.num_heads, weights.num_kv_heads, weights.head_dim
+    num_tokens, num_heads, num_kv_heads, head_dim = (
+        projected_NP.shape[0],
+        weights.num_heads,
+        weights.num_kv_heads,
+        weights.head_dim,
+    )
     num_programs, is_hopper = _machine(projected_NP.device)
     plan = attend_plan(projected_NP.dtype, head_dim, kv_P2SGD.shape[2], is_hopper=is_hopper)
-    shapes = {"G": num_kv_heads, "SHARES": num_heads // num_kv_heads, "D": head_dim, "BLOCK_M": plan.block_rows, "PAGE": kv_P2SGD.shape[2]}
+    shapes = {
+        "G": num_kv_heads,
+        "SHARES": num_heads // num_kv_heads,
+        "D": head_dim,
+        "BLOCK_M": plan.block_rows,
+        "PAGE": kv_P2SGD.shape[2],
+    }
     device = projected_NP.device
     most_tiles = num_kv_heads * (triton.cdiv(num_tokens * shapes["SHARES"], plan.block_rows) + batch.spans_UF.shape[0])
     queries_NQD = torch.empty(num_tokens, num_heads, head_dim, dtype=projected_NP.dtype, device=device)
     line_4I = torch.empty(4, most_tiles + 1, dtype=torch.int32, device=device)
-    _prepare(projected_NP, projected_NP[:, 2 * num_heads * head_dim :], weights, rope, kv_P2SGD, batch, queries_NQD, line_4I, shapes, num_programs)
+    _prepare(
+        projected_NP,
+        projected_NP[:, 2 * num_heads * head_dim :],
+        weights,
+        rope,
+        kv_P2SGD,
+        batch,
+        queries_NQD,
+        line_4I,
+        shapes,
+        num_programs,
+    )
     out_NX = torch.empty(num_tokens, num_heads * head_dim, dtype=projected_NP.dtype, device=device)
     cuts_2C = torch.empty(2, num_programs, dtype=torch.int32, device=device)
     sums_CMD = torch.empty(2 * num_programs, plan.block_rows, head_dim, dtype=torch.float32, device=device)
@@ -134,8 +172,16 @@ def attention_prefill(projected_NP: Tensor, weights: AttentionWeights, rope: Rop
 
 
 @touches_pools
-def store_keys_values(projected_NK: Tensor, weights: AttentionWeights, rope: RopeTable, kv_P2SGD: Tensor, batch: PrefillBatch) -> None:
-    shapes = {"G": weights.num_kv_heads, "SHARES": 0, "D": weights.head_dim, "BLOCK_M": _MIN_DOT, "PAGE": kv_P2SGD.shape[2]}
+def store_keys_values(
+    projected_NK: Tensor, weights: AttentionWeights, rope: RopeTable, kv_P2SGD: Tensor, batch: PrefillBatch
+) -> None:
+    shapes = {
+        "G": weights.num_kv_heads,
+        "SHARES": 0,
+        "D": weights.head_dim,
+        "BLOCK_M": _MIN_DOT,
+        "PAGE": kv_P2SGD.shape[2],
+    }
     _prepare(projected_NK, projected_NK, weights, rope, kv_P2SGD, batch, projected_NK, batch.page_table_UP, shapes, 0)
 
 
@@ -151,7 +197,8 @@ def _prepare(
     shapes: dict[str, int],
     num_programs: int,
 ) -> None:
-    """The first launch. Without queries (SHARES 0) it stores keys and values alone, and `queries_NQD` and `line_4I` aren't used."""
+    """The first launch. Without queries (SHARES 0) it stores keys and values alone, and `queries_NQD` and `line_4I`
+    aren't used."""
     assert projected_NP.stride(1) == 1
     assert kv_P2SGD.is_contiguous()
     num_tokens, head_dim = projected_NP.shape[0], weights.head_dim
@@ -236,7 +283,8 @@ def _norm_and_store(  # type: ignore[no-untyped-def]
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program 0 lays out the line; program 1 + i * heads + h does head h of the i-th BLOCK_N tokens: query heads, then key heads and their values."""
+    """Program 0 lays out the line; program 1 + i * heads + h does head h of the i-th BLOCK_N tokens: query heads, then
+    key heads and their values."""
     release_next(PDL)
     await_previous(PDL)
     heads: tl.constexpr = G * (SHARES + 1)
@@ -252,14 +300,28 @@ def _norm_and_store(  # type: ignore[no-untyped-def]
         position = tl.load(position_N + n, mask=is_token, other=0)
         row = tl.arange(0, BLOCK_N) * row_stride
         if h < G * SHARES:
-            q = norm_rope(projected_NP + first * row_stride + h * (2 * D), row, is_token, position, q_norm_D, q_eps, cos_LA, sin_LA, D, BLOCK_D, A)
+            q = norm_rope(
+                projected_NP + first * row_stride + h * (2 * D),
+                row,
+                is_token,
+                position,
+                q_norm_D,
+                q_eps,
+                cos_LA,
+                sin_LA,
+                D,
+                BLOCK_D,
+                A,
+            )
             place = queries_NQD + n[:, None] * (G * SHARES * D) + h * D + d[None, :]
             tl.store(place, q.to(queries_NQD.dtype.element_ty), mask=is_token[:, None] & (d < D)[None, :])
         else:
             g = h - G * SHARES
             keys = keys_values_NK + first * row_stride + g * D
             u, is_real = _span_of(n, spans_UF, num_spans, BLOCK_U)
-            page = tl.load(page_table_UP + u.to(tl.int64) * num_pages + position // PAGE, mask=is_real, other=0).to(tl.int64)
+            page = tl.load(page_table_UP + u.to(tl.int64) * num_pages + position // PAGE, mask=is_real, other=0).to(
+                tl.int64
+            )
             k = norm_rope(keys, row, is_real, position, k_norm_D, k_eps, cos_LA, sin_LA, D, BLOCK_D, A)
             mask = is_real[:, None] & (d < D)[None, :]
             v = tl.load(keys + G * D + (row[:, None] + d[None, :]), mask=mask, other=0.0)
@@ -280,7 +342,8 @@ def _span_of(n_N, spans_UF, num_spans, BLOCK_U: tl.constexpr):  # type: ignore[n
 
 @triton.jit
 def _softmax(scores, largest, exponentials, scale, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(weights [M, S], largest [M], exponentials [M], factor [M] for what was summed before) with the scores of one more page."""
+    """(weights [M, S], largest [M], exponentials [M], factor [M] for what was summed before) with the scores of one
+    more page."""
     new_largest = tl.maximum(largest, tl.max(scores, axis=1) * scale)
     base = new_largest
     if MASKED:
@@ -291,10 +354,14 @@ def _softmax(scores, largest, exponentials, scale, MASKED: tl.constexpr):  # typ
 
 
 @triton.jit
-def _half_page(kv_head, page, HALF: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
+def _half_page(  # type: ignore[no-untyped-def]
+    kv_head, page, HALF: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_D: tl.constexpr
+):
     """Keys (HALF 0) or values (1) of one head in a page, [S, BLOCK_D]."""
     d = tl.arange(0, BLOCK_D)
-    place = kv_head + (page.to(tl.int64) * 2 + HALF) * (PAGE * G * D) + tl.arange(0, PAGE)[:, None] * (G * D) + d[None, :]
+    place = (
+        kv_head + (page.to(tl.int64) * 2 + HALF) * (PAGE * G * D) + tl.arange(0, PAGE)[:, None] * (G * D) + d[None, :]
+    )
     if BLOCK_D == D:
         x = tl.load(place)
     else:
@@ -323,8 +390,8 @@ def _attend_run(  # type: ignore[no-untyped-def]
 ):
     """(largest score [M], sum of exponentials [M], weighted values [M, D]) of queries over a run of pages.
 
-    All rows see the first `num_full` wholly, which are taken from the one `turned` behind the first round to it. Of the others only positions below
-    `length` are loaded: what was never written may be NaN, and 0 * NaN is NaN."""
+    All rows see the first `num_full` wholly, which are taken from the one `turned` behind the first round to it. Of the
+    others only positions below `length` are loaded: what was never written may be NaN, and 0 * NaN is NaN."""
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     exponentials = tl.zeros((BLOCK_M,), tl.float32)
     values = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -375,9 +442,9 @@ def _attend(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of its share a program takes whole tiles first, then the head of its last tile, then the tail of its first: pages whose place in the context
-    is about the place of these units in the share, for all programs. A share inside one tile begins where the context's pages, counted in
-    shares, do, and ends with those before."""
+    """Of its share a program takes whole tiles first, then the head of its last tile, then the tail of its first: pages
+    whose place in the context is about the place of these units in the share, for all programs. A share inside one tile
+    begins where the context's pages, counted in shares, do, and ends with those before."""
     release_next(PDL)
     await_previous(PDL)
     program = tl.program_id(0)
@@ -409,13 +476,19 @@ def _attend(  # type: ignore[no-untyped-def]
             turned = tl.where(shift < num_full, shift, 0)
             pages = page_table_UP + u.to(tl.int64) * num_pages + first_page
             keys = (kv_P2SGD + g * D, pages, first_page, run, num_full, turned, start + count, scale)
-            largest, exponentials, values = _attend_run(q, start + first_token + token_M, *keys, G, D, PAGE, BLOCK_M, BLOCK_D, PRECISION)
+            largest, exponentials, values = _attend_run(
+                q, start + first_token + token_M, *keys, G, D, PAGE, BLOCK_M, BLOCK_D, PRECISION
+            )
             if run == tile_end - tile_begin:
                 values = values * (1.0 / exponentials)[:, None]
                 gates = projected_NP + (offset + first_token) * row_stride + g * (SHARES * 2 * D) + D
-                _store_gated(values, gates, row_stride, out_NX + head, token_M, row_M % SHARES, d, is_real, G, SHARES, D)
+                _store_gated(
+                    values, gates, row_stride, out_NX + head, token_M, row_M % SHARES, d, is_real, G, SHARES, D
+                )
             else:
-                partial = (2 * program + (begin < tile_begin).to(tl.int32)).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+                partial = (2 * program + (begin < tile_begin).to(tl.int32)).to(tl.int64) * BLOCK_M + tl.arange(
+                    0, BLOCK_M
+                )
                 tl.store(scores_2CM + partial, largest)
                 tl.store(scores_2CM + 2 * tl.num_programs(0) * BLOCK_M + partial, exponentials)
                 tl.store(sums_CMD + partial[:, None] * D + d[None, :], values, mask=(d < D)[None, :])
@@ -463,7 +536,17 @@ def _tokens_of(tile, r, SHARES: tl.constexpr, BLOCK_M: tl.constexpr):  # type: i
 
 @triton.jit
 def _store_gated(  # type: ignore[no-untyped-def]
-    values_RD, gates, row_stride, out, token_R, head_R, d, is_real_RD, G: tl.constexpr, SHARES: tl.constexpr, D: tl.constexpr
+    values_RD,
+    gates,
+    row_stride,
+    out,
+    token_R,
+    head_R,
+    d,
+    is_real_RD,
+    G: tl.constexpr,
+    SHARES: tl.constexpr,
+    D: tl.constexpr,
 ):
     """`gates`, `out`: of token 0 and the first of the heads that share a key/value head."""
     place = token_R * row_stride + head_R * (2 * D)
@@ -493,7 +576,8 @@ def _combine(  # type: ignore[no-untyped-def]
     BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (c, r) does the r-th BLOCK_R rows of the tile in which share c begins, if it is the first share that begins inside of it."""
+    """Program (c, r) does the r-th BLOCK_R rows of the tile in which share c begins, if it is the first share that
+    begins inside of it."""
     release_next(PDL)
     await_previous(PDL)
     num_programs = tl.num_programs(0)

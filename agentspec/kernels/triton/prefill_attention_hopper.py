@@ -1,8 +1,9 @@
 """The second launch of prefill_attention.py for Hopper's matrix units: what prefill_attention._attend does, in Gluon.
 
-Triton's own compiler fetches a page only when the work on the one before has ended, since there is no room for three. Here every wait and copy is
-written out. While a program works on page j, the copy engine brings the keys of page j + 1 and the values of page j; and the matrix units add
-the values of page j - 1 while the threads find the weights of page j, and the scores of page j while the output is rescaled.
+Triton's own compiler fetches a page only when the work on the one before has ended, since there is no room for three.
+Here every wait and copy is written out. While a program works on page j, the copy engine brings the keys of page j + 1
+and the values of page j; and the matrix units add the values of page j - 1 while the threads find the weights of page
+j, and the scores of page j while the output is rescaled.
 
 Knows nothing of where tiles come from: see prefill_attention.py, also for words and shape letters.
 """
@@ -52,20 +53,24 @@ _await_previous = gluon.jit(await_previous.fn)
 def descriptor(kv_P2SGD: Tensor) -> TensorDescriptor:
     """The pool for the copy engine: a block is one head's keys, or values, of a page."""
     page_tokens, num_kv_heads, head_dim = kv_P2SGD.shape[2:]
-    layout = gl.NVMMASharedLayout.get_default_for([page_tokens, head_dim], gl.bfloat16 if kv_P2SGD.dtype == torch.bfloat16 else gl.float16)
+    layout = gl.NVMMASharedLayout.get_default_for(
+        [page_tokens, head_dim], gl.bfloat16 if kv_P2SGD.dtype == torch.bfloat16 else gl.float16
+    )
     return TensorDescriptor.from_tensor(kv_P2SGD.view(-1, num_kv_heads * head_dim), [page_tokens, head_dim], layout)
 
 
 @gluon.jit
 def _page_at(pages, j, num_pages, num_full, turned):  # type: ignore[no-untyped-def]
-    """Id of the j-th page that a program takes of a run: the first `num_full` from the one `turned` behind the first round to it, then the others."""
+    """Id of the j-th page that a program takes of a run: the first `num_full` from the one `turned` behind the first
+    round to it, then the others."""
     turn = gl.where(j + turned < num_full, j + turned, j + turned - num_full)
     return gl.load(pages + gl.where(j < num_full, turn, j), mask=j < num_pages, other=0)
 
 
 @gluon.jit
 def _fetch(pool, page, column, HALF: gl.constexpr, buffers, barriers, turn, is_wanted, PAGE: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Start the copy of a page's keys (HALF 0) or values (1) into the buffer of turn `turn`, which nobody reads any more."""
+    """Start the copy of a page's keys (HALF 0) or values (1) into the buffer of turn `turn`, which nobody reads any
+    more."""
     barrier = barriers.index(turn % 2)
     mbarrier.expect(barrier, pool.block_type.nbytes, pred=is_wanted)
     _copy_block(pool, [page * (2 * PAGE) + HALF * PAGE, column], barrier, buffers.index(turn % 2), pred=is_wanted)
@@ -73,7 +78,8 @@ def _fetch(pool, page, column, HALF: gl.constexpr, buffers, barriers, turn, is_w
 
 @gluon.jit
 def _softmax(scores, largest, exponentials, scale):  # type: ignore[no-untyped-def]
-    """(weights [M, S], largest [M], exponentials [M], factor [M] for what was summed before) with the scores of one more page."""
+    """(weights [M, S], largest [M], exponentials [M], factor [M] for what was summed before) with the scores of one
+    more page."""
     new_largest = gl.maximum(largest, gl.max(scores, axis=1) * scale)
     # A row that has seen no key yet has no largest score.
     base = gl.where(new_largest == float("-inf"), 0.0, new_largest)
@@ -115,7 +121,8 @@ def _turns(  # type: ignore[no-untyped-def]
     BLOCK_M: gl.constexpr,
     PAGE: gl.constexpr,
 ):
-    """Pages begin..end-1 of a run. `state`: (page j - 1's weights, factor, largest, exponentials, values before it, ids of pages j and j + 1)."""
+    """Pages begin..end-1 of a run. `state`: (page j - 1's weights, factor, largest, exponentials, values before it, ids
+    of pages j and j + 1)."""
     weight_layout: gl.constexpr = gl.DotOperandLayout(0, values_layout, 2)
     pages, first_page, num_pages, num_full, turned = run
     weight, shrink, largest, exponentials, values, page, next_page = state
@@ -123,7 +130,9 @@ def _turns(  # type: ignore[no-untyped-def]
         mbarrier.wait(keys_ready.index((turn + j) % 2), ((turn + j) // 2) & 1)
         values = warpgroup_mma_wait(0, deps=[values])
         nothing = gl.zeros([BLOCK_M, PAGE], gl.float32, scores_layout)
-        scores = warpgroup_mma(queries, keys.index((turn + j) % 2).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        scores = warpgroup_mma(
+            queries, keys.index((turn + j) % 2).permute((1, 0)), nothing, use_acc=False, is_async=True
+        )
         # Everyone has read the keys of page j - 1 and the values of page j - 2.
         _barrier()
         _fetch(pool, next_page, column, 0, keys, keys_ready, turn + j + 1, j + 1 < num_pages, PAGE)
@@ -166,7 +175,8 @@ def _attend_run(  # type: ignore[no-untyped-def]
     weight_layout: gl.constexpr = gl.DotOperandLayout(0, values_layout, 2)
     page = _page_at(pages, 0, num_pages, num_full, turned)
     next_page = _page_at(pages, 1, num_pages, num_full, turned)
-    # What the threads stored to shared memory is visible to the matrix units and the copy engine; everyone has read the last tile's buffers.
+    # What the threads stored to shared memory is visible to the matrix units and the copy engine; everyone has read the
+    # last tile's buffers.
     fence_async_shared()
     _barrier()
     _fetch(pool, page, column, 0, keys, keys_ready, turn, True, PAGE)
@@ -233,8 +243,12 @@ def attend(  # type: ignore[no-untyped-def]
     PDL: gl.constexpr,
 ):
     """As prefill_attention._attend; BLOCK_M is 128, D a power of two."""
-    scores_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, PAGE, 16])
-    values_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, D, 16])
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, PAGE, 16]
+    )
+    values_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, D, 16]
+    )
     dtype: gl.constexpr = queries_NQD.dtype.element_ty
     queries = gl.allocate_shared_memory(dtype, [BLOCK_M, D], gl.NVMMASharedLayout.get_default_for([BLOCK_M, D], dtype))
     keys = gl.allocate_shared_memory(dtype, [2, PAGE, D], pool.layout)
@@ -274,12 +288,27 @@ def attend(  # type: ignore[no-untyped-def]
             pages = (page_table_UP + u.to(gl.int64) * num_pages + first_page, first_page, run, num_full, turned)
             row = tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, scores_layout))
             buffers = (queries, start + row // SHARES, keys, keys_ready, values_, values_ready, pool, g * D)
-            largest, exponentials, values = _attend_run(*buffers, pages, turn, start + count, scale, scores_layout, values_layout, BLOCK_M, PAGE, D)
+            largest, exponentials, values = _attend_run(
+                *buffers, pages, turn, start + count, scale, scores_layout, values_layout, BLOCK_M, PAGE, D
+            )
             turn += run
             if run == tile_end - tile_begin:
                 values = _rescaled(values, 1.0 / exponentials, values_layout)
                 gates = projected_NP + (offset + first_token) * row_stride + g * (SHARES * 2 * D) + D
-                _store_gated(values, gates, row_stride, out_NX + head, tile, first_token, count, values_layout, G, SHARES, D, BLOCK_M)
+                _store_gated(
+                    values,
+                    gates,
+                    row_stride,
+                    out_NX + head,
+                    tile,
+                    first_token,
+                    count,
+                    values_layout,
+                    G,
+                    SHARES,
+                    D,
+                    BLOCK_M,
+                )
             else:
                 partial = (2 * program + (begin < tile_begin).to(gl.int32)).to(gl.int64) * BLOCK_M
                 m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, scores_layout))
@@ -304,7 +333,9 @@ def _share(line_4I, most_tiles, program, num_programs):  # type: ignore[no-untyp
     end_tile = program * 0 - 1
     for first in range(0, most_tiles, prefill_line.SEARCH):
         i = first + gl.arange(0, prefill_line.SEARCH, layout=layout)
-        cost = gl.where(i < most_tiles, gl.load(line_4I + i, mask=i < most_tiles, other=0) + prefill_line.TILE_COST * i, 2147483647)
+        cost = gl.where(
+            i < most_tiles, gl.load(line_4I + i, mask=i < most_tiles, other=0) + prefill_line.TILE_COST * i, 2147483647
+        )
         begin_tile += gl.sum((cost <= begin).to(gl.int32), axis=0)
         end_tile += gl.sum((cost <= end).to(gl.int32), axis=0)
     return _unit_at(line_4I, begin_tile, begin), _unit_at(line_4I, end_tile, end)
@@ -326,16 +357,29 @@ def _tiles_of_share(line_4I, most_tiles, begin, end):  # type: ignore[no-untyped
 
 @gluon.jit
 def _load_queries(  # type: ignore[no-untyped-def]
-    queries, heads, tile, first_token, count, G: gl.constexpr, SHARES: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr
+    queries,
+    heads,
+    tile,
+    first_token,
+    count,
+    G: gl.constexpr,
+    SHARES: gl.constexpr,
+    D: gl.constexpr,
+    BLOCK_M: gl.constexpr,
 ):
-    """A tile's queries to shared memory; `heads`: of its first token, the first that reads the key/value head. Rows behind the span are 0."""
+    """A tile's queries to shared memory; `heads`: of its first token, the first that reads the key/value head. Rows
+    behind the span are 0."""
     # Everyone has read the last tile's.
     _barrier()
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     row = tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
     place = (row // SHARES - first_token) * (G * SHARES * D) + (row % SHARES) * D
-    q = gl.load(heads + (gl.expand_dims(place, 1) + gl.expand_dims(d, 0)), mask=gl.expand_dims(row // SHARES < count, 1), other=0.0)
+    q = gl.load(
+        heads + (gl.expand_dims(place, 1) + gl.expand_dims(d, 0)),
+        mask=gl.expand_dims(row // SHARES < count, 1),
+        other=0.0,
+    )
     queries.store(q)
 
 
@@ -354,7 +398,8 @@ def _store_gated(  # type: ignore[no-untyped-def]
     D: gl.constexpr,
     BLOCK_M: gl.constexpr,
 ):
-    """As prefill_attention._store_gated; every thread loads the gates of what it holds, for there is no room to exchange them."""
+    """As prefill_attention._store_gated; every thread loads the gates of what it holds, for there is no room to
+    exchange them."""
     row = tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
     token = row // SHARES - first_token

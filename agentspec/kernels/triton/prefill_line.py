@@ -1,8 +1,9 @@
-"""The line of all work of a prompt's attention: where every tile stands in it, and how it is shared out. See prefill_attention.py.
+"""The line of all work of a prompt's attention: where every tile stands in it, and how it is shared out. See
+prefill_attention.py.
 
-A tile is BLOCK_M query rows of one span and key/value head; it has one unit of work for every page of keys that its rows see. The tiles of all
-spans and heads lie one behind the other, and programs take shares of their units, which are equal if TILE_COST units more are counted at the
-beginning of every tile.
+A tile is BLOCK_M query rows of one span and key/value head; it has one unit of work for every page of keys that its
+rows see. The tiles of all spans and heads lie one behind the other, and programs take shares of their units, which are
+equal if TILE_COST units more are counted at the beginning of every tile.
 
 Knows nothing of queries, keys and values. Shape letters: as in prefill_attention.py.
 """
@@ -19,13 +20,15 @@ _START = tl.constexpr(prefill_batch.START)
 _FIELDS = tl.constexpr(prefill_batch.NUM_SPAN_FIELDS)
 
 NOT_SPECIALIZED = ("num_tokens", "num_spans", "num_pages", "most_tiles", "num_programs")
-"""Arguments that change from call to call: kernels are not compiled once more for those that happen to be multiples of 16."""
+"""Arguments that change from call to call: kernels are not compiled once more for those that happen to be multiples of
+16."""
 SEARCH = tl.constexpr(1024)
 """Places of the line that a program looks at, at once, for its share."""
 _MIN_SHARE = tl.constexpr(4)
 """Units of a program, if there are so many: shorter tiles aren't worth cutting."""
 TILE_COST = tl.constexpr(5)
-"""Units that take as long as beginning and ending a tile, on an H100: a program with many short tiles gets fewer units."""
+"""Units that take as long as beginning and ending a tile, on an H100: a program with many short tiles gets fewer
+units."""
 
 
 @triton.jit
@@ -42,7 +45,8 @@ def lay_out(  # type: ignore[no-untyped-def]
     BLOCK_U: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
-    """Fill line_4I, [4, most_tiles + 1]: for every place of the line the units before it, and which span, key/value head and tile of it stands there.
+    """Fill line_4I, [4, most_tiles + 1]: for every place of the line the units before it, and which span, key/value
+    head and tile of it stands there.
 
     Behind the last tile stands the number of all units, up to the end."""
     u = tl.arange(0, BLOCK_U)
@@ -77,10 +81,11 @@ def lay_out(  # type: ignore[no-untyped-def]
 def _line_place(i, num_tiles, num_groups):  # type: ignore[no-untyped-def]
     """Which of a span's tiles, counted head by head, stands at place i of its part of the line.
 
-    The line is made of groups, one for about every program, of equally many tiles, give or take one. The first tiles of all groups are neighbours in
-    the span, then the second ones, and so on, from the last group to the first and back: what programs do at one time is of one head and of
-    about one length, and so is all that each of them has done before. The last ones, too, go the other way than those before them: else a prompt of
-    two tiles a program would give some of them all short ones, and a tile costs time of its own."""
+    The line is made of groups, one for about every program, of equally many tiles, give or take one. The first tiles of
+    all groups are neighbours in the span, then the second ones, and so on, from the last group to the first and back:
+    what programs do at one time is of one head and of about one length, and so is all that each of them has done
+    before. The last ones, too, go the other way than those before them: else a prompt of two tiles a program would give
+    some of them all short ones, and a tile costs time of its own."""
     fewest = num_tiles // num_groups
     group = ((i + 1) * num_groups - 1) // num_tiles
     begin = group * num_tiles // num_groups
@@ -107,6 +112,7 @@ def tile_at(line_4I, most_tiles, i):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def unit_at(line_4I, tile, cost):  # type: ignore[no-untyped-def]
-    """The first unit that is not before a cut: `cost` units from the beginning, in this tile, TILE_COST counted with each."""
+    """The first unit that is not before a cut: `cost` units from the beginning, in this tile, TILE_COST counted with
+    each."""
     unit = tl.load(line_4I + tile)
     return unit + tl.maximum(cost - unit - TILE_COST * (tile + 1), 0)

@@ -1,7 +1,8 @@
 """Floats as integers of the same order, for kernels that search and compare scores.
 
-An order key is an int32 that orders as its float32 does: thresholds are then found by dividing intervals of integers, exactly. A rank joins a
-score and its token into one int64, so that the best token of a row is a plain maximum, taken in any order. Knows nothing of sampling.
+An order key is an int32 that orders as its float32 does: thresholds are then found by dividing intervals of integers,
+exactly. A rank joins a score and its token into one int64, so that the best token of a row is a plain maximum, taken in
+any order. Knows nothing of sampling.
 
 Formula: IEEE 754 numbers of one sign order as their bits, negative ones in reverse.
 """
@@ -33,7 +34,8 @@ def value_of_key(key):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def rank(score, token):  # type: ignore[no-untyped-def]
-    """int64: the higher score ranks higher, and of equal scores the lower token. A NaN ranks at one of the ends. token: below 2**31."""
+    """int64: the higher score ranks higher, and of equal scores the lower token. A NaN ranks at one of the ends. token:
+    below 2**31."""
     return (order_key(score).to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
 
 

@@ -1,9 +1,11 @@
 """Which experts each token visits, and with what weight: the router's scores, then the choice of the most likely.
 
-Scores are those of the normed input before it is rounded, in float32: near-ties decide which expert runs. The shared expert may be one more visit of
-every token, weighted by its gate. Nothing is read on the host. Knows nothing of experts' weights.
+Scores are those of the normed input before it is rounded, in float32: near-ties decide which expert runs. The shared
+expert may be one more visit of every token, weighted by its gate. Nothing is read on the host. Knows nothing of
+experts' weights.
 
-Shape letters: N tokens, H hidden size, X experts, J chosen experts, C visits of a token: J, or J + 1 with the shared expert, S parts of H.
+Shape letters: N tokens, H hidden size, X experts, J chosen experts, C visits of a token: J, or J + 1 with the shared
+expert, S parts of H.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from agentspec.kernels.triton.ranking import LOWEST_KEY, order_key, value_of_key
 from agentspec.kernels.weights import SCALE_BLOCK
 
 FEW_SCORES = 16
-"""Up to here a program scores some experts for one token, with every weight on the way before the tokens are there; above, tiles are multiplied."""
+"""Up to here a program scores some experts for one token, with every weight on the way before the tokens are there;
+above, tiles are multiplied."""
 _ROWS = 4
 """Experts of a program of few tokens."""
 _BLOCK_H = 2048
@@ -37,7 +40,8 @@ _AHEAD = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreTiles:
-    """How the scores of many tokens are cut: a program scores block_x experts for block_n tokens, over one of `split` parts of H."""
+    """How the scores of many tokens are cut: a program scores block_x experts for block_n tokens, over one of `split`
+    parts of H."""
 
     block_n: int
     block_x: int
@@ -54,7 +58,8 @@ class Routing:
     ids_NC: Tensor
     """int32."""
     weights_NC: Tensor
-    """float32: of the routed ones their probabilities, perhaps normalised; of the shared one the sigmoid of its gate."""
+    """float32: of the routed ones their probabilities, perhaps normalised; of the shared one the sigmoid of its
+    gate."""
     gate_N: Tensor | None
     """float32, the shared gate's logit; None where the shared expert is a visit."""
     normed: Tensor | ScaledTokens
@@ -62,7 +67,8 @@ class Routing:
 
 
 def route(x_NH: Tensor, norm: Norm, weights: MixtureWeights, *, visit_shared: bool, in_fp8: bool = False) -> Routing:
-    """Two launches. visit_shared: the shared expert is one more visit of every token. in_fp8: the normed input is wanted in 8 bits, and only so."""
+    """Two launches. visit_shared: the shared expert is one more visit of every token. in_fp8: the normed input is
+    wanted in 8 bits, and only so."""
     (num_tokens, width), num_experts = x_NH.shape, weights.router_XH.shape[0]
     assert x_NH.stride(1) == 1
     assert not (visit_shared and in_fp8), "visits read tokens in their dtype"
@@ -122,7 +128,8 @@ def score_tiles(num_tokens: int, num_experts: int, width: int, element_bytes: in
 
 
 def _scores(x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> tuple[Tensor, Tensor]:
-    """float32: (each part's share of the router's logits before they are divided by the norm [S, N, X], and of the sum of squares [S, N])."""
+    """float32: (each part's share of the router's logits before they are divided by the norm [S, N, X], and of the sum
+    of squares [S, N])."""
     (num_tokens, width), num_experts = x_NH.shape, weights.router_XH.shape[0]
     assert weights.router_XH.is_contiguous()
     is_few = num_tokens <= FEW_SCORES
@@ -239,7 +246,11 @@ def _many_scores_kernel(  # type: ignore[no-untyped-def]
         if w.dtype.primitive_bitwidth == 16:
             acc = tl.dot((x - high.to(tl.float32)).to(w.dtype), w.T, acc)
     place = part.to(tl.int64) * num_tokens + n
-    tl.store(parts_ptr + place[:, None] * num_experts + row[None, :], acc, mask=(n < num_tokens)[:, None] & (row < num_experts)[None, :])
+    tl.store(
+        parts_ptr + place[:, None] * num_experts + row[None, :],
+        acc,
+        mask=(n < num_tokens)[:, None] & (row < num_experts)[None, :],
+    )
     if tl.program_id(1) == 0:
         tl.store(squares_ptr + place, tl.sum(squares, axis=1), mask=n < num_tokens)
 
@@ -271,18 +282,32 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (n, 0) has token n's normed row and its gate, program (n, 1) chooses for it, the lower id on ties. Rows behind the tokens fill up what
-    is in 8 bits."""
+    """Program (n, 0) has token n's normed row and its gate, program (n, 1) chooses for it, the lower id on ties. Rows
+    behind the tokens fill up what is in 8 bits."""
     release_next(PDL)
     n = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
         if normed_scales_ptr is not None:
             is_token = n < num_tokens
             values, scales = normed_ptr + n * H, normed_scales_ptr + n
-            gate = _store_scaled(values, scales, num_rows, x_ptr + n * x_stride, is_token, norm_ptr, shared_gate_ptr, eps, H, BLOCK_H, PDL)
+            gate = _store_scaled(
+                values,
+                scales,
+                num_rows,
+                x_ptr + n * x_stride,
+                is_token,
+                norm_ptr,
+                shared_gate_ptr,
+                eps,
+                H,
+                BLOCK_H,
+                PDL,
+            )
             tl.store(gates_ptr + n, gate, mask=is_token)
         else:
-            gate = _store_normed(normed_ptr + n * H, x_ptr + n * x_stride, norm_ptr, shared_gate_ptr, eps, H, BLOCK_H, PDL)
+            gate = _store_normed(
+                normed_ptr + n * H, x_ptr + n * x_stride, norm_ptr, shared_gate_ptr, eps, H, BLOCK_H, PDL
+            )
             if C > J:
                 tl.store(weights_ptr + n * C + J, 1.0 / (1.0 + tl.exp(-gate)))
             else:
@@ -321,7 +346,9 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _store_normed(normed_ptr, x_ptr, norm_ptr, shared_gate_ptr, eps, H: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store_normed(  # type: ignore[no-untyped-def]
+    normed_ptr, x_ptr, norm_ptr, shared_gate_ptr, eps, H: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr
+):
     """Store a token's normed row; its score against the shared gate's row, of the row as it is before it is rounded."""
     squares, products = tl.zeros((BLOCK_H,), tl.float32), tl.zeros((BLOCK_H,), tl.float32)
     await_previous(PDL)
@@ -342,7 +369,17 @@ def _store_normed(normed_ptr, x_ptr, norm_ptr, shared_gate_ptr, eps, H: tl.const
 
 @triton.jit
 def _store_scaled(  # type: ignore[no-untyped-def]
-    values_ptr, scales_ptr, num_rows, x_ptr, is_token, norm_ptr, shared_gate_ptr, eps, H: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr
+    values_ptr,
+    scales_ptr,
+    num_rows,
+    x_ptr,
+    is_token,
+    norm_ptr,
+    shared_gate_ptr,
+    eps,
+    H: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """As `_store_normed`, the row rounded to x's dtype and then to 8 bits. A row that is no token's is zeros."""
     g, k = tl.arange(0, BLOCK_H // GROUP), tl.arange(0, GROUP)

@@ -1,23 +1,27 @@
-"""Choosing tokens in Triton: the best of each row, and draws with masks, bias, penalties and filters. See backend.Backend, `sample` and `argmax`.
+"""Choosing tokens in Triton: the best of each row, and draws with masks, bias, penalties and filters. See
+backend.Backend, `sample` and `argmax`.
 
-A row is a slot's column, its vocabulary spread over many programs. `sample` finds its thresholds without a sort, in five launches:
+A row is a slot's column, its vocabulary spread over many programs. `sample` finds its thresholds without a sort, in
+five launches:
 
     span tops   the largest logit of every span of the vocabulary, after mask, bias and penalties. Later kernels visit a span only if its top
-                is high enough, and compute its logits again: with a filter, few are, and no second vocabulary is written.
+                is high enough, and compute its logits again: with a filter, few are, and no second vocabulary is
+                written.
     collect     rows with top-k or top-p: list the tempered logits that may be kept, those above a bound which the tops give
     select      those rows: the exact threshold, by dividing an interval of order keys until one candidate is left
     draw        the best noisy token of each program's share of what is kept
     best        the best of those
 
-A row that needs no list passes `collect` and `select` at the cost of a launch. Only integers are added across programs, so results do not depend
-on timing. Knows nothing of acceptance.
+A row that needs no list passes `collect` and `select` at the cost of a launch. Only integers are added across programs,
+so results do not depend on timing. Knows nothing of acceptance.
 
-Differences to kernels/reference/sampling.py, which has the formulas: probability masses are integers, 2**-44 of the largest token's (smaller ones
-are 0), where the reference adds float64. So top-p may cut elsewhere if a partial sum is within about 1e-6 of top_p. Noise is the same: in
-float64 from the same bits, rounded to float32; libraries of logarithms may disagree in the last bit of float32 for one token in 10**8.
+Differences to kernels/reference/sampling.py, which has the formulas: probability masses are integers, 2**-44 of the
+largest token's (smaller ones are 0), where the reference adds float64. So top-p may cut elsewhere if a partial sum is
+within about 1e-6 of top_p. Noise is the same: in float64 from the same bits, rounded to float32; libraries of
+logarithms may disagree in the last bit of float32 for one token in 10**8.
 
-Shape letters: N = B * T rows, B slots in the step, T columns a slot, V vocabulary, S slots of the tables, F fields, W = max k + 1,
-X = ceil(V / 32) words, G spans, C programs a row.
+Shape letters: N = B * T rows, B slots in the step, T columns a slot, V vocabulary, S slots of the tables, F fields, W =
+max k + 1, X = ceil(V / 32) words, G spans, C programs a row.
 """
 
 from __future__ import annotations
@@ -35,11 +39,20 @@ from agentspec.kernels.reference import philox
 from agentspec.kernels.reference import sampling as reference
 from agentspec.kernels.slots import SamplingTable
 from agentspec.kernels.triton.launch import OVERLAPPED, await_previous, release_next
-from agentspec.kernels.triton.ranking import KEY_OF_MINUS_INFINITY, LOWEST_KEY, LOWEST_RANK, order_key, rank, token_of_rank, value_of_key
+from agentspec.kernels.triton.ranking import (
+    KEY_OF_MINUS_INFINITY,
+    LOWEST_KEY,
+    LOWEST_RANK,
+    order_key,
+    rank,
+    token_of_rank,
+    value_of_key,
+)
 
 ARGMAX_BLOCK = 4096
 SPAN = 512
-"""Tokens that share a top. Top-k is bounded by tops if there are k of them, so a vocabulary of 248,320 has them up to k = 485."""
+"""Tokens that share a top. Top-k is bounded by tops if there are k of them, so a vocabulary of 248,320 has them up to k
+= 485."""
 SPANS_A_PROGRAM = 8
 PROGRAMS = 1056
 """Of `collect` and of `draw`, all rows together: 8 on each of an H100's 132 multiprocessors."""
@@ -81,14 +94,31 @@ def argmax(logits_NV: Tensor) -> Tensor:
     return _tokens_of_best(best_NC)
 
 
-def sample(logits_BTV: Tensor, tokens_BT: Tensor, position_BT: Tensor, slot_ids_B: Tensor, table: SamplingTable, *, constrained: bool) -> Tensor:
+def sample(
+    logits_BTV: Tensor,
+    tokens_BT: Tensor,
+    position_BT: Tensor,
+    slot_ids_B: Tensor,
+    table: SamplingTable,
+    *,
+    constrained: bool,
+) -> Tensor:
     assert position_BT.is_contiguous()
     launch = _Launch.of(logits_BTV, tokens_BT, slot_ids_B, table, constrained)
     tops_NG, bounds_N3 = _find_bounds(launch)
     num_rows, num_programs = launch.shares
     best_NC = torch.empty(num_rows, num_programs, dtype=torch.int64, device=logits_BTV.device)
     _draw[launch.shares](
-        *launch.parameters, *launch.logits, position_BT, tops_NG, bounds_N3, best_NC, **launch.shape, **launch.width, num_warps=4, **launch.options
+        *launch.parameters,
+        *launch.logits,
+        position_BT,
+        tops_NG,
+        bounds_N3,
+        best_NC,
+        **launch.shape,
+        **launch.width,
+        num_warps=4,
+        **launch.options,
     )
     return _tokens_of_best(best_NC).view(tokens_BT.shape)
 
@@ -109,16 +139,31 @@ class _Launch:
     """(rows, programs a row) of the kernels that visit few spans."""
 
     @classmethod
-    def of(cls, logits_BTV: Tensor, tokens_BT: Tensor, slot_ids_B: Tensor, table: SamplingTable, constrained: bool) -> Self:
+    def of(
+        cls, logits_BTV: Tensor, tokens_BT: Tensor, slot_ids_B: Tensor, table: SamplingTable, constrained: bool
+    ) -> Self:
         num_slots, num_columns, vocab_size = logits_BTV.shape
         mask_SWX = table.mask_SWX if constrained else None
-        logits = (logits_BTV, tokens_BT, table.counts_SV, table.prompt_seen_SV.view(torch.uint8), table.bias_SV, mask_SWX)
+        logits = (
+            logits_BTV,
+            tokens_BT,
+            table.counts_SV,
+            table.prompt_seen_SV.view(torch.uint8),
+            table.bias_SV,
+            mask_SWX,
+        )
         assert all(tensor is None or tensor.is_contiguous() for tensor in (*logits, slot_ids_B))
         assert table.limits_SF.stride(1) == table.sampling_SF.stride(1) == 1
         assert vocab_size <= _MAX_VOCAB
         num_rows = num_slots * num_columns
         return cls(
-            parameters=(slot_ids_B, table.limits_SF, table.limits_SF.stride(0), table.sampling_SF, table.sampling_SF.stride(0)),
+            parameters=(
+                slot_ids_B,
+                table.limits_SF,
+                table.limits_SF.stride(0),
+                table.sampling_SF,
+                table.sampling_SF.stride(0),
+            ),
             logits=logits,
             shape={"V": vocab_size, "T": num_columns, "SPAN": SPAN},
             width={"W": table.mask_SWX.shape[1]},
@@ -129,7 +174,8 @@ class _Launch:
 
 
 def _find_bounds(launch: _Launch) -> tuple[Tensor, Tensor]:
-    """(int32 [N, G] order keys of the largest adjusted logit of each span, float32 [N, 3] bounds: what each row keeps)."""
+    """(int32 [N, G] order keys of the largest adjusted logit of each span, float32 [N, 3] bounds: what each row
+    keeps)."""
     (num_rows, _), vocab_size, device = launch.shares, launch.shape["V"], launch.logits[0].device
     num_spans = triton.cdiv(vocab_size, SPAN)
     tops_NG = torch.empty(num_rows, num_spans, dtype=torch.int32, device=device)
@@ -139,7 +185,14 @@ def _find_bounds(launch: _Launch) -> tuple[Tensor, Tensor]:
     lists, block = (tops_NG, tally_N2, listed_NV, bounds_N3), {"BLOCK_G": triton.next_power_of_2(num_spans)}
     common = {**launch.shape, **launch.options}
     _span_tops[(num_rows, triton.cdiv(num_spans, SPANS_A_PROGRAM))](
-        *launch.parameters, *launch.logits, tops_NG, tally_N2, SPANS=SPANS_A_PROGRAM, num_warps=8, **launch.width, **common
+        *launch.parameters,
+        *launch.logits,
+        tops_NG,
+        tally_N2,
+        SPANS=SPANS_A_PROGRAM,
+        num_warps=8,
+        **launch.width,
+        **common,
     )
     _collect[launch.shares](*launch.parameters, *launch.logits, *lists, num_warps=4, **block, **launch.width, **common)
     _select[(num_rows,)](*launch.parameters, *lists, CHUNK=SELECT_CHUNK, num_warps=16, **block, **common)
@@ -149,7 +202,9 @@ def _find_bounds(launch: _Launch) -> tuple[Tensor, Tensor]:
 def _tokens_of_best(best_NC: Tensor) -> Tensor:
     num_rows, num_programs = best_NC.shape
     out_N = torch.empty(num_rows, dtype=torch.int64, device=best_NC.device)
-    _best[(num_rows,)](best_NC, num_programs, out_N, BLOCK_C=triton.next_power_of_2(num_programs), num_warps=4, **OVERLAPPED)
+    _best[(num_rows,)](
+        best_NC, num_programs, out_N, BLOCK_C=triton.next_power_of_2(num_programs), num_warps=4, **OVERLAPPED
+    )
     return out_N
 
 
@@ -208,7 +263,8 @@ def _adjusted_logits(  # type: ignore[no-untyped-def]
     T: tl.constexpr,
     W: tl.constexpr,
 ):
-    """Logits of some tokens of a row after mask, bias and penalties. A column's context: what the table counts, and the drafts up to the column."""
+    """Logits of some tokens of a row after mask, bias and penalties. A column's context: what the table counts, and the
+    drafts up to the column."""
     column = row % T
     logit = tl.load(logits_BTV + row.to(tl.int64) * V + token, mask=is_real, other=0.0)
     if mask_SWX is not None:
@@ -216,7 +272,11 @@ def _adjusted_logits(  # type: ignore[no-untyped-def]
         logit = tl.where(((word >> (token % 32)) & 1) != 0, logit, -float("inf"))
     logit += tl.load(bias_SV + slot * V + token, mask=is_real, other=0.0)
     sampling = sampling_SF + slot * sampling_stride
-    repetition, frequency, presence = tl.load(sampling + _REPETITION), tl.load(sampling + _FREQUENCY), tl.load(sampling + _PRESENCE)
+    repetition, frequency, presence = (
+        tl.load(sampling + _REPETITION),
+        tl.load(sampling + _FREQUENCY),
+        tl.load(sampling + _PRESENCE),
+    )
     if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):
         count = tl.load(counts_SV + slot * V + token, mask=is_real, other=0)
         for earlier in range(1, column + 1):
@@ -261,7 +321,21 @@ def _span_tops(  # type: ignore[no-untyped-def]
     token = span[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
     is_real = token < V
     logit = _adjusted_logits(
-        row, slot, token, is_real, sampling_SF, sampling_stride, logits_BTV, tokens_BT, counts_SV, prompt_seen_SV, bias_SV, mask_SWX, V, T, W
+        row,
+        slot,
+        token,
+        is_real,
+        sampling_SF,
+        sampling_stride,
+        logits_BTV,
+        tokens_BT,
+        counts_SV,
+        prompt_seen_SV,
+        bias_SV,
+        mask_SWX,
+        V,
+        T,
+        W,
     )
     top = tl.max(tl.where(is_real, order_key(logit), LOWEST_KEY), axis=1)
     tl.store(tops_NG + row * NUM_SPANS + span, top, mask=span < NUM_SPANS)
@@ -278,7 +352,8 @@ def _top_of_row(row, tops_NG, NUM_SPANS: tl.constexpr, BLOCK_G: tl.constexpr):  
 
 @triton.jit
 def _kth_largest(keys, num_keys, k, low, high, WAYS: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A key that k of `keys` reach, as exactly as it matters: the k-th largest, or one below it that no further key reaches.
+    """A key that k of `keys` reach, as exactly as it matters: the k-th largest, or one below it that no further key
+    reaches.
 
     keys: pointer to int32. low, high: at least k keys reach low, fewer reach high; both scalars, int64."""
     low, num_at_low = tl.zeros((), tl.int64) + low, tl.zeros((), tl.int64) + num_keys
@@ -298,7 +373,8 @@ def _kth_largest(keys, num_keys, k, low, high, WAYS: tl.constexpr, CHUNK: tl.con
 
 @triton.jit
 def _mass(tempered, tempered_top):  # type: ignore[no-untyped-def]
-    """Probability mass in units of 2**-44 of the top's; none for a NaN, nor in a row with nothing but minus infinity."""
+    """Probability mass in units of 2**-44 of the top's; none for a NaN, nor in a row with nothing but minus
+    infinity."""
     distance = tempered - tl.where(tempered_top > -float("inf"), tempered_top, 0.0)
     return (tl.where(distance <= 0, tl.exp(tl.minimum(distance, 0.0)), 0.0) * _MASS_ONE).to(tl.int64)
 
@@ -319,10 +395,13 @@ def _above(keys, num_keys, candidate, tempered_top, WAYS: tl.constexpr, CHUNK: t
 
 
 @triton.jit
-def _top_p_key(keys, num_keys, cut_key, top_key, tail_mass, tempered_top, top_p, WAYS: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _top_p_key(  # type: ignore[no-untyped-def]
+    keys, num_keys, cut_key, top_key, tail_mass, tempered_top, top_p, WAYS: tl.constexpr, CHUNK: tl.constexpr
+):
     """The lowest key above which less than top_p of the mass lies, or another that keeps the same of `keys`.
 
-    The mass is that of the keys from cut_key on, and tail_mass. cut_key, top_key: int64; the latter, of the largest, is always kept."""
+    The mass is that of the keys from cut_key on, and tail_mass. cut_key, top_key: int64; the latter, of the largest, is
+    always kept."""
     low, high = cut_key - 1, top_key
     count, mass = _above(keys, num_keys, low + tl.zeros((WAYS,), tl.int64), tempered_top, WAYS, CHUNK)
     target = top_p.to(tl.float64) * (tl.max(mass) + tail_mass).to(tl.float64)
@@ -339,18 +418,21 @@ def _top_p_key(keys, num_keys, cut_key, top_key, tail_mass, tempered_top, top_p,
 
 
 @triton.jit
-def _list_bounds(row, tops_NG, divisor, top_k, top_p, log_min_p, V: tl.constexpr, SPAN: tl.constexpr, BLOCK_G: tl.constexpr):  # type: ignore[no-untyped-def]
+def _list_bounds(  # type: ignore[no-untyped-def]
+    row, tops_NG, divisor, top_k, top_p, log_min_p, V: tl.constexpr, SPAN: tl.constexpr, BLOCK_G: tl.constexpr
+):
     """(tempered logits from where on may be kept or have mass, from where on they are listed, the largest).
 
-    All that is kept is listed. Between the two bounds a token counts by its mass alone; only a row without top-k has such."""
+    All that is kept is listed. Between the two bounds a token counts by its mass alone; only a row without top-k has
+    such."""
     NUM_SPANS: tl.constexpr = (V + SPAN - 1) // SPAN
     top_key = _top_of_row(row, tops_NG, NUM_SPANS, BLOCK_G)
     tempered_top = tl.div_rn(value_of_key(top_key), divisor)
     least = tempered_top + log_min_p
     floor = least
     if top_k == V:
-        # The tail that top-p drops has more than 1 - p of the mass, which is at least 1, in at most V tokens; the largest of them has more than
-        # the mean. 0.1 is for rounding.
+        # The tail that top-p drops has more than 1 - p of the mass, which is at least 1, in at most V tokens; the
+        # largest of them has more than the mean. 0.1 is for rounding.
         floor = tl.maximum(least, tempered_top + tl.log(tl.maximum(1.0 - top_p, 1e-30) / V) - 0.1)
         least = tl.maximum(least, tempered_top + _MASSLESS)
     elif top_k <= NUM_SPANS:
@@ -385,13 +467,16 @@ def _collect(  # type: ignore[no-untyped-def]
     BLOCK_G: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """List order keys of tempered logits, in any order; tally how many there are, and the mass of those below the list."""
+    """List order keys of tempered logits, in any order; tally how many there are, and the mass of those below the
+    list."""
     release_next(PDL)
     await_previous(PDL)
     NUM_SPANS: tl.constexpr = (V + SPAN - 1) // SPAN
     row = tl.program_id(0)
     slot = tl.load(slot_ids_B + row // T)
-    temperature, divisor, top_k, top_p, log_min_p = _draw_parameters(slot, limits_SF, limits_stride, sampling_SF, sampling_stride)
+    temperature, divisor, top_k, top_p, log_min_p = _draw_parameters(
+        slot, limits_SF, limits_stride, sampling_SF, sampling_stride
+    )
     if _needs_list(temperature, top_k, top_p, V):
         least, floor, tempered_top = _list_bounds(row, tops_NG, divisor, top_k, top_p, log_min_p, V, SPAN, BLOCK_G)
         if tl.program_id(1) == 0:
@@ -448,12 +533,15 @@ def _select(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """What a row keeps: tempered logits from its threshold on, and of those only logits that the noise can carry past the largest."""
+    """What a row keeps: tempered logits from its threshold on, and of those only logits that the noise can carry past
+    the largest."""
     release_next(PDL)
     await_previous(PDL)
     row = tl.program_id(0)
     slot = tl.load(slot_ids_B + row // T)
-    temperature, divisor, top_k, top_p, log_min_p = _draw_parameters(slot, limits_SF, limits_stride, sampling_SF, sampling_stride)
+    temperature, divisor, top_k, top_p, log_min_p = _draw_parameters(
+        slot, limits_SF, limits_stride, sampling_SF, sampling_stride
+    )
     top = value_of_key(_top_of_row(row, tops_NG, (V + SPAN - 1) // SPAN, BLOCK_G))
     tempered_top = tl.div_rn(top, divisor)
     threshold = tempered_top + log_min_p
@@ -470,13 +558,15 @@ def _select(  # type: ignore[no-untyped-def]
             cut_key = _top_p_key(listed, num_listed, cut_key, top_key, tail_mass, tempered_top, top_p, 4, CHUNK)
         threshold = value_of_key(cut_key.to(tl.int32))
     tl.store(bounds_N3 + row * 3 + _THRESHOLD, threshold)
-    # Also where rounding makes scores equal, which decides by the lower token: 2**-20 of the score is more than its rounding.
+    # Also where rounding makes scores equal, which decides by the lower token: 2**-20 of the score is more than its
+    # rounding.
     tl.store(bounds_N3 + row * 3 + _REACH, top - temperature * _NOISE_REACH - tl.abs(top) * 2.0**-20)
 
 
 @triton.jit
 def _gumbel_noise(seed, position, span, SPAN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Standard Gumbel noise of a span's tokens, float32 [SPAN]; kernels/reference/philox.py has the counter's layout. SPAN: a multiple of 4."""
+    """Standard Gumbel noise of a span's tokens, float32 [SPAN]; kernels/reference/philox.py has the counter's layout.
+    SPAN: a multiple of 4."""
     group = (span * (SPAN // 4) + tl.arange(0, SPAN // 4)).to(tl.uint32)
     position = tl.zeros_like(group) + position.to(tl.uint32)
     purpose = tl.zeros_like(group) + _PURPOSE
@@ -509,7 +599,8 @@ def _draw(  # type: ignore[no-untyped-def]
     SPAN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rank of the best noisy logit among a program's spans. Comparisons are such that a NaN is kept, so that some token always is."""
+    """Rank of the best noisy logit among a program's spans. Comparisons are such that a NaN is kept, so that some token
+    always is."""
     release_next(PDL)
     await_previous(PDL)
     NUM_SPANS: tl.constexpr = (V + SPAN - 1) // SPAN
@@ -526,7 +617,21 @@ def _draw(  # type: ignore[no-untyped-def]
             token = span * SPAN + tl.arange(0, SPAN)
             is_real = token < V
             logit = _adjusted_logits(
-                row, slot, token, is_real, sampling_SF, sampling_stride, logits_BTV, tokens_BT, counts_SV, prompt_seen_SV, bias_SV, mask_SWX, V, T, W
+                row,
+                slot,
+                token,
+                is_real,
+                sampling_SF,
+                sampling_stride,
+                logits_BTV,
+                tokens_BT,
+                counts_SV,
+                prompt_seen_SV,
+                bias_SV,
+                mask_SWX,
+                V,
+                T,
+                W,
             )
             is_dropped = (is_real == 0) | (tl.div_rn(logit, divisor) < threshold)
             if temperature > 0:

@@ -1,7 +1,9 @@
-"""A second stream for work that may run beside the step's own: fork, and join. Captured in a CUDA graph, the two are its branches.
+"""A second stream for work that may run beside the step's own: fork, and join. Captured in a CUDA graph, the two are
+its branches.
 
-Memory needs no further care: what forks also joins before its operands and its result can be given back, and whatever runs on the second stream
-next begins at a later fork, behind all that the first stream did with them. Knows nothing of what is computed. Without CUDA everything runs in place.
+Memory needs no further care: what forks also joins before its operands and its result can be given back, and whatever
+runs on the second stream next begins at a later fork, behind all that the first stream did with them. Knows nothing of
+what is computed. Without CUDA everything runs in place.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ _HIGH_PRIORITY = -1
 
 @contextmanager
 def beside(device: torch.device) -> Iterator[None]:
-    """What is launched within runs after everything that the current stream has been given, and beside what that is given from now on.
+    """What is launched within runs after everything that the current stream has been given, and beside what that is
+    given from now on.
 
     Every block must be followed by `join`, before any of its tensors is let go."""
     if device.type != "cuda":

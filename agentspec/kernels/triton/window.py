@@ -1,7 +1,8 @@
-"""The integers of a decode step in Triton, one launch each: opening a window, committing it, entering the next drafts. See backend.Backend.
+"""The integers of a decode step in Triton, one launch each: opening a window, committing it, entering the next drafts.
+See backend.Backend.
 
-A program has one slot and one warp: everything here is latency. An inert slot's row is never stored to, so the padding slot may come any number of
-times in one step.
+A program has one slot and one warp: everything here is latency. An inert slot's row is never stored to, so the padding
+slot may come any number of times in one step.
 
 Shape letters: as in reference/window.py; E stop ids a slot.
 """
@@ -76,7 +77,9 @@ def open_window(slots_SF: Tensor, page_table_SP: Tensor, slot_ids_B: Tensor, num
     return window
 
 
-def commit_window(slots_SF: Tensor, limits_SF: Tensor, slot_ids_B: Tensor, chosen_BT: Tensor, *, block_tokens: int) -> Commit:
+def commit_window(
+    slots_SF: Tensor, limits_SF: Tensor, slot_ids_B: Tensor, chosen_BT: Tensor, *, block_tokens: int
+) -> Commit:
     """Of an inert slot, `num_accepted_B` is 0."""
     assert chosen_BT.is_contiguous()
     (num_slots, num_columns), device = chosen_BT.shape, slots_SF.device
@@ -110,7 +113,9 @@ def commit_window(slots_SF: Tensor, limits_SF: Tensor, slot_ids_B: Tensor, chose
     return commit
 
 
-def force_acceptance(slots_SF: Tensor, limits_SF: Tensor, slot_ids_B: Tensor, chosen_BT: Tensor, rate_K: Tensor) -> Tensor:
+def force_acceptance(
+    slots_SF: Tensor, limits_SF: Tensor, slot_ids_B: Tensor, chosen_BT: Tensor, rate_K: Tensor
+) -> Tensor:
     """One launch, so that timed steps with forced acceptance stay within some microseconds of what they stand for."""
     assert chosen_BT.is_contiguous()
     assert rate_K.is_contiguous()
@@ -218,7 +223,8 @@ def _commit_window(  # type: ignore[no-untyped-def]
     BLOCK_E: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """No branch on `active`, so that all loads are in flight at once: what an inert slot holds is computed with, and thrown away."""
+    """No branch on `active`, so that all loads are in flight at once: what an inert slot holds is computed with, and
+    thrown away."""
     release_next(PDL)
     await_previous(PDL)
     b = tl.program_id(0).to(tl.int64)
@@ -247,13 +253,18 @@ def _commit_window(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _truncate(token_T, num_matched, limits, length, T: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(drafts that stand, why the request ends or 0): cut after the first stop id and at the length limit. See reference/verdict.py."""
+def _truncate(  # type: ignore[no-untyped-def]
+    token_T, num_matched, limits, length, T: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr
+):
+    """(drafts that stand, why the request ends or 0): cut after the first stop id and at the length limit. See
+    reference/verdict.py."""
     t = tl.arange(0, BLOCK_T)
     e = tl.arange(0, BLOCK_E)
     stop_id_E = tl.load(limits + _STOP_IDS + e, mask=e < E, other=-1)
     full = tl.load(limits + _LENGTH_LIMIT) - length - 2
-    first_stop = tl.min(tl.min(tl.where(token_T[:, None] == stop_id_E[None, :], t[:, None], T), axis=1), axis=0).to(tl.int64)
+    first_stop = tl.min(tl.min(tl.where(token_T[:, None] == stop_id_E[None, :], t[:, None], T), axis=1), axis=0).to(
+        tl.int64
+    )
     last = tl.minimum(num_matched, full)
     at_limit = tl.where(last == full, _STOP_LENGTH, 0)
     return tl.minimum(first_stop, last), tl.where(first_stop <= last, _STOP_ID, at_limit).to(tl.int64)
@@ -273,7 +284,8 @@ def _advance(  # type: ignore[no-untyped-def]
     W: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Move an active slot's pointers behind the last accepted column; store the scalars that any slot then has to `scalars` too."""
+    """Move an active slot's pointers behind the last accepted column; store the scalars that any slot then has to
+    `scalars` too."""
     w = tl.arange(0, BLOCK_W)
     f = tl.arange(0, _TOKENS)
     row_W = tl.load(slot + _TOKENS + W + w, mask=w < W, other=0)

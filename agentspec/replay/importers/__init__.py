@@ -1,4 +1,5 @@
-"""`agentspec import FORMAT IN OUT`: other tools' traces as replay files. Each format has a reader that yields a ReplayFile."""
+"""`agentspec import FORMAT IN OUT`: other tools' traces as replay files. Each format has a reader that yields a
+ReplayFile."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("format", metavar="FORMAT", choices=FORMATS, help=f"one of {', '.join(FORMATS)}")
     parser.add_argument("input", metavar="IN", help="the trace, plain or gzip")
     parser.add_argument("output", metavar="OUT", help="replay file to write; gzip when the name ends in .gz")
-    parser.add_argument("--link", action="store_true", help="mooncake: join requests that continue an earlier one into a session (inferred)")
+    parser.add_argument(
+        "--link",
+        action="store_true",
+        help="mooncake: join requests that continue an earlier one into a session (inferred)",
+    )
 
 
 def main(args: argparse.Namespace) -> int:

@@ -1,7 +1,8 @@
 """Trajectories that agents keep of their own runs: tau-bench, mini-swe-agent and SWE-agent.
 
-Cut before every answer of the model, which becomes the recorded one; what follows the last answer was never asked, so it is left out. Tools are not
-part of these files, except mini-swe-agent's only one. Of a message's fields those stay that a prompt shows; an unknown one is an error.
+Cut before every answer of the model, which becomes the recorded one; what follows the last answer was never asked, so
+it is left out. Tools are not part of these files, except mini-swe-agent's only one. Of a message's fields those stay
+that a prompt shows; an unknown one is an error.
 """
 
 from __future__ import annotations
@@ -15,11 +16,30 @@ import msgspec
 
 from agentspec.errors import ReplayFileError
 from agentspec.replay.importers.documents import convert, read_documents
-from agentspec.replay.schema import AssistantMessage, Expect, InputMessage, Meta, RecordedUsage, ReplayFile, Session, Turn, check_session
+from agentspec.replay.schema import (
+    AssistantMessage,
+    Expect,
+    InputMessage,
+    Meta,
+    RecordedUsage,
+    ReplayFile,
+    Session,
+    Turn,
+    check_session,
+)
 
 _SHOWN = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content")
 _HIDDEN = (
-    *("function_call", "refusal", "annotations", "audio", "images", "provider_specific_fields", "thinking_blocks", "cache_control"),
+    *(
+        "function_call",
+        "refusal",
+        "annotations",
+        "audio",
+        "images",
+        "provider_specific_fields",
+        "thinking_blocks",
+        "cache_control",
+    ),
     *("agent", "message_type", "thought", "action", "tool_call_ids", "is_demo", "tags", "extra"),
 )
 """Fields that no prompt shows, or that are there a second time."""
@@ -59,7 +79,8 @@ def read_tau_bench(path: str | Path) -> ReplayFile:
 
 
 def read_mini_swe_agent(path: str | Path) -> ReplayFile:
-    """Trajectories of mini-swe-agent (`*.traj.json`). Tool time is the result's timestamp minus that of the answer before it."""
+    """Trajectories of mini-swe-agent (`*.traj.json`). Tool time is the result's timestamp minus that of the answer
+    before it."""
 
     def session(item: Any, number: int) -> Session:
         run = convert("", item, _MiniRun)
@@ -78,7 +99,9 @@ def read_swe_agent(path: str | Path) -> ReplayFile:
         run = convert("", item, _SweRun)
         name = Path(path).name.partition(".")[0] + (f"-{number}" if number > 1 else "")
         times = [step.get("execution_time") for step in run.trajectory]
-        if len(times) != sum(message.get("role") == "assistant" and not message.get("is_demo") for message in run.history):
+        if len(times) != sum(
+            message.get("role") == "assistant" and not message.get("is_demo") for message in run.history
+        ):
             times = []
         return _session(name, list(_with_tool_times(run.history, iter(times))), group=None, has_user=False)
 
@@ -118,7 +141,11 @@ def _read(path: str | Path, importer: str, session: Callable[[Any, int], Session
         except ValueError as error:
             raise ReplayFileError(str(path), number, str(error)) from None
         sessions[made.session_id] = made
-    return ReplayFile(path=str(path), meta=Meta(source={"importer": importer, "file": Path(path).name}), sessions=list(sessions.values()))
+    return ReplayFile(
+        path=str(path),
+        meta=Meta(source={"importer": importer, "file": Path(path).name}),
+        sessions=list(sessions.values()),
+    )
 
 
 def _timed(messages: Iterator[dict[str, Any]]) -> Iterator[_Step]:
@@ -150,7 +177,9 @@ def _usage(usage: dict[str, Any] | None) -> RecordedUsage | None:
     if not usage:
         return None
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    return RecordedUsage(prompt_tokens=usage.get("prompt_tokens"), completion_tokens=usage.get("completion_tokens"), cached_tokens=cached)
+    return RecordedUsage(
+        prompt_tokens=usage.get("prompt_tokens"), completion_tokens=usage.get("completion_tokens"), cached_tokens=cached
+    )
 
 
 def _with_tool_times(history: list[dict[str, Any]], times: Iterator[float | None]) -> Iterator[_Step]:
@@ -165,7 +194,9 @@ def _with_tool_times(history: list[dict[str, Any]], times: Iterator[float | None
             yield _Step(message=message, took_ms=None if seconds is None else seconds * 1000)
 
 
-def _session(name: str, steps: list[_Step], *, group: str | None, has_user: bool, tools: list[dict[str, Any]] | None = None) -> Session:
+def _session(
+    name: str, steps: list[_Step], *, group: str | None, has_user: bool, tools: list[dict[str, Any]] | None = None
+) -> Session:
     """has_user: a user, not only tools, speaks between answers."""
     turns: list[Turn] = []
     new: list[InputMessage] = []
@@ -179,7 +210,9 @@ def _session(name: str, steps: list[_Step], *, group: str | None, has_user: bool
             continue
         if not new:
             raise ValueError(f"{where}: an answer needs another message before it")
-        kind: Literal["start", "tool", "user"] = "start" if not turns else "user" if has_user and new[-1].role == "user" else "tool"
+        kind: Literal["start", "tool", "user"] = (
+            "start" if not turns else "user" if has_user and new[-1].role == "user" else "tool"
+        )
         answer = convert(where, {"content": None} | message, AssistantMessage)
         expect = Expect(message=answer, finish_reason=step.finish_reason, usage=step.usage, latency_ms=step.latency_ms)
         turns.append(Turn(messages=new, delay_ms=took_ms if turns else 0.0, delay_kind=kind, expect=expect))
@@ -196,7 +229,8 @@ def _shown(where: str, message: dict[str, Any]) -> dict[str, Any]:
         shown.pop("name", None)
     if isinstance(shown.get("content"), list):
         shown["content"] = [
-            {name: value for name, value in part.items() if name != "cache_control"} if isinstance(part, dict) else part for part in shown["content"]
+            {name: value for name, value in part.items() if name != "cache_control"} if isinstance(part, dict) else part
+            for part in shown["content"]
         ]
     if "tool_calls" in shown:
         names = ("id", "type", "function")

@@ -1,7 +1,8 @@
-"""Alibaba's Bailian usage traces: one request a line with its chat, the chat that it continues, its lengths and the hashes of its 16-token blocks.
+"""Alibaba's Bailian usage traces: one request a line with its chat, the chat that it continues, its lengths and the
+hashes of its 16-token blocks.
 
-A chat that continues another is its session's next turn. Of several that continue the same one, the earliest does; the others open sessions of
-their own, whose prompts begin with the same blocks.
+A chat that continues another is its session's next turn. Of several that continue the same one, the earliest does; the
+others open sessions of their own, whose prompts begin with the same blocks.
 """
 
 from __future__ import annotations
@@ -33,11 +34,17 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def block(self) -> BlockRequest:
-        return BlockRequest(at_ms=self.timestamp * 1000, input_length=self.input_length, output_length=self.output_length, hash_ids=self.hash_ids)
+        return BlockRequest(
+            at_ms=self.timestamp * 1000,
+            input_length=self.input_length,
+            output_length=self.output_length,
+            hash_ids=self.hash_ids,
+        )
 
 
 def read(path: str | Path) -> ReplayFile:
-    """The trace as sessions, in order of arrival. Raises ReplayFileError for the first line that isn't a request of it."""
+    """The trace as sessions, in order of arrival. Raises ReplayFileError for the first line that isn't a request of
+    it."""
     chains: list[list[Request]] = []
     ending: dict[int, list[Request]] = {}
     """chat -> the session that it ends so far."""
@@ -51,5 +58,9 @@ def read(path: str | Path) -> ReplayFile:
     sessions = []
     for requests in chains:
         turns = chain([request.block for request in requests], BLOCK_SIZE)
-        sessions.append(Session(session_id=f"chat-{requests[0].chat_id}", start_ms=requests[0].timestamp * 1000, turns=turns))
-    return ReplayFile(path=str(path), meta=Meta(source={"importer": "bailian", "file": Path(path).name}), sessions=sessions)
+        sessions.append(
+            Session(session_id=f"chat-{requests[0].chat_id}", start_ms=requests[0].timestamp * 1000, turns=turns)
+        )
+    return ReplayFile(
+        path=str(path), meta=Meta(source={"importer": "bailian", "file": Path(path).name}), sessions=sessions
+    )

@@ -15,7 +15,8 @@ _Value = TypeVar("_Value")
 
 
 def read_documents(path: str | Path) -> Iterator[tuple[int, Any]]:
-    """(line, or place in the list from 1; value) of each. Raises ReplayFileError for what isn't JSON, and for a file without any."""
+    """(line, or place in the list from 1; value) of each. Raises ReplayFileError for what isn't JSON, and for a file
+    without any."""
     lines = list(read_lines(path))
     if not lines:
         raise ReplayFileError(str(path), 1, "the file is empty")

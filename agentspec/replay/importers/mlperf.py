@@ -1,7 +1,9 @@
-"""Agentic conversations as MLPerf Endpoints keeps them: flat rows, one a message, in the order of a conversation's turns.
+"""Agentic conversations as MLPerf Endpoints keeps them: flat rows, one a message, in the order of a conversation's
+turns.
 
-A conversation is cut before every row of the assistant, which becomes the recorded answer; rows of the client that follow one another are one turn.
-The benchmark's schema allows fields beyond its own; its client sends none of them, so they are read over here, too.
+A conversation is cut before every row of the assistant, which becomes the recorded answer; rows of the client that
+follow one another are one turn. The benchmark's schema allows fields beyond its own; its client sends none of them, so
+they are read over here, too.
 """
 
 from __future__ import annotations
@@ -83,14 +85,22 @@ class _Row(msgspec.Struct, frozen=True, kw_only=True):
     def messages(self) -> list[InputMessage]:
         """What a row of the client adds."""
         if self.role == "tool":
-            return [InputMessage(role="tool", tool_call_id=result.tool_call_id, content=result.content) for result in self.tool_results or []]
+            return [
+                InputMessage(role="tool", tool_call_id=result.tool_call_id, content=result.content)
+                for result in self.tool_results or []
+            ]
         return [InputMessage(role="user", content=self.content or "", name=self.name)]
 
     @property
     def answer(self) -> AssistantMessage:
         """What a row of the assistant says."""
-        calls = [ToolCall(id=call.id, function=FunctionCall(name=call.function.name, arguments=_text(call))) for call in self.tool_calls or []]
-        return AssistantMessage(role="assistant", content=self.content, tool_calls=calls, reasoning_content=self.reasoning_content)
+        calls = [
+            ToolCall(id=call.id, function=FunctionCall(name=call.function.name, arguments=_text(call)))
+            for call in self.tool_calls or []
+        ]
+        return AssistantMessage(
+            role="assistant", content=self.content, tool_calls=calls, reasoning_content=self.reasoning_content
+        )
 
 
 def read(path: str | Path) -> ReplayFile:
@@ -134,10 +144,13 @@ class _Conversation:
         self._is_answered = True
 
     def add(self, row: _Row, fields: dict[str, Any]) -> None:
-        """`fields`: those of the request that the row is sent with. Raises ValueError for a row that can't follow what is there."""
+        """`fields`: those of the request that the row is sent with. Raises ValueError for a row that can't follow what
+        is there."""
         self._num_rows += 1
         if row.turn != self._num_rows:
-            raise ValueError(f"turn: {row.turn} must be {self._num_rows}, the next of conversation {row.conversation_id!r}")
+            raise ValueError(
+                f"turn: {row.turn} must be {self._num_rows}, the next of conversation {row.conversation_id!r}"
+            )
         self._system = self._system or row.system
         if row.tools and self._toolset is None:
             self._toolset = self._name(row.tools)
@@ -176,8 +189,18 @@ class _Conversation:
                 extra=before.extra | fields,
             )
             return
-        kind: Literal["start", "tool", "user"] = "start" if not self._turns else "tool" if row.role == "tool" else "user"
-        self._turns.append(Turn(messages=row.messages, delay_ms=delay_ms, delay_kind=kind, max_tokens=row.limit or self._limit, extra=fields))
+        kind: Literal["start", "tool", "user"] = (
+            "start" if not self._turns else "tool" if row.role == "tool" else "user"
+        )
+        self._turns.append(
+            Turn(
+                messages=row.messages,
+                delay_ms=delay_ms,
+                delay_kind=kind,
+                max_tokens=row.limit or self._limit,
+                extra=fields,
+            )
+        )
         self._is_answered = False
 
     def _check_results(self, results: list[_Result]) -> None:
@@ -188,7 +211,9 @@ class _Conversation:
             raise ValueError("tool_results: a row of the role tool needs some")
         for index, result in enumerate(results):
             if result.tool_call_id not in called:
-                raise ValueError(f"tool_results[{index}].tool_call_id: {result.tool_call_id!r} is no call of the row before")
+                raise ValueError(
+                    f"tool_results[{index}].tool_call_id: {result.tool_call_id!r} is no call of the row before"
+                )
 
     def _name(self, tools: list[dict[str, Any]]) -> str:
         """The name of a list of tools; equal lists have one."""

@@ -1,8 +1,10 @@
-"""Mooncake's request traces (FAST'25 release): one request a line with its arrival, its lengths and the hashes of its 512-token blocks.
+"""Mooncake's request traces (FAST'25 release): one request a line with its arrival, its lengths and the hashes of its
+512-token blocks.
 
-The trace names no sessions. With `link`, a request whose whole blocks extend those of an earlier one, and which is at least as long as that one's
-prompt and answer together, is taken for its next turn: a heuristic, so the file says that its sessions are inferred. A single shared block
-proves nothing (in the conversation trace nearly every request begins with the same one), so links need two.
+The trace names no sessions. With `link`, a request whose whole blocks extend those of an earlier one, and which is at
+least as long as that one's prompt and answer together, is taken for its next turn: a heuristic, so the file says that
+its sessions are inferred. A single shared block proves nothing (in the conversation trace nearly every request begins
+with the same one), so links need two.
 """
 
 from __future__ import annotations
@@ -29,14 +31,24 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def block(self) -> BlockRequest:
-        return BlockRequest(at_ms=self.timestamp, input_length=self.input_length, output_length=self.output_length, hash_ids=self.hash_ids)
+        return BlockRequest(
+            at_ms=self.timestamp,
+            input_length=self.input_length,
+            output_length=self.output_length,
+            hash_ids=self.hash_ids,
+        )
 
 
 def read(path: str | Path, *, link: bool) -> ReplayFile:
-    """The trace as sessions, in order of arrival. Raises ReplayFileError for the first line that isn't a request of it."""
+    """The trace as sessions, in order of arrival. Raises ReplayFileError for the first line that isn't a request of
+    it."""
     requests = sorted(read_trace(path, Request, BLOCK_SIZE), key=lambda request: request.timestamp)
     chains = _link(requests) if link else [[index] for index in range(len(requests))]
-    source = {"importer": "mooncake", "file": Path(path).name, "sessions": "inferred by prefix" if link else "one request each"}
+    source = {
+        "importer": "mooncake",
+        "file": Path(path).name,
+        "sessions": "inferred by prefix" if link else "one request each",
+    }
     sessions = [_session(numbers, requests) for numbers in chains]
     return ReplayFile(path=str(path), meta=Meta(source=source), sessions=sessions)
 
@@ -47,7 +59,8 @@ def _session(numbers: list[int], requests: list[Request]) -> Session:
 
 
 def _link(requests: list[Request]) -> list[list[int]]:
-    """Chains of request numbers. A request continues the deepest, then latest, earlier one that fits and is not continued yet."""
+    """Chains of request numbers. A request continues the deepest, then latest, earlier one that fits and is not
+    continued yet."""
     steps: dict[tuple[int, int], int] = {}
     """(prefix, block id) -> the prefix with that block; 0 is the empty prefix."""
     ending: dict[int, list[int]] = {}
@@ -76,6 +89,9 @@ def _continued(request: Request, path: list[int], ending: dict[int, list[int]], 
         waiting = ending.get(prefix, [])
         for place in reversed(range(len(waiting))):
             earlier = requests[waiting[place]]
-            if request.input_length >= earlier.input_length + earlier.output_length and request.timestamp > earlier.timestamp:
+            if (
+                request.input_length >= earlier.input_length + earlier.output_length
+                and request.timestamp > earlier.timestamp
+            ):
                 return waiting.pop(place)
     return None

@@ -1,6 +1,8 @@
-"""OpenAI message transcripts: each line a list of messages, or an object with `messages` and any other fields of the request.
+"""OpenAI message transcripts: each line a list of messages, or an object with `messages` and any other fields of the
+request.
 
-A conversation is cut before every assistant message, which becomes the turn's recorded answer. Lists of tools that are equal are shared.
+A conversation is cut before every assistant message, which becomes the turn's recorded answer. Lists of tools that are
+equal are shared.
 """
 
 from __future__ import annotations
@@ -64,15 +66,19 @@ class Transcripts:
         source: dict[str, Any] = {"importer": importer, "file": Path(path).name}
         if self._models:
             source["models"] = sorted(self._models)
-        return ReplayFile(path=str(path), meta=Meta(toolsets=self._toolsets, source=source), sessions=list(self._sessions.values()))
+        return ReplayFile(
+            path=str(path), meta=Meta(toolsets=self._toolsets, source=source), sessions=list(self._sessions.values())
+        )
 
     def add(self, item: dict[str, Any], number: int) -> None:
-        """One conversation. Every field of the object beside the ones named here goes with each request, as it stands."""
+        """One conversation. Every field of the object beside the ones named here goes with each request, as it
+        stands."""
         name, toolset, turns = self._turns(item, f"conversation-{number}")
         self._put(Session(session_id=name, toolset=toolset, turns=turns), is_new=True)
 
     def add_request(self, body: dict[str, Any], number: int, *, at_ms: float, output_tokens: int | None) -> None:
-        """One request. It is the next turn of the session whose last request's messages it begins with, before an answer, or opens a session.
+        """One request. It is the next turn of the session whose last request's messages it begins with, before an
+        answer, or opens a session.
 
         at_ms: its arrival; requests come in that order. output_tokens: length of its answer."""
         name, toolset, turns = self._turns(body, f"request-{number}")
@@ -81,25 +87,32 @@ class Transcripts:
         if output_tokens is not None:
             turns[-1] = msgspec.structs.replace(turns[-1], expect=Expect(output_tokens=output_tokens))
         digests = _digests(toolset, body["messages"])
-        answers = [index for index, message in enumerate(body["messages"]) if index and message.get("role") == "assistant"]
+        answers = [
+            index for index, message in enumerate(body["messages"]) if index and message.get("role") == "assistant"
+        ]
         known = next((digests[index] for index in reversed(answers) if digests[index] in self._ending), None)
         if known is None:
             session = Session(session_id=name, toolset=toolset, start_ms=at_ms, turns=turns)
         else:
             before = self._sessions[self._ending.pop(known)]
-            session = self._continued(before, turns, num_known=sum(digests.index(known) >= index for index in answers), at_ms=at_ms)
+            session = self._continued(
+                before, turns, num_known=sum(digests.index(known) >= index for index in answers), at_ms=at_ms
+            )
         self._put(session, is_new=known is None)
         self._ending[digests[-1]] = session.session_id
         self._arrivals[session.session_id] = at_ms
 
     def _continued(self, before: Session, turns: list[Turn], *, num_known: int, at_ms: float) -> Session:
-        """A session with what a request adds to it. num_known: turns of the request that end with the session's last answer."""
+        """A session with what a request adds to it. num_known: turns of the request that end with the session's last
+        answer."""
         answered, added = turns[num_known - 1], turns[num_known:]
         last = before.turns[-1]
         expect = msgspec.structs.replace(last.expect or Expect(), message=answered.recorded_message)
         gap = max(0.0, at_ms - self._arrivals[before.session_id])
         added[0] = msgspec.structs.replace(added[0], delay_ms=gap)
-        return msgspec.structs.replace(before, turns=[*before.turns[:-1], msgspec.structs.replace(last, expect=expect), *added])
+        return msgspec.structs.replace(
+            before, turns=[*before.turns[:-1], msgspec.structs.replace(last, expect=expect), *added]
+        )
 
     def _turns(self, item: dict[str, Any], name: str) -> tuple[str, str | None, list[Turn]]:
         """Name, tools and turns of a conversation."""
@@ -114,7 +127,13 @@ class Transcripts:
         if limit is not None:
             limit = convert("max_tokens", limit, int)
         turns = [
-            Turn(messages=new, delay_kind=_kind(new, place), max_tokens=limit, extra=dict(fields), expect=Expect(message=answer) if answer else None)
+            Turn(
+                messages=new,
+                delay_kind=_kind(new, place),
+                max_tokens=limit,
+                extra=dict(fields),
+                expect=Expect(message=answer) if answer else None,
+            )
             for place, (new, answer) in enumerate(_cut(messages))
         ]
         return name, self._toolset(tools), turns

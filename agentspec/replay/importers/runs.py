@@ -1,5 +1,5 @@
-"""Traces that know their requests by lengths and the hashes of their blocks: their lines, and the requests as token-run turns. Knows no trace's own
-fields."""
+"""Traces that know their requests by lengths and the hashes of their blocks: their lines, and the requests as token-run
+turns. Knows no trace's own fields."""
 
 from __future__ import annotations
 
@@ -26,8 +26,13 @@ class BlockRequest:
     hash_ids: list[int]
 
     def check(self, path: str, line: int, block_size: int) -> None:
-        """Raise ReplayFileError for a length or an arrival that can't be, or for another number of blocks than the input makes."""
-        for field, value, least in (("timestamp", self.at_ms, 0), ("input_length", self.input_length, 1), ("output_length", self.output_length, 0)):
+        """Raise ReplayFileError for a length or an arrival that can't be, or for another number of blocks than the
+        input makes."""
+        for field, value, least in (
+            ("timestamp", self.at_ms, 0),
+            ("input_length", self.input_length, 1),
+            ("output_length", self.output_length, 0),
+        ):
             if not value >= least:
                 raise ReplayFileError(path, line, f"{field}: {value} is too small")
         num_blocks = -(-self.input_length // block_size)
@@ -74,8 +79,14 @@ def read_trace(path: str | Path, line_type: type[L], block_size: int) -> list[L]
 
 
 def chain(requests: Sequence[BlockRequest], block_size: int) -> list[Turn]:
-    """Requests that followed one another as the turns of a session. Waits are gaps between arrivals, which include the answer's own time: such traces
-    don't say when an answer ended."""
+    """Requests that followed one another as the turns of a session. Waits are gaps between arrivals, which include the
+    answer's own time: such traces don't say when an answer ended."""
     first = requests[0].turn(block_size, delay_ms=0.0, delay_kind="start")
     rest = itertools.pairwise(requests)
-    return [first, *(after.turn(block_size, delay_ms=max(0.0, after.at_ms - before.at_ms), delay_kind="user") for before, after in rest)]
+    return [
+        first,
+        *(
+            after.turn(block_size, delay_ms=max(0.0, after.at_ms - before.at_ms), delay_kind="user")
+            for before, after in rest
+        ),
+    ]

@@ -1,11 +1,12 @@
-"""Claude Code sessions in Weka's trace format (kv-cache-tester, InferenceX AgentX): an object a session, requests by their lengths and block hashes.
+"""Claude Code sessions in Weka's trace format (kv-cache-tester, InferenceX AgentX): an object a session, requests by
+their lengths and block hashes.
 
-Hashes count from the session's own start where the trace says so, so equal ones of two sessions are not the same block. Where a prompt ends inside a
-block that the trace gives no hash, that block is one of its own.
+Hashes count from the session's own start where the trace says so, so equal ones of two sessions are not the same block.
+Where a prompt ends inside a block that the trace gives no hash, that block is one of its own.
 
-Subagents become sessions with a parent. One starts behind the request before it in the list (the session's first, where there is none), and is joined
-by the first later request that was sent when it had ended; without one nobody waits for it. aiperf reads the traces so too, but leaves out subagents
-that no request stands before.
+Subagents become sessions with a parent. One starts behind the request before it in the list (the session's first, where
+there is none), and is joined by the first later request that was sent when it had ended; without one nobody waits for
+it. aiperf reads the traces so too, but leaves out subagents that no request stands before.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ _EPSILON = 1e-6
 """Seconds that times in a trace may differ by and mean the same."""
 
 
-class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename={"num_in": "in", "num_out": "out"}):
+class _Request(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename={"num_in": "in", "num_out": "out"}
+):
     t: float
     """Seconds from the session's start. A subagent's requests count from its own in some traces."""
     type: Literal["n", "s"]
@@ -86,7 +89,9 @@ def read(path: str | Path) -> ReplayFile:
             sessions += _Reader(convert("", item, _Trace), number, tails).sessions()
         except ValueError as error:
             raise ReplayFileError(str(path), number, str(error)) from None
-    return ReplayFile(path=str(path), meta=Meta(source={"importer": "weka", "file": Path(path).name}), sessions=sessions)
+    return ReplayFile(
+        path=str(path), meta=Meta(source={"importer": "weka", "file": Path(path).name}), sessions=sessions
+    )
 
 
 class _Reader:
@@ -118,18 +123,31 @@ class _Reader:
         subagents = []
         for num_before, where, agent in spawned:
             if agent.requests:
-                requests = [msgspec.structs.replace(call, t=call.t + agent.t) for call in agent.requests] if are_relative else agent.requests
+                requests = (
+                    [msgspec.structs.replace(call, t=call.t + agent.t) for call in agent.requests]
+                    if are_relative
+                    else agent.requests
+                )
                 parent, end = self._place(main, max(0, num_before - 1), agent, requests)
                 if parent.join_turn is not None:
                     ends[parent.join_turn - 1] = max(ends[parent.join_turn - 1], end)
-                turns = self._turns([(f"{where}.requests[{index}]", call) for index, call in enumerate(requests)], behind=main[parent.turn].end)
+                turns = self._turns(
+                    [(f"{where}.requests[{index}]", call) for index, call in enumerate(requests)],
+                    behind=main[parent.turn].end,
+                )
                 subagents.append(Session(session_id=self._name(agent), turns=turns, parent=parent))
         return [Session(session_id=self._trace.id, turns=self._turns(calls, ends=ends)), *subagents]
 
-    def _place(self, main: list[_Request], turn: int, agent: _Subagent, requests: list[_Request]) -> tuple[Parent, float]:
-        """Where a subagent that starts behind a turn is joined, and when it had ended: its recorded duration after its start, else with its last
-        request."""
-        end = max(call.end for call in requests) if agent.duration_ms is None else agent.t + max(0.0, agent.duration_ms / 1000)
+    def _place(
+        self, main: list[_Request], turn: int, agent: _Subagent, requests: list[_Request]
+    ) -> tuple[Parent, float]:
+        """Where a subagent that starts behind a turn is joined, and when it had ended: its recorded duration after its
+        start, else with its last request."""
+        end = (
+            max(call.end for call in requests)
+            if agent.duration_ms is None
+            else agent.t + max(0.0, agent.duration_ms / 1000)
+        )
         join_turn = next((place for place in range(turn + 1, len(main)) if main[place].t >= end - _EPSILON), None)
         return Parent(session_id=self._trace.id, turn=turn, join_turn=join_turn), end
 
@@ -139,9 +157,11 @@ class _Reader:
         self._names[name] += 1
         return name if self._names[name] == 1 else f"{name}/{self._names[name]}"
 
-    def _turns(self, calls: list[tuple[str, _Request]], *, behind: float | None = None, ends: list[float] | None = None) -> list[Turn]:
-        """Requests that followed one another. `behind`: when the request ended that a subagent starts behind. `ends`: when, for each of them, all had
-        ended that the next one waits for; its own end unless given."""
+    def _turns(
+        self, calls: list[tuple[str, _Request]], *, behind: float | None = None, ends: list[float] | None = None
+    ) -> list[Turn]:
+        """Requests that followed one another. `behind`: when the request ended that a subagent starts behind. `ends`:
+        when, for each of them, all had ended that the next one waits for; its own end unless given."""
         turns: list[Turn] = []
         for index, (where, call) in enumerate(calls):
             kind: Literal["start", "tool", "user"] = "start"
@@ -159,8 +179,16 @@ class _Reader:
 
     def _request(self, where: str, call: _Request) -> BlockRequest:
         num_blocks = -(-call.num_in // self._trace.block_size)
-        if call.num_in < 1 or len(call.hash_ids) > num_blocks or any(not 0 <= block < _LOCAL_IDS for block in call.hash_ids):
-            raise ValueError(f"{where}.hash_ids: {len(call.hash_ids)} ids don't fit {call.num_in} tokens in blocks of {self._trace.block_size}")
+        if (
+            call.num_in < 1
+            or len(call.hash_ids) > num_blocks
+            or any(not 0 <= block < _LOCAL_IDS for block in call.hash_ids)
+        ):
+            raise ValueError(
+                f"{where}.hash_ids: {len(call.hash_ids)} ids don't fit {call.num_in} tokens in blocks of {self._trace.block_size}"
+            )
         known = [self._offset + block for block in call.hash_ids]
         unknown = list(itertools.islice(self._tails, num_blocks - len(known)))
-        return BlockRequest(at_ms=call.t * 1000, input_length=call.num_in, output_length=call.num_out, hash_ids=known + unknown)
+        return BlockRequest(
+            at_ms=call.t * 1000, input_length=call.num_in, output_length=call.num_out, hash_ids=known + unknown
+        )

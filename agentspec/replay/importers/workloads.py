@@ -1,4 +1,5 @@
-"""Workload files of other benchmark tools: SGLang's agentic traces, EvalScope's workload traces and aiperf's multi-turn files."""
+"""Workload files of other benchmark tools: SGLang's agentic traces, EvalScope's workload traces and aiperf's multi-turn
+files."""
 
 from __future__ import annotations
 
@@ -11,7 +12,17 @@ import msgspec
 from agentspec.errors import ReplayFileError
 from agentspec.replay.importers.documents import convert, read_documents
 from agentspec.replay.importers.openai_messages import Transcripts
-from agentspec.replay.schema import Expect, InputMessage, Meta, RecordedUsage, ReplayFile, Session, Turn, check_session, decoded
+from agentspec.replay.schema import (
+    Expect,
+    InputMessage,
+    Meta,
+    RecordedUsage,
+    ReplayFile,
+    Session,
+    Turn,
+    check_session,
+    decoded,
+)
 
 
 class _AgenticTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,8 +45,14 @@ def read_sglang_agentic(path: str | Path) -> ReplayFile:
                 turns = [
                     Turn(
                         messages=turn.messages,
-                        delay_kind="start" if not place else "tool" if turn.messages and turn.messages[-1].role == "tool" else "user",
-                        expect=None if turn.prompt_tokens is None else Expect(usage=RecordedUsage(prompt_tokens=turn.prompt_tokens)),
+                        delay_kind="start"
+                        if not place
+                        else "tool"
+                        if turn.messages and turn.messages[-1].role == "tool"
+                        else "user",
+                        expect=None
+                        if turn.prompt_tokens is None
+                        else Expect(usage=RecordedUsage(prompt_tokens=turn.prompt_tokens)),
                     )
                     for place, turn in enumerate(conversation)
                 ]
@@ -61,7 +78,8 @@ class _AiperfSession(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def read_aiperf_multi_turn(path: str | Path) -> ReplayFile:
-    """aiperf's multi-turn files: a user's texts, with delays or timestamps in milliseconds. No answers are recorded, so history is live."""
+    """aiperf's multi-turn files: a user's texts, with delays or timestamps in milliseconds. No answers are recorded, so
+    history is live."""
     sessions = []
     for number, item in read_documents(path):
         try:
@@ -69,17 +87,31 @@ def read_aiperf_multi_turn(path: str | Path) -> ReplayFile:
             turns: list[Turn] = []
             before: float | None = None
             for index, turn in enumerate(asked.turns):
-                texts = [turn.text] if turn.texts is None and turn.text is not None else turn.texts if turn.text is None else None
+                texts = (
+                    [turn.text]
+                    if turn.texts is None and turn.text is not None
+                    else turn.texts
+                    if turn.text is None
+                    else None
+                )
                 if texts is None or len(texts) != 1:
                     raise ValueError(f"turns[{index}]: needs one text")
                 delay = turn.delay or 0.0
                 if turn.timestamp is not None and before is not None:
                     delay = turn.timestamp - before
                 message = convert(f"turns[{index}]", {"role": turn.role or "user", "content": texts[0]}, InputMessage)
-                turns.append(Turn(messages=[message], delay_ms=max(0.0, delay) if turns else 0.0, delay_kind="user" if turns else "start"))
+                turns.append(
+                    Turn(
+                        messages=[message],
+                        delay_ms=max(0.0, delay) if turns else 0.0,
+                        delay_kind="user" if turns else "start",
+                    )
+                )
                 before = turn.timestamp
             start_ms = asked.turns[0].timestamp if asked.turns else None
-            sessions.append(_checked(Session(session_id=asked.session_id or f"session-{number}", start_ms=start_ms, turns=turns)))
+            sessions.append(
+                _checked(Session(session_id=asked.session_id or f"session-{number}", start_ms=start_ms, turns=turns))
+            )
         except ValueError as error:
             raise ReplayFileError(str(path), number, str(error)) from None
     return _file(path, "aiperf-multi-turn", sessions)
@@ -97,8 +129,8 @@ class _TracedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 def read_evalscope_workload(path: str | Path) -> ReplayFile:
     """EvalScope's workload traces: whole chat requests with their arrivals.
 
-    A request whose messages go on where an earlier one's ended is the next turn of its session, and the answer between them the recorded one. Waits
-    are gaps between arrivals and include the answer's own time."""
+    A request whose messages go on where an earlier one's ended is the next turn of its session, and the answer between
+    them the recorded one. Waits are gaps between arrivals and include the answer's own time."""
     requests = []
     for number, item in read_documents(path):
         try:
@@ -113,7 +145,9 @@ def read_evalscope_workload(path: str | Path) -> ReplayFile:
     conversations = Transcripts()
     for at, number, body, traced in requests:
         try:
-            conversations.add_request(body, number, at_ms=(at - requests[0][0]) * 1000, output_tokens=traced.completion_tokens)
+            conversations.add_request(
+                body, number, at_ms=(at - requests[0][0]) * 1000, output_tokens=traced.completion_tokens
+            )
         except ValueError as error:
             raise ReplayFileError(str(path), number, str(error)) from None
     return conversations.file(path, "evalscope-workload")
@@ -136,4 +170,6 @@ def _checked(session: Session) -> Session:
 def _file(path: str | Path, importer: str, sessions: list[Session]) -> ReplayFile:
     if not sessions:
         raise ReplayFileError(str(path), 1, "the file has no sessions")
-    return ReplayFile(path=str(path), meta=Meta(source={"importer": importer, "file": Path(path).name}), sessions=sessions)
+    return ReplayFile(
+        path=str(path), meta=Meta(source={"importer": importer, "file": Path(path).name}), sessions=sessions
+    )

@@ -1,4 +1,5 @@
-"""Grammars of requests: compiled in a process of their own, followed token by token. The only room that knows xgrammar."""
+"""Grammars of requests: compiled in a process of their own, followed token by token. The only room that knows
+xgrammar."""
 
 from __future__ import annotations
 

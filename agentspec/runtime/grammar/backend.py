@@ -1,4 +1,5 @@
-"""xgrammar, as much of it as is used here. Loaded when the first grammar comes: it brings packages along that take a second to import."""
+"""xgrammar, as much of it as is used here. Loaded when the first grammar comes: it brings packages along that take a
+second to import."""
 
 from __future__ import annotations
 
@@ -23,14 +24,19 @@ class Backend:
         self._xgrammar = xgrammar
         self.num_words = -(-vocabulary.vocab_size // 32)
         self._info = xgrammar.TokenizerInfo(
-            vocabulary.token_bytes, xgrammar.VocabType.RAW, vocab_size=vocabulary.vocab_size, stop_token_ids=vocabulary.stop_token_ids
+            vocabulary.token_bytes,
+            xgrammar.VocabType.RAW,
+            vocab_size=vocabulary.vocab_size,
+            stop_token_ids=vocabulary.stop_token_ids,
         )
         num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
-        # Its cache of rules that grammars share fails for expressions that count beyond 128; whole grammars are cached by GrammarCompiler.
+        # Its cache of rules that grammars share fails for expressions that count beyond 128; whole grammars are cached
+        # by GrammarCompiler.
         self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=num_threads, cache_enabled=False)
 
     def compile(self, job: CompileJob) -> Any:
-        """A compiled grammar. Raises xgrammar's own errors; may take any time, any memory, or the process. Other threads go on meanwhile."""
+        """A compiled grammar. Raises xgrammar's own errors; may take any time, any memory, or the process. Other
+        threads go on meanwhile."""
         make = self._xgrammar.Grammar.from_ebnf if job.kind == "ebnf" else self._xgrammar.Grammar.from_structural_tag
         grammar = make(job.source)
         if job.lead:

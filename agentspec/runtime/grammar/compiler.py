@@ -1,7 +1,7 @@
 """From a request's grammar to constraints: static limits, a trial in another process, a cache.
 
-A grammar is compiled here only after it was compiled there within every limit: a second compile takes less time than loading what the first one
-made.
+A grammar is compiled here only after it was compiled there within every limit: a second compile takes less time than
+loading what the first one made.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class CompiledGrammar:
 
     def constraint(self) -> GrammarConstraint:
         """A constraint at the beginning of the grammar."""
-        return GrammarConstraint(self.backend.matcher(self.handle), self.backend.num_words, self.stop_token_ids, self.after)
+        return GrammarConstraint(
+            self.backend.matcher(self.handle), self.backend.num_words, self.stop_token_ids, self.after
+        )
 
 
 class GrammarCompiler:
@@ -64,7 +66,10 @@ class GrammarCompiler:
         Raises RequestError when xgrammar isn't installed."""
         self._stop_token_ids = tuple(stop_token_ids)
         vocabulary = Vocabulary(
-            token_bytes=tokenizer.token_bytes[:vocab_size], vocab_size=vocab_size, stop_token_ids=list(stop_token_ids), job_seconds=job_seconds
+            token_bytes=tokenizer.token_bytes[:vocab_size],
+            vocab_size=vocab_size,
+            stop_token_ids=list(stop_token_ids),
+            job_seconds=job_seconds,
         )
         self._vocab_size = vocab_size
         self._process = TrialProcess(vocabulary)
@@ -83,7 +88,8 @@ class GrammarCompiler:
         self._cache_bytes = cache_bytes
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Blocks for as long as it takes, which is bounded. Raises RequestError naming what can't be served, EngineClosedError after `close`."""
+        """Blocks for as long as it takes, which is bounded. Raises RequestError naming what can't be served,
+        EngineClosedError after `close`."""
         if grammar.after is not None and not 0 <= grammar.after < self._vocab_size:
             raise RequestError(f"{FIELD}.after", grammar.after, f"is not a token id below {self._vocab_size}")
         job = _job(grammar)
@@ -98,7 +104,8 @@ class GrammarCompiler:
         return CompiledGrammar(self._backend, handle, self._stop_token_ids, grammar.after)
 
     def known(self, grammar: Grammar) -> CompiledGrammar | None:
-        """A grammar that stands in the cache under these very words; looks nowhere else and never blocks. None for what `compile` would refuse."""
+        """A grammar that stands in the cache under these very words; looks nowhere else and never blocks. None for what
+        `compile` would refuse."""
         if grammar.after is not None and not 0 <= grammar.after < self._vocab_size:
             return None
         with self._cache_lock:
@@ -140,7 +147,8 @@ def _words(grammar: Grammar) -> tuple[str, str, str]:
 
 
 def _job(grammar: Grammar) -> CompileJob:
-    """What the process is to compile. Schemas and expressions become EBNF here: the library's own readings of them skip what they don't know."""
+    """What the process is to compile. Schemas and expressions become EBNF here: the library's own readings of them skip
+    what they don't know."""
     if len(grammar.source) > MAX_SOURCE_BYTES:
         raise RequestError(f"{FIELD}.source", grammar.source, f"is longer than {MAX_SOURCE_BYTES} characters")
     for name, text in (("source", grammar.source), ("lead", grammar.lead)):
@@ -174,7 +182,8 @@ def _schema_source(text: str) -> str:
 
 
 def _check_tag(text: str) -> None:
-    """Schemas and expressions inside a structural tag would be read by the library, which skips what it doesn't know."""
+    """Schemas and expressions inside a structural tag would be read by the library, which skips what it doesn't
+    know."""
     level = [_decoded(text, f"{FIELD}.source")]
     while level:
         node = level.pop()

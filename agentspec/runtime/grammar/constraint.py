@@ -11,7 +11,8 @@ from agentspec.runtime.constraint import MaskRows
 from agentspec.runtime.grammar.backend import Matcher, new_rows
 
 MAX_MASK_SECONDS = 5.0
-"""Processor time for the masks of one window. An ambiguous grammar may come to that on a long text; its request ends, and the engine goes on."""
+"""Processor time for the masks of one window. An ambiguous grammar may come to that on a long text; its request ends,
+and the engine goes on."""
 
 
 class GrammarConstraint:

@@ -1,4 +1,5 @@
-"""The engine's end of the process that tries grammars: starts it, and again when it is needed after a grammar has killed it."""
+"""The engine's end of the process that tries grammars: starts it, and again when it is needed after a grammar has
+killed it."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class TrialProcess:
             self._started()
 
     def run(self, job: CompileJob) -> Verdict:
-        """Blocks until the grammar has passed, is refused, or has killed the process. Raises EngineClosedError when `close` comes first."""
+        """Blocks until the grammar has passed, is refused, or has killed the process. Raises EngineClosedError when
+        `close` comes first."""
         with self._turn:
             process = self._started()
             assert process.stdin is not None
@@ -64,7 +66,8 @@ class TrialProcess:
                 raise EngineClosedError("the engine is closed")
             if self._process is not None:
                 return self._process
-            # Its own session: an interrupt at the terminal is the engine's to handle. Its standard input ends with this process.
+            # Its own session: an interrupt at the terminal is the engine's to handle. Its standard input ends with this
+            # process.
             process = self._process = subprocess.Popen(
                 [sys.executable, "-m", _WORKER],
                 stdin=subprocess.PIPE,
@@ -74,7 +77,8 @@ class TrialProcess:
                 start_new_session=True,
             )
         assert process.stdin is not None
-        # Not under the lock, for `close` must not wait until it is read. If the process died at once, or is closed: the job finds that out.
+        # Not under the lock, for `close` must not wait until it is read. If the process died at once, or is closed: the
+        # job finds that out.
         with contextlib.suppress(BrokenPipeError, ValueError):
             write_message(process.stdin, self._vocabulary)
         return process
@@ -87,7 +91,9 @@ class TrialProcess:
         code = _end(process)
         if code == -signal.SIGALRM:
             return Verdict(error="takes too long to compile")
-        return Verdict(error=f"can't be compiled: it takes too much memory or nests too deep (the compiler ended with {code})")
+        return Verdict(
+            error=f"can't be compiled: it takes too much memory or nests too deep (the compiler ended with {code})"
+        )
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:

@@ -16,4 +16,6 @@ def constraint_source(spec: ModelSpec, tokenizer: Tokenizer | None, *, forces_ac
         return ConstraintSource(None, refusal="ends with a stop id, and this model has none")
     if forces_acceptance:
         return ConstraintSource(None, refusal="can't be kept while acceptance is forced")
-    return ConstraintSource(lambda: GrammarCompiler(tokenizer, vocab_size=spec.vocab_size, stop_token_ids=spec.stop_token_ids))
+    return ConstraintSource(
+        lambda: GrammarCompiler(tokenizer, vocab_size=spec.vocab_size, stop_token_ids=spec.stop_token_ids)
+    )

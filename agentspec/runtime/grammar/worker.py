@@ -2,7 +2,8 @@
 
     python -m agentspec.runtime.grammar.worker
 
-Reads a Vocabulary, then jobs, from standard input; answers on standard output. Ends with its input, and by an alarm when a job takes too long.
+Reads a Vocabulary, then jobs, from standard input; answers on standard output. Ends with its input, and by an alarm
+when a job takes too long.
 """
 
 from __future__ import annotations
@@ -64,18 +65,25 @@ def _answer(backend: Backend, vocabulary: Vocabulary, job: CompileJob) -> Verdic
     except Exception as error:  # the library raises what it likes for a grammar that it can't read
         return Verdict(error=_reason(error))
     if compiled.memory_size_bytes > MAX_COMPILED_BYTES:
-        return Verdict(error=f"is too large: {compiled.memory_size_bytes} bytes when compiled, {MAX_COMPILED_BYTES} are the limit")
+        return Verdict(
+            error=f"is too large: {compiled.memory_size_bytes} bytes when compiled, {MAX_COMPILED_BYTES} are the limit"
+        )
     return Verdict(error=_objection(backend, vocabulary, compiled))
 
 
 def _reason(error: Exception) -> str:
     """The library's words without the place in its sources where they were raised."""
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return "can't be compiled: " + first.partition(".cc:")[2].partition(": ")[2] if ".cc:" in first else f"can't be compiled: {first}"
+    return (
+        "can't be compiled: " + first.partition(".cc:")[2].partition(": ")[2]
+        if ".cc:" in first
+        else f"can't be compiled: {first}"
+    )
 
 
 def _objection(backend: Backend, vocabulary: Vocabulary, compiled: Any) -> str | None:
-    """What a walk that prefers long tokens runs into: masks that take too long, or a place where nothing may follow, not even the end."""
+    """What a walk that prefers long tokens runs into: masks that take too long, or a place where nothing may follow,
+    not even the end."""
     rng = random.Random(0)
     matcher = backend.matcher(compiled)
     total = 0.0

@@ -1,4 +1,5 @@
-"""The fields of /v1/chat/completions, and of the endpoints that take such bodies. Words are Markdown, for docs/api.md."""
+"""The fields of /v1/chat/completions, and of the endpoints that take such bodies. Words are Markdown, for
+docs/api.md."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ CHAT: FieldTable = {
         "`tool_calls`, `tool_call_id` and reasoning (below) are read; what else a message, a part or a call carries is "
         "left out"
     ),
-    "max_tokens": works("new tokens at most; up to the context by default. [More than the context leaves](#limits-beyond-the-context) is clamped"),
+    "max_tokens": works(
+        "new tokens at most; up to the context by default. [More than the context leaves](#limits-beyond-the-context) is clamped"
+    ),
     "max_completion_tokens": works("another name for `max_tokens`"),
     "tools": works(
         "functions. With `strict: true` a call is held to the tool's schema; the flag is not shown to the model, so the prompt is the same with and "
@@ -27,7 +30,9 @@ CHAT: FieldTable = {
         "token that opens a call gets a bias of -100 (unless `logit_bias` has one for it), and nothing is taken for a call"
     ),
     "parallel_tool_calls": works("true by default; false: one call at most"),
-    "response_format": works("`text`, `json_object`, or `json_schema` with its `schema` (`strict` or not: the content always fits)"),
+    "response_format": works(
+        "`text`, `json_object`, or `json_schema` with its `schema` (`strict` or not: the content always fits)"
+    ),
     "logprobs": works(
         "true: the log-probabilities of the content's tokens by the model's own distribution, before penalties, bias, temperature and constraints. "
         "Tokens of reasoning and of calls are not among them"

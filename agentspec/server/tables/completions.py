@@ -7,7 +7,9 @@ from agentspec.server.tables.shared import GENERATION, LABELS, SERVERS
 
 COMPLETIONS: FieldTable = {
     **GENERATION,
-    "prompt": works("a text, a list of token ids, or a list of either; several prompts become choices in their order, `n` for each, 2048 at most"),
+    "prompt": works(
+        "a text, a list of token ids, or a list of either; several prompts become choices in their order, `n` for each, 2048 at most"
+    ),
     "max_tokens": works(
         "new tokens at most; 16 by default, as OpenAI has it; 0 computes the prompt only. [More than the context "
         "leaves](#limits-beyond-the-context) is clamped"

@@ -5,7 +5,9 @@ from __future__ import annotations
 from agentspec.server.fields import FieldTable, accepted, refused, works
 
 _PROMPT: FieldTable = {
-    "model": works("required; must be a name of the served model (404 otherwise): the checkpoint's, or those of `--served-model-name`"),
+    "model": works(
+        "required; must be a name of the served model (404 otherwise): the checkpoint's, or those of `--served-model-name`"
+    ),
     "messages": works(
         "required. `user`, `assistant` and, [anywhere](#chat), `system` or `developer`. Blocks: `text`, `tool_use`, `tool_result` (a text or parts), "
         "`thinking`, `redacted_thinking`. Texts of one message are joined as they are. Results come before the text of their message, wherever they "
@@ -32,13 +34,17 @@ _PROMPT: FieldTable = {
         "it decides; `disabled` is refused if it begins the answer with thinking nevertheless. `budget_tokens`, any number, is an aim that the model "
         "isn't told of: only `max_tokens` bounds its thinking. `display: omitted` leaves the text out of the answer; there are no summaries"
     ),
-    "output_config": works("`format` (a JSON schema) constrains the answer. `effort` is any text, as `reasoning_effort` in [chat](#chat)"),
+    "output_config": works(
+        "`format` (a JSON schema) constrains the answer. `effort` is any text, as `reasoning_effort` in [chat](#chat)"
+    ),
     "output_format": works("the older name of `output_config.format`"),
     "context_management": works(
         "`edits` of what the model is shown: `clear_thinking_20251015` and `clear_tool_uses_20250919`, see [edits](#edits-of-a-conversation); others "
         "(`compact_20260112`) are refused"
     ),
-    "cache_control": works("in blocks of `system` and `messages`, in tools, and at the root, where it means the end of the last message: 4 at most"),
+    "cache_control": works(
+        "in blocks of `system` and `messages`, in tools, and at the root, where it means the end of the last message: 4 at most"
+    ),
     "cache_salt": works("not Anthropic's; as in chat"),
     "container": refused("there is none"),
     "compaction": refused("nothing is summarised here"),

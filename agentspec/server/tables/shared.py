@@ -12,11 +12,15 @@ SAMPLING: FieldTable = {
     "presence_penalty": works("-2 to 2, over generated tokens"),
     "frequency_penalty": works("-2 to 2, over generated tokens"),
     "repetition_penalty": works("(0, 10], default 1; over prompt and generated tokens"),
-    "seed": works("0 to 2^63 - 1; the same seed gives the same tokens whatever runs beside it, up to [rounding](numerics.md#on-a-cuda-device)"),
+    "seed": works(
+        "0 to 2^63 - 1; the same seed gives the same tokens whatever runs beside it, up to [rounding](numerics.md#on-a-cuda-device)"
+    ),
 }
 
 GENERATION: FieldTable = {
-    "model": works("required; must be a name of the served model (404 otherwise): the checkpoint's, or those of `--served-model-name`"),
+    "model": works(
+        "required; must be a name of the served model (404 otherwise): the checkpoint's, or those of `--served-model-name`"
+    ),
     "n": works("1 to 128 choices of each prompt. With a `seed`, choice i is drawn with `seed` + i"),
     "stream": works("server-sent events"),
     "stream_options": works(
@@ -45,7 +49,9 @@ GENERATION: FieldTable = {
     "guided_regex": works("`structured_outputs.regex` by its older name"),
     "guided_choice": works("`structured_outputs.choice` by its older name"),
     "guided_grammar": works("`structured_outputs.grammar` by its older name"),
-    "return_token_ids": works('true: add the ids of prompt and answer, see below; `"output"`: those of the answer alone'),
+    "return_token_ids": works(
+        'true: add the ids of prompt and answer, see below; `"output"`: those of the answer alone'
+    ),
     "skip_special_tokens": works(
         "of vLLM's: false has control tokens that are generated, such as those around turns, stand in the text, and in that of an echoed prompt. "
         "The stop id that ends an answer is no part of its text either way. True by default. `<think>` and the tags of calls are no control tokens"
@@ -57,7 +63,9 @@ GENERATION: FieldTable = {
         "it, and not with a constrained answer"
     ),
     "prompt_cache_key": works("names the session, if the header `x-session-id` doesn't"),
-    "cache_salt": works("prefixes are shared only among requests with the same salt; with [keys](#keys) also of the same key or group alone"),
+    "cache_salt": works(
+        "prefixes are shared only among requests with the same salt; with [keys](#keys) also of the same key or group alone"
+    ),
 }
 """Of chat and completions."""
 

@@ -13,7 +13,8 @@ DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in (Qwen3Coder
 
 
 def detect_dialect(template_source: str) -> str | None:
-    """The name in DIALECTS of the dialect that a chat template teaches the model; None when it teaches none that we know."""
+    """The name in DIALECTS of the dialect that a chat template teaches the model; None when it teaches none that we
+    know."""
     if "<function=" in template_source:
         return Qwen3CoderDialect.name
     if CALL_OPEN in template_source:

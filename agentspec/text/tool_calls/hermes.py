@@ -1,6 +1,7 @@
 """Tool calls as JSON: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Qwen3-Next-Instruct, Hermes).
 
-A call is surfaced whole: until its JSON is complete nothing says whether it is one. Knows nothing of reasoning or content.
+A call is surfaced whole: until its JSON is complete nothing says whether it is one. Knows nothing of reasoning or
+content.
 """
 
 from __future__ import annotations

@@ -40,13 +40,15 @@ class CallParser(Protocol):
     """Reads one call, from its trigger on. The events don't depend on how the text is cut into pushes."""
 
     def push(self, text: str, *, final: bool = False) -> CallStep:
-        """Read on. `final`: the turn is complete, no text will follow, and what is missing at the end may be forgiven. Never MORE when final."""
+        """Read on. `final`: the turn is complete, no text will follow, and what is missing at the end may be forgiven.
+        Never MORE when final."""
         ...
 
     def cut(self) -> CallStep:
         """The text was cut off here (token limit, stop string): pass on what is certain.
 
-        MORE when the call had started: it stays without an end. Otherwise NOT_A_CALL with everything since the trigger."""
+        MORE when the call had started: it stays without an end. Otherwise NOT_A_CALL with everything since the
+        trigger."""
         ...
 
     @property
@@ -63,7 +65,8 @@ class Dialect(Protocol):
 
     @property
     def keeps_argument_text(self) -> bool:
-        """Templates write a string argument as it is, so that rendering `ToolCall.as_written` reproduces the generated text."""
+        """Templates write a string argument as it is, so that rendering `ToolCall.as_written` reproduces the generated
+        text."""
         ...
 
     def triggers(self, tools: ToolSchemas) -> tuple[str, ...]:

@@ -8,9 +8,9 @@
     </function>
     </tool_call>
 
-Values carry no types: the tool's JSON schema gives them. Arguments stream while they are written. A closing tag counts only where
-the form goes on behind it, so a value may quote single tags; at the end of a complete turn missing closers are forgiven.
-Knows nothing of reasoning or content.
+Values carry no types: the tool's JSON schema gives them. Arguments stream while they are written. A closing tag counts
+only where the form goes on behind it, so a value may quote single tags; at the end of a complete turn missing closers
+are forgiven. Knows nothing of reasoning or content.
 """
 
 from __future__ import annotations
@@ -87,7 +87,12 @@ class Qwen3CoderParser:
     def push(self, text: str, *, final: bool = False) -> CallStep:
         self._buffer += text
         self._events = []
-        steps = {_State.HEAD: self._head, _State.BETWEEN: self._between, _State.VALUE: self._in_value, _State.TAIL: self._tail}
+        steps = {
+            _State.HEAD: self._head,
+            _State.BETWEEN: self._between,
+            _State.VALUE: self._in_value,
+            _State.TAIL: self._tail,
+        }
         while self._status is CallStatus.MORE and steps[self._state](final):
             pass
         rest = "" if self._status is CallStatus.MORE else self._buffer
@@ -98,7 +103,9 @@ class Qwen3CoderParser:
         if self._state is _State.HEAD:
             return CallStep([], CallStatus.NOT_A_CALL, self._buffer)
         if self._state is _State.VALUE:
-            self._values[self._key] = text = "".join(self._value)  # what is still in the buffer may be half a closing tag
+            self._values[self._key] = text = "".join(
+                self._value
+            )  # what is still in the buffer may be half a closing tag
             if not is_plain_string(self._types):
                 self._write(text)
         return CallStep(self._events, CallStatus.MORE)
@@ -115,7 +122,9 @@ class Qwen3CoderParser:
         name, close, rest = head.removeprefix(_FUNCTION_OPEN).partition(">")
         is_open = head.startswith(_FUNCTION_OPEN)
         may_open = not final and _FUNCTION_OPEN.startswith(head)
-        if not (is_open or may_open) or (is_open and ("\n" in name or "<" in name or (close and not name.strip()) or (final and not close))):
+        if not (is_open or may_open) or (
+            is_open and ("\n" in name or "<" in name or (close and not name.strip()) or (final and not close))
+        ):
             self._status = CallStatus.NOT_A_CALL
             return False
         if not (is_open and close):
@@ -139,7 +148,11 @@ class Qwen3CoderParser:
             self._buffer = text.removeprefix(_FUNCTION_CLOSE)
             self._state = _State.TAIL
             return True
-        if not final and text != CALL_CLOSE and any(tag.startswith(text) for tag in (_PARAMETER_OPEN, _FUNCTION_CLOSE, CALL_CLOSE)):
+        if (
+            not final
+            and text != CALL_CLOSE
+            and any(tag.startswith(text) for tag in (_PARAMETER_OPEN, _FUNCTION_CLOSE, CALL_CLOSE))
+        ):
             return False
         # Missing `</function>`, or text that belongs to no parameter: the call ends here and the text is content again.
         self._state = _State.TAIL

@@ -19,7 +19,9 @@ KEYWORDS_OF_TYPE: dict[str, frozenset[str]] = {
     "number": frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")),
     "string": frozenset(("minLength", "maxLength", "pattern", "format")),
     "array": frozenset(("items", "prefixItems", "minItems", "maxItems", "uniqueItems")),
-    "object": frozenset(("properties", "required", "additionalProperties", "minProperties", "maxProperties", "unevaluatedProperties")),
+    "object": frozenset(
+        ("properties", "required", "additionalProperties", "minProperties", "maxProperties", "unevaluatedProperties")
+    ),
 }
 """JSON Schema's keywords that say something about values of one type."""
 
@@ -39,7 +41,8 @@ class ToolSchemas:
         return tuple(self._parameters)
 
     def types(self, tool: str, parameter: str) -> frozenset[str]:
-        """JSON Schema types that the parameter may have; empty when the tool, the parameter or its type isn't declared."""
+        """JSON Schema types that the parameter may have; empty when the tool, the parameter or its type isn't
+        declared."""
         root = self._parameters.get(tool, {})
         properties = root.get("properties")
         schema = properties.get(parameter) if isinstance(properties, Mapping) else None
@@ -47,7 +50,8 @@ class ToolSchemas:
 
 
 def _types(schema: object, root: Mapping[str, Any]) -> set[str]:
-    """Nobody has checked this schema, unless its tool is strict: what makes no sense in it is passed over. Follows each reference once."""
+    """Nobody has checked this schema, unless its tool is strict: what makes no sense in it is passed over. Follows each
+    reference once."""
     found: set[str] = set()
     followed: set[str] = set()
     waiting = [schema]
@@ -113,15 +117,18 @@ def coerce(text: str, types: frozenset[str]) -> Any:
 
 
 def read_json(text: str) -> Any:
-    """The value of JSON text that a model wrote. A lone surrogate, which JSON can spell and no answer can hold, becomes U+FFFD.
+    """The value of JSON text that a model wrote. A lone surrogate, which JSON can spell and no answer can hold, becomes
+    U+FFFD.
 
-    Raises ValueError, for numbers that JSON doesn't have (NaN, infinities) and for what no client could send back (too deep), too, and
-    RecursionError."""
+    Raises ValueError, for numbers that JSON doesn't have (NaN, infinities) and for what no client could send back (too
+    deep), too, and RecursionError."""
     value = json.loads(text, parse_float=_finite, parse_constant=_finite)
     if is_too_deep(value):
         raise ValueError(f"nested deeper than {MAX_NESTING} levels")
     if "\\u" in text:
-        value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+        value = json.loads(
+            json.dumps(value, ensure_ascii=False).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        )
     return value
 
 

@@ -2,9 +2,9 @@
 
     python -m tests.kernels.triton.compile_sm90 [words of the specimens' names]
 
-Prints a line a specimen. Exits with 1 if one does not compile, keeps more in local memory (spilled registers, a stack) than its specimen allows, or
-lacks an instruction that it names. Triton's own cache makes a second run fast. Must not run with TRITON_INTERPRET set: an interpreted kernel has no
-source to compile.
+Prints a line a specimen. Exits with 1 if one does not compile, keeps more in local memory (spilled registers, a stack)
+than its specimen allows, or lacks an instruction that it names. Triton's own cache makes a second run fast. Must not
+run with TRITON_INTERPRET set: an interpreted kernel has no source to compile.
 """
 
 from __future__ import annotations
@@ -42,11 +42,17 @@ def all_specimens(words: list[str]) -> Iterator[Specimen]:
 
 def source_of(specimen: Specimen) -> ASTSource:
     names = list(specimen.kernel.arg_names)
-    constexprs = {param.name: param.default for param in specimen.kernel.params if param.is_constexpr and param.has_default}
+    constexprs = {
+        param.name: param.default for param in specimen.kernel.params if param.is_constexpr and param.has_default
+    }
     constexprs |= ({"PDL": True} if "PDL" in names else {}) | dict(specimen.constexprs)
     if strange := (specimen.signature.keys() | constexprs.keys()) ^ set(names):
-        raise ValueError(f"{specimen.name}: arguments that are missing or that the kernel does not have: {sorted(strange)}")
-    is_aligned = {name: kind.startswith("*") or name in specimen.multiples_of_16 for name, kind in specimen.signature.items()}
+        raise ValueError(
+            f"{specimen.name}: arguments that are missing or that the kernel does not have: {sorted(strange)}"
+        )
+    is_aligned = {
+        name: kind.startswith("*") or name in specimen.multiples_of_16 for name, kind in specimen.signature.items()
+    }
     source = GluonASTSource if specimen.kernel.is_gluon() else ASTSource
     return source(
         specimen.kernel,
@@ -70,12 +76,20 @@ def compile_one(specimen: Specimen) -> tuple[str, list[str]]:
     """(one line about it, what is wrong with it)."""
     began = time.perf_counter()
     source = source_of(specimen)
-    options = {"num_warps": specimen.num_warps, "num_stages": specimen.num_stages, "launch_pdl": "PDL" in specimen.kernel.arg_names}
+    options = {
+        "num_warps": specimen.num_warps,
+        "num_stages": specimen.num_stages,
+        "launch_pdl": "PDL" in specimen.kernel.arg_names,
+    }
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     used = resources(compiled.asm["cubin"])
     # Static shared memory is 0 in Triton's kernels: what they take is given at the launch.
     line = f"{used['REG']:4} registers {compiled.metadata.shared / 1024:6.1f} KB shared {time.perf_counter() - began:6.1f} s  {specimen.name}"
-    wrong = [f"{used[kind]} bytes of local memory a thread ({kind.lower()})" for kind in ("STACK", "LOCAL") if used[kind] > specimen.stack_bytes]
+    wrong = [
+        f"{used[kind]} bytes of local memory a thread ({kind.lower()})"
+        for kind in ("STACK", "LOCAL")
+        if used[kind] > specimen.stack_bytes
+    ]
     wrong += [f"no {text} in its PTX" for text in specimen.instructions if text not in compiled.asm["ptx"]]
     return line, wrong
 
@@ -85,7 +99,9 @@ def compile_named(name: str) -> tuple[str, list[str]]:
     (specimen,) = (specimen for specimen in all_specimens([]) if specimen.name == name)
     try:
         return compile_one(specimen)
-    except Exception as error:  # whatever a compiler raises belongs to this specimen's line, and the others still get theirs
+    except (
+        Exception
+    ) as error:  # whatever a compiler raises belongs to this specimen's line, and the others still get theirs
         return f"{'':38} {name}", [f"{type(error).__name__}: {error}"]
 
 

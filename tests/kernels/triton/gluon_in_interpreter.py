@@ -1,8 +1,9 @@
-"""prefill_attention_hopper.py under Triton's interpreter, which knows no Gluon: its words for shared memory, barriers, copies and matrix units, each
-standing for the plain operation, with the promises checked that a GPU would break silently.
+"""prefill_attention_hopper.py under Triton's interpreter, which knows no Gluon: its words for shared memory, barriers,
+copies and matrix units, each standing for the plain operation, with the promises checked that a GPU would break
+silently.
 
-A copy lands only when its barrier is waited for, and a barrier has one phase under way. A buffer is overwritten only when nobody may be reading it:
-its last reader was waited for, and a barrier of the whole program came after that.
+A copy lands only when its barrier is waited for, and a barrier has one phase under way. A buffer is overwritten only
+when nobody may be reading it: its last reader was waited for, and a barrier of the whole program came after that.
 """
 
 from __future__ import annotations
@@ -108,7 +109,9 @@ class _Machine:
             buffer.data = block
         barrier.copies, barrier.bytes, barrier.phase = [], 0, barrier.phase + 1
 
-    def product(self, a: Any, b: _Buffer | _Transposed, sums: Any, *, use_acc: bool = True, is_async: bool = False) -> _Product:
+    def product(
+        self, a: Any, b: _Buffer | _Transposed, sums: Any, *, use_acc: bool = True, is_async: bool = False
+    ) -> _Product:
         assert is_async
         buffers = [x for x in (a, b.buffer if isinstance(b, _Transposed) else b) if isinstance(x, _Buffer)]
         assert not isinstance(sums, _Product) or sums.is_done, "sums that are still being added to"
@@ -146,7 +149,10 @@ class _Pool:
 
     def block(self, place: list[Any]) -> Any:
         row, column = map(_number, place)
-        return tl.tensor(TensorHandle(self.rows[row : row + self.page_tokens, column : column + self.head_dim].copy(), tl.float16), self.block_type)
+        return tl.tensor(
+            TensorHandle(self.rows[row : row + self.page_tokens, column : column + self.head_dim].copy(), tl.float16),
+            self.block_type,
+        )
 
 
 class _Language:
@@ -156,7 +162,9 @@ class _Language:
         self.allocate_shared_memory = machine.allocate
         self.static_range = range
         self.NVMMASharedLayout = SimpleNamespace(get_default_for=lambda *_: "tile")
-        self.NVMMADistributedLayout = self.SliceLayout = self.BlockedLayout = self.DotOperandLayout = lambda *_, **__: "registers"
+        self.NVMMADistributedLayout = self.SliceLayout = self.BlockedLayout = self.DotOperandLayout = lambda *_, **__: (
+            "registers"
+        )
 
     def __getattr__(self, name: str) -> Any:
         # Looked up at every call: the interpreter changes Triton's functions while it runs a kernel.
@@ -176,7 +184,8 @@ class _Language:
 
 
 class _Kernel(InterpretedFunction):  # type: ignore[misc]
-    """Run as it stands: the interpreter would make tensors of everything that a variable is set to, shared memory too."""
+    """Run as it stands: the interpreter would make tensors of everything that a variable is set to, shared memory
+    too."""
 
     def rewrite(self) -> Any:
         return self.fn
@@ -189,13 +198,20 @@ def interpreted_hopper() -> SimpleNamespace:
     source = Path(prefill_attention_hopper.__file__).read_text()
     gluon = SimpleNamespace(jit=lambda function=None, **_: function or (lambda decorated: decorated))
     tree = ast.parse(source.replace("gl.constexpr,", "tl.constexpr,"))
-    tree.body = [node for node in tree.body if not (isinstance(node, ast.ImportFrom) and str(node.module).startswith("triton.experimental"))]
+    tree.body = [
+        node
+        for node in tree.body
+        if not (isinstance(node, ast.ImportFrom) and str(node.module).startswith("triton.experimental"))
+    ]
     hopper.__dict__.update(
         gluon=gluon,
         gl=_Language(machine),
         fence_async_shared=lambda: None,
         mbarrier=SimpleNamespace(
-            init=lambda barrier, count: None, expect=machine.expect, wait=machine.wait_barrier, MBarrierLayout=lambda: "barrier"
+            init=lambda barrier, count: None,
+            expect=machine.expect,
+            wait=machine.wait_barrier,
+            MBarrierLayout=lambda: "barrier",
         ),
         tma=SimpleNamespace(async_load=machine.copy),
         warpgroup_mma=machine.product,

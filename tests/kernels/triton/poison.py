@@ -1,4 +1,5 @@
-"""Memory that nobody wrote, made visible: what a kernel leaves out of its result shows as NaN or as an absurd integer."""
+"""Memory that nobody wrote, made visible: what a kernel leaves out of its result shows as NaN or as an absurd
+integer."""
 
 from __future__ import annotations
 

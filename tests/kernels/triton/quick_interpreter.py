@@ -1,10 +1,11 @@
 """Triton's interpreter without its largest wastes, more than half of a test's time. None of them checks anything.
 
-- It prepares triton.language anew at every call of a device function. What it prepares depends on the module of the function alone and holds until
-  the launch ends, so that once a launch and module is enough.
-- It computes for every sum and product of integers, in six more operations, whether they overflow, and drops the answer unless it debugs, which it
-  can't be asked to.
-- It builds a table of all types wherever it needs numpy's type for one of Triton's, and a block's type anew where it has it in hand.
+- It prepares triton.language anew at every call of a device function. What it prepares depends on the module of the
+  function alone and holds until the launch ends, so that once a launch and module is enough.
+- It computes for every sum and product of integers, in six more operations, whether they overflow, and drops the answer
+  unless it debugs, which it can't be asked to.
+- It builds a table of all types wherever it needs numpy's type for one of Triton's, and a block's type anew where it
+  has it in hand.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What a file `specimens_*.py` lists: kernels at shapes that are really served, for a compile check on a machine without a GPU."""
+"""What a file `specimens_*.py` lists: kernels at shapes that are really served, for a compile check on a machine
+without a GPU."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ class Specimen:
     multiples_of_16: tuple[str, ...] = ()
     """Integer arguments that a launch would find to be multiples of 16, which is what lets strides keep wide loads."""
     stack_bytes: int = 0
-    """What a thread may keep in local memory: more than nothing only where a measurement has shown that it doesn't matter."""
+    """What a thread may keep in local memory: more than nothing only where a measurement has shown that it doesn't
+    matter."""
     instructions: tuple[str, ...] = ()
     """What its PTX must hold, e.g. `wgmma.mma_async`, `cp.async.cg`, `ld.global.v4`."""

@@ -13,7 +13,14 @@ _NUM_PROGRAMS = 264
 
 
 def _specimens(
-    model: str, num_slots: int, num_columns: int, num_heads: int, num_kv_heads: int, head_dim: int, half_rope: int, dtype: torch.dtype
+    model: str,
+    num_slots: int,
+    num_columns: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    half_rope: int,
+    dtype: torch.dtype,
 ) -> list[Specimen]:
     shares = num_heads // num_kv_heads
     block_rows = attention.task_rows(num_columns * shares)

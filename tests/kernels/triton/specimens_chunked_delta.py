@@ -11,12 +11,16 @@ from agentspec.types import BLOCK_TOKENS
 from tests.kernels.triton.specimen import Specimen
 
 
-def _specimens(model: str, value_heads: int, key_heads: int, head_dim: int, activations: str = "*bf16") -> list[Specimen]:
+def _specimens(
+    model: str, value_heads: int, key_heads: int, head_dim: int, activations: str = "*bf16"
+) -> list[Specimen]:
     heads = {"V": value_heads, "REPEATS": value_heads // key_heads}
     dims = {"D": head_dim, "K": head_dim}
     padded = {"T": BLOCK_TOKENS, "PADDED_D": head_dim, "PADDED_K": head_dim}
     num_channels = (2 * key_heads + value_heads) * head_dim
-    fold_d, stages = chunked_delta.fold_plan(torch.float32 if activations == "*fp32" else torch.bfloat16, value_heads, head_dim)
+    fold_d, stages = chunked_delta.fold_plan(
+        torch.float32 if activations == "*fp32" else torch.bfloat16, value_heads, head_dim
+    )
     # float32 is there for the truth of it, not for speed.
     stack_bytes = 512 if activations == "*fp32" else 0
     x = {"projected_NP": activations, "x_stride": "i32"}
@@ -46,7 +50,13 @@ def _specimens(model: str, value_heads: int, key_heads: int, head_dim: int, acti
         Specimen(
             name=f"fold_blocks {model}",
             kernel=chunked_delta._fold_blocks,
-            signature=x | {"ssm_RVDK": "*fp32", "ssm_stride": "i32"} | conv | tables | scratch | solved | {"out_NX": activations},
+            signature=x
+            | {"ssm_RVDK": "*fp32", "ssm_stride": "i32"}
+            | conv
+            | tables
+            | scratch
+            | solved
+            | {"out_NX": activations},
             constexprs=heads
             | dims
             | padded
@@ -87,14 +97,25 @@ def _hoppers(model: str, value_heads: int, key_heads: int) -> Specimen:
 
     num_tiles = value_heads * chunked_delta_hopper.HEAD_DIM // chunked_delta_hopper.BLOCK_D
     num_channels = (2 * key_heads + value_heads) * chunked_delta_hopper.HEAD_DIM
-    signature = {"projected_NP": "*bf16", "x_stride": "i32", "ssm_RVDK": "*fp32", "ssm_stride": "i32", "conv_R3C": "*bf16", "conv_stride": "i32"}
+    signature = {
+        "projected_NP": "*bf16",
+        "x_stride": "i32",
+        "ssm_RVDK": "*fp32",
+        "ssm_stride": "i32",
+        "conv_R3C": "*bf16",
+        "conv_stride": "i32",
+    }
     signature |= {"spans_UF": "*i64", "blocks_MF": "*i64", "gates_MVGT": "*fp32", "out_NX": "*bf16"}
     signature |= {"keys": rows(128), "values": rows(64), "w": rows(128), "reads": rows(64), "out": rows(64)}
     return Specimen(
         name=f"fold_blocks for Hopper {model}",
         kernel=chunked_delta_hopper.fold_blocks,
         signature=signature,
-        constexprs={"V": value_heads, "REPEATS": value_heads // key_heads, "BLOCK_C": triton.next_power_of_2(triton.cdiv(num_channels, num_tiles))},
+        constexprs={
+            "V": value_heads,
+            "REPEATS": value_heads // key_heads,
+            "BLOCK_C": triton.next_power_of_2(triton.cdiv(num_channels, num_tiles)),
+        },
         num_warps=chunked_delta_hopper.NUM_WARPS,
         multiples_of_16=("x_stride", "ssm_stride", "conv_stride"),
         # Triton 3.6, with which it was measured, keeps nothing.

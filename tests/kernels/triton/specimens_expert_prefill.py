@@ -1,4 +1,5 @@
-"""The mixture of experts over many tokens at the sizes of 35B-A3B (256 experts, 8 a token, 2048 x 512), by the plans that these have."""
+"""The mixture of experts over many tokens at the sizes of 35B-A3B (256 experts, 8 a token, 2048 x 512), by the plans
+that these have."""
 
 from __future__ import annotations
 
@@ -20,12 +21,27 @@ def grouped(kernel: Any, name: str, plan: GroupedPlan, block_m: int, dtype: str,
     is_scaled = dtype == "fp8e4nv"
     pointer, scales = f"*{dtype}", "*fp32" if is_scaled else "constexpr"
     tiles = f"tensordesc<{dtype}[{{}}, {plan.block_k}]>"
-    signature = {"weight_tiles": tiles.format(plan.block_o), "weight_scales_ptr": scales, "pairs_ptr": "*i32", "tiles_ptr": "*i32"}
+    signature = {
+        "weight_tiles": tiles.format(plan.block_o),
+        "weight_scales_ptr": scales,
+        "pairs_ptr": "*i32",
+        "tiles_ptr": "*i32",
+    }
     if kernel is grouped_gemm._gate_up_kernel:
-        signature |= {"h_ptr": pointer, "h_scales_ptr": scales, "x_ptr": pointer, "x_stride": "i32", "x_scales_ptr": scales}
+        signature |= {
+            "h_ptr": pointer,
+            "h_scales_ptr": scales,
+            "x_ptr": pointer,
+            "x_stride": "i32",
+            "x_scales_ptr": scales,
+        }
         signature |= {"num_rows": "i32", "num_pairs": "i32", "top_k": "i32", "width": "i32", "depth": "i32"}
     else:
-        signature |= {"parts_ptr": "*fp32" if dtype == "fp32" else "*bf16", "h_tiles": tiles.format(block_m), "h_scales_ptr": scales}
+        signature |= {
+            "parts_ptr": "*fp32" if dtype == "fp32" else "*bf16",
+            "h_tiles": tiles.format(block_m),
+            "h_scales_ptr": scales,
+        }
         signature |= {"weights_ptr": "*fp32", "num_pairs": "i32", "num_outputs": "i32", "depth": "i32"}
     absent = {argument: None for argument, kind in signature.items() if kind == "constexpr"}
     return Specimen(
@@ -42,8 +58,11 @@ def grouped(kernel: Any, name: str, plan: GroupedPlan, block_m: int, dtype: str,
         },
         num_warps=plan.warps,
         num_stages=plan.stages,
-        multiples_of_16=tuple(argument for argument in ("x_stride", "width", "depth", "num_outputs") if argument in signature),
-        # 512 threads have 128 registers each: Triton 3.9 keeps two more here, and 3.6, with which this plan was measured, none.
+        multiples_of_16=tuple(
+            argument for argument in ("x_stride", "width", "depth", "num_outputs") if argument in signature
+        ),
+        # 512 threads have 128 registers each: Triton 3.9 keeps two more here, and 3.6, with which this plan was
+        # measured, none.
         stack_bytes=8 if plan.warps == 16 else 0,
         instructions=instructions,
     )
@@ -61,7 +80,14 @@ def layer(block_m: int, dtype: str, *instructions: str) -> list[Specimen]:
             dtype,
             *instructions,
         ),
-        grouped(grouped_gemm._down_kernel, "experts' down", expert_prefill.down_plan(block_m, is_scaled, activations), block_m, dtype, *instructions),
+        grouped(
+            grouped_gemm._down_kernel,
+            "experts' down",
+            expert_prefill.down_plan(block_m, is_scaled, activations),
+            block_m,
+            dtype,
+            *instructions,
+        ),
     ]
 
 
@@ -71,21 +97,42 @@ def hoppers(kernel: Any, name: str) -> Specimen:
     def tiles(rows: int) -> str:
         return f"tensordesc<fp8e4nv[{rows},128],{gl.NVMMASharedLayout.get_default_for([rows, 128], gl.float8e4nv)!r}>"
 
-    scales = {"weight_scales_ptr": "*fp32", "pairs_ptr": "*i32", "tiles_ptr": "*i32", "counters_ptr": "*i32", "num_pairs": "i32", "depth": "i32"}
+    scales = {
+        "weight_scales_ptr": "*fp32",
+        "pairs_ptr": "*i32",
+        "tiles_ptr": "*i32",
+        "counters_ptr": "*i32",
+        "num_pairs": "i32",
+        "depth": "i32",
+    }
     if kernel is grouped_gemm_hopper.gate_up_kernel:
         registers = grouped_gemm_hopper._GATE_UP_REGISTERS
-        signature = {"h_ptr": "*fp8e4nv", "h_scales_ptr": "*fp32", "x_ptr": "*fp8e4nv", "x_stride": "i32", "x_scales_ptr": "*fp32"}
+        signature = {
+            "h_ptr": "*fp8e4nv",
+            "h_scales_ptr": "*fp32",
+            "x_ptr": "*fp8e4nv",
+            "x_stride": "i32",
+            "x_scales_ptr": "*fp32",
+        }
         signature |= {"num_rows": "i32", "top_k": "i32", "width": "i32"}
     else:
         registers = grouped_gemm_hopper._DOWN_REGISTERS
-        signature = {"parts_ptr": "*bf16", "h": tiles(64), "h_scales_ptr": "*fp32", "weights_ptr": "*fp32", "num_outputs": "i32"}
+        signature = {
+            "parts_ptr": "*bf16",
+            "h": tiles(64),
+            "h_scales_ptr": "*fp32",
+            "weights_ptr": "*fp32",
+            "num_outputs": "i32",
+        }
     signature |= {"weights": tiles(128)} | scales
     return Specimen(
         name=name,
         kernel=kernel,
         signature=signature,
         constexprs=registers,
-        multiples_of_16=tuple(argument for argument in ("x_stride", "width", "depth", "num_outputs") if argument in signature),
+        multiples_of_16=tuple(
+            argument for argument in ("x_stride", "width", "depth", "num_outputs") if argument in signature
+        ),
         # Triton 3.6, with which they were measured, keeps nothing here; what 3.9 keeps is used once a piece.
         stack_bytes=40,
         instructions=(WGMMA, COPIES, "setmaxnreg"),
@@ -105,7 +152,13 @@ SPECIMENS = [
     Specimen(
         name="experts' sum",
         kernel=expert_prefill._sum_kernel,
-        signature={"residual_ptr": "*bf16", "parts_ptr": "*bf16", "gate_ptr": "*fp32", "shared_ptr": "*bf16", "width": "i32"},
+        signature={
+            "residual_ptr": "*bf16",
+            "parts_ptr": "*bf16",
+            "gate_ptr": "*fp32",
+            "shared_ptr": "*bf16",
+            "width": "i32",
+        },
         constexprs={"TOP_K": 8, "BLOCK_H": 1024},
         multiples_of_16=("width",),
         instructions=("ld.global.v4",),

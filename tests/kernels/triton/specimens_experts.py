@@ -1,4 +1,5 @@
-"""The kernels of a mixture of experts at the shapes of 35B-A3B (256 experts of 512, 8 of them and the shared one a token), and of a tiny one."""
+"""The kernels of a mixture of experts at the shapes of 35B-A3B (256 experts of 512, 8 of them and the shared one a
+token), and of a tiny one."""
 
 from __future__ import annotations
 
@@ -29,17 +30,38 @@ INTEGERS = (
     "ahead",
     "release",
 )
-FLOATS = ("scales_ptr", "normed_scales_ptr", "shared_scales_ptr", "parts_ptr", "squares_ptr", "weights_ptr", "gates_ptr", "gate_ptr")
+FLOATS = (
+    "scales_ptr",
+    "normed_scales_ptr",
+    "shared_scales_ptr",
+    "parts_ptr",
+    "squares_ptr",
+    "weights_ptr",
+    "gates_ptr",
+    "gate_ptr",
+)
 INDICES = ("ids_ptr", "pairs_ptr", "tiles_ptr", "counts_ptr")
 VALUES = ("stack_ptr", "shared_ptr")
 MULTIPLES = ("x_stride", "width", "num_outputs", "depth")
 
 
 def specimen(
-    name: str, kernel: Any, constexprs: dict[str, Any], warps: int, stages: int, *instructions: str, dtype: str, weights: str = "bf16"
+    name: str,
+    kernel: Any,
+    constexprs: dict[str, Any],
+    warps: int,
+    stages: int,
+    *instructions: str,
+    dtype: str,
+    weights: str = "bf16",
 ) -> Specimen:
     """`constexprs`: None for absent operands. weights: type of the experts' values."""
-    types = {**dict.fromkeys(INTEGERS, "i32"), **dict.fromkeys(FLOATS, "*fp32"), **dict.fromkeys(INDICES, "*i32"), "eps": "fp32"}
+    types = {
+        **dict.fromkeys(INTEGERS, "i32"),
+        **dict.fromkeys(FLOATS, "*fp32"),
+        **dict.fromkeys(INDICES, "*i32"),
+        "eps": "fp32",
+    }
     types |= dict.fromkeys(VALUES, f"*{weights}")
     if "normed_scales_ptr" not in constexprs:
         types["normed_ptr"] = "*fp8e4nv"
@@ -56,7 +78,9 @@ def specimen(
     )
 
 
-def product(kernel: Any, form: Form, num_tokens: int, rows: int, depth: int, *, shared: bool = True, tiles: Tiles | None = None) -> Specimen:
+def product(
+    kernel: Any, form: Form, num_tokens: int, rows: int, depth: int, *, shared: bool = True, tiles: Tiles | None = None
+) -> Specimen:
     dtype = "fp32" if form == "fp32" else "bf16"
     is_down = kernel is experts._down_kernel
     activations = torch.float32 if form == "fp32" else torch.bfloat16
@@ -76,10 +100,17 @@ def product(kernel: Any, form: Form, num_tokens: int, rows: int, depth: int, *, 
     }
     name = f"{'down' if is_down else 'gate_up'} {form} {rows}x{depth} N={num_tokens}{' shared' * shared} {tiles_text(tiles)}"
     instructions = (
-        () if form == "fp32" else (ASYNC_COPIES, OF_FOUR_WARPS if tiles.block_o >= 64 and tiles.warps == 4 and num_tokens > 8 else TENSOR_CORES)
+        ()
+        if form == "fp32"
+        else (
+            ASYNC_COPIES,
+            OF_FOUR_WARPS if tiles.block_o >= 64 and tiles.warps == 4 and num_tokens > 8 else TENSOR_CORES,
+        )
     )
     weights = {"fp8": "u8", "bf16": "bf16", "fp32": "fp32"}[form]
-    return specimen(name, kernel, absent | constexprs, tiles.warps, tiles.stages, *instructions, dtype=dtype, weights=weights)
+    return specimen(
+        name, kernel, absent | constexprs, tiles.warps, tiles.stages, *instructions, dtype=dtype, weights=weights
+    )
 
 
 def meta_weight(form: Form, rows: int, depth: int) -> Weight:
@@ -98,22 +129,65 @@ def tiles_text(tiles: Tiles) -> str:
 
 def many_scores(num_tokens: int) -> Specimen:
     tiles = routing.score_tiles(num_tokens, 256, 2048, 2)
-    blocks = {"BLOCK_N": tiles.block_n, "BLOCK_X": tiles.block_x, "BLOCK_K": tiles.block_k, "H": 2048, "SHARE": 2048 // tiles.split, "AHEAD": 4}
+    blocks = {
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_X": tiles.block_x,
+        "BLOCK_K": tiles.block_k,
+        "H": 2048,
+        "SHARE": 2048 // tiles.split,
+        "AHEAD": 4,
+    }
     instructions = (ASYNC_COPIES, OF_FOUR_WARPS if tiles.block_n >= 64 else TENSOR_CORES)
-    return specimen(f"scores 35B N={num_tokens}", routing._many_scores_kernel, blocks, tiles.warps, tiles.stages, *instructions, dtype="bf16")
+    return specimen(
+        f"scores 35B N={num_tokens}",
+        routing._many_scores_kernel,
+        blocks,
+        tiles.warps,
+        tiles.stages,
+        *instructions,
+        dtype="bf16",
+    )
 
 
 def choice(split: int) -> Specimen:
-    blocks = {"J": 8, "C": 9, "SPLIT": split, "NORMALIZE": True, "BLOCK_X": 256, "BLOCK_C": 16, "H": 2048, "BLOCK_H": 1024, "gates_ptr": None}
+    blocks = {
+        "J": 8,
+        "C": 9,
+        "SPLIT": split,
+        "NORMALIZE": True,
+        "BLOCK_X": 256,
+        "BLOCK_C": 16,
+        "H": 2048,
+        "BLOCK_H": 1024,
+        "gates_ptr": None,
+    }
     blocks["normed_scales_ptr"] = None
     # One instruction finds the largest of a warp's integers.
-    return specimen(f"choice 35B of {split} parts", routing._choose_kernel, blocks, 1, 3, "redux.sync.max.s32", dtype="bf16", weights="u8")
+    return specimen(
+        f"choice 35B of {split} parts",
+        routing._choose_kernel,
+        blocks,
+        1,
+        3,
+        "redux.sync.max.s32",
+        dtype="bf16",
+        weights="u8",
+    )
 
 
 def scaled_choice() -> Specimen:
     """Of a prompt: the normed input in 8 bits."""
     blocks = {"J": 8, "C": 8, "SPLIT": 1, "NORMALIZE": True, "BLOCK_X": 256, "BLOCK_C": 8, "H": 2048, "BLOCK_H": 1024}
-    return specimen("choice 35B of 1 part, in 8 bits", routing._choose_kernel, blocks, 1, 3, "st.global.v4", dtype="bf16", weights="u8")
+    return specimen(
+        "choice 35B of 1 part, in 8 bits",
+        routing._choose_kernel,
+        blocks,
+        1,
+        3,
+        "st.global.v4",
+        dtype="bf16",
+        weights="u8",
+    )
 
 
 def groups(kernel: Any, warps: int, **blocks: int) -> Specimen:
@@ -129,7 +203,15 @@ SPECIMENS = [
     product(experts._down_kernel, "fp8", 4, 2048, 512),
     product(experts._down_kernel, "fp8", 128, 2048, 512),
     product(experts._down_kernel, "bf16", 16, 2048, 512),
-    specimen("few scores 35B", routing._few_scores_kernel, {"H": 2048, "ROWS": 4, "BLOCK_H": 2048}, 8, 3, dtype="bf16", weights="u8"),
+    specimen(
+        "few scores 35B",
+        routing._few_scores_kernel,
+        {"H": 2048, "ROWS": 4, "BLOCK_H": 2048},
+        8,
+        3,
+        dtype="bf16",
+        weights="u8",
+    ),
     *(many_scores(num_tokens) for num_tokens in (32, 256, 8192)),
     choice(1),
     choice(16),

@@ -8,7 +8,9 @@ from agentspec.kernels.triton import gated_delta
 from tests.kernels.triton.specimen import Specimen
 
 
-def _specimen(model: str, num_columns: int, value_heads: int, key_heads: int, head_dim: int, activations: str = "*bf16") -> Specimen:
+def _specimen(
+    model: str, num_columns: int, value_heads: int, key_heads: int, head_dim: int, activations: str = "*bf16"
+) -> Specimen:
     return Specimen(
         name=f"gated_delta_step {model} T={num_columns}",
         kernel=gated_delta._gated_delta_step,

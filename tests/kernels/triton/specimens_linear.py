@@ -11,7 +11,18 @@ from tests.kernels.triton.specimen import Specimen
 ASYNC_COPIES, WGMMA = "cp.async.cg.shared", "wgmma.mma_async"
 PACKED_DECODING, PAIRED_DECODING = "prmt.b32 low", "prmt.b32 pair"
 OPERANDS = ("x_ptr", "weight_ptr", "extra_ptr", "norm_ptr", "residual_ptr")
-INTEGERS = ("x_stride", "num_tokens", "num_outputs", "num_extra", "depth", "width", "num_real", "tiles", "ahead", "release")
+INTEGERS = (
+    "x_stride",
+    "num_tokens",
+    "num_outputs",
+    "num_extra",
+    "depth",
+    "width",
+    "num_real",
+    "tiles",
+    "ahead",
+    "release",
+)
 
 
 KERNELS: dict[Kind, Any] = {
@@ -36,7 +47,13 @@ def specimen(
     stack_bytes: int = 0,
 ) -> Specimen:
     """`constexprs`: None for absent operands. weight: its type where it is not `dtype`."""
-    types = {**dict.fromkeys(OPERANDS, f"*{dtype}"), **dict.fromkeys(INTEGERS, "i32"), "eps": "fp32", "partial_ptr": "*fp32", "arrivals_ptr": "*i32"}
+    types = {
+        **dict.fromkeys(OPERANDS, f"*{dtype}"),
+        **dict.fromkeys(INTEGERS, "i32"),
+        "eps": "fp32",
+        "partial_ptr": "*fp32",
+        "arrivals_ptr": "*i32",
+    }
     types |= {"score_ptr": "*fp32", "row_ptr": "*i32", "token_ptr": "*i64", "ids_ptr": "*i64", "scales_ptr": "*fp32"}
     types["gate_up_ptr"] = f"*{dtype}"
     types["out_ptr"] = "*fp32" if kernel is linear_kernels.logits_kernel else f"*{dtype}"
@@ -49,7 +66,9 @@ def specimen(
         constexprs=constexprs,
         num_warps=warps,
         num_stages=stages,
-        multiples_of_16=tuple(argument for argument in ("x_stride", "num_outputs", "num_extra", "depth", "width") if argument in names),
+        multiples_of_16=tuple(
+            argument for argument in ("x_stride", "num_outputs", "num_extra", "depth", "width") if argument in names
+        ),
         instructions=instructions,
         stack_bytes=stack_bytes,
     )
@@ -82,19 +101,33 @@ def layer(
     if "scales_ptr" in kernel.arg_names:
         rows = plan.block_o // 2 if kind == "norm_swiglu" else plan.block_o
         constexprs |= (
-            {"BLOCK_ROWS": block_rows, "ONE_BLOCK": block_rows % rows == 0} if fp8 else {"scales_ptr": None, "BLOCK_ROWS": 1, "ONE_BLOCK": False}
+            {"BLOCK_ROWS": block_rows, "ONE_BLOCK": block_rows % rows == 0}
+            if fp8
+            else {"scales_ptr": None, "BLOCK_ROWS": 1, "ONE_BLOCK": False}
         )
     if kernel is linear_kernels.linear_kernel:
         constexprs |= {"SPLIT": plan.split} | ({} if plan.split > 1 else {"partial_ptr": None, "arrivals_ptr": None})
         constexprs |= {} if kind == "add_linear" else {"residual_ptr": None}
-        constexprs |= {"EXTRA_O": max(plan.block_o // (2 * plan.split), 16)} | ({} if extra else {"extra_ptr": None, "num_extra": None})
+        constexprs |= {"EXTRA_O": max(plan.block_o // (2 * plan.split), 16)} | (
+            {} if extra else {"extra_ptr": None, "num_extra": None}
+        )
     if "norm_ptr" in kernel.arg_names and (plan.norm_apart or not kind.startswith("norm")):
         constexprs |= {"norm_ptr": None}
     if fp8 and dtype == "bf16":
         instructions += (WGMMA, PAIRED_DECODING) if plan.takes_pairs else (PACKED_DECODING,)
     name = f"{kind} {model} M={num_tokens} {dtype}{' fp8' * fp8}"
     weight = ("u16" if plan.takes_pairs else "u8") if fp8 else ""
-    return specimen(name, kernel, constexprs, plan.warps, plan.stages, *instructions, dtype=dtype, weight=weight, stack_bytes=stack_bytes)
+    return specimen(
+        name,
+        kernel,
+        constexprs,
+        plan.warps,
+        plan.stages,
+        *instructions,
+        dtype=dtype,
+        weight=weight,
+        stack_bytes=stack_bytes,
+    )
 
 
 SPECIMENS = [

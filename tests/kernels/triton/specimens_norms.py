@@ -8,14 +8,17 @@ from tests.kernels.triton.specimen import Specimen
 WIDE = ("ld.global.v4",)
 
 
-def rms_norm(name: str, width: int, *, block_rows: int, block: int, num_warps: int, to_rows: bool, kind: str = "bf16") -> Specimen:
+def rms_norm(
+    name: str, width: int, *, block_rows: int, block: int, num_warps: int, to_rows: bool, kind: str = "bf16"
+) -> Specimen:
     pointers = dict.fromkeys(("x_NH", "weight_H", "out_NH", *(["hidden_RH"] if to_rows else [])), f"*{kind}")
     return Specimen(
         name=name,
         kernel=norms._rms_norm,
         signature={**pointers, "x_stride": "i32", "eps": "fp32", "num_rows": "i32", "hidden_stride": "i32"}
         | ({"write_rows_N": "*i64"} if to_rows else {}),
-        constexprs={"H": width, "BLOCK_N": block_rows, "BLOCK_H": block} | ({} if to_rows else {"hidden_RH": None, "write_rows_N": None}),
+        constexprs={"H": width, "BLOCK_N": block_rows, "BLOCK_H": block}
+        | ({} if to_rows else {"hidden_RH": None, "write_rows_N": None}),
         num_warps=num_warps,
         multiples_of_16=("x_stride", "hidden_stride"),
         instructions=WIDE,

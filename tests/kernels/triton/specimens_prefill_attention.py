@@ -15,7 +15,15 @@ _PAGE = 64
 _LINE = {"spans_UF": "*i64", "line_4I": "*i32", "most_tiles": "i32", "cuts_2C": "*i32"}
 
 
-def _prepare(model: str, heads: tuple[int, int], head_dim: int, half_rope: int, dtype: torch.dtype, num_spans: int, block_rows: int) -> Specimen:
+def _prepare(
+    model: str,
+    heads: tuple[int, int],
+    head_dim: int,
+    half_rope: int,
+    dtype: torch.dtype,
+    num_spans: int,
+    block_rows: int,
+) -> Specimen:
     activations = "*fp32" if dtype == torch.float32 else "*bf16"
     return Specimen(
         name=f"norm_and_store {model} U={num_spans}",
@@ -59,12 +67,18 @@ def _prepare(model: str, heads: tuple[int, int], head_dim: int, half_rope: int, 
     )
 
 
-def _specimens(model: str, heads: tuple[int, int], head_dim: int, half_rope: int, dtype: torch.dtype, num_spans: int) -> Iterator[Specimen]:
+def _specimens(
+    model: str, heads: tuple[int, int], head_dim: int, half_rope: int, dtype: torch.dtype, num_spans: int
+) -> Iterator[Specimen]:
     activations = "*fp32" if dtype == torch.float32 else "*bf16"
     plan = prefill_attention.attend_plan(dtype, head_dim, _PAGE, is_hopper=True)
     shapes = {"G": heads[1], "SHARES": heads[0] // heads[1], "D": head_dim, "BLOCK_M": plan.block_rows}
     pool_layout = gl.NVMMASharedLayout.get_default_for([_PAGE, head_dim], gl.bfloat16)
-    pool = {"pool": f"tensordesc<bf16[{_PAGE},{head_dim}],{pool_layout!r}>"} if plan.is_hopper else {"kv_P2SGD": activations}
+    pool = (
+        {"pool": f"tensordesc<bf16[{_PAGE},{head_dim}],{pool_layout!r}>"}
+        if plan.is_hopper
+        else {"kv_P2SGD": activations}
+    )
     options = {} if plan.is_hopper else {"BLOCK_D": head_dim, "PRECISION": dot_precision(dtype)}
     yield _prepare(model, heads, head_dim, half_rope, dtype, num_spans, plan.block_rows)
     yield Specimen(
@@ -86,7 +100,9 @@ def _specimens(model: str, heads: tuple[int, int], head_dim: int, half_rope: int
     yield Specimen(
         name=f"combine_prompt {model}",
         kernel=prefill_attention._combine,
-        signature={"sums_CMD": "*fp32", "scores_2CM": "*fp32", "projected_NP": activations, "row_stride": "i32"} | _LINE | {"out_NX": activations},
+        signature={"sums_CMD": "*fp32", "scores_2CM": "*fp32", "projected_NP": activations, "row_stride": "i32"}
+        | _LINE
+        | {"out_NX": activations},
         constexprs=shapes | {"BLOCK_R": prefill_attention._COMBINE_ROWS, "BLOCK_C": 256, "BLOCK_D": head_dim},
         num_warps=4,
         multiples_of_16=("row_stride",),

@@ -5,7 +5,13 @@ from __future__ import annotations
 from agentspec.kernels.triton import sampling
 from tests.kernels.triton.specimen import Specimen
 
-PARAMETERS = {"slot_ids_B": "*i64", "limits_SF": "*i64", "limits_stride": "i32", "sampling_SF": "*fp32", "sampling_stride": "i32"}
+PARAMETERS = {
+    "slot_ids_B": "*i64",
+    "limits_SF": "*i64",
+    "limits_stride": "i32",
+    "sampling_SF": "*fp32",
+    "sampling_stride": "i32",
+}
 LOGITS = {"logits_BTV": "*fp32", "tokens_BT": "*i64", "counts_SV": "*i32", "prompt_seen_SV": "*u8", "bias_SV": "*fp32"}
 LISTS = {"tops_NG": "*i32", "tally_N2": "*i64", "listed_NV": "*i32", "bounds_N3": "*fp32"}
 WIDE = ("ld.global.v4",)

@@ -45,14 +45,25 @@ SPECIMENS = [
     Specimen(
         name="force_acceptance",
         kernel=window._force_acceptance,
-        signature={**SLOTS, **dict.fromkeys(("limits_SF", "chosen_BT", "forced_BT"), "*i64"), "limits_stride": "i32", "rate_K": "*fp32"},
+        signature={
+            **SLOTS,
+            **dict.fromkeys(("limits_SF", "chosen_BT", "forced_BT"), "*i64"),
+            "limits_stride": "i32",
+            "rate_K": "*fp32",
+        },
         constexprs={"T": 4, "BLOCK_T": 4},
         num_warps=1,
     ),
     Specimen(
         name="publish_drafts",
         kernel=window._publish_drafts,
-        signature={**SLOTS, "outcome_BF": "*i64", "drafts_Bk": "*i64", "drafts_stride_b": "i32", "drafts_stride_k": "i32"},
+        signature={
+            **SLOTS,
+            "outcome_BF": "*i64",
+            "drafts_Bk": "*i64",
+            "drafts_stride_b": "i32",
+            "drafts_stride_k": "i32",
+        },
         constexprs={"F": OutcomeRows.num_fields(4), "K": 3, "BLOCK_K": 4},
         num_warps=1,
     ),

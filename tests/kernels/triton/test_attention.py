@@ -1,4 +1,5 @@
-"""attention_step in Triton against the reference: over NaN in every place that must not be read, permuted pages, inert slots and odd sizes."""
+"""attention_step in Triton against the reference: over NaN in every place that must not be read, permuted pages, inert
+slots and odd sizes."""
 
 from __future__ import annotations
 
@@ -67,11 +68,16 @@ def rope_on(device: torch.device | str, rope: RopeTable) -> RopeTable:
 
 
 def inputs_of(case: Case) -> Inputs:
-    """On the CPU. Places of the pool that no slot wrote are NaN; pages lie in random order; a table goes on with the scratch page, which is NaN."""
+    """On the CPU. Places of the pool that no slot wrote are NaN; pages lie in random order; a table goes on with the
+    scratch page, which is NaN."""
     rng = torch.Generator().manual_seed(case.seed)
     lengths = [start + case.num_columns for start in case.starts if start is not None]
     num_pages = -(-max(lengths, default=1) // case.page_tokens) + 2
-    pool = torch.full((1 + len(case.starts) * num_pages, 2, case.page_tokens, case.num_kv_heads, case.head_dim), torch.nan, dtype=case.dtype)
+    pool = torch.full(
+        (1 + len(case.starts) * num_pages, 2, case.page_tokens, case.num_kv_heads, case.head_dim),
+        torch.nan,
+        dtype=case.dtype,
+    )
     table = torch.full((len(case.starts), num_pages), SCRATCH_PAGE, dtype=torch.int32)
     free = torch.randperm(len(pool) - 1, generator=rng) + 1
     for slot, start in enumerate(case.starts):
@@ -135,7 +141,13 @@ def check_step(device: torch.device, case: Case) -> None:
     plain, real = inputs.to("cpu", torch.float32), inputs.to(device)
     got = step(real, case)
     want = reference.attention_step(
-        plain.projected_NP, plain.weights, plain.rope, plain.kv_P2SGD, plain.page_table_BP, plain.start_B, first_position=case.first_position
+        plain.projected_NP,
+        plain.weights,
+        plain.rope,
+        plain.kv_P2SGD,
+        plain.page_table_BP,
+        plain.start_B,
+        first_position=case.first_position,
     )
     stored = torch.zeros(real.kv_P2SGD.shape[0], case.page_tokens, dtype=torch.bool)
     for slot, start in enumerate(case.starts):
@@ -148,7 +160,10 @@ def check_step(device: torch.device, case: Case) -> None:
             stored[inputs.page_table_BP[slot, position // case.page_tokens].long(), position % case.page_tokens] = True
     pool = real.kv_P2SGD.cpu().transpose(1, 2)
     before, expected = inputs.kv_P2SGD.transpose(1, 2), plain.kv_P2SGD.transpose(1, 2)
-    assert torch.equal(pool[~stored].nan_to_num(77), before[~stored].nan_to_num(77)), (case, "places outside the windows changed")
+    assert torch.equal(pool[~stored].nan_to_num(77), before[~stored].nan_to_num(77)), (
+        case,
+        "places outside the windows changed",
+    )
     if stored.any():
         assert error(pool[stored][:, 0], expected[stored][:, 0]) < TOLERANCE[case.dtype], (case, "keys")
         assert torch.equal(pool[stored][:, 1], expected[stored][:, 1].to(case.dtype)), (case, "values")
@@ -174,11 +189,15 @@ CASES = {
     "position 0 hidden": Case(starts=(0, 1, 33), num_columns=2, num_heads=2, first_position=1, seed=6),
     "only position 0, and it hidden": Case(starts=(0, 0), num_columns=1, first_position=1, seed=7),
     "one long slot among short ones": Case(starts=(2, 170, 7), num_columns=2, num_heads=1, num_kv_heads=1, seed=8),
-    "more slots than programs": Case(starts=(5, 20, 0, 33, 17, 2, 8, 1), num_columns=1, num_heads=2, num_kv_heads=1, head_dim=16, seed=9),
+    "more slots than programs": Case(
+        starts=(5, 20, 0, 33, 17, 2, 8, 1), num_columns=1, num_heads=2, num_kv_heads=1, head_dim=16, seed=9
+    ),
     "pages of 64": Case(starts=(60, 70), num_columns=5, num_heads=2, page_tokens=64, seed=10),
     "no power of two": Case(starts=(20,), num_columns=3, num_heads=6, head_dim=24, half_rope=3, seed=11),
     "32 rows a task": Case(starts=(10, 20), num_columns=7, num_heads=3, num_kv_heads=1, head_dim=16, seed=12),
-    "two tasks a head": Case(starts=(13,), num_columns=6, num_heads=12, num_kv_heads=1, head_dim=16, half_rope=8, seed=13),
+    "two tasks a head": Case(
+        starts=(13,), num_columns=6, num_heads=12, num_kv_heads=1, head_dim=16, half_rope=8, seed=13
+    ),
     "half precision": Case(starts=(30, 62), num_columns=4, page_tokens=64, dtype=torch.float16, seed=14),
 }
 

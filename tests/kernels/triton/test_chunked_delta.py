@@ -1,4 +1,5 @@
-"""The recurrent mixer over a prefill against the reference: outputs, saved rows, rows that it must leave alone, and its own bits again.
+"""The recurrent mixer over a prefill against the reference: outputs, saved rows, rows that it must leave alone, and its
+own bits again.
 
 The checks take the device, so that tests on a GPU can make them at served shapes.
 """
@@ -21,7 +22,8 @@ from tests.fakes.prompt_run import Run, batch_of
 from tests.kernels.triton.test_gated_delta import Shape
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2 if INTERPRETED else 7e-3}
-"""Norm of the difference over norm. bfloat16: operands of the matrix units are rounded; the interpreter cuts off instead, always the same way."""
+"""Norm of the difference over norm. bfloat16: operands of the matrix units are rounded; the interpreter cuts off
+instead, always the same way."""
 NUM_ROWS = 20
 SMALL = Shape(value_heads=2, key_heads=1, value_dim=16, key_dim=16)
 ODD = Shape(value_heads=3, key_heads=1, value_dim=24, key_dim=12, gate="sigmoid")
@@ -40,15 +42,20 @@ class Case:
         weights = replace(self.weights, conv_C4=self.weights.conv_C4.float())
         return replace(self, projected_NP=self.projected_NP.float(), weights=weights, conv_R3C=self.conv_R3C.float())
 
-    def run(self, batch: PrefillBatch, prefill: Callable[..., Tensor] = gated_delta_prefill) -> tuple[Tensor, Tensor, Tensor]:
-        """Outputs of the real tokens, and both pools, after a prefill of the first tokens of `projected_NP`, padded with NaN."""
+    def run(
+        self, batch: PrefillBatch, prefill: Callable[..., Tensor] = gated_delta_prefill
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Outputs of the real tokens, and both pools, after a prefill of the first tokens of `projected_NP`, padded
+        with NaN."""
         real, padding = int(batch.spans_UF[:, 1].sum()), len(batch.position_N)
         projected = torch.nn.functional.pad(self.projected_NP[:real], (0, 0, 0, padding - real), value=torch.nan)
         ssm, conv = self.ssm_RVDK.clone(), self.conv_R3C.clone()
         return prefill(projected, self.weights, ssm, conv, batch)[:real], ssm, conv
 
 
-def make_case(shape: Shape, num_tokens: int, device: torch.device, seed: int, read_rows: Sequence[int], *, slow: bool = False) -> Case:
+def make_case(
+    shape: Shape, num_tokens: int, device: torch.device, seed: int, read_rows: Sequence[int], *, slow: bool = False
+) -> Case:
     """Pools of NaN but for the rows that are read. slow: decays near 1, as of heads that remember a long time."""
     rng = torch.Generator().manual_seed(seed)
     heads = shape.value_heads
@@ -66,7 +73,12 @@ def make_case(shape: Shape, num_tokens: int, device: torch.device, seed: int, re
         gate=shape.gate,
     )
     projected = 2 * torch.randn(num_tokens, shape.width, generator=rng)
-    return Case(projected_NP=projected.to(device, shape.dtype), weights=weights, ssm_RVDK=ssm.to(device), conv_R3C=conv.to(device, shape.dtype))
+    return Case(
+        projected_NP=projected.to(device, shape.dtype),
+        weights=weights,
+        ssm_RVDK=ssm.to(device),
+        conv_R3C=conv.to(device, shape.dtype),
+    )
 
 
 RAGGED = [
@@ -84,10 +96,18 @@ def relative_norm(got: Tensor, expected: Tensor) -> float:
 
 
 def check_against_reference(
-    shape: Shape, runs: Sequence[Run], device: torch.device, seed: int, *, sizes: PrefillSizes | None = None, slow: bool = False
+    shape: Shape,
+    runs: Sequence[Run],
+    device: torch.device,
+    seed: int,
+    *,
+    sizes: PrefillSizes | None = None,
+    slow: bool = False,
 ) -> None:
     batch = batch_of(runs, device, sizes=sizes)
-    case = make_case(shape, sum(len(run.token_ids) for run in runs), device, seed, [run.read_row for run in runs], slow=slow)
+    case = make_case(
+        shape, sum(len(run.token_ids) for run in runs), device, seed, [run.read_row for run in runs], slow=slow
+    )
     what = f"{shape} seed={seed}"
     expected, expected_ssm, expected_conv = case.in_float32().run(batch, reference.gated_delta_prefill)
     out, ssm, conv = case.run(batch)
@@ -96,9 +116,13 @@ def check_against_reference(
     saved = [row for run in runs for _, row in run.state_writes]
     for row in saved:
         assert relative_norm(ssm[row], expected_ssm[row]) < TOLERANCES[shape.dtype], f"row {row}: {what}"
-    assert torch.equal(conv.float().nan_to_num(7.0), expected_conv.nan_to_num(7.0)), f"convolution states are moved, never computed: {what}"
+    assert torch.equal(conv.float().nan_to_num(7.0), expected_conv.nan_to_num(7.0)), (
+        f"convolution states are moved, never computed: {what}"
+    )
     kept = [row for row in range(NUM_ROWS) if row not in saved]
-    assert torch.equal(ssm[kept].nan_to_num(7.0), case.ssm_RVDK[kept].nan_to_num(7.0)), f"a row that is no save row: {what}"
+    assert torch.equal(ssm[kept].nan_to_num(7.0), case.ssm_RVDK[kept].nan_to_num(7.0)), (
+        f"a row that is no save row: {what}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,14 +155,20 @@ def check_bits(shape: Shape, device: torch.device, seed: int) -> None:
     company = Run(token_ids=range(75), read_row=ZERO_ROW, state_writes=((75, 6),), page_ids=(9, 10))
     case = make_case(shape, end - start + 75, device, seed, [4])
     what = f"{shape} seed={seed}"
-    out, ssm, conv = case.run(batch_of([one_run(start, end, read_row=4, writes=((cut - start, 2), (end - start, 3)))], device))
+    out, ssm, conv = case.run(
+        batch_of([one_run(start, end, read_row=4, writes=((cut - start, 2), (end - start, 3)))], device)
+    )
     tokens = case.projected_NP[: end - start]
     others = case.projected_NP[end - start :]
 
     first = replace(case, projected_NP=torch.cat([others, tokens[: cut - start]]))
     first_run = one_run(start, cut, read_row=4, writes=((cut - start, 2),))
-    first_out, middle_ssm, middle_conv = first.run(batch_of([company, first_run], device, sizes=replace(ROOMY, num_tokens=260)))
-    second = replace(case, projected_NP=torch.cat([tokens[cut - start :], others]), ssm_RVDK=middle_ssm, conv_R3C=middle_conv)
+    first_out, middle_ssm, middle_conv = first.run(
+        batch_of([company, first_run], device, sizes=replace(ROOMY, num_tokens=260))
+    )
+    second = replace(
+        case, projected_NP=torch.cat([tokens[cut - start :], others]), ssm_RVDK=middle_ssm, conv_R3C=middle_conv
+    )
     second_run = one_run(cut, end, read_row=2, writes=((end - cut, 3),))
     second_out, last_ssm, last_conv = second.run(batch_of([second_run, company], device))
     assert torch.equal(torch.cat([first_out[75:], second_out[: end - cut]]), out), what
@@ -152,7 +182,9 @@ def test_a_split_prefill_has_the_same_bits(shape: Shape, device: torch.device) -
     check_bits(shape, device, seed=4)
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's, in the interpreter: sigmoid of minus infinity is 0
+@pytest.mark.filterwarnings(
+    "ignore:overflow encountered in exp"
+)  # numpy's, in the interpreter: sigmoid of minus infinity is 0
 def test_extreme_gates_stay_finite(device: torch.device) -> None:
     """Decays that underflow, or that do not decay at all, and gates that saturate."""
     batch = batch_of(RAGGED, device)
@@ -168,7 +200,8 @@ def test_extreme_gates_stay_finite(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_one_key_over_and_over(dtype: torch.dtype, device: torch.device) -> None:
-    """Tokens that repeat, strong writes, no decay: powers of the coupling would grow to 10^17, and what is rounded away adds up over a block."""
+    """Tokens that repeat, strong writes, no decay: powers of the coupling would grow to 10^17, and what is rounded away
+    adds up over a block."""
     shape = replace(SMALL, dtype=dtype)
     run = one_run(0, 128, read_row=4, writes=((128, 2),))
     batch = batch_of([run], device)

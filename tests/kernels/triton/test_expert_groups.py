@@ -58,7 +58,9 @@ def test_one_expert_has_everyone(expert: int, device: torch.device) -> None:
 def test_counts_of_more_chunks_than_are_read_at_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_groups, "_COUNTS_OF_A_THREAD", 1)
     monkeypatch.setattr(expert_groups, "_SMALL_CHUNK", 128)
-    ids = torch.randint(7, (2500, 1), generator=torch.Generator(device).manual_seed(3), device=device, dtype=torch.int32)
+    ids = torch.randint(
+        7, (2500, 1), generator=torch.Generator(device).manual_seed(3), device=device, dtype=torch.int32
+    )
     check_groups(ids, 7, 64)
 
 
@@ -73,7 +75,11 @@ def test_programs_that_share_a_tile_do_what_those_of_smaller_tiles_do(device: to
     whole = GroupedPlan(block_o=32, block_k=32, warps=4, stages=2)
     shared, small, large = replace(whole, sharers=2), group_pairs(ids, 4, 16), group_pairs(ids, 4, 32)
     x = randn(70, 48)
-    assert torch.equal(grouped_gemm.gate_up(shared, x, gate_up, large, 2), grouped_gemm.gate_up(whole, x, gate_up, small, 2))  # type: ignore[arg-type]
     assert torch.equal(
-        grouped_gemm.down(shared, h, down, large, weights, torch.float32), grouped_gemm.down(whole, h, down, small, weights, torch.float32)
+        grouped_gemm.gate_up(shared, x, gate_up, large, 2),  # type: ignore[arg-type]
+        grouped_gemm.gate_up(whole, x, gate_up, small, 2),  # type: ignore[arg-type]
+    )
+    assert torch.equal(
+        grouped_gemm.down(shared, h, down, large, weights, torch.float32),
+        grouped_gemm.down(whole, h, down, small, weights, torch.float32),
     )

@@ -1,4 +1,5 @@
-"""The mixture of experts over many tokens: groups, tiles, every format of weights, odd widths, company, experts that nobody chose."""
+"""The mixture of experts over many tokens: groups, tiles, every format of weights, odd widths, company, experts that
+nobody chose."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from tests.kernels.triton.test_fp8_prefill import SUM_LOSS, from_scaled, randn
 
 EXACT = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2**-7}
 W8A8 = 2**-4
-"""Each activation is rounded by at most 2^-4 of itself, and such errors have no common sign; largest difference over largest value."""
+"""Each activation is rounded by at most 2^-4 of itself, and such errors have no common sign; largest difference over
+largest value."""
 
 
 class Mixture:
@@ -46,7 +48,10 @@ class Mixture:
         scores[:, 0] += 100
         scores[:, -1] -= 100
         chosen = scores.softmax(-1).topk(top_k, -1)
-        self.choice_weights, self.ids = (scores / 50 + 1).gather(1, chosen.indices).contiguous(), chosen.indices.int().contiguous()
+        self.choice_weights, self.ids = (
+            (scores / 50 + 1).gather(1, chosen.indices).contiguous(),
+            chosen.indices.int().contiguous(),
+        )
         self.gate = randn(num_tokens, seed=seed + 3, device=device)
 
         def weight(*shape: int, fp8: bool, seed: int) -> Weight:
@@ -65,7 +70,9 @@ class Mixture:
         )
 
     def run(self) -> Tensor:
-        return ours.add_experts_prefill(self.residual.clone(), self.normed, self.choice_weights, self.ids, self.gate, self.weights)
+        return ours.add_experts_prefill(
+            self.residual.clone(), self.normed, self.choice_weights, self.ids, self.gate, self.weights
+        )
 
     def expected(self) -> Tensor:
         """float64 of the weights as they are, without any rounding of what they are multiplied with."""
@@ -75,8 +82,13 @@ class Mixture:
         for j in range(self.ids.shape[1]):
             for expert in self.ids[:, j].unique().tolist():
                 chosen = self.ids[:, j] == expert
-                y[chosen] += self.choice_weights[chosen, j, None] * (_swiglu(x[chosen] @ gate_up[expert].t()) @ down[expert].t())
-        shared = _swiglu(x @ self.weights.shared_gate_up_2IH.dequantize().double().t()) @ self.weights.shared_down_HI.dequantize().double().t()
+                y[chosen] += self.choice_weights[chosen, j, None] * (
+                    _swiglu(x[chosen] @ gate_up[expert].t()) @ down[expert].t()
+                )
+        shared = (
+            _swiglu(x @ self.weights.shared_gate_up_2IH.dequantize().double().t())
+            @ self.weights.shared_down_HI.dequantize().double().t()
+        )
         return self.residual.double() + y + torch.sigmoid(self.gate.double())[:, None] * shared
 
     def check(self, tolerance: float) -> None:
@@ -111,7 +123,9 @@ def check_gate_up(plan: GroupedPlan, mixture: Mixture, block_m: int) -> None:
     x = quantize_tokens(mixture.normed) if isinstance(gate_up, BlockScaled) else mixture.normed
     groups = group_pairs(mixture.ids, gate_up.shape[0], block_m)
     got = grouped_gemm.gate_up(plan, x, gate_up, groups, mixture.ids.shape[1])
-    values = (from_scaled(x) if isinstance(x, ScaledTokens) else x).double()[groups.pairs_P.long() // mixture.ids.shape[1]]
+    values = (from_scaled(x) if isinstance(x, ScaledTokens) else x).double()[
+        groups.pairs_P.long() // mixture.ids.shape[1]
+    ]
     expert = mixture.ids.flatten()[groups.pairs_P.long()].long()
     expected = _swiglu(torch.einsum("pk,pok->po", values, gate_up.dequantize().double()[expert]))
     if isinstance(got, ScaledTokens):
@@ -124,8 +138,12 @@ def check_gate_up(plan: GroupedPlan, mixture: Mixture, block_m: int) -> None:
         assert relative_error(got, expected) < EXACT[got.dtype], mixture.text
 
 
-@pytest.mark.parametrize(("num_tokens", "top_k", "num_experts", "block_m"), [(1, 1, 3, 16), (70, 3, 6, 16), (300, 2, 16, 32)])
-def test_pairs_stand_in_the_order_of_their_experts(num_tokens: int, top_k: int, num_experts: int, block_m: int, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("num_tokens", "top_k", "num_experts", "block_m"), [(1, 1, 3, 16), (70, 3, 6, 16), (300, 2, 16, 32)]
+)
+def test_pairs_stand_in_the_order_of_their_experts(
+    num_tokens: int, top_k: int, num_experts: int, block_m: int, device: torch.device
+) -> None:
     scores = randn(num_tokens, num_experts, seed=num_tokens, device=device)
     check_groups(scores.topk(top_k, -1).indices.int().contiguous(), num_experts, block_m)
 
@@ -152,7 +170,9 @@ def test_8_bit_weights_and_activations(routed_fp8: bool, shared_fp8: bool, devic
 
 
 @pytest.mark.parametrize(("dtype", "hidden", "width"), [(torch.float32, 128, 128), (torch.float16, 64, 32)], ids=str)
-def test_where_8_bits_do_not_apply_the_weights_are_dequantised(dtype: torch.dtype, hidden: int, width: int, device: torch.device) -> None:
+def test_where_8_bits_do_not_apply_the_weights_are_dequantised(
+    dtype: torch.dtype, hidden: int, width: int, device: torch.device
+) -> None:
     Mixture(9, 4, 2, hidden, width, device, dtype, routed_fp8=True, shared_fp8=True).check(EXACT[dtype])
 
 

@@ -1,4 +1,5 @@
-"""Experts for few tokens against the reference: both ways to find visitors, every form of weights, every place of the shared expert."""
+"""Experts for few tokens against the reference: both ways to find visitors, every form of weights, every place of the
+shared expert."""
 
 from __future__ import annotations
 
@@ -21,7 +22,14 @@ from tests.fakes.compare import relative_error
 
 TOLERANCES = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 2**-6}
 """Largest difference over largest value, to the same in float32: routing is given, inputs and results are rounded."""
-SIZES = [(1, 64, 8, 32, 2), (3, 72, 5, 24, 3), (9, 40, 7, 40, 1), (16, 32, 4, 16, 1), (17, 48, 5, 24, 2), (40, 32, 4, 16, 2)]
+SIZES = [
+    (1, 64, 8, 32, 2),
+    (3, 72, 5, 24, 3),
+    (9, 40, 7, 40, 1),
+    (16, 32, 4, 16, 1),
+    (17, 48, 5, 24, 2),
+    (40, 32, 4, 16, 2),
+]
 """Tokens, hidden size, experts, width, chosen."""
 
 
@@ -30,7 +38,16 @@ def randn(*shape: int, generator: torch.Generator, device: torch.device) -> Tens
 
 
 def mixture_of(
-    hidden: int, num_experts: int, width: int, top_k: int, seed: int, device: torch.device, dtype: torch.dtype, *, scaled: bool, shared_width: int = 0
+    hidden: int,
+    num_experts: int,
+    width: int,
+    top_k: int,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    scaled: bool,
+    shared_width: int = 0,
 ) -> MixtureWeights:
     """Random weights such that results are about 1. Router rows are far apart, so that 16 bits choose as 32 do."""
     generator = torch.Generator(device).manual_seed(seed)
@@ -66,12 +83,20 @@ def in_float32(weights: MixtureWeights) -> MixtureWeights:
 
 
 def check_mixture(
-    size: tuple[int, int, int, int, int], device: torch.device, dtype: torch.dtype, *, scaled: bool, placement: Placement, shared_width: int = 0
+    size: tuple[int, int, int, int, int],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    scaled: bool,
+    placement: Placement,
+    shared_width: int = 0,
 ) -> None:
     num_tokens, hidden, num_experts, width, top_k = size
     seed = 10 * num_tokens + hidden
     text = f"seed {seed}: {size}, {dtype}, scaled {scaled}, {placement}, shared width {shared_width}"
-    weights = mixture_of(hidden, num_experts, width, top_k, seed, device, dtype, scaled=scaled, shared_width=shared_width)
+    weights = mixture_of(
+        hidden, num_experts, width, top_k, seed, device, dtype, scaled=scaled, shared_width=shared_width
+    )
     x, norm = inputs(num_tokens, hidden, seed, device, dtype)
     expected = reference.add_experts(x.float(), replace(norm, weight=norm.weight.float()), in_float32(weights))
     with pytest.MonkeyPatch.context() as patch:
@@ -86,7 +111,9 @@ def check_mixture(
 @pytest.mark.parametrize("form", ["float32", "float16", "scaled"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_mixtures(size: tuple[int, int, int, int, int], form: str, device: torch.device) -> None:
-    check_mixture(size, device, torch.float16 if form == "float16" else torch.float32, scaled=form == "scaled", placement="among")
+    check_mixture(
+        size, device, torch.float16 if form == "float16" else torch.float32, scaled=form == "scaled", placement="among"
+    )
 
 
 @pytest.mark.parametrize("num_tokens", [3, 18])
@@ -105,7 +132,10 @@ def test_the_sum_alone_leaves_its_input(placement: str, device: torch.device, mo
     weights = mixture_of(32, 5, 16, 2, 4, device, torch.float32, scaled=False)
     x, norm = inputs(3, 32, 4, device, torch.float32)
     given = x.clone()
-    assert relative_error(mixture.expert_sum(given, norm, weights), reference.expert_sum(x, norm, weights)) < TOLERANCES[torch.float32]
+    assert (
+        relative_error(mixture.expert_sum(given, norm, weights), reference.expert_sum(x, norm, weights))
+        < TOLERANCES[torch.float32]
+    )
     assert torch.equal(given, x)
 
 
@@ -130,8 +160,8 @@ def test_what_cannot_run_among_the_others_has_another_place(device: torch.device
 
 @pytest.mark.parametrize("num_tokens", [3, 18])
 def test_a_token_has_the_same_bits_in_any_company(num_tokens: int, device: torch.device) -> None:
-    """Of one number of tokens: another one may have another way to multiply. In the interpreter a library multiplies, which on some processors sums a
-    row in another order at another place."""
+    """Of one number of tokens: another one may have another way to multiply. In the interpreter a library multiplies,
+    which on some processors sums a row in another order at another place."""
     weights = mixture_of(32, 5, 16, 2, 7, device, torch.float32, scaled=True)
     x, norm = inputs(num_tokens, 32, 7, device, torch.float32)
     together = mixture.add_experts(x.clone(), norm, weights)
@@ -152,8 +182,12 @@ def test_all_tokens_may_visit_one_expert_and_nobody_the_others(device: torch.dev
         visit_weights = torch.linspace(0.5, 1.5, num_tokens, device=device)[:, None]
         visits = mixture.visits_of(Routing(ids_NC=ids, weights_NC=visit_weights, gate_N=None, normed=x), 6)
         tiles = Tiles(block_o=32, block_k=32, warps=4, stages=2)
-        parts = experts.down(tiles, experts.gate_up(tiles, x, weights.gate_up_X2IH, None, visits), weights.down_XHI, None, visits)
-        expected = visit_weights * reference.linear(swiglu(reference.linear(x, weights.gate_up_X2IH.matrix(5))), weights.down_XHI.matrix(5))
+        parts = experts.down(
+            tiles, experts.gate_up(tiles, x, weights.gate_up_X2IH, None, visits), weights.down_XHI, None, visits
+        )
+        expected = visit_weights * reference.linear(
+            swiglu(reference.linear(x, weights.gate_up_X2IH.matrix(5))), weights.down_XHI.matrix(5)
+        )
         assert relative_error(parts, expected) < 5e-6, num_tokens
 
 
@@ -165,7 +199,9 @@ def swiglu(gate_up: Tensor) -> Tensor:
 @pytest.mark.parametrize("shared", [False, True])
 def test_visits_are_added_in_their_order(shared: bool, device: torch.device) -> None:
     generator = torch.Generator(device).manual_seed(4)
-    x, parts, shared_NH = (randn(*shape, generator=generator, device=device) for shape in ((5, 600), (15, 600), (5, 600)))
+    x, parts, shared_NH = (
+        randn(*shape, generator=generator, device=device) for shape in ((5, 600), (15, 600), (5, 600))
+    )
     gate = randn(5, generator=generator, device=device)
     expected = torch.zeros_like(x)
     for visit in range(3):

@@ -13,7 +13,8 @@ from agentspec.kernels.weights import BlockScaled, quantize_blocks
 from tests.fakes.compare import relative_error
 
 SUM_LOSS = 1e-5 if INTERPRETED else 2**-10
-"""What is lost of a sum of 128 products of 8-bit floats. Hopper's matrix units keep about 14 bits of one: 3.4e-4 was measured."""
+"""What is lost of a sum of 128 products of 8-bit floats. Hopper's matrix units keep about 14 bits of one: 3.4e-4 was
+measured."""
 
 
 def randn(*shape: int, seed: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -21,9 +22,12 @@ def randn(*shape: int, seed: int, device: torch.device, dtype: torch.dtype = tor
 
 
 def tokens(num_tokens: int, depth: int, seed: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Random activations whose groups differ in size by 100, one group all zeros and one with a value far above the others."""
+    """Random activations whose groups differ in size by 100, one group all zeros and one with a value far above the
+    others."""
     x = randn(num_tokens, depth, seed=seed, device=device)
-    x *= 10 ** (2 * randn(num_tokens, depth // 128, seed=seed + 1, device=device).clamp(-1, 1)).repeat_interleave(128, 1)
+    x *= 10 ** (2 * randn(num_tokens, depth // 128, seed=seed + 1, device=device).clamp(-1, 1)).repeat_interleave(
+        128, 1
+    )
     x[0, :128] = 0
     x[-1, 5] = 300
     return x.to(dtype)
@@ -100,10 +104,15 @@ def test_where_8_bits_do_not_apply_the_product_is_of_the_weights_themselves(
     dtype: torch.dtype, size: tuple[int, int], block_rows: int, device: torch.device
 ) -> None:
     num_outputs, depth = size
-    weight = block_scaled(block_rows, depth, 8, device).stack([block_scaled(num_outputs - block_rows, depth, 9, device)])
+    weight = block_scaled(block_rows, depth, 8, device).stack(
+        [block_scaled(num_outputs - block_rows, depth, 9, device)]
+    )
     assert weight.block_rows == block_rows
     assert not ours.takes_fp8(dtype, weight)
     x = randn(70, depth, seed=11, device=device, dtype=dtype)
     out = x.new_empty(70, num_outputs + 3)[:, 3:]
     ours.prefill_linear(x, weight, out)
-    assert relative_error(out, x.double() @ weight.dequantize().double().t()) < {torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]
+    assert (
+        relative_error(out, x.double() @ weight.dequantize().double().t())
+        < {torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]
+    )

@@ -1,4 +1,5 @@
-"""The recurrent mixer's kernel against the reference: outputs, every state row, the rows it must leave alone, and its own bits again.
+"""The recurrent mixer's kernel against the reference: outputs, every state row, the rows it must leave alone, and its
+own bits again.
 
 The checks take the device, so that tests on a GPU can make them at served shapes.
 """
@@ -65,8 +66,11 @@ class Case:
         return step(self.projected_NP, self.weights, ssm, conv, self.read_row_B, self.write_rows_BT), ssm, conv
 
 
-def make_case(shape: Shape, num_slots: int, num_columns: int, device: torch.device, seed: int, *, slow: bool = False) -> Case:
-    """Scattered rows in pools of NaN. Slot 0 starts from zero, slot 1 is inert, odd slots from 3 on overwrite the row they read.
+def make_case(
+    shape: Shape, num_slots: int, num_columns: int, device: torch.device, seed: int, *, slow: bool = False
+) -> Case:
+    """Scattered rows in pools of NaN. Slot 0 starts from zero, slot 1 is inert, odd slots from 3 on overwrite the row
+    they read.
     slow: decays near 1, as of heads that remember a long time."""
     rng = torch.Generator().manual_seed(seed)
     num_rows = 2 + num_slots * (num_columns + 1) + 3
@@ -111,7 +115,9 @@ def poisoned_allocations() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def check_against_reference(shape: Shape, num_slots: int, num_columns: int, device: torch.device, seed: int, *, slow: bool = False) -> None:
+def check_against_reference(
+    shape: Shape, num_slots: int, num_columns: int, device: torch.device, seed: int, *, slow: bool = False
+) -> None:
     case = make_case(shape, num_slots, num_columns, device, seed, slow=slow)
     what = f"{shape} B={num_slots} T={num_columns} seed={seed}"
     expected, expected_ssm, expected_conv = case.in_float32().run(reference.gated_delta_step)
@@ -128,7 +134,9 @@ def check_against_reference(shape: Shape, num_slots: int, num_columns: int, devi
         f"convolution states are moved, never computed: {what}"
     )
     kept[written] = False
-    assert torch.equal(ssm[kept].nan_to_num(7.0), case.ssm_RVDK[kept].nan_to_num(7.0)), f"a row that is no write row: {what}"
+    assert torch.equal(ssm[kept].nan_to_num(7.0), case.ssm_RVDK[kept].nan_to_num(7.0)), (
+        f"a row that is no write row: {what}"
+    )
     assert not arrival_counters(out.device).any(), what
 
 
@@ -137,10 +145,15 @@ def check_bits(shape: Shape, num_slots: int, num_columns: int, device: torch.dev
     case = make_case(shape, num_slots, num_columns, device, seed)
     what = f"{shape} B={num_slots} T={num_columns} seed={seed}"
     out, ssm, conv = (x.nan_to_num(7.0) for x in case.run())
-    chosen = torch.randperm(num_slots, generator=torch.Generator().manual_seed(seed))[: max(1, num_slots - 1)].to(device)
+    chosen = torch.randperm(num_slots, generator=torch.Generator().manual_seed(seed))[: max(1, num_slots - 1)].to(
+        device
+    )
     projected_BTP = case.projected_NP.unflatten(0, (num_slots, num_columns))
     some = replace(
-        case, projected_NP=projected_BTP[chosen].flatten(0, 1), read_row_B=case.read_row_B[chosen], write_rows_BT=case.write_rows_BT[chosen]
+        case,
+        projected_NP=projected_BTP[chosen].flatten(0, 1),
+        read_row_B=case.read_row_B[chosen],
+        write_rows_BT=case.write_rows_BT[chosen],
     )
     again, again_ssm, again_conv = (x.nan_to_num(7.0) for x in some.run())
     assert torch.equal(again.unflatten(0, (-1, num_columns)), out.unflatten(0, (num_slots, num_columns))[chosen]), what
@@ -176,7 +189,9 @@ def test_slow_decays_keep_their_digits(device: torch.device) -> None:
     check_against_reference(SMALL, 3, 4, device, seed=1, slow=True)
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's, in the interpreter: sigmoid of minus infinity is 0
+@pytest.mark.filterwarnings(
+    "ignore:overflow encountered in exp"
+)  # numpy's, in the interpreter: sigmoid of minus infinity is 0
 def test_extreme_gates_stay_finite(device: torch.device) -> None:
     """Decays that underflow, or that do not decay at all, and gates that saturate."""
     case = make_case(SMALL, 3, 4, device, seed=2)

@@ -1,4 +1,5 @@
-"""The Triton linear layers against the reference: ragged sizes, every way of splitting, strided tokens, ties, padding."""
+"""The Triton linear layers against the reference: ragged sizes, every way of splitting, strided tokens, ties,
+padding."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from agentspec.kernels.weights import Plain, Weight
 from tests.fakes.compare import relative_error
 
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
-"""Largest difference over largest value. 16 bits: the normed input and the result are rounded, in another order than the reference's."""
+"""Largest difference over largest value. 16 bits: the normed input and the result are rounded, in another order than
+the reference's."""
 PLAN = Plan(block_o=32, block_m=8, block_k=32, stages=2, warps=4)
 SIZES = [(1, 64, 64), (3, 48, 200), (8, 33, 32), (11, 100, 72)]
 """Tokens, outputs, depth."""
@@ -79,7 +81,9 @@ def check_norm_apart(plan: Plan, layer: Operands) -> None:
     apart = replace(plan, norm_apart=True)
     layer.check(ours.launch_linear(apart, x, weight, norm, None, extra), reference.norm_linear(x, norm, weight, extra))
     if weight.shape[0] % 2 == 0:
-        layer.check(ours.launch_swiglu(replace(apart, split=1), x, norm, weight), reference.norm_swiglu(x, norm, weight))
+        layer.check(
+            ours.launch_swiglu(replace(apart, split=1), x, norm, weight), reference.norm_swiglu(x, norm, weight)
+        )
 
 
 def check_logits(plan: Plan, layer: Layer, num_real: int) -> None:
@@ -95,7 +99,10 @@ def check_nearest(plan: Plan, layer: Layer) -> None:
     head[-1] = head[len(head) // 2]
     ids = torch.randperm(len(head), generator=torch.Generator().manual_seed(5)).to(x.device)
     expected = torch.nn.functional.linear(x.double(), head.double()).argmax(-1)
-    for got, wanted in ((ours.launch_nearest(plan, x, Plain(head), None), expected), (ours.launch_nearest(plan, x, Plain(head), ids), ids[expected])):
+    for got, wanted in (
+        (ours.launch_nearest(plan, x, Plain(head), None), expected),
+        (ours.launch_nearest(plan, x, Plain(head), ids), ids[expected]),
+    ):
         assert got.dtype == torch.int64
         assert torch.equal(got, wanted), layer.text
 
@@ -142,7 +149,9 @@ def test_the_nearest_token_is_the_first_of_equals(num_outputs: int, device: torc
     check_nearest(plan, Layer(3, num_outputs, 16, device, torch.float32))
 
 
-def test_the_choice_goes_on_over_more_tiles_than_a_block_has(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_goes_on_over_more_tiles_than_a_block_has(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ours, "_CHOICE_BLOCK", 2)
     check_nearest(replace(PLAN, block_o=16, block_k=16), Layer(2, 100, 16, device, torch.float32))
 
@@ -159,7 +168,8 @@ def test_operations_without_a_measured_plan_follow_the_rule(device: torch.device
 
 
 def test_a_full_batch_has_a_result_of_every_kind(device: torch.device) -> None:
-    """More tokens than our products are for: torch has them, except for the scores, which go a block of tokens at a time."""
+    """More tokens than our products are for: torch has them, except for the scores, which go a block of tokens at a
+    time."""
     layer = Layer(256, 34, 16, device, torch.float32)
     x, weight, norm, residual = layer.x, layer.weight, layer.norm, layer.residual
     assert plan_for("linear", 34, 16, 256, 4) is None
@@ -208,7 +218,13 @@ def test_every_measured_shape_has_a_plan_that_fits(num_tokens: int) -> None:
 @pytest.mark.parametrize("hidden", [64, 96, 256, 640, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 8192])
 def test_every_other_shape_has_a_plan_that_fits(hidden: int, element_bytes: int) -> None:
     for num_tokens, kind in itertools.product(TOKEN_COUNTS, get_args(Kind)):
-        for num_outputs, depth in ((hidden, hidden), (hidden, 4 * hidden), (6 * hidden, hidden), (50_000, hidden), (248_321, hidden)):
+        for num_outputs, depth in (
+            (hidden, hidden),
+            (hidden, 4 * hidden),
+            (6 * hidden, hidden),
+            (50_000, hidden),
+            (248_321, hidden),
+        ):
             check_plan(kind, num_outputs, depth, num_tokens, element_bytes)
 
 
@@ -217,7 +233,9 @@ def test_a_stream_sums_in_one_order_with_drafts_and_without() -> None:
         alone = plan_for(kind, num_outputs, depth, 1, 2)
         assert alone is not None, f"{kind} {num_outputs} x {depth}"
         for num_tokens in (2, 3, 4):
-            assert plan_for(kind, num_outputs, depth, num_tokens, 2) == alone, f"{kind} {num_outputs} x {depth}, {num_tokens} tokens"
+            assert plan_for(kind, num_outputs, depth, num_tokens, 2) == alone, (
+                f"{kind} {num_outputs} x {depth}, {num_tokens} tokens"
+            )
 
 
 def test_measured_plans_stand_in_rising_order() -> None:

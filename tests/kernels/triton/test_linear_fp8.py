@@ -1,4 +1,5 @@
-"""The Triton linear layers over block-scaled weights: exact factors, every way that rows share multipliers, extra rows, many tokens."""
+"""The Triton linear layers over block-scaled weights: exact factors, every way that rows share multipliers, extra rows,
+many tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ from agentspec.kernels.triton import linear_layers as ours
 from agentspec.kernels.triton.launch import INTERPRETED, NUM_COUNTERS
 from agentspec.kernels.triton.linear_plans import MEASURED_FP8, OURS_ALONE, Kind, Plan, plan_for
 from agentspec.kernels.weights import FP8, BlockScaled, Plain, quantize_blocks
-from tests.kernels.triton.test_linear import LARGEST_SHARED_MEMORY, TOKEN_COUNTS, Operands, check_norm_apart, check_products, randn
+from tests.kernels.triton.test_linear import (
+    LARGEST_SHARED_MEMORY,
+    TOKEN_COUNTS,
+    Operands,
+    check_norm_apart,
+    check_products,
+    randn,
+)
 
 PLAN = Plan(block_o=32, block_m=8, block_k=128, stages=2, warps=2)
 PAIRED = Plan(block_o=64, block_m=16, block_k=128, stages=2, warps=4)
@@ -29,12 +37,24 @@ class Layer(Operands):
     weight: BlockScaled
     extra: Tensor
 
-    def __init__(self, num_tokens: int, num_outputs: int, depth: int, device: torch.device, dtype: torch.dtype, *, block_rows: int = 128) -> None:
+    def __init__(
+        self,
+        num_tokens: int,
+        num_outputs: int,
+        depth: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        block_rows: int = 128,
+    ) -> None:
         super().__init__(num_tokens, num_outputs, depth, device, dtype)
         self.text += f", blocks of {block_rows} rows"
         weight = quantize_blocks(self.full_weight).with_block_rows(block_rows)
         # Lower blocks of one block have one multiplier, so that taking the wrong one of them would not show.
-        factors = torch.rand(weight.scales.shape, generator=torch.Generator(device).manual_seed(self.seed + 5), device=device) + 0.5
+        factors = (
+            torch.rand(weight.scales.shape, generator=torch.Generator(device).manual_seed(self.seed + 5), device=device)
+            + 0.5
+        )
         self.weight = replace(weight, scales=weight.scales * factors.bfloat16().float())
         self.extra = randn(21, depth, seed=self.seed + 4, device=device, dtype=dtype) * depth**-0.5
 
@@ -50,12 +70,15 @@ def all_codes(device: torch.device) -> BlockScaled:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_every_8_bit_float_is_exact(dtype: torch.dtype, device: torch.device) -> None:
-    """Products with unit vectors are the weights themselves. On the device also in bfloat16, which has its own way of decoding."""
+    """Products with unit vectors are the weights themselves. On the device also in bfloat16, which has its own way of
+    decoding."""
     weight = all_codes(device)
     for activation in (dtype,) if INTERPRETED else (dtype, torch.bfloat16):
         for plan in (PLAN, PAIRED):
             x = torch.eye(NUM_CODES, device=device, dtype=activation)
-            assert torch.equal(ours.launch_linear(plan, x, weight, None, None), weight.dequantize().to(activation).t()), f"{activation} {plan}"
+            assert torch.equal(
+                ours.launch_linear(plan, x, weight, None, None), weight.dequantize().to(activation).t()
+            ), f"{activation} {plan}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -71,7 +94,9 @@ def test_every_8_bit_float_is_exact(dtype: torch.dtype, device: torch.device) ->
     ],
     ids=str,
 )
-def test_products(size: tuple[int, int, int], block_rows: int, plan: Plan, dtype: torch.dtype, device: torch.device) -> None:
+def test_products(
+    size: tuple[int, int, int], block_rows: int, plan: Plan, dtype: torch.dtype, device: torch.device
+) -> None:
     check_products(plan, Layer(*size, device, dtype, block_rows=block_rows))
 
 
@@ -86,7 +111,9 @@ def test_products(size: tuple[int, int, int], block_rows: int, plan: Plan, dtype
     ],
     ids=str,
 )
-def test_the_norm_may_be_apart(size: tuple[int, int, int], block_rows: int, plan: Plan, dtype: torch.dtype, device: torch.device) -> None:
+def test_the_norm_may_be_apart(
+    size: tuple[int, int, int], block_rows: int, plan: Plan, dtype: torch.dtype, device: torch.device
+) -> None:
     check_norm_apart(plan, Layer(*size, device, dtype, block_rows=block_rows))
 
 
@@ -99,7 +126,10 @@ def test_gate_and_up_have_multipliers_of_their_own(device: torch.device) -> None
     """Tiles inside blocks, and tiles that straddle them because the width is no multiple of a tile."""
     for width in (128, 160, 72):
         layer = Layer(2, 2 * width, 128, device, torch.float32)
-        layer.check(ours.launch_swiglu(PLAN, layer.x, layer.norm, layer.weight), reference.norm_swiglu(layer.x, layer.norm, layer.weight))
+        layer.check(
+            ours.launch_swiglu(PLAN, layer.x, layer.norm, layer.weight),
+            reference.norm_swiglu(layer.x, layer.norm, layer.weight),
+        )
 
 
 @pytest.mark.parametrize("block_o", [16, 32, 64])
@@ -128,7 +158,8 @@ def test_a_second_run_and_another_company_give_the_same_bits(device: torch.devic
 
 
 def test_the_nearest_token_is_the_first_of_equals(device: torch.device) -> None:
-    """Small integers under multipliers that are powers of two: scores are exact, so that ties are ties in any order of summation."""
+    """Small integers under multipliers that are powers of two: scores are exact, so that ties are ties in any order of
+    summation."""
     layer = Layer(3, 140, 256, device, torch.float32)
     x = (10 * layer.x).round().clamp(-3, 3)
     values = (20 * layer.weight.dequantize()).round().clamp(-3, 3)
@@ -136,7 +167,10 @@ def test_the_nearest_token_is_the_first_of_equals(device: torch.device) -> None:
     head = BlockScaled(values=values.to(FP8), scales=torch.tensor([[1.0, 2.0], [4.0, 8.0]], device=device))
     ids = torch.randperm(140, generator=torch.Generator().manual_seed(5)).to(device)
     expected = torch.nn.functional.linear(x.double(), head.dequantize().double()).argmax(-1)
-    for got, wanted in ((ours.launch_nearest(PLAN, x, head, None), expected), (ours.launch_nearest(PLAN, x, head, ids), ids[expected])):
+    for got, wanted in (
+        (ours.launch_nearest(PLAN, x, head, None), expected),
+        (ours.launch_nearest(PLAN, x, head, ids), ids[expected]),
+    ):
         assert torch.equal(got, wanted), layer.text
 
 
@@ -154,7 +188,8 @@ def test_operations_without_a_measured_plan_follow_the_rule(device: torch.device
 
 
 def test_a_full_batch_has_a_result_of_every_kind(device: torch.device) -> None:
-    """More tokens than these products are for: those that are made for prompts have them, except for the choice, which goes by blocks of tokens."""
+    """More tokens than these products are for: those that are made for prompts have them, except for the choice, which
+    goes by blocks of tokens."""
     layer = Layer(70, 34, 32, device, torch.float32)
     x, weight, norm, residual = layer.x, layer.weight, layer.norm, layer.residual
     assert plan_for("linear", 34, 32, 70, 4, "fp8") is None
@@ -205,6 +240,6 @@ def test_every_other_shape_has_a_plan_that_fits(hidden: int, element_bytes: int)
 def test_a_stream_sums_in_one_order_with_drafts_and_without() -> None:
     for kind, num_outputs, depth in MEASURED_FP8:
         for num_tokens in (2, 3, 4):
-            assert plan_for(kind, num_outputs, depth, num_tokens, 2, "fp8") == plan_for(kind, num_outputs, depth, 1, 2, "fp8"), (
-                f"{kind} {num_outputs}"
-            )
+            assert plan_for(kind, num_outputs, depth, num_tokens, 2, "fp8") == plan_for(
+                kind, num_outputs, depth, 1, 2, "fp8"
+            ), f"{kind} {num_outputs}"

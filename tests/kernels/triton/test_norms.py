@@ -1,4 +1,5 @@
-"""The Triton RMS norms against the reference: odd sizes, leading shapes, strided rows, and the rows of the pool that stay as they are."""
+"""The Triton RMS norms against the reference: odd sizes, leading shapes, strided rows, and the rows of the pool that
+stay as they are."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from tests.fakes.compare import relative_error
 from tests.kernels.triton.poison import poison
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-"""A rounding of the result, largest difference over largest value. The interpreter cuts bfloat16 off instead of rounding it."""
+"""A rounding of the result, largest difference over largest value. The interpreter cuts bfloat16 off instead of
+rounding it."""
 
 
 def randn(*shape: int, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -36,8 +38,13 @@ def check_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, device: torch.dev
 def check_norm_to_rows(num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
     """Rows in any order, one in three to the scratch row, and no other row of the pool touched."""
     seed = num_tokens * width
-    x_NH, norm = randn(num_tokens, width, seed=seed, device=device, dtype=dtype), norm_of(width, seed=2, device=device, dtype=dtype)
-    rows_N = torch.randperm(2 * num_tokens + 1, generator=torch.Generator().manual_seed(seed))[:num_tokens] + SCRATCH_ROW + 1
+    x_NH, norm = (
+        randn(num_tokens, width, seed=seed, device=device, dtype=dtype),
+        norm_of(width, seed=2, device=device, dtype=dtype),
+    )
+    rows_N = (
+        torch.randperm(2 * num_tokens + 1, generator=torch.Generator().manual_seed(seed))[:num_tokens] + SCRATCH_ROW + 1
+    )
     rows_N[::3] = SCRATCH_ROW
     hidden_RH = poison(torch.empty(2 * num_tokens + 3, width, dtype=dtype, device=device))
     got = norms.norm_to_rows(x_NH, norm, hidden_RH, rows_N.to(device))
@@ -52,7 +59,10 @@ def check_pair_norms(num_tokens: int, width: int, vocab_size: int, dtype: torch.
     embedding_VH = randn(vocab_size, width, seed=3, device=device, dtype=dtype)
     hidden_NH = randn(num_tokens, 2 * width, seed=4, device=device, dtype=dtype)[:, width:]
     tokens_N = torch.randint(vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(5)).to(device)
-    pair = (norm_of(width, seed=6, device=device, dtype=dtype), Norm(weight=randn(width, seed=7, device=device, dtype=dtype), eps=1e-2))
+    pair = (
+        norm_of(width, seed=6, device=device, dtype=dtype),
+        Norm(weight=randn(width, seed=7, device=device, dtype=dtype), eps=1e-2),
+    )
     got, expected = (backend.pair_norms(tokens_N, embedding_VH, hidden_NH, *pair) for backend in (norms, reference))
     assert got.dtype == dtype
     for half in (slice(0, width), slice(width, 2 * width)):
@@ -80,11 +90,15 @@ def test_rows_may_be_slices_and_stay_the_same_in_any_company(device: torch.devic
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize(("num_tokens", "width"), [(1, 64), (8, 63), (40, 32), (3, 1500)])
-def test_the_final_norm_goes_to_its_rows_and_nowhere_else(num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_the_final_norm_goes_to_its_rows_and_nowhere_else(
+    num_tokens: int, width: int, dtype: torch.dtype, device: torch.device
+) -> None:
     check_norm_to_rows(num_tokens, width, dtype, device)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize(("num_tokens", "width"), [(1, 64), (5, 63), (3, 1500)])
-def test_pair_norms_takes_each_half_by_its_own_norm(num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_pair_norms_takes_each_half_by_its_own_norm(
+    num_tokens: int, width: int, dtype: torch.dtype, device: torch.device
+) -> None:
     check_pair_norms(num_tokens, width, 11, dtype, device)

@@ -1,5 +1,5 @@
-"""attention_prefill and store_keys_values in Triton against the reference: over NaN in every place that must not be read, permuted pages, padding
-and odd sizes."""
+"""attention_prefill and store_keys_values in Triton against the reference: over NaN in every place that must not be
+read, permuted pages, padding and odd sizes."""
 
 from __future__ import annotations
 
@@ -59,11 +59,14 @@ class Inputs:
 
 
 def inputs_of(case: Case) -> Inputs:
-    """On the CPU. Positions before a span's start are written, all others NaN; pages lie in random order; a table goes on with the scratch page."""
+    """On the CPU. Positions before a span's start are written, all others NaN; pages lie in random order; a table goes
+    on with the scratch page."""
     rng = torch.Generator().manual_seed(case.seed)
     num_tokens, num_spans = sum(count for _, count in case.spans), len(case.spans)
     used = [-(-(start + count) // case.page_tokens) for start, count in case.spans]
-    pool = torch.full((2 + sum(used), 2, case.page_tokens, case.num_kv_heads, case.head_dim), torch.nan, dtype=case.dtype)
+    pool = torch.full(
+        (2 + sum(used), 2, case.page_tokens, case.num_kv_heads, case.head_dim), torch.nan, dtype=case.dtype
+    )
     table = torch.full((num_spans + case.padding[1], max(used) + 1), SCRATCH_PAGE, dtype=torch.int32)
     free = iter((torch.randperm(len(pool) - 1, generator=rng) + 1).tolist())
     spans_UF = torch.zeros(num_spans + case.padding[1], NUM_SPAN_FIELDS, dtype=torch.int64)
@@ -115,7 +118,9 @@ def check_prefill(device: torch.device, case: Case) -> None:
     plain, real = inputs.to("cpu", torch.float32), inputs.to(device)
     num_tokens = sum(count for _, count in case.spans)
     got = run(real)[:num_tokens].cpu()
-    want = reference.attention_prefill(plain.projected_NP, plain.weights, plain.rope, plain.kv_P2SGD, plain.batch)[:num_tokens]
+    want = reference.attention_prefill(plain.projected_NP, plain.weights, plain.rope, plain.kv_P2SGD, plain.batch)[
+        :num_tokens
+    ]
     assert relative_error(got, want) < TOLERANCE[case.dtype], case
     check_stores(case, inputs.kv_P2SGD, real.kv_P2SGD.cpu(), plain.kv_P2SGD, inputs.batch)
 
@@ -126,7 +131,10 @@ def check_stores(case: Case, before: Tensor, got: Tensor, want: Tensor, batch: P
         position = torch.arange(start, start + count)
         stored[batch.page_table_UP[u, position // case.page_tokens].long(), position % case.page_tokens] = True
     before, got, want = (pool.transpose(1, 2) for pool in (before, got, want))
-    assert torch.equal(got[~stored].nan_to_num(77), before[~stored].nan_to_num(77)), (case, "places outside the spans changed")
+    assert torch.equal(got[~stored].nan_to_num(77), before[~stored].nan_to_num(77)), (
+        case,
+        "places outside the spans changed",
+    )
     assert relative_error(got[stored][:, 0], want[stored][:, 0]) < TOLERANCE[case.dtype], (case, "keys")
     assert torch.equal(got[stored][:, 1], want[stored][:, 1].to(case.dtype)), (case, "values")
 
@@ -186,14 +194,19 @@ def test_random_spans(device: torch.device, seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
     counts = torch.randint(1, 25, (4,), generator=rng).tolist()
     starts = (torch.rand(4, generator=rng) ** 3 * 150).long().tolist()
-    check_prefill(device, Case(spans=tuple(zip(starts, counts, strict=True)), num_heads=3, num_kv_heads=1, padding=(5, 2), seed=seed))
+    check_prefill(
+        device,
+        Case(spans=tuple(zip(starts, counts, strict=True)), num_heads=3, num_kv_heads=1, padding=(5, 2), seed=seed),
+    )
 
 
 HOPPER_CASES = {
     "one page": Case(spans=((0, 3),), seed=21),
     "all pages masked": Case(spans=((0, 40),), num_heads=2, num_kv_heads=1, seed=22),
     "shares inside a tile": Case(spans=((333, 3),), num_heads=1, num_kv_heads=1, seed=23),
-    "heads, tails and whole tiles": Case(spans=((0, 7), (200, 9), (16, 1), (31, 17)), num_heads=3, num_kv_heads=1, padding=(5, 2), seed=24),
+    "heads, tails and whole tiles": Case(
+        spans=((0, 7), (200, 9), (16, 1), (31, 17)), num_heads=3, num_kv_heads=1, padding=(5, 2), seed=24
+    ),
     "ends with a page": Case(spans=((90, 6), (32, 16)), num_heads=4, num_kv_heads=2, seed=25),
 }
 
@@ -202,7 +215,11 @@ HOPPER_CASES = {
 @pytest.mark.parametrize("case", HOPPER_CASES.values(), ids=HOPPER_CASES.keys())
 def test_hoppers_kernel(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     """Its waits, buffers and masks, not its layouts: those the compile check sees."""
-    monkeypatch.setattr(prefill_attention, "attend_plan", lambda *_, **__: AttendPlan(block_rows=16, num_warps=8, num_stages=1, is_hopper=True))
+    monkeypatch.setattr(
+        prefill_attention,
+        "attend_plan",
+        lambda *_, **__: AttendPlan(block_rows=16, num_warps=8, num_stages=1, is_hopper=True),
+    )
     monkeypatch.setattr(prefill_attention, "hopper", interpreted_hopper())
     check_prefill(torch.device("cpu"), replace(case, dtype=torch.float16))
 
@@ -221,7 +238,14 @@ SERVED_CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.skipif(INTERPRETED, reason="large shapes, and Hopper's own instructions")
 @pytest.mark.parametrize("name", SERVED_CASES)
 def test_served_heads(device: torch.device, name: str) -> None:
-    sizes: dict[str, Any] = {"num_heads": 16, "num_kv_heads": 4, "head_dim": 256, "half_rope": 32, "page_tokens": 64, "dtype": torch.bfloat16}
+    sizes: dict[str, Any] = {
+        "num_heads": 16,
+        "num_kv_heads": 4,
+        "head_dim": 256,
+        "half_rope": 32,
+        "page_tokens": 64,
+        "dtype": torch.bfloat16,
+    }
     case = Case(**(sizes | SERVED_CASES[name]), seed=31)
     check_prefill(device, case)
     check_same_bits(device, case)

@@ -1,4 +1,5 @@
-"""How the work of a prompt's attention is shared out: every unit to one program, and about equal costs, a tile's own included."""
+"""How the work of a prompt's attention is shared out: every unit to one program, and about equal costs, a tile's own
+included."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def _shares_kernel(cuts_C2, line_4I, most_tiles, num_programs):  # type: ignore[
 
 
 def shares(units: list[int], num_programs: int, room: int, device: torch.device) -> list[list[int]]:
-    """[first unit, the first that is not its own] of every program, of tiles of so many units; `room`: places of the line behind them."""
+    """[first unit, the first that is not its own] of every program, of tiles of so many units; `room`: places of the
+    line behind them."""
     starts = [sum(units[:tile]) for tile in range(len(units) + 1)]
     line = torch.tensor(starts + [starts[-1]] * room, dtype=torch.int32, device=device)
     line_4I: Tensor = line.expand(4, -1).contiguous()

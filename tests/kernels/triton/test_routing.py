@@ -1,4 +1,5 @@
-"""The Triton router against the reference: scores in float32, order of choice, ties, the shared expert's gate, strided tokens."""
+"""The Triton router against the reference: scores in float32, order of choice, ties, the shared expert's gate, strided
+tokens."""
 
 from __future__ import annotations
 
@@ -15,12 +16,15 @@ from agentspec.kernels.weights import Plain
 from tests.fakes.compare import relative_error
 
 TOLERANCE = 1e-5
-"""Scores are float32 sums of products that are exact, or lose 2^-17 of the normed input where 16-bit tiles are multiplied in two halves."""
+"""Scores are float32 sums of products that are exact, or lose 2^-17 of the normed input where 16-bit tiles are
+multiplied in two halves."""
 SIZES = [(1, 64, 8, 2), (4, 100, 17, 8), (9, 600, 12, 2), (17, 64, 8, 2), (34, 100, 33, 3)]
 """Tokens, hidden size, experts, chosen. 600 features of 16 bits come in four parts, of which the last is shorter."""
 
 
-def router(num_experts: int, width: int, top_k: int, normalize: bool, seed: int, device: torch.device, dtype: torch.dtype) -> MixtureWeights:
+def router(
+    num_experts: int, width: int, top_k: int, normalize: bool, seed: int, device: torch.device, dtype: torch.dtype
+) -> MixtureWeights:
     """A mixture of which only the router and the shared gate matter."""
     generator = torch.Generator(device).manual_seed(seed)
     rows = torch.randn(num_experts + 1, width, generator=generator, device=device).to(dtype)
@@ -50,10 +54,19 @@ def expected_scores(x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> tuple[
 
 
 def check_routing(
-    num_tokens: int, width: int, num_experts: int, top_k: int, device: torch.device, dtype: torch.dtype, *, normalize: bool = True
+    num_tokens: int,
+    width: int,
+    num_experts: int,
+    top_k: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    normalize: bool = True,
 ) -> None:
     seed = 100 * num_tokens + width + num_experts
-    text = f"seed {seed}: {num_tokens} tokens of {width}, {top_k} of {num_experts} experts, {dtype}, normalize {normalize}"
+    text = (
+        f"seed {seed}: {num_tokens} tokens of {width}, {top_k} of {num_experts} experts, {dtype}, normalize {normalize}"
+    )
     weights = router(num_experts, width, top_k, normalize, seed, device, dtype)
     x, norm = inputs(num_tokens, width, seed, device, dtype)
     scores, gate = expected_scores(x, norm, weights)
@@ -64,7 +77,9 @@ def check_routing(
     assert apart.gate_N is not None
     assert relative_error(apart.gate_N, gate) < TOLERANCE, text
     assert isinstance(apart.normed, Tensor)
-    assert relative_error(apart.normed, rms_norm(x, norm.weight, norm.eps)) < (1e-6 if dtype == torch.float32 else 1e-2), text
+    assert relative_error(apart.normed, rms_norm(x, norm.weight, norm.eps)) < (
+        1e-6 if dtype == torch.float32 else 1e-2
+    ), text
     among = routing.route(x, norm, weights, visit_shared=True)
     assert among.gate_N is None
     assert torch.equal(among.ids_NC[:, :-1], apart.ids_NC), text

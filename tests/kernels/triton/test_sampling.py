@@ -17,7 +17,15 @@ from agentspec.kernels.slots import NUM_FLOATS, SamplingTable, SlotLimits
 from agentspec.kernels.triton import sampling as triton_sampling
 from tests.kernels.triton.poison import poison
 
-NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": math.inf, "min_p": 0.0, "repetition": 1.0, "frequency": 0.0, "presence": 0.0}
+NEUTRAL = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": math.inf,
+    "min_p": 0.0,
+    "repetition": 1.0,
+    "frequency": 0.0,
+    "presence": 0.0,
+}
 """Parameters of a slot; top_k 0: keep all."""
 TOP_P_TOLERANCE = 1e-6
 """Probability masses are rounded otherwise than the reference's."""
@@ -34,8 +42,11 @@ class Batch:
     table: SamplingTable
 
     @classmethod
-    def random(cls, seed: int, vocab_size: int, num_columns: int, slots: list[dict[str, Any]], spread: float = 3.0) -> Batch:
-        """One slot a row of `slots`, at permuted places of a larger table whose other rows, and stale counts, are poison."""
+    def random(
+        cls, seed: int, vocab_size: int, num_columns: int, slots: list[dict[str, Any]], spread: float = 3.0
+    ) -> Batch:
+        """One slot a row of `slots`, at permuted places of a larger table whose other rows, and stale counts, are
+        poison."""
         generator, table_size, width = torch.Generator().manual_seed(seed), len(slots) + 2, max(num_columns, 3)
         slot_ids_B = torch.randperm(table_size, generator=generator)[: len(slots)]
         table = SamplingTable(
@@ -56,7 +67,9 @@ class Batch:
             limits.seed_B[slot] = torch.randint(2**62, (), generator=generator) * 2 + 1
             table.counts_SV[slot] = torch.randint(-3, 3, (vocab_size,), generator=generator).clamp(min=0)
             table.prompt_seen_SV[slot] = torch.rand(vocab_size, generator=generator) < 0.2
-            table.bias_SV[slot] = torch.randn(vocab_size, generator=generator) * (torch.rand(vocab_size, generator=generator) < 0.1)
+            table.bias_SV[slot] = torch.randn(vocab_size, generator=generator) * (
+                torch.rand(vocab_size, generator=generator) < 0.1
+            )
             table.mask_SWX[slot] = torch.randint(-(2**31), 2**31, table.mask_SWX[slot].shape, generator=generator)
         logits_BTV = torch.randn(len(slots), num_columns, vocab_size, generator=generator) * spread
         is_rounded = torch.rand(logits_BTV.shape[:2], generator=generator) < 0.5
@@ -71,13 +84,20 @@ class Batch:
         )
 
     def to(self, device: torch.device) -> Batch:
-        fields = {name: getattr(self, name).to(device) for name in ("logits_BTV", "tokens_BT", "position_BT", "slot_ids_B")}
-        table = SamplingTable(**{name: getattr(self.table, name).to(device) for name in SamplingTable.__dataclass_fields__})
+        fields = {
+            name: getattr(self, name).to(device) for name in ("logits_BTV", "tokens_BT", "position_BT", "slot_ids_B")
+        }
+        table = SamplingTable(
+            **{name: getattr(self.table, name).to(device) for name in SamplingTable.__dataclass_fields__}
+        )
         return Batch(**fields, table=table)
 
     def row(self, b: int) -> Batch:
         """One row alone, over the whole table."""
-        fields = {name: getattr(self, name)[b : b + 1].contiguous() for name in ("logits_BTV", "tokens_BT", "position_BT", "slot_ids_B")}
+        fields = {
+            name: getattr(self, name)[b : b + 1].contiguous()
+            for name in ("logits_BTV", "tokens_BT", "position_BT", "slot_ids_B")
+        }
         return Batch(**fields, table=self.table)
 
     def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor, SamplingTable]:
@@ -111,7 +131,8 @@ def random_slot(generator: random.Random, vocab_size: int) -> dict[str, Any]:
 
 
 def check_kept_tokens_equal_the_reference(batch: Batch, device: torch.device, what: str) -> None:
-    """The very set that the filters keep, but for tokens within TOP_P_TOLERANCE of a cut by top-p: a draw would rarely tell a wrong threshold."""
+    """The very set that the filters keep, but for tokens within TOP_P_TOLERANCE of a cut by top-p: a draw would rarely
+    tell a wrong threshold."""
     table, slots = batch.table, batch.slot_ids_B
     sampling_BF, limits = table.sampling_SF[slots], SlotLimits.of(table.limits_SF[slots])
     inputs = reference.DrawInputs(
@@ -123,11 +144,14 @@ def check_kept_tokens_equal_the_reference(batch: Batch, device: torch.device, wh
     )
     tempered_BTV = (batch.logits_BTV + table.bias_SV[slots][:, None]) / inputs.temperature_B[:, None, None]
     on_device = batch.to(device)
-    launch = triton_sampling._Launch.of(on_device.logits_BTV, on_device.tokens_BT, on_device.slot_ids_B, on_device.table, constrained=False)
+    launch = triton_sampling._Launch.of(
+        on_device.logits_BTV, on_device.tokens_BT, on_device.slot_ids_B, on_device.table, constrained=False
+    )
     bounds_BT3 = triton_sampling._find_bounds(launch)[1].cpu().view(*batch.tokens_BT.shape, 3)
     is_kept_BTV = tempered_BTV >= bounds_BT3[..., 1:2]
     least_BTV, most_BTV = (
-        tempered_BTV >= reference.keep_threshold(tempered_BTV, replace(inputs, top_p_B=inputs.top_p_B.double() + offset))
+        tempered_BTV
+        >= reference.keep_threshold(tempered_BTV, replace(inputs, top_p_B=inputs.top_p_B.double() + offset))
         for offset in (-TOP_P_TOLERANCE, TOP_P_TOLERANCE)
     )
     counts = [is_kept.sum(-1).tolist() for is_kept in (is_kept_BTV, least_BTV, most_BTV)]
@@ -154,11 +178,18 @@ def set_tiles(monkeypatch: pytest.MonkeyPatch, *, span: int, programs: int, chun
 @pytest.mark.parametrize("seed", range(6))
 def test_sample_equals_the_reference(seed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = random.Random(seed)
-    set_tiles(monkeypatch, span=generator.choice([8, 16, 64]), programs=generator.choice([1, 12]), chunk=generator.choice([16, 64]))
+    set_tiles(
+        monkeypatch,
+        span=generator.choice([8, 16, 64]),
+        programs=generator.choice([1, 12]),
+        chunk=generator.choice([16, 64]),
+    )
     vocab_size, num_columns = generator.choice([5, 37, 130]), generator.randint(1, 3)
     slots = [random_slot(generator, vocab_size) for _ in range(generator.randint(1, 3))]
     batch = Batch.random(seed, vocab_size, num_columns, slots, spread=generator.choice([0.3, 3.0]))
-    check_tokens_equal_the_reference(batch, generator.random() < 0.3, device, f"{seed=} V={vocab_size} T={num_columns} {slots}")
+    check_tokens_equal_the_reference(
+        batch, generator.random() < 0.3, device, f"{seed=} V={vocab_size} T={num_columns} {slots}"
+    )
 
 
 FILTERS: dict[str, dict[str, Any]] = {
@@ -177,17 +208,24 @@ FILTERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("spread", [0.3, 3.0])
 @pytest.mark.parametrize("kind", FILTERS)
-def test_filters_keep_what_the_reference_keeps(kind: str, spread: float, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_filters_keep_what_the_reference_keeps(
+    kind: str, spread: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     set_tiles(monkeypatch, span=16, programs=4, chunk=64)
-    check_kept_tokens_equal_the_reference(Batch.random(len(kind), 301, 2, [FILTERS[kind]], spread), device, f"{kind}, {spread=}")
+    check_kept_tokens_equal_the_reference(
+        Batch.random(len(kind), 301, 2, [FILTERS[kind]], spread), device, f"{kind}, {spread=}"
+    )
 
 
 def test_tokens_below_the_list_count_by_their_mass(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masses 1, 0.37 and, of 290 tokens under the bound of the list, 0.32 together: without these, the first alone would have 0.6 of the mass."""
+    """Masses 1, 0.37 and, of 290 tokens under the bound of the list, 0.32 together: without these, the first alone
+    would have 0.6 of the mass."""
     set_tiles(monkeypatch, span=16, programs=4, chunk=64)
     batch = Batch.random(8, 301, 1, [{"top_p": 0.6}])
     batch.table.bias_SV[batch.slot_ids_B] = 0.0
-    batch.logits_BTV[:] = torch.tensor([0.0, -1.0, *[-6.8] * 290, *[-math.inf] * 9])[torch.randperm(301, generator=torch.Generator().manual_seed(8))]
+    batch.logits_BTV[:] = torch.tensor([0.0, -1.0, *[-6.8] * 290, *[-math.inf] * 9])[
+        torch.randperm(301, generator=torch.Generator().manual_seed(8))
+    ]
     check_kept_tokens_equal_the_reference(batch, device, "two of a long tail")
 
 
@@ -227,9 +265,12 @@ def test_a_row_depends_on_itself_alone(device: torch.device, monkeypatch: pytest
 
 
 def test_a_row_without_finite_scores_still_gives_a_token(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of minus infinities the lowest, as argmax does; with a NaN, one of the vocabulary: later kernels index with it."""
+    """Of minus infinities the lowest, as argmax does; with a NaN, one of the vocabulary: later kernels index with
+    it."""
     set_tiles(monkeypatch, span=16, programs=4, chunk=64)
-    batch = Batch.random(4, 40, 4, [{"top_k": 5, "min_p": 0.1}, {}, {"temperature": 0.0}, {"top_p": 0.5, "min_p": 0.1}]).to(device)
+    batch = Batch.random(
+        4, 40, 4, [{"top_k": 5, "min_p": 0.1}, {}, {"temperature": 0.0}, {"top_p": 0.5, "min_p": 0.1}]
+    ).to(device)
     batch.table.bias_SV[batch.slot_ids_B] = 0.0
     batch.logits_BTV[:, 0] = -torch.inf
     assert (triton_sampling.sample(*batch.arguments(), constrained=False)[:, 0] == 0).all()

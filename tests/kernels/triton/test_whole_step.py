@@ -1,4 +1,5 @@
-"""The whole decode step on these kernels: some steps of a small model have the outcomes and leave the states that the reference backend gives.
+"""The whole decode step on these kernels: some steps of a small model have the outcomes and leave the states that the
+reference backend gives.
 
 Few steps, because the interpreter takes a second for each. tests/gpu plays whole sessions on the device.
 """
@@ -26,13 +27,16 @@ from tests.properties.real_model import VOCAB, load, write_agreeing_checkpoint
 CPU = torch.device("cpu")
 STEPS = ((2, [1]), (2, [1, 0]), (0, [0]), (1, [0, 1]))
 """(k, slots) of each step. The first is greedy."""
-SAMPLED = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, presence_penalty=0.4, repetition_penalty=1.1, logit_bias={5: 2.0})
+SAMPLED = SamplingParams(
+    temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, presence_penalty=0.4, repetition_penalty=1.1, logit_bias={5: 2.0}
+)
 WORDS = -(-VOCAB // 32)
 
 
 @torch.inference_mode()
 def run_steps(checkpoint: Path, device: torch.device) -> tuple[list[list[SlotOutcome]], dict[str, Tensor]]:
-    """Outcomes of every step, and the state that each slot is left with. Slot 0 is sampled and in its last step constrained, slot 1 is greedy."""
+    """Outcomes of every step, and the state that each slot is left with. Slot 0 is sampled and in its last step
+    constrained, slot 1 is greedy."""
     model = load(checkpoint, device)
     driver = StepDriver(model, max_running=2, max_draft_tokens=2, device=device)
     poison(model)
@@ -41,12 +45,19 @@ def run_steps(checkpoint: Path, device: torch.device) -> tuple[list[list[SlotOut
     driver.plan_join(
         plan,
         1,
-        ReferenceRequest(prompt=[token % VOCAB for token in range(20, 147)], sampling=SamplingParams(temperature=0.0), seed=0, length_limit=150),
+        ReferenceRequest(
+            prompt=[token % VOCAB for token in range(20, 147)],
+            sampling=SamplingParams(temperature=0.0),
+            seed=0,
+            length_limit=150,
+        ),
     )
     outcomes = []
     for number, (num_drafted, slots) in enumerate(STEPS):
         if number == len(STEPS) - 1:
-            plan.masks = {0: np.random.default_rng(3).integers(-(2**31), 2**31, (num_drafted + 1, WORDS), dtype=np.int32)}
+            plan.masks = {
+                0: np.random.default_rng(3).integers(-(2**31), 2**31, (num_drafted + 1, WORDS), dtype=np.int32)
+            }
         outcomes.append(driver.step(num_drafted, slots=slots, plan=plan))
         plan = StepPlan()
     states: dict[str, Tensor] = {}

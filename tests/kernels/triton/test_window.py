@@ -21,7 +21,8 @@ VOCAB_SIZE = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Slots:
-    """Slots in any state that a run could bring them to, and the step's choice among them. The last slot is the padding slot."""
+    """Slots in any state that a run could bring them to, and the step's choice among them. The last slot is the padding
+    slot."""
 
     slots_SF: Tensor
     limits_SF: Tensor
@@ -33,7 +34,11 @@ class Slots:
     @classmethod
     def random(cls, seed: int, device: torch.device) -> Slots:
         generator = random.Random(seed)
-        width, num_stop_ids, num_pages = generator.randint(1, 8), generator.choice([0, 1, 3, 18]), generator.choice([1, 5, 1030])
+        width, num_stop_ids, num_pages = (
+            generator.randint(1, 8),
+            generator.choice([0, 1, 3, 18]),
+            generator.choice([1, 5, 1030]),
+        )
         num_slots, block_tokens = generator.randint(2, 6), generator.choice([16, 64])
         slots_SF = torch.zeros(num_slots, SlotState.num_fields(width), dtype=torch.int64)
         limits_SF = torch.full((num_slots, SlotLimits.num_fields(num_stop_ids)), -1, dtype=torch.int64)
@@ -53,7 +58,10 @@ class Slots:
             limits.seed_B[s] = generator.randrange(2**63)
             for place in range(generator.randint(0, min(num_stop_ids, 2))):
                 limits.stop_ids_BE[s, place] = generator.randrange(VOCAB_SIZE)
-        ids = [*generator.sample(range(num_slots - 1), generator.randint(1, num_slots - 1)), *[num_slots - 1] * generator.randrange(3)]
+        ids = [
+            *generator.sample(range(num_slots - 1), generator.randint(1, num_slots - 1)),
+            *[num_slots - 1] * generator.randrange(3),
+        ]
         return cls(
             slots_SF=slots_SF.to(device),
             limits_SF=limits_SF.to(device),
@@ -69,7 +77,9 @@ def check_windows_open_as_the_reference_opens_them(seed: int, device: torch.devi
     arguments = (case.slots_SF, case.page_table_SP, case.slot_ids_B, case.num_columns)
     got, expected = triton_backend.open_window(*arguments), reference.open_window(*arguments)
     for field in ("tokens_BT", "start_B", "read_row_B", "write_rows_BT", "page_table_BP"):
-        torch.testing.assert_close(getattr(got, field), getattr(expected, field), rtol=0, atol=0, msg=lambda text: f"{seed=}: {text}")
+        torch.testing.assert_close(
+            getattr(got, field), getattr(expected, field), rtol=0, atol=0, msg=lambda text: f"{seed=}: {text}"
+        )
 
 
 def check_windows_commit_as_the_reference_commits_them(seed: int, forced: bool, device: torch.device) -> set[int]:
@@ -90,18 +100,29 @@ def check_windows_commit_as_the_reference_commits_them(seed: int, forced: bool, 
         if forced:
             tokens_BT = backend.force_acceptance(slots_SF, case.limits_SF, case.slot_ids_B, chosen_BT, rate_K)
         forced_SF = slots_SF.clone()
-        commit = backend.commit_window(slots_SF, case.limits_SF, case.slot_ids_B, tokens_BT, block_tokens=case.block_tokens)
+        commit = backend.commit_window(
+            slots_SF, case.limits_SF, case.slot_ids_B, tokens_BT, block_tokens=case.block_tokens
+        )
         backend.publish_drafts(slots_SF, case.slot_ids_B, commit.outcome_BF, drafts_Bk)
         outcome = OutcomeRows.of(commit.outcome_BF)
         for whatever in (outcome.tokens_BT, outcome.drafts_Bk):
             whatever.masked_fill_(~was_active_B[:, None], 0)
-        after[name] = (slots_SF, commit.outcome_BF, commit.draft_start_B, commit.num_accepted_B * was_active_B, forced_SF, tokens_BT)
+        after[name] = (
+            slots_SF,
+            commit.outcome_BF,
+            commit.draft_start_B,
+            commit.num_accepted_B * was_active_B,
+            forced_SF,
+            tokens_BT,
+        )
     for got, expected in zip(after["triton"], after["reference"], strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=0, msg=lambda text: f"{seed=} {forced=}: {text}")
     slots_SF, outcome_BF, *_ = after["triton"]
     if not forced:
         check_the_rule(case, chosen_BT, OutcomeRows.of(outcome_BF), f"{seed=}")
-    took_checkpoint = not torch.equal(SlotState.of(slots_SF).checkpoint_rows_B2, SlotState.of(case.slots_SF).checkpoint_rows_B2)
+    took_checkpoint = not torch.equal(
+        SlotState.of(slots_SF).checkpoint_rows_B2, SlotState.of(case.slots_SF).checkpoint_rows_B2
+    )
     return set(OutcomeRows.of(outcome_BF).stop_B[was_active_B].tolist()) | ({-1} if took_checkpoint else set())
 
 

@@ -1,4 +1,5 @@
-"""Microsoft's Agent Framework: an agent by its responses client (`OpenAIChatClient`) or its chat client (`OpenAIChatCompletionClient`)."""
+"""Microsoft's Agent Framework: an agent by its responses client (`OpenAIChatClient`) or its chat client
+(`OpenAIChatCompletionClient`)."""
 
 from __future__ import annotations
 

@@ -23,5 +23,9 @@ agent = DefaultAgent(
     **config["agent"],
 )
 result = agent.run("Say what notes.txt holds.")
-task.calls += [("bash", {"command": action["command"]}) for message in agent.messages for action in message.get("extra", {}).get("actions", [])]
+task.calls += [
+    ("bash", {"command": action["command"]})
+    for message in agent.messages
+    for action in message.get("extra", {}).get("actions", [])
+]
 task.report([result["submission"]])

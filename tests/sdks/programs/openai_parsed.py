@@ -1,7 +1,8 @@
-"""The openai package's helpers that parse: `.parse()` or `.stream()` with strict tools made of pydantic models, and answers that are such a model.
+"""The openai package's helpers that parse: `.parse()` or `.stream()` with strict tools made of pydantic models, and
+answers that are such a model.
 
-The way is the API: `chat` or `responses`. The served model itself answers, held to these forms; so the task is one that it knows. It would rather
-call again than answer in a form it never saw, so an answer's request lets it call nothing.
+The way is the API: `chat` or `responses`. The served model itself answers, held to these forms; so the task is one that
+it knows. It would rather call again than answer in a form it never saw, so an answer's request lets it call nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ class OrderNumber(BaseModel):
 
 
 client = OpenAI(base_url=f"{task.URL}/v1", api_key="none", max_retries=0)
-TOOLS = [openai.pydantic_function_tool(OrderNumber, name=name, description=text) for name, text in orders.DESCRIPTIONS.items()]
+TOOLS = [
+    openai.pydantic_function_tool(OrderNumber, name=name, description=text)
+    for name, text in orders.DESCRIPTIONS.items()
+]
 
 
 def run(name: str, arguments: Any) -> str:
@@ -37,7 +41,8 @@ def run(name: str, arguments: Any) -> str:
 
 
 def chat(messages: list[Any], **asked: Any) -> tuple[Any, int]:
-    """One request, its message and the results of its calls behind the history. The parsed answer, None for calls; and the cached tokens."""
+    """One request, its message and the results of its calls behind the history. The parsed answer, None for calls; and
+    the cached tokens."""
     asked |= {"model": task.MODEL, "messages": messages, "tools": TOOLS, "temperature": 0}
     if asked.pop("form", False):
         asked["response_format"] = Verdict
@@ -49,7 +54,13 @@ def chat(messages: list[Any], **asked: Any) -> tuple[Any, int]:
     message = completion.choices[0].message
     messages.append(message)
     for call in message.tool_calls or []:
-        messages.append({"role": "tool", "tool_call_id": call.id, "content": run(call.function.name, call.function.parsed_arguments)})
+        messages.append(
+            {
+                "role": "tool",
+                "tool_call_id": call.id,
+                "content": run(call.function.name, call.function.parsed_arguments),
+            }
+        )
     assert completion.usage is not None
     assert completion.usage.prompt_tokens_details is not None
     return message.parsed, completion.usage.prompt_tokens_details.cached_tokens or 0

@@ -51,7 +51,11 @@ def book_room(room_id: str, nights: int) -> str:
 
 FUNCTIONS: dict[str, Callable[..., str]] = {"search_rooms": search_rooms, "book_room": book_room}
 PARAMETERS: dict[str, dict[str, Any]] = {
-    "search_rooms": {"city": {"type": "string"}, "guests": {"type": "integer"}, "features": {"type": "array", "items": {"type": "string"}}},
+    "search_rooms": {
+        "city": {"type": "string"},
+        "guests": {"type": "integer"},
+        "features": {"type": "array", "items": {"type": "string"}},
+    },
     "book_room": {"room_id": {"type": "string"}, "nights": {"type": "integer"}},
 }
 DESCRIPTIONS = {"search_rooms": "Search for free rooms.", "book_room": "Book a room."}
@@ -60,10 +64,12 @@ SCHEMAS: dict[str, Any] = {
     for name, properties in PARAMETERS.items()
 }
 CHAT_TOOLS: Any = [
-    {"type": "function", "function": {"name": name, "description": DESCRIPTIONS[name], "parameters": schema}} for name, schema in SCHEMAS.items()
+    {"type": "function", "function": {"name": name, "description": DESCRIPTIONS[name], "parameters": schema}}
+    for name, schema in SCHEMAS.items()
 ]
 RESPONSES_TOOLS: Any = [
-    {"type": "function", "name": name, "description": DESCRIPTIONS[name], "parameters": schema, "strict": False} for name, schema in SCHEMAS.items()
+    {"type": "function", "name": name, "description": DESCRIPTIONS[name], "parameters": schema, "strict": False}
+    for name, schema in SCHEMAS.items()
 ]
 
 
@@ -87,7 +93,13 @@ def chat(complete: Callable[[list[Any]], Any]) -> None:
             if not message.tool_calls:
                 break
             for asked in message.tool_calls:
-                messages.append({"role": "tool", "tool_call_id": asked.id, "content": call(asked.function.name, asked.function.arguments)})
+                messages.append(
+                    {
+                        "role": "tool",
+                        "tool_call_id": asked.id,
+                        "content": call(asked.function.name, asked.function.arguments),
+                    }
+                )
         answers.append(message.content)
     report(answers, cached)
 
