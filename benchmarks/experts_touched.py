@@ -61,9 +61,9 @@ class CountingMixture(MixtureOfExperts):
         self.counts: list[Tensor] = []
         """int64 scalars on the device: nothing waits for them."""
 
-    def add_to(self, x_NH: Tensor, norm: kernels.Norm) -> Tensor:
+    def add_to(self, x_NH: Tensor, norm: kernels.Norm, next_norm: kernels.Norm | None = None) -> Tensor:
         self.counts.append(count_chosen(x_NH, norm, self.weights))
-        return super().add_to(x_NH, norm)
+        return super().add_to(x_NH, norm, next_norm)
 
 
 def count_chosen(x_NH: Tensor, norm: kernels.Norm, weights: kernels.MixtureWeights) -> Tensor:

@@ -112,13 +112,17 @@ class Backend(Protocol):
         up."""
         ...
 
-    def add_linear(self, residual_NH: Tensor, x_NO: Tensor, weight_HO: Weight) -> Tensor:
+    def add_linear(self, residual_NH: Tensor, x_NO: Tensor, weight_HO: Weight, next_norm: Norm | None = None) -> Tensor:
         """residual + x W^T: [N, H] in the residual's dtype. The residual is given away: the result may be written over
-        it."""
+        it. next_norm: the norm of the result that comes next, for groups of ranks that compute it with the sum
+        (group.py)."""
         ...
 
-    def add_experts(self, residual_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
-        """residual + the mixture of experts of the normed residual: [N, H]. The residual is given away.
+    def add_experts(
+        self, residual_NH: Tensor, norm: Norm, weights: MixtureWeights, next_norm: Norm | None = None
+    ) -> Tensor:
+        """residual + the mixture of experts of the normed residual: [N, H]. The residual is given away. next_norm: as
+        in `add_linear`.
 
         With y the normed residual: sum over the token's top_k experts of weight * expert(y), plus sigmoid(shared gate
         y) * shared expert(y), where an expert is down(silu(gate y) * up y) and weights are the softmax over ALL

@@ -44,7 +44,8 @@ class DecoderLayer:
     def mix(self, x_NH: Tensor, memory: Memory, core: MixerCore) -> Tensor:
         """x plus the mixer, of which `core` is what stands between its projections."""
         projected_NP = self.mixer.project(x_NH, self.input_norm)
-        return self._ops.add_linear(x_NH, core(self.mixer, projected_NP, memory), self.mixer.out_proj)
+        mixed_ND = core(self.mixer, projected_NP, memory)
+        return self._ops.add_linear(x_NH, mixed_ND, self.mixer.out_proj, self.post_norm)
 
 
 class MtpHead:
@@ -204,6 +205,8 @@ class HybridModel(ABC):
     def _run_layers(self, tokens_N: Tensor, core: MixerCore) -> Tensor:
         """The residual stream after the last layer."""
         x_NH = embedding(tokens_N, self._embedding_VH)
-        for layer, memory in zip(self._layers, self.pools.layers, strict=False):  # the MTP layer's is the last
-            x_NH = layer.ffn.add_to(layer.mix(x_NH, memory, core), layer.post_norm)
+        next_norms = [*(layer.input_norm for layer in self._layers[1:]), None]
+        # The pools have one more memory, of the MTP layer.
+        for layer, memory, next_norm in zip(self._layers, self.pools.layers, next_norms, strict=False):
+            x_NH = layer.ffn.add_to(layer.mix(x_NH, memory, core), layer.post_norm, next_norm)
         return x_NH

@@ -84,6 +84,7 @@ class SwiGLU:
         self.gate_up_proj = parameters.take_rows("gate_proj.weight", "up_proj.weight")
         self.down_proj = parameters.take("down_proj.weight")
 
-    def add_to(self, x_NH: Tensor, norm: kernels.Norm) -> Tensor:
+    def add_to(self, x_NH: Tensor, norm: kernels.Norm, next_norm: kernels.Norm | None = None) -> Tensor:
         """x plus the block's output on the normed x."""
-        return self._ops.add_linear(x_NH, self._ops.norm_swiglu(x_NH, norm, self.gate_up_proj), self.down_proj)
+        hidden_NI = self._ops.norm_swiglu(x_NH, norm, self.gate_up_proj)
+        return self._ops.add_linear(x_NH, hidden_NI, self.down_proj, next_norm)

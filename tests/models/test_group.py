@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentspec.kernels import Plain, reference, within
+from agentspec.kernels import Norm, Plain, reference, within
 from tests.fakes.checkpoints import Family, write_checkpoint
 from tests.fakes.compare import relative_error
 from tests.models.rank_process import outputs
@@ -73,8 +73,12 @@ class Pretended:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def add(self, residual_NH: Tensor, partial_NH: Tensor) -> Tensor:
-        return residual_NH + self.size * partial_NH
+    def add_partial(
+        self, residual_NH: Tensor, partial_NH: Tensor, next_norm: Norm | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The norm is that of another residual: it shows where it was used."""
+        x_NH = residual_NH + self.size * partial_NH
+        return x_NH, None if next_norm is None else reference.rms_norm(-x_NH, next_norm)
 
 
 def test_a_group_of_one_is_none() -> None:
@@ -88,3 +92,22 @@ def test_only_what_ends_in_the_residual_is_summed() -> None:
     ops = within(Pretended(4), reference)
     assert torch.equal(ops.linear(x, Plain(values)), x @ values.T)
     torch.testing.assert_close(ops.add_linear(residual, x, Plain(values)), residual + 4 * (x @ values.T))
+
+
+def test_norm_that_came_with_the_sum_is_used_for_that_sum_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, residual, out, following, extra = (
+        torch.randn(size, generator=generator) for size in ((3, 8), (3, 5), (5, 8), (7, 5), (2, 5))
+    )
+    norm, other = (Norm(weight=torch.randn(5, generator=generator), eps=1e-6) for _ in range(2))
+    ops = within(Pretended(4), reference)
+    sum_NH = ops.add_linear(residual, x, Plain(out), norm)
+    for same_NH in (sum_NH.clone(), sum_NH):
+        expected = reference.norm_linear(same_NH, other, Plain(following), extra)
+        torch.testing.assert_close(ops.norm_linear(same_NH, other, Plain(following), extra), expected)
+    expected = reference.norm_linear(-sum_NH, norm, Plain(following), extra)
+    torch.testing.assert_close(ops.norm_linear(sum_NH, norm, Plain(following), extra), expected)
+    torch.testing.assert_close(ops.norm_linear(sum_NH.clone(), norm, Plain(following), extra), -expected)
+    without_NH = ops.add_linear(residual, x, Plain(out))
+    expected = reference.norm_linear(without_NH, norm, Plain(following))
+    torch.testing.assert_close(ops.norm_linear(without_NH, norm, Plain(following)), expected)

@@ -39,11 +39,11 @@ def norm_swiglu(x_NH: Tensor, norm: Norm, gate_up_2IH: Weight) -> Tensor:
     return silu(gate_NI) * up_NI
 
 
-def add_linear(residual_NH: Tensor, x_NO: Tensor, weight_HO: Weight) -> Tensor:
+def add_linear(residual_NH: Tensor, x_NO: Tensor, weight_HO: Weight, next_norm: Norm | None = None) -> Tensor:
     return residual_NH + linear(x_NO, weight_HO)
 
 
-def add_experts(residual_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
+def add_experts(residual_NH: Tensor, norm: Norm, weights: MixtureWeights, next_norm: Norm | None = None) -> Tensor:
     return residual_NH + expert_sum(residual_NH, norm, weights)
 
 

@@ -50,7 +50,7 @@ def norm_linear(x_NH: Tensor, norm: Norm, weight_OH: Weight, extra_EH: Tensor | 
     )
 
 
-def add_linear(residual_NH: Tensor, x_NO: Tensor, weight_HO: Weight) -> Tensor:
+def add_linear(residual_NH: Tensor, x_NO: Tensor, weight_HO: Weight, next_norm: Norm | None = None) -> Tensor:
     plan = _plan("add_linear", x_NO, weight_HO)
     if plan is not None:
         return launch_linear(plan, x_NO, weight_HO, None, residual_NH)

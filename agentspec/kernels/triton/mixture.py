@@ -39,7 +39,7 @@ _MOST_TOKENS_BESIDE = 32
 """Where it can't: the second stream pays where a step is short against its launches."""
 
 
-def add_experts(residual_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
+def add_experts(residual_NH: Tensor, norm: Norm, weights: MixtureWeights, next_norm: Norm | None = None) -> Tensor:
     return _add_to(residual_NH, residual_NH, norm, weights)
 
 
