@@ -31,7 +31,7 @@ from torch.nn.functional import linear as torch_linear
 from agentspec.kernels.backend import Norm
 from agentspec.kernels.triton import linear_layers as ours
 from agentspec.kernels.triton import linear_plans
-from agentspec.kernels.triton.linear_plans import OURS_ALONE, Kind, Plan
+from agentspec.kernels.triton.linear_plans import NO_TORCH_PRODUCT, Kind, Plan
 from agentspec.kernels.triton.norms import rms_norm
 from agentspec.kernels.weights import FP8, SCALE_BLOCK, BlockScaled, Plain, Weight
 from benchmarks.bandwidth import measure_bandwidth
@@ -109,8 +109,8 @@ def run(kind: Kind, plan: Plan | None, operands: Operands, weight: Weight) -> Te
                 return ours.launch_swiglu(plan, x, norm, weight)
             case "logits":
                 return ours.launch_logits(plan, x, weight.tensor, num_real)
-            case "nearest_token":
-                return ours.launch_nearest(plan, x, weight, None)
+            case "draft_argmax":
+                return ours.launch_draft_argmax(plan, x, weight, None)
     values = weight.tensor
     match kind:
         case "linear":
@@ -125,7 +125,7 @@ def run(kind: Kind, plan: Plan | None, operands: Operands, weight: Weight) -> Te
             scores = torch.mm(x, values.t(), out_dtype=torch.float32)
             scores[:, num_real:] = -torch.inf
             return scores
-        case "nearest_token":
+        case "draft_argmax":
             return torch_linear(x, values).argmax(-1)
 
 
@@ -137,7 +137,7 @@ def fault(kind: Kind, got: Tensor, operands: Operands, weight: Weight, dtype: to
     y = x @ weight.dequantize(dtype).t()
     if operands.extra is not None:
         y = torch.cat([y, x @ operands.extra.to(dtype).t()], -1)
-    if kind == "nearest_token":
+    if kind == "draft_argmax":
         short = (y.amax(-1) - y.gather(1, got[:, None])[:, 0]).max().item()
         return "" if short <= 1e-3 * y.abs().max().item() else f"a choice lies {short} below the best"
     if kind == "norm_swiglu":
@@ -276,7 +276,7 @@ def is_promising(shape: Shape, plan: Plan, sm_count: int) -> bool:
         else 9
         if plan.norm_apart
         else math.inf
-        if shape.kind in OURS_ALONE
+        if shape.kind in NO_TORCH_PRODUCT
         else 6
     )
     if shared_bytes(shape, plan) > SHARED_BYTES or not min(80, shape.num_outputs // 64) <= programs <= most * sm_count:
@@ -541,7 +541,7 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, read {tuner.bandwidth / 1e12:.3f} TB/s", flush=True)
     shapes = [shape for model in args.models for shape in MODELS[model].shapes().values()]
     most = {
-        shape: linear_plans.SMALL_TOKENS if shape.fp8 and shape.kind not in OURS_ALONE else max(TOKENS)
+        shape: linear_plans.SMALL_TOKENS if shape.fp8 and shape.kind not in NO_TORCH_PRODUCT else max(TOKENS)
         for shape in shapes
     }
     cells = list(dict.fromkeys((shape, tokens) for tokens in args.tokens for shape in shapes if tokens <= most[shape]))

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from agentspec.kernels.triton.linear_plans import OURS_ALONE, Kind, Plan
+from agentspec.kernels.triton.linear_plans import NO_TORCH_PRODUCT, Kind, Plan
 from agentspec.kernels.weights import SCALE_BLOCK
 
 DRAFT_VOCABULARY, VOCABULARY, NUM_REAL = 32768, 248320, 248077
@@ -67,7 +67,7 @@ class Model:
             "attention out": ("add_linear", self.hidden, queries * 256),
             "ffn in": ("norm_swiglu", 2 * self.ffn, self.hidden),
             "ffn out": ("linear" if self.mixture else "add_linear", self.hidden, self.ffn),
-            "draft head": ("nearest_token", DRAFT_VOCABULARY, self.hidden),
+            "draft head": ("draft_argmax", DRAFT_VOCABULARY, self.hidden),
         }
         if not self.fp8:
             sizes |= {"mtp fc": ("linear", self.hidden, 2 * self.hidden), "logits": ("logits", VOCABULARY, self.hidden)}
@@ -138,7 +138,7 @@ def chosen_plans(shape: Shape, cells: Cells) -> list[tuple[int, Plan | None]]:
     """(most tokens, plan) in rising order, as `linear_plans.MEASURED` has them; token counts that were not measured are
     left out."""
     times = {count: cell.seconds for (at, count), cell in cells.items() if at == shape and cell.seconds}
-    if shape.kind in OURS_ALONE:
+    if shape.kind in NO_TORCH_PRODUCT:
         times = {
             count: {plan: time for plan, time in seconds.items() if plan is not None}
             for count, seconds in times.items()

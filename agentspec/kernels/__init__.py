@@ -1,13 +1,13 @@
-"""Device operations: one operation, one signature.
+"""Device operations with one signature per operation, whatever implements it.
 
-A `Backend` has every operation of a forward, over prompts and over decode windows, and of a decode step;
-`backend(device)` picks it. Its reference, in `reference/`, is plain torch and runs anywhere; faster ones stand behind
-the same signatures and are tested against it. What is not part of a Backend has the reference alone, and is imported
-from here.
+A `Backend` has every operation of a forward (over prompts and over decode windows) and of a decode step.
+`backend(device)` picks one. The reference backend, in `reference/`, is plain torch and runs anywhere; faster backends
+have the same signatures and are tested against it. Operations that are not part of Backend exist in the reference
+only, and are imported from here.
 
-Shape letters: N tokens (or keys), B slots, T tokens a slot, R rows, H hidden size, C conv channels, V value heads, D
-value dim, K key dim, Q query heads, G key/value heads, A half of the rotary dims, P pages, S tokens a page, X experts,
-I expert width, J chosen experts; in attention D is the head dim.
+Shape letters: N tokens (or keys), B slots, T tokens per slot, R rows, H hidden size, C conv channels, V value heads, D
+value dim, K key dim, Q query heads, G key/value heads, A half of the rotary dims, P pages, S tokens per page, X
+experts, I expert width, J chosen experts; in attention D is the head dim.
 
 Layouts of the pools, one layer each: `ssm_RVDK` float32 (value dim before key dim), `conv_R3C` (the last three rows
 BEFORE the convolution, oldest first), `hidden_RH`, `kv_P2SGD` (keys at [:, 0], values at [:, 1]).
@@ -75,14 +75,15 @@ __all__ = [
 
 @functools.cache
 def backend(device: torch.device) -> Backend:
-    """The operations for tensors on `device`. Triton is imported for CUDA alone: elsewhere it may not be installed.
+    """Return the backend for tensors on `device`.
 
-    "meta" is a GPU on which nothing is launched (variants.KernelCompiler.variants_of)."""
+    Triton is imported for CUDA only: elsewhere it may not be installed. "meta" stands for a GPU on which nothing is
+    launched (variants.KernelCompiler.variants_of)."""
     if device.type in ("cuda", "meta"):
         return cast(Backend, importlib.import_module("agentspec.kernels.triton"))
     return reference
 
 
 def compiler() -> KernelCompiler:
-    """What compiles the kernels of CUDA's backend. Raises ImportError where Triton isn't installed."""
+    """Return the compiler of the CUDA backend's kernels. Raises ImportError if Triton is not installed."""
     return cast(KernelCompiler, importlib.import_module("agentspec.kernels.triton.compiler"))

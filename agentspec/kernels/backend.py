@@ -1,17 +1,17 @@
-"""The operations that a forward and a decode step are made of: one signature each, whoever computes them.
+"""The operations of a forward and of a decode step: one signature each, shared by all implementations.
 
-A backend is a module that has these functions. `reference` is plain torch on any device, and what every other one is
-tested against; `triton` runs on CUDA. What a backend fuses is its own business: the grain here is the coarsest that a
-model's mathematics allows, so that a fast backend has room.
+A backend is a module that has these functions. `reference` is plain torch for any device, and every other backend is
+tested against it; `triton` runs on CUDA. Operations are as coarse as a model's mathematics allows, so that a backend
+is free to fuse.
 
-No operation of a step reads anything on the host (those of `reference` do where they say so), and all may be captured
-in a CUDA graph. Results are new tensors unless "in place" is said. Vectors and tables of integers (ids, rows,
+No operation of a step reads device data on the host (those of `reference` do where they say so), and all may be
+captured in a CUDA graph. Results are new tensors unless "in place" is said. Vectors and tables of integers (ids, rows,
 positions, page tables) are contiguous.
 
-Shape letters: N tokens, B slots, T tokens a slot (N = B * T, slot by slot), H hidden size, O output features, E extra
-outputs, I FFN width, X experts, J chosen experts, V vocabulary, R rows, P pages a sequence, S slots of the tables, F
-fields, k drafts; in the recurrence V value heads, D value dim, K key dim, C conv channels; in attention Q query heads,
-G key/value heads, D head dim, A half of the rotary dims, L positions.
+Shape letters: N tokens, B slots, T tokens per slot (N = B * T, slot by slot), H hidden size, O output features, E
+extra outputs, I FFN width, X experts, J chosen experts, V vocabulary, R rows, P pages per sequence, S slots of the
+tables, F fields, k drafts; in the recurrence V value heads, D value dim, K key dim, C conv channels; in attention Q
+query heads, G key/value heads, D head dim, A half of the rotary dims, L positions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Norm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeTable:
-    """Cosines and sines of every position that a model may meet, float32 [L, A]; dimension pairs are (j, j + A)."""
+    """Cosines and sines of every position up to the longest context, float32 [L, A]. Dimension pairs are (j, j + A)."""
 
     cos_LA: Tensor
     sin_LA: Tensor
@@ -45,10 +45,10 @@ class RopeTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaWeights:
-    """What one Gated DeltaNet layer holds besides its projections."""
+    """Parameters of one Gated DeltaNet layer besides its projections."""
 
     conv_C4: Tensor
-    """[C, 4]; tap 3 weighs the current token."""
+    """[C, 4]; tap 3 multiplies the current token."""
     a_log_V: Tensor
     """float32."""
     dt_bias_V: Tensor
@@ -61,7 +61,7 @@ class DeltaWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionWeights:
-    """What one gated attention layer holds besides its projections."""
+    """Parameters of one gated attention layer besides its projections."""
 
     q_norm: Norm
     k_norm: Norm
@@ -74,25 +74,25 @@ class AttentionWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixtureWeights:
-    """What one mixture-of-experts FFN holds. Gate rows stand before up rows."""
+    """Weights of one mixture-of-experts FFN. Gate rows come before up rows."""
 
     router_XH: Tensor
     top_k: int
-    """Experts that a token visits."""
+    """Routed experts per token."""
     normalize: bool
     """Divide the probabilities of a token's experts by their sum."""
     gate_up_X2IH: Weight
     down_XHI: Weight
     shared_gate_1H: Tensor
     shared_gate_up_2IH: Weight
-    """The shared expert's width need not be that of the routed ones."""
+    """The shared expert's width may differ from that of the routed ones."""
     shared_down_HI: Weight
 
 
 class Backend(Protocol):
-    # Dense blocks. Weights may have any form of weights.py that the backend has products for, unless they are said to
-    # be tensors. A product of many tokens with block-scaled weights may round its inputs to 8-bit floats too, each
-    # token in groups of 128 under a multiplier of their own
+    # Dense blocks. Weights may have any form of weights.py that the backend supports, unless they are said to be
+    # tensors. A product of many tokens with block-scaled weights may round its inputs to 8-bit floats too, with one
+    # scale per token and group of 128 features
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         """The norm over the last dimension of x [..., H], in float32, then cast to x's dtype."""
@@ -103,39 +103,39 @@ class Backend(Protocol):
         ...
 
     def norm_linear(self, x_NH: Tensor, norm: Norm, weight_OH: Weight, extra_EH: Tensor | None = None) -> Tensor:
-        """`linear` of the normed input: [N, O], or [N, O + E] with the outputs of `extra`, which are never rounded to 8
-        bits, behind the others."""
+        """`linear` of the normed input: [N, O], or [N, O + E] with the outputs of `extra` appended; those are never
+        rounded to 8 bits."""
         ...
 
     def norm_swiglu(self, x_NH: Tensor, norm: Norm, gate_up_2IH: Weight) -> Tensor:
-        """silu(gate) * up of the normed input, [N, I] in x's dtype; gate_up holds the rows of gate, then those of
+        """silu(gate) * up of the normed input, [N, I] in x's dtype. gate_up holds the rows of gate, then those of
         up."""
         ...
 
     def add_linear(self, residual_NH: Tensor, x_NO: Tensor, weight_HO: Weight, next_norm: Norm | None = None) -> Tensor:
-        """residual + x W^T: [N, H] in the residual's dtype. The residual is given away: the result may be written over
-        it. next_norm: the norm of the result that comes next, for groups of ranks that compute it with the sum
+        """residual + x W^T: [N, H] in the residual's dtype. The residual may be overwritten by the
+        result. next_norm: the norm of the result that comes next, for groups of ranks that compute it with the sum
         (group.py)."""
         ...
 
     def add_experts(
         self, residual_NH: Tensor, norm: Norm, weights: MixtureWeights, next_norm: Norm | None = None
     ) -> Tensor:
-        """residual + the mixture of experts of the normed residual: [N, H]. The residual is given away. next_norm: as
+        """residual + the mixture of experts of the normed residual: [N, H]. The residual may be overwritten. next_norm: as
         in `add_linear`.
 
         With y the normed residual: sum over the token's top_k experts of weight * expert(y), plus sigmoid(shared gate
-        y) * shared expert(y), where an expert is down(silu(gate y) * up y) and weights are the softmax over ALL
-        experts' router scores (float32), perhaps normalised. A token's sum has one order, whatever else is in the call.
-        Definition: kernels/reference/moe.py."""
+        y) * shared expert(y), where an expert is down(silu(gate y) * up y). Weights are the softmax over ALL experts'
+        router scores (float32), optionally normalised. Accumulation order is batch-invariant. Definition:
+        kernels/reference/moe.py."""
         ...
 
     def expert_sum(self, x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
-        """What `add_experts` adds to x: [N, H]. x stays."""
+        """The term that `add_experts` adds to x: [N, H]. x is not modified."""
         ...
 
     def norm_to_rows(self, x_NH: Tensor, norm: Norm, hidden_RH: Tensor, write_rows_N: Tensor) -> Tensor:
-        """The final norm: [N, H]; row n of it also goes to hidden_RH[write_rows_N[n]], in place. Rows may repeat only
+        """The final norm: [N, H]. Row n is also stored to hidden_RH[write_rows_N[n]], in place. Rows may repeat only
         at SCRATCH_ROW."""
         ...
 
@@ -144,7 +144,7 @@ class Backend(Protocol):
         ...
 
     def argmax(self, logits_NV: Tensor) -> Tensor:
-        """int64 [N]: the largest logit of each row, the lowest id on ties. logits_NV: float32."""
+        """int64 [N]: argmax of each row, lowest id on ties. logits_NV: float32."""
         ...
 
     # The MTP head
@@ -155,9 +155,9 @@ class Backend(Protocol):
         """[norm(embedding of the token) | norm(hidden)]: [N, 2H]."""
         ...
 
-    def nearest_token(self, x_NH: Tensor, head_OH: Weight, ids_O: Tensor | None) -> Tensor:
-        """int64 [N]: ids[argmax of x head^T], the first of equals. ids_O: int64; None: row o of the head stands for
-        token o."""
+    def draft_argmax(self, x_NH: Tensor, head_OH: Weight, ids_O: Tensor | None) -> Tensor:
+        """Draft token of each x: int64 [N], ids[argmax of x head^T], lowest row on ties. ids_O: int64; None: row o of
+        the head is token o."""
         ...
 
     # Mixers of a decode window
@@ -171,18 +171,18 @@ class Backend(Protocol):
         read_row_B: Tensor,
         write_rows_BT: Tensor,
     ) -> Tensor:
-        """Short convolution, gated delta rule, gated norm over every slot's window: [N, V * D] in the projection's
+        """Short convolution, gated delta rule and gated norm over every slot's window: [N, V * D] in the projection's
         dtype.
 
         Args:
             projected_NP: [N, C + V * D + 2 V]: q, k, v before the convolution; the norm's gate z; write strength b;
-            decay a.
+                decay a.
             ssm_RVDK: pool of one layer, float32; conv_R3C: pool of one layer, oldest row first. Both in place: the
-            state after column t goes to row
-                write_rows_BT[:, t]. A slot's read row may be one of its write rows. Write rows repeat only at
-                SCRATCH_ROW.
+                state after column t is stored to row write_rows_BT[:, t]. A slot's read row may be one of its write
+                rows. Write rows repeat only at SCRATCH_ROW.
             read_row_B: int64 [B]. write_rows_BT: int64 [B, T].
-        Definitions: kernels/reference/gated_delta.py, causal_conv.py, norms.py (gated_rms_norm)."""
+        Definitions: kernels/reference/gated_delta.py, causal_conv.py, norms.py (gated_rms_norm).
+        """
         ...
 
     def attention_step(
@@ -201,48 +201,49 @@ class Backend(Protocol):
 
         Args:
             projected_NP: [N, 2 Q D + 2 G D]: head by head q then its gate; then all k heads, then all v heads.
-            kv_P2SGD: pool of one layer [P, 2, tokens a page, G, D], in place: keys and values of positions
-            start..start+T-1 are stored, then read.
+            kv_P2SGD: pool of one layer [P, 2, tokens per page, G, D], in place: keys and values of positions
+                start..start+T-1 are stored, then read.
             page_table_BP: int32 [B, P], pages in block order. start_B: int64 [B], position of column 0.
-            first_position: keys before it are never read (1 for the MTP layer); a query without keys gets zeros.
+            first_position: earlier keys are never read (1 for the MTP layer); a query without keys gets zeros.
         Definitions: kernels/reference/attention.py, rope.py. A position that was never written may hold NaN: it must
-        not be read, or not matter."""
+        not be read, or must not affect the result.
+        """
         ...
 
-    # Prompts: the same layers over the spans of a PrefillBatch. Results of padding tokens may be anything, NaN too;
+    # Prompts: the same layers over the spans of a PrefillBatch. Results of padding tokens are undefined and may be NaN;
     # nothing is stored for them
 
     def gated_delta_prefill(
         self, projected_NP: Tensor, weights: DeltaWeights, ssm_RVDK: Tensor, conv_R3C: Tensor, batch: PrefillBatch
     ) -> Tensor:
-        """As `gated_delta_step` over spans: [N, V * D]. Each span reads its READ_ROW; the state after a block goes to
-        the block's save rows alone.
+        """`gated_delta_step` over spans: [N, V * D]. Each span reads its READ_ROW. The state after a block is stored
+        to the block's save rows only.
 
-        A span's save row may be the row that it reads; no other span reads it. The same blocks give the same bits,
-        whatever stands beside them and however many of them a call has."""
+        A span may save to the row that it reads, if no other span reads that row. Equal blocks give equal bits,
+        whatever the batch and however the blocks are split over calls."""
         ...
 
     def attention_prefill(
         self, projected_NP: Tensor, weights: AttentionWeights, rope: RopeTable, kv_P2SGD: Tensor, batch: PrefillBatch
     ) -> Tensor:
-        """As `attention_step` from position 0 over spans: [N, Q * D]. Stores every token's key and value, then reads
-        the whole sequence's."""
+        """`attention_step` from position 0 over spans: [N, Q * D]. Stores every token's key and value, then reads the
+        whole sequence's."""
         ...
 
     def store_keys_values(
         self, projected_NK: Tensor, weights: AttentionWeights, rope: RopeTable, kv_P2SGD: Tensor, batch: PrefillBatch
     ) -> None:
-        """The stores of `attention_prefill` alone. projected_NK: [N, 2 G D], all k heads, then all v heads."""
+        """Only the stores of `attention_prefill`. projected_NK: [N, 2 G D], all k heads, then all v heads."""
         ...
 
     def save_hidden(self, hidden_NH: Tensor, hidden_RH: Tensor, batch: PrefillBatch) -> None:
-        """The hidden of each block's last token goes to the block's save rows, in place."""
+        """Store the hidden of each block's last token to the block's save rows, in place."""
         ...
 
-    # The integers of a step
+    # Integer bookkeeping of a step
 
     def open_window(self, slots_SF: Tensor, page_table_SP: Tensor, slot_ids_B: Tensor, num_columns: int) -> Window:
-        """Gather what the forward needs of the slots.
+        """Gather the forward's inputs from the slots.
 
         slots_SF: int64, see slots.SlotState. page_table_SP: int32. slot_ids_B: int64; the id of the padding slot may
         repeat."""
@@ -257,32 +258,32 @@ class Backend(Protocol):
         *,
         block_tokens: int,
     ) -> Commit:
-        """Decide how far each slot's window stands, and move its pointers, in place in slots_SF (an inert slot keeps
-        everything).
+        """Decide how many tokens of each slot's window are accepted, and update its pointers, in place in slots_SF (an
+        inert slot is not changed).
 
-        Acceptance: leading drafts that equal what the target chose, of those that are valid; then cut after the first
-        stop id and at the length limit. read_row becomes the write row of the last accepted column; where the length
-        crosses a multiple of block_tokens, the write row at that boundary becomes the newer rolling checkpoint and the
-        older checkpoint's row takes its place. Column 0 of the next window is the last emitted token; its drafts follow
-        with `publish_drafts`.
+        Acceptance: the leading valid drafts that equal the target's tokens, cut after the first stop id and at the
+        length limit. read_row becomes the write row of the last accepted column. Where the length crosses a multiple
+        of block_tokens, the write row at that boundary becomes the newer rolling checkpoint, and the row of the older
+        checkpoint replaces it among the write rows. Column 0 of the next window is the last emitted token;
+        `publish_drafts` adds the drafts.
 
-        chosen_BT: int64, the target's choice after every column."""
+        chosen_BT: int64, the target's token after every column."""
         ...
 
     def force_acceptance(
         self, slots_SF: Tensor, limits_SF: Tensor, slot_ids_B: Tensor, chosen_BT: Tensor, rate_K: Tensor
     ) -> Tensor:
-        """Benchmarks only, ahead of `commit_window`: make valid drafts stand at given rates. Returns what to commit in
-        the place of chosen_BT.
+        """Benchmarks only, before `commit_window`: accept valid drafts at given rates. Returns the tokens to commit in
+        place of chosen_BT.
 
-        Draft i stands, whatever was chosen, if those before it do and the uniform of (seed, its position, token 0,
-        PURPOSE_FORCED_ACCEPT) is below rate_K[i], float32. It becomes the choice; valid drafts that don't stand become
-        -1 in slots_SF, which is no choice. `publish_drafts` overwrites them."""
+        Draft i is accepted, whatever was chosen, if all earlier drafts are and the uniform of (seed, its position,
+        token 0, PURPOSE_FORCED_ACCEPT) is below rate_K[i], float32. It then replaces the chosen token. Valid drafts
+        that are rejected become -1 in slots_SF, which no chosen token equals; `publish_drafts` overwrites them."""
         ...
 
     def publish_drafts(self, slots_SF: Tensor, slot_ids_B: Tensor, outcome_BF: Tensor, drafts_Bk: Tensor) -> None:
-        """Enter the drafts of the next window, in place, into the active slots and into the last k columns of
-        outcome_BF. drafts_Bk: int64."""
+        """Write the drafts of the next window, in place, to the active slots and to the last k columns of outcome_BF.
+        drafts_Bk: int64."""
         ...
 
     # Sampling
@@ -297,11 +298,10 @@ class Backend(Protocol):
         *,
         constrained: bool,
     ) -> Tensor:
-        """The target's token after each column, by each slot's parameters: int64 BT. Order and formulas:
+        """Sample the target's token after each column, by each slot's parameters: int64 BT. Order and formulas:
         kernels/reference/sampling.py.
 
         logits_BTV: float32, not changed. tokens_BT: int64, the window; row t's context is the tokens counted in the
-        table plus tokens 1..t.
-        position_BT: int64, where the chosen token would stand. constrained: apply the table's masks; otherwise they are
-        not read."""
+        table plus tokens 1..t. position_BT: int64, position of the sampled token. constrained: apply the table's
+        masks; otherwise they are not read."""
         ...

@@ -1,7 +1,7 @@
-"""Compiles kernel variants side by side, in children of this process.
+"""Compiles kernel variants in parallel, in child processes.
 
-For a process that has touched no device and runs one thread: it forks, so that the children share what it has loaded.
-Knows nothing of models.
+The calling process must not have used a device and must run one thread: it forks, so that the children share what it
+has loaded. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from agentspec import kernels
 from agentspec.kernels.variants import KernelCompiler, Variant
 
 BYTES_A_PROCESS = 2**30
-"""More than what compiling takes."""
+"""Upper bound of the memory that one compilation takes."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def compile_all(variants: Sequence[Variant], compiler: KernelCompiler | None = None) -> Iterator[str | None]:
-    """Put them into the compiler's cache, in about this order. Yields once for each, in the order of their ends: what
-    went wrong, or None.
+    """Compile all variants into the compiler's cache, in about this order. Yields once per variant, in the order of
+    completion: an error message, or None.
 
-    compiler: None: that of `kernels.compiler`."""
+    compiler: defaults to `kernels.compiler()`."""
     compiler = kernels.compiler() if compiler is None else compiler
-    compiler.missing(variants[:1])  # reads all of the compiler for its key: once, instead of in each child
+    compiler.missing(variants[:1])  # hashes the compiler's sources once here, instead of in each child
     with ProcessPoolExecutor(
         num_processes(len(variants)), mp_context=get_context("fork"), initializer=_die_with_parent
     ) as pool:
@@ -38,7 +38,7 @@ def compile_all(variants: Sequence[Variant], compiler: KernelCompiler | None = N
 
 
 def num_processes(num_variants: int) -> int:
-    """As many as there are cores to run them and memory to hold them."""
+    """Number of processes: limited by cores and by free memory."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(num_variants, len(os.sched_getaffinity(0)), available // BYTES_A_PROCESS))
 
@@ -46,11 +46,11 @@ def num_processes(num_variants: int) -> int:
 def _compile(compile_variant: Callable[[Variant], None], variant: Variant) -> str | None:
     try:
         compile_variant(variant)
-    except Exception as error:  # whatever a compiler raises belongs to this variant, and the others still get theirs
+    except Exception as error:  # any compiler error fails only this variant
         return f"{variant.function}: {type(error).__name__}: {error}"
     return None
 
 
 def _die_with_parent() -> None:
-    """A child of a killed pool would wait for work for ever."""
+    """Kill this child when its parent dies: a child of a killed pool would wait for work forever."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,15 +1,15 @@
-"""The layout of a slot: which column of the step's integer and float tensors means what.
+"""Layout of a slot: the columns of the integer and float tensors that describe a running request.
 
-Everything that a decode step knows of a running request lies in one row (a slot) of a few tensors. The kernels that
-open and commit a window, and the sampler, read and write those rows; the runtime owns the tensors and fills them. Knows
-no values and no order of a step.
+All per-request state of a decode step is one row (a slot) of a few tensors. The kernels that open and commit a window,
+and the sampler, read and write these rows; the runtime owns the tensors and fills them. This module knows no values
+and no order of operations.
 
-A record class names the columns of such rows. `of` gives them as views, of a tensor on the device as of a numpy array
-on the host, so both sides read and write a field by the same name. Kernels that take addresses, and rows of single
-columns alone, use the constants.
+A record class names the columns of such rows. `of` returns them as views, of a device tensor or of a numpy array on
+the host, so both sides use the same field names. Kernels that take addresses, and rows with single columns only, use
+the constants.
 
-Shape letters: S slots, B rows that were taken, W = max k + 1, T = k + 1 columns of a step's window, k drafts, V
-vocabulary, E stop ids, F fields, X = ceil(V / 32).
+Shape letters: S slots, B gathered rows, W = max k + 1, T = k + 1 columns of a step's window, k drafts, V vocabulary, E
+stop ids, F fields, X = ceil(V / 32).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch import Tensor
 Array = TypeVar("Array", Tensor, npt.NDArray[Any])
 
 ACTIVE, LENGTH, READ_ROW, NUM_VALID_DRAFTS, CHECKPOINT_ROWS, CHECKPOINT_LENS, TOKENS = 0, 1, 2, 3, 4, 6, 8
-"""First columns of SlotState's fields. The write rows follow the W tokens. The columns before the tokens are the slot's
-scalars."""
+"""First columns of SlotState's fields. The write rows follow the W tokens. The columns before the tokens are the
+slot's scalars."""
 LENGTH_LIMIT, SEED, TOP_K, STOP_IDS = range(4)
 """First columns of SlotLimits' fields."""
 TEMPERATURE, TOP_P, LOG_MIN_P, REPETITION, FREQUENCY, PRESENCE, NUM_FLOATS = range(7)
-"""Columns of `sampling_SF`. A top-p that keeps all is infinite (1.0 would let the rounding of a cumulative sum cut the
-tail), a log min-p that keeps all minus infinity."""
+"""Columns of `sampling_SF`. Top-p off is infinity (with 1.0, the rounding of a cumulative sum could cut the tail);
+min-p off is a log min-p of minus infinity."""
 NUM_EMITTED, NUM_ACCEPTED, NUM_OFFERED, STOP, SCALARS = range(5)
 """First columns of OutcomeRows' fields. The slot's scalars are followed by the T tokens, then by the k drafts."""
 
@@ -39,19 +39,19 @@ class SlotState(Generic[Array]):
     """Rows of `slots_SF`. All int64."""
 
     active_B: Array
-    """1: decodes. 0: inert (empty, finished or padding). Written by join, leave and the step."""
+    """1: active. 0: inert (empty, finished or padding). Written by join, leave and the step."""
     length_B: Array
     """Tokens in the committed state. Written by join and the step."""
     read_row_B: Array
     """Row that holds that state."""
     num_valid_drafts_B: Array
-    """Leading draft columns that were drafted for this very prefix; columns after them are left-overs."""
+    """Number of leading draft columns that were drafted for this prefix. Later columns are stale."""
     checkpoint_rows_B2: Array
-    """Newer and older rolling checkpoint, or the spare rows that wait to become one."""
+    """Rows of the newer and the older rolling checkpoint, or spare rows not yet used as one."""
     checkpoint_lens_B2: Array
-    """Tokens in the state of each; 0: a spare row."""
+    """Tokens in the state of each; 0 marks a spare row."""
     tokens_BW: Array
-    """Column 0: the last emitted token, not yet in the state. Then drafts. Padding 0."""
+    """Column 0: the last emitted token, which is not yet in the state. Then drafts. Padding 0."""
     write_rows_BW: Array
     """The request's own rows. Padding SCRATCH_ROW."""
 
@@ -77,7 +77,7 @@ class SlotState(Generic[Array]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotLimits(Generic[Array]):
-    """Rows of `limits_SF`: what a request brings for the whole of its stay. All int64."""
+    """Rows of `limits_SF`: parameters that a request keeps from start to end. All int64."""
 
     length_limit_B: Array
     """Sequence length at which the request ends."""
@@ -85,7 +85,7 @@ class SlotLimits(Generic[Array]):
     top_k_B: Array
     """1 to V; V: keep all."""
     stop_ids_BE: Array
-    """Padding -1, which no token has."""
+    """Padding -1, which is no token id."""
 
     @staticmethod
     def num_fields(num_stop_ids: int) -> int:
@@ -103,14 +103,14 @@ class SlotLimits(Generic[Array]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutcomeRows(Generic[Array]):
-    """Rows of `outcome_BF`: what a step did. All int64. Of an inert slot the counts and `stop_B` are 0; its tokens and
-    drafts may be anything."""
+    """Rows of `outcome_BF`: the result of a step. All int64. For an inert slot the counts and `stop_B` are 0, and its
+    tokens and drafts are undefined."""
 
     num_emitted_B: Array
     num_accepted_B: Array
-    """Drafts that stand, after stop ids and the length limit."""
+    """Accepted drafts, after the cut at stop ids and the length limit."""
     num_offered_B: Array
-    """Drafts that were valid, of those in the window."""
+    """Valid drafts in the window."""
     stop_B: Array
     """STOP_RUNNING, STOP_ID or STOP_LENGTH."""
     length_B: Array
@@ -118,11 +118,11 @@ class OutcomeRows(Generic[Array]):
     checkpoint_rows_B2: Array
     checkpoint_lens_B2: Array
     scalars_BF: Array
-    """All of the slot's scalars, the last three fields among them."""
+    """All of the slot's scalars, including the last three fields."""
     tokens_BT: Array
-    """The target's choice after each column; columns 0..num_accepted are emitted."""
+    """The target's token after each column; columns 0..num_accepted are emitted."""
     drafts_Bk: Array
-    """For the next window. `publish_drafts` fills them."""
+    """Drafts for the next window, filled in by `publish_drafts`."""
 
     @staticmethod
     def num_fields(width: int) -> int:
@@ -148,16 +148,16 @@ class OutcomeRows(Generic[Array]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingTable:
-    """How every slot draws its tokens: persistent tensors, one row a slot."""
+    """Sampling parameters of every slot: persistent tensors, one row per slot."""
 
     limits_SF: Tensor
     """int64, see SlotLimits."""
     sampling_SF: Tensor
     """float32 [S, 6]: TEMPERATURE to PRESENCE."""
     counts_SV: Tensor
-    """int32 [S, V]. Generated tokens. Stale where a slot has no penalties."""
+    """int32 [S, V]. How often each token was generated. Stale if the slot has no penalties."""
     prompt_seen_SV: Tensor
-    """bool [S, V]. Tokens of the prompt. Stale where a slot has no penalties."""
+    """bool [S, V]. Whether the token is in the prompt. Stale if the slot has no penalties."""
     bias_SV: Tensor
     """float32 [S, V]. Padding 0."""
     mask_SWX: Tensor
@@ -166,7 +166,7 @@ class SamplingTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """What a step reads of its slots before the forward. An inert slot reads the zero row at length 0 and writes to
+    """Inputs of a forward, gathered from the slots. An inert slot reads the zero row at length 0 and writes to
     scratch."""
 
     tokens_BT: Tensor
@@ -183,10 +183,10 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Commit:
-    """What a step decided, before it drafts."""
+    """Decisions of a step, made before it drafts."""
 
     num_accepted_B: Tensor
-    """int64. Drafts that stand, after stop ids and the length limit; columns 0..num_accepted are emitted."""
+    """int64. Accepted drafts, after the cut at stop ids and the length limit; columns 0..num_accepted are emitted."""
     draft_start_B: Tensor
     """int64. Position of the first emitted token: window start + 1."""
     outcome_BF: Tensor

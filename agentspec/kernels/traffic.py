@@ -1,8 +1,8 @@
 """Counts the recurrent state that kernels move, and marks when a kernel runs.
 
-"No state tensor is ever copied" is a claim about memory traffic, so it is measured: every kernel that touches a pool
-runs under `touches_pools`, and the recurrence kernels add the rows that they load and store. Tests compare the counts
-with what the step must move, and fail on any operation that reaches a pool outside a kernel.
+"No state tensor is ever copied" is a claim about memory traffic, so it is measured: every kernel that accesses a pool
+runs under `touches_pools`, and the recurrence kernels count the rows that they load and store. Tests compare the
+counts with the expected ones, and fail on any operation that accesses a pool outside a kernel.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ R = TypeVar("R")
 
 @dataclass(slots=True)
 class StateTraffic:
-    """Recurrent-state tiles moved so far; a tile is one layer of one row."""
+    """Recurrent-state tiles moved so far. A tile is one layer of one row."""
 
     rows_read: int = 0
     rows_written: int = 0
     kernel_depth: int = 0
-    """Above 0 while a kernel that may touch pools runs."""
+    """Above 0 while a kernel runs that may access pools."""
 
     def reset(self) -> None:
         self.rows_read = 0

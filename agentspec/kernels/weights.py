@@ -1,8 +1,8 @@
-"""Weights of linear layers as they lie in memory. Each form is a class: plain numbers, or 8-bit floats with one
-multiplier a block.
+"""Weights of linear layers as they lie in memory. Each form is a class: plain numbers, or 8-bit floats with one scale
+per block.
 
-Owns the forms: what a weight stands for (`dequantize`), and how it is cut, joined and filled. Who isn't a product
-kernel asks a weight and never which form it has. Knows nothing of checkpoints, layers or products.
+Owns the forms: the values that a weight stands for (`dequantize`), and how it is sliced, joined and filled. Code other
+than product kernels uses these methods and never checks the form. Knows nothing of checkpoints, layers or products.
 
 Shape letters: O output features (rows), K input features, X matrices of a stack, E rows in full precision.
 """
@@ -23,7 +23,7 @@ FP8_MAX = 448.0
 """Largest magnitude of float8_e4m3fn."""
 
 SCALE_BLOCK = 128
-"""Rows and columns that share one multiplier in a checkpoint."""
+"""Rows and columns of a block, which has one scale in a checkpoint."""
 
 Region = tuple[int | slice, ...]
 """A part of a weight, as an index of its first dimensions; () is all of it."""
@@ -35,16 +35,16 @@ class Weight(ABC):
     __slots__ = ()
 
     plan_key: ClassVar[str]
-    """Which measured plans a product with such a weight takes."""
+    """Selects the measured plans of products with such a weight."""
     is_quantized: ClassVar[bool] = True
-    """Whether values were rounded for this form: such a weight is not rounded once more for another one."""
+    """Whether values were rounded for this form; such a weight is not quantized again."""
 
     values: Tensor
-    """What the form keeps of each number."""
+    """The stored elements."""
 
     @property
     def shape(self) -> torch.Size:
-        """Of what it stands for."""
+        """Shape of the values that the weight stands for."""
         return self.values.shape
 
     @property
@@ -57,50 +57,51 @@ class Weight(ABC):
 
     @property
     def tensor(self) -> Tensor:
-        """The memory of a plain weight. For parameters that are plain in every checkpoint: norms, routers,
-        embeddings."""
+        """The memory of a plain weight. For parameters that are plain in every checkpoint: norms, routers, embeddings.
+        AssertionError for another form."""
         raise AssertionError(f"{type(self).__name__} where only plain weights may be")
 
     @abstractmethod
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The definition: the values that the weight stands for, each rounded once to `dtype`."""
+        """Return the values that the weight stands for, each rounded once to `dtype`. This defines the form."""
 
     def is_finite(self) -> bool:
-        """Whether it stands for finite numbers only."""
+        """Whether all values are finite."""
         return bool(self.dequantize().isfinite().all())
 
     @abstractmethod
     def cut(self, region: Region) -> Weight:
-        """The weight of a region, in the same memory. Rows and columns must begin whole blocks, where the form has
-        blocks."""
+        """Slice: the weight of a region, in the same memory. Where the form has blocks, rows and columns must begin at
+        block boundaries."""
 
     def matrix(self, index: int) -> Weight:
         """One matrix of a stack, in the same memory."""
         return self.cut((index,))
 
     @abstractmethod
-    def take_rows(self, ids_O: Tensor) -> Weight:
-        """A copy of some rows of a matrix. ids_O: int64, in the order of the result."""
+    def select_rows(self, ids_O: Tensor) -> Weight:
+        """Copy some rows of a matrix. ids_O: int64, in the order of the result."""
 
     @abstractmethod
     def stack(self, others: Sequence[Weight]) -> Weight:
-        """One new matrix over the same input: these rows, then those of the others, which have the same form."""
+        """Concatenate rows into a new matrix: these rows, then those of the others, which must have the same form."""
 
-    def stack_full(self, rows_EK: Tensor) -> tuple[Weight, Tensor | None]:
-        """This matrix with rows behind it that must keep full precision, and those that can't stand there and stay
-        apart."""
+    def append_full_precision(self, rows_EK: Tensor) -> tuple[Weight, Tensor | None]:
+        """Append rows that must keep full precision. Returns (the matrix, rows that the form cannot hold and that stay
+        separate, or None)."""
         return self, rows_EK
 
     @abstractmethod
-    def fill(self, region: Region, part: Weight, taken: Region = ()) -> None:
-        """Copy the region `taken` of `part` into a region of this one, which has whole rows, or whole blocks of them.
+    def fill(self, region: Region, source: Weight, source_region: Region = ()) -> None:
+        """Copy `source_region` of `source` into `region` of this weight. The regions have whole rows, or whole blocks
+        of them.
 
-        A plain weight takes any form, others take their own alone."""
+        A plain weight accepts any form, other forms accept only their own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plain(Weight):
-    """The numbers themselves. Products want them in the activations' dtype."""
+    """Plain numbers. Products need them in the activations' dtype."""
 
     plan_key: ClassVar[str] = "plain"
     is_quantized: ClassVar[bool] = False
@@ -121,32 +122,33 @@ class Plain(Weight):
     def cut(self, region: Region) -> Plain:
         return Plain(self.values[region])
 
-    def take_rows(self, ids_O: Tensor) -> Plain:
+    def select_rows(self, ids_O: Tensor) -> Plain:
         return Plain(self.values[ids_O])
 
     def stack(self, others: Sequence[Weight]) -> Plain:
         return Plain(torch.cat([self.values, *(other.tensor for other in others)]))
 
-    def stack_full(self, rows_EK: Tensor) -> tuple[Weight, Tensor | None]:
+    def append_full_precision(self, rows_EK: Tensor) -> tuple[Weight, Tensor | None]:
         return Plain(torch.cat([self.values, rows_EK])), None
 
-    def fill(self, region: Region, part: Weight, taken: Region = ()) -> None:
-        self.values[region].copy_(part.dequantize(self.values.dtype)[taken])
+    def fill(self, region: Region, source: Weight, source_region: Region = ()) -> None:
+        self.values[region].copy_(source.dequantize(self.values.dtype)[source_region])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockScaled(Weight):
-    """w[o, k] = values[o, k] * scales[o // block_rows, k // SCALE_BLOCK], for a matrix or each one of a stack."""
+    """w[o, k] = values[o, k] * scales[o // block_rows, k // SCALE_BLOCK], for a matrix or for each matrix of a
+    stack."""
 
     plan_key: ClassVar[str] = "fp8"
 
     values: Tensor
-    """float8_e4m3fn [..., O, K]; contiguous, but for cuts of columns."""
+    """float8_e4m3fn [..., O, K]; contiguous, except for slices of columns."""
     scales: Tensor
-    """float32 [..., ceil(O / block_rows), ceil(K / SCALE_BLOCK)]; as contiguous as the values."""
+    """float32 [..., ceil(O / block_rows), ceil(K / SCALE_BLOCK)]; contiguous if the values are."""
     block_rows: int = SCALE_BLOCK
-    """Divides SCALE_BLOCK. Smaller where matrices were joined whose rows are no multiple of SCALE_BLOCK: each keeps its
-    own blocks."""
+    """Divides SCALE_BLOCK. Smaller if matrices were joined whose row counts are not multiples of SCALE_BLOCK: each
+    keeps its own blocks."""
 
     def __post_init__(self) -> None:
         assert SCALE_BLOCK % self.block_rows == 0, f"{self.block_rows}"
@@ -158,7 +160,7 @@ class BlockScaled(Weight):
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], *, device: torch.device, block_rows: int = SCALE_BLOCK) -> BlockScaled:
-        """Room for a weight."""
+        """Allocate a weight without initializing it."""
         scales = torch.empty(scales_shape(shape, block_rows), dtype=torch.float32, device=device)
         return cls(values=torch.empty(shape, dtype=FP8, device=device), scales=scales, block_rows=block_rows)
 
@@ -167,13 +169,13 @@ class BlockScaled(Weight):
         return self.values.nbytes + self.scales.nbytes
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Exact in float32 where scales have at most 20 bits of mantissa, as those of checkpoints (bfloat16) do."""
+        """Exact in float32 if scales have at most 20 bits of mantissa, as those of checkpoints (bfloat16) do."""
         num_rows, depth = self.shape[-2:]
         scales = self.scales.repeat_interleave(self.block_rows, -2)[..., :num_rows, :]
         return (self.values.float() * scales.repeat_interleave(SCALE_BLOCK, -1)[..., :depth]).to(dtype)
 
     def is_finite(self) -> bool:
-        # Of 8-bit floats only two codes are no number: all ones, but for the sign.
+        # An 8-bit float is NaN only for two codes: all ones, with either sign.
         codes = self.values.view(torch.uint8)
         has_nan = codes.view(torch.int8).max() == 0x7F or codes.max() == 0xFF
         return not has_nan and bool(self.scales.isfinite().all())
@@ -183,30 +185,30 @@ class BlockScaled(Weight):
             values=self.values[region], scales=self.scales[self._blocks(region)], block_rows=self.block_rows
         )
 
-    def take_rows(self, ids_O: Tensor) -> BlockScaled:
-        # Neighbours come from different blocks: each row has its own multipliers.
+    def select_rows(self, ids_O: Tensor) -> BlockScaled:
+        # Adjacent result rows come from different blocks, so each row gets its own scales.
         return BlockScaled(values=self.values[ids_O], scales=self.scales[ids_O // self.block_rows], block_rows=1)
 
     def stack(self, others: Sequence[Weight]) -> BlockScaled:
         parts = [self, *(_block_scaled(other) for other in others)]
-        # Every part but the last must fill whole blocks, so that the next one begins a new one.
+        # Every part but the last must fill whole blocks, so that the next one starts a new block.
         block_rows = math.gcd(*(part.block_rows for part in parts), *(part.shape[-2] for part in parts[:-1]))
         scales = torch.cat([part.with_block_rows(block_rows).scales for part in parts], -2)
         return BlockScaled(values=torch.cat([part.values for part in parts], -2), scales=scales, block_rows=block_rows)
 
-    def fill(self, region: Region, part: Weight, taken: Region = ()) -> None:
-        source = _block_scaled(part).with_block_rows(self.block_rows).cut(taken)
-        self.values[region].copy_(source.values)
-        self.scales[self._blocks(region)].copy_(source.scales)
+    def fill(self, region: Region, source: Weight, source_region: Region = ()) -> None:
+        part = _block_scaled(source).with_block_rows(self.block_rows).cut(source_region)
+        self.values[region].copy_(part.values)
+        self.scales[self._blocks(region)].copy_(part.scales)
 
     def with_block_rows(self, block_rows: int) -> BlockScaled:
-        """The same values under multipliers of lower blocks. block_rows: divides the weight's own."""
+        """The same values with smaller blocks. block_rows: divides the weight's own."""
         num_blocks = -(-self.shape[-2] // block_rows)
         scales = self.scales.repeat_interleave(self.block_rows // block_rows, -2)[..., :num_blocks, :].contiguous()
         return BlockScaled(values=self.values, scales=scales, block_rows=block_rows)
 
     def _blocks(self, region: Region) -> Region:
-        """The region of the multipliers that a region of the values has."""
+        """The region of the scales for a region of the values."""
         num_stacked = self.values.dim() - 2
         sizes = (self.block_rows, SCALE_BLOCK)
         return region[:num_stacked] + tuple(
@@ -222,22 +224,22 @@ def _in_blocks(index: int | slice, size: int) -> slice:
 
 
 def _block_scaled(weight: Weight) -> BlockScaled:
-    assert isinstance(weight, BlockScaled), f"{type(weight).__name__} and block-scaled rows don't mix"
+    assert isinstance(weight, BlockScaled), f"{type(weight).__name__} cannot be joined with block-scaled rows"
     return weight
 
 
 def scales_shape(shape: Sequence[int], block_rows: int = SCALE_BLOCK) -> tuple[int, ...]:
-    """Of the multipliers of values [..., O, K]."""
+    """Shape of the scales of values [..., O, K]."""
     *stack, num_rows, depth = shape
     return (*stack, -(-num_rows // block_rows), -(-depth // SCALE_BLOCK))
 
 
 def quantize_blocks(weight: Tensor) -> BlockScaled:
-    """The nearest 8-bit floats of [..., O, K] under one multiplier for each block of 128 x 128: its largest magnitude /
+    """Round [..., O, K] to the nearest 8-bit floats. The scale of each block of 128 x 128 is its largest magnitude /
     448.
 
-    Multipliers are bfloat16 values, as in published checkpoints, rounded up so that nothing exceeds 448; a block of
-    zeros has 1."""
+    Scales are bfloat16 values, as in published checkpoints, rounded up so that nothing exceeds 448; a block of zeros
+    has scale 1."""
     *stack, num_rows, depth = weight.shape
     *_, row_blocks, column_blocks = scales_shape(weight.shape)
     padded = weight.new_zeros(*stack, row_blocks * SCALE_BLOCK, column_blocks * SCALE_BLOCK, dtype=torch.float32)

@@ -28,7 +28,7 @@ class GatedDeltaNet:
     def __init__(self, config: TextConfig, ops: kernels.Backend, parameters: ParameterScope) -> None:
         self._ops = ops
         rows = parameters.take_rows("in_proj_qkv.weight", "in_proj_z.weight")
-        self.in_proj, self.in_proj_ba = rows.stack_full(
+        self.in_proj, self.in_proj_ba = rows.append_full_precision(
             parameters.take_tensor_rows("in_proj_b.weight", "in_proj_a.weight")
         )
         """The latter is None where b and a are the last rows of `in_proj`: write strength and decay stay in full

@@ -187,7 +187,7 @@ class HybridModel(ABC):
         else:
             # Their rows lie all over the head: a copy can be read at full bandwidth, and is, once for every draft.
             self._draft_ids_O = torch.tensor(ids, dtype=torch.int64, device=self.device)
-            rows_OH = head_VH.take_rows(self._draft_ids_O)
+            rows_OH = head_VH.select_rows(self._draft_ids_O)
             num_bytes = self._draft_ids_O.nbytes
         self._draft_head_OH = in_fp8(rows_OH) if self.fp8_drafts else rows_OH
         if self.fp8_drafts or self._draft_ids_O is not None:
@@ -195,7 +195,7 @@ class HybridModel(ABC):
         return num_bytes
 
     def draft_head(self, m: Tensor) -> Tensor:
-        nearest_N = self._ops.nearest_token(m.reshape(-1, m.shape[-1]), self._draft_head_OH, self._draft_ids_O)
+        nearest_N = self._ops.draft_argmax(m.reshape(-1, m.shape[-1]), self._draft_head_OH, self._draft_ids_O)
         return nearest_N.view(m.shape[:-1])
 
     def _mtp_head(self) -> MtpHead:

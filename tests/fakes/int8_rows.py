@@ -35,15 +35,15 @@ class Int8Rows(Weight):
     def cut(self, region: Region) -> Int8Rows:
         return Int8Rows(self.values[region], self.scales[region[: self.scales.dim()]])
 
-    def take_rows(self, ids_O: Tensor) -> Int8Rows:
+    def select_rows(self, ids_O: Tensor) -> Int8Rows:
         return Int8Rows(self.values[ids_O], self.scales[ids_O])
 
     def stack(self, others: Sequence[Weight]) -> Int8Rows:
         parts = [self, *map(int8_rows, others)]
         return Int8Rows(torch.cat([part.values for part in parts]), torch.cat([part.scales for part in parts]))
 
-    def fill(self, region: Region, part: Weight, taken: Region = ()) -> None:
-        here, there = self.cut(region), int8_rows(part).cut(taken)
+    def fill(self, region: Region, source: Weight, source_region: Region = ()) -> None:
+        here, there = self.cut(region), int8_rows(source).cut(source_region)
         here.values.copy_(there.values)
         here.scales.copy_(there.scales)
 

@@ -1,4 +1,4 @@
-"""Tests that need a CUDA device. Elsewhere each one is skipped, and says why."""
+"""Tests that need a CUDA device. Without one, each is skipped with a reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def cuda() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def _give_memory_back() -> Iterator[None]:
-    """Other processes may test on the same device."""
+    """Free cached memory, because other processes may test on the same device."""
     yield
     gc.collect()
     torch.cuda.empty_cache()
@@ -28,12 +28,12 @@ def _give_memory_back() -> Iterator[None]:
 
 @pytest.fixture
 def no_waits() -> Callable[[], AbstractContextManager[None]]:
-    """Makes contexts in which whatever lets the host wait for the device raises RuntimeError."""
+    """Return a factory of contexts in which any synchronization of the host with the device raises RuntimeError."""
 
     @contextmanager
     def watch() -> Iterator[None]:
         with warnings.catch_warnings():
-            # A process's first change of the mode warns, after it was made, that not all waits are seen.
+            # The first change of the mode in a process warns afterwards that not all waits are detected.
             warnings.filterwarnings(
                 "ignore", message="Synchronization debug mode is a prototype feature", category=UserWarning
             )

@@ -1,14 +1,14 @@
-"""Prompts and decode steps of a small model, for a memory checker to watch: `scripts/sanitize.sh` runs this under
+"""Prompts and decode steps of a small model for a memory checker: `scripts/sanitize.sh` runs this under
 compute-sanitizer.
 
     python -m tests.gpu.sanitized_steps [--eager] [--large-heads] [--experts]
 
-A greedy request beside a sampled one with penalties, bias and masks; prompts side by side and in two chunks, the second
-from a kept state; drafts, a checkpoint on the way, a leave and a join. First in float32, where the tokens must be the
-CPU's, then in bfloat16, whose kernels use other instructions; with --large-heads once more in bfloat16 with heads of
-128, whose prompts have an attention kernel of their own; with --experts once more in both with experts and weights in 8
-bits, and in bfloat16 with plain ones, drafts in 8 bits. As CUDA graphs unless --eager. Few steps: a checker makes each
-instruction ten to fifty times as slow.
+A greedy request beside a sampled one with penalties, bias and masks; prompts in parallel and in two chunks, the second
+from a kept state; drafts, a checkpoint, a leave and a join. First in float32, where the tokens must equal the CPU's,
+then in bfloat16, whose kernels use other instructions. --large-heads: once more in bfloat16 with heads of 128, whose
+prompts use a separate attention kernel. --experts: once more in both dtypes with experts and 8-bit weights, and in
+bfloat16 with plain weights and 8-bit drafts. Uses CUDA graphs unless --eager. There are few steps, because a checker
+slows each instruction ten to fifty times.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def random_masks(seed: int) -> dict[int, np.ndarray]:
-    """For slot 0: half of the vocabulary after each column."""
+    """For slot 0: allow a random half of the vocabulary after each column."""
     return {0: np.random.default_rng(seed).integers(-(2**31), 2**31, (NUM_DRAFTS + 1, -(-VOCAB // 32)), dtype=np.int32)}
 
 
 def compute_beginning(driver: StepDriver, plan: StepPlan, count: int, *, keep_at: int) -> None:
-    """Take the first tokens of the plan's chunk out of it and compute them at once, leaving a state on the way too."""
+    """Remove the first tokens of the plan's chunk and compute them at once, saving a state on the way too."""
     chunk = plan.chunks.pop()
     end_row, spare_row = chunk.state_writes[-1][1], plan.joins[-1].rows.newer
     ids = chunk.token_ids
@@ -66,7 +66,7 @@ def compute_beginning(driver: StepDriver, plan: StepPlan, count: int, *, keep_at
 def run_steps(
     checkpoint: Path, device: torch.device, dtype: torch.dtype, *, graphs: bool, fp8_drafts: bool = False
 ) -> list[list[int]]:
-    """What every request emitted."""
+    """Run the steps and return the tokens that every request emitted."""
     model = load_model(checkpoint, device=device, dtype=dtype, fp8_drafts=fp8_drafts)
     model.limit_drafts(range(model.spec.num_real_tokens))
     driver = StepDriver(model, max_running=2, max_draft_tokens=NUM_DRAFTS, device=device)
@@ -94,7 +94,7 @@ def run_steps(
 
 
 def check_steps(checkpoint: Path, device: torch.device, *, graphs: bool) -> list[list[int]]:
-    """What every request emitted in float32, which must be what it does on the CPU."""
+    """Check the tokens of every request in float32 against the CPU's, and return them."""
     expected = run_steps(checkpoint, torch.device("cpu"), torch.float32, graphs=False)
     found = run_steps(checkpoint, device, torch.float32, graphs=graphs)
     assert found == expected, f"on the device {found}, on the CPU {expected}"
@@ -103,7 +103,7 @@ def check_steps(checkpoint: Path, device: torch.device, *, graphs: bool) -> list
 
 @torch.inference_mode()
 def check_long_prompt(checkpoint: Path, device: torch.device) -> None:
-    """More tokens than experts take for a decode step's, whose kernels are others."""
+    """Run a prompt with more tokens than the experts' decode kernels support, so that the prompt kernels run."""
     ids = [(7 * place) % VOCAB for place in range(300)]
 
     def hiddens(device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,7 @@
-"""Cached and uncached runs on a CUDA device: sessions on tiny-agent in float32, with graphs, over every path of the
-cache and of prefill.
+"""Cached and uncached runs on a CUDA device: sessions on tiny-agent in float32, with graphs, over every path of cache
+and prefill.
 
-tests/properties/cached_sessions.py says what must hold, and which paths each scene has to take.
+tests/properties/cached_sessions.py defines the invariants, and the paths that each scene must take.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ def stage(cuda: torch.device) -> Stage:
 
 
 @pytest.mark.parametrize("name", SCENES)
-def test_every_stream_and_every_state_is_true(name: str, stage: Stage) -> None:
+def test_every_stream_and_state_matches_uncached_run(name: str, stage: Stage) -> None:
     found = stage.play(name, SCENES[name])
     print(dict(found))
     num_replayed = found["replayed prefills"] + found["replayed prefills with windows"]
     assert num_replayed > 5
-    assert found["prefills"] > num_replayed or not found["more than 1,024 tokens in a step"], "larger ones are eager"
+    assert found["prefills"] > num_replayed or not found["more than 1,024 tokens in a step"], (
+        "chunks larger than the largest graph run eagerly"
+    )

@@ -1,7 +1,6 @@
-"""The engine on a CUDA device, float32: the same streams as on the CPU, true states, and results in memory of their
-own.
+"""The engine on a CUDA device in float32: streams and states match the CPU, and every result has its own memory.
 
-Decode steps run as CUDA graphs, as they do by default.
+Decode steps run as CUDA graphs, the default.
 """
 
 from __future__ import annotations
@@ -37,9 +36,7 @@ SMALL: dict[str, Any] = {"num_hidden_layers": 2, "full_attention_interval": 2}
 
 @pytest.mark.parametrize("family", ["dense", "moe", "next"])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_streams_and_states_are_those_of_the_cpu(
-    family: Family, overlap: bool, cuda: torch.device, tmp_path: Path
-) -> None:
+def test_streams_and_states_match_cpu(family: Family, overlap: bool, cuda: torch.device, tmp_path: Path) -> None:
     checkpoint = write_agreeing_checkpoint(tmp_path, family, **SMALL)
     house = House(seed=3, max_draft_tokens=4, random_depth=True, overlap=overlap, prefill_budget=99)
     play = Play(house, checkpoint, num_agents=5, device=cuda)
@@ -55,7 +52,7 @@ def test_streams_and_states_are_those_of_the_cpu(
         assert turn.ended.reason is finish.reason
 
 
-def test_sampled_streams_are_those_of_the_cpu(cuda: torch.device, tmp_path: Path) -> None:
+def test_sampled_streams_match_cpu(cuda: torch.device, tmp_path: Path) -> None:
     checkpoint = write_agreeing_checkpoint(tmp_path, **SMALL)
     play = Play(House(seed=4), checkpoint, num_agents=5, sampled=True, device=cuda)
     play.run()
@@ -64,7 +61,7 @@ def test_sampled_streams_are_those_of_the_cpu(cuda: torch.device, tmp_path: Path
         assert turn.emitted == reference.generate(turn.submit)[0], turn.submit
 
 
-def test_constrained_streams_and_scores_are_those_of_the_cpu(cuda: torch.device, tmp_path: Path) -> None:
+def test_constrained_streams_and_scores_match_cpu(cuda: torch.device, tmp_path: Path) -> None:
     checkpoint = write_agreeing_checkpoint(tmp_path, **SMALL)
     submits = real_submits(random.Random(9))
     on_cpu, on_cuda = (
@@ -81,7 +78,7 @@ def test_constrained_streams_and_scores_are_those_of_the_cpu(cuda: torch.device,
         assert values == pytest.approx(expected_scores[request_id], abs=1e-3), request_id
 
 
-def test_results_arrive_in_pinned_memory_of_their_own(
+def test_results_arrive_in_own_pinned_memory(
     cuda: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results: list[torch.Tensor] = []

@@ -1,7 +1,7 @@
-"""The engine's randomised proof (tests/properties/engine_proof.py) on a CUDA device: the hash chain's steps, with their
-windows opened, chosen, committed and published by the device's kernels; as replayed graphs, and eagerly under watch.
+"""The engine's randomised proof (tests/properties/engine_proof.py) on a CUDA device: the hash chain's steps, with
+windows opened, chosen, committed and published by the device's kernels; as replayed graphs, and eagerly with checks.
 
-Only houses with three drafts: each width of a window is another set of kernels to compile.
+Only configurations with three drafts: each window width needs another set of kernels.
 """
 
 from __future__ import annotations
@@ -24,5 +24,5 @@ SEEDS = list(
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "watched"])
-def test_every_state_and_every_stream_is_true(graphs: bool, seed: int, cuda: torch.device) -> None:
+def test_every_state_and_stream_matches_model(graphs: bool, seed: int, cuda: torch.device) -> None:
     Proof(House.random(seed), cuda, graphs=graphs).run(TURNS)

@@ -1,8 +1,8 @@
-"""Weights in 8-bit floats on a CUDA device: exact in decode windows; within a bound in prompts, whose inputs are
-rounded too; and drafts by them.
+"""8-bit weights on a CUDA device: exact in decode windows; within a bound in prompts, whose inputs are rounded too;
+and FP8 drafts.
 
-The exact twin has the same weights in float32, to the last bit (tests/fakes/forced_blocks.py), so nothing here measures
-what quantisation costs.
+The exact twin has the same weights in float32, to the last bit (tests/fakes/forced_blocks.py), so nothing here
+measures the cost of quantization.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from tests.properties.real_model import House, Play, alone, write_agreeing_check
 
 pytestmark = pytest.mark.gpu
 BLOCK_TOLERANCE = 2**-6
-"""Of a block in bfloat16, as in test_models_on_cuda.py: weights are exact, so it is the same."""
+"""For a block in bfloat16, as in test_models_on_cuda.py: weights are exact, so the bound is the same."""
 SPREAD = 2**-4
-"""Of a block whose products round their inputs to 8 bits, root mean squares (docs/numerics.md): about 2^-5.2 a
+"""For a block whose products round their inputs to 8 bits, root mean square (docs/numerics.md): about 2^-5.2 per
 product."""
 PRODUCT_SPREAD = 2**-5
-"""Of what is one product away from exact inputs."""
+"""For values that are one product away from exact inputs."""
 LINEAR: Literal["linear_attention"] = "linear_attention"
 FULL: Literal["full_attention"] = "full_attention"
 ALL = Fp8Blocks(excluded=frozenset())
@@ -79,12 +79,12 @@ PROMPTS: dict[str, list[Prompt]] = {
 
 @pytest.fixture(scope="module", params=SIZES)
 def twins(request: pytest.FixtureRequest, cuda: torch.device) -> tuple[Qwen3_5Model, Qwen3_5Model]:
-    """One pair for all checks of a size: making them takes longer than running them."""
+    """One pair for all checks of a size: creating it takes longer than running it."""
     config = SIZES[request.param]
     return random_twins(config, spec_of(request.param, config, torch.bfloat16), cuda, torch.bfloat16)
 
 
-def test_the_linears_are_block_scaled(twins: tuple[Qwen3_5Model, Qwen3_5Model]) -> None:
+def test_linears_are_block_scaled(twins: tuple[Qwen3_5Model, Qwen3_5Model]) -> None:
     rounded, exact = twins
     for layers in (rounded._layers, [rounded._mtp_head().layer]):
         for layer in layers:
@@ -93,7 +93,7 @@ def test_the_linears_are_block_scaled(twins: tuple[Qwen3_5Model, Qwen3_5Model]) 
 
 
 def weights_of(layer: Any) -> list[kernels.Weight]:
-    """The linears of a layer, experts included."""
+    """Return the linear weights of a layer, experts included."""
     found = [value for part in (layer.mixer, layer.ffn) for name, value in vars(part).items() if name.endswith("_proj")]
     if hasattr(layer.ffn, "weights"):
         mixture = layer.ffn.weights
@@ -101,7 +101,7 @@ def weights_of(layer: Any) -> list[kernels.Weight]:
     return found
 
 
-def test_blocks_of_windows(twins: tuple[Qwen3_5Model, Qwen3_5Model]) -> None:
+def test_decode_blocks_match_exact_weights(twins: tuple[Qwen3_5Model, Qwen3_5Model]) -> None:
     for what, window in WINDOWS.items():
         errors = ForcedWindows(*twins, **window, seed=1).run()
         worst = max(errors, key=lambda name: errors[name])
@@ -112,7 +112,7 @@ def test_blocks_of_windows(twins: tuple[Qwen3_5Model, Qwen3_5Model]) -> None:
             )
 
 
-def test_blocks_of_prompts(twins: tuple[Qwen3_5Model, Qwen3_5Model]) -> None:
+def test_prompt_blocks_are_within_rounding_bound(twins: tuple[Qwen3_5Model, Qwen3_5Model]) -> None:
     for what, prompts in PROMPTS.items():
         work = ForcedPrompts(*twins, prompts=prompts, seed=2)
         work.run()
@@ -129,15 +129,15 @@ def test_blocks_of_prompts(twins: tuple[Qwen3_5Model, Qwen3_5Model]) -> None:
 
 
 @pytest.mark.parametrize("family", ["dense", "moe"])
-def test_small_models_in_float32_are_those_of_the_cpu(family: Family, cuda: torch.device, tmp_path: Path) -> None:
-    """Inputs in float32 are never rounded, and the CPU dequantises the same weights once."""
+def test_small_float32_models_match_cpu(family: Family, cuda: torch.device, tmp_path: Path) -> None:
+    """float32 inputs are never rounded, and the CPU dequantizes the same weights once."""
     check_against_the_cpu(
         write_agreeing_fp8_checkpoint(tmp_path, family, num_hidden_layers=4, full_attention_interval=2), cuda
     )
 
 
 @pytest.mark.parametrize("family", ["dense", "moe"])
-def test_streams_of_a_quantised_model_are_those_of_the_cpu(family: Family, cuda: torch.device, tmp_path: Path) -> None:
+def test_quantized_model_streams_match_cpu(family: Family, cuda: torch.device, tmp_path: Path) -> None:
     checkpoint = write_agreeing_fp8_checkpoint(tmp_path, family, num_hidden_layers=2, full_attention_interval=2)
     play = Play(
         House(seed=3, max_draft_tokens=4, random_depth=True, prefill_budget=99), checkpoint, num_agents=5, device=cuda
@@ -155,7 +155,7 @@ def tiny_agent(**settings: Any) -> Assembly:
     )
 
 
-def test_drafts_in_fp8_change_nothing_that_is_said(cuda: torch.device) -> None:
+def test_fp8_drafts_do_not_change_output_tokens(cuda: torch.device) -> None:
     rng = random.Random(7)
     parts = {precision: tiny_agent(dtype="float32", draft_precision=precision) for precision in ("checkpoint", "fp8")}
     prompts = [rng.choices(range(4096), k=rng.randint(1, 100)) for _ in range(24)]
@@ -167,13 +167,13 @@ def test_drafts_in_fp8_change_nothing_that_is_said(cuda: torch.device) -> None:
     assert accepted_in_fp8 > 0.9 * accepted > 0
 
 
-def test_drafts_are_in_fp8_by_default(cuda: torch.device) -> None:
+def test_drafts_use_fp8_by_default(cuda: torch.device) -> None:
     assert tiny_agent().draft_vocabulary.startswith("all 4,096 tokens (FP8; ")
     assert tiny_agent(draft_precision="checkpoint").draft_vocabulary == "all 4,096 tokens"
 
 
 @pytest.mark.parametrize("family", ["dense", "moe"])
-def test_drafts_in_fp8_are_made_by_block_scaled_weights(family: Family, cuda: torch.device, tmp_path: Path) -> None:
+def test_fp8_drafts_use_block_scaled_weights(family: Family, cuda: torch.device, tmp_path: Path) -> None:
     checkpoint = write_agreeing_checkpoint(tmp_path, family, num_hidden_layers=2, full_attention_interval=2)
     model = load_model(checkpoint, device=cuda, dtype=torch.bfloat16, fp8_drafts=True)
     assert all(isinstance(weight, kernels.BlockScaled) for weight in weights_of(model._mtp_head().layer))
@@ -184,5 +184,5 @@ def test_drafts_in_fp8_are_made_by_block_scaled_weights(family: Family, cuda: to
     with torch.inference_mode():
         scores_NO = m_NH.float() @ model._draft_head_OH.dequantize().T
         best_N = model.draft_head(m_NH)
-    # By their scores: two tokens may be as good as each other.
+    # Compare scores, not tokens: two tokens may tie.
     assert torch.allclose(scores_NO.gather(1, best_N[:, None] // 2)[:, 0], scores_NO.max(1).values, rtol=2**-7)

@@ -1,5 +1,4 @@
-"""CUDA graphs of the decode step: the bits of the same steps run eagerly, no wait in a launch, and memory that they
-share."""
+"""CUDA graphs of the decode step: bitwise equal to eager steps, no wait in a launch, and shared memory."""
 
 from __future__ import annotations
 
@@ -55,12 +54,12 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     ],
     ids=str,
 )
-def test_a_replay_leaves_the_bits_of_the_same_step_run_eagerly(
+def test_replayed_step_is_bitwise_equal_to_eager_step(
     kind: str, dtype: torch.dtype, seed: int, cuda: torch.device, tmp_path: Path
 ) -> None:
-    """Both are filled up to the same batch: how many tokens a kernel gets may decide in which order it adds.
+    """Both are padded to the same batch: the number of tokens may determine a kernel's accumulation order.
 
-    In 16 bits drafts are made in FP8, as they are by default."""
+    In 16 bits drafts use FP8, the default."""
     checkpoint = CHECKPOINTS[kind](tmp_path)
 
     def make_model() -> Qwen3_5Model:
@@ -82,7 +81,7 @@ def test_a_replay_leaves_the_bits_of_the_same_step_run_eagerly(
 
 @pytest.fixture
 def driver(cuda: torch.device, tmp_path: Path) -> StepDriver:
-    """Captured for 3 drafts alone."""
+    """A driver captured for 3 drafts only."""
     model = load_model(write_agreeing_checkpoint(tmp_path, **SMALL), device=cuda, dtype=torch.float32)
     driver = StepDriver(model, max_running=3, max_draft_tokens=3, device=cuda)
     poison(model)
@@ -92,7 +91,7 @@ def driver(cuda: torch.device, tmp_path: Path) -> StepDriver:
 
 
 @pytest.mark.parametrize("kind", ["greedy", "sampled", "constrained", "scored"])
-def test_a_steady_loop_never_waits_but_for_its_result(kind: str, driver: StepDriver, no_waits: NoWaits) -> None:
+def test_steady_loop_waits_only_for_its_result(kind: str, driver: StepDriver, no_waits: NoWaits) -> None:
     sampling = (
         SamplingParams(temperature=0.8, top_p=0.9, presence_penalty=0.5)
         if kind == "sampled"
@@ -127,17 +126,17 @@ def test_a_steady_loop_never_waits_but_for_its_result(kind: str, driver: StepDri
     assert num_emitted >= 60
 
 
-def test_a_depth_without_graphs_raises(driver: StepDriver) -> None:
+def test_depth_without_graphs_raises(driver: StepDriver) -> None:
     plan = StepPlan()
     driver.plan_join(plan, 0, greedy([1, 2, 3], 50))
-    driver.step(2, plan=plan)  # first steps are eager
+    driver.step(2, plan=plan)  # the first steps are eager
     with pytest.raises(KeyError, match="num_drafted=2"):
         driver.step(2)
 
 
-def test_what_follows_a_recording_comes_after_its_work(cuda: torch.device) -> None:
-    """Its first run and its capture are on a stream of the recorder's own; the tables of the next graph are written
-    over those that it reads."""
+def test_work_after_recording_runs_after_recorded_work(cuda: torch.device) -> None:
+    """The recorder's first run and capture use its own stream; the tables of the next graph overwrite those that they
+    read."""
     table, seen = torch.ones(1, device=cuda), torch.zeros(1, device=cuda)
     slow = torch.ones(8192, 8192, device=cuda)
 
@@ -150,7 +149,7 @@ def test_what_follows_a_recording_comes_after_its_work(cuda: torch.device) -> No
     assert seen.item() == 1
 
 
-def test_graphs_share_the_memory_of_their_logits(cuda: torch.device) -> None:
+def test_graphs_share_logits_memory(cuda: torch.device) -> None:
     recorder = CudaRecorder(cuda)
     logits_bytes = 2**26
 
@@ -159,7 +158,7 @@ def test_graphs_share_the_memory_of_their_logits(cuda: torch.device) -> None:
             outcome_BF=torch.zeros(1, 16, device=cuda), logits_BTV=torch.zeros(1, 1, logits_bytes // 4, device=cuda)
         )
 
-    kept = [recorder.record(step) for _ in range(4)]  # a graph that nobody keeps gives its memory back
+    kept = [recorder.record(step) for _ in range(4)]  # a graph without references frees its memory
     assert logits_bytes <= recorder.bytes_used() < 2 * logits_bytes, f"{len(kept)} graphs"
 
 
@@ -171,7 +170,7 @@ def test_graphs_share_the_memory_of_their_logits(cuda: torch.device) -> None:
         ("moe", True, "24 (batches of 1, 2, 3;"),
     ],
 )
-def test_the_start_says_what_was_captured(
+def test_startup_report_lists_captured_graphs(
     family: Family, graphs: bool, told: str, cuda: torch.device, tmp_path: Path
 ) -> None:
     checkpoint = write_agreeing_checkpoint(tmp_path, family, **SMALL)
@@ -181,7 +180,7 @@ def test_the_start_says_what_was_captured(
         assert engine._assembly.graphs.startswith(told)
 
 
-def test_the_default_memory_leaves_room_for_the_graphs(cuda: torch.device) -> None:
+def test_default_memory_leaves_room_for_graphs(cuda: torch.device) -> None:
     with Engine(EngineConfig(device="cuda", max_running=32)) as engine:
         free, total = torch.cuda.mem_get_info(cuda)
         assert engine._assembly.graphs.startswith("48 (batches of 1, 2, 4, 8, 16, 32;")

@@ -1,7 +1,7 @@
-"""The experts' products for Hopper give the bits of those in Triton, whatever the experts' shares are, and again in
-every run.
+"""The experts' products for Hopper are bitwise equal to those in Triton, for any distribution of tokens over experts,
+and in every run.
 
-Triton's own are checked against exact arithmetic by tests/kernels/triton/test_expert_prefill.py.
+Triton's products are checked against exact arithmetic by tests/kernels/triton/test_expert_prefill.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _poison_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def choices(kind: str, num_tokens: int, num_experts: int, top_k: int, generator: torch.Generator) -> Tensor:
-    """int32 [N, J]; a token may choose an expert twice, which products don't mind."""
+    """Random ids, int32 [N, J]; a token may choose an expert twice, which the products support."""
     device = generator.device
     if kind == "one has everyone":
         return torch.full((num_tokens, top_k), num_experts - 1, dtype=torch.int32, device=device)
@@ -55,12 +55,14 @@ def random_weight(*shape: int, generator: torch.Generator) -> BlockScaled:
 @pytest.mark.parametrize("kind", CHOICES)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("num_tokens", [1, 300, 1500])
-def test_the_same_bits(shape: tuple[int, int, int], kind: str, num_tokens: int, cuda: torch.device) -> None:
+def test_hopper_products_are_bitwise_equal_to_triton(
+    shape: tuple[int, int, int], kind: str, num_tokens: int, cuda: torch.device
+) -> None:
     num_experts, hidden, width = shape
     generator = torch.Generator(cuda).manual_seed(num_tokens)
     gate_up = random_weight(num_experts, 2 * width, hidden, generator=generator)
     down = random_weight(num_experts, hidden, width, generator=generator)
-    if not grouped_gemm_hopper.is_for(gate_up, cuda):
+    if not grouped_gemm_hopper.is_supported(gate_up, cuda):
         pytest.skip("no Hopper")
     ids = choices(kind, num_tokens, num_experts, 4, generator)
     x = quantize_tokens(torch.randn(len(ids), hidden, generator=generator, device=cuda, dtype=torch.bfloat16))

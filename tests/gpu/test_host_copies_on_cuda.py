@@ -1,4 +1,4 @@
-"""The host tier's copies on a GPU: beside the steps, in order, and without a wait of the host's."""
+"""The host tier's copies on a GPU: in parallel with steps, in order, and without blocking the host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS, PAGES = 40, 400
 def finish(copies: HostCopies, *progress: int) -> None:
     began = time.monotonic()
     while copies.poll() != CopyProgress(*progress):
-        assert time.monotonic() - began < 60, "the copies never end"
+        assert time.monotonic() - began < 60, "the copies do not complete within 60 s"
 
 
 def new_model(cuda: torch.device) -> HashChainModel:
@@ -28,7 +28,7 @@ def new_model(cuda: torch.device) -> HashChainModel:
     return model
 
 
-def test_states_go_and_come_back(cuda: torch.device) -> None:
+def test_states_round_trip_through_host(cuda: torch.device) -> None:
     model, rng = new_model(cuda), random.Random(0)
     tensors = (*model.row_tensors(), *model.page_tensors())
     for tensor in tensors:
@@ -56,7 +56,7 @@ def test_states_go_and_come_back(cuda: torch.device) -> None:
     copies.close()
 
 
-def test_orders_wait_for_the_steps_before_them_and_the_host_for_nothing(cuda: torch.device) -> None:
+def test_copies_wait_for_earlier_steps_and_do_not_block_host(cuda: torch.device) -> None:
     model = new_model(cuda)
     copies = HostCopies(model, HostMemory(num_rows=ROWS, num_pages=PAGES), cuda)
     row = model.row_tensors()[0]
@@ -66,7 +66,7 @@ def test_orders_wait_for_the_steps_before_them_and_the_host_for_nothing(cuda: to
         busy = busy @ busy * 1e-4
     row[5] = 77
     copies.launch(CopyOrders(to_host=[CopyOrder(1, [(5, 5)], [])]))
-    assert copies.poll().to_host == 0, "a copy that could not have begun is done, or the host waited for it"
+    assert copies.poll().to_host == 0, "the copy completed before it could start, or the host waited for it"
     finish(copies, 1, 0)
     copies.launch(CopyOrders(to_device=[CopyOrder(1, [(5, 6)], [])]))
     finish(copies, 1, 1)
@@ -74,7 +74,7 @@ def test_orders_wait_for_the_steps_before_them_and_the_host_for_nothing(cuda: to
     copies.close()
 
 
-def test_memory_is_given_back_and_can_be_locked_again(cuda: torch.device) -> None:
+def test_host_memory_is_freed_and_can_be_pinned_again(cuda: torch.device) -> None:
     model = new_model(cuda)
     for _ in range(3):
         copies = HostCopies(model, HostMemory(num_rows=ROWS, num_pages=PAGES), cuda)

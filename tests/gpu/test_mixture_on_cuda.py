@@ -1,7 +1,7 @@
 """Mixtures of experts on a CUDA device: block by block against exact arithmetic, small models against the CPU, and
 sessions with a cache.
 
-Inputs of an FFN are forced apart at the router, where rounding would otherwise choose between two experts
+An FFN's inputs are adjusted at the router, where rounding could otherwise change the chosen expert
 (tests/fakes/forced_blocks.py).
 """
 
@@ -28,7 +28,7 @@ from tests.properties.cached_sessions import SCENES, WORKLOAD, Stage
 
 pytestmark = pytest.mark.gpu
 BLOCK_TOLERANCE = 2**-6
-"""Of a block in bfloat16, as in test_models_on_cuda.py."""
+"""For a block in bfloat16, as in test_models_on_cuda.py."""
 LINEAR: Literal["linear_attention"] = "linear_attention"
 FULL: Literal["full_attention"] = "full_attention"
 
@@ -84,7 +84,7 @@ def check(work: ForcedBlocks, dtype: torch.dtype, what: str) -> None:
     [("small", torch.bfloat16), ("small", torch.float32), ("a wider shared expert", torch.bfloat16)],
     ids=str,
 )
-def test_blocks_of_small_models(size: str, dtype: torch.dtype, cuda: torch.device) -> None:
+def test_small_model_blocks_match_exact_arithmetic(size: str, dtype: torch.dtype, cuda: torch.device) -> None:
     config = SIZES[size]
     twins = random_twins(config, spec_of(size, config, dtype), cuda, dtype)
     for name, window in WINDOWS.items():
@@ -93,8 +93,8 @@ def test_blocks_of_small_models(size: str, dtype: torch.dtype, cuda: torch.devic
         check(ForcedPrompts(*twins, prompts=prompts, seed=2), dtype, f"{size}, {name}")
 
 
-def test_blocks_of_the_published_width_in_bfloat16(cuda: torch.device) -> None:
-    """One pair of twins for all: making them takes longer than running them."""
+def test_published_width_blocks_match_in_bfloat16(cuda: torch.device) -> None:
+    """One pair of twins for all cases: creating them takes longer than running them."""
     twins = random_twins(PUBLISHED, spec_of("35B-A3B", PUBLISHED, torch.bfloat16), cuda, torch.bfloat16)
     for name, window in WINDOWS.items():
         check(ForcedWindows(*twins, **window, seed=3), torch.bfloat16, f"35B-A3B, {name}")
@@ -119,7 +119,7 @@ WRONG = ("weights that don't add up to 1", "one expert less", "no gate of the sh
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_wrong_convention_is_no_rounding(kind: str, cuda: torch.device) -> None:
+def test_wrong_convention_exceeds_rounding_bound(kind: str, cuda: torch.device) -> None:
     rounded, exact = random_twins(SMALL, spec_of("small", SMALL, torch.bfloat16), cuda, torch.bfloat16)
     ffn = exact._layers[0].ffn
     assert isinstance(ffn, MixtureOfExperts)
@@ -129,8 +129,8 @@ def test_a_wrong_convention_is_no_rounding(kind: str, cuda: torch.device) -> Non
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 32, 128, 256, 257, 1000])
-def test_a_token_alone_is_what_it_is_in_company(num_tokens: int, cuda: torch.device) -> None:
-    """And the kernels give the same bits twice, whatever was in the memory they get."""
+def test_token_output_is_batch_invariant(num_tokens: int, cuda: torch.device) -> None:
+    """Also, the kernels give the same bits twice, whatever the uninitialized memory holds."""
     model, exact = random_twins(SMALL, spec_of("small", SMALL, torch.float32), cuda, torch.float32)
     layer, exact_layer = model._layers[1], exact._layers[1]
     generator = torch.Generator(cuda).manual_seed(num_tokens)
@@ -152,13 +152,13 @@ def test_a_token_alone_is_what_it_is_in_company(num_tokens: int, cuda: torch.dev
     [{}, {"num_experts": 32, "num_experts_per_tok": 8}, {"num_experts": 5, "num_experts_per_tok": 5}],
     ids=str,
 )
-def test_small_models_are_those_of_the_cpu(overrides: dict[str, Any], cuda: torch.device, tmp_path: Path) -> None:
+def test_small_models_match_cpu(overrides: dict[str, Any], cuda: torch.device, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, "moe", num_hidden_layers=4, **overrides)
     check_against_the_cpu(checkpoint, cuda)
 
 
 @pytest.mark.parametrize("name", ["roomy", "many prompts at once, long chunks"])
-def test_cached_sessions_of_a_model_with_experts(name: str, cuda: torch.device, tmp_path: Path) -> None:
+def test_cached_sessions_of_mixture_model_match_uncached(name: str, cuda: torch.device, tmp_path: Path) -> None:
     checkpoint = write_upcycled(tmp_path, noise=1e-3)
     tokenizer = Tokenizer.from_directory(checkpoint)
     assert tokenizer is not None

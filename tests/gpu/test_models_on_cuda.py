@@ -31,16 +31,16 @@ from tests.models.test_against_oracle import VARIANTS
 pytestmark = pytest.mark.gpu
 CPU = torch.device("cpu")
 DENSE = [size for size, config in CONFIGS.items() if config.moe is None and config.quantization is None]
-"""Others have files of their own: test_mixture_on_cuda.py, test_fp8_on_cuda.py."""
+"""Other models have their own files: test_mixture_on_cuda.py, test_fp8_on_cuda.py."""
 BLOCK_TOLERANCE = 2**-6
-"""Of a block in bfloat16: four roundings of half a unit in the last place each, 2^-8, as if they met in the largest
+"""For a block in bfloat16: four roundings of half a unit in the last place each, 2^-8, as if all were in the largest
 value."""
 
 
 @torch.inference_mode()
 def everything_of(model: Qwen3_5Model, prompt: list[int]) -> dict[str, Tensor]:
-    """Logits, states and drafts of two sequences: prefilled, then through windows of several widths beside an inert
-    slot."""
+    """Return logits, states and drafts of two sequences: prefilled, then decoded with windows of several widths beside
+    an inert slot."""
     driver = Driver(model, num_sequences=2)
     hidden_NH = driver.prefill(prompt[:100], (64,), wanted=(10,))
     driver.prefill(prompt[:37], which=1)
@@ -56,8 +56,8 @@ def everything_of(model: Qwen3_5Model, prompt: list[int]) -> dict[str, Tensor]:
 
 @torch.inference_mode()
 def long_prompts_of(model: Qwen3_5Model, prompt: list[int]) -> dict[str, Tensor]:
-    """Logits and states of three prompts in one prefill, and of what follows the longest one, side by side with a
-    second chunk."""
+    """Return logits and states of three prompts in one prefill, and of a continuation of the longest one in parallel
+    with a second chunk."""
     driver = Driver(model, num_sequences=3, max_tokens=1600)
     first, one_token, middle = driver.prefill_together([prompt[:1216], prompt[:1], prompt[300:931]])
     more, *others = driver.prefill_together([prompt[1216:1500], prompt[1:64], prompt[931:1000]])
@@ -74,7 +74,7 @@ def long_prompts_of(model: Qwen3_5Model, prompt: list[int]) -> dict[str, Tensor]
 
 
 def kept_by(driver: Driver) -> dict[str, Tensor]:
-    """Rows and pages of every sequence."""
+    """Return the rows and pages of every sequence."""
     found: dict[str, Tensor] = {}
     for number, sequence in enumerate(driver.sequences):
         pools, length = driver.model.pools, sequence.length
@@ -112,16 +112,16 @@ def check_against_the_cpu(
     "variant",
     ["dense", "moe", "next", "key and value dims differ", "one value head per key head", "sigmoid output gate"],
 )
-def test_small_models_in_float32(variant: str, cuda: torch.device, tmp_path: Path) -> None:
+def test_small_float32_models_match_cpu(variant: str, cuda: torch.device, tmp_path: Path) -> None:
     family, options = VARIANTS[variant]
     check_against_the_cpu(write_checkpoint(tmp_path, family, **options), cuda)
 
 
-def test_tiny_agent_in_float32(cuda: torch.device) -> None:
+def test_tiny_agent_in_float32_matches_cpu(cuda: torch.device) -> None:
     check_against_the_cpu(resolve_checkpoint(bundled.checkpoint_of(None)), cuda)
 
 
-def test_long_prompts_of_tiny_agent_in_float32(cuda: torch.device) -> None:
+def test_long_prompts_of_tiny_agent_match_cpu(cuda: torch.device) -> None:
     check_against_the_cpu(resolve_checkpoint(bundled.checkpoint_of(None)), cuda, long_prompts_of, num_tokens=1500)
 
 
@@ -134,7 +134,7 @@ SAMPLINGS = {
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_tokens_of_tiny_agent_with_drafts_are_those_of_the_cpu_without(sampling: str, cuda: torch.device) -> None:
+def test_tiny_agent_tokens_with_drafts_match_cpu_without_drafts(sampling: str, cuda: torch.device) -> None:
     rng = random.Random(5)
     config = EngineConfig(dtype="float32", memory_gib=0.5, max_running=24, max_context=1024)
     on_cpu = assemble(replace(config, device="cpu", draft_tokens=0))
@@ -166,23 +166,23 @@ WINDOWS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("size", DENSE)
-def test_blocks_of_published_shapes_in_bfloat16(size: str, window: str, cuda: torch.device) -> None:
+def test_published_shape_blocks_match_in_bfloat16(size: str, window: str, cuda: torch.device) -> None:
     config = replace(CONFIGS[size], layer_types=("linear_attention", "full_attention"), vocab_size=8192)
     twins = random_twins(config, spec_of(size, config, torch.bfloat16), cuda, torch.bfloat16)
     check_blocks(*twins, f"{size}, {window}", **WINDOWS[window], seed=1)
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_blocks_of_tiny_agent_in_bfloat16(window: str, cuda: torch.device) -> None:
-    """Against the CPU: the checkpoint's weights are bfloat16, so that both have the same ones."""
+def test_tiny_agent_blocks_match_cpu_in_bfloat16(window: str, cuda: torch.device) -> None:
+    """Against the CPU: the checkpoint's weights are bfloat16, so both have the same ones."""
     checkpoint = resolve_checkpoint(bundled.checkpoint_of(None))
     rounded = load_model(checkpoint, device=cuda, dtype=torch.bfloat16)
     exact = load_model(checkpoint, device=CPU, dtype=torch.float32)
     check_blocks(rounded, exact, f"tiny-agent, {window}", **WINDOWS[window], seed=2)
 
 
-def test_a_wrong_convention_is_no_rounding(cuda: torch.device) -> None:
-    """The bound on blocks tells one from the other: with keys that are not rotated, attention is far beyond it."""
+def test_wrong_convention_exceeds_rounding_bound(cuda: torch.device) -> None:
+    """The bound on blocks detects a wrong convention: if keys are not rotated, attention exceeds it by far."""
     config = replace(CONFIGS["0.8B"], layer_types=("linear_attention", "full_attention"), vocab_size=8192)
     rounded, exact = random_twins(config, spec_of("0.8B", config, torch.bfloat16), cuda, torch.bfloat16)
     attention: Any = exact._layers[1].mixer

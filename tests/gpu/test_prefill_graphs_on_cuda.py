@@ -1,5 +1,5 @@
-"""CUDA graphs of prompt chunks: the bits of the same chunks run eagerly, true states, no wait in a launch, and what an
-engine makes of them."""
+"""CUDA graphs of prompt chunks: bitwise equal to eager chunks, correct states, no wait in a launch, and their use by
+an engine."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ NoWaits = Callable[[], AbstractContextManager[None]]
 MakeModel = Callable[[], HashChainModel | Qwen3_5Model]
 
 
-class ChunkHouse:
-    """An executor over a poisoned model, and rounds of chunks."""
+class ChunkHarness:
+    """An executor over a poisoned model, with a source of random rounds of chunks."""
 
     def __init__(self, model: HashChainModel | Qwen3_5Model, device: torch.device, *, seed: int = 0) -> None:
         self.model, spec = model, model.spec
@@ -56,7 +56,7 @@ class ChunkHouse:
         )
 
     def storage(self) -> dict[str, Tensor]:
-        """Copies of all rows and pages but scratch."""
+        """Return copies of all rows and pages except scratch."""
         model = self.model
         if isinstance(model, HashChainModel):
             rows, pages = {"rows": (model.rows_R3, 0)}, {"attention": (model.attention_PS, 0), "mtp": (model.mtp_PS, 0)}
@@ -74,7 +74,7 @@ def without(tensor: Tensor, dim: int, index: int) -> Tensor:
 
 def assert_same(expected: dict[str, Tensor], got: dict[str, Tensor], context: str) -> None:
     for name, tensor in expected.items():
-        # By bits: NaN, which storage that was never written holds, equals itself.
+        # Compare bits: NaN, which unwritten storage holds, equals itself.
         same = torch.equal(tensor.view(torch.uint8), got[name].view(torch.uint8))
         assert same, f"{context}: {name} differs in {int((tensor != got[name]).sum())} of {tensor.numel()} values"
 
@@ -103,10 +103,10 @@ KINDS: dict[str, tuple[torch.dtype, Callable[[Path], Path]]] = {
         *((kind, 3) for kind in KINDS if "experts" in kind),
     ],
 )
-def test_a_replay_leaves_the_bits_of_the_same_chunks_run_eagerly(
+def test_replayed_chunks_are_bitwise_equal_to_eager_chunks(
     kind: str, seed: int, cuda: torch.device, tmp_path: Path
 ) -> None:
-    """Both are filled up to the same number of tokens: how many a kernel gets may decide in which order it adds."""
+    """Both are padded to the same number of tokens, because it may determine a kernel's accumulation order."""
     make_model: MakeModel = functools.partial(HashChainModel, seed=5, device=cuda)
     if kind != "hash chain":
         dtype, write = KINDS[kind]
@@ -114,7 +114,7 @@ def test_a_replay_leaves_the_bits_of_the_same_chunks_run_eagerly(
             load_model, write(tmp_path), device=cuda, dtype=dtype, fp8_drafts=dtype != torch.float32
         )
 
-    first, second = (ChunkHouse(make_model(), cuda, seed=seed) for _ in range(2))
+    first, second = (ChunkHarness(make_model(), cuda, seed=seed) for _ in range(2))
     before = second.storage()
     replayer = Replayer()
     first.executor.capture([2], replayer)
@@ -122,44 +122,44 @@ def test_a_replay_leaves_the_bits_of_the_same_chunks_run_eagerly(
     assert_same(before, second.storage(), f"{kind}, seed {seed}, at the start")
     for step in range(60):
         plan = StepPlan(chunks=first.rounds.next())
-        for house in (first, second):
-            house.executor.collect(house.executor.launch(plan))
+        for harness in (first, second):
+            harness.executor.collect(harness.executor.launch(plan))
         sizes = [len(chunk.token_ids) for chunk in plan.chunks]
         assert_same(first.storage(), second.storage(), f"{kind}, seed {seed}, step {step}, chunks of {sizes}")
-    assert 20 < replayer.num_write_replays < 60, "both ways are taken"
+    assert 20 < replayer.num_write_replays < 60, "both replayed and eager chunks must occur"
 
 
 @pytest.mark.parametrize("seed", [3, 4])
-def test_states_and_pages_are_true(seed: int, cuda: torch.device) -> None:
+def test_states_and_pages_match_recomputation(seed: int, cuda: torch.device) -> None:
     model = HashChainModel(seed=5, device=cuda)
-    house = ChunkHouse(model, cuda, seed=seed)
-    house.executor.capture([2], CudaRecorder(cuda))
+    harness = ChunkHarness(model, cuda, seed=seed)
+    harness.executor.capture([2], CudaRecorder(cuda))
     for step in range(60):
-        house.executor.collect(house.executor.launch(StepPlan(chunks=house.rounds.next())))
-        for sequence in house.rounds.sequences:
+        harness.executor.collect(harness.executor.launch(StepPlan(chunks=harness.rounds.next())))
+        for sequence in harness.rounds.sequences:
             for row, length in sequence.states.items():
                 model.check_row(row, sequence.known[:length], context=f"seed {seed}, step {step}")
             if sequence.known:
                 model.check_pages(sequence.pages, sequence.known, context=f"seed {seed}, step {step}")
 
 
-def test_a_launch_of_chunks_never_waits(cuda: torch.device, checkpoint: Path, no_waits: NoWaits) -> None:
-    house = ChunkHouse(load_model(checkpoint, device=cuda, dtype=torch.float32), cuda)
-    house.executor.capture([2], CudaRecorder(cuda))
+def test_chunk_launch_does_not_synchronize(cuda: torch.device, checkpoint: Path, no_waits: NoWaits) -> None:
+    harness = ChunkHarness(load_model(checkpoint, device=cuda, dtype=torch.float32), cuda)
+    harness.executor.capture([2], CudaRecorder(cuda))
     num_replays = 0
     while num_replays < 30:
-        chunks = house.rounds.next(most=MAX_SPANS)
-        if sum(len(chunk.token_ids) for chunk in chunks) > chunk_sizes(house.model.spec.hidden_size)[-1]:
-            house.executor.launch(StepPlan(chunks=chunks))
+        chunks = harness.rounds.next(most=MAX_SPANS)
+        if sum(len(chunk.token_ids) for chunk in chunks) > chunk_sizes(harness.model.spec.hidden_size)[-1]:
+            harness.executor.launch(StepPlan(chunks=chunks))
             continue
         num_replays += 1
         with no_waits():
-            house.executor.launch(StepPlan(chunks=chunks))
+            harness.executor.launch(StepPlan(chunks=chunks))
     torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-def test_the_start_says_which_chunks_were_captured(graphs: bool, cuda: torch.device, checkpoint: Path) -> None:
+def test_startup_report_lists_captured_chunks(graphs: bool, cuda: torch.device, checkpoint: Path) -> None:
     with Engine(
         EngineConfig(model=str(checkpoint), device="cuda", memory_gib=0.05, max_running=1, graphs=graphs)
     ) as engine:

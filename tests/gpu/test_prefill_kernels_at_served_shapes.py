@@ -1,7 +1,7 @@
-"""The kernels of prompts, compiled, at the shapes that are served: the interpreter's checks on published models in
-bfloat16, tiny-agent in float32.
+"""The prompt kernels, compiled, at served shapes: the interpreter's checks on published models in bfloat16, tiny-agent
+in float32.
 
-tests/gpu/test_resume_points.py has them in whole layers.
+tests/gpu/test_resume_points.py tests them in whole layers.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ SPANS: dict[str, dict[str, Any]] = {
 
 
 def check_attention(case: Case, device: torch.device) -> None:
-    """As attention_checks.check_prefill, with the reference on the device too: contexts are long."""
+    """attention_checks.check_prefill with the reference on the device too, because contexts are long."""
     inputs = attention_checks.inputs_of(case)
     plain, real = inputs.to(device, torch.float32), inputs.to(device)
     num_tokens = sum(count for _, count in case.spans)
@@ -78,20 +78,20 @@ def check_attention(case: Case, device: torch.device) -> None:
 
 @pytest.mark.parametrize("spans", SPANS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention(shape: str, spans: str, cuda: torch.device) -> None:
+def test_attention_matches_reference(shape: str, spans: str, cuda: torch.device) -> None:
     check_attention(Case(**SHAPES[shape], **SPANS[spans], seed=len(spans)), cuda)
 
 
 @pytest.mark.parametrize("shape", ["4B", "27B"])
-def test_attention_of_the_longest_appends(shape: str, cuda: torch.device) -> None:
+def test_attention_of_longest_appends_matches_reference(shape: str, cuda: torch.device) -> None:
     check_attention(Case(**SHAPES[shape], spans=((50_048, 800),), seed=1), cuda)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_has_the_same_bits_again_and_stores_them_alone(shape: str, cuda: torch.device) -> None:
+def test_attention_is_bitwise_repeatable_and_store_only_matches(shape: str, cuda: torch.device) -> None:
     case = Case(**SHAPES[shape], **SPANS["four appends, filled up"], seed=2)
     attention_checks.check_same_bits(cuda, case)
-    attention_checks.check_stores_alone(cuda, case)
+    attention_checks.check_store_keys_values(cuda, case)
 
 
 # The gated delta rule
@@ -132,25 +132,25 @@ APPENDS: dict[str, tuple[list[Run], PrefillSizes | None]] = {
 
 @pytest.mark.parametrize("append", APPENDS)
 @pytest.mark.parametrize("model", RECURRENT)
-def test_gated_delta(model: str, append: str, cuda: torch.device) -> None:
+def test_gated_delta_matches_reference(model: str, append: str, cuda: torch.device) -> None:
     runs, sizes = APPENDS[append]
     delta_checks.check_against_reference(RECURRENT[model], runs, cuda, seed=len(append), sizes=sizes)
 
 
 @pytest.mark.parametrize("model", RECURRENT)
-def test_gated_delta_of_heads_that_remember(model: str, cuda: torch.device) -> None:
+def test_gated_delta_with_slow_decays_matches_reference(model: str, cuda: torch.device) -> None:
     runs, sizes = APPENDS["an append, filled up"]
     delta_checks.check_against_reference(RECURRENT[model], runs, cuda, seed=1, sizes=sizes, slow=True)
 
 
 @pytest.mark.parametrize("model", RECURRENT)
-def test_gated_delta_has_the_same_bits_split_and_in_any_company(model: str, cuda: torch.device) -> None:
+def test_gated_delta_is_split_and_batch_invariant(model: str, cuda: torch.device) -> None:
     delta_checks.check_bits(RECURRENT[model], cuda, seed=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gated_delta_of_one_key_over_and_over(dtype: torch.dtype, cuda: torch.device) -> None:
-    delta_checks.test_one_key_over_and_over(dtype, cuda)
+def test_gated_delta_with_repeated_key_stays_accurate(dtype: torch.dtype, cuda: torch.device) -> None:
+    delta_checks.test_repeated_key_stays_accurate(dtype, cuda)
     delta_checks.test_extreme_gates_stay_finite(cuda)
 
 
@@ -162,5 +162,5 @@ def test_gated_delta_of_one_key_over_and_over(dtype: torch.dtype, cuda: torch.de
     [(torch.bfloat16, 1024), (torch.bfloat16, 2560), (torch.bfloat16, 5120), (torch.float32, 256)],
     ids=str,
 )
-def test_saved_hiddens(dtype: torch.dtype, width: int, cuda: torch.device) -> None:
-    hidden_checks.test_the_last_hidden_of_a_block_goes_to_its_rows(width, dtype, cuda)
+def test_saved_hiddens_match_reference(dtype: torch.dtype, width: int, cuda: torch.device) -> None:
+    hidden_checks.test_last_hidden_of_block_is_stored_to_save_rows(width, dtype, cuda)

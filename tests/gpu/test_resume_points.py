@@ -1,8 +1,8 @@
-"""Prompts of published shapes in bfloat16, whole and taken up again at kept states: layer by layer against exact
-arithmetic, end to end, and in bits.
+"""Prompts of published shapes in bfloat16, whole and resumed from kept states: layer by layer against exact
+arithmetic, end to end, and bitwise.
 
-What may differ between a prompt that was computed whole and one that goes on from a checkpoint is the order of sums
-(docs/numerics.md, "Prompts"): nothing where every call has the same shape, and no more than rounding anywhere.
+A prompt computed whole and one resumed from a checkpoint may differ in the order of sums only (docs/numerics.md,
+"Prompts"): not at all if every call has the same shape, and never by more than rounding.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tests.fakes.sequence_driver import poison
 
 pytestmark = pytest.mark.gpu
 BLOCK_TOLERANCE = 2**-6
-"""Of a block in bfloat16, as in test_models_on_cuda.py."""
+"""For a block in bfloat16, as in test_models_on_cuda.py."""
 LOGIT_TOLERANCE = 2**-4
-"""Between two runs of a whole model of 8 layers in bfloat16, relative to the largest logit. What rounding makes of them
-is measured beside it."""
+"""Between two runs of a whole model of 8 layers in bfloat16, relative to the largest logit. The effect of rounding is
+measured beside it."""
 MAX_RATIO = 1.25
-"""Error of a resumed run over that of the whole one, both against float32: resuming adds none."""
+"""Error of a resumed run divided by that of the whole one, both against float32: resuming adds no error."""
 
 VOCAB_SIZE = 8192
 LINEAR: LayerType = "linear_attention"
@@ -61,7 +61,7 @@ PROMPTS: dict[str, list[Prompt]] = {
     ("size", "prompts"),
     [*((size, prompts) for size in ("4B", "27B") for prompts in PROMPTS), ("0.8B", "several"), ("9B", "several")],
 )
-def test_blocks_of_published_shapes(size: str, prompts: str, cuda: torch.device) -> None:
+def test_published_shape_blocks_match_exact_arithmetic(size: str, prompts: str, cuda: torch.device) -> None:
     check_prompts(size, cut(size, LINEAR, FULL), PROMPTS[prompts], cuda, seed=len(prompts))
 
 
@@ -80,20 +80,20 @@ def check_prompts(size: str, config: TextConfig, prompts: Sequence[Prompt], devi
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What a prefill of a sequence's tokens from `start` on left."""
+    """The results of a prefill of a sequence's tokens from `start` on."""
 
     start: int
     hidden_NH: Tensor
     rows: dict[int, int]
-    """Where the state after that many tokens stands."""
+    """Row of the state after that many tokens."""
     pages: list[int]
 
 
 class LongSequence:
-    """A sequence in a model's pools, computed in parts on rows and pages of their own, NaN before."""
+    """A sequence in a model's pools, computed in parts. Each part has its own rows and pages, NaN before it runs."""
 
     def __init__(self, model: Qwen3_5Model, tokens: Sequence[int], *, num_parts: int, seed: int) -> None:
-        """num_parts: prefills to come."""
+        """num_parts: number of prefills."""
         self.model = model
         self._tokens = list(tokens)
         self._num_pages = -(-len(tokens) // BLOCK_TOKENS) + 1
@@ -108,15 +108,15 @@ class LongSequence:
     def prefill(self, ends: Sequence[int], *, keep: Sequence[int] = (), behind: tuple[Part, int] | None = None) -> Part:
         """Compute the tokens up to ends[-1] in chunks that end at `ends`.
 
-        keep: lengths whose state is kept; those of `ends` are. behind: go on from that part's state after so many
-        tokens; None: from nothing."""
+        keep: lengths whose state is kept, besides those of `ends`. behind: resume from that part's state after so many
+        tokens; None: from the start."""
         return self.prefill_together([(ends, keep, behind)])[0]
 
     @torch.inference_mode()
     def prefill_together(
         self, plans: Sequence[tuple[Sequence[int], Sequence[int], tuple[Part, int] | None]]
     ) -> list[Part]:
-        """`prefill` of several, the first chunks of all in one call, then the second ones ..."""
+        """`prefill` of several sequences: the first chunks of all in one call, then the second ones, and so on."""
         parts, hiddens = [], [[] for _ in plans]  # type: ignore[var-annotated]
         for _, _, behind in plans:
             before = [] if behind is None else behind[0].pages[: behind[1] // BLOCK_TOKENS]
@@ -145,8 +145,8 @@ class LongSequence:
 
     @torch.inference_mode()
     def verify(self, part: Part, length: int, num_columns: int) -> Tensor:
-        """Hiddens of a decode window from the part's state after `length` tokens; its keys and values are stored once
-        more."""
+        """Return the hiddens of a decode window from the part's state after `length` tokens; stores its keys and
+        values again."""
         device = self.model.device
         rows = [self._rows.pop() for _ in range(num_columns)]
         hidden_BTH = self.model.verify(
@@ -161,7 +161,7 @@ class LongSequence:
         return hidden_BTH[0]
 
     def states(self, part: Part, length: int) -> dict[str, Tensor]:
-        """What stands after `length` tokens, in the row and, from the part's start on, in the pages."""
+        """Return the state after `length` tokens: the row and, from the part's start on, the pages."""
         pools, row, pages = self.model.pools, part.rows[length], part.pages[part.start // BLOCK_TOKENS :]
         kv_ANSGD = pools["kv_AP2SGD"][:, pages].transpose(2, 3).flatten(1, 2)[:, : length - part.start]
         return {
@@ -189,8 +189,8 @@ def rms_error(got: Tensor, exact: Tensor) -> float:
 def check_resume_points(
     size: str, config: TextConfig, points: Sequence[int], length: int, device: torch.device, *, seed: int
 ) -> None:
-    """Logits behind every resume point, of a prefill and of a decode window, against the same prompt computed whole;
-    and a wrong state shows."""
+    """Compare the logits after every resume point, of a prefill and of a decode window, with the same prompt computed
+    whole. A wrong state must exceed the tolerance."""
     model, exact_model = random_twins(config, spec_of(size, config, torch.bfloat16), device, torch.bfloat16)
     tokens = random_tokens(length, seed)
     exact_sequence = LongSequence(exact_model, tokens, num_parts=1, seed=seed)
@@ -211,7 +211,8 @@ def check_resume_points(
         for how, (got_NV, some) in found.items():
             apart = float((got_NV - whole_NV[some]).abs().max()) / largest
             errors = rms_error(got_NV, exact_NV[some]), rms_error(whole_NV[some], exact_NV[some])
-            text = f"{size}, resumed at {at}, {how}: {apart:.1e} from the whole run; errors {errors[0]:.2e}, {errors[1]:.2e}"
+            text = f"{size}, resumed at {at}, {how}: {apart:.1e} from the whole run; errors {errors[0]:.2e}, "
+            text += f"{errors[1]:.2e}"
             print(text)
             assert apart < LOGIT_TOLERANCE, text
             assert errors[0] < MAX_RATIO * errors[1], text
@@ -220,31 +221,31 @@ def check_resume_points(
     )
     apart = float((model_logits(model, wrong.hidden_NH) - whole_NV[points[-1] :]).abs().max()) / largest
     assert apart > 2 * LOGIT_TOLERANCE, (
-        f"a state of {points[-2]} tokens in the place of one of {points[-1]} is told by {apart:.1e} alone"
+        f"a state of {points[-2]} tokens in place of one of {points[-1]} changes logits by only {apart:.1e}"
     )
 
 
 def model_logits(model: Qwen3_5Model, hidden_NH: Tensor) -> Tensor:
-    """Of the real tokens."""
+    """Return the logits of the real tokens."""
     with torch.inference_mode():
         return model.logits(hidden_NH)[:, : model.spec.num_real_tokens]
 
 
 @pytest.mark.parametrize("size", ["4B", "27B"])
-def test_logits_behind_every_resume_point(size: str, cuda: torch.device) -> None:
+def test_logits_after_every_resume_point_match_whole_run(size: str, cuda: torch.device) -> None:
     config = cut(size, *(LINEAR, LINEAR, LINEAR, FULL) * 2)
     check_resume_points(size, config, POINTS, LENGTH, cuda, seed=3)
 
 
 def check_bits(model: Qwen3_5Model, ends: Sequence[int], *, seed: int) -> None:
-    """Chunks of one shape leave the same bits in hiddens, states and pages, whether what is before them was computed or
-    found."""
+    """Check that chunks of one shape give bitwise equal hiddens, states and pages, whether the tokens before were
+    computed or resumed."""
     sequence = LongSequence(model, random_tokens(ends[-1], seed), num_parts=len(ends) + 1, seed=seed)
     whole = sequence.prefill(ends)
     for number, at in enumerate(ends[:-1]):
         rest = ends[number + 1 :]
         part = sequence.prefill(rest, behind=(whole, at))
-        assert bits_of(part.hidden_NH).equal(bits_of(whole.hidden_NH[at:])), f"hiddens behind {at}"
+        assert bits_of(part.hidden_NH).equal(bits_of(whole.hidden_NH[at:])), f"hiddens after {at}"
         for end in rest:
             got, expected = (
                 sequence.states(part, end),
@@ -260,7 +261,7 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
-def test_the_same_chunks_leave_the_same_bits_computed_or_found(dtype: torch.dtype, cuda: torch.device) -> None:
+def test_equal_chunks_are_bitwise_equal_computed_or_resumed(dtype: torch.dtype, cuda: torch.device) -> None:
     config = cut("4B", LINEAR, LINEAR, FULL)
     model, _ = random_twins(config, spec_of("4B", config, dtype), cuda, dtype)
     check_bits(model, (64, 320, 1024, 1088, 1600, 1700), seed=5)

@@ -1,5 +1,5 @@
-"""Windows that ride in a prompt's pass, on CUDA: the forward against a prefill and a verify apart, and what an engine
-with graphs of rides says."""
+"""Decode windows that ride in a prompt's pass, on CUDA: the forward compared with a separate prefill and verify, and
+the output of an engine with graphs of rides."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPT = random.Random(3).choices(range(48), k=150)
 
 
 @pytest.mark.parametrize("family", ["dense", "moe"])
-def test_a_ridden_forward_is_a_prefill_and_a_verify(family: Family, cuda: torch.device, tmp_path: Path) -> None:
+def test_ridden_forward_matches_separate_prefill_and_verify(family: Family, cuda: torch.device, tmp_path: Path) -> None:
     checkpoint = write_agreeing_checkpoint(tmp_path, family, num_hidden_layers=2, full_attention_interval=2)
     model = load_model(checkpoint, device=cuda, dtype=torch.float32)
     with torch.inference_mode():
@@ -30,5 +30,5 @@ def test_a_ridden_forward_is_a_prefill_and_a_verify(family: Family, cuda: torch.
         assert relative_error(ours, wanted) < TOLERANCE
 
 
-def test_an_engine_says_the_same_whether_windows_ride_or_not(cuda: torch.device) -> None:
+def test_engine_output_is_same_with_and_without_rides(cuda: torch.device) -> None:
     print(check_rides(cuda))

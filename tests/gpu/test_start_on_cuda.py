@@ -1,5 +1,5 @@
-"""A start from an empty cache compiles nothing in the engine's own process, and neither do the first requests; a second
-start starts no compiler."""
+"""A start with an empty cache compiles nothing in the engine's own process, and neither do the first requests; a
+second start runs no compiler."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ from agentspec.config import EngineConfig
 from agentspec.runtime.request import new_request
 from agentspec.types import SamplingParams
 from agentspec.wire import Submit
-parts = assemble(EngineConfig(max_running=2, draft_tokens=1, memory_gib=1), lambda stage, done, total: stages.add(stage))
+config = EngineConfig(max_running=2, draft_tokens=1, memory_gib=1)
+parts = assemble(config, lambda stage, done, total: stages.add(stage))
 for number, length in enumerate((300, 1500)):
     sampling = SamplingParams(temperature=number * 0.6, max_tokens=4, ignore_eos=True)
     submit = Submit(request_id=str(number), prompt_ids=[7 + index % 1000 for index in range(length)], sampling=sampling)
-    parts.loop.submit(new_request(submit, number=number, spec=parts.spec, max_length=parts.memory.max_length, engine_seed=0, token_bytes=None))
+    limits = dict(spec=parts.spec, max_length=parts.memory.max_length)
+    parts.loop.submit(new_request(submit, number=number, **limits, engine_seed=0, token_bytes=None))
 for _ in range(30):
     parts.loop.run_once()
 parts.close()
@@ -38,7 +40,7 @@ print(json.dumps([late, "compiling kernels" in stages, "listing kernels" in stag
 """
 
 
-def test_kernels_are_compiled_ahead_of_their_launches(tmp_path: Path) -> None:
+def test_kernels_are_compiled_before_first_launch(tmp_path: Path) -> None:
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     first, second = (
         json.loads(

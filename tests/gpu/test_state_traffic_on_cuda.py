@@ -1,5 +1,5 @@
-"""What decode steps and prompts move on the device: the state rows they must, by our kernels alone. And between host
-and device, ids and results."""
+"""Device memory traffic of decode steps and prompts: only the required state rows, moved by our kernels. Also
+host-device copies of ids and results."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ NUM_APPENDS = 8
 GREEDY = SamplingParams(temperature=0.0)
 
 SMALL_TORCH_KERNELS = ("index", "gather", "Gather", "CatArray", "CUDAFunctor", "direct_copy")
-"""Parts of the names of torch's kernels that a greedy step may have: rows of the embedding, of the drafts and their
+"""Parts of the names of torch kernels allowed in a greedy step: rows of the embedding, of the drafts and their
 positions, pages of a table."""
 MAX_TORCH_KERNELS = 8
-"""A step."""
+"""Per step."""
 
 PRODUCTS = ("gemm", "nvjet", "cutlass", "cublas", "splitK")
-"""Parts of the names of the library's kernels that products of many tokens run by."""
+"""Parts of the names of the library kernels that compute products of many tokens."""
 
 
-def test_a_step_reads_one_row_and_writes_one_a_column(cuda: torch.device, tmp_path: Path) -> None:
-    """Eagerly: what a graph captures is the same function. No operation of torch's reaches a pool."""
+def test_step_reads_one_row_and_writes_one_per_column(cuda: torch.device, tmp_path: Path) -> None:
+    """Eagerly, because a graph captures the same function. No torch operation accesses a pool."""
     model = load(write_agreeing_checkpoint(tmp_path, **SMALL), cuda)
     driver = StepDriver(model, max_running=3, max_draft_tokens=3, device=cuda)
     poison(model)
@@ -68,9 +68,9 @@ def test_a_step_reads_one_row_and_writes_one_a_column(cuda: torch.device, tmp_pa
         assert counter.touched == []
 
 
-def test_prompts_reach_the_pools_by_kernels_alone(cuda: torch.device, tmp_path: Path) -> None:
-    """Eagerly, three prompts at once with states kept on the way, and their first steps. Which rows move only the
-    device knows."""
+def test_prompts_access_pools_only_in_kernels(cuda: torch.device, tmp_path: Path) -> None:
+    """Eagerly, three prompts at once with states kept on the way, and their first steps. Only the device knows which
+    rows move."""
     model = load(write_agreeing_checkpoint(tmp_path, **SMALL), cuda)
     driver = StepDriver(model, max_running=3, max_draft_tokens=3, device=cuda)
     poison(model)
@@ -102,10 +102,8 @@ def our_kernels() -> set[str]:
 
 @pytest.fixture
 def timeline(cuda: torch.device) -> Timeline:
-    """Greedy steps of two slots in the overlapped loop, replayed, after the first ones."""
-    with profile(
-        activities=[ProfilerActivity.CUDA]
-    ):  # it must be there before a graph is captured that it shall see into
+    """Profile greedy steps of two slots in the overlapped loop, replayed, after the first ones."""
+    with profile(activities=[ProfilerActivity.CUDA]):  # must start before a graph is captured, to see into the graph
         torch.cuda.synchronize()
     model = make_model("toy", TOY, device=cuda, dtype=torch.bfloat16)
     engine = RunningEngine(Case(model="toy", context=70, batch=2, depth=3), model, cuda, num_steps=NUM_STEPS + 9)
@@ -116,7 +114,7 @@ def timeline(cuda: torch.device) -> Timeline:
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")
-def test_a_replayed_step_runs_our_kernels_and_copies_no_state(timeline: Timeline) -> None:
+def test_replayed_step_copies_no_state(timeline: Timeline) -> None:
     calls = Counter(kernel.name for kernel in timeline.kernels)
     copies = {name: number for name, number in calls.items() if name.startswith(("Memcpy", "Memset"))}
     ours, foreign = (
@@ -124,29 +122,29 @@ def test_a_replayed_step_runs_our_kernels_and_copies_no_state(timeline: Timeline
         {name: number for name, number in calls.items() if name not in copies and "at::" in name},
     )
     unknown = calls.keys() - ours - copies.keys() - foreign.keys()
-    assert not unknown, "neither ours nor torch's"
+    assert not unknown, "kernels that are neither ours nor torch's"
     assert {"_gated_delta_step", "_commit_window", "_publish_drafts"} <= calls.keys()
     strange = [name for name in foreign if not any(part in name for part in SMALL_TORCH_KERNELS)]
     assert not strange
     assert sum(foreign.values()) <= MAX_TORCH_KERNELS * NUM_STEPS, foreign
     of_pages = sum(number for name, number in foreign.items() if "direct_copy" in name)
-    assert of_pages < NUM_STEPS, f"a step copies: {foreign}"
+    assert of_pages < NUM_STEPS, f"unexpected copies in a step: {foreign}"
     to_host = sum(number for name, number in copies.items() if "DtoH" in name)
     to_device = sum(number for name, number in copies.items() if "HtoD" in name)
-    assert to_host == NUM_STEPS, f"one result a step: {copies}"
-    assert to_device <= of_pages, f"only new pages: {copies}"
-    assert to_host + to_device == sum(copies.values()), f"no other copies: {copies}"
-    assert not [name for name in copies if "Pageable" in name], f"all through pinned memory: {copies}"
+    assert to_host == NUM_STEPS, f"expected one result copy per step: {copies}"
+    assert to_device <= of_pages, f"expected copies of new pages only: {copies}"
+    assert to_host + to_device == sum(copies.values()), f"unexpected copies: {copies}"
+    assert not [name for name in copies if "Pageable" in name], f"copies from or to pageable memory: {copies}"
 
 
 @pytest.fixture
 def appends(cuda: torch.device) -> Timeline:
-    """Chunks of 200 tokens behind 256, with a state kept on the way, replayed."""
+    """Profile chunks of 200 tokens after 256, with a state kept on the way, replayed."""
     with profile(activities=[ProfilerActivity.CUDA]):
         torch.cuda.synchronize()
     model = make_model(
         "toy", TOY, device=cuda, dtype=torch.bfloat16, fp8_drafts=False
-    )  # its widths are none that W8A8 products take
+    )  # its widths are not supported by W8A8 products
     model.computes_prompts = True
     driver = StepDriver(model, max_running=1, max_draft_tokens=3, max_length=512, device=cuda)
     driver.executor.capture([3], CudaRecorder(cuda))
@@ -168,7 +166,7 @@ def appends(cuda: torch.device) -> Timeline:
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")
-def test_a_replayed_append_runs_our_kernels_and_products_and_copies_no_state(appends: Timeline) -> None:
+def test_replayed_append_copies_no_state(appends: Timeline) -> None:
     calls = Counter(kernel.name for kernel in appends.kernels)
     copies = {name: number for name, number in calls.items() if name.startswith("Memcpy")}
     foreign = {name: number for name, number in calls.items() if "at::" in name}
@@ -178,16 +176,16 @@ def test_a_replayed_append_runs_our_kernels_and_products_and_copies_no_state(app
         for name in calls.keys() - our_kernels() - copies.keys() - foreign.keys() - products
         if not name.startswith("Memset")
     ]
-    assert not unknown, "neither ours nor torch's nor a product"
+    assert not unknown, "kernels that are not ours, torch's or a library product"
     strange = [name for name in foreign if not any(part in name for part in SMALL_TORCH_KERNELS)]
     assert not strange
     assert sum(number for name, number in copies.items() if "HtoD" in name) == NUM_APPENDS, (
-        f"one copy of the tables: {copies}"
+        f"expected one copy of the tables: {copies}"
     )
     assert not [name for name in copies if "Pageable" in name or "DtoH" in name], copies
-    # The tables go to the place that the graph reads, and torch's sum of a product and the residual begins with a copy
-    # of the residual.
+    # The tables are copied to the place that the graph reads, and torch's sum of a product and the residual starts with
+    # a copy of the residual.
     most = (1 + 2 * len(TOY.layer_types)) * NUM_APPENDS
     assert sum(number for name, number in copies.items() if "DtoD" in name) <= most, (
-        f"only tables and residuals: {copies}"
+        f"expected copies of tables and residuals only: {copies}"
     )

@@ -1,4 +1,4 @@
-"""The window kernels and the RMS norms, compiled: the interpreter's checks at served sizes, and a window inside a CUDA
+"""The window kernels and the RMS norms, compiled: the interpreter's checks at served sizes, and a window in a CUDA
 graph."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SERVED = [(torch.bfloat16, 1024), (torch.bfloat16, 2560), (torch.bfloat16, 5120)
 
 @pytest.mark.parametrize(("dtype", "width"), SERVED, ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 4, 256])
-def test_norms_at_served_sizes(
+def test_norms_match_reference_at_served_sizes(
     dtype: torch.dtype, width: int, num_tokens: int, cuda: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison_new_memory(monkeypatch)
@@ -32,15 +32,15 @@ def test_norms_at_served_sizes(
     norm_checks.check_pair_norms(num_tokens, width, 5000, dtype, cuda)
 
 
-def test_windows(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_window_kernels_match_reference(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     poison_new_memory(monkeypatch)
     for seed in range(30):
-        window_checks.check_windows_open_as_the_reference_opens_them(seed, cuda)
-        window_checks.check_windows_commit_as_the_reference_commits_them(seed, False, cuda)
-        window_checks.check_windows_commit_as_the_reference_commits_them(seed, True, cuda)
+        window_checks.check_open_window(seed, cuda)
+        window_checks.check_commit_window(seed, False, cuda)
+        window_checks.check_commit_window(seed, True, cuda)
 
 
-def test_a_captured_window_moves_on_with_every_replay(cuda: torch.device) -> None:
+def test_captured_window_advances_with_every_replay(cuda: torch.device) -> None:
     case = window_checks.Slots.random(3, cuda)
     num_slots, num_columns = len(case.slot_ids_B), case.num_columns
     chosen_BT = torch.zeros(num_slots, num_columns, dtype=torch.int64, device=cuda)

@@ -18,7 +18,7 @@ TOLERANCE = 1e-5
 
 
 def history(lengths: list[int], seed: int) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
-    """(pool of NaN holding each sequence's keys and values, page table, keys, values); unwritten slots stay NaN."""
+    """Return (pool of NaN with each sequence's keys and values, page table, keys, values); unwritten slots stay NaN."""
     rng = torch.Generator().manual_seed(seed)
     pages_each = max(lengths) // PAGE + 2
     pool = torch.full((1 + len(lengths) * pages_each, 2, PAGE, GROUPS, DIM), torch.nan)
@@ -41,7 +41,7 @@ def attend(q_QD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("num_tokens", [1, 4, 8])
 @pytest.mark.parametrize("first_position", [0, 1])
-def test_window(num_tokens: int, first_position: int) -> None:
+def test_window_matches_per_query_reference(num_tokens: int, first_position: int) -> None:
     lengths = [length + num_tokens for length in (1, 15, 16, 63, 1000)]
     pool, table, keys, values = history(lengths, seed=num_tokens)
     q = torch.randn(len(lengths), num_tokens, HEADS, DIM, generator=torch.Generator().manual_seed(9))
@@ -56,8 +56,8 @@ def test_window(num_tokens: int, first_position: int) -> None:
             assert relative_error(out[slot, t], want) < TOLERANCE, (slot, t)
 
 
-def test_a_query_without_keys_gives_zeros() -> None:
-    """Position 0 under the MTP layer sees nothing."""
+def test_query_without_keys_returns_zeros() -> None:
+    """With first_position 1 (the MTP layer), position 0 sees no key."""
     pool, table, _, _ = history([2], seed=0)
     pool[table[0, 0].long(), :, 0] = torch.nan
     out = paged_attention(torch.ones(1, 2, HEADS, DIM), pool, table, torch.tensor([0]), scale=SCALE, first_position=1)
@@ -67,7 +67,7 @@ def test_a_query_without_keys_gives_zeros() -> None:
     assert torch.equal(alone, torch.zeros(1, 1, HEADS, DIM))
 
 
-def test_inert_slots_do_not_disturb_the_others() -> None:
+def test_inert_slots_do_not_affect_active_slots() -> None:
     pool, table, keys, values = history([40, 40], seed=3)
     table[1] = SCRATCH_PAGE
     q = torch.randn(2, 2, HEADS, DIM, generator=torch.Generator().manual_seed(1))
@@ -83,7 +83,7 @@ def _batch(table: Tensor, counts: list[int], starts: list[int]) -> PrefillBatch:
     return batch_of(runs, block_tokens=PAGE)
 
 
-def test_spans() -> None:
+def test_spans_match_per_query_reference() -> None:
     lengths, counts = [1, 16, 63, 200], [1, 16, 20, 7]
     pool, table, keys, values = history(lengths, seed=7)
     batch = _batch(table, counts, [n - c for n, c in zip(lengths, counts, strict=True)])
@@ -97,7 +97,7 @@ def test_spans() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 20])
-def test_window_stores_land_where_they_belong(num_tokens: int) -> None:
+def test_window_stores_write_only_their_page_slots(num_tokens: int) -> None:
     starts = [0, 13, 16, 100]
     pool, table, _, _ = history([start + num_tokens for start in starts], seed=4)
     pool[:] = torch.nan
@@ -113,7 +113,7 @@ def test_window_stores_land_where_they_belong(num_tokens: int) -> None:
     assert int(pool.isfinite().sum()) == k.numel() + v.numel()
 
 
-def test_span_stores_land_where_they_belong() -> None:
+def test_span_stores_write_only_their_page_slots() -> None:
     counts, starts = [1, 33, 16], [31, 5, 16]
     pool, table, _, _ = history([64, 64, 64], seed=5)
     pool[:] = torch.nan

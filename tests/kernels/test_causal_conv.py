@@ -15,7 +15,7 @@ CHANNELS, NUM_ROWS = 10, 30
 
 
 def expected(state_3C: Tensor, x_NC: Tensor, weight_C4: Tensor) -> tuple[Tensor, Tensor]:
-    """(outputs, all input rows with the state's three in front)."""
+    """Return (outputs, all input rows after the state's three)."""
     window = torch.cat([state_3C, x_NC])
     return silu(conv1d(window.T[None], weight_C4[:, None], groups=CHANNELS))[0].T, window
 
@@ -29,7 +29,7 @@ def setup(seed: int) -> tuple[torch.Generator, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 8])
-def test_window(num_tokens: int) -> None:
+def test_window_matches_torch_convolution(num_tokens: int) -> None:
     rng, pool, weight = setup(num_tokens)
     before = pool.clone()
     read_rows = [ZERO_ROW, 12, 10, ZERO_ROW]
@@ -51,7 +51,7 @@ def test_window(num_tokens: int) -> None:
     assert torch.equal(pool[10], before[10])
 
 
-def test_spans() -> None:
+def test_spans_match_torch_convolution() -> None:
     rng, pool, weight = setup(0)
     before = pool.clone()
     counts, reads = (1, 2, 65), (11, 10, 12)
@@ -69,7 +69,7 @@ def test_spans() -> None:
             assert torch.equal(pool[row], window[count : count + 3]), (count, row)
 
 
-def test_outputs_keep_the_input_dtype() -> None:
+def test_outputs_keep_input_dtype() -> None:
     rng, pool, weight = setup(1)
     x = torch.randn(1, 4, CHANNELS, generator=rng).bfloat16()
     y = causal_conv(x, weight.bfloat16(), pool.bfloat16(), torch.tensor([11]), torch.tensor([[20, 21, 22, 23]]))

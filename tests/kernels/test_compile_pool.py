@@ -1,4 +1,4 @@
-"""Variants compiled side by side, with a compiler that writes files."""
+"""Variants compiled in parallel, with a compiler that writes files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentspec.kernels.compile_pool import compile_all, num_processes
 
 
 class Files:
-    """A variants.KernelCompiler whose cache is a directory. It refuses the function "bad"."""
+    """A variants.KernelCompiler whose cache is a directory. It fails for the function "bad"."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -40,7 +40,7 @@ class Files:
         raise NotImplementedError
 
 
-def test_all_are_compiled_in_other_processes_and_failures_are_told(tmp_path: Path) -> None:
+def test_variants_compile_in_child_processes_and_failures_are_reported(tmp_path: Path) -> None:
     compiler = Files(tmp_path)
     names = ["good", "bad", *["good"] * 5]
     variants = [Variant(module="m", function=name, arch=90, data=str(number)) for number, name in enumerate(names)]
@@ -51,6 +51,6 @@ def test_all_are_compiled_in_other_processes_and_failures_are_told(tmp_path: Pat
     assert str(os.getpid()) not in {path.read_text() for path in tmp_path.iterdir()}
 
 
-def test_how_many_processes() -> None:
+def test_num_processes_is_bounded_by_variants_and_cores() -> None:
     assert num_processes(1) == 1
     assert 1 <= num_processes(1000) <= len(os.sched_getaffinity(0))

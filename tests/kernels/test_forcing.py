@@ -1,4 +1,4 @@
-"""Forced acceptance of a batch of windows: rates, what is never accepted, and that the commit that follows sees it."""
+"""Forced acceptance of a batch of windows: rates, drafts that are never accepted, and the commit that follows."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ CHOSEN, DRAFTS = [1, 2, 3, 4], [10, 20, 30]
 def forced(
     num_slots: int, rates: list[float], *, drafts: list[int] = DRAFTS, num_valid: int = 3, active: int = 1
 ) -> tuple[Tensor, Tensor, OutcomeRows[Tensor]]:
-    """(slots_SF after the forcing, the choices that it returns, what the commit makes of them) of slots that differ in
-    their seeds alone."""
+    """Force and commit windows of slots that differ in their seeds only. Return (slots_SF after forcing, forced
+    tokens, the commit's outcome)."""
     slots_SF, limits_SF = (
         torch.zeros(num_slots, SlotState.num_fields(4), dtype=torch.int64),
         torch.full((num_slots, SlotLimits.num_fields(1)), -1),
@@ -35,7 +35,7 @@ def forced(
     return after_SF, forced_BT, OutcomeRows.of(commit.outcome_BF)
 
 
-def test_accepted_drafts_take_the_place_of_the_choices_and_the_next_one_is_the_targets() -> None:
+def test_forced_drafts_replace_chosen_tokens_and_next_token_is_target() -> None:
     _, forced_BT, outcome = forced(200, [0.7, 0.7, 0.7])
     num_accepted = outcome.num_accepted_B.tolist()
     assert set(num_accepted) == {0, 1, 2, 3}
@@ -44,7 +44,7 @@ def test_accepted_drafts_take_the_place_of_the_choices_and_the_next_one_is_the_t
     assert set(outcome.num_offered_B.tolist()) == {3}
 
 
-def test_rates_count_from_the_drafts_before() -> None:
+def test_forced_rates_are_conditional_on_earlier_drafts() -> None:
     _, _, outcome = forced(4000, [0.8, 0.5, 0.5])
     counts = torch.bincount(outcome.num_accepted_B, minlength=4)
     # Six standard deviations of 4,000 windows.
@@ -54,23 +54,23 @@ def test_rates_count_from_the_drafts_before() -> None:
     )
 
 
-def test_rates_zero_and_one_are_exact() -> None:
+def test_forced_rates_0_and_1_are_exact() -> None:
     _, _, outcome = forced(3000, [1.0, 0.0, 1.0])
     assert set(outcome.num_accepted_B.tolist()) == {1}
 
 
-def test_a_draft_that_the_target_chose_is_rejected_too() -> None:
+def test_forced_rate_0_rejects_matching_draft() -> None:
     _, _, outcome = forced(50, [0.0, 1.0, 1.0], drafts=CHOSEN[:3])
     assert set(outcome.num_accepted_B.tolist()) == {0}
 
 
-def test_left_overs_are_never_accepted() -> None:
+def test_stale_drafts_are_never_accepted() -> None:
     _, _, outcome = forced(50, [1.0, 1.0, 1.0], num_valid=2)
     assert set(outcome.num_accepted_B.tolist()) == {2}
     assert set(outcome.num_offered_B.tolist()) == {2}
 
 
-def test_an_inert_slot_keeps_everything() -> None:
+def test_forcing_leaves_inert_slot_unchanged() -> None:
     slots_SF, forced_BT, outcome = forced(3, [1.0, 0.0, 1.0], active=0)
     assert SlotState.of(slots_SF).tokens_BW[:, 1:].tolist() == [DRAFTS] * 3
     assert forced_BT.tolist() == [CHOSEN] * 3

@@ -33,7 +33,7 @@ class Inputs:
 
 
 def make(num_tokens: int, seed: int, *, slow: bool = False) -> Inputs:
-    """slow: decays near 1, so that a state remembers the whole span."""
+    """slow: decays near 1, so that a state depends on the whole span."""
     rng = torch.Generator().manual_seed(seed)
     a_log = torch.empty(VALUE_HEADS).uniform_(0.05, 4.0, generator=rng).log() - (6 if slow else 0)
     return Inputs(
@@ -46,7 +46,7 @@ def make(num_tokens: int, seed: int, *, slow: bool = False) -> Inputs:
 
 
 def loop(x: Inputs, state_VDK: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Outputs [N, V, D] and the state after every token, one head and one token at a time in float64."""
+    """Return outputs [N, V, D] and the state after every token, one head and one token at a time in float64."""
     state = state_VDK.double().clone()
     out, states = torch.zeros(len(x.qkv), VALUE_HEADS, VALUE_DIM, dtype=torch.float64), []
     num_keys = KEY_HEADS * KEY_DIM
@@ -69,7 +69,7 @@ def loop(x: Inputs, state_VDK: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 
 def pool(seed: int = 0) -> Tensor:
-    """Rows of NaN, but for the zero row and rows 10 to 13."""
+    """Rows of NaN, except the zero row and rows 10 to 13."""
     ssm = torch.full((NUM_ROWS, VALUE_HEADS, VALUE_DIM, KEY_DIM), torch.nan)
     ssm[ZERO_ROW] = 0
     ssm[10:14] = torch.randn(4, *ssm.shape[1:], generator=torch.Generator().manual_seed(seed))
@@ -87,7 +87,7 @@ def run_prefill(x: Inputs, ssm: Tensor, spans: list[Run]) -> Tensor:
 
 @pytest.mark.parametrize("slow", [False, True], ids=["fast decay", "slow decay"])
 @pytest.mark.parametrize("num_tokens", [1, 2, 63, 64, 65, 127, 200])
-def test_prefill_equals_the_loop(num_tokens: int, slow: bool) -> None:
+def test_prefill_matches_token_loop(num_tokens: int, slow: bool) -> None:
     x, ssm = make(num_tokens, seed=num_tokens, slow=slow), pool()
     expected, states = loop(x, ssm[11])
     out = run_prefill(x, ssm, [span(num_tokens, 11, [(num_tokens, 30)], start=37)])
@@ -95,8 +95,8 @@ def test_prefill_equals_the_loop(num_tokens: int, slow: bool) -> None:
     assert relative_error(ssm[30], states[-1]) < TOLERANCE
 
 
-def test_prefill_survives_extreme_decays() -> None:
-    """Decays of e^-100 and more a token underflow to zero, never to NaN."""
+def test_prefill_stays_finite_with_extreme_decays() -> None:
+    """Decays of e^-100 and less per token underflow to zero, never to NaN."""
     x, ssm = make(130, seed=5), pool()
     x.a_log += 6
     expected, states = loop(x, ssm[10])
@@ -105,7 +105,7 @@ def test_prefill_survives_extreme_decays() -> None:
     assert relative_error(ssm[30], states[-1]) < TOLERANCE
 
 
-def test_prefill_writes_wanted_states_of_several_spans() -> None:
+def test_prefill_writes_save_rows_of_several_spans() -> None:
     counts, starts, reads = (70, 1, 129), (64, 3, 0), (12, 10, ZERO_ROW)
     writes = [[(1, 20), (64, 21), (70, 22)], [(1, 23)], [(63, 24), (100, 25), (128, 26), (129, 12)]]
     x, ssm = make(sum(counts), seed=9), pool()
@@ -130,7 +130,7 @@ def test_prefill_writes_wanted_states_of_several_spans() -> None:
 
 
 @pytest.mark.parametrize("cut", [64, 128, 192])
-def test_prefill_split_at_a_block_is_bitwise_the_unsplit_one(cut: int) -> None:
+def test_prefill_split_at_block_boundary_is_bitwise_equal(cut: int) -> None:
     x, ssm = make(200, seed=2), pool()
     whole = run_prefill(x, ssm, [span(200, ZERO_ROW, [(200, 20)])])
     first = run_prefill(x.tokens(slice(0, cut)), ssm, [span(cut, ZERO_ROW, [(cut, 21)])])
@@ -140,7 +140,7 @@ def test_prefill_split_at_a_block_is_bitwise_the_unsplit_one(cut: int) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 5, 8])
-def test_window_equals_the_loop(num_tokens: int) -> None:
+def test_window_matches_token_loop(num_tokens: int) -> None:
     """Four slots with scattered rows: one starts from zero, one overwrites the row it reads, two are inert."""
     x = make(5 * num_tokens, seed=num_tokens)
     ssm = pool()
@@ -173,8 +173,8 @@ def test_window_equals_the_loop(num_tokens: int) -> None:
     assert torch.equal(ssm[untouched].nan_to_num(7.0), before[untouched].nan_to_num(7.0))
 
 
-def test_window_continues_a_prefill_in_bfloat16_inputs() -> None:
-    """Inputs may be bfloat16; state and outputs stay float32."""
+def test_window_continues_prefill_with_bfloat16_inputs() -> None:
+    """Inputs are bfloat16; state and outputs stay float32."""
     x, ssm = make(70, seed=3), pool()
     x = Inputs(x.qkv.bfloat16(), x.a.bfloat16(), x.b.bfloat16(), x.a_log, x.dt_bias)
     expected, states = loop(x, ssm[ZERO_ROW])

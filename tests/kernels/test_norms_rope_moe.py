@@ -31,7 +31,7 @@ def test_rms_norm_gain_is_one_plus_weight(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("gate", ["silu", "sigmoid"])
-def test_gated_norm_gain_is_the_weight_and_the_gate_comes_last(gate: str) -> None:
+def test_gated_norm_gain_is_weight_and_gate_is_last(gate: str) -> None:
     o, z, weight = randn(5, 6, 8), randn(5, 6, 8, seed=1), randn(8, seed=2)
     y = gated_rms_norm(o, z.bfloat16(), weight, 1e-6, gate)  # type: ignore[arg-type]
     z = z.bfloat16().double()
@@ -45,7 +45,7 @@ def test_gated_norm_gain_is_the_weight_and_the_gate_comes_last(gate: str) -> Non
     assert relative_error(y, want) < 4e-3
 
 
-def test_rope_rotates_pairs_of_halves_and_leaves_the_rest() -> None:
+def test_rope_rotates_half_pairs_and_keeps_other_dims() -> None:
     positions, inv_freq = torch.tensor([0, 1, 5000]), torch.tensor([1.0, 0.1, 0.001])
     x = randn(3, 2, 10)
     y = apply_rope(x, *kernels.rope_cos_sin(positions, inv_freq, 1.25))
@@ -58,7 +58,7 @@ def test_rope_rotates_pairs_of_halves_and_leaves_the_rest() -> None:
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_routing_takes_probabilities_over_all_experts(normalize: bool) -> None:
+def test_routing_softmax_is_over_all_experts(normalize: bool) -> None:
     logits = 3 * randn(20, 8)
     weights, experts = kernels.route_top_k(logits.bfloat16(), 3, normalize)
     probabilities = logits.bfloat16().float().softmax(-1)
@@ -71,7 +71,7 @@ def test_routing_takes_probabilities_over_all_experts(normalize: bool) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 33])
-def test_experts_are_weighted_and_summed(num_tokens: int) -> None:
+def test_mix_experts_is_weighted_sum(num_tokens: int) -> None:
     hidden, width, num_experts = 12, 7, 5
     x, gate_up, down = (
         randn(num_tokens, hidden),
@@ -87,7 +87,7 @@ def test_experts_are_weighted_and_summed(num_tokens: int) -> None:
     assert relative_error(y, want) < 1e-5
 
 
-def test_a_tokens_experts_do_not_depend_on_the_batch() -> None:
+def test_mix_experts_is_batch_invariant() -> None:
     x, gate_up, down = randn(9, 12), randn(5, 14, 12, seed=1), randn(5, 12, 7, seed=2)
     weights, experts = kernels.route_top_k(randn(9, 5, seed=3), 3, True)
     together = kernels.mix_experts(x, weights, experts, kernels.Plain(gate_up), kernels.Plain(down))
@@ -98,7 +98,7 @@ def test_a_tokens_experts_do_not_depend_on_the_batch() -> None:
         torch.testing.assert_close(alone[0], together[n])
 
 
-def test_hidden_column() -> None:
+def test_write_hidden_and_read_hidden_round_trip() -> None:
     pool = torch.full((10, 4), torch.nan)
     hidden = randn(2, 3, 4)
     write_hidden(pool, hidden, torch.tensor([[2, 5, 3], [9, 7, 8]]))

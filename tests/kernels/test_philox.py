@@ -1,4 +1,4 @@
-"""Philox4x32-10: the published known answers, an independent pure-python version, and what sampling relies on."""
+"""Philox4x32-10: published test vectors, an independent pure-python version, and the properties that sampling needs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KNOWN_ANSWERS = [  # Random123's kat_vectors: counter, key, output
 
 
 def slow_philox(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
-    """The paper's definition with python integers."""
+    """The paper's definition in python integers."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -40,7 +40,7 @@ def torch_philox(counters: list[tuple[int, ...]], keys: list[tuple[int, ...]]) -
     return [tuple(row) for row in words.tolist()]
 
 
-def test_known_answers() -> None:
+def test_philox_matches_published_vectors() -> None:
     for counter, key, expected in KNOWN_ANSWERS:
         assert slow_philox(counter, key) == expected
     assert torch_philox([c for c, _, _ in KNOWN_ANSWERS], [k for _, k, _ in KNOWN_ANSWERS]) == [
@@ -48,7 +48,7 @@ def test_known_answers() -> None:
     ]
 
 
-def test_equals_pure_python_on_random_input() -> None:
+def test_philox_matches_pure_python() -> None:
     generator = random.Random(7)
     counters = [tuple(generator.getrandbits(32) for _ in range(4)) for _ in range(500)]
     keys = [tuple(generator.getrandbits(32) for _ in range(2)) for _ in range(500)]
@@ -65,7 +65,7 @@ def test_uniform_has_the_documented_counter_layout() -> None:
             assert value == ((word >> 8) + 0.5) / 2**24
 
 
-def test_uniform_depends_on_nothing_but_its_key() -> None:
+def test_uniform_depends_only_on_its_counter_and_key() -> None:
     seed, position = torch.tensor([[3, 4], [5, 2**63 - 1]]), torch.tensor([[10, 11], [12, 13]])
     whole = uniform(seed, position, 50, PURPOSE_TOKEN)
     assert torch.equal(whole[1, 0], uniform(seed[1, :1], position[1, :1], 50, PURPOSE_TOKEN)[0])
@@ -79,7 +79,7 @@ def test_uniform_depends_on_nothing_but_its_key() -> None:
         assert (other == whole).float().mean() < 0.01
 
 
-def test_uniform_is_uniform() -> None:
+def test_uniform_passes_chi_squared_test() -> None:
     values = uniform(torch.arange(64), torch.arange(64), 4096, PURPOSE_TOKEN).flatten()
     counts = torch.histc(values.float(), bins=256, min=0.0, max=1.0)
     expected = values.numel() / 256
@@ -88,8 +88,8 @@ def test_uniform_is_uniform() -> None:
     assert 255 - 136 < chi_square < 255 + 136
 
 
-def test_extreme_uniforms_keep_the_noise_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32 the largest uniform would round to 1 and its Gumbel to infinity: such a token would always win."""
+def test_extreme_uniforms_give_finite_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 the largest uniform would round to 1 and its Gumbel noise to infinity: that token would always win."""
     extremes = torch.tensor([[[0.5 * 2.0**-24, 1.0 - 0.5 * 2.0**-24]]], dtype=torch.float64)
     monkeypatch.setattr("agentspec.kernels.reference.sampling.uniform", lambda *_: extremes.clone())
     noise = gumbel_noise(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64), 2)

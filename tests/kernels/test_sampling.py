@@ -1,4 +1,4 @@
-"""The sampling kernels against an independent slow reference, and their limits."""
+"""The reference sampling against an independent slow version, and its edge cases."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def draw_inputs(
 def slow_kept(
     logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
 ) -> tuple[set[int], float]:
-    """Tokens that survive the filters, one rule after the other; and how near the closest top-p decision was."""
+    """Return the tokens that survive the filters, applied one after the other, and the distance to the closest top-p
+    decision."""
     tempered = [x / temperature for x in logits]
     best = max(tempered)
     probs = [math.exp(x - best) for x in tempered]
@@ -61,11 +62,11 @@ def slow_kept(
 
 
 def random_logits(generator: random.Random) -> list[float]:
-    """Some ties, so that rules for them are exercised."""
+    """Random logits with some ties, so that tie rules are exercised."""
     return [round(generator.gauss(0, 2), generator.choice([0, 3])) for _ in range(VOCAB)]
 
 
-def test_filters_equal_the_slow_reference_in_every_combination() -> None:
+def test_filters_match_slow_reference_in_every_combination() -> None:
     generator = random.Random(11)
     combinations = itertools.product((0.3, 1.0, 2.5), (0, 1, 2, 10, VOCAB), (1.0, 0.999, 0.7, 0.05), (0.0, 0.02, 0.4))
     compared = 0
@@ -85,7 +86,7 @@ def test_filters_equal_the_slow_reference_in_every_combination() -> None:
     assert compared > 600
 
 
-def test_draw_takes_the_best_noisy_token_among_those_kept() -> None:
+def test_draw_is_argmax_of_noisy_logits_among_kept_tokens() -> None:
     generator = random.Random(12)
     for case in range(300):
         logits = random_logits(generator)
@@ -102,7 +103,7 @@ def test_draw_takes_the_best_noisy_token_among_those_kept() -> None:
         assert got == expected, f"case {case}: {temperature=} {top_k=} {top_p=} {min_p=} {seed=} {position=}"
 
 
-def test_greedy_is_argmax_with_the_lowest_id_on_ties() -> None:
+def test_temperature_0_is_argmax_with_lowest_id_on_ties() -> None:
     logits = torch.zeros(1, 2, VOCAB)
     logits[0, 0, [9, 4, 30]] = 5.0
     logits[0, 1, [36, 35]] = 1.0
@@ -111,21 +112,21 @@ def test_greedy_is_argmax_with_the_lowest_id_on_ties() -> None:
     assert logits.argmax(-1).tolist() == [[4, 35]]
 
 
-def test_filters_off_keep_the_whole_tail() -> None:
-    """With top_p 1 the rounding of a cumulative sum must not cut tokens that are merely unlikely."""
+def test_disabled_filters_keep_every_token() -> None:
+    """With top_p 1, the rounding of a cumulative sum must not cut unlikely tokens."""
     logits = torch.full((1, 1, VOCAB), -40.0)
     logits[..., 0] = 0.0
     assert (logits >= keep_threshold(logits, draw_inputs())).all()
 
 
-def test_padding_is_never_drawn() -> None:
+def test_padding_token_is_never_drawn() -> None:
     logits = torch.zeros(1, 400, VOCAB)
     logits[..., 30:] = -torch.inf
     chosen = draw(logits, torch.arange(400)[None], draw_inputs(temperature=100.0))
     assert set(chosen.flatten().tolist()) == set(range(30))
 
 
-def test_a_row_depends_on_itself_alone() -> None:
+def test_draws_are_batch_invariant() -> None:
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(6, 4, VOCAB, generator=generator) * 3
     positions = torch.randint(0, 500, (6, 4), generator=generator)
@@ -188,7 +189,7 @@ def penalty_inputs(
     )
 
 
-def test_penalties_equal_the_slow_reference_with_drafts_in_context() -> None:
+def test_penalties_match_slow_reference_with_drafts_in_context() -> None:
     generator = random.Random(13)
     for case in range(200):
         num_drafts = generator.randrange(8)
@@ -214,13 +215,13 @@ def test_penalties_equal_the_slow_reference_with_drafts_in_context() -> None:
         assert torch.equal(before, torch.tensor([logits])), "the input was changed"
 
 
-def test_neutral_penalties_change_nothing_whatever_the_counts() -> None:
+def test_neutral_penalties_return_logits_unchanged() -> None:
     logits = torch.randn(1, 3, VOCAB, generator=torch.Generator().manual_seed(3))
     inputs = penalty_inputs([1, 2, 2, 3], [4, 5], {}, 1.0, 0.0, 0.0)
     assert torch.equal(penalise(logits, torch.tensor([[7, 8]]), inputs), logits)
 
 
-def test_a_mask_bars_exactly_the_tokens_whose_bit_is_clear() -> None:
+def test_mask_excludes_exactly_the_tokens_with_clear_bits() -> None:
     for vocab_size in (1, 31, 32, 33, 37, 64, 200):
         generator = torch.Generator().manual_seed(vocab_size)
         logits = torch.randn(2, 3, vocab_size, generator=generator)
@@ -231,18 +232,18 @@ def test_a_mask_bars_exactly_the_tokens_whose_bit_is_clear() -> None:
             assert masked[b, t, v] == (logits[b, t, v] if is_set else -math.inf), f"V={vocab_size}, token {v}"
 
 
-def test_a_mask_of_all_ones_changes_no_bit() -> None:
+def test_mask_of_all_ones_returns_logits_bit_for_bit() -> None:
     logits = torch.randn(2, 3, VOCAB, generator=torch.Generator().manual_seed(1))
     logits[0, 0, :4] = torch.tensor([0.0, -0.0, math.inf, -math.inf])
     mask = torch.full((2, 3, 2), -1, dtype=torch.int32)
     mask[1] = 5
     masked = apply_mask(logits, mask)
     assert torch.equal(masked[0].view(torch.int32), logits[0].view(torch.int32))
-    assert masked[1].isfinite().sum() == 3 * 4, "two words with two bits each"
+    assert masked[1].isfinite().sum() == 3 * 4, "two tokens in each of two mask words"
 
 
-def test_filters_and_draws_stay_inside_a_mask() -> None:
-    """Top-p, top-k and min-p are taken over what the mask leaves."""
+def test_filters_and_draws_respect_mask() -> None:
+    """Top-p, top-k and min-p apply to the tokens that the mask allows."""
     generator = random.Random(5)
     logits = torch.randn(1, 1, VOCAB, generator=torch.Generator().manual_seed(2)) * 3
     for seed in range(300):
@@ -257,10 +258,10 @@ def test_filters_and_draws_stay_inside_a_mask() -> None:
             seed=seed,
         )
         drawn = int(draw(masked, torch.tensor([[seed]]), inputs))
-        assert drawn in allowed, f"seed {seed}: {drawn} of {allowed}"
+        assert drawn in allowed, f"seed {seed}: drawn {drawn}, allowed {allowed}"
 
 
-def test_what_float32_cannot_divide_by_is_as_good_as_greedy() -> None:
+def test_tiny_temperature_and_repetition_penalty_behave_like_greedy() -> None:
     generator = random.Random(16)
     for temperature, repetition in itertools.product(
         (0.0, 5e-324, 1e-45, 1e-38, 1e-20), (1.0, 1e-3, 1e-20, 1e-45, 5e-324)

@@ -1,4 +1,4 @@
-"""Acceptance and truncation of a batch of windows, against the rule for one."""
+"""Acceptance and truncation of a batch of windows, compared with the rule for a single one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentspec.mtp.acceptance import accept
 from agentspec.types import STOP_ID, STOP_LENGTH, STOP_RUNNING
 
 
-def test_windows_follow_the_rule() -> None:
+def test_batched_acceptance_matches_single_window_rule() -> None:
     generator = random.Random(21)
     for case in range(3000):
         k = generator.randrange(8)
@@ -32,7 +32,7 @@ def test_windows_follow_the_rule() -> None:
         )
 
 
-def test_a_stop_id_at_the_limit_is_a_stop_id() -> None:
+def test_stop_id_at_length_limit_counts_as_stop_id() -> None:
     verdict = truncate(torch.tensor([[5, 9]]), torch.tensor([1]), torch.tensor([[9]]), torch.tensor([2]))
     assert verdict.num_accepted_B.item() == 1
     assert verdict.hit_stop_id_B.item()

@@ -1,4 +1,4 @@
-"""Block-scaled weights: what they stand for, how they are rounded, cut and joined."""
+"""Block-scaled weights: their values, rounding, slicing and joining."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def random_blocks(num_rows: int, depth: int, seed: int = 0) -> BlockScaled:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_value_counts_times_its_blocks_multiplier(shape: tuple[int, ...]) -> None:
+def test_dequantize_multiplies_each_value_by_its_block_scale(shape: tuple[int, ...]) -> None:
     weight = quantize_blocks(randn(*shape))
     plain, values = weight.dequantize(), weight.values.float()
     generator = torch.Generator().manual_seed(1)
@@ -37,13 +37,13 @@ def test_a_value_counts_times_its_blocks_multiplier(shape: tuple[int, ...]) -> N
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_quantising_rounds_to_the_nearest_value_of_a_full_range(shape: tuple[int, ...]) -> None:
+def test_quantize_rounds_to_nearest_and_uses_full_range(shape: tuple[int, ...]) -> None:
     weight = randn(*shape)
     quantized = quantize_blocks(weight)
     assert quantized.values.dtype == FP8
     assert torch.equal(quantized.scales.bfloat16().float(), quantized.scales)
     scales = quantized.scales.repeat_interleave(128, -2).repeat_interleave(128, -1)[..., : shape[-2], : shape[-1]]
-    # Half a unit in the last of three places after the point, and half of the smallest subnormal.
+    # Half a unit of the third fraction bit, and half of the smallest subnormal.
     bound = torch.maximum(weight.abs() * 2**-4, scales * 2**-10)
     assert ((quantized.dequantize() - weight).abs() <= bound * (1 + 1e-6)).all()
     largest = torch.nn.functional.pad(weight.abs(), (0, -shape[-1] % 128, 0, -shape[-2] % 128))
@@ -54,12 +54,12 @@ def test_quantising_rounds_to_the_nearest_value_of_a_full_range(shape: tuple[int
     assert (ratio >= FP8_MAX * (1 - 2**-7)).all()
 
 
-def test_quantising_twice_changes_nothing_but_the_first_time() -> None:
+def test_quantize_is_idempotent() -> None:
     once = quantize_blocks(randn(200, 200)).dequantize()
     assert torch.equal(quantize_blocks(once).dequantize(), once)
 
 
-def test_zeros_stay_zeros() -> None:
+def test_quantize_keeps_zeros() -> None:
     weight = randn(256, 256)
     weight[:128, 128:] = 0
     quantized = quantize_blocks(weight)
@@ -68,7 +68,7 @@ def test_zeros_stay_zeros() -> None:
     assert quantized.dequantize().isfinite().all()
 
 
-def test_each_matrix_of_a_stack_has_blocks_of_its_own() -> None:
+def test_each_matrix_of_stack_has_own_blocks() -> None:
     weights = randn(3, 130, 70)
     weights[1] *= 1000
     stack = quantize_blocks(weights)
@@ -78,8 +78,8 @@ def test_each_matrix_of_a_stack_has_blocks_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("heights", [(128, 256), (32, 32), (128, 64), (48, 48), (96, 32, 32), (130, 5), (7, 1)])
-def test_stacked_rows_keep_their_values(heights: tuple[int, ...]) -> None:
-    """Also where a part ends inside a block: then multipliers stand for fewer rows."""
+def test_stacked_rows_keep_values(heights: tuple[int, ...]) -> None:
+    """Also if a part ends inside a block: then scales cover fewer rows."""
     parts = [quantize_blocks(randn(rows, 200, seed=rows) * 10**i) for i, rows in enumerate(heights)]
     stacked = parts[0].stack(parts[1:])
     assert torch.equal(stacked.dequantize(), torch.cat([part.dequantize() for part in parts]))
@@ -87,17 +87,17 @@ def test_stacked_rows_keep_their_values(heights: tuple[int, ...]) -> None:
     assert torch.equal(again.dequantize(), torch.cat([stacked.dequantize(), parts[0].dequantize()]))
 
 
-def test_rows_that_fill_blocks_keep_whole_blocks() -> None:
+def test_stacking_whole_blocks_keeps_block_size() -> None:
     stacked = random_blocks(256, 130).stack([random_blocks(128, 130), random_blocks(70, 130)])
     assert stacked.block_rows == 128
 
 
-def test_plain_rows_stack_to_a_plain_matrix() -> None:
+def test_plain_rows_stack_to_plain_matrix() -> None:
     parts = [randn(3, 5), randn(2, 5, seed=1)]
     assert torch.equal(Plain(parts[0]).stack([Plain(parts[1])]).values, torch.cat(parts))
 
 
-def test_cuts_share_memory() -> None:
+def test_cuts_share_memory_and_reject_block_interiors() -> None:
     weight = random_blocks(64, 130).stack([random_blocks(64, 130, seed=1)])
     tail = weight.cut((slice(64, None),))
     assert torch.equal(tail.dequantize(), weight.dequantize()[64:])
@@ -107,12 +107,12 @@ def test_cuts_share_memory() -> None:
         weight.cut((slice(32, None),))
 
 
-def test_lower_blocks_stand_for_the_same_values() -> None:
+def test_smaller_blocks_keep_values() -> None:
     weight = random_blocks(300, 130)
     lower = weight.with_block_rows(32)
     assert lower.scales.shape == (10, 2)
     assert torch.equal(lower.dequantize(), weight.dequantize())
 
 
-def test_bytes_count_values_and_multipliers() -> None:
+def test_nbytes_counts_values_and_scales() -> None:
     assert random_blocks(256, 300).nbytes == 256 * 300 + 2 * 3 * 4

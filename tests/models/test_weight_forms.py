@@ -62,7 +62,7 @@ def test_a_region_that_is_cut_taken_stacked_or_filled_has_its_values(form: Calla
         assert torch.equal(stack.cut(region).dequantize(), stack.dequantize()[region]), region
     assert torch.equal(stack.matrix(1).dequantize(), stack.dequantize()[1])
     ids = torch.tensor([5, 383, 0, 200, 200])
-    assert torch.equal(matrix.take_rows(ids).dequantize(), matrix.dequantize()[ids])
+    assert torch.equal(matrix.select_rows(ids).dequantize(), matrix.dequantize()[ids])
     stacked = matrix.stack([stack.matrix(0), stack.matrix(2)])
     assert torch.equal(stacked.dequantize(), torch.cat([matrix.dequantize(), *stack.dequantize()[[0, 2]]]))
     target = form(randn(3, 256, 128, seed=3))
@@ -80,7 +80,7 @@ def test_a_region_that_is_cut_taken_stacked_or_filled_has_its_values(form: Calla
 def test_what_stays_plain_is_asked_for_by_name(form: Callable[[Tensor], Weight]) -> None:
     """And rows in full precision stand behind plain ones, but beside others."""
     weight, rows = form(randn(128, 128, seed=1)), randn(3, 128, seed=2)
-    stacked, apart = weight.stack_full(rows)
+    stacked, apart = weight.append_full_precision(rows)
     assert weight.is_quantized == (form is not Plain)
     if weight.is_quantized:
         assert stacked is weight
@@ -116,7 +116,7 @@ def test_products_are_those_of_the_values(form: Callable[[Tensor], Weight]) -> N
     )
     assert torch.equal(reference.norm_swiglu(x, norm, weight), reference.norm_swiglu(x, norm, plain(weight)))
     assert torch.equal(reference.add_linear(residual, x, weight), reference.add_linear(residual, x, plain(weight)))
-    assert torch.equal(reference.nearest_token(x, weight, ids), reference.nearest_token(x, plain(weight), ids))
+    assert torch.equal(reference.draft_argmax(x, weight, ids), reference.draft_argmax(x, plain(weight), ids))
 
 
 def test_experts_are_those_of_the_values(form: Callable[[Tensor], Weight]) -> None:

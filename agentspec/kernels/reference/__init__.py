@@ -1,4 +1,4 @@
-"""Every operation in plain torch: slow, readable, and what faster implementations are tested against. A
+"""The reference backend: every operation in plain torch. Slow and readable; faster backends are tested against it. A
 backend.Backend."""
 
 from agentspec.kernels.reference.fused import (
@@ -7,12 +7,12 @@ from agentspec.kernels.reference.fused import (
     argmax,
     attention_prefill,
     attention_step,
+    draft_argmax,
     expert_sum,
     gated_delta_prefill,
     gated_delta_step,
     linear,
     logits,
-    nearest_token,
     norm_linear,
     norm_swiglu,
     norm_to_rows,
@@ -31,13 +31,13 @@ __all__ = [
     "attention_prefill",
     "attention_step",
     "commit_window",
+    "draft_argmax",
     "expert_sum",
     "force_acceptance",
     "gated_delta_prefill",
     "gated_delta_step",
     "linear",
     "logits",
-    "nearest_token",
     "norm_linear",
     "norm_swiglu",
     "norm_to_rows",

@@ -1,4 +1,4 @@
-"""Attention over paged keys and values, and the stores into the pages."""
+"""Attention over paged keys and values, and the page stores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def write_kv(kv_P2SGD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, page_table_BP: Te
         kv_P2SGD: pool of one layer [P, 2, S, G, D]; modified.
         k_BTGD: [B, T, G, D], after norm and RoPE. v_BTGD: raw values.
         page_table_BP: int32 [B, P], pages in block order. start_B: int64 [B].
-    Reads nothing on the host. Slots that share a page (the scratch page) may overwrite each other there.
+    Does not read device data on the host. Slots that share a page (the scratch page) may overwrite each other there.
     """
     page_tokens = kv_P2SGD.shape[2]
     positions = start_B[:, None] + torch.arange(k_BTGD.shape[1], device=start_B.device)
@@ -31,7 +31,7 @@ def write_kv(kv_P2SGD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, page_table_BP: Te
 
 @touches_pools
 def write_kv_prefill(kv_P2SGD: Tensor, k_NGD: Tensor, v_NGD: Tensor, batch: PrefillBatch) -> None:
-    """As `write_kv` for the spans of a prefill; k_NGD and v_NGD [N, G, D] are in the order of the batch."""
+    """`write_kv` for the spans of a prefill; k_NGD and v_NGD [N, G, D] are in the order of the batch."""
     page_tokens = kv_P2SGD.shape[2]
     for span in read_spans(batch):
         position_T = batch.position_N[span.tokens]
@@ -48,12 +48,12 @@ def paged_attention(
 
     Args:
         q_BTQD: [B, T, Q, D], after norm and RoPE. Query head j reads key/value head j // (Q / G).
-        kv_P2SGD: pool of one layer [P, 2, S, G, D]; its positions up to start+T-1 are written already.
+        kv_P2SGD: pool of one layer [P, 2, S, G, D]; its positions below start+T are written already.
         page_table_BP: int32 [B, P], pages in block order. start_B: int64 [B].
-        scale: multiplies the scores. first_position: keys before it are never read (1 for the MTP layer).
+        scale: multiplies the scores. first_position: earlier keys are never read (1 for the MTP layer).
     Returns: [B, T, Q, D] in q's dtype; zeros for a query with no key.
 
-    The reference reads the starts on the host, to gather no more pages than a slot needs.
+    The reference reads the starts on the host, to gather only the pages that a slot needs.
     """
     o_BTQD = torch.empty_like(q_BTQD)
     for slot, start in enumerate(start_B.tolist()):
@@ -63,10 +63,9 @@ def paged_attention(
 
 @touches_pools
 def paged_attention_prefill(q_NQD: Tensor, kv_P2SGD: Tensor, batch: PrefillBatch, *, scale: float) -> Tensor:
-    """As `paged_attention` from position 0, for the spans of a prefill; q_NQD [N, Q, D] is in the order of the batch.
+    """`paged_attention` from position 0, for the spans of a prefill; q_NQD [N, Q, D] is in the order of the batch.
 
-    Returns: [N, Q, D] in q's dtype.
-    """
+    Returns: [N, Q, D] in q's dtype."""
     o_NQD = torch.empty_like(q_NQD)
     for span in read_spans(batch):
         o_NQD[span.tokens] = _attend(q_NQD[span.tokens], kv_P2SGD, span.page_ids_P, span.start, 0, scale)
@@ -76,8 +75,8 @@ def paged_attention_prefill(q_NQD: Tensor, kv_P2SGD: Tensor, batch: PrefillBatch
 def _attend(
     q_TQD: Tensor, kv_P2SGD: Tensor, page_ids_P: Tensor, start: int, first_position: int, scale: float
 ) -> Tensor:
-    """One sequence's queries over exactly its written positions: a slot that was never written may hold NaN, so none is
-    read."""
+    """Attend with one sequence's queries over exactly its written positions: an unwritten position may hold NaN, so
+    none is read."""
     num_tokens, num_heads, dim = q_TQD.shape
     _, _, page_tokens, num_groups, _ = kv_P2SGD.shape
     length = start + num_tokens
@@ -87,7 +86,7 @@ def _attend(
     )
     positions = torch.arange(first_position, length, device=q_TQD.device)
     visible_TN = positions <= torch.arange(start, length, device=q_TQD.device)[:, None]
-    # All query heads of a key/value head are rows of one product, so that keys and values are not repeated.
+    # The query heads of a key/value head become rows of one product, so that keys and values are not repeated.
     shares = num_heads // num_groups
     q_GMD = q_TQD.view(num_tokens, num_groups, shares, dim).permute(1, 2, 0, 3).flatten(1, 2)
     o_GMD = scaled_dot_product_attention(

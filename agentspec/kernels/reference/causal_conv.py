@@ -1,6 +1,6 @@
 """Depthwise causal convolution over four taps with its three-row state, then SiLU.
 
-The state is what went INTO the convolution: the last three rows of [q | k | v] before it.
+The state is the INPUT of the convolution: the last three rows of [q | k | v] before it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def _convolve(window: Tensor, weight_C4: Tensor) -> Tensor:
 def causal_conv(
     x_BTC: Tensor, weight_C4: Tensor, conv_R3C: Tensor, read_row_B: Tensor, write_rows_BT: Tensor
 ) -> Tensor:
-    """Convolve every slot's window behind the state in its read row; the state after column t goes to write_rows_BT[:,
-    t].
+    """Convolve every slot's window after the state in its read row. The state after column t is stored to
+    write_rows_BT[:, t].
 
     Args:
         x_BTC: [B, T, C], activation dtype; pre-conv [q | k | v].
-        weight_C4: [C, 4]; tap 3 weighs the current token.
+        weight_C4: [C, 4]; tap 3 multiplies the current token.
         conv_R3C: pool of one layer [R, 3, C], oldest row first; modified. A row may be read and written in one call.
         read_row_B: int64 [B]. write_rows_BT: int64 [B, T].
     Returns: [B, T, C] in x's dtype, after SiLU.
@@ -47,7 +47,7 @@ def causal_conv(
 
 @touches_pools
 def causal_conv_prefill(x_NC: Tensor, weight_C4: Tensor, conv_R3C: Tensor, batch: PrefillBatch) -> Tensor:
-    """As `causal_conv` over the spans of a prefill, with the state stored in the save rows of their blocks only.
+    """`causal_conv` over the spans of a prefill. The state is stored only to the save rows of their blocks.
 
     Args:
         x_NC: [N, C], in the order of the batch.

@@ -1,5 +1,4 @@
-"""The dense blocks and mixers of a forward, each composed of the plain operations beside this file. See
-backend.Backend."""
+"""Dense blocks and mixers of a forward, composed of the plain operations of this package. See backend.Backend."""
 
 from __future__ import annotations
 
@@ -82,7 +81,7 @@ def pair_norms(
     )
 
 
-def nearest_token(x_NH: Tensor, head_OH: Weight, ids_O: Tensor | None) -> Tensor:
+def draft_argmax(x_NH: Tensor, head_OH: Weight, ids_O: Tensor | None) -> Tensor:
     nearest_N = linear(x_NH, head_OH).argmax(-1)
     return nearest_N if ids_O is None else ids_O[nearest_N]
 

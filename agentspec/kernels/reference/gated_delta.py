@@ -4,8 +4,9 @@ Per value head, with decay a = exp(g), in this order:
 
     S <- a S;   d = beta (v - S k);   S <- S + d k^T;   o = S q
 
-S is [D, K], value dim first. q and k are L2-normalised per head and q is scaled by K ** -0.5 in here. Value head j
-reads key head j // (value heads / key heads): heads are repeated, never tiled. State and gates are float32 throughout.
+S is [D, K], value dim first. q and k are L2-normalised per head, and q is scaled by K ** -0.5, in this module. Value
+head j reads key head j // (value heads / key heads): heads are repeated, never tiled. State and gates are float32
+throughout.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def gated_delta(
     read_row_B: Tensor,
     write_rows_BT: Tensor,
 ) -> Tensor:
-    """Recurrence over every slot's window, from its read row; the state after column t goes to write_rows_BT[:, t].
+    """Run the recurrence over every slot's window, from its read row. The state after column t is stored to
+    write_rows_BT[:, t].
 
     Args:
         qkv_BTC: [B, T, C], after convolution and SiLU: all query heads, all key heads, all value heads.
@@ -93,7 +95,7 @@ def gated_delta_blocks(
     ssm_RVDK: Tensor,
     batch: PrefillBatch,
 ) -> Tensor:
-    """As `gated_delta` over the spans of a prefill, with the state stored in the save rows of their blocks only.
+    """`gated_delta` over the spans of a prefill. The state is stored only to the save rows of their blocks.
 
     Args:
         qkv_NC, a_NV, b_NV: in the order of the batch; otherwise as in `gated_delta`.
@@ -119,12 +121,11 @@ def gated_delta_blocks(
 
 
 def _fold_block(state_VDK: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs of one block, and the state after it; q, k [V, n, K], v [V, n, D], g, beta [V, n].
+    """Return the outputs of one block and the state after it; q, k [V, n, K], v [V, n, D], g, beta [V, n].
 
-    With G the running sum of g, unrolling the recurrence gives S_t = e^{G_t} S_0 + sum_{j<=t} e^{G_t - G_j} d_j k_j^T,
-    so the d_t solve one unit lower triangular system instead of n dependent steps.
-    """
-    # Sums of many decays nearly cancel in the differences below: float64 keeps them to the last bit of float32.
+    With G the running sum of g, unrolling the recurrence gives S_t = e^{G_t} S_0 + sum_{j<=t} e^{G_t - G_j} d_j k_j^T.
+    So the d_t are the solution of one unit lower triangular system, instead of n dependent steps."""
+    # Differences of long sums nearly cancel below: float64 keeps every bit of float32.
     log_decay = g.double().cumsum(-1)
     num_tokens = g.shape[-1]
     future = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=g.device).triu(1)

@@ -1,4 +1,4 @@
-"""The hidden column of the state rows: the last token's post-final-norm hidden, so that the MTP head resumes
+"""The hidden column of the state rows: the post-final-norm hidden of the last token, from which the MTP head resumes
 exactly."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from agentspec.kernels.traffic import touches_pools
 
 @touches_pools
 def read_hidden(hidden_RH: Tensor, rows: Tensor) -> Tensor:
-    """Gather one vector a row.
+    """Gather one vector per row.
 
     Args:
         hidden_RH: pool [R, H]. rows: int64 [B].

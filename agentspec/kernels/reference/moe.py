@@ -1,4 +1,4 @@
-"""Mixture of experts: routing and the routed experts' weighted sum."""
+"""Mixture of experts: routing, and the weighted sum of the routed experts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def mix_experts(
         gate_up_X2IH: [X, 2I, H], gate rows first. down_XHI: [X, H, I].
     Returns: [N, H] in x's dtype. A token's sum runs in expert order, whatever else is in the batch.
 
-    The reference reads the ids on the host, to visit only experts that some token chose.
+    The reference reads the ids on the host, so that it computes only experts that some token chose.
     """
     y_NH = torch.zeros_like(x_NH)
     for expert in torch.unique(expert_ids_NJ).tolist():

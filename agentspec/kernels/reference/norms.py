@@ -1,4 +1,5 @@
-"""The family's two RMS norms. They differ in what a weight of zero means, so they never share a function."""
+"""The model family's two RMS norms. A weight of zero means gain 1 in one and gain 0 in the other, so they are separate
+functions."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from torch.nn.functional import silu
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Zero-centred RMS norm: x / rms(x) * (1 + weight), all of it in float32, then cast.
+    """Zero-centred RMS norm: x / rms(x) * (1 + weight), computed in float32, then cast.
 
     Args:
         x: [..., D], any float dtype.
@@ -23,7 +24,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gated_rms_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float, gate: Literal["silu", "sigmoid"]) -> Tensor:
-    """Plain-gain RMS norm, then the gate: o / rms(o) * weight * gate(z), all of it in float32, then cast.
+    """Plain-gain RMS norm, then the gate: o / rms(o) * weight * gate(z), computed in float32, then cast.
 
     Args:
         o: [..., D], output of the recurrence per value head.

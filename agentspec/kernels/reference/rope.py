@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def rope_cos_sin(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for `apply_rope`, a row a position.
+    """Compute the cosines and sines for `apply_rope`, one row per position.
 
     Args:
         positions: int64 [N].
@@ -20,7 +20,7 @@ def rope_cos_sin(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Ten
 
 
 def apply_rope(x_NHD: Tensor, cos_NA: Tensor, sin_NA: Tensor) -> Tensor:
-    """Rotate dimensions 0..A-1 of every head in pairs (j, j + A/2); the rest passes through.
+    """Rotate dimensions 0..A-1 of every head in pairs (j, j + A/2); the other dimensions are unchanged.
 
     Args:
         x_NHD: [N, heads, D], any float dtype; not modified.

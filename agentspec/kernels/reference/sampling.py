@@ -1,12 +1,12 @@
-"""Choosing tokens from logits: penalties, masks, filters and Gumbel-max draws, in plain torch.
+"""Sampling of tokens from logits: penalties, masks, filters and Gumbel-max draws, in plain torch.
 
-Owns the mathematics of sampling. Knows nothing of slots, steps or drafts beyond the tokens that a row's context holds.
+Owns the mathematics of sampling. Knows nothing of slots or steps, and of drafts only the tokens in a row's context.
 
-Order (that of vLLM): masks, logit bias, repetition, frequency and presence penalties, temperature, min-p, top-k, top-p.
-Filters cut by value, so tokens that tie with the last one kept are kept too and nothing depends on how a sort breaks
-ties.
+Order (as in vLLM): masks, logit bias, repetition, frequency and presence penalties, temperature, min-p, top-k, top-p.
+Filters cut by value: tokens that tie with the last kept one are kept too, so results do not depend on how a sort
+breaks ties.
 
-Shape letters: B requests, T rows a request, N = B*T rows, V vocabulary, X = ceil(V / 32) words, k drafts.
+Shape letters: B requests, T rows per request, N = B*T rows, V vocabulary, X = ceil(V / 32) words, k drafts.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from agentspec.kernels.slots import (
 )
 
 LEAST_DIVISOR = 1e-15
-"""What logits are divided by at least: a positive temperature or repetition penalty below this would carry them out of
-float32, and no draw could tell it from this."""
+"""Smallest divisor of logits. A smaller positive temperature or repetition penalty would overflow float32, and gives
+the same draws as this value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PenaltyInputs:
-    """What a request's penalties and bias need; every field has one row a request."""
+    """Inputs of penalties and bias; one row per request in every field."""
 
     counts_BV: Tensor
     """int32. How often each token was generated so far."""
@@ -53,14 +53,14 @@ class PenaltyInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrawInputs:
-    """How each row draws its token. B rows that broadcast over T."""
+    """Sampling parameters: B rows that broadcast over T."""
 
     temperature_B: Tensor
     """float32. 0: greedy."""
     top_k_B: Tensor
     """int64, 1 to V. V: keep all."""
     top_p_B: Tensor
-    """float32. Infinite: keep all (1.0 would let the rounding of a cumulative sum cut the tail)."""
+    """float32. Infinity: keep all (with 1.0, the rounding of a cumulative sum could cut the tail)."""
     log_min_p_B: Tensor
     """float32. Minus infinity: keep all."""
     seed_B: Tensor
@@ -100,7 +100,8 @@ def sample(
 
 
 def penalise(logits_BTV: Tensor, drafts_Bk: Tensor, inputs: PenaltyInputs) -> Tensor:
-    """Bias and penalties. Row t's context is the generated tokens counted in `inputs` plus drafts 0..t-1 (k = T - 1).
+    """Apply bias and penalties. Row t's context is the generated tokens counted in `inputs` plus drafts 0..t-1 (k = T
+    - 1).
 
     logits_BTV: float32, not changed. Returns a new float32 BTV. Repetition: arXiv 1909.05858; presence and frequency:
     OpenAI's definition."""
@@ -123,10 +124,10 @@ def penalise(logits_BTV: Tensor, drafts_Bk: Tensor, inputs: PenaltyInputs) -> Te
 
 
 def apply_mask(logits_BTV: Tensor, mask_BTX: Tensor) -> Tensor:
-    """Minus infinity for every token whose bit is not set: bit v % 32 of word v // 32 stands for token v. A new float32
-    BTV.
+    """Set every token whose bit is not set to minus infinity: bit v % 32 of word v // 32 is token v. Returns a new
+    float32 BTV.
 
-    mask_BTX: int32. Where a row of it is all ones, the row of logits comes back bit for bit."""
+    mask_BTX: int32. Where a mask row is all ones, the row of logits is returned bit for bit."""
     bit_32 = torch.arange(32, dtype=torch.int32, device=mask_BTX.device)
     is_allowed_BTV = (mask_BTX[..., None].bitwise_right_shift(bit_32) & 1).flatten(2)[..., : logits_BTV.shape[2]] > 0
     return torch.where(is_allowed_BTV, logits_BTV, -torch.inf)
@@ -134,10 +135,10 @@ def apply_mask(logits_BTV: Tensor, mask_BTX: Tensor) -> Tensor:
 
 def keep_threshold(tempered_BTV: Tensor, inputs: DrawInputs) -> Tensor:
     """The lowest tempered logit that min-p, top-k and top-p keep: float32 [B, T, 1]. At least the largest logit is
-    always kept.
+    kept.
 
-    Probabilities are added up in float64: in float32 the sum of 248,320 is off by some 1e-5, and a top-p of 0.9999 cuts
-    a tail of 1e-4."""
+    Probabilities are summed in float64: in float32 the sum of 248,320 values is off by about 1e-5, while a top-p of
+    0.9999 cuts a tail of 1e-4."""
     ordered_BTV = tempered_BTV.sort(dim=-1, descending=True).values
     min_p_BT1 = ordered_BTV[..., :1] + inputs.log_min_p_B[:, None, None]
     top_k_BT1 = ordered_BTV.gather(-1, (inputs.top_k_B - 1)[:, None, None].expand(-1, ordered_BTV.shape[1], 1))
@@ -149,16 +150,16 @@ def keep_threshold(tempered_BTV: Tensor, inputs: DrawInputs) -> Tensor:
 
 
 def gumbel_noise(seed_BT: Tensor, position_BT: Tensor, num_tokens: int) -> Tensor:
-    """Standard Gumbel noise, float32 [B, T, num_tokens], finite. Depends on seed, position and token id alone."""
+    """Standard Gumbel noise, float32 [B, T, num_tokens], finite. Depends on seed, position and token id only."""
     return uniform(seed_BT, position_BT, num_tokens, PURPOSE_TOKEN).log_().neg_().log_().neg_().to(torch.float32)
 
 
 def draw(logits_BTV: Tensor, position_BT: Tensor, inputs: DrawInputs) -> Tensor:
     """Draw one token from every row by the Gumbel-max trick: int64 BT.
 
-    logits_BTV: float32, after penalties; position_BT: int64, the absolute position of the token that is drawn. The
-    noise is scaled by the temperature instead of the logits by its inverse: temperature 0 is then exactly argmax,
-    lowest id on ties."""
+    logits_BTV: float32, after penalties; position_BT: int64, absolute position of the drawn token. The noise is
+    multiplied by the temperature, instead of dividing the logits by it: temperature 0 is then exactly argmax, lowest
+    id on ties."""
     B, T, V = logits_BTV.shape
     temperature_B11 = inputs.temperature_B[:, None, None]
     tempered_BTV = logits_BTV / torch.where(temperature_B11 > 0, temperature_B11.clamp(min=LEAST_DIVISOR), 1.0)

@@ -1,4 +1,4 @@
-"""The tables of a prefill read back on the host: how the reference walks spans and blocks."""
+"""A prefill's tables read back on the host, so that the reference can loop over spans and blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Block:
     end: int
     """One past the last."""
     save_rows: tuple[int, ...]
-    """Rows that get the state after the last token."""
+    """Rows to which the state after the last token is stored."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class Span:
 
 
 def read_spans(batch: PrefillBatch) -> list[Span]:
-    """Every span that has tokens. Reads on the host."""
+    """Return every span that has tokens. Reads the device tables on the host."""
     blocks = [
         Block(begin=offset, end=offset + count, save_rows=tuple(row for row in rows if row != NO_ROW))
         for offset, count, _, *rows in batch.blocks_MF.tolist()

@@ -1,8 +1,8 @@
-"""Opening and committing the windows of a decode step: the integers of speculation, in plain torch. See
+"""Opening and committing the windows of a decode step: the integer bookkeeping of speculation, in plain torch. See
 backend.Backend.
 
-Shape letters: B slots in the step, T = k+1 columns, k drafts, W = max k + 1, S slots, F fields, P pages a sequence, K
-forced rates.
+Shape letters: B slots in the step, T = k+1 columns, k drafts, W = max k + 1, S slots, F fields, P pages per sequence,
+K forced rates.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def publish_drafts(slots_SF: Tensor, slot_ids_B: Tensor, outcome_BF: Tensor, dra
         return
     outcome = OutcomeRows.of(outcome_BF)
     outcome.drafts_Bk.copy_(drafts_Bk)
-    # A slot that the step has just ended is inert, and nothing reads its drafts; one that was inert before it keeps
-    # what it has.
+    # A slot that this step has ended is inert, and its drafts are never read; a slot that was inert before keeps its
+    # drafts.
     was_active_B1 = outcome.num_emitted_B[:, None] > 0
     slot_drafts_Sk = SlotState.of(slots_SF).tokens_BW[:, 1 : 1 + num_drafts]
     old_Bk = slot_drafts_Sk.index_select(0, slot_ids_B)
@@ -105,10 +105,10 @@ def publish_drafts(slots_SF: Tensor, slot_ids_B: Tensor, outcome_BF: Tensor, dra
 
 
 def rotate_checkpoints(slot: SlotState[Tensor], length_B: Tensor, block_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the committed length crosses a block boundary, the write row at that boundary becomes the newer rolling
+    """Where the committed length crosses a block boundary, make the write row at that boundary the newer rolling
     checkpoint.
 
-    The older checkpoint's row takes its place among the write rows. `slot` is the slot before the step, length_B its
+    The row of the older checkpoint replaces it among the write rows. `slot` is the slot before the step, length_B its
     length after it. Returns (write_rows_BW, checkpoint_rows_B2, checkpoint_lens_B2)."""
     boundary_B = length_B // block_tokens * block_tokens
     column_B = boundary_B - slot.length_B - 1

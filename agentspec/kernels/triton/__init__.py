@@ -1,12 +1,12 @@
-"""Every operation of a forward and of a decode step as Triton kernels for CUDA. A backend.Backend; tested against
-`reference`, one by one."""
+"""The CUDA backend: every operation of a forward and of a decode step as Triton kernels. A backend.Backend; each
+operation is tested against `reference`."""
 
 from agentspec.kernels.triton.attention import attention_step
-from agentspec.kernels.triton.cache_keys import settle_keys
+from agentspec.kernels.triton.cache_keys import compute_keys
 from agentspec.kernels.triton.chunked_delta import gated_delta_prefill
 from agentspec.kernels.triton.gated_delta import gated_delta_step
 from agentspec.kernels.triton.hidden import save_hidden
-from agentspec.kernels.triton.linear_layers import add_linear, linear, logits, nearest_token, norm_linear, norm_swiglu
+from agentspec.kernels.triton.linear_layers import add_linear, draft_argmax, linear, logits, norm_linear, norm_swiglu
 from agentspec.kernels.triton.mixture import add_experts, expert_sum
 from agentspec.kernels.triton.norms import norm_to_rows, pair_norms, rms_norm
 from agentspec.kernels.triton.prefill_attention import attention_prefill, store_keys_values
@@ -20,13 +20,13 @@ __all__ = [
     "attention_prefill",
     "attention_step",
     "commit_window",
+    "draft_argmax",
     "expert_sum",
     "force_acceptance",
     "gated_delta_prefill",
     "gated_delta_step",
     "linear",
     "logits",
-    "nearest_token",
     "norm_linear",
     "norm_swiglu",
     "norm_to_rows",
@@ -39,4 +39,4 @@ __all__ = [
     "store_keys_values",
 ]
 
-settle_keys(__name__)
+compute_keys(__name__)

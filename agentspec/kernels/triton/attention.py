@@ -1,21 +1,21 @@
 """Attention of a decode window in Triton: head norms, RoPE, page stores, split-KV attention and the output gate. See
 backend.Backend.
 
-Two launches. The first attends: a fixed number of programs, as many as the device holds at once, divide among them all
-the keys that the slots have, so that the longest sequence of a batch never waits for one program. A *unit* is BLOCK_S
-keys of one page; a *task* is one slot, key/value head and block of query rows, and has as many units as its slot. Tasks
-lie one behind the other, and program c takes the c-th equal share of that line, often the end of one task and the begin
-of the next. What it finds in one task is a *partial*: for every query row the largest score, the sum of the
-exponentials under it, and the values weighted by them. The second launch adds up the partials of every row, in order,
-and gates.
+There are two launches. The first attends with a fixed number of programs, as many as the device holds at once. They
+share all keys of all slots equally, so that the longest sequence of a batch never depends on a single program. A
+*unit* is BLOCK_S keys of one page. A *task* is one slot, key/value head and block of query rows, and has as many units
+as its slot. Tasks are concatenated to one list of units, and program c takes the c-th equal share of it, often the end
+of one task and the start of the next. Its result for one task is a *partial*: for every query row the largest score,
+the sum of the exponentials relative to it, and the values weighted by them. The second launch adds up the partials of
+every row, in order, and applies the gate.
 
 The query rows of a task are all of the window's queries that read its key/value head: row t * SHARES + s is query head
-g * SHARES + s of column t. A program norms and rotates its queries itself; and the window's own keys too, which the one
-program that has their unit stores before it reads them.
+g * SHARES + s of column t. A program norms and rotates its own queries. It does the same for the window's own keys if
+its share contains their unit, and stores them before it reads them.
 
 An inert slot (its first page is the scratch page) has no units: nothing of it is stored, and its output is zeros.
-Scores are in powers of two. A slot's sums are cut where the whole batch's lengths say, so its rounding may differ from
-batch to batch, but never from run to run.
+Scores are in powers of two. A slot's sums are split at places that depend on the whole batch's lengths, so its
+rounding may differ from batch to batch, but never from run to run.
 
 Knows nothing of layers. Shape letters: as in backend.py; M query rows of a task, C partials, S keys of a unit.
 """
@@ -40,18 +40,18 @@ from agentspec.kernels.triton.machine import machine_of
 _SCRATCH_PAGE = tl.constexpr(types.SCRATCH_PAGE)
 
 _MIN_DOT = 16
-"""Smallest side of a tile that the matrix units take."""
+"""Smallest side of a tile that the matrix units support."""
 _MAX_ROWS = 64
-"""Query rows of a task: more would leave no registers for the output. A window with more has several tasks a head, each
-of which reads the keys."""
+"""Most query rows of a task: more would leave no registers for the output. A window with more rows has several tasks
+per head, each of which reads the keys."""
 _COMBINE_TILE = 4096
 """Elements of partials that a program of the second launch loads at once."""
 _INTERPRETED_PROGRAMS = 5
-"""Under the interpreter: so few that a program has several tasks, and a task several programs."""
+"""Under the interpreter: few enough that a program has several tasks, and a task several programs."""
 
 
 class AttendPlan(NamedTuple):
-    """How the first launch uses the machine."""
+    """Tiling and occupancy of the first launch."""
 
     block_keys: int
     num_warps: int
@@ -70,8 +70,8 @@ def attention_step(
     *,
     first_position: int,
 ) -> Tensor:
-    """The tokens of a page must be a multiple of 16. An inert slot, whose first page is the scratch page, stores
-    nothing and gets zeros."""
+    """A page must have a multiple of 16 tokens. An inert slot, whose first page is the scratch page, stores nothing
+    and gets zeros."""
     assert projected_NP.stride(1) == 1
     assert kv_P2SGD.is_contiguous()
     assert page_table_BP.is_contiguous()
@@ -96,8 +96,8 @@ def attention_step(
     num_tasks = num_slots * num_kv_heads * shapes["ROW_BLOCKS"]
     most_units = num_tasks * num_pages * (page_tokens // shapes["BLOCK_S"])
     num_programs = min(_resident_programs(projected_NP.device, plan.programs_per_sm), most_units)
-    # Program c's partial of task i has index c + i: along the line of units at least one of both grows, so no two are
-    # equal.
+    # The partial of program c for task i has index c + i. Along the list of units at least one of the two grows, so
+    # indices are unique.
     num_partials = num_programs + num_tasks
     queries_CMD = torch.empty(num_partials, block_rows, head_dim, dtype=projected_NP.dtype, device=projected_NP.device)
     sums_CMD = torch.empty(num_partials, block_rows, head_dim, dtype=torch.float32, device=projected_NP.device)
@@ -143,7 +143,7 @@ def _combined(
     num_programs: int,
     shapes: dict[str, int],
 ) -> Tensor:
-    """The second launch: [N, Q * D]."""
+    """Run the second launch: [N, Q * D]."""
     num_tokens, num_slots = projected_NP.shape[0], start_B.shape[0]
     num_heads, head_dim = shapes["G"] * shapes["SHARES"], shapes["D"]
     out_NX = torch.empty(num_tokens, num_heads * head_dim, dtype=projected_NP.dtype, device=projected_NP.device)
@@ -169,24 +169,24 @@ def _combined(
 
 
 def task_rows(num_rows: int) -> int:
-    """Query rows of a task for a window with so many that read one key/value head."""
+    """Return the query rows of a task, for a window with num_rows query rows per key/value head."""
     rows: int = triton.next_power_of_2(num_rows)
     return min(_MAX_ROWS, max(_MIN_DOT, rows))
 
 
 def block_slots(num_slots: int) -> int:
-    """Width of the vectors over slots. One compiled kernel serves batches of up to 32; a single slot, where latency
-    counts most, has its own."""
+    """Return the width of vectors over slots. One compiled kernel serves batches of up to 32 slots; a single slot,
+    where latency matters most, has its own."""
     block: int = triton.next_power_of_2(num_slots)
     return 1 if num_slots == 1 else max(32, block)
 
 
 def attend_plan(block_rows: int, dtype: torch.dtype) -> AttendPlan:
-    """Loads of 64 KB or more must be in flight in every multiprocessor; programs are as many as fit its registers and
-    shared memory.
+    """Choose the first launch's plan. At least 64 KB of loads must be in flight in every multiprocessor; the number of
+    programs is what fits its registers and shared memory.
 
-    The compiler pipelines the page ids and the tiles that lie behind them as two levels: (num_stages - 1) // 2 tiles
-    are ahead."""
+    The compiler pipelines the page ids and the tiles that depend on them as two levels, so (num_stages - 1) // 2 tiles
+    are loaded ahead."""
     if dtype == torch.float32:
         return AttendPlan(block_keys=16, num_warps=8, num_stages=5, programs_per_sm=1)
     if block_rows == 16:
@@ -197,14 +197,15 @@ def attend_plan(block_rows: int, dtype: torch.dtype) -> AttendPlan:
 
 
 def combine_blocks(num_programs: int, num_tasks: int, head_dim: int) -> tuple[int, int]:
-    """(partials, dimensions) of the second launch's tiles: all partials of a row at once where the tasks are of equal
-    length."""
+    """Return (partials, dimensions) of the second launch's tiles: all partials of a row at once if the tasks have
+    equal lengths."""
     partials = min(128, max(16, triton.next_power_of_2(triton.cdiv(num_programs, num_tasks) + 1)))
     return partials, min(triton.next_power_of_2(head_dim), _COMBINE_TILE // partials)
 
 
 def dot_precision(dtype: torch.dtype) -> str | None:
-    """Products of float32 stay float32: the matrix units would round them to tf32."""
+    """Return tl.dot's input_precision. Products of float32 stay float32: by default the matrix units would round them
+    to tf32."""
     return "ieee" if dtype == torch.float32 else None
 
 
@@ -217,7 +218,7 @@ def _resident_programs(device: torch.device, programs_per_sm: int) -> int:
 
 @triton.jit
 def _units(start_B, page_table_BP, num_slots, num_pages, BLOCK_B: tl.constexpr, T: tl.constexpr, BLOCK_S: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Units of every slot's tasks, int32 [BLOCK_B]."""
+    """Return the units of each task of every slot, int32 [BLOCK_B]."""
     b = tl.arange(0, BLOCK_B)
     first_page = tl.load(page_table_BP + b.to(tl.int64) * num_pages, mask=b < num_slots, other=_SCRATCH_PAGE)
     length = tl.load(start_B + b, mask=b < num_slots, other=0).to(tl.int32) + T
@@ -238,8 +239,8 @@ def norm_rope(  # type: ignore[no-untyped-def]
     BLOCK_D: tl.constexpr,
     A: tl.constexpr,
 ):
-    """Heads at heads + offset_M after norm and RoPE, float32 [M, BLOCK_D], rounded where the reference rounds.
-    Dimension pairs are (j, j + A)."""
+    """Return the heads at heads + offset_M after norm and RoPE, float32 [M, BLOCK_D], rounded where the reference
+    rounds. Dimension pairs are (j, j + A)."""
     dtype: tl.constexpr = heads.dtype.element_ty
     d = tl.arange(0, BLOCK_D)
     is_real = is_row_M[:, None] & (d < D)[None, :]
@@ -276,10 +277,11 @@ def _queries(  # type: ignore[no-untyped-def]
     BLOCK_D: tl.constexpr,
     A: tl.constexpr,
 ):
-    """Rows first_row.. of a task's queries, [BLOCK_M, BLOCK_D] in the activations' type; 0 behind the last. `heads`:
-    its first head in column 0.
+    """Return rows first_row.. of a task's queries, [BLOCK_M, BLOCK_D] in the activations' type; 0 after the last.
+    `heads`: its first head in column 0.
 
-    16 at a time by way of memory, since norm and RoPE of more take more registers than there are."""
+    They are computed 16 at a time and exchanged through memory, since norm and RoPE of more rows exceed the
+    registers."""
     d = tl.arange(0, BLOCK_D)
     if BLOCK_M == 16:
         q = _sixteen_queries(heads, row_stride, start, first_row, norm_D, eps, cos_LA, sin_LA, T, SHARES, D, BLOCK_D, A)
@@ -290,7 +292,7 @@ def _queries(  # type: ignore[no-untyped-def]
             )
             m = chunk + tl.arange(0, 16)
             tl.store(scratch_MD + (m[:, None] * D + d[None, :]), part, mask=(d < D)[None, :])
-        # The program's other threads read what these stored.
+        # The program's other threads read these stores.
         tl.debug_barrier()
         q = tl.load(scratch_MD + (tl.arange(0, BLOCK_M)[:, None] * D + d[None, :]), mask=(d < D)[None, :], other=0.0)
     return q
@@ -375,14 +377,14 @@ def _attend_run(  # type: ignore[no-untyped-def]
     FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """(largest score [M], sum of exponentials [M], weighted values [M, BLOCK_D]) of queries over a run of units; (-inf,
-    0, 0) without keys.
+    """Return (largest score [M], sum of exponentials [M], weighted values [M, BLOCK_D]) of queries over a run of
+    units; (-inf, 0, 0) without keys.
 
     Keys outside FIRST..length-1 are not loaded: they may be NaN, and 0 * NaN would be NaN."""
     s = tl.arange(0, BLOCK_S)
     d = tl.arange(0, BLOCK_D)
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    # Summed over the keys after the loop: a sum across warps in every turn would wait for nothing but itself.
+    # Summed over the keys after the loop: a cross-warp sum in every iteration would only add latency.
     exponentials = tl.zeros((BLOCK_M, BLOCK_S), tl.float32)
     values = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for unit in range(first_unit, first_unit + num_units):
@@ -478,7 +480,7 @@ def _attend(  # type: ignore[no-untyped-def]
                 run_end,
             )
             _store_window(*store, T, BLOCK_T, G, D, BLOCK_D, A, PAGE)
-            # The program's other threads read what these stored.
+            # The program's other threads read these stores.
             tl.debug_barrier()
         partial = (program + b * (G * ROW_BLOCKS) + task).to(tl.int64) * BLOCK_M
         first_row = (task % ROW_BLOCKS) * BLOCK_M
@@ -511,8 +513,8 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _locate(unit, units_B, BLOCK_B: tl.constexpr, TASKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(slot, its task, unit in the task, units of the task) of a place in the line of all units, where every slot has
-    TASKS tasks."""
+    """Return (slot, its task, unit in the task, units of the task) of a place in the list of all units, where every
+    slot has TASKS tasks."""
     b = tl.arange(0, BLOCK_B)
     slot = tl.sum((tl.cumsum(units_B, axis=0) * TASKS <= unit).to(tl.int32), axis=0)
     num_units = tl.sum(tl.where(b == slot, units_B, 0), axis=0)
@@ -522,8 +524,8 @@ def _locate(unit, units_B, BLOCK_B: tl.constexpr, TASKS: tl.constexpr):  # type:
 
 @triton.jit
 def share_of(program, num_programs, total):  # type: ignore[no-untyped-def]
-    """(begin, end) of program's share of `total` units; both 0 from program `num_programs` on. Every other share has a
-    unit at least."""
+    """Return (begin, end) of a program's share of `total` units; both 0 from program `num_programs` on. Every other
+    share has at least one unit."""
     count = tl.maximum(num_programs, 1).to(tl.int64)
     begin = (program.to(tl.int64) * total // count).to(tl.int32)
     end = ((program + 1).to(tl.int64) * total // count).to(tl.int32)
@@ -533,7 +535,7 @@ def share_of(program, num_programs, total):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def owner_of(unit, num_programs, total):  # type: ignore[no-untyped-def]
-    """The program whose share holds a unit: the inverse of `share_of`."""
+    """Return the program whose share contains a unit: the inverse of `share_of`."""
     return (((unit + 1).to(tl.int64) * num_programs - 1) // tl.maximum(total, 1)).to(tl.int32)
 
 
@@ -561,7 +563,7 @@ def _combine(  # type: ignore[no-untyped-def]
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (n * Q + h, i) makes block i of the dimensions of head h of token n."""
+    """Program (n * Q + h, i) computes block i of the dimensions of head h of token n."""
     release_next(PDL)
     await_previous(PDL)
     n = tl.program_id(0) // (G * SHARES)

@@ -1,16 +1,16 @@
 """The recurrent mixer over a prefill, block by block on the matrix units. See backend.Backend, `gated_delta_prefill`.
 
-Four launches: the convolution, and then what else needs no state, for all blocks at once (chunked_delta_blocks.py); the
-states, block after block, with what is read from them; the gated norm. A program of the third has some value dims of a
-value head of one span: its tile of the state stays in registers from the read row to the last block, and goes to save
-rows on the way.
+There are four launches: the convolution, and then the other state-independent work, for all blocks at once
+(chunked_delta_blocks.py); the states, block after block, and the outputs read from them; the gated norm. A program of
+the third has some value dims of a value head of one span: its tile of the state stays in registers from the read row
+to the last block, and is stored to save rows on the way.
 
-Scratch is in the activations' type but for gates. Knows nothing of what rows mean. Shape letters as in
+Scratch tensors have the activations' type, except gates. Knows nothing of what rows mean. Shape letters as in
 chunked_delta_blocks.py.
 """
 
 # mypy: disable-error-code="assignment"
-# A kernel's tuples grow in unrolled loops, so that their type changes.
+# Tuples grow in unrolled loops of kernels, which changes their type.
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from agentspec.kernels import prefill_batch as fields
 from agentspec.kernels.backend import DeltaWeights
-from agentspec.kernels.prefill_batch import NUM_BLOCK_FIELDS, NUM_SPAN_FIELDS, PrefillBatch
+from agentspec.kernels.prefill_batch import PrefillBatch
 from agentspec.kernels.traffic import touches_pools
 from agentspec.kernels.triton import chunked_delta_hopper
 from agentspec.kernels.triton.chunked_delta_blocks import (
@@ -35,48 +34,44 @@ from agentspec.kernels.triton.chunked_delta_blocks import (
     solve_blocks,
 )
 from agentspec.kernels.triton.launch import OVERLAPPED, await_previous, release_next
+from agentspec.kernels.triton.prefill_columns import (
+    BLOCK_COUNT,
+    FIRST_BLOCK,
+    NUM_BLOCK_FIELDS,
+    NUM_BLOCKS,
+    NUM_SPAN_FIELDS,
+    OFFSET,
+    READ_ROW,
+    SAVE_ROW,
+    SECOND_SAVE_ROW,
+)
 from agentspec.types import BLOCK_TOKENS
 
 _MIN_DOT = 16
-"""Least side of a product."""
+"""Smallest side of a product."""
 _CONVOLVE_WARPS, _CONVOLVE_ROWS = 4, 16
-"""Few rows at a time, for few registers: then enough programs are at work at once."""
+"""Few rows at a time need few registers, so that enough programs are resident."""
 _SOLVE_WARPS, _SOLVE_REGISTERS = 4, 168
-"""As few registers as let three programs be at work on a multiprocessor at once, which pays for the few that are
-spilled."""
+"""Limits registers so that three programs are resident per multiprocessor, which outweighs the few spills."""
 _NARROW_FOLD_D, _WIDE_FOLD_D = 32, 64
-"""Value dims of a program that folds blocks: fewer spread a head over more multiprocessors, each of which reads all of
-w, q, k and `reads`."""
+"""Value dims per program of the third launch. Fewer spread a head over more multiprocessors, but each of them reads
+all of w, q, k and `reads`."""
 _NARROW_PROGRAMS = 132
-"""Programs of one span that run at the same time, one a multiprocessor: as long as the narrow ones are no more, they
-take less time."""
+"""Most narrow programs of a span: up to one per multiprocessor they are faster than wide ones."""
 _FOLD_WARPS = 4
 _FOLD_STAGES = 3
 _EXACT_FOLD_D, _EXACT_FOLD_STAGES = 32, 1
-"""For float32: what fits at any size."""
+"""For float32: fits at any size."""
 _NORM_ROWS = 32
-"""Rows (a token of a head) of a program of the norm."""
-
-_OFFSET, _READ_ROW, _FIRST_BLOCK = (
-    tl.constexpr(fields.OFFSET),
-    tl.constexpr(fields.READ_ROW),
-    tl.constexpr(fields.FIRST_BLOCK),
-)
-_NUM_BLOCKS, _NUM_SPAN_FIELDS = tl.constexpr(fields.NUM_BLOCKS), tl.constexpr(NUM_SPAN_FIELDS)
-_BLOCK_COUNT, _SAVE_ROW, _SECOND_SAVE_ROW = (
-    tl.constexpr(fields.BLOCK_COUNT),
-    tl.constexpr(fields.SAVE_ROW),
-    tl.constexpr(fields.SECOND_SAVE_ROW),
-)
-_NUM_BLOCK_FIELDS = tl.constexpr(NUM_BLOCK_FIELDS)
+"""Rows (a token of a head) per program of the norm."""
 
 
 class _Scratch(NamedTuple):
-    """What the launches leave for one another; dims are padded to powers of two, and blocks to BLOCK_TOKENS, with
+    """Scratch tensors between the launches. Dims are padded to powers of two, and blocks to BLOCK_TOKENS, with
     zeros."""
 
     keys_METK: Tensor
-    """Of every key head q, then of every one k."""
+    """q of every key head, then k of every key head."""
     values_MVTD: Tensor
     """v, then u."""
     gates_MVGT: Tensor
@@ -89,10 +84,10 @@ class _Scratch(NamedTuple):
 def gated_delta_prefill(
     projected_NP: Tensor, weights: DeltaWeights, ssm_RVDK: Tensor, conv_R3C: Tensor, batch: PrefillBatch
 ) -> Tensor:
-    """What comes out of the convolution is not rounded before it is normalized; the reference rounds it to the
+    """The output of the convolution is not rounded before it is normalized; the reference rounds it to the
     projection's dtype.
 
-    The rows that it moves are not counted in `state_traffic`: only the device knows them."""
+    Rows moved are not counted in `state_traffic`: only the device knows them."""
     _, num_heads, value_dim, key_dim = ssm_RVDK.shape
     num_channels, num_values = conv_R3C.shape[2], num_heads * value_dim
     num_key_heads = (num_channels - num_values) // (2 * key_dim)
@@ -129,7 +124,8 @@ def gated_delta_prefill(
     _fold(x, ssm_RVDK, conv, batch, scratch, out_NX, heads, dims | padded)
     _gated_norm[(triton.cdiv(num_tokens * num_heads, _NORM_ROWS),)](
         *x, weights.norm_D, weights.eps, out_NX, num_tokens * num_heads,
-        V=num_heads, D=value_dim, C=num_channels, IS_SILU=weights.gate == "silu", BLOCK_ROWS=_NORM_ROWS, PADDED_D=padded_d, **OVERLAPPED,
+        V=num_heads, D=value_dim, C=num_channels, IS_SILU=weights.gate == "silu", BLOCK_ROWS=_NORM_ROWS,
+        PADDED_D=padded_d, **OVERLAPPED,
     )  # fmt: skip
     return out_NX
 
@@ -147,12 +143,12 @@ def _fold(
     """The third launch."""
     num_heads, value_dim, key_dim = ssm_RVDK.shape[1:]
     states = (*x, ssm_RVDK, ssm_RVDK.stride(0), *conv, batch.spans_UF, batch.blocks_MF)
-    is_hoppers = chunked_delta_hopper.is_for(out_NX.dtype, value_dim, key_dim, out_NX.device)
+    use_hopper = chunked_delta_hopper.is_supported(out_NX.dtype, value_dim, key_dim, out_NX.device)
     fold_d, stages = fold_plan(out_NX.dtype, num_heads, dims["PADDED_D"])
-    num_tiles = num_heads * (dims["PADDED_D"] // (chunked_delta_hopper.BLOCK_D if is_hoppers else fold_d))
+    num_tiles = num_heads * (dims["PADDED_D"] // (chunked_delta_hopper.BLOCK_D if use_hopper else fold_d))
     block_c = triton.next_power_of_2(triton.cdiv(conv[0].shape[2], num_tiles))
     grid = (num_tiles, len(batch.spans_UF))
-    if is_hoppers:
+    if use_hopper:
         operands = chunked_delta_hopper.operands(*scratch[:2], *scratch[3:], out_NX)
         chunked_delta_hopper.fold_blocks[grid](
             *states,
@@ -180,8 +176,8 @@ def _fold(
 
 
 def fold_plan(dtype: torch.dtype, num_heads: int, padded_d: int) -> tuple[int, int]:
-    """(value dims of a program, stages of its pipeline). The model's sizes decide alone, so that equal blocks give
-    equal bits in any company."""
+    """Return (value dims per program, pipeline stages). They depend on the model's sizes only, so that equal blocks
+    give equal bits in any batch."""
     if dtype == torch.float32:
         return min(_EXACT_FOLD_D, padded_d), _EXACT_FOLD_STAGES
     is_narrow = num_heads * triton.cdiv(padded_d, _NARROW_FOLD_D) <= _NARROW_PROGRAMS
@@ -192,7 +188,8 @@ def fold_plan(dtype: torch.dtype, num_heads: int, padded_d: int) -> tuple[int, i
 def _store_states(  # type: ignore[no-untyped-def]
     row, state_KD, in_state, is_state, ssm_RVDK, ssm_stride, x_ends, channel, conv_R3C, conv_stride, C: tl.constexpr
 ):
-    """The program's tile of both states to `row`, if it is one. x_ends: the last three rows before the convolution."""
+    """Store the program's tile of both states to `row`, unless it is NO_ROW. x_ends: the last three rows before the
+    convolution."""
     if row >= 0:
         tl.store(ssm_RVDK + row * ssm_stride + in_state, state_KD, mask=is_state)
         for i in tl.static_range(3):
@@ -201,8 +198,8 @@ def _store_states(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _last_rows(x, x_stride, count, past, channel, C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The three rows before the convolution behind the first `count` tokens of a span. past: the three rows before the
-    span; x: its first token."""
+    """Return the last three input rows of the convolution after the first `count` tokens of a span. past: the three
+    rows before the span; x: its first token."""
     rows = ()
     for i in tl.static_range(3):
         token = count - 3 + i
@@ -241,29 +238,29 @@ def _fold_blocks(  # type: ignore[no-untyped-def]
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program has BLOCK_D value dims of a value head of one span, and BLOCK_C channels of the convolution's state,
-    which it only moves."""
+    """A program has BLOCK_D value dims of a value head of one span. It also has BLOCK_C channels of the convolution's
+    state, which it only copies."""
     release_next(PDL)
     await_previous(PDL)
     KEY_HEADS: tl.constexpr = V // REPEATS
     C: tl.constexpr = 2 * KEY_HEADS * K + V * D
-    span = spans_UF + tl.program_id(1).to(tl.int64) * _NUM_SPAN_FIELDS
-    num_blocks = tl.load(span + _NUM_BLOCKS)
+    span = spans_UF + tl.program_id(1).to(tl.int64) * NUM_SPAN_FIELDS
+    num_blocks = tl.load(span + NUM_BLOCKS)
     if num_blocks == 0:
         return
-    offset, read_row, first_block = tl.load(span + _OFFSET), tl.load(span + _READ_ROW), tl.load(span + _FIRST_BLOCK)
+    offset, read_row, first_block = tl.load(span + OFFSET), tl.load(span + READ_ROW), tl.load(span + FIRST_BLOCK)
     head, first_d = tl.program_id(0) // (PADDED_D // BLOCK_D), tl.program_id(0) % (PADDED_D // BLOCK_D) * BLOCK_D
     t, k_dim, d = tl.arange(0, T), tl.arange(0, PADDED_K), first_d + tl.arange(0, BLOCK_D)
     dtype: tl.constexpr = keys_METK.dtype.element_ty
 
     in_state, is_state = (head * D + d)[None, :] * K + k_dim[:, None], (d < D)[None, :] & (k_dim < K)[:, None]
     state_KD = tl.load(ssm_RVDK + read_row * ssm_stride + in_state, mask=is_state, other=0.0)
-    # Held from the start: a save row may be the read row.
+    # Loaded at the start, because a save row may be the read row.
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     past = ()
     for i in tl.static_range(3):
         past += (tl.load(conv_R3C + read_row * conv_stride + i * C + channel, mask=channel < C, other=0.0),)
-    tl.debug_barrier()  # lanes that store need not be those that have loaded
+    tl.debug_barrier()  # a lane may store a place that another lane loads
 
     in_keys, in_values = t[:, None] * PADDED_K + k_dim[None, :], t[:, None] * PADDED_D + d[None, :]
     in_reads = t[:, None] * T + t[None, :]
@@ -281,9 +278,9 @@ def _fold_blocks(  # type: ignore[no-untyped-def]
             tl.load(gates + TO_END * T + t),
             tl.load(gates + FROM_START * T + T - 1),
         )
-        block = blocks_MF + m * _NUM_BLOCK_FIELDS
-        count = tl.load(block + _BLOCK_COUNT)
-        save_row, second_row = tl.load(block + _SAVE_ROW), tl.load(block + _SECOND_SAVE_ROW)
+        block = blocks_MF + m * NUM_BLOCK_FIELDS
+        count = tl.load(block + BLOCK_COUNT)
+        save_row, second_row = tl.load(block + SAVE_ROW), tl.load(block + SECOND_SAVE_ROW)
 
         seen = state_KD.to(dtype)
         delta = u.to(tl.float32) - dot(w, seen)

@@ -1,18 +1,17 @@
-"""What the gated delta rule needs of a block of tokens before any state is known, for every block of a prefill at once.
+"""The state-independent part of the gated delta rule, for every block of a prefill at once.
 
 With G the running sum of log decays in a block, the recurrence unrolls (reference/gated_delta.py, `_fold_block`) into
 
     (I + L) delta = beta (v - e^G k S^T),   L[t, j] = beta_t e^(G_t - G_j) k_t . k_j for j < t, else 0.
 
-With X the inverse of I + L that is delta = u - w S^T, where u = X (beta v) and w = X (beta e^G k) need no state. What
-is read afterwards is o = e^G q S^T + reads delta, with reads[t, j] = e^(G_t - G_j) q_t . k_j for j <= t.
+With X the inverse of I + L this is delta = u - w S^T, where u = X (beta v) and w = X (beta e^G k) need no state. The
+output is o = e^G q S^T + reads delta, with reads[t, j] = e^(G_t - G_j) q_t . k_j for j <= t.
 
-Products of two bf16 operands are accumulated in float32. X would lose too much by being rounded to bf16, so it enters
-products as two of them, its leading and its trailing digits. float32 operands are multiplied in float32.
+Products of two bf16 operands are accumulated in float32. Rounding X to bf16 would lose too much, so it enters products
+as two bf16 terms, its leading and its trailing digits. float32 operands are multiplied in float32.
 
-Knows nothing of states and rows but the convolution's, which are read. Shape letters as in backend.py and
-prefill_batch.py; T is the tokens of a block, whose scratch has room for all of them (zeros behind the last one), E the
-key heads.
+Knows nothing of states and rows, except that it reads the convolution's. Shape letters as in backend.py and
+prefill_batch.py; T is BLOCK_TOKENS, to which scratch tensors are padded with zeros, E the key heads.
 """
 
 from __future__ import annotations
@@ -20,31 +19,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from agentspec.kernels import prefill_batch as fields
 from agentspec.kernels.triton.gated_delta import softplus
 from agentspec.kernels.triton.launch import INTERPRETED, await_previous, release_next
-
-_OFFSET, _READ_ROW, _NUM_SPAN_FIELDS = (
-    tl.constexpr(fields.OFFSET),
-    tl.constexpr(fields.READ_ROW),
-    tl.constexpr(fields.NUM_SPAN_FIELDS),
+from agentspec.kernels.triton.prefill_columns import (
+    BLOCK_COUNT,
+    BLOCK_OFFSET,
+    BLOCK_SPAN,
+    NUM_BLOCK_FIELDS,
+    NUM_SPAN_FIELDS,
+    OFFSET,
+    READ_ROW,
 )
-_BLOCK_OFFSET, _BLOCK_COUNT, _BLOCK_SPAN = (
-    tl.constexpr(fields.BLOCK_OFFSET),
-    tl.constexpr(fields.BLOCK_COUNT),
-    tl.constexpr(fields.BLOCK_SPAN),
-)
-_NUM_BLOCK_FIELDS = tl.constexpr(fields.NUM_BLOCK_FIELDS)
 
 BETA, HIGH, LOW, FROM_START, TO_END, NUM_GATES = (tl.constexpr(i) for i in range(6))
 """Vectors over a block's tokens in the gates of a value head: write strength; G in two parts; e^G; e^(G at the block's
 end - G)."""
 
 SIGMOID = tl.constexpr(
-    "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e; }"
+    "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e, 0f3F800000; "
+    "rcp.approx.ftz.f32 $0, e; }"
 )
-"""1 / (1 + 2^(-log2(e) x)) with an instruction for each operation, good to some 20 bits: Triton's own takes three times
-as many."""
+"""1 / (1 + 2^(-log2(e) x)) with one instruction per operation, precise to about 20 bits; Triton's own takes three
+times as many instructions."""
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _L2_EPS = tl.constexpr(1e-6)
@@ -52,24 +48,24 @@ _L2_EPS = tl.constexpr(1e-6)
 
 @triton.jit
 def dot(a, b, acc=None):  # type: ignore[no-untyped-def]
-    """a b + acc in float32. float32 operands go to the matrix units as sums of three tf32, which loses less than the
-    additions do."""
-    if _INTERPRETED:  # it can't multiply bf16
+    """a b + acc in float32. float32 operands are split into three tf32 terms, which loses less than the additions
+    do."""
+    if _INTERPRETED:  # the interpreter can't multiply bf16
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="tf32x3")
 
 
 @triton.jit
 def _halves(x):  # type: ignore[no-untyped-def]
-    """The leading and the trailing half of the digits of x, to 16 bits in all. The leading half is cut off: fewer
-    instructions than rounding."""
+    """Split x into a leading and a trailing bf16 half, 16 bits of precision together. The leading half is truncated:
+    fewer instructions than rounding."""
     high = (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
     return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
 
 
 @triton.jit
 def _product(a, b, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """a b of float32 operands, to 16 bits; EXACT: to float32's. A batch of them has three dimensions."""
+    """a b of float32 operands, to 16 bits; EXACT: to float32's. A batch of products has three dimensions."""
     if EXACT:
         product = dot(a, b)
     else:
@@ -81,8 +77,8 @@ def _product(a, b, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _applied(inverse, x, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`_product` with an operand in the activations' type. Rows of the inverse nearly cancel where keys are alike, so
-    it is not rounded to that."""
+    """`_product` with x in the activations' type. The inverse is not rounded to that type: its rows nearly cancel if
+    keys are alike."""
     if EXACT:
         product = dot(inverse, x)
     else:
@@ -93,8 +89,8 @@ def _applied(inverse, x, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _join_pairs(inverse, coupling, row, column, SIZE: tl.constexpr, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """From the inverses of the diagonal blocks of SIZE to those of 2 SIZE: [[A, 0], [C, B]] has the inverse [[A', 0],
-    [-B' C A', B']]."""
+    """Combine the inverses of the diagonal blocks of SIZE to those of 2 SIZE: [[A, 0], [C, B]] has the inverse [[A',
+    0], [-B' C A', B']]."""
     is_between = (row // (2 * SIZE) == column // (2 * SIZE)) & (row // SIZE != column // SIZE)
     between = tl.where(is_between, coupling, 0.0)
     return inverse - _product(_product(inverse, between, EXACT), inverse, EXACT)
@@ -102,10 +98,11 @@ def _join_pairs(inverse, coupling, row, column, SIZE: tl.constexpr, EXACT: tl.co
 
 @triton.jit
 def _inverse(coupling_TT, T: tl.constexpr, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The inverse of I + coupling, which is strictly lower triangular. Each step inverts as substitution does, so equal
-    keys do no harm.
+    """Return the inverse of I + coupling, which is strictly lower triangular. Each step is as stable as substitution,
+    so equal keys do no harm.
 
-    Blocks of 16, the least that a matrix unit takes, are a batch; then all of it is multiplied at a time."""
+    Blocks of 16, the least that a matrix unit supports, are inverted as a batch; after that whole matrices are
+    multiplied."""
     NUM_BLOCKS: tl.constexpr = T // 16
     block = tl.arange(0, NUM_BLOCKS)
     is_diagonal = (block[:, None] == block[None, :])[:, :, None, None]
@@ -134,7 +131,8 @@ def _silu(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _in_float32(x):  # type: ignore[no-untyped-def]
-    """A pair of bfloat16 is taken apart with an instruction each, where Triton's own conversion takes two."""
+    """Convert to float32. A pair of bfloat16 is unpacked with one instruction each; Triton's own conversion takes
+    two."""
     if _INTERPRETED or x.dtype != tl.bfloat16:
         return x.to(tl.float32)
     halves: tl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
@@ -143,7 +141,7 @@ def _in_float32(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _taps(conv_C4, channel, is_channel):  # type: ignore[no-untyped-def]
-    """The four weights of every channel, float32: vectors for the rows t - 3, t - 2, t - 1 and t."""
+    """Return the four weights of every channel, float32: vectors for the rows t - 3, t - 2, t - 1 and t."""
     weights = tl.load(
         conv_C4 + channel[:, None] * 4 + tl.arange(0, 4)[None, :], mask=is_channel[:, None], other=0.0
     ).to(tl.float32)
@@ -169,14 +167,14 @@ def _convolved(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     """SiLU of the convolution of SIZE channels from first_channel on, for ROWS tokens of a block from `first` on,
-    float32 [ROWS, BLOCK]; zeros behind the channels and from token `count` on.
+    float32 [ROWS, BLOCK]; zeros after the last channel and from token `count` on.
 
     x: the block's first token. past: the convolution state at the start of the span, of which `before` tokens precede
     the block."""
     t, c = first + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     channel = first_channel + c
     y = tl.zeros((ROWS, BLOCK), tl.float32)
-    if (before + first >= 3) & (first + ROWS <= count):  # nearly all of a long prompt
+    if (before + first >= 3) & (first + ROWS <= count):  # the usual case in a long prompt
         place = x + (t - 3)[:, None] * x_stride + channel[None, :]
         for tap in tl.static_range(4):
             rows = (
@@ -201,11 +199,11 @@ def _convolved(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _store_gates(raw, x_stride, count, rate, dt_bias, gates, V: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The NUM_GATES vectors of one value head in one block. raw: write strength of its first token; the decay is V
-    elements on.
+    """Store the NUM_GATES vectors of one value head in one block. raw: write strength of its first token; the decay is
+    V elements after it.
 
-    G stays what it is behind the last token. It is two float32, the second what the first leaves out: differences of
-    long sums nearly cancel."""
+    G is constant after the last token. It is stored as two float32, the second being the rounding error of the first,
+    because differences of long sums nearly cancel."""
     t = tl.arange(0, T)
     is_real = t < count
     beta = tl.sigmoid(tl.load(raw + t * x_stride, mask=is_real, other=0.0).to(tl.float32))
@@ -251,14 +249,14 @@ def convolve_blocks(  # type: ignore[no-untyped-def]
     KEY_HEADS: tl.constexpr = V // REPEATS
     C: tl.constexpr = 2 * KEY_HEADS * K + V * D
     m, head = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    block = blocks_MF + m * _NUM_BLOCK_FIELDS
-    count = tl.load(block + _BLOCK_COUNT).to(tl.int32)
+    block = blocks_MF + m * NUM_BLOCK_FIELDS
+    count = tl.load(block + BLOCK_COUNT).to(tl.int32)
     if count == 0:
         return
-    offset = tl.load(block + _BLOCK_OFFSET)
-    span = spans_UF + tl.load(block + _BLOCK_SPAN) * _NUM_SPAN_FIELDS
-    before = (offset - tl.load(span + _OFFSET)).to(tl.int32)
-    x, past = projected_NP + offset * x_stride, conv_R3C + tl.load(span + _READ_ROW) * conv_stride
+    offset = tl.load(block + BLOCK_OFFSET)
+    span = spans_UF + tl.load(block + BLOCK_SPAN) * NUM_SPAN_FIELDS
+    before = (offset - tl.load(span + OFFSET)).to(tl.int32)
+    x, past = projected_NP + offset * x_stride, conv_R3C + tl.load(span + READ_ROW) * conv_stride
 
     row = tl.arange(0, ROWS)[:, None]
     if head < 2 * KEY_HEADS:
@@ -300,12 +298,12 @@ def solve_blocks(  # type: ignore[no-untyped-def]
     PADDED_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program has one value head in one block: w and reads; u, which takes the place of v."""
+    """A program has one value head in one block. It computes w and reads; u, which overwrites v."""
     release_next(PDL)
     await_previous(PDL)
     KEY_HEADS: tl.constexpr = V // REPEATS
     m, head = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    if tl.load(blocks_MF + m * _NUM_BLOCK_FIELDS + _BLOCK_COUNT) == 0:
+    if tl.load(blocks_MF + m * NUM_BLOCK_FIELDS + BLOCK_COUNT) == 0:
         return
     t, k_dim, d = tl.arange(0, T), tl.arange(0, PADDED_K), tl.arange(0, PADDED_D)
     row, column = t[:, None], t[None, :]
@@ -327,5 +325,5 @@ def solve_blocks(  # type: ignore[no-untyped-def]
     u = _applied(inverse * beta, v, EXACT)
     w = _applied(inverse * (beta * tl.load(gates + FROM_START * T + column)), k, EXACT)
     tl.store(w_MVTK + (m * V + head) * (T * PADDED_K) + row * PADDED_K + k_dim[None, :], w.to(dtype))
-    tl.debug_barrier()  # every lane has v
+    tl.debug_barrier()  # every lane must have loaded v
     tl.store(values, u.to(dtype))

@@ -1,16 +1,16 @@
-"""The third launch of chunked_delta.py for Hopper's matrix units: what chunked_delta._fold_blocks does, in Gluon, for
-heads of 128 by 128.
+"""The third launch of chunked_delta.py for Hopper's matrix units, in Gluon: the function of
+chunked_delta._fold_blocks, for heads of 128 by 128.
 
-Everything stands the other way round, as a state lies in memory: value dims are rows. Then the state, and what a block
-writes to it, are left operands and never leave the registers; Triton's own compiler passes both through shared memory
-in every block. Four warps fold, one brings their operands, and one stores what was read.
+All matrices are transposed compared with _fold_blocks, as a state lies in memory: value dims are rows. Then the state,
+and each block's update of it, are left operands and never leave the registers; Triton's own compiler passes both
+through shared memory in every block. Four warps fold, one fetches their operands, and one stores the outputs.
 
-Bits are those of _fold_blocks. Knows nothing of how operands came about: see chunked_delta_blocks.py, also for words
+Bits are those of _fold_blocks. Knows nothing of how operands are computed: see chunked_delta_blocks.py, also for terms
 and shape letters.
 """
 
 # mypy: disable-error-code="assignment"
-# A kernel's tuples grow in unrolled loops, so that their type changes.
+# Tuples grow in unrolled loops of kernels, which changes their type.
 
 from __future__ import annotations
 
@@ -29,54 +29,54 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from agentspec.kernels import prefill_batch as fields
 from agentspec.kernels.triton import chunked_delta_blocks as blocks
 from agentspec.kernels.triton.launch import INTERPRETED, await_previous, release_next
 from agentspec.kernels.triton.machine import machine_of
+from agentspec.kernels.triton.prefill_columns import (
+    BLOCK_COUNT,
+    BLOCK_OFFSET,
+    FIRST_BLOCK,
+    NUM_BLOCK_FIELDS,
+    NUM_BLOCKS,
+    NUM_SPAN_FIELDS,
+    OFFSET,
+    READ_ROW,
+    SAVE_ROW,
+    SECOND_SAVE_ROW,
+)
 from agentspec.types import BLOCK_TOKENS
 
 HEAD_DIM = 128
-"""Of keys and of values."""
+"""Dims of a key and of a value."""
 BLOCK_D = 64
-"""Value dims of a program: the least rows of a product."""
+"""Value dims per program: the least rows of a product."""
 NUM_WARPS = 4
-"""Of those that fold."""
+"""Warps that fold."""
 
 _T = gl.constexpr(BLOCK_TOKENS)
 _K = gl.constexpr(HEAD_DIM)
 _D = gl.constexpr(BLOCK_D)
 _TILES = gl.constexpr(HEAD_DIM // BLOCK_D)
 _STAGES = gl.constexpr(3)
-"""Blocks whose operands have room at once."""
+"""Pipeline stages: blocks whose operands fit at once."""
 _FETCH_REGISTERS, _STORE_REGISTERS = gl.constexpr(40), gl.constexpr(72)
-"""Of a thread that fetches and of one that stores; those that fold get what is left."""
+"""Registers of a thread that fetches and of one that stores; the folding threads get the rest."""
 
 _FROM_START = gl.constexpr(blocks.FROM_START.value)
 _NUM_GATES = gl.constexpr(blocks.NUM_GATES.value)
 assert blocks.TO_END.value == blocks.FROM_START.value + 1, "both are copied at once"
 
-_OFFSET = gl.constexpr(fields.OFFSET)
-_READ_ROW = gl.constexpr(fields.READ_ROW)
-_FIRST_BLOCK = gl.constexpr(fields.FIRST_BLOCK)
-_NUM_BLOCKS = gl.constexpr(fields.NUM_BLOCKS)
-_SPAN_FIELDS = gl.constexpr(fields.NUM_SPAN_FIELDS)
-_BLOCK_OFFSET = gl.constexpr(fields.BLOCK_OFFSET)
-_COUNT = gl.constexpr(fields.BLOCK_COUNT)
-_SAVE_ROW = gl.constexpr(fields.SAVE_ROW)
-_SECOND_SAVE_ROW = gl.constexpr(fields.SECOND_SAVE_ROW)
-_BLOCK_FIELDS = gl.constexpr(fields.NUM_BLOCK_FIELDS)
-
 _copy_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 _copy_values = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-"""Their names in Triton 3.9, and before."""
+"""Their names in Triton 3.9, and in earlier versions."""
 _barrier = tl.debug_barrier
 _release_next = gluon.jit(release_next.fn)
 _await_previous = gluon.jit(await_previous.fn)
 
 
-def is_for(dtype: torch.dtype, value_dim: int, key_dim: int, device: torch.device) -> bool:
-    """Whether blocks of such heads can be folded here."""
+def is_supported(dtype: torch.dtype, value_dim: int, key_dim: int, device: torch.device) -> bool:
+    """Whether this kernel supports such heads on this device."""
     if INTERPRETED or dtype != torch.bfloat16 or (value_dim, key_dim) != (HEAD_DIM, HEAD_DIM):
         return False
     return machine_of(device).capability[0] == 9
@@ -85,7 +85,7 @@ def is_for(dtype: torch.dtype, value_dim: int, key_dim: int, device: torch.devic
 def operands(
     keys_METK: Tensor, values_MVTD: Tensor, w_MVTK: Tensor, reads_MVTT: Tensor, out_NX: Tensor
 ) -> tuple[TensorDescriptor, ...]:
-    """What the copy engine brings and stores, as fold_blocks takes it."""
+    """TMA descriptors of fold_blocks' operands and output."""
     return (
         _rows(keys_METK, HEAD_DIM),
         _rows(values_MVTD, BLOCK_D),
@@ -96,7 +96,7 @@ def operands(
 
 
 def _rows(x: Tensor, columns: int) -> TensorDescriptor:
-    """x as rows of its last dimension, BLOCK_TOKENS of them by `columns` at a time."""
+    """TMA descriptor of x as rows of its last dimension, in blocks of BLOCK_TOKENS rows by `columns`."""
     block = [BLOCK_TOKENS, columns]
     return TensorDescriptor.from_tensor(
         x.flatten(0, -2), block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
@@ -105,7 +105,7 @@ def _rows(x: Tensor, columns: int) -> TensorDescriptor:
 
 @gluon.jit
 def _fetch(operands, buffers, barriers, gates_MVGT, place, V: gl.constexpr, REPEATS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """A warp that brings every block's operands into the next free buffers."""
+    """The fetching warp: loads every block's operands into the next free buffers."""
     keys, values, w, reads = operands
     w_buffers, q_buffers, k_buffers, u_buffers, read_buffers, gate_buffers, _ = buffers
     ready, free, _, _ = barriers
@@ -135,7 +135,7 @@ def _fetch(operands, buffers, barriers, gates_MVGT, place, V: gl.constexpr, REPE
 
 @gluon.jit
 def _store(out, out_NX, buffers, barriers, blocks_MF, place, V: gl.constexpr):  # type: ignore[no-untyped-def]
-    """A warp that stores what was read from every block to its tokens."""
+    """The storing warp: stores the outputs of every block to its tokens."""
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     _, _, _, _, _, _, out_buffers = buffers
     _, _, full, empty = barriers
@@ -143,14 +143,14 @@ def _store(out, out_NX, buffers, barriers, blocks_MF, place, V: gl.constexpr):  
     t = gl.arange(0, 16, layout=gl.SliceLayout(1, rows))
     d = gl.arange(0, _D, layout=gl.SliceLayout(0, rows))
     column = head * _K + first_d
-    # What is handed over first, before any block has been read, is nothing.
+    # The first handover comes before any block was processed and is empty.
     for j in range(num_blocks + 1):
         buffer = out_buffers.index(j % 2)
         mbarrier.wait(full.index(j % 2), j // 2 & 1)
         if j > 0:
-            block = blocks_MF + (first_block + j - 1).to(gl.int64) * _BLOCK_FIELDS
-            begin = gl.load(block + _BLOCK_OFFSET)
-            count = gl.load(block + _COUNT).to(gl.int32)
+            block = blocks_MF + (first_block + j - 1).to(gl.int64) * NUM_BLOCK_FIELDS
+            begin = gl.load(block + BLOCK_OFFSET)
+            count = gl.load(block + BLOCK_COUNT).to(gl.int32)
             if count == _T:
                 _copy_out(out, [begin.to(gl.int32), column], buffer)
                 tma.store_wait(0)
@@ -163,7 +163,7 @@ def _store(out, out_NX, buffers, barriers, blocks_MF, place, V: gl.constexpr):  
 
 @gluon.jit
 def _buffers():  # type: ignore[no-untyped-def]
-    """Of w, q, k, u, reads, gates and what was read, by turn."""
+    """Allocate the buffers of w, q, k, u, reads, gates and outputs."""
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_T, _K], gl.bfloat16)
     narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_T, _D], gl.bfloat16)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -178,13 +178,13 @@ def _buffers():  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _barriers():  # type: ignore[no-untyped-def]
-    """A block's operands are there, and done with; what was read from one is there, and stored."""
+    """Allocate the barriers: a block's operands are loaded, and released; a block's outputs are written, and stored."""
     ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(_STAGES):
-        # The copy engine, and the 32 threads that copy gates.
+        # TMA, and the 32 threads that copy gates.
         mbarrier.init(ready.index(i), count=1 + 32)
         mbarrier.init(free.index(i), count=1)
     for i in gl.static_range(2):
@@ -208,7 +208,7 @@ def _conv_rows(x, x_stride, count, past, channel, C: gl.constexpr):  # type: ign
 
 @gluon.jit
 def _save(state_DK, row, ssm_RVDK, ssm_stride, in_state, conv_rows, conv_R3C, conv_stride, channel, C: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The program's tile of both states to `row`, if it is one."""
+    """Store the program's tile of both states to `row`, unless it is NO_ROW."""
     if row >= 0:
         gl.store(ssm_RVDK + row * ssm_stride + in_state, state_DK)
         for i in gl.static_range(3):
@@ -217,7 +217,7 @@ def _save(state_DK, row, ssm_RVDK, ssm_stride, in_state, conv_rows, conv_R3C, co
 
 @gluon.jit
 def _hand_over(o_DT, j, out_buffers, full):  # type: ignore[no-untyped-def]
-    """What was read from a block, to the warp that stores it, into a buffer that is empty."""
+    """Pass a block's outputs to the storing warp, in a buffer that is empty."""
     out_buffers.index(j % 2).permute((1, 0)).store(o_DT)
     fence_async_shared()
     mbarrier.arrive(full.index(j % 2), count=1)
@@ -237,7 +237,7 @@ def _fold(  # type: ignore[no-untyped-def]
     REPEATS: gl.constexpr,
     BLOCK_C: gl.constexpr,
 ):
-    """Four warps: the states, block after block."""
+    """The four folding warps: process the states block after block."""
     read_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, _T, 16]
     )
@@ -255,25 +255,25 @@ def _fold(  # type: ignore[no-untyped-def]
     k_dim = gl.arange(0, _K, layout=gl.SliceLayout(0, state_layout))
     in_state = gl.expand_dims((head * _K + first_d + d) * _K, 1) + gl.expand_dims(k_dim, 0)
     state = gl.load(ssm_RVDK + read_row * ssm_stride + in_state)
-    # Held from the start: a save row may be the read row.
+    # Loaded at the start, because a save row may be the read row.
     channel = gl.program_id(0) * BLOCK_C + gl.arange(0, BLOCK_C, layout=gl.BlockedLayout([1], [32], [4], [0]))
     past = ()
     for i in gl.static_range(3):
         past += (gl.load(conv_R3C + read_row * conv_stride + i * C + channel, mask=channel < C, other=0.0),)
-    _barrier()  # threads that store need not be those that have loaded
+    _barrier()  # a thread may store a place that another thread loads
     seen = gl.convert_layout(state.to(gl.bfloat16), seen_layout)
     nothing = gl.zeros([_D, _T], gl.float32, read_layout)
     o = nothing.to(gl.bfloat16)
     end = offset
     for j in range(num_blocks):
         stage = j % _STAGES
-        block = blocks_MF + (first_block + j).to(gl.int64) * _BLOCK_FIELDS
+        block = blocks_MF + (first_block + j).to(gl.int64) * NUM_BLOCK_FIELDS
         decay = gl.load(
             gates_MVGT + (((first_block + j) * V + head).to(gl.int64) * _NUM_GATES + _FROM_START) * _T + (_T - 1)
         )
-        end += gl.load(block + _COUNT).to(gl.int32)
-        save_row = gl.load(block + _SAVE_ROW)
-        # All waits before the products: while one is under way the compiler lets nothing wait in a loop.
+        end += gl.load(block + BLOCK_COUNT).to(gl.int32)
+        save_row = gl.load(block + SAVE_ROW)
+        # All waits come before the products: during a product the compiler allows no wait in a loop.
         mbarrier.wait(empty.index(j % 2), (j // 2 & 1) ^ 1)
         mbarrier.wait(ready.index(stage), j // _STAGES & 1)
         taken = warpgroup_mma(seen, w_buffers.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -299,7 +299,7 @@ def _fold(  # type: ignore[no-untyped-def]
         mbarrier.arrive(free.index(stage), count=1)
         if save_row >= 0:
             rows = _conv_rows(projected_NP + offset.to(gl.int64) * x_stride, x_stride, end - offset, past, channel, C)
-            second_row = gl.load(block + _SECOND_SAVE_ROW)
+            second_row = gl.load(block + SECOND_SAVE_ROW)
             _save(state, save_row, ssm_RVDK, ssm_stride, in_state, rows, conv_R3C, conv_stride, channel, C)
             _save(state, second_row, ssm_RVDK, ssm_stride, in_state, rows, conv_R3C, conv_stride, channel, C)
     mbarrier.wait(empty.index(num_blocks % 2), (num_blocks // 2 & 1) ^ 1)
@@ -328,20 +328,20 @@ def fold_blocks(  # type: ignore[no-untyped-def]
     BLOCK_C: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """A program has BLOCK_D value dims of a value head of one span, and BLOCK_C channels of the convolution's state,
-    which it only moves."""
+    """A program has BLOCK_D value dims of a value head of one span. It also has BLOCK_C channels of the convolution's
+    state, which it only copies."""
     _release_next(PDL)
     _await_previous(PDL)
-    span = spans_UF + gl.program_id(1).to(gl.int64) * _SPAN_FIELDS
-    num_blocks = gl.load(span + _NUM_BLOCKS).to(gl.int32)
+    span = spans_UF + gl.program_id(1).to(gl.int64) * NUM_SPAN_FIELDS
+    num_blocks = gl.load(span + NUM_BLOCKS).to(gl.int32)
     if num_blocks == 0:
         return
     buffers = _buffers()
     barriers = _barriers()
-    offset = gl.load(span + _OFFSET).to(gl.int32)
-    read_row = gl.load(span + _READ_ROW)
+    offset = gl.load(span + OFFSET).to(gl.int32)
+    read_row = gl.load(span + READ_ROW)
     place = (
-        gl.load(span + _FIRST_BLOCK).to(gl.int32),
+        gl.load(span + FIRST_BLOCK).to(gl.int32),
         num_blocks,
         gl.program_id(0) // _TILES,
         gl.program_id(0) % _TILES * _D,

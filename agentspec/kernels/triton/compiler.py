@@ -1,8 +1,9 @@
-"""Triton's compiler as a variants.KernelCompiler: which variants a start launches, which of them are in Triton's cache,
-and how to put one there.
+"""Triton's compiler as a variants.KernelCompiler: which variants a start launches, which of them are in Triton's
+cache, and how to add one.
 
-Triton's cache is a directory of the user's (TRITON_CACHE_DIR, else ~/.triton/cache). A binary's key is made of the
-sources of Triton and of the kernel, its variant and its target: whatever changes, nothing stale is found.
+Triton's cache is a directory of the user's (TRITON_CACHE_DIR, else ~/.triton/cache). A binary's key is a hash of the
+sources of Triton and of the kernel, its variant and its target: a change of any of them is a cache miss, never a stale
+hit.
 """
 
 from __future__ import annotations
@@ -26,15 +27,14 @@ from triton.runtime import driver
 from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.jit import get_cache_invalidating_env_vars
 
-from agentspec.kernels.triton.machine import use_machine
+from agentspec.kernels.triton.machine import WARP_SIZE, use_machine
 from agentspec.kernels.variants import Variant
 
 __all__ = ["cache_directory", "compile_variant", "has_note", "missing", "put_note", "use_machine", "variants_of"]
 
-_WARP_SIZE = 32
 _NOTE = "agentspec.txt"
 _BUILDS_LAUNCHERS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
-"""Older versions have a C compiler make a launcher for each signature, which takes about as long as the kernel."""
+"""Older versions compile a launcher in C for each signature, which takes about as long as the kernel."""
 
 
 def variants_of(work: Callable[[], None]) -> list[Variant]:
@@ -43,7 +43,7 @@ def variants_of(work: Callable[[], None]) -> list[Variant]:
     thread = threading.get_ident()
 
     def take(*, fn: Any, compile: dict[str, Any], **_: object) -> bool:
-        """True: neither compile nor launch it."""
+        """Record the variant. Returns True: neither compile nor launch it."""
         if threading.get_ident() != thread:
             return False
         found[Variant(module=fn.module, function=fn.name, arch=arch, data=compile["specialization_data"])] = None
@@ -85,7 +85,8 @@ def put_note(name: str) -> None:
 
 
 def _notes(name: str) -> Any:
-    """Under what keys consist of, but for Triton's own sources, which take long to read."""
+    """The cache entry of a note. Its key has the parts of a binary's key, except Triton's own sources, which take long
+    to read."""
     key = (
         name,
         triton.__version__,
@@ -98,7 +99,7 @@ def _notes(name: str) -> Any:
 
 
 def _is_cached(variant: Variant, env_vars: dict[str, str]) -> bool:
-    """As triton.compile looks it up; with its launcher, where that is built."""
+    """Whether triton.compile would find the variant, and its launcher where launchers are built."""
     if _builds_launchers() and not has_note(_launcher_of(variant)):
         return False
     source, target, options = _source(variant)
@@ -111,7 +112,7 @@ def _is_cached(variant: Variant, env_vars: dict[str, str]) -> bool:
 
 
 def _source(variant: Variant) -> tuple[Any, GPUTarget, dict[str, Any]]:
-    """(source, target, options): what triton.compile takes. Reads data as JITFunction.preload does."""
+    """Return (source, target, options), the arguments of triton.compile. Reads data as JITFunction.preload does."""
     function = vars(sys.modules[variant.module])[variant.function]
     data = json.loads(variant.data)
     constants = {
@@ -121,7 +122,7 @@ def _source(variant: Variant) -> tuple[Any, GPUTarget, dict[str, Any]]:
     options = {name: _tuples(value) for name, value in data["options"].items()}
     signature = {name: _tuples(value) for name, value in data["signature"].items()}
     source = (GluonASTSource if function.is_gluon() else ASTSource)(function, signature, constants, attributes)
-    return source, GPUTarget("cuda", variant.arch, _WARP_SIZE), options
+    return source, GPUTarget("cuda", variant.arch, WARP_SIZE), options
 
 
 def _constant(value: Any) -> Any:
@@ -133,14 +134,14 @@ def _constant(value: Any) -> Any:
 
 
 def _tuples(value: Any) -> Any:
-    """JSON knows lists alone, Triton tuples."""
+    """Convert lists, JSON's only sequence, to Triton's tuples."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 @functools.cache
 def _builds_launchers() -> bool:
-    """A launcher is linked with the driver's library, which machines without a GPU lack: there it is left to the first
-    start with one."""
+    """Whether launchers are built ahead. A launcher is linked with the driver's library, which machines without a GPU
+    lack; there the first start with a GPU builds it."""
     try:
         return _BUILDS_LAUNCHERS and bool(nvidia.libcuda_dirs())
     except AssertionError:
@@ -148,5 +149,5 @@ def _builds_launchers() -> bool:
 
 
 def _launcher_of(variant: Variant) -> str:
-    """The name of the note that a variant's launcher is in the cache."""
+    """Name of the note that says that a variant's launcher is in the cache."""
     return f"launcher {variant.module} {variant.function} {variant.arch} {variant.data}"

@@ -1,12 +1,12 @@
-"""Pairs of (token, choice) in the order of their experts, and the tiles that cut each expert's share: what grouped
-products walk over.
+"""Pairs of (token, choice) sorted by expert, and the tiles that divide each expert's pairs: the work list of grouped
+products.
 
-Whatever the ids are, nothing is read on the host, and there are no atomics in memory: the order is that of the pairs
-within an expert. Few pairs take one launch, in which a program for each expert reads all ids. Many take two: the first
-counts each chunk's pairs by expert, and in the second they find their places, behind those of lower experts, and of the
-same expert in earlier chunks. Knows nothing of weights or products.
+Nothing is read on the host, and there are no atomics in memory: within an expert, pairs keep their order. Few pairs
+take one launch, in which one program per expert reads all ids. Many take two: the first counts each chunk's pairs by
+expert; the second places them after those of lower experts, and after those of the same expert in earlier chunks.
+Knows nothing of weights or products.
 
-Shape letters: N tokens, J choices a token, P = N J pairs, X experts, T tiles, C chunks.
+Shape letters: N tokens, J choices per token, P = N J pairs, X experts, T tiles, C chunks.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ FIELDS = tl.constexpr(4)
 _PAIRS_OF_ONE_LAUNCH = 2048
 _SMALL_CHUNK, _LARGE_CHUNK = 256, 512
 _PAIRS_OF_SMALL_CHUNKS = 32768
-"""Ranking a chunk's pairs is quadratic in the chunk, but each program reads the counts of all chunks."""
+"""Trade-off: ranking a chunk's pairs is quadratic in the chunk, but each program reads the counts of all chunks."""
 _COUNTS_OF_A_THREAD = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertGroups:
     pairs_P: Tensor
-    """int32: pair n * J + j at each place of the order."""
+    """int32: pair n * J + j at each place of the sorted order."""
     tiles_T4: Tensor
-    """int32: expert, first place, number of places (1..block_m; 0 where there is no tile, which may be anywhere), and
-    in each row the number of rows behind which there is no tile. Of many pairs the tiles stand in these first rows, one
-    behind the other."""
+    """int32: expert, first place, number of places (1..block_m; 0 for a row without a tile, which may be anywhere),
+    and, the same in each row, the number of rows after which there are no tiles. For many pairs the tiles fill the
+    first rows without gaps."""
     block_m: int
 
 
 def group_pairs(expert_ids_NJ: Tensor, num_experts: int, block_m: int) -> ExpertGroups:
-    """expert_ids_NJ: int32, contiguous, each 0..num_experts - 1. At least one pair."""
+    """Group pairs by expert. expert_ids_NJ: int32, contiguous, each 0..num_experts - 1. At least one pair."""
     num_pairs, device = expert_ids_NJ.numel(), expert_ids_NJ.device
     assert (expert_ids_NJ.dtype, expert_ids_NJ.is_contiguous()) == (torch.int32, True)
     pairs_P = torch.empty(num_pairs, dtype=torch.int32, device=device)
@@ -101,13 +101,13 @@ def _few_kernel(  # type: ignore[no-untyped-def]
     release_next(PDL)
     expert = tl.program_id(0)
     pair = tl.arange(0, BLOCK_P)
-    # Past the end: of no expert, and above all.
+    # Places past the end have no expert and sort last.
     ids = tl.load(ids_ptr + pair, mask=pair < num_pairs, other=0x7FFFFFFF)
     is_mine = ids == expert
     first, size = tl.sum((ids < expert).to(tl.int32), axis=0), tl.sum(is_mine.to(tl.int32), axis=0)
     tl.store(pairs_ptr + first + tl.cumsum(is_mine.to(tl.int32), axis=0) - 1, pair, mask=is_mine)
-    # Without what other experts have: no earlier than those of the expert before end, as floor((a + b) / m) + 1 >=
-    # floor(a / m) + ceil(b / m).
+    # The rows of an expert follow from its own first place and size. They never overlap those of the previous expert,
+    # as floor((a + b) / m) + 1 >= floor(a / m) + ceil(b / m).
     begin, end = first // block_m + expert, (first + size) // block_m + expert + 1
     for row in range(begin, end, 32):
         t = row + tl.arange(0, 32)
@@ -117,7 +117,7 @@ def _few_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["num_pairs"])
 def _count_kernel(counts_ptr, ids_ptr, num_pairs, CHUNK: tl.constexpr, BLOCK_X: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     await_previous(PDL)
-    # Not before: the next kernel reads the ids while this one runs.
+    # Not earlier: the next kernel reads the ids while this one runs.
     release_next(PDL)
     pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     is_real = pair < num_pairs
@@ -141,14 +141,13 @@ def _many_kernel(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr,
 ):
     chunk, num_chunks = tl.program_id(0), tl.num_programs(0)
-    # While the pairs are still being counted: the ids are older than that.
+    # Before the wait, while the previous kernel counts: the ids were complete before it started.
     rank = _ranks(ids_ptr, chunk * CHUNK, num_pairs, CHUNK, BLOCK_X)
     await_previous(PDL)
     release_next(PDL)
     x = tl.arange(0, BLOCK_X)
     total, before = _add_counts(counts_ptr, chunk, num_chunks, BLOCK_X, BLOCK_C)
-    # What is not in this chunk and of lower experts stands before, and so does what is in earlier chunks and of the
-    # same expert.
+    # Pairs that come before: those of lower experts outside this chunk, and those of the same expert in earlier chunks.
     elsewhere = total - tl.load(counts_ptr + chunk * BLOCK_X + x)
     shift = tl.cumsum(elsewhere, axis=0) - elsewhere + before
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -177,7 +176,7 @@ def _many_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _ranks(ids_ptr, first, num_pairs, CHUNK: tl.constexpr, BLOCK_X: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Each pair's place in its chunk's order."""
+    """Return each pair's place in its chunk's sorted order."""
     key = _keys(ids_ptr, first, tl.arange(0, CHUNK), num_pairs, CHUNK, BLOCK_X)
     lower = tl.zeros((CHUNK, 32), tl.int32)
     for start in range(0, CHUNK, 32):
@@ -188,13 +187,13 @@ def _ranks(ids_ptr, first, num_pairs, CHUNK: tl.constexpr, BLOCK_X: tl.constexpr
 
 @triton.jit
 def _keys(ids_ptr, first, p, num_pairs, CHUNK: tl.constexpr, BLOCK_X: tl.constexpr):  # type: ignore[no-untyped-def]
-    """In the order of experts, and of pairs within. Past the end: above all."""
+    """Sort keys: by expert, then by pair. Past the end: above all."""
     return tl.load(ids_ptr + first + p, mask=first + p < num_pairs, other=BLOCK_X) * CHUNK + p
 
 
 @triton.jit
 def _add_counts(counts_ptr, chunk, num_chunks, BLOCK_X: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Each expert's pairs in all chunks, and in those before `chunk`."""
+    """Return each expert's number of pairs in all chunks, and in those before `chunk`."""
     total, before = tl.zeros((BLOCK_C, BLOCK_X), tl.int32), tl.zeros((BLOCK_C, BLOCK_X), tl.int32)
     following = _counts(counts_ptr, 0, num_chunks, BLOCK_X, BLOCK_C)
     for first in range(0, num_chunks, BLOCK_C):
@@ -214,7 +213,7 @@ def _counts(counts_ptr, first, num_chunks, BLOCK_X: tl.constexpr, BLOCK_C: tl.co
 
 @triton.jit
 def _store_tiles(tiles_ptr, t, is_real, expert, first, size, begin, num_rows, block_m):  # type: ignore[no-untyped-def]
-    """Rows `t` of the table, of an expert with `size` places from `first` on, whose rows begin at `begin`."""
+    """Store rows `t` of the table, for an expert with `size` places from `first` on, whose rows begin at `begin`."""
     done = (t - begin) * block_m
     to = tiles_ptr + t * FIELDS
     tl.store(to + EXPERT, tl.zeros_like(t) + expert, mask=is_real)

@@ -1,11 +1,10 @@
-"""The mixture of experts over many tokens: Backend.add_experts behind the router, for prompts.
+"""The mixture of experts over many tokens, for prompts: Backend.add_experts after the router.
 
-Pairs of token and expert are grouped by expert (expert_groups) and multiplied tile by tile (grouped_gemm; those in 8
-bits on a Hopper by grouped_gemm_hopper, which gives the same bits); each token's parts are then added in the order of
-its choices, so its bits do not depend on who else is in the call but for the shared expert's, whose products may be the
-library's.
+Pairs of token and expert are grouped by expert (expert_groups) and multiplied tile by tile (grouped_gemm; 8-bit ones
+on Hopper by grouped_gemm_hopper, which gives the same bits). Each token's parts are then added in the order of its
+choices. So its bits are batch-invariant, except for the shared expert, whose products may be the library's.
 
-Shape letters: N tokens, J choices a token, P = N J pairs, H hidden size, I FFN width, X experts.
+Shape letters: N tokens, J choices per token, P = N J pairs, H hidden size, I FFN width, X experts.
 """
 
 from __future__ import annotations
@@ -16,22 +15,21 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import linear as torch_linear
 
 from agentspec.kernels.backend import MixtureWeights
 from agentspec.kernels.triton import grouped_gemm, grouped_gemm_hopper
 from agentspec.kernels.triton.expert_groups import group_pairs
 from agentspec.kernels.triton.fp8_activations import ScaledTokens, quantize_tokens
-from agentspec.kernels.triton.fp8_prefill import multiply_scaled, prefill_linear, takes_fp8
+from agentspec.kernels.triton.fp8_prefill import multiply_scaled, takes_fp8
 from agentspec.kernels.triton.grouped_gemm import GroupedPlan
 from agentspec.kernels.triton.launch import OVERLAPPED, await_previous, release_next
-from agentspec.kernels.triton.linear_layers import swiglu
-from agentspec.kernels.weights import SCALE_BLOCK, BlockScaled, Plain, Weight
+from agentspec.kernels.triton.linear_layers import library_product, swiglu
+from agentspec.kernels.weights import SCALE_BLOCK, BlockScaled, Plain
 
 _SUM_BLOCK = 1024
-_LEAST_OF_HOPPERS = 17
-"""Tokens of a usual expert from which on the kernels made for Hopper take less time, as measured with 256 experts: with
-fewer their 64 rows are too many."""
+_HOPPER_MIN_TOKENS = 17
+"""Least mean tokens per expert for which the Hopper kernels are faster, measured with 256 experts: with fewer tokens
+their 64 rows are mostly empty."""
 
 
 def add_experts_prefill(
@@ -42,12 +40,14 @@ def add_experts_prefill(
     shared_gate_N: Tensor,
     weights: MixtureWeights,
 ) -> Tensor:
-    """The residual plus its routed and its shared experts: [N, H], written over the residual, which must be contiguous.
+    """The residual plus its routed and its shared experts: [N, H], written over the residual, which must be
+    contiguous.
 
     Args:
-        normed: the normed residual, in its dtype [N, H]; in 8 bits only where `takes_scaled`.
-        weights_NJ: float32, contiguous: what each chosen expert counts. expert_ids_NJ: int32, contiguous.
-        shared_gate_N: float32, contiguous: the shared expert's gate before the sigmoid."""
+        normed: the normed residual, in its dtype [N, H]; in 8 bits only if `takes_scaled`.
+        weights_NJ: float32, contiguous: the weight of each chosen expert. expert_ids_NJ: int32, contiguous.
+        shared_gate_N: float32, contiguous: the shared expert's gate before the sigmoid.
+    """
     if len(residual_NH) == 0:
         return residual_NH
     dtype = residual_NH.dtype
@@ -59,7 +59,7 @@ def add_experts_prefill(
 
 
 def takes_scaled(dtype: torch.dtype, weights: MixtureWeights) -> bool:
-    """Whether routed and shared experts all want tokens of this type in 8 bits."""
+    """Whether the routed and the shared experts all take tokens of this type in 8 bits."""
     return _routed_is_scaled(dtype, weights) and _shared_is_scaled(dtype, weights)
 
 
@@ -78,13 +78,13 @@ def _shared_is_scaled(dtype: torch.dtype, weights: MixtureWeights) -> bool:
 def _routed_parts(
     x: Tensor | ScaledTokens, weights_NJ: Tensor, expert_ids_NJ: Tensor, weights: MixtureWeights, dtype: torch.dtype
 ) -> Tensor:
-    """Each choice's share of the result, [N, J, H] of `dtype`. x: in 8 bits where the experts' products are W8A8."""
+    """Return each choice's weighted output, [N, J, H] of `dtype`. x: in 8 bits if the experts' products are W8A8."""
     gate_up, down, is_scaled = weights.gate_up_X2IH, weights.down_XHI, isinstance(x, ScaledTokens)
     num_pairs, top_k, num_experts = expert_ids_NJ.numel(), expert_ids_NJ.shape[1], gate_up.shape[0]
     if (
         isinstance(x, ScaledTokens)
-        and num_pairs >= _LEAST_OF_HOPPERS * num_experts
-        and grouped_gemm_hopper.is_for(gate_up, weights_NJ.device)
+        and num_pairs >= _HOPPER_MIN_TOKENS * num_experts
+        and grouped_gemm_hopper.is_supported(gate_up, weights_NJ.device)
     ):
         assert isinstance(gate_up, BlockScaled)
         assert isinstance(down, BlockScaled)
@@ -93,8 +93,8 @@ def _routed_parts(
             grouped_gemm_hopper.gate_up(x, gate_up, groups, top_k), down, groups, weights_NJ, dtype
         )
     if not is_scaled:
-        # Whole stacks in the activation dtype: only models too small for 8-bit activations come here with 8-bit
-        # weights, or those in float32.
+        # Converts whole stacks to the activation dtype. With 8-bit weights this happens only for models too small for
+        # 8-bit activations, or for float32 activations.
         gate_up, down = Plain(gate_up.dequantize(dtype)), Plain(down.dequantize(dtype))
     block_m = block_m_for(num_pairs, num_experts, is_scaled, dtype)
     groups = group_pairs(expert_ids_NJ, num_experts, block_m)
@@ -103,8 +103,8 @@ def _routed_parts(
 
 
 def block_m_for(num_pairs: int, num_experts: int, is_scaled: bool, dtype: torch.dtype) -> int:
-    """Tokens of a tile: the weights are read once a tile, so a tile should hold what a usual expert gets. As measured
-    with 256 experts."""
+    """Return the tokens per tile: the weights are read once per tile, so a tile should hold the mean expert's tokens.
+    Measured with 256 experts."""
     usual = triton.cdiv(num_pairs, num_experts)
     if is_scaled:
         return 16 if usual <= 16 else 64 if usual < 128 else 128
@@ -117,20 +117,20 @@ def down_plan(block_m: int, is_scaled: bool, dtype: torch.dtype) -> GroupedPlan:
     if dtype == torch.float32 and not is_scaled:
         return GroupedPlan(block_o=32, block_k=32, warps=4, stages=2)
     plan = GroupedPlan(block_o=128, block_k=128 if is_scaled else 64, warps=4 if block_m == 16 else 8, stages=3)
-    # Half a tile each: only gate and up gain from 128 tokens.
-    return replace(plan, sharers=2) if is_scaled and block_m == 128 else plan
+    # Half a tile per program: only gate and up gain from 128 tokens.
+    return replace(plan, programs_per_tile=2) if is_scaled and block_m == 128 else plan
 
 
 def gate_up_plan(block_m: int, is_scaled: bool, dtype: torch.dtype) -> GroupedPlan:
     plan = down_plan(block_m, is_scaled, dtype)
     if block_m < 128:
         return plan
-    return replace(plan, warps=16, sharers=1) if is_scaled else replace(plan, stages=4)
+    return replace(plan, warps=16, programs_per_tile=1) if is_scaled else replace(plan, stages=4)
 
 
 def add_parts(residual_NH: Tensor, parts_NJH: Tensor, shared_gate_N: Tensor, shared_NH: Tensor) -> Tensor:
-    """residual + (sum of the parts, in their order) + sigmoid(gate) * shared, in float32 and rounded once, over the
-    residual. One launch."""
+    """residual + (sum of the parts, in their order) + sigmoid(gate) * shared, in float32 and rounded once, written
+    over the residual. One launch."""
     num_tokens, top_k, width = parts_NJH.shape
     assert residual_NH.is_contiguous()
     assert shared_NH.is_contiguous()
@@ -151,23 +151,15 @@ def add_parts(residual_NH: Tensor, parts_NJH: Tensor, shared_gate_N: Tensor, sha
 
 
 def _shared_expert(x: Tensor | ScaledTokens, like_NH: Tensor, weights: MixtureWeights) -> Tensor:
-    """[N, H] of the number of tokens and the dtype of `like`. x: in 8 bits where its first product is W8A8."""
+    """Return the shared expert's output, [N, H] with the number of tokens and the dtype of `like`. x: in 8 bits if its
+    first product is W8A8."""
     gate_up = weights.shared_gate_up_2IH
     if isinstance(x, Tensor):
-        return _product(swiglu(_product(x, gate_up)), weights.shared_down_HI)
+        return library_product(swiglu(library_product(x, gate_up)), weights.shared_down_HI)
     assert isinstance(gate_up, BlockScaled)
     gate_up_N2I = like_NH.new_empty(len(like_NH), gate_up.shape[0])
     multiply_scaled(x, gate_up, gate_up_N2I)
-    return _product(swiglu(gate_up_N2I), weights.shared_down_HI)
-
-
-def _product(x_NK: Tensor, weight_OK: Weight) -> Tensor:
-    """x W^T."""
-    if not isinstance(weight_OK, BlockScaled):
-        return torch_linear(x_NK, weight_OK.tensor)
-    out_NO = x_NK.new_empty(len(x_NK), weight_OK.shape[0])
-    prefill_linear(x_NK, weight_OK, out_NO)
-    return out_NO
+    return library_product(swiglu(gate_up_N2I), weights.shared_down_HI)
 
 
 @triton.jit

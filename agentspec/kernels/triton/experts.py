@@ -1,13 +1,12 @@
-"""Experts for few tokens: every touched expert's weights are read once, whoever chose it, and stand still while its
-tokens pass.
+"""Experts for few tokens: the weights of every chosen expert are read once, for all tokens that chose it.
 
 A program owns some rows of one expert and multiplies them with all the tokens that visit it (`linear_tiles` has the
-walk). With up to FEW_TOKENS tokens it finds these in the table of ids itself, one program for each pair of token and
-visit, of which the first of an expert works; above, expert_groups has listed them. The shared expert may be one of
-those visited: it has the id X. Each visit's result is kept in float32, and a token's are added in the order of its
-visits, so its bits depend on nobody's company but for how many tokens there are.
+loop along K). With up to FEW_TOKENS tokens a program finds these in the table of ids itself: there is one program for
+each pair of token and visit, and only the first of an expert works. With more, expert_groups has listed them. The
+shared expert may be one of the visits, with id X. Each visit's result is kept in float32, and a token's results are
+added in the order of its visits, so its bits depend on the number of tokens but not on what the others are.
 
-Shape letters: N tokens, H hidden size, I FFN width, X experts, C visits of a token, P = N * C pairs of token and visit,
+Shape letters: N tokens, H hidden size, I FFN width, X experts, C visits per token, P = N * C pairs of token and visit,
 token by token.
 """
 
@@ -26,39 +25,39 @@ from agentspec.kernels.triton.linear_tiles import SCALE_COLUMNS, prefetch_first_
 from agentspec.kernels.weights import SCALE_BLOCK, BlockScaled, Weight
 
 FEW_TOKENS = 16
-"""Up to here programs find an expert's visitors themselves."""
+"""With up to this many tokens, programs find an expert's visitors themselves."""
 _SUM_BLOCK = 512
 _NO_PAIR: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """How one of the two products is cut: a program owns block_o rows of an expert and walks over K in steps of
+    """Tiling of one of the two products: a program owns block_o rows of an expert and loops over K in steps of
     block_k."""
 
     block_o: int
     block_k: int
     warps: int
     stages: int
-    """Steps in shared memory."""
+    """Pipeline stages: steps in shared memory."""
     ahead: int = 0
-    """Down alone: steps whose weights are asked into L2 before the gate and up projections are awaited."""
+    """Down only: steps whose weights are prefetched to L2 before waiting for the gate and up projections."""
     release: int = 1
     """Steps before the end at which the next kernel may start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Visits:
-    """Who visits which expert."""
+    """The experts that each token visits."""
 
     ids_NC: Tensor
-    """int32; X: the shared expert."""
+    """int32; X is the shared expert."""
     weights_NC: Tensor
     """float32."""
     groups: ExpertGroups | None
-    """None with few tokens."""
+    """None for few tokens."""
     block_m: int
-    """Visits that a program takes."""
+    """Visits per program."""
 
     @property
     def num_blocks(self) -> int:
@@ -66,7 +65,8 @@ class Visits:
 
 
 def gate_up(tiles: Tiles, x_NH: Tensor, weight_X2IH: Weight, shared_2IH: Weight | None, visits: Visits) -> Tensor:
-    """silu(gate x) * up x of every pair, [P, I] in x's dtype, one launch. shared_2IH: the expert X, if ids have it."""
+    """silu(gate x) * up x of every pair, [P, I] in x's dtype, one launch. shared_2IH: expert X, if the ids contain
+    it."""
     (num_tokens, num_visits), depth, width = visits.ids_NC.shape, x_NH.shape[1], weight_X2IH.shape[1] // 2
     assert x_NH.is_contiguous()
     h_PI = torch.empty(num_tokens * num_visits, width, dtype=x_NH.dtype, device=x_NH.device)
@@ -91,8 +91,8 @@ def gate_up(tiles: Tiles, x_NH: Tensor, weight_X2IH: Weight, shared_2IH: Weight 
 def down(tiles: Tiles, h_PI: Tensor, weight_XHI: Weight, shared_HI: Weight | None, visits: Visits) -> Tensor:
     """Every pair's output times its weight: float32 [P, H], one launch.
 
-    The launch before must have waited for whatever wrote the visits, as `gate_up` does: they are read while it still
-    runs."""
+    The visits are read while the previous launch still runs. So that launch must have waited for the kernel that wrote
+    them, as `gate_up` does."""
     num_experts, num_outputs, depth = weight_XHI.shape
     parts_PH = torch.empty(h_PI.shape[0], num_outputs, dtype=torch.float32, device=h_PI.device)
     _down_kernel[(triton.cdiv(num_outputs, tiles.block_o), visits.num_blocks)](
@@ -117,8 +117,8 @@ def down(tiles: Tiles, h_PI: Tensor, weight_XHI: Weight, shared_HI: Weight | Non
 def add_visits(
     residual_NH: Tensor, parts_PH: Tensor, num_visits: int, gate_N: Tensor | None, shared_NH: Tensor | None
 ) -> Tensor:
-    """The residual plus the token's visits, plus sigmoid(gate) * shared if they are given: [N, H] in the residual's
-    dtype, one launch."""
+    """The residual plus the token's visits, plus sigmoid(gate) * shared if given: [N, H] in the residual's dtype, one
+    launch."""
     num_tokens, width = residual_NH.shape
     assert residual_NH.is_contiguous()
     assert shared_NH is None or shared_NH.is_contiguous()
@@ -130,7 +130,7 @@ def add_visits(
 
 
 def _operands(weight: Weight | None) -> tuple[Tensor | None, Tensor | None]:
-    """(values, as bytes if they are 8-bit floats; multipliers)."""
+    """Return (values, as bytes if they are 8-bit floats; scales or None)."""
     if isinstance(weight, BlockScaled):
         return weight.values.view(torch.uint8), weight.scales
     assert weight is None or weight.tensor.is_contiguous()
@@ -165,10 +165,10 @@ def _blocks(tiles: Tiles, visits: Visits, weight: Weight, depth: int) -> dict[st
 
 @triton.jit
 def _visitors(ids_ptr, pairs_ptr, tiles_ptr, num_tokens, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(expert, pairs [BLOCK_M], which of them are real, whether there is anything to do) of this program.
+    """Return (expert, pairs [BLOCK_M], which of them are real, whether there is work) of this program.
 
-    Read from L2: where this is called before the wait, nothing says that L1 has been cleared of an earlier kernel's
-    lines."""
+    Loads bypass L1: if this is called before the wait, L1 may still hold lines from before an earlier kernel's
+    writes."""
     m = tl.arange(0, BLOCK_M)
     if tiles_ptr is None:
         mine = tl.program_id(1)
@@ -193,7 +193,7 @@ def _visitors(ids_ptr, pairs_ptr, tiles_ptr, num_tokens, C: tl.constexpr, BLOCK_
 
 @triton.jit
 def _matrix(stack_ptr, shared_ptr, expert, num_experts, size):  # type: ignore[no-untyped-def]
-    """Where the expert's matrix of `size` elements begins."""
+    """Pointer to the expert's matrix of `size` elements."""
     matrix = stack_ptr + expert.to(tl.int64) * size
     if shared_ptr is not None:
         matrix = tl.where(expert < num_experts, matrix, shared_ptr)
@@ -202,7 +202,7 @@ def _matrix(stack_ptr, shared_ptr, expert, num_experts, size):  # type: ignore[n
 
 @triton.jit
 def _rows(stack_ptr, shared_ptr, expert, num_experts, rows, num_rows, depth):  # type: ignore[no-untyped-def]
-    """Pointers to rows of the expert's matrix of num_rows."""
+    """Pointers to rows of the expert's matrix, which has num_rows rows."""
     if shared_ptr is not None:
         stack_ptr = tl.where(expert < num_experts, stack_ptr, shared_ptr)
         expert = tl.where(expert < num_experts, expert, 0)
@@ -235,8 +235,8 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One tile holds gate and up rows of BLOCK_O / 2 outputs by turns of 8: a thread of a 16-row matrix fragment has
-    rows r and r + 8, so a gate and its up meet in one thread."""
+    """One tile holds the gate and up rows of BLOCK_O / 2 outputs, alternating in groups of 8: a thread of a 16-row
+    matrix fragment has rows r and r + 8, so a gate and its up are in one thread."""
     HALF: tl.constexpr = BLOCK_O // 2
     await_previous(PDL)
     expert, pairs, is_visited, works = _visitors(ids_ptr, pairs_ptr, tiles_ptr, num_tokens, C, BLOCK_M, BLOCK_C)
@@ -311,8 +311,8 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Who visits whom is read before the wait: it was complete before the kernel of the gates and ups, the previous
-    one, let this one start."""
+    """The visits are read before the wait: they were complete before the previous kernel (gate and up) released this
+    one."""
     expert, pairs, is_visited, works = _visitors(ids_ptr, pairs_ptr, tiles_ptr, num_tokens, C, BLOCK_M, BLOCK_C)
     tile = tl.program_id(0)
     o = tile * BLOCK_O + tl.arange(0, BLOCK_O)

@@ -1,8 +1,7 @@
-"""Activations as 8-bit floats: each token in groups of 128 features under a multiplier of their own. What W8A8 products
-read.
+"""Activations as 8-bit floats with one scale per token and group of 128 features: the operands of W8A8 products.
 
-Owns the form and the rounding. Knows nothing of what the numbers are multiplied with.
-Shape letters: N tokens, R rows (the tokens and what fills up behind them), K features, G groups of them.
+Owns the form and the rounding. Knows nothing of the products. Shape letters: N tokens, R rows (the tokens and the
+padding after them), K features, G groups of them.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ GROUP: tl.constexpr = tl.constexpr(SCALE_BLOCK)
 LARGEST: tl.constexpr = tl.constexpr(FP8_MAX)
 _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 ROWS = 16
-"""Tokens are filled up to a multiple of so many, as the matrix library wants its multipliers."""
+"""Rows are padded to a multiple of this, as the matrix library needs for its scales."""
 _BLOCK_ROWS = 32
-"""Rows of a program."""
+"""Rows per program."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,16 +32,15 @@ class ScaledTokens:
     values_RK: Tensor
     """float8_e4m3fn, contiguous. K is a multiple of 128."""
     scales_GR: Tensor
-    """float32, contiguous: the multipliers of one group lie side by side, as the matrix library wants them. Largest
-    magnitude / 448; 1 for a group of zeros, or of numbers below 2^-100, which become zeros: a multiplier has a
-    reciprocal."""
+    """float32, contiguous: the scales of one group are adjacent, as the matrix library needs. Largest magnitude / 448;
+    1 for a group of zeros, or of numbers below 2^-100, which become zeros: a scale must have a reciprocal."""
 
 
 def quantize_tokens(x_NK: Tensor) -> ScaledTokens:
-    """The nearest 8-bit floats, one launch. A value is off by at most 2^-4 of itself, or 2^-10 of its multiplier if
-    that is more.
+    """Round to the nearest 8-bit floats, in one launch. The error of a value is at most 2^-4 of itself, or 2^-10 of
+    its scale if that is more.
 
-    As many rows as tokens, up to a multiple of ROWS; those behind the tokens are zeros."""
+    The number of rows is the number of tokens, padded to a multiple of ROWS; padding rows are zeros."""
     num_tokens, depth = x_NK.shape
     assert depth % SCALE_BLOCK == 0, f"{depth} features"
     assert x_NK.stride(1) == 1
@@ -56,7 +54,7 @@ def quantize_tokens(x_NK: Tensor) -> ScaledTokens:
 
 
 def empty_scaled(num_tokens: int, depth: int, device: torch.device) -> ScaledTokens:
-    """Room for so many tokens and the rows that fill up behind them."""
+    """Allocate ScaledTokens for num_tokens tokens and their padding, without initializing it."""
     num_rows = triton.cdiv(num_tokens, ROWS) * ROWS
     return ScaledTokens(
         values_RK=torch.empty(num_rows, depth, dtype=FP8, device=device),
@@ -68,7 +66,7 @@ def empty_scaled(num_tokens: int, depth: int, device: torch.device) -> ScaledTok
 def to_fp8(x):  # type: ignore[no-untyped-def]
     """float32 to the nearest float8_e4m3fn, ties to even; magnitudes above 448 become 448."""
     if _INTERPRETED:
-        # The interpreter's cast truncates: round to a representable value before it. Adding 1.5 * 2^(e + 20) cuts a
+        # The interpreter's cast truncates: round to a representable value first. Adding 1.5 * 2^(e + 20) rounds a
         # float32 at 2^(e - 3).
         x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
         exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
@@ -79,7 +77,7 @@ def to_fp8(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def group_scale(largest):  # type: ignore[no-untyped-def]
-    """(multiplier, its reciprocal) of groups with these largest magnitudes."""
+    """Return (scale, its reciprocal) of groups with these largest magnitudes."""
     scale = tl.where(largest < 2.0**-100, 1.0, tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32)))
     return scale, tl.div_rn(tl.full(largest.shape, 1.0, tl.float32), scale)
 

@@ -1,11 +1,11 @@
-"""Products of many tokens with block-scaled weights: both sides as 8-bit floats (W8A8), by the matrix library.
+"""Products of many tokens with block-scaled weights: both operands as 8-bit floats (W8A8), by the matrix library.
 
-Hopper's matrix units add the 128 products of one block of K, and keep about 14 bits of such a sum (2^-10 of the largest
-result covers what is lost); each sum times its two multipliers is added in float32. Where 8 bits don't apply (float32
-activations, shapes that the library doesn't take) the weights are dequantised and multiplied with the activations as
-they are.
+Hopper's matrix units sum the 128 products of one block of K with about 14 bits of precision (the loss is within 2^-10
+of the largest result); each sum times its two scales is added in float32. Where W8A8 does not apply (float32
+activations, shapes that the library does not support) the weights are dequantised and multiplied with unrounded
+activations.
 
-Shape letters: N tokens, R rows (the tokens and what fills up behind them), K features, O outputs, G groups of 128
+Shape letters: N tokens, R rows (the tokens and the padding after them), K features, O outputs, G groups of 128
 features.
 """
 
@@ -19,15 +19,15 @@ from agentspec.kernels.triton.launch import INTERPRETED
 from agentspec.kernels.weights import SCALE_BLOCK, BlockScaled
 
 _DEPTH_MULTIPLE = 4 * SCALE_BLOCK
-"""The library reads the multipliers of a row of blocks four by four."""
+"""The library reads the scales of a row of blocks in groups of four."""
 _ROW_ALIGNMENT = 8
-"""Outputs of 16 bits: each row of a result begins at a multiple of 16 bytes."""
+"""Outputs are 16-bit: each row of a result must begin at a multiple of 16 bytes."""
 _BLOCKWISE_1X128, _BLOCKWISE_128X128 = 4, 5
 """torch.nn.functional.ScalingType."""
 
 
 def prefill_linear(x_NK: Tensor, weight_OK: BlockScaled, out_NO: Tensor) -> None:
-    """x W^T into `out`, whose rows may be part of wider ones. x: the activation dtype; rows may have any stride."""
+    """x W^T into `out`, whose rows may be slices of wider ones. x: the activation dtype; rows may have any stride."""
     if takes_fp8(x_NK.dtype, weight_OK):
         multiply_scaled(quantize_tokens(x_NK), weight_OK, out_NO)
     else:
@@ -42,9 +42,9 @@ def takes_fp8(dtype: torch.dtype, weight_OK: BlockScaled) -> bool:
 
 
 def multiply_scaled(x: ScaledTokens, weight_OK: BlockScaled, out_NO: Tensor) -> None:
-    """x W^T of tokens that are 8-bit floats already, as from `quantize_tokens`."""
+    """x W^T of tokens that are already 8-bit floats, as from `quantize_tokens`."""
     num_tokens, num_rows = len(out_NO), len(x.values_RK)
-    assert num_tokens <= num_rows, f"{num_tokens} {num_rows}"
+    assert num_tokens <= num_rows, f"{num_tokens} tokens, {num_rows} rows"
     if num_tokens == num_rows and out_NO.stride(0) % _ROW_ALIGNMENT == 0:
         _multiply(x, weight_OK, out_NO)
     else:
@@ -54,9 +54,9 @@ def multiply_scaled(x: ScaledTokens, weight_OK: BlockScaled, out_NO: Tensor) -> 
 
 
 def _multiply(x: ScaledTokens, weight_OK: BlockScaled, out_RO: Tensor) -> None:
-    if out_RO.is_meta:  # torch knows no shapes alone for this product, and there is nothing to compute
+    if out_RO.is_meta:  # torch has no meta implementation of this product, and there is nothing to compute
         return
-    if INTERPRETED:  # on the CPU, for which the library has no such product
+    if INTERPRETED:  # on the CPU, where the library lacks this product
         x_RK = x.values_RK.float() * x.scales_GR.t().repeat_interleave(SCALE_BLOCK, 1)
         out_RO.copy_(x_RK @ weight_OK.dequantize().t())
         return

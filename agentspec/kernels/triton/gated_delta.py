@@ -1,16 +1,16 @@
 """The recurrent mixer of a decode window in one Triton launch: short convolution, gated delta rule, gated norm. See
 backend.Backend.
 
-A program has a block of value dims of one slot's value head: its tile of the state is loaded once, stays in registers
-for the whole window and is stored after every column. Two things need every program of a key head: the norm over all
-value dims, and the convolution state of the q and k that they share, which may overwrite the row that the others read.
-The last program to finish does both; a counter tells it, which it sets back to zero.
+A program has a block of value dims of one slot's value head. Its tile of the state is loaded once, stays in registers
+for the whole window and is stored after every column. Two things need every program of a key head to finish first: the
+norm over all value dims, and the store of the shared q and k convolution state, which may overwrite the row that the
+others read. The last program to finish does both; it is found with a counter, which it resets to zero.
 
 Knows nothing of what rows mean. Shape letters as in backend.py; in kernels X chunks of the key dim.
 """
 
 # mypy: disable-error-code="assignment"
-# A kernel's tuples grow in unrolled loops, so that their type changes.
+# Tuples grow in unrolled loops of kernels, which changes their type.
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from agentspec.kernels.traffic import state_traffic, touches_pools
 from agentspec.kernels.triton.launch import NUM_COUNTERS, OVERLAPPED, arrival_counters, await_previous, release_next
 
 _BLOCK_D = 32
-"""Value dims of a program. With four warps and key dim 128 the tile takes 32 registers a lane, and one slot is work for
-every multiprocessor."""
+"""Value dims per program. With four warps and key dim 128 the tile takes 32 registers per lane, and one slot gives
+every multiprocessor work."""
 _NUM_WARPS = 4
 _CHUNK = 32
-"""Key dims that lie across lanes, four to a lane. A lane has its place of every chunk, so that a sum over the key dim
-crosses few lanes."""
+"""Key dims of a chunk, which lie across lanes, four per lane. A lane has the same place of every chunk, so that a sum
+over the key dim crosses few lanes."""
 _MAX_ROWS = 16
-"""Rows (a token of a head) that the norm has in registers at a time, at most."""
+"""Most rows (a token of a head) that the norm holds in registers at a time."""
 
 _L2_EPS = tl.constexpr(1e-6)
 
@@ -45,7 +45,7 @@ def gated_delta_step(
     read_row_B: Tensor,
     write_rows_BT: Tensor,
 ) -> Tensor:
-    """What comes out of the convolution stays float32; the reference rounds it to the projection's dtype."""
+    """The output of the convolution stays float32; the reference rounds it to the projection's dtype."""
     num_slots, num_columns = write_rows_BT.shape
     _, num_heads, value_dim, key_dim = ssm_RVDK.shape
     num_channels, num_values = conv_R3C.shape[2], num_heads * value_dim
@@ -99,7 +99,7 @@ def gated_delta_step(
 
 @triton.jit
 def _taps(conv_C4, channel, mask):  # type: ignore[no-untyped-def]
-    """The four taps of each channel, float32, oldest token's first."""
+    """Return the four taps of each channel, float32, oldest token's first."""
     place = conv_C4 + channel * 4
     taps = ()
     for tap in tl.static_range(4):
@@ -109,8 +109,8 @@ def _taps(conv_C4, channel, mask):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _window(x, x_stride, past, channel, mask, C: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The three rows of `past`, then those of x: rows t to t + 3 make column t, and rows t + 1 to t + 3 are the state
-    after it."""
+    """Return the three rows of `past`, then those of x: rows t to t + 3 are the convolution's input for column t, and
+    rows t + 1 to t + 3 are the state after it."""
     rows = ()
     for i in tl.static_range(3):
         rows += (tl.load(past + i * C + channel, mask=mask, other=0.0),)
@@ -138,8 +138,8 @@ def _store_conv_states(conv_R3C, conv_stride, write_rows, window, channel, mask,
 
 @triton.jit
 def softplus(x):  # type: ignore[no-untyped-def]
-    """log(1 + e^x) = max(x, 0) + 2 artanh(s), s = e / (2 + e), e = exp(-|x|): s is at most 1/3, so eight terms of the series are exact to float32,
-    and small results keep all their digits."""
+    """log(1 + e^x) = max(x, 0) + 2 artanh(s), s = e / (2 + e), e = exp(-|x|). s is at most 1/3, so eight terms of the
+    series are exact to float32, and small results keep full relative precision."""
     e = tl.exp(-tl.abs(x))
     s = e / (2.0 + e)
     s2 = s * s
@@ -151,7 +151,8 @@ def softplus(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _gates(raw, x_stride, rate, dt_bias, V: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(write strengths, decays) of every column. raw: a head's write strength; its decay is V elements on."""
+    """Return (write strengths, decays) of every column. raw: a head's write strength; its decay is V elements after
+    it."""
     betas, decays = (), ()
     for t in tl.static_range(T):
         betas += (tl.sigmoid(tl.load(raw + t * x_stride).to(tl.float32)),)
@@ -166,14 +167,14 @@ def _add_three(a0, a1, a2, b0, b1, b2):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _inner_products(q_XK, k_XK):  # type: ignore[no-untyped-def]
-    """q . q, k . k and q . k, in one exchange between warps."""
+    """Return q . q, k . k and q . k, with one exchange between warps."""
     sums = tl.reduce((q_XK * q_XK, k_XK * k_XK, q_XK * k_XK), 1, _add_three)
     return tl.reduce(sums, 0, _add_three)
 
 
 @triton.jit
 def _queries_keys(q_window, k_window, q_taps, k_taps, K: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(scaled queries, keys, their inner products) of every column, L2-normalized."""
+    """Return (scaled queries, keys, their inner products) of every column, L2-normalized."""
     qs, ks, qks = (), (), ()
     for t in tl.static_range(T):
         q, k = _convolved(q_window, t, q_taps), _convolved(k_window, t, k_taps)
@@ -207,8 +208,8 @@ def _finish_key_head(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    """Norm and gate the outputs of a key head's value heads; store the convolution states of its q and k. All pointers
-    are this slot's."""
+    """Norm and gate the outputs of a key head's value heads, and store the convolution states of its q and k. All
+    pointers are this slot's."""
     NUM_KEYS: tl.constexpr = V // REPEATS * K
     C: tl.constexpr = 2 * NUM_KEYS + V * D
     c = tl.arange(0, 2 * BLOCK_K)
@@ -222,7 +223,7 @@ def _finish_key_head(  # type: ignore[no-untyped-def]
         is_real = (i < T * REPEATS) & (d < D)
         value_dim = (key_head * REPEATS + i % REPEATS) * D + d
         place = i // REPEATS * (V * D) + value_dim
-        # Other programs wrote o: past the first-level cache, which does not see their stores.
+        # Other programs wrote o: bypass L1, which is not coherent with their stores.
         value = tl.load(o + place, mask=is_real, other=0.0, cache_modifier=".cg")
         z = tl.load(x + i // REPEATS * x_stride + C + value_dim, mask=is_real, other=0.0).to(tl.float32)
         normed = value * tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) / D + eps) * gain
@@ -231,7 +232,7 @@ def _finish_key_head(  # type: ignore[no-untyped-def]
             gate *= z
         tl.store(out + place, (normed * gate).to(out.dtype.element_ty), mask=is_real)
 
-    tl.debug_barrier()  # a write row may be the row that other lanes have just read
+    tl.debug_barrier()  # a write row may be the row that other lanes read
     _store_conv_states(conv_R3C, conv_stride, write_rows, window, channel, mask, C, T)
 
 
@@ -302,14 +303,14 @@ def _gated_delta_step(  # type: ignore[no-untyped-def]
     for t in tl.static_range(T):
         write_rows += (tl.load(write_rows_BT + slot * T + t),)
         vs += (_convolved(v_window, t, v_taps),)
-    tl.debug_barrier()  # a write row may be the row that other lanes have just read
+    tl.debug_barrier()  # a write row may be the row that other lanes read
     _store_conv_states(conv_R3C, conv_stride, write_rows, v_window, v_channel, is_value, C, T)
 
     o_slot, out_slot = o_NVD + slot * T * (V * D), out_NVD + slot * T * (V * D)
     for t in tl.static_range(T):
         q, k = qs[t], ks[t]
-        # With S' = a S + delta k^T, what is read, S' q, is a (S q) + delta (k . q): both sums are over the same S, at
-        # once.
+        # With S' = a S + delta k^T, the output S' q is a (S q) + delta (k . q): both sums are over the same S and run
+        # together.
         seen = tl.sum(tl.sum(state_DXK * k[None, :, :], axis=1), axis=1)
         read = tl.sum(tl.sum(state_DXK * q[None, :, :], axis=1), axis=1)
         delta = (vs[t] - decays[t] * seen) * betas[t]
@@ -317,7 +318,7 @@ def _gated_delta_step(  # type: ignore[no-untyped-def]
         tl.store(o_slot + t * (V * D) + head * D + d, decays[t] * read + delta * qks[t], mask=is_value)
         tl.store(tile + write_rows[t] * ssm_stride, state_DXK, mask=is_real)
 
-    tl.debug_barrier()  # every lane's reads and stores come before the count
+    tl.debug_barrier()  # every lane's reads and stores must precede the count
     counter = counters + slot * KEY_HEADS + key_head
     if tl.atomic_add(counter, 1, sem="acq_rel") == REPEATS * NUM_BLOCKS - 1:
         tl.store(counter, 0)

@@ -1,13 +1,13 @@
-"""Products of many tokens with a stack of experts' matrices, each token with those that it chose: gate and up with
-SwiGLU, and down.
+"""Grouped products: many tokens with a stack of experts' matrices, each token with the experts that it chose. Gate and
+up with SwiGLU, and down.
 
-A program multiplies a block of one expert's rows with the tokens of one tile (expert_groups), or of its share of one.
-The matrix units work on 64 rows at least: these are tokens where a program has that many, and else the weights' rows,
-so that tiles of 16 tokens waste nothing. With 8-bit weights the tokens are 8-bit too (fp8_activations), and the sum
-over each 128 of K times its two multipliers is added in float32: sums of which Hopper's matrix units keep about 14
-bits, so that 2^-10 of the largest result covers what is lost.
+A program multiplies a block of one expert's rows with the tokens of one tile (expert_groups), or with its share of a
+tile. The matrix units need at least 64 rows: these are tokens if a program has that many, else the weights' rows, so
+that tiles of 16 tokens waste no work. With 8-bit weights the tokens are 8-bit too (fp8_activations), and the sum over
+each 128 of K times its two scales is added in float32; Hopper's matrix units keep about 14 bits of such a sum (the
+loss is within 2^-10 of the largest result).
 
-Shape letters: N tokens, R rows (the tokens and what fills up behind them), J choices a token, P = N J pairs, X experts,
+Shape letters: N tokens, R rows (the tokens and the padding after them), J choices per token, P = N J pairs, X experts,
 H and K input features, I FFN width, O outputs, G groups of 128 features.
 """
 
@@ -29,18 +29,18 @@ from agentspec.kernels.weights import SCALE_BLOCK, BlockScaled, Weight
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupedPlan:
-    """A program has `block_o` outputs (with SwiGLU: as many of gate and of up) of one tile and goes along K in steps of
-    `block_k`."""
+    """A program computes `block_o` outputs (with SwiGLU: that many of gate and of up) of one tile, in steps of
+    `block_k` along K."""
 
     block_o: int
-    """128 where the result is 8-bit floats: the program must see whole groups."""
+    """128 if the result is 8-bit floats: a program must see whole groups."""
     block_k: int
-    """128 with 8-bit floats."""
+    """128 for 8-bit floats."""
     warps: int
     stages: int
-    sharers: int = 1
-    """Programs that share a tile's tokens: so one table of tiles serves a product that wants fewer tokens a program
-    than another."""
+    programs_per_tile: int = 1
+    """Programs that share a tile's tokens. So products that want different numbers of tokens per program can use the
+    same table of tiles."""
 
 
 def gate_up(
@@ -54,7 +54,7 @@ def gate_up(
     h_scales = (
         None if scales is None else torch.empty(width // SCALE_BLOCK, num_pairs, dtype=torch.float32, device=h.device)
     )
-    _gate_up_kernel[(triton.cdiv(width, plan.block_o), groups.tiles_T4.shape[0] * plan.sharers)](
+    _gate_up_kernel[(triton.cdiv(width, plan.block_o), groups.tiles_T4.shape[0] * plan.programs_per_tile)](
         h,
         h_scales,
         values,
@@ -83,14 +83,15 @@ def down(
     weights_NJ: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """weight * down h of every pair: [N, J, O] of `dtype`. h as from `gate_up`; weights_NJ: float32. One launch."""
+    """weight * down h of every pair: [N, J, O] of `dtype`. h: as returned by `gate_up`; weights_NJ: float32. One
+    launch."""
     values, scales = (h.values_RK, h.scales_GR) if isinstance(h, ScaledTokens) else (h, None)
     (num_pairs, depth), num_outputs = values.shape, weight_XOI.shape[1]
     assert (weights_NJ.dtype, weights_NJ.is_contiguous()) == (torch.float32, True)
     parts = torch.empty(*weights_NJ.shape, num_outputs, dtype=dtype, device=values.device)
-    _down_kernel[(triton.cdiv(num_outputs, plan.block_o), groups.tiles_T4.shape[0] * plan.sharers)](
+    _down_kernel[(triton.cdiv(num_outputs, plan.block_o), groups.tiles_T4.shape[0] * plan.programs_per_tile)](
         parts,
-        TensorDescriptor.from_tensor(values, [groups.block_m // plan.sharers, plan.block_k]),
+        TensorDescriptor.from_tensor(values, [groups.block_m // plan.programs_per_tile, plan.block_k]),
         scales,
         _rows(weight_XOI, plan),
         _scales_of(weight_XOI),
@@ -107,7 +108,7 @@ def down(
 
 
 def _rows(weight_XOK: Weight, plan: GroupedPlan) -> TensorDescriptor:
-    """All experts' rows, one under the other, for the copy engine."""
+    """TMA descriptor of the rows of all experts."""
     values = weight_XOK.values if isinstance(weight_XOK, BlockScaled) else weight_XOK.tensor
     return TensorDescriptor.from_tensor(values.flatten(0, 1), [plan.block_o, plan.block_k])
 
@@ -117,15 +118,15 @@ def _scales_of(weight_XOK: Weight) -> Tensor | None:
 
 
 def _blocks(plan: GroupedPlan, groups: ExpertGroups) -> dict[str, int | bool]:
-    assert groups.block_m % plan.sharers == 0
-    block_m = groups.block_m // plan.sharers
-    # With tokens as the matrix units' rows each thread has few tokens, and few multipliers.
+    assert groups.block_m % plan.programs_per_tile == 0
+    block_m = groups.block_m // plan.programs_per_tile
+    # TOKENS_FIRST: tokens as the matrix units' rows give each thread few tokens, and so few scales.
     return {
         "BLOCK_M": block_m,
         "BLOCK_O": plan.block_o,
         "BLOCK_K": plan.block_k,
         "TOKENS_FIRST": block_m >= 64,
-        "SHARERS": plan.sharers,
+        "SHARERS": plan.programs_per_tile,
         "num_warps": plan.warps,
         "num_stages": plan.stages,
     }
@@ -133,7 +134,8 @@ def _blocks(plan: GroupedPlan, groups: ExpertGroups) -> dict[str, int | bool]:
 
 @triton.jit
 def _tile(tiles_ptr, BLOCK_M: tl.constexpr, SHARERS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(expert, first place, number of places) of this program's share of a tile. No places: nothing to do."""
+    """Return (expert, first place, number of places) of this program's share of a tile. Without places there is
+    nothing to do."""
     row = tiles_ptr + tl.program_id(1) // SHARERS * FIELDS
     before = tl.program_id(1) % SHARERS * BLOCK_M
     count = tl.minimum(tl.maximum(tl.load(row + COUNT) - before, 0), BLOCK_M)
@@ -186,7 +188,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     m = tl.arange(0, BLOCK_M)
     first_i = tl.program_id(0) * BLOCK_O
     i = first_i + tl.arange(0, BLOCK_O)
-    # Places past the end are those of the last pair again: nothing of them is stored.
+    # Places past the end repeat the last pair; their results are not stored.
     token = tl.load(pairs_ptr + first + tl.minimum(m, count - 1)) // top_k
     x_rows = x_ptr + token.to(tl.int64) * x_stride
     gate_row = expert * 2 * width + first_i
@@ -207,7 +209,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
         up_weight = weight_tiles.load([gate_row + width, step * BLOCK_K])
         if x_scales_ptr is not None:
             x_scale, gate_scale, up_scale = next_x_scale, next_gate_scale, next_up_scale
-            # One step early: too little for an asynchronous copy, too long a way to wait for.
+            # Loaded one step ahead: too small for an asynchronous copy, and too slow to wait for.
             further = tl.minimum(step + 1, num_groups - 1)
             next_x_scale = tl.load(x_scales_ptr + further.to(tl.int64) * num_rows + token)
             next_gate_scale, next_up_scale = tl.load(gate_scales + further), tl.load(up_scales + further)
@@ -257,7 +259,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     if count == 0:
         return
     m = tl.arange(0, BLOCK_M)
-    # Places past the end: other experts' tokens are multiplied, and nothing of them is stored.
+    # Places past the end multiply other experts' tokens; their results are not stored.
     place = first + tl.minimum(m, count - 1)
     first_o = tl.program_id(0) * BLOCK_O
     o = first_o + tl.arange(0, BLOCK_O)
@@ -280,7 +282,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
         else:
             acc = _add_product(acc, h, weight, TOKENS_FIRST)
     release_next(PDL)
-    # Fetched here: in registers all the while, they would leave room for fewer programs at a time.
+    # Loaded only now: held in registers during the loop, they would reduce occupancy.
     pair = tl.load(pairs_ptr + place)
     if not TOKENS_FIRST:
         acc = acc.T

@@ -1,12 +1,12 @@
 """The products of grouped_gemm.py with 8-bit operands for Hopper's matrix units, in Gluon.
 
-One program a multiprocessor takes pieces of work, one after the other from a counter that all share: the up to 128
-tokens of a tile by two blocks of 128 outputs. One group of four warps only fetches, up to four steps of K ahead and on
-into the next piece. Two others have 64 tokens each, multiply and add up, so that the matrix units work for one while
-the other scales its sums. Triton's own compiler has no such division: there all warps wait for every product, and every
-piece begins with an empty pipeline.
+One persistent program per multiprocessor takes pieces of work from a shared counter. A piece is the up to 128 tokens
+of a tile by two blocks of 128 outputs. One group of four warps only fetches, up to four steps of K ahead and on into
+the next piece. Two other groups have 64 tokens each, multiply and accumulate: the matrix units work for one while the
+other scales its sums. Triton's own compiler has no such warp specialization: there all warps wait for every product,
+and every piece starts with an empty pipeline.
 
-Sums are those of grouped_gemm.py, bit for bit: see there for what is computed, for operands and for shape letters.
+Sums equal those of grouped_gemm.py, bit for bit: see there for the mathematics, operands and shape letters.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from agentspec.kernels.triton.machine import machine_of
 from agentspec.kernels.weights import FP8, SCALE_BLOCK, BlockScaled, Weight
 
 BLOCK_M = 128
-"""Of the table of tiles."""
+"""Tokens of a tile in the table."""
 _HALF_M = gl.constexpr(64)
-"""Tokens of a group of warps."""
+"""Tokens per warp group."""
 _BLOCK_O = gl.constexpr(128)
-"""Outputs under one multiplier; a piece has two such blocks."""
+"""Outputs with one scale; a piece has two such blocks."""
 _BLOCK_K = gl.constexpr(SCALE_BLOCK)
 _STAGES = gl.constexpr(4)
 _GATE_UP_REGISTERS = {"REGISTERS": 216, "FETCH_REGISTERS": 64}
 _DOWN_REGISTERS = {"REGISTERS": 232, "FETCH_REGISTERS": 40}
-"""Of a thread that multiplies and of one that fetches; the first group that multiplies gets what is left of 504. So
-nothing is spilled."""
+"""Registers of a thread that multiplies and of one that fetches; the first multiplying group gets the rest of 504.
+With these nothing is spilled."""
 
 _EXPERT, _FIRST, _COUNT, _NUM_ROWS, _FIELDS = (
     gl.constexpr(field.value) for field in (EXPERT, FIRST, COUNT, NUM_ROWS, FIELDS)
@@ -53,21 +53,21 @@ _EXPERT, _FIRST, _COUNT, _NUM_ROWS, _FIELDS = (
 _LARGEST = gl.constexpr(LARGEST.value)
 _copy_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _copy_rows = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-"""Their names in Triton 3.9, and before."""
+"""Their names in Triton 3.9, and in earlier versions."""
 _barrier = tl.debug_barrier
-"""Of the warps of one group."""
+"""A barrier of the warps of one group."""
 _release_next = gluon.jit(release_next.fn)
 _await_previous = gluon.jit(await_previous.fn)
 
 
-def is_for(gate_up_X2IH: Weight, device: torch.device) -> bool:
-    """Whether experts of these shapes, whose products are W8A8, can be multiplied here."""
+def is_supported(gate_up_X2IH: Weight, device: torch.device) -> bool:
+    """Whether this kernel supports experts of these shapes, whose products are W8A8, on this device."""
     _, two_widths, hidden_size = gate_up_X2IH.shape
     return two_widths % (2 * SCALE_BLOCK) == 0 and hidden_size % (2 * SCALE_BLOCK) == 0 and _num_programs(device) > 0
 
 
 def gate_up(x: ScaledTokens, weight_X2IK: BlockScaled, groups: ExpertGroups, top_k: int) -> ScaledTokens:
-    """As grouped_gemm.gate_up, over tiles of BLOCK_M. One launch."""
+    """grouped_gemm.gate_up over tiles of BLOCK_M. One launch."""
     (num_rows, depth), width, num_pairs = x.values_RK.shape, weight_X2IK.shape[1] // 2, groups.pairs_P.shape[0]
     assert groups.block_m == BLOCK_M
     values = torch.empty(num_pairs, width, dtype=FP8, device=x.values_RK.device)
@@ -98,7 +98,7 @@ def gate_up(x: ScaledTokens, weight_X2IK: BlockScaled, groups: ExpertGroups, top
 def down(
     h: ScaledTokens, weight_XOI: BlockScaled, groups: ExpertGroups, weights_NJ: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """As grouped_gemm.down, over tiles of BLOCK_M. One launch."""
+    """grouped_gemm.down over tiles of BLOCK_M. One launch."""
     (num_pairs, depth), num_outputs = h.values_RK.shape, weight_XOI.shape[1]
     assert (weights_NJ.dtype, weights_NJ.is_contiguous()) == (torch.float32, True)
     assert groups.block_m == BLOCK_M
@@ -124,14 +124,14 @@ def down(
 
 
 def _descriptor(values: Tensor, rows: int) -> TensorDescriptor:
-    """[*, K] for the copy engine, `rows` rows of 128 bytes at a time."""
+    """TMA descriptor of [*, K] in blocks of `rows` rows of 128 bytes."""
     block = [rows, SCALE_BLOCK]
     return TensorDescriptor.from_tensor(values, block, gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv))
 
 
 @functools.cache
 def _num_programs(device: torch.device) -> int:
-    """One a multiprocessor, or none where this is no Hopper."""
+    """One program per multiprocessor; 0 if the device is not a Hopper."""
     if INTERPRETED:
         return 0
     machine = machine_of(device)
@@ -140,8 +140,8 @@ def _num_programs(device: torch.device) -> int:
 
 @gluon.jit
 def _fetch(operands, shared, GATED: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The third group of warps: takes pieces, says what they are, and brings every step of them into the next free
-    buffers. A piece of no tokens is the end."""
+    """The fetching warp group: takes pieces, publishes their description, and loads every step of them into the next
+    free buffers. A piece without tokens marks the end."""
     x, x_stride, weights, pairs_ptr, tiles_ptr, counters_ptr, num_tiles, top_k, num_outputs, depth = operands
     x_buffers, weight_buffers, facts, places, full, empty = shared
     rows: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
@@ -160,7 +160,7 @@ def _fetch(operands, shared, GATED: gl.constexpr):  # type: ignore[no-untyped-de
         first = gl.load(row + _FIRST)
         count = gl.load(row + _COUNT)
         if count > 0:
-            # Places past the end are those of the last pair again: nothing of them is stored.
+            # Places past the end repeat the last pair; their results are not stored.
             low = gl.load(pairs_ptr + first + gl.minimum(m, count - 1))
             high = gl.load(pairs_ptr + first + gl.minimum(m + _HALF_M, count - 1))
             if GATED:
@@ -212,14 +212,14 @@ def _fetch(operands, shared, GATED: gl.constexpr):  # type: ignore[no-untyped-de
     if GATED:
         async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
     if gl.atomic_add(counters_ptr + 1, 1, sem="acq_rel") == gl.num_programs(0) - 1:
-        # No program takes pieces any more: the counters are zero again for the next kernel.
+        # All programs have stopped taking pieces: reset the counters for the next kernel.
         gl.store(counters_ptr, 0)
         gl.store(counters_ptr + 1, 0)
 
 
 @gluon.jit
 def _next_piece(facts, full, turn):  # type: ignore[no-untyped-def]
-    """(expert, first place, number of places, block of outputs) of the piece whose first step is `turn`."""
+    """Return (expert, first place, number of places, block of outputs) of the piece whose first step is `turn`."""
     four: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     mbarrier.wait(full.index(turn % _STAGES), turn // _STAGES & 1)
     values = facts.index(turn % _STAGES).load(four)
@@ -243,7 +243,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     GROUP: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """Two blocks of 128 outputs of 64 tokens: float32 [64, 128] each."""
+    """Compute two blocks of 128 outputs of 64 tokens: float32 [64, 128] each."""
     x_buffers, weight_buffers, _facts, _places, full, empty = shared
     zeros = gl.zeros([_HALF_M, _BLOCK_O], gl.float32, layout)
     sums = zeros
@@ -258,11 +258,11 @@ def _multiply(  # type: ignore[no-untyped-def]
         scale = next_scale
         second_scale = next_second_scale
         mbarrier.wait(full.index(stage), turn // _STAGES & 1)
-        # Tokens that threads have gathered are visible to the matrix units.
+        # Makes the tokens that threads have gathered visible to the matrix units.
         fence_async_shared()
         x = x_buffers.index(2 * stage + GROUP)
         product = warpgroup_mma(x, weight_buffers.index(2 * stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        # One step early: too little for an asynchronous copy, too long a way to wait for.
+        # Loaded one step ahead: too small for an asynchronous copy, and too slow to wait for.
         further = gl.minimum(step + 1, last)
         next_x_scale = gl.load(x_scales + further.to(gl.int64) * scales_stride + place_M)
         next_scale = gl.load(first_scales + further)
@@ -281,7 +281,7 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _skip(turn, depth, full, empty):  # type: ignore[no-untyped-def]
-    """A piece in which this group of warps has no tokens."""
+    """Pass over a piece in which this warp group has no tokens."""
     for _ in range(depth // _BLOCK_K):
         mbarrier.wait(full.index(turn % _STAGES), turn // _STAGES & 1)
         mbarrier.arrive(empty.index(turn % _STAGES), count=1)
@@ -291,7 +291,7 @@ def _skip(turn, depth, full, empty):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _gate_up(operands, shared, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
-    """One of the two groups of warps that multiply."""
+    """One of the two multiplying warp groups of gate and up."""
     h_ptr, h_scales_ptr, x_scales_ptr, weight_scales_ptr, num_rows, num_pairs, width, depth = operands
     _x_buffers, _weight_buffers, facts, places, full, empty = shared
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
@@ -307,7 +307,7 @@ def _gate_up(operands, shared, GROUP: gl.constexpr):  # type: ignore[no-untyped-
         count = all_count - GROUP * _HALF_M
         if count > 0:
             token = places.index(2 * (turn % _STAGES) + GROUP).load(gl.SliceLayout(1, layout))
-            _barrier()  # everyone has read what this piece is
+            _barrier()  # all warps have read the piece's description
             gate_scales = weight_scales_ptr + (expert * 2 * num_blocks + block) * num_groups
             up_scales = gate_scales + num_blocks * num_groups
             gate, up, turn = _multiply(
@@ -330,7 +330,7 @@ def _gate_up(operands, shared, GROUP: gl.constexpr):  # type: ignore[no-untyped-
 
 @gluon.jit
 def _down(operands, shared, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
-    """One of the two groups of warps that multiply."""
+    """One of the two multiplying warp groups of down."""
     parts_ptr, h_scales_ptr, weight_scales_ptr, weights_ptr, num_pairs, num_outputs, depth = operands
     _x_buffers, _weight_buffers, facts, places, full, empty = shared
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
@@ -348,7 +348,7 @@ def _down(operands, shared, GROUP: gl.constexpr):  # type: ignore[no-untyped-def
             mine = places.index(2 * (turn % _STAGES) + GROUP)
             weight_M = gl.expand_dims(gl.load(weights_ptr + mine.load(gl.SliceLayout(1, layout))), 1)
             pair = mine.load(gl.SliceLayout(1, rows))
-            _barrier()  # everyone has read what this piece is
+            _barrier()  # all warps have read the piece's description
             scales = weight_scales_ptr + (expert * num_blocks + block) * (2 * num_groups)
             h_places = first + GROUP * _HALF_M + gl.minimum(m, count - 1)
             sums, second_sums, turn = _multiply(
@@ -369,8 +369,9 @@ def _down(operands, shared, GROUP: gl.constexpr):  # type: ignore[no-untyped-def
 
 @gluon.jit
 def _shared(num_arrivals: gl.constexpr, weights):  # type: ignore[no-untyped-def]
-    """What the groups of warps share: tokens by step and group that multiplies; weights by step and block; what a piece
-    is, and its pairs or tokens, by its first step; barriers: a step is there, and it is done with."""
+    """Allocate the shared memory of the warp groups: tokens by step and multiplying group; weights by step and block;
+    a piece's description, and its pairs or tokens, by its first step; barriers: a step is loaded, and it is
+    released."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_HALF_M, _BLOCK_K], gl.float8e4nv)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     x_buffers = gl.allocate_shared_memory(gl.float8e4nv, [2 * _STAGES, _HALF_M, _BLOCK_K], layout)
@@ -406,7 +407,7 @@ def gate_up_kernel(  # type: ignore[no-untyped-def]
     FETCH_REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    # The copy engine and the 128 threads that gather tokens.
+    # TMA and the 128 threads that gather tokens.
     shared = _shared(1 + 128, weights)
     _await_previous(PDL)
     _release_next(PDL)

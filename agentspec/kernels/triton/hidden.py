@@ -1,5 +1,5 @@
-"""The hiddens that a prefill leaves in state rows, in one Triton launch. See backend.Backend, `save_hidden`. Knows
-nothing of what rows mean."""
+"""Store the hiddens of a prefill's blocks to state rows, in one Triton launch. See backend.Backend, `save_hidden`.
+Knows nothing of what rows mean."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from agentspec.kernels import prefill_batch as fields
 from agentspec.kernels.prefill_batch import PrefillBatch
 from agentspec.kernels.traffic import touches_pools
 from agentspec.kernels.triton.launch import OVERLAPPED, await_previous, release_next
+from agentspec.kernels.triton.prefill_columns import (
+    BLOCK_COUNT,
+    BLOCK_OFFSET,
+    NUM_BLOCK_FIELDS,
+    SAVE_ROW,
+    SECOND_SAVE_ROW,
+)
 
 _MAX_BLOCK = 1024
-
-_BLOCK_OFFSET, _BLOCK_COUNT, _SAVE_ROW = (
-    tl.constexpr(fields.BLOCK_OFFSET),
-    tl.constexpr(fields.BLOCK_COUNT),
-    tl.constexpr(fields.SAVE_ROW),
-)
-_SECOND_SAVE_ROW, _NUM_BLOCK_FIELDS = tl.constexpr(fields.SECOND_SAVE_ROW), tl.constexpr(fields.NUM_BLOCK_FIELDS)
 
 
 @touches_pools
@@ -55,9 +54,9 @@ def _save_hidden(  # type: ignore[no-untyped-def]
 ):
     release_next(PDL)
     await_previous(PDL)
-    block = blocks_MF + tl.program_id(1).to(tl.int64) * _NUM_BLOCK_FIELDS
-    row, second_row = tl.load(block + _SAVE_ROW), tl.load(block + _SECOND_SAVE_ROW)
-    last = tl.load(block + _BLOCK_OFFSET) + tl.load(block + _BLOCK_COUNT) - 1
+    block = blocks_MF + tl.program_id(1).to(tl.int64) * NUM_BLOCK_FIELDS
+    row, second_row = tl.load(block + SAVE_ROW), tl.load(block + SECOND_SAVE_ROW)
+    last = tl.load(block + BLOCK_OFFSET) + tl.load(block + BLOCK_COUNT) - 1
     h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     hidden = tl.load(hidden_NH + last * hidden_stride + h, mask=h < tl.where(row >= 0, H, 0), other=0.0)
     tl.store(hidden_RH + row * pool_stride + h, hidden, mask=h < tl.where(row >= 0, H, 0))

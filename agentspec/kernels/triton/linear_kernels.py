@@ -1,9 +1,8 @@
-"""The kernels of linear layers: a tile of a product by the walks of `linear_tiles`, and what is done with it before it
-is stored.
+"""The kernels of linear layers: a tile of a product by the loops of `linear_tiles`, and its epilogue.
 
 Owns the arithmetic of one launch; `linear_layers` has the launches. Weights are tensors of the activation dtype
-(scales_ptr None) or the bytes of 8-bit floats (uint8, or uint16 for two) with float32 multipliers [ceil(rows /
-BLOCK_ROWS), ceil(depth / 128)]; ONE_BLOCK: the rows of a tile that stand side by side in the weight share a multiplier.
+(scales_ptr None) or the bytes of 8-bit floats (uint8, or uint16 for pairs) with float32 scales [ceil(rows /
+BLOCK_ROWS), ceil(depth / 128)]. ONE_BLOCK: adjacent weight rows of a tile share a scale.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from agentspec.kernels.triton.linear_tiles import (
 
 @triton.jit
 def _token_rows(x_ptr, x_stride, num_tokens, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(tokens, which of them are real, pointers to their rows) of this program's block of tokens."""
+    """Return (tokens, which of them are real, pointers to their rows) of this program's block of tokens."""
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     return m, m < num_tokens, x_ptr + m.to(tl.int64) * x_stride
 
 
 @triton.jit
 def _weight_rows(weight_ptr, rows, num_rows, depth, begin):  # type: ignore[no-untyped-def]
-    """Pointers into rows of W. Those past the end read the last row instead of needing a mask on every load; nothing of
-    them is stored."""
+    """Pointers into rows of W. Rows past the end read the last row, which avoids a mask on every load; their results
+    are not stored."""
     return weight_rows_at(weight_ptr, tl.minimum(rows, num_rows - 1), depth, begin)
 
 
 @triton.jit
 def _scale_rows(scales_ptr, first_row, rows, depth, BLOCK_ROWS: tl.constexpr, ONE_BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the multipliers of a tile's rows begin, as `walk_scaled` wants it: one pointer, or one a row."""
+    """Pointers to the scales of a tile's rows, as `walk_scaled` takes them: one pointer, or one per row."""
     columns = tl.cdiv(depth, SCALE_COLUMNS)
     block = first_row // BLOCK_ROWS if ONE_BLOCK else rows // BLOCK_ROWS
     return scales_ptr + block * columns
@@ -62,8 +61,8 @@ def _extra_tile(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rows of a plain weight whose outputs stand behind the num_outputs others. They are few: all of them are asked
-    into L2 at once, and when the next kernel starts is left to the other programs."""
+    """Compute rows of a plain weight; their outputs follow the num_outputs others. They are few: all of them are
+    prefetched to L2 at once, and the other programs release the next kernel."""
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     weight_rows = _weight_rows(extra_ptr, o, num_extra, depth, 0)
     num_steps = tl.cdiv(depth, BLOCK_K)
@@ -126,7 +125,7 @@ def linear_kernel(  # type: ignore[no-untyped-def]
 ):
     program, row_size = tl.program_id(0), num_outputs
     if extra_ptr is not None:
-        # These programs come first: alone, each of them would take longest.
+        # These programs come first: each of them takes longest.
         extra_tiles = tl.cdiv(num_extra, EXTRA_O)
         if program < extra_tiles:
             _extra_tile(
@@ -217,8 +216,8 @@ def swiglu_kernel(  # type: ignore[no-untyped-def]
     RUNNING: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One tile holds gate and up rows of BLOCK_O / 2 outputs by turns of 8: a thread of a 16-row matrix fragment has
-    rows r and r + 8, so a gate and its up meet in one thread."""
+    """One tile holds the gate and up rows of BLOCK_O / 2 outputs, alternating in groups of 8: a thread of a 16-row
+    matrix fragment has rows r and r + 8, so a gate and its up are in one thread."""
     HALF: tl.constexpr = BLOCK_O // 2
     r = tl.arange(0, BLOCK_O)
     i = tl.program_id(0) * HALF + r // 16 * 8 + r % 8
@@ -332,7 +331,7 @@ def nearest_kernel(  # type: ignore[no-untyped-def]
     RUNNING: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """score_ptr float32, row_ptr int32 [N, tiles]: the best row of each tile, the first of equals."""
+    """Store the best score and row of each tile, lowest row on ties: score_ptr float32, row_ptr int32 [N, tiles]."""
     tile = tl.program_id(0)
     o = tile * BLOCK_O + tl.arange(0, BLOCK_O)
     weight_rows = _weight_rows(weight_ptr, o, num_outputs, depth, 0)
@@ -379,7 +378,7 @@ def choose_kernel(token_ptr, score_ptr, row_ptr, ids_ptr, tiles, BLOCK: tl.const
         tile = first + tl.arange(0, BLOCK)
         score = tl.load(score_ptr + begin + tile, mask=tile < tiles, other=float("-inf"))
         row = tl.load(row_ptr + begin + tile, mask=tile < tiles, other=0)
-        # Tiles come in rising order, so an equal one later never wins a lane.
+        # Tiles come in rising order, so a later equal score never replaces an earlier one of a lane.
         at = tl.where((score > best) | (first == 0), row, at)
         best = tl.maximum(best, score)
     highest = tl.max(best, axis=0)

@@ -1,11 +1,11 @@
-"""The linear layers of a forward in Triton, each one launch: with the norm before, SwiGLU or the residual after, or the
-choice of a token. (Two where a plan has the norm apart.)
+"""The linear layers of a forward in Triton. One launch each, fused with the norm before, the SwiGLU or residual after,
+or an argmax. (Two launches if a plan has a separate norm.)
 
-A step has few tokens, so that a layer takes as long as its weights take to arrive; `linear_kernels` has the kernels,
-`linear_plans` how a layer is cut into programs. Where a plan says so, and for prompts, the product is torch's own, or
-that of `fp8_prefill`. See backend.Backend for the operations.
+A step has few tokens, so a layer takes as long as loading its weights. `linear_kernels` has the kernels,
+`linear_plans` the tilings. For prompts, and where a plan says so, the product is torch's, or that of `fp8_prefill`.
+See backend.Backend for the operations.
 
-The kernels that split K count their arrivals in memory that they share, so they must run one after the other: see
+The kernels that split K count their arrivals in shared counters, so they must run one after the other: see
 launch.arrival_counters. Shape letters: N tokens, H and K input features, O output features, E extra outputs, I FFN
 width, V vocabulary.
 """
@@ -38,13 +38,13 @@ _CHOICE_BLOCK = 1024
 
 def linear(x_NH: Tensor, weight_OH: Weight) -> Tensor:
     plan = _plan("linear", x_NH, weight_OH)
-    return _product(x_NH, weight_OH) if plan is None else launch_linear(plan, x_NH, weight_OH, None, None)
+    return library_product(x_NH, weight_OH) if plan is None else launch_linear(plan, x_NH, weight_OH, None, None)
 
 
 def norm_linear(x_NH: Tensor, norm: Norm, weight_OH: Weight, extra_EH: Tensor | None = None) -> Tensor:
     plan = _plan("norm_linear", x_NH, weight_OH)
     return (
-        _product(rms_norm(x_NH, norm), weight_OH, extra_EH)
+        library_product(rms_norm(x_NH, norm), weight_OH, extra_EH)
         if plan is None
         else launch_linear(plan, x_NH, weight_OH, norm, None, extra_EH)
     )
@@ -55,14 +55,14 @@ def add_linear(residual_NH: Tensor, x_NO: Tensor, weight_HO: Weight, next_norm: 
     if plan is not None:
         return launch_linear(plan, x_NO, weight_HO, None, residual_NH)
     if not isinstance(weight_HO, Plain):
-        return residual_NH.add_(_product(x_NO, weight_HO))
-    return residual_NH.addmm_(x_NO, weight_HO.values.t())  # a new result would begin as a copy of the residual
+        return residual_NH.add_(library_product(x_NO, weight_HO))
+    return residual_NH.addmm_(x_NO, weight_HO.values.t())  # a new result would start as a copy of the residual
 
 
 def norm_swiglu(x_NH: Tensor, norm: Norm, gate_up_2IH: Weight) -> Tensor:
     plan = _plan("norm_swiglu", x_NH, gate_up_2IH)
     return (
-        swiglu(_product(rms_norm(x_NH, norm), gate_up_2IH))
+        swiglu(library_product(rms_norm(x_NH, norm), gate_up_2IH))
         if plan is None
         else launch_swiglu(plan, x_NH, norm, gate_up_2IH)
     )
@@ -70,14 +70,14 @@ def norm_swiglu(x_NH: Tensor, norm: Norm, gate_up_2IH: Weight) -> Tensor:
 
 def logits(x_NH: Tensor, weight_VH: Tensor, num_real: int) -> Tensor:
     plan = _plan("logits", x_NH, Plain(weight_VH))
-    assert plan is not None, "no torch product returns float32 scores of 16-bit operands on every device"
+    assert plan is not None, "logits need a plan: torch has no float32 product of 16-bit operands on every device"
     return launch_logits(plan, x_NH, weight_VH, num_real)
 
 
-def nearest_token(x_NH: Tensor, head_OH: Weight, ids_O: Tensor | None) -> Tensor:
-    plan = _plan("nearest_token", x_NH, head_OH)
-    assert plan is not None, "scores that are not stored have no torch product"
-    return launch_nearest(plan, x_NH, head_OH, ids_O)
+def draft_argmax(x_NH: Tensor, head_OH: Weight, ids_O: Tensor | None) -> Tensor:
+    plan = _plan("draft_argmax", x_NH, head_OH)
+    assert plan is not None, "draft_argmax needs a plan: torch has no product that does not store its scores"
+    return launch_draft_argmax(plan, x_NH, head_OH, ids_O)
 
 
 def _plan(kind: Kind, x_NH: Tensor, weight_OH: Weight) -> Plan | None:
@@ -89,8 +89,8 @@ def _plan(kind: Kind, x_NH: Tensor, weight_OH: Weight) -> Plan | None:
     return plan_for(kind, *weight_OH.shape, x_NH.shape[0], x_NH.element_size(), weight_OH.plan_key)
 
 
-def _product(x_NH: Tensor, weight_OH: Weight, extra_EH: Tensor | None = None) -> Tensor:
-    """x W^T of many tokens, [N, O + E]: by the matrix libraries, or as 8-bit floats where the weights are."""
+def library_product(x_NH: Tensor, weight_OH: Weight, extra_EH: Tensor | None = None) -> Tensor:
+    """x W^T of many tokens, [N, O + E]: by the matrix library, or by W8A8 if the weights are block-scaled."""
     if isinstance(weight_OH, Plain) and extra_EH is None:
         return torch_linear(x_NH, weight_OH.values)
     num_outputs = weight_OH.shape[0]
@@ -114,18 +114,18 @@ def launch_linear(
     residual_NO: Tensor | None,
     extra_EH: Tensor | None = None,
 ) -> Tensor:
-    """By a given plan: (residual +) x W^T, of the normed x if there is a norm. [N, O + E] in x's dtype."""
+    """(residual +) x W^T by a given plan, of the normed x if there is a norm. [N, O + E] in x's dtype."""
     x_NH, norm = _norm_apart(plan, x_NH, norm)
     (num_tokens, depth), num_outputs = x_NH.shape, weight_OH.shape[0]
     num_extra = 0 if extra_EH is None else len(extra_EH)
     assert residual_NO is None or residual_NO.is_contiguous()
-    assert norm is None or plan.split == 1, "a part of K does not know the whole norm"
+    assert norm is None or plan.split == 1, "split-K and a fused norm exclude each other"
     assert extra_EH is None or (residual_NO is None and extra_EH.is_contiguous() and extra_EH.dtype == x_NH.dtype)
     out = torch.empty(num_tokens, num_outputs + num_extra, dtype=x_NH.dtype, device=x_NH.device)
     if num_tokens == 0:
         return out
     tiles, blocks = triton.cdiv(num_outputs, plan.block_o), triton.cdiv(num_tokens, plan.block_m)
-    extra_o = max(plan.block_o // (2 * plan.split), 16)  # of as many bytes as a program's 8-bit floats
+    extra_o = max(plan.block_o // (2 * plan.split), 16)  # about as many bytes as a program's 8-bit weights
     partial = arrivals = None
     if plan.split > 1:
         assert tiles * blocks <= NUM_COUNTERS, f"{tiles * blocks} tiles"
@@ -158,7 +158,7 @@ def launch_linear(
 
 
 def launch_swiglu(plan: Plan, x_NH: Tensor, norm: Norm, gate_up_2IH: Weight) -> Tensor:
-    """By a given plan: silu(gate) * up of the normed x. [N, I] in x's dtype."""
+    """silu(gate) * up of the normed x by a given plan. [N, I] in x's dtype."""
     x_NH, inner_norm = _norm_apart(plan, x_NH, norm)
     (num_tokens, depth), width = x_NH.shape, gate_up_2IH.shape[0] // 2
     out = torch.empty(num_tokens, width, dtype=x_NH.dtype, device=x_NH.device)
@@ -182,13 +182,13 @@ def launch_swiglu(plan: Plan, x_NH: Tensor, norm: Norm, gate_up_2IH: Weight) -> 
 
 
 def _norm_apart(plan: Plan, x_NH: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
-    """(what the product reads, the norm that is still to be done within it). That of a launch of its own is rounded to
-    x's dtype."""
+    """Return (the product's input, the norm that the product must still apply). The output of a separate norm is
+    rounded to x's dtype."""
     return (x_NH, norm) if norm is None or not plan.norm_apart else (rms_norm(x_NH, norm), None)
 
 
 def launch_logits(plan: Plan, x_NH: Tensor, weight_VH: Tensor, num_real: int) -> Tensor:
-    """One launch by a given plan: float32 [N, V], minus infinity from num_real on."""
+    """float32 [N, V] logits by a given plan, minus infinity from num_real on. One launch."""
     (num_tokens, depth), vocab_size = x_NH.shape, weight_VH.shape[0]
     out = torch.empty(num_tokens, vocab_size, dtype=torch.float32, device=x_NH.device)
     if num_tokens:
@@ -208,8 +208,9 @@ def launch_logits(plan: Plan, x_NH: Tensor, weight_VH: Tensor, num_real: int) ->
     return out
 
 
-def launch_nearest(plan: Plan, x_NH: Tensor, head_OH: Weight, ids_O: Tensor | None) -> Tensor:
-    """Two launches: the best row of every tile, then of those. The scores stay float32 and are never stored."""
+def launch_draft_argmax(plan: Plan, x_NH: Tensor, head_OH: Weight, ids_O: Tensor | None) -> Tensor:
+    """Argmax of x head^T by a given plan: int64 [N], mapped by `ids_O` if given. Two launches: the best row of every
+    tile, then the best of those. Scores stay float32 and are never stored."""
     (num_tokens, depth), num_outputs = x_NH.shape, head_OH.shape[0]
     token_N = torch.empty(num_tokens, dtype=torch.int64, device=x_NH.device)
     if num_tokens:
@@ -236,7 +237,7 @@ def launch_nearest(plan: Plan, x_NH: Tensor, head_OH: Weight, ids_O: Tensor | No
 
 
 def swiglu(gate_up_N2I: Tensor) -> Tensor:
-    """silu(gate) * up of [gate | up], one launch: [N, I]. For products that come from torch."""
+    """silu(gate) * up of [gate | up]: [N, I], one launch. For products computed by torch."""
     num_tokens, width = gate_up_N2I.shape[0], gate_up_N2I.shape[1] // 2
     assert gate_up_N2I.is_contiguous()
     out = torch.empty(num_tokens, width, dtype=gate_up_N2I.dtype, device=gate_up_N2I.device)
@@ -247,8 +248,8 @@ def swiglu(gate_up_N2I: Tensor) -> Tensor:
 
 
 def _operands(plan: Plan, weight: Weight) -> tuple[Tensor, Tensor | None]:
-    """A weight as the kernels take it: 8-bit floats as bytes or pairs of bytes, which they decode, and their
-    multipliers."""
+    """Return (values, scales or None) as the kernels take them: 8-bit floats as bytes, or as pairs of bytes, which
+    they decode."""
     if not isinstance(weight, BlockScaled):
         return weight.tensor, None
     by_twos = plan.takes_pairs and weight.shape[1] % 2 == 0
@@ -256,7 +257,8 @@ def _operands(plan: Plan, weight: Weight) -> tuple[Tensor, Tensor | None]:
 
 
 def _scaling(weight: Weight, rows: int, begin: int = 0) -> dict[str, int | bool]:
-    """Whether `rows` rows that begin at a multiple of `rows`, plus `begin`, share their multipliers."""
+    """ONE_BLOCK: whether the rows of a tile share their scales. A tile has `rows` rows from a multiple of `rows`, plus
+    `begin`."""
     if not isinstance(weight, BlockScaled):
         return {"BLOCK_ROWS": 1, "ONE_BLOCK": False}
     return {"BLOCK_ROWS": weight.block_rows, "ONE_BLOCK": weight.block_rows % rows == 0 and begin % rows == 0}

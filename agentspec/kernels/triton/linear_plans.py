@@ -1,8 +1,7 @@
-"""How each linear layer is cut into programs: what was measured on an H100, and a rule for every other shape.
+"""Tilings of the linear layers: measured on an H100, and a rule for all other shapes.
 
-Owns the choice alone: knows nothing of what the kernels compute with it. `benchmarks/linear.py` measures the candidates
-and writes `linear_plans.json`: entries for 16-bit weights, and for 8-bit block-scaled ones (`"weight": "fp8"`) with
-16-bit activations.
+Owns the choice only, not the kernels. `benchmarks/linear.py` measures the candidates and writes `linear_plans.json`:
+entries for 16-bit weights, and for 8-bit block-scaled ones (`"weight": "fp8"`) with 16-bit activations.
 
 Shape letters: O output features (for SwiGLU those of gate and up together), K input features, N tokens.
 """
@@ -15,46 +14,45 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Kind = Literal["linear", "norm_linear", "norm_swiglu", "add_linear", "logits", "nearest_token"]
+Kind = Literal["linear", "norm_linear", "norm_swiglu", "add_linear", "logits", "draft_argmax"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """One way to cut a product: a program owns block_o outputs of block_m tokens and walks over its share of K in steps
+    """Tiling of one product: a program owns block_o outputs of block_m tokens and loops over its share of K in steps
     of block_k."""
 
     block_o: int
     block_m: int
     block_k: int
     split: int = 1
-    """Programs that share a tile's K; the last one to arrive adds the parts up in order."""
+    """Programs that share a tile's K (split-K); the last one to arrive adds the parts in order."""
     stages: int
-    """Steps in shared memory."""
+    """Pipeline stages: steps in shared memory."""
     warps: int
     ahead: int = 0
-    """Steps whose weights are asked into L2 before the previous kernel is awaited."""
+    """Steps whose weights are prefetched to L2 before waiting for the previous kernel."""
     running: bool = False
-    """Keep that distance all along."""
+    """Keep prefetching at that distance during the loop."""
     release: int = 2
     """Steps before the end at which the next kernel may start."""
     norm_apart: bool = False
-    """A norm before the product is a launch of its own, while the first weights arrive, instead of a part of every
-    step: for steps that are short against what the norm adds to them, and so that programs may share a tile's K.
-    Nothing where there is no norm."""
+    """Run a norm before the product as a separate launch, while the first weights arrive, instead of within every
+    step. For steps that are short compared with the norm's work in them, and to allow split-K. No effect without a
+    norm."""
 
     @property
     def takes_pairs(self) -> bool:
-        """Whether 8-bit weights are read by twos: Triton computes such a plan with Hopper's matrix instructions of four
+        """Whether 8-bit weights are read in pairs: Triton compiles such a plan to Hopper's matrix instructions of four
         warps."""
         return self.warps % 4 == 0 and self.block_o % 64 == 0 and self.block_m >= 16
 
 
-OURS_ALONE: tuple[Kind, ...] = ("logits", "nearest_token")
-"""No product of torch gives these results, so they have a plan for any number of tokens: it takes them a block at a
-time."""
+NO_TORCH_PRODUCT: tuple[Kind, ...] = ("logits", "draft_argmax")
+"""Torch has no product with these results, so they have a plan for any number of tokens, processed in blocks."""
 SMALL_TOKENS = 64
-"""Up to here a shape without a measurement gets our kernels; above, the library's product, whose weights are then not
-all the traffic."""
+"""Largest number of tokens for which a shape without a measurement uses our kernels. Above, the library's product is
+used: weights no longer dominate the traffic."""
 
 Key = tuple[Kind, int, int]
 """Kind, O, K."""
@@ -73,11 +71,11 @@ def _read(path: Path, weight: Literal["16-bit", "fp8"] = "16-bit") -> dict[Key, 
 
 FILE = Path(__file__).with_name("linear_plans.json")
 MEASURED = _read(FILE)
-"""For each key (most tokens, plan) in rising order, for 16-bit weights. None: torch's own product."""
+"""(most tokens, plan) in rising order for each key, for 16-bit weights. None: torch's product."""
 MEASURED_FP8 = _read(FILE, "fp8")
-"""For block-scaled weights and 16-bit activations. None: the product of `fp8_prefill`."""
+"""The same for block-scaled weights and 16-bit activations. None: the product of `fp8_prefill`."""
 _MEASURED = {"plain": MEASURED, "fp8": MEASURED_FP8}
-"""By the weight's plan key."""
+"""By plan key of the weight."""
 
 _SM_COUNT = 132
 
@@ -87,8 +85,8 @@ def _power_of_two(value: int) -> int:
 
 
 def _rule(kind: Kind, num_outputs: int, depth: int, num_tokens: int, element_bytes: int) -> Plan | None:
-    """Enough programs for every SM, all resident at once, each with about 48 KB of weights on the way."""
-    if num_tokens > SMALL_TOKENS and kind not in OURS_ALONE:
+    """Aim: enough programs for every SM, all resident at once, each with about 48 KB of weights in flight."""
+    if num_tokens > SMALL_TOKENS and kind not in NO_TORCH_PRODUCT:
         return None
     block_m = min(max(_power_of_two(num_tokens), 8), 64)
     if element_bytes == 4:
@@ -98,7 +96,7 @@ def _rule(kind: Kind, num_outputs: int, depth: int, num_tokens: int, element_byt
     block_k = min(128, max(16, _power_of_two(depth)))
     block_o = 128 if num_outputs >= 128 * _SM_COUNT and block_m <= 16 else 64
     if num_outputs < 32 * _SM_COUNT and kind == "norm_linear" and block_m <= 16:
-        block_o = 32  # with two warps, which have no registers for the norm of more tokens
+        block_o = 32  # with two warps, which lack registers for the norm of more tokens
     tiles = -(-num_outputs // block_o)
     split = 1
     if kind in ("linear", "add_linear"):
@@ -117,12 +115,12 @@ def _rule(kind: Kind, num_outputs: int, depth: int, num_tokens: int, element_byt
 
 
 def _fp8_rule(kind: Kind, num_outputs: int, depth: int, num_tokens: int) -> Plan | None:
-    """The same aim with half the bytes, and with decoding, which every warp does for its own rows. A step is then too
-    short to hold a norm.
+    """The aim of `_rule` with half the bytes, plus decoding, which every warp does for its own rows. Steps are then
+    too short to include a norm.
 
-    Up to 32 tokens by plans whose weights come out of shared memory by fours; for more by those that have registers
-    enough (Plan.takes_pairs)."""
-    if num_tokens > SMALL_TOKENS and kind not in OURS_ALONE:
+    Up to 32 tokens: plans that read weights from shared memory four at a time; above: plans with enough registers
+    (Plan.takes_pairs)."""
+    if num_tokens > SMALL_TOKENS and kind not in NO_TORCH_PRODUCT:
         return None
     has_norm = kind in ("norm_linear", "norm_swiglu")
     block_m = min(max(_power_of_two(num_tokens), 8), 64)
@@ -153,15 +151,16 @@ def _fp8_rule(kind: Kind, num_outputs: int, depth: int, num_tokens: int) -> Plan
 def plan_for(
     kind: Kind, num_outputs: int, depth: int, num_tokens: int, element_bytes: int, plan_key: str = "plain"
 ) -> Plan | None:
-    """The plan of a product of num_tokens rows with a weight [num_outputs, depth]; None: use a product that is made for
-    many tokens.
+    """Return the plan of a product of num_tokens rows with a weight [num_outputs, depth]; None: use a product for many
+    tokens.
 
-    element_bytes: of activations. plan_key: the weight's (weights.Weight); a plain one has the activations' dtype."""
+    element_bytes: of activations. plan_key: the weight's (weights.Weight); a plain weight has the activations'
+    dtype."""
     measured = _MEASURED[plan_key].get((kind, num_outputs, depth), ()) if element_bytes == 2 else ()
     for most_tokens, plan in measured:
         if num_tokens <= most_tokens:
             return plan
-    if measured and kind in OURS_ALONE:
+    if measured and kind in NO_TORCH_PRODUCT:
         return measured[-1][1]
     if plan_key == "fp8" and element_bytes == 2:
         return _fp8_rule(kind, num_outputs, depth, num_tokens)

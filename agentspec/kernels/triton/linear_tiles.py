@@ -1,8 +1,8 @@
-"""The parts that the linear kernels are made of: weight prefetch, the walks along K, the sum over split programs.
+"""Building blocks of the linear kernels: weight prefetch, the loops along K, the sum over split-K programs.
 
-Weights stay still and tokens are few: a program owns BLOCK_O rows of W and forms acc[o, m] = sum_k W[o, k] x[m, k], so
-that every byte of W is read once, and the tensor cores' long side is the one that has many rows. Knows nothing of
-layers or of what is done with a tile.
+Weights are stationary and tokens are few: a program owns BLOCK_O rows of W and computes acc[o, m] = sum_k W[o, k] x[m,
+k]. So every byte of W is read once, and the long side of the tensor cores' tile is the one with many rows. Knows
+nothing of layers or of what is done with a tile.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SCALE_COLUMNS: tl.constexpr = tl.constexpr(SCALE_BLOCK)
 
 @triton.constexpr_function
 def _weights_per_element(element_type):  # type: ignore[no-untyped-def]
-    """Of a pointer to weights: those of 8 bits may come by twos."""
+    """Number of weights per pointer element: 8-bit weights may come in pairs."""
     return 2 if element_type == tl.uint16 else 1
 
 
@@ -34,8 +34,8 @@ def weight_rows_at(weight_ptr, rows, depth, begin):  # type: ignore[no-untyped-d
 
 @triton.jit
 def prefetch_step(weight_rows, step, num_steps, depth, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Ask for the lines of one step's weights into L2; nothing past the last step. weight_rows: pointers [BLOCK_O] to
-    the first step."""
+    """Prefetch the cache lines of one step's weights to L2; nothing past the last step. weight_rows: pointers
+    [BLOCK_O] to the first step."""
     PER_ELEMENT: tl.constexpr = _weights_per_element(weight_rows.dtype.element_ty)
     ELEMENTS: tl.constexpr = LINE_BYTES // (weight_rows.dtype.element_ty.primitive_bitwidth // 8)
     LINES: tl.constexpr = (BLOCK_K // PER_ELEMENT + ELEMENTS - 1) // ELEMENTS
@@ -56,7 +56,7 @@ def prefetch_step(weight_rows, step, num_steps, depth, BLOCK_O: tl.constexpr, BL
 
 @triton.jit
 def prefetch_first_steps(weight_rows, ahead, num_steps, depth, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Before the previous kernel is awaited: memory works on while that one ends."""
+    """Prefetch before waiting for the previous kernel, so that memory stays busy while that one ends."""
     if CAN_PREFETCH:
         for step in range(ahead):
             prefetch_step(weight_rows, step, num_steps, depth, BLOCK_O, BLOCK_K)
@@ -64,7 +64,7 @@ def prefetch_first_steps(weight_rows, ahead, num_steps, depth, BLOCK_O: tl.const
 
 @triton.jit
 def release_next_if(condition, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`release_next` for the middle of a loop, without a branch."""
+    """`release_next` inside a loop, without a branch."""
     if PDL:
         tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p griddepcontrol.launch_dependents; mov.u32 $0, 0; }",
@@ -94,15 +94,15 @@ def walk(  # type: ignore[no-untyped-def]
     RUNNING: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """acc[o, m] = sum over k of W[o, k] x[m, k] (1 + norm[k]), and squares[m] = sum of x[m, k]^2 (both float32).
+    """Return acc[o, m] = sum over k of W[o, k] x[m, k] (1 + norm[k]), and squares[m] = sum of x[m, k]^2 (both
+    float32).
 
-    x_rows [BLOCK_M], weight_rows [BLOCK_O], norm_ptr: pointers to k = 0 of this program's share; depth: what is left of
-    K from there. Dividing by the root mean square is left to the caller: it is one factor a token, so the walk needs no
-    pass over x before it. EVEN: BLOCK_K divides depth.
+    x_rows [BLOCK_M], weight_rows [BLOCK_O], norm_ptr: pointers to k = 0 of this program's share; depth: the rest of K
+    from there. The caller divides by the root mean square: it is one factor per token, so no pass over x is needed
+    before the loop. EVEN: BLOCK_K divides depth.
 
-    The next kernel is released `release` steps before the end and not at the start: the weights that it asks into L2
-    would be gone by the time it can use them, since more than the L2 holds passes through in between.
-    """
+    The next kernel is released `release` steps before the end, not at the start: more than the L2's size passes
+    through in between, so weights that it prefetched at the start would be evicted before it can use them."""
     acc = tl.zeros((BLOCK_O, BLOCK_M), tl.float32)
     squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     releasing_step = tl.maximum(num_steps - release, 0)
@@ -122,7 +122,7 @@ def walk(  # type: ignore[no-untyped-def]
         release_next_if(step == releasing_step, PDL)
         if NORM:
             gain = 1.0 + next_gain.to(tl.float32)
-            # One step early: too few bytes a thread for an asynchronous copy, too long a way to wait for.
+            # Loaded one step ahead: too few bytes per thread for an asynchronous copy, and too slow to wait for.
             next_gain = tl.load(norm_ptr + k + BLOCK_K, mask=k + BLOCK_K < depth, other=0.0)
             x32 = x.to(tl.float32)
             squares += x32 * x32
@@ -133,12 +133,12 @@ def walk(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def decode_e4m3(bits, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The exact values of 8-bit floats, given as uint8. (The code of NaN, which no checkpoint is loaded with, gives
-    480.)
+    """Decode 8-bit floats, given as uint8, exactly. (The code of NaN, which no loaded checkpoint has, gives 480.)
 
-    Their exponent and mantissa, moved to where a wider float has them, are the value times 2^(7 - 127), subnormals too.
-    Triton's own conversion to bfloat16 goes by an instruction of a sixteenth of the usual rate. Here four values take
-    two byte permutations, which double each byte's sign, two shifts, two masks and two products."""
+    Their exponent and mantissa bits, shifted to the position of a wider float's, are the value times 2^(7 - 127),
+    subnormals included. Triton's own conversion to bfloat16 uses an instruction with a sixteenth of the usual rate.
+    Here four values take two byte permutations, which double each byte's sign, two shifts, two masks and two
+    products."""
     if HAS_PTX and dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             """{ .reg .b32 low, high, rebase;
@@ -208,15 +208,15 @@ def walk_scaled(  # type: ignore[no-untyped-def]
     RUNNING: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`walk` over block-scaled weights: weight_rows are pointers to the bytes of 8-bit floats, or to pairs of them
-    (uint16), for matrix instructions whose operands of 16 bits come by twos.
+    """`walk` over block-scaled weights. weight_rows are pointers to bytes of 8-bit floats, or to pairs of them
+    (uint16) for matrix instructions that take 16-bit operands in pairs.
 
-    A product's two factors are exact, and each group of columns under one multiplier is summed in float32 and then
-    multiplied: no scaled weight is ever rounded. BLOCK_K divides SCALE_COLUMNS or is a multiple of it.
-    scale_rows: pointer to the first multiplier of the tile's rows, or pointers [BLOCK_O] where rows of the tile have
-    several; not advanced by `begin`, the column of K where this program begins. up_scale_rows: None, or the pointer for
-    the rows of is_up [BLOCK_O] instead.
-    """
+    Both factors of a product are exact, and each group of columns with one scale is summed in float32 and then
+    multiplied by it: no scaled weight is ever rounded. BLOCK_K divides SCALE_COLUMNS or is a multiple of it.
+
+    scale_rows: pointer to the first scale of the tile's rows, or pointers [BLOCK_O] if the rows of the tile have
+    different scales; not advanced by `begin`, the column of K where this program begins. up_scale_rows: None, or the
+    pointer to use instead for the rows of is_up [BLOCK_O]."""
     GROUP: tl.constexpr = min(BLOCK_K, SCALE_COLUMNS)
     acc = tl.zeros((BLOCK_O, BLOCK_M), tl.float32)
     squares = tl.zeros((BLOCK_M, GROUP), tl.float32)
@@ -259,7 +259,7 @@ def walk_scaled(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _scales(scale_rows, up_scale_rows, is_up, column):  # type: ignore[no-untyped-def]
-    """The multipliers of one column of blocks: a number, or [BLOCK_O, 1]."""
+    """Load the scales of one column of blocks: a scalar, or [BLOCK_O, 1]."""
     if scale_rows.type.is_block():
         scale = tl.load(scale_rows + column)[:, None]
     else:
@@ -290,7 +290,7 @@ def walk_either(  # type: ignore[no-untyped-def]
     up_scale_rows=None,
     is_up=None,
 ):
-    """`walk_scaled`, or `walk` where scale_rows is None. x_rows, depth: of all of K; weight_rows: from `begin`, where
+    """`walk_scaled`, or `walk` if scale_rows is None. x_rows, depth: of all of K; weight_rows: from `begin`, where
     this program begins."""
     NORM: tl.constexpr = norm_ptr is not None
     x_rows += begin
@@ -342,22 +342,21 @@ def walk_either(  # type: ignore[no-untyped-def]
 def sum_parts(  # type: ignore[no-untyped-def]
     acc, part, tile, partial_ptr, arrivals_ptr, SPLIT: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """(sum over the SPLIT programs of a tile, whether this program is the one that has it: the last to arrive).
+    """Return (sum over the SPLIT programs of a tile, whether this program is the last to arrive and has the sum).
 
-    The order of the sum is that of the parts, whoever adds, so the bits do not depend on timing.
-    partial_ptr: float32 [tiles, SPLIT, BLOCK_O, BLOCK_M]. arrivals_ptr: int32 [tiles], all zero before and, by the last
-    program, after.
-    """
+    The parts are summed in order whichever program adds them, so the bits do not depend on timing. partial_ptr:
+    float32 [tiles, SPLIT, BLOCK_O, BLOCK_M]. arrivals_ptr: int32 [tiles], all zero before; the last program resets
+    it."""
     offsets = tl.arange(0, BLOCK_O)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     parts = partial_ptr + tile * (SPLIT * BLOCK_O * BLOCK_M) + offsets
     tl.store(parts + part * (BLOCK_O * BLOCK_M), acc)
-    # The barrier puts every thread's store before the one thread's release.
+    # The barrier orders every thread's store before the one thread's release.
     tl.debug_barrier()
     is_last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
     total = tl.zeros((BLOCK_O, BLOCK_M), tl.float32)
     if is_last:
         for other in tl.static_range(SPLIT):
-            # .cg: L1 is not coherent with what other SMs stored.
+            # .cg: L1 is not coherent with other SMs' stores.
             total += tl.load(parts + other * (BLOCK_O * BLOCK_M), cache_modifier=".cg")
         tl.store(arrivals_ptr + tile, 0)
     return total, is_last

@@ -1,8 +1,8 @@
-"""The device that kernels are cut and compiled for: the one that this process launches on, or one that it only compiles
-for.
+"""The device that kernels are planned and compiled for: the one that this process launches on, or one that it only
+compiles for.
 
-Without a GPU a process can still learn what a start would launch on one, and compile it: for container images, which
-are built where there is none.
+Without a GPU a process can still find out what a start would launch on one, and compile it: container images are built
+on machines without a GPU.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from triton.runtime import driver
 
 from agentspec.kernels.variants import Machine
 
-_WARP_SIZE = 32
+WARP_SIZE = 32
 _described: list[Machine] = []
-"""What `use_machine` was told last."""
+"""The last argument of `use_machine`, if any."""
 
 
 class _NoDevice:
-    """As much of a Triton driver as a launch asks for before its kernel is compiled."""
+    """The part of a Triton driver that a launch uses before its kernel is compiled."""
 
     def __init__(self, machine: Machine) -> None:
-        self._target = GPUTarget("cuda", arch_of(machine), _WARP_SIZE)
+        self._target = GPUTarget("cuda", arch_of(machine), WARP_SIZE)
 
     def get_current_target(self) -> GPUTarget:
         return self._target
@@ -50,7 +50,7 @@ def arch_of(machine: Machine) -> int:
 
 @functools.cache
 def machine_of(device: torch.device) -> Machine:
-    """A tensor without memory ("meta") counts as one on the machine of `use_machine`, or else on this process's GPU."""
+    """Return the machine of a device. "meta" is the machine of `use_machine`, or else this process's GPU."""
     if device.type == "meta" and _described:
         return _described[0]
     properties: Any = torch.cuda.get_device_properties(device if device.type == "cuda" else torch.cuda.current_device())

@@ -1,8 +1,7 @@
-"""The mixture of experts: route, visit, add up; and where the shared expert runs meanwhile. See
-backend.Backend.add_experts.
+"""The mixture of experts: routing, experts, sum; and where the shared expert runs. See backend.Backend.add_experts.
 
-Up to MOST_TOKENS tokens weights decide how long it takes, and `experts` has the kernels; above, `expert_prefill`. Owns
-the choice between them and of their tiles.
+Up to MOST_TOKENS tokens loading the weights determines the time, and `experts` has the kernels; above,
+`expert_prefill`. Owns the choice between them and the choice of their tiles.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from agentspec.kernels.triton.routing import Routing, route
 from agentspec.kernels.weights import SCALE_BLOCK, BlockScaled, Weight
 
 MOST_TOKENS = 256
-"""Above, products are bound by arithmetic rather than by weights."""
+"""Above this, products are bound by arithmetic rather than by weights."""
 
 Placement = Literal["among", "beside", "behind"]
-"""Where the shared expert runs: among the routed ones, as one more that every token visits; beside them, on a second
-stream; or behind the routing, on the same stream."""
+"""Where the shared expert runs. among: as one more visit of every token; beside: in parallel on a second stream;
+behind: after the routing, on the same stream."""
 
 forced_placement: Placement | None = None
-"""For benchmarks: overrules `placement_for`. Set it before a step is captured."""
+"""For benchmarks: overrides `placement_for`. Set it before a step is captured."""
 
 _FASTEST: tuple[tuple[int, Placement], ...] = ((4, "among"), (16, "beside"), (MOST_TOKENS, "among"))
-"""(most tokens, placement), where the shared expert can run among the routed ones: by whole steps of 35B-A3B in FP8 on
-an H100."""
+"""(most tokens, placement) if the shared expert can run among the routed ones. Measured on whole steps of 35B-A3B in
+FP8 on an H100."""
 _MOST_TOKENS_BESIDE = 32
-"""Where it can't: the second stream pays where a step is short against its launches."""
+"""Otherwise: the second stream pays while a step is short compared with its launches."""
 
 
 def add_experts(residual_NH: Tensor, norm: Norm, weights: MixtureWeights, next_norm: Norm | None = None) -> Tensor:
@@ -48,7 +47,7 @@ def expert_sum(x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
 
 
 def _add_to(base_NH: Tensor, x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
-    """base + the mixture of experts of the normed x. The base is given away."""
+    """base + the mixture of experts of the normed x. The base may be overwritten."""
     num_tokens = x_NH.shape[0]
     if num_tokens == 0:
         return base_NH
@@ -57,31 +56,33 @@ def _add_to(base_NH: Tensor, x_NH: Tensor, norm: Norm, weights: MixtureWeights) 
         assert routing.gate_N is not None
         return add_experts_prefill(base_NH, routing.normed, routing.weights_NC, routing.ids_NC, routing.gate_N, weights)
     placement = placement_for(num_tokens, weights)
-    if placement == "among":
-        return _add_all(base_NH, x_NH, norm, weights)
-    if placement == "behind":
-        routing = route(x_NH, norm, weights, visit_shared=False)
-        shared_NH = _shared_expert(x_NH, norm, weights)
-        parts_PH = _routed_parts(routing, weights)
-    else:
-        with side_stream.beside(x_NH.device):
+    shared_NH: Tensor | None = None
+    visit_shared = placement == "among"
+    assert not visit_shared or shared_matches_routed(weights), (
+        "a shared expert of another form cannot run among the routed ones"
+    )
+    if placement == "beside":
+        with side_stream.fork(x_NH.device):
             shared_NH = _shared_expert(x_NH, norm, weights)
-        routing = route(x_NH, norm, weights, visit_shared=False)
-        parts_PH = _routed_parts(routing, weights)
+    routing = route(x_NH, norm, weights, visit_shared=visit_shared)
+    if placement == "behind":
+        shared_NH = _shared_expert(x_NH, norm, weights)
+    parts_PH = _parts(routing, weights, visit_shared=visit_shared)
+    if placement == "beside":
         side_stream.join(x_NH.device)
-    return experts.add_visits(base_NH, parts_PH, weights.top_k, routing.gate_N, shared_NH)
+    return experts.add_visits(base_NH, parts_PH, routing.ids_NC.shape[1], routing.gate_N, shared_NH)
 
 
 def placement_for(num_tokens: int, weights: MixtureWeights) -> Placement:
     if forced_placement is not None:
         return forced_placement
-    if shared_is_alike(weights):
+    if shared_matches_routed(weights):
         return next(placement for most, placement in _FASTEST if num_tokens <= most)
     return "beside" if num_tokens <= _MOST_TOKENS_BESIDE else "behind"
 
 
-def shared_is_alike(weights: MixtureWeights) -> bool:
-    """The shared expert has the width and the form of weights of the routed ones, so that it can run among them."""
+def shared_matches_routed(weights: MixtureWeights) -> bool:
+    """Whether the shared expert has the width and weight form of the routed ones, so that it can run among them."""
     pairs = ((weights.shared_gate_up_2IH, weights.gate_up_X2IH), (weights.shared_down_HI, weights.down_XHI))
     return all(shared.shape == routed.shape[1:] and _form(shared) == _form(routed) for shared, routed in pairs)
 
@@ -94,23 +95,11 @@ def _form(weight: Weight) -> tuple[torch.dtype, int]:
     )
 
 
-def _add_all(base_NH: Tensor, x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
-    assert shared_is_alike(weights), "a shared expert of another form cannot run among the routed ones"
-    routing = route(x_NH, norm, weights, visit_shared=True)
-    visits = visits_of(routing, weights.router_XH.shape[0] + 1)
-    return experts.add_visits(
-        base_NH, _parts(routing, visits, weights, visit_shared=True), weights.top_k + 1, None, None
-    )
-
-
-def _routed_parts(routing: Routing, weights: MixtureWeights) -> Tensor:
-    """float32 [P, H]: what each visit of a routed expert adds."""
-    return _parts(routing, visits_of(routing, weights.router_XH.shape[0]), weights, visit_shared=False)
-
-
-def _parts(routing: Routing, visits: Visits, weights: MixtureWeights, *, visit_shared: bool) -> Tensor:
+def _parts(routing: Routing, weights: MixtureWeights, *, visit_shared: bool) -> Tensor:
+    """float32 [P, H]: the weighted output of each visit."""
     assert isinstance(routing.normed, Tensor)
     x_NH, num_tokens = routing.normed, len(routing.normed)
+    visits = visits_of(routing, weights.router_XH.shape[0] + int(visit_shared))
     shared_2IH, shared_HI = (weights.shared_gate_up_2IH, weights.shared_down_HI) if visit_shared else (None, None)
     h_PI = experts.gate_up(
         gate_up_tiles(weights.gate_up_X2IH, x_NH.dtype, num_tokens), x_NH, weights.gate_up_X2IH, shared_2IH, visits
@@ -123,15 +112,15 @@ def _shared_expert(x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> Tensor:
 
 
 def visits_of(routing: Routing, num_experts: int) -> Visits:
-    """num_experts: with the shared one, where it is visited."""
+    """Group the visits by expert where the kernels need it. num_experts: includes the shared one if it is visited."""
     num_tokens = routing.ids_NC.shape[0]
     block_m = 8 if num_tokens <= 8 else 16
     groups = None if num_tokens <= FEW_TOKENS else group_pairs(routing.ids_NC, num_experts, block_m)
     return Visits(ids_NC=routing.ids_NC, weights_NC=routing.weights_NC, groups=groups, block_m=block_m)
 
 
-# What was fastest on an H100 at the shapes of 35B-A3B, with 8, 16, 32 and 128 tokens by launches of their own, and up
-# to 4 in whole steps.
+# Fastest on an H100 at the shapes of 35B-A3B: separate launches with 8, 16, 32 and 128 tokens, whole steps with up to
+# 4.
 
 
 def gate_up_tiles(weight: Weight, dtype: torch.dtype, num_tokens: int) -> Tiles:

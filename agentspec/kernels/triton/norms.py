@@ -1,8 +1,8 @@
-"""RMS norms in Triton: alone, with the row stores of the final norm, and the pair before the MTP head. See
+"""RMS norms in Triton: plain, with the row stores of the final norm, and the pair before the MTP head. See
 backend.Backend.
 
-A tile of rows is read once and kept in registers; a row's sum does not depend on how many rows there are. Knows nothing
-of layers.
+A tile of rows is read once and kept in registers; a row's sum does not depend on the number of rows. Knows nothing of
+layers.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from agentspec.kernels.traffic import touches_pools
 from agentspec.kernels.triton.launch import OVERLAPPED, await_previous, release_next
 
 _TILE = 1024
-"""Elements of a program at least, by more rows where rows are short."""
+"""Least elements per program: several rows if rows are short."""
 _ELEMENTS_A_WARP = 512
-"""So a lane has 16 of them: two loads of 16 bytes in bf16."""
+"""16 per lane: two loads of 16 bytes in bf16."""
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
@@ -65,12 +65,12 @@ def pair_norms(
 def _launch(
     x_NH: Tensor, norm: Norm, out: Tensor, hidden_RH: Tensor | None = None, write_rows_N: Tensor | None = None
 ) -> None:
-    """Norm the rows of x_NH into `out`, which is contiguous, and into the pool if there is one."""
+    """Norm the rows of x_NH into `out`, which is contiguous, and into the pool if one is given."""
     num_rows, width = x_NH.shape
     assert x_NH.stride(1) == 1
     if hidden_RH is not None and write_rows_N is not None:
         assert hidden_RH.stride(1) == write_rows_N.stride(0) == 1
-        assert write_rows_N.shape == (num_rows,), f"{num_rows} rows, {write_rows_N.shape} places to write them"
+        assert write_rows_N.shape == (num_rows,), f"{num_rows} rows, write_rows {write_rows_N.shape}"
     if num_rows == 0:
         return
     block = triton.next_power_of_2(width)
@@ -99,14 +99,14 @@ def _num_warps(num_elements: int) -> int:
 
 @triton.jit
 def _gain(weight, BLOCK_H: tl.constexpr, H: tl.constexpr):  # type: ignore[no-untyped-def]
-    """1 + weight, float32 [BLOCK_H]; read before `await_previous`, since it is a weight."""
+    """Return 1 + weight, float32 [BLOCK_H]. It may be read before `await_previous`, since it is a weight."""
     h = tl.arange(0, BLOCK_H)
     return 1.0 + tl.load(weight + h, mask=h < H, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _normed(x, gain, eps, H: tl.constexpr):  # type: ignore[no-untyped-def]
-    """x / rms(x) * gain over the rows of a tile, float32; x is 0 from column H on."""
+    """Return x / rms(x) * gain over the rows of a tile, float32; x is 0 from column H on."""
     x = x.to(tl.float32)
     return x * tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / H + eps) * gain[None, :]
 

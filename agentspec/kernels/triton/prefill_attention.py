@@ -1,24 +1,24 @@
 """Attention of prompts in Triton: head norms, RoPE, page stores, causal attention over paged keys and the output gate.
 See backend.Backend.
 
-Three launches. The first norms and rotates: keys and values go into their pages, queries into a tensor; one more
-program of it lays out the work of the second. The second attends. A *tile* is BLOCK_M query rows of one span that read
-the same key/value head: row r is query head g * SHARES + r % SHARES of token r // SHARES, so that keys and values are
-loaded once for all heads that share them. A *unit* of work is one tile and one page of keys. The units of all tiles lie
-in one line, and a fixed number of programs, one for every multiprocessor, take shares of it that cost the same: long
-prompts, short ones and appends to long contexts fill the machine alike, whatever their number. A tile inside one share
-is written out at once; one that is cut leaves a *partial* for every program that has a part of it: for each row the
-largest score, the sum of the exponentials under it, and the values weighted by them. The third launch adds up the
-partials of every cut tile, in order, and gates.
+There are three launches. The first applies norm and RoPE: keys and values go to their pages, queries to a tensor; one
+more program builds the work list of the second launch. The second attends. A *tile* is BLOCK_M query rows of one span
+that read the same key/value head: row r is query head g * SHARES + r % SHARES of token r // SHARES, so that keys and
+values are loaded once for all heads that share them. A *unit* of work is one tile and one page of keys. The units of
+all tiles form one list, the *line*, and a fixed number of programs, one per multiprocessor, take shares of equal cost:
+long prompts, short prompts and appends to long contexts all fill the machine. A tile within one share is written out
+at once; a tile that is split over shares leaves a *partial* for each of its programs: for each row the largest score,
+the sum of the exponentials relative to it, and the values weighted by them. The third launch adds up the partials of
+every split tile, in order, and applies the gate.
 
-The keys of a long context are many times what the second-level cache holds, and every tile needs them all. They come
-from memory once, and not once for each tile, only if programs read the same page at about the same time; so the order
-of the line (prefill_line.py) and the order in which a program takes its units (`_attend`) are such that programs walk
-through a context in step.
+The keys of a long context are many times the size of L2, and every tile needs them all. They are read from memory
+once, instead of once per tile, only if programs read the same page at about the same time. So the order of the line
+(prefill_line.py) and the order in which a program processes its units (`_attend`) make programs pass through a context
+in step.
 
-All lengths are read on the device; grids and tensors depend on the sizes of the tables alone. Scores are in powers of
-two. A tile is cut where all spans' lengths say, so rounding may differ with what stands beside a span, but never from
-run to run.
+All lengths are read on the device; grids and tensors depend on the table sizes only. Scores are in powers of two.
+Tiles are split at places that depend on all spans' lengths, so a span's rounding may differ from batch to batch, but
+never from run to run.
 
 Knows nothing of layers. Shape letters: as in prefill_batch.py and backend.py; M query rows of a tile, I places of the
 line, C programs, K twice the width of all key/value heads.
@@ -35,7 +35,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from agentspec.kernels import prefill_batch
 from agentspec.kernels.backend import AttentionWeights, RopeTable
 from agentspec.kernels.prefill_batch import PrefillBatch
 from agentspec.kernels.traffic import touches_pools
@@ -43,6 +42,7 @@ from agentspec.kernels.triton import prefill_attention_hopper as hopper
 from agentspec.kernels.triton.attention import dot_precision, norm_rope, share_of
 from agentspec.kernels.triton.launch import INTERPRETED, OVERLAPPED, await_previous, release_next
 from agentspec.kernels.triton.machine import machine_of
+from agentspec.kernels.triton.prefill_columns import COUNT, NUM_SPAN_FIELDS, OFFSET, START
 from agentspec.kernels.triton.prefill_line import (
     NOT_SPECIALIZED,
     SEARCH,
@@ -53,35 +53,31 @@ from agentspec.kernels.triton.prefill_line import (
     unit_at,
 )
 
-_OFFSET = tl.constexpr(prefill_batch.OFFSET)
-_COUNT = tl.constexpr(prefill_batch.COUNT)
-_START = tl.constexpr(prefill_batch.START)
-_FIELDS = tl.constexpr(prefill_batch.NUM_SPAN_FIELDS)
-
 _MIN_DOT = 16
-"""Smallest side of a tile that the matrix units take."""
+"""Smallest side of a tile that the matrix units support."""
 _BLOCK_N = 16
-"""Tokens of a program of the first launch."""
+"""Tokens per program of the first launch."""
 _LINE_TILE = 4096
-"""Elements of a matrix of tiles and spans as the line is laid out. Larger, it would take registers that are missed
-elsewhere in that launch."""
+"""Most elements of a matrix of tiles and spans while the line is built. More would take registers from the rest of
+that launch."""
 _COMBINE_ROWS = 8
 _INTERPRETED_PROGRAMS = 5
-"""Under the interpreter: so few that a program has several tiles, and a tile several programs."""
+"""Under the interpreter: few enough that a program has several tiles, and a tile several programs."""
 
 
 class AttendPlan(NamedTuple):
-    """How the second launch uses a multiprocessor."""
+    """Tiling of the second launch."""
 
     block_rows: int
     num_warps: int
     num_stages: int
     is_hopper: bool
-    """By the kernel of prefill_attention_hopper.py."""
+    """Use the kernel of prefill_attention_hopper.py."""
 
 
 def attend_plan(dtype: torch.dtype, head_dim: int, page_tokens: int, *, is_hopper: bool) -> AttendPlan:
-    """On a Hopper large heads of 16 bits, which real models have, go to the kernel made for them."""
+    """Choose the second launch's plan. On Hopper, large heads of 16 bits, which published models have, use the Hopper
+    kernel."""
     if INTERPRETED:
         return AttendPlan(block_rows=_MIN_DOT, num_warps=4, num_stages=2, is_hopper=False)
     if dtype == torch.float32:
@@ -97,7 +93,7 @@ def attend_plan(dtype: torch.dtype, head_dim: int, page_tokens: int, *, is_hoppe
 def attention_prefill(
     projected_NP: Tensor, weights: AttentionWeights, rope: RopeTable, kv_P2SGD: Tensor, batch: PrefillBatch
 ) -> Tensor:
-    """The tokens of a page must be a power of two, 16 at least."""
+    """A page must have a power of two of tokens, at least 16."""
     num_tokens, num_heads, num_kv_heads, head_dim = (
         projected_NP.shape[0],
         weights.num_heads,
@@ -197,8 +193,8 @@ def _prepare(
     shapes: dict[str, int],
     num_programs: int,
 ) -> None:
-    """The first launch. Without queries (SHARES 0) it stores keys and values alone, and `queries_NQD` and `line_4I`
-    aren't used."""
+    """Run the first launch. Without queries (SHARES 0) it only stores keys and values, and `queries_NQD` and `line_4I`
+    are unused."""
     assert projected_NP.stride(1) == 1
     assert kv_P2SGD.is_contiguous()
     num_tokens, head_dim = projected_NP.shape[0], weights.head_dim
@@ -235,14 +231,15 @@ def _prepare(
 
 
 def line_blocks(num_spans: int) -> dict[str, int]:
-    """Spans, and tiles at a time, as the line is laid out: few different ones, since kernels are compiled for each."""
+    """Block sizes while the line is built: spans, and tiles at a time. Few distinct values, since each compiles
+    another kernel."""
     block_spans = 4 ** max(1, math.ceil(math.log(num_spans, 4)))
     return {"BLOCK_U": block_spans, "BLOCK_I": max(1, min(256, _LINE_TILE // block_spans))}
 
 
 @functools.cache
 def _machine(device: torch.device) -> tuple[int, bool]:
-    """(multiprocessors, whether it is a Hopper)."""
+    """Return (number of multiprocessors, whether the device is a Hopper)."""
     if INTERPRETED:
         return _INTERPRETED_PROGRAMS, False
     machine = machine_of(device)
@@ -283,8 +280,8 @@ def _norm_and_store(  # type: ignore[no-untyped-def]
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program 0 lays out the line; program 1 + i * heads + h does head h of the i-th BLOCK_N tokens: query heads, then
-    key heads and their values."""
+    """Program 0 builds the line; program 1 + i * heads + h processes head h of the i-th BLOCK_N tokens: query heads,
+    then key heads and their values."""
     release_next(PDL)
     await_previous(PDL)
     heads: tl.constexpr = G * (SHARES + 1)
@@ -332,18 +329,18 @@ def _norm_and_store(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _span_of(n_N, spans_UF, num_spans, BLOCK_U: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(the span of each token, whether it has one)."""
+    """Return (the span of each token, whether it has one)."""
     u = tl.arange(0, BLOCK_U)
-    offset = tl.load(spans_UF + u * _FIELDS + _OFFSET, mask=u < num_spans, other=0)
-    count = tl.load(spans_UF + u * _FIELDS + _COUNT, mask=u < num_spans, other=0)
+    offset = tl.load(spans_UF + u * NUM_SPAN_FIELDS + OFFSET, mask=u < num_spans, other=0)
+    count = tl.load(spans_UF + u * NUM_SPAN_FIELDS + COUNT, mask=u < num_spans, other=0)
     is_in = (n_N[:, None] >= offset[None, :]) & (n_N[:, None] < (offset + count)[None, :])
     return tl.sum(tl.where(is_in, u[None, :], 0), axis=1), tl.sum(is_in.to(tl.int32), axis=1) > 0
 
 
 @triton.jit
 def _softmax(scores, largest, exponentials, scale, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(weights [M, S], largest [M], exponentials [M], factor [M] for what was summed before) with the scores of one
-    more page."""
+    """Add the scores of one more page. Return (weights [M, S], largest [M], exponentials [M], factor [M] for previous
+    sums)."""
     new_largest = tl.maximum(largest, tl.max(scores, axis=1) * scale)
     base = new_largest
     if MASKED:
@@ -357,7 +354,7 @@ def _softmax(scores, largest, exponentials, scale, MASKED: tl.constexpr):  # typ
 def _half_page(  # type: ignore[no-untyped-def]
     kv_head, page, HALF: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Keys (HALF 0) or values (1) of one head in a page, [S, BLOCK_D]."""
+    """Load keys (HALF 0) or values (1) of one head in a page, [S, BLOCK_D]."""
     d = tl.arange(0, BLOCK_D)
     place = (
         kv_head + (page.to(tl.int64) * 2 + HALF) * (PAGE * G * D) + tl.arange(0, PAGE)[:, None] * (G * D) + d[None, :]
@@ -388,10 +385,10 @@ def _attend_run(  # type: ignore[no-untyped-def]
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """(largest score [M], sum of exponentials [M], weighted values [M, D]) of queries over a run of pages.
+    """Return (largest score [M], sum of exponentials [M], weighted values [M, D]) of queries over a run of pages.
 
-    All rows see the first `num_full` wholly, which are taken from the one `turned` behind the first round to it. Of the
-    others only positions below `length` are loaded: what was never written may be NaN, and 0 * NaN is NaN."""
+    The first `num_full` pages are visible to all rows. They are processed in rotated order, starting at page `turned`.
+    Of the other pages only positions below `length` are loaded: unwritten ones may be NaN, and 0 * NaN is NaN."""
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     exponentials = tl.zeros((BLOCK_M,), tl.float32)
     values = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -442,9 +439,10 @@ def _attend(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of its share a program takes whole tiles first, then the head of its last tile, then the tail of its first: pages
-    whose place in the context is about the place of these units in the share, for all programs. A share inside one tile
-    begins where the context's pages, counted in shares, do, and ends with those before."""
+    """A program processes the whole tiles of its share first, then the part of its last tile, then the part of its
+    first. So all programs process pages whose place in the context is about the place of these units in the share. A
+    share within one tile starts at the page whose place in the context is a multiple of the share, and ends with the
+    pages before it."""
     release_next(PDL)
     await_previous(PDL)
     program = tl.program_id(0)
@@ -460,10 +458,10 @@ def _attend(  # type: ignore[no-untyped-def]
             first_page = tl.maximum(begin - tile_begin, 0)
             run = tl.minimum(end, tile_end) - tile_begin - first_page
             u, g, tile = tile_at(line_4I, most_tiles, i)
-            span = spans_UF + u * _FIELDS
-            offset = tl.load(span + _OFFSET)
-            start = tl.load(span + _START).to(tl.int32)
-            count = tl.load(span + _COUNT).to(tl.int32)
+            span = spans_UF + u * NUM_SPAN_FIELDS
+            offset = tl.load(span + OFFSET)
+            start = tl.load(span + START).to(tl.int32)
+            count = tl.load(span + COUNT).to(tl.int32)
             first_token, row_M, token_M = _tokens_of(tile, tl.arange(0, BLOCK_M), SHARES, BLOCK_M)
             d = tl.arange(0, BLOCK_D)
             is_real = (first_token + token_M < count)[:, None] & (d < D)[None, :]
@@ -496,7 +494,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _share(line_4I, most_tiles, program, num_programs):  # type: ignore[no-untyped-def]
-    """(a program's first unit, the first that isn't its own): perhaps none."""
+    """Return (a program's first unit, one past its last unit); the share may be empty."""
     total = tl.load(line_4I + most_tiles)
     num_tiles = tl.zeros((), tl.int32)
     for first in tl.range(0, most_tiles, SEARCH, num_stages=1):
@@ -515,7 +513,7 @@ def _share(line_4I, most_tiles, program, num_programs):  # type: ignore[no-untyp
 
 @triton.jit
 def _tiles_of_share(line_4I, most_tiles, begin, end):  # type: ignore[no-untyped-def]
-    """(place of the first tile of units begin..end-1, number of tiles)."""
+    """Return (place of the first tile of units begin..end-1, number of tiles)."""
     first_tile = tl.full((), -1, tl.int32)
     last_tile = tl.full((), -1, tl.int32)
     for first in tl.range(0, most_tiles, SEARCH, num_stages=1):
@@ -528,7 +526,8 @@ def _tiles_of_share(line_4I, most_tiles, begin, end):  # type: ignore[no-untyped
 
 @triton.jit
 def _tokens_of(tile, r, SHARES: tl.constexpr, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(the tile's first token in its span; of rows r the row in the span, and the token counted from the first)."""
+    """Return (the tile's first token in its span; for rows r, the row in the span and the token counted from the
+    first)."""
     first_token = tile * BLOCK_M // SHARES
     row = tile * BLOCK_M + r
     return first_token, row, row // SHARES - first_token
@@ -548,7 +547,7 @@ def _store_gated(  # type: ignore[no-untyped-def]
     SHARES: tl.constexpr,
     D: tl.constexpr,
 ):
-    """`gates`, `out`: of token 0 and the first of the heads that share a key/value head."""
+    """Store gated outputs. `gates`, `out`: at token 0 and the first of the heads that share a key/value head."""
     place = token_R * row_stride + head_R * (2 * D)
     gate = tl.load(gates + place[:, None] + d[None, :], mask=is_real_RD, other=0.0).to(tl.float32)
     values_RD = values_RD * tl.sigmoid(gate)
@@ -576,8 +575,8 @@ def _combine(  # type: ignore[no-untyped-def]
     BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (c, r) does the r-th BLOCK_R rows of the tile in which share c begins, if it is the first share that
-    begins inside of it."""
+    """Program (c, r) combines the r-th BLOCK_R rows of the tile in which share c begins, if c is the first share that
+    begins inside it."""
     release_next(PDL)
     await_previous(PDL)
     num_programs = tl.num_programs(0)
@@ -611,10 +610,10 @@ def _combine(  # type: ignore[no-untyped-def]
                 values = values * shrink[:, None] + part * weight[:, None]
                 largest = new_largest
             u, g, tile = tile_at(line_4I, most_tiles, i)
-            span = spans_UF + u * _FIELDS
-            offset = tl.load(span + _OFFSET)
+            span = spans_UF + u * NUM_SPAN_FIELDS
+            offset = tl.load(span + OFFSET)
             first_token, row_R, token_R = _tokens_of(tile, r, SHARES, BLOCK_M)
-            is_real = (first_token + token_R < tl.load(span + _COUNT))[:, None] & (d < D)[None, :]
+            is_real = (first_token + token_R < tl.load(span + COUNT))[:, None] & (d < D)[None, :]
             values = values * (1.0 / exponentials)[:, None]
             gates = projected_NP + (offset + first_token) * row_stride + g * (SHARES * 2 * D) + D
             head = ((offset + first_token) * (G * SHARES) + g * SHARES) * D

@@ -1,11 +1,12 @@
-"""The second launch of prefill_attention.py for Hopper's matrix units: what prefill_attention._attend does, in Gluon.
+"""The second launch of prefill_attention.py for Hopper's matrix units, in Gluon: the same function as
+prefill_attention._attend.
 
-Triton's own compiler fetches a page only when the work on the one before has ended, since there is no room for three.
-Here every wait and copy is written out. While a program works on page j, the copy engine brings the keys of page j + 1
-and the values of page j; and the matrix units add the values of page j - 1 while the threads find the weights of page
-j, and the scores of page j while the output is rescaled.
+Triton's own compiler fetches a page only after the work on the previous one has ended, since there is no room for
+three. Here every wait and copy is explicit. While a program processes page j, TMA copies the keys of page j + 1 and
+the values of page j. The matrix units add the values of page j - 1 while the threads compute the weights of page j,
+and compute the scores of page j while the output is rescaled.
 
-Knows nothing of where tiles come from: see prefill_attention.py, also for words and shape letters.
+Knows nothing of where tiles come from: see prefill_attention.py, also for terms and shape letters.
 """
 
 from __future__ import annotations
@@ -25,18 +26,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from agentspec.kernels import prefill_batch
 from agentspec.kernels.triton import prefill_line
 from agentspec.kernels.triton.attention import share_of
 from agentspec.kernels.triton.launch import await_previous, release_next
-
-_OFFSET = gl.constexpr(prefill_batch.OFFSET)
-_COUNT = gl.constexpr(prefill_batch.COUNT)
-_START = gl.constexpr(prefill_batch.START)
-_FIELDS = gl.constexpr(prefill_batch.NUM_SPAN_FIELDS)
+from agentspec.kernels.triton.prefill_columns import COUNT, NUM_SPAN_FIELDS, OFFSET, START
 
 BLOCK_M = 128
-"""Two groups of four warps, 64 rows each."""
+"""Two warp groups of four warps, 64 rows each."""
 NUM_WARPS = 8
 
 _copy_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -51,7 +47,7 @@ _await_previous = gluon.jit(await_previous.fn)
 
 
 def descriptor(kv_P2SGD: Tensor) -> TensorDescriptor:
-    """The pool for the copy engine: a block is one head's keys, or values, of a page."""
+    """TMA descriptor of the pool: a block is one head's keys, or values, of a page."""
     page_tokens, num_kv_heads, head_dim = kv_P2SGD.shape[2:]
     layout = gl.NVMMASharedLayout.get_default_for(
         [page_tokens, head_dim], gl.bfloat16 if kv_P2SGD.dtype == torch.bfloat16 else gl.float16
@@ -61,16 +57,16 @@ def descriptor(kv_P2SGD: Tensor) -> TensorDescriptor:
 
 @gluon.jit
 def _page_at(pages, j, num_pages, num_full, turned):  # type: ignore[no-untyped-def]
-    """Id of the j-th page that a program takes of a run: the first `num_full` from the one `turned` behind the first
-    round to it, then the others."""
+    """Return the id of the j-th page that a program processes of a run: the first `num_full` in rotated order,
+    starting at page `turned`, then the others."""
     turn = gl.where(j + turned < num_full, j + turned, j + turned - num_full)
     return gl.load(pages + gl.where(j < num_full, turn, j), mask=j < num_pages, other=0)
 
 
 @gluon.jit
 def _fetch(pool, page, column, HALF: gl.constexpr, buffers, barriers, turn, is_wanted, PAGE: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Start the copy of a page's keys (HALF 0) or values (1) into the buffer of turn `turn`, which nobody reads any
-    more."""
+    """Start the copy of a page's keys (HALF 0) or values (1) into the buffer of turn `turn`, which must have no more
+    readers."""
     barrier = barriers.index(turn % 2)
     mbarrier.expect(barrier, pool.block_type.nbytes, pred=is_wanted)
     _copy_block(pool, [page * (2 * PAGE) + HALF * PAGE, column], barrier, buffers.index(turn % 2), pred=is_wanted)
@@ -78,10 +74,10 @@ def _fetch(pool, page, column, HALF: gl.constexpr, buffers, barriers, turn, is_w
 
 @gluon.jit
 def _softmax(scores, largest, exponentials, scale):  # type: ignore[no-untyped-def]
-    """(weights [M, S], largest [M], exponentials [M], factor [M] for what was summed before) with the scores of one
-    more page."""
+    """Add the scores of one more page. Return (weights [M, S], largest [M], exponentials [M], factor [M] for previous
+    sums)."""
     new_largest = gl.maximum(largest, gl.max(scores, axis=1) * scale)
-    # A row that has seen no key yet has no largest score.
+    # A row that has seen no key yet has a largest score of minus infinity.
     base = gl.where(new_largest == float("-inf"), 0.0, new_largest)
     shrink = gl.exp2(largest - base)
     weight = gl.exp2(scores * scale - gl.expand_dims(base, 1))
@@ -121,8 +117,8 @@ def _turns(  # type: ignore[no-untyped-def]
     BLOCK_M: gl.constexpr,
     PAGE: gl.constexpr,
 ):
-    """Pages begin..end-1 of a run. `state`: (page j - 1's weights, factor, largest, exponentials, values before it, ids
-    of pages j and j + 1)."""
+    """Process pages begin..end-1 of a run. `state`: (page j - 1's weights, factor, largest, exponentials, values
+    before it, ids of pages j and j + 1)."""
     weight_layout: gl.constexpr = gl.DotOperandLayout(0, values_layout, 2)
     pages, first_page, num_pages, num_full, turned = run
     weight, shrink, largest, exponentials, values, page, next_page = state
@@ -133,7 +129,7 @@ def _turns(  # type: ignore[no-untyped-def]
         scores = warpgroup_mma(
             queries, keys.index((turn + j) % 2).permute((1, 0)), nothing, use_acc=False, is_async=True
         )
-        # Everyone has read the keys of page j - 1 and the values of page j - 2.
+        # All threads have read the keys of page j - 1 and the values of page j - 2.
         _barrier()
         _fetch(pool, next_page, column, 0, keys, keys_ready, turn + j + 1, j + 1 < num_pages, PAGE)
         _fetch(pool, page, column, 1, values_, values_ready, turn + j, True, PAGE)
@@ -170,13 +166,13 @@ def _attend_run(  # type: ignore[no-untyped-def]
     PAGE: gl.constexpr,
     D: gl.constexpr,
 ):
-    """(largest score [M], sum of exponentials [M], weighted values [M, D]) of queries over a run of pages."""
+    """Return (largest score [M], sum of exponentials [M], weighted values [M, D]) of queries over a run of pages."""
     pages, first_page, num_pages, num_full, turned = run
     weight_layout: gl.constexpr = gl.DotOperandLayout(0, values_layout, 2)
     page = _page_at(pages, 0, num_pages, num_full, turned)
     next_page = _page_at(pages, 1, num_pages, num_full, turned)
-    # What the threads stored to shared memory is visible to the matrix units and the copy engine; everyone has read the
-    # last tile's buffers.
+    # The fence makes the threads' shared-memory stores visible to the matrix units and TMA; after the barrier all
+    # threads have read the last tile's buffers.
     fence_async_shared()
     _barrier()
     _fetch(pool, page, column, 0, keys, keys_ready, turn, True, PAGE)
@@ -207,7 +203,7 @@ def _attend_run(  # type: ignore[no-untyped-def]
     buffer = values_.index(last % 2)
     rest = length - (first_page + num_pages - 1) * PAGE
     if rest < PAGE:
-        # The sequence ends in this page. What was never written may be NaN, and 0 * NaN is NaN.
+        # The sequence ends in this page. Unwritten places may be NaN, and 0 * NaN is NaN.
         rows: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
         v = buffer.load(rows)
         is_key = gl.arange(0, PAGE, layout=gl.SliceLayout(1, rows)) < rest
@@ -242,7 +238,7 @@ def attend(  # type: ignore[no-untyped-def]
     BLOCK_M: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """As prefill_attention._attend; BLOCK_M is 128, D a power of two."""
+    """The kernel of prefill_attention._attend; BLOCK_M is 128, D a power of two."""
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, PAGE, 16]
     )
@@ -266,7 +262,7 @@ def attend(  # type: ignore[no-untyped-def]
     gl.store(cuts_2C + program, first_tile)
     gl.store(cuts_2C + gl.num_programs(0) + program, begin)
     if begin < end:
-        # Pages that went through the buffers before.
+        # Number of pages that have passed through the buffers.
         turn = program * 0
         for tile_turn in range(num_tiles):
             i = first_tile + (tile_turn + 1) % num_tiles
@@ -275,10 +271,10 @@ def attend(  # type: ignore[no-untyped-def]
             first_page = gl.maximum(begin - tile_begin, 0)
             run = gl.minimum(end, tile_end) - tile_begin - first_page
             u, g, tile = _tile_at(line_4I, most_tiles, i)
-            span = spans_UF + u * _FIELDS
-            offset = gl.load(span + _OFFSET)
-            start = gl.load(span + _START).to(gl.int32)
-            count = gl.load(span + _COUNT).to(gl.int32)
+            span = spans_UF + u * NUM_SPAN_FIELDS
+            offset = gl.load(span + OFFSET)
+            start = gl.load(span + START).to(gl.int32)
+            count = gl.load(span + COUNT).to(gl.int32)
             first_token = tile * BLOCK_M // SHARES
             head = ((offset + first_token) * (G * SHARES) + g * SHARES) * D
             _load_queries(queries, queries_NQD + head, tile, first_token, count, G, SHARES, D, BLOCK_M)
@@ -367,9 +363,9 @@ def _load_queries(  # type: ignore[no-untyped-def]
     D: gl.constexpr,
     BLOCK_M: gl.constexpr,
 ):
-    """A tile's queries to shared memory; `heads`: of its first token, the first that reads the key/value head. Rows
-    behind the span are 0."""
-    # Everyone has read the last tile's.
+    """Load a tile's queries to shared memory. `heads`: at its first token, the first that reads the key/value head.
+    Rows after the span are 0."""
+    # All threads have read the last tile's queries.
     _barrier()
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     row = tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
@@ -398,8 +394,8 @@ def _store_gated(  # type: ignore[no-untyped-def]
     D: gl.constexpr,
     BLOCK_M: gl.constexpr,
 ):
-    """As prefill_attention._store_gated; every thread loads the gates of what it holds, for there is no room to
-    exchange them."""
+    """prefill_attention._store_gated; every thread loads the gates of its own values, since there is no shared memory
+    to exchange them."""
     row = tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
     token = row // SHARES - first_token

@@ -1,9 +1,8 @@
-"""The line of all work of a prompt's attention: where every tile stands in it, and how it is shared out. See
-prefill_attention.py.
+"""The line: a flat work list of a prompt's attention, and how programs share it. See prefill_attention.py.
 
 A tile is BLOCK_M query rows of one span and key/value head; it has one unit of work for every page of keys that its
-rows see. The tiles of all spans and heads lie one behind the other, and programs take shares of their units, which are
-equal if TILE_COST units more are counted at the beginning of every tile.
+rows see. The tiles of all spans and heads are concatenated in the line, and programs take shares of the units. Shares
+are equal in cost, where every tile costs TILE_COST units more than it has.
 
 Knows nothing of queries, keys and values. Shape letters: as in prefill_attention.py.
 """
@@ -13,22 +12,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from agentspec.kernels import prefill_batch
-
-_COUNT = tl.constexpr(prefill_batch.COUNT)
-_START = tl.constexpr(prefill_batch.START)
-_FIELDS = tl.constexpr(prefill_batch.NUM_SPAN_FIELDS)
+from agentspec.kernels.triton.prefill_columns import COUNT, NUM_SPAN_FIELDS, START
 
 NOT_SPECIALIZED = ("num_tokens", "num_spans", "num_pages", "most_tiles", "num_programs")
-"""Arguments that change from call to call: kernels are not compiled once more for those that happen to be multiples of
-16."""
+"""Arguments that change from call to call: kernels are not recompiled for values that happen to be multiples of 16."""
 SEARCH = tl.constexpr(1024)
-"""Places of the line that a program looks at, at once, for its share."""
+"""Places of the line that a program searches at once for its share."""
 _MIN_SHARE = tl.constexpr(4)
-"""Units of a program, if there are so many: shorter tiles aren't worth cutting."""
+"""Least units per program, if there are enough: cutting shorter tiles does not pay."""
 TILE_COST = tl.constexpr(5)
-"""Units that take as long as beginning and ending a tile, on an H100: a program with many short tiles gets fewer
-units."""
+"""Cost of starting and ending a tile, in units, on an H100: a program with many short tiles gets fewer units."""
 
 
 @triton.jit
@@ -45,12 +38,12 @@ def lay_out(  # type: ignore[no-untyped-def]
     BLOCK_U: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
-    """Fill line_4I, [4, most_tiles + 1]: for every place of the line the units before it, and which span, key/value
-    head and tile of it stands there.
+    """Fill line_4I, [4, most_tiles + 1]. For every place of the line: the number of units before it, then span,
+    key/value head and tile at that place.
 
-    Behind the last tile stands the number of all units, up to the end."""
+    The places after the last tile hold the total number of units."""
     u = tl.arange(0, BLOCK_U)
-    count_U = tl.load(spans_UF + u * _FIELDS + _COUNT, mask=u < num_spans, other=0).to(tl.int32)
+    count_U = tl.load(spans_UF + u * NUM_SPAN_FIELDS + COUNT, mask=u < num_spans, other=0).to(tl.int32)
     places_U = tl.cdiv(count_U * SHARES, BLOCK_M) * G
     end_U = tl.cumsum(places_U, axis=0)
     num_tiles = tl.sum(places_U, axis=0)
@@ -60,8 +53,8 @@ def lay_out(  # type: ignore[no-untyped-def]
         is_tile = i < num_tiles
         span = tl.sum((end_U[None, :] <= i[:, None]).to(tl.int32), axis=1)
         before = tl.max(tl.where(u[None, :] < span[:, None], end_U[None, :], 0), axis=1)
-        count = tl.load(spans_UF + span * _FIELDS + _COUNT, mask=is_tile, other=1).to(tl.int32)
-        start = tl.load(spans_UF + span * _FIELDS + _START, mask=is_tile, other=0).to(tl.int32)
+        count = tl.load(spans_UF + span * NUM_SPAN_FIELDS + COUNT, mask=is_tile, other=1).to(tl.int32)
+        start = tl.load(spans_UF + span * NUM_SPAN_FIELDS + START, mask=is_tile, other=0).to(tl.int32)
         tiles = tl.cdiv(count * SHARES, BLOCK_M)
         groups = tl.minimum(tl.maximum(tiles * G * num_programs // tl.maximum(num_tiles, 1), 1), tiles * G)
         place = _line_place(i - before, tiles * G, groups)
@@ -79,19 +72,20 @@ def lay_out(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _line_place(i, num_tiles, num_groups):  # type: ignore[no-untyped-def]
-    """Which of a span's tiles, counted head by head, stands at place i of its part of the line.
+    """Return which of a span's tiles, counted head by head, is at place i of its part of the line.
 
-    The line is made of groups, one for about every program, of equally many tiles, give or take one. The first tiles of
-    all groups are neighbours in the span, then the second ones, and so on, from the last group to the first and back:
-    what programs do at one time is of one head and of about one length, and so is all that each of them has done
-    before. The last ones, too, go the other way than those before them: else a prompt of two tiles a program would give
-    some of them all short ones, and a tile costs time of its own."""
+    This part is made of groups, about one per program, whose numbers of tiles differ by at most one. The first tiles
+    of all groups are neighbours in the span, then the second ones, and so on, in alternating direction (last group to
+    first, first to last). So the tiles that programs process at the same time belong to one head and have similar
+    lengths, and each program's total so far is similar too. The last round also reverses the direction of the round
+    before: otherwise, with two tiles per program, some programs would get short tiles only, and every tile has a fixed
+    cost."""
     fewest = num_tiles // num_groups
     group = ((i + 1) * num_groups - 1) // num_tiles
     begin = group * num_tiles // num_groups
     turn = i - begin
     in_turn = tl.where(turn % 2 == 1, num_groups - 1 - group, group)
-    # Only some groups have one more tile than the fewest: so many, and so many before this one.
+    # Some groups have one tile more than the fewest: how many of all groups, and how many of those before this one.
     num_larger = num_tiles - fewest * num_groups
     larger_before = begin - group * fewest
     in_last = tl.where(fewest % 2 == 1, num_larger - 1 - larger_before, larger_before)
@@ -112,7 +106,7 @@ def tile_at(line_4I, most_tiles, i):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def unit_at(line_4I, tile, cost):  # type: ignore[no-untyped-def]
-    """The first unit that is not before a cut: `cost` units from the beginning, in this tile, TILE_COST counted with
-    each."""
+    """The first unit that is not before a cut. `cost`: of the cut, in units from the beginning, with TILE_COST for
+    every tile; `tile`: the tile of the cut."""
     unit = tl.load(line_4I + tile)
     return unit + tl.maximum(cost - unit - TILE_COST * (tile + 1), 0)

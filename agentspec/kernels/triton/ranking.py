@@ -1,8 +1,8 @@
-"""Floats as integers of the same order, for kernels that search and compare scores.
+"""Floats as order-preserving integers, for kernels that search and compare scores.
 
-An order key is an int32 that orders as its float32 does: thresholds are then found by dividing intervals of integers,
-exactly. A rank joins a score and its token into one int64, so that the best token of a row is a plain maximum, taken in
-any order. Knows nothing of sampling.
+An order key is an int32 that orders as its float32 does, so that thresholds are found exactly by bisecting integers. A
+rank packs a score and its token into one int64: the best token of a row is then a plain maximum, independent of the
+reduction order. Knows nothing of sampling.
 
 Formula: IEEE 754 numbers of one sign order as their bits, negative ones in reverse.
 """
@@ -21,7 +21,7 @@ LOWEST_RANK: tl.constexpr = tl.constexpr(-(2**63))
 
 @triton.jit
 def order_key(value):  # type: ignore[no-untyped-def]
-    """int32 key of a float32. The two zeros have one key."""
+    """int32 order key of a float32. Both zeros have the same key."""
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -34,8 +34,8 @@ def value_of_key(key):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def rank(score, token):  # type: ignore[no-untyped-def]
-    """int64: the higher score ranks higher, and of equal scores the lower token. A NaN ranks at one of the ends. token:
-    below 2**31."""
+    """int64 rank: a higher score ranks higher; of equal scores the lower token ranks higher. A NaN ranks first or
+    last. token: below 2**31."""
     return (order_key(score).to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
 
 

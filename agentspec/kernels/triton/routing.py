@@ -1,10 +1,10 @@
-"""Which experts each token visits, and with what weight: the router's scores, then the choice of the most likely.
+"""Routing: the router's scores, then the top experts of each token and their weights.
 
-Scores are those of the normed input before it is rounded, in float32: near-ties decide which expert runs. The shared
-expert may be one more visit of every token, weighted by its gate. Nothing is read on the host. Knows nothing of
+Scores are computed from the normed input before it is rounded, in float32: near-ties decide which expert runs. The
+shared expert may be one more visit of every token, weighted by its gate. Nothing is read on the host. Knows nothing of
 experts' weights.
 
-Shape letters: N tokens, H hidden size, X experts, J chosen experts, C visits of a token: J, or J + 1 with the shared
+Shape letters: N tokens, H hidden size, X experts, J chosen experts, C visits per token: J, or J + 1 with the shared
 expert, S parts of H.
 """
 
@@ -25,22 +25,22 @@ from agentspec.kernels.triton.ranking import LOWEST_KEY, order_key, value_of_key
 from agentspec.kernels.weights import SCALE_BLOCK
 
 FEW_SCORES = 16
-"""Up to here a program scores some experts for one token, with every weight on the way before the tokens are there;
-above, tiles are multiplied."""
+"""Up to this many tokens, a program scores some experts for one token, and loads all its weights before it waits for
+the tokens; above, tiles are multiplied."""
 _ROWS = 4
-"""Experts of a program of few tokens."""
+"""Experts per program, for few tokens."""
 _BLOCK_H = 2048
 _NORM_BLOCK = 1024
 _PROGRAMS = 264
-"""Two for each SM of an H100: as many as tiles' parts of H are worth."""
+"""Two for each SM of an H100: the limit up to which splitting H pays."""
 _LEAST_PART = 128
 _AHEAD = 4
-"""Steps whose router rows are asked into L2 before the tokens are there."""
+"""Steps whose router rows are prefetched to L2 before waiting for the tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreTiles:
-    """How the scores of many tokens are cut: a program scores block_x experts for block_n tokens, over one of `split`
+    """Tiling of the scores of many tokens: a program scores block_x experts for block_n tokens, over one of `split`
     parts of H."""
 
     block_n: int
@@ -53,25 +53,25 @@ class ScoreTiles:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routing:
-    """Every token's visits, most likely first; the shared expert's, if it is one, last and under the id X."""
+    """Every token's visits, most likely first. If the shared expert is a visit, it is last and has id X."""
 
     ids_NC: Tensor
     """int32."""
     weights_NC: Tensor
-    """float32: of the routed ones their probabilities, perhaps normalised; of the shared one the sigmoid of its
+    """float32. Routed experts: their probabilities, normalised if the model says so; shared expert: the sigmoid of its
     gate."""
     gate_N: Tensor | None
-    """float32, the shared gate's logit; None where the shared expert is a visit."""
+    """float32, the shared gate's logit; None if the shared expert is a visit."""
     normed: Tensor | ScaledTokens
-    """The normed input, in its dtype [N, H]; or in 8 bits, of the values that it has in its dtype."""
+    """The normed input [N, H] in its dtype; or the same values rounded to 8 bits."""
 
 
 def route(x_NH: Tensor, norm: Norm, weights: MixtureWeights, *, visit_shared: bool, in_fp8: bool = False) -> Routing:
-    """Two launches. visit_shared: the shared expert is one more visit of every token. in_fp8: the normed input is
-    wanted in 8 bits, and only so."""
+    """Route every token. Two launches. visit_shared: the shared expert is one more visit of every token. in_fp8:
+    return the normed input in 8 bits only."""
     (num_tokens, width), num_experts = x_NH.shape, weights.router_XH.shape[0]
     assert x_NH.stride(1) == 1
-    assert not (visit_shared and in_fp8), "visits read tokens in their dtype"
+    assert not (visit_shared and in_fp8), "the shared expert as a visit needs tokens in their own dtype"
     num_visits = weights.top_k + int(visit_shared)
 
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -128,8 +128,8 @@ def score_tiles(num_tokens: int, num_experts: int, width: int, element_bytes: in
 
 
 def _scores(x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> tuple[Tensor, Tensor]:
-    """float32: (each part's share of the router's logits before they are divided by the norm [S, N, X], and of the sum
-    of squares [S, N])."""
+    """Return float32 ([S, N, X] each part's share of the router's logits before the division by the norm, [S, N] its
+    share of the sum of squares)."""
     (num_tokens, width), num_experts = x_NH.shape, weights.router_XH.shape[0]
     assert weights.router_XH.is_contiguous()
     is_few = num_tokens <= FEW_SCORES
@@ -215,7 +215,8 @@ def _many_scores_kernel(  # type: ignore[no-untyped-def]
     AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """16-bit inputs are multiplied in two halves, so that next to nothing of the float32 normed input is lost."""
+    """16-bit inputs are multiplied as a high and a low half, so that almost nothing of the float32 normed input is
+    lost."""
     part = tl.program_id(2)
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1) * BLOCK_X + tl.arange(0, BLOCK_X)
@@ -237,7 +238,7 @@ def _many_scores_kernel(  # type: ignore[no-untyped-def]
         else:
             w = tl.load(rows + at[None, :], mask=(at < H)[None, :], other=0.0)
             x = tl.load(tokens + at[None, :], mask=(at < H)[None, :], other=0.0).to(tl.float32)
-        # One step early: too few bytes a thread for an asynchronous copy, too long a way to wait for.
+        # Loaded one step ahead: too few bytes per thread for an asynchronous copy, and too slow to wait for.
         gain, next_gain = next_gain, tl.load(norm_ptr + at + BLOCK_K, mask=at + BLOCK_K < H, other=0.0)
         squares += x * x
         x *= 1.0 + gain.to(tl.float32)[None, :]
@@ -282,8 +283,8 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (n, 0) has token n's normed row and its gate, program (n, 1) chooses for it, the lower id on ties. Rows
-    behind the tokens fill up what is in 8 bits."""
+    """Program (n, 0) stores token n's normed row and gate; program (n, 1) chooses its experts, lower id on ties. Rows
+    after the tokens are the padding of 8-bit rows."""
     release_next(PDL)
     n = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
@@ -322,7 +323,7 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
             score += tl.load(parts_ptr + place * num_experts + x, mask=x < num_experts, other=0.0)
             squares += tl.load(squares_ptr + place)
         score *= tl.rsqrt(squares / H + eps)
-        # Keys of numbers that are not any must not count as chosen already.
+        # The key of a NaN must not equal the key that marks chosen experts.
         keys = tl.where(x < num_experts, tl.maximum(order_key(score), LOWEST_KEY + 1), LOWEST_KEY)
         c = tl.arange(0, BLOCK_C)
         ids = tl.full((BLOCK_C,), num_experts, tl.int32)
@@ -349,7 +350,7 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
 def _store_normed(  # type: ignore[no-untyped-def]
     normed_ptr, x_ptr, norm_ptr, shared_gate_ptr, eps, H: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr
 ):
-    """Store a token's normed row; its score against the shared gate's row, of the row as it is before it is rounded."""
+    """Store a token's normed row. Returns its score against the shared gate's row, computed before rounding."""
     squares, products = tl.zeros((BLOCK_H,), tl.float32), tl.zeros((BLOCK_H,), tl.float32)
     await_previous(PDL)
     for first in tl.static_range(0, H, BLOCK_H):
@@ -381,7 +382,7 @@ def _store_scaled(  # type: ignore[no-untyped-def]
     BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """As `_store_normed`, the row rounded to x's dtype and then to 8 bits. A row that is no token's is zeros."""
+    """`_store_normed` with the row rounded to x's dtype and then to 8 bits. A padding row is zeros."""
     g, k = tl.arange(0, BLOCK_H // GROUP), tl.arange(0, GROUP)
     squares, products = tl.zeros((BLOCK_H // GROUP, GROUP), tl.float32), tl.zeros((BLOCK_H // GROUP, GROUP), tl.float32)
     await_previous(PDL)

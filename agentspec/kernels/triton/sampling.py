@@ -1,27 +1,27 @@
-"""Choosing tokens in Triton: the best of each row, and draws with masks, bias, penalties and filters. See
-backend.Backend, `sample` and `argmax`.
+"""Sampling in Triton: the argmax of each row, and draws with masks, bias, penalties and filters. See backend.Backend,
+`sample` and `argmax`.
 
-A row is a slot's column, its vocabulary spread over many programs. `sample` finds its thresholds without a sort, in
-five launches:
+A row is one column of a slot; its vocabulary is split over many programs. `sample` finds its thresholds without a
+sort, in five launches:
 
-    span tops   the largest logit of every span of the vocabulary, after mask, bias and penalties. Later kernels visit a span only if its top
-                is high enough, and compute its logits again: with a filter, few are, and no second vocabulary is
-                written.
-    collect     rows with top-k or top-p: list the tempered logits that may be kept, those above a bound which the tops give
-    select      those rows: the exact threshold, by dividing an interval of order keys until one candidate is left
-    draw        the best noisy token of each program's share of what is kept
+    span tops   the largest logit of every span of the vocabulary, after mask, bias and penalties. Later kernels
+                process a span only if its top is high enough, and recompute its logits: with a filter few spans
+                qualify, and no second vocabulary-sized tensor is written.
+    collect     rows with top-k or top-p: list the tempered logits above a lower bound that follows from the tops
+    select      those rows: find the exact threshold by bisecting an interval of order keys
+    draw        the best noisy token of each program's share of the kept tokens
     best        the best of those
 
-A row that needs no list passes `collect` and `select` at the cost of a launch. Only integers are added across programs,
-so results do not depend on timing. Knows nothing of acceptance.
+A row without top-k and top-p passes `collect` and `select` at the cost of a launch. Only integers are added across
+programs, so results do not depend on timing. Knows nothing of acceptance.
 
-Differences to kernels/reference/sampling.py, which has the formulas: probability masses are integers, 2**-44 of the
-largest token's (smaller ones are 0), where the reference adds float64. So top-p may cut elsewhere if a partial sum is
-within about 1e-6 of top_p. Noise is the same: in float64 from the same bits, rounded to float32; libraries of
-logarithms may disagree in the last bit of float32 for one token in 10**8.
+Differences from kernels/reference/sampling.py, which has the formulas: probability masses are integers in units of
+2**-44 of the largest token's mass (smaller ones are 0), where the reference adds float64. So top-p may cut elsewhere
+if a partial sum is within about 1e-6 of top_p. Noise is the same: computed in float64 from the same bits, rounded to
+float32; implementations of log may differ in the last bit of float32 for one token in 10**8.
 
-Shape letters: N = B * T rows, B slots in the step, T columns a slot, V vocabulary, S slots of the tables, F fields, W =
-max k + 1, X = ceil(V / 32) words, G spans, C programs a row.
+Shape letters: N = B * T rows, B slots in the step, T columns per slot, V vocabulary, S slots of the tables, F fields,
+W = max k + 1, X = ceil(V / 32) words, G spans, C programs per row.
 """
 
 from __future__ import annotations
@@ -51,38 +51,42 @@ from agentspec.kernels.triton.ranking import (
 
 ARGMAX_BLOCK = 4096
 SPAN = 512
-"""Tokens that share a top. Top-k is bounded by tops if there are k of them, so a vocabulary of 248,320 has them up to k
-= 485."""
+"""Tokens of a span. The tops bound top-k only if there are at least k of them: a vocabulary of 248,320 has enough up
+to k = 485."""
 SPANS_A_PROGRAM = 8
 PROGRAMS = 1056
-"""Of `collect` and of `draw`, all rows together: 8 on each of an H100's 132 multiprocessors."""
+"""Programs of `collect` and of `draw` over all rows: 8 on each of an H100's 132 multiprocessors."""
 SELECT_CHUNK = 4096
 
-_TEMPERATURE: tl.constexpr = tl.constexpr(slots.TEMPERATURE)
-_TOP_P: tl.constexpr = tl.constexpr(slots.TOP_P)
-_LOG_MIN_P: tl.constexpr = tl.constexpr(slots.LOG_MIN_P)
-_REPETITION: tl.constexpr = tl.constexpr(slots.REPETITION)
-_FREQUENCY: tl.constexpr = tl.constexpr(slots.FREQUENCY)
-_PRESENCE: tl.constexpr = tl.constexpr(slots.PRESENCE)
-_SEED: tl.constexpr = tl.constexpr(slots.SEED)
-_TOP_K: tl.constexpr = tl.constexpr(slots.TOP_K)
+_TEMPERATURE, _TOP_P, _LOG_MIN_P, _REPETITION, _FREQUENCY, _PRESENCE = (
+    tl.constexpr(column)
+    for column in (
+        slots.TEMPERATURE,
+        slots.TOP_P,
+        slots.LOG_MIN_P,
+        slots.REPETITION,
+        slots.FREQUENCY,
+        slots.PRESENCE,
+    )
+)
+_SEED, _TOP_K = tl.constexpr(slots.SEED), tl.constexpr(slots.TOP_K)
 _LEAST_DIVISOR: tl.constexpr = tl.constexpr(reference.LEAST_DIVISOR)
 _PURPOSE: tl.constexpr = tl.constexpr(philox.PURPOSE_TOKEN)
 
 _MASS_ONE: tl.constexpr = tl.constexpr(2.0**44)
 """The largest token's probability mass."""
 _MAX_VOCAB = 2**18
-"""So many tokens of that mass are 2**62."""
+"""This many tokens of the largest mass sum to 2**62."""
 _MASSLESS: tl.constexpr = tl.constexpr(-31.0)
-"""exp of it is below 2**-44: a tempered logit so far below the largest has no mass."""
+"""exp(-31) is below 2**-44: a tempered logit this far below the largest has mass 0."""
 _NOISE_REACH: tl.constexpr = tl.constexpr(20.5)
-"""More than lies between the least Gumbel noise and the largest: -log(25 ln 2) = -2.86 and 25 ln 2 = 17.33."""
+"""Upper bound of the largest minus the least Gumbel noise: 25 ln 2 = 17.33 and -log(25 ln 2) = -2.86."""
 _FLOOR: tl.constexpr = tl.constexpr(0)
-"""Tempered logits from here on are listed."""
+"""Column: tempered logits from here on are listed."""
 _THRESHOLD: tl.constexpr = tl.constexpr(1)
-"""Tempered logits from here on are kept."""
+"""Column: tempered logits from here on are kept."""
 _REACH: tl.constexpr = tl.constexpr(2)
-"""Logits below it lose to the largest whatever their noise."""
+"""Column: logits below this cannot win against the largest, whatever their noise."""
 
 
 def argmax(logits_NV: Tensor) -> Tensor:
@@ -125,18 +129,18 @@ def sample(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Launch:
-    """What the kernels of one `sample` are launched with."""
+    """Arguments of the kernels of one `sample`."""
 
     parameters: tuple[Any, ...]
-    """How slots draw."""
+    """Slot ids and sampling parameters."""
     logits: tuple[Any, ...]
-    """What adjusted logits are made of."""
+    """Operands of the adjusted logits."""
     shape: dict[str, int]
     width: dict[str, int]
-    """For kernels that take logits."""
+    """Of the mask; for kernels that compute adjusted logits."""
     options: dict[str, Any]
     shares: tuple[int, int]
-    """(rows, programs a row) of the kernels that visit few spans."""
+    """Grid (rows, programs per row) of the kernels that process few spans."""
 
     @classmethod
     def of(
@@ -167,15 +171,15 @@ class _Launch:
             logits=logits,
             shape={"V": vocab_size, "T": num_columns, "SPAN": SPAN},
             width={"W": table.mask_SWX.shape[1]},
-            # Fused, a product and a sum would be rounded once, where the reference rounds twice.
+            # The reference rounds after the product and after the sum; a fused multiply-add would round once.
             options={"enable_fp_fusion": False, **OVERLAPPED},
             shares=(num_rows, min(triton.cdiv(PROGRAMS, num_rows), triton.cdiv(vocab_size, SPAN))),
         )
 
 
 def _find_bounds(launch: _Launch) -> tuple[Tensor, Tensor]:
-    """(int32 [N, G] order keys of the largest adjusted logit of each span, float32 [N, 3] bounds: what each row
-    keeps)."""
+    """Return (int32 [N, G] order keys of the largest adjusted logit of each span, float32 [N, 3] bounds of what each
+    row keeps)."""
     (num_rows, _), vocab_size, device = launch.shares, launch.shape["V"], launch.logits[0].device
     num_spans = triton.cdiv(vocab_size, SPAN)
     tops_NG = torch.empty(num_rows, num_spans, dtype=torch.int32, device=device)
@@ -231,7 +235,7 @@ def _best(best_NC, num_programs, out_N, BLOCK_C: tl.constexpr, PDL: tl.constexpr
 
 @triton.jit
 def _draw_parameters(slot, limits_SF, limits_stride, sampling_SF, sampling_stride):  # type: ignore[no-untyped-def]
-    """(temperature, what logits are divided by, top-k, top-p, log min-p) of a slot."""
+    """Return (temperature, divisor of the logits, top-k, top-p, log min-p) of a slot."""
     sampling = sampling_SF + slot * sampling_stride
     temperature = tl.load(sampling + _TEMPERATURE)
     divisor = tl.where(temperature > 0, tl.maximum(temperature, _LEAST_DIVISOR), 1.0)
@@ -241,7 +245,8 @@ def _draw_parameters(slot, limits_SF, limits_stride, sampling_SF, sampling_strid
 
 @triton.jit
 def _needs_list(temperature, top_k, top_p, V: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Min-p needs none: its threshold follows from the top. Nor does temperature 0, which draws the top."""
+    """Whether the row's candidates must be listed. Not for min-p, whose threshold follows from the top, nor for
+    temperature 0, which takes the top."""
     return (temperature > 0) & ((top_k < V) | (top_p < float("inf")))
 
 
@@ -263,8 +268,8 @@ def _adjusted_logits(  # type: ignore[no-untyped-def]
     T: tl.constexpr,
     W: tl.constexpr,
 ):
-    """Logits of some tokens of a row after mask, bias and penalties. A column's context: what the table counts, and the
-    drafts up to the column."""
+    """Logits of some tokens of a row after mask, bias and penalties. A column's context is the tokens counted in the
+    table and the drafts up to the column."""
     column = row % T
     logit = tl.load(logits_BTV + row.to(tl.int64) * V + token, mask=is_real, other=0.0)
     if mask_SWX is not None:
@@ -311,7 +316,7 @@ def _span_tops(  # type: ignore[no-untyped-def]
     SPANS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Order key of the largest adjusted logit of each span; the tally at zero."""
+    """Store the order key of the largest adjusted logit of each span; zero the tally."""
     release_next(PDL)
     await_previous(PDL)
     NUM_SPANS: tl.constexpr = (V + SPAN - 1) // SPAN
@@ -352,8 +357,8 @@ def _top_of_row(row, tops_NG, NUM_SPANS: tl.constexpr, BLOCK_G: tl.constexpr):  
 
 @triton.jit
 def _kth_largest(keys, num_keys, k, low, high, WAYS: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A key that k of `keys` reach, as exactly as it matters: the k-th largest, or one below it that no further key
-    reaches.
+    """Return a key that exactly k of `keys` reach, as far as results are concerned: the k-th largest, or a lower one
+    that no further key reaches.
 
     keys: pointer to int32. low, high: at least k keys reach low, fewer reach high; both scalars, int64."""
     low, num_at_low = tl.zeros((), tl.int64) + low, tl.zeros((), tl.int64) + num_keys
@@ -373,15 +378,14 @@ def _kth_largest(keys, num_keys, k, low, high, WAYS: tl.constexpr, CHUNK: tl.con
 
 @triton.jit
 def _mass(tempered, tempered_top):  # type: ignore[no-untyped-def]
-    """Probability mass in units of 2**-44 of the top's; none for a NaN, nor in a row with nothing but minus
-    infinity."""
+    """Probability mass in units of 2**-44 of the top's. 0 for a NaN, and in a row of nothing but minus infinity."""
     distance = tempered - tl.where(tempered_top > -float("inf"), tempered_top, 0.0)
     return (tl.where(distance <= 0, tl.exp(tl.minimum(distance, 0.0)), 0.0) * _MASS_ONE).to(tl.int64)
 
 
 @triton.jit
 def _above(keys, num_keys, candidate, tempered_top, WAYS: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many of `keys` are above each of the candidates, and their mass: int64 [WAYS] each."""
+    """Return the number of `keys` above each candidate, and their mass: int64 [WAYS] each."""
     count, mass = tl.zeros((WAYS,), tl.int64), tl.zeros((WAYS,), tl.int64)
     for first in range(0, num_keys, CHUNK):
         place = first + tl.arange(0, CHUNK)
@@ -398,10 +402,11 @@ def _above(keys, num_keys, candidate, tempered_top, WAYS: tl.constexpr, CHUNK: t
 def _top_p_key(  # type: ignore[no-untyped-def]
     keys, num_keys, cut_key, top_key, tail_mass, tempered_top, top_p, WAYS: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """The lowest key above which less than top_p of the mass lies, or another that keeps the same of `keys`.
+    """Return the lowest key above which less than top_p of the mass lies, or another key that keeps the same of
+    `keys`.
 
-    The mass is that of the keys from cut_key on, and tail_mass. cut_key, top_key: int64; the latter, of the largest, is
-    always kept."""
+    The mass is that of the keys from cut_key on, plus tail_mass. cut_key, top_key: int64; top_key is the largest key
+    and is always kept."""
     low, high = cut_key - 1, top_key
     count, mass = _above(keys, num_keys, low + tl.zeros((WAYS,), tl.int64), tempered_top, WAYS, CHUNK)
     target = top_p.to(tl.float64) * (tl.max(mass) + tail_mass).to(tl.float64)
@@ -421,18 +426,18 @@ def _top_p_key(  # type: ignore[no-untyped-def]
 def _list_bounds(  # type: ignore[no-untyped-def]
     row, tops_NG, divisor, top_k, top_p, log_min_p, V: tl.constexpr, SPAN: tl.constexpr, BLOCK_G: tl.constexpr
 ):
-    """(tempered logits from where on may be kept or have mass, from where on they are listed, the largest).
+    """Return (the least tempered logit that may be kept or has mass, the least that is listed, the largest).
 
-    All that is kept is listed. Between the two bounds a token counts by its mass alone; only a row without top-k has
-    such."""
+    Every kept token is listed. A token between the two bounds only contributes mass; this happens only in rows without
+    top-k."""
     NUM_SPANS: tl.constexpr = (V + SPAN - 1) // SPAN
     top_key = _top_of_row(row, tops_NG, NUM_SPANS, BLOCK_G)
     tempered_top = tl.div_rn(value_of_key(top_key), divisor)
     least = tempered_top + log_min_p
     floor = least
     if top_k == V:
-        # The tail that top-p drops has more than 1 - p of the mass, which is at least 1, in at most V tokens; the
-        # largest of them has more than the mean. 0.1 is for rounding.
+        # The tail that top-p drops has more than 1 - p of the mass, which is at least 1, in at most V tokens, so its
+        # largest token is above the mean. 0.1 is a margin for rounding.
         floor = tl.maximum(least, tempered_top + tl.log(tl.maximum(1.0 - top_p, 1e-30) / V) - 0.1)
         least = tl.maximum(least, tempered_top + _MASSLESS)
     elif top_k <= NUM_SPANS:
@@ -467,8 +472,7 @@ def _collect(  # type: ignore[no-untyped-def]
     BLOCK_G: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """List order keys of tempered logits, in any order; tally how many there are, and the mass of those below the
-    list."""
+    """List order keys of tempered logits, in any order; count them, and sum the mass of the tokens below the list."""
     release_next(PDL)
     await_previous(PDL)
     NUM_SPANS: tl.constexpr = (V + SPAN - 1) // SPAN
@@ -533,8 +537,8 @@ def _select(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """What a row keeps: tempered logits from its threshold on, and of those only logits that the noise can carry past
-    the largest."""
+    """Store a row's bounds: its threshold on tempered logits, and the least logit that the noise can carry past the
+    largest."""
     release_next(PDL)
     await_previous(PDL)
     row = tl.program_id(0)
@@ -558,8 +562,8 @@ def _select(  # type: ignore[no-untyped-def]
             cut_key = _top_p_key(listed, num_listed, cut_key, top_key, tail_mass, tempered_top, top_p, 4, CHUNK)
         threshold = value_of_key(cut_key.to(tl.int32))
     tl.store(bounds_N3 + row * 3 + _THRESHOLD, threshold)
-    # Also where rounding makes scores equal, which decides by the lower token: 2**-20 of the score is more than its
-    # rounding.
+    # Includes scores that become equal by rounding, where the lower token wins: 2**-20 of the score exceeds its
+    # rounding error.
     tl.store(bounds_N3 + row * 3 + _REACH, top - temperature * _NOISE_REACH - tl.abs(top) * 2.0**-20)
 
 
@@ -599,8 +603,8 @@ def _draw(  # type: ignore[no-untyped-def]
     SPAN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rank of the best noisy logit among a program's spans. Comparisons are such that a NaN is kept, so that some token
-    always is."""
+    """Store the rank of the best noisy logit among a program's spans. Comparisons are written so that a NaN is kept:
+    then some token always is."""
     release_next(PDL)
     await_previous(PDL)
     NUM_SPANS: tl.constexpr = (V + SPAN - 1) // SPAN

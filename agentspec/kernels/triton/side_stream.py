@@ -1,9 +1,9 @@
-"""A second stream for work that may run beside the step's own: fork, and join. Captured in a CUDA graph, the two are
-its branches.
+"""A second stream for work that may run in parallel with the step's stream: fork, and join. In a CUDA graph they
+become two branches.
 
-Memory needs no further care: what forks also joins before its operands and its result can be given back, and whatever
-runs on the second stream next begins at a later fork, behind all that the first stream did with them. Knows nothing of
-what is computed. Without CUDA everything runs in place.
+Memory needs no further care: work on the second stream is joined before its operands and results can be freed, and
+later work there begins at a later fork, after everything that the first stream did with them. Knows nothing of what is
+computed. Without CUDA everything runs in place.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ import torch
 from agentspec.kernels.triton.launch import separate_counters
 
 _HIGH_PRIORITY = -1
-"""What runs beside is short, and waited for: its programs go before those that fill the device meanwhile."""
+"""The forked work is short, and the main stream waits for it: its programs are scheduled before those of kernels that
+fill the device."""
 
 
 @contextmanager
-def beside(device: torch.device) -> Iterator[None]:
-    """What is launched within runs after everything that the current stream has been given, and beside what that is
-    given from now on.
+def fork(device: torch.device) -> Iterator[None]:
+    """Launch the kernels of this block on the second stream: after everything already on the current stream, in
+    parallel with what is added to it later.
 
-    Every block must be followed by `join`, before any of its tensors is let go."""
+    Every block must be followed by `join`, before any of its tensors is freed."""
     if device.type != "cuda":
         yield
         return
@@ -36,7 +37,7 @@ def beside(device: torch.device) -> Iterator[None]:
 
 
 def join(device: torch.device) -> None:
-    """What the current stream is given from now on runs after all that was launched `beside`."""
+    """Make the current stream wait for everything launched under `fork`."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).wait_stream(_stream(device))
 

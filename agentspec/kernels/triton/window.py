@@ -1,10 +1,10 @@
-"""The integers of a decode step in Triton, one launch each: opening a window, committing it, entering the next drafts.
-See backend.Backend.
+"""The integer bookkeeping of a decode step in Triton, one launch per operation: open a window, commit it, publish the
+next drafts. See backend.Backend.
 
-A program has one slot and one warp: everything here is latency. An inert slot's row is never stored to, so the padding
-slot may come any number of times in one step.
+A program has one slot and one warp, because latency is all that matters here. An inert slot's row is never stored to,
+so the padding slot may occur any number of times in one step.
 
-Shape letters: as in reference/window.py; E stop ids a slot.
+Shape letters: as in reference/window.py; E stop ids per slot.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from agentspec.kernels.triton.launch import OVERLAPPED, await_previous, release_
 
 _PAGES_A_PROGRAM = 1024
 
-_ACTIVE = tl.constexpr(slots.ACTIVE)
-_LENGTH = tl.constexpr(slots.LENGTH)
-_READ_ROW = tl.constexpr(slots.READ_ROW)
-_NUM_VALID_DRAFTS = tl.constexpr(slots.NUM_VALID_DRAFTS)
-_CHECKPOINT_ROWS = tl.constexpr(slots.CHECKPOINT_ROWS)
-_CHECKPOINT_LENS = tl.constexpr(slots.CHECKPOINT_LENS)
-_TOKENS = tl.constexpr(slots.TOKENS)
-_LENGTH_LIMIT = tl.constexpr(slots.LENGTH_LIMIT)
-_SEED = tl.constexpr(slots.SEED)
-_STOP_IDS = tl.constexpr(slots.STOP_IDS)
-_ZERO_ROW = tl.constexpr(types.ZERO_ROW)
-_SCRATCH_ROW = tl.constexpr(types.SCRATCH_ROW)
-_SCRATCH_PAGE = tl.constexpr(types.SCRATCH_PAGE)
-_STOP_ID = tl.constexpr(types.STOP_ID)
-_STOP_LENGTH = tl.constexpr(types.STOP_LENGTH)
-_PURPOSE_FORCED_ACCEPT = tl.constexpr(PURPOSE_FORCED_ACCEPT)
-
-_NUM_EMITTED = tl.constexpr(slots.NUM_EMITTED)
-_NUM_ACCEPTED = tl.constexpr(slots.NUM_ACCEPTED)
-_NUM_OFFERED = tl.constexpr(slots.NUM_OFFERED)
-_SCALARS = tl.constexpr(slots.SCALARS)
+_ACTIVE, _LENGTH, _READ_ROW, _NUM_VALID_DRAFTS, _CHECKPOINT_ROWS, _CHECKPOINT_LENS, _TOKENS = (
+    tl.constexpr(column)
+    for column in (
+        slots.ACTIVE,
+        slots.LENGTH,
+        slots.READ_ROW,
+        slots.NUM_VALID_DRAFTS,
+        slots.CHECKPOINT_ROWS,
+        slots.CHECKPOINT_LENS,
+        slots.TOKENS,
+    )
+)
+_LENGTH_LIMIT, _SEED, _STOP_IDS = (tl.constexpr(column) for column in (slots.LENGTH_LIMIT, slots.SEED, slots.STOP_IDS))
+_NUM_EMITTED, _NUM_ACCEPTED, _NUM_OFFERED, _SCALARS = (
+    tl.constexpr(column) for column in (slots.NUM_EMITTED, slots.NUM_ACCEPTED, slots.NUM_OFFERED, slots.SCALARS)
+)
 _OUTCOME_TOKENS = tl.constexpr(slots.SCALARS + slots.TOKENS)
+_ZERO_ROW, _SCRATCH_ROW, _SCRATCH_PAGE, _STOP_ID, _STOP_LENGTH = (
+    tl.constexpr(constant)
+    for constant in (types.ZERO_ROW, types.SCRATCH_ROW, types.SCRATCH_PAGE, types.STOP_ID, types.STOP_LENGTH)
+)
+_PURPOSE_FORCED_ACCEPT = tl.constexpr(PURPOSE_FORCED_ACCEPT)
 
 
 def open_window(slots_SF: Tensor, page_table_SP: Tensor, slot_ids_B: Tensor, num_columns: int) -> Window:
@@ -80,7 +80,7 @@ def open_window(slots_SF: Tensor, page_table_SP: Tensor, slot_ids_B: Tensor, num
 def commit_window(
     slots_SF: Tensor, limits_SF: Tensor, slot_ids_B: Tensor, chosen_BT: Tensor, *, block_tokens: int
 ) -> Commit:
-    """Of an inert slot, `num_accepted_B` is 0."""
+    """For an inert slot, `num_accepted_B` is 0."""
     assert chosen_BT.is_contiguous()
     (num_slots, num_columns), device = chosen_BT.shape, slots_SF.device
     num_stop_ids = limits_SF.shape[1] - slots.STOP_IDS
@@ -116,7 +116,7 @@ def commit_window(
 def force_acceptance(
     slots_SF: Tensor, limits_SF: Tensor, slot_ids_B: Tensor, chosen_BT: Tensor, rate_K: Tensor
 ) -> Tensor:
-    """One launch, so that timed steps with forced acceptance stay within some microseconds of what they stand for."""
+    """One launch, so that steps timed with forced acceptance are within microseconds of real ones."""
     assert chosen_BT.is_contiguous()
     assert rate_K.is_contiguous()
     num_slots, num_columns = chosen_BT.shape
@@ -183,7 +183,7 @@ def _open_window(  # type: ignore[no-untyped-def]
     BLOCK_P: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (b, i) copies run i of slot b's page table; the first one of a slot copies its columns too."""
+    """Program (b, i) copies chunk i of slot b's page table; the first program of a slot also copies its columns."""
     release_next(PDL)
     await_previous(PDL)
     b = tl.program_id(0).to(tl.int64)
@@ -223,8 +223,8 @@ def _commit_window(  # type: ignore[no-untyped-def]
     BLOCK_E: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """No branch on `active`, so that all loads are in flight at once: what an inert slot holds is computed with, and
-    thrown away."""
+    """There is no branch on `active`, so that all loads are in flight at once: results of an inert slot are computed
+    and discarded."""
     release_next(PDL)
     await_previous(PDL)
     b = tl.program_id(0).to(tl.int64)
@@ -256,7 +256,7 @@ def _commit_window(  # type: ignore[no-untyped-def]
 def _truncate(  # type: ignore[no-untyped-def]
     token_T, num_matched, limits, length, T: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr
 ):
-    """(drafts that stand, why the request ends or 0): cut after the first stop id and at the length limit. See
+    """Return (accepted drafts, stop reason or 0): cut after the first stop id and at the length limit. See
     reference/verdict.py."""
     t = tl.arange(0, BLOCK_T)
     e = tl.arange(0, BLOCK_E)
@@ -284,8 +284,8 @@ def _advance(  # type: ignore[no-untyped-def]
     W: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Move an active slot's pointers behind the last accepted column; store the scalars that any slot then has to
-    `scalars` too."""
+    """Advance an active slot's pointers past the last accepted column. Also store the resulting scalars of any slot to
+    `scalars`."""
     w = tl.arange(0, BLOCK_W)
     f = tl.arange(0, _TOKENS)
     row_W = tl.load(slot + _TOKENS + W + w, mask=w < W, other=0)
@@ -309,7 +309,7 @@ def _advance(  # type: ignore[no-untyped-def]
     new_F = tl.where(crossed & (f == _CHECKPOINT_LENS), boundary, new_F)
     new_F = tl.where(crossed & (f == _CHECKPOINT_LENS + 1), newer_len, new_F)
     tl.store(scalars + f, tl.where(is_active, new_F, old_F))
-    tl.debug_barrier()  # every lane has what it reads of the slot before any lane stores to it
+    tl.debug_barrier()  # every lane must read the slot before any lane stores to it
     tl.store(slot + f, new_F, mask=f < tl.where(is_active, _TOKENS, 0))
     tl.store(slot + _TOKENS, last_token, mask=is_active)
     tl.store(slot + _TOKENS + W + w, older_row, mask=w == tl.where(is_active, column, -1))
@@ -329,7 +329,7 @@ def _force_acceptance(  # type: ignore[no-untyped-def]
     BLOCK_T: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program b: one slot. An inert one keeps its choices, and nothing of it is stored to."""
+    """Program b has one slot. An inert slot keeps its tokens and is not stored to."""
     release_next(PDL)
     await_previous(PDL)
     b = tl.program_id(0).to(tl.int64)
@@ -345,13 +345,14 @@ def _force_acceptance(  # type: ignore[no-untyped-def]
     stands_T = (_uniform(seed, tl.load(slot + _LENGTH) + 1 + t) < rate_T) & (t < num_valid)
     num_standing = tl.min(tl.where(stands_T, T, t), axis=0)
     tl.store(forced_BT + b * T + t, tl.where(t < num_standing, draft_T, chosen_T), mask=t < T)
-    tl.debug_barrier()  # every lane has what it reads of the slot before any lane stores to it
+    tl.debug_barrier()  # every lane must read the slot before any lane stores to it
     tl.store(slot + _TOKENS + 1 + t, tl.full((BLOCK_T,), -1, tl.int64), mask=(t >= num_standing) & (t < num_valid))
 
 
 @triton.jit
 def _uniform(seed, position):  # type: ignore[no-untyped-def]
-    """float64 in (0, 1): the draw of token 0 for PURPOSE_FORCED_ACCEPT at each position. See reference/philox.py."""
+    """Return float64 uniforms in (0, 1): the draw of token 0 for PURPOSE_FORCED_ACCEPT at each position. See
+    reference/philox.py."""
     zeros = tl.zeros_like(position).to(tl.uint32)
     word, _, _, _ = tl.philox(seed, zeros, position.to(tl.uint32), zeros + _PURPOSE_FORCED_ACCEPT, zeros)
     return ((word >> 8).to(tl.float64) + 0.5) * 5.9604644775390625e-08  # 2 ** -24
@@ -377,7 +378,7 @@ def _publish_drafts(  # type: ignore[no-untyped-def]
     i = tl.arange(0, BLOCK_K)
     draft_K = tl.load(drafts_Bk + b * drafts_stride_b + i * drafts_stride_k, mask=i < K, other=0)
     slot = slots_SF + tl.load(slot_ids_B + b) * slots_stride
-    # Active before this step: a slot that the step has just ended is inert, and nothing reads its drafts.
+    # Active before this step: a slot that this step has ended is inert, and its drafts are never read.
     num_entered = tl.where(tl.load(outcome_BF + b * F + _NUM_EMITTED) > 0, K, 0)
     tl.store(outcome_BF + b * F + F - K + i, draft_K, mask=i < K)
     tl.store(slot + _TOKENS + 1 + i, draft_K, mask=i < num_entered)

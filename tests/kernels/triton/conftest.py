@@ -1,4 +1,4 @@
-"""Where the kernels of this directory run: on the CUDA device if there is one, else in Triton's interpreter, on CPU
+"""Runs the kernels of this directory on the CUDA device if there is one, else in Triton's interpreter on CPU
 tensors."""
 
 from __future__ import annotations

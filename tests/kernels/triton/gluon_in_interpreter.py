@@ -1,9 +1,9 @@
-"""prefill_attention_hopper.py under Triton's interpreter, which knows no Gluon: its words for shared memory, barriers,
-copies and matrix units, each standing for the plain operation, with the promises checked that a GPU would break
-silently.
+"""Runs prefill_attention_hopper.py in Triton's interpreter, which does not support Gluon. Shared memory, barriers,
+copies and matrix units are replaced by plain operations, which also check the synchronization whose absence a GPU
+would not report.
 
-A copy lands only when its barrier is waited for, and a barrier has one phase under way. A buffer is overwritten only
-when nobody may be reading it: its last reader was waited for, and a barrier of the whole program came after that.
+A copy lands only when its barrier is waited for, and a barrier has one phase in flight. A buffer may be overwritten
+only when it has no more readers: its last reader was waited for, and a barrier of the whole program followed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agentspec.kernels.triton import prefill_attention_hopper
 
 
 class _Buffer:
-    """One block of shared memory; `data` is None before anything was written."""
+    """One block of shared memory; `data` is None until it is written."""
 
     def __init__(self, dtype: Any) -> None:
         self.dtype = dtype
@@ -36,7 +36,7 @@ class _Buffer:
         return self.data
 
     def store(self, value: Any) -> None:
-        assert self.reader is None, "a store to a buffer that not everyone has read"
+        assert self.reader is None, "a store to a buffer that still has readers"
         self.data = value
 
 
@@ -61,7 +61,7 @@ class _Ring:
 
 
 class _Product:
-    """A product under way."""
+    """An asynchronous product in flight."""
 
     def __init__(self, run: Any, value: Any, reads: list[_Buffer]) -> None:
         self.value, self.reads, self.is_done = value, reads, False
@@ -71,7 +71,7 @@ class _Product:
 
 
 class _Machine:
-    """What the threads of one program share."""
+    """The state shared by the threads of one program."""
 
     def __init__(self) -> None:
         self.under_way: list[_Product] = []
@@ -91,19 +91,19 @@ class _Machine:
 
     def expect(self, barrier: _Barrier, num_bytes: int, pred: Any = True) -> None:
         if _number(pred):
-            assert barrier.bytes == 0, "a barrier that expects twice in one phase"
+            assert barrier.bytes == 0, "a barrier expects bytes twice in one phase"
             barrier.bytes = num_bytes
 
     def copy(self, pool: Any, place: list[Any], barrier: _Barrier, buffer: _Buffer, pred: Any = True) -> None:
         if _number(pred):
-            assert buffer.reader is None, "a copy to a buffer that not everyone has read"
+            assert buffer.reader is None, "a copy to a buffer that still has readers"
             buffer.data = None
             block = pool.block(place)
             barrier.copies.append((buffer, block, block.handle.data.nbytes))
 
     def wait_barrier(self, barrier: _Barrier, phase: Any) -> None:
-        assert int(_number(phase)) == barrier.phase % 2, "a wait for another phase than the one under way"
-        assert barrier.bytes, "a wait for a barrier that expects nothing hangs"
+        assert int(_number(phase)) == barrier.phase % 2, "a wait for a phase that is not in flight"
+        assert barrier.bytes, "a wait for a barrier that expects no bytes would hang"
         assert sum(size for *_, size in barrier.copies) == barrier.bytes
         for buffer, block, _ in barrier.copies:
             buffer.data = block
@@ -114,7 +114,7 @@ class _Machine:
     ) -> _Product:
         assert is_async
         buffers = [x for x in (a, b.buffer if isinstance(b, _Transposed) else b) if isinstance(x, _Buffer)]
-        assert not isinstance(sums, _Product) or sums.is_done, "sums that are still being added to"
+        assert not isinstance(sums, _Product) or sums.is_done, "an accumulator of a product in flight"
         right = tl.trans(b.buffer.data) if isinstance(b, _Transposed) else b.data
         value = tl.dot(a.data if isinstance(a, _Buffer) else a, right)
         return _Product(self, value + _plain(sums) if use_acc else value, buffers)
@@ -124,7 +124,7 @@ class _Machine:
             done = self.under_way.pop(0)
             done.is_done = True
             self.waited_for |= set(done.reads)
-        assert all(not isinstance(x, _Product) or x.is_done for x in deps), "a product that was not waited for"
+        assert all(not isinstance(x, _Product) or x.is_done for x in deps), "use of a product before it was waited for"
         (value,) = deps
         return _plain(value)
 
@@ -138,7 +138,7 @@ def _number(x: Any) -> Any:
 
 
 class _Pool:
-    """A layer's pool as the copy engine sees it: prefill_attention_hopper.descriptor."""
+    """A layer's pool as TMA sees it: prefill_attention_hopper.descriptor."""
 
     layout = "tile"
 
@@ -156,7 +156,8 @@ class _Pool:
 
 
 class _Language:
-    """What prefill_attention_hopper.py takes from gluon.language; the rest is Triton's own. Layouts are words."""
+    """The functions that prefill_attention_hopper.py uses from gluon.language; others are Triton's own. Layouts are
+    strings."""
 
     def __init__(self, machine: _Machine) -> None:
         self.allocate_shared_memory = machine.allocate
@@ -167,7 +168,7 @@ class _Language:
         )
 
     def __getattr__(self, name: str) -> Any:
-        # Looked up at every call: the interpreter changes Triton's functions while it runs a kernel.
+        # Looked up at every call: the interpreter patches Triton's functions while it runs a kernel.
         return getattr(tl, name)
 
     def arange(self, begin: int, end: int, layout: str) -> Any:
@@ -184,7 +185,7 @@ class _Language:
 
 
 class _Kernel(InterpretedFunction):  # type: ignore[misc]
-    """Run as it stands: the interpreter would make tensors of everything that a variable is set to, shared memory
+    """Run the function without rewriting: the interpreter would turn every assigned value into a tensor, shared memory
     too."""
 
     def rewrite(self) -> Any:
@@ -192,7 +193,7 @@ class _Kernel(InterpretedFunction):  # type: ignore[misc]
 
 
 def interpreted_hopper() -> SimpleNamespace:
-    """(attend, descriptor) of prefill_attention_hopper.py, for float16."""
+    """Return (attend, descriptor) of prefill_attention_hopper.py, for float16."""
     machine = _Machine()
     hopper = ModuleType(prefill_attention_hopper.__name__)
     source = Path(prefill_attention_hopper.__file__).read_text()

@@ -1,5 +1,4 @@
-"""Memory that nobody wrote, made visible: what a kernel leaves out of its result shows as NaN or as an absurd
-integer."""
+"""Poisons uninitialized memory: elements that a kernel fails to write show as NaN or as an extreme integer."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ def poison(x: Tensor) -> Tensor:
 
 
 def poison_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until the test ends, `torch.empty` and `torch.empty_like` return poisoned tensors."""
+    """Make `torch.empty` and `torch.empty_like` return poisoned tensors until the test ends."""
 
     def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda *args, **kwargs: poison(allocate(*args, **kwargs))

@@ -1,11 +1,11 @@
-"""Triton's interpreter without its largest wastes, more than half of a test's time. None of them checks anything.
+"""Removes redundant work from Triton's interpreter, more than half of a test's time. None of it checks anything.
 
-- It prepares triton.language anew at every call of a device function. What it prepares depends on the module of the
-  function alone and holds until the launch ends, so that once a launch and module is enough.
-- It computes for every sum and product of integers, in six more operations, whether they overflow, and drops the answer
-  unless it debugs, which it can't be asked to.
-- It builds a table of all types wherever it needs numpy's type for one of Triton's, and a block's type anew where it
-  has it in hand.
+- It prepares triton.language again at every call of a device function. The result depends only on the function's
+  module and is valid until the launch ends, so once per launch and module is enough.
+- For every integer sum and product it computes, with six more operations, whether it overflows, and drops the
+  answer unless in debug mode, which cannot be requested.
+- It builds a table of all types whenever it needs numpy's type for one of Triton's, and builds a block's type again
+  where it already has it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from triton.runtime import interpreter
 
 
 def make_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These names are private to Triton: one that another version lacks fails here."""
+    """Patch the interpreter. The names are private to Triton: if another version lacks one, this fails."""
     _prepare_once_a_launch(monkeypatch)
     options = interpreter.interpreter_builder.options
     monkeypatch.setattr(interpreter.interpreter_builder, "options", replace(options, sanitize_overflow=options.debug))
@@ -29,11 +29,11 @@ def make_quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def _prepare_once_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     launch, prepare = interpreter.GridExecutor.__call__, interpreter._patch_lang
     prepared: set[int] = set()
-    """The globals of modules whose functions have run in this launch."""
+    """Globals of the modules whose functions have run in this launch."""
 
     def launch_afresh(executor: Any, *args: Any, **kwargs: Any) -> None:
         prepared.clear()
-        prepared.add(id(executor.fn.__globals__))  # which a launch prepares itself
+        prepared.add(id(executor.fn.__globals__))  # prepared by the launch itself
         launch(executor, *args, **kwargs)
 
     def call_device_function(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -49,7 +49,7 @@ def _prepare_once_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 def _remember_types(monkeypatch: pytest.MonkeyPatch) -> None:
     find = interpreter._get_np_dtype
     found: dict[str, Any] = {}
-    """By the name of Triton's scalar type: pointers and blocks have no hash."""
+    """Keyed by the name of Triton's scalar type: pointers and blocks have no hash."""
 
     def remember(dtype: Any) -> Any:
         scalar = dtype.scalar

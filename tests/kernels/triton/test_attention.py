@@ -1,4 +1,4 @@
-"""attention_step in Triton against the reference: over NaN in every place that must not be read, permuted pages, inert
+"""attention_step in Triton against the reference, with NaN in every place that must not be read, permuted pages, inert
 slots and odd sizes."""
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def rope_on(device: torch.device | str, rope: RopeTable) -> RopeTable:
 
 
 def inputs_of(case: Case) -> Inputs:
-    """On the CPU. Places of the pool that no slot wrote are NaN; pages lie in random order; a table goes on with the
-    scratch page, which is NaN."""
+    """Inputs on the CPU. Places of the pool that no slot wrote are NaN; pages are in random order; unused table
+    entries are the scratch page, which is NaN."""
     rng = torch.Generator().manual_seed(case.seed)
     lengths = [start + case.num_columns for start in case.starts if start is not None]
     num_pages = -(-max(lengths, default=1) // case.page_tokens) + 2
@@ -112,7 +112,7 @@ def inputs_of(case: Case) -> Inputs:
 
 
 def step(inputs: Inputs, case: Case) -> Tensor:
-    """attention_step, with NaN in every buffer that it makes."""
+    """Run attention_step with every new buffer filled with NaN."""
     with poisoned():
         return attention_step(
             inputs.projected_NP,
@@ -127,7 +127,7 @@ def step(inputs: Inputs, case: Case) -> Tensor:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """`torch.empty` gives NaN."""
+    """Make `torch.empty` return NaN."""
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -136,7 +136,7 @@ def poisoned() -> Iterator[None]:
 
 
 def check_step(device: torch.device, case: Case) -> None:
-    """Outputs and stores are the reference's; an inert slot gets zeros and stores nothing."""
+    """Check that outputs and stores match the reference, and that an inert slot gets zeros and stores nothing."""
     inputs = inputs_of(case)
     plain, real = inputs.to("cpu", torch.float32), inputs.to(device)
     got = step(real, case)
@@ -162,7 +162,7 @@ def check_step(device: torch.device, case: Case) -> None:
     before, expected = inputs.kv_P2SGD.transpose(1, 2), plain.kv_P2SGD.transpose(1, 2)
     assert torch.equal(pool[~stored].nan_to_num(77), before[~stored].nan_to_num(77)), (
         case,
-        "places outside the windows changed",
+        "pool places outside the windows changed",
     )
     if stored.any():
         assert error(pool[stored][:, 0], expected[stored][:, 0]) < TOLERANCE[case.dtype], (case, "keys")
@@ -170,13 +170,13 @@ def check_step(device: torch.device, case: Case) -> None:
 
 
 def check_same_bits(device: torch.device, case: Case) -> None:
-    """Two runs on the same inputs agree in every bit."""
+    """Check that two runs on the same inputs are bitwise equal."""
     inputs = inputs_of(case)
     assert torch.equal(step(inputs.to(device), case), step(inputs.to(device), case)), case
 
 
 def error(got: Tensor, want: Tensor) -> float:
-    """`relative_error`; of zeros, the largest difference."""
+    """`relative_error`; the largest difference if zeros are expected."""
     return relative_error(got.cpu(), want) if want.any() else float(got.abs().max())
 
 
@@ -203,22 +203,22 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_step(device: torch.device, case: Case) -> None:
+def test_attention_step_matches_reference(device: torch.device, case: Case) -> None:
     check_step(device, case)
 
 
-def test_two_runs_agree_in_every_bit(device: torch.device) -> None:
+def test_two_runs_are_bitwise_equal(device: torch.device) -> None:
     check_same_bits(device, CASES["window over a page's end"])
 
 
-def test_a_query_without_keys_gives_zeros(device: torch.device) -> None:
+def test_query_without_keys_returns_zeros(device: torch.device) -> None:
     case = Case(starts=(0,), num_columns=2, first_position=1)
     got = step(inputs_of(case).to(device), case)
     assert not got[0].any()
     assert got[1].any()
 
 
-def test_a_slot_does_not_depend_on_what_else_is_in_the_batch(device: torch.device) -> None:
+def test_slot_output_does_not_depend_on_other_slots(device: torch.device) -> None:
     case = Case(starts=(30, 7), num_columns=4, seed=20)
     inputs = inputs_of(case)
     together = step(inputs.to(device), case)

@@ -1,7 +1,7 @@
-"""The recurrent mixer over a prefill against the reference: outputs, saved rows, rows that it must leave alone, and its
-own bits again.
+"""The recurrent mixer over a prefill against the reference: outputs, saved rows, untouched rows, and bitwise
+repeatability.
 
-The checks take the device, so that tests on a GPU can make them at served shapes.
+The checks take the device, so that GPU tests can run them at served shapes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tests.fakes.prompt_run import Run, batch_of
 from tests.kernels.triton.test_gated_delta import Shape
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2 if INTERPRETED else 7e-3}
-"""Norm of the difference over norm. bfloat16: operands of the matrix units are rounded; the interpreter cuts off
-instead, always the same way."""
+"""Norm of the difference over norm. bfloat16: operands of the matrix units are rounded; the interpreter truncates
+instead."""
 NUM_ROWS = 20
 SMALL = Shape(value_heads=2, key_heads=1, value_dim=16, key_dim=16)
 ODD = Shape(value_heads=3, key_heads=1, value_dim=24, key_dim=12, gate="sigmoid")
@@ -38,15 +38,15 @@ class Case:
     conv_R3C: Tensor
 
     def in_float32(self) -> Case:
-        """The same values: what the reference would otherwise round in between, as the kernels do not."""
+        """The same values in float32: the reference would round intermediate results, which the kernels do not."""
         weights = replace(self.weights, conv_C4=self.weights.conv_C4.float())
         return replace(self, projected_NP=self.projected_NP.float(), weights=weights, conv_R3C=self.conv_R3C.float())
 
     def run(
         self, batch: PrefillBatch, prefill: Callable[..., Tensor] = gated_delta_prefill
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Outputs of the real tokens, and both pools, after a prefill of the first tokens of `projected_NP`, padded
-        with NaN."""
+        """Run a prefill of the first tokens of `projected_NP`, padded with NaN. Return the real tokens' outputs and
+        both pools."""
         real, padding = int(batch.spans_UF[:, 1].sum()), len(batch.position_N)
         projected = torch.nn.functional.pad(self.projected_NP[:real], (0, 0, 0, padding - real), value=torch.nan)
         ssm, conv = self.ssm_RVDK.clone(), self.conv_R3C.clone()
@@ -56,7 +56,7 @@ class Case:
 def make_case(
     shape: Shape, num_tokens: int, device: torch.device, seed: int, read_rows: Sequence[int], *, slow: bool = False
 ) -> Case:
-    """Pools of NaN but for the rows that are read. slow: decays near 1, as of heads that remember a long time."""
+    """Pools of NaN except for the rows that are read. slow: decays near 1, as of heads with long memory."""
     rng = torch.Generator().manual_seed(seed)
     heads = shape.value_heads
     ssm = torch.full((NUM_ROWS, heads, shape.value_dim, shape.key_dim), torch.nan)
@@ -85,7 +85,7 @@ RAGGED = [
     Run(token_ids=range(131), state_writes=((64, 5), (131, 2)), page_ids=(1, 2, 3)),
     Run(token_ids=range(1), start=9, read_row=7, state_writes=((1, 7), (1, 8)), page_ids=(4,)),
     Run(token_ids=range(40), start=50, read_row=3, state_writes=((40, 3),), page_ids=(5, 6)),
-    # A state is saved over the one that was read, while tokens that follow still look at its convolution rows.
+    # A state is saved over the row that was read, while later tokens still read its convolution rows.
     Run(token_ids=range(5), start=62, read_row=10, state_writes=((1, 10), (2, 11), (5, 12)), page_ids=(7, 8)),
 ]
 ROOMY = PrefillSizes(num_tokens=190, num_spans=6, num_blocks=12, num_pages=4)
@@ -117,11 +117,11 @@ def check_against_reference(
     for row in saved:
         assert relative_norm(ssm[row], expected_ssm[row]) < TOLERANCES[shape.dtype], f"row {row}: {what}"
     assert torch.equal(conv.float().nan_to_num(7.0), expected_conv.nan_to_num(7.0)), (
-        f"convolution states are moved, never computed: {what}"
+        f"convolution states must be copied exactly: {what}"
     )
     kept = [row for row in range(NUM_ROWS) if row not in saved]
     assert torch.equal(ssm[kept].nan_to_num(7.0), case.ssm_RVDK[kept].nan_to_num(7.0)), (
-        f"a row that is no save row: {what}"
+        f"a row that is not a save row changed: {what}"
     )
 
 
@@ -133,15 +133,15 @@ def check_against_reference(
         pytest.param(replace(TINY, dtype=torch.bfloat16), id="a value head a key head, bfloat16"),
     ],
 )
-def test_ragged_spans_equal_the_reference(shape: Shape, device: torch.device) -> None:
+def test_ragged_spans_match_reference(shape: Shape, device: torch.device) -> None:
     check_against_reference(shape, RAGGED, device, seed=1, sizes=ROOMY)
 
 
-def test_tables_may_fit_exactly(device: torch.device) -> None:
+def test_tables_without_padding_match_reference(device: torch.device) -> None:
     check_against_reference(SMALL, RAGGED[:1], device, seed=2)
 
 
-def test_slow_decays_keep_their_digits(device: torch.device) -> None:
+def test_slow_decays_keep_precision(device: torch.device) -> None:
     check_against_reference(SMALL, RAGGED, device, seed=3, slow=True)
 
 
@@ -150,7 +150,7 @@ def one_run(start: int, end: int, *, read_row: int, writes: tuple[tuple[int, int
 
 
 def check_bits(shape: Shape, device: torch.device, seed: int) -> None:
-    """A prefill in two, each half in other company, computes the very bits of one that is not split."""
+    """Check that a prefill in two parts, each with other spans beside it, is bitwise equal to an unsplit one."""
     start, cut, end = 30, 192, 281
     company = Run(token_ids=range(75), read_row=ZERO_ROW, state_writes=((75, 6),), page_ids=(9, 10))
     case = make_case(shape, end - start + 75, device, seed, [4])
@@ -178,15 +178,15 @@ def check_bits(shape: Shape, device: torch.device, seed: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [SMALL, replace(ODD, dtype=torch.bfloat16)], ids=["small", "odd sizes, bfloat16"])
-def test_a_split_prefill_has_the_same_bits(shape: Shape, device: torch.device) -> None:
+def test_split_prefill_is_bitwise_equal(shape: Shape, device: torch.device) -> None:
     check_bits(shape, device, seed=4)
 
 
 @pytest.mark.filterwarnings(
     "ignore:overflow encountered in exp"
-)  # numpy's, in the interpreter: sigmoid of minus infinity is 0
+)  # numpy's warning, in the interpreter: sigmoid of minus infinity is 0
 def test_extreme_gates_stay_finite(device: torch.device) -> None:
-    """Decays that underflow, or that do not decay at all, and gates that saturate."""
+    """Decays that underflow, decays of 1, and saturated gates."""
     batch = batch_of(RAGGED, device)
     case = make_case(SMALL, len(batch.position_N), device, 5, [run.read_row for run in RAGGED])
     gates = case.projected_NP[:, SMALL.channels :]
@@ -199,9 +199,9 @@ def test_extreme_gates_stay_finite(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_one_key_over_and_over(dtype: torch.dtype, device: torch.device) -> None:
-    """Tokens that repeat, strong writes, no decay: powers of the coupling would grow to 10^17, and what is rounded away
-    adds up over a block."""
+def test_repeated_key_stays_accurate(dtype: torch.dtype, device: torch.device) -> None:
+    """Repeated tokens, strong writes, no decay: powers of the coupling would grow to 10^17, and rounding errors add up
+    over a block."""
     shape = replace(SMALL, dtype=dtype)
     run = one_run(0, 128, read_row=4, writes=((128, 2),))
     batch = batch_of([run], device)
@@ -210,12 +210,12 @@ def test_one_key_over_and_over(dtype: torch.dtype, device: torch.device) -> None
     case.projected_NP[:, shape.channels + shape.value_heads * shape.value_dim :][:, : shape.value_heads] = 8.0
     expected, expected_ssm, _ = case.in_float32().run(batch, reference.gated_delta_prefill)
     out, ssm, _ = case.run(batch)
-    # Equal keys add their rounding up instead of averaging it.
+    # Rounding errors of equal keys add up instead of averaging out.
     assert relative_norm(out, expected) < 2 * TOLERANCES[dtype]
     assert relative_norm(ssm[2], expected_ssm[2]) < 2 * TOLERANCES[dtype]
 
 
-def test_no_row_is_written_for_padding(device: torch.device) -> None:
+def test_padding_writes_no_row(device: torch.device) -> None:
     run = one_run(0, 10, read_row=ZERO_ROW, writes=((10, 2),))
     batch = batch_of([run], device, sizes=ROOMY)
     case = make_case(SMALL, 10, device, 7, [])

@@ -1,4 +1,4 @@
-"""Pairs in the order of their experts: in one launch, and in two by chunks; tiles that several programs share."""
+"""Grouping of pairs by expert, in one launch and in two by chunks; tiles that several programs share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_groups(ids: Tensor, num_experts: int, block_m: int) -> None:
     (num_rows,) = {row[3] for row in rows}
     assert not any(row[2] for row in rows[num_rows:]), text
     if ids.numel() > expert_groups._PAIRS_OF_ONE_LAUNCH:
-        assert num_rows == len(expected), f"rows without a tile among the others: {text}"
+        assert num_rows == len(expected), f"the tiles must fill the first rows: {text}"
 
 
 @pytest.fixture(params=["one launch", "small chunks", "large chunks"])
@@ -42,7 +42,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("num_experts", [1, 5, 8, 40, 257])
-def test_any_ids(num_experts: int, device: torch.device) -> None:
+def test_grouping_of_random_ids_is_correct(num_experts: int, device: torch.device) -> None:
     generator = torch.Generator(device).manual_seed(num_experts)
     for num_tokens, block_m in ((1, 16), (40, 16), (256, 64), (701, 8)):
         ids = torch.randint(num_experts, (num_tokens, 3), generator=generator, device=device, dtype=torch.int32)
@@ -51,11 +51,11 @@ def test_any_ids(num_experts: int, device: torch.device) -> None:
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("expert", [0, 3, 6])
-def test_one_expert_has_everyone(expert: int, device: torch.device) -> None:
+def test_one_expert_may_have_all_pairs(expert: int, device: torch.device) -> None:
     check_groups(torch.full((350, 2), expert, dtype=torch.int32, device=device), 7, 16)
 
 
-def test_counts_of_more_chunks_than_are_read_at_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouping_works_when_chunks_exceed_one_read(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_groups, "_COUNTS_OF_A_THREAD", 1)
     monkeypatch.setattr(expert_groups, "_SMALL_CHUNK", 128)
     ids = torch.randint(
@@ -64,7 +64,7 @@ def test_counts_of_more_chunks_than_are_read_at_once(device: torch.device, monke
     check_groups(ids, 7, 64)
 
 
-def test_programs_that_share_a_tile_do_what_those_of_smaller_tiles_do(device: torch.device) -> None:
+def test_programs_sharing_tile_match_programs_of_smaller_tiles(device: torch.device) -> None:
     generator = torch.Generator(device).manual_seed(4)
 
     def randn(*shape: int) -> Tensor:
@@ -73,7 +73,7 @@ def test_programs_that_share_a_tile_do_what_those_of_smaller_tiles_do(device: to
     ids = torch.randint(4, (70, 2), generator=generator, device=device, dtype=torch.int32)
     h, gate_up, down, weights = randn(140, 32), Plain(randn(4, 64, 48)), Plain(randn(4, 48, 32)), randn(70, 2)
     whole = GroupedPlan(block_o=32, block_k=32, warps=4, stages=2)
-    shared, small, large = replace(whole, sharers=2), group_pairs(ids, 4, 16), group_pairs(ids, 4, 32)
+    shared, small, large = replace(whole, programs_per_tile=2), group_pairs(ids, 4, 16), group_pairs(ids, 4, 32)
     x = randn(70, 48)
     assert torch.equal(
         grouped_gemm.gate_up(shared, x, gate_up, large, 2),  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
-"""The mixture of experts over many tokens: groups, tiles, every format of weights, odd widths, company, experts that
-nobody chose."""
+"""The mixture of experts over many tokens: groups, tiles, every form of weights, odd widths, batch invariance, unused
+experts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.kernels.triton.test_fp8_prefill import SUM_LOSS, from_scaled, randn
 
 EXACT = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2**-7}
 W8A8 = 2**-4
-"""Each activation is rounded by at most 2^-4 of itself, and such errors have no common sign; largest difference over
-largest value."""
+"""Largest difference over largest value. Each activation is rounded by at most 2^-4 of itself, with independent
+signs."""
 
 
 class Mixture:
@@ -40,10 +40,13 @@ class Mixture:
         shared_fp8: bool = False,
         seed: int = 1,
     ) -> None:
-        self.text = f"seed {seed}: {num_tokens} tokens, {top_k} of {num_experts} experts, {hidden} x {width}, {dtype}, {routed_fp8} {shared_fp8}"
+        self.text = (
+            f"seed {seed}: {num_tokens} tokens, {top_k} of {num_experts} experts, {hidden} x {width}, {dtype}, "
+            f"FP8 routed {routed_fp8} shared {shared_fp8}"
+        )
         self.residual = randn(num_tokens, hidden, seed=seed, device=device, dtype=dtype)
         self.normed = randn(num_tokens, hidden, seed=seed + 1, device=device, dtype=dtype)
-        # The first expert is everyone's choice, the last is nobody's.
+        # Every token chooses the first expert, none the last.
         scores = randn(num_tokens, num_experts, seed=seed + 2, device=device)
         scores[:, 0] += 100
         scores[:, -1] -= 100
@@ -75,7 +78,7 @@ class Mixture:
         )
 
     def expected(self) -> Tensor:
-        """float64 of the weights as they are, without any rounding of what they are multiplied with."""
+        """The result in float64 with dequantized weights and unrounded activations."""
         x = self.normed.double()
         gate_up, down = self.weights.gate_up_X2IH.dequantize().double(), self.weights.down_XHI.dequantize().double()
         y = torch.zeros_like(x)
@@ -118,7 +121,7 @@ def check_groups(ids: Tensor, num_experts: int, block_m: int) -> None:
 
 
 def check_gate_up(plan: GroupedPlan, mixture: Mixture, block_m: int) -> None:
-    """8-bit operands: against float64 of the very values that are multiplied; the result is then in 8 bits, too."""
+    """8-bit operands: against float64 of the same 8-bit values; the result is then in 8 bits, too."""
     gate_up = mixture.weights.gate_up_X2IH
     x = quantize_tokens(mixture.normed) if isinstance(gate_up, BlockScaled) else mixture.normed
     groups = group_pairs(mixture.ids, gate_up.shape[0], block_m)
@@ -141,42 +144,44 @@ def check_gate_up(plan: GroupedPlan, mixture: Mixture, block_m: int) -> None:
 @pytest.mark.parametrize(
     ("num_tokens", "top_k", "num_experts", "block_m"), [(1, 1, 3, 16), (70, 3, 6, 16), (300, 2, 16, 32)]
 )
-def test_pairs_stand_in_the_order_of_their_experts(
+def test_pairs_are_sorted_by_expert(
     num_tokens: int, top_k: int, num_experts: int, block_m: int, device: torch.device
 ) -> None:
     scores = randn(num_tokens, num_experts, seed=num_tokens, device=device)
     check_groups(scores.topk(top_k, -1).indices.int().contiguous(), num_experts, block_m)
 
 
-def test_one_expert_may_have_everyone(device: torch.device) -> None:
+def test_one_expert_may_have_all_pairs(device: torch.device) -> None:
     check_groups(torch.full((300, 1), 2, dtype=torch.int32, device=device), 5, 16)
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["16 bits", "8 bits"])
-def test_gate_and_up_of_every_pair(fp8: bool, device: torch.device) -> None:
+def test_gate_up_matches_float64(fp8: bool, device: torch.device) -> None:
     mixture = Mixture(20, 4, 2, 256, 128, device, torch.float16, routed_fp8=fp8)
     check_gate_up(GroupedPlan(block_o=128, block_k=128 if fp8 else 64, warps=4, stages=2), mixture, 16)
 
 
 @pytest.mark.parametrize("size", [(1, 4, 2, 64, 32), (37, 5, 3, 48, 40)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_plain_weights(size: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+def test_plain_weights_match_float64(
+    size: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device
+) -> None:
     Mixture(*size, device, dtype).check(EXACT[dtype])
 
 
 @pytest.mark.parametrize(("routed_fp8", "shared_fp8"), [(True, True), (True, False), (False, True)])
-def test_8_bit_weights_and_activations(routed_fp8: bool, shared_fp8: bool, device: torch.device) -> None:
+def test_w8a8_matches_float64(routed_fp8: bool, shared_fp8: bool, device: torch.device) -> None:
     Mixture(20, 4, 2, 128, 128, device, torch.float16, routed_fp8=routed_fp8, shared_fp8=shared_fp8).check(W8A8)
 
 
 @pytest.mark.parametrize(("dtype", "hidden", "width"), [(torch.float32, 128, 128), (torch.float16, 64, 32)], ids=str)
-def test_where_8_bits_do_not_apply_the_weights_are_dequantised(
+def test_unsupported_shapes_dequantize_weights(
     dtype: torch.dtype, hidden: int, width: int, device: torch.device
 ) -> None:
     Mixture(9, 4, 2, hidden, width, device, dtype, routed_fp8=True, shared_fp8=True).check(EXACT[dtype])
 
 
-def test_a_tokens_routed_part_does_not_depend_on_its_company(device: torch.device) -> None:
+def test_routed_part_is_batch_invariant(device: torch.device) -> None:
     mixture = Mixture(40, 4, 2, 64, 32, device, torch.float32)
     mixture.weights.shared_down_HI.tensor.zero_()
     together = mixture.run()
@@ -185,6 +190,6 @@ def test_a_tokens_routed_part_does_not_depend_on_its_company(device: torch.devic
     assert torch.equal(mixture.run(), together[17:20])
 
 
-def test_a_second_run_gives_the_same_bits(device: torch.device) -> None:
+def test_second_run_is_bitwise_equal(device: torch.device) -> None:
     mixture = Mixture(30, 4, 2, 128, 128, device, torch.float16, routed_fp8=True, shared_fp8=True)
     assert torch.equal(mixture.run(), mixture.run())

@@ -1,5 +1,5 @@
-"""Experts for few tokens against the reference: both ways to find visitors, every form of weights, every place of the
-shared expert."""
+"""Experts for few tokens against the reference: both ways to find visitors, every form of weights, every placement of
+the shared expert."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from agentspec.kernels.weights import Plain, Weight, quantize_blocks
 from tests.fakes.compare import relative_error
 
 TOLERANCES = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 2**-6}
-"""Largest difference over largest value, to the same in float32: routing is given, inputs and results are rounded."""
+"""Largest difference over largest value, compared with float32: routing is exact, inputs and results are rounded."""
 SIZES = [
     (1, 64, 8, 32, 2),
     (3, 72, 5, 24, 3),
@@ -49,7 +49,8 @@ def mixture_of(
     scaled: bool,
     shared_width: int = 0,
 ) -> MixtureWeights:
-    """Random weights such that results are about 1. Router rows are far apart, so that 16 bits choose as 32 do."""
+    """Random weights that give results of about 1. Router rows differ widely, so that 16 bits choose the same experts
+    as 32."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def weight(*shape: int) -> Weight:
@@ -110,7 +111,7 @@ def check_mixture(
 
 @pytest.mark.parametrize("form", ["float32", "float16", "scaled"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_mixtures(size: tuple[int, int, int, int, int], form: str, device: torch.device) -> None:
+def test_mixtures_match_reference(size: tuple[int, int, int, int, int], form: str, device: torch.device) -> None:
     check_mixture(
         size, device, torch.float16 if form == "float16" else torch.float32, scaled=form == "scaled", placement="among"
     )
@@ -118,13 +119,17 @@ def test_mixtures(size: tuple[int, int, int, int, int], form: str, device: torch
 
 @pytest.mark.parametrize("num_tokens", [3, 18])
 @pytest.mark.parametrize("placement", get_args(Placement))
-def test_places_of_the_shared_expert(placement: Placement, num_tokens: int, device: torch.device) -> None:
+def test_every_placement_of_shared_expert_matches_reference(
+    placement: Placement, num_tokens: int, device: torch.device
+) -> None:
     check_mixture((num_tokens, 32, 5, 16, 2), device, torch.float32, scaled=True, placement=placement)
 
 
 @pytest.mark.parametrize("placement", [*get_args(Placement), "prefill"])
-def test_the_sum_alone_leaves_its_input(placement: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a rank of a group has of it: a partial sum, without the residual."""
+def test_expert_sum_does_not_modify_input(
+    placement: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank of a group needs the partial sum, without the residual."""
     if placement == "prefill":
         monkeypatch.setattr(mixture, "MOST_TOKENS", 2)
     else:
@@ -140,15 +145,15 @@ def test_the_sum_alone_leaves_its_input(placement: str, device: torch.device, mo
 
 
 @pytest.mark.parametrize("placement", ["beside", "behind"])
-def test_a_shared_expert_of_another_width(placement: Placement, device: torch.device) -> None:
+def test_shared_expert_of_other_width_matches_reference(placement: Placement, device: torch.device) -> None:
     check_mixture((2, 32, 5, 16, 2), device, torch.float32, scaled=True, placement=placement, shared_width=48)
 
 
-def test_more_than_one_block_of_multipliers(device: torch.device) -> None:
+def test_several_scale_blocks_match_reference(device: torch.device) -> None:
     check_mixture((1, 272, 2, 136, 1), device, torch.float32, scaled=True, placement="among")
 
 
-def test_what_cannot_run_among_the_others_has_another_place(device: torch.device) -> None:
+def test_shared_expert_of_other_form_is_not_placed_among_routed(device: torch.device) -> None:
     alike = mixture_of(64, 4, 32, 2, 1, device, torch.float32, scaled=True)
     wider = mixture_of(64, 4, 32, 2, 1, device, torch.float32, scaled=True, shared_width=48)
     plain = replace(alike, shared_down_HI=Plain(alike.shared_down_HI.dequantize()))
@@ -159,9 +164,9 @@ def test_what_cannot_run_among_the_others_has_another_place(device: torch.device
 
 
 @pytest.mark.parametrize("num_tokens", [3, 18])
-def test_a_token_has_the_same_bits_in_any_company(num_tokens: int, device: torch.device) -> None:
-    """Of one number of tokens: another one may have another way to multiply. In the interpreter a library multiplies,
-    which on some processors sums a row in another order at another place."""
+def test_bits_do_not_depend_on_other_tokens(num_tokens: int, device: torch.device) -> None:
+    """Compares batches with equal numbers of tokens: another number may use another kernel. In the interpreter a
+    library multiplies, which on some processors sums a row in an order that depends on its place."""
     weights = mixture_of(32, 5, 16, 2, 7, device, torch.float32, scaled=True)
     x, norm = inputs(num_tokens, 32, 7, device, torch.float32)
     together = mixture.add_experts(x.clone(), norm, weights)
@@ -173,7 +178,7 @@ def test_a_token_has_the_same_bits_in_any_company(num_tokens: int, device: torch
     assert relative_error(mixture.add_experts(others, norm, weights)[2], together[2]) <= bound
 
 
-def test_all_tokens_may_visit_one_expert_and_nobody_the_others(device: torch.device) -> None:
+def test_all_tokens_may_visit_one_expert(device: torch.device) -> None:
     weights = mixture_of(64, 6, 32, 1, 3, device, torch.float32, scaled=False)
     weights.gate_up_X2IH.tensor[:5] = torch.nan
     for num_tokens in (5, 16, 40):
@@ -197,7 +202,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_visits_are_added_in_their_order(shared: bool, device: torch.device) -> None:
+def test_visits_are_added_in_order(shared: bool, device: torch.device) -> None:
     generator = torch.Generator(device).manual_seed(4)
     x, parts, shared_NH = (
         randn(*shape, generator=generator, device=device) for shape in ((5, 600), (15, 600), (5, 600))
@@ -212,7 +217,7 @@ def test_visits_are_added_in_their_order(shared: bool, device: torch.device) -> 
     assert relative_error(got, x + expected) < 1e-6
 
 
-def test_prompts_go_another_way(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_use_expert_prefill(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = mixture_of(64, 6, 32, 2, 4, device, torch.float32, scaled=False)
     x, norm = inputs(6, 64, 4, device, torch.float32)
     expected = reference.add_experts(x, norm, weights)
@@ -220,13 +225,13 @@ def test_prompts_go_another_way(device: torch.device, monkeypatch: pytest.Monkey
     assert relative_error(mixture.add_experts(x.clone(), norm, weights), expected) < 5e-6
 
 
-def test_no_tokens_give_no_rows(device: torch.device) -> None:
+def test_zero_tokens_return_empty_results(device: torch.device) -> None:
     weights = mixture_of(64, 6, 32, 2, 4, device, torch.float32, scaled=False)
     x, norm = inputs(1, 64, 4, device, torch.float32)
     assert mixture.add_experts(x[:0], norm, weights).shape == (0, 64)
 
 
-def test_kernels_of_a_second_stream_count_apart(device: torch.device) -> None:
+def test_second_stream_uses_separate_counters(device: torch.device) -> None:
     ours = arrival_counters(device)
     with separate_counters():
         theirs = arrival_counters(device)

@@ -1,4 +1,4 @@
-"""W8A8 products of many tokens: the rounding of activations, ragged sizes, and what is multiplied exactly instead."""
+"""W8A8 products of many tokens: rounding of activations, ragged sizes, and the fallback without rounding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentspec.kernels.weights import BlockScaled, quantize_blocks
 from tests.fakes.compare import relative_error
 
 SUM_LOSS = 1e-5 if INTERPRETED else 2**-10
-"""What is lost of a sum of 128 products of 8-bit floats. Hopper's matrix units keep about 14 bits of one: 3.4e-4 was
+"""Precision of a sum of 128 products of 8-bit floats. Hopper's matrix units keep about 14 bits of it: 3.4e-4 was
 measured."""
 
 
@@ -22,8 +22,7 @@ def randn(*shape: int, seed: int, device: torch.device, dtype: torch.dtype = tor
 
 
 def tokens(num_tokens: int, depth: int, seed: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Random activations whose groups differ in size by 100, one group all zeros and one with a value far above the
-    others."""
+    """Random activations whose groups differ in size by 100; one group is zeros and one has an outlier."""
     x = randn(num_tokens, depth, seed=seed, device=device)
     x *= 10 ** (2 * randn(num_tokens, depth // 128, seed=seed + 1, device=device).clamp(-1, 1)).repeat_interleave(
         128, 1
@@ -50,19 +49,19 @@ def check_tokens(num_tokens: int, depth: int, device: torch.device, dtype: torch
     assert (scaled.scales_GR[:, num_tokens:] == 1).all(), text
     scales, largest = scaled.scales_GR[:, :num_tokens], x.float().unflatten(1, (-1, 128)).abs().amax(-1).t()
     torch.testing.assert_close(scales, torch.where(largest == 0, 448.0, largest) / 448, rtol=1e-6, atol=0.0, msg=text)
-    # Half a step of 3 bits of mantissa, or of the smallest numbers; and the multiplier's own rounding.
+    # Half a step of 3 bits of mantissa, or of the smallest numbers; plus the rounding of the scale itself.
     bound = torch.maximum(x.float().abs() / 16, scales.t().repeat_interleave(128, 1) / 1024) * (1 + 1e-5)
     assert ((from_scaled(scaled)[:num_tokens] - x.float()).abs() <= bound).all(), text
 
 
 @pytest.mark.parametrize("size", [(1, 128), (33, 256), (40, 384)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_activations_round_to_the_nearest(size: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+def test_activations_round_to_nearest(size: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
     check_tokens(*size, device, dtype)
 
 
-def test_activations_are_what_torch_rounds_to(device: torch.device) -> None:
-    """Powers of two as multipliers, so that the quotient is exact, ties and subnormals too."""
+def test_activations_match_torch_rounding(device: torch.device) -> None:
+    """Scales are powers of two, so that the quotient is exact; includes ties and subnormals."""
     x = torch.arange(256, device=device, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     x = x[x.isfinite()]
     halves = torch.cat([(x[1:] + x[:-1]) / 2, x * 1.01, x[:-2] * 0.1]).sort().values
@@ -75,8 +74,8 @@ def test_activations_are_what_torch_rounds_to(device: torch.device) -> None:
 
 @pytest.mark.parametrize("num_extra", [0, 24, 3])
 @pytest.mark.parametrize("size", [(96, 256, 512), (70, 128, 1024), (801, 640, 512)], ids=str)
-def test_products_of_8_bit_floats(size: tuple[int, int, int], num_extra: int, device: torch.device) -> None:
-    """Against float64 of the very 8-bit values, into part of wider rows."""
+def test_w8a8_products_match_float64(size: tuple[int, int, int], num_extra: int, device: torch.device) -> None:
+    """Against float64 of the same 8-bit values, stored to a slice of wider rows."""
     num_tokens, num_outputs, depth = size
     seed = sum(size)
     x, weight = tokens(num_tokens, depth, seed, device), block_scaled(num_outputs, depth, seed + 10, device)
@@ -86,7 +85,7 @@ def test_products_of_8_bit_floats(size: tuple[int, int, int], num_extra: int, de
     assert wide[:, num_outputs:].isnan().all()
     expected = from_scaled(quantize_tokens(x))[:num_tokens].double() @ weight.dequantize().double().t()
     error = relative_error(wide[:, :num_outputs], expected)
-    # 2^-9 and 2^-10: less than half a unit of bfloat16, the last rounding, may be of the largest value.
+    # 2^-9 (the final bfloat16 rounding is at most half a unit) and 2^-10, both relative to the largest value.
     assert error < 2**-9 + 2**-10, f"seed {seed}: {size}, {num_extra}: {error}"
 
 
@@ -100,7 +99,7 @@ def test_products_of_8_bit_floats(size: tuple[int, int, int], num_extra: int, de
     ],
     ids=str,
 )
-def test_where_8_bits_do_not_apply_the_product_is_of_the_weights_themselves(
+def test_unsupported_shapes_multiply_dequantized_weights(
     dtype: torch.dtype, size: tuple[int, int], block_rows: int, device: torch.device
 ) -> None:
     num_outputs, depth = size

@@ -1,7 +1,7 @@
-"""The recurrent mixer's kernel against the reference: outputs, every state row, the rows it must leave alone, and its
-own bits again.
+"""The recurrent mixer's kernel against the reference: outputs, every state row, untouched rows, and bitwise
+repeatability.
 
-The checks take the device, so that tests on a GPU can make them at served shapes.
+The checks take the device, so that GPU tests can run them at served shapes.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from agentspec.types import SCRATCH_ROW, ZERO_ROW
 from tests.fakes.compare import relative_error
 
 STATE_TOLERANCE = 1e-5
-"""Of states: float32 arithmetic on the same inputs, whatever their dtype."""
+"""For states: float32 arithmetic on the same inputs, whatever their dtype."""
 OUTPUT_TOLERANCES = {torch.float32: STATE_TOLERANCE, torch.bfloat16: 2**-7}
-"""bfloat16: one rounding, which is half of that on a device; the interpreter cuts off instead."""
+"""bfloat16: one rounding, half of this on a device; the interpreter truncates instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +56,12 @@ class Case:
     write_rows_BT: Tensor
 
     def in_float32(self) -> Case:
-        """The same values: what the reference would otherwise round in between, as the kernel does not."""
+        """The same values in float32: the reference would round intermediate results, which the kernel does not."""
         weights = replace(self.weights, conv_C4=self.weights.conv_C4.float())
         return replace(self, projected_NP=self.projected_NP.float(), weights=weights, conv_R3C=self.conv_R3C.float())
 
     def run(self, step: Callable[..., Tensor] = gated_delta.gated_delta_step) -> tuple[Tensor, Tensor, Tensor]:
-        """Outputs and both pools after one step."""
+        """Run one step. Return outputs and both pools."""
         ssm, conv = self.ssm_RVDK.clone(), self.conv_R3C.clone()
         return step(self.projected_NP, self.weights, ssm, conv, self.read_row_B, self.write_rows_BT), ssm, conv
 
@@ -70,8 +70,7 @@ def make_case(
     shape: Shape, num_slots: int, num_columns: int, device: torch.device, seed: int, *, slow: bool = False
 ) -> Case:
     """Scattered rows in pools of NaN. Slot 0 starts from zero, slot 1 is inert, odd slots from 3 on overwrite the row
-    they read.
-    slow: decays near 1, as of heads that remember a long time."""
+    they read. slow: decays near 1, as of heads with long memory."""
     rng = torch.Generator().manual_seed(seed)
     num_rows = 2 + num_slots * (num_columns + 1) + 3
     rows = torch.randperm(num_rows - 2, generator=rng) + 2
@@ -107,7 +106,7 @@ def make_case(
 
 @contextmanager
 def poisoned_allocations() -> Iterator[None]:
-    """torch.empty gives NaN."""
+    """Make torch.empty return NaN."""
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -131,17 +130,17 @@ def check_against_reference(
     assert relative_error(ssm[written], expected_ssm[written]) < STATE_TOLERANCE, what
     kept = torch.arange(len(conv), device=device) != SCRATCH_ROW
     assert torch.equal(conv[kept].float().nan_to_num(7.0), expected_conv[kept].nan_to_num(7.0)), (
-        f"convolution states are moved, never computed: {what}"
+        f"convolution states must be copied exactly: {what}"
     )
     kept[written] = False
     assert torch.equal(ssm[kept].nan_to_num(7.0), case.ssm_RVDK[kept].nan_to_num(7.0)), (
-        f"a row that is no write row: {what}"
+        f"a row that is not a write row changed: {what}"
     )
     assert not arrival_counters(out.device).any(), what
 
 
 def check_bits(shape: Shape, num_slots: int, num_columns: int, device: torch.device, seed: int) -> None:
-    """A slot's bits do not depend on the run nor on who else is in the batch, or where."""
+    """Check that a slot's bits depend neither on the run nor on the other slots or its place in the batch."""
     case = make_case(shape, num_slots, num_columns, device, seed)
     what = f"{shape} B={num_slots} T={num_columns} seed={seed}"
     out, ssm, conv = (x.nan_to_num(7.0) for x in case.run())
@@ -181,19 +180,21 @@ ONE_TO_ONE = Shape(value_heads=2, key_heads=2, value_dim=32, key_dim=64)
         pytest.param(replace(ONE_TO_ONE, value_heads=4, value_dim=64), 1, 4, id="tiny-agent"),
     ],
 )
-def test_step_equals_the_reference(shape: Shape, num_slots: int, num_columns: int, device: torch.device) -> None:
+def test_gated_delta_step_matches_reference(
+    shape: Shape, num_slots: int, num_columns: int, device: torch.device
+) -> None:
     check_against_reference(shape, num_slots, num_columns, device, seed=num_slots * 10 + num_columns)
 
 
-def test_slow_decays_keep_their_digits(device: torch.device) -> None:
+def test_slow_decays_keep_precision(device: torch.device) -> None:
     check_against_reference(SMALL, 3, 4, device, seed=1, slow=True)
 
 
 @pytest.mark.filterwarnings(
     "ignore:overflow encountered in exp"
-)  # numpy's, in the interpreter: sigmoid of minus infinity is 0
+)  # numpy's warning, in the interpreter: sigmoid of minus infinity is 0
 def test_extreme_gates_stay_finite(device: torch.device) -> None:
-    """Decays that underflow, or that do not decay at all, and gates that saturate."""
+    """Decays that underflow, decays of 1, and saturated gates."""
     case = make_case(SMALL, 3, 4, device, seed=2)
     gates = case.projected_NP[:, SMALL.channels :]
     gates[0::3], gates[1::3] = 120.0, -120.0
@@ -205,5 +206,5 @@ def test_extreme_gates_stay_finite(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("shape", [SMALL, ODD], ids=["small", "odd sizes"])
-def test_bits_depend_on_the_slot_alone(shape: Shape, device: torch.device) -> None:
+def test_bits_depend_only_on_the_slot(shape: Shape, device: torch.device) -> None:
     check_bits(shape, 4, 3, device, seed=6)

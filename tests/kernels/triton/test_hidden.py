@@ -1,4 +1,4 @@
-"""The kernel that saves hiddens against the reference: bits of every row of the pool."""
+"""The kernel that saves hiddens against the reference: every row of the pool, bit for bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.fakes.prompt_run import Run, batch_of
 
 @pytest.mark.parametrize("width", [48, 1100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_last_hidden_of_a_block_goes_to_its_rows(width: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_last_hidden_of_block_is_stored_to_save_rows(width: int, dtype: torch.dtype, device: torch.device) -> None:
     runs = [
         Run(token_ids=range(70), state_writes=((64, 9), (70, 4)), page_ids=(1, 2)),
         Run(token_ids=range(3), start=5, read_row=7, state_writes=((1, 7), (3, 2), (3, 3)), page_ids=(3,)),

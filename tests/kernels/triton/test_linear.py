@@ -1,5 +1,4 @@
-"""The Triton linear layers against the reference: ragged sizes, every way of splitting, strided tokens, ties,
-padding."""
+"""The Triton linear layers against the reference: ragged sizes, every split-K, strided tokens, ties, padding."""
 
 from __future__ import annotations
 
@@ -15,13 +14,13 @@ from agentspec.kernels.backend import Norm
 from agentspec.kernels.reference import fused as reference
 from agentspec.kernels.triton import linear_layers as ours
 from agentspec.kernels.triton.launch import NUM_COUNTERS
-from agentspec.kernels.triton.linear_plans import MEASURED, OURS_ALONE, Kind, Plan, plan_for
+from agentspec.kernels.triton.linear_plans import MEASURED, NO_TORCH_PRODUCT, Kind, Plan, plan_for
 from agentspec.kernels.weights import Plain, Weight
 from tests.fakes.compare import relative_error
 
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 """Largest difference over largest value. 16 bits: the normed input and the result are rounded, in another order than
-the reference's."""
+in the reference."""
 PLAN = Plan(block_o=32, block_m=8, block_k=32, stages=2, warps=4)
 SIZES = [(1, 64, 64), (3, 48, 200), (8, 33, 32), (11, 100, 72)]
 """Tokens, outputs, depth."""
@@ -44,7 +43,7 @@ class Operands:
         self.tolerance = TOLERANCES[dtype]
         self.x = randn(num_tokens, depth, seed=seed, device=device, dtype=dtype)
         self.full_weight = randn(num_outputs, depth, seed=seed + 1, device=device, dtype=torch.float32) * depth**-0.5
-        """float32, such that results are about 1."""
+        """float32, scaled so that results are about 1."""
         self.norm = Norm(weight=randn(depth, seed=seed + 2, device=device, dtype=dtype) * 0.1, eps=1e-3)
         self.residual = randn(num_tokens, num_outputs, seed=seed + 3, device=device, dtype=dtype)
 
@@ -55,7 +54,7 @@ class Operands:
 
 
 class Layer(Operands):
-    """With a plain weight."""
+    """A layer with a plain weight."""
 
     weight: Plain
 
@@ -65,7 +64,7 @@ class Layer(Operands):
 
 
 def check_products(plan: Plan, layer: Operands) -> None:
-    """Everything that is one product, by one plan."""
+    """Check every single product, by one plan."""
     x, weight, norm, residual = layer.x, layer.weight, layer.norm, layer.residual
     layer.check(ours.launch_linear(plan, x, weight, None, None), reference.linear(x, weight))
     layer.check(ours.launch_linear(plan, x, weight, None, residual), reference.add_linear(residual, x, weight))
@@ -76,7 +75,7 @@ def check_products(plan: Plan, layer: Operands) -> None:
 
 
 def check_norm_apart(plan: Plan, layer: Operands) -> None:
-    """The norm as a launch of its own; then programs may share a tile's K behind it too."""
+    """Check a norm as a separate launch, which also allows split-K after it."""
     x, weight, norm, extra = layer.x, layer.weight, layer.norm, layer.extra
     apart = replace(plan, norm_apart=True)
     layer.check(ours.launch_linear(apart, x, weight, norm, None, extra), reference.norm_linear(x, norm, weight, extra))
@@ -94,14 +93,14 @@ def check_logits(plan: Plan, layer: Layer, num_real: int) -> None:
 
 
 def check_nearest(plan: Plan, layer: Layer) -> None:
-    """Integers small enough that scores are exact, so that ties are ties in any order of summation."""
+    """Small integers give exact scores, so that ties are ties in any order of summation."""
     x, head = ((10 * layer.x).round().clamp(-3, 3), (10 * layer.weight.values).round().clamp(-3, 3))
     head[-1] = head[len(head) // 2]
     ids = torch.randperm(len(head), generator=torch.Generator().manual_seed(5)).to(x.device)
     expected = torch.nn.functional.linear(x.double(), head.double()).argmax(-1)
     for got, wanted in (
-        (ours.launch_nearest(plan, x, Plain(head), None), expected),
-        (ours.launch_nearest(plan, x, Plain(head), ids), ids[expected]),
+        (ours.launch_draft_argmax(plan, x, Plain(head), None), expected),
+        (ours.launch_draft_argmax(plan, x, Plain(head), ids), ids[expected]),
     ):
         assert got.dtype == torch.int64
         assert torch.equal(got, wanted), layer.text
@@ -110,17 +109,19 @@ def check_nearest(plan: Plan, layer: Layer) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("split", [1, 2, 3])
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_products(size: tuple[int, int, int], split: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_products_match_reference(
+    size: tuple[int, int, int], split: int, dtype: torch.dtype, device: torch.device
+) -> None:
     check_products(replace(PLAN, split=split), Layer(*size, device, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("size", [(3, 48, 200), (11, 100, 72)], ids=str)
-def test_the_norm_may_be_apart(size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+def test_separate_norm_matches_reference(size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
     check_norm_apart(replace(PLAN, split=2), Layer(*size, device, dtype))
 
 
-def test_a_second_run_and_another_company_give_the_same_bits(device: torch.device) -> None:
+def test_bits_are_run_and_batch_invariant(device: torch.device) -> None:
     layer = Layer(5, 48, 128, device, torch.float32)
     plan = replace(PLAN, split=2)
     together = ours.launch_linear(plan, layer.x, layer.weight, None, None)
@@ -129,7 +130,7 @@ def test_a_second_run_and_another_company_give_the_same_bits(device: torch.devic
         assert torch.equal(ours.launch_linear(plan, layer.x[n : n + 1], layer.weight, None, None)[0], together[n])
 
 
-def test_tokens_may_be_slices_of_something_wider(device: torch.device) -> None:
+def test_strided_tokens_match_reference(device: torch.device) -> None:
     layer = Layer(4, 40, 64, device, torch.float32)
     wide = torch.full((4, 200), torch.nan, device=device)
     wide[:, 100:164] = layer.x
@@ -139,37 +140,35 @@ def test_tokens_may_be_slices_of_something_wider(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_logits_are_float32_and_padding_is_never_chosen(size: tuple[int, int, int], device: torch.device) -> None:
+def test_logits_are_float32_and_padding_is_minus_infinity(size: tuple[int, int, int], device: torch.device) -> None:
     check_logits(PLAN, Layer(*size, device, torch.float32), size[1] - 5)
 
 
 @pytest.mark.parametrize("num_outputs", [20, 64, 300])
-def test_the_nearest_token_is_the_first_of_equals(num_outputs: int, device: torch.device) -> None:
+def test_draft_argmax_returns_lowest_row_on_ties(num_outputs: int, device: torch.device) -> None:
     plan = PLAN if num_outputs < 100 else replace(PLAN, block_o=16, block_k=16)
     check_nearest(plan, Layer(3, num_outputs, 16, device, torch.float32))
 
 
-def test_the_choice_goes_on_over_more_tiles_than_a_block_has(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draft_argmax_handles_more_tiles_than_one_block(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ours, "_CHOICE_BLOCK", 2)
     check_nearest(replace(PLAN, block_o=16, block_k=16), Layer(2, 100, 16, device, torch.float32))
 
 
-def test_operations_without_a_measured_plan_follow_the_rule(device: torch.device) -> None:
+def test_unmeasured_shapes_match_reference(device: torch.device) -> None:
     layer = Layer(3, 96, 64, device, torch.float32)
     x, weight, norm, residual = layer.x, layer.weight, layer.norm, layer.residual
     layer.check(ours.linear(x, weight), reference.linear(x, weight))
     layer.check(ours.norm_linear(x, norm, weight), reference.norm_linear(x, norm, weight))
     layer.check(ours.norm_swiglu(x, norm, weight), reference.norm_swiglu(x, norm, weight))
     layer.check(ours.add_linear(residual.clone(), x, weight), reference.add_linear(residual, x, weight))
-    assert torch.equal(ours.nearest_token(x, weight, None), reference.nearest_token(x, weight, None))
+    assert torch.equal(ours.draft_argmax(x, weight, None), reference.draft_argmax(x, weight, None))
     assert torch.isneginf(ours.logits(x, weight.values, 90)[:, 90:]).all()
 
 
-def test_a_full_batch_has_a_result_of_every_kind(device: torch.device) -> None:
-    """More tokens than our products are for: torch has them, except for the scores, which go a block of tokens at a
-    time."""
+def test_batch_above_plan_limit_matches_reference(device: torch.device) -> None:
+    """More tokens than our products support: torch computes them, except scores, which are computed a block of tokens
+    at a time."""
     layer = Layer(256, 34, 16, device, torch.float32)
     x, weight, norm, residual = layer.x, layer.weight, layer.norm, layer.residual
     assert plan_for("linear", 34, 16, 256, 4) is None
@@ -180,16 +179,16 @@ def test_a_full_batch_has_a_result_of_every_kind(device: torch.device) -> None:
     scores = ours.logits(x, weight.values, 30)
     assert torch.isneginf(scores[:, 30:]).all()
     layer.check(scores[:, :30], reference.linear(x, weight)[:, :30])
-    assert torch.equal(ours.nearest_token(x, weight, None), reference.nearest_token(x, weight, None)), layer.text
+    assert torch.equal(ours.draft_argmax(x, weight, None), reference.draft_argmax(x, weight, None)), layer.text
 
 
-def test_no_tokens_give_no_rows(device: torch.device) -> None:
+def test_zero_tokens_return_empty_results(device: torch.device) -> None:
     layer = Layer(1, 32, 32, device, torch.float32)
     none = layer.x[:0]
     assert ours.linear(none, layer.weight).shape == (0, 32)
     assert ours.norm_swiglu(none, layer.norm, layer.weight).shape == (0, 16)
     assert ours.logits(none, layer.weight.values, 30).shape == (0, 32)
-    assert ours.nearest_token(none, layer.weight, None).shape == (0,)
+    assert ours.draft_argmax(none, layer.weight, None).shape == (0,)
 
 
 TOKEN_COUNTS = (1, 4, 8, 9, 16, 32, 33, 64, 65, 128, 129, 256)
@@ -200,7 +199,7 @@ def check_plan(kind: Kind, num_outputs: int, depth: int, num_tokens: int, elemen
     plan = plan_for(kind, num_outputs, depth, num_tokens, element_bytes)
     text = f"{kind} {num_outputs} x {depth}, {num_tokens} tokens of {element_bytes} bytes: {plan}"
     if plan is None:
-        assert kind not in OURS_ALONE, text
+        assert kind not in NO_TORCH_PRODUCT, text
         return
     assert plan.split == 1 or kind in ("linear", "add_linear"), text
     assert -(-depth // plan.block_k) >= plan.split, text
@@ -209,14 +208,14 @@ def check_plan(kind: Kind, num_outputs: int, depth: int, num_tokens: int, elemen
 
 
 @pytest.mark.parametrize("num_tokens", TOKEN_COUNTS)
-def test_every_measured_shape_has_a_plan_that_fits(num_tokens: int) -> None:
+def test_measured_plans_fit_their_shapes(num_tokens: int) -> None:
     for kind, num_outputs, depth in MEASURED:
         check_plan(kind, num_outputs, depth, num_tokens, 2)
 
 
 @pytest.mark.parametrize("element_bytes", [2, 4])
 @pytest.mark.parametrize("hidden", [64, 96, 256, 640, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 8192])
-def test_every_other_shape_has_a_plan_that_fits(hidden: int, element_bytes: int) -> None:
+def test_rule_plans_fit_any_shape(hidden: int, element_bytes: int) -> None:
     for num_tokens, kind in itertools.product(TOKEN_COUNTS, get_args(Kind)):
         for num_outputs, depth in (
             (hidden, hidden),
@@ -228,7 +227,7 @@ def test_every_other_shape_has_a_plan_that_fits(hidden: int, element_bytes: int)
             check_plan(kind, num_outputs, depth, num_tokens, element_bytes)
 
 
-def test_a_stream_sums_in_one_order_with_drafts_and_without() -> None:
+def test_accumulation_order_is_same_with_and_without_drafts() -> None:
     for kind, num_outputs, depth in MEASURED:
         alone = plan_for(kind, num_outputs, depth, 1, 2)
         assert alone is not None, f"{kind} {num_outputs} x {depth}"
@@ -238,7 +237,7 @@ def test_a_stream_sums_in_one_order_with_drafts_and_without() -> None:
             )
 
 
-def test_measured_plans_stand_in_rising_order() -> None:
+def test_measured_plans_are_sorted_by_tokens() -> None:
     for key, plans in MEASURED.items():
         bounds = [most for most, _ in plans]
         assert bounds, key

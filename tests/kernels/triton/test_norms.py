@@ -1,5 +1,4 @@
-"""The Triton RMS norms against the reference: odd sizes, leading shapes, strided rows, and the rows of the pool that
-stay as they are."""
+"""The Triton RMS norms against the reference: odd sizes, leading shapes, strided rows, and unchanged pool rows."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ from tests.fakes.compare import relative_error
 from tests.kernels.triton.poison import poison
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-"""A rounding of the result, largest difference over largest value. The interpreter cuts bfloat16 off instead of
-rounding it."""
+"""One rounding of the result, largest difference over largest value. The interpreter truncates bfloat16 instead of
+rounding."""
 
 
 def randn(*shape: int, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -36,7 +35,7 @@ def check_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, device: torch.dev
 
 
 def check_norm_to_rows(num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Rows in any order, one in three to the scratch row, and no other row of the pool touched."""
+    """Rows in any order, one in three to the scratch row; no other row of the pool changes."""
     seed = num_tokens * width
     x_NH, norm = (
         randn(num_tokens, width, seed=seed, device=device, dtype=dtype),
@@ -71,7 +70,7 @@ def check_pair_norms(num_tokens: int, width: int, vocab_size: int, dtype: torch.
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("shape", [(64,), (3, 63), (2, 5, 32), (7, 1, 256), (0, 64), (2, 2560), (1, 5120)], ids=str)
-def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+def test_rms_norm_matches_reference(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     if 0 in shape:
         empty = torch.empty(shape, dtype=dtype, device=device)
         assert norms.rms_norm(empty, norm_of(shape[-1], seed=2, device=device, dtype=dtype)).shape == shape
@@ -79,7 +78,7 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
         check_rms_norm(shape, dtype, device)
 
 
-def test_rows_may_be_slices_and_stay_the_same_in_any_company(device: torch.device) -> None:
+def test_rms_norm_of_strided_rows_is_batch_invariant(device: torch.device) -> None:
     wide = randn(9, 100, seed=1, device=device, dtype=torch.float32)
     norm = norm_of(48, seed=2, device=device, dtype=torch.float32)
     together = norms.rms_norm(wide[:, 20:68], norm)
@@ -90,15 +89,13 @@ def test_rows_may_be_slices_and_stay_the_same_in_any_company(device: torch.devic
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize(("num_tokens", "width"), [(1, 64), (8, 63), (40, 32), (3, 1500)])
-def test_the_final_norm_goes_to_its_rows_and_nowhere_else(
-    num_tokens: int, width: int, dtype: torch.dtype, device: torch.device
-) -> None:
+def test_final_norm_writes_only_its_rows(num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
     check_norm_to_rows(num_tokens, width, dtype, device)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize(("num_tokens", "width"), [(1, 64), (5, 63), (3, 1500)])
-def test_pair_norms_takes_each_half_by_its_own_norm(
+def test_pair_norms_uses_own_norm_for_each_half(
     num_tokens: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     check_pair_norms(num_tokens, width, 11, dtype, device)

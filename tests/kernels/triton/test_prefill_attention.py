@@ -1,4 +1,4 @@
-"""attention_prefill and store_keys_values in Triton against the reference: over NaN in every place that must not be
+"""attention_prefill and store_keys_values in Triton against the reference, with NaN in every place that must not be
 read, permuted pages, padding and odd sizes."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Case:
     half_rope: int = 4
     page_tokens: int = 16
     padding: tuple[int, int] = (0, 0)
-    """(tokens, spans) that the tables have room for and that aren't there."""
+    """(tokens, spans) of padding in the tables."""
     dtype: torch.dtype = torch.float32
     seed: int = 0
 
@@ -59,8 +59,8 @@ class Inputs:
 
 
 def inputs_of(case: Case) -> Inputs:
-    """On the CPU. Positions before a span's start are written, all others NaN; pages lie in random order; a table goes
-    on with the scratch page."""
+    """Inputs on the CPU. Positions before a span's start are written, all others NaN; pages are in random order;
+    unused table entries are the scratch page."""
     rng = torch.Generator().manual_seed(case.seed)
     num_tokens, num_spans = sum(count for _, count in case.spans), len(case.spans)
     used = [-(-(start + count) // case.page_tokens) for start, count in case.spans]
@@ -113,7 +113,7 @@ def run(inputs: Inputs) -> Tensor:
 
 
 def check_prefill(device: torch.device, case: Case) -> None:
-    """Outputs and stores are the reference's, and no other place of the pool changes."""
+    """Check that outputs and stores match the reference, and that no other place of the pool changes."""
     inputs = inputs_of(case)
     plain, real = inputs.to("cpu", torch.float32), inputs.to(device)
     num_tokens = sum(count for _, count in case.spans)
@@ -133,21 +133,21 @@ def check_stores(case: Case, before: Tensor, got: Tensor, want: Tensor, batch: P
     before, got, want = (pool.transpose(1, 2) for pool in (before, got, want))
     assert torch.equal(got[~stored].nan_to_num(77), before[~stored].nan_to_num(77)), (
         case,
-        "places outside the spans changed",
+        "pool places outside the spans changed",
     )
     assert relative_error(got[stored][:, 0], want[stored][:, 0]) < TOLERANCE[case.dtype], (case, "keys")
     assert torch.equal(got[stored][:, 1], want[stored][:, 1].to(case.dtype)), (case, "values")
 
 
 def check_same_bits(device: torch.device, case: Case) -> None:
-    """Two runs on the same inputs agree in every bit."""
+    """Check that two runs on the same inputs are bitwise equal."""
     inputs = inputs_of(case)
     num_tokens = sum(count for _, count in case.spans)
     assert torch.equal(run(inputs.to(device))[:num_tokens], run(inputs.to(device))[:num_tokens]), case
 
 
-def check_stores_alone(device: torch.device, case: Case) -> None:
-    """store_keys_values of the projection's last columns stores what attention_prefill does."""
+def check_store_keys_values(device: torch.device, case: Case) -> None:
+    """Check that store_keys_values of the projection's last columns stores the same as attention_prefill."""
     inputs = inputs_of(case)
     whole, alone = inputs.to(device), inputs.to(device)
     run(whole)
@@ -175,22 +175,22 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_prefill(device: torch.device, case: Case) -> None:
+def test_attention_prefill_matches_reference(device: torch.device, case: Case) -> None:
     check_prefill(device, case)
 
 
 @pytest.mark.parametrize("name", ["long among short", "padding"])
-def test_two_runs_agree_in_every_bit(device: torch.device, name: str) -> None:
+def test_two_runs_are_bitwise_equal(device: torch.device, name: str) -> None:
     check_same_bits(device, CASES[name])
 
 
 @pytest.mark.parametrize("name", ["padding", "no power of two"])
-def test_stores_alone(device: torch.device, name: str) -> None:
-    check_stores_alone(device, CASES[name])
+def test_store_keys_values_stores_same_as_attention_prefill(device: torch.device, name: str) -> None:
+    check_store_keys_values(device, CASES[name])
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_random_spans(device: torch.device, seed: int) -> None:
+def test_random_spans_match_reference(device: torch.device, seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
     counts = torch.randint(1, 25, (4,), generator=rng).tolist()
     starts = (torch.rand(4, generator=rng) ** 3 * 150).long().tolist()
@@ -213,8 +213,8 @@ HOPPER_CASES = {
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a device the kernel itself runs")
 @pytest.mark.parametrize("case", HOPPER_CASES.values(), ids=HOPPER_CASES.keys())
-def test_hoppers_kernel(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
-    """Its waits, buffers and masks, not its layouts: those the compile check sees."""
+def test_hopper_kernel_matches_reference(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    """Checks its waits, buffers and masks, but not its layouts: the compile check covers those."""
     monkeypatch.setattr(
         prefill_attention,
         "attend_plan",
@@ -237,7 +237,7 @@ SERVED_CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.skipif(INTERPRETED, reason="large shapes, and Hopper's own instructions")
 @pytest.mark.parametrize("name", SERVED_CASES)
-def test_served_heads(device: torch.device, name: str) -> None:
+def test_served_head_sizes_match_reference(device: torch.device, name: str) -> None:
     sizes: dict[str, Any] = {
         "num_heads": 16,
         "num_kv_heads": 4,

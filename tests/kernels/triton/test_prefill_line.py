@@ -1,5 +1,5 @@
-"""How the work of a prompt's attention is shared out: every unit to one program, and about equal costs, a tile's own
-included."""
+"""Work sharing of a prompt's attention: every unit belongs to one program, and costs are about equal, including each
+tile's own cost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentspec.kernels.triton.prefill_attention import _share
 
 TILE_COST = prefill_line.TILE_COST.value
 LONGEST = 900
-"""Units of a tile, more than a share has."""
+"""Most units of a tile in excess of a share."""
 
 
 @triton.jit
@@ -27,8 +27,8 @@ def _shares_kernel(cuts_C2, line_4I, most_tiles, num_programs):  # type: ignore[
 
 
 def shares(units: list[int], num_programs: int, room: int, device: torch.device) -> list[list[int]]:
-    """[first unit, the first that is not its own] of every program, of tiles of so many units; `room`: places of the
-    line behind them."""
+    """Return [first unit, one past the last] of every program, for tiles with these numbers of units; `room`: places
+    of the line after them."""
     starts = [sum(units[:tile]) for tile in range(len(units) + 1)]
     line = torch.tensor(starts + [starts[-1]] * room, dtype=torch.int32, device=device)
     line_4I: Tensor = line.expand(4, -1).contiguous()
@@ -39,7 +39,7 @@ def shares(units: list[int], num_programs: int, room: int, device: torch.device)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_shares_cost_the_same(seed: int, device: torch.device) -> None:
+def test_shares_cover_every_unit_with_equal_cost(seed: int, device: torch.device) -> None:
     rng = random.Random(seed)
     for num_programs in (1, 5, 132):
         units = [rng.choice((1, 2, rng.randint(1, 40), rng.randint(1, LONGEST))) for _ in range(rng.randint(1, 70))]
@@ -52,5 +52,5 @@ def test_shares_cost_the_same(seed: int, device: torch.device) -> None:
         assert max(costs) <= fair + TILE_COST + 1, text
 
 
-def test_nothing_to_do(device: torch.device) -> None:
+def test_empty_line_gives_empty_shares(device: torch.device) -> None:
     assert all(begin == end for begin, end in shares([], 4, 3, device))

@@ -16,16 +16,17 @@ from agentspec.kernels.weights import Plain
 from tests.fakes.compare import relative_error
 
 TOLERANCE = 1e-5
-"""Scores are float32 sums of products that are exact, or lose 2^-17 of the normed input where 16-bit tiles are
-multiplied in two halves."""
+"""Scores are float32 sums of products that are exact, or lose 2^-17 of the normed input if 16-bit tiles are multiplied
+as two halves."""
 SIZES = [(1, 64, 8, 2), (4, 100, 17, 8), (9, 600, 12, 2), (17, 64, 8, 2), (34, 100, 33, 3)]
-"""Tokens, hidden size, experts, chosen. 600 features of 16 bits come in four parts, of which the last is shorter."""
+"""Tokens, hidden size, experts, chosen. 600 features of 16 bits are split into four parts, of which the last is
+shorter."""
 
 
 def router(
     num_experts: int, width: int, top_k: int, normalize: bool, seed: int, device: torch.device, dtype: torch.dtype
 ) -> MixtureWeights:
-    """A mixture of which only the router and the shared gate matter."""
+    """A mixture with dummy expert weights: only the router and the shared gate are used."""
     generator = torch.Generator(device).manual_seed(seed)
     rows = torch.randn(num_experts + 1, width, generator=generator, device=device).to(dtype)
     nothing = torch.empty(0, device=device)
@@ -48,7 +49,7 @@ def inputs(num_tokens: int, width: int, seed: int, device: torch.device, dtype: 
 
 
 def expected_scores(x_NH: Tensor, norm: Norm, weights: MixtureWeights) -> tuple[Tensor, Tensor]:
-    """(router's, shared gate's) from inputs that are nowhere rounded."""
+    """(router scores, shared gate scores) from unrounded inputs."""
     normed = rms_norm(x_NH.double(), norm.weight.double(), norm.eps)
     return (normed @ weights.router_XH.double().T).float(), (normed @ weights.shared_gate_1H.double().T)[:, 0].float()
 
@@ -88,7 +89,7 @@ def check_routing(
     assert relative_error(among.weights_NC[:, -1], gate.sigmoid()) < TOLERANCE, text
 
 
-def test_many_tokens_are_cut_into_as_many_programs_as_pay() -> None:
+def test_score_tiles_split_hidden_dim_up_to_program_limit() -> None:
     splits = {num_tokens: routing.score_tiles(num_tokens, 256, 2048, 2).split for num_tokens in (9, 256, 1024, 8192)}
     assert splits == {9: 16, 256: 16, 1024: 4, 8192: 1}
     assert routing.score_tiles(9, 256, 2048, 4).split == 1
@@ -96,23 +97,23 @@ def test_many_tokens_are_cut_into_as_many_programs_as_pay() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_choices_and_weights(size: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+def test_routing_matches_reference(size: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
     check_routing(*size, device, dtype)
 
 
-def test_weights_that_are_not_normalised(device: torch.device) -> None:
+def test_unnormalized_weights_match_reference(device: torch.device) -> None:
     check_routing(4, 64, 12, 4, device, torch.float32, normalize=False)
 
 
-def test_a_hidden_size_of_more_than_one_block(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_size_above_one_block_matches_reference(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "_BLOCK_H", 32)
     check_routing(3, 100, 9, 2, device, torch.float32)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 18])
-def test_of_equal_scores_the_lower_expert_comes_first(num_tokens: int, device: torch.device) -> None:
+def test_equal_scores_choose_lower_expert_first(num_tokens: int, device: torch.device) -> None:
     weights = router(16, 32, 4, True, 5, device, torch.float32)
-    weights.router_XH[:] = 0.0  # one term alone: no order of summation can make two scores differ
+    weights.router_XH[:] = 0.0  # one nonzero term: no order of summation can make two scores differ
     weights.router_XH[:, 0] = 1.0
     x, norm = inputs(num_tokens, 32, 5, device, torch.float32)
     got = routing.route(x, norm, weights, visit_shared=False)
@@ -121,7 +122,7 @@ def test_of_equal_scores_the_lower_expert_comes_first(num_tokens: int, device: t
 
 
 @pytest.mark.parametrize("num_tokens", [2, 18])
-def test_scores_that_are_not_numbers_still_choose_experts_that_exist(num_tokens: int, device: torch.device) -> None:
+def test_nan_scores_choose_valid_experts(num_tokens: int, device: torch.device) -> None:
     weights = router(11, 32, 3, True, 5, device, torch.float32)
     x, norm = inputs(num_tokens, 32, 5, device, torch.float32)
     x[1] = torch.nan
@@ -130,7 +131,7 @@ def test_scores_that_are_not_numbers_still_choose_experts_that_exist(num_tokens:
     assert all(len(set(row)) == 3 for row in ids.tolist())
 
 
-def test_tokens_may_be_slices_of_something_wider_and_do_not_see_each_other(device: torch.device) -> None:
+def test_strided_tokens_are_routed_independently(device: torch.device) -> None:
     weights = router(7, 64, 3, True, 9, device, torch.float32)
     x, norm = inputs(3, 64, 9, device, torch.float32)
     wide = torch.full((3, 200), torch.nan, device=device)
@@ -145,8 +146,8 @@ def test_tokens_may_be_slices_of_something_wider_and_do_not_see_each_other(devic
 
 
 @pytest.mark.parametrize("size", [(18, 256), (5, 384), (16, 1280)], ids=str)
-def test_the_normed_input_in_8_bits(size: tuple[int, int], device: torch.device) -> None:
-    """Bit for bit what rounding it afterwards gives, and the rows that fill up are zeros."""
+def test_normed_input_in_8_bits_equals_later_quantization(size: tuple[int, int], device: torch.device) -> None:
+    """Equal to rounding it afterwards, bit for bit; padding rows are zeros."""
     num_tokens, width = size
     weights = router(16, width, 4, True, 5, device, torch.float16)
     x, norm = inputs(num_tokens, width, 5, device, torch.float16)

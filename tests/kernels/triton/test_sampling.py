@@ -1,4 +1,4 @@
-"""The Triton sampler and argmax against the reference: the same tokens, over random rows of every kind of request."""
+"""The Triton sampler and argmax against the reference: equal tokens over random rows of every kind of request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NEUTRAL = {
 }
 """Parameters of a slot; top_k 0: keep all."""
 TOP_P_TOLERANCE = 1e-6
-"""Probability masses are rounded otherwise than the reference's."""
+"""Tolerance: probability masses are rounded differently from the reference's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Batch:
     def random(
         cls, seed: int, vocab_size: int, num_columns: int, slots: list[dict[str, Any]], spread: float = 3.0
     ) -> Batch:
-        """One slot a row of `slots`, at permuted places of a larger table whose other rows, and stale counts, are
+        """One slot per row of `slots`, at permuted places of a larger table whose other rows, and stale counts, are
         poison."""
         generator, table_size, width = torch.Generator().manual_seed(seed), len(slots) + 2, max(num_columns, 3)
         slot_ids_B = torch.randperm(table_size, generator=generator)[: len(slots)]
@@ -93,7 +93,7 @@ class Batch:
         return Batch(**fields, table=table)
 
     def row(self, b: int) -> Batch:
-        """One row alone, over the whole table."""
+        """One row by itself, over the whole table."""
         fields = {
             name: getattr(self, name)[b : b + 1].contiguous()
             for name in ("logits_BTV", "tokens_BT", "position_BT", "slot_ids_B")
@@ -104,13 +104,13 @@ class Batch:
         return self.logits_BTV, self.tokens_BT, self.position_BT, self.slot_ids_B, self.table
 
 
-def check_tokens_equal_the_reference(batch: Batch, constrained: bool, device: torch.device, what: str) -> None:
+def check_sample(batch: Batch, constrained: bool, device: torch.device, what: str) -> None:
     expected_BT = reference.sample(*batch.arguments(), constrained=constrained)
     moved = batch.to(device)
     before_BTV = moved.logits_BTV.clone()
     got_BT = triton_sampling.sample(*moved.arguments(), constrained=constrained)
     assert got_BT.dtype == torch.int64
-    assert torch.equal(moved.logits_BTV, before_BTV), f"{what}: the logits were changed"
+    assert torch.equal(moved.logits_BTV, before_BTV), f"{what}: sample modified the logits"
     assert torch.equal(got_BT.cpu(), expected_BT), f"{what}: {got_BT.tolist()} for {expected_BT.tolist()}"
 
 
@@ -130,9 +130,9 @@ def random_slot(generator: random.Random, vocab_size: int) -> dict[str, Any]:
     return slot
 
 
-def check_kept_tokens_equal_the_reference(batch: Batch, device: torch.device, what: str) -> None:
-    """The very set that the filters keep, but for tokens within TOP_P_TOLERANCE of a cut by top-p: a draw would rarely
-    tell a wrong threshold."""
+def check_kept_tokens(batch: Batch, device: torch.device, what: str) -> None:
+    """Compare the whole set that the filters keep, except tokens within TOP_P_TOLERANCE of a top-p cut: draws would
+    rarely reveal a wrong threshold."""
     table, slots = batch.table, batch.slot_ids_B
     sampling_BF, limits = table.sampling_SF[slots], SlotLimits.of(table.limits_SF[slots])
     inputs = reference.DrawInputs(
@@ -159,7 +159,7 @@ def check_kept_tokens_equal_the_reference(batch: Batch, device: torch.device, wh
     assert (is_kept_BTV <= most_BTV).all(), f"{what}: {counts[0]} kept for at most {counts[2]}"
 
 
-def check_argmax_equals_the_reference(num_rows: int, vocab_size: int, seed: int, device: torch.device) -> None:
+def check_argmax(num_rows: int, vocab_size: int, seed: int, device: torch.device) -> None:
     logits_NV = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)).round(decimals=1)
     logits_NV[:, vocab_size - vocab_size // 20 :] = -torch.inf
     logits_NV[0] = -torch.inf
@@ -170,13 +170,13 @@ def check_argmax_equals_the_reference(num_rows: int, vocab_size: int, seed: int,
 
 
 def set_tiles(monkeypatch: pytest.MonkeyPatch, *, span: int, programs: int, chunk: int) -> None:
-    """Small ones, so that a small vocabulary has many."""
+    """Use small tiles, so that a small vocabulary has many."""
     for name, value in (("SPAN", span), ("PROGRAMS", programs), ("SELECT_CHUNK", chunk)):
         monkeypatch.setattr(triton_sampling, name, value)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_sample_equals_the_reference(seed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sample_matches_reference(seed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = random.Random(seed)
     set_tiles(
         monkeypatch,
@@ -187,9 +187,7 @@ def test_sample_equals_the_reference(seed: int, device: torch.device, monkeypatc
     vocab_size, num_columns = generator.choice([5, 37, 130]), generator.randint(1, 3)
     slots = [random_slot(generator, vocab_size) for _ in range(generator.randint(1, 3))]
     batch = Batch.random(seed, vocab_size, num_columns, slots, spread=generator.choice([0.3, 3.0]))
-    check_tokens_equal_the_reference(
-        batch, generator.random() < 0.3, device, f"{seed=} V={vocab_size} T={num_columns} {slots}"
-    )
+    check_sample(batch, generator.random() < 0.3, device, f"{seed=} V={vocab_size} T={num_columns} {slots}")
 
 
 FILTERS: dict[str, dict[str, Any]] = {
@@ -208,28 +206,26 @@ FILTERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("spread", [0.3, 3.0])
 @pytest.mark.parametrize("kind", FILTERS)
-def test_filters_keep_what_the_reference_keeps(
+def test_filters_keep_same_tokens_as_reference(
     kind: str, spread: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_tiles(monkeypatch, span=16, programs=4, chunk=64)
-    check_kept_tokens_equal_the_reference(
-        Batch.random(len(kind), 301, 2, [FILTERS[kind]], spread), device, f"{kind}, {spread=}"
-    )
+    check_kept_tokens(Batch.random(len(kind), 301, 2, [FILTERS[kind]], spread), device, f"{kind}, {spread=}")
 
 
-def test_tokens_below_the_list_count_by_their_mass(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masses 1, 0.37 and, of 290 tokens under the bound of the list, 0.32 together: without these, the first alone
-    would have 0.6 of the mass."""
+def test_unlisted_tokens_count_toward_top_p_mass(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masses 1, 0.37 and 0.32, the last summed over 290 tokens below the list's bound: without these the first token
+    would have more than 0.6 of the mass."""
     set_tiles(monkeypatch, span=16, programs=4, chunk=64)
     batch = Batch.random(8, 301, 1, [{"top_p": 0.6}])
     batch.table.bias_SV[batch.slot_ids_B] = 0.0
     batch.logits_BTV[:] = torch.tensor([0.0, -1.0, *[-6.8] * 290, *[-math.inf] * 9])[
         torch.randperm(301, generator=torch.Generator().manual_seed(8))
     ]
-    check_kept_tokens_equal_the_reference(batch, device, "two of a long tail")
+    check_kept_tokens(batch, device, "two of a long tail")
 
 
-def test_a_draft_counts_from_its_own_column_on(device: torch.device) -> None:
+def test_draft_is_in_context_from_its_column_on(device: torch.device) -> None:
     batch = Batch.random(2, 20, 4, [{"temperature": 0.0, "presence": 50.0}])
     slot = batch.slot_ids_B
     batch.table.counts_SV[slot], batch.table.bias_SV[slot] = 0, 0.0
@@ -239,23 +235,23 @@ def test_a_draft_counts_from_its_own_column_on(device: torch.device) -> None:
     assert chosen_BT.tolist() == [[0, 1, 2, 3]]
 
 
-def test_noise_carries_unlikely_tokens_past_the_largest(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """599 tokens that stand 6 temperatures below it win more often than it does."""
+def test_noise_can_lift_unlikely_tokens_above_largest(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """599 tokens, 6 temperatures below the largest, together win more often than it does."""
     set_tiles(monkeypatch, span=64, programs=4, chunk=64)
     batch = Batch.random(7, 600, 6, [{"temperature": 0.5}])
     batch.table.bias_SV[batch.slot_ids_B] = 0.0
     batch.logits_BTV[:] = -3.0
     batch.logits_BTV[..., 333] = 0.0
-    check_tokens_equal_the_reference(batch, False, device, "one of 600")
+    check_sample(batch, False, device, "one of 600")
     assert len(set(reference.sample(*batch.arguments(), constrained=False).flatten().tolist()) - {333}) > 1
 
 
-def test_the_tiles_that_are_served(device: torch.device) -> None:
+def test_served_tile_sizes_match_reference(device: torch.device) -> None:
     batch = Batch.random(3, 1100, 1, [{"top_k": 2}, {"top_k": 20, "top_p": 0.95}, {"top_p": 0.9}])
-    check_tokens_equal_the_reference(batch, False, device, "as served")
+    check_sample(batch, False, device, "as served")
 
 
-def test_a_row_depends_on_itself_alone(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sample_is_batch_invariant(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     set_tiles(monkeypatch, span=16, programs=6, chunk=64)
     batch = Batch.random(6, 60, 3, [{"top_k": 4}, {"top_p": 0.7}, {"frequency": 1.0}]).to(device)
     together_BT = triton_sampling.sample(*batch.arguments(), constrained=False)
@@ -264,9 +260,8 @@ def test_a_row_depends_on_itself_alone(device: torch.device, monkeypatch: pytest
         assert torch.equal(triton_sampling.sample(*alone.arguments(), constrained=False)[0], together_BT[b])
 
 
-def test_a_row_without_finite_scores_still_gives_a_token(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of minus infinities the lowest, as argmax does; with a NaN, one of the vocabulary: later kernels index with
-    it."""
+def test_row_without_finite_scores_returns_valid_token(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For minus infinities the lowest token, as argmax; with a NaN any valid token: later kernels index with it."""
     set_tiles(monkeypatch, span=16, programs=4, chunk=64)
     batch = Batch.random(
         4, 40, 4, [{"top_k": 5, "min_p": 0.1}, {}, {"temperature": 0.0}, {"top_p": 0.5, "min_p": 0.1}]
@@ -283,8 +278,8 @@ def test_a_row_without_finite_scores_still_gives_a_token(device: torch.device, m
     assert ((chosen_N >= 0) & (chosen_N < 40)).all(), chosen_N
 
 
-def test_argmax_equals_the_reference(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_argmax_equals_the_reference(3, 5000, 0, device)
+def test_argmax_matches_reference(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_argmax(3, 5000, 0, device)
     monkeypatch.setattr(triton_sampling, "ARGMAX_BLOCK", 16)
     for seed, vocab_size in enumerate((1, 15, 16, 17, 100)):
-        check_argmax_equals_the_reference(4, vocab_size, seed, device)
+        check_argmax(4, vocab_size, seed, device)

@@ -1,7 +1,7 @@
-"""The whole decode step on these kernels: some steps of a small model have the outcomes and leave the states that the
-reference backend gives.
+"""The whole decode step on these kernels: steps of a small model have the outcomes and final states of the reference
+backend.
 
-Few steps, because the interpreter takes a second for each. tests/gpu plays whole sessions on the device.
+Few steps, because the interpreter takes a second for each. tests/gpu runs whole sessions on the device.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ WORDS = -(-VOCAB // 32)
 
 @torch.inference_mode()
 def run_steps(checkpoint: Path, device: torch.device) -> tuple[list[list[SlotOutcome]], dict[str, Tensor]]:
-    """Outcomes of every step, and the state that each slot is left with. Slot 0 is sampled and in its last step
-    constrained, slot 1 is greedy."""
+    """Return the outcomes of every step and the final state of each slot. Slot 0 is sampled, and constrained in its
+    last step; slot 1 is greedy."""
     model = load(checkpoint, device)
     driver = StepDriver(model, max_running=2, max_draft_tokens=2, device=device)
     poison(model)
@@ -74,7 +74,7 @@ def run_steps(checkpoint: Path, device: torch.device) -> tuple[list[list[SlotOut
     return outcomes, states
 
 
-def test_steps_are_those_of_the_reference(device: torch.device, tmp_path: Path) -> None:
+def test_whole_steps_match_reference_backend(device: torch.device, tmp_path: Path) -> None:
     checkpoint = write_agreeing_checkpoint(tmp_path, num_hidden_layers=2, full_attention_interval=2)
     expected, expected_states = run_steps(checkpoint, CPU)
     with patch.object(kernels, "backend", lambda _: triton_backend):

@@ -16,13 +16,12 @@ from agentspec.mtp.acceptance import accept
 from agentspec.types import STOP_ID, STOP_LENGTH
 
 VOCAB_SIZE = 5
-"""So few tokens that drafts are often right and stop ids often met."""
+"""A small vocabulary, so that drafts often match and stop ids often occur."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slots:
-    """Slots in any state that a run could bring them to, and the step's choice among them. The last slot is the padding
-    slot."""
+    """Slots in random reachable states, and the step's choice among them. The last slot is the padding slot."""
 
     slots_SF: Tensor
     limits_SF: Tensor
@@ -72,7 +71,7 @@ class Slots:
         )
 
 
-def check_windows_open_as_the_reference_opens_them(seed: int, device: torch.device) -> None:
+def check_open_window(seed: int, device: torch.device) -> None:
     case = Slots.random(seed, device)
     arguments = (case.slots_SF, case.page_table_SP, case.slot_ids_B, case.num_columns)
     got, expected = triton_backend.open_window(*arguments), reference.open_window(*arguments)
@@ -82,8 +81,8 @@ def check_windows_open_as_the_reference_opens_them(seed: int, device: torch.devi
         )
 
 
-def check_windows_commit_as_the_reference_commits_them(seed: int, forced: bool, device: torch.device) -> set[int]:
-    """Commit, then publish drafts. Returns why slots of the step ended, and -1 if one took a checkpoint."""
+def check_commit_window(seed: int, forced: bool, device: torch.device) -> set[int]:
+    """Commit, then publish drafts. Return the stop reasons of the step's slots, and -1 if a slot took a checkpoint."""
     case, generator = Slots.random(seed, device), torch.Generator().manual_seed(seed)
     num_slots, num_drafts = len(case.slot_ids_B), case.num_columns - 1
     chosen_BT = torch.randint(VOCAB_SIZE, (num_slots, case.num_columns), generator=generator)
@@ -119,15 +118,15 @@ def check_windows_commit_as_the_reference_commits_them(seed: int, forced: bool, 
         torch.testing.assert_close(got, expected, rtol=0, atol=0, msg=lambda text: f"{seed=} {forced=}: {text}")
     slots_SF, outcome_BF, *_ = after["triton"]
     if not forced:
-        check_the_rule(case, chosen_BT, OutcomeRows.of(outcome_BF), f"{seed=}")
+        check_acceptance_rule(case, chosen_BT, OutcomeRows.of(outcome_BF), f"{seed=}")
     took_checkpoint = not torch.equal(
         SlotState.of(slots_SF).checkpoint_rows_B2, SlotState.of(case.slots_SF).checkpoint_rows_B2
     )
     return set(OutcomeRows.of(outcome_BF).stop_B[was_active_B].tolist()) | ({-1} if took_checkpoint else set())
 
 
-def check_the_rule(case: Slots, chosen_BT: Tensor, outcome: OutcomeRows[Tensor], what: str) -> None:
-    """Of each active slot, what was accepted and how it ended is what mtp/acceptance.py says."""
+def check_acceptance_rule(case: Slots, chosen_BT: Tensor, outcome: OutcomeRows[Tensor], what: str) -> None:
+    """Check each active slot's accepted count and stop reason against mtp/acceptance.py."""
     for place, slot_id in enumerate(case.slot_ids_B.tolist()):
         slot, limits = SlotState.of(case.slots_SF[slot_id, None]), SlotLimits.of(case.limits_SF[slot_id, None])
         if slot.active_B.item():
@@ -141,14 +140,14 @@ def check_the_rule(case: Slots, chosen_BT: Tensor, outcome: OutcomeRows[Tensor],
             assert (outcome.num_accepted_B[place].item(), outcome.stop_B[place].item()) == expected, what
 
 
-def test_windows_open_as_the_reference_opens_them(device: torch.device) -> None:
+def test_open_window_matches_reference(device: torch.device) -> None:
     for seed in range(20):
-        check_windows_open_as_the_reference_opens_them(seed, device)
+        check_open_window(seed, device)
 
 
 @pytest.mark.parametrize(("forced", "num_cases"), [(False, 40), (True, 20)], ids=["chosen", "forced"])
-def test_windows_commit_as_the_reference_commits_them(forced: bool, num_cases: int, device: torch.device) -> None:
+def test_commit_window_matches_reference(forced: bool, num_cases: int, device: torch.device) -> None:
     met: set[int] = set()
     for seed in range(num_cases):
-        met |= check_windows_commit_as_the_reference_commits_them(seed, forced, device)
+        met |= check_commit_window(seed, forced, device)
     assert met == {-1, 0, STOP_ID, STOP_LENGTH}

@@ -6,13 +6,13 @@ import torch
 import triton
 
 from agentspec.kernels.triton import attention
-from tests.kernels.triton.specimen import Specimen
+from tests.kernels.triton.compile_case import CompileCase
 
 _PAGE = 64
 _NUM_PROGRAMS = 264
 
 
-def _specimens(
+def _cases(
     model: str,
     num_slots: int,
     num_columns: int,
@@ -21,7 +21,7 @@ def _specimens(
     head_dim: int,
     half_rope: int,
     dtype: torch.dtype,
-) -> list[Specimen]:
+) -> list[CompileCase]:
     shares = num_heads // num_kv_heads
     block_rows = attention.task_rows(num_columns * shares)
     plan = attention.attend_plan(block_rows, dtype)
@@ -37,7 +37,7 @@ def _specimens(
         "ROW_BLOCKS": triton.cdiv(num_columns * shares, block_rows),
     }
     case = f"{model} B={num_slots} T={num_columns}"
-    attend = Specimen(
+    attend = CompileCase(
         name=f"attend {case}",
         kernel=attention._attend,
         signature={
@@ -74,7 +74,7 @@ def _specimens(
         instructions=("cp.async.cg", "ld.global.v4") if dtype == torch.bfloat16 else ("ld.global.v4",),
     )
     partials, block_dims = attention.combine_blocks(_NUM_PROGRAMS, num_slots * num_kv_heads, head_dim)
-    combine = Specimen(
+    combine = CompileCase(
         name=f"combine {case}",
         kernel=attention._combine,
         signature={
@@ -97,9 +97,9 @@ def _specimens(
     return [attend, combine]
 
 
-SPECIMENS = [
-    *_specimens("4B", 1, 4, 16, 4, 256, 32, torch.bfloat16),
-    *_specimens("27B", 32, 4, 24, 4, 256, 32, torch.bfloat16),
-    _specimens("27B", 1, 8, 24, 4, 256, 32, torch.bfloat16)[0],
-    _specimens("tiny-agent", 4, 4, 4, 2, 64, 8, torch.float32)[0],
+CASES = [
+    *_cases("4B", 1, 4, 16, 4, 256, 32, torch.bfloat16),
+    *_cases("27B", 32, 4, 24, 4, 256, 32, torch.bfloat16),
+    _cases("27B", 1, 8, 24, 4, 256, 32, torch.bfloat16)[0],
+    _cases("tiny-agent", 4, 4, 4, 2, 64, 8, torch.float32)[0],
 ]

@@ -11,7 +11,7 @@ from agentspec.kernels.triton import expert_groups, experts, routing
 from agentspec.kernels.triton.experts import Tiles
 from agentspec.kernels.triton.mixture import down_tiles, gate_up_tiles
 from agentspec.kernels.weights import SCALE_BLOCK, BlockScaled, Plain, Weight
-from tests.kernels.triton.specimen import Specimen
+from tests.kernels.triton.compile_case import CompileCase
 
 ASYNC_COPIES, TENSOR_CORES, OF_FOUR_WARPS = "cp.async.cg.shared", "mma.", "wgmma.mma_async"
 Form = Literal["fp8", "bf16", "fp32"]
@@ -45,7 +45,7 @@ VALUES = ("stack_ptr", "shared_ptr")
 MULTIPLES = ("x_stride", "width", "num_outputs", "depth")
 
 
-def specimen(
+def case(
     name: str,
     kernel: Any,
     constexprs: dict[str, Any],
@@ -54,7 +54,7 @@ def specimen(
     *instructions: str,
     dtype: str,
     weights: str = "bf16",
-) -> Specimen:
+) -> CompileCase:
     """`constexprs`: None for absent operands. weights: type of the experts' values."""
     types = {
         **dict.fromkeys(INTEGERS, "i32"),
@@ -66,7 +66,7 @@ def specimen(
     if "normed_scales_ptr" not in constexprs:
         types["normed_ptr"] = "*fp8e4nv"
     names = [argument for argument in kernel.arg_names if argument not in constexprs and argument != "PDL"]
-    return Specimen(
+    return CompileCase(
         name=name,
         kernel=kernel,
         signature={argument: types.get(argument, f"*{dtype}") for argument in names},
@@ -80,7 +80,7 @@ def specimen(
 
 def product(
     kernel: Any, form: Form, num_tokens: int, rows: int, depth: int, *, shared: bool = True, tiles: Tiles | None = None
-) -> Specimen:
+) -> CompileCase:
     dtype = "fp32" if form == "fp32" else "bf16"
     is_down = kernel is experts._down_kernel
     activations = torch.float32 if form == "fp32" else torch.bfloat16
@@ -98,7 +98,8 @@ def product(
         "BLOCK_C": 16 if shared else 8,
         "EVEN": depth % tiles.block_k == 0,
     }
-    name = f"{'down' if is_down else 'gate_up'} {form} {rows}x{depth} N={num_tokens}{' shared' * shared} {tiles_text(tiles)}"
+    product = "down" if is_down else "gate_up"
+    name = f"{product} {form} {rows}x{depth} N={num_tokens}{' shared' * shared} {tiles_text(tiles)}"
     instructions = (
         ()
         if form == "fp32"
@@ -108,7 +109,7 @@ def product(
         )
     )
     weights = {"fp8": "u8", "bf16": "bf16", "fp32": "fp32"}[form]
-    return specimen(
+    return case(
         name, kernel, absent | constexprs, tiles.warps, tiles.stages, *instructions, dtype=dtype, weights=weights
     )
 
@@ -127,7 +128,7 @@ def tiles_text(tiles: Tiles) -> str:
     return f"{tiles.block_o}/{tiles.block_k} w{tiles.warps} s{tiles.stages}"
 
 
-def many_scores(num_tokens: int) -> Specimen:
+def many_scores(num_tokens: int) -> CompileCase:
     tiles = routing.score_tiles(num_tokens, 256, 2048, 2)
     blocks = {
         "BLOCK_N": tiles.block_n,
@@ -138,7 +139,7 @@ def many_scores(num_tokens: int) -> Specimen:
         "AHEAD": 4,
     }
     instructions = (ASYNC_COPIES, OF_FOUR_WARPS if tiles.block_n >= 64 else TENSOR_CORES)
-    return specimen(
+    return case(
         f"scores 35B N={num_tokens}",
         routing._many_scores_kernel,
         blocks,
@@ -149,7 +150,7 @@ def many_scores(num_tokens: int) -> Specimen:
     )
 
 
-def choice(split: int) -> Specimen:
+def choice(split: int) -> CompileCase:
     blocks = {
         "J": 8,
         "C": 9,
@@ -163,7 +164,7 @@ def choice(split: int) -> Specimen:
     }
     blocks["normed_scales_ptr"] = None
     # One instruction finds the largest of a warp's integers.
-    return specimen(
+    return case(
         f"choice 35B of {split} parts",
         routing._choose_kernel,
         blocks,
@@ -175,10 +176,10 @@ def choice(split: int) -> Specimen:
     )
 
 
-def scaled_choice() -> Specimen:
+def scaled_choice() -> CompileCase:
     """Of a prompt: the normed input in 8 bits."""
     blocks = {"J": 8, "C": 8, "SPLIT": 1, "NORMALIZE": True, "BLOCK_X": 256, "BLOCK_C": 8, "H": 2048, "BLOCK_H": 1024}
-    return specimen(
+    return case(
         "choice 35B of 1 part, in 8 bits",
         routing._choose_kernel,
         blocks,
@@ -190,12 +191,12 @@ def scaled_choice() -> Specimen:
     )
 
 
-def groups(kernel: Any, warps: int, **blocks: int) -> Specimen:
+def groups(kernel: Any, warps: int, **blocks: int) -> CompileCase:
     text = " ".join(f"{name} {size}" for name, size in blocks.items())
-    return specimen(f"groups{kernel.__name__} {text}", kernel, blocks, warps, 3, dtype="bf16")
+    return case(f"groups{kernel.__name__} {text}", kernel, blocks, warps, 3, dtype="bf16")
 
 
-SPECIMENS = [
+CASES = [
     product(experts._gate_up_kernel, "fp8", 4, 1024, 2048),
     product(experts._gate_up_kernel, "fp8", 128, 1024, 2048),
     product(experts._gate_up_kernel, "bf16", 16, 1024, 2048, shared=False),
@@ -203,7 +204,7 @@ SPECIMENS = [
     product(experts._down_kernel, "fp8", 4, 2048, 512),
     product(experts._down_kernel, "fp8", 128, 2048, 512),
     product(experts._down_kernel, "bf16", 16, 2048, 512),
-    specimen(
+    case(
         "few scores 35B",
         routing._few_scores_kernel,
         {"H": 2048, "ROWS": 4, "BLOCK_H": 2048},
@@ -220,5 +221,5 @@ SPECIMENS = [
     groups(expert_groups._count_kernel, 4, CHUNK=512, BLOCK_X=256),
     groups(expert_groups._many_kernel, 8, CHUNK=256, BLOCK_X=256, BLOCK_C=16),
     groups(expert_groups._many_kernel, 16, CHUNK=512, BLOCK_X=256, BLOCK_C=32),
-    specimen("visits added 35B", experts._add_visits_kernel, {"C": 8, "BLOCK_O": 512}, 4, 3, dtype="bf16"),
+    case("visits added 35B", experts._add_visits_kernel, {"C": 8, "BLOCK_O": 512}, 4, 3, dtype="bf16"),
 ]

@@ -8,12 +8,12 @@ from triton.experimental.gluon import language as gl
 
 from agentspec.kernels.triton import chunked_delta, chunked_delta_blocks, chunked_delta_hopper
 from agentspec.types import BLOCK_TOKENS
-from tests.kernels.triton.specimen import Specimen
+from tests.kernels.triton.compile_case import CompileCase
 
 
-def _specimens(
+def _cases(
     model: str, value_heads: int, key_heads: int, head_dim: int, activations: str = "*bf16"
-) -> list[Specimen]:
+) -> list[CompileCase]:
     heads = {"V": value_heads, "REPEATS": value_heads // key_heads}
     dims = {"D": head_dim, "K": head_dim}
     padded = {"T": BLOCK_TOKENS, "PADDED_D": head_dim, "PADDED_K": head_dim}
@@ -21,7 +21,7 @@ def _specimens(
     fold_d, stages = chunked_delta.fold_plan(
         torch.float32 if activations == "*fp32" else torch.bfloat16, value_heads, head_dim
     )
-    # float32 is there for the truth of it, not for speed.
+    # float32 is for accuracy, not for speed.
     stack_bytes = 512 if activations == "*fp32" else 0
     x = {"projected_NP": activations, "x_stride": "i32"}
     conv = {"conv_R3C": activations, "conv_stride": "i32"}
@@ -29,7 +29,7 @@ def _specimens(
     scratch = {"keys_METK": activations, "values_MVTD": activations, "gates_MVGT": "*fp32"}
     solved = {"w_MVTK": activations, "reads_MVTT": activations}
     return [
-        Specimen(
+        CompileCase(
             name=f"convolve_blocks {model}",
             kernel=chunked_delta_blocks.convolve_blocks,
             signature=x | {"conv_C4": activations, "a_log_V": "*fp32", "dt_bias_V": "*fp32"} | conv | tables | scratch,
@@ -38,7 +38,7 @@ def _specimens(
             multiples_of_16=("x_stride", "conv_stride"),
             instructions=("ld.global.v4.b32", "st.global.v4.b32"),
         ),
-        Specimen(
+        CompileCase(
             name=f"solve_blocks {model}",
             kernel=chunked_delta_blocks.solve_blocks,
             signature={"blocks_MF": "*i64"} | scratch | solved,
@@ -47,7 +47,7 @@ def _specimens(
             stack_bytes=stack_bytes,
             instructions=("ld.global.v4.b32", "st.global.v4.b32", "wgmma.mma_async"),
         ),
-        Specimen(
+        CompileCase(
             name=f"fold_blocks {model}",
             kernel=chunked_delta._fold_blocks,
             signature=x
@@ -70,7 +70,7 @@ def _specimens(
             stack_bytes=stack_bytes,
             instructions=("wgmma.mma_async", *(["cp.async.cg"] if stages > 1 else [])),
         ),
-        Specimen(
+        CompileCase(
             name=f"gated_norm {model}",
             kernel=chunked_delta._gated_norm,
             signature=x | {"norm_D": "*fp32", "eps": "fp32", "out_NX": activations, "num_rows": "i32"},
@@ -88,8 +88,8 @@ def _specimens(
     ]
 
 
-def _hoppers(model: str, value_heads: int, key_heads: int) -> Specimen:
-    """The third launch of bfloat16, by chunked_delta_hopper.py."""
+def _hoppers(model: str, value_heads: int, key_heads: int) -> CompileCase:
+    """The third launch in bfloat16, by chunked_delta_hopper.py."""
 
     def rows(columns: int) -> str:
         block = [BLOCK_TOKENS, columns]
@@ -107,7 +107,7 @@ def _hoppers(model: str, value_heads: int, key_heads: int) -> Specimen:
     }
     signature |= {"spans_UF": "*i64", "blocks_MF": "*i64", "gates_MVGT": "*fp32", "out_NX": "*bf16"}
     signature |= {"keys": rows(128), "values": rows(64), "w": rows(128), "reads": rows(64), "out": rows(64)}
-    return Specimen(
+    return CompileCase(
         name=f"fold_blocks for Hopper {model}",
         kernel=chunked_delta_hopper.fold_blocks,
         signature=signature,
@@ -118,15 +118,15 @@ def _hoppers(model: str, value_heads: int, key_heads: int) -> Specimen:
         },
         num_warps=chunked_delta_hopper.NUM_WARPS,
         multiples_of_16=("x_stride", "ssm_stride", "conv_stride"),
-        # Triton 3.6, with which it was measured, keeps nothing.
+        # Triton 3.6, with which it was measured, uses none.
         stack_bytes=32,
         instructions=("wgmma.mma_async", "cp.async.bulk.tensor"),
     )
 
 
-SPECIMENS = [
+CASES = [
     _hoppers("4B", 32, 16),
     _hoppers("27B", 48, 16),
-    *_specimens("4B", 32, 16, 128),
-    *_specimens("tiny-agent fp32", 4, 2, 64, "*fp32"),
+    *_cases("4B", 32, 16, 128),
+    *_cases("tiny-agent fp32", 4, 2, 64, "*fp32"),
 ]

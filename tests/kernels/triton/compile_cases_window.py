@@ -1,15 +1,15 @@
-"""The integers of a step: 32 slots of a 128k context, k = 3 of at most 7 drafts."""
+"""Window kernels: 32 slots of a 128k context, k = 3 of at most 7 drafts."""
 
 from __future__ import annotations
 
 from agentspec.kernels.slots import OutcomeRows
 from agentspec.kernels.triton import window
-from tests.kernels.triton.specimen import Specimen
+from tests.kernels.triton.compile_case import CompileCase
 
 SLOTS = {"slots_SF": "*i64", "slots_stride": "i32", "slot_ids_B": "*i64"}
 
-SPECIMENS = [
-    Specimen(
+CASES = [
+    CompileCase(
         name="open_window",
         kernel=window._open_window,
         signature={
@@ -22,7 +22,7 @@ SPECIMENS = [
         multiples_of_16=("page_table_stride", "num_pages"),
         instructions=("ld.global.v4",),
     ),
-    Specimen(
+    CompileCase(
         name="commit_window",
         kernel=window._commit_window,
         signature={
@@ -42,7 +42,7 @@ SPECIMENS = [
         },
         num_warps=1,
     ),
-    Specimen(
+    CompileCase(
         name="force_acceptance",
         kernel=window._force_acceptance,
         signature={
@@ -54,7 +54,7 @@ SPECIMENS = [
         constexprs={"T": 4, "BLOCK_T": 4},
         num_warps=1,
     ),
-    Specimen(
+    CompileCase(
         name="publish_drafts",
         kernel=window._publish_drafts,
         signature={

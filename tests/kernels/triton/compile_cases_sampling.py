@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentspec.kernels.triton import sampling
-from tests.kernels.triton.specimen import Specimen
+from tests.kernels.triton.compile_case import CompileCase
 
 PARAMETERS = {
     "slot_ids_B": "*i64",
@@ -21,13 +21,13 @@ def mask(constrained: bool) -> tuple[dict[str, str], dict[str, None]]:
     return ({"mask_SWX": "*i32"}, {}) if constrained else ({}, {"mask_SWX": None})
 
 
-def specimens(vocab_size: int, constrained: bool) -> list[Specimen]:
+def cases_of(vocab_size: int, constrained: bool) -> list[CompileCase]:
     case = f"V={vocab_size}{' constrained' if constrained else ''}"
     signature, absent = mask(constrained)
     shape = {"V": vocab_size, "T": 4, "SPAN": sampling.SPAN}
     logits, block = {**PARAMETERS, **LOGITS, **signature}, {"BLOCK_G": 1 << (vocab_size // sampling.SPAN).bit_length()}
     return [
-        Specimen(
+        CompileCase(
             name=f"span_tops {case}",
             kernel=sampling._span_tops,
             signature={**logits, "tops_NG": "*i32", "tally_N2": "*i64"},
@@ -35,21 +35,21 @@ def specimens(vocab_size: int, constrained: bool) -> list[Specimen]:
             num_warps=8,
             instructions=WIDE,
         ),
-        Specimen(
+        CompileCase(
             name=f"collect {case}",
             kernel=sampling._collect,
             signature={**logits, **LISTS},
             constexprs={**absent, **shape, **block, "W": 8},
             instructions=WIDE,
         ),
-        Specimen(
+        CompileCase(
             name=f"select {case}",
             kernel=sampling._select,
             signature={**PARAMETERS, **LISTS},
             constexprs={**shape, **block, "CHUNK": sampling.SELECT_CHUNK},
             num_warps=16,
         ),
-        Specimen(
+        CompileCase(
             name=f"draw {case}",
             kernel=sampling._draw,
             signature={**logits, "position_BT": "*i64", "tops_NG": "*i32", "bounds_N3": "*fp32", "best_NC": "*i64"},
@@ -59,10 +59,10 @@ def specimens(vocab_size: int, constrained: bool) -> list[Specimen]:
     ]
 
 
-SPECIMENS = [
-    *specimens(248_320, constrained=True),
-    *specimens(4_096, constrained=False),
-    Specimen(
+CASES = [
+    *cases_of(248_320, constrained=True),
+    *cases_of(4_096, constrained=False),
+    CompileCase(
         name="block_best V=248320",
         kernel=sampling._block_best,
         signature={"logits_NV": "*fp32", "best_NC": "*i64"},
@@ -70,7 +70,7 @@ SPECIMENS = [
         num_warps=8,
         instructions=WIDE,
     ),
-    Specimen(
+    CompileCase(
         name="best of 485",
         kernel=sampling._best,
         signature={"best_NC": "*i64", "num_programs": "i32", "out_N": "*i64"},

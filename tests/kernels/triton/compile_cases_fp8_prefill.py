@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from agentspec.kernels.triton import fp8_activations
-from tests.kernels.triton.specimen import Specimen
+from tests.kernels.triton.compile_case import CompileCase
 
-SPECIMENS = [
-    Specimen(
+CASES = [
+    CompileCase(
         name="tokens to fp8",
         kernel=fp8_activations._quantize_kernel,
         signature={

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from agentspec.kernels.triton import prefill_attention, prefill_attention_hopper
 from agentspec.kernels.triton.attention import dot_precision
-from tests.kernels.triton.specimen import Specimen
+from tests.kernels.triton.compile_case import CompileCase
 
 _PAGE = 64
 _LINE = {"spans_UF": "*i64", "line_4I": "*i32", "most_tiles": "i32", "cuts_2C": "*i32"}
@@ -23,9 +23,9 @@ def _prepare(
     dtype: torch.dtype,
     num_spans: int,
     block_rows: int,
-) -> Specimen:
+) -> CompileCase:
     activations = "*fp32" if dtype == torch.float32 else "*bf16"
-    return Specimen(
+    return CompileCase(
         name=f"norm_and_store {model} U={num_spans}",
         kernel=prefill_attention._norm_and_store,
         signature={
@@ -67,9 +67,9 @@ def _prepare(
     )
 
 
-def _specimens(
+def _cases(
     model: str, heads: tuple[int, int], head_dim: int, half_rope: int, dtype: torch.dtype, num_spans: int
-) -> Iterator[Specimen]:
+) -> Iterator[CompileCase]:
     activations = "*fp32" if dtype == torch.float32 else "*bf16"
     plan = prefill_attention.attend_plan(dtype, head_dim, _PAGE, is_hopper=True)
     shapes = {"G": heads[1], "SHARES": heads[0] // heads[1], "D": head_dim, "BLOCK_M": plan.block_rows}
@@ -81,7 +81,7 @@ def _specimens(
     )
     options = {} if plan.is_hopper else {"BLOCK_D": head_dim, "PRECISION": dot_precision(dtype)}
     yield _prepare(model, heads, head_dim, half_rope, dtype, num_spans, plan.block_rows)
-    yield Specimen(
+    yield CompileCase(
         name=f"attend_prompt {model}",
         kernel=prefill_attention_hopper.attend if plan.is_hopper else prefill_attention._attend,
         signature={"queries_NQD": activations, "projected_NP": activations, "row_stride": "i32"}
@@ -97,7 +97,7 @@ def _specimens(
         stack_bytes=128 if plan.is_hopper else 0,
         instructions=("wgmma.mma_async", "cp.async.bulk.tensor") if plan.is_hopper else (),
     )
-    yield Specimen(
+    yield CompileCase(
         name=f"combine_prompt {model}",
         kernel=prefill_attention._combine,
         signature={"sums_CMD": "*fp32", "scores_2CM": "*fp32", "projected_NP": activations, "row_stride": "i32"}
@@ -110,9 +110,9 @@ def _specimens(
     )
 
 
-SPECIMENS = [
-    *_specimens("4B", (16, 4), 256, 32, torch.bfloat16, 4),
-    *_specimens("27B", (24, 4), 256, 32, torch.bfloat16, 64),
-    *_specimens("tiny-agent fp32", (4, 2), 64, 8, torch.float32, 4),
-    list(_specimens("tiny-agent", (4, 2), 64, 8, torch.bfloat16, 4))[1],
+CASES = [
+    *_cases("4B", (16, 4), 256, 32, torch.bfloat16, 4),
+    *_cases("27B", (24, 4), 256, 32, torch.bfloat16, 64),
+    *_cases("tiny-agent fp32", (4, 2), 64, 8, torch.float32, 4),
+    list(_cases("tiny-agent", (4, 2), 64, 8, torch.bfloat16, 4))[1],
 ]

@@ -10,14 +10,14 @@ from triton.experimental.gluon import language as gl
 
 from agentspec.kernels.triton import expert_prefill, grouped_gemm, grouped_gemm_hopper
 from agentspec.kernels.triton.grouped_gemm import GroupedPlan
-from tests.kernels.triton.specimen import Specimen
+from tests.kernels.triton.compile_case import CompileCase
 
 WGMMA, COPIES = "wgmma.mma_async", "cp.async.bulk.tensor"
 
 
-def grouped(kernel: Any, name: str, plan: GroupedPlan, block_m: int, dtype: str, *instructions: str) -> Specimen:
+def grouped(kernel: Any, name: str, plan: GroupedPlan, block_m: int, dtype: str, *instructions: str) -> CompileCase:
     """block_m: of the tiles; dtype: of the operands."""
-    block_m //= plan.sharers
+    block_m //= plan.programs_per_tile
     is_scaled = dtype == "fp8e4nv"
     pointer, scales = f"*{dtype}", "*fp32" if is_scaled else "constexpr"
     tiles = f"tensordesc<{dtype}[{{}}, {plan.block_k}]>"
@@ -44,8 +44,9 @@ def grouped(kernel: Any, name: str, plan: GroupedPlan, block_m: int, dtype: str,
         }
         signature |= {"weights_ptr": "*fp32", "num_pairs": "i32", "num_outputs": "i32", "depth": "i32"}
     absent = {argument: None for argument, kind in signature.items() if kind == "constexpr"}
-    return Specimen(
-        name=f"{name} {dtype} M={block_m} {plan.block_o} x {plan.block_k} warps {plan.warps} stages {plan.stages} sharers {plan.sharers}",
+    return CompileCase(
+        name=f"{name} {dtype} M={block_m} {plan.block_o} x {plan.block_k} warps {plan.warps} stages {plan.stages} "
+        f"programs a tile {plan.programs_per_tile}",
         kernel=kernel,
         signature={argument: kind for argument, kind in signature.items() if argument not in absent},
         constexprs={
@@ -53,7 +54,7 @@ def grouped(kernel: Any, name: str, plan: GroupedPlan, block_m: int, dtype: str,
             "BLOCK_O": plan.block_o,
             "BLOCK_K": plan.block_k,
             "TOKENS_FIRST": block_m >= 64,
-            "SHARERS": plan.sharers,
+            "SHARERS": plan.programs_per_tile,
             **absent,
         },
         num_warps=plan.warps,
@@ -61,14 +62,14 @@ def grouped(kernel: Any, name: str, plan: GroupedPlan, block_m: int, dtype: str,
         multiples_of_16=tuple(
             argument for argument in ("x_stride", "width", "depth", "num_outputs") if argument in signature
         ),
-        # 512 threads have 128 registers each: Triton 3.9 keeps two more here, and 3.6, with which this plan was
-        # measured, none.
+        # 512 threads have 128 registers each: Triton 3.9 spills two more here; 3.6, with which this plan was measured,
+        # spills none.
         stack_bytes=8 if plan.warps == 16 else 0,
         instructions=instructions,
     )
 
 
-def layer(block_m: int, dtype: str, *instructions: str) -> list[Specimen]:
+def layer(block_m: int, dtype: str, *instructions: str) -> list[CompileCase]:
     is_scaled = dtype == "fp8e4nv"
     activations = torch.float32 if dtype == "fp32" else torch.bfloat16
     return [
@@ -91,7 +92,7 @@ def layer(block_m: int, dtype: str, *instructions: str) -> list[Specimen]:
     ]
 
 
-def hoppers(kernel: Any, name: str) -> Specimen:
+def hoppers(kernel: Any, name: str) -> CompileCase:
     """8-bit operands, by grouped_gemm_hopper.py."""
 
     def tiles(rows: int) -> str:
@@ -125,7 +126,7 @@ def hoppers(kernel: Any, name: str) -> Specimen:
             "num_outputs": "i32",
         }
     signature |= {"weights": tiles(128)} | scales
-    return Specimen(
+    return CompileCase(
         name=name,
         kernel=kernel,
         signature=signature,
@@ -133,13 +134,13 @@ def hoppers(kernel: Any, name: str) -> Specimen:
         multiples_of_16=tuple(
             argument for argument in ("x_stride", "width", "depth", "num_outputs") if argument in signature
         ),
-        # Triton 3.6, with which they were measured, keeps nothing here; what 3.9 keeps is used once a piece.
+        # Triton 3.6, with which they were measured, spills nothing here; what 3.9 spills is used once per piece.
         stack_bytes=40,
         instructions=(WGMMA, COPIES, "setmaxnreg"),
     )
 
 
-SPECIMENS = [
+CASES = [
     hoppers(grouped_gemm_hopper.gate_up_kernel, "experts' gate and up for Hopper"),
     hoppers(grouped_gemm_hopper.down_kernel, "experts' down for Hopper"),
     *layer(16, "bf16", WGMMA, COPIES),
@@ -149,7 +150,7 @@ SPECIMENS = [
     *layer(64, "fp8e4nv", WGMMA, COPIES),
     *layer(128, "fp8e4nv", WGMMA, COPIES),
     *layer(16, "fp32", COPIES),
-    Specimen(
+    CompileCase(
         name="experts' sum",
         kernel=expert_prefill._sum_kernel,
         signature={

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from agentspec.kernels.triton import norms
-from tests.kernels.triton.specimen import Specimen
+from tests.kernels.triton.compile_case import CompileCase
 
 WIDE = ("ld.global.v4",)
 
 
 def rms_norm(
     name: str, width: int, *, block_rows: int, block: int, num_warps: int, to_rows: bool, kind: str = "bf16"
-) -> Specimen:
+) -> CompileCase:
     pointers = dict.fromkeys(("x_NH", "weight_H", "out_NH", *(["hidden_RH"] if to_rows else [])), f"*{kind}")
-    return Specimen(
+    return CompileCase(
         name=name,
         kernel=norms._rms_norm,
         signature={**pointers, "x_stride": "i32", "eps": "fp32", "num_rows": "i32", "hidden_stride": "i32"}
@@ -25,10 +25,10 @@ def rms_norm(
     )
 
 
-SPECIMENS = [
+CASES = [
     rms_norm("rms_norm 4B prefill", 2560, block_rows=1, block=4096, num_warps=8, to_rows=False),
     rms_norm("norm_to_rows 27B", 5120, block_rows=1, block=8192, num_warps=16, to_rows=True),
-    Specimen(
+    CompileCase(
         name="pair_norms 4B",
         kernel=norms._pair_norms,
         signature={

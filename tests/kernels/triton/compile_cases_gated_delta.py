@@ -5,13 +5,13 @@ from __future__ import annotations
 import triton
 
 from agentspec.kernels.triton import gated_delta
-from tests.kernels.triton.specimen import Specimen
+from tests.kernels.triton.compile_case import CompileCase
 
 
-def _specimen(
+def _case(
     model: str, num_columns: int, value_heads: int, key_heads: int, head_dim: int, activations: str = "*bf16"
-) -> Specimen:
-    return Specimen(
+) -> CompileCase:
+    return CompileCase(
         name=f"gated_delta_step {model} T={num_columns}",
         kernel=gated_delta._gated_delta_step,
         signature={
@@ -50,8 +50,8 @@ def _specimen(
     )
 
 
-SPECIMENS = [
-    _specimen("4B", 4, 32, 16, 128),
-    _specimen("27B", 4, 48, 16, 128),
-    _specimen("tiny-agent fp32", 4, 4, 2, 64, "*fp32"),
+CASES = [
+    _case("4B", 4, 32, 16, 128),
+    _case("27B", 4, 48, 16, 128),
+    _case("tiny-agent fp32", 4, 4, 2, 64, "*fp32"),
 ]

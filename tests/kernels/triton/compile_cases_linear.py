@@ -6,7 +6,7 @@ from typing import Any
 
 from agentspec.kernels.triton import linear_kernels
 from agentspec.kernels.triton.linear_plans import Kind, plan_for
-from tests.kernels.triton.specimen import Specimen
+from tests.kernels.triton.compile_case import CompileCase
 
 ASYNC_COPIES, WGMMA = "cp.async.cg.shared", "wgmma.mma_async"
 PACKED_DECODING, PAIRED_DECODING = "prmt.b32 low", "prmt.b32 pair"
@@ -31,11 +31,11 @@ KERNELS: dict[Kind, Any] = {
     "add_linear": linear_kernels.linear_kernel,
     "norm_swiglu": linear_kernels.swiglu_kernel,
     "logits": linear_kernels.logits_kernel,
-    "nearest_token": linear_kernels.nearest_kernel,
+    "draft_argmax": linear_kernels.nearest_kernel,
 }
 
 
-def specimen(
+def case(
     name: str,
     kernel: Any,
     constexprs: dict[str, Any],
@@ -45,7 +45,7 @@ def specimen(
     dtype: str = "bf16",
     weight: str = "",
     stack_bytes: int = 0,
-) -> Specimen:
+) -> CompileCase:
     """`constexprs`: None for absent operands. weight: its type where it is not `dtype`."""
     types = {
         **dict.fromkeys(OPERANDS, f"*{dtype}"),
@@ -59,7 +59,7 @@ def specimen(
     types["out_ptr"] = "*fp32" if kernel is linear_kernels.logits_kernel else f"*{dtype}"
     types |= {"weight_ptr": f"*{weight}"} if weight else {}
     names = [argument for argument in kernel.arg_names if argument not in constexprs and argument != "PDL"]
-    return Specimen(
+    return CompileCase(
         name=name,
         kernel=kernel,
         signature={argument: types[argument] for argument in names},
@@ -86,8 +86,8 @@ def layer(
     fp8: bool = False,
     extra: bool = False,
     block_rows: int = 128,
-) -> Specimen:
-    """A layer as its plan has it launched: the product, where the norm is apart."""
+) -> CompileCase:
+    """A layer as its plan launches it; with a separate norm only the product."""
     plan = plan_for(kind, num_outputs, depth, num_tokens, 4 if dtype == "fp32" else 2, "fp8" if fp8 else "plain")
     assert plan is not None
     constexprs: dict[str, Any] = {
@@ -117,7 +117,7 @@ def layer(
         instructions += (WGMMA, PAIRED_DECODING) if plan.takes_pairs else (PACKED_DECODING,)
     name = f"{kind} {model} M={num_tokens} {dtype}{' fp8' * fp8}"
     weight = ("u16" if plan.takes_pairs else "u8") if fp8 else ""
-    return specimen(
+    return case(
         name,
         kernel,
         constexprs,
@@ -130,9 +130,9 @@ def layer(
     )
 
 
-SPECIMENS = [
+CASES = [
     layer("4B", "norm_linear", 12352, 2560, 4, ASYNC_COPIES),
-    # Measured as the fastest plan with Triton 3.6, whose assembler just finds enough registers; that of 3.9 does not.
+    # Measured as the fastest plan with Triton 3.6, which just has enough registers; 3.9 does not.
     layer("9B", "norm_linear", 12352, 4096, 4, ASYNC_COPIES, stack_bytes=8),
     layer("27B", "norm_linear", 16480, 5120, 32, ASYNC_COPIES, WGMMA),
     layer("4B", "add_linear", 2560, 4096, 4, ASYNC_COPIES),
@@ -140,19 +140,19 @@ SPECIMENS = [
     layer("4B", "norm_swiglu", 18432, 2560, 4, ASYNC_COPIES),
     layer("4B", "norm_swiglu", 18432, 2560, 64, ASYNC_COPIES, WGMMA),
     layer("4B", "logits", 248320, 2560, 4, ASYNC_COPIES),
-    layer("4B", "nearest_token", 32768, 2560, 1, ASYNC_COPIES),
+    layer("4B", "draft_argmax", 32768, 2560, 1, ASYNC_COPIES),
     layer("none", "norm_linear", 2000, 1536, 9, ASYNC_COPIES),
     layer("tiny", "norm_swiglu", 1280, 256, 4, dtype="fp32"),
     layer("tiny", "add_linear", 256, 640, 4, dtype="fp32"),
-    specimen("choose 32k", linear_kernels.choose_kernel, {"BLOCK": 1024}, 4, 3),
-    specimen("swiglu after torch", linear_kernels.gate_kernel, {"BLOCK": 1024}, 4, 3),
+    case("choose 32k", linear_kernels.choose_kernel, {"BLOCK": 1024}, 4, 3),
+    case("swiglu after torch", linear_kernels.gate_kernel, {"BLOCK": 1024}, 4, 3),
     layer("27B", "norm_linear", 16384, 5120, 4, ASYNC_COPIES, fp8=True, extra=True),
     layer("35B", "norm_linear", 12288, 2048, 64, ASYNC_COPIES, fp8=True, extra=True),
     layer("27B", "norm_swiglu", 34816, 5120, 4, ASYNC_COPIES, fp8=True),
     layer("27B", "norm_swiglu", 34816, 5120, 32, ASYNC_COPIES, fp8=True),
     layer("27B", "add_linear", 5120, 17408, 4, ASYNC_COPIES, fp8=True),
-    layer("35B", "nearest_token", 32768, 2048, 1, ASYNC_COPIES, fp8=True),
-    # By the rule, which has the norm apart.
+    layer("35B", "draft_argmax", 32768, 2048, 1, ASYNC_COPIES, fp8=True),
+    # By the rule, which has a separate norm.
     layer("none", "norm_linear", 12288, 3072, 4, ASYNC_COPIES, fp8=True, extra=True),
     layer("none", "norm_swiglu", 12288, 3072, 64, ASYNC_COPIES, fp8=True),
     layer("tiny", "norm_swiglu", 1280, 256, 4, dtype="fp32", fp8=True, block_rows=8),
