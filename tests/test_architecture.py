@@ -32,7 +32,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "replay": ("errors", "types", "files"),
     "server": ("__init__", *FOUNDATION, "text"),
     "models": (*FOUNDATION, "kernels"),
-    "mtp": (*FOUNDATION, "kernels", "models", "cache"),
+    "mtp": (*FOUNDATION, "models"),
     "runtime": (*FOUNDATION, "text", "kernels", "models", "cache", "mtp"),
     "engine": (*FOUNDATION, "text", "kernels", "models", "cache", "mtp", "runtime", "server"),
     "simulate": (*FOUNDATION, "cache", "mtp", "runtime", "replay"),

@@ -1,2 +1,2 @@
-"""The prefix cache: which prefixes are known, who owns which row and page, and what is evicted when memory is short.
-Deals in ids; no torch."""
+"""The prefix cache: known prefixes, ownership of state rows and KV pages, and eviction.
+Works on ids; does not import torch."""

@@ -1,11 +1,12 @@
-"""The checkpoints that stand in the tree: birth, use, locks, holds, and the ways in which they go.
+"""The set of live checkpoints: creation, use, locks, holds, and removal.
 
-A checkpoint goes when it is evicted, or superseded and nobody locks or holds it any more, or cleared. Its row is free
-then, and so are the pages that it alone kept; what is evicted may live on as a copy in the host tier. A *lock* is a
-lease that may still read the row; a *hold* is a session whose tool runs and who will be back in seconds: its checkpoint
-is evicted last.
+A checkpoint is removed when it is evicted, when it is superseded and has no lock or hold left, or by `clear`. Its row
+becomes free, and so do the pages that only it needed. An evicted checkpoint may still have a copy in the host tier. A
+*lock* belongs to a lease that may still read the row. A *hold* belongs to a session that is running a tool and is
+expected back within seconds: its checkpoint is evicted last.
 
-Knows the tree, the row pool and the host tier; knows nothing about pages of leases, budgets, or why somebody publishes.
+Uses the tree, the row pool and the host tier. Knows nothing about the pages of leases, byte budgets, or the reasons for
+publishing.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ from dataclasses import dataclass
 
 from agentspec.cache.eviction import EvictionOrder
 from agentspec.cache.host_tier import HostTier
+from agentspec.cache.id_pool import IdPool
 from agentspec.cache.prefix_tree import HOLD, NEED, Checkpoint, Node, PrefixTree
-from agentspec.cache.row_pool import RowPool
 from agentspec.types import BY_PROTECTION, CheckpointKind
 
 
 @dataclass(slots=True)
 class Hold:
-    """A session's claim on the checkpoint of its last turn."""
+    """A session's hold on the checkpoint of its last turn."""
 
     checkpoint: Checkpoint
     until: float
 
 
 class CheckpointSet:
-    """Attributes without underscore are read-only to everybody else."""
+    """Attributes without underscore are read-only for other modules."""
 
     def __init__(
-        self, tree: PrefixTree, rows: RowPool, clock: Callable[[], float], host: HostTier | None = None
+        self, tree: PrefixTree, rows: IdPool, clock: Callable[[], float], host: HostTier | None = None
     ) -> None:
         self.live: dict[Checkpoint, None] = {}
         """In order of creation."""
@@ -57,7 +58,7 @@ class CheckpointSet:
         return len(self.live) - (self.num_locked if including_held else self.num_kept)
 
     def create(self, node: Node, row: int, kind: CheckpointKind) -> Checkpoint:
-        """`row` is the tree's from now on. The node's path has all its pages."""
+        """Create a checkpoint at a node whose path has all its pages. `row` is owned by the tree from now on."""
         checkpoint = Checkpoint(row=row, kind=kind, node=node, last_used=0)
         node.checkpoint = checkpoint
         self._tree.ref(node, NEED)
@@ -68,21 +69,23 @@ class CheckpointSet:
         return checkpoint
 
     def touch(self, checkpoint: Checkpoint) -> None:
-        """It was used just now."""
+        """Mark the checkpoint as just used."""
         self._tick += 1
         checkpoint.last_used = self._tick
         checkpoint.abandoned = False
         if self._host is not None:
-            self._host.used(checkpoint)
+            self._host.after_use(checkpoint)
         self.order.queue(checkpoint)
 
     def abandon(self, checkpoint: Checkpoint) -> None:
-        """Its session went on elsewhere: it goes before all that may still be used."""
+        """Mark that the session continued elsewhere: the checkpoint is evicted before all that are likely to be
+        reused."""
         checkpoint.abandoned = True
         self.order.queue(checkpoint)
 
-    def confirm(self, checkpoint: Checkpoint, kind: CheckpointKind) -> None:
-        """Somebody published where it stands: it is wanted again, under the more protected kind."""
+    def republish(self, checkpoint: Checkpoint, kind: CheckpointKind) -> None:
+        """Handle a publish at an existing checkpoint: it is no longer superseded, and keeps the more protected of both
+        kinds."""
         checkpoint.superseded = False
         checkpoint.kind = max(checkpoint.kind, kind, key=BY_PROTECTION.index)
         self.touch(checkpoint)
@@ -98,10 +101,10 @@ class CheckpointSet:
         if not checkpoint.num_locks:
             self.num_locked -= 1
             self.num_kept -= not checkpoint.holders
-            self._let_go(checkpoint)
+            self._drop_or_queue(checkpoint)
 
     def hold(self, session_id: str, checkpoint: Checkpoint, seconds: float) -> None:
-        """A session holds one checkpoint at most: the last."""
+        """Hold a checkpoint for a session, instead of the one that the session held before."""
         self.end_hold(session_id)
         if not checkpoint.holders:
             self.num_kept += not checkpoint.num_locks
@@ -112,11 +115,11 @@ class CheckpointSet:
         self.order.queue(checkpoint)
 
     def end_hold(self, session_id: str) -> None:
-        """No-op for a session that holds nothing."""
+        """End the session's hold, if it has one."""
         hold = self.holds.get(session_id)
         if hold is not None:
             self._remove_hold(session_id, hold.checkpoint)
-            self._let_go(hold.checkpoint)
+            self._drop_or_queue(hold.checkpoint)
 
     def expire_holds(self) -> None:
         """End the holds whose time has passed."""
@@ -130,46 +133,47 @@ class CheckpointSet:
                 self.end_hold(session_id)
 
     def supersede(self, checkpoint: Checkpoint) -> None:
-        """A deeper one does its work: it goes as soon as nobody locks or holds it."""
+        """Mark that a deeper checkpoint replaces this one: it is removed as soon as it has no lock and no hold."""
         checkpoint.superseded = True
-        self._let_go(checkpoint)
+        self._drop_or_queue(checkpoint)
 
     def evict_for_pages(self) -> None:
         """Evict the next checkpoint that frees pages."""
         self._evict(self.order.pop_for_pages())
 
     def evict_for_row(self) -> None:
-        """Evict the next checkpoint of all: frees a row, and pages if nothing deeper needs them."""
+        """Evict the next checkpoint. Frees a row, and pages if nothing deeper needs them."""
         self._evict(self.order.pop_for_row())
 
     def clear(self) -> None:
-        """Drop everything that isn't locked, holds or not, and all copies on the host."""
+        """Remove all checkpoints that aren't locked, held ones too, and all copies in the host tier."""
         if self._host is not None:
             self._host.clear()
         for checkpoint in [checkpoint for checkpoint in self.live if checkpoint.is_evictable]:
             self._drop(checkpoint)
 
     def unref(self, node: Node, level: int) -> None:
-        """PrefixTree.unref; where the walk up ends, a checkpoint may have become the deepest of its path."""
+        """Do PrefixTree.unref, and queue the checkpoint that may have become the deepest of its path."""
         above = self._tree.unref(node, level)
         if level == NEED and above is not None and above.checkpoint is not None:
             self.order.queue(above.checkpoint)
 
-    def _let_go(self, checkpoint: Checkpoint) -> None:
-        """A lock, a hold or the reason to stay is gone."""
+    def _drop_or_queue(self, checkpoint: Checkpoint) -> None:
+        """Remove a superseded checkpoint that has no lock and no hold; queue any other one. Call after a lock, a hold,
+        or the reason to keep it has gone."""
         if checkpoint.superseded and not checkpoint.num_locks and not checkpoint.holders:
             self.num_superseded += 1
             if self._host is not None:
-                self._host.forget(checkpoint.node)
+                self._host.drop_copy(checkpoint.node)
             self._drop(checkpoint)
         else:
             self.order.queue(checkpoint)
 
     def _evict(self, checkpoint: Checkpoint | None) -> None:
-        assert checkpoint is not None, "there was room by the accounts, but nothing to evict"
+        assert checkpoint is not None, "the counters promised room, but there is nothing to evict"
         self.num_evicted += 1
         if self._host is not None:
-            self._host.evicting(checkpoint)
+            self._host.before_eviction(checkpoint)
         self._drop(checkpoint)
 
     def _drop(self, checkpoint: Checkpoint) -> None:
@@ -177,7 +181,7 @@ class CheckpointSet:
         for session_id in list(checkpoint.holders):
             self._remove_hold(session_id, checkpoint)
         if self._host is not None:
-            self._host.not_ready(checkpoint)
+            self._host.clear_ready(checkpoint)
         checkpoint.alive = False
         checkpoint.node.checkpoint = None
         del self.live[checkpoint]
@@ -196,6 +200,6 @@ def _needs_copy(checkpoint: Checkpoint) -> bool:
     return (
         checkpoint.is_evictable
         and checkpoint.ready_blocks is None
-        and checkpoint.is_promising
+        and checkpoint.likely_reused
         and not checkpoint.superseded
     )

@@ -1,11 +1,12 @@
-"""Which checkpoint goes next: least recently used first, GRID and abandoned ones before all others, held ones last,
-locked ones never.
+"""Eviction order of checkpoints: least recently used first. GRID and abandoned ones go before all others, held ones
+last, locked ones never.
 
-Two questions, two queues: "who frees a row" (any checkpoint) and "who frees pages" (one that nothing deeper needs). A
-third one, where there is a host tier, holds those that need a copy there before they go. Entries are lazy: a checkpoint
-is queued again whenever its place changes, and an entry that no longer tells the truth is dropped when it comes up.
+There is one queue for each question: which checkpoint to evict for a row (any), and which to evict for pages (one that
+nothing deeper needs). With a host tier, a third queue has the checkpoints that need a copy there before they are
+evicted. Entries are lazy: a checkpoint is queued again whenever its key changes, and outdated entries are dropped when
+they are popped.
 
-Knows nothing about rows, pages, bytes or leases: the facade evicts.
+Knows nothing about rows, pages, bytes or leases; the caller evicts.
 """
 
 from __future__ import annotations
@@ -16,30 +17,28 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Evictable(Protocol):
-    """What the queues must know of a checkpoint, on the device or in the host tier."""
+    """The properties of a checkpoint, on the device or in the host tier, that the queues need."""
 
     @property
     def is_evictable(self) -> bool: ...
 
     @property
-    def is_tip(self) -> bool:
-        """Its eviction frees pages."""
-        ...
+    def frees_pages(self) -> bool:
+        """True when evicting it frees pages."""
 
     @property
     def eviction_key(self) -> tuple[bool, bool, int]:
-        """Smaller goes earlier; no two live ones share it."""
-        ...
+        """Smaller keys are evicted earlier. No two live checkpoints have the same key."""
 
 
 C = TypeVar("C", bound=Evictable)
 
 _SLACK = 1024
-"""Entries that a queue may hold beyond a small multiple of the live checkpoints before it is rebuilt."""
+"""A queue is rebuilt when it has more entries than four times the live checkpoints plus this number."""
 
 
 class _LazyQueue(Generic[C]):
-    """A heap of checkpoints that `wanted` accepts, and of entries that were true once."""
+    """A heap of the checkpoints for which `wanted` is true. May also contain outdated entries."""
 
     def __init__(self, wanted: Callable[[C], bool]) -> None:
         self._wanted = wanted
@@ -61,43 +60,44 @@ class _LazyQueue(Generic[C]):
                 return checkpoint
         return None
 
-    def knows(self, checkpoint: C) -> bool:
-        """True when a wanted checkpoint would come up: for audits; slow."""
+    def contains(self, checkpoint: C) -> bool:
+        """True unless a wanted checkpoint is missing from the queue. For audits; slow."""
         return not self._wanted(checkpoint) or (*checkpoint.eviction_key, checkpoint) in self._heap
 
 
 class EvictionOrder(Generic[C]):
-    """`live` is the owner's collection of live checkpoints, read when a queue is rebuilt."""
+    """The queues over `live`, the owner's collection of live checkpoints, which is read when a queue is rebuilt."""
 
     def __init__(self, live: Collection[C], needs_copy: Callable[[C], bool] | None = None) -> None:
-        """needs_copy: a checkpoint that should be copied to the host before it goes; None: there is no host tier."""
+        """needs_copy: true for a checkpoint that should be copied to the host before it is evicted; None: there is no
+        host tier."""
         self._live = live
         self._rows = _LazyQueue[C](lambda checkpoint: checkpoint.is_evictable)
-        self._tips = _LazyQueue[C](lambda checkpoint: checkpoint.is_evictable and checkpoint.is_tip)
+        self._for_pages = _LazyQueue[C](lambda checkpoint: checkpoint.is_evictable and checkpoint.frees_pages)
         self._uncopied = None if needs_copy is None else _LazyQueue[C](needs_copy)
 
     def queue(self, checkpoint: C) -> None:
-        """Call when a checkpoint was used, became evictable, changed its kind or its holds, became a tip, or needs a
-        copy again."""
+        """Call when a checkpoint was used, became evictable, changed its kind or holds, became the deepest of its path,
+        or needs a copy again."""
         self._rows.push(checkpoint, self._live)
-        self._tips.push(checkpoint, self._live)
+        self._for_pages.push(checkpoint, self._live)
         if self._uncopied is not None:
             self._uncopied.push(checkpoint, self._live)
 
     def pop_for_row(self) -> C | None:
-        """The next checkpoint to evict where a row, or any bytes, are wanted."""
+        """The next checkpoint to evict for a row or for bytes."""
         return self._rows.pop()
 
     def pop_for_pages(self) -> C | None:
         """The next checkpoint whose eviction frees pages."""
-        return self._tips.pop()
+        return self._for_pages.pop()
 
     def pop_uncopied(self) -> C | None:
-        """The next checkpoint that would go without a copy in the host tier. The caller sees to it that it doesn't need
-        one any more."""
+        """The next checkpoint to evict that has no copy in the host tier. The caller must then change it so that it
+        doesn't need one any more."""
         return None if self._uncopied is None else self._uncopied.pop()
 
-    def knows(self, checkpoint: C) -> bool:
-        """True when the checkpoint would come up in every queue that it belongs to: for audits; slow."""
-        queues = (self._rows, self._tips, self._uncopied)
-        return all(queue is None or queue.knows(checkpoint) for queue in queues)
+    def contains(self, checkpoint: C) -> bool:
+        """True when every queue that the checkpoint belongs to contains it. For audits; slow."""
+        queues = (self._rows, self._for_pages, self._uncopied)
+        return all(queue is None or queue.contains(checkpoint) for queue in queues)

@@ -1,45 +1,48 @@
-"""The second tier: copies of checkpoints, and of the pages of their paths, in the host's memory.
+"""The host tier: copies in host memory of checkpoints and of the pages of their paths.
 
-The device stays the place where checkpoints stand; the host keeps what the device lets go. A checkpoint is copied
-*before* it goes: while it is among the next that eviction would come to. So eviction never waits for a copy, and host
-memory isn't spent on what the device still uses. One that goes before its copy is complete is lost, as without a host
+Checkpoints are used on the device; the host keeps those that the device evicts. A checkpoint is copied *before*
+eviction, while it is among the next to be evicted. So eviction never waits for a copy, and host memory isn't spent on
+states that the device keeps using. A checkpoint that is evicted before its copy is complete is lost, as without a host
 tier.
 
-Copies are orders that somebody else carries out: those to the host in the order of their numbers, those to the device
-likewise. Three rules make that safe without any lock:
+Copies are orders that the caller carries out: orders to the host in the order of their numbers, orders to the device
+likewise. Three rules make this safe without locks:
 
-- A copy counts as complete when its order has been carried out. As long as it isn't, its checkpoint still stands on the
-  device, and if that goes, the copy goes with it: an order may read ids that have a new owner by then, but nobody will
-  ever look at what it wrote.
-- Ids of the host tier that are given up have a new owner at once: orders to the host are carried out one after the
-  other, and after all orders to the device that were given before.
-- Ids of the device that an order fills belong to a lease, which uses them only when the order has been carried out.
+- A copy is complete when its order has been carried out. Until then its checkpoint stays on the device, and if the
+  checkpoint is evicted, the copy is dropped too. The order may then read ids that have a new owner, but its result is
+  never read.
+- Freed ids of the host tier may be reused at once: orders to the host are carried out one after the other, and after
+  all orders to the device that were given before.
+- Device ids that an order fills belong to a lease, which uses them only after the order has been carried out.
 
-Owns host rows, host pages, who goes next there, and the orders. Knows nothing of tensors, streams or requests.
+Owns host rows, host pages, their eviction order, and the copy orders. Knows nothing about tensors, streams or
+requests.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 
 from agentspec.cache.eviction import EvictionOrder
 from agentspec.cache.id_pool import IdPool
-from agentspec.cache.prefix_tree import HOST, NEED, Checkpoint, HostCopy, Node, PrefixTree, path_of
+from agentspec.cache.prefix_tree import HOST, NEED, Checkpoint, HostCopy, Node, PrefixTree, path_of, path_up
 from agentspec.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostMemory:
-    """What the host tier may use, and when it is worth using."""
+    """Size of the host tier, and when it is worth using."""
 
     num_rows: int
     num_pages: int
     ready_share: float = 1 / 8
-    """Share of the device's rows and of its pages that is to be free, or could be evicted without a loss. It takes half
-    of the host's at most."""
+    """Share of the device's rows, and of its pages, that should be free or evictable without losing a state. Uses at
+    most half of the host tier."""
     min_fetch_blocks: int = 4
-    """A copy is worth fetching if it saves at least this many blocks (256 tokens) over what stands on the device."""
+    """A copy is fetched if it saves at least this many blocks (256 tokens) compared to the deepest checkpoint on the
+    device."""
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -53,20 +56,12 @@ class HostMemory:
             raise ConfigError("ready_share", self.ready_share, "must be between 0 and 1")
 
 
-class HostRowPool(IdPool):
-    noun = "host row"
-
-
-class HostPagePool(IdPool):
-    noun = "host page"
-
-
 @dataclass(frozen=True, slots=True)
 class CopyOrder:
-    """Copy whole rows and pages in one direction: (source id, target id) each."""
+    """An order to copy whole rows and pages in one direction, each as (source id, target id)."""
 
     number: int
-    """Counts from 1 in its direction."""
+    """Counts from 1 for each direction."""
     rows: list[tuple[int, int]]
     pages: list[tuple[int, int]]
 
@@ -81,27 +76,27 @@ class CopyOrders:
 
 
 class HostTier:
-    """Attributes without underscore are read-only to everybody else."""
+    """Attributes without underscore are read-only for other modules."""
 
     def __init__(
-        self, memory: HostMemory, tree: PrefixTree, pages: HostPagePool, *, device_rows: int, device_pages: int
+        self, memory: HostMemory, tree: PrefixTree, pages: IdPool, *, device_rows: int, device_pages: int
     ) -> None:
-        """`pages` is the tree's pool of host pages. device_rows, device_pages: usable ones."""
+        """pages: the pool of host pages that the tree uses. device_rows, device_pages: numbers of usable ones."""
         self.memory = memory
-        self.rows = HostRowPool(memory.num_rows, num_reserved=0)
+        self.rows = IdPool(memory.num_rows, num_reserved=0, noun="host row")
         self.pages = pages
         self.live: dict[HostCopy, None] = {}
         """In order of creation."""
         self.order = EvictionOrder(self.live)
         self.num_ready_rows = 0
-        """Checkpoints on the device with `ready_blocks`, and the sum of those."""
+        """Number of checkpoints on the device with `ready_blocks`; num_ready_blocks is the sum of those."""
         self.num_ready_blocks = 0
         self.num_copied = 0
-        """Orders to the host that have been carried out: all up to this number."""
+        """All orders to the host up to this number have been carried out."""
         self.num_created = 0
         self.num_evicted = 0
         self.num_lost = 0
-        """Promising checkpoints that the device evicted and of which no copy was complete."""
+        """Checkpoints that were likely to be reused and were evicted from the device without a complete copy."""
         self.num_fetched = 0
         self._wanted_rows = min(math.ceil(memory.ready_share * device_rows), (self.rows.capacity + 1) // 2)
         self._wanted_blocks = min(math.ceil(memory.ready_share * device_pages), (pages.capacity + 1) // 2)
@@ -112,57 +107,60 @@ class HostTier:
         self._orders = CopyOrders()
 
     def find(self, path: list[Node], num_tokens: int) -> HostCopy | None:
-        """The deepest copy on a path, if fetching it is better than to resume from `num_tokens`."""
+        """The deepest copy on a path, if fetching it saves enough compared to resuming from `num_tokens`."""
         copy = next((node.host_copy for node in reversed(path) if node.host_copy is not None), None)
         least = num_tokens + self.memory.min_fetch_blocks * self._tree.block_tokens
         return copy if copy is not None and copy.node.depth >= least else None
 
     def is_short(self, free_rows: int, free_pages: int) -> bool:
-        """True when the device should have more that it can let go without a loss."""
+        """True when too few rows or pages of the device are free or can be evicted without losing a state."""
         return (
             free_rows + self.num_ready_rows < self._wanted_rows
             or free_pages + self.num_ready_blocks < self._wanted_blocks
         )
 
     def make_ready(self, checkpoint: Checkpoint) -> None:
-        """See to it that a checkpoint has a copy, if the host has room for its path at all."""
+        """Copy the checkpoint, unless it has a copy or its path is larger than the host tier, and mark it as
+        handled."""
         assert checkpoint.ready_blocks is None
         has_copy = checkpoint.node.host_copy is not None or self._copy(checkpoint)
         checkpoint.ready_blocks = _blocks_freed(checkpoint.node) if has_copy else 0
         self.num_ready_rows += 1
         self.num_ready_blocks += checkpoint.ready_blocks
 
-    def used(self, checkpoint: Checkpoint) -> None:
-        """Somebody uses the checkpoint on the device: its copy is as recent, and eviction won't come to it soon."""
-        self.not_ready(checkpoint)
+    def after_use(self, checkpoint: Checkpoint) -> None:
+        """Update for a checkpoint that was just used on the device: its copy counts as used too, and it won't be
+        evicted soon."""
+        self.clear_ready(checkpoint)
         if checkpoint.node.host_copy is not None:
             self._touch(checkpoint.node.host_copy)
 
-    def not_ready(self, checkpoint: Checkpoint) -> None:
+    def clear_ready(self, checkpoint: Checkpoint) -> None:
+        """Undo `make_ready`, except for the copy itself."""
         if checkpoint.ready_blocks is not None:
             self.num_ready_rows -= 1
             self.num_ready_blocks -= checkpoint.ready_blocks
             checkpoint.ready_blocks = None
 
-    def evicting(self, checkpoint: Checkpoint) -> None:
-        """The device is about to evict it: from now on its copy stands for it, if it is complete."""
+    def before_eviction(self, checkpoint: Checkpoint) -> None:
+        """Update before a checkpoint is evicted from the device: keep its copy if it is complete, else drop it."""
         copy = checkpoint.node.host_copy
         if copy is not None and not self.is_complete(copy):
             self._drop(copy)
             copy = None
-        self.num_lost += copy is None and checkpoint.is_promising
+        self.num_lost += copy is None and checkpoint.likely_reused
 
-    def forget(self, node: Node) -> None:
-        """Nobody needs the state at `node` any more."""
+    def drop_copy(self, node: Node) -> None:
+        """Drop the copy at `node`, if there is one."""
         if node.host_copy is not None:
             self._drop(node.host_copy)
 
-    def moved(self, node: Node) -> None:
-        """The node's content is in other pages of the device now: what has not been copied yet is copied from there.
+    def recopy_pages(self, node: Node) -> None:
+        """Handle new device pages for a node: order a copy from them if any copy that is still incomplete may need it.
 
-        What has been copied stays: a further order could be carried out when its pages of the device belong to somebody
-        else, and nobody would wait for it, since the copies that have the node on their path count as complete. One of
-        those says that the node's pages are there."""
+        If a complete copy has the node on its path, its host pages are already filled and stay as they are: another
+        order might read device pages that have a new owner by then, and no one would wait for that order, because such
+        copies already count as complete."""
         late = [copy for copy in self.live if not self.is_complete(copy)]
         is_copied = any(self.is_complete(copy) and node in path_of(copy.node) for copy in self.live)
         if node.host_page_ids is not None and late and not is_copied:
@@ -172,8 +170,8 @@ class HostTier:
                 copy.number = number
 
     def fetch(self, copy: HostCopy, row: int, page_ids: list[int]) -> int:
-        """Order a copy's row and the last len(page_ids) pages of its path into these of the device. Returns the order's
-        number."""
+        """Order a copy's row, and the last len(page_ids) pages of its path, into this row and these pages of the
+        device. Returns the order's number."""
         assert copy.alive
         assert self.is_complete(copy)
         self._touch(copy)
@@ -185,12 +183,12 @@ class HostTier:
         return self._num_to_device
 
     def take_orders(self) -> CopyOrders:
-        """The orders since the last call; they must be carried out."""
+        """The orders since the last call. The caller must carry them out."""
         orders, self._orders = self._orders, CopyOrders()
         return orders
 
-    def copied(self, number: int) -> None:
-        """All orders to the host up to this number have been carried out."""
+    def complete_copies(self, number: int) -> None:
+        """Record that all orders to the host up to this number have been carried out."""
         assert self.num_copied <= number <= self._num_to_host
         self.num_copied = number
 
@@ -216,12 +214,12 @@ class HostTier:
             self._drop(copy)
 
     def _copy(self, checkpoint: Checkpoint) -> bool:
-        """Order a copy, evicting others as needed; False, and nothing has changed, when the path is longer than all
-        host memory."""
+        """Order a copy, and evict other copies as needed. Returns False, and changes nothing, when the path is larger
+        than the host tier."""
         node = checkpoint.node
         if node.depth // self._tree.block_tokens > self.pages.capacity:
             return False
-        self._tree.ref(node, HOST)  # what it shares with others must not go with them
+        self._tree.ref(node, HOST)  # keeps the host pages that it shares with the copies evicted below
         missing = [step for step in path_of(node) if step.host_page_ids is None]
         num_pages = sum(step.num_blocks for step in missing)
         while num_pages > self.pages.num_free or not self.rows.num_free:
@@ -253,12 +251,12 @@ class HostTier:
         self.order.queue(copy)
 
     def _evict(self, copy: HostCopy | None) -> None:
-        assert copy is not None, "all of the host's memory would have held the path"
+        assert copy is not None, "the path fits in host memory, but there is nothing to evict"
         self.num_evicted += 1
         checkpoint = copy.node.checkpoint
         if checkpoint is not None and checkpoint.ready_blocks is not None:
-            # It would be lost now. It isn't copied again before it was used: two that don't fit beside each other would
-            # take turns for ever.
+            # Its eviction would lose the state now. It is copied again only after its next use: two copies that don't
+            # fit together would otherwise evict each other for ever.
             self.num_ready_blocks -= checkpoint.ready_blocks
             checkpoint.ready_blocks = 0
         self._drop(copy)
@@ -274,10 +272,5 @@ class HostTier:
 
 
 def _blocks_freed(node: Node) -> int:
-    """Pages that go with the checkpoint of a node, as things stand."""
-    num_blocks = 0
-    step: Node | None = node
-    while step is not None and step.parent is not None and step.refs[NEED] == 1:
-        num_blocks += step.num_blocks
-        step = step.parent
-    return num_blocks
+    """Number of pages that evicting the node's checkpoint would free now."""
+    return sum(step.num_blocks for step in itertools.takewhile(lambda step: step.refs[NEED] == 1, path_up(node)))

@@ -1,33 +1,34 @@
-"""The hybrid prefix cache: the only door to state rows, KV pages and the tree of checkpoints.
+"""The hybrid prefix cache: the only interface to state rows, KV pages and the tree of checkpoints.
 
-    match -> acquire -> grow_pages, take_rows -> [fetch -> land] -> publish (any number of times) -> release
+    match -> acquire -> grow_pages, take_rows -> [start_fetch -> finish_fetch] -> publish (any number of times) ->
+    release
 
-A request may resume only where its recurrent state stands, so a hit is the deepest boundary on its path that has a
-checkpoint. Every row and page belongs to the free list, to the tree, or to one lease. What the tree owns is kept while
-it can serve a later prompt: one LRU over checkpoints, one bound in bytes beside the sizes of the pools. What goes may
-live on in the host's memory (host_tier.py), and is fetched from there.
+A request can resume only where a recurrent state is stored. So a hit is the deepest boundary on its path that has a
+checkpoint. Every row and page belongs to the free list, to the tree, or to one lease. The tree keeps what a later
+prompt may use: one LRU order over checkpoints, and one bound in bytes besides the sizes of the pools. Evicted states
+may be kept in host memory (host_tier.py) and fetched from there.
 
-Publishing never changes a running request's pages. Where the tree has no pages, it takes the lease's and the lease goes
-on reading them; where it has others of the same content, those go if nobody reads them, and else the lease keeps its
-duplicates.
+Publishing never changes the page ids of a running request. A node without pages takes the lease's pages, and the lease
+goes on reading them. If the node has other pages with the same content and no other lease reads them, they are
+replaced; else the lease keeps its duplicates.
 
-Knows nothing about models, tensors, requests or text: it deals in ids.
+Knows nothing about models, tensors, requests or text; works on ids.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from array import array
 from collections.abc import Callable, Iterable
 
 from agentspec.cache.checkpoints import CheckpointSet
-from agentspec.cache.host_tier import CopyOrders, HostMemory, HostPagePool, HostTier
+from agentspec.cache.host_tier import CopyOrders, HostMemory, HostTier
+from agentspec.cache.id_pool import IdPool
 from agentspec.cache.leases import Fetch, Lease, Match
-from agentspec.cache.page_pool import PagePool
-from agentspec.cache.prefix_tree import HOLD, LOCK, NEED, Checkpoint, Node, PrefixTree, path_of
-from agentspec.cache.row_pool import RowPool
+from agentspec.cache.prefix_tree import HOLD, LOCK, NEED, Checkpoint, Node, PrefixTree, path_up
 from agentspec.errors import ConfigError
-from agentspec.types import BLOCK_TOKENS, ZERO_ROW, CheckpointKind
+from agentspec.types import BLOCK_TOKENS, SCRATCH_PAGE, SCRATCH_ROW, ZERO_ROW, CheckpointKind
 
 __all__ = ["GHOST_BLOCKS", "HybridCache", "Lease", "Match"]
 
@@ -35,13 +36,13 @@ GHOST_BLOCKS = 1 << 17
 """Blocks whose token ids are kept without pages: 8.4 million tokens, 32 MiB."""
 
 _NEVER_SUPERSEDED = (CheckpointKind.SYSTEM, CheckpointKind.BRANCH, CheckpointKind.GRID)
-"""SYSTEM and BRANCH serve other sessions; a GRID checkpoint is one of many on its path, each for a prompt that parts
-elsewhere."""
+"""SYSTEM and BRANCH checkpoints serve other sessions. GRID checkpoints are many on a path, and each serves prompts that
+branch off at another place."""
 
 
 class HybridCache:
-    """Not thread-safe: one loop owns it. Attributes without underscore are for `invariants.check` and read-only to
-    everybody else."""
+    """Not thread-safe: only one loop uses it. Attributes without underscore are for `invariants.check`, and read-only
+    for other modules."""
 
     def __init__(
         self,
@@ -57,9 +58,9 @@ class HybridCache:
         host_memory: HostMemory | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`num_rows` and `num_pages` count the reserved ones too. `budget_bytes` bounds everything in use, the tree's
-        and the leases' together; None: only the pools bound it. `enabled=False`: nothing is ever found or published.
-        `host_memory=None`: what is evicted is gone. Raises ConfigError."""
+        """`num_rows` and `num_pages` include the reserved ones. `budget_bytes` bounds the bytes of the tree and the
+        leases together; None: bounded by the pools only. `enabled=False`: nothing is ever found or published.
+        `host_memory=None`: evicted states are lost. Raises ConfigError."""
         for name, value, least in (
             ("num_rows", num_rows, 3),
             ("num_pages", num_pages, 2),
@@ -71,19 +72,21 @@ class HybridCache:
         ):
             if value < least:
                 raise ConfigError(name, value, f"must be at least {least}")
-        self.rows = RowPool(num_rows)
-        self.pages = PagePool(num_pages)
+        self.rows = IdPool(num_rows, num_reserved=max(ZERO_ROW, SCRATCH_ROW) + 1, noun="row")
+        self.pages = IdPool(num_pages, num_reserved=SCRATCH_PAGE + 1, noun="page")
         self.row_bytes = row_bytes
         self.page_bytes = page_bytes
         self.block_tokens = block_tokens
         pool_bytes = self.rows.capacity * row_bytes + self.pages.capacity * page_bytes
         self.budget_bytes = pool_bytes if budget_bytes is None else min(budget_bytes, pool_bytes)
-        on_host = HostPagePool(0 if host_memory is None else host_memory.num_pages, num_reserved=0)
-        self.tree = PrefixTree(self.pages, block_tokens=block_tokens, max_ghost_blocks=ghost_blocks, host_pages=on_host)
+        host_pages = IdPool(0 if host_memory is None else host_memory.num_pages, num_reserved=0, noun="host page")
+        self.tree = PrefixTree(
+            self.pages, block_tokens=block_tokens, max_ghost_blocks=ghost_blocks, host_pages=host_pages
+        )
         self.host: HostTier | None = None
         if enabled and host_memory is not None:
             self.host = HostTier(
-                host_memory, self.tree, on_host, device_rows=self.rows.capacity, device_pages=self.pages.capacity
+                host_memory, self.tree, host_pages, device_rows=self.rows.capacity, device_pages=self.pages.capacity
             )
         self.checkpoints = CheckpointSet(self.tree, self.rows, clock, self.host)
         self.leases: set[Lease] = set()
@@ -92,8 +95,8 @@ class HybridCache:
         self._bytes_to_device = 0
 
     def match(self, namespace: str, tokens: array[int], *, limit: int | None = None) -> Match:
-        """The deepest state to resume from within `limit` tokens (None: all but the last, which is always computed).
-        Changes nothing."""
+        """Find the deepest state to resume from within `limit` tokens (None: all but the last token, which is always
+        computed). Changes nothing."""
         limit = len(tokens) - 1 if limit is None else min(limit, len(tokens))
         data = tokens[: max(limit, 0) // self.block_tokens * self.block_tokens].tobytes()
         path, partial, num_common = self.tree.walk(namespace, data)
@@ -110,23 +113,23 @@ class HybridCache:
         )
 
     def acquire(self, match: Match, *, session_id: str | None = None) -> Lease:
-        """Resume from a match: its row and the pages of its path are locked while the lease lives, and so are pages
-        that lead on to a state on the host. Ends the session's hold."""
+        """Start a lease that resumes from a match. Locks the row, the pages of its path, and the device pages on the
+        way to a copy in the host tier, until the lease is released. Ends the session's hold."""
         lease = Lease(num_cached=match.num_tokens, read_row=match.row, page_ids=[], session_id=session_id)
         found = match.checkpoint
         if found is not None:
             assert found.alive, "the cache changed between match and acquire"
             self.checkpoints.touch(found)
             lease.page_ids = self.tree.page_ids(found.node)
-            lease.mine.append(found)
+            lease.used_checkpoints.append(found)
             self._advance(lease, found)
         if match.host_copy is not None:
-            standing = [node for node in path_of(match.host_copy.node) if node.page_ids is not None]
-            if standing and standing[-1] is not lease.anchor:
-                self._move_anchor(lease, standing[-1])
-                lease.page_ids = self.tree.page_ids(standing[-1])
+            deepest = next((node for node in path_up(match.host_copy.node) if node.page_ids is not None), None)
+            if deepest is not None and deepest is not lease.anchor:
+                self._move_anchor(lease, deepest)
+                lease.page_ids = self.tree.page_ids(deepest)
         if session_id is not None:
-            self._come_back(
+            self._end_session_hold(
                 session_id,
                 None if found is None else found.node,
                 None if match.host_copy is None else match.host_copy.node,
@@ -134,31 +137,29 @@ class HybridCache:
         self.leases.add(lease)
         return lease
 
-    def fetch(self, lease: Lease, match: Match) -> Fetch | None:
-        """Order the state that `match`, of which the lease came, found on the host. None, and nothing has changed, when
-        there is no row for it.
+    def start_fetch(self, lease: Lease, match: Match) -> Fetch | None:
+        """Order the fetch of the host copy in `match`, which must be the match of this lease. Returns None, and changes
+        nothing, when there is no free row.
 
-        The lease has pages for all of it. It stands where it stood until `land` is called."""
+        The lease must already have pages for the whole state. It resumes from its old position until `finish_fetch` is
+        called."""
         copy = match.host_copy
         assert copy is not None
         assert self.host is not None
         rows = self.take_rows(lease, 1)
         if rows is None:
             return None
-        first, end = (
-            (0 if lease.anchor is None else lease.anchor.depth) // self.block_tokens,
-            copy.node.depth // self.block_tokens,
-        )
+        first = (0 if lease.anchor is None else lease.anchor.depth) // self.block_tokens
+        end = copy.node.depth // self.block_tokens
         number = self.host.fetch(copy, rows[0], lease.page_ids[first:end])
         lease.fetch = Fetch(number=number, num_tokens=copy.node.depth, row=rows[0], kind=copy.kind)
         return lease.fetch
 
-    def land(self, lease: Lease, namespace: str, tokens: array[int]) -> None:
-        """The ordered state has come: it stands on the device again, and the lease resumes from it as if it had been
-        there. Nothing of the lease's is in use yet, so what others have published in the meantime takes the place of
-        what came."""
+    def finish_fetch(self, lease: Lease, namespace: str, tokens: array[int]) -> None:
+        """Finish a fetch: insert the checkpoint, and let the lease resume from it. If the prefix was published in the
+        meantime, use the tree's pages and checkpoint and free the fetched ones; nothing has read those yet."""
         fetch, lease.fetch = lease.fetch, None
-        assert fetch is not None, "nothing was ordered"
+        assert fetch is not None, "no fetch is running"
         path = self.tree.insert(namespace, tokens[: fetch.num_tokens].tobytes())
         node = path[-1]
         _assert_same_path(node, lease.anchor)
@@ -181,17 +182,17 @@ class HybridCache:
             self.give_rows(lease, [fetch.row])
             self.checkpoints.touch(resumed)
         lease.num_cached, lease.read_row = fetch.num_tokens, resumed.row
-        lease.mine.append(resumed)
+        lease.used_checkpoints.append(resumed)
         self._advance(lease, resumed)
 
-    def copied(self, number: int) -> None:
-        """All copy orders to the host up to this number have been carried out."""
+    def complete_copies_to_host(self, number: int) -> None:
+        """Record that all copy orders to the host up to this number have been carried out."""
         assert self.host is not None
-        self.host.copied(number)
+        self.host.complete_copies(number)
 
     def copy_ahead(self) -> None:
-        """Order copies of what eviction would come to next, where too little could go without a loss. Call between any
-        two steps."""
+        """Order copies of the next checkpoints to evict, until enough rows and pages can be freed without losing a
+        state. Call between two steps."""
         if self.host is None:
             return
         free_bytes = self.budget_bytes - self.used_bytes
@@ -204,7 +205,7 @@ class HybridCache:
             self.host.make_ready(checkpoint)
 
     def take_copy_orders(self) -> CopyOrders:
-        """The orders since the last call; they must be carried out, as host_tier.py says."""
+        """The orders since the last call. The caller must carry them out as host_tier.py says."""
         orders = CopyOrders() if self.host is None else self.host.take_orders()
         self._bytes_to_host += sum(
             len(order.rows) * self.row_bytes + len(order.pages) * self.page_bytes for order in orders.to_host
@@ -215,12 +216,12 @@ class HybridCache:
         return orders
 
     def release(self, lease: Lease, *, hold_seconds: float = 0.0) -> None:
-        """End a lease: what it owns is free, what it locked isn't locked any more.
+        """End a lease: free what it owns, and unlock what it locked.
 
-        With a session and hold_seconds > 0, the deepest checkpoint that it used or published goes last in eviction
-        until the clock passes."""
+        With a session and hold_seconds > 0, the deepest checkpoint that the lease used or published is held: it is
+        evicted last until the time has passed."""
         assert lease in self.leases, "the lease was released before"
-        assert lease.fetch is None, "a copy would write into ids that the lease doesn't own any more"
+        assert lease.fetch is None, "a running fetch would write to freed ids"
         self.leases.remove(lease)
         self.pages.free(lease.own_pages)
         self.rows.free(lease.own_rows)
@@ -236,8 +237,8 @@ class HybridCache:
         self._move_anchor(lease, None)
 
     def grow_pages(self, lease: Lease, num_pages: int) -> bool:
-        """Make len(lease.page_ids) >= num_pages, evicting as needed. False, and nothing has changed, when that can't
-        be."""
+        """Grow the lease to `num_pages` pages, and evict as needed. Returns False, and changes nothing, when that is
+        impossible."""
         assert lease in self.leases
         missing = num_pages - len(lease.page_ids)
         if missing <= 0:
@@ -250,8 +251,8 @@ class HybridCache:
         return True
 
     def take_rows(self, lease: Lease, count: int) -> list[int] | None:
-        """`count` more rows of the lease's own, evicting as needed. None, and nothing has changed, when that can't
-        be."""
+        """Take `count` more rows for the lease, and evict as needed. Returns None, and changes nothing, when that is
+        impossible."""
         assert lease in self.leases
         if not self._make_room(lease, num_rows=count, num_pages=0):
             return None
@@ -269,10 +270,10 @@ class HybridCache:
     def publish(
         self, lease: Lease, namespace: str, tokens: array[int], length: int, row: int, kind: CheckpointKind
     ) -> bool:
-        """Offer the state after tokens[:length], which `row` holds and whose K/V lies in the lease's pages.
+        """Publish the state after tokens[:length], which is in `row`, with its K/V in the lease's pages.
 
-        True: the tree owns the row now. False: a checkpoint stands there already, or caching is off; the row stays the
-        lease's. In both cases the lease's older checkpoint of the same kind is redundant and goes (_supersede)."""
+        Returns True if the tree now owns the row; False if there already is a checkpoint or caching is off: the lease
+        keeps the row. In both cases the lease's shallower checkpoints of the same kind are superseded."""
         num_blocks, rest = divmod(length, self.block_tokens)
         assert lease in self.leases
         assert not rest, f"length {length} is not a multiple of {self.block_tokens}"
@@ -286,14 +287,14 @@ class HybridCache:
         _assert_same_path(node, lease.anchor)
         standing = node.checkpoint
         if standing is not None:
-            self.checkpoints.confirm(standing, kind)
+            self.checkpoints.republish(standing, kind)
             if lease.deepest is None or lease.deepest.node.depth < length:
                 lease.deepest = standing
         else:
             self._fill_ghosts(lease, path)
             lease.own_rows.remove(row)
             created = self.checkpoints.create(node, row, kind)
-            lease.mine.append(created)
+            lease.used_checkpoints.append(created)
             if lease.anchor is None or lease.anchor.depth <= length:
                 self._advance(lease, created)
                 self._adopt_duplicates(lease)
@@ -307,34 +308,33 @@ class HybridCache:
         return self.rows.num_used * self.row_bytes + self.pages.num_used * self.page_bytes
 
     def available_rows(self, *, including_held: bool = False) -> int:
-        """Rows that take_rows could hand out now if nothing else were taken: free ones and what eviction would
-        yield."""
+        """Rows that take_rows could return now if nothing else is taken: free ones, and those that eviction would
+        free."""
         rows, _ = self._evictable(including_held)
         return min(self.rows.num_free + rows, self.available_bytes(including_held=including_held) // self.row_bytes)
 
     def available_pages(self, *, including_held: bool = False) -> int:
-        """Pages that grow_pages could hand out now if nothing else were taken."""
+        """Pages that grow_pages could return now if nothing else is taken: free ones, and those that eviction would
+        free."""
         _, pages = self._evictable(including_held)
         return min(self.pages.num_free + pages, self.available_bytes(including_held=including_held) // self.page_bytes)
 
     def available_bytes(self, *, including_held: bool = False) -> int:
-        """Bytes of the budget that are free, or would be after evicting all that can go."""
+        """Bytes of the budget that are free, or that eviction would free."""
         rows, pages = self._evictable(including_held)
         return self.budget_bytes - self.used_bytes + rows * self.row_bytes + pages * self.page_bytes
 
     def private_bytes(self, lease: Lease) -> tuple[int, int]:
-        """Bytes of rows and of pages that only this lease's session uses: its own, and its path in the tree up to where
-        others use it too."""
+        """Bytes of rows and of pages that only this lease's session uses: those the lease owns, and its path in the
+        tree up to the node that others use too."""
         assert lease in self.leases
         num_rows, num_pages = len(lease.own_rows), len(lease.own_pages)
-        node = lease.anchor
-        while node is not None and node.parent is not None:
+        for node in path_up(lease.anchor):
             num_others = node.refs[NEED] - (node.checkpoint is not None) - 1
             if num_others or node.refs[HOLD] > 1:
                 break
             num_rows += node.checkpoint is not None
             num_pages += node.num_blocks
-            node = node.parent
         return num_rows * self.row_bytes, num_pages * self.page_bytes
 
     def stats(self) -> dict[str, int]:
@@ -370,23 +370,22 @@ class HybridCache:
         }
 
     def clear(self) -> None:
-        """Forget everything that no lease locks: checkpoints, held ones too, and ghosts."""
+        """Remove everything that no lease locks: checkpoints, held ones too, and ghosts."""
         self.checkpoints.clear()
         self.tree.trim_ghosts(0)
 
     def _supersede(self, lease: Lease, kind: CheckpointKind, length: int) -> None:
-        """A checkpoint stands at `length`: the lease's older ones of its kind won't be resumed from by this session
-        again."""
-        for checkpoint in lease.mine.copy():
+        """Supersede the lease's checkpoints of this kind that are shallower than `length`: the session won't resume
+        from them again."""
+        for checkpoint in lease.used_checkpoints.copy():
             if checkpoint.alive and checkpoint.kind == kind and checkpoint.node.depth < length:
-                lease.mine.remove(checkpoint)
+                lease.used_checkpoints.remove(checkpoint)
                 self.checkpoints.supersede(checkpoint)
                 if lease.locked is checkpoint:
                     self._unlock_row(lease)
 
     def _advance(self, lease: Lease, checkpoint: Checkpoint) -> None:
-        """The lease uses this checkpoint from now on: lock its row and its path in the place of what was locked
-        before."""
+        """Lock this checkpoint's row and path for the lease, instead of those it locked before."""
         self.checkpoints.lock(checkpoint)
         self._move_anchor(lease, checkpoint.node)
         self._unlock_row(lease)
@@ -407,7 +406,7 @@ class HybridCache:
                 self.checkpoints.unref(before, level)
 
     def _fill_ghosts(self, lease: Lease, path: list[Node]) -> None:
-        """Nodes of a published path that have no pages take the lease's, which goes on using them."""
+        """Give the lease's pages to the nodes of a published path that have none. The lease goes on using them."""
         for node in path:
             if node.page_ids is None:
                 ids = self._lease_pages(lease, node)
@@ -416,29 +415,27 @@ class HybridCache:
                 lease.own_pages.difference_update(ids)
 
     def _adopt_duplicates(self, lease: Lease) -> None:
-        """Where only this lease locks the tree's pages but reads duplicates of its own, the tree takes those and frees
-        what it had.
+        """Replace the tree's pages by the lease's duplicates on the part of the path that only this lease locks.
 
-        Happens after two requests computed the same prefix at once. Without it a request alone could be short of pages
-        that it locks and doesn't read."""
-        node = lease.anchor
-        if node is None or len(lease.own_pages) == len(lease.page_ids) - node.depth // self.block_tokens:
+        Duplicates arise when two requests compute the same prefix at once. Without this, a request that runs alone
+        could run out of pages because of pages that it locks but doesn't read."""
+        anchor = lease.anchor
+        if anchor is None or len(lease.own_pages) == len(lease.page_ids) - anchor.depth // self.block_tokens:
             return
-        while node is not None and node.parent is not None and node.refs[LOCK] == 1:
+        for node in itertools.takewhile(lambda node: node.refs[LOCK] == 1, path_up(anchor)):
             ids = self._lease_pages(lease, node)
             if ids[0] in lease.own_pages:
                 self.tree.replace_pages(node, ids)
                 lease.own_pages.difference_update(ids)
                 if self.host is not None:
-                    self.host.moved(node)
-            node = node.parent
+                    self.host.recopy_pages(node)
 
     def _lease_pages(self, lease: Lease, node: Node) -> list[int]:
         end = node.depth // self.block_tokens
         return lease.page_ids[end - node.num_blocks : end]
 
     def _evictable(self, including_held: bool) -> tuple[int, int]:
-        """Rows and pages that eviction would yield."""
+        """Rows and pages that eviction would free."""
         self.checkpoints.expire_holds()
         blocks = self.tree.num_blocks
         return self.checkpoints.count_evictable(including_held=including_held), blocks[NEED] - blocks[
@@ -453,20 +450,24 @@ class HybridCache:
             and num_rows * self.row_bytes + num_pages * self.page_bytes <= self.available_bytes(including_held=True)
         )
 
-    def _come_back(self, session_id: str, *resumed: Node | None) -> None:
-        """End the session's hold. A turn that its next prompt doesn't continue was rendered anew: that checkpoint has
-        no future."""
+    def _end_session_hold(self, session_id: str, *resumed: Node | None) -> None:
+        """End the session's hold. If the new prompt doesn't continue the held turn, the prompt was rendered differently
+        this time, and that checkpoint is abandoned."""
         hold = self.checkpoints.holds.get(session_id)
         if hold is None:
             return
         held = hold.checkpoint
         self.checkpoints.end_hold(session_id)
-        if held.alive and held.kind is CheckpointKind.TURN and not any(_leads_to(held.node, node) for node in resumed):
+        if (
+            held.alive
+            and held.kind is CheckpointKind.TURN
+            and not any(_is_on_path(held.node, node) for node in resumed)
+        ):
             self.checkpoints.abandon(held)
 
     def _make_room(self, lease: Lease, *, num_rows: int, num_pages: int) -> bool:
-        """Evict until so many rows and pages are free, within the budget. False, without having evicted, when that
-        can't be."""
+        """Evict until this many rows and pages are free within the budget. Returns False, and evicts nothing, when that
+        is impossible."""
         if not self._can_fit(num_rows, num_pages):
             self._adopt_duplicates(lease)
             if not self._can_fit(num_rows, num_pages):
@@ -481,8 +482,8 @@ class HybridCache:
                 return True
 
 
-def _leads_to(node: Node, lower: Node | None) -> bool:
-    """True when `node` lies on the path to `lower`."""
+def _is_on_path(node: Node, lower: Node | None) -> bool:
+    """True when `node` is on the path to `lower`."""
     step = lower
     while step is not None and step.depth > node.depth:
         step = step.parent
@@ -490,11 +491,7 @@ def _leads_to(node: Node, lower: Node | None) -> bool:
 
 
 def _assert_same_path(node: Node, anchor: Node | None) -> None:
-    """A lease publishes only on the path that it resumed from and published on before."""
-    if anchor is None:
-        return
-    upper, lower = (node, anchor) if node.depth <= anchor.depth else (anchor, node)
-    step: Node | None = lower
-    while step is not None and step.depth > upper.depth:
-        step = step.parent
-    assert step is upper, f"tokens of {node.depth} leave the path that the lease locks to {anchor.depth}"
+    """Check that a lease publishes only on the path that it resumed from or published on before."""
+    assert anchor is None or _is_on_path(node, anchor) or _is_on_path(anchor, node), (
+        f"the path to depth {node.depth} leaves the path that the lease locks to depth {anchor.depth}"
+    )

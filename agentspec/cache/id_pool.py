@@ -1,6 +1,6 @@
-"""Allocator of small integers: the bookkeeping that row and page pools share.
+"""Allocator of small integers, for rows and pages on the device and on the host.
 
-Owns which ids are free. Knows nothing about what an id stands for, who holds it, or why.
+Knows which ids are free, and nothing about what an id stands for or which object owns it.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from collections.abc import Iterable
 
 
 class IdPool:
-    """Hands out ids in [num_reserved, num_ids). Reserved ids are never handed out and never taken back."""
+    """Allocates ids in [num_reserved, num_ids). Reserved ids are never allocated and can't be freed."""
 
-    noun = "id"
-
-    def __init__(self, num_ids: int, *, num_reserved: int) -> None:
+    def __init__(self, num_ids: int, *, num_reserved: int, noun: str) -> None:
+        """noun: what an id stands for, in messages."""
+        self.noun = noun
         self.num_ids = num_ids
         self.num_reserved = num_reserved
         self.peak_used = 0
         """Most ids that were in use at the same time."""
         self._fresh = num_reserved
-        """Ids from here on were never handed out: a pool of millions costs nothing until it is used."""
+        """Ids from here on were never allocated. So a pool of millions needs no free list at the start."""
         self._returned: list[int] = []
         self._used = bytearray(num_ids)
 
@@ -37,7 +37,7 @@ class IdPool:
         return self._fresh - self.num_reserved - len(self._returned)
 
     def take(self, count: int) -> list[int]:
-        """`count` distinct ids. The caller has made sure that they are there."""
+        """Allocate `count` distinct ids. The caller has made sure that as many are free."""
         assert 0 <= count <= self.num_free, f"take({count}) of {self.num_free} free {self.noun}s"
         split = max(0, len(self._returned) - count)
         ids = self._returned[split:]
@@ -51,7 +51,7 @@ class IdPool:
         return ids
 
     def free(self, ids: Iterable[int]) -> None:
-        """Take ids back; each must be in use."""
+        """Free ids; each must be in use."""
         for returned in ids:
             assert self.num_reserved <= returned < self.num_ids, f"{self.noun} {returned} is not this pool's to free"
             assert self._used[returned], f"{self.noun} {returned} is freed twice"
@@ -59,5 +59,5 @@ class IdPool:
             self._returned.append(returned)
 
     def free_ids(self) -> list[int]:
-        """Every free id, returned ones as often as they were returned: for audits."""
+        """Every free id; one that was freed twice is listed twice. For audits."""
         return [*self._returned, *range(self._fresh, self.num_ids)]

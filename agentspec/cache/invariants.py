@@ -1,6 +1,6 @@
-"""The full audit of a HybridCache: everything that must hold between any two calls, recomputed from scratch.
+"""Audit of a HybridCache: checks all invariants that hold between two calls, recomputed from scratch.
 
-For tests and for debugging: it walks the whole tree and all ids. Knows every part of the cache and changes none.
+For tests and debugging: it walks the whole tree and all ids, and changes nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from agentspec.types import ZERO_ROW
 
 
 def check(cache: HybridCache) -> None:
-    """Raise AssertionError that says what is wrong."""
+    """Raise an AssertionError that names the broken invariant."""
     nodes = list(cache.tree.nodes())
     _check_ownership(cache, nodes)
     _check_structure(cache, nodes)
@@ -33,7 +33,7 @@ def check(cache: HybridCache) -> None:
 
 
 def _check_ownership(cache: HybridCache, nodes: list[Node]) -> None:
-    """Every page and every row belongs to exactly one of free list, tree, one lease."""
+    """Every page and row belongs to exactly one of: free list, tree, one lease."""
     tree_pages = [page for node in nodes for page in node.page_ids or ()]
     _check_pool(cache.pages, tree_pages, [page for lease in cache.leases for page in lease.own_pages])
     _check_pool(
@@ -69,13 +69,12 @@ def _check_structure(cache: HybridCache, nodes: list[Node]) -> None:
         assert node.num_blocks > 0, "a node without blocks"
         assert len(node.run) == node.num_blocks * tree.block_bytes
         assert node.depth == node.parent.depth + node.num_blocks * tree.block_tokens
-        assert node.parent.children.get(node.run[: tree.block_bytes]) is node, (
-            "a node stands under a key that isn't its first block"
-        )
+        assert node.parent.children.get(node.run[: tree.block_bytes]) is node, "a node's key isn't its first block"
 
 
 def _check_refs(cache: HybridCache, nodes: list[Node]) -> None:
-    """`refs` are what points at a node plus its wanted children; pages are there exactly where they are needed."""
+    """`refs` count the references to a node plus its referenced children; a node has pages exactly while it is
+    needed."""
     own: dict[int, Counter[Node | None]] = {level: Counter() for level in (NEED, HOLD, LOCK)}
     own[NEED].update(node for node in nodes if node.checkpoint is not None)
     for lease in cache.leases:
@@ -91,22 +90,22 @@ def _check_refs(cache: HybridCache, nodes: list[Node]) -> None:
         for node in nodes:
             count = pointers.get(node, 0)
             assert node.refs[level] == count, (
-                f"refs on level {level} say {node.refs[level]}, counted {count} at depth {node.depth}"
+                f"refs on level {level} at depth {node.depth}: {node.refs[level]}, counted {count}"
             )
         assert cache.tree.num_blocks[level] == sum(node.num_blocks for node in wanted)
     for node in nodes:
         assert (node.page_ids is not None) == (node.refs[NEED] > 0), (
-            f"pages kept for nobody, or missing, at depth {node.depth}"
+            f"unreferenced or missing pages at depth {node.depth}"
         )
         assert node.page_ids is None or len(node.page_ids) == node.num_blocks
         assert (node.host_page_ids is not None) == (node.refs[HOST] > 0), (
-            f"host pages kept for nobody, or missing, at depth {node.depth}"
+            f"unreferenced or missing host pages at depth {node.depth}"
         )
         assert node.host_page_ids is None or len(node.host_page_ids) == node.num_blocks
-        assert node.refs[NEED] or not node.refs[HOLD], "a hold on nothing"
+        assert node.refs[NEED] or not node.refs[HOLD], "a hold on a node without checkpoint"
         assert node.refs[HOLD] or not node.refs[LOCK]
         if node.checkpoint is not None:
-            assert all(step.page_ids is not None for step in path_of(node)), "a checkpoint behind a gap in its pages"
+            assert all(step.page_ids is not None for step in path_of(node)), "a checkpoint whose path lacks pages"
 
 
 def _check_ghosts(cache: HybridCache, nodes: list[Node]) -> None:
@@ -116,7 +115,7 @@ def _check_ghosts(cache: HybridCache, nodes: list[Node]) -> None:
     assert tree.num_ghost_blocks == sum(node.num_blocks for node in ghosts) <= tree.max_ghost_blocks
     age = {node: index for index, node in enumerate(tree.ghosts)}
     assert all(age[child] < age[node] for node in ghosts for child in node.children.values()), (
-        "a ghost would be dropped before what is below it"
+        "a ghost would be dropped before its children"
     )
 
 
@@ -128,15 +127,15 @@ def _check_checkpoints(cache: HybridCache, nodes: list[Node]) -> None:
         assert checkpoint.alive
         assert checkpoint.node.checkpoint is checkpoint
         assert checkpoint.num_locks == locks[checkpoint], (
-            f"{checkpoint.num_locks} locks on a checkpoint that {locks[checkpoint]} leases lock"
+            f"num_locks is {checkpoint.num_locks}, but {locks[checkpoint]} leases lock the checkpoint"
         )
-        assert not checkpoint.superseded or _is_kept(checkpoint), "a superseded checkpoint that nobody wants any more"
-        assert checkpoints.order.knows(checkpoint), "a checkpoint that eviction would never find"
+        assert not checkpoint.superseded or _is_kept(checkpoint), "a superseded checkpoint without lock or hold"
+        assert checkpoints.order.contains(checkpoint), "a checkpoint that is missing from the eviction queues"
     ticks = [checkpoint.last_used for checkpoint in checkpoints.live]
     assert len(set(ticks)) == len(ticks)
     num_locked = sum(checkpoint.num_locks > 0 for checkpoint in checkpoints.live)
     assert checkpoints.num_locked == num_locked, (
-        f"{checkpoints.num_locked} checkpoints are counted as locked, and {num_locked} live ones have locks"
+        f"num_locked is {checkpoints.num_locked}, but {num_locked} live checkpoints have locks"
     )
     assert checkpoints.num_kept == sum(_is_kept(checkpoint) for checkpoint in checkpoints.live)
     assert checkpoints.peak_live >= len(checkpoints.live)
@@ -149,9 +148,9 @@ def _check_host(host: HostTier, cache: HybridCache, nodes: list[Node]) -> None:
     for copy in host.live:
         assert copy.alive
         assert copy.node.host_copy is copy
-        assert host.order.knows(copy), "a copy that eviction would never find"
-        stands = copy.node.checkpoint is not None
-        assert stands or host.is_complete(copy), "a copy that may never be complete stands for a checkpoint"
+        assert host.order.contains(copy), "a copy that is missing from the eviction queues"
+        on_device = copy.node.checkpoint is not None
+        assert on_device or host.is_complete(copy), "an incomplete copy of an evicted checkpoint"
     assert len({copy.last_used for copy in host.live}) == len(host.live)
     ready = [checkpoint.ready_blocks for checkpoint in cache.checkpoints.live if checkpoint.ready_blocks is not None]
     assert (host.num_ready_rows, host.num_ready_blocks) == (len(ready), sum(ready))
@@ -168,8 +167,8 @@ def _check_holds(cache: HybridCache) -> None:
 
 def _check_lease(cache: HybridCache, lease: Lease) -> None:
     path = [] if lease.anchor is None else path_of(lease.anchor)
-    assert lease.locked is None or lease.locked.node in path, "a lease locks a row off its path"
-    assert len(set(lease.page_ids)) == len(lease.page_ids), "a page stands twice in one sequence"
+    assert lease.locked is None or lease.locked.node in path, "a lease locks a row that isn't on its path"
+    assert len(set(lease.page_ids)) == len(lease.page_ids), "a page occurs twice in one sequence"
     assert lease.own_pages <= set(lease.page_ids)
     assert lease.num_cached % cache.block_tokens == 0
     assert (lease.read_row == ZERO_ROW) == (lease.num_cached == 0)
@@ -180,7 +179,7 @@ def _check_lease(cache: HybridCache, lease: Lease) -> None:
     of_tree = [page for node in path for page in node.page_ids or ()]
     for block, page in enumerate(lease.page_ids):
         if page not in lease.own_pages:
-            assert block < len(of_tree), f"block {block} of a lease is in a page that the tree doesn't keep for it"
+            assert block < len(of_tree), f"block {block} of a lease is in a page that neither it nor its path owns"
             assert of_tree[block] == page, f"block {block} of a lease is in page {page}, the tree's is {of_tree[block]}"
 
 

@@ -1,6 +1,6 @@
-"""What the cache hands to a running request: the answer to a look-up, and the hold on what it uses.
+"""Records that the cache gives to a running request: the result of a look-up, and the lease on rows and pages.
 
-Plain records. The cache changes them; the scheduler reads them.
+The cache changes them; the scheduler reads them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from agentspec.types import CheckpointKind
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Match:
-    """Where a prompt may resume. Good until the next call that changes the cache."""
+    """Where a prompt can resume. Valid until the next call that changes the cache."""
 
     num_tokens: int
     """Tokens that need not be computed: the block-aligned depth of the deepest checkpoint on the path, within the
@@ -22,11 +22,11 @@ class Match:
     """State row of that checkpoint; ZERO_ROW when num_tokens is 0."""
     kind: CheckpointKind | None
     branch_tokens: int
-    """Block-aligned depth, within the limit, to which the token ids are known, pages or not; >= num_tokens."""
+    """Block-aligned depth, within the limit, to which the token ids are known, with or without pages; >= num_tokens."""
     checkpoint: Checkpoint | None = field(default=None, repr=False, compare=False)
-    """The cache's own; None when num_tokens is 0."""
+    """For the cache's own use; None when num_tokens is 0."""
     host_copy: HostCopy | None = field(default=None, repr=False, compare=False)
-    """A deeper state that could be fetched from the host's memory, where that saves enough."""
+    """A deeper state that is worth fetching from host memory."""
 
     @property
     def num_reachable(self) -> int:
@@ -36,11 +36,10 @@ class Match:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fetch:
-    """A state on its way from the host's memory into a row of a lease's own, with the pages that the device lacked into
-    its own pages."""
+    """A running fetch of a state from host memory into a row of the lease, with the pages that the device lacks."""
 
     number: int
-    """Of the copy order."""
+    """Number of the copy order."""
     num_tokens: int
     row: int
     kind: CheckpointKind
@@ -48,25 +47,27 @@ class Fetch:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One running request's hold on rows and pages."""
+    """A running request's rows, pages and locks."""
 
     num_cached: int
-    """Tokens behind the state that the request resumed from."""
+    """Tokens of the state that the request resumed from."""
     read_row: int
-    """Row of that state; the tree's, never written by this request."""
+    """Row of that state. Owned by the tree, never written by this request."""
     page_ids: list[int]
-    """In block order. Pages in `own_pages` are the lease's; the others are the tree's and locked."""
+    """In block order. Those in `own_pages` are the lease's; the others are the tree's and locked."""
     session_id: str | None = None
     own_pages: set[int] = field(default_factory=set)
     own_rows: set[int] = field(default_factory=set)
     fetch: Fetch | None = None
-    """What is on its way from the host: row and pages hold nothing to rely on before it has landed."""
+    """The running fetch: its row and pages must not be read before `finish_fetch`."""
 
     anchor: Node | None = None
     """Deepest node on the request's path that the lease locks; None while it uses nothing of the tree."""
     locked: Checkpoint | None = None
-    """The checkpoint whose row the lease locks: the deepest that it resumed from or published. At or above `anchor`."""
+    """The checkpoint whose row the lease locks: the deepest one that it resumed from or published. At or above
+    `anchor`."""
     deepest: Checkpoint | None = None
-    """The deepest checkpoint on the request's path that it used, published or found standing; may have died since."""
-    mine: list[Checkpoint] = field(default_factory=list)
-    """Checkpoints that it resumed from or published, and that a deeper one of its own may supersede."""
+    """The deepest checkpoint on the request's path that it used, published or found when it published; may have been
+    removed."""
+    used_checkpoints: list[Checkpoint] = field(default_factory=list)
+    """Checkpoints that it resumed from or published, and that one of its deeper ones may supersede."""

@@ -1,28 +1,29 @@
-"""Radix tree over blocks of tokens: which prefixes are known, which have pages, where checkpoints stand.
+"""Radix tree over blocks of tokens: known prefixes, their pages, and their checkpoints.
 
-A node is a run of whole blocks. A checkpoint stands at a node's end, so a node that must carry one in its middle is
-split; the node that was there keeps its identity as the lower part, and whoever points at it (checkpoint, lease, hold)
-needs no notice.
+A node is a run of whole blocks. A checkpoint belongs to the end of a node, so a node is split when a checkpoint falls
+into its middle. The existing node object becomes the lower part, so references to it (checkpoint, lease, hold) stay
+valid.
 
-A node's `refs` say who wants it, on three levels, each a superset of the next, and a fourth of its own:
+A node's `refs` count its references on four levels. Each of the first three is a superset of the next:
 
-    NEED   a checkpoint stands, or a lease reads pages, at or below the node
-    HOLD   the same for holds and leases
-    LOCK   the same for leases
-    HOST   a copy of a checkpoint in the host tier stands at or below the node
+    NEED   a checkpoint, or a lease that reads pages, at or below the node
+    HOLD   a hold or a lease at or below the node
+    LOCK   a lease at or below the node
+    HOST   a copy in the host tier of a checkpoint at or below the node
 
-On each level a node counts what points at itself plus its children that are wanted, so that a change walks up only as
-far as something changes. A node has pages exactly while it is NEEDed: a hybrid model can't resume from pages with no
-state behind them; and host pages exactly while it is wanted on HOST. What is left without either is a *ghost*: its
-token ids stay, within a bound, so that the next prompt that branches off there is noticed.
+On each level a node counts the references to itself plus its referenced children. So a change walks up only until the
+first node that stays referenced. A node has pages exactly while it is referenced on NEED, because a hybrid model can't
+resume from pages without a state. It has host pages exactly while it is referenced on HOST. A node with neither is a
+*ghost*: its token ids are kept, within a bound, so that the next prompt that branches off there is detected.
 
-Owns structure, pages of nodes and ghosts. Knows nothing about rows in use, budgets, eviction order or sessions.
+Owns the structure, the pages of nodes, and ghosts. Knows nothing about used rows, budgets, eviction order or
+sessions.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from agentspec.cache.id_pool import IdPool
@@ -35,7 +36,8 @@ TOKEN_BYTES = 4
 
 
 class Node:
-    """A run of blocks. `run` is the bytes of its token ids; `depth` counts tokens from the root to the node's end."""
+    """A run of blocks. `run` is the bytes of its token ids; `depth` counts tokens from the root to the end of the
+    node."""
 
     __slots__ = (
         "checkpoint",
@@ -58,12 +60,12 @@ class Node:
         self.depth = depth
         self.namespace = namespace
         self.page_ids: list[int] | None = None
-        """One per block; None where the device has none: for a ghost, for a root, and for what only the host tier
+        """One per block; None where the device has no pages: for ghosts, roots, and nodes that only the host tier
         has."""
         self.host_page_ids: list[int] | None = None
-        """Pages of the host tier, one per block; None where it has none."""
+        """Pages of the host tier, one per block, or None."""
         self.children: dict[bytes, Node] = {}
-        """By the bytes of the child's first block."""
+        """Keyed by the bytes of the child's first block."""
         self.checkpoint: Checkpoint | None = None
         self.host_copy: HostCopy | None = None
         self.refs = [0, 0, 0, 0]
@@ -75,24 +77,24 @@ class Node:
 
 @dataclass(slots=True, eq=False)
 class Checkpoint:
-    """A row that the tree owns: the state after the `node.depth` tokens on the way to `node`."""
+    """A row that the tree owns: the state after the first `node.depth` tokens of the path to `node`."""
 
     row: int
     kind: CheckpointKind
     node: Node
     last_used: int
-    """Tick of the cache's LRU clock; no two uses share a tick."""
+    """Tick of the cache's LRU clock; no two uses have the same tick."""
     num_locks: int = 0
-    """Leases that may still read the row."""
+    """Number of leases that may still read the row."""
     holders: set[str] = field(default_factory=set)
     """Sessions that hold it while their tool runs."""
     abandoned: bool = False
-    """Its session went on elsewhere; nobody is expected to come back."""
+    """Its session continued elsewhere, so it is unlikely to be reused."""
     superseded: bool = False
-    """To be freed when the last lease and the last hold let go."""
+    """To be removed with its last lock and hold."""
     ready_blocks: int | None = None
-    """Not None: the host tier has done what it can for it since its last use, and its eviction frees about so many
-    pages without a loss."""
+    """Not None: the host tier has handled it since its last use, and evicting it frees about this many pages without
+    losing a state."""
     alive: bool = True
 
     @property
@@ -100,29 +102,29 @@ class Checkpoint:
         return self.alive and not self.num_locks
 
     @property
-    def is_tip(self) -> bool:
-        """True when nothing else needs the node's pages, so that dropping the checkpoint frees some."""
+    def frees_pages(self) -> bool:
+        """True when nothing else needs the node's pages, so that removing the checkpoint frees some."""
         return self.node.refs[NEED] == 1
 
     @property
-    def is_promising(self) -> bool:
-        """Somebody may well come back for it."""
+    def likely_reused(self) -> bool:
+        """True unless it is a GRID checkpoint or abandoned."""
         return self.kind != CheckpointKind.GRID and not self.abandoned
 
     @property
     def eviction_key(self) -> tuple[bool, bool, int]:
-        return bool(self.holders), self.is_promising, self.last_used
+        return bool(self.holders), self.likely_reused, self.last_used
 
 
 @dataclass(slots=True, eq=False)
 class HostCopy:
-    """A checkpoint's state in a row of the host tier; the pages of its path are in host pages of the nodes."""
+    """A checkpoint's state in a row of the host tier. The pages of its path are in the nodes' host pages."""
 
     row: int
     kind: CheckpointKind
     node: Node
     number: int
-    """Of the copy order that completes it."""
+    """Number of the copy order that completes it."""
     last_used: int = 0
     """Tick of the host tier's LRU clock."""
     alive: bool = True
@@ -132,7 +134,7 @@ class HostCopy:
         return self.alive
 
     @property
-    def is_tip(self) -> bool:
+    def frees_pages(self) -> bool:
         return self.node.refs[HOST] == 1
 
     @property
@@ -142,16 +144,26 @@ class HostCopy:
 
 def path_of(node: Node) -> list[Node]:
     """Nodes from below the root down to `node`."""
-    path: list[Node] = []
-    step: Node | None = node
-    while step is not None and step.parent is not None:
-        path.append(step)
-        step = step.parent
-    return path[::-1]
+    return list(path_up(node))[::-1]
+
+
+def path_up(node: Node | None) -> Iterator[Node]:
+    """Nodes from `node` up to below the root."""
+    while node is not None and node.parent is not None:
+        yield node
+        node = node.parent
+
+
+def _join(runs: Iterable[list[int] | None]) -> list[int]:
+    page_ids: list[int] = []
+    for run in runs:
+        assert run is not None, "a referenced path has all its pages"
+        page_ids += run
+    return page_ids
 
 
 class PrefixTree:
-    """Prefixes of all namespaces. Token ids come as the bytes of whole blocks."""
+    """Prefixes of all namespaces. Token ids are passed as the bytes of whole blocks."""
 
     def __init__(
         self, pages: IdPool, *, block_tokens: int, max_ghost_blocks: int, host_pages: IdPool | None = None
@@ -160,10 +172,10 @@ class PrefixTree:
         self.block_bytes = block_tokens * TOKEN_BYTES
         self.roots: dict[str, Node] = {}
         self.num_blocks = [0, 0, 0, 0]
-        """Blocks of all nodes that are wanted on each level; on level NEED these are the pages that the tree owns, on
-        HOST its host pages."""
+        """Blocks of all referenced nodes, by level: on NEED the number of pages that the tree owns, on HOST of its host
+        pages."""
         self.ghosts: OrderedDict[Node, None] = OrderedDict()
-        """Oldest first. A node becomes a ghost after everything below it did, so the first one has no children."""
+        """Oldest first. A node becomes a ghost after all nodes below it, so the first ghost has no children."""
         self.num_ghost_blocks = 0
         self.max_ghost_blocks = max_ghost_blocks
         self._pages = pages
@@ -172,9 +184,8 @@ class PrefixTree:
     def walk(self, namespace: str, data: bytes) -> tuple[list[Node], Node | None, int]:
         """Follow `data` down from the root.
 
-        Returns the nodes that match over their whole run, then the node that matches only in part (or None) and how
-        many of its blocks do.
-        """
+        Returns the nodes that match completely, then the node that matches in part (or None) and how many of its blocks
+        match."""
         path: list[Node] = []
         node = self.roots.get(namespace)
         if node is None:
@@ -192,8 +203,8 @@ class PrefixTree:
         return path, None, 0
 
     def insert(self, namespace: str, data: bytes) -> list[Node]:
-        """Make the path of `data` end at a node's end: split the node that it leaves, add the rest as a ghost. Returns
-        the path."""
+        """Make the path of `data` end at the end of a node: split the node that it leaves, and add the rest as a ghost.
+        Returns the path."""
         path, partial, num_common = self.walk(namespace, data)
         if partial is not None:
             path.append(self._split(partial, num_common))
@@ -211,8 +222,8 @@ class PrefixTree:
         return path
 
     def give_pages(self, node: Node, page_ids: Sequence[int]) -> None:
-        """A node without pages gets some. The caller refers to it, or to a node below it, before anything else
-        happens."""
+        """Give pages to a node that has none. The caller must then reference the node, or one below it, before any
+        other call."""
         assert node.page_ids is None
         assert len(page_ids) == node.num_blocks
         if node.is_ghost:
@@ -220,7 +231,7 @@ class PrefixTree:
         node.page_ids = list(page_ids)
 
     def give_host_pages(self, node: Node, page_ids: Sequence[int]) -> None:
-        """A node that is wanted on HOST, and has pages, gets its host pages."""
+        """Give host pages to a node that is referenced on HOST and has device pages."""
         assert node.refs[HOST]
         assert node.page_ids is not None
         assert node.host_page_ids is None
@@ -228,14 +239,14 @@ class PrefixTree:
         node.host_page_ids = list(page_ids)
 
     def replace_pages(self, node: Node, page_ids: Sequence[int]) -> None:
-        """Put other pages of the same content in the place of a node's own, which nobody may be reading."""
+        """Replace a node's pages by others with the same content. No running request may be reading the old ones."""
         assert node.page_ids is not None
         assert len(page_ids) == node.num_blocks
         self._pages.free(node.page_ids)
         node.page_ids = list(page_ids)
 
     def ref(self, node: Node, level: int) -> None:
-        """One more wants the path to `node`."""
+        """Add a reference to the path to `node`."""
         step: Node | None = node
         while step is not None and step.parent is not None:
             step.refs[level] += 1
@@ -245,10 +256,10 @@ class PrefixTree:
             step = step.parent
 
     def unref(self, node: Node, level: int) -> Node | None:
-        """One less wants the path to `node`. Without NEED left, nodes lose their pages, without HOST their host pages,
+        """Remove a reference to the path to `node`. Nodes without NEED lose their pages, without HOST their host pages,
         and without both they become ghosts.
 
-        Returns the deepest node of the path that is still wanted, or the root. May trim ghosts."""
+        Returns the deepest node of the path that is still referenced, or the root. May trim ghosts."""
         step: Node | None = node
         while step is not None and step.parent is not None:
             assert step.refs[level] > 0
@@ -264,22 +275,14 @@ class PrefixTree:
 
     def page_ids(self, node: Node) -> list[int]:
         """Pages of the whole path to `node`, in block order."""
-        runs = []
-        for step in path_of(node):
-            assert step.page_ids is not None, "a path that is wanted has all its pages"
-            runs.append(step.page_ids)
-        return [page for run in runs for page in run]
+        return _join(step.page_ids for step in path_of(node))
 
     def host_page_ids(self, node: Node) -> list[int]:
-        """Host pages of the whole path to `node`, which is wanted on HOST, in block order."""
-        runs = []
-        for step in path_of(node):
-            assert step.host_page_ids is not None, "a path that is wanted has all its pages"
-            runs.append(step.host_page_ids)
-        return [page for run in runs for page in run]
+        """Host pages of the whole path to `node`, which is referenced on HOST, in block order."""
+        return _join(step.host_page_ids for step in path_of(node))
 
     def trim_ghosts(self, max_blocks: int | None = None) -> None:
-        """Forget the token ids of the oldest ghosts, from their ends, down to the bound (or to `max_blocks`)."""
+        """Drop the token ids of the oldest ghosts, from their ends, until the bound (or `max_blocks`) is met."""
         bound = self.max_ghost_blocks if max_blocks is None else max_blocks
         while self.num_ghost_blocks > bound:
             node = next(iter(self.ghosts))
@@ -294,7 +297,7 @@ class PrefixTree:
                 self._remove(node)
 
     def nodes(self) -> Iterator[Node]:
-        """Every node but the roots, parents first: for audits."""
+        """Every node but the roots, parents first. For audits."""
         stack = list(self.roots.values())
         while stack:
             node = stack.pop()
@@ -331,7 +334,7 @@ class PrefixTree:
             del self.roots[parent.namespace]
 
     def _split(self, node: Node, num_blocks: int) -> Node:
-        """Cut a node after `num_blocks` blocks. Returns the new upper part."""
+        """Split a node after `num_blocks` blocks. Returns the new upper part."""
         assert 0 < num_blocks < node.num_blocks
         parent = node.parent
         assert parent is not None
@@ -350,8 +353,8 @@ class PrefixTree:
         return upper
 
     def _common_blocks(self, run: bytes, data: bytes, offset: int) -> int:
-        """Blocks that `run` and data[offset:] have in common; the caller knows that the first is one and that not all
-        are."""
+        """Number of blocks that `run` and data[offset:] have in common; at least one, and not all, as the caller
+        knows."""
         low, high = 1, len(run) // self.block_bytes
         while high - low > 1:
             middle = (low + high) // 2

@@ -61,7 +61,7 @@ def quantize(source: Path, destination: Path) -> tuple[int, int]:
                 config = config.with_mtp_layers(int(checkpoint.has_mtp))
             checkpoint.layout(config)
             shards = _Shards(partial)
-            before = sum(shards.add_all(name, tensor) for name, tensor in checkpoint.stored())
+            before = sum(shards.add_all(name, tensor) for name, tensor in checkpoint.stored_tensors())
             after = shards.finish()
         _write_config(source, partial, shards.kept)
         _copy_other_files(source, partial)

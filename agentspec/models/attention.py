@@ -1,6 +1,6 @@
 """Gated full attention: per-head norms on q and k, partial RoPE, a sigmoid gate on the output.
 
-Owns projections and the order of operations; keys and values lie in pages that belong to the caller.
+Owns the projections and the order of operations. Keys and values are in pages that the caller owns.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from agentspec.types import BLOCK_TOKENS
 
 
 def attention_form(config: TextConfig, dtype: torch.dtype) -> StateForm:
-    """Keys (after norm and RoPE) at [:, :, 0] of the A attention layers' pool, values at [:, :, 1]."""
+    """Keys (after norm and RoPE) at [:, :, 0] of the pool of the A attention layers, values at [:, :, 1]."""
     return StateForm(page_parts=(Part("kv_AP2SGD", (2, BLOCK_TOKENS, config.num_kv_heads, config.head_dim), dtype),))
 
 
 class GatedAttention:
+    """The attention mixer of one layer."""
+
     def __init__(
         self,
         config: TextConfig,
@@ -54,7 +56,7 @@ class GatedAttention:
         return self.attend(projected_NP, memory, windows.length_B, windows.page_table_BP)
 
     def attend(self, projected_NP: Tensor, memory: Memory, start_B: Tensor, page_table_BP: Tensor) -> Tensor:
-        """As `step`, for windows whose column 0 is at position start_B (int64)."""
+        """Like `step`, for windows with column 0 at position start_B (int64)."""
         (kv_P2SGD,) = memory
         return self._ops.attention_step(
             projected_NP,
@@ -73,7 +75,7 @@ class GatedAttention:
     def prefill_keys_values(
         self, x_NH: Tensor, norm: kernels.Norm, memory: Memory, batch: kernels.PrefillBatch
     ) -> None:
-        """Only the stores of `prefill`, for a last layer whose output nobody needs."""
+        """Do only the stores of `prefill`, for a last layer whose output isn't needed."""
         (kv_P2SGD,) = memory
         first_key = 2 * self.weights.num_heads * self.weights.head_dim
         projected_NK = self._ops.norm_linear(x_NH, norm, self.qkv_proj.cut((slice(first_key, None),)))

@@ -1,8 +1,8 @@
-"""How published layouts hold the canonical parameters of `tensors.py`: names, shapes, and which part of a tensor goes
-where.
+"""How the published checkpoint layouts store the canonical parameters of `tensors.py`: tensor names, shapes, and which
+part of a tensor fills which parameter.
 
-Owns fused and per-expert experts, Qwen3-Next's packed projections and where multipliers stand. Opens no file: names
-come in, names go out.
+Handles fused and per-expert experts, Qwen3-Next's packed projections, and the place of quantisation multipliers. Maps
+names to names; opens no file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from agentspec import kernels
 from agentspec.models.hf_config import TextConfig
-from agentspec.models.quantization import Beside, Quantization
+from agentspec.models.quantization import Quantization, ScaleTensor
 from agentspec.models.tensors import Parameters, parameter_forms, quantized_names
 
 _PER_EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")
@@ -27,54 +27,55 @@ Pick = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a checkpoint tensor, or a part of it, goes."""
+    """The parameter that a checkpoint tensor, or a part of it, fills."""
 
     parameter: str
     region: kernels.Region = ()
-    """What it fills of the parameter."""
+    """The region of the parameter that is filled."""
     pick: Pick | None = None
-    """Takes the part out of the checkpoint's tensor; None is all of it."""
+    """Extracts the part from the checkpoint's tensor; None: the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A tensor that the checkpoint must hold."""
+    """A tensor that the checkpoint must contain."""
 
     shape: tuple[int, ...]
     targets: tuple[Target, ...]
     quantization: Quantization | None = None
-    """How it is held, where not as plain floats."""
+    """How it is stored; None: as plain floats."""
 
     @property
-    def beside(self) -> tuple[Beside, ...]:
-        """The tensors that the checkpoint must hold beside it."""
-        return () if self.quantization is None else self.quantization.beside(self.shape)
+    def scale_tensors(self) -> tuple[ScaleTensor, ...]:
+        """The multipliers that the checkpoint must contain for this tensor."""
+        return () if self.quantization is None else self.quantization.scale_tensors(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How one checkpoint holds all parameters."""
+    """How one checkpoint stores all parameters."""
 
     parameters: Parameters
     """Every parameter, by canonical name."""
     sources: dict[str, Source]
-    """Every tensor that it must hold, but for what stands beside quantised ones."""
+    """Every tensor that the checkpoint must contain, except the multipliers of quantised ones."""
     block_rows: dict[str, int]
-    """Of each quantised parameter: rows that may share a multiplier. Fewer than a checkpoint's where joined parts don't
-    fill whole blocks."""
+    """For each quantised parameter, the number of rows that may share a multiplier. Smaller than in the checkpoint
+    where joined parts don't fill whole blocks."""
 
 
-def split_roots(present: set[str]) -> set[str]:
-    """The parts of a model, `model` and `mtp`, that hold a tensor for each expert."""
+def roots_with_split_experts(present: set[str]) -> set[str]:
+    """The parts of a model, `model` and `mtp`, that have a separate tensor for each expert."""
     return {name.split(".")[0] for name in present if _PER_EXPERT.search(name)}
 
 
 def checkpoint_layout(config: TextConfig, present: set[str]) -> Layout:
-    """What a checkpoint must hold, given how it lays out its experts (decided for the trunk and for mtp separately).
+    """The tensors that a checkpoint must contain. The layout of the experts is detected from `present`, separately for
+    `model` and `mtp`.
 
-    present: canonical names of what it does hold. Raises UnsupportedModelError for 8-bit weights that we can't read
-    (`quantized_names`)."""
-    by_expert = split_roots(present)
+    present: canonical names of the tensors that it contains. Raises UnsupportedModelError for 8-bit weights that can't
+    be read (`quantized_names`)."""
+    by_expert = roots_with_split_experts(present)
     parameters, quantized = parameter_forms(config), quantized_names(config)
     sources: dict[str, Source] = {}
     for name, parameter in parameters.items():
@@ -116,8 +117,8 @@ def _per_expert(name: str, shape: tuple[int, ...], quantization: Quantization | 
 
 
 def _packed(config: TextConfig, prefix: str) -> dict[str, Source]:
-    """Qwen3-Next's rows go key head by key head: q, k, then that head's share of v and z (of b and a in the other
-    tensor)."""
+    """Sources of Qwen3-Next's packed projections. Their rows are grouped by key head: q, k, then that head's share of v
+    and z; in the other tensor its share of b and a."""
     key_heads, key_dim = config.num_key_heads, config.key_dim
     share = config.num_value_heads // key_heads
     values = share * config.value_dim

@@ -1,7 +1,7 @@
-"""Drafts in 8-bit floats: the MTP layer's linears and experts and the rows of the draft head, quantised at load.
+"""8-bit drafting weights: the MTP layer's linears and experts, and the rows of the draft head, quantised at load.
 
-Owns what of them is quantised, and in which pieces. Drafts decide how many tokens a step emits, never which: all that
-rounding can cost is acceptance. Knows nothing of when that pays.
+Owns which weights are quantised, and in which pieces. Drafts never change the output tokens, so rounding can only lower
+acceptance. Doesn't decide when quantisation is worth it.
 """
 
 from __future__ import annotations
@@ -10,25 +10,23 @@ from agentspec import kernels
 from agentspec.models.quantization import empty_fp8, is_convertible
 
 _PIECE = 2**26
-"""Values quantised at once, by way of several copies in float32: a whole head or all experts of a layer would need
-gigabytes beside the model."""
+"""Values quantised at once. Quantising makes several float32 copies: for a whole head, or all experts of a layer, these
+would take gigabytes besides the model."""
 
 
 def quantize_mtp_layer(parameters: dict[str, kernels.Weight]) -> None:
-    """Replace the linears and experts of the MTP layer, in place, by `in_fp8` of them.
+    """Quantise the linears and experts of the MTP layer, in place, with `in_fp8`.
 
-    parameters: canonical names (tensors.py). Not the layer's norms, router and shared gate, nor mtp.fc, which
-    checkpoints never quantise either."""
+    parameters: by canonical name (tensors.py). The layer's norms, router, shared gate and mtp.fc stay as they are:
+    checkpoints never quantise them either."""
     for name, parameter in parameters.items():
         if name.startswith("mtp.") and is_convertible(name):
             parameters[name] = in_fp8(parameter)
 
 
 def in_fp8(weight: kernels.Weight) -> kernels.Weight:
-    """`quantize_blocks` of a matrix [O, K] or a stack of them [X, O, K], in the form that the device has for it
-    (quantization.empty_fp8).
-
-    What has few bits already stays as it is."""
+    """`quantize_blocks` of a matrix [O, K] or of a stack of matrices [X, O, K], in the device's form
+    (quantization.empty_fp8). An already quantised weight is returned unchanged."""
     if weight.is_quantized:
         return weight
     values = weight.tensor

@@ -1,6 +1,6 @@
 """Gated DeltaNet mixer: projections, short convolution, the gated delta rule, gated norm.
 
-Owns projections and the order of operations; the recurrence and everything that touches a state row is in the kernels.
+Owns the projections and the order of operations. The recurrence, and every access to a state row, is in the kernels.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ SSM_DTYPE = torch.float32
 
 
 def delta_form(config: TextConfig, dtype: torch.dtype) -> StateForm:
-    """The recurrent state, value dim before key dim (transformers keeps [V, K, D]), and the last three rows of [q | k | v] before the
-    convolution, oldest first."""
+    """The recurrent state, value dim before key dim (transformers stores [V, K, D]), and the last three rows of [q | k
+    | v] before the convolution, oldest first."""
     state = Part("ssm_LRVDK", (config.num_value_heads, config.value_dim, config.key_dim), SSM_DTYPE)
     return StateForm(row_parts=(state, Part("conv_LR3C", (CONV_TAPS - 1, config.conv_channels), dtype)))
 
 
 class GatedDeltaNet:
+    """The recurrent mixer of one layer."""
+
     def __init__(self, config: TextConfig, ops: kernels.Backend, parameters: ParameterScope) -> None:
         self._ops = ops
         rows = parameters.take_rows("in_proj_qkv.weight", "in_proj_z.weight")
         self.in_proj, self.in_proj_ba = rows.append_full_precision(
-            parameters.take_tensor_rows("in_proj_b.weight", "in_proj_a.weight")
+            torch.cat([parameters.take_tensor(name) for name in ("in_proj_b.weight", "in_proj_a.weight")])
         )
-        """The latter is None where b and a are the last rows of `in_proj`: write strength and decay stay in full
-        precision where the rest is quantised."""
+        """None where b and a are the last rows of `in_proj`. Separate where `in_proj` is quantised: write strength and
+        decay stay in full precision."""
         self.weights = kernels.DeltaWeights(
             conv_C4=parameters.take_tensor("conv1d.weight").squeeze(1),
             a_log_V=parameters.take_tensor("A_log"),

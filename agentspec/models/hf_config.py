@@ -1,7 +1,7 @@
-"""Reads a Hugging Face `config.json` of the Qwen3.5 family into one frozen TextConfig.
+"""Reads a Hugging Face `config.json` of the Qwen3.5 family into a frozen TextConfig.
 
-Owns where fields hide (wrapper or flat, old and new spellings) and which values we refuse. Knows nothing of tensors:
-names, shapes and bytes follow from a TextConfig in `tensors.py`.
+Owns where each field may be (wrapper or flat, old and new names) and which values are refused. Knows nothing about
+tensors: names, shapes and bytes are derived from a TextConfig in `tensors.py`.
 """
 
 from __future__ import annotations
@@ -19,27 +19,41 @@ LayerType = Literal["linear_attention", "full_attention"]
 GateType = Literal["silu", "sigmoid"]
 
 CONV_TAPS = 4
-"""Taps of the causal convolution; the state keeps the last CONV_TAPS - 1 rows."""
+"""Taps of the causal convolution; the state stores the last CONV_TAPS - 1 rows."""
 
 MAX_VOCAB, MAX_POSITIONS, MAX_LAYERS, MAX_EXPERTS, MAX_WIDTH, MAX_HEADS = 2**24, 2**22, 1024, 2**13, 2**20, 2**12
-"""What a config may ask for, each several times what the largest published models have: a number beyond is a mistake,
-and would be allocated."""
+"""Largest accepted values, each several times that of the largest published model. A larger number is a mistake, and
+would be allocated."""
 
 _DENSE_TYPES = ("qwen3_5", "qwen3_5_text")
 _MOE_TYPES = ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
+_SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "attn_output_gate": (True,),
+    "linear_conv_kernel_dim": (CONV_TAPS,),
+    "mamba_ssm_dtype": ("float32",),
+    "output_gate_type": ("silu", "swish", "sigmoid"),
+    "mtp_use_dedicated_embeddings": (False,),
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([],),
+    "mtp_num_hidden_layers": (0, 1),
+    "num_nextn_predict_layers": (0, 1),
+}
+"""Fields of which only these values are implemented. An absent field is accepted."""
 _LEAST = 1e-30
-"""Of what must be above 0: less is 0 in float32, or nearly so."""
+"""Smallest accepted value of fields that must be above 0: smaller ones are 0 in float32, or nearly so."""
 _ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
 _YARN_KEYS = {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Yarn:
-    """YaRN context extension (arXiv 2309.00071), as `rope_type: yarn` configures it."""
+    """YaRN context extension (arXiv 2309.00071), as configured by `rope_type: yarn`."""
 
     factor: float
     original_max_position: int
-    """Positions that the model was trained on."""
+    """Context length of the training."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
@@ -50,6 +64,8 @@ class Yarn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoeConfig:
+    """Sizes and routing of the mixture-of-experts FFNs."""
+
     num_experts: int
     top_k: int
     intermediate_size: int
@@ -60,7 +76,7 @@ class MoeConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextConfig:
-    """The text model of a checkpoint, with every default resolved."""
+    """The text model of a checkpoint, with all defaults resolved."""
 
     model_type: str
     vocab_size: int
@@ -76,7 +92,7 @@ class TextConfig:
     head_dim: int
     rope_theta: float
     rotary_dim: int
-    """Leading dimensions of each head that are rotated; the exponent base of the frequencies too."""
+    """Number of leading dimensions of each head that are rotated. Also the divisor in the frequencies' exponent."""
     yarn: Yarn | None
 
     num_key_heads: int
@@ -93,7 +109,7 @@ class TextConfig:
     moe: MoeConfig | None
 
     num_mtp_layers: int | None
-    """0 or 1. None: the config doesn't say; the checkpoint's tensors decide."""
+    """0 or 1. None: not in the config; decided by the checkpoint's tensors."""
     eos_token_ids: tuple[int, ...]
     quantization: Quantization | None = None
     """None: every parameter is a plain tensor."""
@@ -125,7 +141,7 @@ class TextConfig:
 
 
 class _Fields:
-    """Typed access to one JSON object; errors name the field and the value."""
+    """Typed access to one JSON object. Errors name the field and the value."""
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
         self.raw = raw
@@ -138,7 +154,7 @@ class _Fields:
         return value
 
     def _wrong(self, name: str, expected: str) -> CheckpointError:
-        return CheckpointError(f"{self.where}: {name}={_shown(self.raw[name])}: must be {expected}")
+        return CheckpointError(f"{self.where}: {name}={_short_repr(self.raw[name])}: must be {expected}")
 
     def integer(self, name: str, default: int | None = None, *, most: int = MAX_WIDTH) -> int:
         if default is not None and self.raw.get(name) is None:
@@ -149,7 +165,7 @@ class _Fields:
         return value
 
     def number(self, name: str, default: float | None = None, *, most: float = 1e6) -> float:
-        """Finite, whatever JSON can spell."""
+        """A finite positive number; JSON can contain NaN and Infinity."""
         if default is not None and self.raw.get(name) is None:
             return default
         value = self._present(name)
@@ -166,32 +182,34 @@ class _Fields:
         return value
 
     def only(self, name: str, allowed: tuple[object, ...]) -> None:
-        """Refuse a present value that we don't implement."""
+        """Refuse a value that isn't implemented. An absent field is accepted."""
         value = self.raw.get(name)
         if value is not None and value not in allowed:
             raise UnsupportedModelError(
-                f"{self.where}: {name}={_shown(value)} is not supported (only {', '.join(map(repr, allowed))})"
+                f"{self.where}: {name}={_short_repr(value)} is not supported (only {', '.join(map(repr, allowed))})"
             )
 
 
-def _shown(value: object) -> str:
-    """In a message, which is one line."""
+def _short_repr(value: object) -> str:
+    """repr, cut to fit in a one-line message."""
     shown = repr(value)
     return shown if len(shown) <= 200 else shown[:200] + "..."
 
 
 def load_text_config(directory: Path) -> TextConfig:
-    """Parse `directory/config.json`. Raises CheckpointError, or UnsupportedModelError naming what we don't run."""
+    """Parse `directory/config.json`. Raises CheckpointError, or UnsupportedModelError that names the unsupported
+    value."""
     path = directory / "config.json"
     return parse_text_config(read_object(path), where=str(path))
 
 
 def parse_text_config(raw: Mapping[str, Any], *, where: str = "config.json") -> TextConfig:
-    """TextConfig from a wrapper (`text_config` inside) or a flat config."""
+    """TextConfig from a wrapper (with `text_config` inside) or a flat config."""
     outer_type = raw.get("model_type")
     if outer_type not in _DENSE_TYPES + _MOE_TYPES:
         raise UnsupportedModelError(
-            f"{where}: model_type={_shown(outer_type)} is not supported (only {', '.join(_DENSE_TYPES + _MOE_TYPES)})"
+            f"{where}: model_type={_short_repr(outer_type)} is not supported "
+            f"(only {', '.join(_DENSE_TYPES + _MOE_TYPES)})"
         )
     text = raw.get("text_config", raw)
     if not isinstance(text, Mapping):
@@ -199,10 +217,11 @@ def parse_text_config(raw: Mapping[str, Any], *, where: str = "config.json") -> 
     model_type = text.get("model_type", outer_type)
     if model_type not in _DENSE_TYPES + _MOE_TYPES or (model_type in _MOE_TYPES) != (outer_type in _MOE_TYPES):
         raise UnsupportedModelError(
-            f"{where}: text_config.model_type={_shown(model_type)} inside {outer_type!r} is not supported"
+            f"{where}: text_config.model_type={_short_repr(model_type)} inside {outer_type!r} is not supported"
         )
     fields = _Fields(text, where)
-    _refuse_unimplemented(fields)
+    for name, allowed in _SUPPORTED_VALUES.items():
+        fields.only(name, allowed)
     top = _Fields(raw, where)
     num_heads, num_kv_heads, num_key_heads, num_value_heads = (
         fields.integer(name, most=MAX_HEADS)
@@ -249,34 +268,17 @@ def parse_text_config(raw: Mapping[str, Any], *, where: str = "config.json") -> 
 
 
 def token_ids(raw: Mapping[str, Any], name: str, where: str) -> list[int]:
-    """A field that holds an id, a list of ids, or nothing."""
+    """A field that contains an id, a list of ids, or nothing."""
     value = raw.get(name)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in ids):
-        raise CheckpointError(f"{where}: {name}={_shown(value)}: must be a token id or a list of them")
+        raise CheckpointError(f"{where}: {name}={_short_repr(value)}: must be a token id or a list of them")
     return ids
 
 
-def _refuse_unimplemented(fields: _Fields) -> None:
-    fields.only("hidden_act", ("silu",))
-    fields.only("attention_bias", (False,))
-    fields.only("attn_output_gate", (True,))
-    fields.only("linear_conv_kernel_dim", (CONV_TAPS,))
-    fields.only("mamba_ssm_dtype", ("float32",))
-    fields.only("output_gate_type", ("silu", "swish", "sigmoid"))
-    fields.only("mtp_use_dedicated_embeddings", (False,))
-    fields.only("decoder_sparse_step", (1,))
-    fields.only("mlp_only_layers", ([],))
-    fields.only("mtp_num_hidden_layers", (0, 1))
-    fields.only("num_nextn_predict_layers", (0, 1))
-
-
 def _num_mtp_layers(fields: _Fields) -> int | None:
-    for name in ("mtp_num_hidden_layers", "num_nextn_predict_layers"):
-        value = fields.raw.get(name)
-        if value is not None:
-            return int(value)
-    return None
+    stated = (fields.raw.get(name) for name in ("mtp_num_hidden_layers", "num_nextn_predict_layers"))
+    return next((int(value) for value in stated if value is not None), None)
 
 
 def _layer_types(fields: _Fields) -> tuple[LayerType, ...]:
@@ -289,7 +291,7 @@ def _layer_types(fields: _Fields) -> tuple[LayerType, ...]:
         raise CheckpointError(f"{fields.where}: layer_types must list {num_layers} layers (num_hidden_layers)")
     for i, layer_type in enumerate(types):
         if layer_type not in ("linear_attention", "full_attention"):
-            raise UnsupportedModelError(f"{fields.where}: layer_types[{i}]={_shown(layer_type)} is not supported")
+            raise UnsupportedModelError(f"{fields.where}: layer_types[{i}]={_short_repr(layer_type)} is not supported")
     return tuple(types)
 
 
@@ -303,7 +305,7 @@ def _rope(fields: _Fields, head_dim: int) -> tuple[float, int, Yarn | None]:
     rope_type = rope.raw.get("rope_type") or rope.raw.get("type") or "default"
     if rope_type not in ("default", "mrope", "yarn"):
         raise UnsupportedModelError(
-            f"{fields.where}: rope_type={_shown(rope_type)} is not supported (only default and yarn)"
+            f"{fields.where}: rope_type={_short_repr(rope_type)} is not supported (only default and yarn)"
         )
     unknown = sorted(set(rope.raw) - _ROPE_KEYS - (_YARN_KEYS if rope_type == "yarn" else set()))
     if unknown:

@@ -25,11 +25,11 @@ from agentspec.models.tensors import ParameterScope
 from agentspec.types import ModelSpec
 
 MixerCore = Callable[[Mixer, Tensor, Memory], Tensor]
-"""Mixed values from what a mixer has projected: its `step`, its `prefill`, or both."""
+"""Computes the mixed values from a mixer's projected input: its `step`, its `prefill`, or both."""
 
 
 class DecoderLayer:
-    """A mixer and an FFN, each with the norm in front of it."""
+    """A mixer and an FFN, each with its input norm."""
 
     def __init__(self, config: TextConfig, ops: kernels.Backend, parameters: ParameterScope, mixer: Mixer) -> None:
         self._ops = ops
@@ -42,7 +42,7 @@ class DecoderLayer:
         self.ffn = SwiGLU(ops, ffn) if config.moe is None else MixtureOfExperts(config.moe, ops, ffn)
 
     def mix(self, x_NH: Tensor, memory: Memory, core: MixerCore) -> Tensor:
-        """x plus the mixer, of which `core` is what stands between its projections."""
+        """x plus the mixer's output; `core` runs between the mixer's projections."""
         projected_NP = self.mixer.project(x_NH, self.input_norm)
         mixed_ND = core(self.mixer, projected_NP, memory)
         return self._ops.add_linear(x_NH, mixed_ND, self.mixer.out_proj, self.post_norm)
@@ -73,7 +73,7 @@ class MtpHead:
 
 
 class HybridModel(ABC):
-    """See models/protocol.py for what each operation promises. A family says which mixer a layer has."""
+    """See models/protocol.py for the contract of each operation. A subclass chooses the mixer of each layer."""
 
     def __init__(
         self,
@@ -108,12 +108,12 @@ class HybridModel(ABC):
         self._pools: StatePools | None = None
         self._draft_head_OH: kernels.Weight = kernels.Plain(self._head_VH[: spec.num_real_tokens])
         self._draft_ids_O: Tensor | None = None
-        """The token of each row of the draft head; None: row o stands for token o."""
+        """The token of each row of the draft head; None: row o is token o."""
         scope.finish()
 
     @abstractmethod
     def _mixer(self, config: TextConfig, index: int, parameters: ParameterScope, rope: kernels.RopeTable) -> Mixer:
-        """Of the trunk's layer `index`, made of that layer's parameters."""
+        """The mixer of the trunk's layer `index`, built from that layer's parameters."""
 
     @property
     def pools(self) -> StatePools:

@@ -1,8 +1,8 @@
-"""The blocks that every decoder layer shares, and what a forward hands to its layers.
+"""Blocks that every decoder layer shares, and the inputs of their forward passes.
 
-A mixer sees the tokens either as windows of slots (`VerifyBatch`) or as spans of prompts (`PrefillBatch`); projections
-and FFNs see flat tokens x_NH and never know which. What ends in the residual stream takes it, and returns it with its
-output added, so that a backend may fuse both into its projections.
+A mixer gets its tokens either as windows of slots (`VerifyBatch`) or as spans of prompts (`PrefillBatch`). Projections
+and FFNs get flat tokens x_NH in both cases. A block that ends in the residual stream takes the stream and returns it
+with its output added, so that a backend can fuse the addition into the projection.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from agentspec.types import MAX_WINDOW
 
 
 class Mixer(Protocol):
-    """What mixes tokens of a sequence: attention or a recurrence. `step` and `prefill` stand between its two
+    """Mixes the tokens of a sequence: attention or a recurrence. `step` and `prefill` run between its two
     projections."""
 
     form: StateForm
-    """What it keeps between calls; `memory` below is of this form."""
+    """Its state between calls; `memory` below has this form."""
     out_proj: kernels.Weight
-    """From the mixed values back to the residual stream."""
+    """Projection of the mixed values back to the residual stream."""
 
     def project(self, x_NH: Tensor, norm: kernels.Norm) -> Tensor:
         """[N, P]: all that it needs of the normed input, token by token."""

@@ -1,6 +1,6 @@
-"""Mixture-of-experts FFN: top-k routed experts and one shared expert behind its own gate.
+"""Mixture-of-experts FFN: top-k routed experts and one shared expert with its own gate.
 
-Owns which parameters that takes; what is computed, and beside what, is the kernels'.
+Owns the parameters; the computation and its order are in the kernels.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from agentspec.models.tensors import ParameterScope
 
 
 class MixtureOfExperts:
+    """The mixture-of-experts FFN of one layer."""
+
     def __init__(self, config: MoeConfig, ops: kernels.Backend, parameters: ParameterScope) -> None:
         self._ops = ops
         self.weights = kernels.MixtureWeights(

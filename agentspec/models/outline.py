@@ -1,7 +1,7 @@
-"""A model without memory: one layer of each kind on the device type "meta", to learn from it what the whole model would
-launch.
+"""A model without memory: one layer of each kind on the device type "meta", used to find out which kernels the whole
+model would launch.
 
-Knows configs and parameters' forms; what is done with the outline is the runtime's business.
+Knows configs and the forms of parameters. The runtime decides what to do with the outline.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ META = torch.device("meta")
 def outline(config: TextConfig, spec: ModelSpec, *, dtype: torch.dtype, fp8_drafts: bool) -> Qwen3_5Model:
     """The model of `config` with one layer of each kind, its MTP head and its vocabulary.
 
-    Layers are of one kind if their mixers are, and if the same of their parameters are quantised. What a layer launches
-    depends on nothing else."""
+    Layers are of one kind if they have the same mixer and the same quantised parameters: the kernels that a layer
+    launches depend on nothing else."""
     quantized = quantized_names(config)
     layers = _kinds(config, quantized)
     parameters: dict[str, kernels.Weight] = {}
     for name, shape in parameter_shapes(config).items():
-        layer = _layer_of(name)
+        layer = _layer_index(name)
         if layer is None or layer in layers:
             kept = name if layer is None else name.replace(f"layers.{layer}.", f"layers.{layers[layer]}.", 1)
             block_rows = kernels.SCALE_BLOCK if name in quantized else None
@@ -39,10 +39,10 @@ def outline(config: TextConfig, spec: ModelSpec, *, dtype: torch.dtype, fp8_draf
 
 
 def _kinds(config: TextConfig, quantized: frozenset[str]) -> Mapping[int, int]:
-    """The first layer of each kind: its place in the model, and its place among the first ones."""
+    """The first layer of each kind: its index in the model, and its index among these first layers."""
     of_layer: dict[int, set[str]] = {}
     for name in quantized:
-        layer = _layer_of(name)
+        layer = _layer_index(name)
         if layer is not None:
             of_layer.setdefault(layer, set()).add(name.partition(f"layers.{layer}.")[2])
     first: dict[tuple[LayerType, frozenset[str]], int] = {}
@@ -51,6 +51,6 @@ def _kinds(config: TextConfig, quantized: frozenset[str]) -> Mapping[int, int]:
     return {layer: place for place, layer in enumerate(first.values())}
 
 
-def _layer_of(name: str) -> int | None:
-    """Of the trunk."""
+def _layer_index(name: str) -> int | None:
+    """Index of the trunk layer that a parameter belongs to; None for any other parameter."""
     return int(name.split(".")[2]) if name.startswith("model.layers.") else None

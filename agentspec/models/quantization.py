@@ -1,8 +1,8 @@
-"""Weights in few bits: which parameters may be, what a config's `quantization_config` asks for, how files and memory
-hold them.
+"""Quantised weights: which parameters may be quantised, the config's `quantization_config`, and the forms in files and
+in memory.
 
-Owns names, JSON and the translation from what a file holds to a form of the kernels (`kernels.Weight`). The numbers are
-the kernels', the files `weights.py`'s.
+Owns names, JSON, and the conversion from a file's tensors to a form of the kernels (`kernels.Weight`). The arithmetic
+is in the kernels, file access in `weights.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from agentspec import kernels
 from agentspec.errors import CheckpointError, UnsupportedModelError
 
 SCALE_SUFFIX = "_scale_inv"
-"""Behind a tensor's name: its multipliers (in spite of the name)."""
+"""Appended to a tensor's name for its multipliers (in spite of "inv")."""
 
 _CONVERTIBLE = re.compile(
     r"(model|mtp)\.layers\.\d+\."
@@ -35,67 +35,61 @@ QUANTIZATION_FIELDS: dict[str, object] = {
     "activation_scheme": "dynamic",
     "weight_block_size": [128, 128],
 }
-"""What a `quantization_config` says besides the list of exclusions."""
+"""Fields of a `quantization_config` besides the list of exclusions."""
 _DEFAULTS = {"fmt": "e4m3", "activation_scheme": "dynamic"}
-"""What the format's definition in transformers takes where a config says nothing."""
+"""Defaults of the format's definition in transformers."""
 _HARMLESS: dict[str, object] = {"dequantize": True, "scale_fmt": "float", "expert_dtype": "fp8"}
-"""Fields of transformers with a value that says what we do anyway."""
+"""Fields of transformers with a value that changes nothing here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Beside:
-    """A tensor that a checkpoint must hold beside the values of a quantised one."""
+class ScaleTensor:
+    """A tensor of multipliers that a checkpoint must contain besides a quantised tensor."""
 
     suffix: str
-    """Behind the name of the values."""
+    """Appended to the name of the quantised tensor."""
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]
-    """Any of these, as safetensors calls them."""
+    """Any of these, by their safetensors names."""
 
 
 class Quantization(Protocol):
-    """How a checkpoint holds every linear that may be converted and isn't excluded, and the form that it gets in
-    memory."""
+    """How a checkpoint stores every convertible linear that isn't excluded, and its form in memory."""
 
     dtype: ClassVar[str]
-    """Of the values, as safetensors calls it."""
+    """Of the values, by its safetensors name."""
 
     @property
     def excluded(self) -> frozenset[str]:
-        """Modules in full precision: whole dotted paths in canonical names. Some name nothing that exists; a path never
-        stands for another one that it begins (`mlp.gate` isn't `mlp.gate_proj`)."""
-        ...
+        """Modules in full precision, as whole dotted paths in canonical names. Some may not exist. A path doesn't
+        exclude longer paths that start with it (`mlp.gate` isn't `mlp.gate_proj`)."""
 
-    def beside(self, shape: tuple[int, ...]) -> tuple[Beside, ...]:
-        """What stands beside values of this shape."""
-        ...
+    def scale_tensors(self, shape: tuple[int, ...]) -> tuple[ScaleTensor, ...]:
+        """The multipliers for values of this shape."""
 
     def read(self, name: str, tensor: Callable[[str], Tensor]) -> kernels.Weight:
-        """The weight `name`, on the CPU. tensor: reads one by its name."""
-        ...
+        """The weight `name`, on the CPU. tensor: reads a tensor by its name."""
 
     def empty(
         self, shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype, block_rows: int
     ) -> kernels.Weight:
-        """Room for a parameter [O, K] or [X, O, K]. block_rows: divides the first row of each part that will be
-        filled."""
-        ...
+        """An uninitialised parameter [O, K] or [X, O, K]. block_rows: a divisor of the first row of each part that will
+        be filled."""
 
     def quantize(self, values: Tensor) -> kernels.Weight:
-        """The nearest weight, as `read` would give it."""
-        ...
+        """The nearest weight, in the form that `read` returns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Blocks:
-    """The official form, a Quantization: float8_e4m3fn with one multiplier for each block of 128 x 128."""
+    """The official format, a Quantization: float8_e4m3fn with one multiplier for each block of 128 x 128."""
 
     dtype: ClassVar[str] = "F8_E4M3"
 
     excluded: frozenset[str]
 
-    def beside(self, shape: tuple[int, ...]) -> tuple[Beside, ...]:
-        return (Beside(suffix=SCALE_SUFFIX, shape=kernels.scales_shape(shape), dtypes=("F32", "BF16")),)
+    def scale_tensors(self, shape: tuple[int, ...]) -> tuple[ScaleTensor, ...]:
+        return (ScaleTensor(suffix=SCALE_SUFFIX, shape=kernels.scales_shape(shape), dtypes=("F32", "BF16")),)
 
     def read(self, name: str, tensor: Callable[[str], Tensor]) -> kernels.Weight:
         return kernels.BlockScaled(values=tensor(name), scales=tensor(name + SCALE_SUFFIX).float())
@@ -110,36 +104,37 @@ class Fp8Blocks:
 
 
 def keeps_blocks(device: torch.device) -> bool:
-    """Whether weights stay in 8 bits on the device. Not on the CPU: each product would expand them again."""
+    """Whether weights stay in 8 bits on the device. Not on the CPU, where each product would have to expand them
+    again."""
     return device.type != "cpu"
 
 
 def empty_fp8(
     shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype, block_rows: int = kernels.SCALE_BLOCK
 ) -> kernels.Weight:
-    """Room for a weight in 8 bits: block-scaled, or plain in `dtype` where the device doesn't keep blocks."""
+    """An uninitialised 8-bit weight: block-scaled, or plain in `dtype` where the device doesn't keep blocks."""
     if keeps_blocks(device):
         return kernels.BlockScaled.empty(shape, device=device, block_rows=block_rows)
     return kernels.Plain(torch.empty(shape, dtype=dtype, device=device))
 
 
 def canonical_name(name: str) -> str:
-    """A tensor's or module's name in the namespace of text-only checkpoints: `model.language_model.` is `model.`."""
+    """The name of a tensor or module in text-only checkpoints: `model.language_model.` becomes `model.`."""
     return re.sub(r"^model\.language_model\.", "model.", name)
 
 
 def is_convertible(name: str) -> bool:
     """Whether a parameter, by canonical name or by that of one expert's part, may be in 8-bit floats.
 
-    Never: norms, what steers the recurrence (A_log, dt_bias, conv1d, in_proj_a, in_proj_b), router and shared gate,
-    embeddings, lm_head, mtp.fc, and Qwen3-Next's packed projections, where rows of different parts would share a
+    Never: norms, the recurrence's control tensors (A_log, dt_bias, conv1d, in_proj_a, in_proj_b), router and shared
+    gate, embeddings, lm_head, mtp.fc, and Qwen3-Next's packed projections, where rows of different parts would share a
     multiplier."""
     return _CONVERTIBLE.fullmatch(name) is not None
 
 
 def parse_quantization(raw: Mapping[str, Any], text: Mapping[str, Any], where: str) -> Fp8Blocks | None:
-    """What the config (`raw`) or its text part says, None where it says nothing. Raises UnsupportedModelError naming
-    field and value."""
+    """The quantisation of a config (`raw`) or its text part; None if there is none. Raises CheckpointError, or
+    UnsupportedModelError that names field and value."""
     found = set()
     for label, holder in (("quantization_config", raw), ("text_config.quantization_config", text)):
         quantization = holder.get("quantization_config")

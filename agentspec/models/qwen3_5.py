@@ -1,5 +1,4 @@
-"""Qwen3.5 (dense and MoE) and Qwen3-Next with the MTP head: which blocks a config asks for, and from which
-parameters."""
+"""Qwen3.5 (dense and MoE) and Qwen3-Next with the MTP head: the blocks that a config asks for, and their parameters."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ from agentspec.models.tensors import ParameterScope
 
 
 def state_forms(config: TextConfig, dtype: torch.dtype) -> list[StateForm]:
-    """What the model will keep between calls: of each layer, the MTP layer and the hidden column. dtype: of
-    activations."""
+    """The state of each layer, of the MTP layer, and the hidden column. dtype: of activations."""
     recurrent, attention = delta_form(config, dtype), attention_form(config, dtype)
     forms = [recurrent if layer_type == "linear_attention" else attention for layer_type in config.layer_types]
     return [*forms, *[attention] * config.has_mtp, hidden_form(config.hidden_size, dtype)]

@@ -1,4 +1,4 @@
-"""From a checkpoint directory to a model that the runtime can drive."""
+"""Loads a checkpoint directory into a model that the runtime can drive."""
 
 from __future__ import annotations
 
@@ -30,13 +30,11 @@ def load_model(
 
     Args:
         dtype: of weights, activations, conv rows, hidden column and pages; recurrent state is float32.
-        random_weights: read the JSON files alone and make up the weights from `seed`. A config that doesn't say whether
-        it has an MTP
-            head gets one, as every published checkpoint does.
-        fp8_drafts: quantise what drafts are made by, as far as the checkpoint hasn't (models/fp8_drafts.py).
-        progress: told how many tensors have been read.
-    Raises CheckpointError, or UnsupportedModelError naming what we don't run.
-    """
+        random_weights: read only the JSON files and make random weights from `seed`. A config that doesn't say whether
+        there is an MTP head gets one, as in every published checkpoint.
+        fp8_drafts: quantise the drafting weights that aren't quantised in the checkpoint (models/fp8_drafts.py).
+        progress: called with the number of tensors read.
+    Raises CheckpointError, or UnsupportedModelError that names the unsupported value."""
     config = resolved_config(path, random_weights=random_weights)
     if random_weights:
         parameters = random_parameters(config, device=device, dtype=dtype, seed=seed)
@@ -47,9 +45,9 @@ def load_model(
 
 
 def resolved_config(path: Path, *, random_weights: bool) -> TextConfig:
-    """A checkpoint's config that says whether there is an MTP head: where it doesn't, the checkpoint's tensors do.
+    """A checkpoint's config with num_mtp_layers resolved: if the config doesn't say, the checkpoint's tensors decide.
 
-    random_weights: look at no tensors; where the config doesn't say, there is a head, as in every published
+    random_weights: read no tensors; if the config doesn't say, there is an MTP head, as in every published
     checkpoint."""
     config = load_text_config(path)
     if config.num_mtp_layers is not None:
@@ -61,7 +59,7 @@ def resolved_config(path: Path, *, random_weights: bool) -> TextConfig:
 
 
 def model_spec(path: Path, config: TextConfig, dtype: torch.dtype) -> ModelSpec:
-    """What the engine must know of the model, from its config and JSON files; the name is the directory's."""
+    """The engine's description of the model, from its config and JSON files; the name is the directory's."""
     forms = state_forms(config, dtype)
     return ModelSpec(
         name=path.resolve().name,

@@ -1,8 +1,8 @@
-"""What a model remembers between calls: the form of each layer's state, and the pools that are built from these forms.
+"""A model's state between calls: the form of each layer's state, and the pools that are allocated from these forms.
 
-Which row or page belongs to whom is the cache's business; here ids are only pointers.
+Ids are only pointers here; the cache decides which request owns a row or page.
 
-Shape letters: L layers that keep a part, R rows, P pages, H hidden size.
+Shape letters: L layers that have a part, R rows, P pages, H hidden size.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ its form."""
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One tensor that a layer keeps for every row, or for every page."""
+    """One tensor that a layer stores for every row, or for every page."""
 
     name: str
-    """Of the pool that holds it for all layers, [layers that keep it, rows or pages, *shape]. Parts of one name are of
-    one shape and dtype."""
+    """Name of the pool that stores it for all layers, [layers that have it, rows or pages, *shape]. Parts of one name
+    must have one shape and dtype."""
     shape: tuple[int, ...]
     """Of one row or page in one layer."""
     dtype: torch.dtype
@@ -41,26 +41,25 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateForm:
-    """What a layer keeps between calls.
+    """A layer's state between calls.
 
-    Rows are kept one for each window column:
+    Each window column has its own row:
 
-    - A request owns the rows that `types.rows_of_request` counts. A slot takes no bytes beside them.
-    - A window reads the slot's read row and writes the whole state after column t to its t-th write row.
-    - A commit moves the read row to the write row of the last accepted column. No state is copied, and what rejected
-      columns wrote is overwritten. There is nothing to fold.
+    - A request owns the rows that `types.rows_of_request` counts. A slot needs no other memory.
+    - A window reads the slot's read row, and writes the whole state after column t to its t-th write row.
+    - A commit makes the write row of the last accepted column the new read row. No state is copied; the rows of
+      rejected columns are overwritten later.
 
-    Pages hold something of each token at its position, and a window writes those of its columns. Rejected positions are
-    written again before they are read. Only the model knows which layer has which parts: cache and scheduler deal in
-    ids and lengths.
-    """
+    Pages store data of each token at its position; a window writes the positions of its columns. Rejected positions are
+    written again before they are read. Only the model knows which layer has which parts: cache and scheduler work on
+    ids and lengths."""
 
     row_parts: tuple[Part, ...] = ()
     page_parts: tuple[Part, ...] = ()
 
 
 def hidden_form(hidden_size: int, dtype: torch.dtype) -> StateForm:
-    """Of the model itself: the last token's hidden after the final norm."""
+    """State of the model itself: the last token's hidden after the final norm."""
     return StateForm(row_parts=(Part("hidden_LRH", (hidden_size,), dtype),))
 
 
@@ -75,12 +74,12 @@ def page_bytes(forms: Iterable[StateForm]) -> int:
 
 
 class StatePools:
-    """The state of every layer, for all rows and pages. `pools["ssm_LRVDK"]` is one part over the layers that keep it,
-    in their order."""
+    """The state of every layer, for all rows and pages. `pools["ssm_LRVDK"]` is one part for the layers that have it,
+    in layer order."""
 
     def __init__(self, forms: Sequence[StateForm], *, num_rows: int, num_pages: int, device: torch.device) -> None:
-        """forms: of every layer, in order, `hidden_form` the last. ZERO_ROW is zeroed, the rest holds whatever memory
-        held."""
+        """forms: of every layer in order, with `hidden_form` as the last. ZERO_ROW is zeroed, everything else is
+        uninitialised."""
         self._rows = _allocate((form.row_parts for form in forms), num_rows, device)
         self._pages = _allocate((form.page_parts for form in forms), num_pages, device)
         for pool in self._rows.values():
@@ -96,16 +95,16 @@ class StatePools:
         return *self._rows.values(), *self._pages.values()
 
     def row_tensors(self) -> tuple[Tensor, ...]:
-        """Layer by layer, so that element r of each tensor is contiguous: a part of row r."""
+        """One tensor per pool and layer, so that element r of each is contiguous: a part of row r."""
         return tuple(chain.from_iterable(pool.unbind() for pool in self._rows.values()))
 
     def page_tensors(self) -> tuple[Tensor, ...]:
-        """The same for pages; neighbouring ones are neighbours in memory."""
+        """The same for pages; consecutive pages are adjacent in memory."""
         return tuple(chain.from_iterable(pool.unbind() for pool in self._pages.values()))
 
 
 def _allocate(parts: Iterable[tuple[Part, ...]], num_ids: int, device: torch.device) -> dict[str, Tensor]:
-    """A pool for each part, by name, [layers that keep it, num_ids, ...]."""
+    """One pool for each part name, [layers that have it, num_ids, ...]."""
     num_layers = Counter(chain.from_iterable(parts))
     pools = {
         part.name: torch.empty(count, num_ids, *part.shape, dtype=part.dtype, device=device)

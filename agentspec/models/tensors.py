@@ -1,9 +1,9 @@
-"""The model's parameters: canonical names, shapes, shards, dtypes and which are in few bits, as they follow from a
+"""The model's parameters: canonical names, shapes, shards, dtypes, and which are quantised. All are derived from a
 TextConfig alone.
 
 Canonical names are the flat text-only names of Qwen3.5 (`model.layers.N...`, `lm_head.weight`, `mtp...`), with q, k, v,
-z, b and a unpacked and experts fused, whatever the checkpoint's own layout is. How checkpoints map to them is
-`weights.py`'s business.
+z, b and a unpacked and experts fused, whatever the checkpoint's own layout is. `checkpoint_layout.py` maps checkpoints
+to them.
 """
 
 from __future__ import annotations
@@ -21,22 +21,20 @@ from agentspec.models.hf_config import CONV_TAPS, TextConfig
 from agentspec.models.quantization import is_convertible
 from agentspec.models.shards import Shard
 
-Shapes = dict[str, tuple[int, ...]]
-
 _STACKED = (("q_proj", "k_proj", "v_proj"), ("in_proj_qkv", "in_proj_z"), ("gate_proj", "up_proj"))
-"""Modules of one input whose rows are multiplied as one matrix."""
+"""Modules with the same input, whose rows are multiplied as one matrix."""
 _RANDOM_SLICE = 2**26
-"""Values that random 8-bit experts are made of at a time, in float32."""
+"""Number of float32 values from which random 8-bit experts are made at a time."""
 
 _FLOAT32_SUFFIXES = ("linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weight")
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """What a parameter must be, and how ranks share it."""
+    """A parameter's shape, and how ranks share it."""
 
     shape: tuple[int, ...]
-    """Of the whole, whatever a rank holds of it."""
+    """Of the whole parameter, not of a rank's part."""
     shard: Shard | None = None
     """None: every rank holds all of it."""
 
@@ -44,7 +42,7 @@ class Parameter:
 Parameters = dict[str, Parameter]
 
 
-def parameter_shapes(config: TextConfig) -> Shapes:
+def parameter_shapes(config: TextConfig) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter."""
     return {name: parameter.shape for name, parameter in parameter_forms(config).items()}
 
@@ -67,17 +65,13 @@ def parameter_forms(config: TextConfig) -> Parameters:
 
 
 def _rows(depth: int, *parts: tuple[int, int], may_repeat: bool = False) -> Parameter:
-    """A matrix whose rows are shared. parts: as in Shard."""
-    return Parameter((_size(parts), depth), Shard(0, parts, may_repeat))
+    """A matrix split by rows. parts: as in Shard."""
+    return Parameter((sum(num_units * size for num_units, size in parts), depth), Shard(0, parts, may_repeat))
 
 
 def _columns(num_rows: int, num_units: int, size: int) -> Parameter:
-    """A matrix whose columns are shared: products with it are partial sums."""
+    """A matrix split by columns: products with a rank's part are partial sums."""
     return Parameter((num_rows, num_units * size), Shard(1, ((num_units, size),)))
-
-
-def _size(parts: tuple[tuple[int, int], ...]) -> int:
-    return sum(num_units * size for num_units, size in parts)
 
 
 def _layer(config: TextConfig, prefix: str, *, linear: bool) -> Parameters:
@@ -91,7 +85,7 @@ def _layer(config: TextConfig, prefix: str, *, linear: bool) -> Parameters:
 
 
 def _gated_delta(config: TextConfig, prefix: str) -> Parameters:
-    """Value heads are shared, with the key heads that they read."""
+    """Value heads are split between ranks, together with the key heads that they read."""
     hidden = config.hidden_size
     keys, values, heads = (
         (config.num_key_heads, config.key_dim),
@@ -113,7 +107,7 @@ def _gated_delta(config: TextConfig, prefix: str) -> Parameters:
 
 
 def _attention(config: TextConfig, prefix: str) -> Parameters:
-    """Query heads are shared, with the key/value heads that they read."""
+    """Query heads are split between ranks, together with the key/value heads that they read."""
     hidden, norm, keys = config.hidden_size, Parameter((config.head_dim,)), (config.num_kv_heads, config.head_dim)
     return {
         f"{prefix}q_proj.weight": _rows(hidden, (config.num_heads, 2 * config.head_dim)),
@@ -150,46 +144,47 @@ def _swiglu(config: TextConfig, prefix: str, width: int) -> Parameters:
 
 
 def _width_units(config: TextConfig, width: int) -> tuple[int, int]:
-    """An FFN's width in (units, entries of one): columns under one multiplier stay together."""
+    """An FFN's width as (units, entries per unit): columns with a common multiplier stay together."""
     size = kernels.SCALE_BLOCK if config.quantization is not None and width % kernels.SCALE_BLOCK == 0 else 1
     return width // size, size
 
 
 def parameter_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """float32 for the recurrence's control tensors, whatever the checkpoint stores; `dtype` for the rest."""
+    """float32 for the recurrence's control tensors, whatever the checkpoint's dtype; `dtype` for the rest."""
     return torch.float32 if name.endswith(_FLOAT32_SUFFIXES) else dtype
 
 
 def quantized_names(config: TextConfig) -> frozenset[str]:
-    """The parameters that the checkpoint has in few bits: every convertible one that the config doesn't exclude.
+    """The parameters that are quantised in the checkpoint: every convertible one that the config doesn't exclude.
 
-    Raises UnsupportedModelError for exclusions that split what is computed as one matrix, and for packed rows in few
-    bits."""
+    Raises UnsupportedModelError for exclusions that split a matrix of _STACKED, and for quantised packed
+    projections."""
     if config.quantization is None:
         return frozenset()
     names = [name for name in parameter_shapes(config) if is_convertible(name)]
-    scaled = frozenset(name for name in names if not _is_excluded(name, config, config.quantization.excluded))
+    quantized = frozenset(name for name in names if not _is_excluded(name, config, config.quantization.excluded))
     for first, *others in _STACKED:
         for name in names:
             if not name.endswith(f".{first}.weight"):
                 continue
             parts = {name, *(name.replace(f".{first}.", f".{other}.") for other in others)}
-            if parts & scaled and parts - scaled:
+            if parts & quantized and parts - quantized:
                 raise UnsupportedModelError(
-                    f"quantization_config excludes {', '.join(sorted(parts - scaled))} but not {', '.join(sorted(parts & scaled))}: "
+                    f"quantization_config excludes {', '.join(sorted(parts - quantized))} "
+                    f"but not {', '.join(sorted(parts & quantized))}: "
                     "their rows are one matrix here, so all of them or none"
                 )
-    return scaled
+    return quantized
 
 
 def _is_excluded(name: str, config: TextConfig, excluded: frozenset[str]) -> bool:
-    """Whether the exclusion list names a convertible parameter, in any layout of a checkpoint."""
+    """Whether the exclusion list names a convertible parameter, in any checkpoint layout."""
     prefix, _, last = name.removesuffix(".weight").rpartition(".")
     if config.packed_projections and last in ("in_proj_qkv", "in_proj_z"):
         if f"{prefix}.in_proj_qkvz" not in excluded:
             raise UnsupportedModelError(
-                f"{prefix}.in_proj_qkvz: packed projections in 8 bits are not supported (rows of q, k, v and z share multipliers); "
-                "quantization_config must exclude it"
+                f"{prefix}.in_proj_qkvz: packed projections in 8 bits are not supported "
+                "(rows of q, k, v and z share multipliers); quantization_config must exclude it"
             )
         return True
     if not prefix.endswith(".experts"):
@@ -201,7 +196,8 @@ def _is_excluded(name: str, config: TextConfig, excluded: frozenset[str]) -> boo
     modules = {f"{prefix}.{expert}.{part}" for expert in range(config.moe.num_experts) for part in parts}
     if modules & excluded and modules - excluded:
         raise UnsupportedModelError(
-            f"quantization_config excludes {min(modules & excluded)} but not {min(modules - excluded)}: all experts or none"
+            f"quantization_config excludes {min(modules & excluded)} but not {min(modules - excluded)}: "
+            "all experts or none"
         )
     return modules <= excluded
 
@@ -209,9 +205,10 @@ def _is_excluded(name: str, config: TextConfig, excluded: frozenset[str]) -> boo
 def random_parameters(
     config: TextConfig, *, device: torch.device, dtype: torch.dtype, seed: int
 ) -> dict[str, kernels.Weight]:
-    """Untrained parameters of sane scale, made on the device; the same seed gives the same values on one device type.
+    """Untrained parameters with realistic scales, made on the device. One seed gives the same values on one device
+    type.
 
-    What the config has in few bits lies as `empty_parameter` says."""
+    Parameters that the config quantises have the form of `empty_parameter`."""
     generator = torch.Generator(device).manual_seed(seed)
     quantized = dict.fromkeys(quantized_names(config), kernels.SCALE_BLOCK)
     found = {}
@@ -235,10 +232,10 @@ def empty_parameter(
     dtype: torch.dtype,
     block_rows: int | None,
 ) -> kernels.Weight:
-    """Room for a parameter; a quantised one in the form that the config's quantisation has for the device
+    """An uninitialised parameter. A quantised one has the form that the config's quantisation has on the device
     (Quantization.empty).
 
-    block_rows: as there; None for one that isn't quantised."""
+    block_rows: as in Quantization.empty; None for a parameter that isn't quantised."""
     if block_rows is not None:
         assert config.quantization is not None
         return config.quantization.empty(shape, device=device, dtype=dtype, block_rows=block_rows)
@@ -249,7 +246,7 @@ def _fill_plain(name: str, tensor: Tensor, generator: torch.Generator) -> None:
     if name.endswith("A_log"):
         tensor.uniform_(1.0, 16.0, generator=generator).log_()
     elif name.endswith("dt_bias"):
-        # softplus of it is a step between 0.001 and 0.1, log-uniform, as state-space models are initialised
+        # softplus(dt_bias) is log-uniform between 0.001 and 0.1, the usual initialisation of state-space models
         step = tensor.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_()
         step += torch.log(-torch.expm1(-step))
     elif name.endswith("linear_attn.norm.weight"):
@@ -262,7 +259,8 @@ def _fill_plain(name: str, tensor: Tensor, generator: torch.Generator) -> None:
 
 
 def _fill_quantized(config: TextConfig, weight: kernels.Weight, generator: torch.Generator) -> None:
-    """A matrix, or a stack of them a few at a time: a stack in float32 would take four times its room."""
+    """Fill a matrix, or a stack of matrices a few at a time: the whole stack in float32 would take four times its
+    size."""
     assert config.quantization is not None
     shape = weight.shape
     num_matrices = max(1, _RANDOM_SLICE // (shape[-2] * shape[-1])) if len(shape) == 3 else shape[0]
@@ -273,33 +271,29 @@ def _fill_quantized(config: TextConfig, weight: kernels.Weight, generator: torch
 
 
 class ParameterScope:
-    """Hands each parameter to the layer that owns it, exactly once."""
+    """Gives each parameter to the layer that owns it, exactly once."""
 
     def __init__(self, parameters: Mapping[str, kernels.Weight], prefix: str = "") -> None:
         self._parameters = parameters if isinstance(parameters, dict) else dict(parameters)
         self._prefix = prefix
 
     def under(self, prefix: str) -> ParameterScope:
-        """The same parameters, seen from one module: shares what has been taken."""
+        """The scope of one module, on the same remaining parameters."""
         return ParameterScope(self._parameters, self._prefix + prefix)
 
     def take(self, name: str) -> kernels.Weight:
         return self._parameters.pop(self._prefix + name)
 
     def take_tensor(self, name: str) -> Tensor:
-        """A parameter that is never quantised."""
+        """Take a parameter that is never quantised."""
         return self.take(name).tensor
 
-    def take_tensor_rows(self, *names: str) -> Tensor:
-        """`take_rows` of parameters that are never quantised."""
-        return torch.cat([self.take_tensor(name) for name in names])
-
     def take_rows(self, *names: str) -> kernels.Weight:
-        """Several projections of the same input, stacked into one."""
+        """Take several projections of the same input, stacked into one."""
         first, *others = (self.take(name) for name in names)
         return first.stack(others)
 
     def finish(self) -> None:
-        """Raise if a parameter was loaded that no layer uses."""
+        """Raise CheckpointError if a parameter is left that no layer uses."""
         if self._parameters:
             raise CheckpointError(f"parameters that no layer uses: {', '.join(sorted(self._parameters))}")

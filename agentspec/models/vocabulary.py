@@ -1,6 +1,6 @@
 """Which token ids exist and which end a turn, from a checkpoint's JSON files alone.
 
-Reads only names and ids; encoding and decoding belong to the text room.
+Reads only names and ids; encoding and decoding are in agentspec/text.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from agentspec.models.hf_config import TextConfig, token_ids
 
 
 def num_real_tokens(directory: Path, config: TextConfig) -> int:
-    """Ids below this one have a token behind them; `vocab_size` when there is no tokenizer.json.
+    """One more than the highest id of a real token; `vocab_size` when there is no tokenizer.json.
 
-    Published checkpoints pad the embedding: rows above the last token are never sampled.
-    """
+    Published checkpoints pad the embedding: ids above the last token are never sampled."""
     path = directory / "tokenizer.json"
     if not is_there(path):
         return config.vocab_size
@@ -32,8 +31,8 @@ def num_real_tokens(directory: Path, config: TextConfig) -> int:
 def stop_token_ids(directory: Path, config: TextConfig) -> tuple[int, ...]:
     """Union of the end ids of generation_config.json, config.json and tokenizer_config.json, in that order.
 
-    The union matters: config.json alone names `<|endoftext|>`, which never ends a chat turn. Files that are absent add nothing.
-    """
+    The union is needed: config.json alone names `<|endoftext|>`, which never ends a chat turn. Absent files add
+    nothing."""
     ids: list[int] = []
     generation_path = directory / "generation_config.json"
     if is_there(generation_path):
@@ -76,7 +75,7 @@ def _tokenizer_end(directory: Path, tokenizer_config: dict[str, Any]) -> list[in
 
 
 def _vocabulary(tokenizer: dict[str, Any], path: Path) -> Mapping[Any, int]:
-    """Ids by token. Of a list, as some models have it, the places alone are known."""
+    """Ids by token. Some models have a list: then the keys are the list's indices."""
     model = _object(tokenizer, "model", path)
     vocab = model.get("vocab") or {}
     if isinstance(vocab, list):

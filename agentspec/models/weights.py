@@ -1,8 +1,8 @@
-"""Strict safetensors loading: every checkpoint tensor is used once, every parameter is filled once, or the names are
-told.
+"""Strict safetensors loading: every checkpoint tensor is used once and every parameter is filled once, or an error
+lists the names.
 
-Owns files, indexes and what is refused of them; what they must hold is `checkpoint_layout.py`'s. Executes nothing from
-a checkpoint: pickle files are refused.
+Owns files, indexes, and the checks on them; `checkpoint_layout.py` says which tensors are expected. Executes nothing
+from a checkpoint: pickle files are refused.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor
 from agentspec import kernels
 from agentspec.errors import CheckpointError
 from agentspec.files import is_panic, is_there, read_object
-from agentspec.models.checkpoint_layout import Layout, Source, checkpoint_layout, split_roots
+from agentspec.models.checkpoint_layout import Layout, Source, checkpoint_layout, roots_with_split_experts
 from agentspec.models.hf_config import TextConfig
 from agentspec.models.quantization import Fp8Blocks, canonical_name, is_convertible
-from agentspec.models.shards import ALONE, Rank, held_shape, pieces, row_grain
+from agentspec.models.shards import SINGLE_RANK, Rank, row_alignment, shard_shape, split_region
 from agentspec.models.tensors import empty_parameter
 from agentspec.types import Progress, no_progress
 
@@ -38,10 +38,10 @@ _SMALL_HUB_FILES = ["*.json", "*.jinja"]
 
 
 def resolve_checkpoint(model: str, *, weights: bool = True) -> Path:
-    """A local directory as it is, or the local snapshot of a hub id (downloaded through huggingface_hub; safetensors
-    and JSON only).
+    """Return a local directory unchanged, or the local snapshot of a hub id (downloaded with huggingface_hub;
+    safetensors, JSON and templates only).
 
-    weights: False: of a hub id everything but its safetensors."""
+    weights: False: of a hub id, everything except its safetensors files."""
     path = Path(model).expanduser()
     if path.is_dir():
         return path
@@ -49,7 +49,7 @@ def resolve_checkpoint(model: str, *, weights: bool = True) -> Path:
         raise CheckpointError(f"model={model!r}: is a file; give the checkpoint's directory")
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise CheckpointError(f"model={model!r}: no such directory")
-    # Takes a while to import, in every process with an engine, and most models lie in a directory.
+    # Imported late: the import is slow, and most models are local directories.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         HfHubHTTPError,
@@ -103,7 +103,8 @@ class Checkpoint:
         names = set(file.keys())
         if listed is not None and names != listed:
             raise CheckpointError(
-                f"{path}: does not hold what the index says{_names('; missing', listed - names)}{_names('; unlisted', names - listed)}"
+                f"{path}: does not hold what the index says"
+                f"{_names('; missing', listed - names)}{_names('; unlisted', names - listed)}"
             )
         self._contents.append((file, sorted(names)))
         for name in names:
@@ -137,20 +138,21 @@ class Checkpoint:
         tensor: Tensor = file.get_tensor(name)
         return tensor
 
-    def stored(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor, vision's too, by its name in the file: one in memory at a time, file by file."""
+    def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor, vision included, by its name in the file: one in memory at a time, file by file."""
         for file, names in self._contents:
             for name in names:
                 yield name, file.get_tensor(name)
 
     def layout(self, config: TextConfig) -> Layout:
-        """How the checkpoint holds the parameters. Raises CheckpointError as `load` does, and reads no tensor."""
-        by_expert = split_roots(self.names)
+        """How the checkpoint stores the parameters. Raises CheckpointError like `load`; reads no tensor."""
+        by_expert = roots_with_split_experts(self.names)
         num_layers = len(config.layer_types) if "model" in by_expert else 1
         if config.moe is not None and by_expert and config.moe.num_experts * num_layers > len(self.names):
-            # Said before a name is made for each of them: the config may ask for millions.
+            # Checked before checkpoint_layout makes the name of every expert: the config may ask for millions.
             raise CheckpointError(
-                f"{self._directory}: {len(self.names)} tensors can't hold num_experts={config.moe.num_experts} for {num_layers} layers"
+                f"{self._directory}: {len(self.names)} tensors can't hold "
+                f"num_experts={config.moe.num_experts} for {num_layers} layers"
             )
         layout = checkpoint_layout(config, self.names)
         self._check(layout.sources, config)
@@ -162,23 +164,21 @@ class Checkpoint:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        rank: Rank = ALONE,
+        rank: Rank = SINGLE_RANK,
         progress: Progress = no_progress,
     ) -> dict[str, kernels.Weight]:
-        """What a rank holds of all parameters, under canonical names; those in few bits lie as
-        `tensors.empty_parameter` says.
+        """Load a rank's part of all parameters, by canonical name. Quantised ones have the form of
+        `tensors.empty_parameter`.
 
-        Raises ConfigError for a number of ranks that can't share a parameter. Raises CheckpointError that lists every
-        tensor which is missing, unexpected, misshapen or in the wrong format, or names the first one in few bits that
-        holds what is no finite number: kernels would read such a code as a large one."""
+        Raises ConfigError if the ranks can't share a parameter equally. Raises CheckpointError that lists all tensors
+        that are missing, unexpected, of the wrong shape or of the wrong format, or that names the first quantised
+        tensor with a value that isn't finite: kernels would read its code as a large number."""
         layout = self.layout(config)
         parameters: dict[str, kernels.Weight] = {}
         for name, parameter in layout.parameters.items():
             whole, shard, rows = parameter.shape, parameter.shard, layout.block_rows.get(name)
-            shape, rows = (
-                held_shape(name, whole, shard, rank),
-                rows and math.gcd(rows, row_grain(name, whole, shard, rank)),
-            )
+            shape = shard_shape(name, whole, shard, rank)
+            rows = rows and math.gcd(rows, row_alignment(name, whole, shard, rank))
             parameters[name] = empty_parameter(config, name, shape, device=device, dtype=dtype, block_rows=rows)
         for num_read, (name, source) in enumerate(layout.sources.items()):
             progress(STAGE, num_read, len(layout.sources))
@@ -186,7 +186,7 @@ class Checkpoint:
             for target in source.targets:
                 part = weight if target.pick is None else kernels.Plain(target.pick(weight.tensor))
                 shard = layout.parameters[target.parameter].shard
-                for region, taken in pieces(target.parameter, target.region, shard, rank):
+                for region, taken in split_region(target.parameter, target.region, shard, rank):
                     parameters[target.parameter].fill(region, part, taken)
         progress(STAGE, len(layout.sources), len(layout.sources))
         return parameters
@@ -202,8 +202,8 @@ class Checkpoint:
     def _check(self, sources: Mapping[str, Source], config: TextConfig) -> None:
         self._check_formats(sources, config)
         shapes = {name: source.shape for name, source in sources.items()}
-        beside = {name + one.suffix: one for name, source in sources.items() for one in source.beside}
-        wanted, present = shapes | {name: one.shape for name, one in beside.items()}, self.names
+        scales = {name + scale.suffix: scale for name, source in sources.items() for scale in source.scale_tensors}
+        wanted, present = shapes | {name: scale.shape for name, scale in scales.items()}, self.names
         missing, unexpected = wanted.keys() - present, present - wanted.keys()
         if missing or unexpected:
             hints = ""
@@ -212,7 +212,8 @@ class Checkpoint:
             if any(name.startswith("mtp.") for name in missing) and not self.has_mtp:
                 hints += " (the config promises an MTP head; set mtp_num_hidden_layers to 0 to run without it)"
             raise CheckpointError(
-                f"{self._directory}:{_names(' missing tensors', missing)}{_names(' unexpected tensors', unexpected)}{hints}"
+                f"{self._directory}:{_names(' missing tensors', missing)}"
+                f"{_names(' unexpected tensors', unexpected)}{hints}"
             )
         misshapen = [
             f"{name} has shape {list(self.shape(name))}, expected {list(shape)}"
@@ -226,12 +227,12 @@ class Checkpoint:
             [name for name, source in sources.items() if source.quantization is None],
             _FLOAT_DTYPES,
         )
-        for dtypes in dict.fromkeys(one.dtypes for one in beside.values()):
-            names = [name for name, one in beside.items() if one.dtypes == dtypes]
+        for dtypes in dict.fromkeys(scale.dtypes for scale in scales.values()):
+            names = [name for name, scale in scales.items() if scale.dtypes == dtypes]
             self._refuse_dtypes(f"multipliers must be {' or '.join(dtypes)}", names, dtypes)
 
     def _check_formats(self, sources: Mapping[str, Source], config: TextConfig) -> None:
-        """A tensor is in 8 bits where the config says so, and nowhere else: read in the other form it would be
+        """Check that a tensor is in 8 bits exactly where the config says so: read in the other format it would be
         noise."""
         present = self.names & sources.keys()
         quantization = Fp8Blocks if config.quantization is None else config.quantization
@@ -240,7 +241,8 @@ class Checkpoint:
         surplus, lacking = in_8_bits - wanted, wanted - in_8_bits
         if surplus and config.quantization is None:
             raise CheckpointError(
-                f"{self._directory}: config.json has no quantization_config{_names(', but these are in 8 bits', surplus)}"
+                f"{self._directory}: config.json has no quantization_config"
+                f"{_names(', but these are in 8 bits', surplus)}"
             )
         never = {name for name in surplus if not is_convertible(name)}
         complaints = [
@@ -252,9 +254,9 @@ class Checkpoint:
             raise CheckpointError(f"{self._directory}: {'; '.join(filter(None, complaints))}")
 
     def _refuse_dtypes(self, rule: str, names: Iterable[str], allowed: tuple[str, ...]) -> None:
-        alien = [f"{name} ({self.dtype(name)})" for name in sorted(names) if self.dtype(name) not in allowed]
-        if alien:
-            raise CheckpointError(f"{self._directory}: {rule}: {', '.join(_shortened(alien))}")
+        refused = [f"{name} ({self.dtype(name)})" for name in sorted(names) if self.dtype(name) not in allowed]
+        if refused:
+            raise CheckpointError(f"{self._directory}: {rule}: {', '.join(_shortened(refused))}")
 
 
 def _files(directory: Path) -> Iterable[tuple[Path, set[str] | None]]:

@@ -1,1 +1,1 @@
-"""Speculation: who drafts tokens, how many, and from which vocabulary."""
+"""Speculation: the drafter, the number of drafts, and the vocabulary that they are chosen from."""

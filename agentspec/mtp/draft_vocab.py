@@ -1,8 +1,8 @@
-"""Which tokens drafts are chosen from: the ones that come up most, because reading the whole head for every draft costs
-more than the rest of the MTP layer.
+"""The draft vocabulary: the most frequent tokens. Reading the whole head for every draft would cost more than the rest
+of the MTP layer.
 
-Owns size and choice. Verification always uses the whole vocabulary, so a choice can cost acceptance and never changes
-what is said. Knows no tensors and no files.
+Owns its size and its tokens. Verification always uses the whole vocabulary, so the draft vocabulary affects acceptance
+but never the output tokens. Knows nothing about tensors or files.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Collection, Mapping
 from agentspec.errors import ConfigError
 
 DEFAULT_SIZE = 32_768
-"""An eighth of the head of the published models, which know 248,077 tokens."""
+"""An eighth of the head of the published models, which have 248,077 tokens."""
 
 LARGE_VOCABULARY = 65_536
-"""Real tokens up to which drafts are chosen from all of them by default."""
+"""Vocabularies of up to this many real tokens are used whole by default."""
 
 
 def draft_vocab_size(asked: int | None, *, num_real_tokens: int) -> int:
-    """How many tokens drafts are chosen from. asked: `EngineConfig.draft_vocab_size`; 0 means all, None what suits the
-    vocabulary.
+    """Size of the draft vocabulary. asked: `EngineConfig.draft_vocab_size`; 0: all tokens, None: the default for the
+    vocabulary's size.
 
-    Raises ConfigError when there are not so many."""
+    Raises ConfigError if it is larger than the vocabulary."""
     if asked is None:
         return DEFAULT_SIZE if num_real_tokens > LARGE_VOCABULARY else num_real_tokens
     if asked > num_real_tokens:
@@ -33,13 +33,13 @@ def draft_vocab_size(asked: int | None, *, num_real_tokens: int) -> int:
 def choose_draft_ids(
     counts: Mapping[int, int], *, size: int, num_real_tokens: int, always: Collection[int]
 ) -> list[int]:
-    """`size` token ids below `num_real_tokens`, ascending: those of `always`, then the most counted ones.
+    """`size` token ids below `num_real_tokens`, ascending: those of `always`, then those with the highest counts.
 
-    Equally counted ones come in the order of their ids, which is that of frequency where nothing was counted:
-    byte-level BPE numbers its tokens as it merges them, the most frequent pair first.
+    Ids with equal counts are taken in ascending order. Without counts this is the order of frequency: byte-level BPE
+    numbers its tokens as it merges them, the most frequent pair first.
 
-    always: the ids without which drafting is not worth much: what ends a turn, and the control tokens, which byte-level
-    BPEs number last. Raises ConfigError when `size` is too small for them."""
+    always: ids that drafting needs: those that end a turn, and the control tokens, which byte-level BPEs number last.
+    Raises ConfigError if `size` is too small for them."""
     chosen = {token for token in always if token < num_real_tokens}
     if size < len(chosen):
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""What proposes the next step's drafts: the protocol, and the drafter that never does.
+"""The Drafter protocol, and a drafter that proposes nothing.
 
-Knows tokens, hiddens and pages as the step hands them over; knows nothing of slots, sampling or acceptance.
+Knows the tokens, hiddens and pages that a step passes in; knows nothing about slots, sampling or acceptance.
 
-Shape letters: B slots, T columns of the window, H hidden size, P pages a sequence, k drafts.
+Shape letters: B slots, T columns of the window, H hidden size, P pages per sequence, k drafts.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ class Drafter(Protocol):
     """Proposes point-mass drafts. Runs inside the captured step: no host reads, static shapes."""
 
     def sources(self, num_drafted: int) -> tuple[DraftSource, ...]:
-        """Where the draft at each position of a proposal of so many comes from. The same for every slot and step, so
-        that the host knows it."""
-        ...
+        """The source of the draft at each position of a proposal of `num_drafted`. The same for every slot and step, so
+        the host knows it."""
 
     def draft(
         self,
@@ -36,8 +35,7 @@ class Drafter(Protocol):
         tokens_BT: int64, tokens at positions start..start+T-1, start at least 1; columns after `last_B` are not part of
         the sequence.
         hidden_BTH: column t is the target's hidden of the token before tokens_BT[:, t].
-        Called with num_drafted 0 too, since a drafter may have state of its own to keep up to date."""
-        ...
+        Also called with num_drafted 0, because a drafter may have its own state to update."""
 
 
 class NullDrafter:

@@ -1,7 +1,7 @@
-"""Drafts by the model's own MTP head, chained: its post-norm output stands in for the hidden that the target has not
+"""Drafts from the model's own MTP head, chained: the head's post-norm output replaces the target hidden that isn't
 computed yet.
 
-Owns the chain. Knows nothing of the layer's inside, of sampling or of slots.
+Owns the chain. Knows nothing about the inside of the layer, sampling or slots.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from agentspec.types import DraftSource
 
 
 class MtpDrafter:
-    """Runs the MTP layer over the window, so that its K/V is true for every kept token, then drafts from the last kept
-    column.
+    """Runs the MTP layer over the window, so that its K/V is exact for every accepted token, then drafts from the last
+    accepted column.
 
-    K/V that the chain writes for drafts comes from approximate hiddens; the next step's window starts at the first of
-    them and overwrites each one before anything kept reads it."""
+    The chain writes K/V for drafts from approximate hiddens. The next step's window starts at the first of these
+    positions and overwrites each before an accepted token reads it."""
 
     def __init__(self, model: StepModel) -> None:
         self._model = model

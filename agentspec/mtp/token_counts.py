@@ -1,6 +1,6 @@
-"""How often each token was served, in a file that one engine's run hands to the next.
+"""Counts of served tokens, in a file that each run of an engine reads and updates.
 
-Owns the file's format (docs/draft_vocabulary.md) and the counting. Knows nothing of what the counts are for.
+Owns the file format (docs/draft_vocabulary.md) and the counting. Doesn't know how the counts are used.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from agentspec.errors import ConfigError
 class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     version: Literal[1]
     num_tokens: Annotated[int, msgspec.Meta(ge=1)]
-    """Real tokens of the vocabulary that the ids are from."""
+    """Real tokens of the vocabulary of these ids."""
     counts: dict[int, Annotated[int, msgspec.Meta(ge=0)]]
     """By token id; JSON writes the ids as strings."""
 
 
 class TokenCounts:
-    """What the file held when it was opened, and what has been served since. Not thread-safe."""
+    """The counts in the file when it was opened, and of the tokens served since. Not thread-safe."""
 
     def __init__(self, path: str, *, num_tokens: int) -> None:
-        """Read the file if there is one. num_tokens: the model's real tokens.
+        """Read the file if it exists. num_tokens: the model's real tokens.
 
-        Raises ConfigError if it can't be read, belongs to another vocabulary, or could not be written later."""
-        # Where it is must not depend on where the process stands when it ends; and a link stays one.
+        Raises ConfigError if it can't be read, belongs to another vocabulary, or couldn't be written later."""
+        # Resolved now: the working directory may change before `save`, and a symbolic link must not be replaced.
         self._path = Path(path).resolve()
         self._shown_path = path
         self._num_tokens = num_tokens
@@ -42,16 +42,15 @@ class TokenCounts:
         if not (self._path.parent.is_dir() and os.access(self._path.parent, os.W_OK)):
             raise self._wrong("its directory does not exist or can't be written to")
 
-    def add(self, token_ids: Iterable[int]) -> None:
+    def add_tokens(self, token_ids: Iterable[int]) -> None:
         """Count served tokens."""
         self._served.update(token_ids)
 
     def save(self) -> None:
-        """Add what was served since the last `save` to what the file holds by now; another engine may have written it
-        meanwhile.
+        """Add the tokens served since the last `save` to the counts in the file, which another engine may have written
+        in the meantime.
 
-        The file is replaced in one step: whoever reads it sees the old one or the new one. Raises ConfigError when that
-        fails."""
+        The file is replaced atomically: readers see the old or the new file. Raises ConfigError if that fails."""
         if not self._served:
             return
         counts = Counter(self._read())

@@ -139,12 +139,12 @@ class Scheduler:
 
     def copied(self, to_host: int, to_device: int) -> None:
         """Copy orders up to these numbers have been carried out: who waited for one of them goes on."""
-        self._cache.copied(to_host)
+        self._cache.complete_copies_to_host(to_host)
         for request in list(self._running):
             lease, fetch = request.lease, request.fetch
             if lease is None or fetch is None or fetch.number > to_device:
                 continue
-            self._cache.land(lease, request.submit.namespace, request.sequence)
+            self._cache.finish_fetch(lease, request.submit.namespace, request.sequence)
             request.promised.discard(fetch.num_tokens)
             request.state_row = lease.read_row
             self._count_cached(request)
@@ -292,7 +292,7 @@ class Scheduler:
         # One that was preempted leaves the others a page each to grow into, or it is preempted again at once.
         margin = len(self._running) if request.preemptions else 0
         has_room = rows is not None and (not margin or self._cache.available_pages() >= margin)
-        if not has_room or (match.host_copy is not None and self._cache.fetch(lease, match) is None):
+        if not has_room or (match.host_copy is not None and self._cache.start_fetch(lease, match) is None):
             self._cache.release(lease, hold_seconds=self._hold_seconds)
             return False
         assert rows is not None

@@ -137,7 +137,7 @@ class StepLoop:
         if self._token_counts is not None:
             for event in events:
                 if isinstance(event, TokensEvent):
-                    self._token_counts.add(event.token_ids)
+                    self._token_counts.add_tokens(event.token_ids)
         return events
 
     def _observe(self, flight: Flight, outcome: StepOutcome) -> None:

@@ -1,4 +1,4 @@
-"""What an operation costs, counted in Python and C calls instead of seconds: bounded by the prompt's path, never by the
+"""Cost of cache operations, counted in Python and C calls instead of seconds: bounded by the prompt's path, not by the
 size of the tree."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SYSTEM_TOKENS = 64 * BLOCK_TOKENS
 
 
 def calls(operation: Callable[[], T]) -> tuple[T, int]:
-    """The operation's result, and how many functions ran in it."""
+    """The operation's result, and the number of function calls that it made."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> None:
@@ -42,13 +42,13 @@ def new_cache(num_rows: int = 10_000, num_pages: int = 400_000) -> HybridCache:
 
 
 def prompt(seed: int, length: int = NUM_TOKENS) -> array[int]:
-    """A system prompt that all share, then a story of its own."""
+    """A system prompt that all prompts share, then random tokens."""
     rng = random.Random(seed)
     return tokens([*range(SYSTEM_TOKENS), *(rng.randrange(200_000) for _ in range(length - SYSTEM_TOKENS))])
 
 
 def turn(cache: HybridCache, ids: array[int], *lengths: int) -> dict[str, int]:
-    """One request that publishes at `lengths`; returns the calls of each operation."""
+    """Run one request that publishes at `lengths`; returns the calls of each operation."""
     match, cost_match = calls(lambda: cache.match("", ids))
     lease, cost_acquire = calls(lambda: cache.acquire(match))
     grown, cost_grow = calls(lambda: cache.grow_pages(lease, len(ids) // BLOCK_TOKENS + 1))
@@ -70,7 +70,7 @@ def turn(cache: HybridCache, ids: array[int], *lengths: int) -> dict[str, int]:
     }
 
 
-def test_a_long_prompt_costs_a_few_calls_whatever_else_is_cached() -> None:
+def test_cost_of_long_prompt_is_independent_of_tree_size() -> None:
     cache = new_cache()
     last = NUM_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
     costs = [turn(cache, prompt(seed), SYSTEM_TOKENS, last) for seed in range(150)]
@@ -81,7 +81,7 @@ def test_a_long_prompt_costs_a_few_calls_whatever_else_is_cached() -> None:
         assert costs[-1][name] <= costs[1][name] + 10, f"{name} grows with the tree"
 
 
-def test_a_tool_loop_costs_a_few_calls_a_node_of_its_path() -> None:
+def test_cost_of_tool_loop_is_bounded_by_path_nodes() -> None:
     cache = new_cache()
     ids = prompt(1, 300 * BLOCK_TOKENS)
     for blocks in range(100, 300):
@@ -90,7 +90,7 @@ def test_a_tool_loop_costs_a_few_calls_a_node_of_its_path() -> None:
     assert max(costs.values()) < 10 * 200, costs
 
 
-def test_eviction_costs_what_it_frees() -> None:
+def test_eviction_cost_is_amortised_constant() -> None:
     """In steady state every turn evicts about one checkpoint; the queues are not searched."""
     cache = new_cache(num_rows=402)
     short = {seed: prompt(seed, SYSTEM_TOKENS + 20 * BLOCK_TOKENS) for seed in range(900)}
@@ -100,17 +100,17 @@ def test_eviction_costs_what_it_frees() -> None:
     assert sum(costs[500:]) / 400 < 150
 
 
-def test_the_queues_don_t_grow_without_eviction() -> None:
+def test_eviction_queues_stay_bounded_without_eviction() -> None:
     cache = new_cache()
     ids = prompt(1, SYSTEM_TOKENS + 100)
     turn(cache, ids, SYSTEM_TOKENS)
     for _ in range(5000):
         cache.release(cache.acquire(cache.match("", ids), session_id="s"), hold_seconds=1.0)
     order = cache.checkpoints.order
-    assert len(order._rows._heap) + len(order._tips._heap) < 3000
+    assert len(order._rows._heap) + len(order._for_pages._heap) < 3000
 
 
-def test_looking_at_the_accounts_doesn_t_walk_the_tree() -> None:
+def test_available_counters_do_not_walk_tree() -> None:
     small, large = new_cache(), new_cache()
     for seed in range(50):
         turn(large, prompt(seed), NUM_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS)

@@ -1,5 +1,5 @@
-"""What goes when room is short: LRU over checkpoints, GRID first, held last, locked never; one budget in bytes for rows
-and pages."""
+"""Eviction order: LRU over checkpoints, GRID first, held last, locked never; and one budget in bytes for rows and
+pages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def stories(world: World) -> list[int]:
     return sorted({key[1][0] // 1000 for key in world.live()})
 
 
-def test_least_recently_used_goes_first() -> None:
+def test_least_recently_used_is_evicted_first() -> None:
     world = World(rows=3)
     for number in (1, 2, 3):
         world.turn(story(number))
@@ -31,7 +31,7 @@ def test_least_recently_used_goes_first() -> None:
     assert stories(world) == [1, 4, 5]
 
 
-def test_publishing_what_stands_already_is_a_use() -> None:
+def test_republishing_counts_as_use() -> None:
     world = World(rows=3)
     world.turn(story(1))
     world.turn(story(2))
@@ -44,7 +44,7 @@ def test_publishing_what_stands_already_is_a_use() -> None:
     assert stories(world) == [1, 3, 4]
 
 
-def test_grid_checkpoints_go_before_all_others() -> None:
+def test_grid_checkpoints_are_evicted_first() -> None:
     world = World(rows=3)
     world.turn(story(1))
     world.turn(story(2), kinds={8: GRID})
@@ -53,7 +53,7 @@ def test_grid_checkpoints_go_before_all_others() -> None:
     assert stories(world) == [1, 3, 4]
 
 
-def test_a_grid_checkpoint_that_becomes_more_loses_its_place_in_the_queue() -> None:
+def test_grid_checkpoint_republished_as_system_is_requeued() -> None:
     world = World(rows=3)
     world.turn(story(1), kinds={8: GRID})
     world.turn(story(2), kinds={8: GRID})
@@ -66,7 +66,7 @@ def test_a_grid_checkpoint_that_becomes_more_loses_its_place_in_the_queue() -> N
     assert stories(world) == [1, 3, 4]
 
 
-def test_a_turn_that_its_session_did_not_continue_goes_first() -> None:
+def test_abandoned_turn_is_evicted_first() -> None:
     world = World(rows=4)
     world.turn(story(1), session="a", hold_seconds=5.0)
     world.turn(story(2))
@@ -78,7 +78,7 @@ def test_a_turn_that_its_session_did_not_continue_goes_first() -> None:
     assert 1 not in stories(world)
 
 
-def test_a_turn_that_its_session_continued_keeps_its_place() -> None:
+def test_continued_turn_keeps_eviction_order() -> None:
     world = World(rows=4)
     world.turn(story(1, 9), session="a", hold_seconds=5.0)
     assert world.turn(story(1, 11), session="a") == 8
@@ -89,7 +89,7 @@ def test_a_turn_that_its_session_continued_keeps_its_place() -> None:
     assert 1 in stories(world), "the GRID checkpoint goes first"
 
 
-def test_an_abandoned_turn_that_somebody_resumes_is_wanted_again() -> None:
+def test_resumed_turn_is_no_longer_abandoned() -> None:
     world = World(rows=3)
     world.turn(story(1), session="a", hold_seconds=5.0)
     world.turn(story(2), session="a")
@@ -99,7 +99,7 @@ def test_an_abandoned_turn_that_somebody_resumes_is_wanted_again() -> None:
     assert stories(world) == [1, 3, 4]
 
 
-def test_where_pages_are_short_rows_are_not_thrown_away_for_nothing() -> None:
+def test_page_eviction_skips_checkpoints_that_free_no_pages() -> None:
     world = World(pages=10)
     world.turn(story(1, 25), kinds={8: SYSTEM, 24: TURN})
     run = world.start(story(2, 24))
@@ -107,7 +107,7 @@ def test_where_pages_are_short_rows_are_not_thrown_away_for_nothing() -> None:
     assert world.lengths() == [8], "the SYSTEM row is older, but its pages are needed at 24 as well"
 
 
-def test_locked_checkpoints_never_go() -> None:
+def test_locked_checkpoints_are_never_evicted() -> None:
     world = World(rows=3, pages=6)
     world.turn(story(1))
     reader = world.start(story(1))
@@ -122,8 +122,8 @@ def test_locked_checkpoints_never_go() -> None:
     assert world.compute(run, 20)
 
 
-def test_what_a_running_request_published_is_locked_too() -> None:
-    """A request that is preempted finds its last checkpoint."""
+def test_published_checkpoint_of_running_request_is_locked() -> None:
+    """So a preempted request can resume from its last checkpoint."""
     world = World(rows=3)
     first = world.start(story(1, 30))
     assert world.compute(first, 8)
@@ -134,7 +134,7 @@ def test_what_a_running_request_published_is_locked_too() -> None:
     assert world.lengths() == [8]
 
 
-def test_impossible_wishes_evict_nothing() -> None:
+def test_impossible_request_evicts_nothing() -> None:
     world = World(rows=4, pages=8)
     for number in (1, 2, 3):
         world.turn(story(number))
@@ -146,7 +146,7 @@ def test_impossible_wishes_evict_nothing() -> None:
     assert stories(world) == []
 
 
-def test_held_sessions_go_last() -> None:
+def test_held_checkpoints_are_evicted_last() -> None:
     world = World(rows=3)
     world.turn(story(1), session="a", hold_seconds=5.0)
     world.turn(story(2))
@@ -163,7 +163,7 @@ def test_held_sessions_go_last() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "left"), [(4.9, [1, 4]), (5.0, [3, 4])])
-def test_a_hold_ends_with_the_clock(seconds: float, left: list[int]) -> None:
+def test_hold_expires_with_clock(seconds: float, left: list[int]) -> None:
     world = World(rows=2)
     world.turn(story(1), session="a", hold_seconds=5.0)
     world.turn(story(3))
@@ -172,7 +172,7 @@ def test_a_hold_ends_with_the_clock(seconds: float, left: list[int]) -> None:
     assert stories(world) == left
 
 
-def test_a_hold_ends_when_the_session_comes_back() -> None:
+def test_hold_ends_with_next_turn() -> None:
     world = World(rows=2)
     world.turn(story(1), session="a", hold_seconds=50.0)
     world.turn(story(2))
@@ -182,7 +182,7 @@ def test_a_hold_ends_when_the_session_comes_back() -> None:
     assert stories(world) == [2, 3]
 
 
-def test_a_session_holds_its_last_turn_only() -> None:
+def test_session_holds_only_last_turn() -> None:
     world = World(rows=2)
     world.turn(story(1), session="a", hold_seconds=50.0)
     world.turn(story(2), session="a", hold_seconds=50.0)
@@ -191,7 +191,7 @@ def test_a_session_holds_its_last_turn_only() -> None:
     assert world.cache.stats()["sessions_held"] == 1
 
 
-def test_a_later_hold_outlives_the_expiry_of_an_earlier_one() -> None:
+def test_later_hold_outlives_earlier_expiry() -> None:
     world = World(rows=2)
     world.turn(story(1), session="a", hold_seconds=5.0)
     world.clock.now += 4
@@ -202,7 +202,7 @@ def test_a_later_hold_outlives_the_expiry_of_an_earlier_one() -> None:
     assert stories(world) == [1, 3]
 
 
-def test_two_sessions_hold_one_checkpoint() -> None:
+def test_checkpoint_held_by_two_sessions() -> None:
     world = World(rows=2)
     world.turn(story(1), session="a", hold_seconds=5.0)
     world.turn(story(1), session="b", hold_seconds=9.0)
@@ -215,21 +215,21 @@ def test_two_sessions_hold_one_checkpoint() -> None:
     assert stories(world) == [2, 3]
 
 
-def test_without_a_session_or_without_seconds_nothing_is_held() -> None:
+def test_no_hold_without_session_or_seconds() -> None:
     world = World()
     world.turn(story(1), hold_seconds=5.0)
     world.turn(story(2), session="a")
     assert world.cache.stats()["sessions_held"] == 0
 
 
-def test_a_hold_keeps_pages_available_only_on_demand() -> None:
+def test_held_pages_are_available_only_with_including_held() -> None:
     world = World(pages=6)
     world.turn(story(1, 17), session="a", hold_seconds=5.0)
     assert world.cache.available_pages() == 2
     assert world.cache.available_pages(including_held=True) == 6
 
 
-def test_the_budget_bounds_rows_and_pages_together() -> None:
+def test_budget_bounds_rows_and_pages_together() -> None:
     world = World(budget_bytes=3 * ROW_BYTES + 6 * PAGE_BYTES)
     for number in range(5):
         world.turn(story(number))
@@ -248,8 +248,8 @@ def test_the_budget_bounds_rows_and_pages_together() -> None:
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 5])
-def test_the_least_budget_serves_one_request_after_another(blocks: int) -> None:
-    """Room for one request's pages, its row and nothing else: everybody runs, whatever the one before left."""
+def test_minimum_budget_serves_requests_in_sequence(blocks: int) -> None:
+    """The budget is one request's pages and its row: every request runs, whatever the one before left in the cache."""
     for limit in ("budget", "pools"):
         exact = blocks * PAGE_BYTES + 2 * ROW_BYTES
         world = World(budget_bytes=exact) if limit == "budget" else World(rows=2, pages=blocks)
@@ -262,7 +262,7 @@ def test_the_least_budget_serves_one_request_after_another(blocks: int) -> None:
             assert len(stories(world)) >= 1
 
 
-def test_one_byte_less_than_the_least_budget_is_refused_and_harmless() -> None:
+def test_one_byte_below_minimum_budget_fails_cleanly() -> None:
     world = World(budget_bytes=2 * PAGE_BYTES + ROW_BYTES - 1)
     run = world.start(story(1))
     assert not world.compute(run, 8)
@@ -271,7 +271,7 @@ def test_one_byte_less_than_the_least_budget_is_refused_and_harmless() -> None:
     assert world.cache.used_bytes == 0
 
 
-def test_stats_count_every_way_to_go() -> None:
+def test_stats_count_created_superseded_and_evicted() -> None:
     world = World(rows=3)
     world.turn(story(1, 17), kinds={8: TURN, 16: TURN})
     world.turn(story(2), kinds={8: SYSTEM})

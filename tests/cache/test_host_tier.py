@@ -1,4 +1,4 @@
-"""What is copied to the host, when, and what a prompt gets back of it."""
+"""The host tier: what is copied, when, and what a prompt can fetch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def stats(world: World) -> dict[str, int]:
     return world.cache.stats()
 
 
-def test_what_was_evicted_comes_back() -> None:
+def test_evicted_checkpoint_is_fetched_from_host() -> None:
     world = new_world()
     for number in (1, 2, 3):
         world.turn(story(number))
@@ -53,7 +53,7 @@ def test_what_was_evicted_comes_back() -> None:
     assert stats(world)["checkpoints_lost"] == 0
 
 
-def test_a_checkpoint_that_goes_before_its_copy_is_complete_is_lost() -> None:
+def test_checkpoint_evicted_before_copy_completes_is_lost() -> None:
     world = new_world()
     for number in (1, 2, 3):
         world.turn(story(number))
@@ -63,13 +63,13 @@ def test_a_checkpoint_that_goes_before_its_copy_is_complete_is_lost() -> None:
     world.turn(story(5))
     world.carry_out(ALL, ALL)
     assert on_host(world) == [1, 3], (
-        "the first copy was complete; the second was not when eviction came to it; the third one still stands"
+        "the first copy was complete; the second was incomplete at eviction; the third checkpoint is still live"
     )
     assert stats(world)["checkpoints_lost"] == 1
     assert world.turn(story(2)) == 0
 
 
-def test_nothing_is_copied_while_there_is_room() -> None:
+def test_nothing_is_copied_while_device_has_room() -> None:
     world = new_world(rows=8, ready_share=0.25)
     for number in range(1, 7):
         world.turn(story(number))
@@ -83,7 +83,7 @@ def test_nothing_is_copied_while_there_is_room() -> None:
     assert on_host(world) == [1, 2]
 
 
-def test_a_use_makes_another_one_the_next_to_go() -> None:
+def test_used_checkpoint_moves_back_in_copy_order() -> None:
     world = new_world(rows=4, ready_share=0.25)
     for number in (1, 2, 3, 4):
         world.turn(story(number))
@@ -94,7 +94,7 @@ def test_a_use_makes_another_one_the_next_to_go() -> None:
     assert on_host(world) == [1, 2], "the first one has been used: its copy stays, but it won't go soon"
 
 
-def test_the_copy_of_a_shared_prefix_is_there_once() -> None:
+def test_shared_prefix_is_copied_once() -> None:
     world = new_world(rows=10)
     system = story(0, 8)
     for number in (1, 2, 3):
@@ -103,7 +103,7 @@ def test_the_copy_of_a_shared_prefix_is_there_once() -> None:
     assert stats(world)["host_pages_used"] == (8 + 3 * 8) // BLOCK
 
 
-def test_only_the_pages_that_the_device_lacks_are_fetched() -> None:
+def test_fetch_copies_only_missing_pages() -> None:
     world = new_world(rows=4)
     system = story(0, 8)
     world.turn(system + story(1, 8), kinds={8: SYSTEM, 16: TURN})
@@ -116,10 +116,10 @@ def test_only_the_pages_that_the_device_lacks_are_fetched() -> None:
     run = world.start([*system, *story(1, 8), 7])
     assert run.lease.fetch is not None
     (order,) = world.cache.take_copy_orders().to_device
-    assert (len(order.rows), len(order.pages)) == (1, 8 // BLOCK), "the system's pages stand on the device"
+    assert (len(order.rows), len(order.pages)) == (1, 8 // BLOCK), "the system's pages are on the device"
 
 
-def test_a_short_way_is_not_fetched() -> None:
+def test_fetch_below_min_blocks_is_skipped() -> None:
     for length, fetched in ((12, 0), (17, 16)):
         world = new_world(rows=1, min_fetch_blocks=4)
         world.turn(story(1, length))
@@ -128,7 +128,7 @@ def test_a_short_way_is_not_fetched() -> None:
         assert world.turn(story(1, length)) == fetched
 
 
-def test_the_device_is_preferred_where_it_is_as_deep() -> None:
+def test_device_checkpoint_is_preferred_at_equal_depth() -> None:
     world = new_world()
     world.turn(story(1))
     world.settle()
@@ -137,7 +137,7 @@ def test_the_device_is_preferred_where_it_is_as_deep() -> None:
     assert stats(world)["host_copies_fetched"] == 0
 
 
-def test_a_superseded_state_leaves_the_host_too() -> None:
+def test_superseded_checkpoint_is_dropped_from_host() -> None:
     world = new_world()
     world.turn(story(1), session="a")
     world.settle()
@@ -154,7 +154,7 @@ def test_grid_checkpoints_are_not_copied() -> None:
     assert on_host(world) == []
 
 
-def test_the_host_keeps_what_was_used_last() -> None:
+def test_host_evicts_least_recently_used() -> None:
     world = new_world(rows=2, host_rows=3)
     for number in (1, 2, 3):
         world.turn(story(number))
@@ -167,7 +167,7 @@ def test_the_host_keeps_what_was_used_last() -> None:
     assert on_host(world) == [1, 3, 4], "the first one came back in between"
 
 
-def test_a_path_longer_than_all_host_memory_is_left_alone() -> None:
+def test_path_larger_than_host_memory_is_not_copied() -> None:
     world = new_world(host_pages=3)
     world.turn(story(1))
     world.settle()
@@ -176,7 +176,7 @@ def test_a_path_longer_than_all_host_memory_is_left_alone() -> None:
     assert on_host(world) == [1]
 
 
-def test_two_that_do_not_fit_beside_each_other_do_not_take_turns_for_ever() -> None:
+def test_copies_that_do_not_fit_together_do_not_alternate() -> None:
     world = new_world(host_pages=5)
     world.turn(story(1, 17))
     world.turn(story(2, 17))
@@ -187,7 +187,7 @@ def test_two_that_do_not_fit_beside_each_other_do_not_take_turns_for_ever() -> N
     assert stats(world)["host_copies_created"] == created == 2
 
 
-def test_what_others_published_meanwhile_takes_the_place_of_what_was_fetched() -> None:
+def test_fetch_uses_pages_published_in_the_meantime() -> None:
     world = new_world(rows=6)
     world.turn(story(1))
     world.settle()
@@ -202,14 +202,14 @@ def test_what_others_published_meanwhile_takes_the_place_of_what_was_fetched() -
     assert world.publish(other)
     pages = world.cache.pages.num_used
     world.carry_out(ALL, 0)
-    assert world.land(run)
+    assert world.finish_fetch(run)
     assert other.lease.locked is not None
     assert run.lease.read_row == other.lease.locked.row
     assert run.lease.page_ids[:2] == other.lease.page_ids[:2]
     assert world.cache.pages.num_used == pages - 2, "what was fetched for nothing is free again"
 
 
-def test_without_a_host_tier_nothing_is_ordered() -> None:
+def test_without_host_tier_no_copies_are_ordered() -> None:
     world = World(rows=2)
     for number in range(5):
         world.turn(story(number))
@@ -219,7 +219,7 @@ def test_without_a_host_tier_nothing_is_ordered() -> None:
     assert stats(world)["bytes_to_host"] == 0
 
 
-def test_bytes_are_counted_in_both_directions() -> None:
+def test_copied_bytes_are_counted_in_both_directions() -> None:
     world = new_world()
     for number in (1, 2, 3, 4):
         world.turn(story(number))
@@ -233,16 +233,15 @@ def test_bytes_are_counted_in_both_directions() -> None:
     ("field", "value"),
     [("num_rows", 0), ("num_pages", 0), ("ready_share", 1.5), ("ready_share", -0.1), ("min_fetch_blocks", 0)],
 )
-def test_settings_that_make_no_sense_are_refused(field: str, value: float) -> None:
+def test_invalid_host_memory_settings_are_refused(field: str, value: float) -> None:
     settings: dict[str, Any] = {"num_rows": 2, "num_pages": 2, field: value}
     with pytest.raises(ConfigError, match=f"{field}={value}"):
         HostMemory(**settings)
 
 
-def test_a_complete_copy_stays_as_it_is_when_the_device_takes_other_pages_for_its_path() -> None:
-    """Somebody computes the same prefix once more, and the tree adopts those pages while other copies are still on
-    their way. The pages may have a new owner, and another content, by the time that an order to the host is carried
-    out."""
+def test_complete_copy_is_kept_when_device_pages_are_replaced() -> None:
+    """Another request computes the same prefix again, and the tree adopts its pages while other copies are still
+    incomplete. When an order to the host is carried out later, those pages may have a new owner and other content."""
     world = new_world(rows=6, pages=12)
     world.turn(story(1))
     world.settle()
@@ -255,9 +254,9 @@ def test_a_complete_copy_stays_as_it_is_when_the_device_takes_other_pages_for_it
     world.release(again)
     for number in range(3, 9):
         world.turn(story(number))
-    assert 1 not in stories(world), "its pages are somebody else's"
+    assert 1 not in stories(world), "its pages have a new owner"
     world.settle()
     fetched = world.start(story(1))
     assert fetched.lease.fetch is not None
     world.settle()
-    assert world.land(fetched), "world.land checks that row and pages hold the story"
+    assert world.finish_fetch(fetched), "world.finish_fetch checks that row and pages hold the story"

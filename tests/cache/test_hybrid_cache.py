@@ -1,6 +1,6 @@
-"""The facade's rules: where a prompt resumes, what a lease locks, what publishing does to pages and ghosts.
+"""HybridCache: where a prompt resumes, what a lease locks, and how publishing changes pages and ghosts.
 
-Blocks are 4 tokens (tests/cache/world.py); every operation is followed by the full audit, contents included.
+Blocks have 4 tokens (tests/cache/world.py). Every operation is followed by the full audit, contents included.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ def ids(*parts: tuple[int, int]) -> list[int]:
     return [story * 1000 + index for story, count in parts for index in range(count)]
 
 
-def test_a_hit_is_the_deepest_checkpoint_and_never_the_last_token() -> None:
+def test_hit_is_deepest_checkpoint_before_last_token() -> None:
     world = World()
     world.turn(ids((1, 16)), kinds={8: SYSTEM, 16: TURN})
     assert world.start(ids((1, 16), (2, 3))).length == 16
     assert world.start(ids((1, 17))).length == 16
     assert world.start(ids((1, 16))).length == 8, "the 16th token must be computed"
-    assert world.start(ids((1, 12), (2, 9))).length == 8, "no state stands at 12"
+    assert world.start(ids((1, 12), (2, 9))).length == 8, "there is no state at 12"
     assert world.start(ids((1, 4), (2, 9))).length == 0
     assert world.start(ids((1, 24)), limit=0).length == 0
     assert world.start(ids((1, 24)), limit=15).length == 8
     assert world.start(ids((1, 16)), limit=99).length == 16, "a limit beyond the prompt means all of it"
 
 
-def test_match_tells_how_far_the_tokens_are_known_beyond_the_state() -> None:
+def test_branch_tokens_counts_known_tokens_beyond_state() -> None:
     world = World()
     world.turn(ids((1, 24)), kinds={8: SYSTEM, 24: TURN})
     match = world.cache.match("", tokens(ids((1, 18), (2, 9))))
@@ -75,7 +75,7 @@ def test_match_changes_nothing() -> None:
     assert world.start(ids((1, 9)), limit=8).length == 0
 
 
-def test_a_lease_reads_the_tree_and_writes_its_own() -> None:
+def test_leases_share_tree_pages_and_own_new_pages() -> None:
     world = World()
     world.turn(ids((1, 16)))
     first, second = world.start(ids((1, 16), (2, 8))), world.start(ids((1, 16), (3, 8)))
@@ -87,7 +87,7 @@ def test_a_lease_reads_the_tree_and_writes_its_own() -> None:
     assert set(first.lease.page_ids[4:]).isdisjoint(second.lease.page_ids[4:])
 
 
-def test_release_gives_back_what_was_not_published() -> None:
+def test_release_frees_unpublished_rows_and_pages() -> None:
     world = World()
     run = world.start(ids((1, 30)))
     assert world.compute(run, 16)
@@ -99,7 +99,7 @@ def test_release_gives_back_what_was_not_published() -> None:
     assert stats["used_bytes"] == 4 * PAGE_BYTES + ROW_BYTES
 
 
-def test_growing_to_fewer_pages_does_nothing() -> None:
+def test_growing_to_fewer_pages_is_a_no_op() -> None:
     world = World()
     run = world.start(ids((1, 30)))
     assert world.cache.grow_pages(run.lease, 3)
@@ -107,15 +107,16 @@ def test_growing_to_fewer_pages_does_nothing() -> None:
     assert len(run.lease.page_ids) == 3
 
 
-def test_two_requests_compute_the_same_prefix_at_once() -> None:
-    """The first to publish gives its pages; the second keeps its duplicates to itself, and hands over what is new."""
+def test_second_publisher_of_same_prefix_keeps_duplicates() -> None:
+    """The tree takes the pages of the first publisher. The second keeps its duplicates, and publishes only new
+    pages."""
     world = World()
     first, second = world.start(ids((1, 16))), world.start(ids((1, 16), (2, 8)))
     assert world.compute(first, 16)
     assert world.compute(second, 16)
     before = list(second.lease.page_ids)
     assert world.publish(first)
-    assert not world.publish(second), "a checkpoint stands there"
+    assert not world.publish(second), "there is a checkpoint already"
     assert second.lease.page_ids == before
     assert world.cache.stats()["pages_used"] == 8
     assert world.compute(second, 24)
@@ -127,7 +128,7 @@ def test_two_requests_compute_the_same_prefix_at_once() -> None:
     world.release(first)
 
 
-def test_duplicates_that_nobody_else_reads_replace_the_trees_pages() -> None:
+def test_unshared_duplicates_replace_tree_pages() -> None:
     world = World()
     world.turn(ids((1, 16)))
     run = world.start(ids((1, 16), (2, 8)), limit=0)
@@ -139,8 +140,8 @@ def test_duplicates_that_nobody_else_reads_replace_the_trees_pages() -> None:
     assert world.cache.stats()["pages_used"] == 6
 
 
-def test_a_request_alone_is_never_short_of_pages_that_it_only_duplicates() -> None:
-    """All pages but the scratch page serve the last request that runs, whatever happened before."""
+def test_lone_request_can_use_pages_it_duplicates() -> None:
+    """The last running request can use all pages except the scratch page, whatever happened before."""
     world = World(pages=10)
     first, second = world.start(ids((1, 16))), world.start(ids((1, 16), (2, 24)))
     assert world.compute(first, 16)
@@ -153,7 +154,7 @@ def test_a_request_alone_is_never_short_of_pages_that_it_only_duplicates() -> No
     assert world.compute(second, 40)
 
 
-def test_publish_splits_a_node_that_another_lease_locks() -> None:
+def test_publish_splits_node_locked_by_another_lease() -> None:
     world = World()
     world.turn(ids((1, 24)))
     reader = world.start(ids((1, 24), (2, 8)))
@@ -171,7 +172,7 @@ def test_publish_splits_a_node_that_another_lease_locks() -> None:
     assert world.start(ids((1, 24), (2, 8), (4, 1))).length == 32
 
 
-def test_pages_behind_the_deepest_checkpoint_are_freed_and_their_tokens_stay() -> None:
+def test_pages_below_deepest_checkpoint_become_ghosts() -> None:
     world = World(rows=2)
     world.turn(ids((1, 24)), kinds={8: SYSTEM, 24: TURN})
     run = world.start(ids((1, 8), (2, 8)))
@@ -183,7 +184,7 @@ def test_pages_behind_the_deepest_checkpoint_are_freed_and_their_tokens_stay() -
     assert (match.num_tokens, match.branch_tokens) == (8, 20)
 
 
-def test_ghosts_are_filled_by_the_next_request_that_computes_them() -> None:
+def test_ghost_gets_pages_from_next_publish() -> None:
     world = World(rows=2)
     world.turn(ids((1, 24)), kinds={8: SYSTEM, 24: TURN})
     world.turn(ids((2, 8)))
@@ -201,7 +202,7 @@ def test_ghosts_are_filled_by_the_next_request_that_computes_them() -> None:
     assert world.cache.match("", tokens(ids((1, 30)))).branch_tokens == 24, "the rest of the ghost is still known"
 
 
-def test_an_ancestor_may_lose_its_row_and_keep_its_pages() -> None:
+def test_evicted_ancestor_keeps_pages_for_descendants() -> None:
     world = World(rows=3)
     world.turn(ids((1, 24)), kinds={8: SYSTEM, 24: TURN})
     assert world.start(ids((1, 24), (2, 4))).length == 24
@@ -213,7 +214,7 @@ def test_an_ancestor_may_lose_its_row_and_keep_its_pages() -> None:
 
 
 @pytest.mark.parametrize("bound", [0, 3, 7])
-def test_ghosts_are_bounded_oldest_first(bound: int) -> None:
+def test_oldest_ghosts_are_trimmed_first(bound: int) -> None:
     world = World(rows=1, ghost_blocks=bound)
     for story in range(4):
         world.turn(ids((story, 12)))
@@ -222,8 +223,8 @@ def test_ghosts_are_bounded_oldest_first(bound: int) -> None:
     assert known == {0: [0, 0, 0, 3], 3: [0, 0, 3, 3], 7: [1, 3, 3, 3]}[bound]
 
 
-def test_publish_in_any_order_of_lengths() -> None:
-    """The rolling checkpoints of a turn: an older, shorter one may be offered after a longer one."""
+def test_publish_accepts_any_order_of_lengths() -> None:
+    """Rolling checkpoints of a turn: a shorter one may be published after a longer one."""
     world = World()
     run = world.start(ids((1, 30)))
     for length in (8, 16, 20):
@@ -236,7 +237,7 @@ def test_publish_in_any_order_of_lengths() -> None:
     assert world.lengths() == [8, 16, 20]
 
 
-def test_a_checkpoint_published_twice_keeps_the_more_protected_kind() -> None:
+def test_republish_keeps_more_protected_kind() -> None:
     order = [GRID, TURN, USER, BRANCH, SYSTEM]
     for weaker, stronger in itertools.pairwise(order):
         for kinds in ((weaker, stronger), (stronger, weaker)):
@@ -249,7 +250,7 @@ def test_a_checkpoint_published_twice_keeps_the_more_protected_kind() -> None:
             assert world.cache.match("", tokens(ids((1, 9)))).kind == stronger
 
 
-def test_disabled_cache_lends_rows_and_pages_but_keeps_nothing() -> None:
+def test_disabled_cache_stores_nothing() -> None:
     world = World(enabled=False)
     run = world.start(ids((1, 16)))
     assert world.compute(run, 8)
@@ -282,11 +283,11 @@ def test_clear_drops_all_but_locked_paths() -> None:
     assert (stats["used_bytes"], stats["ghost_blocks"], world.cache.tree.roots) == (0, 0, {})
 
 
-def test_private_bytes_end_where_others_begin() -> None:
+def test_private_bytes_exclude_shared_path() -> None:
     world = World()
     world.turn(ids((1, 8), (2, 8)), kinds={8: SYSTEM, 16: TURN})
     run = world.start(ids((1, 8), (2, 8), (3, 8)), session="s")
-    assert world.cache.private_bytes(run.lease) == (2 * ROW_BYTES, 4 * PAGE_BYTES), "nobody else uses anything of it"
+    assert world.cache.private_bytes(run.lease) == (2 * ROW_BYTES, 4 * PAGE_BYTES), "no other lease uses any of it"
     assert world.compute(run, 24)
     assert world.cache.private_bytes(run.lease) == (3 * ROW_BYTES, 6 * PAGE_BYTES)
     other = world.start(ids((1, 8), (4, 8)))
@@ -301,7 +302,7 @@ def test_private_bytes_end_where_others_begin() -> None:
     world.release(run)
 
 
-def test_private_bytes_do_not_count_what_another_session_holds() -> None:
+def test_private_bytes_exclude_held_path() -> None:
     world = World()
     world.turn(ids((1, 8)), session="a", hold_seconds=5.0)
     run = world.start(ids((1, 12)), session="b")
@@ -311,7 +312,7 @@ def test_private_bytes_do_not_count_what_another_session_holds() -> None:
     assert world.cache.private_bytes(run.lease) == (ROW_BYTES, 2 * PAGE_BYTES)
 
 
-def test_misuse_is_an_assertion() -> None:
+def test_publish_and_give_rows_assert_on_misuse() -> None:
     world = World()
     run = world.start(ids((1, 30)))
     assert world.compute(run, 8)
@@ -324,11 +325,11 @@ def test_misuse_is_an_assertion() -> None:
     assert world.publish(run)
     rows = world.take_rows(run, 1)
     assert rows is not None
-    with pytest.raises(AssertionError, match="leave the path"):
+    with pytest.raises(AssertionError, match="leaves the path"):
         world.cache.publish(run.lease, "", tokens(ids((2, 30))), 8, rows[0], TURN)
 
 
-def test_a_match_is_good_until_the_cache_changes() -> None:
+def test_acquire_of_stale_match_asserts() -> None:
     world = World()
     world.turn(ids((1, 8)))
     match = world.cache.match("", tokens(ids((1, 9))))
@@ -337,7 +338,7 @@ def test_a_match_is_good_until_the_cache_changes() -> None:
         world.cache.acquire(match)
 
 
-def test_a_lease_ends_once() -> None:
+def test_second_release_asserts() -> None:
     world = World()
     run = world.start(ids((1, 8)))
     world.release(run)
@@ -357,7 +358,7 @@ def test_a_lease_ends_once() -> None:
         ("ghost_blocks", -1),
     ],
 )
-def test_bad_settings_are_refused_by_name(field: str, value: int) -> None:
+def test_invalid_cache_settings_are_refused(field: str, value: int) -> None:
     settings: dict[str, Any] = {"num_rows": 4, "num_pages": 4, "row_bytes": 1, "page_bytes": 1, field: value}
     with pytest.raises(ConfigError, match=f"{field}={value}"):
         HybridCache(**settings)

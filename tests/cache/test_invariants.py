@@ -1,4 +1,4 @@
-"""The audit finds what it is there to find."""
+"""The audit detects every planted fault."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.cache.world import World
 
 
 def a_world() -> World:
-    """A checkpoint at 8, a ghost beyond it to 16, a held one of another story, and a running request that goes on from
-    8."""
+    """A checkpoint at 8, a ghost below it to 16, a held checkpoint of another story, and a running request that resumed
+    from 8."""
     world = World()
     world.turn(range(20), kinds={8: CheckpointKind.SYSTEM, 16: CheckpointKind.GRID})
     world.turn(range(100, 109), session="held", hold_seconds=5.0)
@@ -42,7 +42,7 @@ def held(world: World) -> Checkpoint:
 
 
 def forget_hold(world: World) -> None:
-    """As if the hold on a superseded checkpoint had ended and nobody had looked after it."""
+    """End the hold on a superseded checkpoint without removing the checkpoint."""
     checkpoint = held(world)
     world.cache.checkpoints.supersede(checkpoint)
     world.cache.checkpoints._remove_hold("held", checkpoint)
@@ -58,14 +58,14 @@ FAULTS: dict[str, Callable[[World], object]] = {
     "a page twice in a sequence": lambda world: lease(world).page_ids.append(lease(world).page_ids[0]),
     "a lock too many": lambda world: world.cache.tree.ref(anchor(world), LOCK),
     "a lock too few": lambda world: world.cache.tree.unref(anchor(world), LOCK),
-    "pages kept for nobody": lambda world: world.cache.tree.ref(held(world).node, NEED),
+    "unreferenced pages are kept": lambda world: world.cache.tree.ref(held(world).node, NEED),
     "pages of a live row are gone": lambda world: setattr(anchor(world), "page_ids", None),
     "a row lock is lost": lambda world: setattr(lease(world).locked, "num_locks", 0),
     "a count of locked rows is off": lambda world: setattr(world.cache.checkpoints, "num_locked", 0),
     "a count of kept rows is off": lambda world: setattr(world.cache.checkpoints, "num_kept", 5),
     "a hold without a holder": lambda world: held(world).holders.clear(),
-    "a superseded one stays for nobody": forget_hold,
-    "eviction forgot one": lambda world: world.cache.checkpoints.order._rows._heap.clear(),
+    "a superseded checkpoint without lock or hold": forget_hold,
+    "a checkpoint is missing from the eviction queue": lambda world: world.cache.checkpoints.order._rows._heap.clear(),
     "ghost blocks are miscounted": lambda world: setattr(world.cache.tree, "num_ghost_blocks", 1),
     "a ghost is unknown": lambda world: world.cache.tree.ghosts.clear(),
     "a node under a wrong key": lambda world: setattr(anchor(world), "run", bytes(32)),
@@ -76,7 +76,7 @@ FAULTS: dict[str, Callable[[World], object]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_found(name: str) -> None:
+def test_audit_detects_planted_fault(name: str) -> None:
     world = a_world()
     FAULTS[name](world)
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""Row and page pools: reserved ids stay out, nothing is handed out or taken back twice."""
+"""Id pools: reserved ids are never handed out, and no id is handed out or freed twice."""
 
 from __future__ import annotations
 
@@ -6,43 +6,47 @@ import random
 
 import pytest
 
+from agentspec.cache.hybrid_cache import HybridCache
 from agentspec.cache.id_pool import IdPool
-from agentspec.cache.page_pool import PagePool
-from agentspec.cache.row_pool import RowPool
 from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, ZERO_ROW
 
 
-def test_reserved_ids_are_never_handed_out() -> None:
-    rows, pages = RowPool(6), PagePool(6)
-    assert sorted(rows.take(rows.num_free)) == [2, 3, 4, 5]
-    assert sorted(pages.take(pages.num_free)) == [1, 2, 3, 4, 5]
+def row_pool(num_ids: int = 6) -> IdPool:
+    return IdPool(num_ids, num_reserved=2, noun="row")
+
+
+def test_cache_never_hands_out_reserved_rows_and_pages() -> None:
+    cache = HybridCache(num_rows=6, num_pages=6, row_bytes=1, page_bytes=1)
+    assert sorted(cache.rows.take(cache.rows.num_free)) == [2, 3, 4, 5]
+    assert sorted(cache.pages.take(cache.pages.num_free)) == [1, 2, 3, 4, 5]
     assert {ZERO_ROW, SCRATCH_ROW} == {0, 1}
     assert SCRATCH_PAGE == 0
 
 
 @pytest.mark.parametrize("returned", [ZERO_ROW, SCRATCH_ROW, 6, -1])
-def test_foreign_ids_are_not_taken_back(returned: int) -> None:
-    rows = RowPool(6)
+def test_free_of_reserved_or_unknown_id_raises(returned: int) -> None:
+    rows = row_pool()
     rows.take(4)
     with pytest.raises(AssertionError, match="row"):
         rows.free([returned])
 
 
-def test_double_free_is_an_assertion() -> None:
-    pages = PagePool(6)
-    taken = pages.take(2)
-    pages.free(taken)
-    with pytest.raises(AssertionError, match=f"page {taken[0]} is freed twice"):
-        pages.free(taken[:1])
+def test_double_free_raises() -> None:
+    rows = row_pool()
+    taken = rows.take(2)
+    rows.free(taken)
+    with pytest.raises(AssertionError, match=f"row {taken[0]} is freed twice"):
+        rows.free(taken[:1])
 
 
-def test_more_than_free_is_an_assertion() -> None:
+def test_take_of_more_than_free_raises() -> None:
     with pytest.raises(AssertionError, match="take"):
-        RowPool(6).take(5)
+        row_pool().take(5)
 
 
-@pytest.mark.parametrize("pool", [RowPool(40), PagePool(40)], ids=["rows", "pages"])
-def test_random_take_and_free_keeps_ids_apart(pool: IdPool) -> None:
+@pytest.mark.parametrize("num_reserved", [1, 2])
+def test_random_take_and_free_never_shares_an_id(num_reserved: int) -> None:
+    pool = IdPool(40, num_reserved=num_reserved, noun="id")
     rng = random.Random(7)
     held: set[int] = set()
     for step in range(2000):

@@ -1,4 +1,4 @@
-"""The radix tree alone: walking, splitting, reference levels and ghosts, against a plain set of prefixes."""
+"""The radix tree alone: walking, splitting, reference levels and ghosts, compared with a plain set of prefixes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from agentspec.cache.page_pool import PagePool
+from agentspec.cache.id_pool import IdPool
 from agentspec.cache.prefix_tree import HOLD, LOCK, NEED, Node, PrefixTree
 from agentspec.types import tokens
 
@@ -14,17 +14,17 @@ BLOCK = 2
 
 
 def data(*blocks: int) -> bytes:
-    """One number a block, repeated to fill it."""
+    """One number per block, repeated to fill it."""
     return tokens(number for number in blocks for _ in range(BLOCK)).tobytes()
 
 
-def new_tree(num_pages: int = 100, max_ghost_blocks: int = 100) -> tuple[PrefixTree, PagePool]:
-    pages = PagePool(num_pages)
+def new_tree(num_pages: int = 100, max_ghost_blocks: int = 100) -> tuple[PrefixTree, IdPool]:
+    pages = IdPool(num_pages, num_reserved=1, noun="page")
     return PrefixTree(pages, block_tokens=BLOCK, max_ghost_blocks=max_ghost_blocks), pages
 
 
-def need(tree: PrefixTree, pages: PagePool, *blocks: int) -> Node:
-    """Insert a path, give pages to its ghosts and refer to its end."""
+def need(tree: PrefixTree, pages: IdPool, *blocks: int) -> Node:
+    """Insert a path, give pages to its ghosts and add a NEED reference to its end."""
     path = tree.insert("", data(*blocks))
     for node in path:
         if node.page_ids is None:
@@ -34,12 +34,12 @@ def need(tree: PrefixTree, pages: PagePool, *blocks: int) -> Node:
 
 
 def matched(tree: PrefixTree, *blocks: int) -> int:
-    """Blocks whose tokens are known."""
+    """Number of blocks whose tokens are known."""
     path, _, num_common = tree.walk("", data(*blocks))
     return sum(node.num_blocks for node in path) + num_common
 
 
-def test_a_split_keeps_pages_in_order_and_the_lower_node_in_place() -> None:
+def test_split_keeps_page_order_and_lower_node() -> None:
     tree, pages = new_tree()
     leaf = need(tree, pages, 1, 2, 3, 4)
     before = tree.page_ids(leaf)
@@ -48,21 +48,21 @@ def test_a_split_keeps_pages_in_order_and_the_lower_node_in_place() -> None:
     assert upper.children == {data(3): leaf}
     assert (upper.depth, leaf.depth) == (2 * BLOCK, 4 * BLOCK)
     assert (tree.page_ids(upper), tree.page_ids(leaf)) == (before[:2], before)
-    assert upper.refs == [2, 0, 1, 0], "its own reference and the child's; nobody holds; the child's lock"
+    assert upper.refs == [2, 0, 1, 0], "its own reference and the child's; no hold; the child's lock"
     assert tree.num_blocks == [4, 0, 4, 0]
     tree.unref(leaf, LOCK)
     assert upper.refs == [2, 0, 0, 0]
     assert tree.num_blocks == [4, 0, 0, 0]
 
 
-def test_inserting_what_is_there_changes_nothing() -> None:
+def test_inserting_existing_path_changes_nothing() -> None:
     tree, pages = new_tree()
     leaf = need(tree, pages, 1, 2, 3)
     assert tree.insert("", data(1, 2, 3)) == [leaf]
     assert tree.num_ghost_blocks == 0
 
 
-def test_unref_frees_pages_up_to_the_deepest_node_that_is_still_needed() -> None:
+def test_unref_frees_pages_up_to_deepest_referenced_node() -> None:
     tree, pages = new_tree()
     deep, branch = need(tree, pages, 1, 2, 3, 4), need(tree, pages, 1, 2, 5)
     middle = tree.insert("", data(1, 2))[-1]
@@ -74,7 +74,7 @@ def test_unref_frees_pages_up_to_the_deepest_node_that_is_still_needed() -> None
     assert tree.num_ghost_blocks == 5
 
 
-def test_holds_keep_no_pages_by_themselves_and_count_apart() -> None:
+def test_hold_references_are_counted_separately() -> None:
     tree, pages = new_tree()
     leaf = need(tree, pages, 1, 2)
     tree.ref(leaf, HOLD)
@@ -85,7 +85,7 @@ def test_holds_keep_no_pages_by_themselves_and_count_apart() -> None:
     assert tree.num_blocks == [2, 0, 0, 0]
 
 
-def test_ghosts_are_cut_from_their_ends_and_roots_vanish_with_the_last() -> None:
+def test_ghosts_are_trimmed_from_their_ends() -> None:
     tree, pages = new_tree(max_ghost_blocks=3)
     tree.unref(need(tree, pages, 1, 2, 3, 4), NEED)
     assert matched(tree, 1, 2, 3, 4) == 3
@@ -96,7 +96,7 @@ def test_ghosts_are_cut_from_their_ends_and_roots_vanish_with_the_last() -> None
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_random_paths_against_a_set_of_prefixes(seed: int) -> None:
+def test_random_paths_match_reference_set(seed: int) -> None:
     rng = random.Random(seed)
     tree, pages = new_tree(num_pages=5000, max_ghost_blocks=10**6)
     known: set[tuple[int, ...]] = set()

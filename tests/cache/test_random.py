@@ -1,8 +1,8 @@
-"""Randomised proof: whatever requests do at once, a hit's row and pages hold exactly the prefix that they stand for.
+"""Random cache operations: a hit's row and pages always contain exactly the state of their prefix.
 
-`World` audits structure, ownership, accounts and contents after every operation. Two things more are proved here: what
-the cache says is available can be had, to the last page and row; and where there is room for everything, checkpoints go
-only by the supersede rule, which `Ledger` tells again in the simplest words.
+`World` audits structure, ownership, counters and contents after every operation. Two more properties are checked here.
+Everything that the cache reports as available can be taken, to the last page and row. And where there is room for
+everything, checkpoints are removed only by the supersede rule, which `Ledger` implements again in the simplest form.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NUM_HOST_OPERATIONS = 4000
 
 
 class Traffic:
-    """Random requests over a few stories that share prefixes, in the shapes that agents make: continue, branch,
+    """Random requests over a few stories with shared prefixes, with the patterns of agents: continue, branch,
     repeat."""
 
     def __init__(self, world: World, seed: int) -> None:
@@ -83,7 +83,7 @@ class Traffic:
             world.copy_ahead()
             world.carry_out(rng.choice([0, 1, 9]), rng.choice([0, 1, 1, 9]))
         run = rng.choice(world.runs)
-        if run.lease.fetch is not None and not world.land(run):
+        if run.lease.fetch is not None and not world.finish_fetch(run):
             return
         action = rng.choices(
             ["compute", "snapshot", "publish", "publish snapshot", "release", "rows", "wait", "promise", "clear"],
@@ -129,13 +129,13 @@ class Traffic:
         self.world.release(run, self.rng.choice([0.0, 2.0, 5.0]))
 
     def retract(self, run: Run) -> None:
-        """Out of room: as the scheduler, let somebody go. A request alone always fits, but for the rows that it hoards
-        itself."""
+        """Out of room: release a random request, as the scheduler does. A request that runs alone always fits, unless
+        it holds snapshots."""
         assert len(self.world.runs) > 1 or run.snapshots, f"{self.world.note}: a request alone finds no room"
         victim = self.rng.choice(self.world.runs)
         if victim.lease.fetch is not None:
             self.world.carry_out(1 << 30, 0)
-            assert self.world.land(victim)
+            assert self.world.finish_fetch(victim)
         self.release(victim)
 
     def clear(self) -> None:
@@ -162,7 +162,7 @@ class Traffic:
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", SETTINGS)
-def test_contents_are_true_whatever_happens(name: str, seed: int) -> None:
+def test_random_requests_keep_contents_correct(name: str, seed: int) -> None:
     world = World(**SETTINGS[name], note=f"{name}, seed {seed}")
     traffic = Traffic(world, seed)
     for _ in range(NUM_OPERATIONS):
@@ -174,7 +174,7 @@ def test_contents_are_true_whatever_happens(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", HOST_SETTINGS)
-def test_contents_are_true_with_a_host_tier_whose_copies_are_late(name: str) -> None:
+def test_random_requests_with_late_host_copies_keep_contents_correct(name: str) -> None:
     world = World(**HOST_SETTINGS[name], note=f"{name}, seed 0")
     traffic = Traffic(world, 0)
     for _ in range(NUM_HOST_OPERATIONS):
@@ -190,7 +190,7 @@ def empty(world: World) -> None:
     while world.runs:
         if world.runs[0].lease.fetch is not None:
             world.carry_out(1 << 30, 0)
-            world.land(world.runs[0])
+            world.finish_fetch(world.runs[0])
         world.release(world.runs[0])
     world.cache.clear()
     world.audit()
@@ -207,14 +207,15 @@ class Standing:
 
 
 class Ledger(Traffic):
-    """The supersede rule told once more, on a dict from prefix to checkpoint, in a world with room for everything."""
+    """The supersede rule implemented again, on a dict from prefix to checkpoint, in a world with room for
+    everything."""
 
     RANK = (GRID, TURN, USER, BRANCH, SYSTEM)
 
     def __init__(self, world: World, seed: int) -> None:
         super().__init__(world, seed)
         self.standing: dict[Key, Standing] = {}
-        self.mine: dict[Run, list[tuple[Key, Standing]]] = {}
+        self.used: dict[Run, list[tuple[Key, Standing]]] = {}
         self.reads: dict[Run, Key | None] = {}
         self.deepest: dict[Run, tuple[Key, Standing] | None] = {}
         self.reach: dict[Run, int] = {}
@@ -237,10 +238,10 @@ class Ledger(Traffic):
     def entered(self, run: Run) -> None:
         key = (run.namespace, tuple(run.sequence[: run.lease.num_cached]))
         found = self.standing.get(key) if run.lease.num_cached else None
-        self.mine[run], self.reads[run], self.deepest[run], self.reach[run] = [], None, None, run.lease.num_cached
+        self.used[run], self.reads[run], self.deepest[run], self.reach[run] = [], None, None, run.lease.num_cached
         if found is not None:
             found.readers.add(run)
-            self.mine[run], self.reads[run], self.deepest[run] = [(key, found)], key, (key, found)
+            self.used[run], self.reads[run], self.deepest[run] = [(key, found)], key, (key, found)
         if run.lease.session_id is not None:
             self.end_hold(run.lease.session_id)
 
@@ -258,19 +259,19 @@ class Ledger(Traffic):
                 self.deepest[run] = (key, entry)
         else:
             entry = self.standing[key] = Standing(kind)
-            self.mine[run].append((key, entry))
+            self.used[run].append((key, entry))
             if self.reach[run] <= depth:
                 self.stop_reading(run)
                 entry.readers.add(run)
                 self.reads[run], self.deepest[run], self.reach[run] = key, (key, entry), depth
-        for old_key, old in list(self.mine[run]):
+        for old_key, old in list(self.used[run]):
             if (
                 self.standing.get(old_key) is old
                 and old.kind == kind
                 and len(old_key[1]) < depth
                 and kind in (USER, TURN)
             ):
-                self.mine[run].remove((old_key, old))
+                self.used[run].remove((old_key, old))
                 old.superseded = True
                 if self.reads[run] == old_key:
                     self.stop_reading(run)
@@ -310,14 +311,14 @@ class Ledger(Traffic):
             del self.standing[key]
 
     def clear(self) -> None:
-        """Not in this world, nor the next: nothing goes for want of room."""
+        """Do nothing: in this world checkpoints must be removed only by the supersede rule."""
 
     def take_all_that_is_available(self) -> None:
-        """See clear."""
+        """Do nothing, as in `clear`."""
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_with_room_for_all_checkpoints_go_by_the_supersede_rule_alone(seed: int) -> None:
+def test_without_eviction_only_supersede_removes_checkpoints(seed: int) -> None:
     world = World(rows=150, pages=400, note=f"seed {seed}")
     ledger = Ledger(world, seed)
     for _ in range(2000):

@@ -1,4 +1,5 @@
-"""Supersede: a request that goes on from a checkpoint and publishes a deeper one of its kind frees the one it used."""
+"""Supersede: a request that resumes from a checkpoint and publishes a deeper one of the same kind frees the first
+one."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ SYSTEM, USER, TURN, BRANCH, GRID = (
 
 
 @pytest.mark.parametrize("kind", list(CheckpointKind))
-def test_resume_and_publish_deeper(kind: CheckpointKind) -> None:
+def test_deeper_publish_supersedes_resumed_checkpoint(kind: CheckpointKind) -> None:
     world = World()
     world.turn(range(8), kinds={8: kind})
     assert world.turn(range(17), kinds={16: kind}) == 8
@@ -25,14 +26,14 @@ def test_resume_and_publish_deeper(kind: CheckpointKind) -> None:
 
 
 @pytest.mark.parametrize("kind", list(CheckpointKind))
-def test_publish_twice_in_one_request(kind: CheckpointKind) -> None:
+def test_deeper_publish_supersedes_own_earlier_publish(kind: CheckpointKind) -> None:
     world = World()
     world.turn(range(20), kinds={8: kind, 12: kind, 16: kind})
     assert world.lengths() == ([8, 12, 16] if kind in (SYSTEM, BRANCH, GRID) else [16])
 
 
 @pytest.mark.parametrize("kind", [USER, TURN])
-def test_only_within_its_own_kind(kind: CheckpointKind) -> None:
+def test_supersede_applies_only_within_same_kind(kind: CheckpointKind) -> None:
     for other in set(CheckpointKind) - {kind}:
         world = World()
         world.turn(range(8), kinds={8: kind})
@@ -40,7 +41,7 @@ def test_only_within_its_own_kind(kind: CheckpointKind) -> None:
         assert world.lengths() == [8, 16]
 
 
-def test_a_shallower_one_supersedes_nothing() -> None:
+def test_shallower_publish_supersedes_nothing() -> None:
     world = World()
     run = world.start(range(20))
     assert world.compute(run, 8)
@@ -51,7 +52,7 @@ def test_a_shallower_one_supersedes_nothing() -> None:
     assert world.lengths() == [8, 16]
 
 
-def test_a_tool_loop_of_300_turns_leaves_three_checkpoints() -> None:
+def test_tool_loop_of_300_turns_leaves_three_checkpoints() -> None:
     world = World(pages=400)
     prompt = 20
     for turn in range(300):
@@ -67,7 +68,7 @@ def test_a_tool_loop_of_300_turns_leaves_three_checkpoints() -> None:
     assert stats["tree_pages"] == (prompt - 4) // 4
 
 
-def test_one_that_another_request_still_reads_goes_when_that_one_lets_go() -> None:
+def test_superseded_checkpoint_is_kept_until_unlocked() -> None:
     world = World()
     world.turn(range(8))
     first, second = world.start(range(17)), world.start([*range(8), *range(50, 60)])
@@ -81,7 +82,7 @@ def test_one_that_another_request_still_reads_goes_when_that_one_lets_go() -> No
     assert world.cache.stats()["checkpoints_superseded"] == 1
 
 
-def test_one_that_two_requests_resumed_from_goes_when_both_are_further() -> None:
+def test_checkpoint_superseded_by_two_requests_is_dropped() -> None:
     world = World()
     world.turn(range(8))
     first, second = world.start(range(17)), world.start([*range(8), *range(50, 60)])
@@ -91,7 +92,7 @@ def test_one_that_two_requests_resumed_from_goes_when_both_are_further() -> None
     assert world.lengths() == [16, 16]
 
 
-def test_a_superseded_one_may_still_be_resumed_from() -> None:
+def test_superseded_checkpoint_can_still_be_resumed() -> None:
     world = World()
     world.turn(range(8))
     first, second = world.start(range(17)), world.start([*range(8), *range(50, 60)])
@@ -105,7 +106,7 @@ def test_a_superseded_one_may_still_be_resumed_from() -> None:
     assert world.lengths() == [16]
 
 
-def test_one_that_another_session_holds_goes_when_its_hold_ends() -> None:
+def test_superseded_checkpoint_is_dropped_when_hold_ends() -> None:
     world = World()
     world.turn(range(8), session="a", hold_seconds=5.0)
     world.turn(range(17), kinds={16: TURN}, session="b")
@@ -116,8 +117,8 @@ def test_one_that_another_session_holds_goes_when_its_hold_ends() -> None:
     assert world.lengths() == [16]
 
 
-def test_publishing_where_one_stands_supersedes_too() -> None:
-    """The deeper checkpoint does the work, whoever made it."""
+def test_republishing_supersedes_shallower_checkpoint() -> None:
+    """The deeper checkpoint supersedes the shallower one even if another request published it."""
     world = World()
     world.turn(range(8))
     run = world.start(range(30))
@@ -129,7 +130,7 @@ def test_publishing_where_one_stands_supersedes_too() -> None:
     assert world.lengths() == [12, 16]
 
 
-def test_a_superseded_one_that_is_published_again_stays() -> None:
+def test_republished_superseded_checkpoint_is_kept() -> None:
     world = World()
     world.turn(range(8))
     reader, first = world.start(range(20)), world.start(range(20))
@@ -143,7 +144,7 @@ def test_a_superseded_one_that_is_published_again_stays() -> None:
     assert world.lengths() == [8, 16]
 
 
-def test_a_checkpoint_of_a_stranger_on_the_way_stays() -> None:
+def test_checkpoint_of_another_request_is_not_superseded() -> None:
     world = World()
     run = world.start(range(30))
     world.turn(range(13))
@@ -153,7 +154,7 @@ def test_a_checkpoint_of_a_stranger_on_the_way_stays() -> None:
     assert world.lengths() == [12, 20], "the request neither resumed from it nor published it"
 
 
-def test_the_row_that_superseding_frees_is_usable_at_once() -> None:
+def test_superseded_row_is_reusable_at_once() -> None:
     world = World(rows=2)
     world.turn(range(8))
     run = world.start(range(21))

@@ -1,9 +1,9 @@
-"""A cache with simulated contents: every row and page remembers which prefix was written to it.
+"""A cache with simulated contents: every row and page stores a hash of the prefix that was written to it.
 
-`World` drives a HybridCache as the scheduler does and audits it after every operation, contents included: what the tree
-hands out or a running request reads must be exactly the prefix that it stands for. Whatever gets a new owner loses its
-content. Copies to and from the host tier are carried out late, when the test says so, and read what the ids hold by
-then.
+`World` drives a HybridCache as the scheduler does, and audits it after every operation, contents included: a row or
+page that the tree offers or a running request reads must contain exactly its prefix. A row or page loses its content
+when it gets a new owner. Copies to and from the host tier are carried out late, when the test says so, and read the
+contents of that moment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Key = tuple[str, tuple[int, ...]]
 
 
 def prefix_tags(namespace: str, ids: Iterable[int]) -> tuple[int, ...]:
-    """What stands in memory for each prefix: tags[n] is a hash chain over the first n tokens."""
+    """The simulated content for each prefix: tags[n] is a hash chain over the first n tokens."""
     return _prefix_tags(namespace, tuple(ids))
 
 
@@ -77,7 +77,7 @@ class World:
         host_memory: HostMemory | None = None,
         note: str = "",
     ) -> None:
-        """`rows` and `pages` are usable ones."""
+        """`rows` and `pages` count usable ones."""
         self.clock = Clock()
         self.note = note
         self.cache = HybridCache(
@@ -99,14 +99,14 @@ class World:
         self.to_host: deque[CopyOrder] = deque()
         self.to_device: deque[CopyOrder] = deque()
         self.num_to_device = 0
-        """Orders to the device that have been carried out."""
+        """Number of the last order to the device that has been carried out."""
         self.num_fetches = 0
         self.runs: list[Run] = []
 
     def start(
         self, sequence: Iterable[int], *, namespace: str = "", session: str | None = None, limit: int | None = None
     ) -> Run:
-        """Match and acquire; the hit must be the deepest checkpoint that stands on the path."""
+        """Match and acquire; check that the hit is the deepest checkpoint on the path."""
         ids = list(sequence)
         live = self.live()
         bound = min(len(ids) - 1 if limit is None else limit, len(ids))
@@ -150,7 +150,7 @@ class World:
             before = len(lease.page_ids)
             if (
                 self.cache.grow_pages(lease, match.num_reachable // BLOCK)
-                and (fetch := self.cache.fetch(lease, match)) is not None
+                and (fetch := self.cache.start_fetch(lease, match)) is not None
             ):
                 self.num_fetches += 1
                 self.row_content.pop(fetch.row, None)
@@ -172,8 +172,8 @@ class World:
         self.audit()
 
     def carry_out(self, num_to_device: int, num_to_host: int) -> None:
-        """Carry out some orders: to the device first, and to the host only when nothing is to be copied to the device
-        any more."""
+        """Carry out some orders: first those to the device, and those to the host only when no order to the device is
+        left."""
         self._collect_orders()
         for _ in range(min(num_to_device, len(self.to_device))):
             order = self.to_device.popleft()
@@ -185,21 +185,21 @@ class World:
             order = self.to_host.popleft()
             _copy(order.rows, self.row_content, self.host_row_content)
             _copy(order.pages, self.page_content, self.host_page_content)
-            self.cache.host.copied(order.number)
+            self.cache.complete_copies_to_host(order.number)
         self.audit()
 
     def settle(self) -> None:
-        """Order all copies that are wanted, and carry out every order."""
+        """Order all wanted copies, and carry out every order."""
         self.copy_ahead()
         self.carry_out(1 << 30, 1 << 30)
 
-    def land(self, run: Run) -> bool:
-        """Resume from what was fetched, if it has come."""
+    def finish_fetch(self, run: Run) -> bool:
+        """Finish the run's fetch, if its order has been carried out. Returns whether it was."""
         fetch = run.lease.fetch
         assert fetch is not None
         if fetch.number > self.num_to_device:
             return False
-        self.cache.land(run.lease, run.namespace, tokens(run.sequence))
+        self.cache.finish_fetch(run.lease, run.namespace, tokens(run.sequence))
         run.length, run.state_row = run.lease.num_cached, run.lease.read_row
         assert run.length == fetch.num_tokens
         self.audit()
@@ -211,7 +211,7 @@ class World:
         self.to_device.extend(orders.to_device)
 
     def compute(self, run: Run, length: int) -> bool:
-        """Bring the run's state to `length`: pages for it, and a row of its own that holds it. False when there is no
+        """Compute the run's state up to `length`: pages for it, and an own row that contains it. False when there is no
         room."""
         assert run.length <= length <= len(run.sequence)
         before = list(run.lease.page_ids)
@@ -244,7 +244,7 @@ class World:
         return rows
 
     def snapshot(self, run: Run) -> bool:
-        """Keep the state at the run's length in one more row, to be published later."""
+        """Keep the state at the run's length in one more row, to publish it later."""
         rows = self.take_rows(run, 1)
         if rows is not None:
             self.row_content[rows[0]] = run.tags[run.length]
@@ -276,13 +276,13 @@ class World:
         hold_seconds: float = 0.0,
         namespace: str = "",
     ) -> int:
-        """A whole request: resume, compute and publish at the wanted lengths (default: a TURN at the last boundary),
-        release. Returns the hit."""
+        """Run a whole request: resume, compute and publish at the wanted lengths (default: a TURN at the last
+        boundary), release. Returns the hit."""
         ids = list(sequence)
         run = self.start(ids, session=session, namespace=namespace)
         if run.lease.fetch is not None:
             self.carry_out(1 << 30, 0)
-            assert self.land(run)
+            assert self.finish_fetch(run)
         hit = run.length
         for length, kind in sorted((kinds or {len(ids) // BLOCK * BLOCK: CheckpointKind.TURN}).items()):
             if length > run.length:
@@ -292,11 +292,11 @@ class World:
         return hit
 
     def live(self) -> dict[Key, Checkpoint]:
-        """Every checkpoint that stands, by its prefix as the tree tells it."""
+        """Every live checkpoint, by its prefix in the tree."""
         return {_key(checkpoint.node): checkpoint for checkpoint in self.cache.checkpoints.live}
 
     def live_copies(self) -> dict[Key, HostCopy]:
-        """Every copy in the host tier, complete or not."""
+        """Every copy in the host tier, complete or not, by its prefix."""
         return {} if self.cache.host is None else {_key(copy.node): copy for copy in self.cache.host.live}
 
     def lengths(self, namespace: str = "") -> list[int]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from agentspec.kernels import Region, Weight
-from agentspec.models.quantization import Beside
+from agentspec.models.quantization import ScaleTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ class Int8Checkpoint:
 
     excluded: frozenset[str] = frozenset()
 
-    def beside(self, shape: tuple[int, ...]) -> tuple[Beside, ...]:
-        return (Beside(suffix=self.SUFFIX, shape=shape[:-1], dtypes=("F32",)),)
+    def scale_tensors(self, shape: tuple[int, ...]) -> tuple[ScaleTensor, ...]:
+        return (ScaleTensor(suffix=self.SUFFIX, shape=shape[:-1], dtypes=("F32",)),)
 
     def read(self, name: str, tensor: Callable[[str], Tensor]) -> Weight:
         return Int8Rows(tensor(name), tensor(name + self.SUFFIX))

@@ -9,19 +9,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.properties.cached_sessions import SCENES, Stage, tiny_agent
+from tests.properties.cached_sessions import SCENARIOS, ScenarioRunner, tiny_agent
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
-def stage(cuda: torch.device) -> Stage:
+def runner(cuda: torch.device) -> ScenarioRunner:
     return tiny_agent(cuda)
 
 
-@pytest.mark.parametrize("name", SCENES)
-def test_every_stream_and_state_matches_uncached_run(name: str, stage: Stage) -> None:
-    found = stage.play(name, SCENES[name])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_stream_and_state_matches_uncached_run(name: str, runner: ScenarioRunner) -> None:
+    found = runner.run_scenario(name, SCENARIOS[name])
     print(dict(found))
     num_replayed = found["replayed prefills"] + found["replayed prefills with windows"]
     assert num_replayed > 5

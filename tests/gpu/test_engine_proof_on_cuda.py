@@ -12,17 +12,19 @@ import pytest
 import torch
 
 from tests.properties.engine_proof import Proof
-from tests.properties.house import House
+from tests.properties.engine_setup import EngineSetup
 
 pytestmark = pytest.mark.gpu
 DRAFTS = 3
 TURNS = 60
 SEEDS = list(
-    itertools.islice((seed for seed in itertools.count(5000) if House.random(seed).max_draft_tokens == DRAFTS), 16)
+    itertools.islice(
+        (seed for seed in itertools.count(5000) if EngineSetup.random(seed).max_draft_tokens == DRAFTS), 16
+    )
 )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "watched"])
 def test_every_state_and_stream_matches_model(graphs: bool, seed: int, cuda: torch.device) -> None:
-    Proof(House.random(seed), cuda, graphs=graphs).run(TURNS)
+    Proof(EngineSetup.random(seed), cuda, graphs=graphs).run(TURNS)

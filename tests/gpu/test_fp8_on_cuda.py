@@ -30,7 +30,13 @@ from tests.fakes.forced_blocks import ForcedPrompts, ForcedWindows, Prompt, rand
 from tests.fakes.loaded import load_model
 from tests.gpu.test_mixture_on_cuda import SMALL as SMALL_MIXTURE
 from tests.gpu.test_models_on_cuda import check_against_the_cpu
-from tests.properties.real_model import House, Play, alone, write_agreeing_checkpoint, write_agreeing_fp8_checkpoint
+from tests.properties.real_model import (
+    EngineSetup,
+    Simulation,
+    alone,
+    write_agreeing_checkpoint,
+    write_agreeing_fp8_checkpoint,
+)
 
 pytestmark = pytest.mark.gpu
 BLOCK_TOLERANCE = 2**-6
@@ -139,13 +145,16 @@ def test_small_float32_models_match_cpu(family: Family, cuda: torch.device, tmp_
 @pytest.mark.parametrize("family", ["dense", "moe"])
 def test_quantized_model_streams_match_cpu(family: Family, cuda: torch.device, tmp_path: Path) -> None:
     checkpoint = write_agreeing_fp8_checkpoint(tmp_path, family, num_hidden_layers=2, full_attention_interval=2)
-    play = Play(
-        House(seed=3, max_draft_tokens=4, random_depth=True, prefill_budget=99), checkpoint, num_agents=5, device=cuda
+    simulation = Simulation(
+        EngineSetup(seed=3, max_draft_tokens=4, random_depth=True, prefill_budget=99),
+        checkpoint,
+        num_agents=5,
+        device=cuda,
     )
-    play.run()
-    assert play.metrics.accepted_tokens > 20
+    simulation.run()
+    assert simulation.metrics.accepted_tokens > 20
     reference = alone(checkpoint)
-    for turn in play.turns:
+    for turn in simulation.turns:
         assert turn.emitted == reference.generate(turn.submit)[0], turn.submit
 
 

@@ -24,7 +24,7 @@ from tests.fakes.compare import TOLERANCE, relative_error
 from tests.fakes.forced_blocks import ForcedBlocks, ForcedPrompts, ForcedWindows, Prompt, random_twins
 from tests.fakes.upcycled import write_upcycled
 from tests.gpu.test_models_on_cuda import check_against_the_cpu
-from tests.properties.cached_sessions import SCENES, WORKLOAD, Stage
+from tests.properties.cached_sessions import SCENARIOS, WORKLOAD, ScenarioRunner
 
 pytestmark = pytest.mark.gpu
 BLOCK_TOLERANCE = 2**-6
@@ -163,6 +163,6 @@ def test_cached_sessions_of_mixture_model_match_uncached(name: str, cuda: torch.
     tokenizer = Tokenizer.from_directory(checkpoint)
     assert tokenizer is not None
     words = tokenizer.encode(WORKLOAD.read_text(encoding="utf-8"))
-    found = Stage(checkpoint, cuda, words=words).play(name, SCENES[name])
+    found = ScenarioRunner(checkpoint, cuda, words=words).run_scenario(name, SCENARIOS[name])
     print(dict(found))
     assert found["replayed prefills"] + found["replayed prefills with windows"] > 5

@@ -1,4 +1,4 @@
-"""Tiny checkpoints and what transformers computes from them, made once per test run."""
+"""Tiny checkpoints and transformers' outputs for them, computed once per test run."""
 
 from __future__ import annotations
 

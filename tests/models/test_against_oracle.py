@@ -1,5 +1,5 @@
-"""Logits, states and MTP logits equal a plain-torch forward over the raw tensors, also where transformers has no
-switch."""
+"""Logits, states and MTP logits equal a plain-torch forward over the raw tensors, also for variants that transformers
+doesn't have."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_equals_the_oracle(variant: str, tmp_path: Path, prompt: list[int]) -> None:
+def test_model_equals_oracle(variant: str, tmp_path: Path, prompt: list[int]) -> None:
     family, options = VARIANTS[variant]
     directory = write_checkpoint(tmp_path, family, **options)
     oracle, model = Oracle(directory), load_model(directory, device=CPU, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Logits and MTP logits equal transformers' for dense, MoE and Next, however the tokens are cut into calls."""
+"""Logits and MTP logits equal transformers' for dense, MoE and Next, however the tokens are split into calls."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from tests.fakes.sequence_driver import Driver
 
 
 @pytest.mark.parametrize("sizes", [(), (64, 64), (1, 1, 1), (7, 63, 1, 65), (149,), (127, 2)], ids=str)
-def test_prefill(model: Qwen3_5Model, reference: Reference, prompt: list[int], sizes: tuple[int, ...]) -> None:
+def test_chunked_prefill_matches_transformers(
+    model: Qwen3_5Model, reference: Reference, prompt: list[int], sizes: tuple[int, ...]
+) -> None:
     hidden = Driver(model).prefill(prompt, sizes)
     assert relative_error(model.logits(hidden), reference.logits) < TOLERANCE
     assert relative_error(hidden, reference.hidden) < TOLERANCE
 
 
-def test_bfloat16_is_as_near_as_transformers(
+def test_bfloat16_error_is_no_larger_than_transformers(
     checkpoint_root: Path, references: dict[str, Reference], prompt: list[int]
 ) -> None:
-    """Both against float32, by mean error. Dense only: in tiny mixtures a rounded router picks other experts."""
+    """Mean errors of both, against float32. Dense only: in tiny mixtures a rounded router chooses other experts."""
     model = load_model(checkpoint_root / "dense", device=torch.device("cpu"), dtype=torch.bfloat16)
     driver, expected = Driver(model), references["dense"].logits
     hidden = driver.prefill(prompt[:146], (65,))
@@ -40,15 +42,17 @@ def test_bfloat16_is_as_near_as_transformers(
     assert model.pools["ssm_LRVDK"].dtype == torch.float32
 
 
-def test_single_steps(model: Qwen3_5Model, reference: Reference, prompt: list[int]) -> None:
+def test_single_token_steps_match_transformers(model: Qwen3_5Model, reference: Reference, prompt: list[int]) -> None:
     driver = Driver(model)
     hidden = [driver.prefill(prompt[:61])]
     hidden += [driver.verify([[token]], [0])[0] for token in prompt[61:90]]
     assert relative_error(model.logits(torch.cat(hidden)), reference.logits[:90]) < TOLERANCE
 
 
-def test_steps_from_the_zero_row(model: Qwen3_5Model, reference: Reference, prompt: list[int]) -> None:
-    """A sequence may start with a window and no prefill at all."""
+def test_window_from_zero_row_matches_transformers(
+    model: Qwen3_5Model, reference: Reference, prompt: list[int]
+) -> None:
+    """A sequence can start with a window, without any prefill."""
     hidden = Driver(model).verify([prompt[:5]], [4])[0]
     assert relative_error(model.logits(hidden), reference.logits[:5]) < TOLERANCE
 
@@ -57,7 +61,7 @@ def test_steps_from_the_zero_row(model: Qwen3_5Model, reference: Reference, prom
 def test_verify_resumes_from_the_last_accepted_column(
     model: Qwen3_5Model, reference: Reference, prompt: list[int], num_drafted: int
 ) -> None:
-    """Rejected drafts leave no trace in rows or pages, whichever column the next window resumes from."""
+    """Rejected drafts don't change rows or pages, whichever column the next window resumes from."""
     rng = random.Random(num_drafted)
     driver, kept, length = Driver(model), [], 50
     kept.append(driver.prefill(prompt[:length]))
@@ -71,9 +75,7 @@ def test_verify_resumes_from_the_last_accepted_column(
     assert relative_error(model.logits(hidden), reference.logits[:length]) < TOLERANCE
 
 
-def test_slots_of_different_lengths_share_a_window(
-    model: Qwen3_5Model, reference: Reference, prompt: list[int]
-) -> None:
+def test_slots_of_different_lengths_in_one_verify(model: Qwen3_5Model, reference: Reference, prompt: list[int]) -> None:
     driver = Driver(model, num_sequences=4)
     lengths = (1, 63, 64, 140)
     for which, length in enumerate(lengths):
@@ -83,7 +85,7 @@ def test_slots_of_different_lengths_share_a_window(
         assert relative_error(model.logits(hidden), reference.logits[length : length + 4]) < TOLERANCE, length
 
 
-def test_chunks_of_distinct_sequences_in_one_prefill(
+def test_chunks_of_several_sequences_in_one_prefill(
     model: Qwen3_5Model, reference: Reference, prompt: list[int]
 ) -> None:
     driver = Driver(model, num_sequences=3)
@@ -94,8 +96,10 @@ def test_chunks_of_distinct_sequences_in_one_prefill(
         assert relative_error(model.logits(hidden[i]), reference.logits[first:end]) < TOLERANCE, i
 
 
-def test_states_inside_a_chunk_resume_exactly(model: Qwen3_5Model, reference: Reference, prompt: list[int]) -> None:
-    """Checkpoints written on the way through one chunk equal the states of prefills that end there."""
+def test_checkpoints_inside_a_chunk_resume_exactly(
+    model: Qwen3_5Model, reference: Reference, prompt: list[int]
+) -> None:
+    """Checkpoints written inside one chunk equal the states of prefills that end there."""
     driver = Driver(model)
     lengths = [1, 2, 63, 64, 100, 128]
     driver.prefill(prompt[:149], wanted=lengths)
@@ -112,7 +116,7 @@ def test_states_inside_a_chunk_resume_exactly(model: Qwen3_5Model, reference: Re
 
 
 @pytest.mark.parametrize("sizes", [(), (64,), (1, 50)], ids=str)
-def test_mtp_after_prefill(
+def test_mtp_after_prefill_matches_transformers(
     model: Qwen3_5Model, reference: Reference, prompt: list[int], sizes: tuple[int, ...]
 ) -> None:
     driver = Driver(model)
@@ -124,9 +128,7 @@ def test_mtp_after_prefill(
     assert torch.equal(model.draft_head(m), model.logits(m).argmax(-1))
 
 
-def test_mtp_windows_overwrite_the_pairs_of_rejected_drafts(
-    model: Qwen3_5Model, reference: Reference, prompt: list[int]
-) -> None:
+def test_mtp_window_overwrites_rejected_drafts(model: Qwen3_5Model, reference: Reference, prompt: list[int]) -> None:
     driver = Driver(model)
     hidden = driver.prefill(prompt)
     driver.mtp(prompt[1:9], hidden[:8], 1)
@@ -135,7 +137,7 @@ def test_mtp_windows_overwrite_the_pairs_of_rejected_drafts(
     assert relative_error(m, reference.mtp_hidden[8:12]) < TOLERANCE
 
 
-def test_mtp_unrolled_by_its_own_output(model: Qwen3_5Model, prompt: list[int]) -> None:
+def test_chained_mtp_equals_one_window(model: Qwen3_5Model, prompt: list[int]) -> None:
     """Drafting one token at a time equals one window over the same pairs."""
     driver = Driver(model)
     hidden = driver.prefill(prompt)

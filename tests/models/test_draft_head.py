@@ -1,4 +1,4 @@
-"""The draft head: the best of all real tokens, or of those it was limited to."""
+"""The draft head returns the most likely of all real tokens, or of those that it is limited to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.fakes.loaded import load_model
 
 @pytest.mark.parametrize("family", ["dense", "moe"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_limited_head_chooses_the_best_of_its_tokens(tmp_path: Path, family: Family, tied: bool) -> None:
+def test_limited_draft_head_returns_best_allowed_token(tmp_path: Path, family: Family, tied: bool) -> None:
     write_checkpoint(tmp_path, family, tied=tied)
     model = load_model(tmp_path, device=torch.device("cpu"), dtype=torch.float32)
     num_real_tokens, hidden_size = model.spec.num_real_tokens, model._embedding_VH.shape[1]

@@ -1,5 +1,5 @@
-"""Checkpoints in 8 bits: every layout loads to the values that it stands for, and whatever doesn't fit together is
-refused by name."""
+"""8-bit checkpoints: every layout loads the dequantised values, and inconsistent checkpoints are refused with the
+tensors' names."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ LAYOUTS: dict[str, tuple[Family, dict[str, Any]]] = {
 
 @pytest.fixture
 def keeps_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights stay in 8 bits, as on a GPU: the reference kernels take them too."""
+    """Keep weights in 8 bits, as on a GPU: the reference kernels accept them too."""
     monkeypatch.setattr(quantization, "keeps_blocks", lambda device: True)
 
 
@@ -71,7 +71,7 @@ def logits(model: Qwen3_5Model) -> Tensor:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_loads_to_the_values_that_it_stands_for(layout: str, tmp_path: Path) -> None:
+def test_fp8_layout_loads_dequantised_values(layout: str, tmp_path: Path) -> None:
     family, options = LAYOUTS[layout]
     stored, expanded = (
         load(small(tmp_path / kind, family, **options | {"fp8": kind})) for kind in ("stored", "expanded")
@@ -82,7 +82,7 @@ def test_a_layout_loads_to_the_values_that_it_stands_for(layout: str, tmp_path: 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_blocks_stay_blocks_where_the_device_takes_them(layout: str, tmp_path: Path, keeps_blocks: None) -> None:
+def test_weights_stay_block_scaled_if_device_keeps_blocks(layout: str, tmp_path: Path, keeps_blocks: None) -> None:
     family, options = LAYOUTS[layout]
     stored, expanded = (
         load(small(tmp_path / kind, family, **options | {"fp8": kind})) for kind in ("stored", "expanded")
@@ -94,10 +94,10 @@ def test_blocks_stay_blocks_where_the_device_takes_them(layout: str, tmp_path: P
 
 
 @pytest.mark.parametrize(("family", "experts"), [("dense", None), ("moe", "split"), ("moe", "fused"), ("next", None)])
-def test_a_model_of_blocks_computes_what_its_values_give(
+def test_block_scaled_model_equals_dequantised_model(
     family: Family, experts: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Projections are stacked whose rows don't fill blocks, in every kind of layer."""
+    """In every kind of layer, the stacked projections have rows that don't fill whole blocks."""
     directory = small(tmp_path, family, experts=experts)
     plain = logits(load_model(directory, device=CPU, dtype=torch.float32))
     monkeypatch.setattr(quantization, "keeps_blocks", lambda device: True)
@@ -106,7 +106,7 @@ def test_a_model_of_blocks_computes_what_its_values_give(
     )
 
 
-def test_bfloat16_rounds_the_exact_values_once(tmp_path: Path) -> None:
+def test_bfloat16_load_rounds_once(tmp_path: Path) -> None:
     directory = small(tmp_path)
     exact, rounded = load(directory), load(directory, torch.bfloat16)
     for name in filter(is_convertible, exact):
@@ -132,7 +132,7 @@ def test_bfloat16_rounds_the_exact_values_once(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_excluded_stays_a_tensor(
+def test_excluded_modules_stay_plain(
     family: Family,
     options: dict[str, Any],
     plain: tuple[str, ...],
@@ -149,7 +149,7 @@ def test_what_is_excluded_stays_a_tensor(
     )
 
 
-def test_excluding_the_module_of_fused_experts_excludes_both_stacks(tmp_path: Path, keeps_blocks: None) -> None:
+def test_excluding_fused_experts_module_excludes_both_stacks(tmp_path: Path, keeps_blocks: None) -> None:
     stacks = ("model.layers.2.mlp.experts.gate_up_proj", "model.layers.2.mlp.experts.down_proj")
     directory = exclude(small(tmp_path, "moe", experts="fused", plain=stacks), f"{LM}layers.2.mlp.experts")
     loaded = load(directory)
@@ -237,13 +237,15 @@ O_PROJ = "model.layers.3.self_attn.o_proj.weight"
         ),
     ],
 )
-def test_defects_are_named(change: Callable[[dict[str, Tensor]], object], message: str, tmp_path: Path) -> None:
+def test_checkpoint_defect_is_named(
+    change: Callable[[dict[str, Tensor]], object], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(CheckpointError, match=message):
         load(rewrite(small(tmp_path), change))
 
 
 def put(tensors: dict[str, Tensor], name: str, code: int) -> None:
-    """The last value's code."""
+    """Set the code of the last value."""
     tensors[name.replace("model.", LM, 1)].view(torch.uint8)[-1, -1] = code
 
 
@@ -252,13 +254,13 @@ def to_plain(tensors: dict[str, Tensor], name: str) -> None:
     del tensors[f"{name}_scale_inv"]
 
 
-def test_eight_bits_that_the_list_excludes_are_refused(tmp_path: Path) -> None:
+def test_fp8_tensor_in_exclusion_list_is_refused(tmp_path: Path) -> None:
     directory = exclude(small(tmp_path), f"{LM}layers.3.self_attn.o_proj")
     with pytest.raises(CheckpointError, match=rf"in 8 bits although quantization_config excludes them: {O_PROJ}$"):
         load(directory)
 
 
-def test_eight_bits_without_a_quantization_config_are_refused(tmp_path: Path) -> None:
+def test_fp8_tensor_without_quantization_config_is_refused(tmp_path: Path) -> None:
     path = small(tmp_path) / "config.json"
     raw = json.loads(path.read_text())
     del raw["quantization_config"]
@@ -270,7 +272,7 @@ def test_eight_bits_without_a_quantization_config_are_refused(tmp_path: Path) ->
         load(tmp_path)
 
 
-def test_a_quantization_config_without_eight_bits_is_refused(tmp_path: Path) -> None:
+def test_quantization_config_without_fp8_tensors_is_refused(tmp_path: Path) -> None:
     listed = json.loads((small(tmp_path / "fp8") / "config.json").read_text())["quantization_config"]
     path = small(tmp_path / "plain", fp8=None) / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": listed}))
@@ -280,8 +282,9 @@ def test_a_quantization_config_without_eight_bits_is_refused(tmp_path: Path) -> 
         load(tmp_path / "plain")
 
 
-def test_a_listed_path_excludes_no_path_that_it_begins(tmp_path: Path) -> None:
-    """`mlp.gate` is the router that dense lists name though there is none; `in_proj_b` begins `in_proj_ba`."""
+def test_exclusion_does_not_match_longer_paths(tmp_path: Path) -> None:
+    """`mlp.gate` is the router, which exclusion lists of dense models name although they have none; `in_proj_b` is a
+    prefix of `in_proj_ba`."""
     directory = small(tmp_path)
     listed = json.loads((directory / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
     assert f"{LM}layers.0.mlp.gate" in listed
@@ -294,7 +297,7 @@ def test_a_listed_path_excludes_no_path_that_it_begins(tmp_path: Path) -> None:
         )
 
 
-def test_only_mtp_fc_and_its_like_may_be_plain_though_unlisted(tmp_path: Path) -> None:
+def test_only_inconvertible_tensors_may_be_plain_if_unlisted(tmp_path: Path) -> None:
     directory = edit_list(small(tmp_path), lambda listed: [])
     load(directory)
 
@@ -332,7 +335,7 @@ def test_only_mtp_fc_and_its_like_may_be_plain_though_unlisted(tmp_path: Path) -
         ),
     ],
 )
-def test_exclusions_that_split_a_matrix_are_refused(
+def test_exclusion_of_part_of_a_stacked_matrix_is_refused(
     family: Family,
     options: dict[str, Any],
     plain: tuple[str, ...],
@@ -344,7 +347,7 @@ def test_exclusions_that_split_a_matrix_are_refused(
         load(exclude(small(tmp_path, family, plain=plain, **options), *excluded))
 
 
-def test_packed_projections_in_eight_bits_are_refused(tmp_path: Path) -> None:
+def test_fp8_packed_projections_are_refused(tmp_path: Path) -> None:
     directory = edit_list(
         small(tmp_path, "next"), lambda listed: [name for name in listed if not name.endswith("in_proj_qkvz")]
     )
@@ -356,7 +359,7 @@ def test_packed_projections_in_eight_bits_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["ignored_layers", "modules_to_not_convert"])
 @pytest.mark.parametrize("nested", [False, True])
-def test_the_list_is_found_by_either_name_and_in_either_place(name: str, nested: bool, tmp_path: Path) -> None:
+def test_exclusion_list_is_read_from_all_supported_fields(name: str, nested: bool, tmp_path: Path) -> None:
     path = small(tmp_path, plain=("model.layers.1.mlp.down_proj",)) / "config.json"
     raw = json.loads(path.read_text())
     quantization = raw.pop("quantization_config")
@@ -382,7 +385,7 @@ def test_the_list_is_found_by_either_name_and_in_either_place(name: str, nested:
         ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert must be a list of module names"),
     ],
 )
-def test_other_quantisations_are_refused_by_field(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_unsupported_quantization_field_is_refused(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = small(tmp_path) / "config.json"
     raw = json.loads(path.read_text())
     raw["quantization_config"] |= fields
@@ -391,7 +394,7 @@ def test_other_quantisations_are_refused_by_field(fields: dict[str, Any], messag
         load_text_config(tmp_path)
 
 
-def test_fields_that_switch_nothing_on_are_harmless(tmp_path: Path) -> None:
+def test_harmless_quantization_fields_are_accepted(tmp_path: Path) -> None:
     path = small(tmp_path) / "config.json"
     raw = json.loads(path.read_text())
     raw["quantization_config"] |= {
@@ -406,7 +409,7 @@ def test_fields_that_switch_nothing_on_are_harmless(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["dense", "moe"])
-def test_random_weights_of_a_config_in_eight_bits(family: Family, tmp_path: Path, keeps_blocks: None) -> None:
+def test_random_weights_of_fp8_config(family: Family, tmp_path: Path, keeps_blocks: None) -> None:
     directory = small(tmp_path, family)
     config = load_text_config(directory)
     first, again, other = (random_parameters(config, device=CPU, dtype=torch.bfloat16, seed=seed) for seed in (1, 1, 2))
@@ -422,7 +425,7 @@ def test_random_weights_of_a_config_in_eight_bits(family: Family, tmp_path: Path
     assert logits(model)[..., : model.spec.num_real_tokens].isfinite().all()
 
 
-def test_the_published_mixture_has_as_many_expert_tensors_and_whole_blocks() -> None:
+def test_published_moe_has_expected_expert_tensors_and_block_rows() -> None:
     """35B-A3B: 40 layers of 256 experts with three projections each."""
     config = dataclasses.replace(
         published_config(2048, 40, (16, 2), 32, (256, 8, 512)), quantization=Fp8Blocks(excluded=frozenset())

@@ -1,5 +1,5 @@
-"""Drafts in 8 bits: what is quantised is the MTP layer and the draft head, to the nearest values, and nothing that
-decides what is said."""
+"""8-bit drafts: the MTP layer and the draft head are quantised to the nearest values, and nothing that affects the
+output."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ def parameters_of(directory: Path, dtype: torch.dtype) -> dict[str, kernels.Weig
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["dense", "moe", "next"])
-def test_the_linears_and_experts_of_the_mtp_layer_are_quantised(
-    family: Family, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_mtp_linears_and_experts_are_quantised(family: Family, dtype: torch.dtype, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, family)
     parameters = parameters_of(tmp_path, dtype)
     before = dict(parameters)
@@ -53,7 +51,7 @@ def test_the_linears_and_experts_of_the_mtp_layer_are_quantised(
         assert not torch.equal(quantized, weight), name
 
 
-def test_what_the_checkpoint_has_in_8_bits_stays_as_it_is() -> None:
+def test_fp8_checkpoint_weight_is_not_requantised() -> None:
     quantized = kernels.quantize_blocks(torch.randn(130, 70, generator=torch.Generator().manual_seed(1)))
     parameters: dict[str, kernels.Weight] = {"mtp.layers.0.self_attn.q_proj.weight": quantized}
     fp8_drafts.quantize_mtp_layer(parameters)
@@ -62,7 +60,7 @@ def test_what_the_checkpoint_has_in_8_bits_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("shape", [(700, 130), (64, 40), (257, 128), (5, 130, 70), (3, 64, 200)], ids=str)
 @pytest.mark.parametrize("piece", [1, 20_000, 2**26])
-def test_pieces_are_quantised_as_the_whole_is(
+def test_quantising_in_pieces_equals_quantising_whole(
     shape: tuple[int, ...], piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fp8_drafts, "_PIECE", piece)
@@ -72,10 +70,10 @@ def test_pieces_are_quantised_as_the_whole_is(
 
 
 @pytest.mark.parametrize("family", ["dense", "moe"])
-def test_drafts_by_block_scaled_weights_are_those_by_their_values(
+def test_block_scaled_drafts_equal_dequantised_drafts(
     family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The form that weights have on a GPU, through the operations of the CPU."""
+    """The weights have their GPU form, and run through the CPU's operations."""
     write_checkpoint(tmp_path, family)
     expanded = load_model(tmp_path, device=CPU, dtype=torch.float32, fp8_drafts=True)
     monkeypatch.setattr(quantization, "keeps_blocks", lambda device: True)
@@ -96,7 +94,7 @@ def test_drafts_by_block_scaled_weights_are_those_by_their_values(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_draft_head_chooses_by_quantised_rows_and_verification_by_the_head(tied: bool, tmp_path: Path) -> None:
+def test_draft_head_is_quantised_and_target_head_is_not(tied: bool, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "dense", tied=tied)
     plain, model = (load_model(tmp_path, device=CPU, dtype=torch.float32, fp8_drafts=fp8) for fp8 in (False, True))
     assert (plain.fp8_drafts, model.fp8_drafts) == (False, True)

@@ -1,4 +1,4 @@
-"""Ranks that share sums compute what one process computes, and all of them the same bits."""
+"""Two ranks compute the outputs of a single process, with bit-identical results on both ranks."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ MODELS: dict[str, tuple[Family, dict[str, Any]]] = {
     "one key head for both": ("dense", {"num_key_value_heads": 1}),
 }
 TOLERANCE = 1e-5
-"""float32: only the order of sums differs."""
+"""float32: only the order of the sums differs."""
 
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints in which two processes have left what they computed. Heads are tied: one that is shared needs its
-    scores gathered."""
+    """Checkpoints with the saved outputs of two processes. Heads are tied: an untied head would be split, and its
+    scores would have to be gathered."""
     found = {}
     for name, (family, options) in MODELS.items():
         found[name] = write_checkpoint(
@@ -53,7 +53,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_two_processes_compute_what_one_does(name: str, directories: dict[str, Path]) -> None:
+def test_two_ranks_match_single_process(name: str, directories: dict[str, Path]) -> None:
     ranks: list[dict[str, Tensor]] = [torch.load(directories[name] / f"rank-{rank}.pt") for rank in range(RANKS)]
     with torch.inference_mode():
         alone = outputs(directories[name])
@@ -68,7 +68,7 @@ def test_two_processes_compute_what_one_does(name: str, directories: dict[str, P
 
 
 class Pretended:
-    """A group whose other ranks have the same partial sums."""
+    """A group in which all other ranks have the same partial sums."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -81,12 +81,12 @@ class Pretended:
         return x_NH, None if next_norm is None else reference.rms_norm(-x_NH, next_norm)
 
 
-def test_a_group_of_one_is_none() -> None:
+def test_group_of_one_uses_plain_backend() -> None:
     assert within(None, reference) is reference
     assert within(Pretended(1), reference) is reference
 
 
-def test_only_what_ends_in_the_residual_is_summed() -> None:
+def test_group_reduces_only_residual_outputs() -> None:
     generator = torch.Generator().manual_seed(0)
     x, residual, values = (torch.randn(size, generator=generator) for size in ((3, 8), (3, 5), (5, 8)))
     ops = within(Pretended(4), reference)

@@ -1,4 +1,4 @@
-"""Where fields hide in config.json, and which values are refused by name."""
+"""Where fields of config.json may be, and which values are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def parse(family: Family = "dense", *, wrapper: bool = True, tied: bool = False,
 
 
 @pytest.mark.parametrize("family", ["dense", "moe"])
-def test_wrapper_and_flat_agree(family: Family) -> None:
+def test_wrapper_and_flat_config_agree(family: Family) -> None:
     assert parse(family, wrapper=True) == parse(family, wrapper=False)
 
 
@@ -42,8 +42,8 @@ def test_dense_fields() -> None:
     assert config.eos_token_ids == (2,)
 
 
-def test_mixtures_have_no_dense_width() -> None:
-    """Qwen3-Next's config carries an unused intermediate_size, Qwen3.5's MoE none; neither may reach a layer."""
+def test_moe_config_has_no_dense_width() -> None:
+    """Qwen3-Next's config has an unused intermediate_size, Qwen3.5's MoE none; neither may be used by a layer."""
     for family in ("moe", "next"):
         config = parse(family)
         assert config.intermediate_size is None
@@ -51,7 +51,8 @@ def test_mixtures_have_no_dense_width() -> None:
         assert config.moe.shared_intermediate_size == 48
 
 
-def test_flat_moe_without_wrapper_is_the_published_shape_of_the_largest_model() -> None:
+def test_flat_moe_config_equals_wrapped() -> None:
+    """The largest published model has a flat config."""
     assert parse("moe", wrapper=False).moe == parse("moe").moe
 
 
@@ -62,7 +63,7 @@ def test_norm_topk_prob_defaults_to_true(stated: bool | None, expected: bool) ->
     assert moe.normalize_top_k is expected
 
 
-def test_tied_is_read_at_the_top_first() -> None:
+def test_top_level_tie_word_embeddings_has_priority() -> None:
     raw = config_json("dense", text_config("dense", tie_word_embeddings=False), wrapper=True, tied=True)
     assert parse_text_config(raw).tied
     del raw["tie_word_embeddings"]
@@ -93,12 +94,12 @@ def test_tied_is_read_at_the_top_first() -> None:
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e7}},
     ],
 )
-def test_rope_spellings(fields: dict[str, Any]) -> None:
+def test_all_rope_field_layouts_are_read(fields: dict[str, Any]) -> None:
     config = parse(**fields)
     assert (config.rope_theta, config.rotary_dim, config.yarn) == (1e7, 8, None)
 
 
-def test_rope_theta_is_never_assumed() -> None:
+def test_missing_rope_theta_is_refused() -> None:
     with pytest.raises(CheckpointError, match="rope_theta"):
         parse(rope_parameters={"rope_type": "default"})
 
@@ -106,7 +107,7 @@ def test_rope_theta_is_never_assumed() -> None:
 @pytest.mark.parametrize(
     "extra", [{}, {"beta_fast": 16.0, "beta_slow": 2.0}, {"attention_factor": 1.5}, {"truncate": False}]
 )
-def test_yarn_frequencies_equal_transformers(extra: dict[str, Any]) -> None:
+def test_yarn_frequencies_match_transformers(extra: dict[str, Any]) -> None:
     rope = {
         "rope_type": "yarn",
         "rope_theta": 1e4,
@@ -123,7 +124,7 @@ def test_yarn_frequencies_equal_transformers(extra: dict[str, Any]) -> None:
     assert scale == pytest.approx(factor)
 
 
-def test_yarn_extends_the_context() -> None:
+def test_yarn_extends_max_context() -> None:
     rope = ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16384}
     assert parse(rope_parameters=rope).max_context == 4 * 16384
 
@@ -137,7 +138,7 @@ def test_yarn_extends_the_context() -> None:
         ({"mtp_num_hidden_layers": None}, None),
     ],
 )
-def test_mtp_layers(fields: dict[str, Any], expected: int | None) -> None:
+def test_number_of_mtp_layers_is_read(fields: dict[str, Any], expected: int | None) -> None:
     assert parse(**fields).num_mtp_layers == expected
 
 
@@ -148,14 +149,14 @@ def test_output_gate_is_read(stated: str | None, expected: str) -> None:
     assert parse(output_gate_type=stated).output_gate == expected
 
 
-def test_end_ids_of_both_levels_are_joined() -> None:
+def test_end_ids_of_both_levels_are_merged() -> None:
     raw = config_json("dense", text_config("dense", eos_token_id=[2, 3]), wrapper=True, tied=False)
     raw["eos_token_id"] = 7
     assert parse_text_config(raw).eos_token_ids == (7, 2, 3)
 
 
 @pytest.mark.parametrize("model_type", ["qwen4_exp", "qwen4_exp_text", "qwen3", "qwen3_moe", "llama", None, 5], ids=str)
-def test_other_architectures_are_refused_by_name(model_type: Any) -> None:
+def test_unsupported_model_type_is_refused(model_type: Any) -> None:
     with pytest.raises(UnsupportedModelError, match=f"model_type={model_type!r}"):
         parse_text_config({"model_type": model_type, **text_config("dense")})
 
@@ -184,7 +185,7 @@ def test_other_architectures_are_refused_by_name(model_type: Any) -> None:
         ("dense", {"model_type": "qwen3_5_moe_text"}, "model_type='qwen3_5_moe_text' inside 'qwen3_5'"),
     ],
 )
-def test_unimplemented_values_are_refused_by_name(family: Family, fields: dict[str, Any], named: str) -> None:
+def test_unimplemented_value_is_refused(family: Family, fields: dict[str, Any], named: str) -> None:
     with pytest.raises(UnsupportedModelError, match=named):
         parse(family, **fields)
 
@@ -206,12 +207,12 @@ def test_unimplemented_values_are_refused_by_name(family: Family, fields: dict[s
         ("dense", {"eos_token_id": "</s>"}, "eos_token_id='</s>'"),
     ],
 )
-def test_wrong_values_are_named(family: Family, fields: dict[str, Any], named: str) -> None:
+def test_invalid_value_is_refused(family: Family, fields: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError, match=named):
         parse(family, **fields)
 
 
-def test_files_are_named(tmp_path: Path) -> None:
+def test_unreadable_config_error_names_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
         load_text_config(tmp_path)
     (tmp_path / "config.json").write_text("{")

@@ -1,4 +1,4 @@
-"""Positions past 4,096: where a rotary embedding that is slightly wrong stops being invisible."""
+"""Positions past 4,096, where a small error in the rotary embedding becomes visible."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ def long_prompt() -> list[int]:
 
 @pytest.fixture(scope="module")
 def long_cases(tmp_path_factory: pytest.TempPathFactory, long_prompt: list[int]) -> dict[str, tuple[Path, Reference]]:
-    """Per family, a checkpoint and what transformers computes. Four layers are enough: three linear, one full
-    attention."""
+    """A checkpoint and transformers' outputs, by family. Four layers are enough: three linear, one full attention."""
     root = tmp_path_factory.mktemp("long")
     cases: dict[str, tuple[Path, Reference]] = {}
     for family in FAMILIES:
@@ -42,7 +41,7 @@ def long_cases(tmp_path_factory: pytest.TempPathFactory, long_prompt: list[int])
 
 
 def _late_logits(directory: Path, prompt: list[int]) -> tuple[Tensor, Tensor]:
-    """(logits, MTP logits) past PREFILLED, by windows of four over a chunked prefill."""
+    """(logits, MTP logits) past PREFILLED, from windows of four after a chunked prefill."""
     model = load_model(directory, device=CPU, dtype=torch.float32)
     driver = Driver(model, max_tokens=TOTAL)
     kept = [driver.prefill(prompt[:PREFILLED], (2000, 1111))]
@@ -55,7 +54,7 @@ def _late_logits(directory: Path, prompt: list[int]) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("family_name", FAMILIES)
-def test_late_logits_equal_transformers(
+def test_logits_past_4096_match_transformers(
     family_name: Family, long_cases: dict[str, tuple[Path, Reference]], long_prompt: list[int]
 ) -> None:
     long_checkpoint, long_reference = long_cases[family_name]
@@ -81,7 +80,7 @@ def _coarse(positions: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("wrong", [_theta, _exponent])
-def test_wrong_frequencies_show(
+def test_wrong_rope_frequencies_are_detected(
     wrong: Callable[[TextConfig], tuple[Tensor, float]],
     monkeypatch: pytest.MonkeyPatch,
     long_cases: dict[str, tuple[Path, Reference]],
@@ -95,7 +94,7 @@ def test_wrong_frequencies_show(
 
 
 @pytest.mark.parametrize("wrong", [_wrapped, _coarse])
-def test_wrong_positions_show(
+def test_wrong_rope_positions_are_detected(
     wrong: Callable[[Tensor], Tensor],
     monkeypatch: pytest.MonkeyPatch,
     long_cases: dict[str, tuple[Path, Reference]],

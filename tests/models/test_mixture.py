@@ -1,5 +1,5 @@
-"""Models with experts layer by layer on forced inputs: every layer gets the oracle's input, in each layout of a
-checkpoint and in 8 bits."""
+"""Every layer equals the oracle's, given the oracle's input: models with experts in each checkpoint layout, and 8-bit
+models."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ IN_8_BITS: dict[str, tuple[Family, dict[str, Any]]] = {
 
 
 def check_layers(oracle: Oracle, model: Qwen3_5Model) -> None:
-    """Every layer of the trunk and the MTP layer's FFN."""
+    """Compare every layer of the trunk, and the MTP layer's FFN."""
     model.allocate(num_rows=3, num_pages=2)
     tokens = torch.randint(
         model.spec.num_real_tokens, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1)
@@ -71,14 +71,14 @@ def check_layers(oracle: Oracle, model: Qwen3_5Model) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_layer_is_the_oracles(variant: str, tmp_path: Path) -> None:
+def test_every_layer_equals_oracle(variant: str, tmp_path: Path) -> None:
     family, options = VARIANTS[variant]
     directory = write_checkpoint(tmp_path, family, vision=False, **SMALL, **options)
     check_layers(Oracle(directory), load_model(directory, device=CPU, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("variant", IN_8_BITS)
-def test_every_layer_in_8_bits_is_the_oracles_on_the_values_that_they_stand_for(variant: str, tmp_path: Path) -> None:
+def test_every_fp8_layer_equals_oracle_on_dequantized_values(variant: str, tmp_path: Path) -> None:
     family, options = IN_8_BITS[variant]
     stored, expanded = (
         write_checkpoint(tmp_path / how, family, vision=False, fp8=how, **SMALL, **options)

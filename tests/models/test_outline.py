@@ -16,12 +16,12 @@ from benchmarks.published import CONFIGS, spec_of
 
 @pytest.fixture(autouse=True)
 def any_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is computed: it need not be Triton's."""
+    """Nothing is computed, so any backend will do; Triton may be missing."""
     monkeypatch.setattr(kernels, "backend", lambda device: kernels.reference)
 
 
 @pytest.mark.parametrize("name", ["4B", "27B-FP8", "35B-A3B-FP8"])
-def test_one_layer_of_each_kind(name: str) -> None:
+def test_outline_has_one_layer_of_each_kind(name: str) -> None:
     config = CONFIGS[name]
     model = outline(config, spec_of(name, config, torch.bfloat16), dtype=torch.bfloat16, fp8_drafts=True)
     assert [isinstance(layer.mixer, GatedAttention) for layer in model._layers] == [False, True]
@@ -31,7 +31,7 @@ def test_one_layer_of_each_kind(name: str) -> None:
     assert all(tensor.is_meta for tensor in model.row_tensors())
 
 
-def test_layers_that_keep_full_precision_are_of_another_kind() -> None:
+def test_full_precision_layer_is_separate_kind() -> None:
     config = CONFIGS["27B-FP8"]
     assert config.quantization is not None
     kept = {f"model.layers.5.mlp.{part}_proj" for part in ("gate", "up", "down")}

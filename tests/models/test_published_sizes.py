@@ -1,7 +1,7 @@
-"""Parameter shapes of the published sizes add up to the published byte counts, exactly.
+"""Parameter shapes of the published sizes add up exactly to the published byte counts.
 
-`metadata.total_size` of a published index covers text model, MTP head and vision tower. Only the vision tower's
-arithmetic is the test's own.
+`metadata.total_size` of a published index includes text model, MTP head and vision tower. Only the size of the vision
+tower is computed by the test itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def published_config(
     *,
     tied: bool = False,
 ) -> TextConfig:
-    """A published size as its config.json states it; ffn: width, or (experts, top-k, width)."""
+    """A published size, as in its config.json; ffn: width, or (experts, top-k, width)."""
     text: dict[str, Any] = {
         "vocab_size": 248320,
         "hidden_size": hidden,
@@ -63,7 +63,7 @@ def published_config(
 
 
 def text_bytes(config: TextConfig, *, float32_controls: bool) -> int:
-    """bfloat16, except that Qwen3.5 stored A_log and linear_attn.norm in float32."""
+    """Bytes in bfloat16, except that Qwen3.5 stores A_log and linear_attn.norm in float32."""
     total = 0
     for name, shape in parameter_shapes(config).items():
         wide = float32_controls and name.endswith(("A_log", "linear_attn.norm.weight"))
@@ -72,7 +72,7 @@ def text_bytes(config: TextConfig, *, float32_controls: bool) -> int:
 
 
 def vision_bytes(hidden: int, depth: int, ffn: int, out: int) -> int:
-    """The tower in bfloat16: patches of 16x16x2 RGB, 2304 positions, a merger of 2x2 patches."""
+    """Bytes of the vision tower in bfloat16: patches of 16x16x2 RGB, 2304 positions, a merger of 2x2 patches."""
     block = 4 * hidden + (hidden + 1) * 3 * hidden + (hidden + 1) * hidden + (hidden + 1) * ffn + (ffn + 1) * hidden
     patches = (3 * 2 * 16 * 16 + 1) * hidden + 2304 * hidden
     merger = 2 * hidden + (4 * hidden + 1) * 4 * hidden + (4 * hidden + 1) * out
@@ -91,7 +91,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_bytes_equal_the_published_total(size: str) -> None:
+def test_parameter_bytes_equal_published_total(size: str) -> None:
     config, (hidden, depth, ffn), float32_controls, published = SIZES[size]
     assert (
         text_bytes(config, float32_controls=float32_controls) + vision_bytes(hidden, depth, ffn, config.hidden_size)
@@ -108,8 +108,8 @@ def test_bytes_equal_the_published_total(size: str) -> None:
         ("3.5-397B-A17B", 180, 3.1640625, 32_768),
     ],
 )
-def test_row_and_page_bytes(size: str, state_mib: float, conv_mib: float, kv_per_token: int) -> None:
-    """Float32 state and bfloat16 conv rows per sequence; keys and values per token with the MTP layer's."""
+def test_row_and_page_bytes_of_published_sizes(size: str, state_mib: float, conv_mib: float, kv_per_token: int) -> None:
+    """float32 state and bfloat16 conv rows per sequence; keys and values per token, including the MTP layer's."""
     config = SIZES[size][0]
     assert row_bytes(state_forms(config, torch.bfloat16)) == int((state_mib + conv_mib) * MIB) + 2 * config.hidden_size
     assert page_bytes(state_forms(config, torch.bfloat16)) == 64 * kv_per_token

@@ -1,4 +1,4 @@
-"""A model without weights: any config, deterministic by seed, numerically sane."""
+"""Models with random weights: any config works, a seed is reproducible, and logits have realistic values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def config_only(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_logits_are_finite_and_spread(config_only: Path, prompt: list[int], dtype: torch.dtype) -> None:
+def test_random_weights_give_finite_spread_logits(config_only: Path, prompt: list[int], dtype: torch.dtype) -> None:
     model = make(config_only, 0, dtype)
     driver = Driver(model)
     hidden = driver.prefill(prompt[:100])
@@ -41,7 +41,7 @@ def test_logits_are_finite_and_spread(config_only: Path, prompt: list[int], dtyp
     assert model.logits(m).isfinite().all()
 
 
-def test_seed_decides(config_only: Path, prompt: list[int]) -> None:
+def test_seed_determines_random_weights(config_only: Path, prompt: list[int]) -> None:
     first, again, other = (
         model.logits(Driver(model).prefill(prompt[:20])) for model in (make(config_only, seed) for seed in (1, 1, 2))
     )
@@ -49,5 +49,5 @@ def test_seed_decides(config_only: Path, prompt: list[int]) -> None:
     assert not torch.allclose(first, other)
 
 
-def test_every_published_model_has_a_head(config_only: Path) -> None:
+def test_random_weights_include_mtp_head(config_only: Path) -> None:
     assert make(config_only, 0).spec.has_mtp

@@ -1,4 +1,4 @@
-"""Windows that ride in a prompt's pass: the forward of both leaves what a prefill and a verify apart leave."""
+"""Decode windows in a prompt's forward (a ride): the result equals a separate prefill and verify."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from tests.fakes.ridden_pass import COLUMNS, PADDED, RiddenPass
 
 
 @pytest.mark.parametrize("sizes", [None, PADDED], ids=["exact", "padded"])
-def test_a_ridden_forward_is_a_prefill_and_a_verify(
-    model: Qwen3_5Model, prompt: list[int], sizes: PrefillSizes | None
-) -> None:
+def test_ride_equals_prefill_and_verify(model: Qwen3_5Model, prompt: list[int], sizes: PrefillSizes | None) -> None:
     expected = RiddenPass(model, prompt, sizes).apart()
     ridden = RiddenPass(model, prompt, sizes)
     got = ridden.ridden()
@@ -26,7 +24,7 @@ def test_a_ridden_forward_is_a_prefill_and_a_verify(
     assert torch.equal(model.read_hidden(rows.flatten()).view_as(got[1]), got[1]), "each column's hidden is in its row"
 
 
-def test_a_ridden_forward_copies_no_state(model: Qwen3_5Model, prompt: list[int]) -> None:
+def test_ride_copies_no_state(model: Qwen3_5Model, prompt: list[int]) -> None:
     ridden = RiddenPass(model, prompt)
     state_traffic.reset()
     with CopyCounter(model.pools.tensors()) as counter:

@@ -1,5 +1,4 @@
-"""No state is copied: operations reach the pools inside kernels only, and kernels move exactly the rows a step
-needs."""
+"""No state is copied: only kernels access the pools, and they move exactly the rows that a step needs."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from tests.fakes.copy_counter import CopyCounter
 from tests.fakes.sequence_driver import Driver
 
 
-def test_a_whole_turn_touches_pools_in_kernels_only(model: Qwen3_5Model, prompt: list[int]) -> None:
+def test_turn_accesses_pools_only_in_kernels(model: Qwen3_5Model, prompt: list[int]) -> None:
     driver = Driver(model, num_sequences=2)
     num_layers = model.pools["ssm_LRVDK"].shape[0]
     state_traffic.reset()
@@ -33,7 +32,7 @@ def test_a_whole_turn_touches_pools_in_kernels_only(model: Qwen3_5Model, prompt:
 
 
 @pytest.mark.parametrize("pool", ["ssm_LRVDK", "conv_LR3C", "hidden_LRH", "kv_AP2SGD"])
-def test_the_counter_notices_a_copy(model: Qwen3_5Model, pool: str) -> None:
+def test_copy_counter_detects_copy(model: Qwen3_5Model, pool: str) -> None:
     model.allocate(num_rows=4, num_pages=4)
     tensor = model.pools[pool]
     rows = tensor if pool == "hidden_RH" else tensor.transpose(0, 1)
@@ -45,7 +44,7 @@ def test_the_counter_notices_a_copy(model: Qwen3_5Model, pool: str) -> None:
     assert counter.touched == ["aten.copy_.default", "aten.index.Tensor"]
 
 
-def test_bytes_of_rows_and_pages_are_those_of_the_pools(model: Qwen3_5Model) -> None:
+def test_row_and_page_bytes_equal_pool_sizes(model: Qwen3_5Model) -> None:
     num_rows, num_pages = 5, 7
     model.allocate(num_rows=num_rows, num_pages=num_pages)
     *row_pools, kv = (math.prod(pool.shape) * pool.element_size() for pool in model.pools.tensors())
@@ -53,7 +52,7 @@ def test_bytes_of_rows_and_pages_are_those_of_the_pools(model: Qwen3_5Model) -> 
     assert kv == num_pages * model.spec.page_bytes
 
 
-def test_the_zero_row_is_zero_and_stays_so(model: Qwen3_5Model, prompt: list[int]) -> None:
+def test_zero_row_stays_zero(model: Qwen3_5Model, prompt: list[int]) -> None:
     driver = Driver(model)
     driver.prefill(prompt[:20])
     driver.verify([prompt[20:24]], [0])

@@ -1,7 +1,7 @@
-"""The family's known misreadings, planted one at a time: each must move the logits (or the MTP logits) away from
-transformers'.
+"""Known mistakes in implementing this model family, planted one at a time: each must change the logits (or the MTP
+logits) compared to transformers'.
 
-A comparison that stays green with the mistake built in would prove nothing. Every trap runs the same path: prefill, a
+A comparison that passes in spite of the mistake would be useless. Every mistake is tested on the same path: prefill, a
 window whose second draft is rejected, a window that resumes, the MTP head.
 """
 
@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 
 @dataclasses.dataclass
 class Parts:
-    """A model before it is built: what a trap may tamper with."""
+    """The parts of a model before it is built, which a planted mistake may change."""
 
     directory: Path
     config: TextConfig
@@ -73,7 +73,7 @@ def parts_of(checkpoint_root: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
 
 
 def errors(model: Qwen3_5Model, reference: Reference, prompt: Sequence[int]) -> tuple[float, float]:
-    """Relative errors of logits and of MTP logits along the standard path; NaN counts as infinite."""
+    """Relative errors of logits and of MTP logits on the standard path; NaN counts as infinite."""
     driver = Driver(model)
     hidden = driver.prefill(prompt[:70], (33,))
     first = driver.verify([[prompt[70], prompt[71], (prompt[72] + 1) % 160, 0]], [1])[0, :2]
@@ -186,7 +186,7 @@ def shared_expert_ungated(parts: Parts) -> None:
 
 
 def flawed_recurrence(flaw: str) -> Callable[[Parts], None]:
-    """A token-by-token prefill with one flaw; with none it equals the real one (checked below)."""
+    """A token-by-token prefill with one flaw; without a flaw it equals the real one (tested below)."""
 
     def plant(parts: Parts) -> None:
         def prefill(
@@ -294,7 +294,7 @@ def _measure(
 
 
 @pytest.mark.parametrize(("plant", "family_name"), LOGIT_TRAPS, ids=lambda value: getattr(value, "__name__", value))
-def test_trap_moves_the_logits(
+def test_planted_mistake_changes_logits(
     plant: Callable[[Parts], None],
     family_name: str,
     parts_of: Callable[[str], Parts],
@@ -306,7 +306,7 @@ def test_trap_moves_the_logits(
 
 
 @pytest.mark.parametrize("flaw", FLAWS)
-def test_flawed_recurrence_moves_the_logits(
+def test_flawed_recurrence_changes_logits(
     flaw: str, parts_of: Callable[[str], Parts], references: dict[str, Reference], prompt: list[int]
 ) -> None:
     logits_error, _ = _measure(flawed_recurrence(flaw), parts_of("dense"), references["dense"], prompt)
@@ -314,7 +314,7 @@ def test_flawed_recurrence_moves_the_logits(
 
 
 @pytest.mark.parametrize("plant", [no_trap, flawed_recurrence("none")], ids=["real kernels", "recurrence without flaw"])
-def test_nothing_planted_is_within_tolerance(
+def test_without_planted_mistake_within_tolerance(
     plant: Callable[[Parts], None],
     parts_of: Callable[[str], Parts],
     references: dict[str, Reference],
@@ -338,7 +338,7 @@ def mtp_output_norm_skipped(parts: Parts) -> None:
 
 @pytest.mark.parametrize("plant", [mtp_hidden_before_embedding, mtp_norms_swapped, mtp_output_norm_skipped])
 @pytest.mark.parametrize("family_name", ["dense", "moe", "next"])
-def test_mtp_trap_moves_the_mtp_logits(
+def test_planted_mtp_mistake_changes_only_mtp_logits(
     plant: Callable[[Parts], None],
     family_name: str,
     parts_of: Callable[[str], Parts],
@@ -350,7 +350,7 @@ def test_mtp_trap_moves_the_mtp_logits(
     assert mtp_error > 100 * TOLERANCE
 
 
-def test_mtp_fed_with_the_hidden_before_the_final_norm(
+def test_mtp_with_pre_norm_hidden_is_detected(
     parts_of: Callable[[str], Parts], references: dict[str, Reference], prompt: list[int]
 ) -> None:
     parts = parts_of("dense")
@@ -361,10 +361,10 @@ def test_mtp_fed_with_the_hidden_before_the_final_norm(
     assert mtp_error > 100 * TOLERANCE
 
 
-def test_mtp_pairs_shifted_by_one(
+def test_mtp_pairs_shifted_by_one_are_detected(
     parts_of: Callable[[str], Parts], references: dict[str, Reference], prompt: list[int]
 ) -> None:
-    """Pairing token p with hidden p instead of hidden p-1."""
+    """Token p is paired with hidden p instead of hidden p-1."""
     model = parts_of("dense").build()
     driver = Driver(model)
     hidden = driver.prefill(prompt)
@@ -373,7 +373,7 @@ def test_mtp_pairs_shifted_by_one(
     assert relative_error(model.logits(m), references["dense"].mtp_logits[39:47]) > 100 * TOLERANCE
 
 
-def test_mtp_reading_position_zero(
+def test_mtp_reading_position_zero_is_detected(
     monkeypatch: pytest.MonkeyPatch,
     parts_of: Callable[[str], Parts],
     references: dict[str, Reference],

@@ -1,4 +1,4 @@
-"""Stop ids are a union over three files; ids without a token behind them are never sampled."""
+"""Stop ids are the union of three files; ids without a token are never sampled."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def stops(directory: Path) -> tuple[int, ...]:
     return stop_token_ids(directory, load_text_config(directory))
 
 
-def test_config_alone(directory: Path) -> None:
+def test_stop_ids_from_config_alone(directory: Path) -> None:
     assert stops(directory) == (150,)
 
 
-def test_union_of_all_three(directory: Path) -> None:
+def test_stop_ids_are_union_of_three_files(directory: Path) -> None:
     put(directory, "generation_config.json", {"eos_token_id": [151, 150]})
     put(directory, "tokenizer.json", TOKENIZER)
     put(directory, "tokenizer_config.json", {"eos_token": "a"})
@@ -46,14 +46,14 @@ def test_union_of_all_three(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("eos", ["<|im_end|>", {"content": "<|im_end|>", "lstrip": False}])
-def test_tokenizer_end_token_when_generation_config_is_missing(directory: Path, eos: Any) -> None:
-    """Published checkpoints without generation_config.json would never stop at the end of a turn otherwise."""
+def test_tokenizer_end_token_without_generation_config(directory: Path, eos: Any) -> None:
+    """Published checkpoints without generation_config.json would otherwise never stop at the end of a turn."""
     put(directory, "tokenizer.json", TOKENIZER)
     put(directory, "tokenizer_config.json", {"eos_token": eos})
     assert stops(directory) == (150, 151)
 
 
-def test_end_token_named_by_the_tokenizer_config_alone(directory: Path) -> None:
+def test_end_token_from_tokenizer_config_alone(directory: Path) -> None:
     put(
         directory,
         "tokenizer_config.json",
@@ -62,19 +62,19 @@ def test_end_token_named_by_the_tokenizer_config_alone(directory: Path) -> None:
     assert stops(directory) == (150, 151)
 
 
-def test_unknown_end_token_is_an_error(directory: Path) -> None:
+def test_unknown_end_token_is_refused(directory: Path) -> None:
     put(directory, "tokenizer_config.json", {"eos_token": "<|nowhere|>"})
     with pytest.raises(CheckpointError, match="nowhere"):
         stops(directory)
 
 
-def test_end_id_outside_the_vocabulary_is_an_error(directory: Path) -> None:
+def test_end_id_outside_vocabulary_is_refused(directory: Path) -> None:
     put(directory, "generation_config.json", {"eos_token_id": 160})
     with pytest.raises(CheckpointError, match="160"):
         stops(directory)
 
 
-def test_padding_ids_are_never_scored(directory: Path) -> None:
+def test_padding_ids_score_minus_infinity(directory: Path) -> None:
     put(directory, "tokenizer.json", TOKENIZER)
     model = load_model(directory, device=torch.device("cpu"), dtype=torch.float32)
     assert (model.spec.num_real_tokens, model.spec.vocab_size) == (152, 160)
@@ -86,11 +86,11 @@ def test_padding_ids_are_never_scored(directory: Path) -> None:
     assert torch.equal(model.draft_head(hidden), logits.argmax(-1))
 
 
-def test_without_a_tokenizer_every_id_is_real(directory: Path) -> None:
+def test_without_tokenizer_every_id_is_real(directory: Path) -> None:
     assert num_real_tokens(directory, load_text_config(directory)) == 160
 
 
-def test_tokenizer_larger_than_the_model_is_an_error(directory: Path) -> None:
+def test_tokenizer_larger_than_vocab_size_is_refused(directory: Path) -> None:
     put(directory, "tokenizer.json", {"added_tokens": [{"id": 160, "content": "x"}], "model": {"vocab": {}}})
     with pytest.raises(CheckpointError, match="vocab_size=160"):
         num_real_tokens(directory, load_text_config(directory))

@@ -1,5 +1,5 @@
-"""A weight form of a test's own goes through operations, loader and model like those of the package; and ranks hold
-equal parts of each form."""
+"""A custom weight form works in operations, loader and model like those of the package; ranks hold equal parts of each
+form."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agentspec.models.outline import outline
 from agentspec.models.quantization import canonical_name, is_convertible
 from agentspec.models.qwen3_5 import Qwen3_5Model
 from agentspec.models.registry import model_spec
-from agentspec.models.shards import ALONE, Rank
+from agentspec.models.shards import SINGLE_RANK, Rank
 from agentspec.models.tensors import parameter_forms, random_parameters
 from agentspec.models.weights import Checkpoint
 from tests.fakes.checkpoints import Family, rewrite, write_checkpoint
@@ -51,7 +51,7 @@ def form(request: pytest.FixtureRequest) -> Callable[[Tensor], Weight]:
     return FORMS[request.param]
 
 
-def test_a_region_that_is_cut_taken_stacked_or_filled_has_its_values(form: Callable[[Tensor], Weight]) -> None:
+def test_cut_take_stack_and_fill_preserve_values(form: Callable[[Tensor], Weight]) -> None:
     matrix, stack = form(randn(384, 256, seed=1)), form(randn(3, 256, 256, seed=2))
     regions: list[Region] = [(), (slice(128, 256),), (slice(128, None),), (slice(0, 256), slice(128, 256))]
     for region in regions:
@@ -77,8 +77,8 @@ def test_a_region_that_is_cut_taken_stacked_or_filled_has_its_values(form: Calla
         assert torch.equal(target.dequantize(), expected), region
 
 
-def test_what_stays_plain_is_asked_for_by_name(form: Callable[[Tensor], Weight]) -> None:
-    """And rows in full precision stand behind plain ones, but beside others."""
+def test_plain_rows_are_stacked_or_kept_separate(form: Callable[[Tensor], Weight]) -> None:
+    """Full-precision rows are appended to a plain weight, but stay separate from a quantised one."""
     weight, rows = form(randn(128, 128, seed=1)), randn(3, 128, seed=2)
     stacked, apart = weight.append_full_precision(rows)
     assert weight.is_quantized == (form is not Plain)
@@ -92,7 +92,7 @@ def test_what_stays_plain_is_asked_for_by_name(form: Callable[[Tensor], Weight])
         assert torch.equal(stacked.tensor, torch.cat([weight.tensor, rows]))
 
 
-def test_forms_dont_mix() -> None:
+def test_stack_and_fill_refuse_mixed_forms() -> None:
     for first, second in itertools.permutations(FORMS.values(), 2):
         one, other = first(randn(128, 128, seed=1)), second(randn(128, 128, seed=2))
         with pytest.raises(AssertionError):
@@ -102,7 +102,7 @@ def test_forms_dont_mix() -> None:
                 one.fill((), other)
 
 
-def test_products_are_those_of_the_values(form: Callable[[Tensor], Weight]) -> None:
+def test_products_equal_those_of_dequantised_values(form: Callable[[Tensor], Weight]) -> None:
     x, norm, weight, residual = (
         randn(5, 256, seed=1),
         Norm(weight=randn(256, seed=2), eps=1e-6),
@@ -119,7 +119,7 @@ def test_products_are_those_of_the_values(form: Callable[[Tensor], Weight]) -> N
     assert torch.equal(reference.draft_argmax(x, weight, ids), reference.draft_argmax(x, plain(weight), ids))
 
 
-def test_experts_are_those_of_the_values(form: Callable[[Tensor], Weight]) -> None:
+def test_experts_equal_those_of_dequantised_values(form: Callable[[Tensor], Weight]) -> None:
     weights = MixtureWeights(
         router_XH=randn(4, 128, seed=1),
         top_k=2,
@@ -138,7 +138,7 @@ def test_experts_are_those_of_the_values(form: Callable[[Tensor], Weight]) -> No
 
 
 def int8_checkpoint(directory: Path, family: Family, **options: Any) -> TextConfig:
-    """A checkpoint in the test's own form: the config that reads it."""
+    """Write a checkpoint in the test's own form; returns the config that reads it."""
 
     def quantize(tensors: dict[str, Tensor]) -> None:
         for name in [name for name in tensors if is_convertible(canonical_name(name))]:
@@ -149,7 +149,7 @@ def int8_checkpoint(directory: Path, family: Family, **options: Any) -> TextConf
     return dataclasses.replace(load_text_config(directory).with_mtp_layers(1), quantization=Int8Checkpoint())
 
 
-def load(directory: Path, config: TextConfig, rank: Rank = ALONE) -> dict[str, Weight]:
+def load(directory: Path, config: TextConfig, rank: Rank = SINGLE_RANK) -> dict[str, Weight]:
     with Checkpoint(directory) as checkpoint:
         return checkpoint.load(config, device=CPU, dtype=torch.float32, rank=rank)
 
@@ -165,7 +165,7 @@ def outputs(directory: Path, config: TextConfig, parameters: dict[str, Weight]) 
 
 
 @pytest.mark.parametrize(("family", "experts"), [("dense", None), ("moe", "split"), ("moe", "fused")])
-def test_a_model_in_a_form_of_the_tests_own(family: Family, experts: str | None, tmp_path: Path) -> None:
+def test_model_with_custom_weight_form(family: Family, experts: str | None, tmp_path: Path) -> None:
     config = int8_checkpoint(tmp_path, family, experts=experts)
     parameters = load(tmp_path, config)
     assert {name for name, weight in parameters.items() if isinstance(weight, Int8Rows)} == set(
@@ -180,7 +180,7 @@ def test_a_model_in_a_form_of_the_tests_own(family: Family, experts: str | None,
         assert torch.equal(got, wanted)
 
 
-def test_its_random_weights_and_its_outline_have_the_form(tmp_path: Path) -> None:
+def test_random_weights_and_outline_with_custom_weight_form(tmp_path: Path) -> None:
     config = int8_checkpoint(tmp_path, "moe")
     parameters = random_parameters(config, device=CPU, dtype=torch.float32, seed=1)
     assert {name for name, weight in parameters.items() if isinstance(weight, Int8Rows)} == set(
@@ -192,7 +192,7 @@ def test_its_random_weights_and_its_outline_have_the_form(tmp_path: Path) -> Non
     assert isinstance(model._mtp_head().attention.qkv_proj, Int8Rows)
 
 
-def test_its_defects_are_named(tmp_path: Path) -> None:
+def test_defects_of_custom_weight_form_are_named(tmp_path: Path) -> None:
     config = int8_checkpoint(tmp_path, "dense")
     name = "model.language_model.layers.3.self_attn.o_proj.weight"
     rewrite(tmp_path, lambda tensors: tensors[name + Int8Checkpoint.SUFFIX].fill_(torch.nan))
@@ -220,7 +220,7 @@ EVEN: dict[str, tuple[Family, dict[str, Any]]] = {
 
 
 def together(whole: Weight, parts: list[Weight], name: str, config: TextConfig) -> Tensor:
-    """What the ranks hold, put where the whole has it; NaN where nobody has it."""
+    """The ranks' parts, joined to the whole parameter; NaN where no rank has a value."""
     shard = parameter_forms(config)[name].shard
     joined = torch.full(tuple(whole.shape), torch.nan)
     for index, part in enumerate(parts):
@@ -228,14 +228,14 @@ def together(whole: Weight, parts: list[Weight], name: str, config: TextConfig) 
         if shard is None:
             joined = values
             continue
-        held = shard.held(name, Rank(index, len(parts)))
+        held = shard.slices(name, Rank(index, len(parts)))
         for run, share in zip(held, values.split([run.stop - run.start for run in held], shard.dim), strict=True):
             joined[(*[slice(None)] * shard.dim, run)] = share
     return joined
 
 
 @pytest.mark.parametrize("layout", EVEN)
-def test_two_ranks_hold_the_whole(layout: str, tmp_path: Path) -> None:
+def test_two_ranks_hold_all_parameters(layout: str, tmp_path: Path) -> None:
     family, options = EVEN[layout]
     write_checkpoint(tmp_path, family, num_hidden_layers=4, **options)
     config = load_text_config(tmp_path).with_mtp_layers(1)
@@ -255,26 +255,26 @@ def test_two_ranks_hold_the_whole(layout: str, tmp_path: Path) -> None:
         assert torch.equal(together(weight, [part[name] for part in parts], name, config), weight.dequantize()), name
 
 
-def test_key_heads_are_held_twice_where_there_are_fewer_of_them_than_ranks(tmp_path: Path) -> None:
+def test_kv_heads_repeat_with_more_ranks_than_heads(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "dense", num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
     config = load_text_config(tmp_path).with_mtp_layers(1)
     name = "model.layers.3.self_attn.k_proj.weight"
     shard, dim = parameter_forms(config)[name].shard, config.head_dim
     assert shard is not None
-    assert [shard.held(name, Rank(index, 4)) for index in range(4)] == [
+    assert [shard.slices(name, Rank(index, 4)) for index in range(4)] == [
         [slice(first, first + dim)] for first in (0, 0, dim, dim)
     ]
 
 
-def test_a_number_of_ranks_that_cannot_share_is_refused_by_name(tmp_path: Path) -> None:
+def test_rank_count_that_cannot_share_is_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "dense", num_hidden_layers=4)
     config = load_text_config(tmp_path).with_mtp_layers(1)
     with pytest.raises(ConfigError, match=r"ranks=7: \d+ units of model\.layers\.0\.\S+ can't be shared equally"):
         load(tmp_path, config, Rank(0, 7))
 
 
-def test_blocks_of_multipliers_stay_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Widths of several blocks, on a device that keeps them: what ranks hold stays block-scaled, values and
+def test_ranks_hold_whole_scale_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Widths of several blocks, on a device that keeps blocks: a rank's part stays block-scaled, with its values and
     multipliers."""
     monkeypatch.setattr(quantization, "keeps_blocks", lambda device: True)
     heads: dict[str, Any] = {"head_dim": 128, "linear_value_head_dim": 128, "linear_num_value_heads": 2}

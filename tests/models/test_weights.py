@@ -1,4 +1,4 @@
-"""Every layout of a checkpoint loads to the same parameters; every defect is refused with the tensors' names."""
+"""Every checkpoint layout loads the same parameters; every defect is refused with the tensors' names."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def small(directory: Path, family: Family = "dense", **options: Any) -> Path:
 
 @pytest.mark.parametrize("family", ["dense", "moe", "next"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_load_alike(family: Family, layout: str, tmp_path: Path) -> None:
+def test_all_layouts_load_equal_parameters(family: Family, layout: str, tmp_path: Path) -> None:
     expected = load(small(tmp_path / "plain", family))
     for name, tensor in load(small(tmp_path / "other", family, **LAYOUTS[layout])).items():
         assert torch.equal(tensor, expected[name]), name
 
 
-def test_next_unpacks_to_what_was_packed(tmp_path: Path) -> None:
-    """The same seed gives the MoE family the same tensors, never packed."""
+def test_next_packed_projections_are_unpacked(tmp_path: Path) -> None:
+    """With the same seed the MoE family has the same tensors, not packed."""
     packed, plain = load(small(tmp_path / "next", "next")), load(small(tmp_path / "moe", "moe"))
     for name, tensor in packed.items():
         assert torch.equal(tensor, plain[name]), name
@@ -84,7 +84,7 @@ def test_tied_head_is_the_embedding(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["dense", "next"])
-def test_head_is_inferred_from_its_tensors(family: Family, tmp_path: Path) -> None:
+def test_mtp_head_is_detected_from_tensors(family: Family, tmp_path: Path) -> None:
     for mtp in (True, False):
         directory = small(tmp_path / f"{family}{mtp}", family, mtp=mtp, mtp_num_hidden_layers=None)
         assert load_model(directory, device=CPU, dtype=torch.float32).spec.has_mtp == mtp
@@ -107,7 +107,8 @@ LM = "model.language_model."
             lambda t: t.update(
                 {f"{LM}norm.weight": torch.zeros(63), f"{LM}layers.0.linear_attn.dt_bias": torch.zeros(6, 1)}
             ),
-            r"model\.layers\.0\.linear_attn\.dt_bias has shape \[6, 1\], expected \[6\]; model\.norm\.weight has shape \[63\], expected \[64\]",
+            r"model\.layers\.0\.linear_attn\.dt_bias has shape \[6, 1\], expected \[6\]; "
+            r"model\.norm\.weight has shape \[63\], expected \[64\]",
         ),
         (
             lambda t: t.update({f"{LM}norm.weight": torch.zeros(64, dtype=torch.int8)}),
@@ -117,12 +118,14 @@ LM = "model.language_model."
         (lambda t: [t.pop(n) for n in list(t) if n.startswith("mtp.")], "set mtp_num_hidden_layers to 0"),
     ],
 )
-def test_defects_are_named(change: Callable[[dict[str, Tensor]], object], message: str, tmp_path: Path) -> None:
+def test_checkpoint_defect_is_named(
+    change: Callable[[dict[str, Tensor]], object], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(CheckpointError, match=message):
         load(rewrite(small(tmp_path), change))
 
 
-def test_head_beside_a_tied_embedding_is_refused(tmp_path: Path) -> None:
+def test_lm_head_with_tied_embedding_is_refused(tmp_path: Path) -> None:
     directory = small(tmp_path)
     raw = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(raw | {"tie_word_embeddings": True}))
@@ -130,20 +133,20 @@ def test_head_beside_a_tied_embedding_is_refused(tmp_path: Path) -> None:
         load(directory)
 
 
-def test_head_that_the_config_denies_is_refused(tmp_path: Path) -> None:
+def test_mtp_tensors_are_refused_if_config_has_no_mtp(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"unexpected tensors: mtp\.fc\.weight"):
         load(small(tmp_path, mtp_num_hidden_layers=0))
 
 
 @pytest.mark.parametrize("family", ["moe", "next"])
-def test_one_missing_expert_is_named(family: Family, tmp_path: Path) -> None:
+def test_missing_expert_is_named(family: Family, tmp_path: Path) -> None:
     name = ("model." if family == "next" else LM) + "layers.1.mlp.experts.5.up_proj.weight"
     directory = rewrite(small(tmp_path, family, experts="split"), lambda t: t.pop(name))
     with pytest.raises(CheckpointError, match=r"missing tensors: model\.layers\.1\.mlp\.experts\.5\.up_proj\.weight$"):
         load(directory)
 
 
-def test_one_expert_too_many_is_named(tmp_path: Path) -> None:
+def test_surplus_expert_is_named(tmp_path: Path) -> None:
     extra = {f"mtp.layers.0.mlp.experts.8.{part}_proj.weight": torch.zeros(1) for part in ("gate", "up", "down")}
     directory = rewrite(small(tmp_path, "moe"), lambda t: t.update(extra))
     with pytest.raises(
@@ -152,19 +155,19 @@ def test_one_expert_too_many_is_named(tmp_path: Path) -> None:
         load(directory)
 
 
-def test_long_lists_are_shortened(tmp_path: Path) -> None:
+def test_long_name_lists_are_shortened(tmp_path: Path) -> None:
     directory = rewrite(small(tmp_path), lambda t: [t.pop(n) for n in list(t) if ".layers." in n and "mtp" not in n])
     with pytest.raises(CheckpointError, match=r"and 3\d more"):
         load(directory)
 
 
-def test_pickle_files_are_refused_by_name(tmp_path: Path) -> None:
+def test_pickle_files_are_refused(tmp_path: Path) -> None:
     (small(tmp_path) / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"pickle files are refused.*pytorch_model\.bin"):
         load(tmp_path)
 
 
-def test_nothing_to_load(tmp_path: Path) -> None:
+def test_directory_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such directory"):
         Checkpoint(tmp_path / "absent")
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
@@ -199,31 +202,31 @@ def _edit_index(directory: Path, change: Callable[[dict[str, str]], object]) -> 
         (lambda m: m.clear(), "weight_map is missing or empty"),
     ],
 )
-def test_index_and_shards_must_agree(change: Callable[[dict[str, str]], object], message: str, tmp_path: Path) -> None:
+def test_index_that_contradicts_shards_is_refused(
+    change: Callable[[dict[str, str]], object], message: str, tmp_path: Path
+) -> None:
     _edit_index(small(tmp_path, sharded=True), change)
     with pytest.raises(CheckpointError, match=message):
         Checkpoint(tmp_path)
 
 
-def test_resolve_takes_a_local_directory_as_it_is(tmp_path: Path) -> None:
+def test_resolve_returns_local_directory_unchanged(tmp_path: Path) -> None:
     assert resolve_checkpoint(str(tmp_path)) == tmp_path
 
 
 @pytest.mark.parametrize("model", ["./nowhere", "/nowhere/at/all", "nowhere", "a/b/c"])
-def test_resolve_names_a_missing_directory(model: str) -> None:
+def test_resolve_refuses_missing_directory(model: str) -> None:
     with pytest.raises(CheckpointError, match="no such directory"):
         resolve_checkpoint(model)
 
 
-def test_resolve_refuses_a_file(tmp_path: Path) -> None:
+def test_resolve_refuses_file(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(CheckpointError, match="is a file"):
         resolve_checkpoint(str(tmp_path / "model.safetensors"))
 
 
-def test_resolve_asks_the_hub_for_safetensors_json_and_templates(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_resolve_downloads_only_safetensors_json_and_templates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = {}
 
     def snapshot(repo: str, *, allow_patterns: list[str]) -> str:
@@ -235,7 +238,7 @@ def test_resolve_asks_the_hub_for_safetensors_json_and_templates(
     assert asked == {"Qwen/Qwen3.5-4B": ["*.json", "*.safetensors", "*.jinja"]}
 
 
-def test_resolve_turns_hub_failures_into_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolve_reports_hub_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def offline(repo: str, **_: Any) -> str:
         raise ConnectionError("no route to the hub")
 
@@ -244,7 +247,7 @@ def test_resolve_turns_hub_failures_into_one_error(monkeypatch: pytest.MonkeyPat
         resolve_checkpoint("Qwen/Qwen3.5-4B")
 
 
-def test_far_more_experts_than_tensors_are_refused_before_they_are_named(tmp_path: Path) -> None:
+def test_huge_num_experts_is_refused_before_names_are_built(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "next", "next")
     config = load_text_config(directory)
     assert config.moe is not None

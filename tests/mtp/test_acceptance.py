@@ -1,4 +1,4 @@
-"""The rule of acceptance, case by case. What runs on tensors is compared with it in tests/kernels."""
+"""The acceptance rule, case by case. tests/kernels compares the tensor implementations with it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from agentspec.types import STOP_ID, STOP_LENGTH, STOP_RUNNING
         ([7, 8, 9], [7, 8], 2, [], 1, (0, STOP_LENGTH)),
     ],
 )
-def test_a_window_is_cut_at_the_first_mismatch_stop_id_or_limit(
+def test_accept_stops_at_first_mismatch_stop_id_or_limit(
     chosen: list[int], drafts: list[int], num_valid: int, stop_ids: list[int], room: int, expected: tuple[int, int]
 ) -> None:
     assert accept(chosen, drafts, num_valid=num_valid, stop_ids=stop_ids, room=room) == expected
 
 
-def test_drafts_change_how_many_tokens_a_step_emits_and_never_which() -> None:
+def test_drafts_never_change_emitted_tokens() -> None:
     for seed in range(300):
         rng = random.Random(seed)
         target, stop_ids, limit = [rng.randrange(4) for _ in range(60)], rng.choice([[], [3]]), rng.randint(1, 40)

@@ -1,5 +1,4 @@
-"""The depth policy against simulated acceptance and costs: it finds the best k, follows changes, and never stays on a
-losing one."""
+"""The depth policy on simulated acceptance and costs: it finds the best k, follows changes, and leaves a losing k."""
 
 from __future__ import annotations
 
@@ -12,7 +11,8 @@ from agentspec.mtp.depth_policy import AdaptiveDepth, FixedDepth
 
 
 class Simulation:
-    """Steps whose slots accept draft i with rate(i), given the ones before, and take cost(batch, k) seconds."""
+    """Steps whose slots accept draft i with probability rates[i], given the ones before, and take cost(batch, k)
+    seconds."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class Simulation:
 
 
 def memory_bound(batch: int, k: int) -> float:
-    """One user on a GPU: a draft costs little beside reading the weights."""
+    """One user on a GPU: a draft costs little compared to reading the weights."""
     return 1.0 + 0.12 * k
 
 
 def compute_bound(batch: int, k: int) -> float:
-    """Verifying is as dear as decoding, and drafting comes on top: speculation always loses."""
+    """Verifying a token costs as much as decoding one, and drafting is added: speculation always loses."""
     return 1.0 + 1.2 * k
 
 
@@ -72,7 +72,7 @@ def mixed(batch: int, k: int) -> float:
     return 1.0 + 0.1 * k + 0.05 * batch * (k + 1)
 
 
-def test_fixed_depth_is_fixed() -> None:
+def test_fixed_depth_never_changes() -> None:
     policy = FixedDepth(3)
     policy.observe(num_drafted=3, slots=[(3, 0)], seconds=1.0)
     assert [policy.choose(batch) for batch in (1, 8, 64)] == [3, 3, 3]
@@ -81,13 +81,15 @@ def test_fixed_depth_is_fixed() -> None:
 @pytest.mark.parametrize("rates", [[0.9] * 7, [0.85, 0.75, 0.65, 0.6, 0.5, 0.4, 0.3], [0.5] * 7, [0.1] * 7])
 @pytest.mark.parametrize("cost", [memory_bound, compute_bound, mixed])
 @pytest.mark.parametrize("batch", [1, 8])
-def test_reaches_the_best_depth_nearly(rates: list[float], cost: Callable[[int, int], float], batch: int) -> None:
+def test_adaptive_depth_converges_to_near_optimum(
+    rates: list[float], cost: Callable[[int, int], float], batch: int
+) -> None:
     simulation = Simulation(AdaptiveDepth(7), rates=rates, cost=cost)
     simulation.run(300, batch)
     assert simulation.run(3000, batch) > 0.88 * simulation.best(batch)
 
 
-def test_speculation_that_always_loses_is_left_alone() -> None:
+def test_unprofitable_speculation_is_turned_off() -> None:
     simulation = Simulation(AdaptiveDepth(3), rates=[0.3, 0.3, 0.3], cost=compute_bound)
     simulation.run(100)
     plain = simulation.ideal(0)
@@ -97,7 +99,7 @@ def test_speculation_that_always_loses_is_left_alone() -> None:
     assert worst_hundred > 0.85 * plain
 
 
-def test_follows_acceptance_that_collapses_and_recovers() -> None:
+def test_adapts_to_changing_acceptance() -> None:
     simulation = Simulation(AdaptiveDepth(3), rates=[0.9, 0.85, 0.8], cost=memory_bound_dear)
     simulation.run(300)
     assert simulation.run(1000) > 0.9 * simulation.best()
@@ -113,7 +115,7 @@ def memory_bound_dear(batch: int, k: int) -> float:
     return 1.0 + 0.25 * k
 
 
-def test_follows_costs_that_change() -> None:
+def test_adapts_to_changing_costs() -> None:
     simulation = Simulation(AdaptiveDepth(3), rates=[0.7, 0.7, 0.7], cost=memory_bound)
     simulation.run(500)
     simulation.cost = compute_bound
@@ -121,7 +123,7 @@ def test_follows_costs_that_change() -> None:
     assert simulation.run(1000) > 0.9 * simulation.best()
 
 
-def test_batch_sizes_are_judged_apart() -> None:
+def test_batch_sizes_have_separate_depths() -> None:
     policy = AdaptiveDepth(3)
     one = Simulation(policy, rates=[0.8, 0.7, 0.6], cost=lambda batch, k: 1.0 + 0.05 * k * batch)
     for _ in range(20):
@@ -142,7 +144,7 @@ def test_one_slow_step_changes_nothing() -> None:
     assert simulation.run(300) > 0.88 * simulation.best()
 
 
-def test_works_without_measured_times() -> None:
+def test_adaptive_depth_works_without_step_times() -> None:
     policy = AdaptiveDepth(3)
     for _ in range(200):
         k = policy.choose(4)
@@ -150,13 +152,13 @@ def test_works_without_measured_times() -> None:
         policy.observe(num_drafted=k, slots=[(k, k)] * 4, seconds=0.0)
 
 
-def test_no_drafts_possible() -> None:
+def test_max_depth_zero_never_drafts() -> None:
     simulation = Simulation(AdaptiveDepth(0), rates=[], cost=memory_bound)
     simulation.run(200)
     assert set(simulation.chosen) == {0}
 
 
-def test_is_deterministic_and_explores_rarely() -> None:
+def test_adaptive_depth_is_deterministic_and_explores_rarely() -> None:
     runs = [Simulation(AdaptiveDepth(7), rates=[0.9] * 7, cost=memory_bound) for _ in range(2)]
     for simulation in runs:
         simulation.run(2000)

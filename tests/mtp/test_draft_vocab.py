@@ -1,4 +1,4 @@
-"""Which tokens may be drafted: how many, which ones, and what is refused."""
+"""The draft vocabulary: its size, its tokens, and refused settings."""
 
 from __future__ import annotations
 
@@ -23,37 +23,35 @@ from agentspec.mtp.draft_vocab import choose_draft_ids, draft_vocab_size
         (4096, 4096, 4096),
     ],
 )
-def test_the_size_suits_the_vocabulary_unless_one_is_asked_for(
-    asked: int | None, num_real_tokens: int, size: int
-) -> None:
+def test_draft_vocab_size_default_and_override(asked: int | None, num_real_tokens: int, size: int) -> None:
     assert draft_vocab_size(asked, num_real_tokens=num_real_tokens) == size
 
 
-def test_more_tokens_than_there_are_is_refused() -> None:
+def test_size_larger_than_vocabulary_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"draft_vocab=4097: the model has 4096 tokens"):
         draft_vocab_size(4097, num_real_tokens=4096)
 
 
-def test_without_counts_the_lowest_ids_are_chosen() -> None:
+def test_without_counts_lowest_ids_are_chosen() -> None:
     assert choose_draft_ids({}, size=6, num_real_tokens=100, always=()) == [0, 1, 2, 3, 4, 5]
     assert choose_draft_ids({}, size=6, num_real_tokens=100, always=(99, 2, 98)) == [0, 1, 2, 3, 98, 99]
 
 
-def test_the_most_counted_come_first_and_equals_by_id() -> None:
+def test_highest_counts_first_then_lowest_id() -> None:
     counts = {50: 7, 40: 7, 60: 8, 3: 1, 30: 7}
     assert choose_draft_ids(counts, size=1, num_real_tokens=100, always=()) == [60]
     assert choose_draft_ids(counts, size=3, num_real_tokens=100, always=()) == [30, 40, 60]
     assert choose_draft_ids(counts, size=8, num_real_tokens=100, always=(97,)) == [0, 1, 3, 30, 40, 50, 60, 97]
 
 
-def test_the_size_is_kept_whatever_must_be_among_them() -> None:
-    """Padding ids among those that must be there are no real tokens."""
+def test_required_ids_count_towards_size() -> None:
+    """Padding ids in `always` are ignored: they are no real tokens."""
     assert choose_draft_ids({5: 1, 9: 3}, size=2, num_real_tokens=10, always=(9, 5, 10, 11)) == [5, 9]
     with pytest.raises(ConfigError, match=r"draft_vocab=2: must be at least 3"):
         choose_draft_ids({}, size=2, num_real_tokens=10, always=(7, 8, 9))
 
 
-def test_a_choice_is_the_best_there_is() -> None:
+def test_random_counts_choose_optimal_ids() -> None:
     for seed in range(40):
         rng = random.Random(seed)
         num_real_tokens = rng.randint(1, 200)

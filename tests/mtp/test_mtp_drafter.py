@@ -1,4 +1,5 @@
-"""The MTP chain: K/V for the whole window, drafts from the last kept column, each fed with the head's own output."""
+"""The MTP chain: K/V for the whole window, drafts from the last accepted column, each computed from the head's own
+output."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ def hidden_of(model: HashChainModel, tokens: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2])
-def test_drafts_continue_the_kept_columns(kept: int) -> None:
+def test_drafts_continue_accepted_columns(kept: int) -> None:
     model = HashChainModel(seed=3, draft_accuracy=1.0)
     known = [5, 6, 7, 8]
     stream = model.reference_stream(greedy(known, 20))
@@ -40,7 +41,7 @@ def test_drafts_continue_the_kept_columns(kept: int) -> None:
     assert model.mtp_PS[1, 1 : len(expected)].tolist() == expected[1:].tolist()
 
 
-def test_depth_zero_still_writes_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_depth_zero_still_writes_mtp_window(monkeypatch: pytest.MonkeyPatch) -> None:
     model = HashChainModel(seed=3)
     model.allocate(num_rows=3, num_pages=3)
     monkeypatch.setattr(model, "draft_head", None)
@@ -52,12 +53,12 @@ def test_depth_zero_still_writes_the_window(monkeypatch: pytest.MonkeyPatch) -> 
     assert model.mtp_PS[2, 1].item() == model.reference_state([9, 4]).mtp_N[1]
 
 
-def test_each_position_has_its_source() -> None:
+def test_sources_has_one_entry_per_position() -> None:
     assert MtpDrafter(HashChainModel(seed=3)).sources(3) == (DraftSource.MTP,) * 3
     assert NullDrafter().sources(0) == ()
 
 
-def test_the_null_drafter_drafts_nothing() -> None:
+def test_null_drafter_drafts_nothing() -> None:
     tokens = torch.tensor([[1, 2], [3, 4]])
     anything = torch.zeros(2, 2, 2)
     assert NullDrafter().draft(tokens, anything, tokens[:, 0], tokens[:, 0], tokens, 0).shape == (2, 0)

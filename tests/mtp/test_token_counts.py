@@ -1,5 +1,4 @@
-"""The file of token counts: what one run served is what the next one knows; nothing that isn't such a file is taken for
-one."""
+"""The file of token counts: one run reads the counts that the last one saved; any other file is refused."""
 
 from __future__ import annotations
 
@@ -26,16 +25,16 @@ def counts(path: Path, num_tokens: int = NUM_TOKENS) -> TokenCounts:
     return TokenCounts(str(path), num_tokens=num_tokens)
 
 
-def test_what_was_served_is_known_to_the_next_run(tmp_path: Path) -> None:
+def test_saved_counts_are_read_by_next_run(tmp_path: Path) -> None:
     path = tmp_path / "counts.json"
     first = counts(path)
     assert first.known == {}
-    first.add([5, 5, 99])
-    first.add([0, 5])
+    first.add_tokens([5, 5, 99])
+    first.add_tokens([0, 5])
     first.save()
     second = counts(path)
     assert second.known == {0: 1, 5: 3, 99: 1}
-    second.add([0, 1])
+    second.add_tokens([0, 1])
     second.save()
     assert json.loads(path.read_text()) == {
         "version": 1,
@@ -45,41 +44,41 @@ def test_what_was_served_is_known_to_the_next_run(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["counts.json"]
 
 
-def test_nothing_served_writes_nothing(tmp_path: Path) -> None:
+def test_save_without_tokens_writes_nothing(tmp_path: Path) -> None:
     counts(tmp_path / "counts.json").save()
     assert os.listdir(tmp_path) == []
 
 
-def test_saving_twice_counts_once(tmp_path: Path) -> None:
+def test_saving_twice_counts_tokens_once(tmp_path: Path) -> None:
     path = tmp_path / "counts.json"
     served = counts(path)
-    served.add([3])
+    served.add_tokens([3])
     served.save()
     served.save()
     assert counts(path).known == {3: 1}
-    served.add([3])
+    served.add_tokens([3])
     served.save()
     assert counts(path).known == {3: 2}
 
 
-def test_two_engines_with_one_file_lose_nothing(tmp_path: Path) -> None:
+def test_two_engines_can_share_a_counts_file(tmp_path: Path) -> None:
     path = write(tmp_path / "counts.json")
     first, second = counts(path), counts(path)
-    first.add([7, 8])
-    second.add([7, 9])
+    first.add_tokens([7, 8])
+    second.add_tokens([7, 9])
     first.save()
     second.save()
     assert counts(path).known == {7: 4, 8: 1, 9: 1}
 
 
-def test_the_working_directory_may_change_and_a_link_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_is_resolved_at_start_and_link_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "kept").mkdir()
     file = write(tmp_path / "kept" / "counts.json")
     (tmp_path / "link.json").symlink_to(file)
     monkeypatch.chdir(tmp_path)
     served = TokenCounts("link.json", num_tokens=NUM_TOKENS)
     monkeypatch.chdir(tmp_path / "kept")
-    served.add([7])
+    served.add_tokens([7])
     served.save()
     assert counts(file).known == {7: 3}
     assert (tmp_path / "link.json").is_symlink()
@@ -100,7 +99,7 @@ def test_the_working_directory_may_change_and_a_link_stays_one(tmp_path: Path, m
     ],
     ids=str,
 )
-def test_a_file_that_says_something_else_is_refused(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
+def test_invalid_counts_file_is_refused(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
     path = write(tmp_path / "counts.json", **fields)
     with pytest.raises(ConfigError, match=words) as refused:
         counts(path)
@@ -111,7 +110,7 @@ def test_a_file_that_says_something_else_is_refused(tmp_path: Path, fields: dict
     "content",
     [b"", b"counts", b'{"version":1}', b"\xff\xfe", b'{"version":1,"num_tokens":100,"counts":{"\xff":1}}', b"[]"],
 )
-def test_a_file_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_unparsable_counts_file_is_refused_and_kept(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "counts.json"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match="is not a file of token counts"):
@@ -119,17 +118,17 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
     assert path.read_bytes() == content
 
 
-def test_a_place_that_can_not_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_unwritable_path_is_refused_at_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="its directory does not exist"):
         counts(tmp_path / "no" / "counts.json")
     with pytest.raises(ConfigError, match="can't be read"):
         counts(tmp_path)
 
 
-def test_a_file_that_broke_meanwhile_is_left_as_it_is(tmp_path: Path) -> None:
+def test_save_refuses_file_damaged_in_the_meantime(tmp_path: Path) -> None:
     path = write(tmp_path / "counts.json")
     served = counts(path)
-    served.add([1])
+    served.add_tokens([1])
     path.write_text("broken")
     with pytest.raises(ConfigError, match="is not a file of token counts"):
         served.save()
@@ -137,10 +136,10 @@ def test_a_file_that_broke_meanwhile_is_left_as_it_is(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["counts.json"]
 
 
-def test_what_can_not_be_written_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_keeps_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "counts.json")
     served = counts(path)
-    served.add([1])
+    served.add_tokens([1])
 
     def full(self: Path, target: Path) -> Path:
         raise OSError(28, "No space left on device")

@@ -1,6 +1,7 @@
-"""Random clients of an engine: conversations that grow, fork and are rendered anew, and what is asked of each turn.
+"""Random clients of an engine: conversations that grow, fork and are rendered differently, and the requests of each
+turn.
 
-Draws submits and keeps what a client would know of its conversation. Knows nothing of the engine's inside.
+Generates submits, and stores what a client knows of its conversation. Knows nothing about the engine's internals.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from agentspec.runtime.request import Request
 from agentspec.types import Breakpoint, CheckpointKind, SamplingParams
 from agentspec.wire import Submit
 from tests.fakes.automaton import Automaton
-from tests.properties.house import House
+from tests.properties.engine_setup import EngineSetup
 
 TOKEN_TEXT = ["abcdefghijklmnopqrstuvwxyz"[i % 26] + "xyz"[i % 3] * (i % 2) for i in range(64)]
 TOKEN_BYTES = [text.encode() for text in TOKEN_TEXT]
@@ -21,7 +22,7 @@ TOKEN_BYTES = [text.encode() for text in TOKEN_TEXT]
 
 @dataclass(slots=True)
 class Session:
-    """A conversation as a client would keep it."""
+    """A conversation as its client stores it."""
 
     session_id: str
     namespace: str
@@ -30,45 +31,45 @@ class Session:
     prompt_length: int = 0
     """Of the last turn."""
     user_mark: int = 0
-    """Where the last user message ended: a template may render everything after it anew."""
+    """End of the last user message: a template may render everything after it differently."""
     is_faithful: bool = True
-    """Its client sends generated turns back as they were generated."""
+    """The client sends generated turns back unchanged."""
     is_busy: bool = False
 
 
 @dataclass(slots=True)
 class Turn:
-    """A request, what came back of it, and what the device is known to have done for it."""
+    """A request, its output, and what the device did for it."""
 
     session: Session
     request: Request
     submit: Submit
     automaton: Automaton | None = None
-    """What its output is held to."""
+    """The output's constraint."""
     emitted: list[int] = field(default_factory=list)
     text: str = ""
     abort_after: int | None = None
-    """Loop iterations after which the client gives up."""
+    """Loop iterations after which the client aborts."""
     aborted: bool = False
     cached: int | None = None
-    """Tokens of the first hit that it was admitted with."""
+    """Cached tokens of the first hit that it was admitted with."""
     steps: list[tuple[int, int, int]] = field(default_factory=list)
     """(emitted, drafted, accepted) of every decode step that was collected before the request ended."""
     num_first_steps: int = 0
-    """One for each time that it was admitted, if it came so far."""
+    """One for each admission that got as far as the first step."""
 
 
 class Clients:
-    """Everybody who talks to one house."""
+    """All clients of one engine."""
 
-    def __init__(self, house: House, rng: random.Random, *, num_tokens: int, max_length: int) -> None:
-        self._house = house
+    def __init__(self, setup: EngineSetup, rng: random.Random, *, num_tokens: int, max_length: int) -> None:
+        self._setup = setup
         self._rng = rng
         self._num_tokens = num_tokens
         self._max_length = max_length
         self._systems = [
             self._tokens(
-                min(rng.choice([0, 20, 70, 150, 300, 300, 300]), max_length // (6 if house.short_prompts else 3))
+                min(rng.choice([0, 20, 70, 150, 300, 300, 300]), max_length // (6 if setup.short_prompts else 3))
             )
             for _ in range(3)
         ]
@@ -84,7 +85,7 @@ class Clients:
         session = self._next_session()
         prompt = self._prompt(session)
         breakpoints = self._breakpoints(session)
-        is_scoring = rng.random() < self._house.scoring_share
+        is_scoring = rng.random() < self._setup.scoring_share
         session.is_busy = True
         self._num_submits += 1
         return session, Submit(
@@ -92,13 +93,13 @@ class Clients:
             prompt_ids=prompt,
             sampling=self._sampling(len(prompt), only_prompt=is_scoring and rng.random() < 0.7),
             breakpoints=breakpoints,
-            session_id=session.session_id if rng.random() < self._house.session_share else None,
+            session_id=session.session_id if rng.random() < self._setup.session_share else None,
             namespace=session.namespace,
             prompt_logprobs=2 if is_scoring else None,
         )
 
     def end(self, turn: Turn) -> None:
-        """The turn is over: the client goes on from all that it saw."""
+        """Record a turn's end: the client continues from everything that it received."""
         turn.session.history = list(turn.submit.prompt_ids) + turn.emitted
         turn.session.is_busy = False
 
@@ -113,9 +114,7 @@ class Clients:
         session = Session(f"s{len(self._sessions)}", rng.choice(["", "", "", "salt"]), rng.choice(self._systems))
         session.history = list(session.system)
         session.is_faithful = rng.random() < 0.7
-        if (
-            self._sessions and rng.random() < 0.4
-        ):  # a fork: somebody's conversation as it is now, or the beginning of it
+        if self._sessions and rng.random() < 0.4:  # a fork: another session's conversation, or the beginning of it
             other = rng.choice([other for other in self._sessions if other.is_busy] or self._sessions)
             session.system = other.system
             if rng.random() < 0.7:
@@ -132,20 +131,19 @@ class Clients:
         return session
 
     def _prompt(self, session: Session) -> list[int]:
-        """The history as the client tells it, and something new: a tool's result, or a user message, which moves the
-        user mark."""
+        """The history as the client sends it, plus a tool result, or a user message, which moves the user mark."""
         rng = self._rng
         history = session.history
         is_tool_result = 0 < session.prompt_length <= len(history) and rng.random() < 0.6
         if not session.is_faithful:
             history = history[: session.prompt_length] + self._tokens(rng.randrange(20))
-        elif not is_tool_result and rng.random() < 0.4:  # the template renders the last loop anew
+        elif not is_tool_result and rng.random() < 0.4:  # the template renders the last loop differently
             history = history[: session.user_mark] + self._tokens(rng.randrange(6))
         added = self._tokens(
             rng.choice([1, 2, 5, 17, 40, 40, 120] if self._max_length > 200 else [1, 2, 5, 17, 17, 40])
         )
         prompt = history + added
-        if len(prompt) + 8 > self._max_length or (self._house.short_prompts and len(prompt) > self._max_length // 4):
+        if len(prompt) + 8 > self._max_length or (self._setup.short_prompts and len(prompt) > self._max_length // 4):
             prompt = (session.system + added)[: self._max_length - 8]
             is_tool_result = False
         if not is_tool_result:
@@ -161,7 +159,7 @@ class Clients:
 
     def _sampling(self, prompt_length: int, *, only_prompt: bool) -> SamplingParams:
         rng = self._rng
-        num_stops = rng.choice([1, 1, 3]) if rng.random() < self._house.stopping_share else 0
+        num_stops = rng.choice([1, 1, 3]) if rng.random() < self._setup.stopping_share else 0
         stop = tuple(
             "".join(rng.choice("abcdefghxyz"[: 8 if size == 1 else 11]) for _ in range(size))
             for size in rng.choices([1, 1, 2, 3], k=num_stops)
@@ -171,11 +169,11 @@ class Clients:
         common["max_tokens"] = (
             0
             if only_prompt
-            else self._max_tokens(prompt_length, ends_itself=self._house.stop_chance > 0 and not ignore_eos)
+            else self._max_tokens(prompt_length, ends_itself=self._setup.stop_chance > 0 and not ignore_eos)
         )
         if rng.random() < 0.2:
             common["stop_token_ids"] = (rng.randrange(40),)
-        if rng.random() >= self._house.sampled_share:
+        if rng.random() >= self._setup.sampled_share:
             return SamplingParams(temperature=0.0, **common)
         return SamplingParams(
             temperature=rng.choice([0.0, 0.3, 1.0, 1.7]),
@@ -192,7 +190,7 @@ class Clients:
 
     def _max_tokens(self, prompt_length: int, *, ends_itself: bool) -> int | None:
         room = self._max_length - prompt_length
-        if self._rng.random() < 0.05 and (ends_itself or room <= 100):  # no long tails of one lonely stream
+        if self._rng.random() < 0.05 and (ends_itself or room <= 100):  # no long runs of a single stream
             return None
-        lengths = [12, 24, 60, 100] if self._house.long_outputs else [0, 1, 2, 6, 12, 12, 24, 24, 60]
+        lengths = [12, 24, 60, 100] if self._setup.long_outputs else [0, 1, 2, 6, 12, 12, 24, 24, 60]
         return min(room, self._rng.choice(lengths))

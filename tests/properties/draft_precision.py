@@ -1,10 +1,10 @@
-"""What FP8 drafts cost in acceptance: the same live sessions, greedily and with three drafts a step, drafted by the
-checkpoint's weights and in FP8.
+"""Cost of FP8 drafts in acceptance: the same live sessions, greedy and with three drafts per step, drafted with the
+checkpoint's weights and with FP8 weights.
 
     python -m tests.properties.draft_precision [--sessions 20]
 
-on the bundled model and on a mixture of experts made of it, on the CPU in float32. FP8 weights are dequantised there
-once, so what is rounded is the weights alone, as it is in a GPU's decode steps.
+runs the bundled model and a mixture of experts made from it, on the CPU in float32. FP8 weights are dequantised once
+there, so only the weights are rounded, as in a GPU's decode steps.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from tests.fakes.upcycled import write_upcycled
 
 NUM_DRAFTS = 3
 SEED = 1_000_000
-"""Of the sessions: the first ones of scripts/tiny_agent/evaluate.py, which training never saw."""
+"""Seed of the sessions: the first ones of scripts/tiny_agent/evaluate.py, which training never used."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
+    """Acceptance and messages of all sessions."""
+
     acceptance: Acceptance
     said: list[Any]
-    """Everything said in each session but the last answer, without the calls' ids, which are drawn anew."""
+    """All messages of each session except the last answer, without the calls' ids, which are random."""
 
     @property
     def accepted_per_step(self) -> float:
@@ -77,11 +79,12 @@ def main() -> None:
             exact, rounded = (
                 measure(checkpoint, precision, num_sessions=num_sessions) for precision in ("checkpoint", "fp8")
             )
-            assert rounded.said == exact.said, f"{name}: drafts decide what is said"
+            assert rounded.said == exact.said, f"{name}: drafts change the output"
             for what, found in (("checkpoint", exact), ("FP8", rounded)):
                 shares = ", ".join(f"{share:.1%}" for share in found.acceptance.shares if share is not None)
                 print(
-                    f"{name}, {what}: {found.accepted_per_step:.4f} drafts accepted a step ({shares}) in {found.acceptance.num_steps:,} steps"
+                    f"{name}, {what}: {found.accepted_per_step:.4f} drafts accepted per step ({shares}) "
+                    f"in {found.acceptance.num_steps:,} steps"
                 )
             print(f"{name}: FP8 changes acceptance by {rounded.accepted_per_step / exact.accepted_per_step - 1:+.2%}")
 

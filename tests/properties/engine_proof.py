@@ -1,23 +1,22 @@
-"""The engine's randomised proof, as a program: random houses, random clients, and what must hold of every turn.
+"""The engine's randomised proof, as a program: random engines, random clients, and the checks on every turn.
 
 The device is real (decode_step, prefill, buffers), the model is the hash chain: any wrong row, stale page or early
 publish changes its output. `Proof` checks
 
-- every state at the moment it is published, again at the moment a request resumes from it or fetches it from the host
-  tier, and all that stand at the end: equal to a from-scratch prefill of its key, published by somebody in the same
-  namespace;
-- every stream: equal to the same request run alone, with no cache and no drafts; nothing that the device emitted is
+- every state when it is published, when a request resumes from it or fetches it from the host tier, and at the end: it
+  equals a from-scratch prefill of its key, and was published in the same namespace;
+- every stream: it equals the same request run alone, with no cache and no drafts, and no token emitted by the device is
   lost;
-- every request: exactly one terminal event, in finite time, with true usage, text and scores;
-- every end: the deepest boundary that the kept tokens reached has a state;
-- drafts of a perfect drafter: all accepted, whatever was cached, resumed or preempted before;
-- every write: into what the writer owns, and every read row: owned or locked (watched_device.py), on a device that may
-  lag behind;
-- the books: the cache's invariants during the run, and nothing leaked after it.
+- every request: exactly one terminal event, in finite time, with correct usage, text and scores;
+- every end of a request: the deepest boundary that the kept tokens reached has a state;
+- drafts of a perfect drafter: all are accepted, whatever was cached, resumed or preempted before;
+- every write: only to rows and pages that the writer owns; every read row is owned or locked (watched_device.py), on a
+  device that may run behind the host;
+- accounting: the cache's invariants during the run, and no leaks after it.
 
-    python -m tests.properties.engine_proof --house-seed 7 --turns 60
+    python -m tests.properties.engine_proof --seed 7 --turns 60
 
-runs one house and prints which paths it took.
+runs one random engine and prints how often each path was taken.
 """
 
 from __future__ import annotations
@@ -43,30 +42,30 @@ from agentspec.wire import Event, FinishEvent, Submit, TokensEvent
 from tests.fakes.automaton import Automaton
 from tests.fakes.hash_chain import ReferenceRequest
 from tests.properties.clients import TOKEN_BYTES, TOKEN_TEXT, Clients, Turn
-from tests.properties.house import BLOCK, House
+from tests.properties.engine_setup import BLOCK, EngineSetup
 from tests.properties.late_copies import LateCopies
 from tests.properties.watched_device import WatchedDevice
 
 PATIENCE = 1000
-"""Loop iterations without any event after which the house is stuck."""
+"""Loop iterations without any event after which the engine counts as stuck."""
 
 
 class Proof:
-    """Runs one house until `num_turns` turns have ended, and checks everything."""
+    """Runs one engine until `num_turns` turns have ended, and checks everything."""
 
-    def __init__(self, house: House, device: torch.device | None = None, *, graphs: bool = True) -> None:
-        """device: None: the CPU. graphs: on CUDA, replay steps; then nobody watches the rows and pages that they write,
-        only what comes of it."""
+    def __init__(self, setup: EngineSetup, device: torch.device | None = None, *, graphs: bool = True) -> None:
+        """device: None: the CPU. graphs: on CUDA, replay steps; then the writes to rows and pages aren't watched, only
+        their results are checked."""
         device = torch.device("cpu") if device is None else device
-        self.house = house
-        self.rng = random.Random(house.seed)
+        self.setup = setup
+        self.rng = random.Random(setup.seed)
         self.now = 0.0
-        self.model = house.new_model(device)
-        self.assembly = house.build(self.model, lambda: self.now, device, graphs=graphs)
+        self.model = setup.new_model(device)
+        self.assembly = setup.build(self.model, lambda: self.now, device, graphs=graphs)
         self.cache = self.assembly.cache
         self.loop: Any = self.assembly.loop
         self.max_length = self.assembly.info.max_context
-        self.clients = Clients(house, self.rng, num_tokens=self.model.spec.num_real_tokens, max_length=self.max_length)
+        self.clients = Clients(setup, self.rng, num_tokens=self.model.spec.num_real_tokens, max_length=self.max_length)
         self.running: dict[str, Turn] = {}
         self.ended: list[tuple[Turn, FinishEvent]] = []
         self.paths: Counter[str] = Counter()
@@ -76,24 +75,25 @@ class Proof:
         self._spy_on_cache()
         self._spy_on_admission()
         if self.assembly.copies is not None:
-            self.loop._copier = LateCopies(self.assembly.copies, random.Random(house.seed), is_slow=house.slow_copies)
+            self.loop._copier = LateCopies(self.assembly.copies, random.Random(setup.seed), is_slow=setup.slow_copies)
         self.loop.executor = self.device = WatchedDevice(
             self.loop.executor,
             self.model,
             self.cache,
-            lateness=random.Random(house.seed) if house.overlap and house.late_device else None,
+            lateness=random.Random(setup.seed) if setup.overlap and setup.late_device else None,
             requests=lambda: [turn.request for turn in self.running.values()],
             on_outcome=self._note_outcome,
             paths=self.paths,
         )
 
     def run(self, num_turns: int) -> None:
-        """Raises AssertionError, with the command that reproduces it, when anything is not as it must be."""
+        """Run and check. Raises AssertionError, with the command that reproduces it."""
         try:
             self._run(num_turns)
         except Exception as error:
             error.add_note(
-                f"{self.house}\nreproduce: python -m tests.properties.engine_proof --house-seed {self.house.seed} --turns {num_turns}"
+                f"{self.setup}\nreproduce: python -m tests.properties.engine_proof "
+                f"--seed {self.setup.seed} --turns {num_turns}"
             )
             raise
 
@@ -120,15 +120,15 @@ class Proof:
         while self.loop.has_work:
             assert not self.loop.run_once(), "an event after the last terminal event"
         self._check_streams()
-        self._check_standing()
-        self._check_books()
+        self._check_live_states()
+        self._check_accounting()
 
     def _submit_some(self, num_left: int) -> None:
-        if self.house.bursts and self.running:
+        if self.setup.bursts and self.running:
             return
-        for _ in range(min(num_left, self.house.concurrency - len(self.running))):
+        for _ in range(min(num_left, self.setup.concurrency - len(self.running))):
             session, asked = self.clients.next_submit()
-            submit, constraint = self.dress(asked)
+            submit, constraint = self.extend_submit(asked)
             request = new_request(
                 submit,
                 number=len(self.ended) + len(self.running),
@@ -144,8 +144,8 @@ class Proof:
             self.running[submit.request_id] = turn
             self.loop.submit(request)
 
-    def dress(self, submit: Submit) -> tuple[Submit, Automaton | None]:
-        """What a proof of more than plain requests adds to a submit."""
+    def extend_submit(self, submit: Submit) -> tuple[Submit, Automaton | None]:
+        """Hook for proofs that add more to a submit."""
         return submit, None
 
     def _abort_some(self) -> None:
@@ -154,11 +154,11 @@ class Proof:
                 turn.abort_after -= 1
             gives_up = turn.abort_after is not None and turn.abort_after < 0
             if turn.aborted:
-                self.loop.abort(turn.submit.request_id)  # a second time: no matter
+                self.loop.abort(turn.submit.request_id)  # a second abort has no effect
             elif gives_up or (turn.request.phase is Phase.LEAVING and self.rng.random() < 0.1):
                 turn.aborted = True
-                crosses = turn.request.ending is not None
-                self.paths["abort crosses the end" if crosses else f"abort in {turn.request.phase.name}"] += 1
+                has_ended = turn.request.ending is not None
+                self.paths["abort after the end" if has_ended else f"abort in {turn.request.phase.name}"] += 1
                 self.loop.abort(turn.submit.request_id)
 
     def _take(self, event: Event) -> None:
@@ -174,9 +174,10 @@ class Proof:
         self.ended.append((turn, event))
 
     def _spy_on_cache(self) -> None:
-        """Check states where they change hands: at publish, at resume and at the end."""
+        """Check states at publish, at resume and at the end."""
         cache: Any = self.cache
-        match, acquire, publish, release, land = cache.match, cache.acquire, cache.publish, cache.release, cache.land
+        match, acquire, publish = cache.match, cache.acquire, cache.publish
+        release, finish_fetch = cache.release, cache.finish_fetch
         replace, supersede = cache.tree.replace_pages, cache.checkpoints.supersede
         looked_up: list[Turn] = []
 
@@ -202,37 +203,37 @@ class Proof:
             self._check_state(row, lease.page_ids, sequence[:length], f"published {kind.name}")
             taken: bool = publish(lease, namespace, sequence, length, row, kind)
             self._published.add((namespace, sequence[:length].tobytes()))
-            self.paths["published while a step had not run"] += self.device.is_behind
+            self.paths["published before a launched step ran"] += self.device.is_behind
             self.paths["published BRANCH"] += kind is CheckpointKind.BRANCH
             self.paths["published GRID"] += kind is CheckpointKind.GRID
-            self.paths["published what stood already"] += cache.enabled and not taken
+            self.paths["published existing checkpoint"] += cache.enabled and not taken
             self.paths["older rolling checkpoint published"] += any(
                 beyond > len(sequence) for _, beyond in turn.request.rolling
             )
             return taken
 
-        def spy_land(lease: Lease, namespace: str, sequence: array[int]) -> None:
+        def spy_finish_fetch(lease: Lease, namespace: str, sequence: array[int]) -> None:
             turn = self._turn_of(sequence)
-            assert turn.request.lease is lease, "landed for another"
+            assert turn.request.lease is lease, "fetched for another request's lease"
             assert lease.fetch is not None
             stood = self._match(namespace, sequence).num_tokens >= lease.fetch.num_tokens
-            land(lease, namespace, sequence)
+            finish_fetch(lease, namespace, sequence)
             key = sequence[: lease.num_cached]
             assert (turn.submit.namespace, key.tobytes()) in self._published, (
-                f"fetched {len(key)} tokens that nobody published in its namespace"
+                f"fetched {len(key)} tokens that were never published in its namespace"
             )
             self._check_state(lease.read_row, lease.page_ids, key, "fetched")
             self.paths["fetched"] += 1
-            self.paths["fetched what stood again already"] += stood
+            self.paths["fetched state that was published again"] += stood
             self.paths["fetched after preemption"] += turn.request.preemptions > 0
-            self.paths["fetched for nobody"] += turn.request.phase is Phase.LEAVING
+            self.paths["fetched for ended request"] += turn.request.phase is Phase.LEAVING
 
         def spy_release(lease: Lease, **keywords: Any) -> None:
             turn = next((turn for turn in self.running.values() if turn.request.lease is lease), None)
             if turn is None:
                 self.paths["no room"] += 1
             else:
-                self._check_let_go(turn, lease)
+                self._check_released(turn, lease)
             release(lease, **keywords)
             self.paths["hold"] += lease.session_id in cache.checkpoints.holds
 
@@ -241,20 +242,20 @@ class Proof:
             replace(*arguments)
 
         def spy_supersede(checkpoint: Checkpoint) -> None:
-            self.paths["superseded while somebody reads it"] += checkpoint.num_locks > 0
+            self.paths["superseded while locked"] += checkpoint.num_locks > 0
             supersede(checkpoint)
 
-        cache.match, cache.acquire, cache.publish, cache.release, cache.land = (
+        cache.match, cache.acquire, cache.publish, cache.release, cache.finish_fetch = (
             spy_match,
             spy_acquire,
             spy_publish,
             spy_release,
-            spy_land,
+            spy_finish_fetch,
         )
         cache.tree.replace_pages, cache.checkpoints.supersede = spy_replace, spy_supersede
 
     def _spy_on_admission(self) -> None:
-        """Only to count: what keeps a request waiting."""
+        """Count why requests wait."""
         scheduler = self.loop.scheduler
         soon_cached, allows = scheduler._soon_cached, scheduler._gate.allows
 
@@ -265,7 +266,7 @@ class Proof:
 
         def spy_allows(*arguments: Any) -> bool:
             allowed: bool = allows(*arguments)
-            self.paths["kept out by the gate"] += not allowed
+            self.paths["blocked by the session gate"] += not allowed
             return allowed
 
         scheduler._soon_cached, scheduler._gate.allows = spy_soon_cached, spy_allows
@@ -278,7 +279,7 @@ class Proof:
             return
         key = turn.request.sequence[: lease.num_cached]
         assert (turn.submit.namespace, key.tobytes()) in self._published, (
-            f"resumed from {len(key)} tokens that nobody published in its namespace"
+            f"resumed from {len(key)} tokens that were never published in its namespace"
         )
         self._check_state(lease.read_row, lease.page_ids, key, "resumed")
         assert found.kind is not None
@@ -288,23 +289,23 @@ class Proof:
     def _check_state(self, row: int, page_ids: list[int], key: array[int], what: str) -> None:
         self.model.check_row(row, key, context=what)
         self.model.check_pages(
-            page_ids[: len(key) // BLOCK], key, with_mtp=self.house.max_draft_tokens > 0, context=what
+            page_ids[: len(key) // BLOCK], key, with_mtp=self.setup.max_draft_tokens > 0, context=what
         )
 
-    def _check_let_go(self, turn: Turn, lease: Lease) -> None:
-        """What it kept must be of use to the next turn: a state stands at the last boundary that its decode steps
+    def _check_released(self, turn: Turn, lease: Lease) -> None:
+        """Check that a released request left a state for the next turn: at the last boundary that its decode steps
         crossed."""
         request = turn.request
         if turn.cached is None:
             turn.cached = lease.num_cached
-        self.paths["let go while inert in a step in flight"] += request.in_flight > 0
+        self.paths["released while inert in a step in flight"] += request.in_flight > 0
         boundary = (len(request.sequence) - 1) // BLOCK * BLOCK
         is_wanted = request.turn_trusted or request.ending is None
         self.paths["ended untrusted"] += not is_wanted
         if is_wanted and request.rolling and boundary >= request.computed and self.cache.enabled:
             found = self._match(turn.submit.namespace, request.sequence, limit=len(request.sequence)).num_tokens
             assert found >= boundary, (
-                f"{len(request.sequence)} tokens were kept, and the deepest state that is left holds {found}"
+                f"{len(request.sequence)} tokens were kept, but the deepest remaining state has {found}"
             )
 
     def _note_outcome(self, request: Request, slot: SlotOutcome) -> None:
@@ -361,7 +362,7 @@ class Proof:
     def _check_stream(self, turn: Turn, finish: FinishEvent, reference: list[int]) -> None:
         expected, text, stop_string = cut_at_stop_string(reference, turn)
         if finish.reason is FinishReason.ABORT:
-            assert turn.aborted, "aborted by nobody"
+            assert turn.aborted, "aborted although its client didn't abort it"
             assert turn.emitted == expected[: len(turn.emitted)], (
                 f"stream {turn.emitted} until its abort, alone {expected}"
             )
@@ -395,9 +396,9 @@ class Proof:
         assert spec.num_steps == len(turn.steps) == sum(spec.histogram), "usage: steps"
         assert spec.num_drafted == drafted == sum(spec.drafted_by_position), "usage: drafted"
         assert spec.num_accepted == accepted == sum(spec.accepted_by_position), "usage: accepted"
-        if self.house.draft_accuracy == 1.0 and turn.submit.sampling.is_greedy and not _has_shaped_logits(turn):
-            missed = drafted - accepted  # only the step that ended the request may drop drafts
-            assert missed <= self.house.max_draft_tokens, f"a perfect drafter lost {missed} drafts"
+        if self.setup.draft_accuracy == 1.0 and turn.submit.sampling.is_greedy and not _has_shaped_logits(turn):
+            missed = drafted - accepted  # only the request's last step may drop drafts
+            assert missed <= self.setup.max_draft_tokens, f"a perfect drafter lost {missed} drafts"
 
     def _check_scores(self, turn: Turn, finish: FinishEvent) -> None:
         prompt, scores = turn.submit.prompt_ids, finish.prompt_scores
@@ -412,19 +413,19 @@ class Proof:
                 f"score of prompt token {index + 1}"
             )
             assert scores[index].top[0][0] == logprobs.argmax().item(), (
-                f"likeliest token in the place of prompt token {index + 1}"
+                f"most likely token at the position of prompt token {index + 1}"
             )
 
-    def _check_standing(self) -> None:
-        """Every state that stands is still what it was published as: nobody wrote over it since."""
+    def _check_live_states(self) -> None:
+        """Check that every live state still equals its published prefix: no later write changed it."""
         for checkpoint in self.cache.checkpoints.live:
             key = tokens()
             for node in path_of(checkpoint.node):
                 key.frombytes(node.run)
-            assert (checkpoint.node.namespace, key.tobytes()) in self._published, "a state stands that nobody published"
-            self._check_state(checkpoint.row, self.cache.tree.page_ids(checkpoint.node), key, "standing")
+            assert (checkpoint.node.namespace, key.tobytes()) in self._published, "a live state was never published"
+            self._check_state(checkpoint.row, self.cache.tree.page_ids(checkpoint.node), key, "live")
 
-    def _check_books(self) -> None:
+    def _check_accounting(self) -> None:
         cache, gate = self.cache, self.loop.scheduler._gate
         self.paths["evicted"] += cache.checkpoints.num_evicted
         self.paths["superseded"] += cache.checkpoints.num_superseded
@@ -434,7 +435,7 @@ class Proof:
             self.paths["lost before it was copied"] += cache.host.num_lost
         invariants.check(cache)
         self.now += 1000.0
-        assert gate.num_live == 0, f"the gate counts {gate.num_live} sessions in an empty house"
+        assert gate.num_live == 0, f"the gate counts {gate.num_live} sessions in an idle engine"
         cache.clear()
         invariants.check(cache)
         assert cache.host is None or not (cache.host.rows.num_used or cache.host.pages.num_used), "host memory leaked"
@@ -442,8 +443,7 @@ class Proof:
 
 
 def _allowed_after(turn: Turn, vocab_size: int) -> Callable[[Sequence[int]], NDArray[np.bool_]] | None:
-    """What the request's own demands leave of the vocabulary, worked out anew for every token; None: they leave all of
-    it."""
+    """The tokens that the request's own constraints allow, computed from scratch for each token; None: all tokens."""
     least, stop_ids = turn.submit.sampling.min_tokens, list(turn.request.stop_ids)
     if turn.automaton is None and not (least and stop_ids):
         return None
@@ -459,7 +459,7 @@ def _allowed_after(turn: Turn, vocab_size: int) -> Callable[[Sequence[int]], NDA
 
 
 def _refused_at(turn: Turn, emitted: list[int], vocab_size: int) -> str | None:
-    """The field to blame, where nothing may follow."""
+    """The field to report when no token is allowed next."""
     allowed = _allowed_after(turn, vocab_size)
     if (
         allowed is None
@@ -467,12 +467,12 @@ def _refused_at(turn: Turn, emitted: list[int], vocab_size: int) -> str | None:
         or allowed(emitted).any()
     ):
         return None
-    assert turn.automaton is not None, "only what has a form can be complete"
+    assert turn.automaton is not None, "only constrained output can end with no token allowed"
     return "sampling.min_tokens" if turn.automaton.rules.allowed_after(emitted).any() else "grammar.source"
 
 
 def _has_shaped_logits(turn: Turn) -> bool:
-    """The target doesn't choose by its bare logits, so that no drafter is perfect."""
+    """True when the target doesn't choose by its raw logits: then no drafter is perfect."""
     return turn.submit.sampling.has_penalties or bool(turn.submit.sampling.logit_bias) or _is_constrained(turn)
 
 
@@ -482,7 +482,7 @@ def _is_constrained(turn: Turn) -> bool:
 
 def cut_at_stop_string(reference: list[int], turn: Turn) -> tuple[list[int], str, str | None]:
     """Tokens up to the one that completes a stop string, the text before it, and that string: the one that ends first,
-    the longest of those. What is complete with the first `min_tokens` tokens is none."""
+    the longest of those. A string that is complete within the first `min_tokens` tokens doesn't count."""
     shown = reference[:-1] if reference and reference[-1] in turn.request.stop_ids else reference
     text = ""
     for count, token in enumerate(shown, 1):
@@ -504,13 +504,13 @@ def cut_at_stop_string(reference: list[int], turn: Turn) -> tuple[list[int], str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Prove one random house.")
-    parser.add_argument("--house-seed", type=int, required=True)
+    parser = argparse.ArgumentParser(description="Prove one random setup.")
+    parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--turns", type=int, default=60)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    proof = Proof(House.random(arguments.house_seed))
-    print(proof.house)
+    proof = Proof(EngineSetup.random(arguments.seed))
+    print(proof.setup)
     proof.run(arguments.turns)
     for path, count in sorted(proof.paths.items()):
         print(f"{count:8} {path}")

@@ -1,6 +1,6 @@
-"""Random requests of an HTTP API: right ones, slightly wrong ones and nonsense, each from its own seed.
+"""Random requests to the HTTP API: valid, slightly wrong, and nonsense ones, each from its own seed.
 
-Knows the fields of every endpoint, and what clients get wrong; nothing of what is checked.
+Knows the fields of every endpoint and typical client mistakes; contains no checks.
 """
 
 from __future__ import annotations
@@ -123,18 +123,18 @@ class Ask:
     path: str
     content: bytes
     body: Any = None
-    """What `content` says; None when it is no JSON."""
+    """The decoded `content`; None if it isn't JSON."""
     query: str = ""
     headers: dict[str, str] = field(default_factory=dict)
     leaves_after_turns: int | None = None
-    """The client goes away so many turns of the event loop after it asked, unless it has an answer by then."""
+    """The client disconnects after so many turns of the event loop, unless it has an answer by then."""
     leaves_after_parts: int | None = None
-    """The client goes away after so many parts of a stream."""
+    """The client disconnects after so many parts of a stream."""
 
 
 @dataclass(slots=True)
 class Seen:
-    """What answers told, for requests to come."""
+    """Data from answers, for later requests."""
 
     response_ids: list[str] = field(default_factory=lambda: ["resp_0"])
     turns: list[dict[str, Any]] = field(default_factory=list)
@@ -142,7 +142,7 @@ class Seen:
 
 
 class Bodies:
-    """An endless supply of requests."""
+    """A generator of random requests."""
 
     def __init__(self, rng: random.Random, seen: Seen, *, constrained_share: float) -> None:
         self._rng = rng
@@ -168,7 +168,7 @@ class Bodies:
         body: Any = self._makers[path]()
         kind = rng.random()
         if kind < 0.33:
-            body = json.loads(json.dumps(body))  # its parts may stand in other bodies, too
+            body = json.loads(json.dumps(body))  # a copy: other bodies may share its parts
             for _ in range(rng.choice([1, 1, 1, 2, 4])):
                 damage(rng, body)
         elif kind < 0.43:
@@ -201,7 +201,7 @@ class Bodies:
         )
         return Ask(method=method, path=path, content=b"", query=query)
 
-    # What each endpoint takes.
+    # Bodies of each endpoint
 
     def chat(self) -> dict[str, Any]:
         rng = self._rng
@@ -226,8 +226,8 @@ class Bodies:
         return body
 
     def _continue(self, body: dict[str, Any], share: float) -> None:
-        """Have the answer go on from what the conversation ends with, or from some words; generated turns are among the
-        former."""
+        """Let the answer continue the conversation's last message, which may be a generated turn, or some given
+        words."""
         if self._rng.random() > share:
             return
         last = body["messages"][-1]
@@ -352,14 +352,14 @@ class Bodies:
     def _detokenize(self) -> dict[str, Any]:
         return {"model": MODEL, "tokens": self._ids()}
 
-    # What they hold.
+    # Parts of bodies
 
     def _maybe(self, body: dict[str, Any], share: float, name: str, make: Callable[[], Any]) -> None:
         if self._rng.random() < share:
             body[name] = make()
 
     def _limits(self, *names: str) -> dict[str, Any]:
-        """Nearly always a small one: the served model goes on for long."""
+        """Nearly always a small limit, because the served model generates long outputs."""
         name, limit = (
             self._rng.choice(names),
             self._rng.choice([1, 1, 2, 5, 5, 9, 20, 60, 0 if names[0] == "max_tokens" else 3]),
@@ -537,7 +537,7 @@ def nonsense(rng: random.Random, depth: int) -> Any:
 
 
 def junk(rng: random.Random) -> Any:
-    """A value of its own: what stands in a body may be damaged again, which must not reach the bodies after it."""
+    """A copy of a junk value: a body may be damaged again, which must not change later bodies."""
     return copy.deepcopy(rng.choice(JUNK))
 
 

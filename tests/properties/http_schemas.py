@@ -1,5 +1,5 @@
-"""Random JSON schemas, odd ones among them, and what a model writes to call a tool that has one. Knows nothing of
-HTTP."""
+"""Random JSON schemas, unusual ones included, and model outputs that call a tool with such a schema. Knows nothing
+about HTTP."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import random
 from typing import Any
 
 CALLS = {
-    "qwen3_coder": "<tool_call>\n<function={name}>\n<parameter={key}>\n{value}\n</parameter>\n</function>\n</tool_call>",
+    "qwen3_coder": "<tool_call>\n<function={name}>\n<parameter={key}>\n{value}\n</parameter>\n"
+    "</function>\n</tool_call>",
     "hermes": '<tool_call>\n{{"name": {name_json}, "arguments": {{{key_json}: {value}}}}}\n</tool_call>',
 }
 
 
 def call_text(rng: random.Random, dialect: str, tools: list[dict[str, Any]]) -> str:
-    """What a model would write to call one of the tools, rightly or not."""
+    """A model's output that calls one of the tools, correctly or not."""
     function = rng.choice(tools)["function"]
     properties = (
         function.get("parameters", {}).get("properties") if isinstance(function.get("parameters"), dict) else None
@@ -42,7 +43,7 @@ def call_text(rng: random.Random, dialect: str, tools: list[dict[str, Any]]) -> 
 
 
 def random_schema(rng: random.Random, depth: int) -> Any:
-    """A JSON schema, or something like one."""
+    """A JSON schema, valid or not."""
     if rng.random() < 0.12:
         return rng.choice(ODD_SCHEMAS)
     kind = rng.choice(
@@ -132,4 +133,4 @@ EXPLODING: tuple[tuple[str, Any], ...] = (
     ("regex", "(" * 500 + ")" * 500),
     ("choice", [str(number) for number in range(2000)]),
 )
-"""(field of structured_outputs, value): each would take a compiler more time or memory than anybody has."""
+"""(field of structured_outputs, value): compiling any of these would take too much time or memory."""

@@ -1,8 +1,7 @@
-"""Copies to and from the host tier that come as late, and as far apart, as the rules allow: step_loop.Copier around the
-real one.
+"""A step_loop.Copier around the real one that delays copies to and from the host tier as much as the rules allow.
 
-Orders to the device may overtake those to the host, an order to the host never one to the device that was given before
-it. What an order reads is what its ids hold when it is carried out.
+Orders to the device may overtake orders to the host. An order to the host never overtakes an order to the device that
+was given before it. An order reads the contents at the time when it is carried out.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ from agentspec.runtime.host_copies import CopyProgress, HostCopies
 
 
 class LateCopies:
+    """Delays the orders of HostCopies at random."""
+
     def __init__(self, copies: HostCopies, lateness: random.Random, *, is_slow: bool = False) -> None:
         """is_slow: most orders are carried out many steps late."""
         self._copies = copies

@@ -1,12 +1,12 @@
-"""A real small model whose MTP head often agrees with its trunk, and agents that talk to it through the engine.
+"""A real small model whose MTP head often agrees with its trunk, and agents that use it through the engine.
 
-The checkpoint is random but for two things: what layers add to the residual stream is scaled down, and the MTP head
-starts from the embedding of the same token as the trunk does. So the head's own drafts, by its own keys and values, are
-accepted a good part of the time, and the rest of the time only the context decides. Every step runs the real kernels.
+The checkpoint is random except for two things: the layers' additions to the residual stream are scaled down, and the
+MTP head starts from the embedding of the same token as the trunk. So a good part of the head's drafts, computed from
+its own keys and values, is accepted; the others are rejected because of the context. Every step runs the real kernels.
 
-`Play` runs a house full of agents on an Engine: shared system prompts, tool loops, turns that a template renders anew,
-prompts that continue what was generated. What they must have heard is up to the tests: `alone` runs one turn without
-cache, drafts or company.
+`Simulation` runs many agents on one Engine: shared system prompts, tool loops, turns that a template renders
+differently, prompts that continue generated tokens. The tests check the outputs: `alone` runs one turn without cache,
+drafts or other requests.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ STOP_ID = 2
 def write_agreeing_checkpoint(
     directory: Path, family: Family = "dense", *, layer_scale: float = 0.25, **overrides: Any
 ) -> Path:
-    """`write_checkpoint`, with layers that add `layer_scale` of what they did and an MTP head that follows the trunk.
+    """`write_checkpoint` with layer outputs scaled by `layer_scale`, and an MTP head that follows the trunk.
 
-    Smaller is more agreement, and streams that depend less on their context."""
+    A smaller scale gives more agreement, and streams that depend less on their context."""
     write_checkpoint(directory, family, vision=False, mtp_experts="fused", **overrides)
     tensors = load_file(directory / "model.safetensors")
     for name, tensor in tensors.items():
@@ -78,11 +78,11 @@ def load(checkpoint: Path, device: torch.device = CPU) -> Qwen3_5Model:
 
 
 Loader = Callable[[Path, torch.device], Qwen3_5Model]
-"""Makes the model of a checkpoint: `load`, or one with other mixers."""
+"""Loads the model of a checkpoint: `load`, or one with other mixers."""
 
 
 class Clock:
-    """Time that passes when a test says so."""
+    """A clock that only a test advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -92,7 +92,7 @@ class Clock:
 
 
 class RandomDepth:
-    """A depth policy that never settles."""
+    """A depth policy that chooses k at random."""
 
     def __init__(self, max_draft_tokens: int, seed: int) -> None:
         self._max, self._rng = max_draft_tokens, random.Random(seed)
@@ -101,12 +101,12 @@ class RandomDepth:
         return self._rng.randint(0, self._max)
 
     def observe(self, *, num_drafted: int, slots: list[tuple[int, int]], seconds: float) -> None:
-        """There is nothing to learn."""
+        """Do nothing: random choices learn nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class House:
-    """One engine to build."""
+class EngineSetup:
+    """Settings of one engine."""
 
     seed: int = 0
     max_draft_tokens: int = 3
@@ -116,22 +116,23 @@ class House:
     prefill_budget: int = 512
     max_running: int = 4
     spare_rows: int = 60
-    """Rows beyond those of all slots."""
+    """Rows besides those of all slots."""
     num_pages: int = 200
     host_memory: HostMemory | None = None
     max_context: int = 1024
     system_tokens: tuple[int, int] = (50, 180)
-    """Shortest and longest system prompt."""
+    """Minimum and maximum length of a system prompt."""
     related_systems: int = 0
-    """More system prompts that begin as the first one does, two thirds of it: agents with other tools."""
+    """Number of further system prompts that share their first two thirds with the first one: agents with other
+    tools."""
     ignoring_share: float = 0.3
-    """Share of requests that go on behind the model's stop ids."""
+    """Share of requests that continue past the model's stop ids."""
     forced_share: float = 0.0
-    """Share of requests that bring their own output."""
+    """Share of requests with a forced output."""
 
     @classmethod
-    def random(cls, rng: random.Random, *, tight: bool = False) -> House:
-        """tight: pages for little more than two long requests, so that they are preempted."""
+    def random(cls, rng: random.Random, *, tight: bool = False) -> EngineSetup:
+        """tight: pages for little more than two long requests, so that requests are preempted."""
         max_running = 3 if tight else rng.choice([1, 2, 4, 5])
         return cls(
             seed=rng.randrange(2**31),
@@ -153,27 +154,27 @@ class House:
         return min(self.max_context, longest_sequence(self.num_pages, self.max_draft_tokens, BLOCK_TOKENS))
 
 
-def assemble_house(house: House, model: Qwen3_5Model, clock: Clock | None = None) -> Assembly:
-    """Build the house around a model, every pool but the zero row poisoned with NaN."""
-    k = house.max_draft_tokens
+def assemble_engine(setup: EngineSetup, model: Qwen3_5Model, clock: Clock | None = None) -> Assembly:
+    """Build the engine around a model. Every pool is filled with NaN, except the zero row."""
+    k = setup.max_draft_tokens
     assembly = build(
         model,
         config=EngineConfig(
             draft_tokens=k,
-            prefix_cache=house.prefix_cache,
-            overlap=house.overlap,
-            max_running=house.max_running,
-            prefill_budget=house.prefill_budget,
-            allow_forced_output=house.forced_share > 0,
+            prefix_cache=setup.prefix_cache,
+            overlap=setup.overlap,
+            max_running=setup.max_running,
+            prefill_budget=setup.prefill_budget,
+            allow_forced_output=setup.forced_share > 0,
         ),
         memory=MemoryPlan(
-            num_rows=2 + house.max_running * (k + 3) + house.spare_rows,
-            num_pages=house.num_pages,
-            max_length=house.max_length,
-            host=house.host_memory,
+            num_rows=2 + setup.max_running * (k + 3) + setup.spare_rows,
+            num_pages=setup.num_pages,
+            max_length=setup.max_length,
+            host=setup.host_memory,
         ),
         device=model.device,
-        depth_policy=RandomDepth(k, house.seed) if house.random_depth else None,
+        depth_policy=RandomDepth(k, setup.seed) if setup.random_depth else None,
         clock=clock or Clock(),
     )
     poison(model)
@@ -189,8 +190,8 @@ def alone(
     takes_forced_output: bool = False,
     loader: Loader = load,
 ) -> Engine:
-    """An engine for one request at a time, without cache and without drafts."""
-    house = House(
+    """An engine for one request at a time, without cache and drafts."""
+    setup = EngineSetup(
         max_draft_tokens=0,
         overlap=False,
         prefix_cache=False,
@@ -201,17 +202,17 @@ def alone(
         max_context=num_pages * BLOCK_TOKENS,
         forced_share=float(takes_forced_output),
     )
-    return Engine(assemble_house(house, loader(checkpoint, device)))
+    return Engine(assemble_engine(setup, loader(checkpoint, device)))
 
 
 @dataclass(slots=True)
 class Turn:
-    """One request and what came of it."""
+    """One request and its output."""
 
     submit: Submit
     emitted: list[int] = field(default_factory=list)
     last_event: int = 0
-    """Tokens of the last event: all from one step."""
+    """Number of tokens of the last event, all from one step."""
     finish: FinishEvent | None = None
 
     @property
@@ -226,22 +227,22 @@ class Turn:
 
 @dataclass(slots=True)
 class Agent:
-    """A session as a client keeps it."""
+    """A session as its client stores it."""
 
     name: str
     system: list[int]
     turns_left: int
     history: list[int] = field(default_factory=list)
     user_mark: int = 0
-    """End of the last user message: what follows may be rendered anew."""
+    """End of the last user message: what follows may be rendered differently."""
 
 
-class Play:
-    """Runs a house's agents, some at a time, until each has had its turns."""
+class Simulation:
+    """Runs an engine's agents, some of them at a time, until each has had its turns."""
 
     def __init__(
         self,
-        house: House,
+        setup: EngineSetup,
         checkpoint: Path,
         *,
         num_agents: int,
@@ -251,20 +252,20 @@ class Play:
         words: Sequence[int] | None = None,
         loader: Loader = load,
     ) -> None:
-        """words: a text that everything said is cut from; None: any tokens in any order."""
-        self.house = house
-        self.rng = random.Random(house.seed)
+        """words: a token sequence from which all prompts are cut; None: random tokens."""
+        self.setup = setup
+        self.rng = random.Random(setup.seed)
         self.clock = Clock()
         self.model = loader(checkpoint, device)
-        self.assembly = assemble_house(house, self.model, self.clock)
+        self.assembly = assemble_engine(setup, self.model, self.clock)
         self.engine = Engine(self.assembly)
         self.metrics = self.assembly.loop.metrics
         self.turns: list[Turn] = []
         self._sampled = sampled
         self._words = words
-        systems = [self._tokens(self.rng.randint(*house.system_tokens)) for _ in range(2)]
+        systems = [self._tokens(self.rng.randint(*setup.system_tokens)) for _ in range(2)]
         shared = systems[0][: len(systems[0]) * 2 // 3]
-        systems += [shared + self._tokens(len(systems[0]) - len(shared)) for _ in range(house.related_systems)]
+        systems += [shared + self._tokens(len(systems[0]) - len(shared)) for _ in range(setup.related_systems)]
         self._agents = [
             Agent(f"s{i}", self.rng.choice(systems), self.rng.randint(2, num_turns)) for i in range(num_agents)
         ]
@@ -273,7 +274,7 @@ class Play:
 
     def run(self) -> None:
         waiting, running = list(self._agents), dict[str, tuple[Agent, Turn, Iterator[Any]]]()
-        concurrency = self.house.max_running + 1
+        concurrency = self.setup.max_running + 1
         while waiting or running:
             while waiting and len(running) < concurrency:
                 agent = waiting.pop(self.rng.randrange(len(waiting)))
@@ -310,8 +311,8 @@ class Play:
                 rng.randrange(4)
             )  # the template drops the reasoning
         prompt = agent.history + self._tokens(rng.choice([1, 5, 30, 64, 90]))
-        max_tokens = rng.choice([30, 100] if self.house.is_tight else [1, 3, 12, 24, 24, 40])
-        if len(prompt) + max_tokens > self.house.max_length:
+        max_tokens = rng.choice([30, 100] if self.setup.is_tight else [1, 3, 12, 24, 24, 40])
+        if len(prompt) + max_tokens > self.setup.max_length:
             new_query = True
             prompt = agent.system + self._tokens(30)
         if new_query:
@@ -327,13 +328,13 @@ class Play:
             ],
             session_id=agent.name if rng.random() < 0.8 else None,
             forced_output=self._tokens(rng.randint(1, max_tokens))
-            if self.house.forced_share and rng.random() < self.house.forced_share
+            if self.setup.forced_share and rng.random() < self.setup.forced_share
             else None,
         )
 
     def _sampling(self, max_tokens: int) -> SamplingParams:
         rng = self.rng
-        common: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": rng.random() < self.house.ignoring_share}
+        common: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": rng.random() < self.setup.ignoring_share}
         if rng.random() < 0.4:
             common["stop_token_ids"] = tuple(rng.sample(range(VOCAB), 8))
         if rng.random() < 0.3:
@@ -357,8 +358,8 @@ class Play:
 
 
 def explain(checkpoint: Path, turn: Turn, expected: list[int], *, loader: Loader = load) -> str:
-    """Where a stream left the expected one, and how close the plain model's two best logits are there: rounding or a
-    wrong state?"""
+    """Where a stream differs from the expected one, and the plain model's two best logits there, to distinguish
+    rounding from a wrong state."""
     pairs = enumerate(zip(turn.emitted, expected, strict=False))
     at = next((i for i, (got, wanted) in pairs if got != wanted), min(len(turn.emitted), len(expected)))
     logits = Scratch(checkpoint, loader=loader).logits([*turn.submit.prompt_ids, *expected[:at]])[-1]
@@ -367,8 +368,7 @@ def explain(checkpoint: Path, turn: Turn, expected: list[int], *, loader: Loader
 
 
 class Scratch:
-    """What a from-scratch prefill of a token sequence, in one piece and by the reference's operations, leaves
-    behind."""
+    """States and logits of from-scratch prefills, in one chunk and by the reference's operations."""
 
     def __init__(self, checkpoint: Path, device: torch.device = CPU, *, loader: Loader = load) -> None:
         with patch.object(kernels, "backend", lambda _: reference):
@@ -377,7 +377,7 @@ class Scratch:
 
     @torch.inference_mode()
     def state(self, tokens: Sequence[int]) -> tuple[Tensor, ...]:
-        """As `read_state`; MTP's position 0 holds nothing of meaning."""
+        """As `read_state`; MTP's position 0 has no meaning."""
         key = array("i", tokens).tobytes()
         if key not in self._known:
             driver = Driver(self._model, max_tokens=len(tokens))
@@ -401,7 +401,7 @@ class Scratch:
         with_mtp: bool,
         context: str,
     ) -> None:
-        """Raise AssertionError unless row and pages hold the state after `tokens`, to 1e-4 of its largest value."""
+        """Raise AssertionError unless row and pages contain the state after `tokens`, to 1e-4 of its largest value."""
         *held, got_A2NGD = read_state(model, row, page_ids, len(tokens))
         *rows, kv_A2NGD = self.state(tokens)
         parts = [(f"part {i}", got, expected) for i, (got, expected) in enumerate(zip(held, rows, strict=True))]
@@ -421,20 +421,19 @@ def read_state(model: Qwen3_5Model, row: int, page_ids: Sequence[int], length: i
 
 
 class StateSpy:
-    """Compares states with a from-scratch prefill where they change hands: at publish, at resume, and when they come
-    back from the host."""
+    """Compares states with a from-scratch prefill at publish, at resume, and after a fetch from the host."""
 
-    def __init__(self, play: Play, scratch: Scratch) -> None:
+    def __init__(self, simulation: Simulation, scratch: Scratch) -> None:
         self.num_published = dict.fromkeys(CheckpointKind, 0)
         self.num_resumed = 0
         self.num_fetched = 0
-        cache: Any = play.assembly.cache
-        match, acquire, land, publish = cache.match, cache.acquire, cache.land, cache.publish
+        cache: Any = simulation.assembly.cache
+        match, acquire, finish_fetch, publish = cache.match, cache.acquire, cache.finish_fetch, cache.publish
         looked_up: list[array[int]] = []
 
         def check(row: int, page_ids: list[int], tokens: array[int], length: int, what: str) -> None:
-            context, pages = f"{play.house}: {what}", page_ids[: length // BLOCK_TOKENS]
-            scratch.check(play.model, row, pages, tokens[:length].tolist(), with_mtp=True, context=context)
+            context, pages = f"{simulation.setup}: {what}", page_ids[: length // BLOCK_TOKENS]
+            scratch.check(simulation.model, row, pages, tokens[:length].tolist(), with_mtp=True, context=context)
 
         def spy_match(namespace: str, tokens: array[int], **keywords: Any) -> Any:
             looked_up[:] = [tokens]
@@ -447,8 +446,8 @@ class StateSpy:
                 check(lease.read_row, lease.page_ids, looked_up[0], lease.num_cached, "resumed")
             return lease
 
-        def spy_land(lease: Any, namespace: str, tokens: array[int]) -> None:
-            land(lease, namespace, tokens)
+        def spy_finish_fetch(lease: Any, namespace: str, tokens: array[int]) -> None:
+            finish_fetch(lease, namespace, tokens)
             self.num_fetched += 1
             check(lease.read_row, lease.page_ids, tokens, lease.num_cached, "fetched")
 
@@ -460,4 +459,9 @@ class StateSpy:
             taken: bool = publish(lease, namespace, tokens, length, row, kind)
             return taken
 
-        cache.match, cache.acquire, cache.land, cache.publish = spy_match, spy_acquire, spy_land, spy_publish
+        cache.match, cache.acquire, cache.finish_fetch, cache.publish = (
+            spy_match,
+            spy_acquire,
+            spy_finish_fetch,
+            spy_publish,
+        )

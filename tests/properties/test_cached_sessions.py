@@ -1,22 +1,22 @@
-"""On a real small model, every path of the cache and of prefill: what is heard and kept is what a request alone would.
-See cached_sessions.py."""
+"""Sessions on a real small model that take every path of cache and prefill: streams and states equal those of a request
+run alone. See cached_sessions.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.properties.cached_sessions import SCENES, Stage, small_model
+from tests.properties.cached_sessions import SCENARIOS, ScenarioRunner, small_model
 
 NAMES = ("roomy", "agents with other tools", "few pages, and a host tier", "forced outputs")
-"""The other scenes are for the device: here test_real_model_streams.py has houses like theirs."""
+"""The other scenarios run on the device; test_real_model_streams.py has similar settings for the CPU."""
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Stage:
+def runner(tmp_path_factory: pytest.TempPathFactory) -> ScenarioRunner:
     return small_model(tmp_path_factory.mktemp("checkpoint"), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_stream_and_every_state_is_true(name: str, stage: Stage) -> None:
-    stage.play(name, SCENES[name])
+def test_all_streams_and_states_match_reference(name: str, runner: ScenarioRunner) -> None:
+    runner.run_scenario(name, SCENARIOS[name])

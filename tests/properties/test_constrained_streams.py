@@ -1,9 +1,9 @@
 """Constrained requests and scores of generated tokens, in the randomised proof of engine_proof.py and on a real small
 model.
 
-Constraints are random automata (tests/fakes/automaton.py). Every stream must be that of the same request alone under
-the same automaton, with no cache and no drafts: whatever k, overlap, company, preemption and stops do. Scores must be
-those of the model's own distribution.
+Constraints are random automata (tests/fakes/automaton.py). Every stream must equal the same request alone under the
+same automaton, with no cache and no drafts, whatever k, overlap, batching, preemption and stops are. Scores must be
+those of the model's raw logits.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from agentspec.wire import Event, FinishEvent, Submit, TokensEvent
 from tests.fakes.automaton import Automaton, Rules
 from tests.properties.clients import Turn
 from tests.properties.engine_proof import Proof
-from tests.properties.house import House
-from tests.properties.real_model import STOP_ID, VOCAB, assemble_house, load, write_agreeing_checkpoint
-from tests.properties.real_model import House as RealHouse
+from tests.properties.engine_setup import EngineSetup
+from tests.properties.real_model import STOP_ID, VOCAB, assemble_engine, load, write_agreeing_checkpoint
+from tests.properties.real_model import EngineSetup as RealSetup
 
 SHARDS = 2
-HOUSES = 12
-"""A shard."""
+SETUPS = 12
+"""Per shard."""
 TURNS = 60
-"""A house."""
+"""Per engine."""
 
 LEAST = {
     "constrained": 150,
     "constrained: stop id inside a window": 1,
     "constrained: drafts accepted": 150,
-    "constrained: drafts that may not come": 300,
+    "constrained: forbidden drafts": 300,
     "constrained: preempted": 1,
     "constrained: aborted": 8,
     "constrained: aborted with a step in flight": 1,
     "constrained: stop string": 7,
     "constrained: dead end": 20,
-    "constrained: dead end behind drafts": 1,
+    "constrained: dead end after drafts": 1,
     "scored": 100,
     "scored: cut by a stop string": 5,
 }
@@ -62,11 +62,11 @@ LEAST = {
 
 
 class ConstrainedProof(Proof):
-    """Some requests have a constraint, some want scores, some both."""
+    """Some requests have a constraint, some have scores, some both."""
 
-    def __init__(self, house: House) -> None:
-        super().__init__(house)
-        self._mine = random.Random(house.seed + 1)
+    def __init__(self, setup: EngineSetup) -> None:
+        super().__init__(setup)
+        self._own_rng = random.Random(setup.seed + 1)
         spec = self.model.spec
         self._rules = [
             Rules(
@@ -79,14 +79,14 @@ class ConstrainedProof(Proof):
             )
             for seed, (share, num_dead_ends) in enumerate(((0.05, 0), (0.4, 0), (0.9, 0), (0.95, 2)))
         ]
-        self._share = self._mine.choice([0.3, 0.7, 1.0])
+        self._share = self._own_rng.choice([0.3, 0.7, 1.0])
         self._scores: dict[str, list[TokenScore]] = {}
 
-    def dress(self, submit: Submit) -> tuple[Submit, Automaton | None]:
-        if self._mine.random() < 0.4:
-            submit = msgspec.structs.replace(submit, logprobs=self._mine.choice([0, 1, 4]))
-        is_constrained = self._mine.random() < self._share and not submit.sampling.ignore_eos
-        return submit, Automaton(self._mine.choice(self._rules)) if is_constrained else None
+    def extend_submit(self, submit: Submit) -> tuple[Submit, Automaton | None]:
+        if self._own_rng.random() < 0.4:
+            submit = msgspec.structs.replace(submit, logprobs=self._own_rng.choice([0, 1, 4]))
+        is_constrained = self._own_rng.random() < self._share and not submit.sampling.ignore_eos
+        return submit, Automaton(self._own_rng.choice(self._rules)) if is_constrained else None
 
     def _take(self, event: Event) -> None:
         turn = self.running[event.request_id]
@@ -115,7 +115,7 @@ class ConstrainedProof(Proof):
         self.paths["constrained: aborted with a step in flight"] += sum(id(turn) in before for turn in leaving)
 
     def check_ended(self) -> None:
-        """Beside what every proof checks: the constraint was told what was kept, and scores are true."""
+        """Also check that each constraint followed the kept tokens, and that scores are correct."""
         for turn, finish in self.ended:
             if isinstance(turn.request.constraint, Automaton):
                 self._check_constraint(turn, turn.request.constraint, finish)
@@ -136,35 +136,35 @@ class ConstrainedProof(Proof):
         self.paths["constrained"] += 1
         self.paths["constrained: stop string"] += cut_by_text
         self.paths["constrained: dead end"] += finish.refused is not None
-        self.paths["constrained: dead end behind drafts"] += finish.refused is not None and num_drawn > len(emitted)
+        self.paths["constrained: dead end after drafts"] += finish.refused is not None and num_drawn > len(emitted)
         self.paths["constrained: preempted"] += turn.request.preemptions > 0
         self.paths["constrained: drafts accepted"] += finish.usage.spec.num_accepted
         self.paths["constrained: stop id inside a window"] += (
             automaton.is_ended and bool(turn.steps) and turn.steps[-1][0] > 1
         )
-        self.paths["constrained: drafts that may not come"] += automaton.num_barred
+        self.paths["constrained: forbidden drafts"] += automaton.num_barred
 
     def _check_token_scores(self, submit: Submit, emitted: list[int], scores: list[TokenScore]) -> None:
         assert [score.token_id for score in scores] == emitted, f"{len(scores)} scores of {len(emitted)} tokens"
         assert all(len(score.top) == submit.logprobs for score in scores)
-        for index in self._mine.sample(range(len(scores)), min(4, len(scores))):
+        for index in self._own_rng.sample(range(len(scores)), min(4, len(scores))):
             known = [*submit.prompt_ids, *emitted[:index]]
             logprobs = self.model.logits(torch.from_numpy(self.model.reference_state(known).row[1:])).log_softmax(-1)
             assert abs(scores[index].logprob - logprobs[emitted[index]].item()) < 1e-4, f"score of token {index}"
             expected = logprobs.topk(submit.logprobs or 0)
             assert [token for token, _ in scores[index].top] == expected.indices.tolist(), (
-                f"likeliest tokens in the place of token {index}"
+                f"most likely tokens at the position of token {index}"
             )
             assert [value for _, value in scores[index].top] == pytest.approx(expected.values.tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_every_constrained_stream_and_every_score_is_true(shard: int) -> None:
+def test_constrained_streams_and_scores_match_reference(shard: int) -> None:
     paths: Counter[str] = Counter()
-    for number in range(HOUSES):
+    for number in range(SETUPS):
         seed = 500_000 + 100 * shard + number
-        print(f"house {seed}")
-        proof = ConstrainedProof(House.random(seed))
+        print(f"setup {seed}")
+        proof = ConstrainedProof(EngineSetup.random(seed))
         proof.run(TURNS)
         proof.check_ended()
         paths.update(proof.paths)
@@ -193,8 +193,8 @@ def masks_a_column_late(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Request, "next_masks", late)
 
 
-def leaves_masks_behind(patch: pytest.MonkeyPatch) -> None:
-    """The next request in the slot gets the masks of the one before, wherever somebody else in its batch is
+def keeps_masks_of_previous_request(patch: pytest.MonkeyPatch) -> None:
+    """The next request in the slot gets the masks of the previous one, if another request in its batch is
     constrained."""
     join = StepBuffers.join
 
@@ -206,8 +206,8 @@ def leaves_masks_behind(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StepBuffers, "join", forgetful)
 
 
-def goes_ahead_without_the_outcome(patch: pytest.MonkeyPatch) -> None:
-    """The window's drafts are taken to be those of the step before."""
+def uses_outdated_drafts(patch: pytest.MonkeyPatch) -> None:
+    """The drafts of the previous step are used as the window's drafts."""
     original = Request.next_masks
 
     def hasty(self: Request, num_drafted: int) -> MaskRows | None:
@@ -231,7 +231,7 @@ def forgets_dead_ends(patch: pytest.MonkeyPatch) -> None:
 
 
 def scores_with_the_mask(patch: pytest.MonkeyPatch) -> None:
-    """By the distribution that the token was drawn from, as far as the mask goes."""
+    """Scores are computed from the masked logits that the token was sampled from."""
 
     def apply_mask_in_place(logits_BTV: Tensor, mask_BTX: Tensor) -> Tensor:
         return logits_BTV.copy_(apply_mask(logits_BTV, mask_BTX))
@@ -254,28 +254,28 @@ def keeps_scores_beyond_a_stop_string(patch: pytest.MonkeyPatch) -> None:
     [
         takes_first_steps_without_masks,
         masks_a_column_late,
-        leaves_masks_behind,
-        goes_ahead_without_the_outcome,
+        keeps_masks_of_previous_request,
+        uses_outdated_drafts,
         forgets_dead_ends,
         scores_with_the_mask,
         keeps_scores_beyond_a_stop_string,
     ],
 )
-def test_a_planted_bug_is_noticed(bug: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_bug_is_detected(bug: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     bug(monkeypatch)
 
-    def run_houses() -> None:
-        for seed in (500_010, *range(500_000, 500_020)):  # the first one shows what is rare
-            proof = ConstrainedProof(House.random(seed))
+    def run_setups() -> None:
+        for seed in (500_010, *range(500_000, 500_020)):  # the first one has the rare paths
+            proof = ConstrainedProof(EngineSetup.random(seed))
             proof.run(TURNS)
             proof.check_ended()
 
     with pytest.raises((AssertionError, RuntimeError)):
-        run_houses()
+        run_setups()
 
 
 def real_submits(rng: random.Random) -> list[Submit]:
-    """Greedy and sampled."""
+    """Greedy and sampled requests."""
     return [
         Submit(
             request_id=f"r{number}",
@@ -287,11 +287,11 @@ def real_submits(rng: random.Random) -> list[Submit]:
     ]
 
 
-def hear(
+def run_submits(
     parts: Assembly, submits: Sequence[Submit], rules: Rules
 ) -> tuple[dict[str, list[int]], dict[str, list[float]], dict[str, str | None]]:
-    """Run submits together, half of them constrained: emitted ids, their log-probabilities, and what was refused
-    half-way, by request."""
+    """Run submits together, half of them constrained. Returns emitted ids, their log-probabilities, and the refused
+    field (or None), by request."""
     for number, submit in enumerate(submits):
         constraint = Automaton(rules) if number % 4 < 2 else None
         request = new_request(
@@ -319,7 +319,7 @@ def hear(
 
 
 @pytest.mark.parametrize(("num_dead_ends", "num_refused"), [(0, 0), (3, 4)])
-def test_on_real_kernels_neither_drafts_nor_overlap_change_a_constrained_stream(
+def test_drafts_and_overlap_never_change_constrained_stream(
     tmp_path: Path, num_dead_ends: int, num_refused: int
 ) -> None:
     model = load(write_agreeing_checkpoint(tmp_path, num_hidden_layers=2, full_attention_interval=2))
@@ -335,8 +335,8 @@ def test_on_real_kernels_neither_drafts_nor_overlap_change_a_constrained_stream(
         num_dead_ends=num_dead_ends,
     )
     for k, overlap in [(k, overlap) for k in range(6) for overlap in (False, True)]:
-        parts = assemble_house(RealHouse(max_draft_tokens=k, overlap=overlap, num_pages=60), model)
-        streams, scores, refused = hear(parts, submits, rules)
+        parts = assemble_engine(RealSetup(max_draft_tokens=k, overlap=overlap, num_pages=60), model)
+        streams, scores, refused = run_submits(parts, submits, rules)
         expected = expected or (streams, scores, refused)
         assert (streams, refused) == (expected[0], expected[2]), f"k={k}, overlap={overlap}"
         assert list(refused.values()).count("grammar.source") == num_refused

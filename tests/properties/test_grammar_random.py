@@ -1,8 +1,7 @@
-"""Whatever a model writes under a grammar validates: random schemas, forms and sets of tools, random walks over the
-masks.
+"""Output under a grammar always validates: random schemas, forms and sets of tools, with random walks over the masks.
 
-What is written goes the way of a real answer, through the segmenter and the dialect's own parser, and is held against
-the schema by jsonschema. The masks of windows with drafts, right ones and wrong ones, are those of single steps.
+The output is parsed like a real answer, by the segmenter and the dialect's own parser, and validated with jsonschema.
+The masks of windows with drafts, correct ones and wrong ones, equal those of single steps.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def world() -> World:
 
 
 @pytest.mark.parametrize("group", range(NUM_GROUPS))
-def test_what_is_written_validates(world: World, group: int) -> None:
+def test_output_under_grammar_validates(world: World, group: int) -> None:
     num_complete = 0
     num_cases = NUM_CASES // NUM_GROUPS
     for case in range(num_cases):

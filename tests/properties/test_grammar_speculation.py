@@ -1,9 +1,9 @@
 """Constrained output under speculation, through the whole engine: 1,000 random schemas, forms and sets of tools, k from
 0 to 5.
 
-With drafts and without them the output is the same, token for token, and what came to its end validates. Requests
-without constraints run beside them and say what they say alone. (That they are never delayed is counted in
-tests/runtime/test_constrained.py.)
+With and without drafts the output is the same, token for token, and complete outputs validate. Unconstrained requests
+run beside them, and their output is the same as alone. (tests/runtime/test_constrained.py counts that they are never
+delayed.)
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ def case_of(seed: int) -> Case:
 
 
 class Runner:
-    """An engine with k drafts, and the output of cases that run on it together."""
+    """An engine with k drafts, and the outputs of cases that run on it together."""
 
     def __init__(self, num_drafts: int, shared: ConstraintSource | None = None) -> None:
-        """`shared`: another runner's, so that each grammar compiles once."""
+        """shared: another runner's constraint source, so that each grammar compiles once."""
         backend = byte_backend()
         backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in (*CLOSERS, "<never>")])
         self.tokenizer = Tokenizer(backend, eos_token=END_OF_TURN)
@@ -92,7 +92,7 @@ class Runner:
         self.engine = Engine(dataclasses.replace(assembly, constraints=self.constraints))
 
     def run(self, cases: list[Case], free_seeds: list[int]) -> tuple[dict[str, tuple[list[int], FinishReason]], int]:
-        """Ids and ends by name, and how many drafts were accepted."""
+        """Ids and finish reasons by name, and the number of accepted drafts."""
         for case in cases:
             sampling = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, logit_bias=self._bias(case.seed))
             self.engine.submit(
@@ -115,7 +115,7 @@ class Runner:
         return outputs, num_accepted
 
     def _bias(self, seed: int) -> dict[int, float]:
-        """A model of hashes never ends a text by itself: closing characters are likelier, some more, some less."""
+        """The hash model never ends a text by itself: make closing characters likelier, by random amounts."""
         rng = random.Random(seed)
         closers = {'"': 7.0, "}": 7.0, "]": 7.0, ",": 3.0, "</think>": 5.0, **dict.fromkeys(CLOSERS, 7.0)}
         biased = {self.tokenizer.encode(text)[0]: strength + rng.uniform(-2, 2) for text, strength in closers.items()}
@@ -132,7 +132,7 @@ def runners() -> Iterator[list[Runner]]:
 
 
 @pytest.mark.parametrize("group", range(NUM_GROUPS))
-def test_with_and_without_drafts_the_output_is_the_same_and_validates(runners: list[Runner], group: int) -> None:
+def test_constrained_output_is_valid_and_independent_of_drafts(runners: list[Runner], group: int) -> None:
     num_cases = NUM_CASES // NUM_GROUPS
     cases = [case_of(group * num_cases + index) for index in range(num_cases)]
     free_seeds = [group * 100 + index for index in range(5)]

@@ -1,13 +1,13 @@
 """10,000 random requests against a real engine behind the real app, in process.
 
-Small memory, many clients at once, some of whom go away. After every batch
+Memory is small, many clients run at once, and some disconnect. After every batch
 
 - every request has its answer, and no answer is a 5xx or one that the OpenAPI document doesn't describe;
-- what was taken is what the document says may be asked; what was refused names a field that the client knows;
+- every accepted request is valid by the document; every refusal names a field that the client knows;
 - every stream that was read to its end has exactly one terminal event, the last one.
 
-In the end nothing runs or waits, no row or page is leased, the cache's books are right, and a plain request has the
-tokens that it should have.
+At the end nothing runs or waits, no row or page is leased, the cache passes its audit, and a plain request gets the
+expected tokens.
 """
 
 from __future__ import annotations
@@ -49,14 +49,13 @@ NUM_PARTS = 20
 PART = 500
 BATCH = 25
 PATIENCE_SECONDS = 120
-"""A request that takes longer than this hangs: the whole of a part takes a few."""
+"""A request that takes longer counts as hanging: a whole part takes a few seconds."""
 STATS_PATIENCE = 2000
 MAX_LENGTH = 2000
 ROOM_FOR_EVERYTHING = 2**20
-"""Tokens, so that no schema of EXPLODING is refused as too long a prompt: it stands in the prompt where it is a
-tool's."""
+"""Tokens. Enough that no prompt with a tool schema of EXPLODING is refused as too long."""
 CONSTRAINED_EVERY = 4
-"""Grammars take time to compile, so only some of the houses have them."""
+"""Grammars take time to compile, so only some of the engines have them."""
 
 HERMES = TEMPLATE.replace("<function=NAME></function>", '{"name": <function-name>, "arguments": <args-json-object>}')
 PICKY = (
@@ -86,10 +85,10 @@ def the_model(max_context: int = 4096) -> ScriptedModel:
 
 
 class Fuzz:
-    """One house: an engine, its app, and clients who follow from one seed."""
+    """One engine, its app, and clients, all derived from one seed."""
 
     def __init__(self, seed: int, directory: Path, *, max_length: int | None = None) -> None:
-        """max_length: of a sequence, in tokens; None: MAX_LENGTH, in a memory that is small beside it."""
+        """max_length: of a sequence, in tokens; None: MAX_LENGTH, with a memory that is small for it."""
         rng = self.rng = random.Random(seed)
         self.template = rng.choice(list(TEMPLATES))
         write_text_assets(directory)
@@ -132,7 +131,7 @@ class Fuzz:
                 await asyncio.wait_for(asyncio.gather(*(self._through(gate, ask) for ask in asks)), PATIENCE_SECONDS)
                 await self._call_a_tool()
             await self._check_rest()
-        self._check_books()
+        self._check_accounting()
         counts = Counter(status for _, status in self.statuses.elements())
         assert min(counts[200], counts[400], 8 * counts[0], 20 * counts[1]) > num_requests / 6, (
             f"the requests are all alike: {counts}"
@@ -155,7 +154,8 @@ class Fuzz:
             except Exception as error:
                 leaves = (ask.leaves_after_turns, ask.leaves_after_parts)
                 error.add_note(
-                    f"{ask.method} {ask.path}?{ask.query[:100]} {leaves=} template={self.template}\n{ask.content[:2000]!r}"
+                    f"{ask.method} {ask.path}?{ask.query[:100]} {leaves=} template={self.template}\n"
+                    f"{ask.content[:2000]!r}"
                 )
                 raise
 
@@ -284,13 +284,13 @@ class Fuzz:
         """The engine's counters once nothing runs, waits or holds memory any more."""
         for _ in range(STATS_PATIENCE):
             stats: dict[str, Any] = (await self.client.get("/stats")).json()
-            # An abort that ends its request at once leaves the terminal event to the next turn of the loop, behind the
-            # answer to this question.
+            # An abort that ends its request at once leaves the terminal event to the next turn of the loop, which comes
+            # after this answer.
             if not (stats["running"] or stats["waiting"] or stats["cache"]["leases"] or self.engine._streams):
                 return stats
         raise AssertionError(f"left over: {stats}")
 
-    def _check_books(self) -> None:
+    def _check_accounting(self) -> None:
         """Every row and page is free or the tree's, which the audit makes sure of when there are no leases."""
         cache = self.parts.cache
         assert not cache.leases
@@ -301,7 +301,8 @@ class Fuzz:
 
 
 def operation_of(ask: Ask) -> dict[str, Any] | None:
-    """Of the document; None for what isn't served. A HEAD is a GET, and slashes at the end mean nothing."""
+    """The request's operation in the OpenAPI document; None if it isn't served. A HEAD is treated as a GET, and
+    trailing slashes are ignored."""
     method = "get" if ask.method == "HEAD" else ask.method.lower()
     asked = ask.path.rstrip("/").replace("%2f", "/") or "/"
     for path, operations in DOCUMENT["paths"].items():
@@ -329,7 +330,8 @@ def validator(schema: dict[str, Any]) -> jsonschema.Draft202012Validator:
 
 @functools.cache
 def _validator(schema: str) -> jsonschema.Draft202012Validator:
-    """Where only one kind of object may stand, msgspec takes it without the field that names the kind."""
+    """Validate as msgspec decodes: where only one type of object is allowed, the field that names the type may be
+    missing."""
     relaxed = {
         name: component
         | {
@@ -343,7 +345,7 @@ def _validator(schema: str) -> jsonschema.Draft202012Validator:
 
 
 def check_refusal(ask: Ask, error: dict[str, Any], fields: Any) -> None:
-    """A 400 names, first of all, a field that is the endpoint's or the body's own."""
+    """Check that a 400 starts with the name of a field of the endpoint or of the body."""
     message = error["message"]
     if message.startswith("the body is"):
         return
@@ -378,13 +380,11 @@ def check_stream(path: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(NUM_PARTS))
-def test_random_requests(seed: int, tmp_path: Path) -> None:
+def test_random_requests_get_documented_answers(seed: int, tmp_path: Path) -> None:
     asyncio.run(Fuzz(seed, tmp_path).run(PART))
 
 
-def test_exploding_demands_are_refused_before_anything_is_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_oversized_schemas_are_refused_before_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TrialProcess, "run", lambda process, job: pytest.fail(f"compiles {job.source[:200]}"))
     chat = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
     asks = [(f"structured_outputs.{kind}", chat | {"structured_outputs": {kind: value}}) for kind, value in EXPLODING]
@@ -403,7 +403,7 @@ def test_exploding_demands_are_refused_before_anything_is_compiled(
         )
 
 
-def test_grammars_that_nothing_fits_are_refused(tmp_path: Path) -> None:
+def test_unsatisfiable_grammars_are_refused(tmp_path: Path) -> None:
     grammars = ["root ::= root", 'root ::= "a" x\nx ::= x', 'root ::= "a" root']
     chat = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
     *refused, endless = asyncio.run(

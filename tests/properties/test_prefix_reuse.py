@@ -1,9 +1,9 @@
-"""Whatever a client does to a turn before it sends it back, the prompt begins with the ids that were generated, and the
-cache holds them.
+"""However a client changes a turn before sending it back, the prompt starts with the generated ids, and they are
+cached.
 
-Clients drop reasoning, forget fields or fill them with null, change the order of keys, write arguments anew, send
-results in another order. Random tool loops on a real engine: every turn's cached tokens reach the last block of the
-turn before it.
+Clients drop reasoning, omit fields or set them to null, reorder keys, reserialise arguments, and send results in
+another order. Random tool loops on a real engine: every turn's cached tokens reach the last block of the previous
+turn.
 """
 
 from __future__ import annotations
@@ -71,16 +71,17 @@ def value(kind: str, rng: random.Random) -> Any:
 
 
 def written(arguments: dict[str, Any]) -> str:
-    """A call as the model writes it, in an order of its own."""
-    parts = [
-        f"<parameter={name}>\n{given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)}\n</parameter>\n"
+    """A call as the model writes it, with the arguments in the given order."""
+    texts = {
+        name: given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
         for name, given in arguments.items()
-    ]
+    }
+    parts = [f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in texts.items()]
     return "<tool_call>\n<function=book>\n" + "".join(parts) + "</function>\n</tool_call>"
 
 
 def answer(rng: random.Random) -> str:
-    """What the model says in one turn: reasoning, perhaps some content, one to three calls."""
+    """The model's output for one turn: reasoning, optional content, one to three calls."""
     types = {name: schema["type"] for name, schema in TOOLS[0]["function"]["parameters"]["properties"].items()}  # type: ignore[index]
     calls = []
     for _ in range(rng.randint(1, 3)):
@@ -170,7 +171,7 @@ CLIENTS: dict[str, tuple[Callable[[Message, random.Random], Message], ...]] = {
 
 @pytest.mark.parametrize("client_name", CLIENTS)
 @pytest.mark.parametrize("seed", range(3))
-def test_a_tool_loop_reuses_every_turn_to_its_last_block(client_name: str, seed: int, tmp_path: Path) -> None:
+def test_tool_loop_reuses_previous_turn_up_to_last_block(client_name: str, seed: int, tmp_path: Path) -> None:
     rng = random.Random(f"{client_name} {seed}")
 
     async def talk(told: Told, client: httpx.AsyncClient) -> None:

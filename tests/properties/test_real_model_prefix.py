@@ -1,6 +1,6 @@
-"""What a session's next turn computes on the real engine, and that what it resumes from is as good as computed.
+"""What a session's next turn computes on the real engine, and that resuming is as exact as computing.
 
-Prompt lengths are chosen so that every boundary is a number one can check by hand; a block has 64 tokens.
+Prompt lengths are chosen so that every boundary can be checked by hand; a block has 64 tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from agentspec.models.protocol import VerifyBatch
 from agentspec.types import BLOCK_TOKENS, Breakpoint, CheckpointKind, SamplingParams
 from agentspec.wire import FinishEvent, Submit
 from tests.fakes.compare import TOLERANCE, relative_error
-from tests.properties.real_model import VOCAB, House, Scratch, assemble_house, load, write_agreeing_checkpoint
+from tests.properties.real_model import VOCAB, EngineSetup, Scratch, assemble_engine, load, write_agreeing_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -30,18 +30,18 @@ class Answer:
     emitted: list[int]
     finish: FinishEvent
     prefilled: int
-    """Tokens that prefill computed for this turn."""
+    """Number of tokens that prefill computed for this turn."""
 
     @property
     def cached(self) -> int:
         return self.finish.usage.cached_tokens
 
 
-class Desk:
+class SerialEngine:
     """One engine, and turns that run one after the other."""
 
-    def __init__(self, checkpoint: Path, house: House) -> None:
-        self.assembly = assemble_house(house, load(checkpoint))
+    def __init__(self, checkpoint: Path, setup: EngineSetup) -> None:
+        self.assembly = assemble_engine(setup, load(checkpoint))
         self.engine = Engine(self.assembly)
         self.metrics = self.assembly.loop.metrics
         self._number = 0
@@ -70,97 +70,97 @@ class Desk:
 
 
 @pytest.fixture(params=[True, False], ids=["overlap", "no overlap"])
-def desk(request: pytest.FixtureRequest, checkpoint: Path) -> Desk:
-    return Desk(checkpoint, House(overlap=request.param))
+def serial(request: pytest.FixtureRequest, checkpoint: Path) -> SerialEngine:
+    return SerialEngine(checkpoint, EngineSetup(overlap=request.param))
 
 
-def test_a_second_turn_computes_its_new_tokens_and_at_most_a_block(desk: Desk) -> None:
-    history, system = desk.tokens(250), 100
+def test_second_turn_computes_new_tokens_and_at_most_one_block(serial: SerialEngine) -> None:
+    history, system = serial.tokens(250), 100
     for num_new in (20, 64, 1, 37):
-        answer = desk.ask(history, system=system, query=200, num_new=num_new)
+        answer = serial.ask(history, system=system, query=200, num_new=num_new)
         history = history + answer.emitted
-        result = desk.tokens(30)
-        follow_up = desk.ask(history + result, system=system, query=200, num_new=5)
+        result = serial.tokens(30)
+        follow_up = serial.ask(history + result, system=system, query=200, num_new=5)
         assert follow_up.prefilled <= len(result) + BLOCK_TOKENS
         assert follow_up.cached >= len(history) - BLOCK_TOKENS
         assert follow_up.cached + follow_up.prefilled == len(history) + len(result)
         history = history + result + follow_up.emitted
 
 
-def test_another_session_hits_the_system_prompt_on_its_first_turn(desk: Desk) -> None:
-    system = desk.tokens(200)
-    assert desk.ask(system + desk.tokens(90), system=200, query=285, session="a").cached == 0
-    assert desk.ask(system + desk.tokens(90), system=200, query=285, session="b").cached == 192
-    assert desk.ask(system + desk.tokens(10), system=200, query=205, session="c").cached == 192
+def test_new_session_hits_shared_system_prompt(serial: SerialEngine) -> None:
+    system = serial.tokens(200)
+    assert serial.ask(system + serial.tokens(90), system=200, query=285, session="a").cached == 0
+    assert serial.ask(system + serial.tokens(90), system=200, query=285, session="b").cached == 192
+    assert serial.ask(system + serial.tokens(10), system=200, query=205, session="c").cached == 192
 
 
-def test_a_new_query_after_a_tool_loop_resumes_at_the_last_user_message(desk: Desk) -> None:
-    prompt, query = desk.tokens(300), 290
+def test_new_query_resumes_at_last_user_message(serial: SerialEngine) -> None:
+    prompt, query = serial.tokens(300), 290
     history = prompt
     for _ in range(3):
-        answer = desk.ask(history, system=100, query=query, num_new=70)
-        history = history + answer.emitted + desk.tokens(40)
-    rewritten = history[:query] + desk.tokens(80)  # the template drops the reasoning of the loop
-    answer = desk.ask(rewritten, system=100, query=len(rewritten) - 2)
+        answer = serial.ask(history, system=100, query=query, num_new=70)
+        history = history + answer.emitted + serial.tokens(40)
+    rewritten = history[:query] + serial.tokens(80)  # the template drops the reasoning of the loop
+    answer = serial.ask(rewritten, system=100, query=len(rewritten) - 2)
     assert answer.cached == query // BLOCK_TOKENS * BLOCK_TOKENS == 256
 
 
-def test_a_third_request_hits_a_prefix_that_no_breakpoint_marked(desk: Desk) -> None:
-    common = desk.tokens(420)
-    cached = [desk.ask(common + desk.tokens(60), system=40, query=470, session=name).cached for name in "abc"]
-    assert cached == [0, 0, 384]  # the second one saw where they part
-    assert desk.assembly.cache.stats()["checkpoints_live_branch"] == 1
+def test_third_request_hits_unmarked_shared_prefix(serial: SerialEngine) -> None:
+    common = serial.tokens(420)
+    cached = [serial.ask(common + serial.tokens(60), system=40, query=470, session=name).cached for name in "abc"]
+    assert cached == [0, 0, 384]  # the second request published a BRANCH checkpoint at the fork
+    assert serial.assembly.cache.stats()["checkpoints_live_branch"] == 1
 
 
-def test_without_the_prefix_cache_nothing_is_cached(checkpoint: Path) -> None:
-    desk = Desk(checkpoint, House(prefix_cache=False))
-    prompt = desk.tokens(200)
+def test_disabled_prefix_cache_caches_nothing(checkpoint: Path) -> None:
+    serial = SerialEngine(checkpoint, EngineSetup(prefix_cache=False))
+    prompt = serial.tokens(200)
     for _ in range(2):
-        answer = desk.ask(prompt, system=100, query=190)
+        answer = serial.ask(prompt, system=100, query=190)
         assert (answer.cached, answer.prefilled) == (0, len(prompt))
-    assert desk.metrics.cached_tokens == 0
-    assert desk.assembly.cache.stats()["checkpoints_created"] == 0
+    assert serial.metrics.cached_tokens == 0
+    assert serial.assembly.cache.stats()["checkpoints_created"] == 0
 
 
-def test_a_preempted_request_resumes_from_its_rolling_checkpoint(checkpoint: Path) -> None:
-    """Two requests whose outputs outgrow ten pages: the younger one is retracted, waits, and goes on where its
-    checkpoint stands."""
-    desk = Desk(checkpoint, House(max_running=2, num_pages=11, spare_rows=4))
-    submits = [desk.submit(desk.tokens(150), system=0, query=0, session=name, num_new=220) for name in "ab"]
+def test_preempted_request_resumes_from_rolling_checkpoint(checkpoint: Path) -> None:
+    """The outputs of two requests need more than ten pages: the younger request is retracted, waits, and resumes from
+    its checkpoint."""
+    serial = SerialEngine(checkpoint, EngineSetup(max_running=2, num_pages=11, spare_rows=4))
+    submits = [serial.submit(serial.tokens(150), system=0, query=0, session=name, num_new=220) for name in "ab"]
     for submit in submits:
-        desk.engine.submit(submit)
+        serial.engine.submit(submit)
     outputs = [
-        [token for event in desk.engine.events(submit.request_id) for token in getattr(event, "token_ids", [])]
+        [token for event in serial.engine.events(submit.request_id) for token in getattr(event, "token_ids", [])]
         for submit in submits
     ]
-    assert desk.metrics.preemptions == 1
-    computed_twice = desk.metrics.prefill_tokens - sum(len(submit.prompt_ids) - 1 for submit in submits)
+    assert serial.metrics.preemptions == 1
+    computed_twice = serial.metrics.prefill_tokens - sum(len(submit.prompt_ids) - 1 for submit in submits)
     assert 0 <= computed_twice < BLOCK_TOKENS
-    alone = Desk(checkpoint, House(max_running=1, num_pages=11, spare_rows=4, prefix_cache=False))
+    alone = SerialEngine(checkpoint, EngineSetup(max_running=1, num_pages=11, spare_rows=4, prefix_cache=False))
     for submit, output in zip(submits, outputs, strict=True):
         assert output == alone.engine.generate(submit)[0]
 
 
-def test_drafts_after_a_hit_are_as_good_as_those_after_a_cold_prefill(checkpoint: Path, desk: Desk) -> None:
-    """The MTP head resumes exactly: after a hit it drafts, and has accepted, what it would have without one, position
+def test_drafts_after_hit_equal_drafts_after_cold_prefill(checkpoint: Path, serial: SerialEngine) -> None:
+    """The MTP head resumes exactly: after a hit its drafts and their acceptance are the same as without one, position
     by position."""
-    cold = Desk(checkpoint, House(prefix_cache=False, overlap=False))
-    history, num_accepted = desk.tokens(230), 0
+    cold = SerialEngine(checkpoint, EngineSetup(prefix_cache=False, overlap=False))
+    history, num_accepted = serial.tokens(230), 0
     for _ in range(5):
-        warm_answer, cold_answer = (d.ask(history, system=100, query=200, num_new=40) for d in (desk, cold))
+        warm_answer, cold_answer = (d.ask(history, system=100, query=200, num_new=40) for d in (serial, cold))
         assert warm_answer.emitted == cold_answer.emitted
         assert warm_answer.finish.usage.spec == cold_answer.finish.usage.spec
         num_accepted += warm_answer.finish.usage.spec.num_accepted
-        history = history + warm_answer.emitted + desk.tokens(25)
+        history = history + warm_answer.emitted + serial.tokens(25)
     assert warm_answer.cached > 200
     assert num_accepted > 50
 
 
-def test_logits_after_a_resume_are_those_of_an_uncached_run(checkpoint: Path, desk: Desk) -> None:
-    """Every column of every window that belongs to the stream, against one forward over the whole sequence."""
-    history = desk.tokens(200)
-    history = history + desk.ask(history, system=100, query=190, num_new=70).emitted + desk.tokens(20)
-    model = desk.assembly.model
+def test_logits_after_resume_equal_uncached_run(checkpoint: Path, serial: SerialEngine) -> None:
+    """Compares every column of every window that belongs to the stream with one forward over the whole sequence."""
+    history = serial.tokens(200)
+    history = history + serial.ask(history, system=100, query=190, num_new=70).emitted + serial.tokens(20)
+    model = serial.assembly.model
     windows: list[tuple[int, list[int], Tensor]] = []
     verify = model.verify
 
@@ -170,7 +170,7 @@ def test_logits_after_a_resume_are_those_of_an_uncached_run(checkpoint: Path, de
         return hidden_BTH
 
     model.verify = spy_verify  # type: ignore[method-assign]
-    answer = desk.ask(history, system=100, query=190)
+    answer = serial.ask(history, system=100, query=190)
     assert answer.cached == 256
     sequence = history + answer.emitted
     expected_NV = Scratch(checkpoint).logits(sequence)

@@ -1,8 +1,8 @@
-"""Sampled output of the whole engine, drafts and cache hits included, has the distribution of the plain model.
+"""Sampled output of the whole engine, with drafts and cache hits, has the distribution of the plain model.
 
-Many requests with the same prompt and different seeds: their first three tokens against the exact products of the
-softmax of a plain forward over every continuation. Seeds are fixed, so the outcome is too; for a true engine the chance
-that a choice of seeds would fail is FALSE_ALARM a setting. The same test sees planted biases.
+Many requests have the same prompt and different seeds. Their first three tokens are compared with the exact
+probabilities from a plain forward over every continuation. Seeds are fixed, so the result is too; for a correct engine
+the probability that another choice of seeds fails is FALSE_ALARM per setting. The same test detects planted biases.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.fakes.compare import TOLERANCE, relative_error
 from tests.fakes.distribution import next_token_probs, p_value
 from tests.fakes.oracle import Oracle
 from tests.fakes.sequence_driver import Driver
-from tests.properties.real_model import House, assemble_house, load, write_agreeing_checkpoint
+from tests.properties.real_model import EngineSetup, assemble_engine, load, write_agreeing_checkpoint
 
 FALSE_ALARM = 1e-6
 NUM_REQUESTS = 1500
@@ -80,7 +80,7 @@ def expected_triples(logits: dict[tuple[int, ...], Tensor], sampling: SamplingPa
 
 
 @dataclass
-class Crowd:
+class Samples:
     streams: list[list[int]]
     num_accepted: int
     num_hits: int
@@ -91,48 +91,50 @@ class Crowd:
         return torch.bincount(cell, minlength=VOCAB**3).view(VOCAB, VOCAB, VOCAB)
 
 
-def draw(checkpoint: Path, setting: dict[str, Any], *, num_drafted: int = 2, num_requests: int = NUM_REQUESTS) -> Crowd:
+def draw(
+    checkpoint: Path, setting: dict[str, Any], *, num_drafted: int = 2, num_requests: int = NUM_REQUESTS
+) -> Samples:
     """Run the prompt with seeds 0, 1, ... through one engine."""
-    house = House(max_draft_tokens=num_drafted, max_running=250, num_pages=600)
-    engine = Engine(assemble_house(house, load(checkpoint)))
+    setup = EngineSetup(max_draft_tokens=num_drafted, max_running=250, num_pages=600)
+    engine = Engine(assemble_engine(setup, load(checkpoint)))
     submits = [
         Submit(
             request_id=f"r{seed}",
             prompt_ids=PROMPT,
             sampling=SamplingParams(**setting, seed=seed, max_tokens=DEPTH, ignore_eos=True),
             breakpoints=[Breakpoint(64, CheckpointKind.SYSTEM)],
-            session_id="crowd",
+            session_id="samples",
         )
         for seed in range(num_requests)
     ]
     first_stream, first_finish = engine.generate(submits[0])
-    crowd = Crowd([first_stream], first_finish.usage.spec.num_accepted, num_hits=0)
+    samples = Samples([first_stream], first_finish.usage.spec.num_accepted, num_hits=0)
     for submit in submits[1:]:
         engine.submit(submit)
     for submit in submits[1:]:
-        crowd.streams.append([])
+        samples.streams.append([])
         for event in engine.events(submit.request_id):
             if isinstance(event, TokensEvent):
-                crowd.streams[-1].extend(event.token_ids)
+                samples.streams[-1].extend(event.token_ids)
             else:
-                crowd.num_accepted += event.usage.spec.num_accepted
-                crowd.num_hits += event.usage.cached_tokens > 0
-    return crowd
+                samples.num_accepted += event.usage.spec.num_accepted
+                samples.num_hits += event.usage.cached_tokens > 0
+    return samples
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_sampled_triples_follow_the_plain_model(
+def test_sampled_triples_follow_model_distribution(
     name: str, checkpoint: Path, logits: dict[tuple[int, ...], Tensor]
 ) -> None:
-    crowd = draw(checkpoint, SETTINGS[name])
-    assert crowd.num_hits == NUM_REQUESTS - 1
-    assert crowd.num_accepted > NUM_REQUESTS // 10
-    value = p_value(crowd.triples(), expected_triples(logits, SamplingParams(**SETTINGS[name])))
+    samples = draw(checkpoint, SETTINGS[name])
+    assert samples.num_hits == NUM_REQUESTS - 1
+    assert samples.num_accepted > NUM_REQUESTS // 10
+    value = p_value(samples.triples(), expected_triples(logits, SamplingParams(**SETTINGS[name])))
     assert value > FALSE_ALARM, f"{name}: p = {value:.3g}"
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_seed_gives_the_same_stream_with_and_without_drafts(name: str, checkpoint: Path) -> None:
+def test_seeded_stream_is_independent_of_drafts(name: str, checkpoint: Path) -> None:
     plain, drafted = (draw(checkpoint, SETTINGS[name], num_drafted=k, num_requests=300).streams for k in (0, 2))
     assert plain == drafted
 
@@ -142,7 +144,7 @@ def accept_always(chosen: Tensor, drafts: Tensor, valid: Tensor) -> Tensor:
 
 
 def emit_drafts(chosen_BT: Tensor, drafts_Bk: Tensor, valid_B: Tensor) -> Tensor:
-    """Accept every draft: emits the drafts in the place of what the target chose."""
+    """Accept every draft: emits the drafts instead of the target's tokens."""
     column_k = torch.arange(drafts_Bk.shape[1])
     chosen_BT[:, :-1] = torch.where(column_k < valid_B[:, None], drafts_Bk, chosen_BT[:, :-1])
     return valid_B
@@ -161,7 +163,7 @@ def same_noise_everywhere(seed: Tensor, position: Tensor, num_tokens: int, purpo
     ],
     ids=["drafts are emitted as they are", "rejected drafts stay in the state", "noise is reused"],
 )
-def test_planted_biases_are_seen(
+def test_planted_sampling_bias_is_detected(
     monkeypatch: pytest.MonkeyPatch,
     module: object,
     name: str,

@@ -1,4 +1,4 @@
-"""On real kernels: what is published is true, no state is copied, and as many rows move as the design says."""
+"""On real kernels: published states are correct, no state is copied, and only as many rows move as the design says."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from tests.fakes.prompt_run import Run, batch_of
 from tests.fakes.scalar_decay import load_decay_model
 from tests.fakes.sequence_driver import poison
 from tests.properties.real_model import (
-    House,
+    EngineSetup,
     Loader,
-    Play,
     Scratch,
+    Simulation,
     StateSpy,
-    assemble_house,
+    assemble_engine,
     load,
     write_agreeing_checkpoint,
 )
 
-HOUSES = {
-    "roomy": House(seed=11, max_draft_tokens=3, random_depth=True, prefill_budget=130),
-    "tight": House(
+SETUPS = {
+    "roomy": EngineSetup(seed=11, max_draft_tokens=3, random_depth=True, prefill_budget=130),
+    "tight": EngineSetup(
         seed=8, max_draft_tokens=4, random_depth=True, prefill_budget=99, max_running=3, spare_rows=4, num_pages=10
     ),
 }
@@ -46,7 +46,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def test_a_chunk_that_ends_on_a_checkpoint_fills_the_checkpoint_and_its_own_row(checkpoint: Path) -> None:
+def test_chunk_ending_on_checkpoint_writes_both_rows(checkpoint: Path) -> None:
     model, tokens = load(checkpoint), list(range(3, 3 + BLOCK_TOKENS))
     model.allocate(num_rows=5, num_pages=3)
     poison(model)
@@ -56,13 +56,11 @@ def test_a_chunk_that_ends_on_a_checkpoint_fills_the_checkpoint_and_its_own_row(
 
 
 @pytest.mark.parametrize("loader", [load, load_decay_model], ids=["delta rule", "scalar decay"])
-@pytest.mark.parametrize("name", HOUSES)
-def test_every_state_that_is_published_or_resumed_equals_a_prefill_of_its_key(
-    checkpoint: Path, name: str, loader: Loader
-) -> None:
-    play = Play(HOUSES[name], checkpoint, num_agents=8, loader=loader)
-    spy = StateSpy(play, Scratch(checkpoint, loader=loader))
-    play.run()
+@pytest.mark.parametrize("name", SETUPS)
+def test_published_and_resumed_states_equal_scratch_prefill(checkpoint: Path, name: str, loader: Loader) -> None:
+    simulation = Simulation(SETUPS[name], checkpoint, num_agents=8, loader=loader)
+    spy = StateSpy(simulation, Scratch(checkpoint, loader=loader))
+    simulation.run()
     assert spy.num_resumed > 5
     assert all(spy.num_published[kind] for kind in (CheckpointKind.SYSTEM, CheckpointKind.USER, CheckpointKind.TURN)), (
         spy.num_published
@@ -70,13 +68,13 @@ def test_every_state_that_is_published_or_resumed_equals_a_prefill_of_its_key(
 
 
 class CallSpy:
-    """What the model was asked to move: windows and chunks."""
+    """Counts the windows and chunks that the model was called with."""
 
     def __init__(self, model: Any) -> None:
         self.windows: list[tuple[int, int]] = []
         """(slots, columns) of each verify, and of the windows of each ride."""
         self.chunk_writes: list[int] = []
-        """State writes of each chunk."""
+        """Number of state writes of each chunk."""
         self.num_rides = 0
         verify, prefill, ride = model.verify, model.prefill, model.ride
 
@@ -107,24 +105,26 @@ class CallSpy:
         self.chunk_writes.extend(sum(len(block.save_rows) for block in span.blocks) for span in read_spans(batch))
 
     def tiles(self, num_layers: int) -> tuple[int, int]:
-        """(read, written) by design: a window reads one row a slot and writes one a column; a chunk reads one and
-        writes the wanted ones."""
+        """(read, written) by design: a window reads one row per slot and writes one per column; a chunk reads one and
+        writes the requested ones."""
         read = sum(num_slots for num_slots, _ in self.windows) + len(self.chunk_writes)
         written = sum(num_slots * num_columns for num_slots, num_columns in self.windows) + sum(self.chunk_writes)
         return num_layers * read, num_layers * written
 
 
-@pytest.mark.parametrize("name", HOUSES)
-def test_whole_runs_copy_no_state(checkpoint: Path, name: str) -> None:
-    play = Play(HOUSES[name], checkpoint, num_agents=5)
-    calls = CallSpy(play.model)
+@pytest.mark.parametrize("name", SETUPS)
+def test_run_copies_no_state(checkpoint: Path, name: str) -> None:
+    simulation = Simulation(SETUPS[name], checkpoint, num_agents=5)
+    calls = CallSpy(simulation.model)
     state_traffic.reset()
-    with CopyCounter(play.model.pools.tensors()) as counter:
-        play.run()
+    with CopyCounter(simulation.model.pools.tensors()) as counter:
+        simulation.run()
     assert counter.touched == []
-    assert (state_traffic.rows_read, state_traffic.rows_written) == calls.tiles(play.model.pools["ssm_LRVDK"].shape[0])
+    assert (state_traffic.rows_read, state_traffic.rows_written) == calls.tiles(
+        simulation.model.pools["ssm_LRVDK"].shape[0]
+    )
     assert calls.num_rides > 0
-    stats, metrics = play.assembly.cache.stats(), play.metrics
+    stats, metrics = simulation.assembly.cache.stats(), simulation.metrics
     assert metrics.cached_tokens > 0
     assert stats["checkpoints_created"] > 10
     assert stats["checkpoints_superseded"] > 0
@@ -132,14 +132,12 @@ def test_whole_runs_copy_no_state(checkpoint: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("num_drafted", [0, 3])
-def test_a_turn_moves_the_rows_of_its_windows_and_its_checkpoints_and_no_more(
-    checkpoint: Path, num_drafted: int
-) -> None:
-    """Prefill in two chunks, then decode; a second session forks at the system prompt, and a third turn resumes behind
+def test_turn_moves_only_window_and_checkpoint_rows(checkpoint: Path, num_drafted: int) -> None:
+    """Prefill in two chunks, then decode; a second session forks at the system prompt, and a third turn resumes after
     the first."""
     model = load(checkpoint)
-    assembly = assemble_house(
-        House(max_draft_tokens=num_drafted, prefill_budget=128, max_running=2, overlap=False), model
+    assembly = assemble_engine(
+        EngineSetup(max_draft_tokens=num_drafted, prefill_budget=128, max_running=2, overlap=False), model
     )
     engine, metrics = Engine(assembly), assembly.loop.metrics
     num_layers = model.pools["ssm_LRVDK"].shape[0]

@@ -1,5 +1,4 @@
-"""What pools and the engine make of the forms that mixers declare: models whose layers keep states of two and of three
-forms."""
+"""State forms that mixers declare, in pools and engine: models whose layers have two and three forms of state."""
 
 from __future__ import annotations
 
@@ -14,20 +13,20 @@ from agentspec.models.protocol import VerifyBatch
 from agentspec.models.state import Memory
 from agentspec.types import ZERO_ROW, CheckpointKind
 from tests.fakes.scalar_decay import ScalarDecay, load_decay_model
-from tests.properties.real_model import CPU, House, Play, Scratch, StateSpy, write_agreeing_checkpoint
+from tests.properties.real_model import CPU, EngineSetup, Scratch, Simulation, StateSpy, write_agreeing_checkpoint
 
 NUM_ROWS, NUM_PAGES = 5, 3
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A decay layer and one of attention."""
+    """One decay layer and one attention layer."""
     return write_agreeing_checkpoint(
         tmp_path_factory.mktemp("checkpoint"), num_hidden_layers=2, full_attention_interval=2
     )
 
 
-def test_pools_are_built_from_the_forms_of_the_mixers(tmp_path: Path) -> None:
+def test_pools_follow_state_forms_of_mixers(tmp_path: Path) -> None:
     """Layers: decay, delta rule, decay, attention; then the MTP layer."""
     model = load_decay_model(write_agreeing_checkpoint(tmp_path, num_hidden_layers=4), CPU)
     model.allocate(num_rows=NUM_ROWS, num_pages=NUM_PAGES)
@@ -53,8 +52,8 @@ def test_pools_are_built_from_the_forms_of_the_mixers(tmp_path: Path) -> None:
     ], "every layer has memory of its own"
 
 
-def test_states_of_another_form_come_back_from_the_hosts_memory(checkpoint: Path) -> None:
-    house = House(
+def test_custom_state_form_is_fetched_from_host(checkpoint: Path) -> None:
+    setup = EngineSetup(
         seed=9,
         random_depth=True,
         max_running=2,
@@ -66,16 +65,16 @@ def test_states_of_another_form_come_back_from_the_hosts_memory(checkpoint: Path
         related_systems=2,
         ignoring_share=0.8,
     )
-    play = Play(house, checkpoint, num_agents=10, num_turns=4, loader=load_decay_model)
-    spy = StateSpy(play, Scratch(checkpoint, loader=load_decay_model))
-    play.run()
+    simulation = Simulation(setup, checkpoint, num_agents=10, num_turns=4, loader=load_decay_model)
+    spy = StateSpy(simulation, Scratch(checkpoint, loader=load_decay_model))
+    simulation.run()
     print(spy.num_fetched, spy.num_resumed, spy.num_published)
     assert spy.num_fetched > 2
     assert spy.num_published[CheckpointKind.TURN] > 2
 
 
 def forget_a_part(mixer: ScalarDecay, memory: Memory, rows: Tensor | list[int], state: Memory) -> None:
-    """Stores what has a part for every key, and not the widths."""
+    """Store the first and third part, but not the widths."""
     for part_R, part_B in zip(memory[::2], state[::2], strict=True):
         part_R[rows] = part_B
     memory[1][rows] = 0
@@ -95,15 +94,13 @@ def step_a_column_late(mixer: ScalarDecay, projected_NP: Tensor, memory: Memory,
 
 
 @pytest.mark.parametrize(("method", "wrong"), [("_save", forget_a_part), ("step", step_a_column_late)])
-def test_a_planted_bug_of_the_mixer_is_seen_where_a_state_is_published(
-    checkpoint: Path, method: str, wrong: object
-) -> None:
+def test_planted_mixer_bug_is_detected_at_publish(checkpoint: Path, method: str, wrong: object) -> None:
     scratch = Scratch(checkpoint, loader=load_decay_model)
-    play = Play(
-        House(seed=11, random_depth=True, prefill_budget=130), checkpoint, num_agents=4, loader=load_decay_model
+    simulation = Simulation(
+        EngineSetup(seed=11, random_depth=True, prefill_budget=130), checkpoint, num_agents=4, loader=load_decay_model
     )
-    StateSpy(play, scratch)
-    mixer = play.model._layers[0].mixer
+    StateSpy(simulation, scratch)
+    mixer = simulation.model._layers[0].mixer
     setattr(mixer, method, lambda *arguments: wrong(mixer, *arguments))  # type: ignore[operator]
     with pytest.raises(AssertionError, match=r"published \w+: part 1 of row|published \w+: part 0 of row"):
-        play.run()
+        simulation.run()

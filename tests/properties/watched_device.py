@@ -1,9 +1,10 @@
-"""A device under watch: it may lag behind the host, and every write must go where the writer owns.
+"""A device wrapper that checks ownership: it may run behind the host, and every write must go to a row or page that the
+writer owns.
 
-Steps run in the order of their launches, but a lagging device runs one only when the host waits for it: what the host
-publishes, resumes or hands out meanwhile must not need it. Nobody may write a row or a page but a lease that owns it at
-that moment, nor resume from a row that its lease neither owns nor locks, whatever the host released since the launch;
-scratch is everybody's, and so is the zero row.
+Steps run in launch order, but a late device runs a step only when the host waits for it: until then the host must not
+publish, resume from or hand out anything that depends on it. Only a lease that owns a row or page at that moment may
+write it, and a lease may resume only from a row that it owns or locks, whatever the host released since the launch.
+Scratch and the zero row are exempt.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests.fakes.hash_chain import HashChainModel
 
 @dataclass(slots=True)
 class _Step:
-    """A launched plan, and who is behind its slots and chunks."""
+    """A launched plan, and the requests of its slots and chunks."""
 
     plan: StepPlan
     by_slot: dict[int, Request]
@@ -36,13 +37,13 @@ class _Step:
     decoding: list[Lease]
     chunks: list[Lease]
     drafting: deque[list[Lease]] = field(default_factory=deque)
-    """Whose windows are still to be drafted for, in order."""
+    """Leases of the windows that are still to be drafted for, in order."""
     ticket: Any = None
     has_run: bool = False
 
 
 class WatchedDevice:
-    """plan.Executor around another one and its model."""
+    """A plan.Executor around another one and its model."""
 
     def __init__(
         self,
@@ -55,8 +56,8 @@ class WatchedDevice:
         on_outcome: Callable[[Request, SlotOutcome], None],
         paths: Counter[str],
     ) -> None:
-        """lateness: None: every step runs at its launch. requests: those in the house. on_outcome: called before the
-        scheduler learns it."""
+        """lateness: None: every step runs at its launch. requests: those in the engine. on_outcome: called before the
+        scheduler gets the outcome."""
         self._executor = executor
         self._cache = cache
         self._lateness = lateness
@@ -126,7 +127,7 @@ class WatchedDevice:
             return result
 
         def watched_prefill(batch: PrefillBatch) -> Tensor:
-            step, self._running = self._running, None  # the model's own call of verify writes to scratch
+            step, self._running = self._running, None  # prefill's own call of verify writes to scratch
             assert step is not None
             spans = read_spans(batch)
             saved = [[row for block in span.blocks for row in block.save_rows] for span in spans]
@@ -161,7 +162,7 @@ class WatchedDevice:
             )
 
     def _check_pages(self, leases: list[Lease], page_table_BP: Tensor, first_B: Tensor, num_columns: int) -> None:
-        """A batch may be filled up: what is behind the leases is padding."""
+        """Entries after the leases are padding of the batch."""
         for place, (pages, first) in enumerate(zip(page_table_BP.tolist(), first_B.tolist(), strict=True)):
             written = pages[first // self._block : (first + num_columns - 1) // self._block + 1]
             if written != [SCRATCH_PAGE]:

@@ -1,7 +1,6 @@
-"""A random engine to prove: its settings, its memory, and how its clients behave.
+"""A random engine to test: its settings, its memory, and the behaviour of its clients.
 
-Every house follows from one integer, so that one integer reproduces it. Builds the engine; knows nothing of what is
-checked.
+Every engine is derived from one integer, which reproduces it. Builds the engine; contains no checks.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from tests.fakes.hash_chain import HashChainModel
 BLOCK = 16
 MAX_CONTEXT = 1024
 MAX_PROMPT_CHECKPOINTS = 8
-"""Rows that one request may take beyond its own while its prompt is computed."""
+"""Rows that a request may take besides its own while its prompt is computed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class House:
-    """One engine and the habits of its clients."""
+class EngineSetup:
+    """One engine and the behaviour of its clients."""
 
     seed: int
     max_draft_tokens: int
@@ -41,37 +40,37 @@ class House:
     num_rows: int
     num_pages: int
     budget_share: float
-    """Bytes that may be in use, as a share of what the pools hold."""
+    """Budget in bytes, as a share of the pools' size."""
     draft_accuracy: float
     stop_chance: float
     prefix_cache: bool
     hold_seconds: float
     long_outputs: bool
     short_prompts: bool
-    """Conversations start anew before they grow long."""
+    """Conversations restart before they grow long."""
     scoring_share: float
-    """Share of requests that want their prompt scored."""
+    """Share of requests with prompt logprobs."""
     stopping_share: float
     """Share of requests with stop strings."""
     session_share: float
-    """Share of requests that name their session."""
+    """Share of requests with a session id."""
     sampled_share: float
-    """Share of requests that are not plainly greedy."""
+    """Share of requests that aren't plain greedy."""
     extra_clients: int
-    """Requests that the clients keep in the house, beyond its slots."""
+    """Number of concurrent requests beyond the engine's slots."""
     bursts: bool
-    """The clients send the next requests only when all of the last ones have ended."""
+    """The clients send new requests only when all earlier ones have ended."""
     host: HostMemory | None = None
     """The host tier; its copies are late."""
     slow_copies: bool = False
-    """Very late."""
+    """Copies are very late."""
     most_riders: int = MOST_RIDERS
     """See runtime/ride.py."""
 
     @classmethod
     def random(cls, seed: int) -> Self:
-        """From all k, with memory down to what one request needs. Some are crowded: many streams grow in pages for a
-        few."""
+        """A random engine with any k, and with as little memory as one request needs. Some are crowded: many growing
+        streams, and pages for few."""
         rng = random.Random(seed)
         drafts = rng.randrange(8)
         is_crowded = rng.random() < 0.15
@@ -185,7 +184,7 @@ def random_host(rng: random.Random) -> HostMemory | None:
 
 
 class RandomDepth:
-    """A depth policy that never settles."""
+    """A depth policy that chooses k at random."""
 
     def __init__(self, max_draft_tokens: int, rng: random.Random) -> None:
         self._max, self._rng = max_draft_tokens, rng

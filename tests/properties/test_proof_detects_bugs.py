@@ -1,8 +1,7 @@
-"""The proof is worth what it notices: every bug that is planted here must make it fail, and fail by the check that is
-named.
+"""The proof detects bugs: each bug that is planted here must make it fail, in the named check.
 
-A planted bug is one that somebody could write: a test left out, one too many, the other row. The houses are few and
-their seeds fixed.
+The planted bugs are realistic mistakes: a missing check, an off-by-one, the wrong row. A few engines with fixed seeds
+are run.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ from agentspec.text.detokenizer import Detokenizer
 from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, CheckpointKind, FinishReason, tokens
 from tests.fakes.hash_chain import HashChainModel
 from tests.properties.engine_proof import Proof
-from tests.properties.house import House
+from tests.properties.engine_setup import EngineSetup
 
-MAX_HOUSES = 12
+MAX_SETUPS = 12
 TURNS = 60
 
 Patch = pytest.MonkeyPatch
@@ -62,27 +61,35 @@ STOPPING: dict[str, Any] = {
     "max_draft_tokens": 5,
 }
 CROWDED: dict[str, Any] = {
-    "num_rows": 200, "num_pages": 28, "budget_share": 1.0, "max_running": 10, "prefix_cache": True, "extra_clients": 2, "bursts": False,
-    "long_outputs": True, "short_prompts": True, "hold_seconds": 0.0, "session_share": 0.0, "prefill_budget": 64, "overlap": True,
-}  # fmt: skip
-
-
+    **ROOMY,
+    "num_pages": 28,
+    "max_running": 10,
+    "long_outputs": True,
+    "short_prompts": True,
+    "hold_seconds": 0.0,
+    "session_share": 0.0,
+    "prefill_budget": 64,
+    "overlap": True,
+}
 FETCHING: dict[str, Any] = {
-    **ROOMY, "num_pages": 60, "num_rows": 90, "session_share": 0.9,
+    **ROOMY,
+    "num_pages": 60,
+    "num_rows": 90,
+    "session_share": 0.9,
     "host": HostMemory(num_rows=60, num_pages=400, ready_share=1.0, min_fetch_blocks=1),
-}  # fmt: skip
+}
 FEW_ROWS: dict[str, Any] = {**ROOMY, "max_draft_tokens": 2, "num_rows": 18, "max_running": 3}
 
 
 @dataclass(frozen=True)
 class Bug:
     noticed_by: str
-    """What the failure says, as a regular expression."""
+    """Regular expression for the failure's message."""
     settings: dict[str, Any] = field(default_factory=lambda: ROOMY)
 
 
 def publishes_beyond_the_stop(patch: Patch) -> None:
-    """The newer rolling checkpoint goes out whatever was kept of its tokens."""
+    """The newer rolling checkpoint is published even if some of its tokens weren't kept."""
 
     def publish_rolling(self: Any, request: Request) -> None:
         done = [(length, row) for row, length in request.rolling if length]
@@ -96,7 +103,7 @@ def publishes_beyond_the_stop(patch: Patch) -> None:
 
 
 def publishes_one_block_deeper(patch: Patch) -> None:
-    """The older row goes out under the length of the newer."""
+    """The older row is published under the length of the newer one."""
     original = Scheduler._publish_rolling
 
     def publish_rolling(self: Any, request: Request) -> None:
@@ -134,8 +141,8 @@ def publishes_prefill_at_launch(patch: Patch) -> None:
     patch.setattr(Scheduler, "_launch_chunk", launch_chunk)
 
 
-def lets_go_of_a_request_in_flight(patch: Patch) -> None:
-    """A stop string, which only the host saw, is taken for a stop that the device saw."""
+def releases_request_in_flight(patch: Patch) -> None:
+    """A stop string, which only the host detects, is treated like a stop that the device detected."""
     original = Scheduler._end
 
     def end(self: Any, request: Request, reason: FinishReason, *, device_inert: bool = False) -> None:
@@ -153,7 +160,7 @@ def retracts_a_request_in_flight(patch: Patch) -> None:
 
 
 def loses_the_tokens_of_the_step_in_flight(patch: Patch) -> None:
-    """What a retracted request emitted in its last step is dropped, to be computed again."""
+    """The tokens that a retracted request emitted in its last step are dropped, to be computed again."""
     original = Request.take
 
     def take(self: Any, outcome: Any) -> Any:
@@ -192,7 +199,7 @@ def forgets_to_free_superseded_rows(patch: Patch) -> None:
 
 
 def matches_any_namespace(patch: Patch) -> None:
-    """Both doors of the cache, so that the tree itself is consistent."""
+    """In both match and publish, so that the tree itself is consistent."""
     match, publish = HybridCache.match, HybridCache.publish
     patch.setattr(HybridCache, "match", lambda self, namespace, *rest, **keywords: match(self, "", *rest, **keywords))
     patch.setattr(HybridCache, "publish", lambda self, lease, namespace, *rest: publish(self, lease, "", *rest))
@@ -211,7 +218,7 @@ def admits_without_its_namespace(patch: Patch) -> None:
 
 
 def matches_an_evicted_row(patch: Patch) -> None:
-    """The pages are still there, for somebody deeper, and the row is taken to be."""
+    """The pages are still there for a deeper checkpoint, and the row is assumed to be too."""
     drop, match = CheckpointSet._drop, HybridCache.match
     graves: dict[Any, Any] = {}
 
@@ -267,7 +274,7 @@ def skips_mtp_prefill(patch: Patch) -> None:
 
 
 def shifts_mtp_pairs(patch: Patch) -> None:
-    """Prefill pairs each token with its own hidden instead of the one before."""
+    """Prefill pairs each token with its own hidden instead of the previous token's."""
     original = HashChainModel.mtp_prefill
 
     def mtp_prefill(self: Any, batch: PrefillBatch, previous_NH: Tensor) -> None:
@@ -277,7 +284,7 @@ def shifts_mtp_pairs(patch: Patch) -> None:
 
 
 def reads_the_hidden_after_prefill(patch: Patch) -> None:
-    """By then a chunk may have written over the row that it resumed from."""
+    """By then a chunk may have overwritten the row that it resumed from."""
     original = HashChainModel.mtp_prefill
 
     def mtp_prefill(self: Any, batch: PrefillBatch, previous_NH: Tensor) -> None:
@@ -288,7 +295,7 @@ def reads_the_hidden_after_prefill(patch: Patch) -> None:
 
 
 def writes_mtp_pairs_one_position_early(patch: Patch) -> None:
-    """As engines do that index MTP K/V by its hidden."""
+    """As in engines that index MTP K/V by its hidden."""
     original = MtpDrafter.draft
 
     def draft(self: Any, tokens_BT: Tensor, hidden_BTH: Tensor, start_B: Tensor, *rest: Any) -> Tensor:
@@ -314,7 +321,7 @@ def rotates_the_next_column(patch: Patch) -> None:
 
 
 def frees_the_newer_checkpoint(patch: Patch) -> None:
-    """Rotation gives the row of the newer checkpoint, not of the older, to the write rows."""
+    """Rotation gives the row of the newer checkpoint, instead of the older, to the write rows."""
     original = window.rotate_checkpoints
 
     def rotate(slot: SlotState[Tensor], length_B: Tensor, block_tokens: int) -> Any:
@@ -326,8 +333,8 @@ def frees_the_newer_checkpoint(patch: Patch) -> None:
     patch.setattr(window, "rotate_checkpoints", rotate)
 
 
-def _mistake_forward(patch: Patch, real: Forward, taken: Forward) -> None:
-    """Steps of one kind are taken as of another one."""
+def _replace_forward(patch: Patch, real: Forward, taken: Forward) -> None:
+    """Steps of one kind are treated as steps of another kind."""
     original = decode_step.decode_step
 
     def step(*arguments: Any, forward: Forward, **keywords: Any) -> StepResult:
@@ -337,12 +344,12 @@ def _mistake_forward(patch: Patch, real: Forward, taken: Forward) -> None:
 
 
 def verifies_the_prompts_last_token_again(patch: Patch) -> None:
-    """A first step like any other: its forward adds a token to a state that holds it already."""
-    _mistake_forward(patch, Forward.PREFILLED, Forward.RUN)
+    """A first step runs like any other: its forward adds a token that the state already contains."""
+    _replace_forward(patch, Forward.PREFILLED, Forward.RUN)
 
 
 def leaves_out_the_prompts_last_token(patch: Patch) -> None:
-    """The state that a request joins with stands one token short."""
+    """The state that a request joins with lacks the last token."""
 
     def early(request: Request, *rest: Any) -> Any:
         chunk, checkpoints = plan_chunk(request, *rest)
@@ -356,7 +363,7 @@ def leaves_out_the_prompts_last_token(patch: Patch) -> None:
 
 
 def lets_inert_slots_write(patch: Patch) -> None:
-    """The rows of a slot that has ended are not replaced by scratch."""
+    """The rows of an ended slot are not replaced by the scratch row."""
     original = decode_step.open_windows
 
     def open_windows(buffers: StepBuffers, slot_ids_B: Tensor, num_drafted: int) -> Window:
@@ -368,17 +375,17 @@ def lets_inert_slots_write(patch: Patch) -> None:
 
 
 def verifies_again_after_a_ride(patch: Patch) -> None:
-    """The window's forward runs twice, and may find its own state in the row that it reads."""
-    _mistake_forward(patch, Forward.RIDDEN, Forward.RUN)
+    """The window's forward runs twice, and may read a row that it has already written."""
+    _replace_forward(patch, Forward.RIDDEN, Forward.RUN)
 
 
 def takes_the_first_column_for_all_after_a_ride(patch: Patch) -> None:
-    """As in a first step, which has no other."""
-    _mistake_forward(patch, Forward.RIDDEN, Forward.PREFILLED)
+    """As in a first step, which has only one column."""
+    _replace_forward(patch, Forward.RIDDEN, Forward.PREFILLED)
 
 
 def rides_before_new_pages_are_known(patch: Patch) -> None:
-    """The windows that ride are those of the page tables before the plan."""
+    """Riding windows use the page tables from before the plan."""
     launch, update = executor.ModelExecutor.launch, StepBuffers.update_pages
 
     def late(self: Any, plan: Any) -> Any:
@@ -460,7 +467,7 @@ def penalties_forget_what_came_before_preemption(patch: Patch) -> None:
     patch.setattr(Scheduler, "_join", lambda self, request: replace(original(self, request), output_ids=tokens()))
 
 
-def seeds_by_place_in_the_batch(patch: Patch) -> None:
+def seeds_by_batch_position(patch: Patch) -> None:
     original = sampling.draw
 
     def draw(logits_BTV: Tensor, position_BT: Tensor, inputs: DrawInputs) -> Tensor:
@@ -485,7 +492,7 @@ def finishes_twice(patch: Patch) -> None:
 
 
 def drops_an_abort_while_waiting(patch: Patch) -> None:
-    """The request leaves the queue, and nobody is told."""
+    """The request leaves the queue without a terminal event."""
     original = Scheduler._finish
 
     def finish(self: Any, request: Request) -> None:
@@ -518,11 +525,11 @@ def scores_twice_after_preemption(patch: Patch) -> None:
     patch.setattr(Scheduler, "_enter", enter)
 
 
-def leaves_a_ghost_at_the_gate(patch: Patch) -> None:
+def leaves_session_at_gate(patch: Patch) -> None:
     patch.setattr(SessionGate, "withdraw", lambda self, session_id: None)
 
 
-def overdraws_the_budget(patch: Patch) -> None:
+def exceeds_byte_budget(patch: Patch) -> None:
     original = HybridCache._make_room
 
     def make_room(self: Any, lease: Lease, **needed: int) -> bool:
@@ -534,8 +541,8 @@ def overdraws_the_budget(patch: Patch) -> None:
     patch.setattr(HybridCache, "_make_room", make_room)
 
 
-def publishes_a_page_of_its_own(patch: Patch) -> None:
-    """The tree takes the lease's pages, and the lease goes on as their owner."""
+def keeps_ownership_of_published_pages(patch: Patch) -> None:
+    """The tree takes the lease's pages, and the lease still owns them."""
     original = HybridCache._fill_ghosts
 
     def fill(self: Any, lease: Lease, path: Any) -> None:
@@ -546,7 +553,7 @@ def publishes_a_page_of_its_own(patch: Patch) -> None:
     patch.setattr(HybridCache, "_fill_ghosts", fill)
 
 
-def resumes_before_the_state_has_come(patch: Patch) -> None:
+def resumes_before_fetch_completes(patch: Patch) -> None:
     original = Scheduler.copied
     patch.setattr(Scheduler, "copied", lambda self, to_host, to_device: original(self, to_host, 1 << 60))
 
@@ -564,24 +571,24 @@ BUGS: dict[Callable[[Patch], None], Bug] = {
     publishes_beyond_the_stop: Bug("published [0-9]+ tokens of [0-9]+ kept ones", STOPPING),
     publishes_one_block_deeper: Bug("published TURN"),
     publishes_the_newer_row_as_the_older: Bug("published TURN", STOPPING),
-    publishes_no_turn: Bug("the deepest state that is left"),
+    publishes_no_turn: Bug("the deepest remaining state"),
     publishes_prefill_at_launch: Bug("published .* row"),
-    lets_go_of_a_request_in_flight: Bug("lease doesn't own|lease that was released", STOPPING),
-    retracts_a_request_in_flight: Bug("still has its lease|a copy would write into ids", CROWDED),
+    releases_request_in_flight: Bug("lease doesn't own|lease that was released", STOPPING),
+    retracts_a_request_in_flight: Bug("still has its lease|a running fetch would write to freed ids", CROWDED),
     loses_the_tokens_of_the_step_in_flight: Bug("tokens of the device are lost", CROWDED),
     does_not_lock_the_resumed_row: Bug("neither owns nor locks", FEW_ROWS),
     supersedes_a_row_that_others_read: Bug(""),
     forgets_to_free_superseded_rows: Bug("no owner"),
-    matches_any_namespace: Bug("nobody published"),
+    matches_any_namespace: Bug("never published"),
     admits_without_its_namespace: Bug("looked up in namespace"),
-    matches_an_evicted_row: Bug("resumed row|live ones have locks", FEW_ROWS),
+    matches_an_evicted_row: Bug("resumed row|live checkpoints have locks", FEW_ROWS),
     matches_one_block_too_deep: Bug(""),
     misplaces_states: Bug("is not the state after"),
     skips_mtp_prefill: Bug("MTP"),
     shifts_mtp_pairs: Bug("MTP"),
     reads_the_hidden_after_prefill: Bug("MTP", {**ROOMY, "prefill_budget": 64}),
     writes_mtp_pairs_one_position_early: Bug("MTP|page"),
-    never_rotates_checkpoints: Bug("the deepest state that is left"),
+    never_rotates_checkpoints: Bug("the deepest remaining state"),
     rotates_the_next_column: Bug(""),
     frees_the_newer_checkpoint: Bug(""),
     verifies_the_prompts_last_token_again: Bug("windows of a step"),
@@ -598,34 +605,34 @@ BUGS: dict[Callable[[Patch], None], Bug] = {
     penalties_overlook_drafts: Bug("stream"),
     penalties_count_rejected_drafts: Bug("stream"),
     penalties_forget_what_came_before_preemption: Bug("stream", {**CROWDED, "sampled_share": 1.0}),
-    seeds_by_place_in_the_batch: Bug("stream"),
+    seeds_by_batch_position: Bug("stream"),
     keeps_tokens_after_a_stop_string: Bug("stream", STOPPING),
     finishes_twice: Bug("terminal event"),
     drops_an_abort_while_waiting: Bug("stuck"),
     counts_cached_tokens_at_every_admission: Bug("cached tokens", CROWDED),
     scores_twice_after_preemption: Bug("scores for", {**CROWDED, "scoring_share": 0.5}),
-    leaves_a_ghost_at_the_gate: Bug("the gate counts"),
-    overdraws_the_budget: Bug("bytes in use", {"budget_share": 0.6}),
-    publishes_a_page_of_its_own: Bug("resumed pages|fetched pages"),
-    resumes_before_the_state_has_come: Bug("fetched row", FETCHING),
-    trusts_copies_that_are_not_complete: Bug("fetched (row|pages)|may never be complete", FETCHING),
+    leaves_session_at_gate: Bug("the gate counts"),
+    exceeds_byte_budget: Bug("bytes in use", {"budget_share": 0.6}),
+    keeps_ownership_of_published_pages: Bug("resumed pages|fetched pages"),
+    resumes_before_fetch_completes: Bug("fetched row", FETCHING),
+    trusts_copies_that_are_not_complete: Bug("fetched (row|pages)|an incomplete copy", FETCHING),
     fetches_one_page_too_few: Bug("fetched pages", FETCHING),
 }
 
 
 @pytest.mark.parametrize("plant", BUGS, ids=lambda plant: plant.__name__)
-def test_the_proof_notices(plant: Callable[[Patch], None], monkeypatch: Patch) -> None:
+def test_proof_detects_planted_bug(plant: Callable[[Patch], None], monkeypatch: Patch) -> None:
     bug = BUGS[plant]
     plant(monkeypatch)
     failure = first_failure(bug.settings)
-    assert failure is not None, f"{MAX_HOUSES} houses noticed nothing"
+    assert failure is not None, f"{MAX_SETUPS} setups noticed nothing"
     assert re.search(bug.noticed_by, str(failure)), f"noticed by something else: {failure}"
 
 
 def first_failure(settings: dict[str, Any]) -> AssertionError | None:
-    for seed in range(MAX_HOUSES):
+    for seed in range(MAX_SETUPS):
         try:
-            Proof(replace(House.random(seed), **settings)).run(TURNS)
+            Proof(replace(EngineSetup.random(seed), **settings)).run(TURNS)
         except AssertionError as failure:
             return failure
     return None
