@@ -54,7 +54,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
 PUBLIC_NAMES = ("config", "engine.in_process", "errors", "types", "wire")
 """Whose names the package exports."""
 
-ENGINE_ROOMS = (*ROOMS["runtime"], "runtime", "engine.bundled")
+ENGINE_ROOMS = (*ROOMS["runtime"], "runtime", "engine.bundled", "engine.settings")
 """What an engine is made of. Its own process loads no server."""
 
 NARROW: dict[str, tuple[str, ...]] = {
@@ -68,6 +68,7 @@ NARROW: dict[str, tuple[str, ...]] = {
     "engine.text_link": (*FOUNDATION, "engine.link", "text"),
     "engine.text_process": (*FOUNDATION, "engine.heap", "engine.link", "text", "engine.text_link"),
     "engine.remote_text": (*FOUNDATION, "engine.link", "engine.remote", "server", "text", "engine.text_link"),
+    "engine.settings": (*ROOMS["runtime"], "runtime"),
     "engine.assembly": ENGINE_ROOMS,
     "engine.thread": (*ENGINE_ROOMS, "engine.assembly", "engine.streams"),
     "engine.process": (*ENGINE_ROOMS, "engine.assembly", "engine.link", "engine.thread"),

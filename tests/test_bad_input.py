@@ -18,8 +18,8 @@ import torch
 
 from agentspec.commands.cli import main
 from agentspec.config import EngineConfig
-from agentspec.engine.assembly import AUTO_MAX_DRAFTS
 from agentspec.engine.local_server import load
+from agentspec.engine.settings import AUTO_MAX_DRAFTS
 from agentspec.replay.schema import save
 from tests.fakes.checkpoints import rewrite, write_checkpoint
 from tests.fakes.text import write_text_assets

@@ -10,7 +10,7 @@ import torch
 
 from agentspec.config import EngineConfig
 from agentspec.engine import bundled
-from agentspec.engine.assembly import _fp8_drafts
+from agentspec.engine.settings import drafts_in_fp8
 from agentspec.errors import ConfigError
 from agentspec.types import SamplingParams
 from tests.fakes.upcycled import write_upcycled
@@ -51,7 +51,7 @@ def test_streams_are_the_same_and_hardly_fewer_drafts_stand(
 def test_auto_is_fp8_where_it_halves_what_a_draft_reads(
     settings: dict[str, Any], device: str, dtype: torch.dtype, expected: bool
 ) -> None:
-    assert _fp8_drafts(EngineConfig(**settings), torch.device(device), dtype) == expected
+    assert drafts_in_fp8(EngineConfig(**settings), torch.device(device), dtype) == expected
 
 
 def test_the_start_page_says_it() -> None:

@@ -1,20 +1,20 @@
-"""How a process that takes large texts gives their memory back."""
+"""Makes a process return the memory of large texts to the system."""
 
 from __future__ import annotations
 
 import ctypes
 
 LARGE_BYTES = 1 << 20
-"""A block from this size on gets pages of its own, which go back to the system when it is freed."""
+"""A block of at least this size gets its own pages, which go back to the system when it is freed."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """glibc's names, see mallopt(3)."""
 
 
 def return_large_blocks() -> None:
-    """Set glibc's thresholds once and for all. By itself it raises them, up to 32 MiB, with the first large block that
-    is freed; large ones then lie between small ones that stay, and the process holds on to what the largest requests
-    once took. Without effect where the C library is another."""
+    """Fix glibc's thresholds. By default glibc raises them, up to 32 MiB, when the first large block is freed. Large
+    blocks then lie between small ones that stay, and the process keeps the memory that its largest requests once used.
+    No effect with other C libraries."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)

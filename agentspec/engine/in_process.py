@@ -1,7 +1,6 @@
-"""The embedding API: an engine in this process, driven by the caller (`Engine`) or by its own thread (`AsyncEngine`).
+"""The embedding API: an engine in this process, driven by its caller (`Engine`) or by its own thread (`AsyncEngine`).
 
-Speaks wire messages. An AsyncEngine can also be asked for its HTTP app and for SDK clients; what they do is the
-server's.
+Speaks wire messages. An AsyncEngine also offers its HTTP app and SDK clients, whose behaviour is the server's.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class Engine:
         return self._assembly.tokenizer
 
     def submit(self, submit: Submit) -> None:
-        """Queue a request. Raises RequestError when it is refused. Read it with `events`."""
+        """Queue a request. Raises RequestError if it is refused. Read it with `events`."""
         self._check_open()
         inbox = self._streams.begin(submit.request_id)
         try:
@@ -77,7 +76,7 @@ class Engine:
         self._submitted[submit.request_id] = inbox
 
     def step(self) -> bool:
-        """Run one step for everyone; False when there was nothing to do."""
+        """Run one step for all requests; False if there was nothing to do."""
         self._check_open()
         if not self._core.loop.has_work:
             return False
@@ -92,7 +91,7 @@ class Engine:
         return EventStream(self, request_id, self._submitted.pop(request_id))
 
     def stream(self, submit: Submit) -> EventStream:
-        """Submit and read this request's events, the FinishEvent last. Raises RequestError when it is refused."""
+        """Submit a request and read its events, the FinishEvent last. Raises RequestError if it is refused."""
         self.submit(submit)
         return self.events(submit.request_id)
 
@@ -104,16 +103,16 @@ class Engine:
         return inbox.get_nowait()
 
     def leave(self, request_id: str, *, wait: bool) -> None:
-        """Nobody reads a request any more: abort it if it still runs; `wait`: run the engine until it has let go of
-        everything."""
+        """The request has no reader any more: abort it if it still runs. `wait`: run the engine until the request has
+        released everything."""
         if self._streams.leave(request_id) and not self._closed:
             self.abort(request_id)
             while wait and self._streams.is_running(request_id):
                 self.step()
 
     def generate(self, submit: Submit) -> tuple[list[int], FinishEvent]:
-        """Run one request to its end: the emitted ids and the terminal event. Raises RequestError when it is refused,
-        now or half-way."""
+        """Run one request to its end: the emitted ids and the terminal event. Raises RequestError if it is refused, at
+        submit or later."""
         emitted: list[int] = []
         for event in self.stream(submit):
             if isinstance(event, FinishEvent):
@@ -142,7 +141,7 @@ class Engine:
 
 
 class EventStream(Iterator[Event]):
-    """The events of one request of an Engine. Closing it early, or losing it, aborts the request."""
+    """The events of one request of an Engine. Closing it early, or dropping it, aborts the request."""
 
     def __init__(self, engine: Engine, request_id: str, inbox: SimpleQueue[Event]) -> None:
         self._engine = engine
@@ -159,7 +158,7 @@ class EventStream(Iterator[Event]):
         return event
 
     def close(self) -> None:
-        """Returns when the request holds nothing any more. No-op after the terminal event."""
+        """Abort the request and wait until it has released everything. No-op after the terminal event."""
         self._leave(wait=True)
 
     def __del__(self) -> None:
@@ -187,7 +186,7 @@ class AsyncEngine(EngineThread):
         return create_app(self, TextPipeline.from_checkpoint(self.tokenizer, self.model_dir))
 
     def openai_client(self, **options: Any) -> AsyncOpenAI:
-        """An `openai.AsyncOpenAI` that talks to this engine without a socket: what agent frameworks take. See
+        """An `openai.AsyncOpenAI` that talks to this engine without a socket, as agent frameworks expect. See
         engine/sdk_clients.py."""
         return sdk_clients.openai_client(self.app, **options)
 

@@ -1,7 +1,6 @@
-"""An engine client that outlives its engine's process: behind `agentspec serve --restart` a dead engine is started
-again.
+"""An engine client that survives its engine's process: with `agentspec serve --restart` a dead engine is started again.
 
-Owns when that is done, and passes requests on to the engine that runs now. Knows neither processes nor HTTP.
+Owns when to restart, and passes requests to the current engine. Knows neither processes nor HTTP.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from agentspec.server.recorder import WatchedEngine
 from agentspec.wire import Event, Submit
 
 AGAIN_SECONDS = 600
-"""An engine that ends by itself so soon after it was started again is not started a third time: what ended it would end
-the next one."""
+"""If an engine ends by itself this soon after a restart, it is not restarted again: the same cause would end the next
+one."""
 
 
 class KeptEngine(WatchedEngine):
-    """Implements wire.EngineClient. A context manager, which closes the engine that runs then."""
+    """Implements wire.EngineClient. A context manager that closes the current engine."""
 
     def __init__(
         self,
@@ -30,7 +29,7 @@ class KeptEngine(WatchedEngine):
         restart: Callable[[], Awaitable[RemoteEngine]] | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """restart: makes another engine when this one ended by itself; None: nobody does."""
+        """restart: makes another engine when this one ended by itself; None: it is not replaced."""
         super().__init__(engine)
         self._remote = engine
         self._restart = restart
@@ -48,14 +47,13 @@ class KeptEngine(WatchedEngine):
         return self._engine.stream(submit)
 
     async def lost(self) -> None:
-        """Wait until the engine has ended, and won't be started again. Raises EngineClosedError when it could not
-        be."""
+        """Wait until the engine has ended for good. Raises EngineClosedError if a restart failed."""
         restarted = -float("inf")
         while True:
             await self._remote.lost()
             if self._restart is None or self._clock() - restarted < AGAIN_SECONDS:
                 return
-            await self._remote.close()  # what the process held is free only when it has ended
+            await self._remote.close()  # the process's memory is free only when it has ended
             try:
                 self._engine = self._remote = await self._restart()
             except AgentspecError as error:

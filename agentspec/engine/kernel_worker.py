@@ -1,9 +1,9 @@
 """The process that lists and compiles an engine's kernels: `python -m agentspec.engine.kernel_worker`, started by
 runtime/kernels_ahead.py.
 
-Reads a KernelJob from its standard input, and writes lines of JSON to its standard output: stages, and last a report.
-Touches no device, so that it can fork. Kernels that an optional package builds at its first use belong here too, as a
-further stage.
+Reads a KernelJob from standard input, and writes lines of JSON to standard output: stages, and a report at the end.
+Uses no device, so that it can fork. Kernels that an optional package builds at first use belong here too, as a further
+stage.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def run(job: KernelJob, tell: Callable[[Stage | KernelReport], object]) -> None:
 
 
 def main() -> None:
-    # Whatever a compiler prints must not end up among the lines.
+    # Compiler output must not mix with the lines.
     lines = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    torch.set_num_threads(1)  # nothing is computed, and a fork takes no threads along
+    torch.set_num_threads(1)  # nothing is computed, and a fork doesn't copy threads
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=KernelJob)
     run(job, lambda line: os.write(lines, msgspec.json.encode(line) + b"\n"))
 

@@ -1,10 +1,9 @@
-"""What crosses between a server's process and its engine's process: messages beside those of wire.py, and errors as
-data.
+"""Messages between a server's process and its engine's process beside those of wire.py, and errors as data.
 
-A frame (wire.py) holds a msgpack list of messages. The server sends `Start` first, and the engine answers with any
-number of `Loading`, then with `Ready` or with `Failed`. From then on it sends a `Beat` now and then, and each `Submit`
-is answered with any number of `TokensEvent` and exactly one of `FinishEvent`, `Refused` and `Gone`, the last one only
-after an `Abort`. A `Failed` after `Ready` is the last word of an engine that died. Knows neither processes nor sockets.
+A frame (wire.py) holds a msgpack list of messages. The server sends `Start` first; the engine answers with any number
+of `Loading`, then with `Ready` or `Failed`. After that it sends a `Beat` now and then, and answers each `Submit` with
+any number of `TokensEvent` and exactly one of `FinishEvent`, `Refused` and `Gone`, the last only after an `Abort`. A
+`Failed` after `Ready` is the last message of an engine that died. Knows neither processes nor sockets.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from agentspec.wire import Abort, FinishEvent, ModelInfo, Submit, TokensEvent, f
 
 
 class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine chose for itself, for people to read."""
+    """The settings that the engine chose for itself, for people to read."""
 
     model_dir: str | None
     """The checkpoint's directory, after a download."""
@@ -42,16 +41,16 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
     num_pages: int
     page_bytes: int
     host_bytes: int
-    """Of the host tier's rows and pages; 0: there is none."""
+    """Of the host tier's rows and pages; 0: no host tier."""
     block_tokens: int
     graphs: str
     """The CUDA graphs of its steps, or why there are none."""
     draft_vocabulary: str
-    """What drafts are chosen from, in words."""
+    """The draft vocabulary, in words."""
 
 
 class ErrorData(msgspec.Struct, frozen=True, kw_only=True):
-    """An exception of errors.py on its way."""
+    """An exception of errors.py as a message."""
 
     kind: str
     text: str
@@ -66,12 +65,12 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
 
 class Packed(msgspec.Struct, frozen=True, tag="packed"):
-    """A Submit with its prompt beside it. From a list, the engine's process makes a number of each id, and 24,000 of
-    them took it 0.4 ms in which no other thread of it could run."""
+    """A Submit with its prompt as bytes. A list would be decoded to one number per id: for 24,000 ids that took 0.4 ms,
+    in which no other thread of the engine's process could run."""
 
     submit: Submit
     prompt: bytes
-    """Of the array of types.tokens. Both ends are one machine."""
+    """The bytes of a types.tokens array. Both ends are one machine."""
 
 
 class StatsQuery(msgspec.Struct, frozen=True, tag="stats"):
@@ -79,16 +78,16 @@ class StatsQuery(msgspec.Struct, frozen=True, tag="stats"):
 
 
 class Close(msgspec.Struct, frozen=True, tag="close"):
-    """End what runs, then the process."""
+    """End the running requests, then the process."""
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
-    """What the engine's start is at. Any number of them come before `Ready`."""
+    """Progress of the engine's start. Any number of them come before `Ready`."""
 
     stage: str
     done: int
     total: int
-    """0: nobody can say."""
+    """0: unknown."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -97,7 +96,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """The engine's own thread came round just now."""
+    """Heartbeat: the engine's own thread has just been between two steps."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -114,7 +113,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Gone(msgspec.Struct, frozen=True, tag="gone"):
-    """An aborted request holds nothing any more, and its id is free."""
+    """An aborted request has released everything, and its id is free."""
 
     request_id: str
 
@@ -133,12 +132,14 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def frame(messages: Sequence[ToEngine] | Sequence[ToServer]) -> bytes:
-    """Raises OverflowError or UnicodeEncodeError for a number or a text that msgpack can't hold."""
+    """Encode messages as one frame. Raises OverflowError or UnicodeEncodeError for a number or text that msgpack can't
+    hold."""
     return framed(_encoder.encode(messages))
 
 
 def packed(submit: Submit) -> Packed | Submit:
-    """The submit as it travels: itself if its prompt can't be packed, so that the engine says what is wrong with it."""
+    """The submit as it is sent. A prompt that can't be packed stays a list, so that the engine reports what is wrong
+    with it."""
     if not submit.prompt_ids:
         return submit
     try:
@@ -153,7 +154,7 @@ def unpacked(message: Packed) -> Submit:
 
 
 def ids_of(data: bytes) -> array[int]:
-    """Token ids from the bytes of an array of types.tokens. Both ends are one machine."""
+    """Token ids from the bytes of a types.tokens array. Both ends are one machine."""
     ids = tokens()
     ids.frombytes(data)
     return ids
@@ -172,7 +173,7 @@ def error_data(error: AgentspecError) -> ErrorData:
 
 
 def to_error(data: ErrorData) -> AgentspecError:
-    """The exception again: same type, same text, and its field, value and reason."""
+    """Rebuild the exception: same type, text, field, value and reason."""
     if data.retry_after is not None:
         return OverloadedError(data.text, data.retry_after)
     error = (
@@ -185,17 +186,17 @@ def to_error(data: ErrorData) -> AgentspecError:
 
 
 def _known(error: AgentspecError, kinds: Mapping[str, type[AgentspecError]]) -> str:
-    """The nearest class above the error's that can be built again."""
+    """The name of the error's nearest base class that can be rebuilt."""
     return next(base.__name__ for base in type(error).__mro__ if base.__name__ in kinds)
 
 
 def _unicode(text: str) -> str:
-    """Without lone surrogates, which a file's JSON can spell and msgpack can't."""
+    """Escape lone surrogates, which JSON files can contain and msgpack can't."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _portable(value: object) -> object:
-    """The value itself, or its repr where msgpack has no such thing."""
+    """The value itself, or its repr if msgpack can't encode it."""
     try:
         _encoder.encode(value)
     except (TypeError, OverflowError, UnicodeEncodeError):

@@ -1,6 +1,6 @@
-"""The engine and its HTTP app in this process: what `serve` puts behind a socket and `replay` speaks to without one.
+"""The engine and its HTTP app in this process: `serve` puts it behind a socket, `replay` uses it without one.
 
-Loads torch with the engine, so commands import it only when they need an engine.
+Importing this loads torch, so commands import it only when they need an engine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LocalServer:
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[httpx.AsyncClient]:
-        """Run the engine and speak HTTP to it, without a socket and without time limits."""
+        """Run the engine and yield an HTTP client for it, without a socket and without time limits."""
         transport = InProcessTransport(self.app)
         async with (
             self.engine,
@@ -36,6 +36,6 @@ class LocalServer:
 
 
 def load(config: EngineConfig) -> LocalServer:
-    """Load the model that `config` names. Raises CheckpointError or ConfigError when that can't be done."""
+    """Load the model that `config` names. Raises CheckpointError or ConfigError if that fails."""
     engine = AsyncEngine(config)
     return LocalServer(engine=engine, app=engine.app)

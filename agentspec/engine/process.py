@@ -1,9 +1,8 @@
 """The engine's own process: `python -m agentspec.engine.process FD`, started by engine/remote.py with one end of a
 socket pair.
 
-Owns an engine and carries messages between it and the socket. The process ends in one of three ways: after `Close`;
-after its engine died, which it tells first; or at once, with everything that it started, when the other end of the
-socket is gone: then nobody listens any more.
+Owns an engine and carries messages between it and the socket. The process ends after `Close`; after its engine died,
+which it reports first; or at once, with everything that it started, when the other end of the socket is closed.
 """
 
 from __future__ import annotations
@@ -49,38 +48,36 @@ from agentspec.engine.link import (
 )
 from agentspec.engine.thread import EngineThread
 from agentspec.errors import AgentspecError, EngineClosedError, RequestError
-from agentspec.runtime.memory_plan import MemoryPlan
-from agentspec.types import ModelSpec, Progress
+from agentspec.types import Progress
 from agentspec.wire import Abort, EngineClient, FrameReader, Submit
 
 logger = logging.getLogger("agentspec")
 
 _RECEIVE_BYTES = 2**18
 _BEAT_SECONDS = 0.5
-"""Between two beats, which cost the engine's thread one command each."""
+"""Between two heartbeats. Each costs the engine's thread one command."""
 _TOLD_SECONDS = 0.1
-"""Between two words about one stage of the start."""
+"""Least time between two progress messages of one stage."""
 _FAILED = 1
 _SWITCH_SECONDS = 0.0005
-"""How long a thread of this process keeps Python's lock when another one wants it; 5 ms by default."""
+"""How long a thread of this process keeps Python's lock while another one wants it; Python's default is 5 ms."""
 
 
 class HostedEngine(EngineClient, AbstractAsyncContextManager[Any], Protocol):
-    """What the process needs of its engine: an EngineThread, or one that computes nothing, to measure the rest."""
+    """The engine's interface to its process: an EngineThread, or a fake that computes nothing, to measure the
+    overhead."""
 
     async def ended(self) -> str | None:
-        """Wait until the engine has ended: what it died of, or None after its context was left."""
-        ...
+        """Wait until the engine has ended; returns the error it died of, or None after its context was left."""
 
     async def beat(self) -> None:
-        """Wait until the engine's loop comes round, or has ended."""
-        ...
+        """Wait until the engine's loop is between two steps, or has ended."""
 
 
 def main(load: Callable[[EngineConfig, Progress], tuple[HostedEngine, EngineSetup]]) -> int:
-    """Serve the engine that `load` makes of the server's config, until one of the process's ends; its exit status. The
-    socket is the argument FD."""
-    # Signals are the server's business: it closes this process when it has drained, or by its own end.
+    """Serve the engine that `load` makes of the server's config, until the process is to end; returns its exit status.
+    The socket is the argument FD."""
+    # The server handles signals: it closes this process when it has drained, or by its own end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     link = _Link(socket.socket(fileno=int(sys.argv[1])))
@@ -91,28 +88,28 @@ def main(load: Callable[[EngineConfig, Progress], tuple[HostedEngine, EngineSetu
     except AgentspecError as error:
         link.send(Failed(error_data(error)))
         return _FAILED
-    # The engine's thread launches hundreds of kernels in a row: the event loop, which hands out the last step's tokens,
+    # The engine's thread launches hundreds of kernels in a row. The event loop, which sends the last step's tokens,
     # must not wait for that.
     sys.setswitchinterval(_SWITCH_SECONDS)
-    # What was loaded stays: without it, a full collection has next to nothing to look at, and no step waits for one.
+    # Loaded objects stay alive. Excluding them makes a full garbage collection so short that it delays no step.
     gc.collect()
     gc.freeze()
     return asyncio.run(_Host(engine, setup, link).run())
 
 
 class _Link:
-    """The socket: a thread of its own reads it, so that the other end's death is noticed whatever the rest of the
+    """The server's socket. A separate thread reads it, so that the server's death is noticed whatever the rest of the
     process does."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self.early: queue.SimpleQueue[ToEngine | Refused] = queue.SimpleQueue()
         self.hand: Callable[[ToEngine | Refused], object] = self.early.put
-        """Called from the reading thread with each message; a submit that makes no sense comes as its own refusal."""
+        """Called from the reading thread with each message. A malformed submit comes as its own refusal."""
         threading.Thread(target=self._read, name="agentspec-link", daemon=True).start()
 
     def send(self, *messages: ToServer) -> None:
-        """Blocks while the other end is behind with its reading."""
+        """Send messages in one frame. Blocks while the other end is behind with reading."""
         with suppress(BrokenPipeError, ConnectionResetError):  # the reading thread ends the process
             self._connection.sendall(frame(messages))
 
@@ -126,7 +123,7 @@ class _Link:
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
     def _read_messages(self) -> None:
-        """Until the other end is gone."""
+        """Read until the other end is closed."""
         frames = FrameReader()
         decoder = msgspec.msgpack.Decoder(list[ToEngine])
         while data := self._connection.recv(_RECEIVE_BYTES):
@@ -136,13 +133,13 @@ class _Link:
 
 
 class _Told:
-    """A Progress that the other end follows: not every step of it, for there may be thousands."""
+    """A types.Progress that sends to the server. Skips most updates, since there may be thousands."""
 
     def __init__(self, link: _Link) -> None:
         self._link = link
         self._turn = threading.Lock()
         self._last: dict[str, float] = {}
-        """When a stage was told of last."""
+        """By stage: when its last message was sent."""
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
@@ -155,14 +152,14 @@ class _Told:
 def _decoded(decoder: msgspec.msgpack.Decoder[list[ToEngine]], body: bytes) -> list[ToEngine | Refused]:
     try:
         return [unpacked(message) if isinstance(message, Packed) else message for message in decoder.decode(body)]
-    except msgspec.ValidationError as error:  # a submit of the wrong types must hurt nobody but its sender
+    except msgspec.ValidationError as error:  # a submit with wrong types must fail only its own request
         refusal = RequestError("submit", "", f"is malformed: {error}")
         submits = [message.get("submit", message) for message in msgspec.msgpack.decode(body)]
         return [Refused(submit["request_id"], error_data(refusal)) for submit in submits]
 
 
 class _Host:
-    """Runs the engine, and one task for each request and question."""
+    """Runs the engine, and one task for each request and query."""
 
     def __init__(self, engine: HostedEngine, setup: EngineSetup, link: _Link) -> None:
         self._engine = engine
@@ -174,7 +171,7 @@ class _Host:
         self._closing = asyncio.Event()
 
     async def run(self) -> int:
-        """Serve until told to close, or until the engine dies."""
+        """Serve until told to close, or until the engine dies; returns the exit status."""
         loop = asyncio.get_running_loop()
         async with self._engine:
             self._link.hand = lambda message: loop.call_soon_threadsafe(self._take, message)
@@ -197,7 +194,7 @@ class _Host:
                 self._requests[request_id] = self._spawn(self._answer(message))
                 self._requests[request_id].add_done_callback(partial(self._end, request_id))
             case Abort(request_id=request_id):
-                if request_id in self._requests:  # else its end crossed the abort
+                if request_id in self._requests:  # otherwise the request ended before the abort arrived
                     self._requests[request_id].cancel()
             case StatsQuery(number=number):
                 self._spawn(self._report(number))
@@ -219,7 +216,7 @@ class _Host:
             self._send(event)
 
     async def _beat(self) -> None:
-        """Tell the server that the engine's thread goes on, not only this process."""
+        """Send heartbeats of the engine's thread, not only of this process."""
         while True:
             await self._engine.beat()
             self._send(Beat())
@@ -229,7 +226,7 @@ class _Host:
         self._send(StatsReply(number, await self._engine.stats()))
 
     def _end(self, request_id: str, task: asyncio.Task[None]) -> None:
-        """The last message of a request that ended without its FinishEvent."""
+        """Send the last message of a request that ended without a FinishEvent."""
         del self._requests[request_id]
         if task.cancelled():
             self._send(Gone(request_id))
@@ -243,7 +240,7 @@ class _Host:
         self._send(Refused(request_id, error_data(error)))
 
     def _send(self, message: ToServer) -> None:
-        """What one step brings to all requests leaves in one frame."""
+        """Queue a message. All messages of one pass of the event loop leave in one frame."""
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox.append(message)
@@ -260,23 +257,20 @@ def _load(config: EngineConfig, progress: Progress) -> tuple[HostedEngine, Engin
 
 
 def _setup(parts: Assembly) -> EngineSetup:
+    spec, host = parts.spec, parts.memory.host
     return EngineSetup(
         model_dir=None if parts.model_dir is None else str(parts.model_dir),
         device=torch.cuda.get_device_name(parts.device) if parts.device.type == "cuda" else parts.device.type,
         dtype=str(parts.dtype).removeprefix("torch."),
         num_rows=parts.memory.num_rows,
-        row_bytes=parts.spec.row_bytes,
+        row_bytes=spec.row_bytes,
         num_pages=parts.memory.num_pages,
-        page_bytes=parts.spec.page_bytes,
-        host_bytes=_host_bytes(parts.memory, parts.spec),
-        block_tokens=parts.spec.block_tokens,
+        page_bytes=spec.page_bytes,
+        host_bytes=0 if host is None else host.num_rows * spec.row_bytes + host.num_pages * spec.page_bytes,
+        block_tokens=spec.block_tokens,
         graphs=parts.graphs,
         draft_vocabulary=parts.draft_vocabulary,
     )
-
-
-def _host_bytes(memory: MemoryPlan, spec: ModelSpec) -> int:
-    return 0 if memory.host is None else memory.host.num_rows * spec.row_bytes + memory.host.num_pages * spec.page_bytes
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """An engine in a process of its own, as its server sees it. Implements wire.EngineClient without torch.
 
-HTTP, JSON and text work of the server's process can't delay a step of the engine's. Owns that process from its start to
-its end: however the server ends, the process does not outlive it.
+The server's HTTP, JSON and text work can't delay the engine's steps. Owns the engine's process from start to end:
+however the server ends, the process does not outlive it.
 """
 
 from __future__ import annotations
@@ -50,35 +50,35 @@ CLOSE_SECONDS = 10
 """How long a closed engine may take to end its requests and its process before it is killed."""
 
 ASK_SECONDS = 5.0
-"""How long an engine may take to say something of itself, between two steps."""
+"""How long an engine may take to answer a query between two steps."""
 
 HEARTBEAT_SECONDS, CPU_HEARTBEAT_SECONDS = 30.0, 300.0
-"""How long an engine may send no heartbeat, unless its server says otherwise: longer than its longest step, a kernel
-that is compiled in it included. On a CPU a step of a large model takes minutes."""
+"""How long an engine may send no heartbeat, unless its server sets another limit: longer than its longest step,
+including a kernel that is compiled in it. On a CPU, a step of a large model takes minutes."""
 
 TAKEN_FOR_DEAD = 10
-"""After so many times as long it is taken for dead, and killed."""
+"""After this many times the limit without a heartbeat, the engine's process is killed."""
 
 TICK_SECONDS = 0.5
-"""How often a server looks after its engine."""
+"""How often a server checks its engine."""
 
 ENGINE_ENTRY: Sequence[str] = ("-P", "-m", "agentspec.engine.process")
-"""What Python runs in the process. -P: the working directory is no place to import from."""
+"""Python's arguments for the process. -P: don't import from the working directory."""
 
 _CLOSED = "the engine was closed"
 
 
 class EngineProcess:
-    """A process that loads what engines are made of, and waits to be told which one to be. A context manager: it ends
-    no later than its context."""
+    """A process that imports what engines need, and waits for its configuration. A context manager: the process ends no
+    later than its context."""
 
     def __init__(self, entry: Sequence[str] = ENGINE_ENTRY) -> None:
         """entry: Python's arguments for a module that runs process.main."""
         self.socket, theirs = socket.socketpair()
         with theirs:
             number = theirs.fileno()
-            # Its own session, so that Ctrl-C reaches the server alone, and so that what it starts can be killed with
-            # it.
+            # A session of its own, so that Ctrl-C reaches only the server, and so that the process can be killed with
+            # everything it started.
             command = [sys.executable, *entry, str(number)]
             try:
                 self.process = subprocess.Popen(
@@ -97,19 +97,19 @@ class EngineProcess:
         self.socket.close()
 
     def kill(self) -> None:
-        """The process, if it still runs, and all that it started: they are a group of their own."""
+        """Kill the process, if it still runs, and everything that it started (its process group)."""
         if self.process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
 
 class Wire(asyncio.Protocol):
-    """The server's end of a socket to one of its processes.
+    """The server's end of the socket to one of its processes.
 
-    Writing never waits: what the server may send is bounded by the requests that it takes."""
+    Writing never waits: the amount of unsent data is bounded by the requests that the server accepts."""
 
     def __init__(self, process: EngineProcess, take: Callable[[bytes], None], lose: Callable[[], None]) -> None:
-        """take: called with the body of each frame. lose: called when the other end is gone."""
+        """take: called with the body of each frame. lose: called when the other end is closed."""
         self._socket = process.socket
         self._take = take
         self._lose = lose
@@ -141,7 +141,7 @@ class Wire(asyncio.Protocol):
             self._transport.write(data)
 
     def close(self) -> None:
-        """At once."""
+        """Close at once."""
         if self._transport is not None:
             self._transport.abort()
         else:
@@ -149,7 +149,7 @@ class Wire(asyncio.Protocol):
 
 
 class Pulse:
-    """How long ago the engine sent its last heartbeat, as a process sees it that may stand still itself."""
+    """Time since the engine's last heartbeat, not counting time in which this process itself was stopped."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -157,15 +157,15 @@ class Pulse:
 
     @property
     def seconds(self) -> float:
-        """Since the last beat."""
+        """Since the last heartbeat."""
         return self._clock() - self._beat
 
     def beat(self) -> None:
         self._beat = self._clock()
 
     def tick(self) -> None:
-        """To be called every TICK_SECONDS. What it comes late, this process stood still: the engine's silence then says
-        nothing."""
+        """Call every TICK_SECONDS. If a call is late, this process was stopped, and the engine's silence during that
+        time doesn't count."""
         now = self._clock()
         late = now - self._ticked - 2 * TICK_SECONDS
         self._beat, self._ticked = min(now, self._beat + max(0.0, late)), now
@@ -185,7 +185,7 @@ class RemoteEngine:
     setup: EngineSetup
 
     def __init__(self, process: EngineProcess, progress: Progress, heartbeat_seconds: float | None) -> None:
-        """For `start`."""
+        """Called by `start`."""
         self._group = process
         self._heartbeat_seconds = heartbeat_seconds or HEARTBEAT_SECONDS
         self._pulse = Pulse()
@@ -212,12 +212,11 @@ class RemoteEngine:
         progress: Progress = no_progress,
         heartbeat_seconds: float | None = None,
     ) -> Self:
-        """Start an engine in `process`, which is its own from then on, and wait until its model is loaded.
+        """Start an engine in `process`, which the engine owns from then on, and wait until its model is loaded.
 
-        process: None: a new one. progress: told what the process is at, by the event loop. heartbeat_seconds: how long
-        the loaded engine may send no heartbeat before it doesn't count as alive; None: HEARTBEAT_SECONDS, or those for
-        a CPU. Raises what loading raised there: CheckpointError, ConfigError; AgentspecError when the process ended
-        without a word."""
+        process: None: a new one. progress: called by the event loop. heartbeat_seconds: how long the loaded engine may
+        send no heartbeat before it counts as not alive; None: HEARTBEAT_SECONDS, or CPU_HEARTBEAT_SECONDS. Raises what
+        loading raised there: CheckpointError, ConfigError; AgentspecError if the process ended without a message."""
         process = EngineProcess() if process is None else process
         engine = cls(process, progress, heartbeat_seconds)
         try:
@@ -253,9 +252,9 @@ class RemoteEngine:
         return self._death is None and self._closing is None and not self._is_silent
 
     async def stream(self, submit: Submit) -> AsyncIterator[Event]:
-        """Submit and yield this request's events, the FinishEvent last. Leaving early aborts the request.
+        """Submit a request and yield its events, the FinishEvent last. Leaving early aborts the request.
 
-        Raises RequestError when the request is refused, EngineClosedError when the engine is not running."""
+        Raises RequestError if the request is refused, EngineClosedError if the engine is not running."""
         self.check_alive()
         request_id = submit.request_id
         data = _framed(submit, self.info)
@@ -274,8 +273,8 @@ class RemoteEngine:
                 self._wire.write(frame([Abort(request_id)]))
 
     async def stats(self) -> dict[str, Any]:
-        """A snapshot between two steps. Raises EngineClosedError when the engine is not running, EngineStalledError
-        when it doesn't answer in ASK_SECONDS."""
+        """A snapshot between two steps. Raises EngineClosedError if the engine is not running, EngineStalledError if it
+        doesn't answer in ASK_SECONDS."""
         self.check_alive()
         self._asked += 1
         number = self._asked
@@ -294,7 +293,7 @@ class RemoteEngine:
         await self._lost.wait()
 
     async def close(self) -> None:
-        """End the process. Requests still running end with an ABORT event, or with an ERROR one when it has to be
+        """End the process. Running requests end with an ABORT event, or with an ERROR event if the process has to be
         killed."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
@@ -332,8 +331,8 @@ class RemoteEngine:
             self.look()
 
     def look(self) -> None:
-        """Every TICK_SECONDS: kill a process that has sent no heartbeat for so long that it won't any more. Its streams
-        then end."""
+        """Called every TICK_SECONDS: kill a process that has sent no heartbeat for TAKEN_FOR_DEAD times the limit. Its
+        streams then end."""
         self._pulse.tick()
         if (
             self._death is None
@@ -371,7 +370,7 @@ class RemoteEngine:
                     self._ready.set_exception(error)
 
     def _lose(self) -> None:
-        """The process ended, or is about to: everything that waits for it gets its answer."""
+        """The process ended, or is about to: end its streams and answer what waits for it."""
         self._group.kill()
         self._lost.set()
         if self._watching is not None:
@@ -386,7 +385,7 @@ class RemoteEngine:
         self._burial = asyncio.create_task(self._bury(is_expected=self._closing is not None))
 
     async def _bury(self, *, is_expected: bool) -> None:
-        """Learn how the process ended, and tell whoever must know."""
+        """Wait for the process's end, and report how it ended."""
         try:
             status = await asyncio.to_thread(self._process.wait, CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -400,16 +399,16 @@ class RemoteEngine:
 
 
 def _framed(submit: Submit, info: ModelInfo) -> bytes:
-    """Raises RequestError naming the field whose value can't be sent: a number beyond 64 bits, text that isn't
-    Unicode."""
+    """Encode a submit. Raises RequestError naming the field that can't be sent: a number beyond 64 bits, or text that
+    isn't Unicode."""
     try:
         return frame([packed(submit)])
     except (OverflowError, UnicodeEncodeError) as error:
-        submit.sampling.validate(vocab_size=info.vocab_size)  # knows the field by its own name
+        submit.sampling.validate(vocab_size=info.vocab_size)  # raises with the field's own name
         for name in submit.__struct_fields__:
             value = getattr(submit, name)
             try:
-                msgspec.msgpack.encode(value, enc_hook=list)  # a prompt may be an array
+                msgspec.msgpack.encode(value, enc_hook=list)  # the prompt may be an array
             except (OverflowError, UnicodeEncodeError):
                 raise RequestError(name, value, f"can't be sent to the engine: {error}") from None
         raise

@@ -1,9 +1,8 @@
-"""Text work in a process of its own, as its server sees it: one job at a time, by turns for all who wait, each with its
+"""Text work in a process of its own, as its server sees it: one job at a time, flows taking turns, each job with its
 deadline.
 
-A process that hangs is killed and another one is started; so is one that died, and then its job is done once more. What
-is lost with a process is its memory of turns, which costs cache hits and nothing else. Implements
-server/text_work.TextWork.
+A process that hangs is killed and replaced. A process that died is replaced too, and its job is tried once more. A lost
+process loses only its memory of turns, which costs cache hits. Implements server/text_work.TextWork.
 """
 
 from __future__ import annotations
@@ -58,20 +57,20 @@ logger = logging.getLogger("agentspec")
 
 MAX_WAITING_BYTES = 256 << 20
 MAX_OWNER_BYTES = 128 << 20
-"""Of jobs that wait, as they travel: of all, and of one API key."""
+"""Most bytes of waiting jobs, as encoded: of all, and of one API key."""
 
 _QUANTUM_BYTES = 1 << 16
-"""What a flow may have done in each of its turns."""
+"""Job bytes that a flow may have done in each of its turns."""
 _LEAST_BYTES = 4096
 """What even an empty job counts as."""
 _RETRY_SECONDS = 2
 _LARGE_BYTES = 256 << 10
-"""A job of more bytes that takes too long is its sender's fault; a smaller one is the chat template's."""
+"""A job with more bytes that takes too long is the sender's fault; with fewer, the chat template's."""
 _TRIES = 2
 
 
 def text_process(seconds: float) -> EngineProcess:
-    """A process that waits to be told what to load."""
+    """Start a text process, which waits for what to load."""
     return EngineProcess(("-P", "-m", "agentspec.engine.text_process", str(seconds)))
 
 
@@ -92,7 +91,7 @@ class _DiedError(Exception):
 
 
 class _Link:
-    """One process, from its start to its end. It answers one message after the other."""
+    """One text process, from start to end. It answers one message after another."""
 
     def __init__(self, process: EngineProcess) -> None:
         self._process = process
@@ -120,8 +119,8 @@ class _Link:
         self._wire.write(data)
 
     async def ask(self, data: bytes, seconds: float | None) -> ToServer:
-        """Raises TimeoutError, after which the process is of no use any more, or _DiedError. Never two at the same
-        time."""
+        """Send a message and wait for its answer. Raises TimeoutError, after which the process is unusable, or
+        _DiedError. Never call it twice at the same time."""
         if not self._wire.is_open:
             raise _DiedError
         self._answer = asyncio.get_running_loop().create_future()
@@ -147,13 +146,14 @@ class _Job:
 
 
 class RemoteText:
-    """`load` first, `close` last. Every job that can't be done ends with an error of errors.py."""
+    """Text work in another process. Call `load` first, `close` last. Every job that can't be done ends with an error of
+    errors.py."""
 
     prompts: RemotePrompts | None = None
 
     def __init__(self, process: EngineProcess, seconds: float, *, trusts_client_text: bool = False) -> None:
-        """process: its own from now on. seconds: for one job, and for what is asked of a chat template when it is
-        loaded. trusts_client_text: see PromptBuilder."""
+        """process: owned from now on. seconds: limit for one job, and for checking a chat template when it is loaded.
+        trusts_client_text: see PromptBuilder."""
         self._first: EngineProcess | None = process
         self._seconds = seconds
         self._trusts = trusts_client_text
@@ -171,8 +171,8 @@ class RemoteText:
         await self._compile(await self._connected(), Compile(None, str(template)))
 
     async def load(self, directory: Path, template: Path | None) -> None:
-        """Load a checkpoint's tokenizer and chat template; `template`: a file in place of its own. Jobs are done from
-        now on. Raises CheckpointError when they can't be used."""
+        """Load a checkpoint's tokenizer and chat template, and start doing jobs. `template`: a file in place of the
+        checkpoint's. Raises CheckpointError if they can't be used."""
         self._loads = Compile(str(directory), None if template is None else str(template), self._trusts)
         await self._start()
         self._worker = asyncio.create_task(self._work())
@@ -224,7 +224,7 @@ class RemoteText:
         return [ids_of(data) for data in answer.ids]
 
     async def _done(self, message: Build | Encode, field: str, flow: Flow) -> ToServer:
-        """The job's answer, once it had its turn. Whoever leaves before gives its place away."""
+        """Queue a job and wait for its answer. A caller that is cancelled gives up its place."""
         if self._closed:
             raise TextProcessError("the server is about to stop")
         try:
@@ -247,23 +247,26 @@ class RemoteText:
         return answer
 
     def _make_sure_of_room(self, flow: Flow, num_bytes: int) -> None:
-        """Raises OverloadedError. One job may always wait, whatever its size."""
+        """Raises OverloadedError if too many bytes wait. A single job may always wait, whatever its size."""
         of_owner = ("this client", self._waiting.weight_of(flow.owner), MAX_OWNER_BYTES)
         of_all = ("all clients", self._waiting.weight, MAX_WAITING_BYTES)
         for whose, waits, bound in (of_owner, of_all):
             if waits and waits + num_bytes > bound:
-                reason = f"{waits:,} bytes of {whose} wait to be rendered and tokenised here, and {num_bytes:,} more would exceed {bound:,}"
-                raise OverloadedError(reason, _RETRY_SECONDS)
+                raise OverloadedError(
+                    f"{waits:,} bytes of {whose} wait to be rendered and tokenised here, "
+                    f"and {num_bytes:,} more would exceed {bound:,}",
+                    _RETRY_SECONDS,
+                )
 
     def _take(self) -> _Job | None:
         ticket = self._waiting.take()
         return None if ticket is None else ticket.item
 
     async def _work(self) -> None:
-        """One job after the other, for as long as the server runs."""
+        """Do one job after another, as long as the server runs."""
         while True:
             if self._link is None:
-                with suppress(AgentspecError):  # the next job tries again, and says what is wrong
+                with suppress(AgentspecError):  # the next job tries again, and reports the error
                     await self._ready()
             while (job := self._take()) is None:
                 self._arrived.clear()
@@ -305,7 +308,7 @@ class RemoteText:
         return TextProcessError(f"{job.field}: the request {took}: does the chat template end?")
 
     async def _ready(self) -> _Link:
-        """The process, or another one where it has ended. Raises TextProcessError."""
+        """The running process, or a new one if it has ended. Raises TextProcessError."""
         if self._link is not None and not self._link.alive:
             logger.error("the text process ended by itself")
             await self._lose()
@@ -315,7 +318,7 @@ class RemoteText:
             raise TextProcessError(f"the process that renders and tokenises can't be started: {error}") from error
 
     async def _start(self) -> _Link:
-        """A process that has loaded what it needs. Raises CheckpointError, and then there is none."""
+        """Start a process and load tokenizer and template. Raises CheckpointError, and then no process is left."""
         assert self._loads is not None
         assert self._loads.directory is not None
         link = self._link or await self._connected()
@@ -350,7 +353,7 @@ class RemoteText:
         return answer
 
     async def _lose(self) -> None:
-        """Kill the process. Whoever calls may be cancelled meanwhile: `close` waits for its end, too."""
+        """Kill the process. The caller may be cancelled meanwhile, so `close` also waits for the process's end."""
         link, self._link = self._link, None
         if link is not None:
             self._ends.append(asyncio.ensure_future(link.close()))
@@ -369,10 +372,10 @@ async def _asked(link: _Link, message: Read | Compile, seconds: float | None) ->
 
 
 async def pipeline_of(directory: Path, template: Path | None, remote: RemoteText) -> TextPipeline | None:
-    """What the server itself needs of a checkpoint's text, beside all of it in the other process, which loads it now.
-    None without a tokenizer.
+    """The server's own part of a checkpoint's text pipeline; the text process, which loads it now, does the rest. None
+    without a tokenizer.
 
-    Raises CheckpointError when they can't be used, ConfigError for a `template` that there is no use for."""
+    Raises CheckpointError if they can't be used, ConfigError for a `template` that can't be applied."""
     tokenizer, _ = await asyncio.gather(
         asyncio.to_thread(Tokenizer.from_directory, directory), remote.load(directory, template)
     )

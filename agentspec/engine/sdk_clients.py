@@ -1,7 +1,6 @@
-"""OpenAI's and Anthropic's own clients, speaking to an app in this process: what agent frameworks take to embed the
-engine.
+"""OpenAI's and Anthropic's own clients over an app in this process, for agent frameworks that embed the engine.
 
-The SDKs are optional (the extra `sdks`) and imported only when a client is asked for.
+The SDKs are optional (the extra `sdks`) and imported only when a client is made.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ _SETTINGS: dict[str, Any] = {"api_key": "in-process", "timeout": None, "max_retr
 
 
 def openai_client(app: FastAPI, **options: Any) -> AsyncOpenAI:
-    """An `openai.AsyncOpenAI` without a socket, and unless `options` say otherwise without time limits and retries.
+    """An `openai.AsyncOpenAI` without a socket; by default also without time limits and retries.
 
-    `options` go to AsyncOpenAI. Raises ConfigError when the package isn't installed."""
+    `options` go to AsyncOpenAI. Raises ConfigError if the package isn't installed."""
     try:
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient
     except ImportError as error:
@@ -36,7 +35,7 @@ def openai_client(app: FastAPI, **options: Any) -> AsyncOpenAI:
 
 
 def anthropic_client(app: FastAPI, **options: Any) -> AsyncAnthropic:
-    """The same as an `anthropic.AsyncAnthropic`."""
+    """The same as `openai_client`, as an `anthropic.AsyncAnthropic`."""
     try:
         from anthropic import AsyncAnthropic, DefaultAsyncHttpxClient
     except ImportError as error:
@@ -47,7 +46,7 @@ def anthropic_client(app: FastAPI, **options: Any) -> AsyncAnthropic:
 
 
 def _http(app: FastAPI, client_type: Any) -> Any:
-    """The SDK's own HTTP client, speaking to the app. It is a client of httpx or of httpx2, by the SDK's age."""
+    """The SDK's own HTTP client over the app. It is a client of httpx or of httpx2, depending on the SDK's version."""
     library = sys.modules[client_type.__mro__[1].__module__.partition(".")[0]]
     return client_type(transport=transport_type(library)(app))
 

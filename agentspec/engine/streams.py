@@ -1,7 +1,7 @@
-"""The book of request streams: who reads which request, and which ids are in use.
+"""Tracks request streams: which requests have a reader, and which ids are in use.
 
-Every engine keeps one: the one that its caller drives, the one on a thread, and the one in another process as its
-server sees it. Knows neither threads nor processes; whoever keeps it says what an inbox is.
+Used by the engine that its caller drives, the one on a thread, and the server's side of the one in another process.
+Knows neither threads nor processes; its owner chooses the inbox type.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from agentspec.wire import Event, FinishEvent, Usage
 
 
 class Inbox(Protocol):
-    """Where a reader finds its events: a queue.SimpleQueue or an asyncio.Queue."""
+    """A reader's queue of events: a queue.SimpleQueue or an asyncio.Queue."""
 
     def put_nowait(self, item: Any, /) -> None: ...
 
@@ -24,17 +24,17 @@ InboxT = TypeVar("InboxT", bound=Inbox)
 
 
 class Streams(Generic[InboxT]):
-    """An id is in use while its request runs, and while somebody reads it. Not thread-safe."""
+    """Streams by request id. An id is in use while its request runs or has a reader. Not thread-safe."""
 
     def __init__(self, new_inbox: Callable[[], InboxT]) -> None:
         self._new_inbox = new_inbox
         self._inboxes: dict[str, InboxT] = {}
         """Of requests that have a reader."""
         self._running: set[str] = set()
-        """Requests whose last event hasn't come, with a reader or without one."""
+        """Requests whose last event hasn't come, with or without a reader."""
 
     def begin(self, request_id: str) -> InboxT:
-        """A new request and its reader. Raises RequestError for an id that is in use."""
+        """Register a new request and its reader. Raises RequestError if the id is in use."""
         if request_id in self._inboxes or request_id in self._running:
             raise RequestError(
                 "request_id", request_id, "is in use by a request that is running or was not read to its end"
@@ -44,25 +44,25 @@ class Streams(Generic[InboxT]):
         return inbox
 
     def hand(self, request_id: str, item: Event | AgentspecError) -> None:
-        """An event to its reader, if there is one. A FinishEvent or an error is the last."""
+        """Pass an event to its reader, if there is one. A FinishEvent or an error is the last."""
         if request_id in self._inboxes:
             self._inboxes[request_id].put_nowait(item)
         if isinstance(item, FinishEvent | AgentspecError):
             self._running.discard(request_id)
 
     def leave(self, request_id: str) -> bool:
-        """The reader is gone. True: the request still runs, and has to be aborted; its id is in use until `hand` or
-        `free` ends that."""
+        """Unregister the reader. True: the request still runs and must be aborted; its id stays in use until `hand` or
+        `free` ends it."""
         del self._inboxes[request_id]
         return request_id in self._running
 
     def free(self, request_id: str) -> None:
-        """A request that was left runs no more. No-op for an id that has a reader: it is another request's by now."""
+        """A request without a reader has ended. No-op for an id that has a reader: by now it is another request's."""
         if request_id not in self._inboxes:
             self._running.discard(request_id)
 
     def drop(self, request_id: str) -> None:
-        """A request that was begun, and then refused."""
+        """Remove a request that was registered and then refused."""
         self.leave(request_id)
         self.free(request_id)
 
@@ -70,11 +70,11 @@ class Streams(Generic[InboxT]):
         return request_id in self._running
 
     def __len__(self) -> int:
-        """Ids that are in use."""
+        """Number of ids in use."""
         return len(self._inboxes.keys() | self._running)
 
     def end_all(self, error: str | None) -> None:
-        """The engine is gone. error: what it died of; None when it was closed."""
+        """End every running request. error: what the engine died of; None if it was closed."""
         reason = FinishReason.ABORT if error is None else FinishReason.ERROR
         for request_id in list(self._running):
             self.hand(

@@ -1,9 +1,8 @@
-"""What crosses between a server's process and its text process: a job, and its one answer. One message a frame
-(wire.py).
+"""Messages between a server's process and its text process: a job, and its one answer. One message per frame (wire.py).
 
-The server sends `Read` first, then `Compile`; from then on `Build` and `Encode`, each when the last one is answered,
-and any number of `Remember`, which have no answer. Messages come from JSON: what msgpack can't hold, a number beyond 64
-bits, travels as JSON. Knows neither processes nor sockets.
+The server sends `Read` first, then `Compile`; after that `Build` and `Encode`, each when the last one is answered, and
+any number of `Remember`, which have no answer. Values come from JSON: a number beyond 64 bits, which msgpack can't
+hold, is sent as JSON. Knows neither processes nor sockets.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ class Read(msgspec.Struct, frozen=True, tag="read"):
 
 
 class Compile(msgspec.Struct, frozen=True, tag="compile"):
-    """Load the chat template, and see what it does with messages. `instead`: a file in place of the directory's own."""
+    """Load the chat template, and check how it renders messages. `instead`: a file in place of the directory's own."""
 
     directory: str | None
-    """None: there is none yet. The template is only looked at."""
+    """None: there is no checkpoint yet; the template is only checked."""
     instead: str | None
     trusts_client_text: bool = False
 
@@ -48,7 +47,7 @@ class Encode(msgspec.Struct, frozen=True, tag="encode"):
 
 
 class Begun(msgspec.Struct, frozen=True, array_like=True):
-    """What `remember` needs of a BuiltPrompt."""
+    """The fields of a BuiltPrompt that `remember` needs."""
 
     conversation: bytes
     namespace: str
@@ -56,7 +55,7 @@ class Begun(msgspec.Struct, frozen=True, array_like=True):
     content: str
     ids: bytes
     lead: bytes
-    """As UTF-8, sentinels in it included: they are lone surrogates."""
+    """UTF-8, including sentinels, which are lone surrogates."""
 
 
 class Remember(msgspec.Struct, frozen=True, tag="remember"):
@@ -68,14 +67,14 @@ class Remember(msgspec.Struct, frozen=True, tag="remember"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """To `Read`."""
+    """Answers `Read`."""
 
 
 class Compiled(msgspec.Struct, frozen=True, tag="compiled"):
     source: str | None
     """None: the checkpoint has no chat template."""
     reads: frozenset[str] = frozenset()
-    """Variables that it takes."""
+    """Variables that the template reads."""
     tag_ids: dict[str, int] = {}
     """PromptBuilder.tag_ids."""
 
@@ -88,7 +87,7 @@ class Built(msgspec.Struct, frozen=True, tag="built"):
     begun: Begun
     applied: list[AppliedEdit]
     num_spliced: int
-    """Of the builder, so far."""
+    """The builder's total so far."""
     num_mismatched: int
 
 
@@ -101,7 +100,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 BUFFER_BYTES = 1 << 19
-"""Of the socket, each way, where the system allows it: a prompt leaves at once, and nobody waits for its reader."""
+"""Socket buffer, each way, where the system allows it: a prompt is written at once, without waiting for its reader."""
 
 ToText = Read | Compile | Build | Encode | Remember
 ToServer = Done | Compiled | Built | Encoded | Refused
@@ -110,7 +109,7 @@ _Message = TypeVar("_Message")
 
 
 def frame(message: ToText | ToServer) -> bytes:
-    """Raises UnicodeEncodeError for a text that isn't Unicode."""
+    """Encode a message as one frame. Raises UnicodeEncodeError for text that isn't Unicode."""
     try:
         return framed(msgspec.msgpack.encode(message))
     except OverflowError:
@@ -118,7 +117,7 @@ def frame(message: ToText | ToServer) -> bytes:
 
 
 class Reader:
-    """Makes messages of one kind from the bodies of their frames."""
+    """Decodes frame bodies to messages of one kind."""
 
     def __init__(self, kind: Any) -> None:
         self._msgpack = msgspec.msgpack.Decoder(kind)
@@ -162,7 +161,7 @@ def prompt_of(
     reasoning_open: bool = False,
     applied: Any = (),
 ) -> BuiltPrompt:
-    """The prompt again. Of what it began with there is what `remember` needs."""
+    """Rebuild the prompt. Of its first turn it has only what `remember` needs."""
     turn = AssistantTurn(reasoning=begun.reasoning, content=begun.content)
     return BuiltPrompt(
         prompt_ids=ids_of(ids),

@@ -1,9 +1,9 @@
 """The process that renders and tokenises: `python -m agentspec.engine.text_process SECONDS FD`, started by
 engine/remote_text.py.
 
-FD is one end of a socket pair. Owns tokenizer, chat template, and the memory of turns; does one job after the other. It
-is made to be killed: by its server, when a job takes too long; by a timer of the kernel's a little later, whatever
-hangs; and by itself when the other end of the socket is gone.
+FD is one end of a socket pair. Owns tokenizer, chat template, and the memory of turns; does one job after another. It
+may be killed at any time: by its server, when a job takes too long; by a kernel timer a little later, whatever hangs;
+and by itself, when the other end of the socket is closed.
 """
 
 from __future__ import annotations
@@ -54,24 +54,24 @@ logger = logging.getLogger("agentspec")
 _RECEIVE_BYTES = 2**18
 _SHOWN_CHARACTERS = 1000
 _GRACE_SECONDS = 5
-"""The server kills first: only where it can't does the timer."""
+"""The server kills first; the timer is for the case that it can't."""
 
 
 class _Worker:
-    """What the process owns, and what it does with a message."""
+    """The process's state, and the handling of messages."""
 
     def __init__(self) -> None:
         self._tokenizer: Tokenizer | None = None
         self._prompts: PromptBuilder | None = None
 
     def answer(self, message: ToText) -> ToServer | None:
-        """None: there is nothing to say."""
+        """Handle a message. None: no answer."""
         try:
             return self._answer(message)
         except AgentspecError as error:
             return Refused(_shortened(error_data(error)))
         except MemoryError:
-            raise  # the process ends, and another one may have more luck
+            raise  # the process ends; a new one may succeed
         except Exception:
             logger.exception("a job of the text process failed")
             return Refused(error_data(AgentspecError("internal error")))
@@ -98,7 +98,7 @@ class _Worker:
                 return self._compile(message)
 
     def _compile(self, asked: Compile) -> ToServer:
-        """A template that hangs does so here, before anything is served."""
+        """Load and try the template. A template that hangs does so here, before anything is served."""
         instead = None if asked.instead is None else Path(asked.instead)
         try:
             if asked.directory is None:
@@ -117,28 +117,28 @@ class _Worker:
                 self._tokenizer, template, TurnMemory(), trusts_client_text=asked.trusts_client_text
             )
             tag_ids = self._prompts.tag_ids
-        # What was loaded stays: without it, a full collection has next to nothing to look at, and no job waits for one.
+        # Loaded objects stay alive. Excluding them makes a full garbage collection so short that it delays no job.
         gc.collect()
         gc.freeze()
         return Compiled(template.source, template.reads, tag_ids)
 
 
 def _shortened(error: ErrorData) -> ErrorData:
-    """Of a value, errors show the beginning: the rest has no need to travel, nor to be written out once more."""
+    """Cut the error's value: errors show only its beginning, so the rest needn't be sent."""
     shown = repr(error.value)
     return error if len(shown) <= _SHOWN_CHARACTERS else msgspec.structs.replace(error, value=shown[:_SHOWN_CHARACTERS])
 
 
 def _try(template: ChatTemplate) -> None:
-    """What never ends does so now."""
+    """Render once, so that an endless template hangs now."""
     _ = template.system_places
-    with suppress(RequestError):  # it may want other messages
+    with suppress(RequestError):  # it may require other messages
         template.render([{"role": "user", "content": "a"}])
 
 
 def main() -> int:
     return_large_blocks()
-    # Signals are the server's business.
+    # The server handles signals.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     seconds, connection = float(sys.argv[1]) + _GRACE_SECONDS, socket.socket(fileno=int(sys.argv[2]))
@@ -147,7 +147,7 @@ def main() -> int:
     worker, frames, reader = _Worker(), FrameReader(), Reader(ToText)
     while data := connection.recv(_RECEIVE_BYTES):
         for body in frames.feed(data):
-            signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM ends the process
+            signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM kills the process
             answer = worker.answer(reader(body))
             signal.setitimer(signal.ITIMER_REAL, 0)
             if answer is not None:
@@ -156,7 +156,7 @@ def main() -> int:
 
 
 def _end_with(connection: socket.socket) -> None:
-    """The process, once the other end of the socket is gone."""
+    """Kill the process when the other end of the socket is closed."""
     ends = select.poll()
     ends.register(connection, 0)
     ends.poll()

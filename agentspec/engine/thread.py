@@ -1,7 +1,7 @@
-"""The engine on a thread of its own, and what it has in common with the one that its caller drives
+"""An engine on a thread of its own, and the part it shares with the engine that its caller drives
 (engine/in_process.py).
 
-Speaks wire messages, and is all of an engine that its own process needs (engine/process.py): knows nothing of HTTP,
+Speaks wire messages, and is all of an engine that its own process needs (engine/process.py). Knows nothing of HTTP,
 templates or messages.
 """
 
@@ -11,7 +11,7 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -31,18 +31,20 @@ from agentspec.wire import Event, FinishEvent, Grammar, ModelInfo, Submit, Usage
 logger = logging.getLogger("agentspec")
 
 COMPILE_THREADS = 2
-"""Grammars that an EngineThread asks its compiler for at the same time: one is compiled while the next is read."""
+"""Grammars that an EngineThread compiles at the same time: one is compiled while the next is parsed."""
 MAX_COMPILES = 256
-"""Requests whose grammars wait for that; more are refused, of whoever has the most."""
+"""Requests whose grammars may wait for a compile. Beyond that, a request of the flow with the most waiting is
+refused."""
 _RETRY_SECONDS = 5
 
 
 _CompileJob = tuple[Grammar, "asyncio.Future[Constraint | None]"]
-"""A grammar, and who waits for its constraint."""
+"""A grammar, and the future of its constraint."""
 
 
 class EngineCore:
-    """What both engines share: an assembly, the numbering of requests, and the checks at the door. Not thread-safe."""
+    """The part that both engines share: an assembly, the numbering of requests, and their validation. Not
+    thread-safe."""
 
     def __init__(self, assembly: Assembly) -> None:
         self._assembly = assembly
@@ -92,9 +94,10 @@ class EngineThread:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._streams: Streams[asyncio.Queue[Event]] = Streams(asyncio.Queue)
         self._compiling: dict[str, asyncio.Future[Constraint | None]] = {}
-        """Requests that wait for their grammar. They are not in the engine yet; None ends them."""
+        """By request id: requests that wait for their grammar and are not in the engine yet. The result None ends
+        them."""
         self._uncompiled: FairQueue[_CompileJob] = FairQueue()
-        """Those whose compile hasn't begun; who doesn't wait any more is passed over when its turn comes."""
+        """Grammars whose compile hasn't begun; one whose request has ended is skipped when its turn comes."""
         self._num_compiling = 0
         self._compilers = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="agentspec-grammar")
         self._asyncio: asyncio.AbstractEventLoop | None = None
@@ -130,9 +133,9 @@ class EngineThread:
         return self._thread is not None and self._death is None and not self._stopping
 
     async def stream(self, submit: Submit) -> AsyncIterator[Event]:
-        """Submit and yield this request's events, the FinishEvent last. Leaving early aborts the request.
+        """Submit a request and yield its events, the FinishEvent last. Leaving early aborts the request.
 
-        Raises RequestError when the request is refused, EngineClosedError when the engine is not running."""
+        Raises RequestError if the request is refused, EngineClosedError if the engine is not running."""
         events = await self._submit(submit)
         finished = False
         try:
@@ -152,7 +155,7 @@ class EngineThread:
         self._inbox.put(("abort", request_id))
 
     async def stats(self) -> dict[str, Any]:
-        """A snapshot between two steps; of an engine that has ended, the last one."""
+        """A snapshot between two steps; after the engine has ended, its last one."""
         if not self.alive:
             if self._thread is not None:
                 await asyncio.to_thread(self._thread.join)
@@ -161,8 +164,8 @@ class EngineThread:
         return stats
 
     async def beat(self) -> None:
-        """Wait until the engine's thread is between two steps, or has ended: whoever waits in vain knows that a step
-        doesn't end."""
+        """Wait until the engine's thread is between two steps, or has ended. If this doesn't return, a step is
+        stuck."""
         if self.alive:
             await self._asked("beat")
 
@@ -173,7 +176,7 @@ class EngineThread:
         return await answer
 
     async def ended(self) -> str | None:
-        """Wait until the engine's thread has ended: what it died of, or None after `close`."""
+        """Wait until the engine's thread has ended; returns the error it died of, or None after `close`."""
         assert self._thread is not None
         await asyncio.to_thread(self._thread.join)
         return self._death
@@ -192,7 +195,7 @@ class EngineThread:
         self.check_alive()
         assert self._asyncio is not None
         events = self._streams.begin(submit.request_id)
-        accepted: asyncio.Future[None] = self._asyncio.create_future()
+        accepted: asyncio.Future[Request] = self._asyncio.create_future()
         try:
             constraint = None
             if submit.grammar is not None:
@@ -213,9 +216,9 @@ class EngineThread:
         return events
 
     async def _compile(self, submit: Submit, grammar: Grammar) -> Constraint | None:
-        """The constraint of a request: at once where the grammar is known, else made beside the event loop and the
-        engine's thread, flow by flow. None when the request is aborted first. Raises OverloadedError when too many
-        wait."""
+        """The constraint of a request: at once if the grammar is cached; otherwise compiled outside the event loop and
+        the engine's thread, flows taking turns. None if the request is aborted first. Raises OverloadedError if too
+        many wait."""
         assert self._asyncio is not None
         if (known := self._assembly.constraints.known(grammar)) is not None:
             return known
@@ -252,13 +255,8 @@ class EngineThread:
             self._compilers.submit(self._make, grammar, answer)
 
     def _make(self, grammar: Grammar, answer: asyncio.Future[Constraint | None]) -> None:
-        """Compile one grammar, on a thread of its own."""
-        try:
-            constraint = self._assembly.constraints.make(grammar)
-        except Exception as error:  # a grammar that breaks its compiler must hurt nobody but its sender
-            self._call(_refuse, answer, error)
-        else:
-            self._call(_settle, answer, constraint)
+        """Compile one grammar, on a compiler thread."""
+        self._respond(answer, self._assembly.constraints.make, grammar)
         self._call(self._end_compile)
 
     def _end_compile(self) -> None:
@@ -275,7 +273,7 @@ class EngineThread:
             raise EngineClosedError(f"the engine is not running{': ' + self._death if self._death else ''}")
 
     def _run(self) -> None:
-        """The engine's thread: commands between steps, steps while there is work."""
+        """The engine's thread: handle commands between steps, run steps while there is work."""
         try:
             while self._take_commands():
                 if self._core.loop.has_work:
@@ -283,14 +281,14 @@ class EngineThread:
             self._core.loop.abort_all()
             while self._core.loop.has_work:
                 self._deliver(self._core.loop.run_once())
-            self._end_all("the engine was closed")
+            self._call(self._close_streams, "the engine was closed")
         except Exception as error:
             logger.exception("the engine's thread died")
             self._death = f"{type(error).__name__}: {error}"
-            self._end_all(self._death)
+            self._call(self._close_streams, self._death)
 
     def _take_commands(self) -> bool:
-        """Handle what is in the inbox, waiting when there is no work; False when told to stop."""
+        """Handle the commands in the inbox, waiting for one if there is no work; False when told to stop."""
         loop, waits = self._core.loop, False
         while True:
             try:
@@ -314,15 +312,17 @@ class EngineThread:
             elif command == "beat":
                 self._call(_settle, payload, None)
             else:
-                self._accept(*payload)
+                submit, constraint, accepted = payload
+                self._respond(accepted, self._core.submit, submit, constraint)
 
-    def _accept(self, submit: Submit, constraint: Constraint | None, accepted: asyncio.Future[None]) -> None:
+    def _respond(self, answer: asyncio.Future[Any], function: Callable[..., Any], *arguments: Any) -> None:
+        """Call a function off the event loop, and settle `answer` with its result or its error."""
         try:
-            self._core.submit(submit, constraint)
-        except Exception as error:  # a submit of the wrong types must hurt nobody but its sender
-            self._call(_refuse, accepted, error)
+            result = function(*arguments)
+        except Exception as error:  # a grammar or submit that breaks its code must fail only its own request
+            self._call(_refuse, answer, error)
         else:
-            self._call(_settle, accepted, None)
+            self._call(_settle, answer, result)
 
     def _deliver(self, events: list[Event]) -> None:
         if events:
@@ -332,13 +332,10 @@ class EngineThread:
         for event in events:
             self._streams.hand(event.request_id, event)
 
-    def _end_all(self, error: str) -> None:
-        """The thread is about to end: the rest happens on the event loop, where nobody can put anything into the inbox
-        meanwhile."""
-        self._call(self._close_streams, error)
-
     def _close_streams(self, error: str) -> None:
-        """End every stream, and answer what nobody will take out of the inbox any more."""
+        """End every stream, and answer the commands left in the inbox.
+
+        Called on the event loop when the thread is about to end, so that no command can enter the inbox meanwhile."""
         self._streams.end_all(self._death)
         for compiling in self._compiling.values():
             _refuse(compiling, EngineClosedError(error))

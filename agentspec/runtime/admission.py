@@ -1,21 +1,20 @@
-"""Admission by session: keep the working sets of live sessions together in memory, and let the others wait.
+"""Admission by session: keep the working sets of live sessions in memory, and let the others wait.
 
-Eviction can't save a cache that more sessions share than fit in it: each turn then evicts the path that the next turn
-needs. So sessions stand in order of their arrival, and a turn may run if its session fits beside the working sets of
-all the older live ones. When they grow out of the memory, the youngest wait until an older one ends. A session is live
-while a turn of it runs or waits, and for `hold_seconds` after. A request without a session is one of its own.
+When more sessions share a cache than fit, eviction can't help: each turn evicts the state that the next turn needs. So
+sessions are ordered by arrival, and a turn may run if its session fits beside the working sets of all older live ones.
+When working sets outgrow the memory, the youngest sessions wait until an older one ends. A session is live while a turn
+of it runs or waits, and for `hold_seconds` after. A request without a session counts as a session of its own.
 
-Who has waited for longer than a fair share explains (fairness.py) goes before all others for a turn: others that don't
-fit beside it wait when their turns end. A turn is the least that it keeps its place for; then it stands again where it
-arrived.
+A late session (fairness.py) goes before all others for one turn: others that don't fit beside it wait when their turns
+end. It keeps that place for at least the turn, then returns to its place by arrival.
 
-Nobody says when a session has ended for good. Where all that came back lately did so much sooner than `hold_seconds`,
-one that has been away for longer than any of them keeps nobody out: its state may be evicted, and it has its place in
-the order should it come back all the same. One slow tool among the last few hundred turns, and everybody is waited for
-again: a session whose state went in the meantime computes its whole prompt anew.
+The engine isn't told when a session has ended for good. If all recent sessions came back much sooner than
+`hold_seconds`, a session that is away for longer than any of them no longer makes others wait: its state may be
+evicted, but it keeps its place in the order. A single slow tool call among the last few hundred turns makes everyone
+wait for the full hold again; a session whose state was evicted meanwhile computes its whole prompt again.
 
-Rows and pages are two pools, and free bytes of one are of no use to a session that needs the other: it must fit into
-both.
+Rows and pages are two pools, and free bytes of one are useless to a session that needs the other: a session must fit
+into both.
 
 Knows bytes and session ids; knows nothing of the cache or of requests.
 """
@@ -27,18 +26,18 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 _RETURNS = 256
-"""Waits between two turns that are kept, of all sessions; and names of sessions that were given up."""
+"""How many waits between two turns are kept, over all sessions; also how many names of expired sessions."""
 _ENOUGH_RETURNS = 32
-"""Fewer say nothing."""
+"""With fewer waits than this, every session gets the full hold."""
 _PATIENCE = 4.0
-"""So many times the longest of them, and a session is taken for ended."""
+"""A session that is away for this many times the longest recent wait is taken for ended."""
 _LEAST_PATIENCE = 0.25
-"""Seconds. Networks and clients have pauses of their own."""
+"""Seconds. Covers ordinary delays of networks and clients."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkingSet:
-    """Bytes that only one session needs of the cache."""
+    """Bytes of the cache that only one session uses."""
 
     row_bytes: int = 0
     page_bytes: int = 0
@@ -56,18 +55,18 @@ class _Session:
 
     @property
     def is_idle(self) -> bool:
-        """Neither runs nor waits."""
+        """Whether no turn of it runs or waits."""
         return not (self.running or self.waiting)
 
 
 def rows_of_sessions(num_rows: int, max_running: int) -> int:
-    """Rows by which the gate goes, out of `num_rows` for checkpoints: one a slot at least, so that no slot stays empty
-    where nobody comes back."""
+    """Checkpoint rows that the gate counts with, out of `num_rows`: at least one per slot, so that no slot stays empty
+    where sessions have only one turn."""
     return max(num_rows, max_running)
 
 
 class SessionGate:
-    """Decides whether a turn may be considered for admission now."""
+    """Decides which waiting turns may be considered for admission."""
 
     def __init__(
         self,
@@ -78,9 +77,8 @@ class SessionGate:
         hold_seconds: float,
         clock: Callable[[], float],
     ) -> None:
-        """`row_bytes`: of all checkpoint rows; those in which running requests write are not part of it. `page_bytes`:
-        of all pages.
-        `budget_bytes`: what both may take together; None: whatever there is of each."""
+        """`row_bytes`: of all checkpoint rows, without the rows in which running requests write. `page_bytes`: of all
+        pages. `budget_bytes`: bound on both together; None: each pool is its own bound."""
         self._row_bytes = row_bytes
         self._page_bytes = page_bytes
         self._budget_bytes = row_bytes + page_bytes if budget_bytes is None else budget_bytes
@@ -95,10 +93,10 @@ class SessionGate:
         self._given_up: dict[str, None] = {}
         """Sessions that didn't come back within `hold_seconds`, oldest first."""
         self._patience = hold_seconds
-        """Seconds that a session which is away keeps others out."""
+        """Seconds for which a session that is away makes others wait."""
 
     def arrive(self, session_id: str) -> None:
-        """A turn of this session waits to be admitted."""
+        """A turn of this session starts to wait for admission."""
         self._expire()
         session = self._sessions.get(session_id)
         if session is None:
@@ -111,11 +109,10 @@ class SessionGate:
         session.waiting += 1
 
     def allows(self, session_id: str, need: WorkingSet) -> bool:
-        """True when the working set of this waiting turn's session fits beside those of the live sessions that go
-        before it.
+        """Whether this waiting turn's session fits beside the live sessions that go before it. The first in order is
+        always allowed.
 
-        `need`: what the turn would add. A session that was evicted needs at least what it had. The oldest is always
-        allowed."""
+        `need`: what the turn would add. A session that was evicted needs at least what it had."""
         self._expire()
         session = self._sessions[session_id]
         had = session.working_set
@@ -138,9 +135,9 @@ class SessionGate:
         return True
 
     def prefer(self, session_ids: Iterable[str], *, singles: Collection[str], most: Mapping[bool, int]) -> None:
-        """Let these sessions, each of which has a waiting turn, go before all but those that were preferred when their
-        turns began: `singles`, which have no other turn, and so many that at most `most[True]` that have had none, and
-        at most `most[False]` others, are preferred in all."""
+        """Let late sessions, each of which has a waiting turn, go before all others, after those that were preferred
+        when their turns began. `singles`, which will have no other turn, are always preferred; of sessions without an
+        ended turn at most `most[True]` are preferred in all, of others at most `most[False]`."""
         kept = [key for key in self._preferred if self._sessions[key].running]
         places = dict(most)
         for key in kept:
@@ -153,11 +150,11 @@ class SessionGate:
         self._preferred = dict.fromkeys(kept)
 
     def is_preferred(self, session_id: str) -> bool:
-        """It goes before those that arrived earlier."""
+        """Whether the session goes before those that arrived earlier."""
         return session_id in self._preferred
 
     def has_run(self, session_id: str) -> bool:
-        """True when a turn of this session has ended lately."""
+        """Whether a turn of this session has ended while it was live."""
         return self._sessions[session_id].last_active > float("-inf")
 
     def _in_order(self) -> Iterator[_Session]:
@@ -165,7 +162,7 @@ class SessionGate:
         yield from (session for key, session in self._sessions.items() if key not in self._preferred)
 
     def is_next(self, session_id: str) -> bool:
-        """True for the first of the sessions that have a waiting turn."""
+        """Whether this is the first session in order that has a waiting turn."""
         return next(session for session in self._in_order() if session.waiting) is self._sessions[session_id]
 
     def enter(self, session_id: str) -> None:
@@ -175,9 +172,9 @@ class SessionGate:
         session.running += 1
 
     def leave(self, session_id: str, working_set: WorkingSet, *, waits_again: bool, comes_back: bool = True) -> None:
-        """A turn of this session ended, or was retracted and waits again; `working_set` is what its path takes now.
+        """A turn of this session ended, or was retracted and waits again; `working_set` is what its path occupies now.
 
-        comes_back: False for a session that can't have another turn; it isn't live any more once this one has ended."""
+        comes_back: False for a session that can't have another turn; it stops being live when this one has ended."""
         session = self._sessions[session_id]
         session.running -= 1
         session.waiting += waits_again

@@ -1,9 +1,9 @@
-"""Makes the constraint of a request from its grammar, with a compiler that is built when the first grammar comes, or
-before.
+"""Makes a request's constraint from its grammar, with a compiler that is built when the first grammar comes, or
+earlier.
 
-A compiler has to take in the whole vocabulary first, which takes seconds: a server's engine builds it while it starts,
-others see a grammar first, for most of them never do. Knows nothing of how grammars are compiled, nor of who waits for
-one.
+A compiler must read the whole vocabulary first, which takes seconds. A server's engine builds it while it starts; other
+engines wait for a first grammar, since most never get one. Knows nothing of how grammars are compiled, nor of waiting
+requests.
 """
 
 from __future__ import annotations
@@ -20,31 +20,27 @@ from agentspec.wire import Grammar
 
 class Compiled(Protocol):
     def constraint(self) -> Constraint:
-        """A constraint at the beginning of the grammar."""
-        ...
+        """A new constraint at the beginning of the grammar."""
 
 
 class Compiler(Protocol):
-    """runtime/grammar.py has the real one."""
+    """Compiles grammars; runtime/grammar/ has the real one."""
 
     def compile(self, grammar: Grammar) -> Compiled:
         """Blocks; thread-safe. Raises RequestError."""
-        ...
 
     def known(self, grammar: Grammar) -> Compiled | None:
-        """What `compile` would return, if it is at hand; never blocks."""
-        ...
+        """The result of `compile`, if it is cached; never blocks."""
 
     def close(self) -> None:
-        """Compiles that still run end with an error."""
-        ...
+        """Running compiles end with an error."""
 
 
 class ConstraintSource:
-    """Thread-safe."""
+    """A lazily built compiler and its constraints. Thread-safe."""
 
     def __init__(self, new_compiler: Callable[[], Compiler] | None, *, refusal: str = "") -> None:
-        """refusal: why this engine takes no grammar at all, where there is no compiler."""
+        """new_compiler: None: this engine takes no grammar, for the reason in `refusal`."""
         self._new_compiler = new_compiler
         self._refusal = refusal
         self._lock = threading.Lock()
@@ -52,22 +48,21 @@ class ConstraintSource:
         self._is_closed = False
 
     def make(self, grammar: Grammar) -> Constraint:
-        """Blocks while the grammar compiles. Raises RequestError when it can't be served, EngineClosedError after
-        `close`."""
+        """A request's constraint; blocks while its grammar compiles. Raises RequestError if it can't be served,
+        EngineClosedError after `close`."""
         if self._new_compiler is None:
             raise RequestError("grammar", grammar.kind, self._refusal)
         return self._built(self._new_compiler).compile(grammar).constraint()
 
     def known(self, grammar: Grammar) -> Constraint | None:
-        """Like `make`, for a grammar that was compiled before and is still at hand; None for any other. Blocks for no
-        compile."""
+        """Like `make`, for a grammar that is still cached; None for any other. Never waits for a compile."""
         compiler = self._compiler
         compiled = None if compiler is None else compiler.known(grammar)
         return None if compiled is None else compiled.constraint()
 
     def prepare(self) -> None:
-        """Begin to build the compiler, on a thread of its own. What goes wrong there goes wrong again when a grammar
-        comes, and is said then."""
+        """Start building the compiler on a thread. An error there occurs again, and is reported, when a grammar
+        comes."""
 
         def build(new_compiler: Callable[[], Compiler]) -> None:
             with suppress(AgentspecError):
@@ -87,7 +82,7 @@ class ConstraintSource:
             return self._compiler
 
     def close(self) -> None:
-        """Waits for a compiler that is being built: nothing of it outlives the engine."""
+        """Close the compiler; waits for one that is being built, so that none of it outlives the engine."""
         with self._lock:
             self._is_closed = True
             compiler, self._compiler = self._compiler, None

@@ -1,9 +1,9 @@
-"""The step: verify, sample, commit, draft and publish, as one straight-line function.
+"""The decode step as one straight-line function: verify, sample, commit, draft and publish.
 
-It is the eager path and the body that a CUDA graph captures: no host reads, static shapes, lengths and flags on the
-device. Owns the order of a step; knows nothing of requests, scheduling or the layers of the model.
+It runs eagerly and is what a CUDA graph captures: no host reads, static shapes, lengths and flags on the device. Owns
+the order of a step; knows nothing of requests, scheduling or the model's layers.
 
-Shape letters: B slots in the step, T = k+1 columns, k drafts, W = max k + 1, H hidden size, V vocabulary, P pages a
+Shape letters: B slots in the step, T = k+1 columns, k drafts, W = max k + 1, H hidden size, V vocabulary, P pages per
 sequence, F fields.
 """
 
@@ -27,15 +27,15 @@ from agentspec.runtime.step_buffers import StepBuffers
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What a step did, on the device."""
+    """A step's results, on the device."""
 
     outcome_BF: Tensor
-    """int64, one row a slot: see OutcomeRows."""
+    """int64, one row per slot: see OutcomeRows."""
     logits_BTV: Tensor
-    """float32, raw. What the target chose from after each column."""
+    """float32. Raw target logits after each column."""
 
     def first(self, num_slots: int) -> StepResult:
-        """Of so many slots, without those that fill up the batch."""
+        """The first `num_slots` rows, without the batch's padding."""
         return StepResult(outcome_BF=self.outcome_BF[:num_slots], logits_BTV=self.logits_BTV[:num_slots])
 
 
@@ -45,22 +45,23 @@ class Forward(Enum):
     RUN = auto()
     """The step runs the target forward."""
     PREFILLED = auto()
-    """The first step of slots that have just joined: prefill has brought column 0 into the state, whose hidden is in
-    the first write row. There are no drafts yet, so the other columns count for nothing; what the MTP layer writes for
-    them is overwritten like that of rejected drafts."""
+    """The first step of slots that have just joined. Prefill has already computed column 0, and its hidden is in the
+    first write row. There are no drafts yet, so the other columns don't matter; what the MTP layer writes for them is
+    overwritten later, like that of rejected drafts."""
     RIDDEN = auto()
-    """The windows rode in the pass of a prompt (`open_windows`), which left every column's hidden in its write row."""
+    """The windows were verified in a prompt pass (`open_windows`), which left every column's hidden in its write
+    row."""
 
 
 def open_windows(buffers: StepBuffers, slot_ids_B: Tensor, num_drafted: int) -> Window:
-    """What the target forward of the slots' next step reads. Changes nothing."""
+    """Gather what the target forward of the slots' next step reads. Changes nothing."""
     return kernels.backend(buffers.device).open_window(
         buffers.slots_SF, buffers.page_table_SP, slot_ids_B, num_drafted + 1
     )
 
 
 def verify_batch(window: Window) -> VerifyBatch:
-    """The window as the model takes it."""
+    """Convert a window to the model's input."""
     return VerifyBatch(
         tokens_BT=window.tokens_BT,
         length_B=window.start_B,
@@ -82,25 +83,25 @@ def decode_step(
     forward: Forward = Forward.RUN,
     choose: Callable[..., Tensor] = choose,
 ) -> StepResult:
-    """Advance every slot of `slot_ids_B` by one window of num_drafted drafts, and draft as many for the next step.
+    """Advance every slot of `slot_ids_B` by one window of num_drafted drafts, and make as many drafts for the next
+    step.
 
-    sampled: False only if every slot is greedy without penalties and bias. constrained: some slot has masks; the
-    others' are all ones.
-    choose: as sampler.choose. Inert slots emit nothing and keep everything."""
+    sampled: False only if every slot is greedy without penalties and bias. constrained: some slot has masks; the masks
+    of the others are all ones. choose: as sampler.choose. Inert slots emit nothing and keep their state."""
     ops = kernels.backend(buffers.device)
     window = open_windows(buffers, slot_ids_B, num_drafted)
     hidden_BTH = _hidden(model, window, forward)
     logits_BTV = model.logits(hidden_BTH)
 
-    # Verify: the target chooses a token after every column; drafts stand as far as they are what it chose.
+    # Verify: the target chooses a token after every column. A draft is accepted as long as it and all before it match.
     chosen_BT = choose(buffers, slot_ids_B, window, logits_BTV, sampled=sampled, constrained=constrained)
     commit = ops.commit_window(
-        buffers.slots_SF, buffers.limits_SF, slot_ids_B, chosen_BT, block_tokens=buffers.block_tokens
+        buffers.slots_SF, buffers.sampling.limits_SF, slot_ids_B, chosen_BT, block_tokens=buffers.block_tokens
     )
     if sampled:
-        count_emitted(buffers.counts_SV, slot_ids_B, commit.outcome_BF)
+        count_emitted(buffers.sampling.counts_SV, slot_ids_B, commit.outcome_BF)
 
-    # Draft: the MTP layer sees the whole window, for its K/V, and drafts from the last emitted token.
+    # Draft: the MTP layer runs over the whole window to write its K/V, and drafts from the last emitted token.
     drafted_Bk = drafter.draft(
         chosen_BT, hidden_BTH, commit.draft_start_B, commit.num_accepted_B, window.page_table_BP, num_drafted
     )
@@ -109,7 +110,7 @@ def decode_step(
 
 
 def _hidden(model: StepModel, window: Window, forward: Forward) -> Tensor:
-    """The target's hidden of the last emitted token and of the drafts after it."""
+    """The target's hidden of the last emitted token and of each draft after it."""
     if forward is Forward.RUN:
         return model.verify(verify_batch(window))
     num_slots, num_columns = window.tokens_BT.shape
@@ -119,7 +120,7 @@ def _hidden(model: StepModel, window: Window, forward: Forward) -> Tensor:
 
 
 def score_result(result: StepResult) -> ScoreRows:
-    """Scores of the tokens chosen after each column: row b * T + t belongs to column t of slot b."""
+    """Scores of the token chosen after each column: row b * T + t is column t of slot b."""
     tokens_BT = OutcomeRows.of(result.outcome_BF).tokens_BT
     return score_tokens(result.logits_BTV.flatten(0, 1), tokens_BT.flatten(), MAX_ALTERNATIVES)
 
@@ -127,10 +128,10 @@ def score_result(result: StepResult) -> ScoreRows:
 def read_result(
     outcome_BF: Tensor, scores: ScoreRows | None, slots: Sequence[int], alternatives: Sequence[int | None]
 ) -> list[SlotOutcome]:
-    """The host's view of a step's result, one outcome a slot in the order of its slot ids; waits for the device.
+    """Convert a step's result to one outcome per slot, in the order of `slots`; waits for the device.
 
-    scores: from `score_result`; None: nobody wants any. alternatives: for each of `slots`, how many come with the score
-    of each emitted token; None: no scores."""
+    scores: from `score_result`; None: no slot wants scores. alternatives: for each of `slots`, how many alternatives
+    come with each emitted token's score; None: no scores."""
     rows = OutcomeRows.of(outcome_BF.numpy())
     num_emitted_B, tokens_BT, drafts_Bk = rows.num_emitted_B.tolist(), rows.tokens_BT.tolist(), rows.drafts_Bk.tolist()
     num_columns = rows.tokens_BT.shape[1]

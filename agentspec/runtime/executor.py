@@ -1,9 +1,8 @@
-"""Runs step plans on a model: the only place where the host's plan meets device tensors.
+"""Runs step plans on a model: the only place where the host's plan becomes device work.
 
-Owns the slot buffers, the drafter and the order of a launch. Decode steps and short prompt chunks, alone or with
-windows that ride, run eagerly until `capture` has recorded them as CUDA graphs; everything else is always eager. Knows
-nothing of requests beyond what a plan says, and decides nothing but whether windows ride, by the rule of
-runtime/ride.py.
+Owns the slot buffers, the drafter and the order of a launch. Everything runs eagerly until `capture` has recorded
+decode steps and short prompt chunks, alone or with riding windows, as CUDA graphs; everything else is always eager.
+Knows nothing of requests beyond a plan, and decides only whether windows ride, by the rule of runtime/ride.py.
 
 Shape letters: B slots in the step, F fields.
 """
@@ -17,14 +16,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from agentspec.errors import ConfigError
 from agentspec.kernels import PrefillBatch
-from agentspec.models.protocol import StepModel
+from agentspec.models.protocol import StepModel, VerifyBatch
 from agentspec.mtp.drafter import Drafter, NullDrafter
 from agentspec.mtp.mtp_drafter import MtpDrafter
 from agentspec.runtime.decode_step import (
@@ -55,20 +54,20 @@ from agentspec.runtime.step_buffers import StepBuffers, stage
 from agentspec.types import Progress, most_drafts, no_progress
 
 Moment: TypeAlias = float | torch.cuda.Event
-"""A point in the device's time: seconds of the host's clock where the host computes, else an event."""
+"""A point in the device's time: the host's clock in seconds on a CPU, otherwise an event."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Results:
-    """What a step brought some slots. In host memory, complete when the step is done."""
+    """A step's results for some slots, in host memory. Complete when the step is done."""
 
     slots: Sequence[int]
     alternatives: Sequence[int | None]
-    """For each of them: how many come with the score of an emitted token; None: no scores."""
+    """For each slot: how many alternatives come with an emitted token's score; None: no scores."""
     outcome_BF: Tensor
     """See decode_step.StepResult."""
     scores: ScoreRows | None
-    """Of what was emitted. None: nobody wants any."""
+    """Of the emitted tokens. None: no slot wants scores."""
 
     def read(self) -> list[SlotOutcome]:
         return read_result(self.outcome_BF, self.scores, self.slots, self.alternatives)
@@ -76,19 +75,27 @@ class _Results:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTicket:
-    """A launched plan: what `collect` reads once the device is done."""
+    """A launched plan, for `collect` to read once the device is done."""
 
     prefill: tuple[Moment, Moment] | None
     """Before and after the chunks."""
     rode: bool
-    """With the decode part's windows."""
+    """Whether the decode part's windows rode with the chunks."""
     decode: tuple[Moment, Moment] | None
     """Before and after the decode part."""
     done: Moment
     results: Sequence[_Results]
-    """Of first steps, and of the decode part."""
+    """Of first steps, then of the decode part."""
     chunk_scores: dict[str, ScoreRows]
-    """By request id; still on the device."""
+    """By request id; on the device."""
+
+
+class _Graphs(NamedTuple):
+    """All graphs of an executor."""
+
+    steps: StepGraphs
+    prompts: PrefillGraphs
+    rides: RideGraphs
 
 
 class ModelExecutor:
@@ -107,8 +114,7 @@ class ModelExecutor:
         device: torch.device | str = "cpu",
     ) -> None:
         """max_pages_per_slot: blocks of the longest sequence plus 2 * max_draft_tokens tokens, which the last step may
-        write beyond its end.
-        most_riders: see ride.MOST_RIDERS; 0: no window rides.
+        write beyond its end. most_riders: see ride.MOST_RIDERS; 0: no window rides.
 
         Raises ConfigError if the model has no MTP head to draft with, or if forced acceptance lacks a rate."""
         if not 0 <= max_draft_tokens <= (most := most_drafts(model.spec.block_tokens)):
@@ -126,16 +132,14 @@ class ModelExecutor:
         self._with_mtp = max_draft_tokens > 0
         self._drafter: Drafter = MtpDrafter(model) if self._with_mtp else NullDrafter()
         self.draft_sources = self._drafter.sources(max_draft_tokens)
-        """Of the draft at each position."""
+        """Where the draft at each position comes from."""
         self._needs_sampler = [False] * max_running
         self._alternatives: list[int | None] = [None] * max_running
-        self._graphs: StepGraphs | None = None
-        self._prefill_graphs: PrefillGraphs | None = None
-        self._ride_graphs: RideGraphs | None = None
+        self._graphs: _Graphs | None = None
         self._pending: deque[Callable[[], object]] = deque()
-        """What `capture` has left to `prepare`."""
+        """Work that `capture` has left to `prepare`."""
         self.most_riders = most_riders
-        """May change between two plans; what the graphs hold doesn't."""
+        """May change between two plans; the graphs stay."""
         with torch.inference_mode():
             self._buffers = StepBuffers.allocate(
                 max_running=max_running,
@@ -155,43 +159,46 @@ class ModelExecutor:
     def capture(
         self, depths: Sequence[int], recorder: Recorder, progress: Progress = no_progress, *, early: bool = False
     ) -> GraphReport:
-        """Record the decode step for every batch size, from then on each one is a replay, and short prompt chunks; and
-        run once what is never recorded. Call before the first launch: the model's pools must stay.
+        """Record the decode step for every batch size, and short prompt chunks; both are replayed from then on. Run
+        once, with padding only, what is never recorded. Call before the first launch: the model's pools must not move
+        afterwards.
 
-        depths: every k that a plan may ask for; another one will raise KeyError. progress: told how many graphs are
-        recorded. early: return as soon as a first answer can come; the rest is left to `prepare`, and to plans that
-        need it sooner."""
+        depths: every k that a plan may ask for; any other raises KeyError. progress: told how many graphs are recorded.
+        early: return as soon as a first answer is possible; the rest is left to `prepare`, and to plans that need it
+        sooner."""
         began = time.perf_counter()
         spec, max_running, max_pages = self._model.spec, len(self._needs_sampler), self._buffers.page_table_SP.shape[1]
         sizes, rides = chunk_sizes(spec.hidden_size), self._ride_keys(max(depths))
-        graphs = self._graphs = StepGraphs(
-            self._captured_step, recorder, max_running=max_running, depths=depths, device=self._device
+        graphs = self._graphs = _Graphs(
+            steps=StepGraphs(
+                self._captured_step, recorder, max_running=max_running, depths=depths, device=self._device
+            ),
+            prompts=PrefillGraphs(
+                partial(self._run_pass, None),
+                recorder,
+                sizes=sizes,
+                block_tokens=spec.block_tokens,
+                max_pages=max_pages,
+                device=self._device,
+                most_at_need=CHUNK_SIZES[-1],
+            ),
+            rides=RideGraphs(
+                partial(self._run_pass, num_drafted=max(depths)),
+                recorder,
+                keys=rides,
+                padding_slot=max_running,
+                num_columns=max(depths) + 1,
+                block_tokens=spec.block_tokens,
+                max_pages=max_pages,
+                device=self._device,
+            ),
         )
-        prompts = self._prefill_graphs = PrefillGraphs(
-            self._prefill,
-            recorder,
-            sizes=sizes,
-            block_tokens=spec.block_tokens,
-            max_pages=max_pages,
-            device=self._device,
-            most_at_need=CHUNK_SIZES[-1],
-        )
-        with_windows = self._ride_graphs = RideGraphs(
-            partial(self._ride, num_drafted=max(depths)),
-            recorder,
-            keys=rides,
-            padding_slot=max_running,
-            num_columns=max(depths) + 1,
-            block_tokens=spec.block_tokens,
-            max_pages=max_pages,
-            device=self._device,
-        )
-        of_steps, of_prompts, of_rides = graphs.recordings(), prompts.recordings(), with_windows.recordings()
+        of_steps, of_prompts = graphs.steps.recordings(), graphs.prompts.recordings()
         deepest = {key: record for key, record in of_steps.items() if key.num_drafted == max(depths)}
         short = {num_tokens: record for num_tokens, record in of_prompts.items() if num_tokens <= CHUNK_SIZES[-1]}
-        # In the order in which they would be missed.
+        # In the order in which they are needed.
         soon = [*deepest.values(), *short.values()]
-        recordings = list(dict.fromkeys([*soon, *of_prompts.values(), *of_rides, *of_steps.values()]))
+        recordings = list(dict.fromkeys([*soon, *of_prompts.values(), *graphs.rides.recordings(), *of_steps.values()]))
         now = recordings
         if early:
             now = [next(record for key, record in deepest.items() if key.batch_size == 1), short[CHUNK_SIZES[0]]]
@@ -216,8 +223,8 @@ class ModelExecutor:
 
     @torch.inference_mode()
     def prepare(self) -> bool:
-        """Do a piece of what `capture` has left, any time between two launches: mostly of some 50 ms. Returns whether
-        there was one."""
+        """Do one piece of what `capture` has left, usually about 50 ms. May be called between any two launches. Returns
+        whether there was one."""
         if not self._pending:
             return False
         self._pending.popleft()()
@@ -225,45 +232,39 @@ class ModelExecutor:
 
     @torch.inference_mode()
     def rehearse(self, depths: Sequence[int]) -> None:
-        """Run everything that `capture` records, and what is never recorded.
+        """Run everything that `capture` records or runs, without recording.
 
         For an executor on the device type "meta", where nothing is computed (runtime/rehearsal.py)."""
         spec = self._model.spec
         max_running, max_pages = len(self._needs_sampler), self._buffers.page_table_SP.shape[1]
-        for num_tokens in chunk_sizes(spec.hidden_size):
-            self._run_padding(chunk_room(num_tokens, most_spans(num_tokens), spec.block_tokens, max_pages))
-        for ride in self._ride_keys(max(depths)):
-            self._run_padding(
-                chunk_room(ride.num_tokens, most_spans(ride.num_tokens), spec.block_tokens, max_pages),
-                ride.batch_size,
-                max(depths),
-            )
+        alone = [(num_tokens, 0) for num_tokens in chunk_sizes(spec.hidden_size)]
+        ridden = [(ride.num_tokens, ride.batch_size) for ride in self._ride_keys(max(depths))]
+        for num_tokens, num_windows in alone + ridden:
+            room = chunk_room(num_tokens, most_spans(num_tokens), spec.block_tokens, max_pages)
+            self._run_padding(room, num_windows, max(depths))
         for key in graph_keys(max_running, depths):
             self._captured_step(self._slot_ids([], key.batch_size), key)
         for work in self._unrecorded(depths):
             work()
 
     def _unrecorded(self, depths: Sequence[int]) -> Iterator[Callable[[], object]]:
-        """What is always eager, over nothing but padding: larger chunks, with windows and without, and first steps. Its
-        first run loads kernels."""
+        """Runs, with padding only, of what is always eager: larger chunks, with and without windows, and first steps.
+        The first run loads the kernels."""
         spec, max_pages = self._model.spec, self._buffers.page_table_SP.shape[1]
         rooms = eager_rooms(spec.hidden_size, block_tokens=spec.block_tokens, max_pages=max_pages)
         for sizes in rooms:
             yield partial(self._run_padding, sizes)
         for batch_size in sorted({ride.batch_size for ride in self._ride_keys(max(depths))}):
             yield partial(self._run_padding, rooms[0], batch_size, max(depths))
-        # A graph's step has both or neither of these.
+        # A graph's variant samples and masks, or does neither; first steps also occur with only one of the two.
         for num_slots, num_drafted, sampled in product(batch_sizes(len(self._needs_sampler)), depths, (True, False)):
             first = partial(self._step, sampled=sampled, constrained=not sampled, forward=Forward.PREFILLED)
             yield partial(first, self._slot_ids([], num_slots), num_drafted)
 
     def _run_padding(self, sizes: PrefillSizes, num_windows: int = 0, num_drafted: int = 0) -> None:
-        """A pass over nothing but padding, with windows of the padding slot if there are any."""
+        """Run a pass over padding only, with `num_windows` windows of the padding slot."""
         batch = build_tables([], block_tokens=self._model.spec.block_tokens, sizes=sizes).on(self._device).batch
-        if num_windows:
-            self._ride(batch, self._slot_ids([], num_windows), num_drafted)
-        else:
-            self._prefill(batch)
+        self._run_pass(self._slot_ids([], num_windows) if num_windows else None, batch, num_drafted)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepTicket:
@@ -319,8 +320,13 @@ class ModelExecutor:
     def _captured_step(self, slot_ids_B: Tensor, key: GraphKey) -> StepResult:
         return self._step(slot_ids_B, key.num_drafted, sampled=key.sampled, constrained=key.sampled)
 
-    def _prefill(self, batch: PrefillBatch) -> None:
-        run_batch(self._model, batch, with_mtp=self._with_mtp)
+    def _run_pass(self, slot_ids_B: Tensor | None, batch: PrefillBatch, num_drafted: int = 0) -> None:
+        """A prompt pass, in which the windows of `slot_ids_B` ride; None: no windows."""
+        windows = None if slot_ids_B is None else self._windows(slot_ids_B, num_drafted)
+        run_batch(self._model, batch, with_mtp=self._with_mtp, windows=windows)
+
+    def _windows(self, slot_ids_B: Tensor, num_drafted: int) -> VerifyBatch:
+        return verify_batch(open_windows(self._buffers, slot_ids_B, num_drafted))
 
     def _ride_keys(self, num_drafted: int) -> list[RideKey]:
         most_tokens = chunk_sizes(self._model.spec.hidden_size)[-1]
@@ -328,66 +334,47 @@ class ModelExecutor:
             most_tokens, max_running=len(self._needs_sampler), num_columns=num_drafted + 1, most_riders=self.most_riders
         )
 
-    def _ride(self, batch: PrefillBatch, slot_ids_B: Tensor, num_drafted: int) -> None:
-        run_batch(
-            self._model,
-            batch,
-            with_mtp=self._with_mtp,
-            windows=verify_batch(open_windows(self._buffers, slot_ids_B, num_drafted)),
-        )
-
     def _rides(self, plan: StepPlan) -> bool:
-        """Whether the windows of the plan ride with its chunks: where that pays, by a graph, or eagerly where the pass
-        has no graph anyway."""
-        if (
-            not self.most_riders
-            or not plan.chunks
-            or not plan.decode_slots
-            or any(chunk.score_top is not None for chunk in plan.chunks)
-        ):
+        """Whether the plan's windows ride with its chunks: only where it saves time, and where a graph holds both or
+        the pass is eager anyway."""
+        if not (self.most_riders and plan.chunks and plan.decode_slots) or _is_scored(plan):
             return False
-        num_columns = plan.num_drafted + 1
-        if self._prefill_graphs is None or self._ride_graphs is None:
-            return num_columns * len(plan.decode_slots) <= self.most_riders
-        alone = self._prefill_graphs.tokens_of(plan.chunks)
+        num_slots, num_columns = len(plan.decode_slots), plan.num_drafted + 1
+        if self._graphs is None:
+            return num_columns * num_slots <= self.most_riders
+        alone = self._graphs.prompts.tokens_of(plan.chunks)
         if alone is None:
-            return num_columns * even_batch(len(plan.decode_slots), num_columns) <= self.most_riders
-        ridden = self._ride_graphs.rows_of(plan.chunks, len(plan.decode_slots), num_columns)
+            return num_columns * even_batch(num_slots, num_columns) <= self.most_riders
+        ridden = self._graphs.rides.rows_of(plan.chunks, num_slots, num_columns)
         return ridden is not None and rows_beyond(ridden, alone) <= self.most_riders
 
     def _run_chunks(self, plan: StepPlan, *, rides: bool) -> dict[str, ScoreRows]:
-        windows = None
-        if rides:
-            if (
-                self._prefill_graphs is not None
-                and self._ride_graphs is not None
-                and self._prefill_graphs.hold(plan.chunks)
-            ):
-                self._ride_graphs.run(plan.chunks, plan.decode_slots)
-                return {}
-            size = (
-                len(plan.decode_slots)
-                if self._graphs is None
-                else even_batch(len(plan.decode_slots), plan.num_drafted + 1)
-            )
-            windows = verify_batch(
-                open_windows(self._buffers, self._slot_ids(plan.decode_slots, size), plan.num_drafted)
-            )
+        """Run the plan's chunks, by a graph if one holds them. Returns the requested scores, by request id."""
+        graphs, num_slots, num_drafted = self._graphs, len(plan.decode_slots), plan.num_drafted
+        if graphs is not None and not _is_scored(plan) and graphs.prompts.tokens_of(plan.chunks) is not None:
+            if rides:
+                graphs.rides.run(plan.chunks, plan.decode_slots)
+            else:
+                graphs.prompts.run(plan.chunks)
+            return {}
+        batch_size = num_slots if graphs is None else even_batch(num_slots, num_drafted + 1)
+        windows = self._windows(self._slot_ids(plan.decode_slots, batch_size), num_drafted) if rides else None
+        riders = batch_size * (num_drafted + 1) if rides else 0
         return run_chunks(
             self._model,
             plan.chunks,
             with_mtp=self._with_mtp,
             device=self._device,
-            graphs=self._prefill_graphs,
+            sizes=None if graphs is None else graphs.prompts.eager_sizes(plan.chunks, riders=riders),
             windows=windows,
         )
 
     def _slot_ids(self, slots: Sequence[int], size: int) -> Tensor:
-        """slot_ids_B of a batch of `size`, filled up with the padding slot."""
+        """slot_ids_B of a batch of `size`, padded with the padding slot."""
         return stage([*slots, *[len(self._needs_sampler)] * (size - len(slots))], torch.int64, self._device)
 
     def _first(self, plan: StepPlan) -> StepResult:
-        """Always eager: the device is still busy with the prompt when the host is through with this."""
+        """Run first steps. Always eager: the device is still busy with the prompt while the host launches this."""
         slot_ids_B = stage(plan.first_slots, torch.int64, self._device)
         sampled, constrained = self._variant(plan, plan.first_slots)
         return self._step(
@@ -396,13 +383,15 @@ class ModelExecutor:
 
     def _decode(self, plan: StepPlan, *, ridden: bool) -> StepResult:
         sampled, constrained = self._variant(plan, plan.decode_slots)
-        if self._graphs is not None and not ridden:
-            return self._graphs.run(plan.decode_slots, num_drafted=plan.num_drafted, sampled=sampled or constrained)
         size = len(plan.decode_slots)
         if self._graphs is not None:
-            # What is left of the step is eager like a first step. In the sizes and variants of the graphs no kernel is
-            # compiled for it.
-            size, sampled, constrained = self._graphs.batch_size(size), sampled or constrained, sampled or constrained
+            steps = self._graphs.steps
+            if not ridden:
+                return steps.run(plan.decode_slots, num_drafted=plan.num_drafted, sampled=sampled or constrained)
+            # The rest of the step runs eagerly, like a first step. It takes the graphs' sizes and variants, so no
+            # further kernel is compiled.
+            size = steps.batch_size(size)
+            sampled = constrained = sampled or constrained
         forward = Forward.RIDDEN if ridden else Forward.RUN
         slot_ids_B = self._slot_ids(plan.decode_slots, size)
         return self._step(
@@ -414,7 +403,7 @@ class ModelExecutor:
         return any(self._needs_sampler[slot] for slot in slots), any(slot in plan.masks for slot in slots)
 
     def _results(self, slots: Sequence[int], result: StepResult) -> _Results:
-        """Start the copies to the host."""
+        """Start copying a step's results to the host."""
         alternatives = [self._alternatives[slot] for slot in slots]
         is_scored = any(wanted is not None for wanted in alternatives)
         return _Results(
@@ -440,7 +429,7 @@ class ModelExecutor:
         )
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
-        """A named range in a profiler's trace of the host."""
+        """A named range in a profiler's trace of the host (NVTX); does nothing on a CPU."""
         return torch.cuda.nvtx.range(name) if self._device.type == "cuda" else nullcontext()
 
     def _now(self) -> Moment:
@@ -461,14 +450,18 @@ class ModelExecutor:
             )
 
 
+def _is_scored(plan: StepPlan) -> bool:
+    return any(chunk.score_top is not None for chunk in plan.chunks)
+
+
 def _to_host(result: Tensor) -> Tensor:
-    """Start the copy to the host, into memory of this step's own."""
+    """Start a copy to newly allocated host memory."""
     host = torch.empty(result.shape, dtype=result.dtype, pin_memory=result.is_cuda)
     return host.copy_(result, non_blocking=True)
 
 
 def _seconds_between(started: Moment, done: Moment) -> float:
-    """The device has passed both."""
+    """Seconds from `started` to `done`; the device must have passed both."""
     if isinstance(started, float):
         assert isinstance(done, float)
         return done - started

@@ -1,22 +1,22 @@
-"""Who has waited for longer than an equal share of the device explains, and how much may be lost to let them in.
+"""Which requests have waited longer than fair sharing explains, and how much cached state may be lost to admit them.
 
-A *flow* is a session; an owner's requests without one are one flow. Beside the real device, an imagined one serves all
-flows at once that have something to do: each owner gets the same share of its seconds, and each flow the same share of
-its owner's. It takes a flow's requests in order of arrival, behind all that the flow was ever served. The wait until it
-has done a request's prompt is F. A request that still waits after 2 F and a grace is *late*, and goes ahead of others
-(admission.py). So a flow that was served more than its share waits for the others to catch up, a new one doesn't, and a
-thousand requests of one flow are one flow.
+A *flow* is a session; an owner's requests without a session are one flow. Beside the real device, a virtual one serves
+all active flows at once: each owner gets the same share of its time, and each flow the same share of its owner's. It
+serves a flow's requests in order of arrival, after all the work that the flow was ever served. F is the wait until the
+virtual device has computed a request's prompt. A request that still waits after 2 F and a grace period is *late*, and
+goes ahead of others (admission.py). So a flow that was served more than its share waits for the others to catch up, a
+new flow doesn't, and a thousand requests of one flow count as one flow.
 
-Whoever goes ahead may push the state of other sessions out of the memory. What sessions compute again when they come
-back is a *debt* of those who went ahead last: of first turns, or of turns of sessions that had one before. Both are
-worked off with one share of the time, that of first turns first. Late first turns wait for theirs, a pause at most,
-which ends after some seconds or some turns of others, whatever comes first. Other late turns wait for both. Debts are
-bounded, so nobody waits for ever: a newcomer finds its place at once, a crowd of them one after the other, a pause
-apart at most. Requests without a session wait for no debt: they need room once, and all of an owner's are one flow.
-Where the share is 1 there are no debts: who is late goes ahead, whatever that costs.
+A request that goes ahead may evict other sessions' state. What those sessions must compute again is a *debt* of the
+kind of turn that went ahead last: first turns, or later turns of a session. A share of the time pays off both debts,
+that of first turns first. A late first turn waits only for the first turns' debt, and at most for a pause, which ends
+after some seconds or some turns of others, whichever comes first. Other late turns wait for both debts. Debts are
+bounded, so no wait is endless: a single newcomer is admitted at once, many newcomers one after another, at most a pause
+apart. Requests without a session wait for no debt: they need memory only once, and all of an owner's are one flow. With
+a share of 1 there are no debts: late requests go ahead whatever that costs.
 
-Times are measured: a step's seconds are those of its prompts by their tokens, and those of its windows by their number.
-Knows seconds, tokens and names; knows nothing of memory.
+Times are measured: a step's prompt time is split by tokens, its decode time equally among its slots. Knows seconds,
+tokens and names; knows nothing of memory.
 """
 
 from __future__ import annotations
@@ -32,55 +32,56 @@ from agentspec.runtime.request import Request
 from agentspec.types import FAIR_COST
 
 _LONGEST_DEBT = 120.0
-"""Seconds that it takes to work off one of the two, at most."""
+"""Most seconds that paying off one of the two debts may take."""
 _PAUSE_SECONDS = 15.0
-"""After a first turn that went ahead until the next one may, whatever the debt; or, if these end sooner:"""
+"""After a first turn went ahead, seconds until the next one may, whatever the debt; or, if this comes sooner:"""
 _PAUSE_TURNS = 40
-"""Turns. So the bound is the same on fast and on slow devices. In ten runs of the densest recorded set 20 took 2 % more
-time than 40, with more late requests; with 80 there were more of them, too, in the same time."""
+"""Ended turns. So the bound is the same on fast and on slow devices. In ten runs of the densest recorded set, 20 took 2
+% more time than 40, with more late requests; 80 also had more late requests, in the same time."""
 _GRACE_SHARE = 0.5
-"""Of the largest pass and the longest turn, lately: it takes a turn's end to let somebody in."""
+"""Grace as a share of the largest recent pass plus the longest recent turn: a request can only be admitted when a turn
+ends."""
 _GRACE_SECONDS = (0.1, 5.0)
-"""At least, at most."""
+"""Least and most grace."""
 _TIMINGS = 64
-"""Turns and passes that are lately."""
+"""How many turns and passes count as recent."""
 _RATE_TOKENS = 65_536
-"""Prompt tokens behind the estimate of what one takes."""
+"""Prompt tokens over which the estimate of a token's time is averaged."""
 
 
 @dataclass(slots=True)
 class _Wait:
     arrived: float
     num_tokens: int
-    """Of the prompt that are to be computed, as far as is known."""
+    """Prompt tokens to be computed, as far as is known."""
     num_lost: int = 0
-    """Of those: computed before."""
+    """Those of them that were computed before and evicted."""
     share: float | None = None
-    """Seconds until equal sharing had done its prompt: F. None: it hasn't yet."""
+    """F: seconds until the virtual device had computed its prompt. None: it hasn't yet."""
 
 
 @dataclass(slots=True)
 class _FlowState:
     done_at: float
-    """The owner's virtual time at which equal sharing has done all that the flow was served."""
+    """The owner's virtual time at which the virtual device has done all the work that the flow was served."""
     running: dict[str, float] = field(default_factory=dict)
-    """When they were let in."""
+    """When each was admitted, by request id."""
     waiting: dict[str, _Wait] = field(default_factory=dict)
-    """In order of arrival."""
+    """By request id, in order of arrival."""
 
 
 @dataclass(slots=True)
 class _Owner:
     virtual: float = 0.0
-    """Seconds that equal sharing has given to each of its flows."""
+    """Seconds of service that the virtual device has given to each of its flows."""
     flows: dict[str, _FlowState] = field(default_factory=dict)
 
 
 class FairShare:
-    """Equal sharing, imagined beside what happens."""
+    """Fair sharing on a virtual device, beside what really happens."""
 
     def __init__(self, clock: Callable[[], float], *, cost: float = FAIR_COST) -> None:
-        """clock: seconds. cost: share of the time that may go into computing again what late requests pushed out."""
+        """clock: seconds. cost: share of the time that may be spent on computing again what late requests evicted."""
         self._clock = clock
         self._cost = cost
         self._now = clock()
@@ -92,16 +93,17 @@ class FairShare:
         self._turn_seconds: deque[float] = deque(maxlen=_TIMINGS)
         self._pass_seconds: deque[float] = deque(maxlen=_TIMINGS)
         self._debts = {False: 0.0, True: 0.0}
-        """Of turns of sessions that had one before, and of first turns."""
+        """By whether first turns caused it: seconds of lost work."""
         self._at_once = {False: 1, True: 1}
-        """Late sessions that may go ahead together. They are more and more until something is lost to them."""
+        """How many late sessions may go ahead at the same time, by whether it is their first turn. Rises until they
+        cause a loss."""
         self._first_at, self._ended_at_first = float("-inf"), 0
-        """When a first turn went ahead last, and how many turns had ended by then."""
+        """When a first turn last went ahead, and how many turns had ended by then."""
         self._was_first = False
-        """What went ahead last was a first turn: what is lost then is lost to it."""
+        """Whether the last turn that went ahead was a first one: a loss is attributed to that kind."""
 
     def arrive(self, request: Request) -> None:
-        """A request waits to be admitted, for the first time or again."""
+        """A request starts to wait for admission, for the first time or again."""
         self._advance()
         owner_name, name = request.flow
         owner = self._owners.setdefault(owner_name, _Owner())
@@ -112,7 +114,7 @@ class FairShare:
         flow.waiting[request.request_id] = _Wait(self._now, len(request.sequence))
 
     def expect(self, request: Request, num_tokens: int, num_lost: int) -> None:
-        """The cache has all of a waiting request's prompt but so many tokens, of which its session had `num_lost`
+        """Update a waiting request: the cache lacks num_tokens of its prompt, of which its session had `num_lost`
         computed before."""
         wait = self._flow(request.flow).waiting[request.request_id]
         wait.num_tokens = num_tokens
@@ -124,8 +126,8 @@ class FairShare:
             wait.num_lost = num_lost
 
     def enter(self, request: Request, *, goes_ahead: bool, is_first: bool) -> None:
-        """A waiting request is admitted. goes_ahead: of others, to whom it may cost their state. is_first: its session
-        has had no turn yet."""
+        """A waiting request is admitted. goes_ahead: of others, whose state may be evicted for it. is_first: its
+        session has had no turn yet."""
         flow = self._flow(request.flow)
         del flow.waiting[request.request_id]
         flow.running[request.request_id] = self._clock()
@@ -143,7 +145,7 @@ class FairShare:
             self._num_ended += 1
 
     def serve(self, flight: Flight, outcome: StepOutcome) -> None:
-        """What a step did, whose requests have not ended before."""
+        """Account a step's times to the flows of its requests. Call before requests of the step end."""
         self._advance()
         tokens = [
             (request.flow, len(chunk.token_ids))
@@ -162,11 +164,11 @@ class FairShare:
         self._decode_seconds += outcome.decode_seconds
 
     def late(self) -> list[str]:
-        """The requests that have waited for too long: owners by turns, those of whom the fewest run first; of an
-        owner's the longest overdue."""
+        """Ids of the late requests. Owners take turns, those with the fewest running requests first; within an owner,
+        the longest overdue first."""
         self._advance()
         if not self._num_ended:
-            return []  # nobody knows yet what a request takes
+            return []  # no request has ended, so a request's time is unknown
         least, most = _GRACE_SECONDS
         lately = max(self._turn_seconds, default=0.0) + max(self._pass_seconds, default=0.0)
         grace = min(max(_GRACE_SHARE * lately, least), most) if self._cost < 1 else least
@@ -182,7 +184,7 @@ class FairShare:
                         break
                     if wait.share is None:
                         wait.share = self._now - wait.arrived
-                    reached += answer_seconds  # before the flow's next request
+                    reached += answer_seconds  # the flow's next request starts after this answer
                     due = wait.arrived + 2 * wait.share + grace
                     if due <= self._now:
                         overdue.append((due, request_id))
@@ -192,8 +194,8 @@ class FairShare:
 
     @property
     def may_go_ahead(self) -> dict[bool, int]:
-        """Sessions without a turn behind them (True), and with one (False), that may be ahead of others at the same
-        time. None while they wait for a debt; then one, and more while nothing is lost to them."""
+        """How many late sessions may be ahead of others at the same time: on their first turn (True), and on later ones
+        (False). 0 while they wait for a debt; then 1, and more as long as nothing is lost to them."""
         num_since = self._num_ended - self._ended_at_first
         is_over = self._now - self._first_at >= _PAUSE_SECONDS or num_since >= _PAUSE_TURNS
         first_owe, later_owe = self._debts[True] > 0.0, self._debts[False] > 0.0
@@ -215,11 +217,11 @@ class FairShare:
 
     def _count(self, flow: Flow, seconds: float) -> None:
         owner = self._owners.get(flow[0])
-        if owner is not None and flow[1] in owner.flows:  # the device goes on for a step with what has ended
+        if owner is not None and flow[1] in owner.flows:  # the device may run one more step after a flow has ended
             owner.flows[flow[1]].done_at += seconds
 
     def _advance(self) -> None:
-        """Let equal sharing catch up with the clock."""
+        """Advance the virtual device to the current time, and pay off debts."""
         now = self._clock()
         seconds, self._now = now - self._now, now
         worked = self._cost * seconds
@@ -243,8 +245,8 @@ class FairShare:
             owner.virtual += seconds / (len(shares) * num_busy)
 
     def _is_busy(self, flow: _FlowState, virtual: float) -> bool:
-        """Equal sharing hasn't done all that the flow was served or asks for, as far as that is known: what still runs
-        may take any time."""
+        """Whether the virtual device still has work of the flow, as far as is known. A running request's end is
+        unknown, so it counts as busy."""
         if flow.running or flow.done_at > virtual:
             return True
         reached = flow.done_at

@@ -1,4 +1,4 @@
-"""What the scheduler remembers of a step until its outcome comes. A plain record; knows no decisions."""
+"""What the scheduler keeps of a launched step until its outcome comes. A plain record; makes no decisions."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from agentspec.types import CheckpointKind
 
 @dataclass(slots=True)
 class Flight:
-    """A launched step: who was in it, so that its outcome finds them."""
+    """A launched step and the requests in it."""
 
     plan: StepPlan
     occupants: dict[int, Request] = field(default_factory=dict)
     chunks: list[tuple[Request, list[tuple[int, int, CheckpointKind]]]] = field(default_factory=list)
-    """Each chunk's request, and the checkpoints it leaves: (length, row, kind)."""
+    """Each chunk's request, and the checkpoints that it leaves: (length, row, kind)."""
     requests: dict[Request, None] = field(default_factory=dict)
-    """Everyone who takes part, each once; the order is that in which they are let go. A set's would be that of
-    addresses, another one in each run."""
+    """All requests in the step, each once, in the order in which they are released. Not a set: a set's order would
+    differ between runs."""
     copies: CopyOrders = field(default_factory=CopyOrders)
-    """To be started before the plan. Nothing in the plan waits for them."""
+    """Started before the plan. Nothing in the plan waits for them."""

@@ -1,8 +1,7 @@
-"""Benchmarks only: drafts that are accepted at given rates, and outputs that requests bring with them.
+"""For benchmarks only: drafts that are accepted at given rates, and outputs that requests bring with them.
 
-Wraps the step, which knows nothing of it: behind the target's choice, ahead of the commit, it changes what was chosen;
-behind the step, what was drafted. The rest of the engine only says so (forced acceptance) or refuses what can't go with
-it.
+Wraps the step, which knows nothing of it: changes the target's tokens before the commit, and the drafts after the step.
+The rest of the engine only reports forced acceptance, or refuses what can't be combined with it.
 
 Shape letters: B slots, T columns, k drafts, K rates, S slots in the buffers, L positions.
 """
@@ -27,11 +26,11 @@ from agentspec.runtime.step_buffers import StepBuffers, stage
 
 
 class Forcing:
-    """What the slots of one executor are forced to say."""
+    """Forced acceptance and forced outputs of one executor's slots."""
 
     def __init__(self, buffers: StepBuffers, *, rates: Sequence[float] | None, allow_output: bool) -> None:
-        """rates: chance of each draft, given that those before it stand; None: the target decides. allow_output:
-        requests may bring their output."""
+        """rates: chance that a draft is accepted, given that those before it are; None: the target decides.
+        allow_output: requests may bring their output."""
         self._rate_K = None if rates is None else stage(rates, torch.float32, buffers.device)
         num_slots, num_pages = buffers.page_table_SP.shape
         shape = (num_slots, num_pages * buffers.block_tokens)
@@ -39,7 +38,7 @@ class Forcing:
         """int32. Tokens of forced outputs at their positions in the sequence. Padding -1 (the target chooses)."""
 
     def join(self, joins: Sequence[SlotJoin]) -> None:
-        """Take in the outputs of requests that enter a slot."""
+        """Store the forced outputs of requests that enter a slot."""
         if self._output_SL is None:
             return
         for join in joins:
@@ -60,12 +59,12 @@ class Forcing:
         num_drafted: int,
         **variant: Any,
     ) -> StepResult:
-        """As decode_step."""
+        """Like decode_step."""
         result = decode_step(
             model, drafter, buffers, slot_ids_B, num_drafted=num_drafted, choose=self._choose, **variant
         )
         if self._rate_K is not None and self._output_SL is not None:
-            # Whatever will be accepted must be the output.
+            # An accepted draft is emitted as it is, so it must be the forced token.
             outcome = OutcomeRows.of(result.outcome_BF)
             position_Bk = outcome.length_B[:, None] + torch.arange(1, num_drafted + 1, device=buffers.device)
             drafts_Bk = _forced(self._output_SL, slot_ids_B, position_Bk, outcome.drafts_Bk)
@@ -81,11 +80,11 @@ class Forcing:
         if self._rate_K is None:
             return chosen_BT
         return kernels.backend(buffers.device).force_acceptance(
-            buffers.slots_SF, buffers.limits_SF, slot_ids_B, chosen_BT, self._rate_K
+            buffers.slots_SF, buffers.sampling.limits_SF, slot_ids_B, chosen_BT, self._rate_K
         )
 
 
 def _forced(output_SL: Tensor, slot_ids_B: Tensor, position_BT: Tensor, tokens_BT: Tensor) -> Tensor:
-    """`tokens_BT`, int64, but for the positions whose tokens are given."""
+    """`tokens_BT`, int64, replaced by the forced tokens where there are any."""
     forced_BT = output_SL[slot_ids_B[:, None], position_BT]
     return torch.where(forced_BT < 0, tokens_BT, forced_BT.to(tokens_BT.dtype))

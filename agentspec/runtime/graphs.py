@@ -1,11 +1,11 @@
-"""The decode step as CUDA graphs: one for each (batch size, k, variant), recorded once and replayed from then on. And
-what records them, which runtime/prefill_graphs.py uses too.
+"""The decode step as CUDA graphs: one for each (batch size, k, variant), recorded once and then replayed. Also the
+recorder itself, which runtime/prefill_graphs.py uses too.
 
-Owns which graphs there are, their input (slot ids) and their outputs. Knows no plans, and nothing of what a step does:
-it is given the step as a function of slot ids and key.
+Owns the set of graphs, their input (slot ids) and their outputs. Knows no plans, and nothing of the step's content: it
+is given the step as a function of slot ids and key.
 
-All graphs of a recorder share one pool of memory, for they run one after the other on one stream. So the output of a
-graph stands only until the next one runs: whoever wants to keep it enqueues a copy first.
+All graphs of a recorder share one memory pool, since they run one after another on one stream. So a graph's output is
+valid only until the next graph runs; to keep it, enqueue a copy first.
 
 Shape letters: B slots in the step, T = k+1 columns, V vocabulary.
 """
@@ -29,11 +29,11 @@ Result = TypeVar("Result")
 STAGE = "capturing graphs"
 
 BYTES_A_GRAPH = 4 * 2**20
-"""What the driver and the pool keep for a graph of some hundred kernels, beside logits and activations. Measured: about
-2 MiB."""
+"""Memory that the driver and the pool keep for a graph of some hundred kernels, beside logits and activations.
+Measured: about 2 MiB."""
 
 _LOGITS_AT_ONCE = 3
-"""Tensors of the size of the logits that a sampled step may hold at the same time."""
+"""Tensors of the logits' size that a sampled step may hold at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,8 +41,8 @@ class GraphKey:
     batch_size: int
     num_drafted: int
     sampled: bool
-    """False: every slot is greedy, without penalties, bias and masks. True: the whole sampler, masks included; a slot
-    that needs none of it gets the same tokens from it as from the greedy variant."""
+    """False: every slot is greedy, without penalties, bias and masks. True: the whole sampler, masks included. A slot
+    that needs none of it gets the same tokens from both variants."""
 
 
 Step = Callable[[Tensor, GraphKey], StepResult]
@@ -50,19 +50,16 @@ Step = Callable[[Tensor, GraphKey], StepResult]
 
 
 class Recorder(Protocol):
-    """Makes something that can be replayed of a function."""
+    """Records functions for replay."""
 
     def record(self, step: Callable[[], StepResult]) -> tuple[Callable[[], None], StepResult]:
-        """(replay, result): each call of `replay` does what `step` did, and leaves its result in the same tensors."""
-        ...
+        """(replay, result): each call of `replay` repeats `step`, and leaves its result in the same tensors."""
 
     def record_writes(self, work: Callable[[], None]) -> Callable[[], None]:
-        """`replay` alone, for work that leaves nothing but what it wrote to the storage of others."""
-        ...
+        """Only `replay`, for work that returns nothing and writes only to memory it doesn't own."""
 
     def bytes_used(self) -> int:
-        """What all recordings keep on the device."""
-        ...
+        """Device memory of all recordings."""
 
 
 class CudaRecorder:
@@ -76,7 +73,8 @@ class CudaRecorder:
 
     def record(self, step: Callable[[], StepResult]) -> tuple[Callable[[], None], StepResult]:
         replay, result = self._capture(step)
-        # Owned logits could not share memory with those of the other graphs, and they are most of what a graph needs.
+        # Logits are most of a graph's memory. A tensor that owned them would keep other graphs from using the same
+        # memory.
         return replay, StepResult(outcome_BF=result.outcome_BF, logits_BTV=_unowned(result.logits_BTV))
 
     def record_writes(self, work: Callable[[], None]) -> Callable[[], None]:
@@ -86,18 +84,17 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            # A capture can neither compile nor load a kernel, nor make a library's workspace: a run of the same work
-            # does that first.
+            # A capture can neither compile nor load a kernel, nor allocate a library's workspace. Running the same work
+            # first does all that.
             work()
-            # torch.cuda.graph would wait for the device and give back all free memory, which the next work would ask
-            # for again. Other threads of the process may go on using the device meanwhile: only this thread's calls are
-            # part of the capture.
+            # torch.cuda.graph would wait for the device and free all unused memory, which the next work would allocate
+            # again. thread_local: other threads may keep using the device; only this thread's calls are captured.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 result = work()
             finally:
                 graph.capture_end()
-        # What comes next may write to what that run reads: the tables of prompts are one place for all sizes.
+        # Later work may overwrite what that run reads: the prompt tables of all sizes share one place.
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return graph.replay, result
 
@@ -111,7 +108,7 @@ class CudaRecorder:
 
 
 class _Address:
-    """Where a contiguous float32 tensor lies, in the form that torch takes as a tensor without owning its memory."""
+    """The address of a contiguous float32 tensor, in a form that torch accepts as a tensor without taking ownership."""
 
     def __init__(self, tensor: Tensor) -> None:
         assert tensor.is_contiguous()
@@ -125,13 +122,14 @@ class _Address:
 
 
 def _unowned(tensor: Tensor) -> Tensor:
-    """The same memory, which stays where it is as long as the graph's pool, but may be given to another graph of it."""
+    """A view of the same memory without ownership. It stays valid as long as the graph's pool, but other graphs of the
+    pool may reuse the memory."""
     return torch.as_tensor(_Address(tensor), device=tensor.device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphReport:
-    """What was captured, and what it cost."""
+    """The captured graphs, and their cost."""
 
     batch_sizes: tuple[int, ...]
     depths: tuple[int, ...]
@@ -143,11 +141,11 @@ class GraphReport:
     num_rides: int = 0
     """Graphs of prompt chunks in which windows ride."""
     num_late: int = 0
-    """Graphs, of all of these, that are still to be captured."""
+    """Graphs, of all of these, that are not captured yet."""
     device_bytes: int
-    """Of those that are captured."""
+    """Of the captured ones."""
     seconds: float
-    """For those that are captured."""
+    """For the captured ones."""
 
     def __str__(self) -> str:
         sizes, depths, chunks = (
@@ -167,37 +165,37 @@ class _Graph:
     slot_ids_B: Tensor
     """int64. Static input."""
     slot_ids: list[int]
-    """The host's copy of it, as the last replay will have seen it."""
+    """The host's copy of the input, as of the last replay."""
     replay: Callable[[], None]
     result: StepResult
     """Static output."""
 
 
 class StepGraphs:
-    """Every graph that an engine may need, each recorded by its first step at the latest: no step is run eagerly."""
+    """All decode-step graphs of an engine. Each is recorded by its first step at the latest: no step runs eagerly."""
 
     def __init__(
         self, step: Step, recorder: Recorder, *, max_running: int, depths: Sequence[int], device: torch.device
     ) -> None:
-        """depths: the values of k that steps may have. The slot after the last running one is the padding slot, which
-        is always inert, so recording changes nothing."""
+        """depths: values of k that steps may have. The slot after the last running one is the padding slot, which is
+        always inert, so recording changes nothing."""
         self._step, self._recorder, self._device = step, recorder, device
         self._padding_slot = max_running
         self._sizes = batch_sizes(max_running)
-        # The largest first: what it took and gave back holds everything that the smaller ones need.
+        # The largest first: the smaller ones then fit into the memory that it took from the pool and gave back.
         self._keys = sorted(
             graph_keys(max_running, depths), key=lambda key: key.batch_size * (key.num_drafted + 1), reverse=True
         )
         self._graphs: dict[GraphKey, _Graph] = {}
 
     def recordings(self) -> dict[GraphKey, Callable[[], object]]:
-        """By key, the largest first: what records the graph. Does nothing about one that is there."""
+        """By key, the largest first: a function that records the graph, and does nothing if it is recorded."""
         return {key: partial(self._graph, key) for key in self._keys}
 
     def run(self, slots: Sequence[int], *, num_drafted: int, sampled: bool) -> StepResult:
-        """Enqueue one step. The result has one row a slot of `slots`, and stands until the next call.
+        """Enqueue one step. The result has one row per slot of `slots`, and is valid until the next call.
 
-        Raises KeyError if no graph is meant for it."""
+        Raises KeyError for a key that the engine has no graph for."""
         size = self.batch_size(len(slots))
         graph = self._graph(GraphKey(batch_size=size, num_drafted=num_drafted, sampled=sampled))
         padded = [*slots, *[self._padding_slot] * (size - len(slots))]
@@ -208,7 +206,7 @@ class StepGraphs:
         return graph.result.first(len(slots))
 
     def batch_size(self, num_slots: int) -> int:
-        """The captured size that so many slots are filled up to."""
+        """The captured size that num_slots slots are padded to."""
         return next((size for size in self._sizes if size >= num_slots), num_slots)
 
     def _graph(self, key: GraphKey) -> _Graph:
@@ -223,7 +221,7 @@ class StepGraphs:
 
 
 def graph_keys(max_running: int, depths: Sequence[int]) -> list[GraphKey]:
-    """Of every graph of decode steps."""
+    """Keys of all decode-step graphs."""
     return [
         GraphKey(batch_size=size, num_drafted=num_drafted, sampled=sampled)
         for size, num_drafted, sampled in product(batch_sizes(max_running), depths, (True, False))
@@ -231,12 +229,12 @@ def graph_keys(max_running: int, depths: Sequence[int]) -> list[GraphKey]:
 
 
 def batch_sizes(max_running: int) -> tuple[int, ...]:
-    """Sizes that are captured: powers of two, and `max_running` itself."""
+    """Captured batch sizes: powers of two, and `max_running` itself."""
     return *(1 << power for power in range((max_running - 1).bit_length())), max_running
 
 
 def graph_bytes(*, vocab_size: int, max_running: int, max_draft_tokens: int) -> int:
-    """About what the graphs of an engine's decode steps will take on the device, before there are any."""
+    """Estimated device memory of an engine's decode-step graphs, before they are recorded."""
     num_columns = max_draft_tokens + 1
     num_graphs = 2 * len(batch_sizes(max_running)) * num_columns
     return (

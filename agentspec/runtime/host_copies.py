@@ -1,22 +1,23 @@
-"""Carries out the cache's copy orders: rows and pages between the model's pools and their twins in the host's memory.
+"""Carries out the cache's copy orders: state rows and KV pages, between the model's pools and their copies in host
+memory.
 
-On CUDA the copies run on two streams of their own, one for each direction, beside the steps: the copy engines do them,
-no kernel. What is to be copied is complete when it is ordered, and what a copy overwrites is in nobody's use then but
-that of steps launched before; so each order waits for what had been launched before it, and steps never wait for an
-order. Copies to the host wait for those to the device (cache/host_tier.py says why).
+On CUDA the copies run beside the steps, on two streams, one for each direction. They use the copy engines and no
+kernel. When a copy is ordered its source is complete, and its target is used by no step but those launched before. So
+each order waits for the work launched before it, and no step waits for an order. Copies to the host wait for copies to
+the device (cache/host_tier.py explains why).
 
-A call enqueues a bounded number of copies, so that no step is late for a long order; the rest follows with the next
-calls. Knows nothing of requests, and decides nothing.
+A call enqueues a bounded number of copies, so a long order delays no step; later calls enqueue the rest. Knows nothing
+of requests, and decides nothing.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
-from typing import NamedTuple
+from itertools import chain, islice
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,35 +27,30 @@ from agentspec.errors import ConfigError
 from agentspec.models.protocol import StepModel
 
 COPIES_AT_ONCE = 128
-"""Copies that one call enqueues at most: about a millisecond of the host's time. A copy is a run of neighbouring pages,
-or one row, in one layer."""
+"""Most copies that one call enqueues: about a millisecond of host time. A copy is one row, or a run of neighbouring
+pages, in one layer."""
 
 _ALIGNMENT = 4096
+
+_Pools: TypeAlias = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""The tensors of a pool, and tensors of the same shape elsewhere: element i of each is a part of row (or page) i."""
 
 STAGE = "locking host memory"
 
 
 class CopyProgress(NamedTuple):
-    """Orders that have been carried out, in each direction: all up to these numbers."""
+    """Completed orders in each direction: all up to these numbers."""
 
     to_host: int
     to_device: int
 
 
-class _Twins(NamedTuple):
-    """The parts of the model's pools, and as many like them in the host's memory: element i of each is a part of row,
-    or page, i."""
-
-    on_device: Sequence[Tensor]
-    on_host: Sequence[Tensor]
-
-
 class HostCopies:
-    """Twins of a model's pools, and the copies between them."""
+    """Host copies of a model's pools, and the transfers between them."""
 
     def __init__(self, model: StepModel, memory: HostMemory, device: torch.device) -> None:
-        """Allocates the host's memory. Where the device is a GPU a thread begins to lock it: see `await_memory`. Call
-        after model.allocate."""
+        """Allocate the host memory. On a GPU, a thread begins to page-lock it: see `await_memory`. Call after
+        model.allocate."""
         rows, pages = model.row_tensors(), model.page_tensors()
         shapes = [(memory.num_rows, tensor) for tensor in rows] + [(memory.num_pages, tensor) for tensor in pages]
         memory_B, twins = _allocate(
@@ -66,44 +62,36 @@ class HostCopies:
             self._locking = beside.submit(_lock, memory_B, device)
             beside.shutdown(wait=False)
             weakref.finalize(self, _unlock, self._locking, memory_B)
-        self._rows = _Twins(rows, twins[: len(rows)])
-        self._pages = _Twins(pages, twins[len(rows) :])
+        rows_on_host, pages_on_host = twins[: len(rows)], twins[len(rows) :]
         self._device = device
-        self._to_host, self._to_device = _Lane(device), _Lane(device)
+        self._to_host = _Lane(device, (pages, pages_on_host), (rows, rows_on_host))
+        self._to_device = _Lane(device, (pages_on_host, pages), (rows_on_host, rows))
 
     def await_memory(self) -> None:
-        """Until the memory is locked, which takes seconds; `launch` does so too. Raises ConfigError if that is
-        refused."""
+        """Wait until the memory is page-locked, which takes seconds; `launch` waits too. Raises ConfigError if the
+        system refuses."""
         if self._locking is not None:
             self._locking.result()
 
     @torch.inference_mode()
     def launch(self, orders: CopyOrders) -> None:
-        """Start the orders, in their order. Never waits for the device."""
+        """Start the orders, in the given order. Never waits for the device, once the memory is locked."""
         self.await_memory()
         launched = _moment(self._device)
         for order in orders.to_device:
-            parts = (
-                _parts(self._pages.on_host, self._pages.on_device, order.pages),
-                _parts(self._rows.on_host, self._rows.on_device, order.rows),
-            )
-            self._to_device.add(order, parts, launched)
+            self._to_device.add_order(order, launched)
         for order in orders.to_host:
-            parts = (
-                _parts(self._pages.on_device, self._pages.on_host, order.pages),
-                _parts(self._rows.on_device, self._rows.on_host, order.rows),
-            )
-            self._to_host.add(order, parts, launched)
+            self._to_host.add_order(order, launched)
         self._enqueue()
 
     @torch.inference_mode()
     def poll(self) -> CopyProgress:
-        """Go on with what was started; says what is done. Never waits for the device."""
+        """Enqueue more of the started orders; returns which are complete. Never waits for the device."""
         self._enqueue()
         return CopyProgress(to_host=self._to_host.num_done(), to_device=self._to_device.num_done())
 
     def close(self) -> None:
-        """Wait for the copies that run."""
+        """Wait for the copies that are running."""
         self._to_device.wait()
         self._to_host.wait()
 
@@ -115,9 +103,11 @@ class HostCopies:
 
 
 class _Lane:
-    """Copies in one direction, one after the other."""
+    """Copies in one direction, one after another."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, pages: _Pools, rows: _Pools) -> None:
+        """pages, rows: the tensors to copy from and to."""
+        self._pages, self._rows = pages, rows
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._waiting: deque[tuple[CopyOrder, Iterator[tuple[Tensor, Tensor]], torch.cuda.Event | None]] = deque()
         self._enqueued: deque[tuple[int, torch.cuda.Event | None]] = deque()
@@ -127,14 +117,13 @@ class _Lane:
     def has_work(self) -> bool:
         return bool(self._waiting)
 
-    def add(
-        self, order: CopyOrder, parts: Iterable[Iterator[tuple[Tensor, Tensor]]], after: torch.cuda.Event | None
-    ) -> None:
-        self._waiting.append((order, (pair for some in parts for pair in some), after))
+    def add_order(self, order: CopyOrder, after: torch.cuda.Event | None) -> None:
+        pairs = chain(_parts(*self._pages, order.pages), _parts(*self._rows, order.rows))
+        self._waiting.append((order, pairs, after))
 
     def enqueue(self, limit: int) -> int:
-        """Enqueue up to `limit` copies. Returns how many more it might have been."""
-        with torch.cuda.stream(self._stream):  # no stream: no-op
+        """Enqueue up to `limit` copies. Returns how much of the limit is left."""
+        with torch.cuda.stream(self._stream):  # None (no CUDA): does nothing
             while self._waiting and limit:
                 order, pairs, after = self._waiting[0]
                 if after is not None and self._stream is not None:
@@ -144,7 +133,7 @@ class _Lane:
                     target.copy_(source, non_blocking=True)
                     num_copies += 1
                 if num_copies == limit:
-                    return 0  # perhaps there is nothing left of it: the next call will see
+                    return 0  # it may be complete; the next call finds out
                 limit -= num_copies
                 self._waiting.popleft()
                 self._enqueued.append((order.number, None if self._stream is None else self._stream.record_event()))
@@ -168,7 +157,7 @@ class _Lane:
 def _parts(
     sources: Sequence[Tensor], targets: Sequence[Tensor], ids: list[tuple[int, int]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(target, source) of each copy: runs of ids that are neighbours on both sides are copied at once."""
+    """(target, source) of each copy. Runs of ids that are neighbours on both sides become one copy."""
     runs: list[list[int]] = []
     for source, target in ids:
         if runs and source == runs[-1][0] + runs[-1][2] and target == runs[-1][1] + runs[-1][2]:
@@ -181,12 +170,13 @@ def _parts(
 
 
 def _moment(device: torch.device) -> torch.cuda.Event | None:
-    """Now, in the order of steps."""
+    """An event at this point of the stream on which steps run; None without CUDA."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def _allocate(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]) -> tuple[Tensor, list[Tensor]]:
-    """Tensors in one piece of memory, and that piece, uint8: torch's own locked memory comes in powers of two only."""
+    """Allocate tensors in one block of memory; also returns the block, uint8. torch's own pinned memory rounds each
+    block up to a power of two."""
     sizes = [
         -(-torch.Size(shape).numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         for shape, dtype in zip(shapes, dtypes, strict=True)
@@ -201,7 +191,7 @@ def _allocate(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]) 
 
 def _lock(memory_B: Tensor, device: torch.device) -> None:
     with torch.cuda.device(device):
-        memory_B.zero_()  # by all cores: locking would ask for the pages one after the other
+        memory_B.zero_()  # touches the pages on all cores; locking would fault them in one by one
         status = int(torch.cuda.cudart().cudaHostRegister(memory_B.data_ptr(), memory_B.nbytes, 0))
     if status:
         reason = f"the system doesn't lock so much memory for the device (CUDA error {status}); 0 does without"
@@ -209,7 +199,7 @@ def _lock(memory_B: Tensor, device: torch.device) -> None:
 
 
 def _unlock(locking: Future[None], memory_B: Tensor) -> None:
-    """`memory_B` comes along so that it lives until now."""
+    """`memory_B` is an argument so that it stays alive until now."""
     if locking.exception() is None:
         torch.cuda.synchronize()
         torch.cuda.cudart().cudaHostUnregister(memory_B.data_ptr())

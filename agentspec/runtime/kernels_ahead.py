@@ -1,9 +1,9 @@
-"""Kernels before they are needed: engine/kernel_worker.py lists and compiles them in a process of its own while the
-engine loads its weights.
+"""Compiles an engine's kernels ahead of their first launch: a separate process (engine/kernel_worker.py) lists and
+compiles them while the engine loads its weights.
 
-Owns that process, and the note in the compiler's cache which says that everything for such an engine is there: with it
-nothing is started. Knows no compiler but by kernels.KernelCompiler. A kernel that is missing in spite of all this is
-compiled at its first launch.
+Owns that process, and the note in the compiler's cache that marks an engine's kernels as complete: if the note exists,
+no process is started. Uses the compiler only through kernels.KernelCompiler. A kernel that is still missing is compiled
+at its first launch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from agentspec.types import Progress
 logger = logging.getLogger("agentspec")
 
 WORKER = ("-P", "-m", "agentspec.engine.kernel_worker")
-"""What Python runs in the process. -P: the working directory is no place to import from."""
+"""Python's arguments for the process. -P: don't import from the working directory."""
 
 _PACKAGE = Path(__file__).parents[1]
 _ROOMS = ("kernels", "models", "mtp", "runtime")
@@ -43,20 +43,20 @@ _SETTINGS = (
     "force_acceptance",
     "allow_forced_output",
 )
-"""Those that change which kernels are launched."""
+"""Settings that change which kernels are launched."""
 
 
 class KernelJob(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine whose kernels are wanted."""
+    """The engine whose kernels are to be compiled."""
 
     config: EngineConfig
     model_dir: str
     machine: kernels.Machine
     max_pages: int | None = None
-    """Of a sequence, where memory allows less than the whole context; None: it doesn't."""
+    """Pages of a sequence, where memory holds less than the whole context; None: the whole context fits."""
 
     def note(self) -> str:
-        """A name for everything that decides which kernels there are, Triton's own part of it apart."""
+        """The name of the note: a hash of everything that decides which kernels exist, except Triton's own part."""
         digest = hashlib.sha256()
         settings = {name: getattr(self.config, name) for name in _SETTINGS}
         digest.update(msgspec.json.encode([settings, self.machine, self.max_pages]))
@@ -68,7 +68,7 @@ class KernelJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stage(msgspec.Struct, frozen=True, tag="stage"):
-    """A line of the worker: what it is at, as a types.Progress is told."""
+    """A progress line of the worker, with the arguments of types.Progress."""
 
     name: str
     done: int
@@ -80,12 +80,12 @@ class KernelReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
 
     num_kernels: int
     num_compiled: int
-    """Those that were not in the cache."""
+    """Kernels that were not in the cache."""
     failures: tuple[str, ...] = ()
 
 
 class KernelsAhead:
-    """The kernels of one engine, on their way into the compiler's cache from the moment when this is made."""
+    """The compilation of one engine's kernels into the compiler's cache. Starts when the object is made."""
 
     def __init__(
         self,
@@ -96,11 +96,11 @@ class KernelsAhead:
         worker: Sequence[str] = WORKER,
         believe_note: bool = True,
     ) -> None:
-        """progress: is called from a thread. compiler: None: that of `kernels.compiler`. believe_note: False: look for
-        each kernel."""
+        """progress: called from a thread. compiler: None: the one of `kernels.compiler`. believe_note: False: look up
+        each kernel even if there is a note."""
         self.job = job
         self.report: KernelReport | None = None
-        """What was done; None as long as that isn't known, and where a note said that there was nothing to do."""
+        """What was done; None until the worker has ended, and if a note made it unnecessary."""
         compiler = kernels.compiler() if compiler is None else compiler
         self._progress = progress
         self._process: subprocess.Popen[bytes] | None = None
@@ -119,8 +119,8 @@ class KernelsAhead:
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until every kernel is in the cache, as far as that can be, for `timeout` seconds at most. Returns whether
-        that is so."""
+        """Wait until every kernel that compiles is in the cache, for `timeout` seconds at most. Returns whether the
+        worker is done."""
         if self._thread is None:
             return True
         self._thread.join(timeout)
@@ -130,7 +130,7 @@ class KernelsAhead:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """End the process, if it still runs: a start failed meanwhile."""
+        """Kill the process if it still runs, as it does when the engine's start has failed."""
         if self._process is not None:
             self._process.kill()
         self.wait()
@@ -138,7 +138,7 @@ class KernelsAhead:
     def _follow(self, process: subprocess.Popen[bytes], job: KernelJob) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
-        with process, suppress(BrokenPipeError):  # it died at once: there will be no line
+        with process, suppress(BrokenPipeError):  # the process died at once; it writes no line
             process.stdin.write(msgspec.json.encode(job))
             process.stdin.close()
             for line in process.stdout:

@@ -1,7 +1,7 @@
-"""`min_tokens` as a constraint: no stop id before so many tokens, whatever else is demanded of the output. No torch.
+"""`min_tokens` as a constraint: no stop id before that many tokens, on top of any grammar. No torch.
 
-Stop ids that may not come yet are banned by the masks of a window, as a grammar bans tokens: nothing is drawn against
-them, and no draft of one is accepted. Stop strings are the detokenizer's.
+Stop ids that may not come yet are banned by the window's masks, as a grammar bans tokens: they are never sampled, and
+no draft of one is accepted. Stop strings are handled by the detokenizer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ class LeastTokens:
     """Implements constraint.Constraint, alone or on top of a grammar's."""
 
     def __init__(self, inner: Constraint | None, *, num_tokens: int, stop_ids: Sequence[int], vocab_size: int) -> None:
-        """inner: what else holds; None: nothing. num_tokens: how many must come before one of `stop_ids`."""
+        """inner: the grammar's constraint; None: there is none. num_tokens: how many must come before one of
+        `stop_ids`."""
         self.inner = inner
         self._num_left = num_tokens
         self._first_emptied: int | None = None
@@ -29,7 +30,7 @@ class LeastTokens:
 
     @property
     def is_met(self) -> bool:
-        """So many tokens came: from now on only `inner` holds."""
+        """Enough tokens came: from now on only `inner` applies."""
         return self._num_left <= 0
 
     def masks(self, drafts: Sequence[int]) -> MaskRows:
@@ -47,7 +48,7 @@ class LeastTokens:
             self.inner.advance(token_ids)
 
     def emptied(self, column: int) -> bool:
-        """The last masks allow nothing after this column, and without the ban on stop ids they would."""
+        """Whether the ban on stop ids is what leaves no allowed token after this column, by the last masks."""
         return self._first_emptied == column
 
     def free_rows(self, num_rows: int) -> MaskRows:

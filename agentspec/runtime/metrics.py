@@ -1,17 +1,18 @@
-"""Counters of the whole engine, as `engine.stats()` and `/stats` show them: plain numbers, written by the scheduler and
-the step loop."""
+"""Counters of the whole engine, shown by `engine.stats()` and `/stats`: plain numbers, written by the scheduler and the
+step loop."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from agentspec.types import FinishReason
 from agentspec.wire import Usage
 
 GAP_BOUNDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0)
-"""Seconds: upper bounds, inclusive, of the groups in which gaps are counted; a last group has those above."""
+"""Seconds: inclusive upper bounds of the gap histogram's groups; a last group counts longer gaps."""
 
 _FINE_BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
 _VLLM_BOUNDS = (
@@ -38,18 +39,18 @@ _VLLM_BOUNDS = (
     7680.0,
 )
 REQUEST_BOUNDS = _FINE_BOUNDS + _VLLM_BOUNDS
-"""Seconds, for parts of a request: those that vLLM has, and some below."""
+"""Seconds, for parts of a request: vLLM's bounds, and some finer ones below."""
 
 STEP_TOKEN_BOUNDS = (1.0, *(2.0**power for power in range(3, 15)))
 
 
 @dataclass(slots=True)
 class Histogram:
-    """Observations by upper bound, inclusive."""
+    """Counts of observations, grouped by inclusive upper bounds."""
 
     bounds: tuple[float, ...]
     counts: list[int] = field(default_factory=list)
-    """One for each bound, not cumulated; the last for what exceeds them all."""
+    """One per bound, not cumulative; the last counts values above all bounds."""
     sum: float = 0.0
 
     def __post_init__(self) -> None:
@@ -60,13 +61,12 @@ class Histogram:
         self.sum += value
 
 
-def _of_requests() -> Histogram:
-    return Histogram(REQUEST_BOUNDS)
+_of_requests = partial(Histogram, REQUEST_BOUNDS)
 
 
 @dataclass(slots=True)
 class EngineMetrics:
-    """Everything counts since the engine started."""
+    """All counts are since the engine started."""
 
     requests: int = 0
     finished: dict[str, int] = field(default_factory=lambda: {reason.value: 0 for reason in FinishReason})
@@ -74,38 +74,38 @@ class EngineMetrics:
     steps: int = 0
     """Launched plans."""
     first_slots: int = 0
-    """First steps, slot by slot: tokens that came with the prompt."""
+    """First steps, counted per slot: each gives the token after a prompt."""
     decode_steps: int = 0
     """Launched plans with at least one decoding slot."""
     decode_slots: int = 0
-    """Slots over all decode steps."""
+    """Slots, summed over all decode steps."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Prompt tokens that came from the prefix cache, at first admission."""
+    """Prompt tokens from the prefix cache, counted at first admission."""
     prefill_tokens: int = 0
-    """Tokens that prefill computed, those after a preemption included."""
+    """Tokens that prefill computed, including those computed again after a preemption."""
     emitted_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     checkpoints_skipped: int = 0
-    """Wanted checkpoints for which no row could be had."""
+    """Checkpoints left out because no row was free."""
     gap_counts: list[int] = field(default_factory=lambda: [0] * (len(GAP_BOUNDS) + 1))
-    """Times between two steps of a running stream, as the host had their results, by GAP_BOUNDS."""
+    """Times between two steps of a running stream, when the host had their results, by GAP_BOUNDS."""
     gap_seconds: float = 0.0
     """Their sum."""
     longest_gap_seconds: float = 0.0
     queue_seconds: Histogram = field(default_factory=_of_requests)
-    """From a request's arrival to the first step that computes some of its prompt, copies from the host's memory
-    included. This and the next three are observed when a request ends, each if it came so far; see
+    """From a request's arrival to the first step that computes some of its prompt, including copies from host memory.
+    This and the next three are observed when a request ends, each if the request got that far; see
     runtime/request_times.py."""
     prompt_seconds: Histogram = field(default_factory=_of_requests)
-    """From there to its first token, as the host had it."""
+    """From that step to the first token, when the host had it."""
     decode_seconds: Histogram = field(default_factory=_of_requests)
-    """From there to its last token."""
+    """From the first token to the last."""
     inference_seconds: Histogram = field(default_factory=_of_requests)
-    """Both together."""
+    """Prompt and decode together."""
     step_tokens: Histogram = field(default_factory=lambda: Histogram(STEP_TOKEN_BOUNDS))
-    """Of a step: tokens that prefill computed, and tokens that were emitted."""
+    """Tokens per step: computed by prefill, plus emitted."""
 
     def count_gap(self, seconds: float) -> None:
         self.gap_counts[bisect_left(GAP_BOUNDS, seconds)] += 1

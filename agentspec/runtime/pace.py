@@ -1,11 +1,11 @@
-"""How many prompt tokens a step may compute: a fixed budget, or what fits under the longest gap that streams may have,
-by measured times.
+"""How many prompt tokens a step may compute: a fixed budget, or as many as measured times say fit under the longest
+allowed gap between a stream's tokens.
 
-An agent waits for whole turns, so prompts go first and in pieces as large as the gap allows: every piece reads all
-weights again, and every stream that joins sooner shares its steps with the others sooner. The gap is a ceiling, never a
-target: what is short goes whole and takes what it takes.
+An agent waits for whole turns, so prompts go first, in chunks as large as the gap allows: every chunk reads all weights
+again, and a stream that joins sooner shares more steps with the others. The gap is a limit, not a target: a short
+prompt runs whole and takes only the time it needs.
 
-Owns the estimate of what a pass takes. Knows nothing of requests, models or tensors: no torch, no clock, no randomness.
+Owns the estimate of a pass's time. Knows nothing of requests, models or tensors: no torch, no clock, no randomness.
 """
 
 from __future__ import annotations
@@ -19,49 +19,50 @@ from typing import Protocol, Self
 from agentspec.runtime.plan import StepOutcome, StepPlan
 
 LARGEST_PASS = 8192
-"""Tokens of a pass at most: more at once make no product faster, and a pass's activations are as long."""
+"""Most tokens of a pass: matrix products get no faster beyond it, while the pass's activations keep growing."""
 CPU_BUDGET = 512
-"""Prompt tokens a step on a CPU, whoever decodes: there a decode step waits for arithmetic too, and small pieces make
-every answer later."""
+"""Prompt tokens per step on a CPU, whether or not slots decode. A decode step on a CPU is bound by arithmetic too, so
+small chunks would only delay every answer."""
 DEFAULT_MAX_GAP = 0.1
-"""Seconds. A person who reads along needs ten tokens a second; an agent needs its turn."""
+"""Seconds. A person reading along needs ten tokens per second; an agent only needs its turn to end soon."""
 
 _MARGIN = 0.88
-"""Share of the gap that is given out: first steps, tables and what an estimate is wrong by take the rest."""
+"""Share of the gap that is handed out. The rest covers first steps, building tables and the estimate's error."""
 _DECODE_SHARE = 0.2
-"""Share of the gap that a decode step is taken for, while none was measured."""
+"""Assumed share of the gap that a decode step takes, until one is measured."""
 _FIRST_TOKENS = 256
-"""Of a pass beside running streams, while nothing was measured."""
+"""Tokens of a pass beside running streams, until a pass is measured."""
 _ATTENTION_TOKENS = 65_536
-"""Context at which attention over it costs a token as much as everything else: about what the family's layers come to.
-Only the way from one measurement to the next context depends on it."""
+"""Context length at which attention costs a token as much as everything else: a rough value for the family's layers. It
+only affects extrapolation from a measured context to the next."""
 _FIXED_TOKENS = 192
-"""A pass's fixed cost, in tokens: weights are read once, however few tokens there are. Only the way from a pass to a
-smaller one depends on it; a larger one is reckoned without."""
+"""A pass's fixed cost in tokens: the weights are read once, however few tokens there are. It only affects extrapolation
+from a pass to a smaller one; extrapolation to a larger one ignores it."""
 _TIMINGS = 3
-"""Times kept per size; the median stands for them, so one slow step changes nothing."""
+"""Times kept per size. Their median is used, so one slow step has no effect."""
 _DECODE_TIMINGS = 8
-"""The same for decode steps, of which the longest counts: batches grow while prompts come in."""
+"""Decode times kept. Their maximum is used, since batches grow while prompts are computed."""
 _RIDES = 4
-"""So many passes in a row with which the windows rode, and the next is taken to be another one."""
+"""After this many passes in a row with riding windows, the next pass is expected to have them too."""
 _FORGET_AFTER = 256
-"""Measured passes after which a size that wasn't used is as good as never tried."""
+"""A size is forgotten after this many measured passes without it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimes:
-    """What one step took."""
+    """What a step did, and how long it took."""
 
     chunks: Sequence[tuple[int, int]] = ()
     """(start, tokens) of each prompt chunk."""
     contexts: Sequence[int] = ()
     """Tokens in the state of each slot that verified a window."""
     prefill_seconds: float = 0.0
-    """Of all chunks. 0: there were none, or they were not measured."""
+    """Time of all chunks. 0: there were none, or they were not measured."""
     decode_seconds: float = 0.0
-    """Of the windows. 0: there were none, or they were not measured."""
+    """Time of the windows. 0: there were none, or they were not measured."""
     rode: bool = False
-    """The windows' forward ran with the chunks: its time is theirs, and `decode_seconds` is of the rest."""
+    """The windows' forward ran with the chunks: `prefill_seconds` includes it, and `decode_seconds` is the rest of the
+    step."""
 
     @classmethod
     def of(cls, plan: StepPlan, outcome: StepOutcome) -> Self:
@@ -76,11 +77,11 @@ class StepTimes:
 
 
 class Room:
-    """What the prompt pass of one step may still take. Costs are tokens or seconds, as the pace counts."""
+    """What is left of one step's prompt pass. Costs are in tokens or seconds, depending on the pace."""
 
     def __init__(self, cost: Callable[[int, float], float], capacity: float, *, most_tokens: int, tile: int) -> None:
-        """cost: of a pass of so many tokens with so many pairs of a token and one that it attends to. tile: tokens that
-        a chunk which doesn't end its prompt is a multiple of, where there is room for more than one block."""
+        """cost: of a pass, given its tokens and its pairs of a token and one it attends to. tile: a chunk that doesn't
+        end its prompt is a multiple of this many tokens, where more than one block fits."""
         self._cost = cost
         self._capacity = capacity
         self._most_tokens = most_tokens
@@ -89,7 +90,7 @@ class Room:
         self._pairs = 0.0
 
     def fit(self, start: int, wanted: int, *, share: float = 1.0) -> int:
-        """Of the next `wanted` tokens behind `start`, those that fit into `share` of what is left."""
+        """How many of the next `wanted` tokens after `start` fit into `share` of what is left."""
         used = self._cost(self._tokens, self._pairs) if self._tokens else 0.0
         limit = used + max(self._capacity - used, 0.0) * share
         most = min(wanted, int((self._most_tokens - self._tokens) * share))
@@ -104,7 +105,7 @@ class Room:
         return low * self._tile
 
     def part(self, chunks: Iterable[tuple[int, int]]) -> float:
-        """The share of what is left that all of these would take; 1 if that is more than there is."""
+        """The share of what is left that all of these chunks (start, tokens) would take; at most 1."""
         tokens, pairs = self._tokens, self._pairs
         for start, count in chunks:
             tokens, pairs = tokens + count, pairs + num_pairs(start, count)
@@ -114,7 +115,7 @@ class Room:
         by_cost = (self._cost(tokens, pairs) - used) / left if left > 0 else 1.0
         return min(max(by_tokens, by_cost), 1.0)
 
-    def take(self, start: int, count: int) -> None:
+    def take_chunk(self, start: int, count: int) -> None:
         self._tokens += count
         self._pairs += num_pairs(start, count)
 
@@ -127,25 +128,23 @@ class Room:
 
 
 def _room_of_tokens(budget: int, block_tokens: int) -> Room:
-    """Room for so many tokens, whatever they attend to."""
+    """Room for a number of tokens, whatever they attend to."""
     return Room(lambda tokens, pairs: tokens, budget, most_tokens=budget, tile=block_tokens)
 
 
 def num_pairs(start: int, count: int) -> float:
-    """Pairs of a token and one that it attends to, of `count` tokens behind `start`."""
+    """Pairs of a token and one it attends to, for `count` tokens after `start`."""
     return count * (start + (count + 1) / 2)
 
 
 class Pace(Protocol):
-    """What the scheduler asks for the room of each step's prompt pass."""
+    """How the scheduler gets the room of each step's prompt pass."""
 
     def open(self, *, streams_run: bool) -> Room:
-        """streams_run: somebody decodes already, and waits for this step."""
-        ...
+        """The room of the next pass. streams_run: some slot decodes already, and waits for this step."""
 
     def observe(self, times: StepTimes) -> None:
-        """Learn from a step that is done."""
-        ...
+        """Learn from a completed step."""
 
 
 class FixedPace:
@@ -159,15 +158,15 @@ class FixedPace:
         return _room_of_tokens(self._budget, self._block)
 
     def observe(self, times: StepTimes) -> None:
-        """There is nothing to learn."""
+        """Nothing to learn."""
 
 
 @dataclass(slots=True)
 class _Size:
-    """Measured passes of about one size."""
+    """Measured passes of about the same size."""
 
     timings: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_TIMINGS))
-    """(seconds for each token of the work, the work in tokens that attend to nothing)."""
+    """(seconds per token of work, tokens of work), see `_work`."""
     last_measured: int = 0
 
     def seconds(self, work: float) -> float:
@@ -178,24 +177,24 @@ class _Size:
 
 
 class GapPace:
-    """As much as a pass can hold while nobody decodes; else what fits, beside a decode step, under the longest gap that
-    a stream may have.
+    """The largest pass while no slot decodes; otherwise as many tokens as fit, beside a decode step, under the longest
+    gap that a stream may have.
 
-    Passes are known by size, in powers of two. One that was never tried is reckoned from the next smaller one that was,
-    and only the next size up is tried at a time; context makes a pass dearer, and a time counts for the context that it
-    was measured at."""
+    Passes are grouped by size, in powers of two. The time of an untried size is estimated from the next smaller
+    measured one, and sizes grow by one power at a time. Attention to context makes a pass slower, so each time is kept
+    with the work it was measured at."""
 
     def __init__(self, max_gap: float, *, block_tokens: int, largest: int = LARGEST_PASS) -> None:
-        """max_gap: seconds between two steps of a running stream. largest: tokens of any pass."""
+        """max_gap: seconds between two steps of a running stream. largest: most tokens of any pass."""
         self._max_gap = max_gap
         self._block = block_tokens
         self._largest = max(largest // block_tokens, 1) * block_tokens
         self._sizes: dict[int, _Size] = {}
         """By the bit length of the number of tokens."""
         self._decode_seconds: deque[float] = deque(maxlen=_DECODE_TIMINGS)
-        """Of whole steps."""
+        """Of whole decode steps."""
         self._rest_seconds: deque[float] = deque(maxlen=_RIDES)
-        """Of steps whose windows rode, since the last pass without those of its step."""
+        """Of the remaining part of steps whose windows rode, since the last pass whose windows didn't ride."""
         self._num_measured = 0
 
     def open(self, *, streams_run: bool) -> Room:
@@ -203,7 +202,7 @@ class GapPace:
             return _room_of_tokens(self._largest, self._block)
         if not self._sizes:
             return _room_of_tokens(min(_FIRST_TOKENS, self._largest), self._block)
-        # A matrix product works on tiles of two blocks: what lies between costs as much as the next tile.
+        # Matrix products work on tiles of two blocks: a partly filled tile costs as much as a full one.
         tile = 2 * self._block
         capacity = _MARGIN * self._max_gap - self._seconds_beside()
         most = min(self._largest, 1 << (max(self._sizes) + 1))
@@ -229,18 +228,18 @@ class GapPace:
         }
 
     def _seconds_beside(self) -> float:
-        """What a step with a pass takes beside it. Where windows ride, most of it is part of the pass."""
+        """Time of a step beside its prompt pass. Where windows ride, most of it is part of the pass."""
         if len(self._rest_seconds) == _RIDES:
             return max(self._rest_seconds)
         return max(self._decode_seconds, default=_DECODE_SHARE * self._max_gap)
 
     def _seconds(self, num_tokens: int, pairs: float) -> float:
-        """What a pass would take."""
+        """Estimated time of a pass."""
         bits = num_tokens.bit_length()
         known = max((size for size in self._sizes if size <= bits), default=min(self._sizes))
         return self._sizes[known].seconds(_work(num_tokens, pairs))
 
 
 def _work(num_tokens: int, pairs: float) -> float:
-    """What a pass computes, in tokens that attend to nothing."""
+    """The arithmetic of a pass, in tokens without attention."""
     return num_tokens + pairs / _ATTENTION_TOKENS

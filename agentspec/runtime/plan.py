@@ -1,13 +1,11 @@
-"""What the host asks the device to do in one step, and what it learns back: plain integers, no torch.
+"""What the host asks the device to do in one step, and the results it gets back: plain integers, no torch.
 
-The scheduler writes a StepPlan; an Executor launches it and, one step later, hands over its StepOutcome.
-`ModelExecutor` (runtime/executor.py) runs a real model; the dry run drives the same scheduler with an executor that
-only counts.
+The scheduler writes a StepPlan; an Executor launches it and, one step later, returns its StepOutcome. `ModelExecutor`
+(runtime/executor.py) runs a real model; the dry run drives the same scheduler with an executor that only counts.
 
 Order inside one launch: leaves, page updates, prefill chunks, joins, first steps, decode. So a request whose last chunk
 is in the plan joins and gets its first token in the same step. An executor may verify the windows of `decode_slots`
-together with the chunks (runtime/ride.py): no chunk reads or writes a row or page that a window writes, or the other
-way round.
+together with the chunks (runtime/ride.py): neither reads or writes a row or page that the other writes.
 """
 
 from __future__ import annotations
@@ -34,14 +32,14 @@ class ChunkPlan:
     state_writes: tuple[tuple[int, int], ...]
     page_ids: list[int]
     next_token: int | None
-    """The prompt token after the chunk: what the last row of a scored prompt is scored against. None: the chunk ends
+    """The prompt token after the chunk, against which the last row of a scored prompt is scored. None: the chunk ends
     the prompt."""
     score_top: int | None = None
     """Not None: return a TokenScore for each of `scored_ids`, with that many alternatives."""
 
     @property
     def scored_ids(self) -> array[int]:
-        """What follows each of the chunk's tokens, as far as the prompt goes."""
+        """The token after each of the chunk's tokens, up to the end of the prompt."""
         following = self.token_ids[1:]
         if self.next_token is not None:
             following.append(self.next_token)
@@ -50,13 +48,13 @@ class ChunkPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnRows:
-    """The state rows that a running request owns, by what they are for."""
+    """The state rows that a running request owns, by purpose."""
 
     write: list[int]
-    """max k + 1: the state after column t of a window goes to the t-th. The first one also takes the state that a
-    prompt's last chunk leaves."""
+    """max k + 1 rows: the state after column t of a window goes to row t. The first also takes the state after a
+    prompt's last chunk."""
     newer: int
-    """This and the next one are the spare rows, in which the newer and the older rolling checkpoint will stand."""
+    """This and `older` are the spare rows, which will hold the newer and the older rolling checkpoint."""
     older: int
 
     @classmethod
@@ -67,13 +65,13 @@ class OwnRows:
 
     @property
     def prompt(self) -> int:
-        """Holds the prompt's state, as if a step had just verified its last token in column 0."""
+        """The row of the prompt's state, as if a step had just verified its last token in column 0."""
         return self.write[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotJoin:
-    """A request enters a slot: everything that the device must know of it from now on."""
+    """A request enters a slot: everything that the device needs to know of it."""
 
     request_id: str
     slot: int
@@ -82,7 +80,7 @@ class SlotJoin:
     last_token: int
     rows: OwnRows
     checkpoint_length: int = 0
-    """Not 0: prefill already left the state at this boundary in `rows.newer`, so it is the first rolling checkpoint."""
+    """Not 0: prefill left the state at this boundary in `rows.newer`, so it is the first rolling checkpoint."""
     page_ids: list[int]
     length_limit: int
     """Sequence length (tokens, emitted ones included) at which the request ends with LENGTH."""
@@ -94,9 +92,9 @@ class SlotJoin:
     output_ids: array[int]
     """Tokens generated before a preemption; penalties count them."""
     forced_output: array[int] | None = None
-    """The output from the end of the prompt on, where it is forced; None: the target chooses."""
+    """The whole output, where it is forced; None: the target chooses."""
     constrained: bool = False
-    """Windows need masks from the host: all of them, or the first ones (`min_tokens`)."""
+    """Windows need masks from the host: all of them, or only the first ones (`min_tokens`)."""
     logprobs: int | None = None
     """Not None: return a TokenScore for each emitted token, with that many alternatives."""
 
@@ -110,17 +108,16 @@ class StepPlan:
     chunks: list[ChunkPlan] = field(default_factory=list)
     joins: list[SlotJoin] = field(default_factory=list)
     first_slots: list[int] = field(default_factory=list)
-    """Slots that joined with this plan and take their first step: the token after the prompt, from the state that
-    prefill left, and first drafts."""
+    """Slots that join with this plan and take their first step: the token after the prompt, from the state that prefill
+    left, and first drafts."""
     decode_slots: list[int] = field(default_factory=list)
-    """Slots that verify a window; none of `first_slots`."""
+    """Slots that verify a window; disjoint from `first_slots`."""
     num_drafted: int = 0
-    """k of this step, for every slot in it."""
+    """k of this step, for all its slots."""
     masks: dict[int, MaskRows] = field(default_factory=dict)
-    """For each constrained slot of `first_slots` and `decode_slots`: what may come after column 0 and after each of its
-    valid drafts. At most k + 1 rows; one in a first step. A slot that is constrained no longer gets one last time rows
-    that allow everything, for all columns that it has: what stands there is read whenever another slot of a batch is
-    constrained."""
+    """For each constrained slot of `first_slots` and `decode_slots`: what is allowed after column 0 and after each of
+    its valid drafts. At most k + 1 rows; one in a first step. When a slot stops being constrained, it gets rows that
+    allow everything once more, for all its columns: they are read whenever another slot of the batch is constrained."""
 
     @property
     def is_empty(self) -> bool:
@@ -133,19 +130,19 @@ class SlotOutcome:
 
     slot: int
     emitted: list[int]
-    """num_accepted accepted drafts and one token more, cut after a stop."""
+    """The num_accepted accepted drafts and one more token, cut after a stop."""
     num_drafted: int
-    """Drafts that were really offered to this slot in this step: none in a first step."""
+    """Drafts offered to this slot in this step: none in a first step."""
     num_accepted: int
     stop: int
-    """STOP_RUNNING, STOP_ID or STOP_LENGTH, as the device saw it."""
+    """STOP_RUNNING, STOP_ID or STOP_LENGTH, as decided on the device."""
     length: int
     """Tokens in the committed state after the step."""
     checkpoints: tuple[tuple[int, int], tuple[int, int]]
     """(row, length) of the newer and the older rolling checkpoint after the step; length 0: a spare row, no
     checkpoint."""
     drafts: list[int] = field(default_factory=list)
-    """What the step drafted for the slot's next window. Only constrained requests need to know."""
+    """The step's drafts for the slot's next window. Only constrained requests need them."""
     scores: list[TokenScore] | None = None
     """One per emitted token, for a slot that joined with `logprobs`."""
 
@@ -157,22 +154,19 @@ class StepOutcome:
     scores: dict[str, list[TokenScore]] = field(default_factory=dict)
     """Scores of this step's chunks, by request id."""
     prefill_seconds: float = 0.0
-    """Device time of the chunks, and of the windows that rode with them (0 when there were no chunks, or when the
-    executor doesn't measure)."""
+    """Device time of the chunks, and of the windows that rode with them (0 if there were no chunks, or the executor
+    doesn't measure)."""
     decode_seconds: float = 0.0
-    """Device time of the decode part, first steps not included (0 when there was none, or when the executor doesn't
-    measure)."""
+    """Device time of the decode part, without first steps (0 if there was none, or the executor doesn't measure)."""
     rode: bool = False
-    """The windows' forward was that of the chunks, so `decode_seconds` is of the rest alone."""
+    """The windows' forward ran with the chunks, so `decode_seconds` covers only the rest."""
 
 
 class Executor(Protocol):
-    """Launches plans in order; results are collected in the same order."""
+    """Launches plans in order; their results are collected in the same order."""
 
     def launch(self, plan: StepPlan) -> Any:
         """Start the plan; returns a ticket for `collect`. Must not wait for the device."""
-        ...
 
     def collect(self, ticket: Any) -> StepOutcome:
-        """Wait for a launched plan and return what it did."""
-        ...
+        """Wait for a launched plan and return its outcome."""

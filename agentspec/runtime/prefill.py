@@ -1,5 +1,5 @@
-"""Prompt chunks on the model: target forward, in which decode windows may ride, MTP K/V beside it, and scores of prompt
-tokens where they are asked for.
+"""Prompt chunks on the model: target forward, in which decode windows may ride, MTP K/V, and requested scores of prompt
+tokens.
 
 Owns the order of reads and writes around a chunk. Samples nothing, and knows nothing of slots.
 
@@ -18,8 +18,7 @@ from agentspec.kernels import PrefillBatch
 from agentspec.kernels.prefill_batch import READ_ROW
 from agentspec.models.protocol import StepModel, VerifyBatch
 from agentspec.runtime.plan import ChunkPlan
-from agentspec.runtime.prefill_graphs import PrefillGraphs
-from agentspec.runtime.prefill_tables import build_tables
+from agentspec.runtime.prefill_tables import PrefillSizes, build_tables
 from agentspec.runtime.scores import ScoreRows, score_tokens
 from agentspec.runtime.step_buffers import stage
 
@@ -33,21 +32,13 @@ def run_chunks(
     *,
     with_mtp: bool,
     device: torch.device,
-    graphs: PrefillGraphs | None = None,
+    sizes: PrefillSizes | None = None,
     windows: VerifyBatch | None = None,
 ) -> dict[str, ScoreRows]:
     """Run chunks of distinct sequences: states and K/V go where the plans say.
 
-    with_mtp: also write MTP K/V. graphs: of `run_batch` without windows, replayed where they hold the chunks and nobody
-    asks for scores. windows: as in `run_batch`. Returns scores, by request id, of the chunks that ask for them."""
-    if graphs is not None and windows is None and all(plan.score_top is None for plan in plans) and graphs.hold(plans):
-        graphs.run(plans)
-        return {}
-    sizes = (
-        None
-        if graphs is None
-        else graphs.eager_sizes(plans, riders=0 if windows is None else windows.tokens_BT.numel())
-    )
+    with_mtp: also write MTP K/V. sizes: of the tables, None: exactly what the chunks need. windows: as in `run_batch`.
+    Returns the requested scores, by request id."""
     tables = build_tables(plans, block_tokens=model.spec.block_tokens, sizes=sizes)
     hidden_NH = run_batch(model, tables.on(device).batch, with_mtp=with_mtp, windows=windows)
     lengths = [len(plan.token_ids) for plan in plans]
@@ -61,10 +52,11 @@ def run_chunks(
 
 
 def run_batch(model: StepModel, batch: PrefillBatch, *, with_mtp: bool, windows: VerifyBatch | None = None) -> Tensor:
-    """The device's part of it, without host reads: hidden_NH. windows: of slots that are none of the batch's sequences;
-    they are verified in the same forward, which leaves their states, keys and values, and hiddens where
-    StepModel.verify does."""
-    # A chunk may write its state over the row that it resumes from: read the hidden of the token before it first.
+    """Run a batch on the device, without host reads; returns hidden_NH.
+
+    windows: of slots that are not among the batch's sequences. They are verified in the same forward, which leaves
+    their states, keys and values, and hiddens where StepModel.verify does."""
+    # A chunk may overwrite the row that it resumes from, so read the hidden of the token before it first.
     before_UH = model.read_hidden(batch.spans_UF[:, READ_ROW]) if with_mtp else None
     hidden_NH = model.prefill(batch) if windows is None else model.ride(batch, windows)[0]
     if before_UH is not None:

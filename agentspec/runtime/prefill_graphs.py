@@ -1,15 +1,15 @@
-"""Short prompt chunks as CUDA graphs: one for each of a few numbers of tokens, recorded once and replayed over tables
-that the host fills.
+"""Short prompt chunks as CUDA graphs: one for each of a few token counts, recorded once and replayed over tables that
+the host fills.
 
-An agent's turn appends a few hundred tokens: the device computes them in less time than the host needs to launch their
-kernels one by one. Larger batches keep the device busy longer than that, but while the host launches, no stream gets
-its tokens: so whatever fits under the longest gap between two tokens has a graph, as far as memory allows. A batch
-between two sizes is filled up with padding tokens, which cost next to nothing up to the 128 rows of a matrix product's
-tile. Still larger batches are eager, and chunks whose tokens are scored.
+An agent's turn appends a few hundred tokens, which the device computes faster than the host launches their kernels one
+by one. Larger batches keep the device busy for longer, but no stream gets tokens while the host launches. So every
+batch that fits under the longest gap between two tokens has a graph, as far as memory allows. A batch between two sizes
+is padded to the larger one; padding costs almost nothing up to the 128 rows of a matrix product's tile. Larger batches,
+and chunks whose tokens are scored, are eager.
 
-Owns which sizes there are, those of eager batches too, and the tables that all graphs read. Knows neither plans nor
-models: it is given the prefill as a function of a batch. Graphs leave nothing but what they write to rows and pages, so
-they can share the memory of the decode step's.
+Owns the sizes, those of eager batches too, and the tables that all graphs read. Knows neither plans nor models: it is
+given the prefill as a function of a batch. Graphs only write to rows and pages, so they can share memory with those of
+the decode step.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from agentspec.runtime.prefill_tables import PrefillSizes, PrefillTables, Prompt
 from agentspec.runtime.step_buffers import stage
 
 CHUNK_SIZES = (64, 128, 192, 256, 288, 384, 512, 640, 768, 800, 864, 896, 960, 1024)
-"""Tokens of a batch that are captured for every model. Matrix products take a number of tokens well or badly as it
-fills their tiles (832 take longer than 896); these are sizes that they take well on an H100, in the family's shapes,
-and at most a quarter of one above 192 is padding."""
+"""Token counts that are captured for every model. A matrix product's speed depends on how well the token count fills
+its tiles (832 takes longer than 896); these sizes are fast on an H100 in the family's shapes. Above 192, padding is at
+most a quarter of a size."""
 
 _STEP = 128
-"""Larger batches are filled up to a multiple of so many tokens, captured ones and eager ones."""
+"""Larger batches, captured and eager ones, are padded to a multiple of this many tokens."""
 
 _LARGE_BATCH = 8192
-"""Tokens. No larger batch is captured, and any larger one launches the same kernels."""
+"""Tokens. No larger batch is captured; larger ones launch the same kernels."""
 
 _MOST_BYTES = 3 << 29
-"""What the largest captured batch may take: on one H100 enough for all that fits into 0.1 s with 4B, with 27B in FP8
+"""Most memory for the largest captured batch: on one H100 enough for all that fits into 0.1 s with 4B, with 27B in FP8
 and with 35B-A3B in FP8."""
 
 MAX_SPANS = 4
-"""Sequences in a captured batch of up to _FEW_TOKENS tokens; in larger ones twice as many, which are prompts that
-begin."""
+"""Most sequences in a captured batch of up to _FEW_TOKENS tokens. Larger batches, usually prompts that begin, may have
+twice as many."""
 _FEW_TOKENS = 2048
 
 _BYTES_OF_WIDTH = 104
-"""More bytes than a forward holds at the same time, for each of its tokens and each of the hidden size."""
+"""An upper bound on the bytes that a forward holds at a time, per token and per unit of the hidden size."""
 
 
 class PrefillGraphs:
-    """Graphs of prompt chunks. Those that are recorded are used, and some are recorded by the first batch that needs
+    """Graphs of prompt chunks. Recorded graphs are used; small ones are also recorded by the first batch that needs
     them."""
 
     def __init__(
@@ -64,8 +64,8 @@ class PrefillGraphs:
         device: torch.device,
         most_at_need: int = 0,
     ) -> None:
-        """prefill: without host reads. sizes: tokens of a batch, in rising order. max_pages: of a sequence.
-        most_at_need: tokens of the largest size that a batch may have recorded."""
+        """prefill: without host reads. sizes: token counts in rising order. max_pages: of a sequence. most_at_need:
+        largest size that may be recorded by the first batch that needs it."""
         self._prefill, self._recorder = prefill, recorder
         self._block_tokens, self._max_pages, self._device = block_tokens, max_pages, device
         self._most_at_need = most_at_need
@@ -75,21 +75,17 @@ class PrefillGraphs:
         self._words = torch.empty(
             max(sizes.num_words for sizes in self._sizes.values()), dtype=torch.int64, device=device
         )
-        """The static tables: those of every size begin here, for only one runs at a time."""
+        """The static tables. Those of every size start here, since only one graph runs at a time."""
         self._replays: dict[int, Callable[[], None]] = {}
 
     def recordings(self) -> dict[int, Callable[[], object]]:
-        """By the number of tokens: what records it, over nothing but padding, so that it changes nothing. Does nothing
-        about one that is there."""
-        # The largest first: what it took and gave back holds everything that the smaller ones need.
+        """By token count: a function that records the graph over padding only, so that it changes nothing. It does
+        nothing if the graph is recorded."""
+        # The largest first: the smaller ones then fit into the memory that it took from the pool and gave back.
         return {num_tokens: partial(self._graph, num_tokens) for num_tokens in reversed(self._sizes)}
 
-    def hold(self, runs: Sequence[PromptRun]) -> bool:
-        """Whether there is a graph for `runs`; otherwise they are to run eagerly."""
-        return self.tokens_of(runs) is not None
-
     def run(self, runs: Sequence[PromptRun]) -> None:
-        """Enqueue the prefill of `runs`, for which there must be a graph."""
+        """Enqueue the prefill of `runs`; a graph must hold them."""
         num_tokens = self.tokens_of(runs)
         assert num_tokens is not None, "no graph holds them"
         replay = self._graph(num_tokens)
@@ -97,24 +93,24 @@ class PrefillGraphs:
         replay()
 
     def tokens_of(self, runs: Sequence[PromptRun]) -> int | None:
-        """Tokens of the smallest graph that holds the runs; None: they are to run eagerly."""
+        """Tokens of the smallest graph that holds the runs; None: they must run eagerly."""
         num_tokens = sum(len(run.token_ids) for run in runs)
         if len(runs) > most_spans(num_tokens):
             return None
         num_blocks = self._num_blocks(runs)
         fitting = (size for size, sizes in self._sizes.items() if size >= num_tokens and sizes.num_blocks >= num_blocks)
-        # As long as not all of them are recorded, the next one may be much larger: an eager pass takes less time than
-        # so much padding.
+        # While not all graphs are recorded, the next recorded one may be much larger. An eager pass is faster than that
+        # much padding.
         most = max(num_tokens + num_tokens // 4, CHUNK_SIZES[-1])
         return next(
             (size for size in fitting if size <= most and (size in self._replays or size <= self._most_at_need)), None
         )
 
     def eager_sizes(self, runs: Sequence[PromptRun], *, riders: int = 0) -> PrefillSizes:
-        """Room for `runs` without a graph: in steps, and otherwise as in a graph, since Triton compiles a kernel anew
+        """Table sizes for `runs` without a graph. Sizes are rounded as for graphs, since Triton compiles a kernel again
         for other kinds of sizes.
 
-        riders: rows of windows that join the forward behind them."""
+        riders: rows of windows that join the forward after them."""
         num_tokens = -(-(sum(len(run.token_ids) for run in runs) + riders) // _STEP) * _STEP - riders
         room = chunk_room(
             num_tokens, max(MAX_SPANS, 1 << (len(runs) - 1).bit_length()), self._block_tokens, self._max_pages
@@ -138,9 +134,9 @@ class PrefillGraphs:
 
 
 def chunk_room(num_tokens: int, num_spans: int, block_tokens: int, max_pages: int) -> PrefillSizes:
-    """Sizes of the tables of a batch."""
-    # A span that begins and ends inside of blocks has two besides those that it fills. States wanted inside of blocks
-    # cut further ones.
+    """Sizes of a batch's tables."""
+    # A span that begins and ends inside blocks has two more than it fills. A state that is wanted inside a block splits
+    # the block.
     return PrefillSizes(
         num_tokens=num_tokens,
         num_spans=num_spans,
@@ -150,24 +146,24 @@ def chunk_room(num_tokens: int, num_spans: int, block_tokens: int, max_pages: in
 
 
 def eager_rooms(hidden_size: int, *, block_tokens: int, max_pages: int) -> list[PrefillSizes]:
-    """Enough of those of eager batches to launch every kernel that one launches."""
+    """Table sizes of eager batches that together launch every kernel an eager batch may launch."""
     least = min(chunk_sizes(hidden_size)[-1] + _STEP, _LARGE_BATCH)
     shapes = [(least, MAX_SPANS), (_LARGE_BATCH, MAX_SPANS), (least, 2 * MAX_SPANS), (least, 4 * MAX_SPANS)]
     return [chunk_room(num_tokens, num_spans, block_tokens, max_pages) for num_tokens, num_spans in shapes]
 
 
 def chunk_sizes(hidden_size: int) -> tuple[int, ...]:
-    """Tokens of the batches that are captured for a model of this width, in rising order."""
+    """Token counts that are captured for a model of this width, in rising order."""
     most = min(_MOST_BYTES // (_BYTES_OF_WIDTH * hidden_size), _LARGE_BATCH)
     return *CHUNK_SIZES, *range(CHUNK_SIZES[-1] + _STEP, most + 1, _STEP)
 
 
 def most_spans(num_tokens: int) -> int:
-    """Sequences that a captured batch of so many tokens may have."""
+    """Most sequences in a captured batch of this many tokens."""
     return MAX_SPANS if num_tokens <= _FEW_TOKENS else 2 * MAX_SPANS
 
 
 def prefill_graph_bytes(hidden_size: int) -> int:
-    """About what the graphs of prompt chunks will take on the device, before there are any."""
+    """Estimated device memory of all prompt graphs, before they are recorded."""
     sizes = chunk_sizes(hidden_size)
     return sizes[-1] * hidden_size * _BYTES_OF_WIDTH + len(sizes) * BYTES_A_GRAPH

@@ -1,11 +1,11 @@
 """Where a prompt is cut into chunks and where its checkpoints go: pure decisions on integers.
 
-Checkpoints stand where templates diverge, not on a grid: at the last block boundary at or before each breakpoint that
-the text layer marked, at an observed branching point, and, over long stretches with none of those, on a coarse grid.
-The last boundary before the prompt's last token is kept in one of the request's own rows, as the first rolling
-checkpoint of the turn; it is published at once where the generated turn is not expected to come back as it was
-generated (turn_trust.py). It serves the very same prompt too, of which one token is always computed; a boundary at the
-prompt's very end is kept by the first step, like any that a step reaches.
+Checkpoints stand where templates diverge, not on a regular grid: at the last block boundary at or before each
+breakpoint that the text layer marked, at an observed branching point, and on a coarse grid over long stretches without
+either. The last boundary before the prompt's last token is kept in one of the request's own rows, as the turn's first
+rolling checkpoint. It is published at once if the generated turn is not expected to come back unchanged
+(turn_trust.py). An identical prompt can use it too, since at least one token is always computed. A boundary exactly at
+the prompt's end is kept by the first step, like any boundary that a step reaches.
 """
 
 from __future__ import annotations
@@ -19,24 +19,26 @@ from agentspec.runtime.request import PendingCheckpoint, Request
 from agentspec.types import BY_PROTECTION, CheckpointKind
 
 BRANCH_GAP_BLOCKS = 4
-"""A branching checkpoint must save at least this many blocks (256 tokens): nearer ones cost a row and save little."""
+"""A branching checkpoint must save at least this many blocks (256 tokens): a nearer one costs a row and saves
+little."""
 
 GRID_BLOCKS = 64
 """Spacing of the grid over unstructured prefill (4,096 tokens)."""
 
 SYSTEM_GRID_BLOCKS = 6
-"""Spacing of the grid inside a system prompt that nobody has sent before (384 tokens): agents with other tools often
-share its beginning, and it is computed once for all of them."""
+"""Spacing of the grid inside a new system prompt (384 tokens): agents with other tools often share its beginning, which
+is then computed once for all of them."""
 
 _OLDEST_SHARE = 0.5
-"""Of each pass, for the prompt that was admitted first."""
+"""Share of each pass for the prompt that was admitted first."""
 
 _AGING_TOKENS = 64
-"""Tokens by which a prompt counts as shorter for each pass that it got nothing of."""
+"""For each pass in which it got no tokens, a prompt is sorted as if it were this many tokens shorter."""
 
 
 def wanted_checkpoints(request: Request, branch_tokens: int, block: int) -> list[PendingCheckpoint]:
-    """Boundaries after the hit and up to the end of prefill where this request should leave a checkpoint, ascending."""
+    """Boundaries after the cache hit and up to the end of prefill where this request should leave a checkpoint,
+    ascending."""
     wanted: dict[int, CheckpointKind] = {}
     start, end = request.computed, request.prefill_end
     last = (end - 1) // block * block
@@ -64,10 +66,10 @@ def wanted_checkpoints(request: Request, branch_tokens: int, block: int) -> list
 
 
 def is_promised(request: Request, match: Match, running: Iterable[Request], block: int) -> bool:
-    """A prefill of one of `running`, or the step that it is in, will soon publish a checkpoint that saves this request
-    much over its `match`, or a fetch bring one: better wait than do the same again.
+    """Whether one of `running` will soon publish a checkpoint, or fetch one, that saves this request much over its
+    `match`. Then waiting is better than computing the same again.
 
-    So a fleet of agents that starts at once computes its common prompt once."""
+    So agents that start together compute their common prompt once."""
     limit = 0 if request.needs_scores else len(request.sequence) - 1
     for other in running:
         if other.submit.namespace != request.submit.namespace:
@@ -84,12 +86,12 @@ def is_promised(request: Request, match: Match, running: Iterable[Request], bloc
 
 
 def shares(prefilling: list[Request], room: Room) -> list[tuple[Request, float]]:
-    """In which order prompts get room, and which share of what is left each may take. `prefilling`: in order of
-    admission, not empty.
+    """The order in which prompts get room, and the share of the remaining room that each may take. `prefilling`: in
+    order of admission, not empty.
 
-    The shortest remainder goes first: a short append of a running session is through while a long prompt would hardly
-    notice it. Who is passed over ages. And the oldest prompt has half of every pass, if it needs that, and what the
-    others leave: so it moves on, whoever comes."""
+    The shortest remainder goes first: a short append is done soon, and delays a long prompt little. A prompt that got
+    nothing ages. The oldest prompt gets half of every pass, if it needs that, and what the others leave: so it always
+    advances."""
     oldest = prefilling[0]
     order = sorted(prefilling, key=lambda request: _left(request) - _AGING_TOKENS * request.times_passed_over)
     if order[0] is oldest:
@@ -108,8 +110,8 @@ def plan_chunk(
 ) -> tuple[ChunkPlan | None, list[tuple[int, int, CheckpointKind]]]:
     """The next chunk of at most `budget` tokens, and the checkpoints that it leaves: (length, row, kind).
 
-    A chunk that doesn't end the prompt ends on a block boundary, so that every chunk starts on one. None when the
-    budget doesn't reach the next boundary. A checkpoint for which no row can be had is left out."""
+    A chunk that doesn't end the prompt ends on a block boundary, so that every chunk starts on one. None if the budget
+    doesn't reach the next boundary. A checkpoint for which no row is free is left out."""
     assert request.lease is not None
     assert request.rows is not None
     start, end = request.computed, request.prefill_end

@@ -1,9 +1,9 @@
-"""Prompt chunks as the integer tables that a prefill reads (kernels/prefill_batch.py): built on the host, brought to
-the device in one copy.
+"""Prompt chunks as the integer tables that a prefill reads (kernels/prefill_batch.py): built on the host, copied to the
+device in one piece.
 
-Owns how spans are cut into blocks, and what padding looks like. Knows no requests and no kernels.
+Owns how spans are cut into blocks, and the padding. Knows no requests and no kernels.
 
-Shape letters: N tokens, U spans, M blocks, P pages a sequence.
+Shape letters: N tokens, U spans, M blocks, P pages per sequence.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ Int64s = npt.NDArray[np.int64]
 Words = TypeVar("Words", Tensor, Int64s)
 
 _ALIGNED_WORDS = 2
-"""Every table begins at a multiple of 16 bytes, whatever the sizes: Triton compiles a kernel once more for a pointer
-that doesn't."""
+"""Every table begins at a multiple of 16 bytes, whatever the sizes: Triton compiles a kernel again for unaligned
+pointers."""
 
 
 class PromptRun(Protocol):
-    """Consecutive prompt tokens of one sequence: what the tables need of a plan.ChunkPlan."""
+    """Consecutive prompt tokens of one sequence: the part of plan.ChunkPlan that the tables need."""
 
     @property
     def token_ids(self) -> Sequence[int]: ...
@@ -49,39 +49,34 @@ class PromptRun(Protocol):
     @property
     def start(self) -> int:
         """Position of token_ids[0]."""
-        ...
 
     @property
     def read_row(self) -> int:
-        """Row that holds the state after `start` tokens (ZERO_ROW when start is 0)."""
-        ...
+        """Row that holds the state after `start` tokens (ZERO_ROW if start is 0)."""
 
     @property
     def state_writes(self) -> tuple[tuple[int, int], ...]:
         """(count, row): after `count` tokens of the run the state goes to `row`. Counts ascend, each at most twice; the
-        last is the run's."""
-        ...
+        last is the run's length."""
 
     @property
     def page_ids(self) -> Sequence[int]:
-        """Pages of the sequence, covering start + the run's tokens at least."""
-        ...
+        """Pages of the sequence, covering at least start + the run's tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillSizes:
-    """Places in the tables."""
+    """Entries in each table."""
 
     num_tokens: int
     num_spans: int
     num_blocks: int
     num_pages: int
-    """Of each span's sequence."""
+    """Per sequence."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Words of 8 bytes in the page table (two pages a word), in token ids, positions, previous, spans and
-        blocks."""
+        """8-byte words of: the page table (two pages per word), token ids, positions, previous, spans and blocks."""
         num_page_words = -(-self.num_spans * self.num_pages // 2)
         return (
             num_page_words,
@@ -108,7 +103,7 @@ class PrefillTables:
 
     @property
     def batch(self) -> PrefillBatch:
-        """Views of the words."""
+        """The tables, as views of the words."""
         sizes = self.sizes
         page_words, token_ids_N, position_N, previous_N, spans, blocks = _sections(self.words, sizes)
         return PrefillBatch(
@@ -137,7 +132,7 @@ def _sections(words: Words, sizes: PrefillSizes) -> Iterator[Words]:
 def build_tables(runs: Sequence[PromptRun], *, block_tokens: int, sizes: PrefillSizes | None = None) -> PrefillTables:
     """The tables of `runs` (of distinct sequences) on the host.
 
-    sizes: None: exactly what the runs need; otherwise at least that much, and the rest is padding."""
+    sizes: None: exactly what the runs need; otherwise at least that much, the rest being padding."""
     blocks = [_blocks(place, run, block_tokens) for place, run in enumerate(runs)]
     if sizes is None:
         sizes = PrefillSizes(
@@ -173,14 +168,14 @@ def build_tables(runs: Sequence[PromptRun], *, block_tokens: int, sizes: Prefill
 
 
 def block_ends(run: PromptRun, block_tokens: int) -> list[int]:
-    """Where the run's blocks end, in tokens of the run, ascending: at multiples of the block size in its sequence, and
-    wherever a state is wanted."""
+    """Where the run's blocks end, in tokens of the run, ascending: at block boundaries of its sequence, and wherever a
+    state is wanted."""
     first_cut = block_tokens - run.start % block_tokens
     return sorted({*range(first_cut, len(run.token_ids), block_tokens), *(count for count, _ in run.state_writes)})
 
 
 def _blocks(place: int, run: PromptRun, block_tokens: int) -> Int64s:
-    """Rows of `blocks_MF`, their offsets counted from the run's first token."""
+    """Rows of `blocks_MF`, with offsets relative to the run's first token."""
     count = len(run.token_ids)
     assert count > 0
     assert run.state_writes[-1][0] == count, "the last state write stands at the run's end"

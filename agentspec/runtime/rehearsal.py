@@ -1,7 +1,7 @@
-"""Which kernels an engine will launch, learned from an outline of its model: every step and prompt runs once over
-tensors without memory.
+"""Lists the kernels that an engine will launch: every step and prompt pass runs once on an outline of its model, whose
+tensors have no memory.
 
-What a rehearsal misses is compiled at its first launch, and nothing is ever computed with it.
+A kernel that the rehearsal misses is compiled at its first launch. No result is ever computed here.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from agentspec.types import MOST_RIDERS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rehearsal:
-    """What decides which kernels an engine launches."""
+    """Everything that decides which kernels an engine launches."""
 
     outline: Callable[[], StepModel]
-    """Makes the model without memory, its draft vocabulary chosen."""
+    """Makes the model without memory, with its draft vocabulary chosen."""
     max_running: int
     max_draft_tokens: int
     depths: Sequence[int]
-    """Every k that a step may have."""
+    """Every k that a step may use."""
     max_pages_per_slot: int
     force_acceptance: tuple[float, ...] | None = None
     allow_forced_output: bool = False
 
     def variants(self, compiler: kernels.KernelCompiler) -> list[kernels.Variant]:
-        """What the engine will launch."""
+        """The kernel variants that the engine will launch."""
         model = self.outline()
-        model.allocate(num_rows=self.max_running, num_pages=self.max_pages_per_slot)  # of any size
+        model.allocate(num_rows=self.max_running, num_pages=self.max_pages_per_slot)  # any size will do
         executor = ModelExecutor(
             model,
             max_running=self.max_running,

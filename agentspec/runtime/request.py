@@ -1,6 +1,7 @@
-"""One request from submit to its terminal event: what is known of it, and how its text and usage grow.
+"""One request from submit to its terminal event: its state, and how its text and usage grow.
 
-Owns no decisions (the scheduler's) and no device facts beyond row ids and lengths. Knows token ids, never logits.
+Makes no decisions (the scheduler does), and knows no device facts beyond row ids and lengths. Knows token ids, never
+logits.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from agentspec.fair_queue import Flow
 from agentspec.runtime.admission import WorkingSet
 from agentspec.runtime.constraint import DEAD_END, Constraint, MaskRows
 from agentspec.runtime.least_tokens import MET, LeastTokens
-from agentspec.runtime.plan import MAX_ALTERNATIVES, OwnRows, SlotOutcome
+from agentspec.runtime.plan import MAX_ALTERNATIVES, OwnRows, SlotJoin, SlotOutcome
 from agentspec.text.detokenizer import Detokenizer
 from agentspec.types import STOP_ID, STOP_RUNNING, CheckpointKind, FinishReason, ModelSpec, TokenScore, tokens
 from agentspec.wire import FinishEvent, SpecStats, Submit, TokensEvent, Usage
@@ -30,18 +31,17 @@ logger = logging.getLogger("agentspec")
 class Phase(enum.Enum):
     WAITING = enum.auto()
     FETCHING = enum.auto()
-    """Admitted; the state that it resumes from is on its way from the host's memory. That counts as a step in
-    flight."""
+    """Admitted; the state it resumes from is being copied from host memory. That counts as a step in flight."""
     PREFILL = enum.auto()
     DECODE = enum.auto()
     LEAVING = enum.auto()
-    """Ended or retracted by the host while a step that contains it is still in flight."""
+    """Ended or retracted by the host while a step that contains it is in flight."""
     DONE = enum.auto()
 
 
 @dataclass(slots=True)
 class PendingCheckpoint:
-    """A boundary at which prefill is to leave a checkpoint."""
+    """A boundary at which prefill will leave a checkpoint."""
 
     length: int
     kind: CheckpointKind
@@ -61,7 +61,7 @@ class Request:
     detokenizer: Detokenizer | None
     sequence: array[int]
     constraint: Constraint | None = None
-    """Stands behind the last token of `sequence`."""
+    """Positioned after the last token of `sequence`."""
     phase: Phase = Phase.WAITING
     usage: Usage = field(default_factory=Usage)
     scores: list[TokenScore] = field(default_factory=list)
@@ -69,41 +69,40 @@ class Request:
     lease: Lease | None = None
     slot: int | None = None
     state_row: int = 0
-    """Row that holds the state after `computed` tokens, as far as prefill has been planned."""
+    """Row that holds the state after `computed` tokens, as planned so far."""
     computed: int = 0
-    """Tokens that planned prefill chunks have brought into the state."""
+    """Tokens that planned prefill chunks have computed."""
     rows: OwnRows | None = None
     need: WorkingSet | None = None
-    """What admission last reckoned that this turn would take of the memory; None: not reckoned yet."""
+    """Memory that this turn would take, as admission last estimated it; None: not estimated yet."""
     pending: list[PendingCheckpoint] = field(default_factory=list)
     turn_trusted: bool = True
-    """The generated turn is expected to come back as it was generated, so its checkpoint is worth a row."""
+    """The generated turn is expected to come back unchanged, so its checkpoint is worth a row."""
     promised: set[int] = field(default_factory=set)
-    """Lengths of the checkpoints that prefill will still publish: those pending and those in flight."""
+    """Lengths of the checkpoints that prefill will still publish: pending and in flight."""
     prompt_checkpoint: int = 0
     """Length of the rolling checkpoint that prefill leaves in `rows.newer`; 0: none."""
     rolling: tuple[tuple[int, int], ...] = ()
     """(row, length) of the rolling checkpoints as of the last collected step."""
     takes_first_step: bool = False
-    """Joined, and the outcome of its first step is not known yet."""
+    """Joined, and the outcome of its first step is not collected yet."""
     drafts: list[int] | None = None
-    """Of a constrained request: what its next window will verify. None: nobody knows before the step in flight is
-    collected."""
+    """For a constrained request: the drafts of its next window. None: unknown until the step in flight is collected."""
     dead_end: int | None = None
-    """Tokens after which the grammar allows nothing more, if the window in flight comes to that; None: it can't."""
+    """Number of emitted tokens of the window in flight after which the grammar allows nothing; None: no dead end."""
     stepped_at: float | None = None
-    """When the host had the results of its last step; None: it has taken none since it joined."""
+    """When the host had the results of its last step; None: none since it joined."""
     times_passed_over: int = 0
-    """Prompt passes that it got nothing of."""
+    """Prompt passes in which it got no tokens."""
     in_flight: int = 0
-    """Launched and not yet collected steps that contain this request."""
+    """Launched steps that contain this request and are not collected."""
     ending: FinishReason | None = None
-    """Why a LEAVING request leaves; None: it is retracted and will come back."""
+    """Why a LEAVING request leaves; None: it is retracted and will run again."""
     stop_match: int | str | None = None
     error: str | None = None
-    """What went wrong, where `ending` is ERROR."""
+    """What went wrong, if `ending` is ERROR."""
     refused: str | None = None
-    """The field of `submit` that is to blame for it; None: none of them."""
+    """The field of `submit` that caused the error; None: none of them."""
     preemptions: int = 0
     counted_cached: bool = False
 
@@ -113,7 +112,7 @@ class Request:
 
     @property
     def session_key(self) -> str:
-        """The session that admission counts this turn to; a turn without one is a session of its own."""
+        """The session that admission counts this turn to; a turn without a session is one of its own."""
         session_id = self.submit.session_id
         return f"request {self.number}" if session_id is None else f"session {session_id} of {self.submit.owner}"
 
@@ -123,7 +122,7 @@ class Request:
 
     @property
     def fetch(self) -> Fetch | None:
-        """What is on its way for it from the host's memory."""
+        """The running copy of its state from host memory."""
         return None if self.lease is None else self.lease.fetch
 
     @property
@@ -132,13 +131,13 @@ class Request:
 
     @property
     def prefill_end(self) -> int:
-        """Prefill brings every known token into the state."""
+        """End of prefill: all known tokens."""
         return len(self.sequence)
 
     @property
     def needs_scores(self) -> bool:
-        """Prompt scores were asked for and are not complete. They need every position computed, so such a request
-        resumes from nothing."""
+        """Prompt scores were requested and are not complete. They need every position computed, so such a request uses
+        no cache."""
         return self.submit.prompt_logprobs is not None and len(self.scores) < self.prompt_length - 1
 
     @property
@@ -148,16 +147,44 @@ class Request:
 
     @property
     def waits_for_drafts(self) -> bool:
-        """Constrained, and nobody knows what its next window will hold before the step in flight is collected."""
+        """Constrained, and the drafts of its next window are unknown until the step in flight is collected."""
         return self.constraint is not None and self.phase is Phase.DECODE and self.drafts is None
 
-    def next_masks(self, num_drafted: int) -> MaskRows | None:
-        """What may come in the next window, of at most num_drafted drafts; the drafts are unknown from now on. Only for
-        a constrained request.
+    def join_slot(self) -> SlotJoin:
+        """Start decoding in `slot`: everything that the device needs to know of the request."""
+        assert self.lease is not None
+        assert self.slot is not None
+        assert self.rows is not None
+        self.phase = Phase.DECODE
+        self.rolling = ((self.rows.newer, self.prompt_checkpoint), (self.rows.older, 0))
+        self.takes_first_step, self.drafts, self.stepped_at = True, [], None
+        submit = self.submit
+        return SlotJoin(
+            request_id=self.request_id,
+            slot=self.slot,
+            length=len(self.sequence) - 1,
+            last_token=self.sequence[-1],
+            rows=self.rows,
+            checkpoint_length=self.prompt_checkpoint,
+            page_ids=list(self.lease.page_ids),
+            length_limit=self.length_limit,
+            stop_ids=self.stop_ids,
+            seed=self.seed,
+            sampling=submit.sampling,
+            prompt_ids=self.sequence[: self.prompt_length],
+            output_ids=self.sequence[self.prompt_length :],
+            forced_output=None if submit.forced_output is None else tokens(submit.forced_output),
+            constrained=self.constraint is not None,
+            logprobs=submit.logprobs,
+        )
 
-        None: the grammar failed, or nothing may come, which ends this request with ERROR and hurts no other. A dead end
-        behind drafts is opened, so that the device has something to draw from: `take` drops what it draws there, and
-        the stream is the same as without drafts."""
+    def next_masks(self, num_drafted: int) -> MaskRows | None:
+        """Masks of the next window, of at most num_drafted drafts; the drafts are unknown from then on. Only for a
+        constrained request.
+
+        None: the grammar failed or allows nothing, which ends this request alone with ERROR. A dead end after drafts is
+        masked as if everything were allowed, so that the device has something to sample: `take_outcome` drops the
+        result, and the stream is the same as without drafts."""
         assert self.constraint is not None
         assert self.drafts is not None
         drafts, self.drafts = self.drafts[:num_drafted], None
@@ -180,16 +207,16 @@ class Request:
         masks[dead] = -1
         return masks
 
-    def take(self, outcome: SlotOutcome) -> TokensEvent | None:
-        """Add what one step emitted; sets `ending` and `stop_match` when the request ends here.
+    def take_outcome(self, outcome: SlotOutcome) -> TokensEvent | None:
+        """Add one step's emitted tokens; sets `ending` and `stop_match` if the request ends here.
 
-        Tokens after a stop string or a dead end are not kept. Returns the event to send, or None when the step added
+        Tokens after a stop string or a dead end are dropped. Returns the event to send, or None if the step added
         nothing."""
         end = len(outcome.emitted) if self.dead_end is None else self.dead_end
         is_dead = len(outcome.emitted) > end
         if is_dead:
             outcome = replace(outcome, emitted=outcome.emitted[:end], num_accepted=end, stop=STOP_RUNNING)
-        if not self.takes_first_step:  # it comes from the prompt, and verifies nothing
+        if not self.takes_first_step:  # a first step verifies nothing
             self._count(outcome)
         self.takes_first_step = False
         self.rolling = outcome.checkpoints
@@ -223,7 +250,7 @@ class Request:
         return TokensEvent(request_id=self.request_id, token_ids=ids, text=text, scores=scores)
 
     def finish(self, reason: FinishReason) -> FinishEvent:
-        """The terminal event. Text still held back is text after all, unless a stop string ended the request."""
+        """The terminal event. Text that was held back is sent with it, unless a stop string ended the request."""
         held = ""
         if self.detokenizer is not None and not isinstance(self.stop_match, str):
             held = self.detokenizer.flush()
@@ -243,7 +270,7 @@ class Request:
         self.ending, self.error = FinishReason.ERROR, f"the grammar failed: {type(error).__name__}: {error}"
 
     def _refuse_dead_end(self, column: int) -> None:
-        """column: of the last window, behind which nothing may come."""
+        """End the request because no token is allowed after this column of the last window."""
         if isinstance(self.constraint, LeastTokens) and self.constraint.emptied(column):
             self.ending, self.error, self.refused = FinishReason.ERROR, MET, "sampling.min_tokens"
         else:
@@ -269,7 +296,7 @@ def flow_of(submit: Submit) -> Flow:
 
 
 def _add_ones(counts: list[int], upto: int, *, width: int) -> None:
-    """Count one at each position below `upto`; the list is at least `width` long."""
+    """Add one at each position below `upto`; extend the list to at least `width`."""
     counts.extend([0] * (width - len(counts)))
     for position in range(upto):
         counts[position] += 1
@@ -289,10 +316,9 @@ def new_request(
 ) -> Request:
     """Check a submit against the model and make its request.
 
-    `max_length` is the longest sequence that the engine can hold. `constraint`: the submit's grammar, compiled, at its
-    beginning.
-    `allow_forced_output`: the engine was made for it. `forces_acceptance`: it accepts drafts that the target did not
-    choose. Raises RequestError naming the field that is wrong."""
+    `max_length`: longest sequence that the engine can hold. `constraint`: the submit's compiled grammar, at its
+    beginning. `allow_forced_output`: the engine was started for it. `forces_acceptance`: the engine accepts drafts that
+    the target did not choose. Raises RequestError naming the field that is wrong."""
     ids, sampling = submit.prompt_ids, submit.sampling
     sequence = _checked_ids("prompt_ids", ids, spec)
     sampling.validate(vocab_size=spec.vocab_size)
@@ -349,7 +375,7 @@ def _checked_ids(field: str, ids: Sequence[int], spec: ModelSpec) -> array[int]:
         raise RequestError(field, ids, "must hold at least one token")
     try:
         checked = tokens(ids)
-        # A long prompt's time to its first token has no room for a look at each number in Python.
+        # Vectorised: a Python loop over a long prompt would delay its first token.
         values = np.frombuffer(checked, dtype=np.intc)
         is_right = values.min() >= 0 and values.max() < spec.vocab_size
     except OverflowError:
@@ -361,7 +387,7 @@ def _checked_ids(field: str, ids: Sequence[int], spec: ModelSpec) -> array[int]:
 
 
 def _check_forced(submit: Submit, spec: ModelSpec, *, allowed: bool) -> int:
-    """Check an output that is forced; its number of tokens, 0 for one that is not."""
+    """Check a forced output; returns its number of tokens, 0 if there is none."""
     ids, limit = submit.forced_output, submit.sampling.max_tokens
     if ids is None:
         return 0
@@ -380,7 +406,7 @@ def _check_forced(submit: Submit, spec: ModelSpec, *, allowed: bool) -> int:
 
 
 def _check_least(submit: Submit, stop_ids: tuple[int, ...], *, forces_acceptance: bool) -> None:
-    """Check a min_tokens that has to keep these stop ids back."""
+    """Check a min_tokens that has to hold back these stop ids."""
     num_tokens = submit.sampling.min_tokens
     if forces_acceptance:
         raise RequestError(
@@ -394,8 +420,8 @@ def _check_least(submit: Submit, stop_ids: tuple[int, ...], *, forces_acceptance
 
 
 def derive_seed(engine_seed: int, number: int) -> int:
-    """A seed for a request that brought none: splitmix64 of the engine's seed and the order of arrival, without the
-    sign bit."""
+    """A seed for a request without one: splitmix64 of the engine's seed and the order of arrival, without the sign
+    bit."""
     mask = (1 << 64) - 1
     z = (engine_seed + (number + 1) * 0x9E3779B97F4A7C15) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask

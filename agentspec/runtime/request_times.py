@@ -1,6 +1,7 @@
-"""How long requests waited, computed their prompt and decoded, as the host sees it: observed when they end.
+"""Measures how long requests queue, compute their prompt and decode, by the host's clock. The times are observed when a
+request ends.
 
-Knows ids, events and the moments of a loop. Decides nothing.
+Knows ids, events and the loop's timestamps. Decides nothing.
 """
 
 from __future__ import annotations
@@ -17,31 +18,31 @@ from agentspec.wire import Event, FinishEvent, TokensEvent
 class _Moments:
     arrived: float
     begun: float | None = None
-    """The first step that computes some of its prompt was launched. A preemption doesn't change it."""
+    """When the first step that computes some of its prompt was launched. A preemption doesn't change it."""
     first: float | None = None
-    """The host had its first token."""
+    """When the host had its first token."""
     last: float | None = None
 
 
 class RequestTimes:
-    """Of the requests of one loop that have not ended."""
+    """Timestamps of a loop's requests that have not ended."""
 
     def __init__(self, metrics: EngineMetrics) -> None:
         self._metrics = metrics
         self._moments: dict[str, _Moments] = {}
 
-    def arrive(self, request_id: str, now: float) -> None:
+    def add_request(self, request_id: str, now: float) -> None:
         self._moments[request_id] = _Moments(now)
 
-    def begin(self, request_ids: Iterable[str], now: float) -> None:
-        """A step was launched that computes some of these requests' prompts."""
+    def begin_prompts(self, request_ids: Iterable[str], now: float) -> None:
+        """Record that a step was launched that computes some of these requests' prompts."""
         for request_id in request_ids:
             moments = self._moments[request_id]
             if moments.begun is None:
                 moments.begun = now
 
-    def note(self, events: Iterable[Event], now: float) -> None:
-        """What is about to be handed out. Events of nobody are passed over: a figure is no reason to stop the
+    def record_events(self, events: Iterable[Event], now: float) -> None:
+        """Record events that are about to be sent. Events of unknown requests are skipped: a metric must not stop the
         engine."""
         for event in events:
             moments = self._moments.get(event.request_id)
@@ -55,7 +56,7 @@ class RequestTimes:
                 moments.last = now
 
     def _end(self, moments: _Moments, reason: FinishReason, now: float) -> None:
-        """Each time of a request that came so far. One that wants no token is through when its prompt is."""
+        """Observe each time that the request got far enough for. A request that wants no token ends with its prompt."""
         if moments.begun is None:
             return
         metrics = self._metrics

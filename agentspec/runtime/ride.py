@@ -1,10 +1,10 @@
-"""Decode windows that ride in the pass of a prompt: one read of the weights for both.
+"""Decode windows that ride in a prompt pass: the weights are read once for both.
 
-A pass of a few hundred tokens takes as long as its arithmetic, a decode step not much longer than its weights take to
-arrive. Verified in a prompt's pass, windows cost what as many prompt tokens would. What follows in the step (the choice
-of tokens, commit, drafts) is as always.
+A pass of a few hundred tokens is bound by arithmetic, a decode step by reading the weights. In a prompt's pass, a
+window costs as much as the same number of prompt tokens. The rest of the step (sampling, commit, drafts) runs as
+always.
 
-Owns when riding pays, and the graphs of passes that hold windows. Knows neither plans nor models: it is given the pass
+Owns when riding saves time, and the graphs of passes with windows. Knows neither plans nor models: it is given the pass
 as a function of a batch and slot ids.
 
 Shape letters: B slots whose windows ride.
@@ -27,14 +27,15 @@ from agentspec.runtime.prefill_tables import PromptRun
 from agentspec.runtime.step_buffers import stage
 
 RIDE_SIZES = (*range(256, 2048, 128), *range(2048, 8192, 256))
-"""Rows of the passes that are captured, tokens and windows together, as far as a model's prompts are captured alone."""
+"""Rows (tokens and windows together) of the passes that are captured, up to the largest prompt batch that the model
+captures."""
 
 _FREE_ROWS = 256
-"""A pass of fewer rows waits for its weights: up to here a row more costs next to nothing."""
+"""A pass of fewer rows is bound by reading its weights: up to here another row costs almost nothing."""
 
 _EVEN_ROWS = 16
-"""The windows of a pass on a GPU fill a multiple of so many rows: Triton compiles a kernel anew for other numbers of
-tokens."""
+"""On a GPU, the windows of a pass are padded to a multiple of this many rows: Triton compiles a kernel again for other
+token counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,15 +44,15 @@ class RideKey:
 
     batch_size: int
     num_tokens: int
-    """Of prompts. The rows of the pass are these and the windows' columns."""
+    """Prompt tokens. The rows of the pass are these plus the windows' columns."""
 
 
 class RideGraphs:
-    """Graphs of passes in which windows of one number of columns ride."""
+    """Graphs of passes in which windows of one fixed number of columns ride."""
 
     def __init__(
         self,
-        ride: Callable[[PrefillBatch, Tensor], None],
+        ride: Callable[[Tensor, PrefillBatch], None],
         recorder: Recorder,
         *,
         keys: Sequence[RideKey],
@@ -61,15 +62,15 @@ class RideGraphs:
         max_pages: int,
         device: torch.device,
     ) -> None:
-        """keys: those that may be recorded. ride: a pass over a batch and slot_ids_B, without host reads. max_pages: of
-        a sequence."""
+        """keys: graphs that may be recorded. ride: runs a pass over slot_ids_B and a batch, without host reads.
+        max_pages: of a sequence."""
         self._num_columns, self._padding_slot, self._device = num_columns, padding_slot, device
         self._slot_ids: dict[int, Tensor] = {}
         self._graphs: dict[int, PrefillGraphs] = {}
         for batch_size in sorted({key.batch_size for key in keys}, reverse=True):
             slot_ids_B = self._slot_ids[batch_size] = stage([padding_slot] * batch_size, torch.int64, device)
             self._graphs[batch_size] = PrefillGraphs(
-                functools.partial(_call_with, ride, slot_ids_B),
+                functools.partial(ride, slot_ids_B),
                 recorder,
                 sizes=sorted(key.num_tokens for key in keys if key.batch_size == batch_size),
                 block_tokens=block_tokens,
@@ -78,12 +79,12 @@ class RideGraphs:
             )
 
     def recordings(self) -> list[Callable[[], object]]:
-        """What records each of them, over nothing but padding and the padding slot: so it changes nothing."""
+        """Functions that record the graphs, over padding and the padding slot only, so that they change nothing."""
         return [record for graphs in self._graphs.values() for record in graphs.recordings().values()]
 
     def rows_of(self, runs: Sequence[PromptRun], num_slots: int, num_columns: int) -> int | None:
-        """Rows of the smallest recorded graph that holds the runs and so many windows of so many columns; None: none
-        does."""
+        """Rows of the smallest recorded graph that holds the runs and num_slots windows of num_columns columns; None:
+        none does."""
         batch = self._batch(num_slots)
         if num_columns != self._num_columns or batch is None:
             return None
@@ -91,7 +92,7 @@ class RideGraphs:
         return None if num_tokens is None else num_tokens + batch * num_columns
 
     def run(self, runs: Sequence[PromptRun], slots: Sequence[int]) -> None:
-        """Enqueue the pass of `runs` with the windows of `slots`, for which there must be a graph."""
+        """Enqueue the pass of `runs` with the windows of `slots`; a graph must hold them."""
         batch = self._batch(len(slots))
         assert batch is not None, "no graph holds them"
         padded = [*slots, *[self._padding_slot] * (batch - len(slots))]
@@ -102,18 +103,15 @@ class RideGraphs:
         return min((batch for batch in self._graphs if batch >= num_slots), default=None)
 
 
-def _call_with(ride: Callable[[PrefillBatch, Tensor], None], slot_ids_B: Tensor, batch: PrefillBatch) -> None:
-    ride(batch, slot_ids_B)
-
-
 def rows_beyond(ridden: int, alone: int) -> int:
-    """What riding adds to a pass, in rows that cost their arithmetic. ridden, alone: rows with windows and without."""
+    """Rows that riding adds to a pass, counting only rows that cost arithmetic. ridden, alone: rows with and without
+    windows."""
     return max(ridden, _FREE_ROWS) - max(alone, _FREE_ROWS)
 
 
 def even_batch(num_slots: int, num_columns: int) -> int:
-    """Slots that the windows of a pass are filled up to on a GPU: the smallest even number of rows, doubled until it
-    holds them."""
+    """Slots that a pass's windows are padded to on a GPU: the fewest that give an even number of rows, doubled until it
+    holds num_slots."""
     batch = _EVEN_ROWS // math.gcd(_EVEN_ROWS, num_columns)
     while batch < num_slots:
         batch *= 2
@@ -121,7 +119,7 @@ def even_batch(num_slots: int, num_columns: int) -> int:
 
 
 def ride_keys(most_tokens: int, *, max_running: int, num_columns: int, most_riders: int) -> list[RideKey]:
-    """The graphs that are captured. most_tokens: of a pass that is captured alone."""
+    """The graphs to capture. most_tokens: of the largest prompt pass that is captured without windows."""
     batches = {even_batch(num_slots, num_columns) for num_slots in range(1, max_running + 1)}
     return [
         RideKey(batch_size=batch, num_tokens=size - batch * num_columns)
@@ -132,7 +130,7 @@ def ride_keys(most_tokens: int, *, max_running: int, num_columns: int, most_ride
 
 
 def ride_graph_bytes(hidden_size: int, *, max_running: int, max_draft_tokens: int, most_riders: int) -> int:
-    """About what they will take on the device beside the graphs of prompts alone, before there are any."""
+    """Estimated device memory of these graphs beyond the prompt graphs', before they are recorded."""
     keys = ride_keys(
         chunk_sizes(hidden_size)[-1], max_running=max_running, num_columns=max_draft_tokens + 1, most_riders=most_riders
     )

@@ -1,6 +1,6 @@
-"""The token that the target chooses after every column of a window, and the counts that penalties read.
+"""Samples the target's token after every column of a window, and counts emitted tokens for the penalties.
 
-Owns the join between slot buffers and the sampling kernels. Knows nothing of acceptance.
+Connects the slot buffers with the sampling kernels. Knows nothing of acceptance.
 
 Shape letters: B slots, T columns, V vocabulary, S slots in the buffers.
 """
@@ -21,8 +21,7 @@ def choose(
     """The target's token after each column: int64 BT.
 
     sampled: False only if every slot is greedy without penalties and bias. constrained: False only if no slot has
-    masks. So a batch of plain greedy slots needs no more than an argmax, and draws what it would draw in any
-    company."""
+    masks. A batch of plain greedy slots needs only an argmax, which gives the same tokens as the full sampler."""
     ops = kernels.backend(buffers.device)
     if not (sampled or constrained):
         return ops.argmax(logits_BTV.flatten(0, 1)).view_as(window.tokens_BT)
@@ -31,18 +30,18 @@ def choose(
         window.tokens_BT,
         next_positions(window),
         slot_ids_B,
-        buffers.sampling_table,
+        buffers.sampling,
         constrained=constrained,
     )
 
 
 def next_positions(window: Window) -> Tensor:
-    """Where the token chosen after each column would stand: int64 BT."""
+    """Position of the token chosen after each column: int64 BT."""
     return window.start_B[:, None] + torch.arange(1, window.tokens_BT.shape[1] + 1, device=window.start_B.device)
 
 
 def count_emitted(counts_SV: Tensor, slot_ids_B: Tensor, outcome_BF: Tensor) -> None:
-    """Add what a step emitted to `counts_SV`, int32, in place. An inert slot emitted nothing."""
+    """Add a step's emitted tokens to `counts_SV`, int32, in place. An inert slot emitted nothing."""
     outcome = OutcomeRows.of(outcome_BF)
     is_emitted_BT = torch.arange(outcome.tokens_BT.shape[1], device=counts_SV.device) < outcome.num_emitted_B[:, None]
     cell_BT = slot_ids_B[:, None] * counts_SV.shape[1] + outcome.tokens_BT

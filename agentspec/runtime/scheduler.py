@@ -1,12 +1,12 @@
-"""What runs next: continuous batching, chunked prefill, admission by rows and pages, preemption, and what each step
-taught us.
+"""Decides what runs next: continuous batching, chunked prefill, admission by rows and pages, preemption, and learning
+from each step.
 
-`plan` writes the next step; `apply` reads the outcome of an earlier one and returns the events to send. Between the two
-lies the device, possibly one step behind. No torch, no model: rows, pages and tokens are integers here.
+`plan` writes the next step; `apply` reads the outcome of an earlier one and returns the events to send. The device may
+be one step behind. No torch, no model: rows, pages and tokens are integers here.
 
-Who owns what: a request's lease owns its rows and pages until they are published (then the tree does) or released.
-Nothing is released while a step in flight may still write to it. The exception is a request that the *device* ended:
-its slot is inert from then on, so its rows and pages can go at once.
+Ownership: a request's lease owns its rows and pages until they are published (then the tree does) or released. Nothing
+is released while a step in flight may still write to it. The exception is a request that the *device* ended: its slot
+is inert from then on, so its rows and pages are released at once.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from agentspec.runtime.fairness import FairShare
 from agentspec.runtime.flight import Flight
 from agentspec.runtime.metrics import EngineMetrics
 from agentspec.runtime.pace import Pace, StepTimes
-from agentspec.runtime.plan import ChunkPlan, OwnRows, SlotJoin, SlotOutcome, StepOutcome, StepPlan
+from agentspec.runtime.plan import ChunkPlan, OwnRows, SlotOutcome, StepOutcome, StepPlan
 from agentspec.runtime.prefill_plan import BRANCH_GAP_BLOCKS, is_promised, plan_chunk, shares, wanted_checkpoints
 from agentspec.runtime.request import Phase, Request
 from agentspec.runtime.turn_trust import TurnTrust
-from agentspec.types import STOP_RUNNING, CheckpointKind, FinishReason, rows_of_request, tokens
+from agentspec.types import STOP_RUNNING, CheckpointKind, FinishReason, rows_of_request
 from agentspec.wire import Event
 
 SESSION_CHECKPOINTS = 2
-"""Checkpoints that a session keeps between its turns, as a rule: the last user message and the rolling one."""
+"""Checkpoints that a session usually keeps between its turns: the last user message and the rolling one."""
 
 
 class Scheduler:
@@ -49,7 +49,7 @@ class Scheduler:
         page_bytes: int,
         hold_seconds: float,
     ) -> None:
-        self._cache = cache
+        self.cache = cache
         self._gate = gate
         self._fair = fair
         self._metrics = metrics
@@ -62,7 +62,7 @@ class Scheduler:
         self._trust = TurnTrust()
         self._waiting: list[Request] = []
         self._running: list[Request] = []
-        """Everyone with a lease, in order of admission."""
+        """Requests with a lease, in order of admission."""
         self._soon_cached = partial(is_promised, running=self._running, block=block_tokens)
         self._by_id: dict[str, Request] = {}
         self._free_slots = list(range(max_running))[::-1]
@@ -70,7 +70,7 @@ class Scheduler:
         self._num_let_go = 0
         self._num_looked = 0
         self._full_since = -1
-        """`_num_let_go` when a waiting request last found no room."""
+        """`_num_let_go` when a waiting request last found no memory."""
         self._events: list[Event] = []
 
     @property
@@ -86,10 +86,10 @@ class Scheduler:
         return bool(self._waiting or self._running or self._leaves or self._events)
 
     def knows(self, request_id: str) -> bool:
-        """True until the request's terminal event was handed out."""
+        """Whether the request's terminal event hasn't been returned yet."""
         return request_id in self._by_id or any(event.request_id == request_id for event in self._events)
 
-    def add(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         self._by_id[request.request_id] = request
         self._waiting.append(request)
         self._gate.arrive(request.session_key)
@@ -98,8 +98,8 @@ class Scheduler:
         self._metrics.prompt_tokens += request.prompt_length
 
     def abort(self, request_id: str) -> None:
-        """End a request. Its FinishEvent comes when no step in flight contains it any more. An unknown or ended id is
-        no error: an abort may cross the request's own end."""
+        """End a request. Its FinishEvent comes when no step in flight contains it. Unknown and ended ids are ignored:
+        an abort may cross the request's end."""
         request = self._by_id.get(request_id)
         if request is not None and request.ending is None:
             self._end(request, FinishReason.ABORT)
@@ -109,9 +109,9 @@ class Scheduler:
             self.abort(request_id)
 
     def plan(self, choose_depth: Callable[[int], int]) -> Flight:
-        """The next step. `choose_depth(batch size) -> k`."""
+        """Plan the next step. `choose_depth(batch size) -> k`."""
         flight = Flight(StepPlan())
-        self._cache.copy_ahead()
+        self.cache.copy_ahead()
         holds_back = self._holds_constrained_back()
         decoding = self._grow_decoding(flight.plan, holds_back)
         self._admit()
@@ -123,7 +123,7 @@ class Scheduler:
         flight.plan.first_slots = self._take_in(flight, joined)
         flight.plan.decode_slots = self._take_in(flight, decoding)
         flight.plan.leaves, self._leaves = self._leaves, []
-        flight.copies = self._cache.take_copy_orders()
+        flight.copies = self.cache.take_copy_orders()
         for request in flight.requests:
             request.in_flight += 1
         for request in decoding + joined:
@@ -138,13 +138,13 @@ class Scheduler:
         return flight
 
     def copied(self, to_host: int, to_device: int) -> None:
-        """Copy orders up to these numbers have been carried out: who waited for one of them goes on."""
-        self._cache.complete_copies_to_host(to_host)
+        """Copy orders up to these numbers are done: requests that waited for one of them continue."""
+        self.cache.complete_copies_to_host(to_host)
         for request in list(self._running):
             lease, fetch = request.lease, request.fetch
             if lease is None or fetch is None or fetch.number > to_device:
                 continue
-            self._cache.finish_fetch(lease, request.submit.namespace, request.sequence)
+            self.cache.finish_fetch(lease, request.submit.namespace, request.sequence)
             request.promised.discard(fetch.num_tokens)
             request.state_row = lease.read_row
             self._count_cached(request)
@@ -154,15 +154,17 @@ class Scheduler:
             self._settle(request)
 
     def _holds_constrained_back(self) -> bool:
-        """The masks of a constrained request need the outcome of its last step. While one waits for that, no other goes
-        ahead: they decode in the same steps, every other one under overlap, instead of splitting the batch between odd
-        and even steps. A first step comes when the prompt is through, and holds nobody back, or newcomers could do so
-        for ever."""
+        """Whether constrained requests must not decode in this step.
+
+        The masks of a constrained request need the outcome of its last step. While one waits for that, the others wait
+        too. So they decode in the same steps (every other one under overlap) instead of splitting the batch between odd
+        and even steps. A first step doesn't make others wait; otherwise a stream of new requests could stall them for
+        ever."""
         return any(request.waits_for_drafts and not request.takes_first_step for request in self._running)
 
     def _take_in(self, flight: Flight, requests: list[Request]) -> list[int]:
-        """The slots of those who take part in the step, with masks; a request whose grammar fails is left out, with its
-        `ending` set."""
+        """Add requests to the step, with their masks; returns their slots. A request whose grammar fails is left out,
+        and its `ending` is set."""
         slots = []
         for request in requests:
             assert request.slot is not None
@@ -188,16 +190,12 @@ class Scheduler:
         return -(-(length + 2 * window) // self._block)
 
     def _grow_decoding(self, plan: StepPlan, holds_back: bool) -> list[Request]:
-        """Who decodes next: make sure of pages for each, oldest first; preempt the youngest when there are none."""
+        """The requests that decode next, with pages for each, oldest first. Preempts the youngest when there are
+        none."""
         ready = []
         for request in list(self._running):
-            if (
-                request.phase is not Phase.DECODE
-                or request.waits_for_drafts
-                or (holds_back and request.constraint is not None)
-            ):
-                continue
-            if self._grow(request, plan):
+            may_decode = request.phase is Phase.DECODE and not request.waits_for_drafts
+            if may_decode and not (holds_back and request.constraint is not None) and self._grow(request, plan):
                 ready.append(request)
         return ready
 
@@ -207,9 +205,9 @@ class Scheduler:
         assert request.slot is not None
         have = len(lease.page_ids)
         need = self._pages_needed(request, request.in_flight + 1)
-        while need > have and not self._cache.grow_pages(lease, need):
+        while need > have and not self.cache.grow_pages(lease, need):
             if any(other.phase is Phase.LEAVING for other in self._running):
-                return False  # somebody is on the way out already: try again next step
+                return False  # a request is already leaving: try again next step
             assert len(self._running) > 1, "one request alone always fits: new_request checked its limit"
             victim = self._running[-1]
             self._retract(victim)
@@ -221,17 +219,17 @@ class Scheduler:
         return True
 
     def _admit(self) -> None:
-        """Give waiting requests a slot, rows and pages, late ones first, then in order of arrival; a request whose
-        session must wait is passed over.
+        """Give waiting requests a slot, rows and pages: late ones first, then in order of arrival. A request whose
+        session must wait is skipped.
 
-        Who found no room is not tried again before somebody has let go of some."""
+        After a request found no memory, none is tried until a request has released some."""
         for request in self._late_first() if self._waiting else ():
             if not self._free_slots or self._full_since == self._num_let_go:
                 return
             if request.need is not None and not self._gate_allows(request, request.need):
                 continue
             match = self._match(request)
-            if self._cache.enabled and self._soon_cached(request, match):
+            if self.cache.enabled and self._soon_cached(request, match):
                 continue
             pages = self._pages_needed(request, 2)
             new_pages = pages - match.num_tokens // self._block
@@ -242,9 +240,7 @@ class Scheduler:
             if not self._take_room(request, match, pages) and not self._take_room_from_nothing(request, pages):
                 self._full_since = self._num_let_go
                 return
-            request.turn_trusted = self._trust.judge(
-                request.submit.session_id, request.submit.breakpoints, request.sequence
-            )
+            request.turn_trusted = self._trust.judge(request)
             request.pending = wanted_checkpoints(request, match.branch_tokens, self._block)
             request.promised = {wanted.length for wanted in request.pending}
             self._fair.enter(
@@ -255,12 +251,11 @@ class Scheduler:
             self._enter(request)
 
     def _late_first(self) -> list[Request]:
-        """Those that wait, as they are to be tried. Sessions that are late go ahead of the others' working sets,
-        too."""
+        """Waiting requests in the order in which they are tried. Late sessions also go ahead of the others' working
+        sets."""
         self._num_looked += 1
-        self._match(
-            self._waiting[self._num_looked % len(self._waiting)]
-        )  # what others have left in the cache makes a fair wait shorter
+        # The cache may hold more of its prompt by now, which shortens its fair wait.
+        self._match(self._waiting[self._num_looked % len(self._waiting)])
         late = [self._by_id[request_id] for request_id in self._fair.late()]
         singles = {request.session_key for request in late if request.submit.session_id is None}
         self._gate.prefer((request.session_key for request in late), singles=singles, most=self._fair.may_go_ahead)
@@ -268,32 +263,31 @@ class Scheduler:
 
     def _match(self, request: Request) -> Match:
         limit = 0 if request.needs_scores else len(request.sequence) - 1
-        match = self._cache.match(request.submit.namespace, request.sequence, limit=limit)
+        match = self.cache.match(request.submit.namespace, request.sequence, limit=limit)
         lost = match.branch_tokens - match.num_tokens
         has_lost = lost >= BRANCH_GAP_BLOCKS * self._block and self._gate.has_run(request.session_key)
         self._fair.expect(request, len(request.sequence) - match.num_tokens, lost if has_lost else 0)
         return match
 
     def _gate_allows(self, request: Request, need: WorkingSet) -> bool:
-        """An engine with nothing else to do serves whoever comes, by the age of their sessions."""
+        """Whether the session may run. If nothing runs, the first session in order always may."""
         return self._gate.allows(request.session_key, need) or (
             not self._running and self._gate.is_next(request.session_key)
         )
 
     def _take_room(self, request: Request, match: Match, pages: int) -> bool:
-        """Lease the match, take pages and rows, and start what is to be fetched; False, with everything given back,
-        when there is no room for it."""
-        lease = self._cache.acquire(match, session_id=request.submit.session_id)
-        rows = (
-            self._cache.take_rows(lease, rows_of_request(self._max_draft_tokens))
-            if self._cache.grow_pages(lease, pages)
-            else None
-        )
-        # One that was preempted leaves the others a page each to grow into, or it is preempted again at once.
+        """Lease the match, take pages and rows, and start a fetch if needed. False, with everything given back, if
+        memory is short."""
+        lease = self.cache.acquire(match, session_id=request.submit.session_id)
+        rows = None
+        if self.cache.grow_pages(lease, pages):
+            rows = self.cache.take_rows(lease, rows_of_request(self._max_draft_tokens))
+        # A preempted request leaves each running one a page to grow into; otherwise it would be preempted again at
+        # once.
         margin = len(self._running) if request.preemptions else 0
-        has_room = rows is not None and (not margin or self._cache.available_pages() >= margin)
-        if not has_room or (match.host_copy is not None and self._cache.start_fetch(lease, match) is None):
-            self._cache.release(lease, hold_seconds=self._hold_seconds)
+        has_room = rows is not None and (not margin or self.cache.available_pages() >= margin)
+        if not has_room or (match.host_copy is not None and self.cache.start_fetch(lease, match) is None):
+            self.cache.release(lease, hold_seconds=self._hold_seconds)
             return False
         assert rows is not None
         request.lease, request.rows = lease, OwnRows.of(rows)
@@ -302,12 +296,11 @@ class Scheduler:
         return True
 
     def _take_room_from_nothing(self, request: Request, pages: int) -> bool:
-        """With nobody else running, the row of the match itself may be what is missing: then do without the match."""
+        """If nothing runs, the matched row itself may be what is missing: then admit without the match."""
         if self._running:
             return False
-        has_room = self._take_room(
-            request, self._cache.match(request.submit.namespace, request.sequence, limit=0), pages
-        )
+        match = self.cache.match(request.submit.namespace, request.sequence, limit=0)
+        has_room = self._take_room(request, match, pages)
         assert has_room, "one request alone always fits: new_request checked its limit"
         return True
 
@@ -315,7 +308,7 @@ class Scheduler:
         assert request.lease is not None
         self._waiting.remove(request)
         if request.needs_scores:
-            request.scores.clear()  # a preempted request scores its prompt anew
+            request.scores.clear()  # a preempted request scores its prompt again
         request.slot = self._free_slots.pop()
         self._running.append(request)
         self._gate.enter(request.session_key)
@@ -328,7 +321,7 @@ class Scheduler:
             request.in_flight += 1
 
     def _count_cached(self, request: Request) -> None:
-        """At the first admission only."""
+        """Count cached tokens, at the first admission only."""
         if not request.counted_cached:
             assert request.lease is not None
             request.counted_cached = True
@@ -336,7 +329,8 @@ class Scheduler:
             self._metrics.cached_tokens += request.lease.num_cached
 
     def _plan_prefill(self, flight: Flight) -> list[Request]:
-        """Fill the room of the step's prompt pass; whoever is through joins, and takes the first step at once."""
+        """Fill the step's prompt pass. Returns the requests whose prompt is complete: they join and take their first
+        step at once."""
         prefilling = [
             request
             for request in self._running
@@ -354,10 +348,10 @@ class Scheduler:
             if chunk is None:
                 request.times_passed_over += 1
                 continue
-            room.take(chunk.start, len(chunk.token_ids))
+            room.take_chunk(chunk.start, len(chunk.token_ids))
             self._launch_chunk(flight, request, chunk, checkpoints)
             if request.computed == request.prefill_end and request.decodes:
-                flight.plan.joins.append(self._join(request))
+                flight.plan.joins.append(request.join_slot())
                 joined.append(request)
         return joined
 
@@ -374,40 +368,14 @@ class Scheduler:
 
     def _take_row(self, request: Request) -> int | None:
         assert request.lease is not None
-        rows = self._cache.take_rows(request.lease, 1)
+        rows = self.cache.take_rows(request.lease, 1)
         if rows is None:
             self._metrics.checkpoints_skipped += 1
             return None
         return rows[0]
 
-    def _join(self, request: Request) -> SlotJoin:
-        assert request.lease is not None
-        assert request.slot is not None
-        request.phase = Phase.DECODE
-        assert request.rows is not None
-        request.rolling = ((request.rows.newer, request.prompt_checkpoint), (request.rows.older, 0))
-        request.takes_first_step, request.drafts, request.stepped_at = True, [], None
-        return SlotJoin(
-            request_id=request.request_id,
-            slot=request.slot,
-            length=len(request.sequence) - 1,
-            last_token=request.sequence[-1],
-            rows=request.rows,
-            checkpoint_length=request.prompt_checkpoint,
-            page_ids=list(request.lease.page_ids),
-            length_limit=request.length_limit,
-            stop_ids=request.stop_ids,
-            seed=request.seed,
-            sampling=request.submit.sampling,
-            prompt_ids=request.sequence[: request.prompt_length],
-            output_ids=request.sequence[request.prompt_length :],
-            forced_output=None if request.submit.forced_output is None else tokens(request.submit.forced_output),
-            constrained=request.constraint is not None,
-            logprobs=request.submit.logprobs,
-        )
-
     def apply(self, flight: Flight, outcome: StepOutcome) -> list[Event]:
-        """Take in what a step did: publish its checkpoints, extend its streams, end and release what ended."""
+        """Process a step's outcome: publish its checkpoints, extend its streams, end and release what ended."""
         events: list[Event] = []
         self._pace.observe(StepTimes.of(flight.plan, outcome))
         self._fair.serve(flight, outcome)
@@ -421,9 +389,9 @@ class Scheduler:
             if request.phase not in (Phase.DECODE, Phase.LEAVING):
                 continue
             if request.ending is not None:
-                request.rolling = slot.checkpoints  # what it emitted lies beyond its end
+                request.rolling = slot.checkpoints  # its emitted tokens are beyond its end
                 continue
-            event = request.take(slot)
+            event = request.take_outcome(slot)
             if event is not None:
                 events.append(event)
                 self._metrics.emitted_tokens += len(event.token_ids)
@@ -433,12 +401,12 @@ class Scheduler:
         return events + self.drain_events()
 
     def _end_if_over(self, request: Request, slot: SlotOutcome) -> None:
-        """A retracted request that ended in its last step is let go with that step, like all that are leaving."""
+        """End a request that its last tokens ended. A retracted one leaves with that step anyway."""
         if request.ending is not None and request.phase is Phase.DECODE:
             self._end(request, request.ending, device_inert=slot.stop != STOP_RUNNING)
 
     def _settle(self, request: Request) -> None:
-        """After a step has landed: end who only waited for it."""
+        """After a step or fetch has ended: let the request go, or end it, if it waited only for that."""
         if request.in_flight:
             return
         if request.phase is Phase.LEAVING:
@@ -451,11 +419,11 @@ class Scheduler:
         assert lease is not None, "a request with a chunk in flight still has its lease"
         for length, row, kind in checkpoints:
             request.promised.discard(length)
-            if not self._cache.publish(lease, request.submit.namespace, request.sequence, length, row, kind):
-                self._cache.give_rows(lease, [row])
+            if not self.cache.publish(lease, request.submit.namespace, request.sequence, length, row, kind):
+                self.cache.give_rows(lease, [row])
 
     def _end(self, request: Request, reason: FinishReason, *, device_inert: bool = False) -> None:
-        """End a request now if nothing in flight can write for it, else when that has landed."""
+        """End a request now if no step in flight can write for it, otherwise when that step is done."""
         request.ending = reason
         if request.phase is Phase.WAITING:
             self._waiting.remove(request)
@@ -468,7 +436,7 @@ class Scheduler:
         self._let_go(request)
 
     def _retract(self, request: Request) -> None:
-        """Preempt: give everything back but the last checkpoint, and queue again in order of arrival."""
+        """Preempt a request: release everything but its last checkpoint, and queue it again in order of arrival."""
         assert request.ending is None
         request.preemptions += 1
         self._metrics.preemptions += 1
@@ -478,18 +446,18 @@ class Scheduler:
             self._let_go(request)
 
     def _let_go(self, request: Request) -> None:
-        """Publish the rolling checkpoint, release the lease and the slot; then finish, or wait again."""
+        """Publish the rolling checkpoint, release the lease and the slot; then finish the request or queue it again."""
         lease = request.lease
         self._num_let_go += 1
         assert lease is not None
         assert request.slot is not None
         self._publish_rolling(request)
-        row_bytes, page_bytes = self._cache.private_bytes(lease)
+        row_bytes, page_bytes = self.cache.private_bytes(lease)
         working_set = WorkingSet(row_bytes - len(lease.own_rows) * self._row_bytes, page_bytes)
         named = request.submit.session_id is not None
         self._gate.leave(request.session_key, working_set, waits_again=request.ending is None, comes_back=named)
         hold = 0.0 if request.ending is FinishReason.ABORT else self._hold_seconds
-        self._cache.release(lease, hold_seconds=hold)
+        self.cache.release(lease, hold_seconds=hold)
         self._leaves.append(request.slot)
         self._free_slots.append(request.slot)
         self._running.remove(request)
@@ -504,24 +472,20 @@ class Scheduler:
         self._waiting.sort(key=lambda waiting: waiting.number)
 
     def _publish_rolling(self, request: Request) -> None:
-        """Publish the deepest rolling checkpoint whose tokens were all kept, unless the turn ended and won't come back
-        as generated.
+        """Publish the deepest rolling checkpoint whose tokens were all kept, unless the turn ended and its next prompt
+        isn't expected to contain it unchanged.
 
-        With the host a step behind, the newer one may lie beyond a stop that only the host saw; then the older one
-        stands."""
+        With the host a step behind, the newer checkpoint may be beyond a stop that only the host saw; then the older
+        one is published."""
         assert request.lease is not None
-        submit = request.submit
         if request.ending is not None:
-            last = len(request.sequence) // self._block * self._block
-            self._trust.ended(
-                submit.session_id, submit.breakpoints, request.sequence, last, trusted=request.turn_trusted
-            )
+            self._trust.record_turn(request, len(request.sequence) // self._block * self._block)
             if not request.turn_trusted:
                 return
         kept = [(length, row) for row, length in request.rolling if 0 < length <= len(request.sequence)]
         if kept:
-            length, row = max(kept)
-            self._cache.publish(request.lease, submit.namespace, request.sequence, length, row, CheckpointKind.TURN)
+            namespace, (length, row) = request.submit.namespace, max(kept)
+            self.cache.publish(request.lease, namespace, request.sequence, length, row, CheckpointKind.TURN)
 
     def _finish(self, request: Request) -> None:
         assert request.ending is not None

@@ -1,9 +1,9 @@
-"""Log-probabilities of tokens that are known already, and of the most likely ones in their place.
+"""Log-probabilities of known tokens, and of the most likely alternatives at their positions.
 
 By the model's own distribution: from raw logits, before penalties, bias, masks and temperature. Knows nothing of
 requests.
 
-Shape letters: N scored rows, V vocabulary, A alternatives a row.
+Shape letters: N scored rows, V vocabulary, A alternatives per row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from agentspec.types import TokenScore
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreRows:
-    """Scores as tensors, on the device until somebody reads them."""
+    """Scores as tensors."""
 
     token_N: Tensor
     """int64. The scored token of each row."""
@@ -40,7 +40,7 @@ class ScoreRows:
         )
 
     def map(self, move: Callable[[Tensor], Tensor]) -> ScoreRows:
-        """Each tensor as `move` returns it."""
+        """Apply `move` to each tensor."""
         return ScoreRows(
             token_N=move(self.token_N),
             logprob_N=move(self.logprob_N),
@@ -49,7 +49,7 @@ class ScoreRows:
         )
 
     def read(self, first: int, end: int, num_alternatives: int) -> list[TokenScore]:
-        """Rows first to end - 1, with so many of their alternatives; waits for the device."""
+        """Rows first to end - 1, with num_alternatives of their alternatives; waits for the device."""
         rows = slice(first, end)
         top = (
             self.top_ids_NA[rows, :num_alternatives].tolist(),
@@ -63,7 +63,7 @@ class ScoreRows:
 
 
 def score_tokens(logits_NV: Tensor, token_N: Tensor, num_alternatives: int) -> ScoreRows:
-    """Score one token a row. logits_NV: float32. num_alternatives: at most V of them come back."""
+    """Score one token per row. logits_NV: float32. num_alternatives: at most V of them are returned."""
     norm_N1 = logits_NV.logsumexp(-1, keepdim=True)
     top = logits_NV.topk(min(num_alternatives, logits_NV.shape[1]), dim=1)
     return ScoreRows(

@@ -1,13 +1,13 @@
-"""The persistent device tensors of a decode step, one row a slot: allocated once, never replaced, so that a graph may
-hold their addresses.
+"""The persistent device tensors of a decode step, with one row per slot. They are allocated once and never replaced,
+because CUDA graphs hold their addresses.
 
 Owns layout, padding values and the host's writes (join, leave, page updates). Knows nothing of what a step does with
 them.
 
-The integers that a step changes live side by side in `slots_SF`: a step loads a slot with one gather and stores it with
-one scatter.
+The integers that a step changes are adjacent columns of `slots_SF`, so a step loads a slot with one gather and stores
+it with one scatter.
 
-Shape letters: S slots (max_running + 1), W = max k + 1, P pages a sequence, V vocabulary, E stop ids, F fields, X =
+Shape letters: S slots (max_running + 1), W = max k + 1, P pages per sequence, V vocabulary, E stop ids, F fields, X =
 ceil(V / 32).
 """
 
@@ -31,34 +31,22 @@ from agentspec.types import SCRATCH_PAGE, SCRATCH_ROW, ZERO_ROW, SamplingParams
 _MAX_REQUEST_STOP_IDS = 16
 
 Rows: TypeAlias = npt.NDArray[Any]
-"""Rows of a slot tensor for requests that join, on the host: [J, F]."""
+"""Host rows of a slot tensor for requests that join: [J, F]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBuffers:
-    """One row a slot; the last slot is the padding slot, always inert."""
+    """One row per slot; the last slot is the padding slot, which is always inert."""
 
     slots_SF: Tensor
     """int64, see SlotState. Writer: join, leave, the step. Reader: the step."""
-    limits_SF: Tensor
-    """int64, see SlotLimits. Writer: join. Reader: the step."""
-    sampling_SF: Tensor
-    """float32 [S, 6], see SamplingTable. Writer: join. Reader: the sampler."""
     page_table_SP: Tensor
     """int32 [S, P]. Padding SCRATCH_PAGE. Writer: join, page updates. Reader: the step."""
-    counts_SV: Tensor
-    """int32 [S, V]. Generated tokens. Writer: join (requests with penalties), the sampled step. Reader: the sampler.
-    Stale without penalties."""
-    prompt_seen_SV: Tensor
-    """bool [S, V]. Tokens of the prompt. Writer: join (requests with penalties). Reader: the sampler. Stale without
-    penalties."""
-    bias_SV: Tensor
-    """float32 [S, V]. Padding 0. Writer: join. Reader: the sampler."""
-    mask_SWX: Tensor
-    """int32 [S, W, X], bits as in constraint.MaskRows. Padding -1 (all allowed). Writer: join, masks of a plan. Reader:
-    the constrained step."""
+    sampling: SamplingTable
+    """Writer: join; for requests with penalties also the sampled step (counts); for masks also the plan. Reader: the
+    sampler, and the step (limits)."""
     block_tokens: int
-    """Tokens in a page, and the grid of checkpoints."""
+    """Tokens in a page; checkpoints stand at multiples of it."""
 
     @classmethod
     def allocate(
@@ -89,30 +77,21 @@ class StepBuffers:
         )
         return cls(
             slots_SF=slots_SF,
-            limits_SF=limits_SF,
-            sampling_SF=sampling_SF,
             page_table_SP=torch.full((num_slots, max_pages_per_slot), SCRATCH_PAGE, dtype=torch.int32, device=device),
-            counts_SV=torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device),
-            prompt_seen_SV=torch.zeros(num_slots, vocab_size, dtype=torch.bool, device=device),
-            bias_SV=torch.zeros(num_slots, vocab_size, dtype=torch.float32, device=device),
-            mask_SWX=torch.full((num_slots, width, -(-vocab_size // 32)), -1, dtype=torch.int32, device=device),
+            sampling=SamplingTable(
+                limits_SF=limits_SF,
+                sampling_SF=sampling_SF,
+                counts_SV=torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device),
+                prompt_seen_SV=torch.zeros(num_slots, vocab_size, dtype=torch.bool, device=device),
+                bias_SV=torch.zeros(num_slots, vocab_size, dtype=torch.float32, device=device),
+                mask_SWX=torch.full((num_slots, width, -(-vocab_size // 32)), -1, dtype=torch.int32, device=device),
+            ),
             block_tokens=block_tokens,
         )
 
     @property
-    def sampling_table(self) -> SamplingTable:
-        return SamplingTable(
-            limits_SF=self.limits_SF,
-            sampling_SF=self.sampling_SF,
-            counts_SV=self.counts_SV,
-            prompt_seen_SV=self.prompt_seen_SV,
-            bias_SV=self.bias_SV,
-            mask_SWX=self.mask_SWX,
-        )
-
-    @property
     def vocab_size(self) -> int:
-        return self.counts_SV.shape[1]
+        return self.sampling.counts_SV.shape[1]
 
     @property
     def device(self) -> torch.device:
@@ -120,22 +99,21 @@ class StepBuffers:
 
     @property
     def width(self) -> int:
-        """Columns of a slot's window at most: max k + 1."""
+        """Most columns of a slot's window: max k + 1."""
         return SlotState.of(self.slots_SF).tokens_BW.shape[1]
 
     def put_masks(self, masks: Mapping[int, MaskRows]) -> None:
-        """Enter what each of these slots may say after the leading columns of its next window, and leave its other
-        columns as they are."""
+        """Write each slot's masks for the leading columns of its next window; its other columns keep their masks."""
         cells = [(slot, column) for slot, rows in masks.items() for column in range(len(rows))]
         slots, columns = stage(cells, torch.int64, self.device).unbind(1)
-        self.mask_SWX[slots, columns] = stage(np.concatenate(list(masks.values())), torch.int32, self.device)
+        self.sampling.mask_SWX[slots, columns] = stage(np.concatenate(list(masks.values())), torch.int32, self.device)
 
     def deactivate(self, slots: Sequence[int]) -> None:
         """Make slots inert."""
         SlotState.of(self.slots_SF).active_B[stage(slots, torch.int64, self.device)] = 0
 
     def update_pages(self, updates: Sequence[tuple[int, int, int]]) -> None:
-        """Enter pages: (slot, block index, page id)."""
+        """Write page table entries: (slot, block index, page id)."""
         slots, blocks, pages = stage(updates, torch.int64, self.device).unbind(1)
         self.page_table_SP[slots, blocks] = pages.to(torch.int32)
 
@@ -143,8 +121,8 @@ class StepBuffers:
         """Fill the slots of new requests."""
         slot_ids_J = stage([join.slot for join in joins], torch.int64, self.device)
         self.slots_SF[slot_ids_J] = stage(self._slot_rows(joins), torch.int64, self.device)
-        self.limits_SF[slot_ids_J] = stage(self._limits_rows(joins), torch.int64, self.device)
-        self.sampling_SF[slot_ids_J] = stage(
+        self.sampling.limits_SF[slot_ids_J] = stage(self._limits_rows(joins), torch.int64, self.device)
+        self.sampling.sampling_SF[slot_ids_J] = stage(
             _sampling_rows([join.sampling for join in joins]), torch.float32, self.device
         )
         num_pages = self.page_table_SP.shape[1]
@@ -173,7 +151,7 @@ class StepBuffers:
         return rows_JF
 
     def _limits_rows(self, joins: Sequence[SlotJoin]) -> Rows:
-        rows_JF = np.full((len(joins), self.limits_SF.shape[1]), -1, np.int64)
+        rows_JF = np.full((len(joins), self.sampling.limits_SF.shape[1]), -1, np.int64)
         limits = SlotLimits.of(rows_JF)
         limits.length_limit_B[:] = [join.length_limit for join in joins]
         limits.seed_B[:] = [join.seed for join in joins]
@@ -187,23 +165,23 @@ class StepBuffers:
         return rows_JF
 
     def _join_vocabulary(self, join: SlotJoin) -> None:
-        self.mask_SWX[join.slot] = -1
-        self.bias_SV[join.slot] = 0
+        self.sampling.mask_SWX[join.slot] = -1
+        self.sampling.bias_SV[join.slot] = 0
         if join.sampling.logit_bias:
             token_ids = stage(list(join.sampling.logit_bias), torch.int64, self.device)
-            self.bias_SV[join.slot, token_ids] = stage(
+            self.sampling.bias_SV[join.slot, token_ids] = stage(
                 list(join.sampling.logit_bias.values()), torch.float32, self.device
             )
         if join.sampling.has_penalties:
             counts = np.bincount(np.array(join.output_ids, dtype=np.int64), minlength=self.vocab_size)
             seen = np.bincount(np.array(join.prompt_ids, dtype=np.int64), minlength=self.vocab_size) > 0
-            self.counts_SV[join.slot] = stage(counts, torch.int32, self.device)
-            self.prompt_seen_SV[join.slot] = stage(seen, torch.bool, self.device)
+            self.sampling.counts_SV[join.slot] = stage(counts, torch.int32, self.device)
+            self.sampling.prompt_seen_SV[join.slot] = stage(seen, torch.bool, self.device)
 
 
 def stage(values: object, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Host values as a device tensor, through memory of this call's own: a reused staging buffer would race the copy
-    still in flight."""
+    """Copy host values to the device. Each call uses host memory of its own: a reused staging buffer could be
+    overwritten while its copy is still running."""
     host = torch.as_tensor(values, dtype=dtype)
     if device.type != "cuda":
         return host.to(device)

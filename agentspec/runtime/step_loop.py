@@ -1,10 +1,10 @@
-"""The loop: launch the next step, then read the results of the one before.
+"""The step loop: launch the next step, then read the results of the previous one.
 
 With overlap the host is one step behind: while the device runs step n+1, the host reads step n, publishes, streams and
-releases. Without it each step is read before the next is planned. Both give the same tokens.
+releases. Without overlap each step is read before the next is planned. Both give the same tokens.
 
-Owns the order of things; the scheduler owns the decisions. Single-threaded: everything here runs on the
-engine's one thread.
+Owns the order of these actions; the scheduler makes the decisions. Single-threaded: everything runs on the engine's
+thread.
 """
 
 from __future__ import annotations
@@ -14,40 +14,43 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from agentspec.cache.host_tier import CopyOrders
+from agentspec.cache.host_tier import CopyOrders, HostMemory
+from agentspec.cache.hybrid_cache import HybridCache
 from agentspec.mtp.token_counts import TokenCounts
+from agentspec.runtime.admission import SessionGate, rows_of_sessions
+from agentspec.runtime.fairness import FairShare
 from agentspec.runtime.flight import Flight
+from agentspec.runtime.memory_plan import running_rows
 from agentspec.runtime.metrics import EngineMetrics
+from agentspec.runtime.pace import Pace
 from agentspec.runtime.plan import Executor, StepOutcome
 from agentspec.runtime.request import Request
 from agentspec.runtime.request_times import RequestTimes
 from agentspec.runtime.scheduler import Scheduler
+from agentspec.types import ModelSpec
 from agentspec.wire import Event, TokensEvent
 
 _PREPARE_EVERY = 128
-"""Steps of a loop that is never idle between two pieces of what its start has left."""
+"""While the loop is never idle, deferred start-up work runs every this many steps."""
 
 
 class DepthPolicy(Protocol):
-    """Chooses how many drafts a step verifies; mtp/depth_policy.py has the implementations."""
+    """Chooses how many drafts a step verifies; implementations are in mtp/depth_policy.py."""
 
     def choose(self, batch_size: int) -> int: ...
 
     def observe(self, *, num_drafted: int, slots: list[tuple[int, int]], seconds: float) -> None:
-        """What a decode step did: per slot (drafts offered, drafts accepted), and the device time of the step."""
-        ...
+        """Learn from a decode step: per slot (drafts offered, drafts accepted), and the device time of the step."""
 
 
 class Copier(Protocol):
     """Carries out copy orders beside the steps; runtime/host_copies.py has the real one."""
 
     def launch(self, orders: CopyOrders) -> None:
-        """Start the orders: after all that was launched before. Must not wait for the device."""
-        ...
+        """Start the orders, after all work launched before. Must not wait for the device."""
 
     def poll(self) -> tuple[int, int]:
-        """Orders that have been carried out: all up to these numbers, to the host and to the device."""
-        ...
+        """Completed orders, to the host and to the device: all up to these numbers."""
 
 
 class StepLoop:
@@ -66,12 +69,12 @@ class StepLoop:
         prepare: Callable[[], bool] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """token_counts: where to count what is served; None: nowhere. copier: None: the cache has no host tier.
-        prepare: see the method; None: the start leaves nothing. clock: seconds, for metrics alone."""
+        """token_counts: counts the served tokens; None: they are not counted. copier: None: the cache has no host tier.
+        prepare: see the method; None: the start defers nothing. clock: seconds, for metrics only."""
         self.scheduler = scheduler
         self.metrics = metrics
         self.executor = executor
-        """May be wrapped before the first step: by a clock, say."""
+        """May be wrapped before the first step, for example to measure time."""
         self._depth_policy = depth_policy
         self._overlap = overlap
         self._token_counts = token_counts
@@ -87,22 +90,22 @@ class StepLoop:
         return bool(self._in_flight) or self.scheduler.has_work
 
     def submit(self, request: Request) -> None:
-        self.scheduler.add(request)
-        self._times.arrive(request.request_id, self._clock())
+        self.scheduler.add_request(request)
+        self._times.add_request(request.request_id, self._clock())
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
 
     def abort_all(self) -> None:
-        """End every request; their events come with the next steps."""
+        """End every request; their last events come with the next steps."""
         self.scheduler.abort_all()
 
     def prepare(self) -> bool:
-        """Do a piece, of some 50 ms, of what the start has left for a quiet moment. Returns whether there was one."""
+        """Do one piece, about 50 ms, of what the start has deferred. Returns whether there was one."""
         return self._prepare is not None and self._prepare()
 
     def run_once(self) -> list[Event]:
-        """Plan and launch one step, read what is due, and return the events in order."""
+        """Plan and launch one step, read the results that are due, and return the events in order."""
         if self._copier is not None:
             self.scheduler.copied(*self._copier.poll())
         flight = self.scheduler.plan(self._depth_policy.choose)
@@ -112,7 +115,7 @@ class StepLoop:
             self._copier.launch(flight.copies)
         launched = not flight.plan.is_empty
         if flight.plan.chunks:
-            self._times.begin((chunk.request_id for chunk in flight.plan.chunks), self._clock())
+            self._times.begin_prompts((chunk.request_id for chunk in flight.plan.chunks), self._clock())
         if launched:
             self._in_flight.append((flight, self.executor.launch(flight.plan)))
             self._num_launched += 1
@@ -122,7 +125,7 @@ class StepLoop:
         while len(self._in_flight) > behind:
             events.extend(self._collect())
         if events:
-            self._times.note(events, self._clock())
+            self._times.record_events(events, self._clock())
         return events
 
     def _collect(self) -> list[Event]:
@@ -146,7 +149,9 @@ class StepLoop:
             (slot.num_drafted, slot.num_accepted) for slot in outcome.slots if slot.emitted and slot.slot in verified
         ]
         if offered:
-            seconds = 0.0 if outcome.rode else outcome.decode_seconds  # what is left of a step says nothing of its k
+            seconds = (
+                0.0 if outcome.rode else outcome.decode_seconds
+            )  # the rest of the step doesn't depend on k alone; don't learn from it
             self._depth_policy.observe(num_drafted=flight.plan.num_drafted, slots=offered, seconds=seconds)
         now = self._clock()
         for slot in outcome.slots:
@@ -155,3 +160,74 @@ class StepLoop:
                 self.metrics.count_gap(now - request.stepped_at)
             if slot.emitted:
                 request.stepped_at = now
+
+
+def new_step_loop(
+    *,
+    spec: ModelSpec,
+    num_rows: int,
+    num_pages: int,
+    cache_bytes: int | None = None,
+    host_memory: HostMemory | None = None,
+    prefix_cache: bool = True,
+    max_running: int,
+    max_draft_tokens: int,
+    pace: Pace,
+    hold_seconds: float,
+    fair_cost: float,
+    executor: Executor,
+    depth_policy: DepthPolicy,
+    overlap: bool,
+    token_counts: TokenCounts | None = None,
+    copier: Copier | None = None,
+    prepare: Callable[[], bool] | None = None,
+    clock: Callable[[], float],
+) -> StepLoop:
+    """A step loop with its scheduler and its cache.
+
+    num_rows, num_pages: of the device's pools, with reserved ones. cache_bytes: bound on rows and pages together; None:
+    each pool is its own bound. fair_cost: see FairShare. clock: seconds. The rest as for StepLoop."""
+    own_rows, row_bytes, page_bytes = running_rows(max_running, max_draft_tokens), spec.row_bytes, spec.page_bytes
+    cache = HybridCache(
+        num_rows=num_rows,
+        num_pages=num_pages,
+        row_bytes=row_bytes,
+        page_bytes=page_bytes,
+        block_tokens=spec.block_tokens,
+        enabled=prefix_cache,
+        budget_bytes=cache_bytes,
+        host_memory=host_memory,
+        clock=clock,
+    )
+    gate = SessionGate(
+        row_bytes=rows_of_sessions(num_rows - own_rows, max_running) * row_bytes,
+        page_bytes=(num_pages - 1) * page_bytes,
+        budget_bytes=None if cache_bytes is None else cache_bytes - own_rows * row_bytes,
+        hold_seconds=hold_seconds,
+        clock=clock,
+    )
+    metrics = EngineMetrics()
+    scheduler = Scheduler(
+        cache=cache,
+        gate=gate,
+        fair=FairShare(clock, cost=fair_cost),
+        metrics=metrics,
+        max_running=max_running,
+        max_draft_tokens=max_draft_tokens,
+        pace=pace,
+        block_tokens=spec.block_tokens,
+        row_bytes=row_bytes,
+        page_bytes=page_bytes,
+        hold_seconds=hold_seconds,
+    )
+    return StepLoop(
+        scheduler=scheduler,
+        executor=executor,
+        depth_policy=depth_policy,
+        metrics=metrics,
+        overlap=overlap,
+        token_counts=token_counts,
+        copier=copier,
+        prepare=prepare,
+        clock=clock,
+    )

@@ -1,2 +1,2 @@
-"""The real scheduler and cache without a model: dry runs of replay files, a closed loop of sessions, measured costs of
-models. No torch."""
+"""The real scheduler and cache without a model: dry runs of replay files, closed loops of sessions, and models'
+measured costs. No torch."""

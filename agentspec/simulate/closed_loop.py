@@ -1,9 +1,9 @@
-"""Recorded sessions in closed loops through a step loop, on a virtual clock: turn k+1 of a session is due its recorded
-wait after turn k ended.
+"""Runs recorded sessions in closed loops through a step loop, on a virtual clock: turn k+1 of a session is submitted
+its recorded wait after turn k ended.
 
-`TimedExecutor` moves the clock: a device that computes one step after the other, each for as long as a named model's
-costs say, while the host is one step ahead. So order and waits are the same on every run, whoever executes the steps:
-nobody (the dry run) or a real model, whose cache is then compared with the dry run's. Imports no torch.
+`TimedExecutor` advances the clock like a device that computes one step after another, each taking the time that a
+model's costs give, while the host is one step ahead. So order and waits are the same on every run, whether a real model
+runs the steps or the dry run, which computes nothing; the caches of both can then be compared. Imports no torch.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ Sessions = Iterator[tuple[str, Iterator[RecordedTurn]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndedTurn:
-    """What became of one request."""
+    """The measurements of one ended request."""
 
     request_id: str
-    """Session id and number of the turn, `a-1/0`."""
+    """Session id and turn number, `a-1/0`."""
     prompt_tokens: int
     cached_tokens: int
     emissions: list[int]
     """Tokens that each of its steps emitted."""
     submitted: float
-    """When it was there; the scheduler sees it when it plans its next step."""
+    """When it was submitted; the scheduler sees it when it plans its next step."""
     times: list[float]
     """When each of its steps was done, the first token's first."""
 
@@ -64,13 +64,13 @@ class EndedTurn:
 
     @property
     def longest_gap(self) -> float:
-        """Between two of its steps; 0 when there was only one."""
+        """Between two of its steps; 0 if there was only one."""
         return max((after - before for before, after in pairwise(self.times)), default=0.0)
 
 
 @dataclass(slots=True)
 class VirtualClock:
-    """Seconds since the run began; call it for the time."""
+    """Seconds since the run began; calling it returns the time."""
 
     now: float = 0.0
 
@@ -81,7 +81,8 @@ class VirtualClock:
 class TimedExecutor:
     """An executor whose steps take as long as a model's costs say.
 
-    Launching takes no time; a step begins when the one before has ended. Collecting it moves the clock to its end."""
+    Launching takes no time; a step begins when the previous one has ended. Collecting a step advances the clock to its
+    end."""
 
     def __init__(self, executor: Executor, *, costs: ModelCosts, clock: VirtualClock) -> None:
         self._executor = executor
@@ -90,7 +91,7 @@ class TimedExecutor:
         self._lengths: dict[int, int] = {}
         """Of the sequence in each slot, as far as the host knows."""
         self._free_at = 0.0
-        """When the device will have done all that was launched."""
+        """When the device will have completed everything launched."""
 
     def launch(self, plan: StepPlan) -> Any:
         self._lengths |= {join.slot: join.length for join in plan.joins}
@@ -105,7 +106,7 @@ class TimedExecutor:
             and (plan.num_drafted + 1) * len(plan.decode_slots) <= MOST_RIDERS
         )
         if rides:
-            rest = min(costs.join_seconds, decode)  # a step without its forward, as a first step is
+            rest = min(costs.join_seconds, decode)  # a step without its forward, like a first step
             prefill, decode = prefill + max(decode - rest - costs.ride_seconds, 0.0), rest
         self._free_at = max(self._clock.now, self._free_at) + prefill + joins + decode
         return self._executor.launch(plan), prefill, decode, bool(rides), self._free_at
@@ -121,7 +122,7 @@ class TimedExecutor:
 
 @dataclass(slots=True)
 class _Lane:
-    """A session on its way, with its next turn."""
+    """A running session, with its next turn."""
 
     session_id: str
     number: int
@@ -133,7 +134,7 @@ class _Lane:
 
 
 class ClosedLoop:
-    """Feeds turns to a loop whose cache and gate go by `clock`. Outputs are forced: histories are the recorded ones,
+    """Feeds turns to a loop whose cache and gate use `clock`. Outputs are forced, so histories are the recorded ones,
     whatever is computed."""
 
     def __init__(
@@ -146,8 +147,8 @@ class ClosedLoop:
         max_length: int,
         on_submit: Callable[[str, RecordedTurn], None],
     ) -> None:
-        """`turn_seconds`: between two turns of a session, besides recorded waits. `on_submit` sees session and turn in
-        the order of submission, and may refuse one by raising."""
+        """`turn_seconds`: added between two turns of a session, beside recorded waits. `on_submit` gets session and
+        turn in order of submission, and may refuse one by raising."""
         self._loop = loop
         self._clock = clock
         self._turn_seconds = turn_seconds
@@ -163,7 +164,7 @@ class ClosedLoop:
         """In the order in which they ended."""
 
     def run(self, sessions: Sessions, num_lanes: int) -> None:
-        """Run all sessions, `num_lanes` of them at the same time, to the end."""
+        """Run all sessions, `num_lanes` at a time, to the end."""
         for _ in range(num_lanes):
             self._start_session(sessions)
         while self._due or self._loop.has_work:

@@ -1,9 +1,9 @@
-"""`agentspec replay FILE --dry-run MODEL`: the real scheduler and the real cache under a recorded workload, with no
+"""`agentspec replay FILE --dry-run MODEL`: the real scheduler and the real cache on a recorded workload, with no
 forward pass.
 
 Rows, pages, checkpoints, admission, eviction and preemption are the engine's own; only the device is missing.
-`DryExecutor` hands out the recorded tokens and keeps the rolling checkpoints by the same rule as the decode step. What
-comes out is what the cache would reach, beside the file's ideal.
+`DryExecutor` returns the recorded tokens and rotates the rolling checkpoints by the decode step's rule. The result is
+what the cache would reach, to compare with the file's ideal.
 """
 
 from __future__ import annotations
@@ -14,20 +14,15 @@ from dataclasses import dataclass, field
 from typing import Literal, Self
 
 from agentspec.cache.host_tier import HostMemory
-from agentspec.cache.hybrid_cache import HybridCache
 from agentspec.errors import ConfigError
 from agentspec.mtp.depth_policy import FixedDepth
-from agentspec.runtime.admission import SessionGate, rows_of_sessions
-from agentspec.runtime.fairness import FairShare
-from agentspec.runtime.memory_plan import RESERVED, MemoryPlan
-from agentspec.runtime.metrics import EngineMetrics
+from agentspec.runtime.memory_plan import MemoryPlan, running_rows
 from agentspec.runtime.pace import DEFAULT_MAX_GAP, FixedPace, GapPace
 from agentspec.runtime.plan import SlotJoin, SlotOutcome, StepOutcome, StepPlan
-from agentspec.runtime.scheduler import Scheduler
-from agentspec.runtime.step_loop import Copier, StepLoop
+from agentspec.runtime.step_loop import Copier, new_step_loop
 from agentspec.simulate.closed_loop import ClosedLoop, EndedTurn, RecordedTurn, Sessions, TimedExecutor, VirtualClock
 from agentspec.simulate.model_costs import ModelCosts
-from agentspec.types import BLOCK_TOKENS, FAIR_COST, STOP_LENGTH, STOP_RUNNING, ModelSpec, rows_of_request
+from agentspec.types import BLOCK_TOKENS, FAIR_COST, STOP_LENGTH, STOP_RUNNING, ModelSpec
 
 
 @dataclass(slots=True)
@@ -40,11 +35,11 @@ class _Slot:
     older: tuple[int, int]
     remaining: int
     emissions: Iterator[int] | None
-    """Tokens that each further step emits; None: by the costs' acceptance."""
+    """Tokens that each further step emits; None: drawn by the acceptance rates."""
 
 
 class DryExecutor:
-    """An executor that has no device: it follows the script and keeps the integers that the decode step would keep."""
+    """An executor without a device: it follows the script and keeps the integers that the decode step would keep."""
 
     def __init__(
         self,
@@ -55,7 +50,7 @@ class DryExecutor:
         emissions: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         """`acceptance`: chance of each draft, given that those before it were accepted. `emissions`: by request id, how
-        many tokens each step of it emits; None: drawn by `acceptance`."""
+        many tokens each of its steps emits; None: drawn by `acceptance`."""
         self._acceptance = acceptance
         self._emissions = emissions
         self._block = block_tokens
@@ -67,7 +62,7 @@ class DryExecutor:
             self._slots.pop(slot, None)
         for join in plan.joins:
             self._join(join)
-        # A first step verifies nothing: it emits one token.
+        # A first step verifies nothing and emits one token.
         slots = [self._decode(slot, 0) for slot in plan.first_slots] + [
             self._decode(slot, plan.num_drafted) for slot in plan.decode_slots
         ]
@@ -89,7 +84,7 @@ class DryExecutor:
         )
 
     def _emissions_of(self, join: SlotJoin) -> Iterator[int] | None:
-        """Those of its steps that are still to come: a preempted request joins again behind some."""
+        """The emissions of its remaining steps: a preempted request joins again after some of them."""
         if self._emissions is None:
             return None
         emissions, num_done = iter(self._emissions[join.request_id]), 0
@@ -129,7 +124,7 @@ class DryExecutor:
 
 @dataclass(kw_only=True, slots=True)
 class DryRunResult:
-    """What one dry run reached. Shares are of prompt tokens."""
+    """The result of one dry run. Shares are of prompt tokens."""
 
     num_sessions: int = 0
     num_requests: int = 0
@@ -155,7 +150,7 @@ UNBOUNDED_ROWS = 1 << 17
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DryMemory:
-    """What a dry run's cache has."""
+    """The memory of a dry run's cache."""
 
     num_rows: int
     num_pages: int
@@ -164,14 +159,14 @@ class DryMemory:
     cache_bytes: int | None = None
     """Bound on rows and pages together; None: each pool is its own bound."""
     gib: float | None = None
-    """What was asked for, where that was a bound."""
+    """The requested bound, if there was one."""
 
     @classmethod
     def bounded(cls, gib: float | None, *, costs: ModelCosts, max_running: int, num_drafted: int) -> Self:
-        """`gib` bounds checkpoints and pages; None: no bound. The rows that running requests own are not counted
-        against it, since no cache could use them. Raises ConfigError when not even two blocks fit."""
+        """`gib` bounds checkpoints and pages; None: no bound. Rows of running requests are not counted against it,
+        since no cache could use them. Raises ConfigError if not even two blocks fit."""
         page_bytes = costs.kv_bytes_per_token * BLOCK_TOKENS
-        running_rows = _running_rows(max_running, num_drafted)
+        own_rows = running_rows(max_running, num_drafted)
         memory_bytes = UNBOUNDED_BYTES if gib is None else int(gib * 2**30)
         if memory_bytes < 2 * page_bytes:
             least = 2 * page_bytes / 2**30
@@ -180,10 +175,10 @@ class DryMemory:
             )
         num_pages = min(UNBOUNDED_PAGES, memory_bytes // page_bytes)
         return cls(
-            num_rows=running_rows + min(UNBOUNDED_ROWS, memory_bytes // costs.row_bytes),
+            num_rows=own_rows + min(UNBOUNDED_ROWS, memory_bytes // costs.row_bytes),
             num_pages=num_pages,
             max_length=num_pages * BLOCK_TOKENS - _reserved_tokens(num_drafted),
-            cache_bytes=memory_bytes + running_rows * costs.row_bytes,
+            cache_bytes=memory_bytes + own_rows * costs.row_bytes,
             gib=gib,
         )
 
@@ -193,18 +188,13 @@ class DryMemory:
         return cls(num_rows=plan.num_rows, num_pages=plan.num_pages, max_length=plan.max_length)
 
 
-def _running_rows(max_running: int, num_drafted: int) -> int:
-    """Rows that no checkpoint can stand in: the reserved ones and those in which running requests write."""
-    return RESERVED + max_running * rows_of_request(num_drafted)
-
-
 def _reserved_tokens(num_drafted: int) -> int:
-    """The scratch page, and what a step may touch beyond the end of a sequence."""
+    """Tokens of the scratch page, and what a step may write beyond the end of a sequence."""
     return BLOCK_TOKENS + 2 * (num_drafted + 1)
 
 
 class DryRun:
-    """One house without a device. `run` it once."""
+    """One engine without a device. `run` it once."""
 
     def __init__(
         self,
@@ -223,60 +213,13 @@ class DryRun:
         host_memory: HostMemory | None = None,
         copier: Callable[[VirtualClock], Copier] | None = None,
     ) -> None:
-        """`on_submit` sees every turn in the order of submission. `emissions`: see DryExecutor. `copier`: carries out
-        what `host_memory` orders."""
+        """`on_submit` gets every turn in order of submission. `emissions`: see DryExecutor. `copier`: carries out the
+        copy orders of `host_memory`."""
         self._on_submit = on_submit
         self._costs = costs
         self._memory = memory
         self._reserved_tokens = _reserved_tokens(num_drafted)
-        page_bytes = costs.kv_bytes_per_token * BLOCK_TOKENS
         clock = self.clock = VirtualClock()
-        self._cache = HybridCache(
-            num_rows=memory.num_rows,
-            num_pages=memory.num_pages,
-            row_bytes=costs.row_bytes,
-            page_bytes=page_bytes,
-            block_tokens=BLOCK_TOKENS,
-            budget_bytes=memory.cache_bytes,
-            host_memory=host_memory,
-            clock=clock,
-        )
-        running_rows = _running_rows(max_running, num_drafted)
-        gate = SessionGate(
-            row_bytes=rows_of_sessions(memory.num_rows - running_rows, max_running) * costs.row_bytes,
-            page_bytes=(memory.num_pages - 1) * page_bytes,
-            budget_bytes=None if memory.cache_bytes is None else memory.cache_bytes - running_rows * costs.row_bytes,
-            hold_seconds=hold_seconds,
-            clock=clock,
-        )
-        metrics = self._metrics = EngineMetrics()
-        scheduler = Scheduler(
-            cache=self._cache,
-            gate=gate,
-            fair=FairShare(clock, cost=fair_cost),
-            metrics=metrics,
-            max_running=max_running,
-            max_draft_tokens=num_drafted,
-            pace=GapPace(max_gap, block_tokens=BLOCK_TOKENS)
-            if prefill_budget == "auto"
-            else FixedPace(prefill_budget, block_tokens=BLOCK_TOKENS),
-            block_tokens=BLOCK_TOKENS,
-            row_bytes=costs.row_bytes,
-            page_bytes=page_bytes,
-            hold_seconds=hold_seconds,
-        )
-        scripted = DryExecutor(acceptance=costs.acceptance, block_tokens=BLOCK_TOKENS, seed=seed, emissions=emissions)
-        executor = TimedExecutor(scripted, costs=costs, clock=clock)
-        copies = None if copier is None else copier(clock)
-        self.loop = StepLoop(
-            scheduler=scheduler,
-            executor=executor,
-            depth_policy=FixedDepth(num_drafted),
-            metrics=metrics,
-            overlap=True,
-            copier=copies,
-            clock=clock,
-        )
         spec = ModelSpec(
             name=costs.name,
             vocab_size=2**31 - 1,
@@ -286,7 +229,27 @@ class DryRun:
             has_mtp=True,
             stop_token_ids=(),
             row_bytes=costs.row_bytes,
-            page_bytes=page_bytes,
+            page_bytes=costs.kv_bytes_per_token * BLOCK_TOKENS,
+        )
+        scripted = DryExecutor(acceptance=costs.acceptance, block_tokens=BLOCK_TOKENS, seed=seed, emissions=emissions)
+        self.loop = new_step_loop(
+            spec=spec,
+            num_rows=memory.num_rows,
+            num_pages=memory.num_pages,
+            cache_bytes=memory.cache_bytes,
+            host_memory=host_memory,
+            max_running=max_running,
+            max_draft_tokens=num_drafted,
+            pace=GapPace(max_gap, block_tokens=BLOCK_TOKENS)
+            if prefill_budget == "auto"
+            else FixedPace(prefill_budget, block_tokens=BLOCK_TOKENS),
+            hold_seconds=hold_seconds,
+            fair_cost=fair_cost,
+            executor=TimedExecutor(scripted, costs=costs, clock=clock),
+            depth_policy=FixedDepth(num_drafted),
+            overlap=True,
+            copier=None if copier is None else copier(clock),
+            clock=clock,
         )
         self._lanes = ClosedLoop(
             self.loop,
@@ -300,7 +263,7 @@ class DryRun:
     def run(self, sessions: Sessions, num_lanes: int) -> DryRunResult:
         """Replay sessions in `num_lanes` closed loops, to the end. Raises ConfigError for a turn that can't fit."""
         self._lanes.run(sessions, num_lanes)
-        metrics = self._metrics
+        metrics = self.loop.metrics
         return DryRunResult(
             num_sessions=self._lanes.num_sessions,
             num_requests=metrics.requests,
@@ -310,7 +273,7 @@ class DryRun:
             prefill_tokens=metrics.prefill_tokens,
             preemptions=metrics.preemptions,
             virtual_seconds=self.clock.now,
-            cache=self._cache.stats(),
+            cache=self.loop.scheduler.cache.stats(),
             ended=self._lanes.ended,
         )
 
@@ -318,6 +281,10 @@ class DryRun:
         num_tokens = len(turn.prompt) + len(turn.output)
         if num_tokens > self._memory.max_length:
             needed_gib = (num_tokens + self._reserved_tokens) * self._costs.kv_bytes_per_token / 2**30
-            reason = f"a turn of session {session_id!r} has {num_tokens} tokens, whose keys and values alone need {needed_gib + 0.0005:.3f} GiB"
-            raise ConfigError("memory", self._memory.gib, reason)
+            raise ConfigError(
+                "memory",
+                self._memory.gib,
+                f"a turn of session {session_id!r} has {num_tokens} tokens, "
+                f"whose keys and values alone need {needed_gib + 0.0005:.3f} GiB",
+            )
         self._on_submit(turn)

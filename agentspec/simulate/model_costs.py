@@ -1,10 +1,10 @@
-"""What named models cost: bytes a state row and a token of KV take, and how long the parts of a step take, for runs
-without a model.
+"""Costs of named models: bytes per state row and per token of KV, and times of the parts of a step, for runs without a
+model.
 
 Times are measured (`python -m benchmarks.step_costs`) and fitted (`python -m benchmarks.fit_costs`) into
-model_costs.json. A prompt pass takes what its tokens take with no context, by a table, and a time for each pair of a
-token and one that it attends to. A decode step takes what its batch takes with no context, by a table, and a time for
-each token of context. Weights are read once a pass and once a step: the tables' low ends say so.
+model_costs.json. A prompt pass takes the time of its tokens without context, from a table, plus a time per pair of a
+token and one that it attends to. A decode step takes the time of its batch without context, from a table, plus a time
+per token of context. Reading the weights once per pass and per step is included: it dominates the tables' low ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from agentspec.errors import ConfigError
 
 PUBLISHED_ACCEPTANCE = (0.92, 0.85, 0.81, 0.79, 0.74, 0.67, 0.89)
 """Conditional acceptance by draft position of the 397B model on coding (InferenceX golden curve, thinking off: 1.92,
-2.70, 3.33 ... a step)."""
+2.70, 3.33 ... per step)."""
 
 Table = tuple[tuple[int, float], ...]
 """(size, seconds), sizes in rising order."""
@@ -33,22 +33,22 @@ class ModelCosts:
     kv_bytes_per_token: int
     """Attention layers and the MTP layer."""
     passes: Table
-    """Of a prompt pass, by its tokens, none of which attends to another."""
+    """Of a prompt pass, by its token count, without attention."""
     pair_seconds: float = 0.0
-    """For each pair of a prompt token and one that it attends to."""
+    """Per pair of a prompt token and one that it attends to."""
     chunk_sizes: tuple[int, ...] = ()
-    """Tokens of the prompt passes that are graphs: those between two sizes take as long as the larger one."""
+    """Token counts of the prompt passes that are graphs: one between two sizes takes as long as the larger."""
     steps: Table
-    """Of a decode step, by its batch, at the measured number of drafts."""
+    """Of a decode step, by its batch size, at the measured number of drafts."""
     context_seconds: float = 0.0
-    """Of a decode step, for each token of context of each slot."""
+    """Of a decode step, per token of context of each slot."""
     join_seconds: float = 0.0
     """Of a step in which requests take their first step, beside prompts and windows."""
     ride_seconds: float = 0.0
-    """What a pass with the windows of the running streams takes less than both apart."""
+    """Time that a pass with the running streams' windows saves over running both separately."""
     turn_seconds: float = 0.0
-    """From the end of an answer to the next request of its session at the scheduler, apart from recorded waits: the
-    client, HTTP, text."""
+    """From the end of an answer until the session's next request reaches the scheduler, without recorded waits: client,
+    HTTP, text."""
     acceptance: tuple[float, ...] = PUBLISHED_ACCEPTANCE
 
     def pass_seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
@@ -63,11 +63,11 @@ class ModelCosts:
         return _between(self.passes, num_tokens) + num_pairs * self.pair_seconds
 
     def step_seconds(self, contexts: Sequence[int]) -> float:
-        """Device time of a decode step of slots with so many tokens in their states; 0 for none."""
+        """Device time of a decode step of slots with these context lengths; 0 for none."""
         if not contexts:
             return 0.0
         sizes = [size for size, _ in self.steps]
-        place = bisect_left(sizes, len(contexts))  # a batch is filled up to a captured size
+        place = bisect_left(sizes, len(contexts))  # a batch is padded to a captured size
         seconds = self.steps[place][1] if place < len(sizes) else _between(self.steps, len(contexts))
         return seconds + sum(contexts) * self.context_seconds
 
@@ -77,7 +77,8 @@ _GRAPH_SPANS = 4
 
 
 def _between(table: Table, size: int) -> float:
-    """Linear between the entries and beyond the last two; below the first entry as the first."""
+    """Linear interpolation between the entries, and extrapolation beyond the last two; the first value below the first
+    entry."""
     if size <= table[0][0] or len(table) == 1:
         return table[0][1]
     place = min(max(bisect_left([entry for entry, _ in table], size), 1), len(table) - 1)
@@ -101,7 +102,7 @@ MODEL_COSTS = _load()
 
 
 def model_costs(name: str) -> ModelCosts:
-    """Costs by name. Raises ConfigError that lists the names there are."""
+    """Costs by name. Raises ConfigError that lists the known names."""
     if name not in MODEL_COSTS:
         raise ConfigError("dry_run", name, f"no costs by that name; there are {', '.join(MODEL_COSTS)}")
     return MODEL_COSTS[name]

@@ -1,8 +1,9 @@
-"""A constraint without a grammar: a random finite automaton over token ids, as strict with its caller as a real one.
+"""A constraint without a grammar: a random finite automaton over token ids, which checks its caller as strictly as a
+real one.
 
-States are small integers; which tokens may come in a state, and which state they lead to, is drawn from a seed. The
-stop id may come in every third state, and nothing at all in some, if that is asked for. `Rules` is the automaton;
-`Automaton` is where one request stands in it.
+States are small integers; the tokens allowed in a state, and the states they lead to, are drawn from a seed. The stop
+id is allowed in every third state; on request, some states allow nothing. `Rules` is the automaton; `Automaton` is one
+request's position in it.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ NUM_STATES = 31
 
 
 class Rules:
-    """Which tokens may come where. About `share` of the real tokens may, one at least; padding ids never.
-    `num_dead_ends` states allow nothing."""
+    """The automaton. A state allows about `share` of the real tokens, at least one; padding ids never. `num_dead_ends`
+    states allow nothing."""
 
     def __init__(
         self,
@@ -45,18 +46,17 @@ class Rules:
         return int(self._next_SV[state, token])
 
     def allowed_after(self, emitted: Sequence[int]) -> NDArray[np.bool_]:
-        """bool [V]: what may come after these tokens of an output."""
+        """bool [V]: tokens allowed after these tokens of an output."""
         state = 0
         for token in emitted:
-            assert self.allowed_SV[state, token], f"{token} may not come in state {state}"
+            assert self.allowed_SV[state, token], f"{token} is not allowed in state {state}"
             state = self.next(state, token)
         return self.allowed_SV[state]
 
 
 @dataclass(slots=True)
 class Automaton:
-    """Satisfies constraint.Constraint. Fails where a caller shows it a token that may not come, or goes on after the
-    stop id."""
+    """Satisfies constraint.Constraint. Fails if it is advanced over a token that isn't allowed, or past the stop id."""
 
     rules: Rules
     state: int = 0
@@ -90,14 +90,14 @@ class Automaton:
     def advance(self, token_ids: Sequence[int]) -> None:
         for token in token_ids:
             assert not self.is_ended, "a token after the end"
-            assert self.rules.allowed_SV[self.state, token], f"{token} may not come in state {self.state}"
+            assert self.rules.allowed_SV[self.state, token], f"{token} is not allowed in state {self.state}"
             self.state = self.rules.next(self.state, token)
             self.is_ended = token == self.rules.stop_id
             self.followed.append(token)
 
 
 class Everything:
-    """A constraint that allows everything, and remembers what it was told."""
+    """A constraint that allows everything and records its calls."""
 
     def __init__(self, vocab_size: int) -> None:
         self.windows: list[list[int]] = []

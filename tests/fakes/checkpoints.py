@@ -1,8 +1,8 @@
 """Tiny random checkpoints in the published layouts, written without transformers and without agentspec's own loader
 code.
 
-Every parameter is informative: norms, gates, decays and biases are random, head counts differ from each other, so that
-a wrong convention changes the logits instead of hiding behind zeros and ones.
+Every parameter has an effect: norms, gates, decays and biases are random, and head counts differ from each other, so
+that a wrong convention changes the logits and zeros or ones can't hide it.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ _ALIASES = (
 
 
 def _to_fp8(weight: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """8-bit values and multipliers of a matrix or a stack of matrices, block by block."""
+    """8-bit values and scales of a matrix or a stack of matrices, block by block."""
     *stack, rows, columns = weight.shape
     values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
     scales = torch.empty((*stack, math.ceil(rows / 128), math.ceil(columns / 128)), dtype=scale_dtype)
@@ -397,7 +397,7 @@ def write_tensors(directory: Path, tensors: Tensors, *, sharded: bool = False) -
 
 
 def rewrite(directory: Path, change: Callable[[Tensors], object]) -> Path:
-    """Let `change` edit the tensors of a checkpoint in one file, by their names in it."""
+    """Apply `change` to the tensors of a single-file checkpoint, by their names in it."""
     tensors = load_file(directory / "model.safetensors")
     change(tensors)
     save_file(tensors, directory / "model.safetensors")

@@ -1,5 +1,5 @@
-"""Rounds of prompt chunks as a host could ask for: sequences grow side by side by runs of any length and leave states
-on the way and at the end."""
+"""Random rounds of prompt chunks: several sequences grow by runs of any length and leave states at the end and in
+between."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROWS_EACH = 5
 
 @dataclass(kw_only=True, slots=True)
 class Growing:
-    """One sequence, and where its states stand."""
+    """One sequence, and the rows that hold its states."""
 
     rows: list[int]
     pages: list[int]
@@ -25,7 +25,7 @@ class Growing:
 
 
 class ChunkRounds:
-    """`sequences` follow what the rounds so far have brought."""
+    """`sequences` hold the state after all rounds so far."""
 
     def __init__(self, *, seed: int, num_sequences: int, max_length: int, block_tokens: int, vocab_size: int) -> None:
         self._rng = rng = random.Random(seed)
@@ -41,7 +41,7 @@ class ChunkRounds:
         ]
 
     def next(self, *, most: int = 5) -> list[ChunkPlan]:
-        """Chunks of 1 to `most` sequences. A sequence that is full begins anew."""
+        """Chunks of 1 to `most` sequences. A full sequence starts again."""
         rng = self._rng
         chosen = rng.sample(range(len(self.sequences)), rng.randint(1, min(most, len(self.sequences))))
         longest = rng.choice([2, self._block, 5 * self._block, self._max_length])
@@ -53,7 +53,8 @@ class ChunkRounds:
             sequence.known, sequence.states, sequence.read_row, start = [], {}, ZERO_ROW, 0
         count = rng.randint(1, min(longest, self._max_length - start))
         ids = tokens(rng.randrange(self._vocab_size) for _ in range(count))
-        # The end may go to the row that the chunk resumes from, and to a second one; states on the way to others.
+        # The end state may go to the row that the chunk resumes from, and to a second one; states on the way go to
+        # others.
         end_row, *other_rows = rng.sample(sequence.rows, ROWS_EACH)
         other_rows = [row for row in other_rows if row != sequence.read_row]
         boundaries = range(self._block - start % self._block, count, self._block)

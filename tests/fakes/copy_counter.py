@@ -30,7 +30,7 @@ class CopyCounter(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here, and to keep the compiler out of every operation takes longer than to count it."""
+        """Nothing is compiled here. Keeping the compiler out of every operation would take longer than counting it."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Distributions by definition, and a test of draws against them."""
+"""Distributions computed from their definition, and a test of draws against them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from agentspec.types import SamplingParams
 def next_token_probs(
     logits_V: Tensor, prompt: Sequence[int], generated: Sequence[int], sampling: SamplingParams
 ) -> Tensor:
-    """What `sampling` makes of raw logits after prompt + generated: float64 probabilities, token by token as the
-    parameters are defined."""
+    """Probabilities of the next token after prompt + generated, from raw logits: float64, token by token as the
+    sampling parameters are defined."""
     logits = logits_V.to(torch.float64)
     for token, bias in sampling.logit_bias.items():
         logits[token] += bias

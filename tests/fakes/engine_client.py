@@ -1,4 +1,4 @@
-"""An engine client that plays back scripts: no model, no scheduler, and every step under the test's control."""
+"""An engine client that plays back scripts: no model, no scheduler, and every step controlled by the test."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def _tokenizer() -> Tokenizer:
 
 
 def said(*texts: str) -> list[TokensEvent]:
-    """One event per text, with the byte tokenizer's ids (tests/fakes/text.py) of what begins in it: where nothing does,
-    one that shows nothing."""
+    """One event per text, with the byte tokenizer's ids (tests/fakes/text.py) of the characters that begin in it; an
+    event may show no text."""
     tokenizer = _tokenizer()
     ends = list(itertools.accumulate(map(len, texts)))
     ids: list[list[int]] = [[] for _ in texts]
@@ -62,8 +62,7 @@ def ended(
     refused: str | None = None,
     scores: list[TokenScore] | None = None,
 ) -> Event:
-    """A FinishEvent; as an Event, so that a list of it and of what `said` returns is a list of events for a type
-    checker too."""
+    """A FinishEvent, typed as an Event so that it can be in one list with the events of `said`."""
     usage = Usage(prompt_tokens=10, completion_tokens=6, cached_tokens=4, spec=SPEC)
     return FinishEvent(
         request_id="",
@@ -78,9 +77,8 @@ def ended(
 
 
 class ScriptedEngine:
-    """Plays one script per submit; the last script serves all later ones.
-
-    A script holds events, exceptions to raise, asyncio.Events to wait for, and seconds to wait."""
+    """Plays one script per submit; the last script also serves all later submits. A script holds events, exceptions to
+    raise, asyncio.Events to wait for, and seconds to wait."""
 
     def __init__(self, *scripts: Iterable[Step], info: ModelInfo = INFO) -> None:
         self.info = info

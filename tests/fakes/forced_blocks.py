@@ -1,9 +1,9 @@
-"""How far rounding goes in one block of a model: a block in 16 bits beside the same block in float32, both on the same
+"""Rounding errors in one block of a model: the block in 16 bits against the same block in float32, both on the same
 inputs.
 
-Inputs are forced: what a block gets is the exact result of the block before it, rounded once. So errors never add up
-over layers, and a bound on them means the same for 4 layers as for 64. States, keys and values of what came before are
-random. The work is a decode window or a prefill.
+Inputs are forced: a block gets the exact result of the previous block, rounded once. So errors never add up over
+layers, and a bound on them means the same for 4 layers as for 64. States, keys and values of earlier tokens are random.
+The work is a decode window or a prefill.
 
 Shape letters: as in models/protocol.py and kernels/__init__.py.
 """
@@ -45,8 +45,7 @@ def random_twins(
     config: TextConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype
 ) -> tuple[Qwen3_5Model, Qwen3_5Model]:
     """(in `dtype` on the device's kernels, the same weights in float32 on reference kernels), both on the device.
-
-    Block-scaled weights are exact in float32: what they cost beside exact ones is not a rounding of the block's."""
+    Block-scaled weights are converted to float32 exactly: quantisation errors are not rounding errors of the block."""
     parameters = random_parameters(config, device=device, dtype=dtype, seed=0)
     exact: dict[str, kernels.Weight] = {
         name: kernels.Plain(parameter.dequantize()) for name, parameter in parameters.items()
@@ -61,8 +60,8 @@ def kind_of(layer: DecoderLayer) -> str:
 
 
 class ForcedBlocks(ABC):
-    """The same work in both twins, block by block. `errors` has each result's largest error by name, relative to the
-    largest of the exact values, `spreads` the root mean square of its errors relative to that of the exact values."""
+    """Runs the same work in both twins, block by block. `errors` has each result's largest error by name, relative to
+    the largest exact value; `spreads` the root mean square of its errors relative to that of the exact values."""
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class ForcedBlocks(ABC):
         num_pages: int,
         generator: torch.Generator,
     ) -> None:
-        """num_rows, num_pages: beside the reserved ones."""
+        """num_rows, num_pages: in addition to the reserved ones."""
         self.errors: dict[str, float] = {}
         self.spreads: dict[str, float] = {}
         self._twins = (rounded, exact)
@@ -107,8 +106,8 @@ class ForcedBlocks(ABC):
 
     @abstractmethod
     def _mix(self, name: str, i: int, layer: DecoderLayer, memory: Memory, x_NH: Tensor) -> Tensor:
-        """x plus the layer's mixer in twin i, the rounded one (0) first. name: the layer's, for errors that are noted
-        on the way."""
+        """x plus the layer's mixer in twin i; 0 is the rounded one. name: the layer's, for recording intermediate
+        errors."""
 
     @abstractmethod
     def _states(self, i: int, memory: Memory) -> dict[str, Tensor]:
@@ -116,10 +115,10 @@ class ForcedBlocks(ABC):
 
     @abstractmethod
     def _mtp_layer(self, heads: tuple[MtpHead, MtpHead], x_NH: Tensor) -> None:
-        """What this work needs of the MTP layer."""
+        """The part of the MTP layer that this work needs."""
 
     def _layer(self, name: str, place: int, layers: tuple[DecoderLayer, DecoderLayer], x_NH: Tensor) -> Tensor:
-        """place: of the layer among all, the MTP layer's the last."""
+        """place: the layer's index; the MTP layer comes last."""
         kind = kind_of(layers[0])
         memories = [model.pools.layers[place] for model in self._twins]
         x_NH = self._block(f"{name}, {kind}", x_NH, lambda i, x: self._mix(name, i, layers[i], memories[i], x))
@@ -128,17 +127,16 @@ class ForcedBlocks(ABC):
         return self._block(f"{name}, FFN", x_NH, lambda i, x: layers[i].ffn.add_to(x, layers[i].post_norm))
 
     def _with_scores_apart(self, layer: DecoderLayer, x_NH: Tensor) -> Tensor:
-        """x, with the router's scores of every token's chosen experts raised by some SCORE_GAP above all others.
-
-        Between two scores that are all but equal rounding chooses, and another expert's output is no rounding. layer:
-        of the exact twin."""
+        """x, changed so that the router's scores of every token's chosen experts are at least SCORE_GAP above all
+        others. If two scores are almost equal, rounding decides which expert is chosen, and another expert's output is
+        not a rounding error. layer: of the exact twin."""
         if not isinstance(layer.ffn, MixtureOfExperts):
             return x_NH
         weights, norm = layer.ffn.weights, layer.post_norm
         exact_NH = x_NH.to(weights.router_XH.device, torch.float32)
         scores_NX = self._scores(layer, exact_NH)
         chosen_NX = torch.zeros_like(scores_NX).scatter_(1, scores_NX.topk(weights.top_k).indices, 1.0)
-        # A score is the product of the normed x and a row of the router: this raises those of the chosen alone.
+        # A score is the product of the normed x and a row of the router: this raises only the chosen experts' scores.
         towards_NH = chosen_NX @ torch.linalg.pinv(weights.router_XH).T / (1 + norm.weight)
         apart_NH = (exact_NH + SCORE_GAP * exact_NH.square().mean(-1, keepdim=True).sqrt() * towards_NH).to(
             x_NH.device, x_NH.dtype
@@ -157,7 +155,7 @@ class ForcedBlocks(ABC):
             self._compare(f"{name}, {kind}", got[kind], expected[kind])
 
     def _block(self, name: str, x_NH: Tensor, compute: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """compute(which twin, its input). Notes the error and returns the exact result, rounded, on the first twin's
+        """compute(twin index, its input). Records the error and returns the exact result, rounded, on the first twin's
         device."""
         # A block may write its result over its input.
         got, exact = compute(0, x_NH.clone()), compute(1, x_NH.to(self._twins[1].device, torch.float32))
@@ -220,7 +218,7 @@ class Prompt:
     """A span of a prefill."""
 
     start: int
-    """Position of its first token; what is before is made up."""
+    """Position of its first token; what is before it is random."""
     count: int
     resume_at: tuple[int, ...] = ()
     """Positions inside it whose state is kept, and from which the rest is computed once more. Multiples of a block."""
@@ -232,7 +230,7 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class _Resumed:
-    """The rest of a prompt behind a resume point."""
+    """The rest of a prompt after a resume point."""
 
     run: Run
     tokens: slice
@@ -252,10 +250,8 @@ class _Resumed:
 
 
 class ForcedPrompts(ForcedBlocks):
-    """Prompts in one prefill; then, in the rounded twin alone, what is behind each resume point again, from the state
-    that was kept there.
-
-    Its keys and values go to pages of their own, which hold NaN."""
+    """Prompts in one prefill; then, in the rounded twin only, the tokens after each resume point again, from the state
+    that was kept there. Their keys and values go to separate pages, which hold NaN."""
 
     def __init__(self, rounded: Qwen3_5Model, exact: Qwen3_5Model, *, prompts: Sequence[Prompt], seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -342,7 +338,7 @@ class ForcedPrompts(ForcedBlocks):
         return found
 
     def _mtp_layer(self, heads: tuple[MtpHead, MtpHead], x_NH: Tensor) -> None:
-        """Keys and values are all that a prompt needs of it."""
+        """A prompt needs only its keys and values."""
         for i, (model, head) in enumerate(zip(self._twins, heads, strict=True)):
             parts = [(x_NH, self._batches[i])]
             if i == 0:

@@ -1,4 +1,4 @@
-"""The events of an engine that generates given ids: their true text, in steps of any size, with scores."""
+"""The events of an engine that generates given ids: their decoded text, in steps of any size, with scores."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ def generated(tokenizer: Tokenizer, ids: Sequence[int], rng: random.Random) -> l
 
 
 def scores_of(ids: Sequence[int]) -> list[TokenScore]:
-    """One score a token: its place gives the log-probability, and another token is always likelier."""
+    """One score per token: its position gives the log-probability, and another token is always more likely."""
     return [TokenScore(token_id=token, logprob=-0.5 - index, top=[(64, -0.1)]) for index, token in enumerate(ids)]

@@ -1,5 +1,5 @@
-"""A model that writes what its grammar allows, at random but with an urge to come to an end; and the same text again,
-in windows with drafts."""
+"""A random writer that follows a grammar, preferring tokens that lead to an end; and the same text again, in windows
+with drafts."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def allowed_ids(row: MaskRows, num_tokens: int) -> Sequence[int]:
 
 
 def check_windows(constraint: Constraint, walk: Walk, rng: random.Random, num_tokens: int) -> None:
-    """Go the same way in windows of 0 to 5 drafts, some of them wrong: every mask up to the first wrong draft is that
-    of the single step."""
+    """Repeat the walk in windows of 0 to 5 drafts, some of them wrong: every mask up to the first wrong draft equals
+    the single step's."""
     place = 0
     while place < len(walk.ids):
         drafts = walk.ids[place : place + rng.randint(0, 5)]
@@ -100,7 +100,7 @@ def check_windows(constraint: Constraint, walk: Walk, rng: random.Random, num_to
 
 
 class Admission:
-    """Says which texts a grammar admits, with the bundled vocabulary."""
+    """Reports which texts a grammar admits, with the bundled vocabulary."""
 
     def __init__(self) -> None:
         tokenizer = Tokenizer.from_directory(bundled.DIRECTORY)
@@ -128,7 +128,7 @@ class Admission:
         )
 
     def admitted(self, grammar: Grammar, text: str) -> str:
-        """The text as far as the grammar admits it; all of it, with a stop behind it, is "whole"."""
+        """The longest prefix of the text that the grammar admits; "whole" if it admits all of it and then a stop."""
         constraint = self.constraint(grammar)
         ids = self.tokenizer.encode(text)
         for index, token_id in enumerate([*ids, self.stop_id]):

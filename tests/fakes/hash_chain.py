@@ -3,7 +3,8 @@
 With t the token at position p and r, a, b random odd 64-bit constants of tokens and positions, everything modulo 2**64:
 
     state      s_p = s_{p-1} + r[t]*a[p]            recurrent: lives in the row
-    attention  x_p = sum over q <= p of r[t_q]*b[q]  each term lives in the page of its position and is read back through the page table
+    attention  x_p = sum over q <= p of r[t_q]*b[q]  each term lives in the page of its position
+                                                     and is read back through the page table
     hidden     h_p = s_p + x_p                       its top bits pick a row of a fixed table of logits
     MTP pair   w_p = h_{p-1}*r[t] + a[p]             lives in the MTP page of its position (position 0 has none)
     checksum   c_p = sum over 1 <= q <= p of w_q     second half of the hidden: what the MTP pages must add up to
@@ -66,7 +67,7 @@ class ReferenceRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferenceState:
-    """What a from-scratch prefill of a token sequence leaves behind."""
+    """The state after a from-scratch prefill of a token sequence."""
 
     row: Int64s
     """[3]: s, h and c of the last token."""
@@ -76,7 +77,7 @@ class ReferenceState:
 
 
 class _Constants(NamedTuple):
-    """Odd numbers, one a token and two a position, that hashes are made of."""
+    """Random odd numbers for the hashes: one per token and two per position."""
 
     of_token: Int64s
     of_position: Int64s
@@ -219,7 +220,7 @@ class HashChainModel:
         return row_N3[:, 1:]
 
     def ride(self, prompts: PrefillBatch, windows: VerifyBatch) -> tuple[Tensor, Tensor]:
-        """The windows first: what either reads may not depend on the other."""
+        """Runs the windows first: neither may read what the other writes."""
         hidden_BTH = self.verify(windows)
         return self.prefill(prompts), hidden_BTH
 
@@ -245,7 +246,7 @@ class HashChainModel:
         return self._table[self._table_row(hidden)]
 
     def limit_drafts(self, ids: Sequence[int]) -> int:
-        """A draft that is not among `ids` becomes the best of them."""
+        """A draft that is not among `ids` is replaced by the best of them."""
         among = torch.tensor(ids, device=self._device)
         nearest = among[self._table[:, among].argmax(1)]
         self._draft_table = torch.where(torch.isin(self._full_draft_table, among), self._full_draft_table, nearest)
@@ -259,7 +260,7 @@ class HashChainModel:
 
     def _sum_pages(self, pages_PS: Tensor, position: Tensor, page_table_BP: Tensor, length_B: Tensor) -> Tensor:
         """Sum of what the pages hold at positions below each length: [B, 1]."""
-        # A captured step can't ask how long its slots are: it sums all pages, whatever they hold beyond.
+        # A captured step can't read lengths on the host: it sums all pages, whatever they hold beyond the length.
         num_blocks = (
             page_table_BP.shape[1] if self._device.type == "cuda" else -(-max(length_B.tolist()) // self._block)
         )
@@ -275,14 +276,14 @@ class HashChainModel:
         pages_PS.view(-1).index_copy_(0, cell_BT.view(-1), values_BT.reshape(-1))
 
     def _spans_of_tokens(self, batch: PrefillBatch) -> tuple[Tensor, Tensor]:
-        """(span of each token, whether it is one: padding is not)."""
+        """(span of each token, whether it is a token: padding is not)."""
         first_U = batch.spans_UF[:, OFFSET]
         index_N1 = torch.arange(len(batch.token_ids_N), device=self._device)[:, None]
         is_inside_NU = (index_N1 >= first_U) & (index_N1 < first_U + batch.spans_UF[:, COUNT])
         return is_inside_NU.int().argmax(1), is_inside_NU.any(1)
 
     def _store_tokens(self, pages_PS: Tensor, batch: PrefillBatch, values_N: Tensor) -> None:
-        """A value for each token of the batch to its position's cell. Padding goes to scratch."""
+        """Store each token's value in its position's cell. Padding goes to scratch."""
         span_N, is_token_N = self._spans_of_tokens(batch)
         page_N = batch.page_table_UP[span_N, batch.position_N >> self._block_bits].where(is_token_N, SCRATCH_PAGE)
         cell_N = (page_N.long() << self._block_bits) + (batch.position_N & (self._block - 1))
@@ -333,11 +334,12 @@ class HashChainModel:
             held = self.mtp_PS[pages].flatten()[: len(tokens)].cpu().numpy()
             wrong = 1 + np.flatnonzero((held != expected.mtp_N)[1:])
             assert not wrong.size, (
-                f"{context} pages {list(page_ids)}: MTP K/V at positions {wrong.tolist()} of {len(tokens)} is not the pairs'"
+                f"{context} pages {list(page_ids)}: "
+                f"MTP K/V at positions {wrong.tolist()} of {len(tokens)} is not the pairs'"
             )
 
     def reference_stream(self, request: ReferenceRequest) -> list[int]:
-        """The tokens that a request alone must get: no cache, no drafts, no batch."""
+        """The tokens that this request must get, computed without cache, drafts or batch."""
         return self.reference_streams([request])[0]
 
     @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""What transformers computes for a checkpoint directory: hidden states, logits and the MTP head's."""
+"""What transformers computes for a checkpoint directory: hidden states, logits and the MTP head's outputs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A weight form that the package doesn't have: 8-bit integers with one multiplier a row. What a new form must bring
-along, and nothing more."""
+"""A weight form that the package doesn't have: 8-bit integers with one scale per row. Implements exactly what a new
+form must."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def quantize_rows(values: Tensor) -> Int8Rows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Int8Checkpoint:
-    """A Quantization: each row's multiplier in a tensor beside the values."""
+    """A Quantization: each row's scale in a tensor beside the values."""
 
     SUFFIX: ClassVar[str] = "_row_scale"
     dtype: ClassVar[str] = "I8"

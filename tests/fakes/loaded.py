@@ -1,4 +1,4 @@
-"""The model of a checkpoint as a test sees it: with its layers and its pools, of which the runtime knows nothing."""
+"""Loads a checkpoint's model for tests, typed with its layers and pools, which the runtime doesn't know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files made hostile: small seeded changes of good ones, in their bytes and in the values of their JSON."""
+"""Makes files hostile: small seeded changes of valid ones, in their bytes and in the values of their JSON."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _MARK = "@@hostile@@"
 
 
 def mutated_json(document: Any, rng: random.Random) -> bytes:
-    """The document as text, with one value, at any depth, replaced by a hostile one or taken away."""
+    """The document as text, with one value, at any depth, replaced by a hostile one or removed."""
     copy = json.loads(json.dumps(document))
     holder, key = rng.choice(list(_places(copy)))
     if rng.random() < 0.15:
@@ -54,7 +54,7 @@ def mutated_json(document: Any, rng: random.Random) -> bytes:
 
 
 def mutated_bytes(data: bytes, rng: random.Random) -> bytes:
-    """Some bytes changed, a piece taken away or repeated, or the end cut off."""
+    """Change some bytes, remove or repeat a piece, or cut off the end."""
     kind = rng.choice(("flip", "cut", "drop", "repeat", "insert"))
     first = rng.randrange(len(data) + 1)
     last = min(len(data), first + rng.choice((1, 3, 20, 300)))

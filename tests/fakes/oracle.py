@@ -1,5 +1,4 @@
-"""The whole forward of the family in plain torch, from raw checkpoint tensors: one sequence, float32, no cache, no
-batching.
+"""The family's whole forward in plain torch, from raw checkpoint tensors: one sequence, float32, no cache, no batching.
 
 Shares no code with agentspec or transformers; reads config.json and safetensors itself.
 """

@@ -1,7 +1,7 @@
-"""An encoder that needs no files and never changes, so that token counts of recorded sessions can be held to exact
-figures.
+"""A tokenizer that needs no files and never changes, so that token counts of recorded sessions can be compared with
+exact figures.
 
-The bundled tokenizer is trained again with every change of tiny-agent's sessions; figures by it move with it.
+The bundled tokenizer is trained again whenever tiny-agent's sessions change, which changes its counts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A recorder without CUDA graphs: a replay runs the step again.
 
-Like graphs that share their memory, a replay spoils the results of all others, so that whoever reads a result too late
-reads nonsense.
+Like graphs that share their memory, a replay overwrites the results of all others with garbage, so that a late read is
+detected.
 """
 
 from __future__ import annotations

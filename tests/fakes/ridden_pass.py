@@ -1,4 +1,4 @@
-"""A prompt pass and decode windows that a model may compute together or apart."""
+"""A prompt pass and decode windows that a model can compute together or separately."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PADDED = PrefillSizes(num_tokens=128, num_spans=4, num_blocks=10, num_pages=6)
 
 
 class RiddenPass:
-    """A prompt that goes on, a fresh one, and the windows of two other sequences beside an inert slot, over a poisoned
+    """A prompt that continues, a new one, and the windows of two other sequences beside an inert slot, over a poisoned
     model."""
 
     num_tokens = 89
     """Of both prompts."""
 
     def __init__(self, model: Qwen3_5Model, prompt: Sequence[int], sizes: PrefillSizes | None = None) -> None:
-        """prompt: 120 tokens at least, below 160."""
+        """prompt: at least 120 and fewer than 160 tokens."""
         self.model = model
         self.driver = Driver(model, num_sequences=4, seed=7)
         words = random.Random(1)
@@ -66,7 +66,7 @@ class RiddenPass:
         )
 
     def apart(self) -> list[Tensor]:
-        """Hiddens of the prompts and of the windows, then `storage`."""
+        """Run both separately; returns the hiddens of the prompts and of the windows, then `storage`."""
         return [
             self.model.prefill(self.prompts)[: self.num_tokens],
             self.model.verify(self.windows)[:2],

@@ -1,12 +1,12 @@
-"""A mixer that only tests have, with a state of another form: a recurrence with one decay a head, as in Mamba2 (arXiv
+"""A mixer that only tests have, with another form of state: a recurrence with one decay per head, as in Mamba2 (arXiv
 2405.21060).
 
 Per head, with a step width w = softplus(dt + bias) and a decay a = exp(-exp(A_log) w):
 
-    S <- a S + w B x^T;   n <- a n + w;   y = S^T C / (1 + n) + sigmoid(skip) x
+    S <- a S + w B x^T;    n <- a n + w;    y = S^T C / (1 + n) + sigmoid(skip) x
 
-C, B and x pass a convolution over two tokens first. It is made of the parameters of a Gated DeltaNet, in another
-meaning: so every checkpoint that tests write is one of a model with this mixer, too.
+C, B and x pass a convolution over two tokens first. It reuses the parameters of a Gated DeltaNet with another meaning,
+so every checkpoint that tests write is also one of a model with this mixer.
 
 Shape letters: as in kernels/__init__.py. K is the width of B and C, and stands before D here.
 """

@@ -1,5 +1,4 @@
-"""Random JSON schemas of what a grammar can hold a model to: every supported keyword, in the combinations that people
-write."""
+"""Random JSON schemas for grammars: every supported keyword, in the combinations that people write."""
 
 from __future__ import annotations
 

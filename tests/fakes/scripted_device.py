@@ -1,7 +1,7 @@
-"""The real scheduler, step loop and cache over a device that says what it is told: no torch, no model.
+"""The real scheduler, step loop and cache over a device that emits scripted tokens: no torch, no model.
 
-The device keeps for every row and every page cell which prefix it stands for, and fails at the first read of another
-one. So a test that only looks at a decision also proves that it left rows and pages true.
+The device records for every row and every page cell which prefix it stands for, and fails at the first read of a wrong
+one. So a test that checks only a decision also proves that rows and pages are consistent.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TOKEN_BYTES = [bytes([token]) for token in range(VOCABULARY)]
 """Token ids are ASCII codes, so an output can be written as a text."""
 
 FILLER = ord(".")
-"""What a request says when its script is over."""
+"""What a request emits after the end of its script."""
 
 
 def prefix_tags(ids: Sequence[int]) -> list[int]:
@@ -69,7 +69,7 @@ class _Slot:
     active: bool = True
     took_first_step: bool = False
     drafts: list[int] = field(default_factory=list)
-    """What the last step drafted: what the script says next."""
+    """Drafts of the last step: the script's next tokens."""
 
     def extend(self, emitted: Sequence[int]) -> None:
         for token in emitted:
@@ -78,7 +78,7 @@ class _Slot:
 
 
 class ScriptedDevice:
-    """plan.Executor. Everything happens at launch; `collect` hands over what happened."""
+    """plan.Executor. Everything happens at launch; `collect` returns the result."""
 
     def __init__(self, *, block: int, accept: Callable[[], int]) -> None:
         self.plans: list[StepPlan] = []
@@ -88,9 +88,9 @@ class ScriptedDevice:
         self.failure: Exception | None = None
         """Raised by the next launch."""
         self.decode_seconds = 0.0
-        """What every decode part says that it took."""
+        """Reported time of every decode part."""
         self.rides = False
-        """Every window rides with the chunks that there are."""
+        """Every window rides if there are chunks."""
         self.prefill_cost: Callable[[int, int], float] = lambda start, count: 0.0
         """(start, tokens) -> seconds of a chunk."""
         self._block = block
@@ -188,7 +188,7 @@ class ScriptedDevice:
         )
 
     def _first(self, index: int, num_drafted: int) -> SlotOutcome:
-        """Like a window without drafts whose column has been written already."""
+        """Like a window without drafts whose column is already written."""
         slot = self.slots[index]
         assert not slot.took_first_step
         slot.took_first_step = True
@@ -257,7 +257,7 @@ class ScriptedDevice:
 
 
 class FixedDepth:
-    """Satisfies step_loop.DepthPolicy and keeps what it was told."""
+    """Satisfies step_loop.DepthPolicy and records its calls."""
 
     def __init__(self, num_drafted: int) -> None:
         self.num_drafted = num_drafted
@@ -275,8 +275,8 @@ class FixedDepth:
 
 
 class House:
-    """A small engine without a model. Audits the cache after every step, and checks each state that is published or
-    resumed from."""
+    """A small engine without a model. Checks the cache after every step, and each state that is published or resumed
+    from."""
 
     def __init__(
         self,
@@ -294,7 +294,7 @@ class House:
         caching: bool = True,
         block: int = BLOCK,
     ) -> None:
-        """accept: drafts accepted in each step, as far as they were offered. pace: None: always `budget`."""
+        """accept: drafts accepted in each step, at most those offered. pace: None: always `budget`."""
         self.now = 0.0
         self.device = ScriptedDevice(block=block, accept=accept if callable(accept) else lambda: accept)
         self.cache = HybridCache(
@@ -372,7 +372,7 @@ class House:
         logprobs: int | None = None,
         constraint: Constraint | None = None,
     ) -> Request:
-        """Queue a request that says `output`. max_tokens: by default as many as the output has."""
+        """Queue a request that emits `output`. max_tokens: by default the output's length."""
         submit = Submit(
             request_id=request_id,
             prompt_ids=list(prompt),
@@ -414,7 +414,7 @@ class House:
         return events
 
     def run(self, max_steps: int = 2000) -> None:
-        """Run until there is nothing to do; every request must have ended, with nothing left of it."""
+        """Run until there is nothing to do; every request must have ended and released everything."""
         for _ in range(max_steps):
             if not self.loop.has_work:
                 break

@@ -1,8 +1,8 @@
-"""A hash-chain model that says what it is told after the prompts that it is told, so that a test can have a real engine
-answer a tool call.
+"""A hash-chain model that emits scripted tokens after scripted prompts, so that a real engine can answer with, for
+example, a tool call.
 
 It stays a hash chain: the next token is looked up by the hash of everything before it, so a wrong row or a stale page
-makes it say something else.
+changes its output.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ScriptedModel(HashChainModel):
         seed: int = 0,
         stop_chance: float = 0.0,
     ) -> None:
-        """stop_chance: share of contexts, scripts apart, in which `stop_id` is by far the likeliest token."""
+        """stop_chance: share of contexts, outside scripts, in which `stop_id` is by far the most likely token."""
         super().__init__(
             seed=seed,
             num_real_tokens=num_tokens,
@@ -46,7 +46,7 @@ class ScriptedModel(HashChainModel):
             self._table[ends, stop_id] = 40.0
 
     def script(self, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """After `prompt` it says `output`."""
+        """Emit `output` after `prompt`."""
         before = self.reference_hidden([*prompt, *output])[len(prompt) - 1 : -1]
         self._next.update(zip(before.tolist(), output, strict=True))
 

@@ -1,5 +1,4 @@
-"""An engine whose model says what a script has: the real one, with its tokenizer and its cache, and outputs that are
-forced."""
+"""The real engine, with its tokenizer and its cache, and outputs forced to a script."""
 
 from __future__ import annotations
 
@@ -15,10 +14,8 @@ from scripts.clients.agents import ANSWER, MODEL, Calls
 
 
 class ScriptedOutputs:
-    """An engine whose model says what the script has: each call in its turn, then the answer.
-
-    No form is asked of the real engine, which refuses one beside a forced output: the script's author sees to it that
-    the words have it."""
+    """An engine whose model emits a script: one call per turn, then the answer. Grammars are not passed to the real
+    engine, which refuses one with a forced output; the script itself must conform."""
 
     def __init__(self, engine: AsyncEngine, calls: Calls) -> None:
         self.finished: list[FinishEvent] = []
@@ -50,15 +47,15 @@ class ScriptedOutputs:
     def _next_text(self, prompt: str) -> str:
         thought = "The next step follows from the task.\n</think>\n\n" if prompt.endswith("<think>\n") else ""
         done = prompt.count("<|im_start|>user\n<tool_response>\n")
-        lost = len(self.finished) > 3 * len(self._calls)  # an agent that goes on for ever must fail, not hang
+        lost = len(self.finished) > 3 * len(self._calls)  # an agent that never stops must fail, not hang
         if lost or done >= len(self._calls) or f'"name": "{self._calls[done][0]}"' not in prompt:
             return thought + ANSWER
         return thought + as_text(*self._calls[done])
 
 
 class OutputsInTurn(ScriptedOutputs):
-    """The model says these one after the other, texts and calls alike: as many as the prompt has answers are said. The
-    last one again and again."""
+    """The model emits these outputs in turn, texts and calls alike; the number of answers in the prompt selects the
+    next. The last one repeats."""
 
     def __init__(self, engine: AsyncEngine, outputs: tuple[str | tuple[str, dict[str, Any]], ...]) -> None:
         super().__init__(engine, ())
@@ -66,7 +63,7 @@ class OutputsInTurn(ScriptedOutputs):
         self._outputs = outputs
 
     def _next_text(self, prompt: str) -> str:
-        assert len(self.finished) < 3 * len(self._outputs), "the client goes on for ever"
+        assert len(self.finished) < 3 * len(self._outputs), "the client never stops"
         self.prompts.append(prompt)
         said = prompt.count("<|im_start|>assistant\n") - 1
         output = self._outputs[min(said, len(self._outputs) - 1)]
@@ -75,7 +72,7 @@ class OutputsInTurn(ScriptedOutputs):
 
 
 def as_text(name: str, arguments: dict[str, Any]) -> str:
-    """A call as the bundled model writes it."""
+    """A call in the bundled model's format."""
     parameters = "".join(
         f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
         for key, value in arguments.items()

@@ -1,5 +1,5 @@
-"""An engine client that keeps what passes through it, turn by turn: prompts, outputs, and what a cache could have
-served of each prompt."""
+"""An engine client that records what passes through it, turn by turn: prompts, outputs, and how much of each prompt a
+cache could have served."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ class SeenTurn:
 
     @property
     def computed(self) -> list[int]:
-        """What the engine has a state behind: all but the last token, which no step has read."""
+        """The tokens in the engine's state: all but the last, which no step has read."""
         return [*self.prompt_ids, *self.output[:-1]]
 
     @property
     def shared_len(self) -> int:
-        """Tokens at the beginning of the prompt that an earlier turn has computed: from there on the client says
-        something else, or something new."""
+        """Tokens at the beginning of the prompt that an earlier turn has computed; after that the prompt differs or is
+        new."""
         return max((_common_len(turn.computed, self.prompt_ids) for turn in self.earlier), default=0)
 
     @property
     def reusable_len(self) -> int:
-        """Tokens up to the last block boundary in what is shared. One token of a prompt is always computed."""
+        """Tokens up to the last block boundary of the shared part. At least one token of a prompt is always
+        computed."""
         return min(self.shared_len, len(self.prompt_ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
     @property
     def continues(self) -> bool:
-        """The prompt begins with all of an earlier turn, its output included: the client changed nothing."""
+        """Whether the prompt begins with all of an earlier turn and its output, unchanged."""
         return any(self.shared_len == len(turn.computed) for turn in self.earlier)
 
 

@@ -1,7 +1,7 @@
-"""Drives a StepModel one sequence at a time the way the runtime would, over poisoned pools and scattered ids.
+"""Drives a StepModel one sequence at a time as the runtime would, over poisoned pools and scattered ids.
 
-Everything that was not written reads as NaN, rows and pages are handed out in random order, and every window carries
-inert slots: a model that reads too far, writes to the wrong place or mixes slots cannot give the right logits.
+Everything that was not written reads as NaN, rows and pages are handed out in random order, and every window includes
+inert slots: a model that reads too far, writes to the wrong place or mixes slots can't give the right logits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.fakes.prompt_run import Run, batch_of
 
 @dataclass(kw_only=True)
 class DrivenSequence:
-    """One sequence: its pages, its own rows, and where its committed state is."""
+    """One sequence: its pages, its own rows, and the place of its committed state."""
 
     pages: list[int]
     rows: list[int]
@@ -130,8 +130,7 @@ class Driver:
         for sequence, accepted in zip(sequences, num_accepted, strict=True):
             sequence.read_row = sequence.rows[accepted]
             sequence.length += accepted + 1
-            # The row that holds the committed state stays last in line, so that the next window overwrites it only once
-            # it was read.
+            # The row of the committed state goes last, so that the next window overwrites it only after reading it.
             sequence.rows.append(sequence.rows.pop(accepted))
         return hidden_BTH[: len(windows)]
 

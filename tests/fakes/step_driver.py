@@ -16,7 +16,7 @@ from tests.fakes.hash_chain import HashChainModel, ReferenceRequest
 
 @dataclass(slots=True)
 class Running:
-    """A request in a slot, and what its steps brought."""
+    """A request in a slot, and the results of its steps."""
 
     request: ReferenceRequest
     slot: int
@@ -35,8 +35,8 @@ class Running:
 
 
 class StepDriver:
-    """One executor; requests join with everything prefilled in one chunk, and every slot owns the rows and pages it
-    will ever need."""
+    """One executor. Requests join after one prefill chunk of all their tokens, and every slot owns all rows and pages
+    that it will need."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class StepDriver:
     def step(
         self, num_drafted: int, *, slots: Sequence[int] | None = None, plan: StepPlan | None = None
     ) -> list[SlotOutcome]:
-        """Run one step over `slots` (all, in order) and those that join with it, whose first step it is; take in its
+        """Run one step over `slots` (default: all, in order) and the first step of those that join with it; record the
         outcomes."""
         plan = plan or StepPlan()
         plan.num_drafted = num_drafted
@@ -124,8 +124,7 @@ class StepDriver:
     def run(
         self, requests: Sequence[ReferenceRequest], choose_k: Callable[[], int], *, check: bool = False
     ) -> list[list[int]]:
-        """Join all requests at once and decode until each is done. check: after each step, check all that the device
-        keeps."""
+        """Join all requests at once and decode until each is done. check: after each step, check all device state."""
         plan = StepPlan()
         for slot, request in enumerate(requests):
             self.plan_join(plan, slot, request)
@@ -138,8 +137,8 @@ class StepDriver:
         return [running.emitted for running in self.running.values()]
 
     def check(self, running: Running, *, with_mtp: bool = True) -> None:
-        """Pages and rolling checkpoints are those of a from-scratch prefill, and the request still owns each of its
-        rows once. For hash chains."""
+        """Check that pages and rolling checkpoints equal a from-scratch prefill, and that the request still owns each
+        of its rows once. For hash chains."""
         assert isinstance(self.model, HashChainModel)
         if not running.outcomes:
             return

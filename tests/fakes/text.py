@@ -1,4 +1,4 @@
-"""A tokenizer of one token a byte beside the bundled chat template, for tests that need text but no trained
+"""A tokenizer of one token per byte with the bundled chat template, for tests that need text but no trained
 vocabulary."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A whole server around a model that says what it is told: real engine, real text, no socket."""
+"""A whole server around a model that emits scripted answers: real engine, real text, no socket."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.replay.builders import TOOL
 
 
 class Told:
-    """One server. The checkpoint's directory gets a tokenizer and a chat template."""
+    """One server. Writes a tokenizer and a chat template into the checkpoint's directory."""
 
     def __init__(self, directory: Path) -> None:
         write_text_assets(directory)
@@ -60,7 +60,7 @@ class Told:
         *,
         tools: list[dict[str, Any]] | None = None,
     ) -> dict[str, Any]:
-        """One chat turn, answered with `says` and an end of turn (without it: with a few tokens of anything)."""
+        """One chat turn, answered with `says` and an end of turn; without `says`, with up to 5 arbitrary tokens."""
         body = {
             "model": "scripted",
             "messages": messages,

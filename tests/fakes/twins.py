@@ -1,7 +1,7 @@
-"""Two executors that get the same plans and must end up with the same bits: in their results and in every buffer.
+"""Two executors that get the same plans and must end with the same bits, in their results and in every buffer.
 
-The plans are those of a busy random house: requests join and leave, windows of every depth, any company, greedy and
-sampled, with penalties, masks and scores. Results of the second twin are collected one step late.
+The plans are random and varied: requests join and leave, windows of every depth, any batch, greedy and sampled, with
+penalties, masks and scores. Results of the second twin are collected one step late.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def run_twins(
     num_steps: int,
     device: torch.device | str = "cpu",
 ) -> None:
-    """prepare: what is done to an executor before its first plan. Raises AssertionError naming the seed, the step and
-    the buffer."""
+    """prepare: applied to an executor before its first plan. Raises AssertionError naming the seed, the step and the
+    buffer."""
     rng = random.Random(seed)
     first, second = (
         StepDriver(
@@ -73,7 +73,7 @@ def run_twins(
 
 
 class _Host:
-    """Makes up what a host could ask for next; `driver.running` follows."""
+    """Makes random plans; `driver.running` follows them."""
 
     def __init__(self, driver: StepDriver, rng: random.Random, max_running: int) -> None:
         self._driver, self._rng = driver, rng
@@ -135,10 +135,11 @@ def _random_request(rng: random.Random, vocab: int) -> ReferenceRequest:
 
 
 def buffers_of(driver: StepDriver) -> dict[str, Tensor]:
-    """Everything that outlives a step, by name, the storage that inert slots write to left out: they race for it."""
+    """Everything that outlives a step, by name, except the storage that inert slots write to: its content depends on
+    races."""
     buffers: Any = driver.executor._buffers
-    fields = {field.name: getattr(buffers, field.name) for field in dataclasses.fields(buffers)}
-    tensors = {name: value for name, value in fields.items() if isinstance(value, Tensor)}
+    fields = [(part, field.name) for part in (buffers, buffers.sampling) for field in dataclasses.fields(part)]
+    tensors = {name: getattr(part, name) for part, name in fields if isinstance(getattr(part, name), Tensor)}
     model = driver.model
     if isinstance(model, HashChainModel):
         rows, pages = {"rows": (model.rows_R3, 0)}, {"attention": (model.attention_PS, 0), "mtp": (model.mtp_PS, 0)}
@@ -163,13 +164,13 @@ def _copies(driver: StepDriver, stale_counts: Iterable[int] = ()) -> dict[str, T
 
 def _compare(expected: Mapping[str, Tensor], got: Mapping[str, Tensor], context: str) -> None:
     for name, tensor in expected.items():
-        # By bits: NaN, which storage that was never written holds, equals itself.
+        # By bits, so that NaN, which never-written storage holds, equals itself.
         same = torch.equal(tensor.contiguous().view(torch.uint8), got[name].contiguous().view(torch.uint8))
         assert same, f"{context}: {name} differs in {int((tensor != got[name]).sum())} of {tensor.numel()} values"
 
 
 def _compare_outcomes(expected: list[SlotOutcome], got: list[SlotOutcome], context: str) -> None:
     for wanted, outcome in zip(expected, got, strict=True):
-        if not wanted.emitted:  # an inert slot drafts what it finds in the scratch page
+        if not wanted.emitted:  # an inert slot's drafts depend on the scratch page
             wanted, outcome = (dataclasses.replace(one, drafts=[]) for one in (wanted, outcome))
         assert outcome == wanted, context

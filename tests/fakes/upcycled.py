@@ -1,9 +1,9 @@
-"""A mixture of experts made of the bundled model, so that something that talks can be tested with a router: sparse
-upcycling (arXiv 2212.05055).
+"""A mixture of experts made from the bundled model, so that a model with real output can be tested with a router:
+sparse upcycling (arXiv 2212.05055).
 
-Of each FFN the first rows become the shared expert and the others every routed expert, each with noise of its own, so
-that it matters which ones the random router chooses. The model says much the same as tiny-agent, and its MTP head
-agrees with it much as often.
+The first rows of each FFN become the shared expert and the others every routed expert, each with its own noise, so that
+the random router's choices matter. The model's output is similar to tiny-agent's, and its MTP head is right about as
+often.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ EXPERT_WIDTH = 256
 def write_upcycled(directory: Path, *, noise: float = 0.1, seed: int = 0) -> Path:
     """Write the checkpoint into `directory` (made if missing) and return it.
 
-    noise: standard deviation of what an expert's weights differ by, relative to that of the weights. Among some 100,000
-    choices of experts two orders of summation make one differently, even in float32; what that changes is proportional
-    to the noise."""
+    noise: standard deviation of the differences between experts' weights, relative to that of the weights. Among some
+    100,000 choices of experts, two summation orders differ in one, even in float32; the effect is proportional to the
+    noise."""
     directory.mkdir(parents=True, exist_ok=True)
     for file in bundled.DIRECTORY.iterdir():
         if file.suffix != ".safetensors" and file.name not in ("config.json", "model.safetensors.index.json"):
@@ -57,7 +57,7 @@ def write_upcycled(directory: Path, *, noise: float = 0.1, seed: int = 0) -> Pat
                 tensors[f"{prefix}mlp.gate.weight"] = (
                     torch.randn(NUM_EXPERTS, hidden, generator=generator) * hidden**-0.5
                 ).to(tensor.dtype)
-                # Its sigmoid is a half, which twice the down projection makes up for.
+                # Its sigmoid is 0.5, and the down projection is doubled to compensate.
                 tensors[f"{prefix}mlp.shared_expert_gate.weight"] = torch.zeros(1, hidden, dtype=tensor.dtype)
             is_down = part == "down_proj.weight"
             shared, routed = tensor.split([shared_width, EXPERT_WIDTH], 1 if is_down else 0)

@@ -201,9 +201,9 @@ class Paths:
             return launch(plan)
 
         executor.launch = watched_launch
-        if executor._prefill_graphs is not None:
-            self._watch_replays(executor._prefill_graphs, "replayed prefills")
-            self._watch_replays(executor._ride_graphs, "replayed prefills with windows")
+        if executor._graphs is not None:
+            self._watch_replays(executor._graphs.prompts, "replayed prefills")
+            self._watch_replays(executor._graphs.rides, "replayed prefills with windows")
 
     def _watch_replays(self, graphs: Any, path: str) -> None:
         run = graphs.run

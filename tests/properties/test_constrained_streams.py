@@ -199,9 +199,9 @@ def keeps_masks_of_previous_request(patch: pytest.MonkeyPatch) -> None:
     join = StepBuffers.join
 
     def forgetful(self: StepBuffers, joins: Sequence[SlotJoin]) -> None:
-        before = self.mask_SWX.clone()
+        before = self.sampling.mask_SWX.clone()
         join(self, joins)
-        self.mask_SWX.copy_(before)
+        self.sampling.mask_SWX.copy_(before)
 
     patch.setattr(StepBuffers, "join", forgetful)
 
@@ -240,13 +240,13 @@ def scores_with_the_mask(patch: pytest.MonkeyPatch) -> None:
 
 
 def keeps_scores_beyond_a_stop_string(patch: pytest.MonkeyPatch) -> None:
-    take = Request.take
+    take = Request.take_outcome
 
     def take_all(self: Request, outcome: SlotOutcome) -> TokensEvent | None:
         event = take(self, outcome)
         return event if event is None else msgspec.structs.replace(event, scores=outcome.scores)
 
-    patch.setattr(Request, "take", take_all)
+    patch.setattr(Request, "take_outcome", take_all)
 
 
 @pytest.mark.parametrize(

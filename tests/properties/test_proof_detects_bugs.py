@@ -95,7 +95,7 @@ def publishes_beyond_the_stop(patch: Patch) -> None:
         done = [(length, row) for row, length in request.rolling if length]
         if done:
             length, row = max(done)
-            self._cache.publish(
+            self.cache.publish(
                 request.lease, request.submit.namespace, request.sequence, length, row, CheckpointKind.TURN
             )
 
@@ -161,12 +161,12 @@ def retracts_a_request_in_flight(patch: Patch) -> None:
 
 def loses_the_tokens_of_the_step_in_flight(patch: Patch) -> None:
     """The tokens that a retracted request emitted in its last step are dropped, to be computed again."""
-    original = Request.take
+    original = Request.take_outcome
 
     def take(self: Any, outcome: Any) -> Any:
         return None if self.phase is Phase.LEAVING else original(self, outcome)
 
-    patch.setattr(Request, "take", take)
+    patch.setattr(Request, "take_outcome", take)
 
 
 def does_not_lock_the_resumed_row(patch: Patch) -> None:
@@ -209,10 +209,10 @@ def admits_without_its_namespace(patch: Patch) -> None:
     original = Scheduler._admit
 
     def admit(self: Any) -> None:
-        match = self._cache.match
-        self._cache.match = lambda namespace, *rest, **keywords: match("", *rest, **keywords)
+        match = self.cache.match
+        self.cache.match = lambda namespace, *rest, **keywords: match("", *rest, **keywords)
         original(self)
-        self._cache.match = match
+        self.cache.match = match
 
     patch.setattr(Scheduler, "_admit", admit)
 
@@ -463,8 +463,8 @@ def penalties_count_rejected_drafts(patch: Patch) -> None:
 
 
 def penalties_forget_what_came_before_preemption(patch: Patch) -> None:
-    original = Scheduler._join
-    patch.setattr(Scheduler, "_join", lambda self, request: replace(original(self, request), output_ids=tokens()))
+    original = Request.join_slot
+    patch.setattr(Request, "join_slot", lambda self: replace(original(self), output_ids=tokens()))
 
 
 def seeds_by_batch_position(patch: Patch) -> None:

@@ -1,4 +1,4 @@
-"""Admission by session: live sessions go ahead, new ones wait until their working set fits."""
+"""Admission by session: live sessions go first, new ones wait until their working set fits."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def test_sessions_enter_in_order_of_arrival_while_they_fit() -> None:
     assert run(door, "a", 40)
     assert run(door, "b", 40)
     assert not run(door, "c", 40)
-    assert not run(door, "d", 20), "d would take the room that c waits for"
+    assert not run(door, "d", 20), "d would take the memory that c waits for"
 
 
-def test_free_bytes_of_one_pool_do_not_help_who_needs_the_other() -> None:
+def test_free_bytes_of_one_pool_do_not_count_for_the_other() -> None:
     door, _ = gate(rows=50, pages=100)
     assert run(door, "a", 60)
     assert not run(door, "b", 60), "120 of 150 bytes, but the pages have 100"
@@ -47,27 +47,25 @@ def test_free_bytes_of_one_pool_do_not_help_who_needs_the_other() -> None:
     assert not run(door, "b", 10, rows=30), "80 of 150 bytes, but the rows have 50"
 
 
-def test_a_budget_bounds_both_together() -> None:
+def test_budget_bounds_both_pools_together() -> None:
     door, _ = gate(rows=100, pages=100, budget=100)
     assert run(door, "a", 40, rows=10)
     assert not run(door, "b", 41, rows=10)
-    assert door.allows("b", need(40, rows=10)) is False, (
-        "a session that was kept out once still asks for what it asked for"
-    )
+    assert door.allows("b", need(40, rows=10)) is False, "a refused session keeps its need"
     door.withdraw("b")
     assert run(door, "c", 40, rows=10)
 
 
-def test_every_slot_counts_for_a_row() -> None:
+def test_rows_of_sessions_is_at_least_one_per_slot() -> None:
     assert [rows_of_sessions(num_rows, max_running=4) for num_rows in (-3, 3, 4, 9)] == [4, 4, 4, 9]
 
 
-def test_the_oldest_is_always_allowed() -> None:
+def test_oldest_session_is_always_allowed() -> None:
     door, _ = gate()
     assert run(door, "a", 1_000, rows=1_000)
 
 
-def test_the_next_one_is_the_oldest_that_waits() -> None:
+def test_next_session_is_the_oldest_waiting_one() -> None:
     door, _ = gate()
     assert run(door, "a", 90)
     assert not run(door, "b", 90)
@@ -78,17 +76,17 @@ def test_the_next_one_is_the_oldest_that_waits() -> None:
     assert [name for name in "abc" if door.is_next(name)] == ["a"]
 
 
-def test_a_session_that_grew_pushes_the_youngest_out() -> None:
+def test_growing_session_makes_the_youngest_wait() -> None:
     door, _ = gate()
     assert run(door, "a", 40)
     assert run(door, "b", 40)
     door.leave("b", need(40), waits_again=False)
     door.leave("a", need(70), waits_again=False)
-    assert not run(door, "b", 10), "b had 40 and needs them again"
+    assert not run(door, "b", 10), "b had 40 bytes and needs them again"
     assert run(door, "a", 10)
 
 
-def test_a_session_stays_live_for_the_hold_after_its_turn() -> None:
+def test_session_stays_live_for_hold_seconds_after_its_turn() -> None:
     door, clock = gate(hold=5.0)
     assert run(door, "a", 90)
     door.leave("a", need(90), waits_again=False)
@@ -99,7 +97,7 @@ def test_a_session_stays_live_for_the_hold_after_its_turn() -> None:
     assert door.num_live == 1
 
 
-def test_a_session_that_cannot_come_back_is_gone_at_once() -> None:
+def test_session_that_cannot_come_back_is_dropped_at_once() -> None:
     door, _ = gate()
     assert run(door, "a", 90)
     door.leave("a", need(90), waits_again=True, comes_back=False)
@@ -119,7 +117,7 @@ def test_running_and_waiting_sessions_never_expire() -> None:
     assert not door.allows("b", need(20))
 
 
-def test_a_retracted_turn_keeps_its_session_in_line() -> None:
+def test_retracted_turn_keeps_its_sessions_place() -> None:
     door, clock = gate()
     assert run(door, "a", 50)
     assert run(door, "b", 40)
@@ -129,7 +127,7 @@ def test_a_retracted_turn_keeps_its_session_in_line() -> None:
     assert door.num_live == 2
 
 
-def test_a_withdrawn_turn_leaves_no_trace() -> None:
+def test_withdrawn_turn_is_not_counted() -> None:
     door, _ = gate()
     assert run(door, "a", 60)
     assert not run(door, "b", 60)
@@ -138,14 +136,14 @@ def test_a_withdrawn_turn_leaves_no_trace() -> None:
 
 
 def returning(door: SessionGate, clock: Clock, name: str, pages: int, away: float) -> None:
-    """A session with some turns behind it, `away` between two of them."""
+    """A session with several turns, `away` seconds between each two."""
     for turn in range(33):
         clock.now += away if turn else 0.0
         assert run(door, name, pages)
         door.leave(name, need(pages), waits_again=False)
 
 
-def test_who_is_away_for_longer_than_anyone_was_keeps_nobody_out() -> None:
+def test_session_away_longer_than_any_recent_one_blocks_no_other() -> None:
     door, clock = gate(hold=5.0)
     returning(door, clock, "a", 90, away=0.01)
     clock.now += 0.2
@@ -154,11 +152,11 @@ def test_who_is_away_for_longer_than_anyone_was_keeps_nobody_out() -> None:
     assert door.allows("b", need(20))
     assert door.num_live == 2
     door.arrive("a")
-    assert door.is_next("a"), "it came back all the same, and is older"
+    assert door.is_next("a"), "it came back after all, and is older"
     assert not door.allows("b", need(20))
 
 
-def test_where_tools_are_slow_a_session_keeps_its_place_for_the_whole_hold() -> None:
+def test_with_slow_tools_session_is_held_for_hold_seconds() -> None:
     door, clock = gate(hold=5.0)
     returning(door, clock, "a", 90, away=0.01)
     clock.now += 2.0
@@ -170,7 +168,7 @@ def test_where_tools_are_slow_a_session_keeps_its_place_for_the_whole_hold() -> 
     assert door.allows("b", need(20))
 
 
-def test_who_comes_back_after_the_hold_has_others_waited_for_again() -> None:
+def test_return_after_the_hold_restores_the_full_patience() -> None:
     door, clock = gate(hold=5.0)
     returning(door, clock, "a", 90, away=0.01)
     clock.now += 7.0

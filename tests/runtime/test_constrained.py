@@ -1,5 +1,5 @@
-"""Constrained requests in the schedule: when they decode, what their constraint is asked and told, and whom a failing
-one hurts."""
+"""Constrained requests in the schedule: when they decode, how their constraint is called, and that a failing one
+affects no other request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def anything() -> Everything:
 
 
 def decode_steps(house: House, request_id: str) -> list[int]:
-    """Indexes of the plans in which a request gets tokens, its first step included; it never changes its slot."""
+    """Indexes of the plans in which a request gets tokens, including its first step. The request keeps its slot."""
     slots = {join.slot for plan in house.device.plans for join in plan.joins if join.request_id == request_id}
     assert len(slots) == 1
     return [index for index, plan in enumerate(house.device.plans) if slots & set(plan.first_slots + plan.decode_slots)]
@@ -42,9 +42,9 @@ def plans_alone(overlap: bool) -> list[StepPlan]:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("num_constrained", [1, 2])
-def test_a_free_request_is_never_delayed(overlap: bool, num_constrained: int) -> None:
-    """It decodes in the very steps, with the very drafts and pages, in which it decodes alone; a constrained one in
-    every other step."""
+def test_unconstrained_request_is_never_delayed(overlap: bool, num_constrained: int) -> None:
+    """It decodes in the same steps, with the same drafts and pages, as when it runs alone; a constrained one in every
+    other step."""
     house = House(overlap=overlap, accept=1)
     house.submit("free", letters(20), TEXT)
     for number in range(num_constrained):
@@ -61,15 +61,15 @@ def test_a_free_request_is_never_delayed(overlap: bool, num_constrained: int) ->
         constrained = decode_steps(house, f"c{number}")
         assert gaps(constrained[1:]) == ({2} if overlap else {1})
         assert constrained[1] - constrained[0] <= (3 if overlap else 1), (
-            "behind its first step it may wait for the others"
+            "after its first step it may wait for the others"
         )
-        assert constrained[-1] < free[-1], "the free one ran beside it all the time"
+        assert constrained[-1] < free[-1], "the unconstrained one ran all the time"
         assert house.said(f"c{number}") == TEXT[:15]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_with_constrained_requests_alone_nothing_waits(overlap: bool) -> None:
-    """Every launched step decodes all of them: the host reads a step at once when there is nothing else to launch."""
+def test_only_constrained_requests_decode_in_every_step(overlap: bool) -> None:
+    """Every launched step decodes all of them: the host reads a step at once when nothing else can be launched."""
     house = House(overlap=overlap, accept=3, drafts=3)
     constraints = [anything() for _ in range(3)]
     for number, constraint in enumerate(constraints):
@@ -79,12 +79,12 @@ def test_with_constrained_requests_alone_nothing_waits(overlap: bool) -> None:
     steps = 1 + -(-(len(TEXT) - 1) // 4)  # no drafts in the first window, four tokens a step afterwards
     assert len(decoding) == steps
     assert all(len(plan.first_slots + plan.decode_slots) == 3 for plan in decoding)
-    assert len(house.device.plans) - len(decoding) <= 1, "and one that only clears the slots"
+    assert len(house.device.plans) - len(decoding) <= 1, "plus one plan that only clears the slots"
 
 
-def test_constrained_requests_decode_in_the_same_steps() -> None:
-    """One that comes in an odd step gets its first token there and then waits for the others, instead of splitting the
-    batch for good."""
+def test_constrained_requests_synchronise_their_steps() -> None:
+    """A request that joins in an odd step gets its first token there and then waits for the others, so that the batch
+    is not split for good."""
     house = House(overlap=True, accept=1)
     house.submit("free", letters(20), TEXT)
     house.submit("c0", letters(12, seed=1), TEXT[:15], constraint=anything())
@@ -102,8 +102,9 @@ def test_constrained_requests_decode_in_the_same_steps() -> None:
     assert gaps(decode_steps(house, "free")) == {1}
 
 
-def test_newcomers_hold_nobody_back() -> None:
-    """One constrained request after the other comes for a single token: those that decode go on in every other step."""
+def test_new_constrained_requests_do_not_delay_decoding_ones() -> None:
+    """Constrained requests for a single token come one after another: those that decode continue in every other
+    step."""
     house = House(overlap=True, accept=0, max_running=3)
     house.submit("c", letters(12), TEXT, constraint=anything())
     for number in range(40):
@@ -114,17 +115,17 @@ def test_newcomers_hold_nobody_back() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_constraint_is_asked_for_the_very_drafts_of_the_window(overlap: bool) -> None:
+def test_masks_are_requested_for_the_windows_drafts(overlap: bool) -> None:
     house = House(overlap=overlap, accept=2, drafts=3)
     constraint = anything()
     house.submit("c", letters(10), "abcdefghij", constraint=constraint)
     house.run()
     told = [bytes(window).decode() for window in constraint.windows]
-    assert told == ["", "bcd", "efg", "hij"], "none at the join, then what the device says it drafted"
+    assert told == ["", "bcd", "efg", "hij"], "none at the join, then the device's drafts"
     assert bytes(constraint.followed).decode() == "abcdefghij"
 
 
-def test_a_smaller_depth_asks_for_fewer_drafts_and_a_larger_one_for_no_more_than_there_are() -> None:
+def test_masks_cover_at_most_depth_and_available_drafts() -> None:
     house = House(overlap=False, accept=3, drafts=3)
     constraint = anything()
     house.submit("c", letters(10), TEXT, constraint=constraint)
@@ -136,7 +137,7 @@ def test_a_smaller_depth_asks_for_fewer_drafts_and_a_larger_one_for_no_more_than
     assert [len(masks) for plan in house.device.plans for masks in plan.masks.values()] == [1, 2, 3, 1, 1, 4]
 
 
-def test_plans_have_masks_for_constrained_slots_only() -> None:
+def test_plan_has_masks_for_constrained_slots_only() -> None:
     house = House(overlap=False)
     house.submit("free", letters(10), TEXT)
     house.submit("c", letters(10, seed=1), TEXT, constraint=anything())
@@ -145,7 +146,7 @@ def test_plans_have_masks_for_constrained_slots_only() -> None:
         assert len(plan.masks) == sum(slot == 1 for slot in plan.first_slots + plan.decode_slots)
 
 
-def test_a_stop_string_ends_what_the_constraint_follows() -> None:
+def test_constraint_advances_only_up_to_a_stop_string() -> None:
     house = House(overlap=True, accept=3)
     constraint = anything()
     house.submit("c", letters(10), TEXT, stop=("brown",), constraint=constraint)
@@ -157,7 +158,7 @@ def test_a_stop_string_ends_what_the_constraint_follows() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_after_a_preemption_the_constraint_goes_on_where_it_stands(overlap: bool) -> None:
+def test_constraint_keeps_its_position_over_a_preemption(overlap: bool) -> None:
     house = House(overlap=overlap, pages=14, max_running=3, drafts=1, accept=1, caching=True)
     constraints = {f"c{number}": anything() for number in range(3)}
     long_text = TEXT * 3
@@ -175,7 +176,7 @@ def test_after_a_preemption_the_constraint_goes_on_where_it_stands(overlap: bool
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("steps", range(5))
-def test_abort_frees_a_constrained_request_wherever_it_is(overlap: bool, steps: int) -> None:
+def test_abort_frees_constrained_request_in_any_phase(overlap: bool, steps: int) -> None:
     house = House(overlap=overlap, accept=1, max_running=2)
     house.submit("c", letters(70), TEXT, constraint=anything())
     house.submit("other", letters(20, seed=1), TEXT, constraint=anything())
@@ -188,7 +189,7 @@ def test_abort_frees_a_constrained_request_wherever_it_is(overlap: bool, steps: 
 
 
 class Failing(Everything):
-    """Fails the n-th time that it is asked (`masks`), or told (`advance`)."""
+    """A constraint whose n-th call of `masks` or `advance` fails."""
 
     def __init__(self, where: str, count: int) -> None:
         super().__init__(VOCABULARY)
@@ -211,7 +212,7 @@ class Failing(Everything):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("where", ["masks", "advance"])
 @pytest.mark.parametrize("count", [0, 3])
-def test_a_failing_grammar_ends_its_own_request_only(
+def test_failing_grammar_ends_only_its_request(
     overlap: bool, where: str, count: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     house = House(overlap=overlap, accept=1, max_running=3)
@@ -230,7 +231,7 @@ def test_a_failing_grammar_ends_its_own_request_only(
 
 
 class EndsDead(Everything):
-    """Allows everything, up to a place where nothing may follow."""
+    """Allows everything up to a dead end."""
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__(VOCABULARY)
@@ -246,10 +247,11 @@ class EndsDead(Everything):
 @pytest.mark.parametrize("accept", range(4))
 @pytest.mark.parametrize("num_tokens", range(11))
 @pytest.mark.parametrize("next_token", [TEXT[11], "\0"], ids=["goes on", "stop id"])
-def test_a_dead_end_ends_its_own_request_only_wherever_it_lies_in_a_window(
+def test_dead_end_anywhere_in_a_window_ends_only_its_request(
     overlap: bool, accept: int, num_tokens: int, next_token: str
 ) -> None:
-    """The device goes on behind it, even to a stop id or the token limit; none of that is kept or counted."""
+    """The device continues after the dead end, even to a stop id or the token limit; none of that is kept or
+    counted."""
     house = House(overlap=overlap, accept=accept, max_running=3)
     told = TEXT[:num_tokens] + next_token + TEXT[num_tokens + 1 :]
     house.submit("bad", letters(20), told, max_tokens=num_tokens + 2, logprobs=0, constraint=EndsDead(num_tokens))
@@ -265,20 +267,18 @@ def test_a_dead_end_ends_its_own_request_only_wherever_it_lies_in_a_window(
     )
     assert house.said("bad") == TEXT[:num_tokens]
     assert all(masks.any(axis=1).all() for plan in house.device.plans for masks in plan.masks.values()), (
-        "the device has something to draw from"
+        "the device has tokens to sample from"
     )
     usage, spec = finish.usage, finish.usage.spec
     assert usage.completion_tokens == num_tokens
     lost = 1 + spec.num_steps + spec.num_accepted - num_tokens
-    assert lost in (0, 1), (
-        "every token behind the first is counted, and at most the token behind the last draft is lost"
-    )
+    assert lost in (0, 1), "every token after the first is counted; at most the one after the last draft is lost"
     assert house.said("good") == house.said("free") == TEXT
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("accept", range(4))
-def test_what_ends_before_a_dead_end_never_comes_to_it(overlap: bool, accept: int) -> None:
+def test_request_that_ends_before_a_dead_end_has_no_error(overlap: bool, accept: int) -> None:
     house = House(overlap=overlap, accept=accept, max_running=3)
     house.submit("limit", letters(20), TEXT, max_tokens=9, constraint=EndsDead(9))
     house.submit("stop id", letters(20, seed=1), TEXT[:8] + "\0", constraint=EndsDead(9))
@@ -288,17 +288,17 @@ def test_what_ends_before_a_dead_end_never_comes_to_it(overlap: bool, accept: in
     assert ends == [(FinishReason.LENGTH, None), (FinishReason.STOP, 0), (FinishReason.STOP, TEXT[4:9])]
 
 
-def test_a_stop_string_is_not_completed_behind_a_dead_end() -> None:
+def test_stop_string_is_not_completed_after_a_dead_end() -> None:
     house = House(accept=3)
     house.submit("c", letters(20), TEXT, stop=(TEXT[4:9],), constraint=EndsDead(7))
     house.run()
     assert house.finish("c").reason is FinishReason.ERROR
     texts = [event.text for event in house.events["c"]]
-    assert "".join(texts) == TEXT[:7], "what was held back is text after all"
+    assert "".join(texts) == TEXT[:7], "held-back text is sent"
 
 
 @pytest.mark.parametrize("steps", range(1, 6))
-def test_an_abort_before_a_dead_end_is_an_abort(steps: int) -> None:
+def test_abort_before_a_dead_end_ends_with_abort(steps: int) -> None:
     house = House(overlap=True, accept=0)
     house.submit("c", letters(20), TEXT, constraint=EndsDead(4))
     for _ in range(steps):
@@ -308,7 +308,7 @@ def test_an_abort_before_a_dead_end_is_an_abort(steps: int) -> None:
     assert house.finish("c").reason is FinishReason.ABORT
 
 
-def test_dead_ends_leave_nothing_of_preempted_requests() -> None:
+def test_dead_ends_of_preempted_requests_leak_nothing() -> None:
     house = House(pages=14, max_running=3, drafts=1, accept=1, caching=True)
     for number in range(3):
         house.submit(f"c{number}", letters(30, seed=number), TEXT * 3, constraint=EndsDead(100 + number))
@@ -318,7 +318,7 @@ def test_dead_ends_leave_nothing_of_preempted_requests() -> None:
     assert house.metrics.finished["error"] == 3
 
 
-def test_a_request_that_only_scores_its_prompt_asks_nothing_of_its_constraint() -> None:
+def test_scoring_only_request_never_asks_for_masks() -> None:
     house = House()
     constraint = anything()
     house.submit("c", letters(20), "", max_tokens=0, scores=0, constraint=constraint)
@@ -328,7 +328,7 @@ def test_a_request_that_only_scores_its_prompt_asks_nothing_of_its_constraint() 
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_scores_come_with_their_tokens_and_are_cut_with_them(overlap: bool) -> None:
+def test_scores_are_sent_and_cut_with_their_tokens(overlap: bool) -> None:
     house = House(overlap=overlap, accept=3)
     house.submit("plain", letters(10), TEXT)
     house.submit("scored", letters(10, seed=1), TEXT, stop=("fox",), logprobs=0)

@@ -1,5 +1,4 @@
-"""The step on the hash chain: streams equal the reference, and whatever the device keeps equals a from-scratch
-prefill."""
+"""The step on the hash chain model: streams equal the reference, and all device state equals a from-scratch prefill."""
 
 from __future__ import annotations
 
@@ -96,7 +95,7 @@ def test_sampled_streams_and_states_equal_the_reference() -> None:
 
 
 @pytest.mark.parametrize("k", range(8))
-def test_every_depth_emits_the_same(k: int) -> None:
+def test_emitted_tokens_are_independent_of_depth(k: int) -> None:
     generator = random.Random(31)
     model = MODELS[0.9]
     requests = random_requests(generator, sampled=True, model=model) + random_requests(
@@ -118,9 +117,7 @@ def test_perfect_drafts_fill_every_window() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 48])
-def test_a_first_step_takes_its_token_from_the_prompt_without_a_forward(
-    length: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_step_samples_from_the_prompt_without_a_forward(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = [place % 40 for place in range(length)]
     driver = StepDriver(ENDLESS, max_running=1, max_draft_tokens=3)
     plan = StepPlan()
@@ -141,8 +138,8 @@ def test_a_first_step_takes_its_token_from_the_prompt_without_a_forward(
     assert outcome.checkpoints[0][1] == (length if length % ENDLESS.spec.block_tokens == 0 else 0)
 
 
-def test_drafts_survive_a_change_of_depth() -> None:
-    """A step verifies only what was really drafted: as many as the step before, and this one, asked for."""
+def test_drafts_stay_valid_over_a_change_of_depth() -> None:
+    """A step verifies the drafts that exist: the minimum of what the previous step and this one ask for."""
     driver = StepDriver(ENDLESS, max_running=1, max_draft_tokens=7)
     plan = StepPlan()
     driver.plan_join(plan, 0, greedy([1, 2, 3], 200))
@@ -156,7 +153,7 @@ def test_drafts_survive_a_change_of_depth() -> None:
     assert offered == [0, 2, 1, 1, 7, 0, 0, 3]
 
 
-def test_no_mtp_runs_when_nothing_is_ever_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mtp_does_not_run_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     model = HashChainModel(seed=9, has_mtp=False)
     for name in ("mtp", "mtp_prefill", "draft_head"):
         monkeypatch.setattr(model, name, None)
@@ -168,8 +165,8 @@ def test_no_mtp_runs_when_nothing_is_ever_drafted(monkeypatch: pytest.MonkeyPatc
 
 
 def find_stop_inside_window(k: int) -> tuple[list[int], int, int]:
-    """A prompt whose greedy stream first shows some token at index 1..k-1 of its second window: (prompt, token, index
-    in the stream)."""
+    """A prompt whose greedy stream first contains some token at index 1..k-1 of its second window: (prompt, token,
+    index in the stream)."""
     for seed in range(1000):
         prompt = random_prompt(random.Random(seed), 40)
         stream = ENDLESS.reference_stream(greedy(prompt, len(prompt) + 2 * (k + 1)))
@@ -179,7 +176,7 @@ def find_stop_inside_window(k: int) -> tuple[list[int], int, int]:
     raise AssertionError("no such prompt")
 
 
-def test_a_stop_inside_a_window_ends_the_request_there() -> None:
+def test_stop_inside_a_window_ends_the_request_there() -> None:
     k = 5
     prompt, stop_id, index = find_stop_inside_window(k)
     driver = StepDriver(ENDLESS, max_running=2, max_draft_tokens=k)
@@ -213,7 +210,7 @@ def test_a_stop_inside_a_window_ends_the_request_there() -> None:
 
 @pytest.mark.parametrize("k", [0, 1, 3, 7])
 @pytest.mark.parametrize("room", [1, 2, 3, 8, 9, 17])
-def test_nothing_is_emitted_beyond_the_limit(k: int, room: int) -> None:
+def test_no_token_is_emitted_beyond_the_length_limit(k: int, room: int) -> None:
     prompt = [4, 5, 6]
     driver = StepDriver(ENDLESS, max_running=1, max_draft_tokens=k)
     request = greedy(prompt, len(prompt) + room)
@@ -225,14 +222,14 @@ def test_nothing_is_emitted_beyond_the_limit(k: int, room: int) -> None:
     assert driver.step(k)[0].emitted == []
 
 
-def test_a_stop_id_on_the_limit_counts_as_a_stop_id() -> None:
+def test_stop_id_at_the_length_limit_counts_as_stop_id() -> None:
     prompt, stop_id, index = find_stop_inside_window(5)
     driver = StepDriver(ENDLESS, max_running=1, max_draft_tokens=5)
     driver.run([greedy(prompt, len(prompt) + index + 1, stop_ids=(stop_id,))], lambda: 5)
     assert driver.running[0].outcomes[-1].stop == STOP_ID
 
 
-def test_streams_do_not_depend_on_slot_order_or_company() -> None:
+def test_streams_are_independent_of_slot_order_and_batch() -> None:
     generator = random.Random(41)
     model = MODELS[0.5]
     requests = [r for _ in range(2) for r in random_requests(generator, sampled=True, model=model)][:6]
@@ -264,10 +261,9 @@ def test_padding_slots_are_inert_and_may_repeat() -> None:
             block_tokens=model.spec.block_tokens,
             device=torch.device("cpu"),
         )
-        before = {
-            name: getattr(buffers, name).clone()
-            for name in ("slots_SF", "limits_SF", "sampling_SF", "page_table_SP", "counts_SV")
-        }
+        table = buffers.sampling
+        persistent = (buffers.slots_SF, buffers.page_table_SP, table.limits_SF, table.sampling_SF, table.counts_SV)
+        before = [tensor.clone() for tensor in persistent]
         rows = model.rows_R3.clone()
         for sampled in (False, True):
             result = decode_step(
@@ -278,7 +274,7 @@ def test_padding_slots_are_inert_and_may_repeat() -> None:
                 [],
                 [],
             ]
-        assert all(torch.equal(getattr(buffers, name), value) for name, value in before.items())
+        assert all(map(torch.equal, persistent, before))
         changed = (model.rows_R3 != rows).any(1).nonzero().flatten().tolist()
         assert set(changed) <= {SCRATCH_ROW}
         poisoned = model.attention_PS[[page for page in range(4) if page != SCRATCH_PAGE]]
@@ -286,7 +282,7 @@ def test_padding_slots_are_inert_and_may_repeat() -> None:
 
 
 class MetaModel:
-    """A model without data: whoever asks one of its tensors for a value fails."""
+    """A model on meta tensors, which raise when a value is read."""
 
     def __init__(self, hidden_size: int, vocab_size: int) -> None:
         self._hidden_size, self._vocab_size = hidden_size, vocab_size
@@ -314,11 +310,11 @@ class MetaModel:
 @pytest.mark.parametrize("forced", [False, True])
 @pytest.mark.parametrize("constrained", [False, True])
 @pytest.mark.parametrize("forward", Forward)
-def test_a_step_never_reads_the_device(
+def test_step_has_no_host_reads(
     k: int, sampled: bool, forced: bool, constrained: bool, forward: Forward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Meta tensors have shapes and no values: a host read or a shape that depends on data raises. With the reference's
-    operations."""
+    """Meta tensors have shapes but no values: a host read, or a shape that depends on data, raises. With the
+    reference's operations."""
     monkeypatch.setattr(kernels, "backend", lambda device: kernels.reference)
     meta = torch.device("meta")
     buffers = StepBuffers.allocate(
@@ -352,7 +348,7 @@ def slow_rotation(
     return write_rows, rows, lens
 
 
-def test_rotation_equals_a_plain_loop() -> None:
+def test_checkpoint_rotation_equals_a_plain_loop() -> None:
     generator = random.Random(51)
     cases = [(old, old + emitted) for old in range(40) for emitted in range(9)]
     write_rows = [generator.sample(range(2, 100), 8) for _ in cases]
@@ -376,8 +372,8 @@ def test_rotation_equals_a_plain_loop() -> None:
 
 
 @pytest.mark.parametrize("prompt_length", range(30, 36))
-def test_a_commit_that_ends_on_a_boundary_reads_its_checkpoint(prompt_length: int) -> None:
-    """Then the read pointer and the newer checkpoint are the same row: the next step reads it and must not write it."""
+def test_commit_on_a_block_boundary_reads_its_checkpoint_row(prompt_length: int) -> None:
+    """The read pointer and the newer checkpoint are then the same row, which the next step must read and not write."""
     generator = random.Random(61)
     prompt = [generator.randrange(REAL - 1) for _ in range(prompt_length)]
     driver = StepDriver(ENDLESS, max_running=1, max_draft_tokens=3)
@@ -414,7 +410,7 @@ def accepted_counts(rates: tuple[float, ...], steps: int, *, sampling: SamplingP
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_forced_acceptance_follows_its_rates(temperature: float) -> None:
+def test_forced_acceptance_matches_its_rates(temperature: float) -> None:
     sampling = SamplingParams(temperature=temperature)
     assert accepted_counts((1.0, 1.0, 0.0), 5, sampling=sampling) == [0, 0, 250, 0]
     counts = accepted_counts((0.8, 0.5), 20, sampling=sampling)
@@ -453,7 +449,7 @@ def plant_accept_one_more(chosen: torch.Tensor, drafts: torch.Tensor, valid: tor
         ("count_matches", plant_accept_one_more),
     ],
 )
-def test_planted_bugs_in_the_step_are_seen(
+def test_planted_bugs_in_the_step_are_detected(
     monkeypatch: pytest.MonkeyPatch, name: str, bug: Callable[..., object]
 ) -> None:
     monkeypatch.setattr(window_module, name, bug)
@@ -461,8 +457,9 @@ def test_planted_bugs_in_the_step_are_seen(
         run_random_cases(10, 1000, sampled=False)
 
 
-def test_a_drafter_with_one_stale_pair_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The MTP layer over accepted columns only, a column late: the stream stays right, pages and acceptance do not."""
+def test_drafter_with_one_stale_pair_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The MTP layer runs over accepted columns only, one column late: the stream stays right, pages and acceptance do
+    not."""
     original = MtpDrafter.draft
 
     def stale(
@@ -486,8 +483,8 @@ def test_a_drafter_with_one_stale_pair_is_seen(monkeypatch: pytest.MonkeyPatch) 
         driver.check(driver.running[0])
 
 
-def test_every_planted_fault_in_storage_changes_the_stream() -> None:
-    """One wrong cell of a page, or one wrong row, and the stream differs."""
+def test_every_planted_storage_fault_changes_the_stream() -> None:
+    """One wrong page cell, or one wrong row, changes the stream."""
     request = greedy(list(range(1, 40)), 90)
     expected = ENDLESS.reference_stream(request)
     for fault, when in itertools.product(("row", "page", "mtp"), (1, 4)):

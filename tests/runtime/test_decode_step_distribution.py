@@ -1,8 +1,8 @@
 """Sampled output of speculative steps has the target's distribution: chi-square tests, and the same tests on planted
 biases.
 
-Thousands of slots run the same prompt with different seeds; the pair of their first two tokens is compared with the
-exact joint distribution. The seeds are fixed, so the outcome is too; for a correct step the chance that a choice of
+Thousands of slots run the same prompt with different seeds; the pairs of their first two tokens are compared with the
+exact joint distribution. The seeds are fixed, so the result is too. For a correct step, the chance that a choice of
 seeds would fail is the stated bound.
 """
 
@@ -37,7 +37,7 @@ SETTINGS = {
 
 
 def target_probs(prompt: list[int], generated: list[int], sampling: SamplingParams) -> Tensor:
-    """The target's distribution after prompt + generated, by definition."""
+    """The target's distribution after prompt + generated, computed from the definition."""
     hidden = MODEL.reference_state([*prompt, *generated]).row[1:]
     return next_token_probs(MODEL.logits(torch.tensor([hidden.tolist()]))[0], prompt, generated, sampling)
 
@@ -78,8 +78,8 @@ def plant_token_of_the_row_before(seed: Tensor, position: Tensor, num_tokens: in
 
 
 def plant_no_residual(logits: Tensor, position: Tensor, inputs: sampling_kernels.DrawInputs) -> Tensor:
-    """Accept the draft with p(draft), else draw from all of p again instead of from what is left of it. (Drafts are the
-    greedy tokens here.)"""
+    """Accept the draft with p(draft), otherwise draw from all of p instead of from the residual. (Drafts are the greedy
+    tokens here.)"""
     B, T = position.shape
     draft = logits.argmax(-1)
     chance = (logits / inputs.temperature_B[:, None, None]).softmax(-1).gather(2, draft[..., None])[..., 0]
@@ -95,15 +95,15 @@ def plant_no_residual(logits: Tensor, position: Tensor, inputs: sampling_kernels
         (sampling_kernels, "draw", plant_no_residual),
     ],
 )
-def test_planted_biases_are_seen(
+def test_planted_biases_are_detected(
     monkeypatch: pytest.MonkeyPatch, module: object, name: str, bias: Callable[..., Tensor]
 ) -> None:
     monkeypatch.setattr(module, name, bias)
     assert p_value(drawn_pairs(SETTINGS["plain"]), expected_pairs(SETTINGS["plain"])) < FALSE_ALARM
 
 
-def test_the_test_itself_is_calibrated() -> None:
-    """On draws from the very distribution, p-values are not extreme; on a slightly different one they are."""
+def test_chi_square_test_is_calibrated() -> None:
+    """Draws from the exact distribution give no extreme p-values; draws from a slightly different one do."""
     probs = expected_pairs(SETTINGS["plain"])
     generator = torch.Generator().manual_seed(3)
     values = []

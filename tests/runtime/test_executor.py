@@ -59,7 +59,7 @@ def join(
     constrained: bool = False,
     logprobs: int | None = None,
 ) -> SlotJoin:
-    """A greedy request over `known`, which rows[0] holds."""
+    """A greedy request over `known`, whose state is in rows[0]."""
     return SlotJoin(
         request_id=f"r{slot}",
         slot=slot,
@@ -84,7 +84,7 @@ def random_tokens(count: int, seed: int) -> list[int]:
     return [generator.randrange(47) for _ in range(count)]
 
 
-def test_chunked_prefill_leaves_what_one_prefill_leaves() -> None:
+def test_chunked_prefill_equals_one_prefill() -> None:
     for seed in range(30):
         generator = random.Random(seed)
         ids = random_tokens(generator.randint(2, 100), seed)
@@ -114,8 +114,8 @@ def test_chunked_prefill_leaves_what_one_prefill_leaves() -> None:
             MODEL.check_row(checkpoint_row, ids[:length], context=context)
 
 
-def test_a_resumed_request_equals_one_from_scratch_and_leaves_the_checkpoint_alone() -> None:
-    """Resume reads the checkpoint by pointer and shares its pages; stream and acceptance are those without any
+def test_resumed_request_equals_one_from_scratch_and_keeps_the_checkpoint() -> None:
+    """Resuming reads the checkpoint by pointer and shares its pages; stream and acceptance are the same as without a
     cache."""
     for seed in range(10):
         generator = random.Random(seed)
@@ -149,7 +149,7 @@ def test_a_resumed_request_equals_one_from_scratch_and_leaves_the_checkpoint_alo
         ]
 
 
-def test_a_checkpoint_from_prefill_becomes_the_first_rolling_one() -> None:
+def test_prefill_checkpoint_becomes_the_first_rolling_one() -> None:
     ids = random_tokens(2 * BLOCK + 5, 3)
     executor = make_executor()
     rows, pages = list(range(20, 26)), list(range(1, 15))
@@ -173,7 +173,7 @@ def test_a_checkpoint_from_prefill_becomes_the_first_rolling_one() -> None:
     assert lengths[-1][0] > lengths[-1][1] >= boundary
 
 
-def test_leaves_make_a_slot_inert_and_a_join_in_the_same_plan_takes_it() -> None:
+def test_slot_can_be_left_and_joined_in_the_same_plan() -> None:
     driver = StepDriver(MODEL, max_running=2, max_draft_tokens=3)
     plan = StepPlan()
     first, second = greedy(random_tokens(20, 1), 200), greedy(random_tokens(9, 2), 60)
@@ -189,8 +189,8 @@ def test_leaves_make_a_slot_inert_and_a_join_in_the_same_plan_takes_it() -> None
     assert running.emitted == MODEL.reference_stream(second)
 
 
-def test_a_slot_is_clean_for_its_next_request() -> None:
-    """Bias, penalties, counts, stop ids and limits of the one before must not show."""
+def test_slot_keeps_nothing_of_its_last_request() -> None:
+    """Bias, penalties, counts, stop ids and limits of the previous request must not remain."""
     heavy = SamplingParams(
         temperature=1.5,
         logit_bias={4: 50.0},
@@ -220,7 +220,7 @@ def test_a_slot_is_clean_for_its_next_request() -> None:
         assert running.emitted == MODEL.reference_stream(request)
 
 
-def test_a_request_that_comes_back_with_output_goes_on_as_if_it_had_stayed() -> None:
+def test_request_that_rejoins_with_output_continues_unchanged() -> None:
     sampling = SamplingParams(temperature=1.0, presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.2)
     request = ReferenceRequest(prompt=random_tokens(15, 4), sampling=sampling, seed=77, length_limit=70)
     whole = MODEL.reference_stream(request)
@@ -234,7 +234,7 @@ def test_a_request_that_comes_back_with_output_goes_on_as_if_it_had_stayed() -> 
         assert running.emitted == whole
 
 
-def test_page_updates_reach_the_step_of_their_own_plan() -> None:
+def test_page_updates_apply_to_their_own_plans_step() -> None:
     ids = random_tokens(10, 5)
     executor = make_executor()
     rows, pages = list(range(20, 26)), [1]
@@ -260,8 +260,8 @@ def test_page_updates_reach_the_step_of_their_own_plan() -> None:
     assert known == ids + MODEL.reference_stream(greedy(ids, len(known)))
 
 
-def test_collecting_late_changes_nothing() -> None:
-    """With overlap the host reads a step after the next one was launched: a result must not be overwritten."""
+def test_late_collect_returns_the_same_results() -> None:
+    """With overlap the host reads a step after launching the next: results must not be overwritten."""
     request = ReferenceRequest(prompt=[3, 1, 2], sampling=SamplingParams(temperature=1.0), seed=5, length_limit=200)
     driver = StepDriver(MODEL, max_running=1, max_draft_tokens=3)
     plan = StepPlan(num_drafted=3, first_slots=[0])
@@ -274,8 +274,9 @@ def test_collecting_late_changes_nothing() -> None:
     assert emitted == MODEL.reference_stream(request)[: len(emitted)]
 
 
-def test_scores_are_log_probabilities_of_the_prompt() -> None:
-    """Of the tokens that follow a chunk's: the one behind it included, where it doesn't end the prompt."""
+def test_prompt_scores_are_log_probabilities() -> None:
+    """Of the tokens that follow the chunk's tokens, including the one after the chunk, where it doesn't end the
+    prompt."""
     ids = random_tokens(75, 6)
     for top, count in ((0, 74), (3, 74), (3, 75)):
         executor = make_executor()
@@ -296,9 +297,9 @@ def test_scores_are_log_probabilities_of_the_prompt() -> None:
             assert [value for _, value in score.top] == pytest.approx(expected.values.tolist(), abs=1e-5)
 
 
-def test_scores_of_emitted_tokens_are_those_of_their_own_request() -> None:
-    """Neighbours want none, or another number of alternatives; and the slot has its next request before the scores are
-    read."""
+def test_emitted_scores_belong_to_their_own_request() -> None:
+    """Neighbours want no scores, or another number of alternatives, and the slot has its next request before the scores
+    are read."""
     first, second = random_tokens(9, 1), random_tokens(14, 2)
     executor = make_executor(max_running=3)
     logit_bias = SamplingParams(temperature=0.0, logit_bias={5: 30.0})
@@ -321,7 +322,7 @@ def test_scores_of_emitted_tokens_are_those_of_their_own_request() -> None:
         for score in outcome.scores:
             expected = MODEL.logits(torch.from_numpy(MODEL.reference_state(known).row[1:])).log_softmax(-1)
             assert score.logprob == pytest.approx(expected[score.token_id].item(), abs=1e-5), (
-                "by the raw logits, whatever the bias"
+                "from the raw logits, without the bias"
             )
             assert [token for token, _ in score.top] == expected.topk(num_alternatives).indices.tolist()
             known.append(score.token_id)
@@ -331,7 +332,7 @@ def test_scores_of_emitted_tokens_are_those_of_their_own_request() -> None:
     assert len(outcome.scores) == len(outcome.emitted)
 
 
-def test_a_constrained_slot_says_what_it_drafted() -> None:
+def test_constrained_slot_returns_its_drafts() -> None:
     ids = random_tokens(20, 3)
     perfect = HashChainModel(seed=23, draft_accuracy=1.0)
     executor = make_executor(perfect)
@@ -353,13 +354,13 @@ def test_a_constrained_slot_says_what_it_drafted() -> None:
     _, after = executor.collect(executor.launch(StepPlan(num_drafted=3, decode_slots=[0, 1], masks={1: masks}))).slots
     assert after.num_drafted == 3
     assert (after.num_accepted, after.emitted[0]) == (1, stream[1])
-    assert after.emitted[1] != stream[2], "the second draft may not come"
+    assert after.emitted[1] != stream[2], "the second draft is not allowed"
     perfect.check_pages(
         list(range(7, 13)), [*ids, stream[0], stream[1]], context="MTP K/V of the prompt's last pair included:"
     )
 
 
-def test_an_empty_decode_has_no_outcomes() -> None:
+def test_empty_decode_has_no_outcomes() -> None:
     executor = make_executor()
     outcome = executor.collect(executor.launch(StepPlan(leaves=[1], page_updates=[(0, 2, 7)])))
     assert (outcome.slots, outcome.scores, outcome.prefill_seconds, outcome.decode_seconds) == ([], {}, 0.0, 0.0)
@@ -375,7 +376,7 @@ def test_chunks_and_decode_steps_are_timed() -> None:
     assert alone.decode_seconds > 0.0 == alone.prefill_seconds
 
 
-def test_settings_that_do_not_fit_the_model_are_refused_by_name() -> None:
+def test_settings_that_do_not_fit_the_model_raise_config_error() -> None:
     plain = HashChainModel(has_mtp=False)
     with pytest.raises(ConfigError, match=r"draft_tokens=2.*no MTP head"):
         make_executor(plain, max_draft_tokens=2)

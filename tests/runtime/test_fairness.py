@@ -1,4 +1,5 @@
-"""Equal sharing, imagined beside what happens: who is late, what a flow is, and what going ahead may cost others."""
+"""Fair sharing on a virtual device: which requests are late, what a flow is, and how much going ahead may cost
+others."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ TOKEN_SECONDS = 0.001
 
 
 class World:
-    """A fair share on a clock that only moves when a device works, at a millisecond a token."""
+    """A FairShare whose clock moves only when a device works, at a millisecond per token."""
 
     def __init__(self, cost: float = FAIR_COST) -> None:
         self.now = 0.0
@@ -59,7 +60,7 @@ class World:
         return request
 
     def work(self, request: Request, num_tokens: int) -> None:
-        """A pass of so many of its tokens."""
+        """A pass of num_tokens of the request's tokens."""
         seconds = num_tokens * TOKEN_SECONDS
         self.now += seconds
         chunk = ChunkPlan(
@@ -75,13 +76,13 @@ class World:
         self.fair.serve(Flight(StepPlan(chunks=[chunk]), chunks=[(request, [])]), StepOutcome(prefill_seconds=seconds))
 
     def turn(self, request: Request, num_tokens: int = 100) -> None:
-        self.fair.late()  # every step asks
+        self.fair.late()  # as in every step
         self.fair.enter(request, goes_ahead=False, is_first=False)
         self.work(request, num_tokens)
         self.fair.leave(request)
 
     def serve_until_late(self, request: Request, others: list[tuple[str, str | None]], *, most: int = 1000) -> int:
-        """Turns of others that go ahead before `request` is late."""
+        """Serve turns of others until `request` is late; returns how many."""
         for number in range(most):
             if request.request_id in self.fair.late():
                 return number
@@ -90,7 +91,7 @@ class World:
         raise AssertionError(f"not late after {most} turns of others")
 
 
-def test_a_new_session_is_late_after_its_share_and_a_grace() -> None:
+def test_new_session_is_late_after_its_share_and_grace() -> None:
     world = World()
     for session in "abc":
         world.turn(world.arrive("", session))
@@ -99,7 +100,7 @@ def test_a_new_session_is_late_after_its_share_and_a_grace() -> None:
     assert 4 <= world.serve_until_late(newcomer, [("", "a"), ("", "b"), ("", "c")]) <= 11
 
 
-def test_a_thousand_requests_without_a_session_are_one_flow() -> None:
+def test_requests_without_a_session_are_one_flow() -> None:
     world = World()
     world.turn(world.arrive("", "a"))
     crowd = [world.arrive("", None) for _ in range(1000)]
@@ -112,19 +113,19 @@ def test_a_thousand_requests_without_a_session_are_one_flow() -> None:
     assert crowd[500].request_id not in late
 
 
-def test_an_owner_with_many_sessions_has_the_share_of_an_owner() -> None:
+def test_owner_with_many_sessions_has_one_owners_share() -> None:
     alone, crowd = World(), World()
     for world, num_sessions in ((alone, 1), (crowd, 200)):
         waiting = [world.arrive("many", f"s{number}") for number in range(num_sessions)]
         world.turn(waiting.pop())
         newcomer = world.arrive("one", "new")
         turns = world.serve_until_late(newcomer, [("many", "x")])
-        assert turns <= 7, "F is two turns, whoever shares the other half"
+        assert turns <= 7, "F is two turns, however the other half is shared"
 
 
-def test_a_flood_of_one_flow_is_one_flow_from_the_first_second_on() -> None:
-    """Its requests, of which none is late before the one ahead of it had its share, kept a newcomer waiting behind all
-    of them."""
+def test_newcomer_does_not_wait_for_a_flood_of_one_flow() -> None:
+    """A flow's request can't be late before the one ahead of it had its share; such requests once delayed a newcomer
+    behind all of them."""
     house = House(max_running=4, block=64)
     house.device.decode_seconds = 0.01
     for number in range(60):
@@ -139,8 +140,9 @@ def test_a_flood_of_one_flow_is_one_flow_from_the_first_second_on() -> None:
     assert sum(bool(events) for events in house.events.values()) <= 20
 
 
-def test_an_owner_whose_many_sessions_are_all_late_keeps_no_other_owner_waiting() -> None:
-    """Short prompts have a short share, so a crowd's requests are late soon, each as long as the slots are full."""
+def test_owner_with_many_late_sessions_does_not_delay_other_owners() -> None:
+    """Short prompts have a short share, so many sessions' requests are late soon, each for as long as the slots are
+    full."""
     house = House(max_running=4, block=64)
     house.device.decode_seconds = 0.01
     number = 0
@@ -157,10 +159,10 @@ def test_an_owner_whose_many_sessions_are_all_late_keeps_no_other_owner_waiting(
             break
     begun = sum(bool(events) for events in house.events.values()) - before - 1
     assert house.events["quiet"], "no first token"
-    assert begun <= 8, f"{begun} turns of the crowd began first: two rounds of slots at most"
+    assert begun <= 8, f"{begun} turns of the other owner began first: at most two rounds of slots"
 
 
-def test_who_was_served_more_than_a_share_may_wait_for_the_others() -> None:
+def test_flow_served_beyond_its_share_waits_for_the_others() -> None:
     world = World()
     other = world.arrive("", "other", 1000)
     for _ in range(40):
@@ -172,10 +174,10 @@ def test_who_was_served_more_than_a_share_may_wait_for_the_others() -> None:
             break
         world.turn(world.arrive("", "third"))
     assert other.request_id in late
-    assert again.request_id not in late, "its own turns come first in equal sharing"
+    assert again.request_id not in late, "its own earlier turns come first in fair sharing"
 
 
-def test_what_is_lost_to_those_who_go_ahead_is_worked_off_before_the_next() -> None:
+def test_debt_is_paid_off_before_the_next_session_goes_ahead() -> None:
     world = World()
     world.turn(world.arrive("", "a"))
     assert world.fair.may_go_ahead[False] == 1
@@ -185,7 +187,7 @@ def test_what_is_lost_to_those_who_go_ahead_is_worked_off_before_the_next() -> N
     waiting = world.arrive("", "a")
     world.fair.expect(waiting, 100, num_lost=100)
     assert world.fair.may_go_ahead[False] == 0
-    assert world.fair.may_go_ahead[True] == 1, "what is lost to returning sessions keeps no newcomer out"
+    assert world.fair.may_go_ahead[True] == 1, "losses to returning sessions delay no newcomer"
     world.fair.expect(waiting, 100, num_lost=100)
     world.now += 0.1 / 0.05 - 0.01
     world.fair.late()
@@ -209,7 +211,7 @@ def in_debt(cost: float = FAIR_COST) -> World:
     return world
 
 
-def test_a_pause_between_newcomers_ends_with_the_turns_of_others() -> None:
+def test_pause_between_first_turns_ends_after_enough_turns() -> None:
     world = in_debt()
     for _ in range(40):
         assert world.fair.may_go_ahead[True] == 0
@@ -218,7 +220,7 @@ def test_a_pause_between_newcomers_ends_with_the_turns_of_others() -> None:
     assert world.fair.may_go_ahead[False] == 0, "the debt stands"
 
 
-def test_a_pause_between_newcomers_ends_after_some_seconds() -> None:
+def test_pause_between_first_turns_ends_after_some_seconds() -> None:
     world = in_debt()
     world.now += 14.9
     world.fair.late()
@@ -229,7 +231,7 @@ def test_a_pause_between_newcomers_ends_after_some_seconds() -> None:
     assert world.fair.may_go_ahead[False] == 0, "the debt stands"
 
 
-def test_both_debts_are_worked_off_with_one_share_of_the_time() -> None:
+def test_both_debts_share_one_part_of_the_time() -> None:
     world = World()
     world.turn(world.arrive("", "a"))
     for session, is_first in (("new", True), ("old", False)):
@@ -237,19 +239,19 @@ def test_both_debts_are_worked_off_with_one_share_of_the_time() -> None:
         world.fair.expect(world.arrive("", f"lost to {session}"), 9_000, num_lost=500)
     world.now += 0.5 / 0.05 + 0.01
     world.fair.late()
-    assert world.fair.may_go_ahead == {True: 1, False: 0}, "500 ms each: that of first turns is worked off first"
+    assert world.fair.may_go_ahead == {True: 1, False: 0}, "500 ms each: the first turns' debt is paid off first"
     world.now += 0.5 / 0.05
     world.fair.late()
     assert world.fair.may_go_ahead == {True: 1, False: 1}
 
 
-def test_where_the_bound_comes_first_there_are_no_debts() -> None:
+def test_cost_of_one_disables_debts() -> None:
     assert in_debt(cost=0.5).fair.may_go_ahead == {True: 0, False: 0}
     assert in_debt(cost=1.0).fair.may_go_ahead == {True: 1, False: 1}
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_nothing_is_left_of_who_has_gone(seed: int) -> None:
+def test_ended_flows_leave_no_state(seed: int) -> None:
     rng = random.Random(seed)
     world = World()
     waiting: list[Request] = []
@@ -285,7 +287,7 @@ def words(rng: random.Random, count: int) -> array[int]:
 
 
 def grown(rng: random.Random, num_turns: int, *, blocks: int) -> list[RecordedTurn]:
-    """A session that is as long at its end as at its beginning, nearly."""
+    """A session that is nearly as long at its beginning as at its end."""
     history, turns = words(rng, blocks * BLOCK_TOKENS), []
     for _ in range(num_turns):
         turns.append(
@@ -326,15 +328,15 @@ def replayed(sessions: list[tuple[str, list[RecordedTurn]]], *, num_pages: int, 
 
 
 def turns_ahead(ended: list[EndedTurn], request_id: str) -> int:
-    """Turns of others that began to answer while this one waited for its first token."""
+    """Turns of others that got their first token while this one waited for its own."""
     waited = next(turn for turn in ended if turn.request_id == request_id)
     return sum(waited.submitted < turn.times[0] < waited.times[0] for turn in ended if turn.request_id != request_id)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_new_sessions_are_not_starved_by_old_ones(seed: int) -> None:
-    """Finding 5 of issue 18: two of six sessions fit. In order of arrival alone, the third waits until one of the first
-    has had its 60 turns. Now it waits for its share, and each one behind it for 40 turns more at most."""
+    """Finding 5 of issue 18: two of six sessions fit in memory. In order of arrival alone, the third waits until one of
+    the first has had its 60 turns. Now it waits for its share, and each further one for at most 40 more turns."""
     rng = random.Random(seed)
     sessions = [(f"s{number}", grown(rng, 60, blocks=10)) for number in range(6)]
     ended = replayed(sessions, num_pages=32, lanes=6)

@@ -1,5 +1,4 @@
-"""Forced outputs: what is asked for is what is said, whatever the model thinks of it, and nothing else changes for
-anybody."""
+"""Forced outputs: the requested output is emitted whatever the model predicts, and no other request changes."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def words(rng: random.Random, count: int) -> list[int]:
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_the_output_is_the_one_that_was_forced(sampling: SamplingParams, overlap: bool) -> None:
+def test_output_is_the_forced_one(sampling: SamplingParams, overlap: bool) -> None:
     rng = random.Random(1)
     with Engine(assembly(overlap=overlap)) as engine:
         for number, length in enumerate((1, 40, 64, 130)):
@@ -53,8 +52,8 @@ def test_the_output_is_the_one_that_was_forced(sampling: SamplingParams, overlap
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_what_the_model_would_have_said_costs_what_it_would_have_cost(sampling: SamplingParams) -> None:
-    """The same tokens, steps and accepted drafts; and behind the last forced token the model goes on by itself."""
+def test_forcing_the_models_own_output_takes_the_same_steps(sampling: SamplingParams) -> None:
+    """The same tokens, steps and accepted drafts; after the last forced token the model continues by itself."""
     prompt = words(random.Random(2), 90)
     with Engine(assembly()) as engine:
         free, usual = engine.generate(Submit(request_id="free", prompt_ids=prompt, sampling=sampling, namespace="a"))
@@ -81,12 +80,10 @@ def test_drafts_are_accepted_against_the_forced_text() -> None:
             Submit(request_id="forced", prompt_ids=prompt, sampling=GREEDY, forced_output=other)
         )
     assert ids == other
-    assert finish.usage.spec.num_accepted < finish.usage.spec.num_drafted / 2, (
-        "the head drafts what its own model would say"
-    )
+    assert finish.usage.spec.num_accepted < finish.usage.spec.num_drafted / 2, "the head drafts its own model's tokens"
 
 
-def test_stops_end_a_forced_output_as_any_other() -> None:
+def test_stops_end_a_forced_output() -> None:
     stopping = SamplingParams(temperature=0.0, max_tokens=40, stop_token_ids=(7,))
     with Engine(assembly()) as engine:
         ids, finish = engine.generate(
@@ -95,7 +92,7 @@ def test_stops_end_a_forced_output_as_any_other() -> None:
     assert (ids, finish.reason, finish.stop_match) == ([5, 6, 7], FinishReason.STOP, 7)
 
 
-def test_others_say_what_they_say_alone_and_slots_forget() -> None:
+def test_forced_output_affects_no_other_or_later_request() -> None:
     rng = random.Random(4)
     prompts = [words(rng, length) for length in (30, 77, 100)]
     alone: list[list[int]] = []
@@ -124,7 +121,7 @@ def test_others_say_what_they_say_alone_and_slots_forget() -> None:
     assert parts.loop.metrics.decode_slots > parts.loop.metrics.decode_steps, "some steps held several"
 
 
-def test_a_preempted_request_goes_on_with_its_output_and_its_turn_is_cached() -> None:
+def test_preempted_request_keeps_its_forced_output_and_is_cached() -> None:
     rng = random.Random(5)
     parts = assembly(num_pages=40, num_rows=40, draft_tokens=2)
     sampling = SamplingParams(temperature=0.0, max_tokens=150)
@@ -145,7 +142,7 @@ def test_a_preempted_request_goes_on_with_its_output_and_its_turn_is_cached() ->
         assert last.forced_output is not None
         following = [*last.prompt_ids, *last.forced_output, 1, 2, 3]
         ids, finish = engine.generate(Submit(request_id="next", prompt_ids=following, sampling=GREEDY))
-    assert parts.loop.metrics.preemptions > 0, "the memory was meant to be too small"
+    assert parts.loop.metrics.preemptions > 0, "the memory must be too small"
     assert finish.usage.cached_tokens == (60 + 150 - 1) // BLOCK * BLOCK
     with Engine(assembly()) as engine:
         assert ids == engine.generate(Submit(request_id="alone", prompt_ids=following, sampling=GREEDY))[0]
@@ -165,7 +162,7 @@ def test_a_preempted_request_goes_on_with_its_output_and_its_turn_is_cached() ->
         ),
     ],
 )
-def test_what_can_not_be_forced_is_refused_by_name(fields: dict[str, Any], reason: str) -> None:
+def test_invalid_forced_output_is_refused_by_field(fields: dict[str, Any], reason: str) -> None:
     parts = assembly()
     all_fields: dict[str, Any] = {"request_id": "a", "prompt_ids": [1, 2], "sampling": GREEDY} | fields
     submit = Submit(**all_fields)
@@ -174,7 +171,7 @@ def test_what_can_not_be_forced_is_refused_by_name(fields: dict[str, Any], reaso
     assert reason in str(caught.value)
 
 
-def test_an_engine_that_was_not_made_for_it_refuses_it_by_name() -> None:
+def test_forced_output_needs_its_engine_setting() -> None:
     parts = assembly(allow_forced_output=False)
     with (
         Engine(parts) as engine,
@@ -185,7 +182,8 @@ def test_an_engine_that_was_not_made_for_it_refuses_it_by_name() -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_forced_acceptance_accepts_the_forced_output(overlap: bool) -> None:
-    """At set rates, whatever the head drafts: so made-up weights replay a recorded session at a real model's pace."""
+    """At set rates, whatever the head drafts: so random weights can replay a recorded session at a real model's
+    pace."""
     rng = random.Random(6)
     parts = assembly(force_acceptance=(1.0, 0.5, 0.5), overlap=overlap)
     asked = [
@@ -202,5 +200,5 @@ def test_forced_acceptance_accepts_the_forced_output(overlap: bool) -> None:
             ] == submit.forced_output
             assert isinstance(finish, FinishEvent)
             drafted, accepted = finish.usage.spec.drafted_by_position, finish.usage.spec.accepted_by_position
-            assert accepted[0] >= drafted[0] - 1, "but for a draft that the limit cut"
+            assert accepted[0] >= drafted[0] - 1, "except a draft cut by the limit"
             assert accepted[2] < accepted[1] < drafted[1]

@@ -1,5 +1,5 @@
-"""Compiled grammars as a request meets them: where a text may go and end, windows of drafts, the free part before them,
-the cache."""
+"""Compiled grammars as requests use them: where a text may continue and end, windows of drafts, the free part before
+them, the cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def compiler(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
 
 
 def new_compiler(tokenizer: Tokenizer, **options: float) -> GrammarCompiler:
-    """With 40 ids of padding in the output head, and both of the bundled model's stop ids."""
+    """A compiler with 40 ids of padding in the output head, and both of the bundled model's stop ids."""
     stop_ids = [tokenizer.special_ids["<|im_end|>"], tokenizer.special_ids["<|endoftext|>"]]
     return GrammarCompiler(tokenizer, vocab_size=tokenizer.vocab_size + 40, stop_token_ids=stop_ids, **options)  # type: ignore[arg-type]
 
@@ -44,7 +44,7 @@ def allows(constraint: Constraint, token_id: int) -> bool:
 
 
 def follow(tokenizer: Tokenizer, compiled: CompiledGrammar, text: str) -> Constraint | None:
-    """The constraint behind a text; None when the grammar doesn't admit it."""
+    """The constraint after a text; None if the grammar doesn't admit it."""
     constraint = compiled.constraint()
     for token_id in tokenizer.encode(text):
         if not allows(constraint, token_id):
@@ -73,14 +73,15 @@ def admits(tokenizer: Tokenizer, compiled: CompiledGrammar, text: str) -> bool:
         ("json_schema", '{"enum": ["x", 1, null]}', ['"x"', "1", "null"], ["x", "2"]),
         (
             "structural_tag",
-            '{"type": "structural_tag", "format": {"type": "sequence", "elements": [{"type": "any_text", "excludes": ["!"]}, '
+            '{"type": "structural_tag", "format": {"type": "sequence", "elements": ['
+            '{"type": "any_text", "excludes": ["!"]}, '
             '{"type": "const_string", "value": "!"}, {"type": "grammar", "grammar": "root ::= [0-9]+"}]}}',
             ["!1", "so it is!42"],
             ["", "!", "!a", "1"],
         ),
     ],
 )
-def test_each_kind_admits_its_texts(
+def test_each_grammar_kind_admits_its_texts(
     tokenizer: Tokenizer, compiler: GrammarCompiler, kind: str, source: str, good: list[str], bad: list[str]
 ) -> None:
     compiled = compiler.compile(Grammar(kind=kind, source=source))  # type: ignore[arg-type]
@@ -101,21 +102,21 @@ def test_a_window_ends_with_a_stop_id_or_a_wrong_draft(tokenizer: Tokenizer, com
     rows = constraint.masks([*yes, stop_id, *other])
     assert len(rows) == len(yes) + 3
     assert stop_id in allowed_ids(rows[len(yes)], tokenizer.vocab_size)
-    assert (rows[len(yes) + 1 :] == -1).all(), "nobody reads what follows the end"
+    assert (rows[len(yes) + 1 :] == -1).all(), "rows after the end are never read"
     wrong = constraint.masks([*other, *yes])
-    assert np.array_equal(wrong[0], rows[0]), "a window left the constraint elsewhere"
+    assert np.array_equal(wrong[0], rows[0]), "masks changed the constraint's position"
     assert (wrong[1:] == -1).all()
     constraint.advance([*yes, stop_id])
 
 
-def test_no_padding_and_no_control_token_is_allowed(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+def test_padding_and_control_tokens_are_never_allowed(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
     constraint = compiler.compile(Grammar(kind="ebnf", source="root ::= [^]*")).constraint()
     allowed = allowed_ids(constraint.masks([])[0], tokenizer.vocab_size + 40)
     assert max(allowed) < tokenizer.vocab_size
     assert tokenizer.special_ids["<|im_start|>"] not in allowed
 
 
-def test_free_up_to_a_token_but_not_ended(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+def test_text_before_the_after_token_is_free_but_cannot_stop(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
     think_end = tokenizer.id_of("</think>")
     assert think_end is not None
     compiled = compiler.compile(Grammar(kind="regex", source="yes", after=think_end, lead="\n\n"))
@@ -146,7 +147,7 @@ def test_free_up_to_a_token_but_not_ended(tokenizer: Tokenizer, compiler: Gramma
         constraint.advance([token_id])
 
 
-def test_requests_of_one_grammar_stand_apart(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+def test_constraints_of_one_grammar_are_independent(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
     compiled = compiler.compile(Grammar(kind="regex", source="ab+"))
     first, second = compiled.constraint(), compiled.constraint()
     before = second.masks([])
@@ -155,7 +156,7 @@ def test_requests_of_one_grammar_stand_apart(tokenizer: Tokenizer, compiler: Gra
     assert not np.array_equal(first.masks([]), before)
 
 
-def test_a_known_grammar_needs_no_process(tokenizer: Tokenizer) -> None:
+def test_cached_grammar_needs_no_process(tokenizer: Tokenizer) -> None:
     compiler = new_compiler(tokenizer)
     grammar = Grammar(kind="regex", source="[a-f]+")
     handle = compiler.compile(grammar).handle
@@ -165,7 +166,7 @@ def test_a_known_grammar_needs_no_process(tokenizer: Tokenizer) -> None:
         compiler.compile(Grammar(kind="regex", source="[a-e]+"))
 
 
-def test_what_is_known_is_said_at_once_and_nothing_else_is(tokenizer: Tokenizer) -> None:
+def test_known_returns_only_cached_grammars(tokenizer: Tokenizer) -> None:
     compiler = new_compiler(tokenizer)
     asked = Grammar(kind="regex", source="[a-f]+")
     assert compiler.known(asked) is None
@@ -175,12 +176,12 @@ def test_what_is_known_is_said_at_once_and_nothing_else_is(tokenizer: Tokenizer)
     assert admits(tokenizer, found, "abc")
     assert compiler.known(Grammar(kind="regex", source="[a-g]+")) is None
     assert compiler.known(Grammar(kind="regex", source="[a-f]+", after=10**6)) is None, (
-        "it is refused, and the way there says so"
+        "compile refuses it with a reason"
     )
     compiler.close()
 
 
-def test_the_cache_forgets_what_was_not_used(tokenizer: Tokenizer) -> None:
+def test_cache_evicts_the_least_recently_used(tokenizer: Tokenizer) -> None:
     compiler = new_compiler(tokenizer, cache_bytes=1)
     first, second = Grammar(kind="regex", source="a+"), Grammar(kind="regex", source="b+")
     compiler.compile(first)

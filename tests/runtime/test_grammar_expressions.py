@@ -1,9 +1,6 @@
-"""Expressions that grammars are built of, compiled for real and held against Python's own: character by character, over
-small alphabets.
-
-xgrammar's reading of an expression differs from everybody's for some shapes (it joins states too freely), so each shape
-that is used is tried here.
-"""
+"""The EBNF expressions that grammars are built of, compiled and compared with Python's own matching: character by
+character, over small alphabets. xgrammar misreads some shapes of expressions (it joins states too freely), so every
+shape in use is tested here."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ def automaton(pattern: str, *, is_whole: bool = True) -> Matcher:
 
 
 def admitted(matcher: Matcher, texts: list[str]) -> list[str]:
-    """Those of the texts that a matcher at the beginning admits."""
+    """The texts that a matcher admits from its beginning."""
     found = []
     for text in texts:
         num_accepted = 0
@@ -82,7 +79,7 @@ def random_pattern(rng: random.Random, depth: int) -> str:
     return f"({random_pattern(rng, depth - 1)})" + rng.choice(("?", "*", "+", "{2}", "{1,2}", "{0,2}", "{1,}"))
 
 
-def test_automata_are_what_their_patterns_say() -> None:
+def test_automata_match_their_patterns() -> None:
     texts = texts_over(["a", "b", "c"], 4)
     for seed in range(300):
         pattern = random_pattern(random.Random(seed), 3)
@@ -95,7 +92,7 @@ def test_automata_are_what_their_patterns_say() -> None:
     "pattern",
     ["b", "^a", "a$", "^a|b$", r"\w+", r"^\W+$", r"^[^\w]$", r"^\S+$", r"^.$", r"^[\d.-]+$", r"\x61\u0062", "^a+?b??$"],
 )
-def test_patterns_of_schemas_admit_only_what_validators_find(pattern: str) -> None:
+def test_schema_patterns_admit_only_what_validators_accept(pattern: str) -> None:
     texts = texts_over(["a", "b", "A", "1", "-", " ", "\n", "é", "٣", "\u2003"], 3)
     found = admitted(automaton(pattern, is_whole=False), texts)
     assert found
@@ -125,7 +122,7 @@ def test_loops_over_characters(expression: str, alphabet: list[str]) -> None:
     ]
 
 
-def test_names_that_are_none_of_some_words() -> None:
+def test_names_that_exclude_given_words() -> None:
     texts = texts_over(["c", "i", "t", "y", "a", "b", "größe", '"', "\\"], 4)
     for words in (["city", "ci", "a"], ["a", "ab", "", "größe"], ['c"i', "cit"]):
         rules = Rules("names")
@@ -133,7 +130,7 @@ def test_names_that_are_none_of_some_words() -> None:
         assert found == [text for text in texts if text not in words and not set(text) & {'"', "\\"}]
 
 
-def test_no_expression_admits_what_is_no_utf8() -> None:
+def test_no_expression_admits_invalid_utf8() -> None:
     heads = [
         bytes([0xC0, 0x80]),
         bytes([0xE0, 0x80, 0x80]),

@@ -1,5 +1,5 @@
-"""Grammars that would hang, explode or crash their compiler: refused within a bound, in a process that nobody
-misses."""
+"""Grammars that would hang, explode or crash their compiler: refused within a time limit, in a process that can be
+replaced."""
 
 from __future__ import annotations
 
@@ -87,13 +87,13 @@ def nested(depth: int) -> str:
         ),
     ],
 )
-def test_bombs_are_refused(compiler: GrammarCompiler, grammar: Grammar, reason: str) -> None:
+def test_explosive_grammars_are_refused(compiler: GrammarCompiler, grammar: Grammar, reason: str) -> None:
     with pytest.raises(RequestError, match=reason) as caught:
         compiler.compile(grammar)
     assert caught.value.field.startswith("grammar")
 
 
-def test_a_process_that_died_is_replaced(tokenizer: Tokenizer) -> None:
+def test_dead_process_is_replaced(tokenizer: Tokenizer) -> None:
     trials = TrialProcess(
         Vocabulary(
             token_bytes=tokenizer.token_bytes, vocab_size=tokenizer.vocab_size, stop_token_ids=[0], job_seconds=60
@@ -111,7 +111,7 @@ def test_a_process_that_died_is_replaced(tokenizer: Tokenizer) -> None:
     assert trials.pid is None
 
 
-def test_a_process_can_be_started_before_its_first_job(tokenizer: Tokenizer) -> None:
+def test_process_can_be_started_before_its_first_job(tokenizer: Tokenizer) -> None:
     trials = TrialProcess(
         Vocabulary(
             token_bytes=tokenizer.token_bytes, vocab_size=tokenizer.vocab_size, stop_token_ids=[0], job_seconds=60
@@ -127,10 +127,10 @@ def test_a_process_can_be_started_before_its_first_job(tokenizer: Tokenizer) -> 
     assert trials.pid == first
     trials.close()
     trials.start()
-    assert trials.pid is None, "nothing starts behind the end"
+    assert trials.pid is None, "no process starts after close"
 
 
-def test_a_process_that_is_closed_while_it_starts_is_gone(tokenizer: Tokenizer) -> None:
+def test_process_closed_during_start_is_killed(tokenizer: Tokenizer) -> None:
     vocabulary = Vocabulary(token_bytes=[b"x" * 100] * 100_000, vocab_size=100_000, stop_token_ids=[0], job_seconds=60)
     trials = TrialProcess(vocabulary)  # more than a pipe holds: it is being written until the process reads
     thread = threading.Thread(target=trials.start)
@@ -143,7 +143,7 @@ def test_a_process_that_is_closed_while_it_starts_is_gone(tokenizer: Tokenizer) 
         os.kill(pid, 0)
 
 
-def test_closing_ends_a_trial_that_runs(tokenizer: Tokenizer) -> None:
+def test_close_ends_a_running_trial(tokenizer: Tokenizer) -> None:
     compiler = GrammarCompiler(tokenizer, vocab_size=tokenizer.vocab_size, stop_token_ids=[0], job_seconds=60)
     compiler.compile(Grammar(kind="regex", source="a"))
     ended: list[BaseException] = []

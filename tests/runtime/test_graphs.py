@@ -1,5 +1,5 @@
-"""The graphs of the decode step: which there are, what each is given, and that a house that replays is the house that
-runs eagerly.
+"""The graphs of the decode step: which exist, their inputs, and that a replaying executor gives the same results as an
+eager one.
 
 Recordings are replayed by running the step again, so this needs no GPU; tests/gpu does the same with CUDA graphs.
 """
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 class Watched:
-    """A step that says which slots it saw, and remembers its calls."""
+    """A step that records its slots and its calls."""
 
     def __init__(self, *, max_running: int, depths: Sequence[int]) -> None:
         self.calls: list[tuple[GraphKey, list[int]]] = []
@@ -42,7 +42,7 @@ class Watched:
         self.graphs = StepGraphs(self._step, self.recorder, max_running=max_running, depths=depths, device=CPU)
 
     def record(self, *depths: int) -> list[tuple[GraphKey, list[int]]]:
-        """What the recordings of these depths called."""
+        """The calls made by recording these depths."""
         for key, record in self.graphs.recordings().items():
             if key.num_drafted in depths:
                 record()
@@ -61,11 +61,11 @@ class Watched:
     ("max_running", "sizes"),
     [(1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (8, (1, 2, 4, 8)), (9, (1, 2, 4, 8, 9)), (32, (1, 2, 4, 8, 16, 32))],
 )
-def test_sizes_are_powers_of_two_and_the_largest_batch(max_running: int, sizes: tuple[int, ...]) -> None:
+def test_batch_sizes_are_powers_of_two_and_max_running(max_running: int, sizes: tuple[int, ...]) -> None:
     assert batch_sizes(max_running) == sizes
 
 
-def test_every_key_is_recorded_once_on_the_padding_slot_the_largest_first() -> None:
+def test_each_key_is_recorded_once_on_the_padding_slot_largest_first() -> None:
     watched = Watched(max_running=5, depths=[0, 2])
     recorded = watched.record(0, 2)
     keys = [key for key, _ in recorded]
@@ -79,7 +79,7 @@ def test_every_key_is_recorded_once_on_the_padding_slot_the_largest_first() -> N
     assert watched.record(0, 2) == []
 
 
-def test_a_step_whose_graph_is_still_to_come_records_it() -> None:
+def test_step_records_its_missing_graph() -> None:
     watched = Watched(max_running=4, depths=[0, 2])
     assert {key.num_drafted for key, _ in watched.record(2)} == {2}
     key = GraphKey(batch_size=2, num_drafted=0, sampled=True)
@@ -94,7 +94,7 @@ def test_a_step_whose_graph_is_still_to_come_records_it() -> None:
 @pytest.mark.parametrize(
     ("slots", "seen"), [([3], [3]), ([4, 1], [4, 1]), ([2, 0, 4], [2, 0, 4, 6]), ([0, 1, 2, 3, 5], [0, 1, 2, 3, 5, 6])]
 )
-def test_a_step_takes_the_next_size_and_is_filled_up_with_the_padding_slot(slots: list[int], seen: list[int]) -> None:
+def test_step_is_padded_to_the_next_captured_size(slots: list[int], seen: list[int]) -> None:
     watched = Watched(max_running=6, depths=[1])
     watched.record(1)
     result = watched.graphs.run(slots, num_drafted=1, sampled=True)
@@ -103,7 +103,7 @@ def test_a_step_takes_the_next_size_and_is_filled_up_with_the_padding_slot(slots
     assert result.logits_BTV.shape == (len(slots), 2, 3)
 
 
-def test_each_replay_sees_its_own_slots() -> None:
+def test_each_replay_gets_its_own_slots() -> None:
     watched = Watched(max_running=4, depths=[0])
     for slots in ([1], [1], [2], [0, 1], [2], [3, 1, 0], [0, 1, 2, 3], [3, 1]):
         assert watched.graphs.run(slots, num_drafted=0, sampled=False).outcome_BF[:, 0].tolist() == [
@@ -112,34 +112,35 @@ def test_each_replay_sees_its_own_slots() -> None:
 
 
 @pytest.mark.parametrize(("slots", "num_drafted"), [([0], 1), ([0], 3), ([0, 1, 2, 3, 0], 2)])
-def test_a_step_without_a_graph_raises(slots: list[int], num_drafted: int) -> None:
+def test_step_with_an_unknown_key_raises(slots: list[int], num_drafted: int) -> None:
     watched = Watched(max_running=4, depths=[0, 2])
     with pytest.raises(KeyError, match=f"num_drafted={num_drafted}"):
         watched.graphs.run(slots, num_drafted=num_drafted, sampled=False)
-    assert watched.calls == [], "nothing runs in its place"
+    assert watched.calls == [], "no other graph runs instead"
 
 
-def test_the_report_says_what_there_is_and_what_it_took() -> None:
+def test_report_text_lists_graphs_and_cost() -> None:
     report = GraphReport(batch_sizes=(1, 2, 3), depths=(0, 1), num_graphs=12, device_bytes=3 << 28, seconds=0.25)
     assert str(report) == "12 (batches of 1, 2, 3; 0, 1 drafts; greedy and sampled): 0.75 GiB, captured in 0.2 s"
     report = replace(report, chunk_sizes=(64, 128), num_rides=2, num_late=8)
     assert str(report) == (
-        "12 (batches of 1, 2, 3; 0, 1 drafts; greedy and sampled) and 2 of prompts (up to 64, 128 tokens) and 2 of prompts with windows: "
+        "12 (batches of 1, 2, 3; 0, 1 drafts; greedy and sampled) "
+        "and 2 of prompts (up to 64, 128 tokens) and 2 of prompts with windows: "
         "0.75 GiB, captured in 0.2 s; 8 of them follow when nothing else is to be done"
     )
 
 
-def test_the_estimate_has_room_for_the_logits_of_the_largest_step() -> None:
+def test_memory_estimate_covers_the_largest_steps_logits() -> None:
     logits = 32 * 4 * 248_320 * 4
     assert 2 * logits < graph_bytes(vocab_size=248_320, max_running=32, max_draft_tokens=3) < 2 * 2**30
 
 
 def nothing(executor: ModelExecutor) -> None:
-    """Leave it eager."""
+    """Leave the executor eager."""
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_replaying_executor_does_what_an_eager_one_does(seed: int) -> None:
+def test_replaying_executor_equals_eager_executor(seed: int) -> None:
     recorder = Replayer()
     max_draft_tokens = seed % 4 + 1
     run_twins(
@@ -185,8 +186,9 @@ def test_every_recording_is_counted() -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_what_a_start_has_left_changes_nothing_whenever_it_is_done(seed: int) -> None:
-    """Between any two launches; and a step of another depth, or a pass with windows, may come before its graph."""
+def test_deferred_capture_changes_no_result(seed: int) -> None:
+    """The work may run between any two launches; and a step of another depth, or a pass with windows, may come before
+    its graph."""
     rng, counts = random.Random(f"left {seed}"), Counter[str]()
 
     def begin_early(executor: Any) -> None:
@@ -216,13 +218,13 @@ def test_what_a_start_has_left_changes_nothing_whenever_it_is_done(seed: int) ->
     assert min(counts["prepared"], counts["nothing left"]) > 20, f"seed {seed}: {counts}"
 
 
-def test_a_start_that_is_not_early_leaves_nothing() -> None:
+def test_full_capture_leaves_nothing_to_prepare() -> None:
     driver = StepDriver(MODELS[0.9], max_running=3, max_draft_tokens=2)
     assert driver.executor.capture([0, 2], Replayer()).num_late == 0
     assert not driver.executor.prepare()
 
 
-def test_an_executor_that_was_captured_never_runs_eagerly() -> None:
+def test_captured_executor_never_decodes_eagerly() -> None:
     driver = StepDriver(MODELS[0.9], max_running=1, max_draft_tokens=3)
     driver.executor.capture([3], Replayer())
     plan = StepPlan()
@@ -233,7 +235,7 @@ def test_an_executor_that_was_captured_never_runs_eagerly() -> None:
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-def test_on_the_cpu_there_is_nothing_to_capture(graphs: bool) -> None:
+def test_cpu_captures_nothing(graphs: bool) -> None:
     parts = build(
         HashChainModel(),
         config=EngineConfig(graphs=graphs),

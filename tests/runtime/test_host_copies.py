@@ -1,4 +1,4 @@
-"""Copy orders carried out on real pools: rows and pages arrive whole, in order, a bounded number of copies at a
+"""Copy orders carried out on real pools: rows and pages arrive complete, in order, a bounded number of copies at a
 time."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def new_model() -> HashChainModel:
 
 
 def finish(copies: HostCopies, to_host: int, to_device: int) -> int:
-    """Polls that it took."""
+    """Poll until the orders are complete; returns the number of polls."""
     for count in range(1000):
         progress = copies.poll()
         assert progress.to_host <= to_host
@@ -39,7 +39,7 @@ def finish(copies: HostCopies, to_host: int, to_device: int) -> int:
     raise AssertionError("the copies never end")
 
 
-def test_a_state_comes_back_into_other_ids_as_it_went() -> None:
+def test_state_returns_unchanged_to_other_ids() -> None:
     rng = random.Random(3)
     model = new_model()
     rows, pages = model.row_tensors(), model.page_tensors()
@@ -62,7 +62,7 @@ def test_a_state_comes_back_into_other_ids_as_it_went() -> None:
         assert (tensor[rest] == -1).all(), "nothing but the pages is written"
 
 
-def test_the_rows_and_pages_of_a_real_model_are_all_there(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_all_rows_and_pages_of_a_real_model_are_copied(tmp_path_factory: pytest.TempPathFactory) -> None:
     model = load_model(write_checkpoint(tmp_path_factory.mktemp("model"), "dense"), device=CPU, dtype=torch.bfloat16)
     model.allocate(num_rows=4, num_pages=6)
     pools: StatePools = model.pools
@@ -86,7 +86,7 @@ def test_the_rows_and_pages_of_a_real_model_are_all_there(tmp_path_factory: pyte
             assert torch.equal(tensor[ids], before[other])
 
 
-def test_neighbours_are_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbouring_pages_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_copies, "COPIES_AT_ONCE", 1)
     copies = HostCopies(new_model(), HostMemory(num_rows=5, num_pages=30), CPU)
     pages = [*((i, i + 3) for i in range(10, 20)), (25, 26), (26, 28)]
@@ -94,7 +94,7 @@ def test_neighbours_are_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert finish(copies, 1, 0) in (5, 6), "three runs in each of two tensors, one of which went at the launch"
 
 
-def test_a_call_enqueues_a_bounded_number_and_orders_end_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_call_enqueues_a_bounded_number_and_orders_end_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_copies, "COPIES_AT_ONCE", 3)
     model = new_model()
     copies = HostCopies(model, HostMemory(num_rows=5, num_pages=30), CPU)

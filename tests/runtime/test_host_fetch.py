@@ -1,5 +1,5 @@
-"""Prompts whose state is in the host's memory: they wait for it, nobody else does, and resume as if it had never
-gone."""
+"""Prompts whose state is in host memory: they wait for it, no other request does, and they resume as if it had never
+been evicted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPT_BLOCKS = 8
 
 
 class Gate:
-    """Copies to the device wait until it opens. Around the loop's own copier."""
+    """A copier that holds back copies to the device until it is opened. Wraps the loop's own copier."""
 
     def __init__(self, assembly: Assembly) -> None:
         assert assembly.copies is not None
@@ -39,7 +39,7 @@ class Gate:
 
 
 class Place:
-    """An engine with room for little more than two prompts on the device and for many on the host."""
+    """An engine with memory for little more than two prompts on the device and for many on the host."""
 
     def __init__(self) -> None:
         self.model = HashChainModel(block_tokens=BLOCK)
@@ -86,7 +86,7 @@ class Place:
         return self.finish(request_id)
 
     def evict(self, prompt: list[int]) -> None:
-        """Serve it, then others until the device has nothing of it any more."""
+        """Serve the prompt, then others until the device holds nothing of it."""
         self.serve("first", prompt)
         number = 0
         while self.assembly.cache.match("", tokens(prompt)).num_tokens:
@@ -99,7 +99,7 @@ def story(seed: int) -> list[int]:
     return [(seed * 7 + index * (seed + 3)) % 40 for index in range(PROMPT_BLOCKS * BLOCK + 5)]
 
 
-def test_the_stream_is_the_same_as_the_first_time_and_only_the_end_of_the_prompt_is_computed() -> None:
+def test_fetched_prompt_gives_the_same_stream_and_computes_only_its_end() -> None:
     place = Place()
     place.evict(story(1))
     expected = [
@@ -115,7 +115,7 @@ def test_the_stream_is_the_same_as_the_first_time_and_only_the_end_of_the_prompt
     assert place.gate.num_fetches == 1
 
 
-def test_running_streams_go_on_while_a_prompt_waits_for_its_state() -> None:
+def test_streams_continue_while_a_prompt_waits_for_its_fetch() -> None:
     place = Place()
     place.evict(story(1))
     place.submit("stream", story(2), max_tokens=60)
@@ -126,7 +126,7 @@ def test_running_streams_go_on_while_a_prompt_waits_for_its_state() -> None:
     before = place.num_tokens("stream")
     for _ in range(20):
         place.step()
-    assert place.num_tokens("stream") - before >= 19, "a token a step"
+    assert place.num_tokens("stream") - before >= 19, "one token per step"
     assert place.num_tokens("again") == 0
     assert place.gate.num_fetches == 1
     place.gate.is_open = True
@@ -134,7 +134,7 @@ def test_running_streams_go_on_while_a_prompt_waits_for_its_state() -> None:
     place.finish("stream")
 
 
-def test_the_loop_has_work_and_does_nothing_while_all_it_has_is_a_fetch() -> None:
+def test_loop_has_work_but_launches_nothing_during_a_fetch() -> None:
     place = Place()
     place.evict(story(1))
     place.gate.is_open = False
@@ -148,7 +148,7 @@ def test_the_loop_has_work_and_does_nothing_while_all_it_has_is_a_fetch() -> Non
     place.finish("again")
 
 
-def test_an_abort_ends_when_the_copy_has_come_and_what_came_is_kept() -> None:
+def test_abort_ends_after_its_fetch_and_keeps_the_fetched_state() -> None:
     place = Place()
     place.evict(story(1))
     place.gate.is_open = False
@@ -158,7 +158,7 @@ def test_an_abort_ends_when_the_copy_has_come_and_what_came_is_kept() -> None:
     for _ in range(5):
         place.step()
     assert not [event for event in place.events if event.request_id == "again"], (
-        "the copy still writes into what the request has"
+        "the copy still writes to the request's memory"
     )
     place.gate.is_open = True
     assert place.finish("again").reason is FinishReason.ABORT
@@ -166,7 +166,7 @@ def test_an_abort_ends_when_the_copy_has_come_and_what_came_is_kept() -> None:
     assert place.loop.scheduler.num_running == 0
 
 
-def test_two_prompts_with_the_same_beginning_fetch_it_once() -> None:
+def test_common_prefix_is_fetched_once() -> None:
     place = Place()
     place.evict(story(1))
     place.gate.is_open = False

@@ -1,5 +1,5 @@
-"""The process that compiles an engine's kernels beside its start: what is told, and every way in which it ends. Here it
-is a script of the test."""
+"""The process that compiles an engine's kernels during its start: what it reports, and every way in which it ends. Here
+the process is a script of the test."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REPORT = KernelReport(num_kernels=7, num_compiled=2)
 
 
 class Noted(Files):
-    """Has one note."""
+    """A compiler with one note."""
 
     def __init__(self, name: str = "") -> None:
         super().__init__(Path())
@@ -43,15 +43,16 @@ class Told:
 
 
 def worker(*lines: Stage | KernelReport, then: str = "") -> list[str]:
-    """Python's arguments: print the lines when the whole job has come."""
+    """Python's arguments for a process that prints the lines after it has read the whole job."""
     text = b"".join(msgspec.json.encode(line) + b"\n" for line in lines).decode()
     return [
         "-c",
-        f"import sys, json, os, threading\njson.load(sys.stdin)\nsys.stdout.write({text!r})\nsys.stdout.flush()\n{then}",
+        "import sys, json, os, threading\njson.load(sys.stdin)\n"
+        f"sys.stdout.write({text!r})\nsys.stdout.flush()\n{then}",
     ]
 
 
-def test_stages_are_told_and_the_report_kept() -> None:
+def test_stages_are_reported_and_the_report_is_kept() -> None:
     told, stages = Told(), (Stage("compiling kernels", 0, 2), Stage("compiling kernels", 2, 2))
     with KernelsAhead(JOB, told, compiler=Noted(), worker=worker(*stages, REPORT)) as ahead:
         assert ahead.wait()
@@ -59,7 +60,7 @@ def test_stages_are_told_and_the_report_kept() -> None:
     assert told.stages == [("compiling kernels", 0, 2), ("compiling kernels", 2, 2)]
 
 
-def test_a_note_says_that_there_is_nothing_to_do() -> None:
+def test_existing_note_starts_no_process() -> None:
     nobody = ["-c", "raise SystemExit('started')"]
     ahead = KernelsAhead(JOB, Told(), compiler=Noted(JOB.note()), worker=nobody)
     assert ahead.wait()
@@ -78,16 +79,16 @@ def test_a_note_says_that_there_is_nothing_to_do() -> None:
         msgspec.structs.replace(JOB, machine=Machine(capability=(9, 0), num_multiprocessors=114)),
     ],
 )
-def test_what_changes_kernels_changes_the_note(other: KernelJob) -> None:
+def test_setting_that_changes_kernels_changes_the_note(other: KernelJob) -> None:
     assert other.note() != JOB.note()
 
 
-def test_what_changes_no_kernel_leaves_the_note() -> None:
+def test_setting_that_changes_no_kernel_keeps_the_note() -> None:
     config = EngineConfig(max_running=4, memory_gib=3, seed=5, prefix_cache=False, random_weights=True)
     assert msgspec.structs.replace(JOB, config=config).note() == JOB.note()
 
 
-def test_a_process_that_dies_is_told_and_hurts_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_dead_process_is_logged_and_start_continues(caplog: pytest.LogCaptureFixture) -> None:
     with KernelsAhead(
         JOB, Told(), compiler=Noted(), worker=worker(Stage("compiling kernels", 1, 9), then="os._exit(7)")
     ) as ahead:
@@ -98,7 +99,7 @@ def test_a_process_that_dies_is_told_and_hurts_nobody(caplog: pytest.LogCaptureF
     ]
 
 
-def test_what_does_not_compile_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_kernel_that_does_not_compile_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     report = msgspec.structs.replace(REPORT, failures=("_attend: ValueError: no such layout",))
     with KernelsAhead(JOB, Told(), compiler=Noted(), worker=worker(report)) as ahead:
@@ -106,8 +107,8 @@ def test_what_does_not_compile_is_named(caplog: pytest.LogCaptureFixture) -> Non
     assert "_attend: ValueError: no such layout" in caplog.text
 
 
-def test_a_start_that_fails_ends_the_process() -> None:
+def test_failed_start_kills_the_process() -> None:
     ahead = KernelsAhead(JOB, Told(), compiler=Noted(), worker=worker(then="threading.Event().wait()"))
     with ahead:
         assert not ahead.wait(0)
-    assert ahead.wait(0), "the process is gone, and whoever followed it too"
+    assert ahead.wait(0), "the process and its reader thread have ended"

@@ -26,7 +26,7 @@ SPEC = ModelSpec(
 @pytest.mark.parametrize("memory_bytes", [50_000_000, 200_000_000, 10**9, 10**11])
 @pytest.mark.parametrize("max_running", [1, 4])
 @pytest.mark.parametrize("max_draft_tokens", [0, 3, 7])
-def test_a_plan_stays_inside_its_budget(memory_bytes: int, max_running: int, max_draft_tokens: int) -> None:
+def test_plan_stays_inside_its_budget(memory_bytes: int, max_running: int, max_draft_tokens: int) -> None:
     plan = plan_memory(SPEC, memory_bytes=memory_bytes, max_running=max_running, max_draft_tokens=max_draft_tokens)
     assert plan.num_rows * SPEC.row_bytes + plan.num_pages * SPEC.page_bytes <= memory_bytes
     assert plan.num_rows >= 2 + max_running * (max_draft_tokens + 3)
@@ -34,21 +34,21 @@ def test_a_plan_stays_inside_its_budget(memory_bytes: int, max_running: int, max
 
 
 @pytest.mark.parametrize("row_bytes", [200_000, 1_000_000, 5_000_000])
-def test_a_checkpoint_comes_with_eight_thousand_tokens(row_bytes: int) -> None:
+def test_each_checkpoint_row_gets_8192_tokens(row_bytes: int) -> None:
     spec = replace(SPEC, row_bytes=row_bytes, max_context=2**18)
     plan = plan_memory(spec, memory_bytes=600_000_000, max_running=2, max_draft_tokens=3)
     checkpoint_rows = plan.num_rows - 2 - 2 * 6 - 2
     assert plan.num_pages // 128 <= checkpoint_rows <= plan.num_pages // 128 + 1
 
 
-def test_the_longest_sequence_fits_with_every_position_that_a_step_may_touch() -> None:
+def test_longest_sequence_fits_with_its_last_windows() -> None:
     for num_pages in (3, 10, 65):
         for drafts in (0, 3, 7):
             length = longest_sequence(num_pages, drafts, 64)
             assert -(-(length + 2 * (drafts + 1)) // 64) <= num_pages - 1
 
 
-def test_too_little_memory_says_how_much_is_needed() -> None:
+def test_too_little_memory_error_names_the_needed_amount() -> None:
     with pytest.raises(ConfigError, match=r"memory='0\.009313 GiB'.*need at least 0\.0"):
         plan_memory(SPEC, memory_bytes=10_000_000, max_running=4, max_draft_tokens=3)
 
@@ -61,7 +61,7 @@ def test_host_memory_stays_inside_its_budget(host_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("host_bytes", [0, 10_000, 1_000_000, 1_300_000])
-def test_host_memory_for_no_path_at_all_is_none(host_bytes: int) -> None:
+def test_host_memory_too_small_for_a_path_is_none(host_bytes: int) -> None:
     assert plan_host_memory(SPEC, host_bytes) is None
 
 
@@ -69,8 +69,8 @@ def test_host_memory_for_no_path_at_all_is_none(host_bytes: int) -> None:
     ("row_mb", "gigabytes", "slots"),
     [(51.5, 61.3, 64), (51.5, 30.0, 32), (154.0, 46.0, 16), (154.0, 24.0, 8), (154.0, 3.0, 8), (0.1, 60.0, 64)],
 )
-def test_slots_are_as_many_as_write_into_a_third_of_the_memory(row_mb: float, gigabytes: float, slots: int) -> None:
-    """A 4B and a 27B, on devices of several sizes; never fewer than on a CPU."""
+def test_chosen_slots_use_at_most_a_third_of_the_memory(row_mb: float, gigabytes: float, slots: int) -> None:
+    """A 4B and a 27B model, on devices of several sizes; never fewer than on a CPU."""
     spec = replace(SPEC, row_bytes=int(row_mb * 1e6))
     asked: list[int] = []
 

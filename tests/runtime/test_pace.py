@@ -1,5 +1,5 @@
-"""The room of prompt passes: fixed, or under the longest gap by measured times. Synthetic devices whose costs are
-known, and no clock."""
+"""The room of prompt passes: fixed, or under the longest gap by measured times. Simulated devices with known costs, and
+no clock."""
 
 from __future__ import annotations
 
@@ -23,27 +23,28 @@ Cost = Callable[[Sequence[Chunk]], float]
 
 
 def small_model(chunks: Sequence[Chunk]) -> float:
-    """A 4B on a large GPU: reading weights bounds small passes, arithmetic large ones, in tiles of 128 tokens."""
+    """A 4B model on a large GPU: small passes are bound by reading weights, large ones by arithmetic, in tiles of 128
+    tokens."""
     rows = math.ceil(sum(count for _, count in chunks) / 128) * 128
     return max(0.0048, rows * 13.8e-6) + sum(num_pairs(*chunk) for chunk in chunks) * 2.3e-10
 
 
 def large_model(chunks: Sequence[Chunk]) -> float:
-    """A 27B."""
+    """A 27B model."""
     rows = math.ceil(sum(count for _, count in chunks) / 128) * 128
     return max(0.0165, rows * 57e-6) + sum(num_pairs(*chunk) for chunk in chunks) * 6.9e-10
 
 
 def mixture(chunks: Sequence[Chunk]) -> float:
-    """Every expert is read for few tokens each: a pass has a large fixed part."""
+    """A mixture of experts: every expert is read for few tokens, so a pass has a large fixed part."""
     return 0.014 + sum(count for _, count in chunks) * 11e-6 + sum(num_pairs(*chunk) for chunk in chunks) * 2.7e-10
 
 
 def run_prompt(
     pace: Pace, cost: Cost, length: int, *, start: int = 0, decode_seconds: float = DECODE_SECONDS
 ) -> list[tuple[int, float]]:
-    """Chunks of a prompt that comes in beside running streams: (tokens, seconds) of each. As with overlap, a step is
-    observed one step late."""
+    """Chunks of a prompt that is computed beside running streams: (tokens, seconds) of each. As with overlap, each step
+    is observed one step late."""
     chunks: list[tuple[int, float]] = []
     late: StepTimes | None = None
     end = start + length
@@ -65,7 +66,7 @@ def run_prompt(
 
 
 def running_pace(cost: Cost = small_model, decode_seconds: float = DECODE_SECONDS) -> GapPace:
-    """One that has seen a first prompt, alone, and some decode steps."""
+    """A pace that has observed a first prompt, alone, and some decode steps."""
     pace = GapPace(MAX_GAP, block_tokens=BLOCK)
     pace.observe(StepTimes(chunks=[(0, 8192)], prefill_seconds=cost([(0, 8192)])))
     for _ in range(8):
@@ -73,20 +74,20 @@ def running_pace(cost: Cost = small_model, decode_seconds: float = DECODE_SECOND
     return pace
 
 
-def test_a_fixed_budget_is_always_the_same() -> None:
+def test_fixed_budget_is_constant() -> None:
     pace = FixedPace(512, block_tokens=BLOCK)
     pace.observe(StepTimes(chunks=[(0, 512)], prefill_seconds=9.0, decode_seconds=0.001))
     assert {pace.open(streams_run=run).fit(context, 10**5) for run in (False, True) for context in (0, 10**6)} == {512}
 
 
 @pytest.mark.parametrize(("largest", "budget"), [(8192, 8192), (512, 512), (500, 448), (10, 64)])
-def test_nobody_waits_while_nobody_decodes(largest: int, budget: int) -> None:
+def test_largest_pass_is_used_while_no_slot_decodes(largest: int, budget: int) -> None:
     pace = GapPace(MAX_GAP, block_tokens=BLOCK, largest=largest)
     pace.observe(StepTimes(chunks=[(0, 64)], prefill_seconds=9.0, decode_seconds=0.001))
     assert pace.open(streams_run=False).fit(50_000, 10**5) == budget
 
 
-def test_before_anything_is_measured_there_is_a_guess() -> None:
+def test_first_pass_beside_streams_has_a_default_size() -> None:
     pace = GapPace(MAX_GAP, block_tokens=BLOCK)
     assert pace.open(streams_run=True).fit(0, 10**5) == 256
     assert GapPace(MAX_GAP, block_tokens=BLOCK, largest=64).open(streams_run=True).fit(0, 10**5) == 64
@@ -94,7 +95,7 @@ def test_before_anything_is_measured_there_is_a_guess() -> None:
 
 @pytest.mark.parametrize("cost", [small_model, large_model, mixture])
 @pytest.mark.parametrize("decode_seconds", [0.004, 0.02, 0.04])
-def test_gaps_stay_under_the_ceiling_and_pieces_are_large(cost: Cost, decode_seconds: float) -> None:
+def test_gaps_stay_under_the_limit_and_chunks_are_large(cost: Cost, decode_seconds: float) -> None:
     chunks = run_prompt(running_pace(cost, decode_seconds), cost, 60_000, decode_seconds=decode_seconds)
     assert max(seconds for _, seconds in chunks) + decode_seconds <= MAX_GAP
     filled = [seconds for _, seconds in chunks[2:-1]]
@@ -102,25 +103,25 @@ def test_gaps_stay_under_the_ceiling_and_pieces_are_large(cost: Cost, decode_sec
 
 
 @pytest.mark.parametrize("cost", [small_model, large_model, mixture])
-def test_an_engine_that_has_measured_nothing_finds_its_size_from_below(cost: Cost) -> None:
+def test_pass_size_grows_from_below_without_measurements(cost: Cost) -> None:
     chunks = run_prompt(GapPace(MAX_GAP, block_tokens=BLOCK), cost, 60_000)
     assert max(seconds for _, seconds in chunks) + DECODE_SECONDS <= MAX_GAP
     best = max(count for count in range(BLOCK, 8193, BLOCK) if cost([(10_000, count)]) <= MAX_GAP - DECODE_SECONDS)
     assert max(count for count, _ in chunks) > 0.7 * best
 
 
-def test_a_short_append_goes_whole() -> None:
+def test_short_append_is_one_chunk() -> None:
     pace = running_pace(large_model, 0.018)
     assert [count for count, _ in run_prompt(pace, large_model, 832, start=16_384, decode_seconds=0.018)] == [832]
 
 
-def test_a_growing_context_shrinks_the_chunks() -> None:
+def test_chunks_shrink_with_growing_context() -> None:
     chunks = run_prompt(running_pace(large_model), large_model, 120_000)
     assert chunks[1][0] >= 1024
     assert chunks[-2][0] <= 640
 
 
-def test_what_is_too_dear_even_for_a_block_goes_on_block_by_block() -> None:
+def test_prompt_advances_by_one_block_when_even_that_exceeds_the_gap() -> None:
     chunks = run_prompt(running_pace(), lambda chunks: 0.3, 20_000)
     assert {count for count, _ in chunks[12:-1]} == {BLOCK}
 
@@ -132,7 +133,7 @@ def test_longer_decode_steps_leave_less_room() -> None:
     assert after < before / 2
 
 
-def test_one_slow_pass_among_others_changes_nothing() -> None:
+def test_single_slow_pass_has_no_effect() -> None:
     pace = running_pace()
     run_prompt(pace, small_model, 30_000)
     steady = pace.open(streams_run=True).fit(5000, 10**5)
@@ -140,8 +141,8 @@ def test_one_slow_pass_among_others_changes_nothing() -> None:
     assert pace.open(streams_run=True).fit(5000, 10**5) == steady
 
 
-def test_a_size_that_was_too_dear_is_tried_again_after_a_while() -> None:
-    """The first pass of a size may be slow for reasons of its own: a kernel that is compiled."""
+def test_slow_size_is_tried_again_later() -> None:
+    """The first pass of a size may be slow for other reasons, such as a kernel being compiled."""
     pace = running_pace()
     pace.observe(StepTimes(chunks=[(0, 4096)], prefill_seconds=2.0, decode_seconds=DECODE_SECONDS))
     sizes = [count for _ in range(30) for count, _ in run_prompt(pace, small_model, 60_000)]
@@ -159,24 +160,24 @@ def test_chunks_of_several_prompts_share_a_pass() -> None:
             start, wanted = rng.randrange(0, 500) * BLOCK, rng.randrange(1, 1500)
             count = room.fit(start, wanted)
             if count:
-                room.take(start, count)
+                room.take_chunk(start, count)
                 chunks.append((start, count))
         assert large_model(chunks) + 0.018 <= MAX_GAP if chunks else True, chunks
 
 
-def test_a_share_of_the_room_is_a_share_of_its_time() -> None:
+def test_share_of_room_is_a_share_of_its_time() -> None:
     room = Room(lambda tokens, pairs: tokens, 1024, most_tokens=1024, tile=BLOCK)
     assert (room.fit(0, 5000, share=0.5), room.fit(0, 5000), room.fit(0, 100, share=0.5)) == (512, 1024, 100)
     assert (room.part([(0, 256)]), room.part([(0, 256), (0, 4000)]), room.part([])) == (0.25, 1.0, 0.0)
-    room.take(0, 512)
+    room.take_chunk(0, 512)
     assert (room.fit(0, 5000, share=0.5), room.part([(0, 256)])) == (256, 0.5)
-    room.take(0, 512)
+    room.take_chunk(0, 512)
     assert (room.fit(0, 5000), room.part([(0, 1)])) == (0, 1.0)
 
 
-def test_a_long_prompt_comes_in_beside_streams_and_ends() -> None:
-    """In the scheduler: streams get their tokens in every step, no step is longer than the gap, and short prompts pass
-    the long one."""
+def test_long_prompt_is_computed_beside_running_streams() -> None:
+    """In the scheduler: streams get tokens in every step, no step is longer than the gap, and short prompts pass the
+    long one."""
     pace = GapPace(0.01, block_tokens=SMALL_BLOCK, largest=512)
     house = House(pace=pace, max_running=3, accept=0, drafts=1)
     house.device.decode_seconds = 0.004
@@ -195,8 +196,8 @@ def test_a_long_prompt_comes_in_beside_streams_and_ends() -> None:
     assert house.step_of_join("short") < house.step_of_join("long")
 
 
-def test_where_windows_ride_the_pass_has_their_time() -> None:
-    """After some passes in a row with which they rode, and until one comes without."""
+def test_pass_gets_the_time_of_riding_windows() -> None:
+    """After several passes in a row with riding windows, and until a pass without."""
     pace = running_pace(large_model, 0.03)
     alone = pace.open(streams_run=True).fit(0, 10**5)
     ridden = StepTimes(
@@ -208,11 +209,11 @@ def test_where_windows_ride_the_pass_has_their_time() -> None:
     )
     for _ in range(3):
         pace.observe(ridden)
-    assert pace.open(streams_run=True).fit(0, 10**5) < 1.2 * alone, "it may have been chance"
+    assert pace.open(streams_run=True).fit(0, 10**5) < 1.2 * alone, "one pass may be chance"
     pace.observe(ridden)
     assert pace.open(streams_run=True).fit(0, 10**5) > 1.3 * alone
     pace.observe(StepTimes(contexts=[9] * 8, decode_seconds=0.03))
-    assert pace.open(streams_run=True).fit(0, 10**5) > 1.3 * alone, "a step without prompts says nothing of it"
+    assert pace.open(streams_run=True).fit(0, 10**5) > 1.3 * alone, "a step without prompts is no evidence"
     pace.observe(
         StepTimes(chunks=[(0, 1024)], contexts=[9] * 8, prefill_seconds=large_model([(0, 1024)]), decode_seconds=0.03)
     )

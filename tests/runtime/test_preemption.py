@@ -1,5 +1,5 @@
-"""Out of pages: the youngest gives everything back but its last checkpoint, and goes on later as if nothing had
-happened.
+"""Preemption when pages run out: the youngest request releases everything but its last checkpoint, and later continues
+unchanged.
 
 Transitions covered, each with a step in flight and without: DECODE -> LEAVING -> WAITING, DECODE -> WAITING, PREFILL ->
 LEAVING -> WAITING, and out of LEAVING to DONE by the last step's own end, by an abort, and by a stop string.
@@ -20,7 +20,7 @@ TALE = "".join(chr(97 + place * 7 % 26) for place in range(400))
 
 
 def tight(*, overlap: bool = True, accept: int = 3) -> House:
-    """Two requests of 20 + 200 tokens can begin together and can't end together."""
+    """Two requests of 20 + 200 tokens: both can start, but they can't both reach their end at once."""
     return House(pages=20, overlap=overlap, accept=accept)
 
 
@@ -30,7 +30,7 @@ def run_until_preempted(house: House, request: Request) -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("accepted", [0, 1, 3])
-def test_the_youngest_is_preempted_and_says_the_same(overlap: bool, accepted: int) -> None:
+def test_youngest_is_preempted_and_its_stream_is_unchanged(overlap: bool, accepted: int) -> None:
     house = tight(overlap=overlap, accept=accepted)
     requests = [house.submit(f"r{number}", letters(20, seed=number), TALE[:200]) for number in range(3)]
     house.run()
@@ -42,7 +42,7 @@ def test_the_youngest_is_preempted_and_says_the_same(overlap: bool, accepted: in
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_it_is_retracted_to_its_last_checkpoint(overlap: bool) -> None:
+def test_preempted_request_resumes_from_its_last_checkpoint(overlap: bool) -> None:
     house = tight(overlap=overlap)
     house.submit("old", letters(20), TALE[:200])
     young = house.submit("young", letters(20, seed=1), TALE[:200])
@@ -50,7 +50,7 @@ def test_it_is_retracted_to_its_last_checkpoint(overlap: bool) -> None:
     kind, length = house.published[-1]
     assert kind == "TURN"
     assert length in (len(young.sequence) // BLOCK * BLOCK, (len(young.sequence) - 1) // BLOCK * BLOCK)
-    house.loop.abort("old")  # else its growth may evict what was published
+    house.loop.abort("old")  # otherwise its growth may evict the published checkpoint
     house.run_until(lambda: young.phase is not Phase.WAITING)
     assert house.resumed[-1] == length
     house.run()
@@ -59,7 +59,7 @@ def test_it_is_retracted_to_its_last_checkpoint(overlap: bool) -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_it_comes_back_even_if_its_checkpoint_was_evicted(overlap: bool) -> None:
+def test_preempted_request_resumes_without_its_checkpoint(overlap: bool) -> None:
     house = tight(overlap=overlap)
     house.submit("old", letters(20), TALE[:200])
     young = house.submit("young", letters(20, seed=1), TALE[:200])
@@ -75,7 +75,7 @@ def test_tokens_of_the_step_in_flight_are_kept() -> None:
     house.submit("old", letters(20), TALE[:200])
     young = house.submit("young", letters(20, seed=1), TALE[:200])
     run_until_preempted(house, young)
-    assert young.phase is Phase.WAITING, "the step in flight landed in the same turn of the loop"
+    assert young.phase is Phase.WAITING, "the step in flight ended in the same pass of the loop"
     emitted = sum(len(plan.first_slots + plan.decode_slots) > 1 for plan in house.device.plans)
     assert len(house.said("young")) == 1 + 4 * (emitted - 1), "one token of the first step, four of each later one"
     assert not any(
@@ -86,7 +86,7 @@ def test_tokens_of_the_step_in_flight_are_kept() -> None:
     assert house.said("young") == TALE[:200]
 
 
-def test_whoever_waits_goes_on_in_order_of_arrival() -> None:
+def test_preempted_requests_resume_in_order_of_arrival() -> None:
     house = House(pages=24, max_running=4)
     requests = [house.submit(f"r{number}", letters(20, seed=number), TALE[:150]) for number in range(5)]
     order: list[str] = []
@@ -110,8 +110,8 @@ def test_the_oldest_is_never_preempted() -> None:
     assert first.preemptions == 0
 
 
-def test_preempted_in_prefill() -> None:
-    """A long prompt has its pages from the start, so the one that decodes runs out while the other is still in
+def test_request_is_preempted_during_prefill() -> None:
+    """A long prompt has its pages from the start, so the decoding request runs out of pages while the other is still in
     prefill."""
     house = House(pages=30, budget=16)
     house.submit("old", letters(40), TALE[:300])
@@ -143,7 +143,7 @@ def test_scores_survive_a_preemption(overlap: bool, output: str) -> None:
     assert house.said("young") == output
 
 
-def test_scores_that_were_whole_are_not_made_again() -> None:
+def test_complete_scores_are_not_computed_again() -> None:
     house = tight()
     house.submit("old", letters(20), TALE[:200])
     young = house.submit("young", letters(20, seed=1), TALE[:200], scores=0)
@@ -154,7 +154,7 @@ def test_scores_that_were_whole_are_not_made_again() -> None:
     assert len(house.finish("young").prompt_scores or []) == 19
 
 
-def test_an_abort_of_one_that_is_being_retracted_ends_it() -> None:
+def test_abort_ends_a_request_that_is_being_retracted() -> None:
     house = tight()
     house.submit("old", letters(20), TALE[:200])
     young = house.submit("young", letters(20, seed=1), TALE[:200])
@@ -175,7 +175,7 @@ def test_an_abort_of_one_that_is_being_retracted_ends_it() -> None:
 
 
 @pytest.mark.parametrize("how", ["stop string", "stop id", "length"])
-def test_one_that_ends_in_the_step_in_flight_does_not_come_back(how: str) -> None:
+def test_preempted_request_that_ends_in_flight_does_not_resume(how: str) -> None:
     for end in range(60, 200):
         house = tight()
         output = TALE[: end - 1] + "!"
@@ -202,8 +202,8 @@ def test_one_that_ends_in_the_step_in_flight_does_not_come_back(how: str) -> Non
     raise AssertionError("no output ended in the step that was in flight")
 
 
-def test_one_that_was_preempted_leaves_the_others_room_to_grow() -> None:
-    """Else it would come back at once, and go at once."""
+def test_preempted_request_waits_for_pages_the_others_can_grow_into() -> None:
+    """Otherwise it would be admitted and preempted again at once."""
     house = House(pages=20, max_running=6, accept=0)
     for number in range(6):
         house.submit(f"r{number}", letters(20, seed=number), TALE[:200])

@@ -1,5 +1,5 @@
-"""The graphs of prompt chunks: which there are, what each is given, and that rows and pages get what the same chunks
-run eagerly leave there.
+"""The graphs of prompt chunks: which exist, their inputs, and that they write the same rows and pages as the same
+chunks run eagerly.
 
 Recordings are replayed by running the prefill again, so this needs no GPU; tests/gpu does the same with CUDA graphs.
 """
@@ -34,7 +34,7 @@ SIZES = chunk_sizes(HashChainModel().spec.hidden_size)
 
 
 class Watched:
-    """A prefill that remembers what it was given."""
+    """A prefill that records its batches."""
 
     def __init__(self) -> None:
         self.batches: list[PrefillBatch] = []
@@ -54,7 +54,7 @@ def tables_of(batch: PrefillBatch) -> dict[str, Tensor]:
 
 
 def runs_of(*counts: int, start: int = 0, every: int | None = None) -> list[Run]:
-    """Runs of so many tokens. every: a state is wanted after each so many tokens."""
+    """Runs of the given lengths. every: a state is wanted after each `every` tokens."""
     return [
         Run(
             token_ids=list(range(place, place + count)),
@@ -101,9 +101,8 @@ def runs_of(*counts: int, start: int = 0, every: int | None = None) -> list[Run]
         "too many states",
     ],
 )
-def test_a_batch_takes_the_smallest_graph_that_holds_it(runs: list[Run], size: int | None) -> None:
+def test_batch_uses_the_smallest_graph_that_holds_it(runs: list[Run], size: int | None) -> None:
     watched = Watched()
-    assert watched.graphs.hold(runs) == (size is not None)
     if size is None:
         with pytest.raises(AssertionError, match="no graph"):
             watched.graphs.run(runs)
@@ -118,7 +117,7 @@ def test_a_batch_takes_the_smallest_graph_that_holds_it(runs: list[Run], size: i
     ("count", "size"),
     [(1, 64), (64, 64), (65, None), (1638, None), (1639, 2048), (2048, 2048), (2049, None), (5000, 6016)],
 )
-def test_while_not_all_are_recorded_a_batch_is_not_filled_up_to_a_much_larger_one(count: int, size: int | None) -> None:
+def test_batch_is_not_padded_to_a_much_larger_recorded_size(count: int, size: int | None) -> None:
     sizes = (64, 1024, 2048, 4096, 6016)
     graphs = PrefillGraphs(lambda batch: None, Replayer(), sizes=sizes, block_tokens=BLOCK, max_pages=100, device=CPU)
     recordings = graphs.recordings()
@@ -144,7 +143,7 @@ def test_eager_batches_come_in_few_sizes(runs: list[Run], tokens_spans_blocks: t
     assert len(batch_of(runs, block_tokens=BLOCK, sizes=sizes).blocks_MF) == sizes.num_blocks
 
 
-def test_each_size_is_recorded_once_over_padding_alone_the_largest_first() -> None:
+def test_each_size_is_recorded_once_over_padding_largest_first() -> None:
     watched = Watched()
     assert [len(batch.token_ids_N) for batch in watched.recorded] == sorted(CHUNK_SIZES, reverse=True)
     for batch in watched.recorded:
@@ -158,7 +157,7 @@ def test_each_size_is_recorded_once_over_padding_alone_the_largest_first() -> No
         assert batch.page_table_UP.unique().tolist() == [SCRATCH_PAGE]
 
 
-def test_each_replay_sees_its_own_runs_and_nothing_of_the_last() -> None:
+def test_each_replay_gets_only_its_own_runs() -> None:
     watched = Watched()
     for runs in (runs_of(1000), runs_of(3, 5), runs_of(200, start=64, every=64), runs_of(1), runs_of(50, 50, 50, 50)):
         watched.graphs.run(runs)
@@ -177,7 +176,7 @@ def same(batch: PrefillBatch, other: PrefillBatch) -> bool:
 
 
 class ChunkHouse:
-    """An executor over a hash chain, and rounds of chunks."""
+    """An executor over a hash chain model, and rounds of chunks."""
 
     def __init__(self, seed: int) -> None:
         self.model = HashChainModel(seed=5, max_context=640)
@@ -193,7 +192,7 @@ class ChunkHouse:
         return dict(self.executor.collect(self.executor.launch(plan)).scores)
 
     def storage(self) -> list[Tensor]:
-        """Without scratch."""
+        """All rows and pages except scratch."""
         rows = torch.cat((self.model.rows_R3[:SCRATCH_ROW], self.model.rows_R3[SCRATCH_ROW + 1 :]))
         return [
             rows,
@@ -203,7 +202,7 @@ class ChunkHouse:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_replayed_chunks_leave_what_eager_ones_do(seed: int) -> None:
+def test_replayed_chunks_equal_eager_chunks(seed: int) -> None:
     recorder = Replayer()
     first, second = ChunkHouse(seed), ChunkHouse(seed)
     before = second.storage()
@@ -243,9 +242,9 @@ def test_scored_chunks_are_eager() -> None:
     assert recorder.num_write_replays == 1
 
 
-def test_padding_does_not_reach_the_states_of_a_real_model(tmp_path: Path) -> None:
-    """Rows and pages of a prefill filled up with padding, against one that isn't; how many rows a product has may
-    decide in which order it adds."""
+def test_padding_does_not_change_a_real_models_state(tmp_path: Path) -> None:
+    """Rows and pages of a prefill with padding, against one without. The number of rows of a product may change its
+    order of summation."""
     model = load_model(
         write_agreeing_checkpoint(tmp_path, num_hidden_layers=2, full_attention_interval=2),
         device=CPU,
@@ -270,19 +269,20 @@ def test_padding_does_not_reach_the_states_of_a_real_model(tmp_path: Path) -> No
     assert all(pool.any() for pool in kept[0])
 
 
-def test_the_start_says_which_sizes_there_are_and_what_they_took() -> None:
+def test_report_lists_chunk_sizes_and_cost() -> None:
     report = ChunkHouse(0).executor.capture([1], Replayer())
     assert report.chunk_sizes == (*CHUNK_SIZES, *range(1152, 8193, 128))
     sizes = ", ".join(map(str, report.chunk_sizes))
     assert str(report).startswith(
-        f"4 (batches of 1, 2; 1 drafts; greedy and sampled) and {len(report.chunk_sizes)} of prompts (up to {sizes} tokens): 0.75 GiB, "
+        "4 (batches of 1, 2; 1 drafts; greedy and sampled) "
+        f"and {len(report.chunk_sizes)} of prompts (up to {sizes} tokens): 0.75 GiB, "
     )
 
 
 @pytest.mark.parametrize(
     ("hidden_size", "longest"), [(2, 8192), (1024, 8192), (2048, 7552), (2560, 6016), (4096, 3712), (5120, 2944)]
 )
-def test_a_narrow_model_has_graphs_of_longer_batches(hidden_size: int, longest: int) -> None:
+def test_narrower_model_has_longer_batch_graphs(hidden_size: int, longest: int) -> None:
     sizes = chunk_sizes(hidden_size)
     assert sizes[: len(CHUNK_SIZES)] == CHUNK_SIZES
     assert sizes[-1] == longest
@@ -290,11 +290,11 @@ def test_a_narrow_model_has_graphs_of_longer_batches(hidden_size: int, longest: 
 
 
 @pytest.mark.parametrize(("hidden_size", "ffn_width"), [(5120, 17_408), (4096, 12_288), (2560, 9216), (1024, 3584)])
-def test_the_estimate_has_room_for_what_the_largest_forward_holds(hidden_size: int, ffn_width: int) -> None:
+def test_memory_estimate_covers_the_largest_forward(hidden_size: int, ffn_width: int) -> None:
     gate_up = chunk_sizes(hidden_size)[-1] * 2 * ffn_width * 2
     assert 4 * gate_up < prefill_graph_bytes(hidden_size) < 2**31
 
 
-def test_the_estimate_has_room_for_all_choices_of_a_mixture() -> None:
-    """Of 35B-A3B: every token's parts by its 8 experts, in 16 bits, and what their gates and ups leave."""
+def test_memory_estimate_covers_a_mixture_of_experts() -> None:
+    """35B-A3B: each token's results of 8 experts, in 16 bits, and the outputs of their gate and up projections."""
     assert 2 * chunk_sizes(2048)[-1] * 8 * (2048 + 3 * 512) * 2 < prefill_graph_bytes(2048) < 2**31

@@ -67,7 +67,7 @@ def test_breakpoints_are_rounded_down_to_a_block(offset: int, length: int | None
     assert wanted(request(100, [(offset, USER)])) == ([(length, USER)] if length else [])
 
 
-def test_a_breakpoint_inside_the_hit_leaves_nothing_and_one_at_the_very_end_does() -> None:
+def test_breakpoint_in_the_hit_is_skipped_and_one_at_the_end_kept() -> None:
     assert wanted(request(65, [(32, SYSTEM), (64, USER)], computed=32)) == [(64, USER)]
     assert wanted(request(64, [(64, USER)])) == [(64, USER)]
 
@@ -77,7 +77,7 @@ def test_the_most_protected_kind_names_a_shared_boundary() -> None:
     assert wanted(request(100, [(68, USER)]), branch_tokens=64) == [(64, BRANCH)]
 
 
-def test_a_prompt_without_breakpoints_keeps_its_last_boundary() -> None:
+def test_prompt_without_breakpoints_keeps_its_last_boundary() -> None:
     assert wanted(request(100)) == [(96, USER)]
     assert wanted(request(97)) == [(96, USER)]
     assert wanted(request(96)) == [(80, USER)], "where the same prompt can resume: its last token is always computed"
@@ -100,7 +100,7 @@ def test_long_stretches_get_a_grid() -> None:
     assert wanted(request(end + 5, [(end, USER)], computed=2 * span)) == [(end, USER)]
 
 
-def test_the_grid_goes_on_behind_the_last_breakpoint() -> None:
+def test_grid_continues_after_the_last_breakpoint() -> None:
     span = GRID_BLOCKS * BLOCK
     found = wanted(request(4 * span, [(BLOCK, USER)]))
     assert found == [(BLOCK, USER), (span + BLOCK, GRID), (2 * span + BLOCK, GRID)]
@@ -116,14 +116,14 @@ def test_a_new_system_prompt_has_a_grid_of_its_own() -> None:
     )
 
 
-def test_a_session_whose_turns_come_back_rewritten_keeps_the_end_of_its_prompt() -> None:
+def test_session_with_rewritten_turns_keeps_its_prompts_end() -> None:
     made = request(101, [(40, USER)])
     made.turn_trusted = False
     assert wanted(made) == [(32, USER), (96, TURN)]
 
 
 class Rows:
-    """Checkpoint rows: 100, 101, ... while there are any."""
+    """A source of checkpoint rows 100, 101, ...; None when `count` are taken."""
 
     def __init__(self, count: int = 1000) -> None:
         self.left = count
@@ -153,7 +153,7 @@ def test_a_chunk_that_does_not_end_the_prompt_ends_on_a_block() -> None:
     assert list(chunk.scored_ids) == list(made.sequence[97:100])
     assert plan_chunk(made, 3, BLOCK, Rows()) == (None, [])
     made.computed = 80
-    assert plan_chunk(made, 15, BLOCK, Rows()) == (None, []), "less than a block, and the end is further"
+    assert plan_chunk(made, 15, BLOCK, Rows()) == (None, []), "less than a block, before the prompt's end"
 
 
 def test_the_last_boundary_becomes_the_first_rolling_checkpoint() -> None:
@@ -165,7 +165,7 @@ def test_the_last_boundary_becomes_the_first_rolling_checkpoint() -> None:
     assert made.prompt_checkpoint == 96
 
 
-def test_a_boundary_at_the_very_end_is_left_to_the_first_step_and_may_be_published() -> None:
+def test_boundary_at_the_prompts_end_is_left_to_the_first_step() -> None:
     for points, ends in (((), ((80, 60), (96, 50))), (((96, USER),), ((96, 100), (96, 50)))):
         made = request(96, points)
         if points:
@@ -188,14 +188,14 @@ def test_a_published_checkpoint_at_the_last_boundary_is_not_kept_twice() -> None
     assert made.prompt_checkpoint == 0
 
 
-def test_where_no_row_can_be_had_the_rolling_checkpoint_steps_in() -> None:
+def test_rolling_checkpoint_is_used_when_no_row_is_free() -> None:
     made = request(100)
     made.pending, made.promised = [PendingCheckpoint(32, SYSTEM), PendingCheckpoint(96, USER)], {32, 96}
     chunk, checkpoints = plan_chunk(made, 512, BLOCK, Rows(0))
     assert chunk is not None
     assert checkpoints == []
     assert chunk.state_writes == ((96, 60), (100, 50))
-    assert made.promised == set(), "nobody waits for what will not come"
+    assert made.promised == set(), "no promise remains for a checkpoint that won't come"
 
 
 def test_a_request_that_does_not_decode_keeps_no_rolling_checkpoint() -> None:

@@ -1,4 +1,4 @@
-"""The tables of a prefill: how spans are cut into blocks, what padding looks like, and where the tables lie."""
+"""The tables of a prefill: how spans are cut into blocks, the padding, and the alignment."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_blocks_end_at_boundaries_of_the_sequence_and_where_states_are_wanted(
     assert saved == list(writes)
 
 
-def test_what_is_not_filled_is_padding() -> None:
+def test_unused_table_entries_are_padding() -> None:
     sizes = PrefillSizes(num_tokens=9, num_spans=3, num_blocks=5, num_pages=3)
     runs = [
         Run(token_ids=[7, 8, 9], start=16, read_row=4, state_writes=((3, 5),), page_ids=[11, 12, 13]),
@@ -67,7 +67,7 @@ def test_what_is_not_filled_is_padding() -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 63, 64])
 @pytest.mark.parametrize(("num_spans", "num_blocks", "num_pages"), [(1, 3, 1), (3, 5, 7), (4, 24, 33)])
-def test_every_table_begins_where_a_vector_load_may(
+def test_every_table_is_aligned_for_vector_loads(
     num_tokens: int, num_spans: int, num_blocks: int, num_pages: int
 ) -> None:
     sizes = PrefillSizes(num_tokens=num_tokens, num_spans=num_spans, num_blocks=num_blocks, num_pages=num_pages)

@@ -1,4 +1,4 @@
-"""One request: what is refused at the door, and how its stream, text and usage grow."""
+"""One request: validation of its fields, and how its stream, text and usage grow."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def outcome(
         ({"breakpoints": [Breakpoint(2, CheckpointKind.SYSTEM), Breakpoint(1, CheckpointKind.USER)]}, "breakpoints", 1),
     ],
 )
-def test_a_wrong_field_is_refused_by_name_and_value(fields: dict[str, Any], field: str, value: Any) -> None:
+def test_wrong_field_is_refused_by_name_and_value(fields: dict[str, Any], field: str, value: Any) -> None:
     with pytest.raises(RequestError) as caught:
         make(**fields)
     assert caught.value.field == field
@@ -147,13 +147,13 @@ def test_prompt_and_output_share_the_context(prompt: int, max_tokens: int | None
 
 
 @pytest.mark.parametrize("max_tokens", [None, 50])
-def test_a_minimum_beyond_the_context_is_refused_for_that(max_tokens: int | None) -> None:
+def test_min_tokens_beyond_the_context_is_refused(max_tokens: int | None) -> None:
     with pytest.raises(ContextLengthError, match=r"60 tokens.*with min_tokens 41 exceeds .* 100 tokens"):
         make(prompt_ids=[65] * 60, min_tokens=41, max_tokens=max_tokens)
 
 
-def test_a_minimum_costs_nothing_where_nothing_can_end_the_output() -> None:
-    """Benchmarks send min_tokens with ignore_eos: no masks, and so no waiting for the host."""
+def test_min_tokens_needs_no_masks_with_ignore_eos() -> None:
+    """Benchmarks send min_tokens with ignore_eos: no masks, so no waiting for the host."""
     assert make(min_tokens=9, ignore_eos=True).constraint is None
     assert make(min_tokens=9, ignore_eos=True, forces_acceptance=True, forced_output=[1, 1]).constraint is None
     assert make(min_tokens=0).constraint is None
@@ -161,13 +161,13 @@ def test_a_minimum_costs_nothing_where_nothing_can_end_the_output() -> None:
     assert make(min_tokens=2, forced_output=[65, 66, 1]).constraint is not None
 
 
-def test_stop_ids_are_the_models_and_the_requests() -> None:
+def test_stop_ids_combine_the_models_and_the_requests() -> None:
     assert make(stop_token_ids=(9, 1)).stop_ids == (0, 1, 9)
     assert make(stop_token_ids=(9, 1), ignore_eos=True).stop_ids == (9, 1)
     assert make(ignore_eos=True).stop_ids == ()
 
 
-def test_seeds_are_the_requests_own_or_follow_from_the_order_of_arrival() -> None:
+def test_seed_is_the_requests_own_or_derived_from_its_number() -> None:
     assert make(seed=7, number=3).seed == 7
     seeds = [make(number=number, engine_seed=engine).seed for engine in range(10) for number in range(100)]
     assert seeds == [derive_seed(engine, number) for engine in range(10) for number in range(100)]
@@ -176,7 +176,7 @@ def test_seeds_are_the_requests_own_or_follow_from_the_order_of_arrival() -> Non
     assert derive_seed(0, 0) == 16294208416658607535 >> 1, "splitmix64's published first output for seed 0"
 
 
-def test_a_session_is_what_admission_counts_and_no_session_can_pose_as_a_lone_request() -> None:
+def test_session_keys_of_sessions_and_single_requests_never_collide() -> None:
     assert make(session_id="a").session_key == make(session_id="a", number=5).session_key
     assert make(number=1).session_key != make(number=2).session_key
     assert make(session_id="request 1").session_key != make(number=1).session_key
@@ -184,19 +184,19 @@ def test_a_session_is_what_admission_counts_and_no_session_can_pose_as_a_lone_re
 
 def test_tokens_become_events_and_usage() -> None:
     request = make()
-    event = request.take(outcome("xyz"))
+    event = request.take_outcome(outcome("xyz"))
     assert event is not None
     assert (event.token_ids, event.text) == ([120, 121, 122], "xyz")
     assert list(request.sequence) == [65, 66, 67, 120, 121, 122]
     assert request.rolling == ((7, 0), (8, 0))
     assert request.ending is None
-    assert request.take(outcome("", drafted=0)) is None
+    assert request.take_outcome(outcome("", drafted=0)) is None
     assert request.usage.completion_tokens == 3
 
 
 def test_a_stop_id_is_kept_but_never_shown() -> None:
     request = make()
-    event = request.take(outcome("x", stop=STOP_ID, stop_id=1))
+    event = request.take_outcome(outcome("x", stop=STOP_ID, stop_id=1))
     assert event is not None
     assert (event.token_ids, event.text) == ([120, 1], "x")
     assert (request.ending, request.stop_match) == (FinishReason.STOP, 1)
@@ -204,21 +204,21 @@ def test_a_stop_id_is_kept_but_never_shown() -> None:
     assert (finish.stop_match, finish.text, finish.usage.completion_tokens) == (1, "", 2)
 
 
-def test_the_limit_ends_with_length_and_shows_what_was_held_back() -> None:
+def test_length_limit_flushes_held_back_text() -> None:
     request = make(stop=("xyz!",))
-    event = request.take(outcome("axyz", stop=STOP_LENGTH))
+    event = request.take_outcome(outcome("axyz", stop=STOP_LENGTH))
     assert event is not None
     assert (event.text, request.ending) == ("a", FinishReason.LENGTH)
     finish = request.finish(FinishReason.LENGTH)
     assert (finish.text, finish.stop_match) == ("xyz", None)
 
 
-def test_tokens_behind_a_stop_string_are_not_kept() -> None:
+def test_tokens_after_a_stop_string_are_dropped() -> None:
     request = make(stop=("yz",))
-    first = request.take(outcome("xy"))
+    first = request.take_outcome(outcome("xy"))
     assert first is not None
     assert first.text == "x"
-    event = request.take(outcome("zab"))
+    event = request.take_outcome(outcome("zab"))
     assert event is not None
     assert (event.token_ids, event.text) == ([ord("z")], "")
     assert (request.ending, request.stop_match) == (FinishReason.STOP, "yz")
@@ -230,7 +230,7 @@ def test_tokens_behind_a_stop_string_are_not_kept() -> None:
 def test_a_stop_string_before_a_stop_id_or_the_limit_wins() -> None:
     for stop, stop_id in ((STOP_ID, 1), (STOP_LENGTH, None)):
         request = make(stop=("b",))
-        event = request.take(outcome("abc", stop=stop, stop_id=stop_id))
+        event = request.take_outcome(outcome("abc", stop=stop, stop_id=stop_id))
         assert event is not None
         assert event.token_ids == [97, 98]
         assert (request.ending, request.stop_match) == (FinishReason.STOP, "b")
@@ -238,18 +238,18 @@ def test_a_stop_string_before_a_stop_id_or_the_limit_wins() -> None:
 
 def test_a_stop_string_completed_by_the_last_token_is_a_stop() -> None:
     request = make(stop=("bc",))
-    request.take(outcome("abc", stop=STOP_LENGTH))
+    request.take_outcome(outcome("abc", stop=STOP_LENGTH))
     assert (request.ending, request.stop_match) == (FinishReason.STOP, "bc")
 
 
-def test_what_speculation_did_is_counted_by_position() -> None:
+def test_speculation_is_counted_by_position() -> None:
     request = make()
     request.takes_first_step = True
-    request.take(outcome("a", drafted=0))
+    request.take_outcome(outcome("a", drafted=0))
     assert request.usage.completion_tokens == 1
     for accepted in (0, 3, 2, 3):
-        request.take(outcome("abcd"[: accepted + 1], drafted=3))
-    request.take(outcome("", drafted=0))  # a step that found the slot inert
+        request.take_outcome(outcome("abcd"[: accepted + 1], drafted=3))
+    request.take_outcome(outcome("", drafted=0))  # a step that found the slot inert
     spec = request.usage.spec
     assert (spec.num_steps, spec.num_drafted, spec.num_accepted) == (4, 12, 8), "the first token comes with the prompt"
     assert spec.drafted_by_position == [4, 4, 4]
@@ -257,19 +257,19 @@ def test_what_speculation_did_is_counted_by_position() -> None:
     assert spec.histogram == [1, 0, 1, 2]
 
 
-def test_positions_where_nothing_was_accepted_count_too() -> None:
+def test_positions_without_acceptance_are_counted() -> None:
     request = make()
-    request.take(outcome("a", drafted=3))
+    request.take_outcome(outcome("a", drafted=3))
     assert (request.usage.spec.drafted_by_position, request.usage.spec.accepted_by_position) == ([1, 1, 1], [0, 0, 0])
 
 
-def test_scores_are_reported_when_asked_for_and_whole() -> None:
+def test_scores_are_reported_only_when_requested_and_complete() -> None:
     request = make(prompt_logprobs=0, max_tokens=0)
     before = request.needs_scores
     assert before
     assert not request.decodes
     request.scores = [TokenScore(66, -1.0, [])]
-    assert request.finish(FinishReason.ABORT).prompt_scores is None, "half of them are worth nothing"
+    assert request.finish(FinishReason.ABORT).prompt_scores is None, "incomplete scores are not reported"
     request.scores.append(TokenScore(67, -1.0, []))
     assert not request.needs_scores
     assert request.finish(FinishReason.LENGTH).prompt_scores == request.scores

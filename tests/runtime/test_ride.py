@@ -1,4 +1,4 @@
-"""Windows that ride: which plans ride, by which graph, and that nothing else differs from chunks and windows one after
+"""Riding windows: which plans ride, by which graph, and that results equal those of chunks and windows run one after
 the other."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def never(executor: ModelExecutor) -> None:
 
 
 class Watch:
-    """Prepares an executor, and counts what becomes of plans with chunks and windows."""
+    """Prepares an executor, and counts plans with chunks and windows by whether they rode."""
 
     def __init__(self, recorder: Replayer | None = None) -> None:
         self.recorder = recorder
@@ -48,8 +48,8 @@ class Watch:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_an_executor_whose_windows_ride_does_what_one_does_where_none_do(seed: int) -> None:
-    """Greedy, sampled, constrained and scored slots, windows of every width, in any company, to the last bit."""
+def test_riding_windows_change_no_result(seed: int) -> None:
+    """Greedy, sampled, constrained and scored slots, windows of every width, in any batch, to the last bit."""
     watch = Watch()
     run_twins(
         lambda: HashChainModel(seed=5), never, watch, seed=seed, max_running=5, max_draft_tokens=DRAFTS, num_steps=80
@@ -58,7 +58,7 @@ def test_an_executor_whose_windows_ride_does_what_one_does_where_none_do(seed: i
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_graphs_of_rides_do_what_eager_steps_do(seed: int) -> None:
+def test_ride_graphs_equal_eager_steps(seed: int) -> None:
     watch = Watch(Replayer())
     run_twins(
         lambda: HashChainModel(seed=5), never, watch, seed=seed, max_running=5, max_draft_tokens=DRAFTS, num_steps=240
@@ -94,7 +94,7 @@ class House:
 
 
 @pytest.mark.parametrize("capture", [True, False])
-def test_what_rides(capture: bool) -> None:
+def test_which_plans_ride(capture: bool) -> None:
     assert House(capture=capture).rides()
     assert not House(capture=capture, most_riders=0).rides(), "it is switched off"
     alone, windows, scored, other_depth = (House(capture=capture) for _ in range(4))
@@ -129,10 +129,8 @@ def test_what_rides(capture: bool) -> None:
         "a large size further",
     ],
 )
-def test_a_pass_that_has_a_graph_rides_where_a_graph_with_windows_is_little_larger(
-    prompt_length: int, most_riders: int, rides: bool
-) -> None:
-    """Four windows of four columns: 16 rows; a pass alone has 256, 288, 384 and so on, one with windows 256, 384 up to
+def test_graph_pass_rides_if_the_ride_graph_is_little_larger(prompt_length: int, most_riders: int, rides: bool) -> None:
+    """Four windows of four columns: 16 rows. A pass alone has 256, 288, 384, ... rows; one with windows 256, 384 up to
     2,048, then 2,304, 2,560."""
     house = House(capture=True, most_riders=max(most_riders, 16), prompt_length=prompt_length)
     house.driver.executor.most_riders = most_riders
@@ -141,7 +139,7 @@ def test_a_pass_that_has_a_graph_rides_where_a_graph_with_windows_is_little_larg
     assert house.recorder.num_write_replays == before + 1
 
 
-def test_a_pass_without_a_graph_is_filled_up_with_its_windows() -> None:
+def test_eager_pass_is_padded_together_with_its_windows() -> None:
     house = House(capture=True)
     batches: list[tuple[int, int]] = []
     model: Any = house.driver.model
@@ -180,7 +178,7 @@ def test_numbers_of_riders() -> None:
         (8, 0, set()),
     ],
 )
-def test_few_pairs_of_batch_and_tokens_have_graphs(max_running: int, most_riders: int, batches: set[int]) -> None:
+def test_ride_graphs_exist_for_few_batch_and_token_pairs(max_running: int, most_riders: int, batches: set[int]) -> None:
     keys = ride_keys(1024, max_running=max_running, num_columns=4, most_riders=most_riders)
     sizes = {size for size in RIDE_SIZES if size <= 1024}
     assert {(key.batch_size, key.num_tokens) for key in keys} == {
@@ -189,7 +187,7 @@ def test_few_pairs_of_batch_and_tokens_have_graphs(max_running: int, most_riders
     assert len(keys) == len(batches) * len(sizes)
 
 
-def test_graphs_take_memory_where_they_are_made() -> None:
+def test_ride_graph_memory_is_estimated_per_graph() -> None:
     slots = {"max_running": 8, "max_draft_tokens": 3}
     assert (
         ride_graph_bytes(5120, **slots, most_riders=0) == 0 < ride_graph_bytes(5120, **slots, most_riders=MOST_RIDERS)

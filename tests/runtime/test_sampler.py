@@ -1,4 +1,4 @@
-"""The sampler between slot buffers and kernels: parameters reach their rows, and counts follow what was emitted."""
+"""The sampler between slot buffers and kernels: parameters reach their rows, and counts include what was emitted."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_each_parameter_reaches_its_slot() -> None:
 
 
 def test_greedy_paths_agree() -> None:
-    """A greedy slot gets the same tokens whether or not somebody else in the batch samples."""
+    """A greedy slot gets the same tokens whether or not another slot in the batch samples."""
     parameters = [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, frequency_penalty=0.5)]
     buffers = make_buffers(parameters, prompt=[1, 2], output=[3])
     logits = torch.randn(2, 3, VOCAB, generator=torch.Generator().manual_seed(1)).round(decimals=1)
@@ -101,16 +101,16 @@ def test_counts_follow_emitted_tokens() -> None:
         outcome_BF = torch.full((2, OutcomeRows.num_fields(3)), 9)
         OutcomeRows.of(outcome_BF).num_emitted_B.copy_(torch.tensor(num_emitted))
         OutcomeRows.of(outcome_BF).tokens_BT.copy_(torch.tensor(emitted))
-        count_emitted(buffers.counts_SV, torch.tensor(slots), outcome_BF)
+        count_emitted(buffers.sampling.counts_SV, torch.tensor(slots), outcome_BF)
         for slot, ids, count in zip(slots, emitted, num_emitted, strict=True):
             for token in ids[:count]:
                 expected[slot][token] += 1
-    assert buffers.counts_SV.tolist() == expected
-    assert buffers.prompt_seen_SV[0].nonzero().flatten().tolist() == [1]
+    assert buffers.sampling.counts_SV.tolist() == expected
+    assert buffers.sampling.prompt_seen_SV[0].nonzero().flatten().tolist() == [1]
 
 
 def test_a_join_without_bias_clears_the_bias_before_it() -> None:
     buffers = make_buffers([SamplingParams(logit_bias={3: 7.5, 4: -1.0})], prompt=[1], output=[])
-    assert buffers.bias_SV[0, 3:5].tolist() == [7.5, -1.0]
+    assert buffers.sampling.bias_SV[0, 3:5].tolist() == [7.5, -1.0]
     again = make_buffers([SamplingParams()], prompt=[1], output=[])
-    assert not again.bias_SV.any()
+    assert not again.sampling.bias_SV.any()

@@ -24,7 +24,7 @@ from tests.fakes.scripted_device import BLOCK, PAGE_BYTES, ROW_BYTES, House, let
 USER = CheckpointKind.USER
 
 
-def test_slots_are_reused_and_left_before_they_are_joined() -> None:
+def test_reused_slot_is_left_before_it_is_joined() -> None:
     house = House(max_running=2)
     for number in range(7):
         house.submit(f"r{number}", letters(20, seed=number), "abcdef" * (1 + number % 3))
@@ -36,7 +36,7 @@ def test_slots_are_reused_and_left_before_they_are_joined() -> None:
     assert max(house.depth.batches) == 2
 
 
-def test_a_stop_of_the_device_frees_at_once() -> None:
+def test_device_stop_releases_at_once() -> None:
     """The next step is in flight with the ended request in it, but its slot is inert there."""
     for stop_ids, reason in (((ord("d"),), FinishReason.STOP), ((), FinishReason.LENGTH)):
         house = House(overlap=True)
@@ -50,9 +50,9 @@ def test_a_stop_of_the_device_frees_at_once() -> None:
         house.run()
 
 
-def test_those_that_end_in_one_step_are_let_go_in_the_order_in_which_it_has_them() -> None:
-    """It decides which rows and pages come next and what is evicted, so it must be the same whenever the same is
-    asked."""
+def test_requests_ended_in_one_step_are_released_in_plan_order() -> None:
+    """The order decides which rows and pages are reused next and what is evicted, so it must be the same in every
+    run."""
     for _ in range(5):
         house = House(max_running=8)
         requests = [house.submit(f"r{number}", letters(20, seed=number), "a" * 200) for number in range(8)]
@@ -66,7 +66,7 @@ def test_those_that_end_in_one_step_are_let_go_in_the_order_in_which_it_has_them
 
 
 @pytest.mark.parametrize("how", ["stop string", "abort"])
-def test_a_stop_of_the_host_frees_when_the_step_in_flight_has_landed(how: str) -> None:
+def test_host_stop_releases_after_the_step_in_flight(how: str) -> None:
     house = House(overlap=True)
     request = house.submit("a", letters(20), "abcd" * 30, stop=("dabcda",) if how == "stop string" else ())
     if how == "abort":
@@ -84,7 +84,7 @@ def test_a_stop_of_the_host_frees_when_the_step_in_flight_has_landed(how: str) -
     house.run()
 
 
-def test_without_overlap_every_end_frees_at_once() -> None:
+def test_without_overlap_every_end_releases_at_once() -> None:
     house = House(overlap=False)
     request = house.submit("a", letters(20), "abcd" * 30, stop=("dabc",))
     house.run_until(lambda: request.phase is not Phase.WAITING)
@@ -94,9 +94,9 @@ def test_without_overlap_every_end_frees_at_once() -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_what_is_published_ends_with_what_was_kept(overlap: bool) -> None:
-    """The device may run past a stop that only the host sees, and over a block boundary: the older rolling checkpoint
-    stands then."""
+def test_published_checkpoint_covers_only_kept_tokens(overlap: bool) -> None:
+    """The device may run past a stop that only the host sees, and over a block boundary: then the older rolling
+    checkpoint is published."""
     num_passed = 0
     for accepted, prompt_length, kept in itertools.product(range(4), (9, 16, 30), range(1, 36)):
         house = House(overlap=overlap, accept=accepted)
@@ -119,7 +119,7 @@ def test_what_is_published_ends_with_what_was_kept(overlap: bool) -> None:
     assert num_passed > 5, "too few cases in which the newer checkpoint lies beyond the stop"
 
 
-def test_an_abort_publishes_no_token_that_was_not_sent() -> None:
+def test_abort_publishes_only_sent_tokens() -> None:
     for steps in range(2, 14):
         house = House()
         house.submit("a", letters(20), "o" * 200)
@@ -189,8 +189,8 @@ def test_abort_of_an_unknown_or_ended_request_is_no_error() -> None:
     assert not house.loop.has_work
 
 
-def test_every_token_and_every_end_once_whatever_happens() -> None:
-    """Random traffic with aborts and stops; House checks that nothing follows a terminal event and that every request
+def test_each_token_and_each_end_is_sent_exactly_once() -> None:
+    """Random traffic with aborts and stops. House checks that no event follows a terminal event and that every request
     has one."""
     for seed in range(30):
         rng = random.Random(seed)
@@ -240,9 +240,9 @@ def test_every_token_and_every_end_once_whatever_happens() -> None:
         assert house.cache.used_bytes == 0, f"seed {seed}: something leaked"
 
 
-def test_pages_are_there_two_windows_ahead_and_never_more_than_the_limit_needs() -> None:
-    """The device fails at a window that its pages don't cover; here: that they grow with the sequence instead of being
-    taken at once."""
+def test_pages_grow_two_windows_ahead_within_the_limit() -> None:
+    """The device fails at a window that its pages don't cover. This test checks that pages grow with the sequence
+    instead of being taken at once."""
     for count in range(290, 310):
         house = House(drafts=7, accept=7)
         request = house.submit("a", letters(20), "o" * count)
@@ -255,7 +255,7 @@ def test_pages_are_there_two_windows_ahead_and_never_more_than_the_limit_needs()
         assert house.said("a") == "o" * count
 
 
-def test_the_longest_sequence_fits_alone() -> None:
+def test_longest_sequence_fits_alone() -> None:
     house = House(pages=12, rows=8, max_running=1)
     longest = 11 * BLOCK - 8
     house.submit("a", letters(100), "o" * (longest - 100))
@@ -265,7 +265,7 @@ def test_the_longest_sequence_fits_alone() -> None:
 
 
 def crowded() -> House:
-    """Room for the working set of one session and a half."""
+    """Memory for the working sets of one and a half sessions."""
     house = House(gate_bytes=2 * ROW_BYTES + 60 * PAGE_BYTES, hold_seconds=5.0)
     house.submit("a1", letters(400), "x" * 20, session="a")
     house.submit("b1", letters(400, seed=1), "y" * 200, session="b")
@@ -273,7 +273,7 @@ def crowded() -> House:
     return house
 
 
-def test_a_turn_of_a_live_session_passes_those_that_do_not_fit_beside_it() -> None:
+def test_live_sessions_turn_passes_sessions_that_do_not_fit() -> None:
     house = crowded()
     house.run_until(lambda: not house.scheduler.knows("a1"))
     house.submit("a2", [*letters(400), *[ord("x")] * 20, *letters(30, seed=3)], "z" * 20, session="a")
@@ -288,8 +288,8 @@ def test_a_session_waits_while_the_first_one_runs() -> None:
     assert house.scheduler.num_running == 1
 
 
-def test_a_newcomer_takes_the_room_of_a_session_that_ended() -> None:
-    """While another request streams, and with a hold of five seconds: all that came back had done so within
+def test_new_session_takes_the_memory_of_an_ended_one() -> None:
+    """While another request streams, and with a hold of five seconds: all returning sessions had returned within
     milliseconds."""
     house = House(rows=200, pages=900, budget=2000, gate_bytes=3 * ROW_BYTES + 110 * PAGE_BYTES, hold_seconds=5.0)
     house.submit("streams", letters(20), "x" * 1000)
@@ -308,7 +308,7 @@ def test_a_newcomer_takes_the_room_of_a_session_that_ended() -> None:
     house.run()
 
 
-def test_a_session_that_gave_up_waiting_is_in_nobodys_way() -> None:
+def test_aborted_waiting_session_blocks_no_other() -> None:
     house = House(gate_bytes=2 * (2 * ROW_BYTES + 60 * PAGE_BYTES))
     house.submit("a", letters(400), "x" * 300, session="a")
     house.submit("big", letters(4000, seed=1), "y", session="b")
@@ -321,7 +321,7 @@ def test_a_session_that_gave_up_waiting_is_in_nobodys_way() -> None:
     house.run()
 
 
-def test_a_state_that_the_tree_has_already_gives_its_row_back() -> None:
+def test_already_published_state_gives_its_row_back() -> None:
     """Two equal prompts at once, too short for one to wait for the other."""
     house = House(budget=200)
     requests = [house.submit(f"r{number}", letters(50), "x" * 40) for number in range(2)]
@@ -333,7 +333,7 @@ def test_a_state_that_the_tree_has_already_gives_its_row_back() -> None:
     house.run()
 
 
-def test_when_nothing_runs_the_oldest_session_enters_whatever_the_gate_says() -> None:
+def test_oldest_session_is_admitted_when_nothing_runs() -> None:
     house = crowded()
     house.run()
     joins = [house.step_of_join(request_id) for request_id in ("a1", "b1", "c1")]

@@ -1,5 +1,5 @@
-"""Prompts in the scheduler: chunks and budget, checkpoints, who waits for whose prefix, scores, and requests that only
-want their prompt computed."""
+"""Prompts in the scheduler: chunks and budget, checkpoints, waiting for another request's prefix, scores, and requests
+that only want their prompt computed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.fakes.scripted_device import BLOCK, House, letters
 SYSTEM, USER = CheckpointKind.SYSTEM, CheckpointKind.USER
 
 
-def test_a_prompt_is_cut_at_the_budget_and_joins_with_its_last_chunk() -> None:
+def test_prompt_is_cut_at_the_budget_and_joins_with_its_last_chunk() -> None:
     house = House(budget=64)
     house.submit("a", letters(200), "hello")
     house.run()
@@ -24,7 +24,7 @@ def test_a_prompt_is_cut_at_the_budget_and_joins_with_its_last_chunk() -> None:
     assert house.said("a") == "hello"
 
 
-def test_a_budget_that_is_no_multiple_of_a_block_never_cuts_inside_one() -> None:
+def test_chunks_end_on_block_boundaries_with_any_budget() -> None:
     house = House(budget=70)
     house.submit("a", letters(200), "x")
     house.run()
@@ -71,11 +71,11 @@ def test_a_stream_of_short_prompts_does_not_stop_a_long_one() -> None:
         for index, plan in enumerate(house.device.plans)
         if any(chunk.request_id == "long" for chunk in plan.chunks)
     ]
-    assert steps == list(range(steps[0], steps[0] + len(steps))), "it moves on in every step"
+    assert steps == list(range(steps[0], steps[0] + len(steps))), "it advances in every step"
     assert len(steps) <= 640 // 32
 
 
-def test_decoding_goes_on_beside_a_long_prompt() -> None:
+def test_decoding_continues_beside_a_long_prompt() -> None:
     house = House(budget=64)
     house.submit("talks", letters(10), "y" * 60)
     house.step()
@@ -105,7 +105,7 @@ def test_the_next_turn_resumes_at_the_end_of_the_last_one() -> None:
     assert house.chunks("two") == [(192, len(grown) - 192)]
 
 
-def test_a_turn_that_is_rendered_anew_resumes_at_the_last_user_message() -> None:
+def test_rewritten_turn_resumes_at_the_last_user_message() -> None:
     house = House()
     prompt = letters(150)
     house.submit("one", prompt, "o" * 50, points=[(50, SYSTEM), (131, USER)])
@@ -125,7 +125,7 @@ def test_a_second_session_hits_the_system_prompt_on_its_first_turn() -> None:
     assert house.finish("b").usage.cached_tokens == 96
 
 
-def test_where_two_prompts_part_the_second_leaves_a_checkpoint_for_the_third() -> None:
+def test_second_prompt_leaves_a_checkpoint_at_the_branching_point() -> None:
     house = House()
     shared = letters(90)
     for number in range(3):
@@ -136,7 +136,7 @@ def test_where_two_prompts_part_the_second_leaves_a_checkpoint_for_the_third() -
     assert ("BRANCH", 80) in house.published
 
 
-def test_prefixes_are_shared_inside_a_namespace_only() -> None:
+def test_prefixes_are_shared_only_within_a_namespace() -> None:
     house = House()
     for number, namespace in enumerate(("", "salt", "salt", "")):
         house.submit(f"r{number}", letters(100), "x", namespace=namespace)
@@ -155,7 +155,7 @@ def test_without_a_prefix_cache_nothing_is_ever_cached() -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("agents", [2, 5, 12])
-def test_a_fleet_computes_its_common_prefix_once(agents: int, overlap: bool) -> None:
+def test_concurrent_agents_compute_their_common_prefix_once(agents: int, overlap: bool) -> None:
     house = House(max_running=4, overlap=overlap)
     shared = letters(320)
     for number in range(agents):
@@ -171,7 +171,7 @@ def test_a_fleet_computes_its_common_prefix_once(agents: int, overlap: bool) -> 
     assert all(house.said(f"a{number}") == "xyz" for number in range(agents))
 
 
-def test_equal_prompts_at_once_compute_all_but_the_tail_once() -> None:
+def test_concurrent_equal_prompts_compute_all_but_the_tail_once() -> None:
     house = House(max_running=8)
     for number in range(6):
         house.submit(f"a{number}", letters(200), "xyz", points=[(200, USER)])
@@ -179,7 +179,7 @@ def test_equal_prompts_at_once_compute_all_but_the_tail_once() -> None:
     assert house.metrics.prefill_tokens == 200 + 5 * (200 - 192)
 
 
-def test_nobody_waits_for_a_prefix_that_saves_little() -> None:
+def test_request_does_not_wait_for_a_prefix_that_saves_little() -> None:
     """Four blocks are worth a wait, three are not."""
     for blocks, waits in ((3, False), (4, True)):
         house = House(budget=16)
@@ -190,7 +190,7 @@ def test_nobody_waits_for_a_prefix_that_saves_little() -> None:
         assert house.finish("b").usage.cached_tokens == (len(shared) if waits else 0)
 
 
-def test_an_abort_of_the_one_they_wait_for_frees_those_who_wait() -> None:
+def test_requests_stop_waiting_for_an_aborted_prefix() -> None:
     house = House(budget=16)
     for number in range(3):
         house.submit(f"a{number}", letters(200), "xyz", points=[(200, USER)])
@@ -204,7 +204,7 @@ def test_an_abort_of_the_one_they_wait_for_frees_those_who_wait() -> None:
     assert house.finish("a2").usage.cached_tokens == 192
 
 
-def test_nobody_waits_for_a_checkpoint_that_came_and_went() -> None:
+def test_request_does_not_wait_for_an_evicted_checkpoint() -> None:
     house = House(budget=32)
     shared = letters(64)
     house.submit("a", shared + letters(600, seed=1), "x", points=[(64, SYSTEM), (128, USER)])
@@ -225,7 +225,7 @@ def test_a_checkpoint_without_a_row_is_left_out_and_counted() -> None:
     assert house.published == [("TURN", 128)], "the rolling checkpoint has a row of the request's own"
 
 
-def test_max_tokens_0_computes_the_prompt_and_says_nothing() -> None:
+def test_max_tokens_0_computes_the_prompt_and_emits_nothing() -> None:
     house = House()
     house.submit("a", letters(200), "", points=[(150, USER)])
     house.run()
@@ -249,7 +249,7 @@ def test_prompts_of_a_token_or_a_block(length: int) -> None:
 
 
 def scores_of(prompt: list[int]) -> list[TokenScore]:
-    """As the scripted device makes them."""
+    """The scores that the scripted device gives."""
     return [TokenScore(token, -float(place), []) for place, token in enumerate(prompt) if place]
 
 
@@ -269,7 +269,7 @@ def test_prompt_scores_come_over_several_chunks(overlap: bool, output: str) -> N
     assert house.finish("warm").prompt_scores is None
 
 
-def test_a_scored_prompt_leaves_its_checkpoints_for_others() -> None:
+def test_scored_prompt_leaves_checkpoints_for_others() -> None:
     house = House()
     house.submit("a", letters(150), "", scores=0, points=[(140, USER)])
     house.run()

@@ -69,7 +69,7 @@ def test_overlap_changes_no_stream(accepted: int) -> None:
     assert said[0] == said[1]
 
 
-def test_the_depth_policy_is_asked_for_each_batch_and_told_what_happened() -> None:
+def test_depth_policy_chooses_for_each_batch_and_observes_outcomes() -> None:
     house = House(overlap=False, accept=2, drafts=3)
     house.submit("a", letters(10), "abcdefgh")
     house.submit("b", letters(10, seed=1), "a")
@@ -79,8 +79,8 @@ def test_the_depth_policy_is_asked_for_each_batch_and_told_what_happened() -> No
 
 
 @pytest.mark.parametrize("rides", [False, True])
-def test_the_depth_policy_hears_no_time_of_a_step_whose_windows_rode(rides: bool) -> None:
-    """Most of it is in the time of the chunks."""
+def test_depth_policy_gets_no_time_of_a_step_with_riding_windows(rides: bool) -> None:
+    """Most of that time is included in the chunks' time."""
     house = House(overlap=False, accept=2, drafts=3, max_running=2)
     house.device.decode_seconds, house.device.rides = 0.25, rides
     house.submit("a", letters(10), "abcdefghijklmn")
@@ -90,10 +90,10 @@ def test_the_depth_policy_hears_no_time_of_a_step_whose_windows_rode(rides: bool
     chunks = [bool(plan.chunks) for plan in house.device.plans if plan.decode_slots]
     assert chunks[:3] == [True, False, False]
     assert house.depth.seconds == [0.0 if rides and with_chunks else 0.25 for with_chunks in chunks]
-    assert len(house.depth.observed) == len(chunks), "what was accepted counts"
+    assert len(house.depth.observed) == len(chunks), "accepted drafts count"
 
 
-def test_the_pace_is_told_of_every_step() -> None:
+def test_pace_observes_every_step() -> None:
     pace = ListeningPace()
     house = House(overlap=False, drafts=3, pace=pace)
     house.device.decode_seconds, house.device.prefill_cost = 0.25, lambda start, count: start + count
@@ -118,7 +118,7 @@ def test_the_pace_is_told_of_every_step() -> None:
 
 
 def test_gaps_of_running_streams_are_counted() -> None:
-    """From the first token on, and not across a turn's end."""
+    """From the first token on, and not beyond a turn's end."""
     now = [0.0]
     house = House(overlap=False, accept=0, drafts=1)
     house.loop._clock = lambda: now[0]
@@ -142,7 +142,7 @@ def test_gaps_of_running_streams_are_counted() -> None:
 
 
 def test_times_and_tokens_are_counted_as_requests_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device that takes a second a step, one request after the other."""
+    """On a device that takes a second per step, one request after another."""
     now = [10.0]
     house = House(overlap=False, accept=0, drafts=0, max_running=1, budget=64)
     house.loop._clock = lambda: now[0]
@@ -177,7 +177,7 @@ def test_times_and_tokens_are_counted_as_requests_end(monkeypatch: pytest.Monkey
     assert (sum(metrics.step_tokens.counts), metrics.step_tokens.sum) == (6, 64 + 37 + 1 + 1 + 11 + 10)
 
 
-def test_a_preempted_request_has_one_begin_and_one_first_token() -> None:
+def test_preempted_request_is_timed_from_its_first_begin_and_token() -> None:
     house = House(overlap=True, accept=1, drafts=2, pages=14, max_running=3)
     for number in range(3):
         house.submit(f"r{number}", letters(20, seed=number), "the quick brown fox jumps over the lazy dog" * 2)
@@ -193,7 +193,7 @@ def test_a_preempted_request_has_one_begin_and_one_first_token() -> None:
 
 
 class ListeningPace:
-    """Always 64 tokens; keeps what it was asked and told."""
+    """Always 64 tokens; records its calls."""
 
     def __init__(self) -> None:
         self.asked: list[bool] = []
@@ -207,7 +207,7 @@ class ListeningPace:
         self.told.append(times)
 
 
-def test_inert_slots_teach_the_policy_nothing() -> None:
+def test_inert_slots_are_not_shown_to_the_depth_policy() -> None:
     """With overlap the step after the last one still contains the ended request."""
     house = House(overlap=True, accept=3)
     house.submit("a", letters(10), "ab")
@@ -237,7 +237,7 @@ def test_metrics_count_what_was_launched_and_emitted() -> None:
     assert (metrics.drafted_tokens, metrics.accepted_tokens) == (spec.num_drafted, spec.num_accepted)
 
 
-def test_a_failing_device_fails_the_caller() -> None:
+def test_device_error_reaches_the_caller() -> None:
     house = House()
     house.submit("a", letters(10), "abc")
     house.device.failure = RuntimeError("the device fell off")
@@ -245,7 +245,7 @@ def test_a_failing_device_fails_the_caller() -> None:
         house.step()
 
 
-def test_a_loop_that_is_never_idle_does_a_piece_of_what_the_start_has_left_now_and_then() -> None:
+def test_busy_loop_runs_deferred_work_periodically() -> None:
     house, done = House(accept=0), list[int]()
     house.loop.prepare = lambda: bool(done.append(len(house.device.plans)) or True)  # type: ignore[method-assign]
     house.submit("a", letters(10), "abcdefghij" * 30)

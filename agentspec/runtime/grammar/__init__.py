@@ -1,9 +1,8 @@
-"""Grammars of requests: compiled in a process of their own, followed token by token. The only room that knows
-xgrammar."""
+"""Grammars of requests: compiled on trial in a separate process, then followed token by token. The only package that
+imports xgrammar."""
 
 from __future__ import annotations
 
-from agentspec.runtime.grammar.compiler import CompiledGrammar, GrammarCompiler
-from agentspec.runtime.grammar.source import constraint_source
+from agentspec.runtime.grammar.compiler import CompiledGrammar, GrammarCompiler, constraint_source
 
 __all__ = ["CompiledGrammar", "GrammarCompiler", "constraint_source"]

@@ -1,5 +1,5 @@
-"""xgrammar, as much of it as is used here. Loaded when the first grammar comes: it brings packages along that take a
-second to import."""
+"""The used part of xgrammar's API. Loaded when the first grammar comes, because its dependencies take a second to
+import."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_THREADS = 8
 
 
 class Backend:
-    """One vocabulary's compiler. Thread-safe."""
+    """A grammar compiler for one vocabulary. Thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         """Raises ImportError when xgrammar isn't installed."""
@@ -30,13 +30,13 @@ class Backend:
             stop_token_ids=vocabulary.stop_token_ids,
         )
         num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
-        # Its cache of rules that grammars share fails for expressions that count beyond 128; whole grammars are cached
-        # by GrammarCompiler.
+        # xgrammar's rule cache fails for expressions with repetition counts above 128. GrammarCompiler caches whole
+        # grammars.
         self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=num_threads, cache_enabled=False)
 
     def compile(self, job: CompileJob) -> Any:
-        """A compiled grammar. Raises xgrammar's own errors; may take any time, any memory, or the process. Other
-        threads go on meanwhile."""
+        """Compile a grammar. Raises xgrammar's own errors. May take unbounded time or memory, or crash the process.
+        Other threads continue meanwhile."""
         make = self._xgrammar.Grammar.from_ebnf if job.kind == "ebnf" else self._xgrammar.Grammar.from_structural_tag
         grammar = make(job.source)
         if job.lead:
@@ -48,17 +48,17 @@ class Backend:
 
 
 class Matcher:
-    """Where one text stands in a grammar."""
+    """The position of one text in a grammar."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
     def fill(self, rows: MaskRows, row: int) -> None:
-        """Set the bits of what may come next."""
+        """Write the mask of tokens that may come next into rows[row]."""
         self._handle.fill_next_token_bitmask(rows, row)
 
     def accept(self, token_id: int) -> bool:
-        """Go on by a token; stay where it is and say False when the grammar doesn't allow it."""
+        """Advance by a token; returns False, without advancing, if the grammar doesn't allow it."""
         return bool(self._handle.accept_token(token_id))
 
     def roll_back(self, num_tokens: int) -> None:
@@ -66,10 +66,10 @@ class Matcher:
 
     @property
     def is_ended(self) -> bool:
-        """A stop id was accepted: nothing follows, and there is no mask any more."""
+        """A stop id was accepted: nothing follows, and there are no more masks."""
         return bool(self._handle.is_terminated())
 
 
 def new_rows(num_rows: int, num_words: int) -> MaskRows:
-    """Rows that allow everything."""
+    """Mask rows that allow everything."""
     return np.full((num_rows, num_words), -1, dtype=np.int32)

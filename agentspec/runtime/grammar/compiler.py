@@ -1,7 +1,7 @@
-"""From a request's grammar to constraints: static limits, a trial in another process, a cache.
+"""Compiles a request's grammar to a constraint: static limits, a trial in another process, a cache.
 
-A grammar is compiled here only after it was compiled there within every limit: a second compile takes less time than
-loading what the first one made.
+The engine compiles a grammar only after the trial process has compiled it within every limit. Compiling it a second
+time is faster than transferring the first result.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentspec.errors import RequestError
+from agentspec.runtime.constraint_source import ConstraintSource
 from agentspec.runtime.grammar.backend import Backend
 from agentspec.runtime.grammar.constraint import GrammarConstraint
 from agentspec.runtime.grammar.frames import CompileJob, Vocabulary
@@ -24,18 +25,19 @@ from agentspec.text.json_schema import SchemaReader
 from agentspec.text.schema_grammar import PRETTY, SchemaGrammar
 from agentspec.text.schema_patterns import ANY_TEXT, PatternError, read_pattern
 from agentspec.text.tokenizer import Tokenizer
+from agentspec.types import ModelSpec
 from agentspec.wire import Grammar
 
 CACHE_BYTES = 256 * 1024 * 1024
 KNOWN_SOURCES = 256
-"""Sources for which the cache is looked up without reading them again."""
+"""Grammar texts for which the cache is looked up without parsing them again."""
 JOB_SECONDS = 15.0
 FIELD = "grammar"
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """One grammar, for any number of requests."""
+    """One compiled grammar, for any number of requests."""
 
     backend: Backend
     handle: Any
@@ -43,14 +45,14 @@ class CompiledGrammar:
     after: int | None
 
     def constraint(self) -> GrammarConstraint:
-        """A constraint at the beginning of the grammar."""
+        """A new constraint at the beginning of the grammar."""
         return GrammarConstraint(
             self.backend.matcher(self.handle), self.backend.num_words, self.stop_token_ids, self.after
         )
 
 
 class GrammarCompiler:
-    """Thread-safe: what is cached never waits for what compiles."""
+    """Thread-safe: a cached grammar never waits for one that is compiling."""
 
     def __init__(
         self,
@@ -61,7 +63,7 @@ class GrammarCompiler:
         cache_bytes: int = CACHE_BYTES,
         job_seconds: float = JOB_SECONDS,
     ) -> None:
-        """`vocab_size`: of the output head. `job_seconds`: how long a grammar may take on trial.
+        """`vocab_size`: of the output head. `job_seconds`: how long a trial compile may take.
 
         Raises RequestError when xgrammar isn't installed."""
         self._stop_token_ids = tuple(stop_token_ids)
@@ -73,7 +75,7 @@ class GrammarCompiler:
         )
         self._vocab_size = vocab_size
         self._process = TrialProcess(vocabulary)
-        self._process.start()  # it imports what takes a second beside this process, which does so now
+        self._process.start()  # its slow imports run in parallel with this process's own
         try:
             self._backend = Backend(vocabulary)
         except ImportError as error:
@@ -83,13 +85,13 @@ class GrammarCompiler:
         self._cache_lock = threading.Lock()
         self._cache: OrderedDict[CompileJob, tuple[Any, int]] = OrderedDict()
         self._jobs: OrderedDict[tuple[str, str, str], CompileJob] = OrderedDict()
-        """What the cached grammars were before they were made jobs, by kind, source and lead."""
+        """Jobs of the cached grammars, by kind, source and lead: saves converting the same text again."""
         self._cached_bytes = 0
         self._cache_bytes = cache_bytes
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Blocks for as long as it takes, which is bounded. Raises RequestError naming what can't be served,
-        EngineClosedError after `close`."""
+        """Compile a grammar, or find it in the cache. Blocks for a bounded time. Raises RequestError naming what can't
+        be served, EngineClosedError after `close`."""
         if grammar.after is not None and not 0 <= grammar.after < self._vocab_size:
             raise RequestError(f"{FIELD}.after", grammar.after, f"is not a token id below {self._vocab_size}")
         job = _job(grammar)
@@ -104,8 +106,8 @@ class GrammarCompiler:
         return CompiledGrammar(self._backend, handle, self._stop_token_ids, grammar.after)
 
     def known(self, grammar: Grammar) -> CompiledGrammar | None:
-        """A grammar that stands in the cache under these very words; looks nowhere else and never blocks. None for what
-        `compile` would refuse."""
+        """A grammar that is cached under exactly this text; never blocks. None if it isn't cached, or if `compile`
+        would refuse it."""
         if grammar.after is not None and not 0 <= grammar.after < self._vocab_size:
             return None
         with self._cache_lock:
@@ -114,7 +116,7 @@ class GrammarCompiler:
         return None if handle is None else CompiledGrammar(self._backend, handle, self._stop_token_ids, grammar.after)
 
     def close(self) -> None:
-        """A compile that still runs ends with EngineClosedError."""
+        """End the trial process. A compile that still runs raises EngineClosedError."""
         self._process.close()
 
     def _compile(self, job: CompileJob, grammar: Grammar) -> Any:
@@ -133,7 +135,7 @@ class GrammarCompiler:
             return found[0]
 
     def _keep(self, job: CompileJob, handle: Any, num_bytes: int) -> None:
-        """The least recently used make room."""
+        """Add a grammar to the cache, evicting the least recently used."""
         with self._cache_lock:
             self._cache[job] = (handle, num_bytes)
             self._cached_bytes += num_bytes
@@ -142,13 +144,27 @@ class GrammarCompiler:
                 self._cached_bytes -= freed
 
 
+def constraint_source(spec: ModelSpec, tokenizer: Tokenizer | None, *, forces_acceptance: bool) -> ConstraintSource:
+    """A source of constraints for an engine; one that refuses with the reason where grammars can't be served.
+    forces_acceptance: the engine accepts drafts that the target did not choose."""
+    if tokenizer is None:
+        return ConstraintSource(None, refusal="needs a tokenizer, and this checkpoint has none")
+    if not spec.stop_token_ids:
+        return ConstraintSource(None, refusal="ends with a stop id, and this model has none")
+    if forces_acceptance:
+        return ConstraintSource(None, refusal="can't be kept while acceptance is forced")
+    return ConstraintSource(
+        lambda: GrammarCompiler(tokenizer, vocab_size=spec.vocab_size, stop_token_ids=spec.stop_token_ids)
+    )
+
+
 def _words(grammar: Grammar) -> tuple[str, str, str]:
     return grammar.kind, grammar.source, grammar.lead
 
 
 def _job(grammar: Grammar) -> CompileJob:
-    """What the process is to compile. Schemas and expressions become EBNF here: the library's own readings of them skip
-    what they don't know."""
+    """The grammar as a job for the trial process. Schemas and expressions become EBNF here, because the library ignores
+    keywords it doesn't know in them."""
     if len(grammar.source) > MAX_SOURCE_BYTES:
         raise RequestError(f"{FIELD}.source", grammar.source, f"is longer than {MAX_SOURCE_BYTES} characters")
     for name, text in (("source", grammar.source), ("lead", grammar.lead)):
@@ -182,8 +198,8 @@ def _schema_source(text: str) -> str:
 
 
 def _check_tag(text: str) -> None:
-    """Schemas and expressions inside a structural tag would be read by the library, which skips what it doesn't
-    know."""
+    """Refuse schemas and expressions inside a structural tag: the library would parse them, and it ignores what it
+    doesn't know."""
     level = [_decoded(text, f"{FIELD}.source")]
     while level:
         node = level.pop()

@@ -1,4 +1,4 @@
-"""A request's way through its compiled grammar: masks for a window of drafts, and following what was emitted."""
+"""A request's position in its compiled grammar: masks for a window of drafts, and advancing over emitted tokens."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from agentspec.runtime.constraint import MaskRows
 from agentspec.runtime.grammar.backend import Matcher, new_rows
 
 MAX_MASK_SECONDS = 5.0
-"""Processor time for the masks of one window. An ambiguous grammar may come to that on a long text; its request ends,
-and the engine goes on."""
+"""Processor time for the masks of one window. An ambiguous grammar may exceed it on a long text; then its request ends,
+and the engine continues."""
 
 
 class GrammarConstraint:
-    """Implements runtime.constraint.Constraint. Used by one thread at a time."""
+    """Implements runtime.constraint.Constraint. Not thread-safe."""
 
     def __init__(self, matcher: Matcher, num_words: int, stop_token_ids: Sequence[int], after: int | None) -> None:
-        """`after`: everything but a stop id is free up to this token."""
+        """`after`: up to this token, everything but a stop id is allowed. None: the grammar applies from the start."""
         self._matcher = matcher
         self._num_words = num_words
         self._after = after

@@ -1,4 +1,4 @@
-"""What the engine and the process that compiles grammars say to each other, one frame (wire.py) a message."""
+"""Messages between the engine and its grammar trial process, one per frame (wire.py)."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ _T = TypeVar("_T")
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message: what tokens there are."""
+    """The first message: the tokens."""
 
     token_bytes: list[bytes]
-    """By id; empty for tokens that no text holds."""
+    """By id; empty for tokens that never appear in text."""
     vocab_size: int
-    """Of the masks; ids beyond `token_bytes` are never allowed."""
+    """Width of the masks; ids beyond `token_bytes` are never allowed."""
     stop_token_ids: list[int]
     job_seconds: float
-    """How long a job may take before it ends the process."""
+    """How long a job may take before the process is killed."""
 
 
 class CompileJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Every further message. One Verdict answers it, unless the process dies of it."""
+    """Every further message. Answered by one Verdict, unless the process dies."""
 
     kind: Literal["ebnf", "structural_tag"]
     source: str
     lead: str = ""
-    """A grammar in EBNF of what comes before; "" for nothing."""
+    """An EBNF grammar of the text before the main one; "" for none."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
-    """Why the grammar can't be served, for the client; None when the engine may compile it, too."""
+    """Why the grammar can't be served, for the client; None if the engine may compile it too."""
 
 
 def write_message(stream: IO[bytes], message: msgspec.Struct) -> None:
@@ -43,6 +43,6 @@ def write_message(stream: IO[bytes], message: msgspec.Struct) -> None:
 
 
 def read_message(stream: IO[bytes], kind: type[_T]) -> _T | None:
-    """None at the end of the stream, or when it ends inside a frame."""
+    """Read one message; None at the end of the stream, or if it ends inside a frame."""
     body = read_frame(stream)
     return None if body is None else msgspec.msgpack.decode(body, type=kind)

@@ -1,5 +1,4 @@
-"""The engine's end of the process that tries grammars: starts it, and again when it is needed after a grammar has
-killed it."""
+"""The engine's side of the grammar trial process: starts it, and restarts it after a grammar has killed it."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ _WORKER = "agentspec.runtime.grammar.worker"
 
 
 class TrialProcess:
-    """Tries one grammar at a time. Thread-safe."""
+    """Runs one trial at a time. Thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -27,13 +26,13 @@ class TrialProcess:
         self._is_closed = False
 
     def start(self) -> None:
-        """Have the process read the vocabulary before the first job comes. Waits for no more than that."""
+        """Start the process and send the vocabulary before the first job comes."""
         with self._turn, contextlib.suppress(EngineClosedError):
             self._started()
 
     def run(self, job: CompileJob) -> Verdict:
-        """Blocks until the grammar has passed, is refused, or has killed the process. Raises EngineClosedError when
-        `close` comes first."""
+        """Try one grammar. Blocks until it has passed, is refused, or has killed the process. Raises EngineClosedError
+        if `close` is called first."""
         with self._turn:
             process = self._started()
             assert process.stdin is not None
@@ -41,18 +40,18 @@ class TrialProcess:
             try:
                 write_message(process.stdin, job)
                 answer = read_message(process.stdout, Verdict)
-            except (BrokenPipeError, ValueError):  # ValueError: `close` has closed its pipes
+            except (BrokenPipeError, ValueError):  # ValueError: `close` closed the pipes
                 answer = None
             return self._buried(process) if answer is None else answer
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None while there is none."""
+        """The process's id; None while it doesn't run."""
         with self._lifecycle:
             return None if self._process is None else self._process.pid
 
     def close(self) -> None:
-        """Ends the process at once, whatever it is doing."""
+        """Kill the process at once, whatever it is doing."""
         with self._lifecycle:
             self._is_closed = True
             process, self._process = self._process, None
@@ -60,14 +59,14 @@ class TrialProcess:
             _end(process)
 
     def _started(self) -> subprocess.Popen[bytes]:
-        """Called in turn."""
+        """The running process, started if necessary. Call with `_turn` held."""
         with self._lifecycle:
             if self._is_closed:
                 raise EngineClosedError("the engine is closed")
             if self._process is not None:
                 return self._process
-            # Its own session: an interrupt at the terminal is the engine's to handle. Its standard input ends with this
-            # process.
+            # A session of its own, so that Ctrl-C reaches only the engine. The process ends when its standard input is
+            # closed, so it doesn't outlive this one.
             process = self._process = subprocess.Popen(
                 [sys.executable, "-m", _WORKER],
                 stdin=subprocess.PIPE,
@@ -77,8 +76,8 @@ class TrialProcess:
                 start_new_session=True,
             )
         assert process.stdin is not None
-        # Not under the lock, for `close` must not wait until it is read. If the process died at once, or is closed: the
-        # job finds that out.
+        # Outside the lock, so that `close` doesn't wait for the write. A process that died or was closed meanwhile is
+        # noticed by the job.
         with contextlib.suppress(BrokenPipeError, ValueError):
             write_message(process.stdin, self._vocabulary)
         return process
@@ -101,6 +100,6 @@ def _end(process: subprocess.Popen[bytes]) -> int:
     code = process.wait()
     for stream in (process.stdin, process.stdout):
         if stream is not None:
-            with contextlib.suppress(BrokenPipeError):  # what it left unread is lost
+            with contextlib.suppress(BrokenPipeError):  # input that it didn't read is lost
                 stream.close()
     return code

@@ -1,9 +1,9 @@
-"""The process that tries grammars: what hangs, explodes or crashes here hurts nobody else.
+"""The process that compiles grammars on trial. A hang, memory explosion or crash here doesn't affect the engine.
 
     python -m agentspec.runtime.grammar.worker
 
-Reads a Vocabulary, then jobs, from standard input; answers on standard output. Ends with its input, and by an alarm
-when a job takes too long.
+Reads a Vocabulary, then jobs, from standard input; answers on standard output. Ends at the end of its input, or by an
+alarm signal when a job takes too long.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from agentspec.runtime.grammar.backend import Backend, new_rows
 from agentspec.runtime.grammar.frames import CompileJob, Verdict, Vocabulary, read_message, write_message
 
 MEMORY_BYTES = 2 * 2**30
-"""What a job may take, beyond what the process takes at rest."""
+"""Memory that a job may use beyond the idle process's."""
 MAX_COMPILED_BYTES = 64 * 1024 * 1024
 TRIAL_TOKENS = 48
 MASK_SECONDS = 0.25
-"""Processor time that one mask of a served grammar may take on a trial walk."""
+"""Processor time that one mask may take during the trial walk."""
 TRIAL_SECONDS = 2.0
-"""The same for all masks of the walk."""
+"""Processor time that all masks of the walk may take."""
 
 
 def main() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the library's messages stay out of the answers
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # keeps the library's messages out of the answers
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     jobs = sys.stdin.buffer
@@ -55,14 +55,14 @@ def _limit_memory() -> None:
         with open("/proc/self/statm") as file:
             used = int(file.read().split()[0]) * resource.getpagesize()
     except FileNotFoundError:
-        return  # not Linux: the alarm is all there is
+        return  # not Linux: only the alarm limits a job
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, resource.RLIM_INFINITY))
 
 
 def _answer(backend: Backend, vocabulary: Vocabulary, job: CompileJob) -> Verdict:
     try:
         compiled = backend.compile(job)
-    except Exception as error:  # the library raises what it likes for a grammar that it can't read
+    except Exception as error:  # the library may raise anything for a grammar that it can't read
         return Verdict(error=_reason(error))
     if compiled.memory_size_bytes > MAX_COMPILED_BYTES:
         return Verdict(
@@ -72,7 +72,7 @@ def _answer(backend: Backend, vocabulary: Vocabulary, job: CompileJob) -> Verdic
 
 
 def _reason(error: Exception) -> str:
-    """The library's words without the place in its sources where they were raised."""
+    """The library's message without its C++ source position."""
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return (
         "can't be compiled: " + first.partition(".cc:")[2].partition(": ")[2]
@@ -82,8 +82,8 @@ def _reason(error: Exception) -> str:
 
 
 def _objection(backend: Backend, vocabulary: Vocabulary, compiled: Any) -> str | None:
-    """What a walk that prefers long tokens runs into: masks that take too long, or a place where nothing may follow,
-    not even the end."""
+    """Walk the grammar at random, preferring long tokens. Returns why it can't be served: masks that take too long, or
+    a dead end, where not even the end may follow."""
     rng = random.Random(0)
     matcher = backend.matcher(compiled)
     total = 0.0
